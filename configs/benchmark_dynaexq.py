@@ -5,10 +5,11 @@ r"""DynaExq's workload: 128 prompts of 2048 tokens, 256 new tokens each, batches
     python -m moejax.benchmark --config=configs/benchmark_dynaexq.py --config.shape= \
         --config.checkpoint=DIR --config.policy.tiers=int4=DIR-INT4,int2=DIR-INT2  # gpu
 
-Random weights of Qwen3-30B-A3B's shape under the policy: INT4 for the 32 hottest of a layer's 128
-experts, INT2 for all; the routing of decode steps is made up, as the output says. Name a
-checkpoint for its own routing. Planned on the device: 16.7 GiB at batch 1, 29.4 at 32. One run,
-since 128 requests spread enough; with `--config.num_prompts=32` it takes a quarter of the time.
+The first command runs random weights of Qwen3-30B-A3B's shape under the policy: INT4 for the 32
+hottest of a layer's 128 experts, INT2 for all. The routing of its decode steps is made up, and the
+output says so. The second command takes a checkpoint and its own routing. The plan is 16.7 GiB on
+the device at batch 1 and 29.4 at 32. There is one run, since 128 requests vary enough;
+`--config.num_prompts=32` takes a quarter of the time.
 """
 
 from ml_collections import config_dict

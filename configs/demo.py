@@ -2,8 +2,8 @@
 
     python -m moejax.generate --config=configs/demo.py --prompt="The history of"
 
-These are the defaults, so the command does the same without `--config`. On a laptop's CPU it takes
-a few seconds, nearly all of it importing JAX and, the first time, compiling.
+The file has the defaults, so the command does the same without `--config`. On a laptop's CPU it
+takes a few seconds, nearly all of them for importing JAX and, the first time, compiling.
 """
 
 from ml_collections import config_dict

@@ -4,8 +4,8 @@
         --prompt="My favourite condiment is"  # gpu
 
 Expected memory on the device: weights 87.0 GiB (93.4 GB, which is also the download), cache 128 KiB
-a token, so 0.5 GiB for the 4096 tokens here: an accelerator of over 96 GB. This is the base model;
-to chat: `--chat --config.checkpoint=mistralai/Mixtral-8x7B-Instruct-v0.1`.
+a token, so 0.5 GiB for the 4096 tokens here. It needs an accelerator of over 96 GB. This is the
+base model; to chat, use `--chat --config.checkpoint=mistralai/Mixtral-8x7B-Instruct-v0.1`.
 """
 
 from ml_collections import config_dict

@@ -4,7 +4,8 @@
     python -m moejax.plan --config=configs/plan_deepseek_moe_16b.py \
         --config.memory.device_gib=12 --config.bits=4
 
-Takes a second, no weights and no accelerator. Expected: 23.86 of 24 GiB, 45 of 64 experts of a
+It takes a second and needs neither weights nor an accelerator.
+Expected: 23.86 of 24 GiB, 45 of 64 experts of a
 layer in slots and 6 transient slots; 27.8 GiB of pinned host memory; at worst 2.6 GiB a token over
 the link, which is 52 ms at 50 GiB/s. The cache keeps 16 heads' keys and values, 896 MiB in all.
 Experts of a layer in slots:

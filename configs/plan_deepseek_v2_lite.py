@@ -4,7 +4,8 @@
     python -m moejax.plan --config=configs/plan_deepseek_v2_lite.py \
         --config.memory.device_gib=12 --config.bits=4
 
-Takes a second, no weights and no accelerator. Expected: 23.98 of 24 GiB, 49 of 64 experts of a
+It takes a second and needs neither weights nor an accelerator.
+Expected: 23.98 of 24 GiB, 49 of 64 experts of a
 layer in slots and 6 transient slots; 26.8 GiB of pinned host memory; at worst 2.5 GiB a token over
 the link, which is 50 ms at 50 GiB/s. The cache keeps a latent of 512 numbers and a rotated key of
 64 a token and layer, 243 MiB in all. Experts of a layer in slots:

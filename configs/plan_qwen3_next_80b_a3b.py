@@ -4,7 +4,8 @@
     python -m moejax.plan --config=configs/plan_qwen3_next_80b_a3b.py \
         --config.memory.device_gib=12 --config.bits=2
 
-Takes a second, no weights and no accelerator. Expected: 32.00 of 32 GiB, 330 of 512 experts of a
+It takes a second and needs neither weights nor an accelerator.
+Expected: 32.00 of 32 GiB, 330 of 512 experts of a
 layer in slots and 38 transient slots; 40.5 GiB of pinned host memory; at worst 0.8 GiB a token over
 the link, which is 16 ms at 50 GiB/s. Twelve layers have a cache, 192 MiB in all; the states of the
 other 36 take 74 MiB a sequence, however long it is. Experts of a layer in slots:

@@ -3,7 +3,7 @@
     python -m moejax.quantize --config=configs/quantize_gptq_4bit.py \
         --config.checkpoint=Qwen/Qwen3-30B-A3B --config.output=qwen3-gptq  # gpu
 
-Calibration is the text that ships, 128 samples of 2048 tokens or what there is of it.
+It calibrates on the text that ships, 128 samples of 2048 tokens or as many as the text has.
 """
 
 from ml_collections import config_dict

@@ -3,8 +3,8 @@
     python -m moejax.generate --config=configs/qwen3_30b_a3b.py --chat --prompt="Why?"  # gpu
 
 Expected memory on the device: weights 56.9 GiB (61.1 GB, which is also the download), cache 96 KiB
-a token, so 0.75 GiB for the 8192 tokens here: an accelerator of 80 GB. Sampling is what the model's
-card recommends for thinking.
+a token, so 0.75 GiB for the 8192 tokens here. It needs an accelerator of 80 GB. The settings of
+sampling are those that the model's card recommends for thinking.
 """
 
 from ml_collections import config_dict

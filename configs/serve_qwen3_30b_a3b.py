@@ -3,8 +3,8 @@
     python -m moejax.serve --config=configs/serve_qwen3_30b_a3b.py --config.port=8000  # gpu
 
 Expected memory on the device: weights 56.9 GiB, and a cache of 96 KiB a token, so 12 GiB for 16
-answers of 8192 tokens: an accelerator of 80 GB. Not yet run on one. Sampling, where a request does
-not say, is what the model's card recommends for thinking.
+answers of 8192 tokens. It needs an accelerator of 80 GB and has not run on one yet. A request that
+gives no settings of sampling gets those that the model's card recommends for thinking.
 """
 
 from ml_collections import config_dict

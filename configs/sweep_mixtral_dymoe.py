@@ -5,7 +5,7 @@
 
 The trace must foresee the next layer (--config.record_foreseen, 8 by default) for prefetch other
 than 0. Slots are those of a layer in INT4 and INT2; two INT2 experts take the place of one INT4.
-selection=load: no attention was recorded, so that a prompt's tokens count alike. An expert of
+selection=load, since no attention was recorded: a prompt's tokens count alike. An expert of
 3 x 14336 x 4096 weights takes 99,090,432 bytes in INT4 and 55,050,240 in INT2.
 """
 

@@ -3,8 +3,8 @@
     python -m scripts.make_trace --shape=Qwen3-30B-A3B --tokens=10000 --out=qwen3.trace  # long
     python -m moejax.sweep --config=configs/sweep_qwen3_lru.py --config.trace=qwen3.trace  # long
 
-100 settings x 10,000 tokens x 48 layers x 128 experts: half a minute of one core and as long again
-for Belady's cache. base_ms is what the resident model takes on an H200; give your own, or a
+100 settings x 10,000 tokens x 48 layers x 128 experts take half a minute of one core, and as long
+again for Belady's cache. base_ms is the time of the resident model on an H200; give your own, or a
 calibration. An expert has 2,654,208 bytes: 3 x 768 x 2048 weights at 4 bits and, for each 64 of
 them, a scale and a zero point in 16 bits.
 """

@@ -25,7 +25,8 @@ from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import Tiering
 from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
-    Planned,
+    FixedSizes,
+    PlannedSizes,
     cache_length,
     least_cache_length,
     longest_chunk,
@@ -154,7 +155,7 @@ class Engine:
         defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
         memory: Any = None
         budget: Budget | TieredBudget | None = None
-        sizes = Planned()
+        sizes = PlannedSizes()
         with plain_memory_errors(device):
             if limits is None and policy is None:
                 weights = load_whole(checkpoint, dtype=dtype, device=device, progress=progress)
@@ -169,7 +170,7 @@ class Engine:
                     context=planned, chunk=chunk, progress=progress,
                 )  # fmt: skip
                 if budget is not None and budget.limits.device_gib:
-                    sizes = Planned(batch, planned, chunk)
+                    sizes = PlannedSizes(batch, planned, chunk)
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
             device=device, context=context, memory=memory, defaults=defaults,
@@ -216,6 +217,11 @@ class Engine:
     def compile_seconds(self) -> float:
         """Seconds spent in compiling so far."""
         return self._runner.programs.seconds
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether another thread's call compiles a program, which nothing interrupts."""
+        return self._open is not None and self._open.programs.is_compiling
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -462,6 +468,25 @@ class Engine:
     def check_prompt(self, ids: list[int]) -> None:
         """Raises MoejaxError, naming the lengths, if a prompt leaves no room to answer."""
         self._cache_length([ids], GenerationSettings())
+
+    def fix_sizes(
+        self, batch: int, chunks: Sequence[int], kv_lengths: Sequence[int] = ()
+    ) -> FixedSizes:
+        """Pads all calls to a few sizes from now on; leaves out what does not fit.
+
+        Args:
+          batch: sequences of a call, at most.
+          chunks: positions of prefill chunks.
+          kv_lengths: slots of the cache that a call reads, beside all of them.
+        """
+        if not self.context:
+            most = min(PLANNED_CONTEXT, self.config.max_positions)
+            self.context = self.budget.context if self.budget else most
+        longest = longest_chunk(self.config, batch, self.context, self._runner.planned)
+        sizes = {min(size, longest, self.context) for size in chunks}
+        reads = {kv for kv in kv_lengths if 2 * kv <= self.context} | {self.context}
+        self._runner.fixed = FixedSizes(tuple(sorted(sizes)), tuple(sorted(reads)))
+        return self._runner.fixed
 
     def live_batch(
         self, prompts: list[list[int]], settings: Sequence[GenerationSettings], **how: Any

@@ -33,6 +33,7 @@ class CompiledPrograms:
       seconds: spent in tracing, lowering and compiling so far.
       num_traces: programs built so far; constant after warm-up.
       history: function name and seconds of each, in order.
+      is_compiling: whether a thread is in XLA's compiler, which nothing interrupts.
       announce: makes the context in which a program of a name is compiled.
     """
 
@@ -43,6 +44,7 @@ class CompiledPrograms:
         self.seconds = 0.0
         self.num_traces = 0
         self.history: list[tuple[str, float]] = []
+        self.is_compiling = False
         self.announce: Announce = _silently
         self._is_closed = False
 
@@ -83,9 +85,13 @@ class CompiledPrograms:
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
-            with self.announce(function.__name__.replace("_", " ")):
-                lowered = self.lower(function, static, arguments, num_donated=num_donated)
-                program = lowered.compile()
+            self.is_compiling = True
+            try:
+                with self.announce(function.__name__.replace("_", " ")):
+                    lowered = self.lower(function, static, arguments, num_donated=num_donated)
+                    program = lowered.compile()
+            finally:
+                self.is_compiling = False
             self._programs[key] = program
             spent = time.perf_counter() - start
             self.seconds += spent

@@ -56,7 +56,7 @@ from moejax.policies.base import (
     PolicySpec,
 )
 from moejax.quantization.pipeline.calibration import shipped_text
-from moejax.routing.simulate.sweeping import Swept, Tiers, sweep
+from moejax.routing.simulate.sweeping import SweepPoint, Tiers, sweep
 from moejax.routing.trace import DECODE, read_trace
 
 QUICK = os.environ.get("MOEJAX_QUICK") == "1"  # smaller numbers everywhere, for a test
@@ -167,7 +167,7 @@ tiers = Tiers(names=("stored",), expert_bytes=(expert_bytes,))
 decays = (0.9,) if QUICK else (0.8, 0.9, 0.99)
 leasts = (0.0, 0.1, 0.2)
 
-swept: list[tuple[str, Swept]] = []
+swept: list[tuple[str, SweepPoint]] = []
 plain = [{"slots": slots} for slots in SLOTS]
 swept += [("on_demand", one) for one in sweep(trace, "on_demand", plain, tiers)]
 own = [

@@ -1,16 +1,17 @@
 """Many clients on one server: no answer lost or mixed, and memory that stays flat.
 
     python -m scripts.stress_server                # 32 clients, five minutes, the demo on the CPU
+    python -m scripts.stress_server --clients=200 --fuzzers=8
     python -m scripts.stress_server --seconds=20 --clients=8 --results=
 
-A server of its own process. Clients stream or do not, on both endpoints, with settings of all
-kinds; two cases in seven ask for two choices, three for log-probabilities; one request in eight is
-left early, one in twelve is nonsense. Each choice is compared with what the engine gives to its
+A server of its own process, with its default warm-up. Clients stream or do not, on both endpoints,
+with settings of all kinds; two cases in seven ask for two choices, three for log-probabilities; one
+request in eight is left early, one in twelve is nonsense. Fuzzers beside them send broken HTTP and
+JSON, fields of wrong kinds, and hang. Each choice is compared with what the engine gives to its
 prompt and seed alone, in this process; log-probabilities, within 1e-3 nats, with those of a prefill
-of the answer. Before the clock starts the same load runs until nothing is compiled any more. Status
-1 where an answer was lost or another's, a refusal was not one of those that are meant, or the
-server's resident memory (median of the last third of the time over that of the first) grew by more
-than --growth percent.
+of the answer. Status 1 where an answer was lost or another's, a refusal was not one of those that
+are meant, a program was compiled while clients waited, or the server's resident memory (median of
+the last third of the time over that of the first) grew by more than --growth percent.
 """
 
 import contextlib
@@ -29,12 +30,14 @@ from moejax import Engine
 from moejax.files import result_rows as results
 from scripts.stress_cases import Case, make_cases
 from scripts.stress_clients import Client, Tally
+from scripts.stress_fuzz import Fuzzer
 from scripts.stress_process import Server, running_server
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "as moejax.serve takes it")
 _SECONDS = flags.DEFINE_float("seconds", 300.0, "of the load that is measured", lower_bound=1)
-_WARM_UP = flags.DEFINE_float("warm_up", 240.0, "most seconds of the load before it")
+_WARM_UP = flags.DEFINE_float("warm_up", 30.0, "seconds of the load before it", lower_bound=0)
 _CLIENTS = flags.DEFINE_integer("clients", 32, "at once", lower_bound=1)
+_FUZZERS = flags.DEFINE_integer("fuzzers", 0, "clients beside them that send what is broken")
 _CASES = flags.DEFINE_integer("cases", 48, "different requests", lower_bound=1)
 _MAX_BATCH = flags.DEFINE_integer("max_batch", 8, "of the server")
 _QUEUE_LIMIT = flags.DEFINE_integer(
@@ -46,33 +49,20 @@ _RESULTS = flags.DEFINE_string(
     "results", "scripts/studies/server/server.jsonl", "rows go here; '': none"
 )
 
-QUIET_S = 15.0  # without a new program, the warm-up is over
-
 
 def run_clients(server: Server, cases: list[Case], tally: Tally, seconds: float, seed: int) -> None:
     """All clients for so many seconds, and until each has its last answer."""
     until = time.monotonic() + seconds
-    clients = [Client(server.port, cases, tally, 1000 * seed + i) for i in range(_CLIENTS.value)]
-    threads = [threading.Thread(target=client.run, args=(until,)) for client in clients]
+    seeds = range(1000 * seed, 1000 * seed + _CLIENTS.value + _FUZZERS.value)
+    kinds = [Client] * _CLIENTS.value + [Fuzzer] * _FUZZERS.value
+    everyone = [
+        kind(server.port, cases, tally, one) for kind, one in zip(kinds, seeds, strict=True)
+    ]
+    threads = [threading.Thread(target=one.run, args=(until,)) for one in everyone]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def warm_up(server: Server, cases: list[Case]) -> float:
-    """The load until nothing is compiled any more; the seconds that it took."""
-    started = quiet_since = time.monotonic()
-    programs, number = 0.0, 1
-    while time.monotonic() - started < _WARM_UP.value:
-        run_clients(server, cases, Tally(), min(5.0, _WARM_UP.value), number)
-        number += 1
-        now, found = time.monotonic(), server.metric("moejax_programs")
-        if found > programs:
-            programs, quiet_since = found, now
-        if now - quiet_since > QUIET_S:
-            break
-    return time.monotonic() - started
 
 
 @contextlib.contextmanager
@@ -117,7 +107,7 @@ def main(argv: list[str]) -> None:
     place = tempfile.TemporaryDirectory()
     with place as folder, running_server(Path(folder) / "log", *settings) as server:
         if _WARM_UP.value > 0:
-            print(f"warmed up for {warm_up(server, cases):.0f} s", flush=True)
+            run_clients(server, cases, Tally(), _WARM_UP.value, _SEED.value + 1)
         names = ("moejax_programs", "moejax_batch_size_sum", "moejax_batch_size_count")
         before = [server.metric(name) for name in names]
         started = time.monotonic()
@@ -144,6 +134,7 @@ def main(argv: list[str]) -> None:
         "TTFT of streams p99": (percentile(tally.first_seconds, 99), "s"),
         "clients that left early": (tally.outcomes["left early"], "requests"),
         "cancelled by the server, warm-up included": (cancelled, "requests"),
+        "fuzzed": (sum(n for of, n in tally.outcomes.items() if of.startswith("fuzz")), "requests"),
         "malformed bodies": (tally.outcomes["malformed, told so"], "requests"),
         "refused, the queue being full": (tally.outcomes["queue full"], "requests"),
         "mean batch": (rows / max(1, batches), "rows"),
@@ -159,6 +150,8 @@ def main(argv: list[str]) -> None:
         faults.append(f"memory grew by {growth_percent(mib):.1f} %, over {_GROWTH.value} %")
     if left:
         faults.append(f"{left:.0f} answers are still there after all clients have gone")
+    if compiled:
+        faults.append(f"{compiled:.0f} programs were compiled while clients waited")
     if not tally.outcomes["answered"]:
         faults.append("nothing was answered")
     if _RESULTS.value:
@@ -177,7 +170,8 @@ def percentile(values: list[float], percent: int) -> float:
 
 def append(figures: dict[str, tuple[float, str]], elapsed: float, device: str) -> None:
     """A row for each figure."""
-    load = f"{_CLIENTS.value} clients, {elapsed:.0f} s, {_CHECKPOINT.value}, float32"
+    fuzz = f" and {_FUZZERS.value} fuzzers" if _FUZZERS.value else ""
+    load = f"{_CLIENTS.value} clients{fuzz}, {elapsed:.0f} s, {_CHECKPOINT.value}, float32"
     load += f", batches up to {_MAX_BATCH.value}"
     rows = [
         results.ResultRow(

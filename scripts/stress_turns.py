@@ -54,7 +54,7 @@ def ask(server: Server, address: str, body: dict[str, object]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    """Warms up, measures, prints, appends rows."""
+    """Measures, prints, appends rows."""
     del argv
     limits = (
         f"--config.max_answers={_ANSWERS.value}", f"--config.queue_limit={2 * _ANSWERS.value}",
@@ -65,9 +65,6 @@ def main(argv: list[str]) -> None:
     took: list[float] = []
     whole: list[float] = []
     with tempfile.TemporaryDirectory() as place, running_server(Path(place) / "log", *limits) as of:
-        for count in range(1, _MAX_BATCH.value + 1):  # programs, where none are warmed up
-            ask(of, "127.0.0.1", {**short, "n": count, "max_tokens": _TOKENS.value})
-            ask(of, "127.0.0.1", {**short, "n": count})
         alone = ask(of, "127.0.0.1", short)
         thread = threading.Thread(target=lambda: whole.append(ask(of, "127.0.0.2", long)))
         thread.start()

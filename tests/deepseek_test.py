@@ -33,7 +33,7 @@ from moejax.models.layer_index import layer_indices
 from moejax.models.parts import LatentAttention as Widths
 from moejax.models.parts import RopeScaling, RouterRule
 from moejax.models.rope import model_angles
-from moejax.models.routing import foreseen, routing_of
+from moejax.models.routing import prefetch_scores, routing_of
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.policies.attention_importance import attention_received
@@ -289,13 +289,13 @@ class FurtherLayersTest(parameterized.TestCase):
         logits = jax.random.normal(jax.random.key(0), (64, config.num_experts))
         bias = 0.3 * jax.random.normal(jax.random.key(1), (config.num_experts,))
         found = routing_of(logits, config, bias)
-        _, ahead = jax.lax.top_k(foreseen(found, config), config.experts_per_token)
+        _, ahead = jax.lax.top_k(prefetch_scores(found, config), config.experts_per_token)
         np.testing.assert_array_equal(np.sort(ahead), np.sort(found.ids))
         _, by_score = jax.lax.top_k(found.probabilities, config.experts_per_token)
         self.assertFalse((np.sort(by_score) == np.sort(found.ids)).all())
         plain = dataclasses.replace(config, router=RouterRule(), family="deepseek")
         found = routing_of(logits, plain)
-        self.assertIs(foreseen(found, plain), found.probabilities)
+        self.assertIs(prefetch_scores(found, plain), found.probabilities)
 
     def test_yarn_needs_a_base(self):
         with self.assertRaisesRegex(ValueError, "rope_theta 1.0 with YaRN"):

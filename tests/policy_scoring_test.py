@@ -33,7 +33,7 @@ def total_chunk(
     program: Any, spec: Any, cache: Any, total: jax.Array, pool: Any, weights: Any, store: Any,
     tokens: jax.Array, start: jax.Array, lengths: jax.Array,
 ) -> Any:  # fmt: skip
-    """A step of `Runner.fold`: the nats of each token at its own place."""
+    """A step of `Runner.scan_windows`: the nats of each token at its own place."""
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     targets = jnp.where((start + places)[None] < lengths[:, None], tokens, -1)
     cache, pool, nats, recorded = steps.score_chunk(
@@ -108,7 +108,7 @@ class PolicyScoringTest(parameterized.TestCase):
         for rows in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
             engine, total = self.engine(**DYNAEXQ), jnp.float32(0)
             for row in rows:
-                total = engine._runner.fold(total_chunk, total, windows[row], lengths[row])
+                total = engine._runner.scan_windows(total_chunk, total, windows[row], lengths[row])
             totals.append(float(total))
             ledgers.append((engine.ledger.asked, engine.ledger.shares))
             self.assertGreaterEqual(engine.ledger.asked, lengths.sum() // 24)

@@ -17,9 +17,9 @@ from moejax.policies.base import SKIPPED, Observation
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
 from moejax.routing.simulate import runs
-from moejax.routing.simulate.program_keys import Formulas
+from moejax.routing.simulate.program_keys import ProgramKeys
 from moejax.routing.simulate.replay import EVENTS
-from moejax.routing.simulate.runs import Run, Tallied, run_policies, spec_of
+from moejax.routing.simulate.runs import Run, RunResult, run_policies, spec_of
 from moejax.routing.simulate.segments import CALL_STEPS, segments
 from moejax.routing.trace import Trace
 from tests import slow
@@ -246,7 +246,7 @@ RUNS = {
 
 
 class ReplayTest(parameterized.TestCase):
-    found: dict[str, Tallied]
+    found: dict[str, RunResult]
 
     @classmethod
     def setUpClass(cls):
@@ -299,12 +299,12 @@ class ReplayTest(parameterized.TestCase):
             np.testing.assert_array_equal(a.events, b.events)
 
     def test_formulas_are_traced_once_for_what_is_read(self):
-        formulas, spec = Formulas(), spec_of(TRACE, RUNS["dymoe 4/2"])
+        keys, spec = ProgramKeys(), spec_of(TRACE, RUNS["dymoe 4/2"])
         with mock.patch.object(jax, "make_jaxpr", wraps=jax.make_jaxpr) as traced:
 
             def formula(name: str, **settings: Any) -> tuple[str, ...]:
                 policy = make_policy(name, **settings)
-                return formulas.of(policy, policy.init(spec), spec)
+                return keys.key_of(policy, policy.init(spec), spec)
 
             first = formula("dymoe", retention=0.6)
             self.assertEqual(formula("dymoe", retention=0.9, prefetch=0, seed=3), first)

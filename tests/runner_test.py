@@ -21,7 +21,7 @@ from moejax.inference import chunking as chunks
 from moejax.inference import steps
 from moejax.inference.chunking import (
     MIN_PREFILL_LENGTH,
-    Planned,
+    PlannedSizes,
     kv_bucket,
     length_bucket,
     longest_chunk,
@@ -115,7 +115,7 @@ class BucketTest(parameterized.TestCase):
 
         for batch, context in itertools.product((1, 4, 16), (512, 2048, 4096, 16384)):
             chunk = longest_chunk(shape, batch, context)
-            planned = Planned(batch, context, chunk)
+            planned = PlannedSizes(batch, context, chunk)
             most = nbytes(batch, context, chunk)
             for fewer, shorter in itertools.product((1, 2, 8, 16), (256, 1024, 4096, 16384)):
                 if fewer <= batch and shorter <= context:

@@ -15,13 +15,14 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
-from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.experts.gate_mass import TieredLedger
 from moejax.experts.ledger import Ledger
+from moejax.inference.chunking import FixedSizes
 from moejax.inference.generation import GenerationSettings
 from moejax.serving import batcher as batcher_module
+from moejax.serving import programs
 from moejax.serving.metrics import Metrics
 from tests import slow
 from tests.serving_case import (
@@ -175,7 +176,8 @@ class CancelTest(absltest.TestCase):
             said = json.loads(stays.getresponse().read())
             self.assertEqual(said["choices"][0]["text"], expected.text)
             self.assertLess(server.value("moejax_generated_tokens_total"), 1 + 100 + 100)
-            self.assertEqual([call.args[1].tolist() for call in end_rows.call_args_list], [[1, 0]])
+            ended = [call.args[1].tolist() for call in end_rows.call_args_list]
+            self.assertEqual(ended, [[True, False, False, False]])
             first.close()
             stays.close()
 
@@ -228,60 +230,137 @@ class FaultTest(absltest.TestCase):
             self.assertTrue(server.batcher.join(WAIT_S))
 
 
-class WarmUpTest(parameterized.TestCase):
-    @slow.where(lambda like_a_gpu: like_a_gpu)  # more programs, warmed up by the same calls
+class CutTest(absltest.TestCase):
+    def test_it_does_not_wait_for_the_thread(self):
+        """The thread may be in a compiler; those that run and those that wait are told at once."""
+        with served(ENGINE) as server, held_batches(ENGINE) as gate:
+            asked = [begin(server, stream=True)]
+            wait_until(lambda: server.value("moejax_batch_size_count") == 1, "one runs")
+            asked += [begin(server), begin(server, stream=True)]
+            wait_until(lambda: server.batcher.num_waiting == 2, "two wait")
+            server.batcher.cut()
+            for one in asked:
+                answer = one.getresponse()
+                self.assertEqual(answer.status, 503)
+                self.assertEqual(json.loads(answer.read())["error"]["code"], "unavailable")
+                one.close()
+            self.assertEqual(server.batcher.num_waiting, 0)
+            gate.set()
+            self.assertTrue(server.batcher.join(WAIT_S))
+
+    def test_a_stream_ends_with_an_error_event(self):
+        with served(ENGINE) as server, slow_steps(ENGINE, 0.02):
+            stream = server.client.completions.create(model=NAME, stream=True, **LONG)
+            next(iter(stream))
+            server.batcher.cut()
+            with self.assertRaisesRegex(openai.APIError, "shutting down"):
+                for _ in stream:
+                    pass
+
+
+class ProgramsTest(parameterized.TestCase):
+    @slow.where(lambda like_a_gpu: like_a_gpu)  # more programs, by the same calls
     @parameterized.named_parameters(("cpu", False), ("programs_of_a_gpu", True))
-    def test_requests_after_it_trace_nothing(self, like_a_gpu: bool):
+    def test_requests_after_warm_up_compile_nothing(self, like_a_gpu: bool):
+        """Whatever they ask for: lengths, settings, log-probabilities, streams, rows that end."""
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             engine = stack.enter_context(tiny_chat_engine(directory))
-            if like_a_gpu:  # loops of 16 steps, and none where a batch streams
+            if like_a_gpu:  # calls of 16 steps or one; several lengths of the cache are read
                 engine._runner._whole_calls = True
-                stack.enter_context(mock.patch.object(batcher_module, "_most_steps", steps_of_gpu))
-            defaults = GenerationSettings(max_new_tokens=17)
-            batcher_module.warm_up(engine, defaults, max_batch=4)
+                engine._runner._chooses_kv_length = False
+                stack.enter_context(mock.patch.dict(programs.KV_LENGTHS, cpu=(64,)))
+            server = stack.enter_context(served(engine, max_batch=3, warms_up=True))
             traced = engine.num_traces
-            server = stack.enter_context(served(engine, max_batch=4))
-            for count in (1, 2, 3):
-                for more in ({}, {"stream": True}, {"logprobs": 2}):
-                    body = {"prompt": "a", "max_tokens": 17, "n": count, "temperature": 0, **more}
-                    completion = server.client.completions.create(model=NAME, **body)
-                    texts = {}
-                    for part in completion if "stream" in more else [completion]:
-                        for choice in part.choices:
-                            texts[choice.index] = texts.get(choice.index, "") + choice.text
-                            if "logprobs" in more:
-                                self.assertLen(choice.logprobs.token_logprobs, 17)
-                    self.assertLen(texts, count)
-                    self.assertLen(set(texts.values()), 1)  # greedy
-                    said = engine._runner.programs.history[traced:]
-                    self.assertEqual(engine.num_traces, traced, f"{body}: {said}")
-            # One row of a batch ends before the other.
-            with held_batches(engine) as gate, concurrent.futures.ThreadPoolExecutor(3) as pool:
-                asked = []
-                for number, length in enumerate((17, 17, 3)):
-                    body = {**LONG, "max_tokens": length}
-                    asked.append(pool.submit(streamed_text, server, body))
-                    wait_until(lambda: server.value("moejax_batch_size_count") == 10, "a batch")
-                    wait_until(lambda n=number: server.batcher.num_waiting == n, "it waits")
-                gate.set()
-                lengths = [len(one.result()) for one in asked]
-            self.assertGreater(lengths[1], lengths[2])
-            self.assertEqual(engine.num_traces, traced, engine._runner.programs.history[traced:])
-            # What it does not cover is compiled, so that the count above means something.
-            body = {"prompt": "a", "max_tokens": 17, "temperature": 0.9}
-            self.assertEqual(server.post("/v1/completions", body)[0], 200)
+            self.assertEqual(server.value("moejax_programs"), traced)
+            more: list[dict[str, Any]] = [
+                {"temperature": 0}, {"stream": True}, {"logprobs": 2, "temperature": 0.5},
+                {"repetition_penalty": 1.5, "n": 3, "min_p": 0.1}, {"top_k": 2, "n": 5},
+                {"temperature": 0, "stream": True, "n": 2, "stop": ["a"]},
+            ]  # fmt: skip
+            for num_tokens, length in ((1, 17), (30, 1), (60, 100), (129, 40), (250, 90)):
+                for fields in more:
+                    body = {"prompt": [5] * num_tokens, "max_tokens": length, **fields}
+                    connection = begin(server, **body)
+                    answer = connection.getresponse()
+                    said = answer.read()
+                    self.assertEqual(answer.status, 200, said)
+                    self.assertIn(b"finish_reason", said)
+                    connection.close()
+                    compiled = engine._runner.programs.history[traced:]
+                    self.assertEqual(engine.num_traces, traced, f"{body}: {compiled}")
+            engine.logits([[5, 6, 7]])  # what no request asks for is counted
             self.assertGreater(engine.num_traces, traced)
 
+    def test_who_left_the_queue_compiles_nothing(self):
+        with contextlib.ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            engine = stack.enter_context(tiny_chat_engine(directory))
+            server = stack.enter_context(served(engine))
+            gate = stack.enter_context(held_batches(engine))
+            first = begin(server, max_tokens=1)
+            wait_until(lambda: server.value("moejax_batch_size_count") == 1, "the first")
+            waits = begin(server, n=3, temperature=0.7)
+            wait_until(lambda: server.batcher.num_waiting == 3, "three rows of other programs")
+            waits.close()
+            wait_until(lambda: outcomes(server, "cancelled") == 1, "it is counted")
+            gate.set()
+            self.assertEqual(first.getresponse().status, 200)
+            first.close()
+            last = begin(server, max_tokens=1)  # behind whatever was left
+            self.assertEqual(last.getresponse().status, 200)
+            last.close()
+            names = [name for name, _ in engine._runner.programs.history]
+            self.assertEqual(names, ["fresh", "prefill_chunk", "first_token"])
 
-def steps_of_gpu(engine: Engine, streams: bool) -> int:
-    del engine
-    return 1 if streams else STEPS_PER_CALL
+    def test_answers_are_those_of_the_engine_alone(self):
+        """A row beside sampled ones, in programs of more rows, is as it would be by itself."""
+        expected = ENGINE.generate(["the quick"], max_new_tokens=20)[0]
+        with served(ENGINE) as server, held_batches(ENGINE) as gate:
+            first = begin(server, max_tokens=1)
+            wait_until(lambda: server.value("moejax_batch_size_count") == 1, "the first")
+            asked = [begin(server, max_tokens=20), begin(server, temperature=1, logprobs=3)]
+            wait_until(lambda: server.batcher.num_waiting == 2, "two wait")
+            gate.set()
+            said = json.loads(asked[0].getresponse().read())["choices"][0]
+            self.assertEqual(said["text"], expected.text)
+            self.assertIsNone(said["logprobs"])
+            for one in (first, *asked):
+                one.close()
+
+    def test_the_set(self):
+        found = programs.ServerPrograms.of(ENGINE, 20)
+        self.assertEqual(found.rows, (1, 4, 16, 20))
+        self.assertEqual(programs.ServerPrograms.of(ENGINE, 1).rows, (1,))
+        self.assertEqual(found.sizes, FixedSizes((64, 256), (256,)))
+        self.assertEqual(ENGINE.longest_prompt, 255)
 
 
-def streamed_text(server: Served, body: dict[str, Any]) -> str:
-    stream = server.client.completions.create(model=NAME, stream=True, **body)
-    return "".join(chunk.choices[0].text for chunk in stream)
+class SizesTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ((64, 256), (2048,)), ((64, 256), (256, 1024)), ((16, 64), (250,)), ((64,), (64,)),
+        ((64, 1024), (1024, 4096)),
+    )  # fmt: skip
+    def test_probes_run_all_that_any_prompt_runs(self, chunks, kv_lengths):
+        sizes, longest = FixedSizes(chunks, kv_lengths), kv_lengths[-1]
+        needed: dict[int, set[tuple[int, int]]] = {}
+        for length in range(1, longest):
+            end, needed[length] = 0, {(1, sizes.kv_length(length + 1))}
+            for start, size in sizes.prompt_chunks(length):
+                self.assertEqual(start, end)
+                self.assertLess(start, length)
+                end = start + size
+                needed[length].add((size, sizes.kv_length(end)))
+            self.assertBetween(end, length, longest)
+        probes = sizes.probes()
+        self.assertLessEqual(len(probes), 8)
+        self.assertEqual(set().union(*needed.values()), set().union(*(needed[n] for n in probes)))
+
+    def test_a_long_prompt_is_cut_into_few_chunks(self):
+        sizes = FixedSizes((64, 256), (2048,))
+        found = list(sizes.prompt_chunks(600))
+        self.assertEqual(found, [(0, 256), (256, 256), (512, 64), (576, 64)])
+        self.assertEqual(list(sizes.prompt_chunks(129)), [(0, 256)])
 
 
 class LedgerTest(absltest.TestCase):

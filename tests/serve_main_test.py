@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,14 +48,14 @@ def tearDownModule():
 
 
 @contextlib.contextmanager
-def process(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python that runs a module; its stderr is a pipe."""
+def process(*words: str, how: str = "-m") -> Iterator[subprocess.Popen[str]]:
+    """A Python that runs a module, or a program where `how` is "-c"; its stderr is a pipe."""
     cache = jax.config.values["jax_compilation_cache_dir"]
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }  # fmt: skip
-    command = [sys.executable, "-m", *words]
+    command = [sys.executable, how, *words]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, env=environment) as found:
         try:
@@ -68,6 +70,22 @@ def serving(*more: str) -> contextlib.AbstractContextManager[subprocess.Popen[st
     return process("moejax.serve", where, "--config.platform=cpu", "--config.port=0", *more)
 
 
+def asked(port: int, **more: object) -> http.client.HTTPConnection:
+    """A request on its way."""
+    body = {"prompt": "the quick", "max_tokens": 200, "temperature": 0, **more}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    kind = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), kind)
+    return connection
+
+
+def patched(change: str, *more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """A server some of whose code is changed by a line of Python."""
+    program = f"import time, jax; from moejax import cli, serve; {change}; cli.run(serve.COMMAND)"
+    where = f"--config.checkpoint={DIRECTORY}"
+    return process(program, where, "--config.platform=cpu", "--config.port=0", *more, how="-c")
+
+
 def ready_port(server: subprocess.Popen[str]) -> int:
     """Where it listens, once it is ready."""
     assert server.stderr is not None
@@ -79,24 +97,25 @@ def ready_port(server: subprocess.Popen[str]) -> int:
     raise AssertionError("".join(said))
 
 
-def health(port: int) -> tuple[int, dict[str, object]]:
+def got(port: int, path: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     with contextlib.closing(connection):
-        connection.request("GET", "/health")
+        connection.request("GET", path)
         answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
+        return answer.status, answer.read().decode()
+
+
+def health(port: int) -> tuple[int, dict[str, Any]]:
+    status, said = got(port, "/health")
+    return status, json.loads(said)
 
 
 class ProcessTest(parameterized.TestCase):
     def test_a_stream_that_runs_at_sigterm_is_finished_and_the_status_is_0(self):
-        warm = ("--config.warm_up=True", "--config.max_batch=2")
-        with serving("--config.grace_s=20", *warm) as server:
+        with serving("--config.grace_s=20", "--config.max_batch=2") as server:
             port = ready_port(server)
             self.assertEqual(health(port)[1]["model"], DIRECTORY.name)
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-            body = {"prompt": "the quick", "max_tokens": 200, "stream": True, "temperature": 0}
-            kind = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", json.dumps(body), kind)
+            connection = asked(port, stream=True)
             answer = connection.getresponse()
             first = answer.readline()
             server.send_signal(signal.SIGTERM)
@@ -110,6 +129,55 @@ class ProcessTest(parameterized.TestCase):
             self.assertEqual(server.wait(timeout=30), 0)
             with self.assertRaises(OSError):
                 health(port)
+
+    def test_sigterm_while_a_program_compiles_tells_all_and_ends(self):
+        """The compiler is one that takes a minute; a body that does not come is not waited for."""
+        with patched(
+            "jax.stages.Lowered.compile = lambda self: time.sleep(60)", "--config.warm_up=False"
+        ) as server:
+            port = ready_port(server)
+            runs = asked(port)
+            while "moejax_running 1.0" not in got(port, "/metrics")[1]:
+                time.sleep(0.01)
+            waits = [asked(port), asked(port, stream=True)]
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as half:
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+                half.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+                while health(port)[1]["waiting"] < 2:
+                    time.sleep(0.01)
+                started = time.monotonic()
+                server.send_signal(signal.SIGTERM)
+                for one in (runs, *waits):
+                    answer = one.getresponse()
+                    self.assertEqual(answer.status, 503)
+                    self.assertIn("shutting down", json.loads(answer.read())["error"]["message"])
+                    one.close()
+                self.assertLess(time.monotonic() - started, 3)
+                self.assertIn(b'"code": "unavailable"', half.recv(1000))
+            _, said = server.communicate(timeout=30)
+            self.assertLess(time.monotonic() - started, 9)
+            self.assertEqual(server.returncode, 0)
+            self.assertNotIn("Traceback", said)
+
+    @pytest.mark.slow
+    def test_a_stream_that_sigterm_cuts_ends_with_an_error_event(self):
+        slow = (
+            "from moejax.inference.runner import Runner; decode = Runner.decode; "
+            "Runner.decode = lambda *a: (time.sleep(0.05), decode(*a))[1]"
+        )
+        with patched(slow, "--config.warm_up=False", "--config.grace_s=0") as server:
+            port = ready_port(server)
+            connection = asked(port, stream=True)
+            answer = connection.getresponse()
+            self.assertStartsWith(answer.readline().decode(), "data: {")
+            with socket.create_connection(("127.0.0.1", port), timeout=30):  # silent
+                server.send_signal(signal.SIGTERM)
+                *_, last = answer.read().strip().split(b"\n\n")
+                connection.close()
+                error = json.loads(last.removeprefix(b"data: "))["error"]
+                self.assertEqual(error["code"], "unavailable")
+                _, said = server.communicate(timeout=30)
+            self.assertEqual((server.returncode, said), (0, ""))
 
     @pytest.mark.slow
     def test_one_line_errors(self):
@@ -134,7 +202,8 @@ class ProcessTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_the_stress_finds_nothing(self):
         words = (
-            f"--checkpoint={DIRECTORY}", "--seconds=3", "--clients=6", "--warm_up=0", "--cases=10",
+            f"--checkpoint={DIRECTORY}", "--seconds=3", "--clients=6", "--fuzzers=2", "--warm_up=0",
+            "--cases=10",
             "--max_batch=4", "--queue_limit=4", "--results=", "--growth=200",
         )  # fmt: skip
         with process("scripts.stress_server", *words) as stress:

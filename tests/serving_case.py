@@ -98,7 +98,7 @@ def served(
     **how: Any,
 ) -> Iterator[Served]:
     """A server of an engine, which outlives it; `how` replaces settings of the batcher."""
-    settings = {"max_batch": 8, "queue_limit": 16, "deadline_s": 0.0, **how}
+    settings = {"max_batch": 8, "queue_limit": 16, "deadline_s": 0.0, "warms_up": False, **how}
     metrics, ready = Metrics(), threading.Event()
     batcher = Batcher(lambda: engine, metrics, on_loaded=ready.set, **settings)
     api = Api(

@@ -144,9 +144,9 @@ CASES = {
 
 def next_item_stays_behind(self, unit, base, to, fetch=_Walk.fetch):
     """Copies of the next item are those of this one."""
-    row = self.onward and self.stream.rows[0]
-    onward = self.onward and dataclasses.replace(self.onward, row=row)
-    with mock.patch.object(self, "onward", onward):
+    row = self.next_item and self.stream.rows[0]
+    next_item = self.next_item and dataclasses.replace(self.next_item, row=row)
+    with mock.patch.object(self, "next_item", next_item):
         fetch(self, unit, base, to)
 
 

@@ -35,11 +35,11 @@ class ColumnsTest(HostTestCase):
             matrix = low_rank_spec.addressed(matrix_of(weights, "bf16"), addresses)
             columns = Columns(e, matrix, e.const(first), count)
             at, warp, lane = e.shared_address(len(buffers)), e.threads // 32, e.threads % 32
-            columns.bring(e.const(1), at, e.const(rows - 1), e.const(rows), warp, 2, lane)
+            columns.start_copy(e.const(1), at, e.const(rows - 1), e.const(rows), warp, 2, lane)
             index = np.minimum(max(0, first) + 2 * (e.threads % (count // 2)), length - 1)
             index = index // 2 * 2
             for r in range(rows - 1):
-                place = columns.place(index)
+                place = columns.position_of(index)
                 found = columns.values(place, e.const(1 + r), at + r * columns.pitch)
                 for half, values in enumerate(found):
                     inside = index + half < min(length, first + count)

@@ -182,7 +182,7 @@ class LanesTest(parameterized.TestCase):
             [sums[group, at + a, i + column + b] for a in (0, 8) for b in (0, 1)]
             for i in range(0, tokens, 8)
         ]
-        place = scatter.Place(np.int64(row), np.int64(first), np.int64(end))
+        place = scatter.Destination(np.int64(row), np.int64(first), np.int64(end))
         refs = [2 + 2 * group, 3 + 2 * group, 0, 1]
         if way == "hidden":
             scatter.scatter_hidden(e, "bf16", values, place, chunk, columns, refs)

@@ -58,7 +58,7 @@ class ServeConfig(GenerateConfig):
     deadline_s: float = option(0.0, "seconds after which a request is ended (504); 0: none")
     max_body_bytes: int = option(4 * 2**20, "bytes of a request's body, at most (413)")
     warm_up: bool = option(
-        False, "compile for batches of every size before it is ready, streams and logprobs included"
+        True, "compile all programs before it is ready, so that no request waits for a compiler"
     )
     grace_s: float = option(10.0, "seconds that answers may go on after SIGTERM")
 

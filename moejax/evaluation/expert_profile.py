@@ -90,7 +90,7 @@ def profile(
     )
     count = _step(counting)
     for tokens, lengths, _ in windows(np.asarray(ids), Windowing(window, window), batch_size):
-        activity = runner.fold(count, activity, tokens, lengths)
+        activity = runner.scan_windows(count, activity, tokens, lengths)
         on_batch(int(lengths.sum()))
     if not float(activity.tokens) > 0:
         raise MoejaxError(
@@ -102,7 +102,7 @@ def profile(
 
 @functools.cache
 def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, None]]:
-    """Step for `Runner.fold`; one object per setting, since programs are kept by function."""
+    """Step for `Runner.scan_windows`; one object per setting, since functions are program keys."""
 
     def profile_chunk(
         program: steps.Program,

@@ -37,7 +37,7 @@ from moejax.models.expert_products import (
 )
 from moejax.models.grouped_experts import choose_grouped
 from moejax.models.moe import STEP_BYTES, ExpertImpl
-from moejax.models.routing import Routing, foreseen
+from moejax.models.routing import Routing, prefetch_scores
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator, QTensor, Weight
@@ -304,7 +304,7 @@ class PooledExperts:
     def _expected(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> jax.Array:
         """What the next layer's router is expected to choose (DyMoE eq. 6-8); after this layer."""
         replay, replayed = self.store.replay_ahead, self.store.replay
-        scores = jnp.where(token_mask[:, None], foreseen(predicted, self.config), 0.0)
+        scores = jnp.where(token_mask[:, None], prefetch_scores(predicted, self.config), 0.0)
         said = jax.lax.top_k(jnp.sum(scores, axis=0), self.most_ahead)[1]
         if replay is None or replayed is None or len(token_mask) != replayed.shape[2]:
             return said

@@ -27,7 +27,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
 from moejax.models.grouped_experts import choose_for_tiers
 from moejax.models.moe import ExpertImpl
-from moejax.models.routing import Routing, foreseen
+from moejax.models.routing import Routing, prefetch_scores
 from moejax.policies.attention_importance import attention_received
 from moejax.policies.base import (
     SKIPPED,
@@ -208,7 +208,7 @@ class TieredExperts:
             active=token_mask,
             resident=resident,
             importance=self._importance,
-            predicted=foreseen(ahead(), self.config) if looks and ahead else None,
+            predicted=prefetch_scores(ahead(), self.config) if looks and ahead else None,
             tables=self._runs[0].pool.residency.table if len(self._runs) == 1 else None,
             is_prefill=self._is_prefill,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def removed_by_sigterm(folder: Path) -> Iterator[None]:
+def delete_on_sigterm(folder: Path) -> Iterator[None]:
     """Deletes `folder` if SIGTERM ends the process inside this context.
 
     The handler raises nothing: an exception is lost if Python is running JAX's garbage collector

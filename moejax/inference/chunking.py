@@ -54,7 +54,7 @@ def least_cache_length(config: ModelConfig, batch_size: int, itemsize: int) -> i
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PlannedSizes:
     """Call sizes that the memory limits were planned for; 0: any.
 
     Attributes:
@@ -80,8 +80,51 @@ class Planned:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class FixedSizes:
+    """The few sizes to which a server pads its calls, so that few programs serve all requests.
+
+    Attributes:
+      chunks: positions of prefill chunks, rising.
+      kv_lengths: slots of the cache that a call reads, rising; the last is S.
+    """
+
+    chunks: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+
+    def prompt_chunks(self, length: int) -> Iterator[tuple[int, int]]:
+        """(start, size) of the chunks of `length` positions; none reaches past the cache.
+
+        A chunk that would be empty for the most part gives way to smaller ones.
+        """
+        start = 0
+        while start < length:
+            room, left = self.kv_lengths[-1] - start, length - start
+            fitting = [size for size in self.chunks if size <= room] or [room]
+            size = next((size for size in reversed(fitting) if 2 * left > size), fitting[0])
+            yield start, size
+            start += size
+
+    def kv_length(self, length: int) -> int:
+        """Slots that a call reads to see `length` of them."""
+        return next((kv for kv in self.kv_lengths if kv >= length), self.kv_lengths[-1])
+
+    def probes(self) -> list[int]:
+        """Lengths of prompts that together run a chunk and a decode step of every program."""
+        found: list[int] = []
+        seen: set[tuple[int, int]] = set()
+        for length in range(1, self.kv_lengths[-1]):
+            needs = {
+                (size, self.kv_length(start + size)) for start, size in self.prompt_chunks(length)
+            } | {(1, self.kv_length(length + 1))}
+            if needs - seen:
+                found.append(length)
+                seen |= needs
+        return found
+
+
 def longest_chunk(
-    config: ModelConfig, batch_size: int, cache_length: int, planned: Planned | None = None
+    config: ModelConfig, batch_size: int, cache_length: int, planned: PlannedSizes | None = None
 ) -> int:
     """Positions of a prefill chunk, a power of two.
 
@@ -98,7 +141,7 @@ def longest_chunk(
     return longest
 
 
-def part_of(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndarray:
+def slice_tokens(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndarray:
     """Slices [B, T] from `start` on to int32[B, size], padded by `fill`."""
     part = tokens[:, start : start + size].astype(np.int32)
     return np.pad(part, ((0, 0), (0, size - part.shape[1])), constant_values=fill)
@@ -172,7 +215,7 @@ def cache_length(
     return context or length_bucket(longest + num_new, min(least, planned), planned)
 
 
-def chunk_of(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndarray:
+def slice_prompts(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndarray:
     """Takes `size` tokens of each prompt from `start` on, int32[B, T], padded with zeros."""
     tokens = np.zeros((len(prompts), size), np.int32)
     for row, prompt in enumerate(prompts):
@@ -181,7 +224,7 @@ def chunk_of(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndar
     return tokens
 
 
-def scored_places(targets: np.ndarray) -> np.ndarray:
+def scored_columns(targets: np.ndarray) -> np.ndarray:
     """Last P columns of int32[B, T] from the first scored one, int32[P]; P is a bucket."""
     counted = np.flatnonzero((targets >= 0).any(axis=0))
     length = targets.shape[1]

@@ -133,7 +133,7 @@ def likelihood_chunk(
     start: jax.Array,
     lengths: jax.Array,
 ) -> tuple[KVCache, Places, steps.Pool, Recorded | None]:
-    """A step for `Runner.fold`: the model over a chunk, and the places that lie in it."""
+    """A step for `Runner.scan_windows`: the model over a chunk, and the places that lie in it."""
     model = merge_weights(program.definition, weights)
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + offsets, tokens.shape)
@@ -313,7 +313,7 @@ class PairScorer:
                 targets[i, num_places - len(wanted) :, n] = wanted
         empty = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, bool)
         places = Places(*jax.device_put((positions, targets, *empty), self._runner.device))
-        places = self._runner.fold(likelihood_chunk, places, tokens, lengths)
+        places = self._runner.scan_windows(likelihood_chunk, places, tokens, lengths)
         scores = np.asarray(places.log_probabilities).astype(np.float64)
         likeliest = np.asarray(places.likeliest)
         for i, row in enumerate(rows):

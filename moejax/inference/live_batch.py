@@ -7,7 +7,7 @@ import numpy as np
 
 from moejax.inference.generation import AnswerBuilder, FinishReason, GenerationSettings
 from moejax.inference.runner import Runner
-from moejax.inference.step_output import NOT_FINITE, Emitted
+from moejax.inference.step_output import NOT_FINITE, StepOutput
 
 
 class TokenLogprob(NamedTuple):
@@ -51,6 +51,7 @@ class LiveBatch:
         top_logprobs: int = 0,
         steps_per_call: int = 1,
         most_steps: int = 1,
+        any_settings: bool = False,
     ):
         """Runs nothing yet.
 
@@ -64,7 +65,9 @@ class LiveBatch:
           size: rows that the programs have; the rest are empty. 0: as many as there are prompts.
           top_logprobs: likeliest tokens told with each new one, and its own logprob; 0: nothing is.
           steps_per_call: see the class.
-          most_steps: its limit, for which the programs are compiled.
+          most_steps: its limit, for which the programs are compiled. Where they run all of their
+            steps, fewer are run one by one.
+          any_settings: see `Runner.prefill`.
         """
         rest = max(size, len(prompts)) - len(prompts)
         self._runner = runner
@@ -79,6 +82,7 @@ class LiveBatch:
         self._eos_ids = eos_ids
         self._top_logprobs = top_logprobs
         self._most_steps = most_steps
+        self._any_settings = any_settings
         self.steps_per_call = steps_per_call
         self._ended = np.zeros(len(self._prompts), bool)
         self._to_end = self._ended.copy()
@@ -95,11 +99,12 @@ class LiveBatch:
         the tokens of the last one are read.
         """
         session = self._runner.prefill(
-            self._prompts, self._cache_length, self._settings, self._eos_ids, self._top_logprobs
-        )
+            self._prompts, self._cache_length, self._settings, self._eos_ids, self._top_logprobs,
+            self._any_settings,
+        )  # fmt: skip
         num_steps = 1  # whose tokens were asked for
 
-        def dispatch() -> Emitted | None:
+        def dispatch() -> StepOutput | None:
             nonlocal num_steps
             live = [room for room, ended in zip(self._room, self._ended, strict=False) if not ended]
             left = max(live, default=0) - num_steps
@@ -108,8 +113,10 @@ class LiveBatch:
             if self._to_end.any():
                 self._runner.end_rows(session, self._to_end)
                 self._to_end = np.zeros_like(self._to_end)
-            count = min(self.steps_per_call, self._most_steps, left)
-            self._runner.decode(session, count, self._most_steps, whole=count == self._most_steps)
+            count, most = min(self.steps_per_call, self._most_steps, left), self._most_steps
+            if count < most and self._runner.runs_whole_calls:
+                count = most = 1
+            self._runner.decode(session, count, most)
             num_steps += count
             return session.emitted
 
@@ -120,7 +127,7 @@ class LiveBatch:
             yield self._read(pending, session.since)
             pending = following
 
-    def _read(self, emitted: Emitted, since: int) -> list[Piece | None]:
+    def _read(self, emitted: StepOutput, since: int) -> list[Piece | None]:
         with self._runner.reading(since):
             tokens = np.asarray(emitted.tokens).tolist()
             told = emitted.logprobs

@@ -18,12 +18,12 @@ from moejax.errors import MoejaxError
 from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import STORED
 from moejax.files import result_rows as results
-from moejax.files.termination import removed_by_sigterm
+from moejax.files.termination import delete_on_sigterm
 from moejax.models.attention import AttentionObserver
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.moe import ExpertImpl
-from moejax.models.routing import Routing, foreseen
+from moejax.models.routing import Routing, prefetch_scores
 from moejax.models.run_experts import HearsRouters, LoopedExperts, RunExperts
 from moejax.models.transformer import Transformer
 from moejax.policies.attention_importance import attention_received
@@ -60,12 +60,12 @@ class Recorded(NamedTuple):
     probabilities: jax.Array | None
     importance: jax.Array | None
 
-    def placed(self, whole: "Recorded", index: jax.Array) -> "Recorded":
+    def at_position(self, whole: "Recorded", index: jax.Array) -> "Recorded":
         """Writes these tokens, one per sequence, at position `index` of `whole`."""
         return jax.tree.map(lambda all_, one: all_.at[:, index].set(one[:, 0]), whole, self)
 
 
-def none_recorded(spec: RecordSpec, config: ModelConfig, batch: int, length: int) -> Recorded:
+def empty_record(spec: RecordSpec, config: ModelConfig, batch: int, length: int) -> Recorded:
     """Empty record of tokens [batch, length], none active."""
     num_layers, width = len(config.moe_layers), config.experts_per_token
 
@@ -88,7 +88,7 @@ def none_recorded(spec: RecordSpec, config: ModelConfig, batch: int, length: int
     )
 
 
-class _Said(NamedTuple):
+class _LayerRecord(NamedTuple):
     """Fields of `Recorded` of N tokens and some layers: [N, layers, ...]."""
 
     ids: jax.Array
@@ -116,7 +116,7 @@ class RecordingExperts:
         self._foreseen: list[tuple[jax.Array, jax.Array]] = []
         self._importance: list[jax.Array] = []
         self._received: jax.Array | None = None  # by the tokens of the layer that comes next
-        self._looped: _Said | None = None
+        self._looped: _LayerRecord | None = None
 
     def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
         """See `models.run_experts.HearsRouters`."""
@@ -173,15 +173,17 @@ class RecordingExperts:
             self._importance.append(none if self._received is None else self._received)
         if self._spec.foreseen and ahead is not None:
             limit = min(self._spec.foreseen, routing.probabilities.shape[1])
-            scores = foreseen(ahead(), self._model.config)
+            scores = prefetch_scores(ahead(), self._model.config)
             self._foreseen.append(jax.lax.top_k(scores, limit))
         if self._run is not None:
             return self._run(layer, x, routing, token_mask, ahead)
         return self._model.moe(x, layer, token_mask, self._impl)[0]
 
     def recorded(self, positions: jax.Array, mask: jax.Array) -> Recorded:
-        """Returns the routing of all layers, which have run, for int32[B, T] and bool[B, T]."""
-        of_layers = [layers for layers in (self._looped, self._said()) if layers is not None]
+        """Routing of all layers, which have run, for int32[B, T] and bool[B, T]."""
+        of_layers = [
+            layers for layers in (self._looped, self._stack_layers()) if layers is not None
+        ]
         said = of_layers[0]
         if len(of_layers) > 1:
             said = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *of_layers)
@@ -195,7 +197,7 @@ class RecordingExperts:
         shaped = jax.tree.map(lambda a: a.reshape(*positions.shape, *a.shape[1:]), said)
         return Recorded(position=positions, active=mask, **shaped._asdict())
 
-    def _said(self) -> "_Said | None":
+    def _stack_layers(self) -> "_LayerRecord | None":
         """Stacks the routing of the layers since `resume`; None if there were none."""
         if not self._routings:
             return None
@@ -217,7 +219,7 @@ class RecordingExperts:
         probabilities = None
         if spec.probabilities:
             probabilities = stacked([r.probabilities for r in self._routings], jnp.float16)
-        return _Said(
+        return _LayerRecord(
             ids=stacked([r.ids for r in self._routings], kind),
             weights=stacked([r.weights for r in self._routings], jnp.float16),
             predicted_ids=predicted[0],
@@ -258,7 +260,7 @@ class LoopedRecording(RecordingExperts):
 
     def kept(self) -> Any:
         """See `LoopedExperts`: the record, and the scan outputs of what runs the experts."""
-        mine = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), self._said())
+        mine = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), self._stack_layers())
         return mine, None if self._loop is None else self._loop.kept()
 
     def keep(self, kept: Any) -> None:
@@ -385,7 +387,7 @@ def recording(
         raise MoejaxError("there is no routing to record: the model has no sparse layer")
     about = {TIERS: stored_forms(runner)} | (about or {})
     writer = TraceWriter(path, config.num_experts, about)
-    with writer, removed_by_sigterm(writer.folder):
+    with writer, delete_on_sigterm(writer.folder):
         recorder = Recorder(spec, writer)
         with runner.recorded_by(recorder):
             yield

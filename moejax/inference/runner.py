@@ -20,17 +20,18 @@ from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
     MAX_PREFILL_LENGTH,
     MIN_PREFILL_LENGTH,
-    Planned,
-    chunk_of,
+    FixedSizes,
+    PlannedSizes,
     kv_bucket,
     kv_buckets,
     length_bucket,
     longest_chunk,
     next_chunk,
     num_between,
-    part_of,
     prefill_chunks,
-    scored_places,
+    scored_columns,
+    slice_prompts,
+    slice_tokens,
 )
 from moejax.inference.generation import GenerationSettings, Timing
 from moejax.inference.recorder import Recorded, Recorder
@@ -67,8 +68,9 @@ class Runner:
       experts_used: which forms ran the experts so far.
       products: what served each product so far, by phase ("prefill", "decode") and name.
       planned: sizes of calls, where limits of the device's memory hold them.
-      one_stream: whether given tokens (`score`, `logits`, `fold`) are read one sequence at a time,
-        and what a policy wants moved is in its slots before the next chunk.
+      fixed: the sizes to which prompts and decode steps are padded; None: buckets of `chunking`.
+      one_stream: whether given tokens (`score`, `logits`, `scan_windows`) are read one sequence at
+        a time, and a policy's transfers finish before the next chunk.
       programs: what was compiled, and how long that took.
       short_chunk: positions of the chunks of short prompts; see `prefill_chunks`.
     """
@@ -95,7 +97,7 @@ class Runner:
           expert_impl: the form that runs the experts of any number of tokens; None: the default.
           memory: of experts that `weights` lack; None where it has them all.
           decode_impl: what serves attention of decode; None for the kernel where it can.
-          whole_calls: see `steps.decode` on `runs_whole`; None for what suits the device.
+          whole_calls: see `steps.decode` on `fixed_trip_count`; None for what suits the device.
         """
         self.config = config
         self.weights = weights
@@ -112,7 +114,8 @@ class Runner:
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
         self._program = steps.Program(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
-        self.memory, self.planned, self.one_stream = memory, Planned(), False
+        self.memory, self.planned, self.one_stream = memory, PlannedSizes(), False
+        self.fixed: FixedSizes | None = None
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
@@ -222,22 +225,28 @@ class Runner:
         settings: GenerationSettings | Sequence[GenerationSettings],
         eos_ids: tuple[int, ...],
         top_logprobs: int = 0,
+        any_settings: bool = False,
     ) -> Session:
-        """Runs the prompts ([] fills a batch), chooses a first token each; waits for nothing."""
+        """Runs the prompts ([] fills a batch), chooses a first token each; waits for nothing.
+
+        `any_settings`: take the programs that sample and penalize, whether these rows ask or not.
+        """
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, since = settings_by_row(settings, batch), self._begin_session()
         cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self.chunks(batch, max(lengths), cache_length, self.short_chunk):
-            is_first = start == 0 and size != self.short_chunk
+        for start, size in self._prompt_chunks(batch, max(lengths), cache_length):
+            is_first = start == 0 and size != self.short_chunk and not self.fixed
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             static = (self._program, spec)
-            inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
+            inputs = self._put(slice_prompts(prompts, start, size)), self._put(np.int32(start))
             cache, hidden = self._step(
                 since, num_between(lengths, start, size), steps.prefill_chunk, static,
                 (cache, hidden), *inputs, device_lengths,
             )  # fmt: skip
-        all_greedy = all(row.temperature == 0 for row in by_row)
+        all_greedy = not any_settings and all(row.temperature == 0 for row in by_row)
+        penalizes = any_settings or any(row.repetition_penalty != 1 for row in by_row)
+        seen = seen_tokens(prompts, self.config, self._put) if penalizes else None
         sampling = sampling_of(by_row, self._put)
         never = (-1,) * max(1, len(eos_ids))
         ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
@@ -245,8 +254,7 @@ class Runner:
         program = self._program._replace(top_logprobs=top_logprobs)
         state, emitted = self._call(
             steps.first_token, (program, all_greedy),
-            (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
-            self.weights, hidden, device_lengths, sampling, eos_by_row,
+            (cache, keys, seen), self.weights, hidden, device_lengths, sampling, eos_by_row,
         )  # fmt: skip
         return Session(
             state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
@@ -261,6 +269,11 @@ class Runner:
             f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
             "float32)"
         )
+
+    @property
+    def runs_whole_calls(self) -> bool:
+        """Whether decode programs of several steps run them all, however few are wanted."""
+        return self._whole_calls
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
         """Ends the rows of bool[B] from the next call on."""
@@ -296,7 +309,7 @@ class Runner:
         logits = []
         for start, size in self._read(since, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            chunk, numbers = part_of(tokens, start, size), (np.int32(start), np.int32(length))
+            chunk, numbers = slice_tokens(tokens, start, size), (np.int32(start), np.int32(length))
             inputs = (self._put(chunk), *map(self._put, numbers))
             cache, out = self._step(
                 since, batch * size, steps.chunk_logits, static, (cache,), *inputs
@@ -326,19 +339,21 @@ class Runner:
         device_lengths = self._put(np.asarray(lengths, np.int32))
         parts = []
         for start, size in self._read(since, batch, length, cache_length):
-            wanted = part_of(targets, start, size, -1)
-            places = scored_places(wanted)
+            wanted = slice_tokens(targets, start, size, -1)
+            places = scored_columns(wanted)
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             cache, nats = self._step(
                 since, num_between(lengths, start, size), steps.score_chunk, static, (cache,),
-                self._put(part_of(tokens, start, size)), self._put(np.int32(start)),
+                self._put(slice_tokens(tokens, start, size)), self._put(np.int32(start)),
                 device_lengths, self._put(places), self._put(wanted[:, places]),
             )  # fmt: skip
             parts.append(nats)
         with self.reading(since):
             return np.sum([np.zeros(batch), *(np.asarray(nats, np.float64) for nats in parts)], 0)
 
-    def fold(self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+    def scan_windows(
+        self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray
+    ) -> Any:
         """Windows int32[B, T], padded at the end, through a step that carries what it counts.
 
         `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
@@ -348,14 +363,14 @@ class Runner:
         batch, length = tokens.shape
         if self.one_stream and batch > 1:
             for row, own_length in zip(tokens, lengths, strict=True):
-                carried = self.fold(function, carried, row[None], own_length[None])
+                carried = self.scan_windows(function, carried, row[None], own_length[None])
             return carried
         if self.one_stream:
             length = int(lengths[0])
         since, cache_length, cache = self._begin_windows(*tokens.shape)
         for start, size in self._read(since, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            chunk = part_of(tokens, start, size)
+            chunk = slice_tokens(tokens, start, size)
             inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
             cache, carried = self._step(
                 since, num_between(lengths, start, size), function, static, (cache, carried),
@@ -406,6 +421,13 @@ class Runner:
             yield start, size
             start += size
 
+    def _prompt_chunks(
+        self, batch: int, length: int, cache_length: int
+    ) -> Iterator[tuple[int, int]]:
+        if self.fixed:
+            return self.fixed.prompt_chunks(length)
+        return self.chunks(batch, length, cache_length, self.short_chunk)
+
     def chunks(
         self, batch: int, length: int, cache_length: int, short: int = 0
     ) -> Iterator[tuple[int, int]]:
@@ -419,7 +441,11 @@ class Runner:
         On a CPU all: a program chooses among `chunks.kv_buckets` itself, since compiling one for
         each takes seconds.
         """
-        return cache_length if self._chooses_kv_length else kv_bucket(length, cache_length)
+        if self._chooses_kv_length:
+            return cache_length
+        if self.fixed:
+            return min(self.fixed.kv_length(length), cache_length)
+        return kv_bucket(length, cache_length)
 
     def _kv_lengths(self, cache_length: int) -> tuple[int, ...]:
         return kv_buckets(cache_length) if self._chooses_kv_length else ()
@@ -429,7 +455,7 @@ class Runner:
         if self._recorder is not None:
             self._recorder.begin(len(seeds))
         static = (self.config, cache_length, self.dtype)
-        return self._call(steps.fresh, static, (), self._put(np.asarray(seeds, np.uint32)))
+        return self._call(steps.init_batch, static, (), self._put(np.asarray(seeds, np.uint32)))
 
     def _begin_session(self) -> int:
         return self.memory.begin_session() if self.memory else 0

@@ -10,7 +10,7 @@ import numpy as np
 from moejax.inference import steps
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.sampling import Sampling
-from moejax.inference.step_output import Emitted
+from moejax.inference.step_output import StepOutput
 from moejax.models.config import ModelConfig
 
 Put = Callable[[Any], jax.Array]  # an array of the host to the device
@@ -25,7 +25,7 @@ class Session:
     eos_ids: jax.Array  # int32[B, n]
     all_greedy: bool
     next_position: int  # largest position that the next step writes
-    emitted: Emitted  # of the last call, at first int32[B, 1]; not waited for
+    emitted: StepOutput  # of the last call, at first int32[B, 1]; not waited for
     top_logprobs: int = 0  # see `steps.Program`
     since: int = 0  # see `ExpertMemory.begin_session`
 
@@ -49,12 +49,8 @@ def seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
     return [row.seeds(1)[0] for row in rows]
 
 
-def seen_tokens(
-    prompts: list[list[int]], rows: Sequence[GenerationSettings], config: ModelConfig, put: Put
-) -> jax.Array | None:
-    """Tokens of each prompt, bool[B, V]; None if no penalty needs them."""
-    if all(row.repetition_penalty == 1.0 for row in rows):
-        return None
+def seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
+    """bool[B, V], the tokens of each prompt, for the repetition penalty."""
     seen = np.zeros((len(prompts), config.vocab_size), bool)
     for row, prompt in enumerate(prompts):
         seen[row, prompt] = True

@@ -13,7 +13,7 @@ NOT_FINITE = -2  # the row's logits named none, and it ends here
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Emitted:
+class StepOutput:
     """The new tokens of a call of n steps.
 
     Invariant: the leading axes of all arrays are those of `tokens`.
@@ -22,13 +22,15 @@ class Emitted:
     tokens: jax.Array  # int32[B, n], NO_TOKEN or NOT_FINITE where there is none
     logprobs: Logprobs | None  # None where the program tells none
 
-    def placed(self, index: jax.Array, tokens: jax.Array, logprobs: Logprobs | None) -> "Emitted":
+    def at_step(
+        self, index: jax.Array, tokens: jax.Array, logprobs: Logprobs | None
+    ) -> "StepOutput":
         """Writes the result of step `index`, int32[]: int32[B] and its logprobs or None."""
 
         def place(old: jax.Array, new: jax.Array) -> jax.Array:
             return old.at[:, index].set(new)
 
-        return jax.tree.map(place, self, Emitted(tokens, logprobs))
+        return jax.tree.map(place, self, StepOutput(tokens, logprobs))
 
 
 def names_a_token(logits: jax.Array) -> jax.Array:
@@ -41,7 +43,7 @@ def names_a_token(logits: jax.Array) -> jax.Array:
     return jnp.isfinite(jnp.max(numbers, axis=-1))
 
 
-def none_emitted(batch: int, length: int, top_logprobs: int) -> Emitted:
+def empty_step_output(batch: int, length: int, top_logprobs: int) -> StepOutput:
     """Empty output for `length` tokens of each row.
 
     Args:
@@ -51,6 +53,6 @@ def none_emitted(batch: int, length: int, top_logprobs: int) -> Emitted:
     """
     tokens = jnp.full((batch, length), NO_TOKEN, jnp.int32)
     if not top_logprobs:
-        return Emitted(tokens, None)
+        return StepOutput(tokens, None)
     top = jnp.zeros((batch, length, top_logprobs), jnp.float32)
-    return Emitted(tokens, Logprobs(top[..., 0], top, jnp.zeros(top.shape, jnp.int32)))
+    return StepOutput(tokens, Logprobs(top[..., 0], top, jnp.zeros(top.shape, jnp.int32)))

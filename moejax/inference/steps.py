@@ -19,9 +19,15 @@ from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.pooled import PooledExperts
 from moejax.experts.tiered import TieredPool, TieredSpec
 from moejax.experts.tiered_experts import TieredExperts
-from moejax.inference.recorder import Recorded, RecordSpec, none_recorded, recording_experts
+from moejax.inference.recorder import Recorded, RecordSpec, empty_record, recording_experts
 from moejax.inference.sampling import Logprobs, Sampling, draw, logprobs_of, penalized
-from moejax.inference.step_output import NO_TOKEN, NOT_FINITE, Emitted, names_a_token, none_emitted
+from moejax.inference.step_output import (
+    NO_TOKEN,
+    NOT_FINITE,
+    StepOutput,
+    empty_step_output,
+    names_a_token,
+)
 from moejax.models.assembly import merge_weights
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, empty_cache
@@ -63,7 +69,7 @@ class DecodeState:
     seen: jax.Array | None  # bool[B, V], for the repetition penalty; None when it is off
 
 
-def fresh(
+def init_batch(
     config: ModelConfig, cache_length: int, dtype: jnp.dtype, seeds: jax.Array
 ) -> tuple[KVCache, jax.Array, jax.Array]:
     """Initial state of a batch: an empty cache, zero `last_hidden`, and a key per row.
@@ -275,7 +281,7 @@ def first_token(
     lengths: jax.Array,
     sampling: Sampling,
     eos_ids: jax.Array,
-) -> tuple[DecodeState, Emitted]:
+) -> tuple[DecodeState, StepOutput]:
     """The state after the prompts: their first new token, not yet in the cache.
 
     A row without a prompt (of length 0, to fill a batch) is done from the start.
@@ -299,8 +305,8 @@ def first_token(
         model, last_hidden, keys, seen, sampling, all_greedy, program.top_logprobs
     )
     done = jnp.any(tokens[:, None] == eos_ids, axis=1) | (lengths == 0) | (tokens < 0)
-    emitted = none_emitted(len(tokens), 1, program.top_logprobs)
-    emitted = emitted.placed(jnp.int32(0), tokens, logprobs)
+    emitted = empty_step_output(len(tokens), 1, program.top_logprobs)
+    emitted = emitted.at_step(jnp.int32(0), tokens, logprobs)
     tokens = jnp.maximum(tokens, 0)  # what a row that is done holds is a token, too
     return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
 
@@ -310,7 +316,7 @@ def end_rows(state: DecodeState, ended: jax.Array) -> DecodeState:
     return dataclasses.replace(state, done=state.done | ended)
 
 
-def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
+def _tree_where(condition: jax.Array, new: Any, old: Any) -> Any:
     """One of two states; leaves that are the same array are not looked at."""
 
     def leaf(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -324,7 +330,7 @@ def decode(
     spec: ChunkSpec,
     all_greedy: bool,
     buffer_length: int,
-    runs_whole: bool,
+    fixed_trip_count: bool,
     state: DecodeState,
     pool: Pool,
     weights: Weights,
@@ -332,7 +338,7 @@ def decode(
     sampling: Sampling,
     eos_ids: jax.Array,
     num_steps: jax.Array,
-) -> tuple[DecodeState, Pool, Emitted, Recorded | None]:
+) -> tuple[DecodeState, Pool, StepOutput, Recorded | None]:
     """Several decode steps in one call; the host may read the tokens when it likes.
 
     Args:
@@ -340,10 +346,10 @@ def decode(
       spec: static, how the tokens stand to the cache.
       all_greedy: static, see `moejax.inference.sampling.draw`.
       buffer_length: static, most steps of a call.
-      runs_whole: static, steps beyond `num_steps` run too, in which all rows rest: they take time
-        and advance the pool's clock, and change nothing else. Where a loop's end is known
-        XLA's host thread does not wait for a look at its condition on a GPU after each step, and
-        the call returns before the device is done.
+      fixed_trip_count: static, runs steps beyond `num_steps` too, in which all rows rest: they take
+        time and advance the pool's clock, and change nothing else. If a loop's end is known, XLA's
+        host thread on a GPU does not wait for a look at its condition after each step, and the call
+        returns before the device is done.
       state: donated.
       pool: donated.
       sampling: settings of each row.
@@ -357,29 +363,29 @@ def decode(
     model = merge_weights(program.definition, weights)
 
     def step(
-        index: jax.Array, carry: tuple[DecodeState, Pool, Emitted, Recorded | None]
-    ) -> tuple[DecodeState, Pool, Emitted, Recorded | None]:
+        index: jax.Array, carry: tuple[DecodeState, Pool, StepOutput, Recorded | None]
+    ) -> tuple[DecodeState, Pool, StepOutput, Recorded | None]:
         state, pool, emitted, kept = carry
         before = pool
         tokens, positions = state.tokens[:, None], state.positions[:, None]
-        rests = state.done | (index >= num_steps) if runs_whole else state.done
+        rests = state.done | (index >= num_steps) if fixed_trip_count else state.done
         cache, pool, hidden, recorded = run_layers(
             program, spec, model, tokens, positions, ~rests[:, None], state.cache, pool, store
         )
         if recorded is not None and kept is not None:
-            kept = recorded.placed(kept, index)
+            kept = recorded.at_position(kept, index)
         tokens, keys, seen, logprobs = _next_tokens(
             model, hidden[:, 0], state.keys, state.seen, sampling, all_greedy, program.top_logprobs
         )
-        if runs_whole:
+        if fixed_trip_count:
             keys = jnp.where(index < num_steps, keys, state.keys)
             if isinstance(pool, TieredPool) and isinstance(before, TieredPool):
-                held = _chosen(index < num_steps, pool.state, before.state)
+                held = _tree_where(index < num_steps, pool.state, before.state)
                 pool = dataclasses.replace(pool, state=held)
             if seen is not None and state.seen is not None:
                 seen = jnp.where(index < num_steps, seen, state.seen)
         tokens = jnp.where(rests, state.tokens, tokens)
-        emitted = emitted.placed(index, jnp.where(rests, NO_TOKEN, tokens), logprobs)
+        emitted = emitted.at_step(index, jnp.where(rests, NO_TOKEN, tokens), logprobs)
         positions = jnp.where(rests, state.positions, state.positions + 1)
         done = state.done | jnp.any(tokens[:, None] == eos_ids, axis=1) | (tokens < 0)
         tokens = jnp.maximum(tokens, 0)
@@ -387,9 +393,9 @@ def decode(
 
     batch, kept = state.tokens.shape[0], None
     if program.record is not None:
-        kept = none_recorded(program.record, model.config, batch, buffer_length)
-    emitted = none_emitted(batch, buffer_length, program.top_logprobs)
+        kept = empty_record(program.record, model.config, batch, buffer_length)
+    emitted = empty_step_output(batch, buffer_length, program.top_logprobs)
     if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
         return step(jnp.int32(0), (state, pool, emitted, kept))
-    end = buffer_length if runs_whole else num_steps
+    end = buffer_length if fixed_trip_count else num_steps
     return jax.lax.fori_loop(0, end, step, (state, pool, emitted, kept))

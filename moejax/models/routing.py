@@ -65,7 +65,7 @@ def weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Ar
     return weights if config.router.scale == 1.0 else weights * config.router.scale
 
 
-def foreseen(routing: Routing, config: ModelConfig) -> jax.Array:
+def prefetch_scores(routing: Routing, config: ModelConfig) -> jax.Array:
     """Prefetch scores float32[N, E]: higher where the next router is likelier to choose.
 
     They are the router's scores where those alone decide (DyMoE eq. 7); with groups or a bias, the

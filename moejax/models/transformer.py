@@ -142,7 +142,7 @@ class Transformer(nnx.Module):
             out, routing = self.moe(flat, index.mlp, mask, impl)
         else:
             routing = self._route(flat, index.mlp, run)
-            out = run(index.mlp, flat, routing, mask, self._ahead(x, index, run))
+            out = run(index.mlp, flat, routing, mask, self._next_router(x, index, run))
         if self.config.shared_dim:
             out = out + self.shared(flat, index.mlp)
         return out.reshape(x.shape), routing
@@ -153,7 +153,7 @@ class Transformer(nnx.Module):
             heard = functools.partial(run.heard, mlp, is_ahead=is_ahead)
         return self.moe.route(x, mlp, heard=heard)
 
-    def _ahead(
+    def _next_router(
         self, x: jax.Array, index: LayerIndex, run: RunExperts
     ) -> Callable[[], Routing] | None:
         """Routes this layer's input by the next sparse layer's router (DyMoE eq. 6)."""

@@ -37,7 +37,7 @@ from moejax.policies.expert_importance import (
     num_heavy,
 )
 from moejax.policies.lookahead import experts_ahead
-from moejax.policies.ordering import of_few, places
+from moejax.policies.ordering import of_few, ranks
 from moejax.policies.settings import (
     check_choice,
     check_flag,
@@ -252,7 +252,7 @@ class DyMoE(Policy[DyMoEState]):
             return critical_pairs(observation, by, state.decode[observation.layer])
         limit = state.prefill[observation.layer]
         if drawn is not None:
-            return (places(drawn) < limit)[observation.ids]
+            return (ranks(drawn) < limit)[observation.ids]
         tokens = active
         if self.selection == "critical":
             if observation.importance is None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.policies.base import Observation
-from moejax.policies.ordering import chosen_by, places
+from moejax.policies.ordering import chosen_by, ranks
 
 
 def num_heavy(active: jax.Array, share: jax.Array, count: jax.Array) -> jax.Array:
@@ -31,7 +31,7 @@ def heavy_hitters(importance: jax.Array, active: jax.Array, num: jax.Array) -> j
       active: bool[N].
       num: int32[].
     """
-    return (places(jnp.where(active, importance, -jnp.inf)) < num) & active
+    return (ranks(jnp.where(active, importance, -jnp.inf)) < num) & active
 
 
 def critical_by_tokens(
@@ -49,7 +49,7 @@ def critical_by_tokens(
     ids, num_experts = observation.ids, observation.probabilities.shape[1]
     load = chosen_by(ids, _of_pairs(tokens, ids), num_experts)
     tie = chosen_by(ids, _of_pairs(observation.active, ids), num_experts)
-    return places(load, tie) < num_critical
+    return ranks(load, tie) < num_critical
 
 
 def critical_pairs(
@@ -64,7 +64,7 @@ def critical_pairs(
       importance: float32[N, A], of a token's experts to one another; their gate weights in eq. 3.
       num_critical: int32[], t_l.
     """
-    own = (places(importance) < num_critical) & observation.active[:, None]
+    own = (ranks(importance) < num_critical) & observation.active[:, None]
     ids = observation.ids
     if len(ids) == 1:
         return own

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.policies.base import Requests
-from moejax.policies.ordering import places
+from moejax.policies.ordering import ranks
 
 
 def links_of(following: np.ndarray) -> np.ndarray:
@@ -57,7 +57,7 @@ def nearly_hot(
       M * count requests, the first of every layer before the second of any.
     """
     num_layers, num_experts = worth.shape
-    place = places(~settled, worth)
+    place = ranks(~settled, worth)
     index = jax.lax.broadcasted_iota(jnp.int32, place.shape, 1)
     layer = jax.lax.broadcasted_iota(jnp.int32, (num_layers, count), 0)
     wanted = ~settled & (worth > 0) & is_due

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.policies.base import Observation, Requests
-from moejax.policies.ordering import places
+from moejax.policies.ordering import ranks
 
 
 def gate_means(observation: Observation) -> jax.Array:
@@ -79,7 +79,7 @@ def hot_set(
         and by which a hot expert may fall below tau; 0 in the paper.
     """
     worth = jnp.where(high, scores * (1 + hysteresis), scores)
-    place = places(worth, high)
+    place = ranks(worth, high)
     is_last = place == n_hot[:, None] - 1
     last = jnp.max(jnp.where(is_last, scores, 0.0), axis=1)
     return HotSet((place < n_hot[:, None]) & (worth >= tau[:, None]), last)
@@ -119,13 +119,13 @@ def swaps(
     up, down = high & ~hot, ~high & hot
     free = jnp.maximum(n_hot - _num(hot), 0)
     # Places among the promotions, hottest first, and the demotions, coldest first.
-    up_place = jnp.where(up, places(up, scores), num_experts)
-    down_place = jnp.where(down, places(down, -scores) + free[:, None], num_experts)
+    up_place = jnp.where(up, ranks(up, scores), num_experts)
+    down_place = jnp.where(down, ranks(down, -scores) + free[:, None], num_experts)
     may_up = up_place < (free + _num(down))[:, None]
     alone = down & (down_place >= _num(up)[:, None])
     needs_room = alone & ~cold
     room = cold_slots - _num(cold)
-    refused = needs_room & (places(needs_room, -scores) >= room[:, None])
+    refused = needs_room & (ranks(needs_room, -scores) >= room[:, None])
     promoted, gain = _at_places(jnp.where(may_up, up_place, num_experts), scores)
     demoted, loss = _at_places(jnp.where(refused, num_experts, down_place), scores)
     some = (promoted >= 0) | (demoted >= 0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.policies.base import Observation
-from moejax.policies.ordering import chosen_by, places
+from moejax.policies.ordering import chosen_by, ranks
 
 
 def experts_ahead(observation: Observation, limit: jax.Array) -> jax.Array | None:
@@ -30,6 +30,6 @@ def experts_ahead(observation: Observation, limit: jax.Array) -> jax.Array | Non
     if observation.is_prefill:
         _, ids = jax.lax.top_k(predicted, width)
         demand = chosen_by(ids, jnp.broadcast_to(active[:, None], ids.shape), num_experts)
-        return (places(demand) < limit) & (demand > 0)
+        return (ranks(demand) < limit) & (demand > 0)
     mass = jnp.sum(jnp.where(active[:, None], predicted, 0.0), axis=0)
-    return (places(mass) < limit) & (mass > 0)
+    return (ranks(mass) < limit) & (mass > 0)

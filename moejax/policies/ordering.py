@@ -9,7 +9,7 @@ import jax.numpy as jnp
 UNROLLED = 16  # of an axis up to which places are counted without a reduction
 
 
-def places(*keys: jax.Array) -> jax.Array:
+def ranks(*keys: jax.Array) -> jax.Array:
     """Rank of each element by falling first key, then the next, then rising index.
 
     Args:
@@ -20,7 +20,7 @@ def places(*keys: jax.Array) -> jax.Array:
     """
     index = jax.lax.broadcasted_iota(jnp.int32, keys[0].shape, keys[0].ndim - 1)
     if keys[0].shape[-1] <= UNROLLED:
-        return _places_one_by_one(keys, index)
+        return _ranks_one_by_one(keys, index)
     before = index[..., None, :] < index[..., :, None]
     for key in reversed(keys):
         other, own = key[..., None, :], key[..., :, None]
@@ -28,8 +28,8 @@ def places(*keys: jax.Array) -> jax.Array:
     return jnp.sum(before, axis=-1, dtype=jnp.int32)
 
 
-def _places_one_by_one(keys: tuple[jax.Array, ...], index: jax.Array) -> jax.Array:
-    """Ranks like `places`, without a reduction."""
+def _ranks_one_by_one(keys: tuple[jax.Array, ...], index: jax.Array) -> jax.Array:
+    """Ranks like `ranks`, without a reduction."""
     place = jnp.zeros_like(index)
     for i in range(index.shape[-1]):
         before = index > i

@@ -3,11 +3,9 @@
 A batch takes rows of the queue, as many as it holds, in turns of clients and of their requests; who
 comes later waits until all of its rows have ended. Rows of a batch may differ in everything that a
 request can say: temperature, filters, penalty, seed, stop strings, length, whether
-log-probabilities are told. Programs are compiled for batches of 1, 2, 4, ... rows, and empty rows
-fill what is left.
+log-probabilities are told. Empty rows fill what a program has more (`moejax.serving.programs`).
 """
 
-import dataclasses
 import logging
 import math
 import threading
@@ -16,12 +14,11 @@ from collections.abc import Callable, Sequence
 
 from moejax.engine import STEPS_PER_CALL, Engine
 from moejax.errors import MoejaxError
-from moejax.inference.generation import GenerationSettings
 from moejax.inference.live_batch import LiveBatch, Piece
 from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
 from moejax.serving.fair_queue import FairQueue
 from moejax.serving.metrics import Metrics
-from moejax.serving.requests import MOST_LOGPROBS
+from moejax.serving.programs import ServerPrograms
 from moejax.serving.rows import Part, Row
 
 _LOG = logging.getLogger(__name__)
@@ -45,6 +42,7 @@ class Batcher:
         max_batch: int,
         queue_limit: int,
         deadline_s: float,
+        warms_up: bool = True,
         on_loaded: Callable[[], None] = lambda: None,
     ):
         """Starts nothing yet.
@@ -55,6 +53,7 @@ class Batcher:
           max_batch: most rows of a batch.
           queue_limit: most rows that wait.
           deadline_s: seconds from a row's arrival to its end; 0: no limit.
+          warms_up: whether all programs are compiled before the first row is taken.
           on_loaded: called in the thread when `engine` or `load_error` is there.
         """
         self._load = load
@@ -62,8 +61,11 @@ class Batcher:
         self._max_batch = max_batch
         self._queue_limit = queue_limit
         self._deadline_s = deadline_s
+        self._warms_up = warms_up
+        self._programs: ServerPrograms | None = None
         self._on_loaded = on_loaded
         self._waiting = FairQueue()
+        self._running: list[Row] = []
         self._changed = threading.Condition()
         self._is_draining = False
         self._is_cut = False
@@ -113,11 +115,19 @@ class Batcher:
             self._is_draining = True
             self._changed.notify()
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether nobody knows when the thread goes on: it loads the model, or compiles."""
+        return self.engine is None or self.engine.is_compiling
+
     def cut(self) -> None:
-        """Ends what runs and what waits, with an error to each."""
+        """Ends what runs and what waits, with an error to each, which waits for no compiler."""
         with self._changed:
             self._is_draining = self._is_cut = True
             self._changed.notify()
+            rows = [*self._running, *self._waiting.take(len(self._waiting))]
+        for row in rows:
+            row.fail(unavailable(ENDING))
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the end of the thread; whether it came."""
@@ -126,7 +136,12 @@ class Batcher:
 
     def _run(self) -> None:
         try:
-            self.engine = self._load()
+            engine = self._load()
+            self._programs = ServerPrograms.of(engine, self._max_batch)
+            if self._warms_up:
+                self._programs.compile(engine)
+            self._metrics.programs(engine.num_traces, engine.compile_seconds)
+            self.engine = engine
         except Exception as error:  # the main thread says it
             self.load_error = error
         self._on_loaded()
@@ -147,18 +162,16 @@ class Batcher:
         with self._changed:
             while True:
                 self._waiting.drop(self._is_over)
-                if rows := self._waiting.take(self._max_batch):
-                    return rows
+                self._running = self._waiting.take(self._max_batch)
+                if self._running:
+                    return self._running
                 if self._is_draining:
                     return []
                 self._changed.wait(timeout=0.5 if self._deadline_s else None)
 
     def _is_over(self, row: Row) -> bool:
         """Whether a row is to end now; its client is told why."""
-        if row.cancelled:
-            return True
-        if self._is_cut:
-            row.fail(unavailable(ENDING))
+        if row.cancelled or self._is_cut:
             return True
         if self._deadline_s and time.monotonic() - row.arrived > self._deadline_s:
             row.fail(deadline_passed(self._deadline_s))
@@ -169,16 +182,14 @@ class Batcher:
         started = time.monotonic()
         self._metrics.batch_size.observe(len(rows))
         self._metrics.running.set(len(rows))
-        live = engine.live_batch(
-            [row.prompt for row in rows],
-            [row.settings for row in rows],
-            size=padded_size(len(rows), self._max_batch),
-            top_logprobs=MOST_LOGPROBS if any(row.wants_logprobs for row in rows) else 0,
-            most_steps=_most_steps(engine, _streams(rows)),
-        )
+        assert self._programs is not None
+        live = self._programs.begin(
+            engine, [row.prompt for row in rows], [row.settings for row in rows],
+            any(row.wants_logprobs for row in rows),
+        )  # fmt: skip
         left = set(range(len(rows)))
         try:
-            live.steps_per_call = 1 if _streams(rows) else STEPS_PER_CALL
+            live.steps_per_call = _steps_per_call(rows)
             for pieces in live.run():
                 for i, piece in enumerate(pieces):
                     if piece is not None and i in left:
@@ -188,7 +199,7 @@ class Batcher:
                 self._end_rows(live, rows, left)
                 going = [rows[i] for i in left]
                 self._metrics.running.set(len(going))
-                live.steps_per_call = 1 if _streams(going) else STEPS_PER_CALL
+                live.steps_per_call = _steps_per_call(going)
         finally:
             self._metrics.running.set(0)
             self._batch_s += 0.3 * (time.monotonic() - started - self._batch_s)
@@ -216,44 +227,10 @@ class Batcher:
             self._metrics.tpot.observe((now - row.first_token_at) / (row.num_tokens - 1))
 
 
-def padded_size(count: int, largest: int) -> int:
-    """The least power of two that holds so many rows, at most the largest batch."""
-    return min(largest, 1 << (count - 1).bit_length())
-
-
-def warm_up(engine: Engine, defaults: GenerationSettings, max_batch: int) -> None:
-    """Compiles what short prompts with the default settings run, for every size of a batch.
-
-    With and without log-probabilities, streamed or not, and ends of single rows. Two programs of a
-    GPU are left to the first request that needs them: streams with log-probabilities, and the last
-    call of an answer that its length ends. Compiling takes 1.9 times what prompts and plain answers
-    take, with those two 2.8 times (Qwen3-30B in bf16, batches of 1 and 16, sums of the programs'
-    times in scripts/studies/speed/model_h200.jsonl, with log-probabilities taken to cost the same).
-    """
-    settings = dataclasses.replace(defaults, ignore_eos=True)
-    kinds = [(STEPS_PER_CALL, 0), (STEPS_PER_CALL, MOST_LOGPROBS)]
-    if (most_steps := _most_steps(engine, True)) != STEPS_PER_CALL:
-        kinds.append((most_steps, 0))
-    for size in sorted({padded_size(count, max_batch) for count in range(1, max_batch + 1)}):
-        prompts = [[0]] * min(2, size)
-        for most_steps, top_logprobs in kinds:
-            live = engine.live_batch(
-                prompts, [settings] * len(prompts), size=size, top_logprobs=top_logprobs,
-                steps_per_call=most_steps, most_steps=most_steps,
-            )  # fmt: skip
-            for number, _ in enumerate(live.run()):
-                if number or len(prompts) > 1:  # one ends while the other goes on
-                    live.end(min(number, len(prompts) - 1))
-
-
 def _engine_failed(why: str) -> ApiError:
     return ApiError(f"the engine failed: {why}", status=500, code="engine_error")
 
 
-def _most_steps(engine: Engine, streams: bool) -> int:
-    """One step a call is a program without a loop, which a GPU runs faster; a CPU does not care."""
-    return 1 if streams and engine.device.platform == "gpu" else STEPS_PER_CALL
-
-
-def _streams(rows: Sequence[Row]) -> bool:
-    return any(row.stream for row in rows)
+def _steps_per_call(rows: Sequence[Row]) -> int:
+    """Decode steps of a call: each is told as it is made where somebody streams."""
+    return 1 if any(row.stream for row in rows) else STEPS_PER_CALL

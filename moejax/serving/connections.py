@@ -87,9 +87,11 @@ class Connections:
         self._idle.pop(one, None)
         self._refused.discard(one)
 
-    def abort(self) -> None:
-        """Ends all connections without a further word."""
+    def end(self, error: ApiError) -> None:
+        """Closes all connections; clients that have no answer yet, not even a part, are told."""
         for one in [*self._open, *self._refused]:
+            if one.cycle is not None and not one.cycle.response_started:
+                one.transport.write(raw_error(error))
             one.transport.abort()
 
 

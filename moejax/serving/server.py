@@ -20,7 +20,7 @@ from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.inference.generation_defaults import describe_defaults
 from moejax.serving.app import Access, Api
-from moejax.serving.batcher import Batcher, warm_up
+from moejax.serving.batcher import ENDING, Batcher
 from moejax.serving.connections import (
     BACKLOG,
     ConnectionLimits,
@@ -28,17 +28,22 @@ from moejax.serving.connections import (
     LimitedProtocol,
     most_connections,
 )
+from moejax.serving.errors import unavailable
 from moejax.serving.metrics import Metrics
 
 _LATE_S = 2.0  # after the grace, to tell the clients
+_COMPILES_S = 1.0  # as long as a program may compile before those that wait for it are told
 
 
 class _Server(uvicorn.Server):
     """Ends the batcher with itself: what runs may finish, but not for ever."""
 
-    def __init__(self, config: uvicorn.Config, batcher: Batcher, grace_s: float):
+    def __init__(
+        self, config: uvicorn.Config, batcher: Batcher, connections: Connections, grace_s: float
+    ):
         super().__init__(config)
         self._batcher = batcher
+        self._connections = connections
         self._grace_s = grace_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -47,10 +52,24 @@ class _Server(uvicorn.Server):
             said = f"stopping: answers may go on for {self._grace_s:g} s"
             print(said, file=sys.stderr, flush=True)
         self._batcher.drain()
-        late = asyncio.get_running_loop().call_later(self._grace_s, self._batcher.cut)
+        late = asyncio.create_task(self._end_late())
         await super().shutdown(sockets)
         late.cancel()
         self._batcher.cut()
+
+    async def _end_late(self) -> None:
+        """Ends requests after the grace, or when one program has compiled for a while."""
+        loop, was_compiling = asyncio.get_running_loop(), False
+        until = loop.time() + self._grace_s
+        while (left := until - loop.time()) > 0:
+            is_compiling = self._batcher.is_compiling
+            if is_compiling and was_compiling:
+                break
+            was_compiling = is_compiling
+            await asyncio.sleep(min(left, _COMPILES_S))
+        self._batcher.cut()
+        await asyncio.sleep(_LATE_S)
+        self._connections.end(unavailable(ENDING))  # whose bodies do not come, or are not read
 
 
 def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> None:
@@ -73,8 +92,6 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
         engine.tokenizer.most_token_bytes  # noqa: B018, found now, not while a client waits
-        if config.warm_up:
-            warm_up(engine, config.settings(engine.defaults), config.max_batch)
         return engine
 
     def loaded() -> None:
@@ -91,7 +108,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
 
     batcher = Batcher(
         checked_load, metrics, max_batch=config.max_batch, queue_limit=config.queue_limit,
-        deadline_s=config.deadline_s, on_loaded=loaded,
+        deadline_s=config.deadline_s, warms_up=config.warm_up, on_loaded=loaded,
     )  # fmt: skip
     api = Api(
         batcher, metrics, model_name=_model_name(config),
@@ -106,11 +123,10 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
     print(f"listening at {url}", file=sys.stderr, flush=True)
     if not key and not listens_here_alone(host):
         print(f"there is no api_key: whoever reaches {url} may use it", file=sys.stderr, flush=True)
-    settings = uvicorn_config(
-        api.application(), connections(config.max_connections, metrics),
-        timeout_graceful_shutdown=int(config.grace_s + _LATE_S) + 1,
+    counted = connections(config.max_connections, metrics)
+    server = _Server(
+        uvicorn_config(api.application(), counted), batcher, counted, config.grace_s
     )  # fmt: skip
-    server = _Server(settings, batcher, config.grace_s)
 
     def end(*_: object) -> None:
         server.should_exit = True
@@ -142,14 +158,14 @@ def connections(most: int, metrics: Metrics) -> Connections:
     return found
 
 
-def uvicorn_config(application: Starlette, connections: Connections, **more: Any) -> uvicorn.Config:
+def uvicorn_config(application: Starlette, connections: Connections) -> uvicorn.Config:
     """Settings of uvicorn; the same whatever loops and parsers are installed beside it."""
     limits = connections.limits
     protocol: Any = functools.partial(LimitedProtocol, all_connections=connections)
     return uvicorn.Config(
         application, log_level="error", access_log=False, lifespan="off", ws="none",
         loop="asyncio", http=protocol, backlog=BACKLOG, server_header=False,
-        timeout_keep_alive=int(limits.idle_s), **more,
+        timeout_keep_alive=int(limits.idle_s),
     )  # fmt: skip
 
 

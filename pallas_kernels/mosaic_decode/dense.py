@@ -29,7 +29,7 @@ from pallas_kernels.mosaic_decode.matrix import (
 )
 from pallas_kernels.mosaic_decode.product import Lane, Stream
 from pallas_kernels.mosaic_decode.tiles import StreamTiles, dense_share
-from pallas_kernels.mosaic_decode.walk import Ring, SharedAccumulators, Totals, walk
+from pallas_kernels.mosaic_decode.walk import Ring, SharedAccumulators, Totals, accumulate
 from pallas_kernels.packed import LowRank, PackedMatrices
 
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
@@ -134,7 +134,7 @@ def _body(
         of_x = e.add(of_x, e.mul(warp, tiles.span * x_sums_bytes(matrix, len(x))))
         kept = SharedAccumulators(sums, e.add(of_x, e.mul(lane.t, 16)))
     first, step = e.add(e.mul(warp_k, tiles.cluster), part), tiles.warps_k * tiles.cluster
-    totals = walk(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)
+    totals = accumulate(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)
 
     if isinstance(stream, Joined):
         extra.end_joined(stream, lane)

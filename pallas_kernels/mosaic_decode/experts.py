@@ -40,10 +40,10 @@ from pallas_kernels.mosaic_decode.walk import (
     Ring,
     SharedAccumulators,
     Totals,
-    hold,
-    start,
-    walk,
-    walk_on,
+    accumulate,
+    accumulate_pipelined,
+    preload_x,
+    start_copies,
 )
 from pallas_kernels.packed import LowRank, PackedMatrices
 
@@ -264,14 +264,14 @@ class _Product:
             job = jobs.job(e, here.shared, record)
             x, base = self.columns_of_x(job), e.mul(number, plan.num_items)
             stream = self.stream(job.slot, e.const(0))
-            held = hold(stream, here.warp_k, self.tiles.warps_k, x, self.kept)
+            preloaded = preload_x(stream, here.warp_k, self.tiles.warps_k, x, self.kept)
 
             def one_item(item: Value, carried: list[Value]) -> list[Value]:
                 later = e.add(item, 1)
                 follows = e.select(e.compare(later, "lt", work.end), 1, 0)
                 after = self.stream(*slot_of(e.smaller(later, e.sub(work.end, 1))))
-                onward = NextItem(carried[0], after.rows[0], follows)
-                return [self.item(job, x, e.sub(item, base), held, onward)]
+                next_item = NextItem(carried[0], after.rows[0], follows)
+                return [self.item(job, x, e.sub(item, base), preloaded, next_item)]
 
             first = e.select(e.compare(base, "lt", work.first), work.first, base)
             end = e.smaller(e.add(base, plan.num_items), work.end)
@@ -279,7 +279,7 @@ class _Product:
 
         e.copies_wait(0)  # of another tier's ring
         e.warp_barrier()
-        start(self.stream(*slot_of(work.first)), here.warp_k, self.tiles.warps_k, self.ring)
+        start_copies(self.stream(*slot_of(work.first)), here.warp_k, self.tiles.warps_k, self.ring)
         e.loop(work.first_job, work.end_job, 1, [self.ring.at], one_job)
 
     def only_item(self, job: Job, item: Value) -> None:
@@ -287,8 +287,8 @@ class _Product:
         self.item(job, self.columns_of_x(job), item)
 
     def item(
-        self, job: Job, x: Sequence[Value], item: Value, held: list[BlockOfX] | None = None,
-        onward: NextItem | None = None,
+        self, job: Job, x: Sequence[Value], item: Value, preloaded: list[BlockOfX] | None = None,
+        next_item: NextItem | None = None,
     ) -> Value | None:  # fmt: skip
         """Runs one item of a job; returns the ring's position if it goes on."""
         e, here, plan, tiles = self.e, self.here, self.plan, self.tiles
@@ -299,24 +299,24 @@ class _Product:
         )  # fmt: skip
         begin = functools.partial(extra.begin, x, here.lane)
         along = stream, here.warp_k, tiles.warps_k, x, self.ring
-        if onward is None:
-            totals = walk(*along, begin, self.kept)
+        if next_item is None:
+            totals = accumulate(*along, begin, self.kept)
         else:
-            totals, at = walk_on(*along, onward, begin, self.kept, held)
+            totals, at = accumulate_pipelined(*along, next_item, begin, self.kept, preloaded)
             self.barrier()  # the sums of the item before have been read
         each, mine = 4 * len(x), e.mul(here.warp_k, plan.columns * self.pitch)
         for number in range(stream.num_tiles):
             place = e.add(self.sums, e.mul(e.add(mine, number * ROWS), 4))
             sums = Totals.here(e, place, here.lane, self.pitch)
             sums.store(e, 0, totals[each * number : each * (number + 1)])
-        if self.terms and onward is None:
+        if self.terms and next_item is None:
             e.block_barrier()  # all parts of the terms are there
         extra.reduce()
         self.barrier()
         store = functools.partial(self._store, extra, job, first)
         member = e.add(e.mul(here.warp_k, 32), here.lane.index)
         e.loop(member, e.mul(job.count, self.team_rows), 32 * tiles.warps_k, [], store)
-        if self.terms and onward is not None:
+        if self.terms and next_item is not None:
             e.block_barrier()  # the next item's terms take the place of these
         return at
 

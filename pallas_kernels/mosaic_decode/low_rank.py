@@ -17,7 +17,7 @@ from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
 from pallas_kernels.mosaic_decode.matrix import ROWS
 from pallas_kernels.mosaic_decode.product import Lane, Stream
 from pallas_kernels.mosaic_decode.u_factor import Columns
-from pallas_kernels.mosaic_decode.walk import Ring, Totals, walk
+from pallas_kernels.mosaic_decode.walk import Ring, Totals, accumulate
 
 CHAINS = 4  # sums of these that do not wait for each other
 
@@ -113,25 +113,25 @@ class BlockTerms:
         """Computes every warp's part of V x, and copies U; a block barrier must follow.
 
         Args:
-          x: as in `walk`.
+          x: as in `accumulate`.
         """
         e, most = self.e, self.e.const(0)
         for placed in self.placed:
             most = e.bor(most, placed.rank)
 
         def all_parts() -> None:
-            self.bring(lane)  # with the first copies of V
+            self.start_u_copies(lane)  # with the first copies of V
             self._thin_parts(0, x, lane)
             self.unpack(lane)
 
         if self.placed:
             e.when(e.compare(most, "gt", 0), all_parts)
 
-    def bring(self, lane: Lane) -> None:
+    def start_u_copies(self, lane: Lane) -> None:
         """Starts copying U's words, with the next group of copies."""
         for placed in self.placed:
             for half in placed.u:
-                self._bring_u(placed, half, lane)
+                self._start_u_copy(placed, half, lane)
 
     def unpack(self, lane: Lane) -> None:
         """Unpacks U's values that this warp copied, once the copies are done."""
@@ -162,7 +162,7 @@ class BlockTerms:
     def begin_joined(self, stream: Joined[Totals], lane: Lane) -> None:
         """Replaces `begin` if V's rows are among the matrix's."""
         stream.meet()
-        self.bring(lane)
+        self.start_u_copies(lane)
 
     def end_joined(self, stream: Joined[Totals], lane: Lane) -> None:
         """Completes the joined tiles after the walk; a block barrier must follow."""
@@ -190,7 +190,7 @@ class BlockTerms:
         mine = e.add(placed.parts.at, e.mul(warp, placed.parts.part_bytes))
         later = functools.partial(self._thin_parts, number + 1, x, lane)
         ring = Ring(mine, term.depth)
-        totals = walk(stream, warp, self.share.num_warps, x, ring, later)
+        totals = accumulate(stream, warp, self.share.num_warps, x, ring, later)
         e.copies_wait(0)
         e.warp_barrier()  # the part takes the place of the ring
         part, each = Totals.here(e, mine, lane, term.pitch), 4 * len(x)
@@ -220,13 +220,13 @@ class BlockTerms:
         first = self.e.sub(self.firsts[half], placed.term.first_row + placed.term.odd)
         return Columns(self.e, placed.term.u, first, placed.term.width(self.share.rows))
 
-    def _bring_u(self, placed: _Placed, half: int, lane: Lane) -> None:
+    def _start_u_copy(self, placed: _Placed, half: int, lane: Lane) -> None:
         """Starts copying the words of U for the block's rows of a half."""
         warp, raw = self.e.shr(self.thread, 5), placed.raw[half]
         columns, warps = self._columns(placed, half), self.share.num_warps
         rank = placed.ranks[half]
         places = self._rounded(placed, rank)
-        columns.bring(placed.start, raw, rank, places, warp, warps, lane.index)
+        columns.start_copy(placed.start, raw, rank, places, warp, warps, lane.index)
 
     def _rounded(self, placed: _Placed, rank: Value) -> Value:
         """Rounds a rank up to a multiple of the unrolled terms."""
@@ -243,7 +243,7 @@ class BlockTerms:
             pair = e.smaller(e.add(lane.index, start), width // 2 - 1)  # the last one repeatedly
             n = e.sub(e.add(self.firsts[half], e.mul(pair, 2)), term.first_row + term.odd)
             inside = [] if whole else [self._has(term, e.add(n, i)) for i in range(2)]
-            place = columns.place(n if whole else e.select(inside[0], n, columns.first))
+            place = columns.position_of(n if whole else e.select(inside[0], n, columns.first))
             pairs.append((e.add(placed.u[half], e.mul(pair, 8)), inside, place))
 
         def one(r: Value, _: list[Value]) -> list[Value]:

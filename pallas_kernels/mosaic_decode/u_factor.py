@@ -66,7 +66,7 @@ def end_of(piece: Piece, matrix: Matrix) -> int:
     return piece.row_bytes * matrix.num_rows
 
 
-class Place(NamedTuple):
+class PairPosition(NamedTuple):
     """Position of a pair of values among the copied words of a row."""
 
     index: Value  # of the first
@@ -97,7 +97,7 @@ class Columns:
         words = layout.BLOCK * piece.plane.width // layout.WORD_BITS
         return e.add(e.mul(e.div(self.first, layout.BLOCK), WORD * words), piece.first)
 
-    def bring(
+    def start_copy(
         self, row: Value, to: Value, rows: Value, places: Value, warp: Value, num_warps: int,
         lane: Value,
     ) -> None:  # fmt: skip
@@ -157,20 +157,20 @@ class Columns:
     def _plain(self) -> bool:
         return self.matrix.form.bits == PLAIN_BITS
 
-    def place(self, index: Value) -> Place:
+    def position_of(self, index: Value) -> PairPosition:
         """Position of values index and index + 1; the first is even and copied."""
         e, planes = self.e, []
         for piece in self.pieces:
             if piece.plane is not None:
-                word, bit = self._place(piece.plane, index)
+                word, bit = self._word_and_bit(piece.plane, index)
                 byte = e.sub(e.add(e.mul(word, WORD), piece.first), self._first_byte(piece))
                 planes.append((e.add(byte, WORD * piece.at), bit, piece.plane))
         shared = self.matrix.group_size % 2 == 0
         after = e.smaller(e.add(index, 1), self.matrix.num_inputs - 1)
         both = [] if self._plain else [index] if shared else [index, after]
-        return Place(index, planes, [e.div(i, self.matrix.group_size) for i in both])
+        return PairPosition(index, planes, [e.div(i, self.matrix.group_size) for i in both])
 
-    def _place(self, plane: layout.Plane, index: Value) -> tuple[Value, Value]:
+    def _word_and_bit(self, plane: layout.Plane, index: Value) -> tuple[Value, Value]:
         """Word of the plane and bit at which an even code's part begins, by `layout`."""
         e, width = self.e, plane.width
         block, k = e.div(index, layout.BLOCK), e.rem(index, layout.BLOCK)
@@ -189,7 +189,7 @@ class Columns:
         word = e.add(word, e.mul(block, layout.BLOCK * width // layout.WORD_BITS))
         return word, e.mul(position, width)
 
-    def values(self, place: Place, row: Value, at: Value) -> list[Value]:
+    def values(self, position: PairPosition, row: Value, at: Value) -> list[Value]:
         """Unpacks both values of a row as float32.
 
         Args:
@@ -198,9 +198,9 @@ class Columns:
         """
         e = self.e
         if self._plain:
-            return [self._plain_value(e.add(place.index, i), row, at) for i in range(2)]
+            return [self._plain_value(e.add(position.index, i), row, at) for i in range(2)]
         codes = e.const(0)  # in the halves of a word
-        for byte, bit, plane in place.planes:
+        for byte, bit, plane in position.planes:
             word = e.shr(e.load_shared(e.add(at, byte), 0, "b32"), bit)
             part = e.band(word, ((1 << plane.width) - 1) * 0x10001)
             codes = e.bor(codes, e.shl(part, plane.shift))
@@ -208,7 +208,7 @@ class Columns:
         symmetric = self.matrix.zero_kind == "symmetric"
         less = (0xE400 + symmetric * 2 ** (self.matrix.form.bits - 1)) * 0x10001
         exact = e.fma_pair("f16", e.bor(codes, 0x64006400), 0x3C003C00, less)
-        constants = [self._constants(group, row, at) for group in place.groups]
+        constants = [self._constants(group, row, at) for group in position.groups]
         values = []
         for half, (scale, *zero) in enumerate([constants[0], constants[-1]]):
             number = e.half_to_f32(exact, half)

@@ -80,11 +80,11 @@ class _Walk:
 
     def __init__(
         self, stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value],
-        ring: Ring, kept: SharedAccumulators | None = None, onward: NextItem | None = None,
+        ring: Ring, kept: SharedAccumulators | None = None, next_item: NextItem | None = None,
         of_row: bool = False,
     ):  # fmt: skip
         e = stream.e
-        self.e, self.stream, self.x, self.kept, self.onward = e, stream, x, kept, onward
+        self.e, self.stream, self.x, self.kept, self.next_item = e, stream, x, kept, next_item
         self.first, self.step, self.ring_at = first, step, ring.at
         self.stages = stream.matrix.num_blocks // stream.span
         self.rounds = -(-self.stages // step)
@@ -111,7 +111,7 @@ class _Walk:
 
     def fetch(self, unit: int, base: Value, to: Value) -> None:
         """Fetches tile `unit` of the stages from `base` on, or of the next walk's first ones."""
-        e, stream, next_walk = self.e, self.stream, self.onward
+        e, stream, next_walk = self.e, self.stream, self.next_item
         later, tile = divmod(unit, stream.num_tiles)
         stage, present, row = e.add(base, later * self.step), None, None
         if next_walk is not None:
@@ -166,7 +166,7 @@ class _Walk:
 
     def one_stage(
         self, stage: Value, at: Value, totals: list[Value], left: int | None,
-        x: list[Words] | None = None, held: list[BlockOfX] | None = None,
+        x: list[Words] | None = None, preloaded: list[BlockOfX] | None = None,
     ) -> tuple[list[Value], Value]:  # fmt: skip
         """Computes a stage's products.
 
@@ -176,7 +176,7 @@ class _Walk:
           totals: in registers.
           left: stages after this one; None if unknown, for stages inside the matrix.
           x: from `load_x`, if loaded.
-          held: from `hold`, if there.
+          preloaded: from `preload_x`, if there.
 
         Returns:
           The totals, and the address of the next stage's first tile.
@@ -184,10 +184,10 @@ class _Walk:
         e, stream, tiles = self.e, self.stream, self.stream.num_tiles
         totals, stage_id = list(totals), e.smaller(stage, self.stages - 1)  # absent: reads inside
         sure = self.stored is not None or left is None or left > 0 or self.whole
-        parts = held or self.prepare_x(x or self.load_x(stage_id))
+        parts = preloaded or self.prepare_x(x or self.load_x(stage_id))
         for tile in range(tiles):
             after = tiles * (left + 1) - 1 - tile if left is not None else self.depth
-            if self.onward is not None:
+            if self.next_item is not None:
                 after = self.depth  # there are always more
             e.copies_wait(min(self.depth - 1, after))
             e.warp_barrier()
@@ -253,15 +253,15 @@ class _Walk:
             meanwhile()
 
     def run(
-        self, totals: list[Value], held: list[BlockOfX] | None = None
+        self, totals: list[Value], preloaded: list[BlockOfX] | None = None
     ) -> tuple[list[Value], Value]:
         """Runs every stage; returns the totals in registers, and the ring's position."""
-        e, at = self.e, self.ring_at if self.onward is None or self.fixed else self.onward.at
+        e, at = self.e, self.ring_at if self.next_item is None or self.fixed else self.next_item.at
         if self.rounds <= UNROLLED:
             for i in range(self.rounds):
                 stage = e.add(self.first, i * self.step)
                 left = self.rounds - 1 - i
-                totals, at = self.one_stage(stage, at, totals, left, held=held)
+                totals, at = self.one_stage(stage, at, totals, left, preloaded=preloaded)
             return totals, at
 
         def body(stage: Value, carried: list[Value]) -> list[Value]:
@@ -302,7 +302,7 @@ class _Walk:
             e.when(e.compare(stage, "lt", self.stages), one)
 
 
-def walk(
+def accumulate(
     stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
     meanwhile: Callable[[], None] = lambda: None, kept: SharedAccumulators | None = None,
 ) -> list[Value]:  # fmt: skip
@@ -333,7 +333,7 @@ def walk(
     return way.run([0.0] * (way.each * own))[0]
 
 
-def hold(
+def preload_x(
     stream: Stream, first: Value, step: int, x: Sequence[Value], kept: SharedAccumulators | None
 ) -> list[BlockOfX] | None:
     """Loads x of a warp with a single stage, for all walks along equal K and x."""
@@ -343,29 +343,30 @@ def hold(
     return way.prepare_x(way.load_x(stream.e.smaller(first, way.stages - 1)))
 
 
-def start(stream: Stream, first: Value, step: int, ring: Ring) -> None:
-    """Starts the copies of the first in a row of walks; see `walk_on`."""
+def start_copies(stream: Stream, first: Value, step: int, ring: Ring) -> None:
+    """Starts the copies of the first in a row of walks; see `accumulate_pipelined`."""
     _Walk(stream, first, step, [], ring, of_row=True).start()
 
 
-def walk_on(
-    stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring, onward: NextItem,
-    meanwhile: Callable[[], None], kept: SharedAccumulators | None, held: list[BlockOfX] | None,
+def accumulate_pipelined(
+    stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring, next_item: NextItem,
+    meanwhile: Callable[[], None], kept: SharedAccumulators | None,
+    preloaded: list[BlockOfX] | None,
 ) -> tuple[list[Value], Value]:  # fmt: skip
-    """Multiplies like `walk`, one of a row of walks through which copies never pause.
+    """Multiplies like `accumulate`, one of a row of walks through which copies never pause.
 
     Args:
       step: static.
-      onward: position of this walk and of the next.
+      next_item: position of this walk and of the next.
       kept: storage for sums of x; None for registers.
-      held: from `hold`.
+      preloaded: from `preload_x`.
 
     Returns:
       The totals, and the address of the next walk's first tile.
     """
-    way = _Walk(stream, first, step, x, ring, kept, onward, of_row=True)
+    way = _Walk(stream, first, step, x, ring, kept, next_item, of_row=True)
     meanwhile()
-    return way.run([0.0] * (way.each * stream.num_tiles), held)
+    return way.run([0.0] * (way.each * stream.num_tiles), preloaded)
 
 
 def _ignore(_: object) -> None:

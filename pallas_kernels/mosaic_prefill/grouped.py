@@ -210,7 +210,7 @@ def _stored(tiles: WgmmaTiles, paired: bool, out: Any) -> Any:
     kind, num_columns = KINDS.get(out.dtype.name), out.shape[1]
 
     def emit(e: Any, sums: Any, row: Any, first: Any, end: Any, *refs: Any) -> None:
-        place = scatter.Place(row, first, end)
+        place = scatter.Destination(row, first, end)
         if kind is None:
             scatter.scatter_sums(e, sums, place, num_columns, refs)
         elif paired:

@@ -15,7 +15,7 @@ from pallas_kernels.mosaic_prefill.fragments import ROWS
 Columns = Sequence[Sequence[Value]]  # of `lanes.write_rounded`
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Destination of a tile's sums, for a thread block."""
 
     row: Value  # the first of the matrix, or of each of its halves
@@ -32,7 +32,7 @@ def swiglu(e: Emitter, sums: Columns) -> list[list[Value]]:
 
 
 def scatter_hidden(
-    e: Emitter, kind: str, sums: Columns, place: Place, chunk: int, num_columns: int,
+    e: Emitter, kind: str, sums: Columns, place: Destination, chunk: int, num_columns: int,
     refs: Sequence[Value],
 ) -> None:  # fmt: skip
     """Scatters a warpgroup's SwiGLU values, 32 columns of `out`, rounded.
@@ -61,7 +61,7 @@ def scatter_hidden(
 
 
 def scatter_rounded(
-    e: Emitter, kind: str, sums: Columns, place: Place, chunk: int, num_columns: int,
+    e: Emitter, kind: str, sums: Columns, place: Destination, chunk: int, num_columns: int,
     refs: Sequence[Value],
 ) -> None:  # fmt: skip
     """Scatters a warpgroup's sums, 64 columns of `out`, rounded; rooms are [chunk, 64]."""
@@ -73,8 +73,8 @@ def scatter_rounded(
 
 
 def _scatter_chunks(
-    e: Emitter, write: Callable[[Value, int], None], width: int, num_tokens: int, place: Place,
-    chunk: int, num_columns: int, refs: Sequence[Value],
+    e: Emitter, write: Callable[[Value, int], None], width: int, num_tokens: int,
+    place: Destination, chunk: int, num_columns: int, refs: Sequence[Value],
 ) -> None:  # fmt: skip
     """Scatters tokens through shared memory, storing 16 bytes of a row per lane."""
     *rooms, order, out = refs
@@ -114,7 +114,7 @@ def _four(e: Emitter, at: Value, words: Sequence[Value]) -> Callable[[], None]:
 
 
 def scatter_sums(
-    e: Emitter, sums: Columns, place: Place, num_columns: int, refs: Sequence[Value]
+    e: Emitter, sums: Columns, place: Destination, num_columns: int, refs: Sequence[Value]
 ) -> None:
     """Scatters a warpgroup's sums, 64 columns of float32 `out`; `refs`: order and output."""
     order, out = refs

@@ -12,7 +12,7 @@ from pallas_kernels import cache_plan
 from pallas_kernels.cache_plan import Wishes
 
 
-def bring_ahead(
+def prefetch_experts(
     slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, how: pools.Search
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Prefetches the predicted experts: keys int32[T, E] and counts [T]."""

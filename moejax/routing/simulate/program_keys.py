@@ -18,13 +18,13 @@ _PLAIN = (bool, int, float, str, type(None), type)  # compared by value; other t
 Path = tuple[str, ...]
 
 
-class Formulas:
+class ProgramKeys:
     """Formulas traced so far."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[dict[Path, Any], tuple[str, ...]]]] = {}
 
-    def of(self, policy: AnyPolicy, state: Any, spec: PolicySpec) -> tuple[str, ...]:
+    def key_of(self, policy: AnyPolicy, state: Any, spec: PolicySpec) -> tuple[str, ...]:
         """Key of a policy's computation, state aside: equal keys may share a program.
 
         Args:

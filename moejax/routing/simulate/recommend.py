@@ -13,7 +13,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.budget import size_text
 from moejax.policies.dymoe import SKIP
 from moejax.routing.simulate.costs import GIB, Machine
-from moejax.routing.simulate.sweeping import Swept, Tiers, sweep
+from moejax.routing.simulate.sweeping import SweepPoint, Tiers, sweep
 from moejax.routing.simulate.table import fidelity
 from moejax.routing.trace import Trace
 
@@ -50,7 +50,7 @@ class Recommended:
 
     Attributes:
       candidate: the chosen one.
-      figures: the candidate's (`Swept.figures`).
+      figures: the candidate's (`SweepPoint.figures`).
       best: TPOT in ms of the fastest of each policy that reaches the floor.
       why: the reason, in a line.
     """
@@ -115,12 +115,12 @@ def _divisions(room: int, first: int, last: int, trace: Trace) -> list[tuple[int
     return list(dict.fromkeys(found))
 
 
-def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int | None) -> list[Swept]:
+def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int | None) -> list[SweepPoint]:
     """Replays every candidate; those of one policy and tiers in one sweep."""
     groups: dict[Any, list[int]] = {}
     for i, one in enumerate(chosen):
         groups.setdefault((one.policy, one.tiers), []).append(i)
-    found: dict[int, Swept] = {}
+    found: dict[int, SweepPoint] = {}
     for (policy, tiers), members in groups.items():
         grid = [chosen[i].setting for i in members]
         found |= dict(zip(members, sweep(trace, policy, grid, tiers, bulk), strict=True))
@@ -128,7 +128,7 @@ def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int | None) -> lis
 
 
 def recommend(
-    chosen: Sequence[Candidate], swept: Sequence[Swept], machine: Machine, floor: float
+    chosen: Sequence[Candidate], swept: Sequence[SweepPoint], machine: Machine, floor: float
 ) -> Recommended:
     """Picks the fastest candidate that serves a gate mass share of at least `floor`.
 

@@ -24,7 +24,7 @@ from moejax.policies.base import (
 )
 from moejax.policies.by_layer import vmap_decide
 from moejax.routing.simulate import pools
-from moejax.routing.simulate.layer_pools import admit_each, bring_ahead, serve
+from moejax.routing.simulate.layer_pools import admit_each, prefetch_experts, serve
 from moejax.routing.simulate.segments import LayerTokens, Tokens
 
 # int32[2, len(EVENTS), T] by phase and tier, names as in `moejax.experts.ledger`; `reused`: hits
@@ -273,11 +273,11 @@ def _brought(
     ahead: jax.Array,
     seen: Observation,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs `bring_ahead` if the replay prefetches."""
+    """Runs `prefetch_experts` if the replay prefetches."""
     if not replay.foreseen:
         return key, {"prefetched": jnp.zeros(len(slots), jnp.int32)}
     how = replay.search(replay.foreseen * len(seen.ids), key.shape[-1])
-    return bring_ahead(slots, key, ahead, clock, how)
+    return prefetch_experts(slots, key, ahead, clock, how)
 
 
 def _following(decision: Decision, num_experts: int) -> jax.Array:

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from moejax.files import result_rows as results
 from moejax.routing.simulate.costs import Machine
-from moejax.routing.simulate.sweeping import Swept
+from moejax.routing.simulate.sweeping import SweepPoint
 
 
 def rows(
-    policy: str, names: Sequence[str], swept: Sequence[Swept], machines: Sequence[Machine]
+    policy: str, names: Sequence[str], swept: Sequence[SweepPoint], machines: Sequence[Machine]
 ) -> Iterator[results.ResultRow]:
     """Yields a row for each setting and speed of the link.
 

@@ -11,7 +11,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.experts.budget import default_bulk
 from moejax.policies.base import AnyPolicy, Needs, PolicySpec
-from moejax.routing.simulate.program_keys import Formulas
+from moejax.routing.simulate.program_keys import ProgramKeys
 from moejax.routing.simulate.replay import DELAY, Replay, Running, begin, run_calls
 from moejax.routing.simulate.segments import Segment, segments
 from moejax.routing.trace import PREFILL, Trace
@@ -41,7 +41,7 @@ class Run:
     bulk: int | None = None
 
 
-class Tallied(NamedTuple):
+class RunResult(NamedTuple):
     """Result of a run: `moejax.routing.simulate.replay.Tally` in numpy, and the run."""
 
     run: Run
@@ -54,10 +54,10 @@ class Tallied(NamedTuple):
 
 def run_policies(
     trace: Trace, runs: Sequence[Run], *, one_by_one: bool = False, delay: int = DELAY
-) -> list[Tallied]:
+) -> list[RunResult]:
     """Replays the trace under every run.
 
-    Runs whose policies compute by one formula (`formulas`) are stacked, as many at a time as
+    Runs whose policies compute by one formula (`program_keys`) are stacked, as many at a time as
     `block_bytes` holds.
 
     Args:
@@ -68,15 +68,15 @@ def run_policies(
       MoejaxError: a policy needs something that the trace lacks, or does not suit its tiers.
     """
     groups: dict[Any, list[int]] = {}
-    states, formulas = {}, Formulas()
+    states, keys = {}, ProgramKeys()
     for i, run in enumerate(runs):
         _check_needs(trace, run)
         spec = spec_of(trace, run)
         states[i] = run.policy.init(spec)
         _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
-        groups.setdefault(formulas.of(run.policy, states[i], spec), []).append(i)
+        groups.setdefault(keys.key_of(run.policy, states[i], spec), []).append(i)
     cut = list(segments(trace))
-    found: dict[int, Tallied] = {}
+    found: dict[int, RunResult] = {}
     for members in groups.values():
         many = block_size(len(members), states[members[0]], trace, len(runs[members[0]].tiers))
         for first in range(0, len(members), many):
@@ -87,7 +87,7 @@ def run_policies(
                 trace, cut, [runs[i] for i in full], [states[i] for i in full], one_by_one, delay
             )
             for k, i in enumerate(block):
-                found[i] = Tallied(runs[i], *(part[k] for part in tally))
+                found[i] = RunResult(runs[i], *(part[k] for part in tally))
     return [found[i] for i in range(len(runs))]
 
 
@@ -189,6 +189,6 @@ def _run_block(
     return jax.device_get(running.tally)
 
 
-def by_name(tallied: Tallied, phase: int, events: Sequence[str]) -> Mapping[str, np.ndarray]:
+def by_name(result: RunResult, phase: int, events: Sequence[str]) -> Mapping[str, np.ndarray]:
     """Counts int[T] of each event in a phase."""
-    return {name: tallied.events[phase, i] for i, name in enumerate(events)}
+    return {name: result.events[phase, i] for i, name in enumerate(events)}

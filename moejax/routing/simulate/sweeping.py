@@ -17,7 +17,7 @@ from moejax.policies.base import AnyPolicy
 from moejax.policies.make import make_policy
 from moejax.routing.simulate import ceilings, replay
 from moejax.routing.simulate.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms
-from moejax.routing.simulate.runs import Run, Tallied, run_policies
+from moejax.routing.simulate.runs import Run, RunResult, run_policies
 from moejax.routing.simulate.workload import Workload, make_workload
 from moejax.routing.trace import Trace
 
@@ -33,7 +33,7 @@ class Tiers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Swept:
+class SweepPoint:
     """Decode results of one setting; shares are of needed experts or of gate mass.
 
     Attributes:
@@ -81,7 +81,7 @@ def sweep(
     grid: Sequence[Mapping[str, Any]],
     tiers: Tiers,
     bulk: int | None = None,
-) -> list[Swept]:
+) -> list[SweepPoint]:
     """Runs every setting of a grid over the trace and returns its decode results.
 
     Args:
@@ -113,7 +113,7 @@ def sweep(
     best = [(n, n if whole else h) for (n, h), whole in zip(best, all_there, strict=True)]
     steps = int(found[0][0].steps)
     return [
-        Swept(
+        SweepPoint(
             setting=setting,
             slots=row,
             traffic=traffic,
@@ -169,21 +169,21 @@ def _sweep_policy(
             Run(policy=made, tiers=tiers.names, expert_bytes=tiers.expert_bytes, slots=row,
                 bulk=bulk)
         )  # fmt: skip
-    return [_found(trace, tallied) for tallied in run_policies(trace, runs)]
+    return [_decode_result(trace, result) for result in run_policies(trace, runs)]
 
 
-def _found(trace: Trace, tallied: Tallied) -> Found:
-    event = dict(zip(replay.EVENTS, tallied.events[DECODE_PHASE], strict=True))
-    gate = tallied.gate[DECODE_PHASE]
-    names = (*tallied.run.tiers, "skipped", "substituted")
+def _decode_result(trace: Trace, result: RunResult) -> Found:
+    event = dict(zip(replay.EVENTS, result.events[DECODE_PHASE], strict=True))
+    gate = result.gate[DECODE_PHASE]
+    names = (*result.run.tiers, "skipped", "substituted")
     traffic = Traffic(
         num_layers=trace.num_layers,
-        steps=int(tallied.steps[DECODE_PHASE]),
-        fetches=int(tallied.fetches[DECODE_PHASE]),
+        steps=int(result.steps[DECODE_PHASE]),
+        fetches=int(result.fetches[DECODE_PHASE]),
         misses=event["misses"],
-        ahead=tallied.ahead[DECODE_PHASE],
+        ahead=result.ahead[DECODE_PHASE],
         bulk=event["bulk"],
-        expert_bytes=np.asarray(tallied.run.expert_bytes),
+        expert_bytes=np.asarray(result.run.expert_bytes),
     )
     shares = {name: float(mass / gate[-1]) for name, mass in zip(names, gate[:-1], strict=True)}
     return traffic, float(event["hits"].sum() / max(1, event["needed"].sum())), shares

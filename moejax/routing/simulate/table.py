@@ -27,7 +27,7 @@ def pareto(figures: Sequence[Mapping[str, float]]) -> list[int]:
     of equal settings stays.
 
     Args:
-      figures: of `Swept.figures`, at one machine.
+      figures: of `SweepPoint.figures`, at one machine.
     """
     points = np.array([[f["tpot_ms"], f["device_gib"], -fidelity(f)] for f in figures])
     points = np.round(points, 9)

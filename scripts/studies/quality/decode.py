@@ -47,7 +47,7 @@ def forced(
     start: jax.Array,
     lengths: jax.Array,
 ) -> tuple[KVCache, Compared, Any, None]:
-    """A step for `Runner.fold`: a window int32[1, T], T a multiple of 16, token by token."""
+    """Step for `Runner.scan_windows`: a window int32[1, T], T % 16 == 0, token by token."""
     del start, lengths
     alone = spec._replace(is_first=False, kv_length=cache.length)
     assert isinstance(program.pool, tiered.TieredSpec)
@@ -171,7 +171,7 @@ class Decoding:
             compared = Compared(self.exact.of(tokens), jnp.zeros(len(tokens), jnp.float32))
             compared = jax.tree.map(jnp.copy, compared)  # donated
             lengths = np.full(1, len(tokens), np.int32)
-            done = self.served.runner.fold(forced, compared, tokens[None], lengths)
+            done = self.served.runner.scan_windows(forced, compared, tokens[None], lengths)
             found.append(np.asarray(done.kl))
         return np.concatenate(found)
 

@@ -105,7 +105,7 @@ def routed(model: Model, windows: Windows) -> Routed:
     parts = []
     for row in windows.tokens:
         length = len(row) - 1
-        found = runner.fold(_collect, None, row[None, :-1], np.array([length], np.int32))
+        found = runner.scan_windows(_collect, None, row[None, :-1], np.array([length], np.int32))
         parts.append([np.asarray(array)[:, :length] for array in found])
     return Routed(*(np.concatenate(part, axis=1) for part in zip(*parts, strict=True)))
 
@@ -122,7 +122,7 @@ def _collect(
     start: jax.Array,
     lengths: jax.Array,
 ) -> tuple[KVCache, Routed, None]:
-    """A step for `Runner.fold`, of windows that are one chunk."""
+    """A step for `Runner.scan_windows`, of windows that are one chunk."""
     del carried, pool, store
     model = merge_weights(program.definition, weights)
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)

@@ -31,7 +31,7 @@ from moejax.files.result_rows import (
     package_versions,
     today,
 )
-from moejax.routing.simulate.sweeping import Swept, sweep
+from moejax.routing.simulate.sweeping import SweepPoint, sweep
 from moejax.routing.trace import Trace
 from scripts.studies.speed.sweep_grids import POLICIES, grid_of, lists_of, tiers_of
 
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
     first: float
     seconds: float
     processor: float
-    found: list[Swept]
+    found: list[SweepPoint]
 
 
 def measure(trace: Trace, policy: str) -> Measured:
