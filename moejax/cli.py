@@ -303,7 +303,7 @@ def _read_file(path: str, config_class: type[RunConfig]) -> config_dict.ConfigDi
     Raises:
       MoejaxError: the file is missing, fails, or belongs to another command.
     """
-    # What follows a colon is ml_collections' argument of get_config.
+    # Text after a colon is ml_collections' argument of get_config.
     if not Path(path.split(":", 1)[0]).is_file():
         raise MoejaxError(f"config file {path!r} does not exist")
     values = flags.FlagValues()

@@ -145,7 +145,7 @@ class PlanTest(absltest.TestCase):
             fewer = make_plan(TINY, Form(4), "cpu", cap, share=1.0, depth=3)
             self.assertEqual((fewer.all_resident, fewer.config.num_layers), (wanted, 3))
             self.assertEqual(fewer.resident, max(1, round(wanted / 2)))
-            # As many bytes are free as at the real depth.
+            # The free bytes equal those at the real depth.
             self.assertEqual(cap - fewer.cap_bytes, (wanted - fewer.resident) * sizes[0])
 
     def test_a_model_that_fits_stays(self):

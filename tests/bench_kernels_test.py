@@ -26,7 +26,7 @@ from tests.script_runs import run_module
 ROOT = Path(__file__).parents[1]
 HOPPER, AMPERE = Target("gpu", (9, 0)), Target("gpu", (8, 0))
 
-# As XLA writes it for an H100 (jax 0.11.2): two calls of two kernels in a loop of one graph.
+# XLA's text for an H100 (jax 0.11.2): two calls of two kernels in a loop of one graph.
 THUNKS = """\
 001: kCopy         [source       | next=003 (2)] kCopy
 002: kCustomKernel [source       | next=003 (1)] loop_broadcast_fusion grid: [16, 1, 1] threads

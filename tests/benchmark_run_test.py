@@ -201,7 +201,7 @@ class ShapeTest(Case):
             for name, shape in shapes.items()
             if not name.startswith(("moe.gate", "moe.down", "embed"))
         )
-        # Of INT4 with groups of 64: half a byte a weight, a scale and a zero of 2 bytes a group.
+        # INT4 with groups of 64: half a byte a weight, a scale and a zero of 2 bytes a group.
         weights = sum(math.prod(shapes[name][-2:]) for name in ("moe.gate_up", "moe.down"))
         least += 2 * 2 * (weights // 2 + 4 * weights // 64)
         # Step i of 8 reads 16 + i places of 2 layers' keys and values, 2 heads of 16.

@@ -129,7 +129,7 @@ class PartsTest(parameterized.TestCase):
         part = "experts on their way in a step"
         self.assertNotIn(part, budget_of(slots=5, transient=7).device)
         expert = int4(QWEN).expert_nbytes
-        # Of 128 experts that a chunk can need, 40 go to slots at once.
+        # A chunk can need 128 experts, of which 40 go to slots at once.
         budget = budget_of(slots=40, transient=7, host_gib=4)
         self.assertEqual(budget.device[part], 40 * expert)
         self.assertEqual(budget_of(slots=0, transient=7, platform="cpu").device[part], 7 * expert)

@@ -14,7 +14,7 @@ from moejax.text import chat_worker
 from moejax.text.chat_template import ChatRenderer
 from tests.tokenizer_test import CONVERSATION, MIXTRAL_LIKE, QWEN3_LIKE
 
-# As DeepSeek-V3's: a namespace, system messages first, several kinds of message in one loop.
+# Like DeepSeek-V3's: a namespace, system messages first, several kinds of message in one loop.
 DEEPSEEK_LIKE = """\
 {% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}\
 {% set ns = namespace(is_first=true, system_prompt='') %}\

@@ -110,7 +110,7 @@ class CellsTest(parameterized.TestCase):
             elif isinstance(node, ast.Import):
                 used += [part for item in node.names for part in item.name.split(".")]
         private = [u for u in used if u.startswith("_") and not u.startswith("__")]
-        # What a NamedTuple calls its own `_replace` is public in spite of its name.
+        # A NamedTuple's `_replace` is public in spite of its name.
         self.assertEqual(set(private) - {"_replace"}, set())
 
     def test_all_install_alike(self):

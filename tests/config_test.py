@@ -50,7 +50,7 @@ class ConfigTest(parameterized.TestCase):
         plain = dataclasses.asdict(GenerationSettings(stop=("x",)))
         every = {name: value for name, value in plain.items() if name != "ignore_eos"}
         self.assertEqual(GenerateConfig(**every).request(), every)
-        # What is not given is left to the checkpoint.
+        # Omitted settings come from the checkpoint.
         self.assertEqual(set(GenerateConfig().request()), {"seed", "add_special_tokens"})
 
     def test_what_a_server_answers_with(self):

@@ -13,7 +13,7 @@ from pallas_kernels.decode_attention import Latent
 UNIT_ROUNDOFF = 2.0**-24  # of float32, in which scores and sums are
 # Half the distance from 1 to the next number.
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-# Of a sequence's result, in the Euclidean norm: roundings of weights and result together.
+# Tolerance of a sequence's result in the Euclidean norm: roundings of weights and result.
 NORM_ERROR = {"bfloat16": 3e-3, "float16": 3e-3 / 8}
 
 
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     more_dim: int = 0  # of a second part of queries and keys, the first part being the values
 
 
-# What a CPU can interpret: real heads, short caches. No length is a multiple of a block.
+# Shapes that a CPU can interpret: real heads, short caches; no length is a multiple of a block.
 SHAPES = {
     "qwen3_30b_1": Shape(1, 32, 4, 128, 300, 300),
     "qwen3_30b_4": Shape(4, 32, 4, 128, 100, 90),

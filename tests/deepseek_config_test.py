@@ -58,7 +58,7 @@ V3: dict[str, Any] = {
     "rope_scaling": V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }  # fmt: skip
 
-# Of the published tokenizer_config.json of DeepSeek-V2-Lite-Chat.
+# Published tokenizer_config.json of DeepSeek-V2-Lite-Chat.
 CHAT_TEMPLATE = (
     "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}"
     "{% endif %}{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"

@@ -142,7 +142,7 @@ class ParityTest(parameterized.TestCase):
         engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
         found = engine.logits(tokens)[0]
         self.assertLess(relative_errors(found, expected).max(), RELATIVE_ERROR)
-        # As `moejax.quantize` copies what it leaves plain.
+        # Written like `moejax.quantize` copies plain leaves.
         write_safetensors(
             self.directory / "copy.safetensors", {"x": stored_tensors(path)[biases[0]]}
         )

@@ -119,7 +119,7 @@ class ScheduleTest(parameterized.TestCase):
 
 class PrefillTest(parameterized.TestCase):
     def test_the_expert_of_heavy_hitters_goes_first(self):
-        # As in Figure 8: expert 1 has most tokens, expert 2 the two that matter.
+        # Like in Figure 8: expert 1 has most tokens, expert 2 the two that matter.
         seen = routed(
             [[1, 0], [1, 2], [1, 0], [1, 2], [1, 3]],
             prefill=True,
@@ -237,7 +237,7 @@ class TiersTest(parameterized.TestCase):
             )
             tiers[name] = np.asarray(found.tier)
             for step, layer in np.ndindex(3, M):
-                # As many experts as the schedule says, of all E, asked for or not.
+                # The schedule's number of experts, among all E, requested or not.
                 limit = policy.counts(M, E)[layer]
                 run = trace.ids[step, layer][tiers[name][step, layer] == 0]
                 self.assertLessEqual(len(set(run.tolist())), limit)

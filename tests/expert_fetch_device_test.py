@@ -102,7 +102,7 @@ class CompilationTest(parameterized.TestCase):
             self.skipTest(
                 "needs JAX's CUDA plugin, and without a GPU JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"
             )
-        # What a topology compiles cannot be read back from the cache.
+        # Programs of a topology cannot be read back from the cache.
         name = "jax_persistent_cache_min_compile_time_secs"
         self.addCleanup(jax.config.update, name, jax.config.values[name])
         jax.config.update(name, 1e9)

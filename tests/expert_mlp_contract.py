@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32, in which products and sums are
-# Of the output's dtype: half the distance from 1 to the next number.
+# Roundoff of the output's dtype: half the distance from 1 to the next number.
 OUTPUT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 
@@ -24,8 +24,8 @@ class Shape(NamedTuple):
     layers: int = 2
 
 
-# What a CPU can interpret. Mixtral's axes are cut to an eighth, which leaves F a multiple of 7 and
-# of a power of two, as 14336 is.
+# Shapes that a CPU can interpret. Mixtral's axes are cut to an eighth, which leaves F a multiple of
+# 7 and of a power of two, as 14336 is.
 SHAPES = {
     "qwen3_30b": Shape(1, 2, 3, 2048, 768, 1),
     "mixtral_reduced": Shape(2, 2, 3, 512, 1792, 1),

@@ -168,7 +168,7 @@ class EngineTest(parameterized.TestCase):
         activity = dataclasses.replace(profile.activity, following=following)
         whole = self.engine(0)
         save_buddies(self.folder / FILE_NAME, dataclasses.replace(profile, activity=activity))
-        # Of even shares one leaves all rows to the tier whose experts all have slots; the other
+        # Even shares leave all rows to the tier whose experts all have slots; the other
         # one has transfers, too, and room for what a step may wait for.
         engine = self.engine(1.05 * whole.budget.total_host / 2**30, foresight=2, foresee_by=by)
         self.assertIsNotNone(engine._runner.memory.tiers[0].disk)

@@ -64,7 +64,7 @@ class FullDiskTest(absltest.TestCase):
         with self.refused():
             write_trace(self.path, trace)
         self.assert_left()
-        # What stays in a buffer until the file is closed, and fails then a second time.
+        # Bytes stay in a buffer until the file is closed, and fail then a second time.
         writer = TraceWriter(self.path, 4)
         with self.refused():
             writer.append(**trace.tensors())

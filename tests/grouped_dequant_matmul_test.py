@@ -59,7 +59,7 @@ INTERPRETED = sorted(
     for kernel, name in itertools.product(KERNELS, HOST_CASES)
     if kernel == "mosaic" or name not in NOT_INTERPRETED
 )
-# Of each kind and width one, of those that take least; all run on a device.
+# One cheap case of each kind and width; all run on a device.
 FAST = (
     ("mosaic", "qwen3_next_80b_a3b"), ("mosaic", "whole_a_tier_without_a_pair"),
     ("mosaic", "whole_all_is_skipped"), ("mosaic", "whole_an_expert_twice_for_a_token"),

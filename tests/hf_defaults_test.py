@@ -63,7 +63,7 @@ ALSO_READ = {
     "partial_rotary_factor", "use_sliding_window", "scoring_func", "mlp_bias", "moe_layer_freq",
     "topk_method", "norm_topk_prob", "rope_interleave", "head_dim", "n_group", "topk_group",
 }  # fmt: skip
-# Of code beside DeepSeek-MoE-16B's checkpoint (configuration_deepseek.py), which transformers has
+# Defaults of the code beside DeepSeek-MoE-16B (configuration_deepseek.py), which transformers has
 # no class for.
 DEEPSEEK_MOE = {
     "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008,

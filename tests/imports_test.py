@@ -21,7 +21,7 @@ PURE_PARTS = (
 )
 # Inside a pure part, but where others meet it.
 MEETING_PLACES = ("moejax.quantization.pipeline",)
-# What a pure part may import of moejax beside itself: plain data, and operations on plain arrays.
+# Modules that a pure part may import beside itself: plain data, operations on plain arrays.
 SHARED = ("moejax.errors", "moejax.files.small", "moejax.weights", "moejax.models.kv_cache")
 # `jaxlib` has the MLIR dialects in which Mosaic GPU takes what it has no primitive for.
 KERNELS_MAY_IMPORT = ("jax", "jaxlib", "numpy", "pallas_kernels", *sys.stdlib_module_names)

@@ -15,7 +15,7 @@ from tests.gpu_programs import PROGRAMS
 from tests.gpu_targets import GPUS, SKIP_CHECKS, Program
 
 ROOT = Path(__file__).parents[1]
-# What every GPU lowers; the H100 lowers all.
+# Cases that every GPU lowers; the H100 lowers all.
 EVERYWHERE = (
     "dense_decode_int3_rank_32", "dense_prefill_int3", "layer_decode", "layer_prefill",
     "attention_qwen", "attention_mixtral_32", "router_qwen", "router_mixtral",

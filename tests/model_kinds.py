@@ -11,7 +11,7 @@ SHARED: dict[str, Any] = {
     "family": "deepseek", "num_kv_heads": 4, "qk_norm": False, "moe_layers": (1, 2),
     "num_layers": 3, "norm_topk_prob": False, "shared_dim": 64,
 }  # fmt: skip
-# The same with latent attention, queries through a latent of their own, and YaRN.
+# With latent attention, queries through their own latent, and YaRN.
 LATENT: dict[str, Any] = {
     **SHARED, "family": "deepseek_v2", "head_dim": 24, "interleaved_rope": True,
     "latent": LatentAttention(kv_rank=32, query_rank=48, nope_dim=16, rope_dim=8, value_dim=16),

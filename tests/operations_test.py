@@ -36,9 +36,9 @@ class Case(NamedTuple):
     operation: Operation
     operands: tuple[Any, ...]  # shapes: neither a choice nor a refusal needs values
     static: dict[str, Any]
-    # What is changed of the operands, by position, and parts of every kernel's refusal on Turing.
+    # Changed operands, by position, and parts of every kernel's refusal on Turing.
     misfits: tuple[tuple[dict[int, Any], tuple[str, ...]], ...]
-    # What is changed, and parts of the last kernel's refusal on Hopper.
+    # Changed operands, and parts of the last kernel's refusal on Hopper.
     on_hopper: tuple[tuple[dict[int, Any], tuple[str, ...]], ...] = ()
 
     def abstract(self, changed: dict[int, Any] | None = None) -> tuple[Any, ...]:

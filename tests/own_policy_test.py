@@ -54,7 +54,7 @@ class OwnPolicyTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
-        # As the command that pip installs: the current directory is not on the path.
+        # Like the command that pip installs: the current directory is not on the path.
         path = [place for place in sys.path if place and Path(place) != Path.cwd()]
         self.enterContext(contextlib.chdir(self.folder))
         self.addCleanup(sys.path.__setitem__, slice(None), list(sys.path))

@@ -47,7 +47,7 @@ class Case:
 
 
 CASES = {
-    # Its near tie is in the middle layer at position 1192; one window of the last layer sees that.
+    # The near tie is in the middle layer at position 1192; one window of the last layer sees it.
     "mixtral_window_700": Case(
         family="mixtral",
         fields={"sliding_window": 700},

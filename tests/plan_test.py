@@ -349,7 +349,7 @@ class MainTest(PlanCase):
         )  # fmt: skip
         budget = planning.tiered_budget(config, config.policy.tiering())
         weights = {"Qwen3-Next-80B-A3B": 3 * 2048 * 512, "Qwen3-30B-A3B": 3 * 2048 * 768}[shape]
-        # Of a group of 64 weights a scale and a zero of 16 bits each.
+        # A group of 64 weights has a scale and a zero of 16 bits each.
         bits = {"bf16": 16, "int4": 4 + 0.5, "int2": 2 + 0.5}
         nbytes = [int(weights * bits[name] / 8) for name in names]
         hot, cold = budget.tiers

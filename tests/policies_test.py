@@ -89,7 +89,7 @@ class ContractTest(parameterized.TestCase):
             swaps = "dynaexq" in parts_of(case.name, case.settings[setting])
             self.assertEqual(moves.promotions > 0, swaps)
 
-    # Those with hotness rest between updates; buddies save up from one asking to the next.
+    # Policies with hotness rest between updates; buddies save up between calls.
     @parameterized.parameters(*CASES)
     @pytest.mark.slow
     def test_rest(self, name):

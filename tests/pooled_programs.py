@@ -39,7 +39,7 @@ PACKAGES = (
 CASES = [(8, 4, 1), (8, 4, 4), (8, 0, 1), (4, 2, 4), (0, 0, 1)]
 # Attention in bf16: XLA would copy that of all layers at once.
 PLAIN = (8, 4, 1, True)
-# Of a chunk, in waves: slots of a layer, experts ahead.
+# Cases of a chunk, in waves: slots per layer, prefetched experts.
 CHUNKS = [(8, 4), (4, 0)]
 CHUNK = 64  # tokens
 

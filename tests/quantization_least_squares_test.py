@@ -53,7 +53,7 @@ class LeastSquaresTest(parameterized.TestCase):
         best = relative_error(
             jnp.asarray(weights), dequantize(least_squares(weights, grid, fine), grid)
         )
-        # What a search over 20,000 pairs of ends a row, in float64 and without fits, finds.
+        # Result of a search over 20,000 pairs of ends per row, in float64 and without fits.
         ends = np.linspace(0, 0.45, 140)
         total = 0.0
         for row in weights.astype(np.float64):

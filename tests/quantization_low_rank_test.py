@@ -88,7 +88,7 @@ class LowRankTest(parameterized.TestCase):
         np.testing.assert_allclose(
             np.swapaxes(q, -1, -2) @ q, np.broadcast_to(np.eye(20), (2, 20, 20)), atol=3e-5
         )
-        # The same span: projecting changes nothing.
+        # Equal span: projecting changes nothing.
         np.testing.assert_allclose(q @ (np.swapaxes(q, -1, -2) @ tall), tall, atol=1e-3)
 
     def test_vmap_is_loop(self):

@@ -65,7 +65,7 @@ class KindsTest(parameterized.TestCase):
         config = model_kinds.config_of(name)
         for leaf, shape in weight_shapes(config).items():
             self.assertIn(kind_of(leaf), KINDS)
-            # What is neither named nor a norm is a vector, or the convolution.
+            # Other leaves than named ones and norms are vectors, or the convolution.
             if leaf not in KIND_OF_LEAF and leaf != "delta.conv":
                 self.assertRegex(leaf, r"norm$|bias$|a_log$")
             if leaf not in ("embed", "head", "final_norm"):

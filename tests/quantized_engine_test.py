@@ -144,7 +144,7 @@ class QuantizedEngineTest(parameterized.TestCase):
             plain.kernels["decode attention"], r"^xla, float32 \(triton: q is float32.*runs on GPUs"
         )
         self.assertEqual(plain.kernels["prefill attention"], "xla, float32")
-        self.assertEqual(packed._runner.remarks(), [])  # a CPU: nothing better was expected
+        self.assertEqual(packed._runner.kernel_warnings(), [])  # a CPU: nothing better was expected
 
     @pytest.mark.slow
     def test_a_gpu_without_the_expected_kernel_is_remarked_on(self):
@@ -152,7 +152,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         on_gpu = ops.Kernels(target=Target("gpu", (9, 0)))
         with self.assertLogs("absl", "WARNING") as logs:
             serving = runner.Runner(packed.config, packed.weights, packed.device, kernels=on_gpu)
-        self.assertLen(logs.output, len(serving.remarks()))
+        self.assertLen(logs.output, len(serving.kernel_warnings()))
         told = "\n".join(logs.output)
         self.assertIn("decode: packed weights do not run on the mosaic kernel: ", told)
         self.assertIn("experts: dequantized, int3g8 float", told)

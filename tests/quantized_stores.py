@@ -136,7 +136,7 @@ class Gptq(Store):
         }
 
     def matrix(self, prefix, shape):
-        # What sees the same inputs has the same act-order; some layers have none.
+        # Matrices of equal inputs share an act-order; some layers have none.
         inputs = prefix.rpartition(".")[0]
         stored = files.random_matrix(
             shape,

@@ -288,7 +288,7 @@ class DocumentTest(absltest.TestCase):
         self.assertLess(sum(path.stat().st_size for path in data), 200_000)
 
 
-# What a cell of ours may say where there are no rows: settings, and that there is none.
+# Text of our cells without rows: settings, and that there is none.
 WITHOUT_ROWS = {
     NOT_MEASURED, "", "not run", "1.00", "16 bits", "650 KB", "on Dense-25%", "baseline",
     f"{NOT_MEASURED} bits", "Dense-25% + Kurtosis-8", "Dense-50% + Sparse-16",

@@ -291,7 +291,7 @@ class MemoryTest(parameterized.TestCase):
         return 2 * int(np.prod(shape)) * 4
 
     def test_the_cache_is_donated_and_unused_slots_cost_nothing(self):
-        # As on a GPU: where a step chooses how many slots it reads, it has room for all.
+        # Like on a GPU: a step that chooses how many slots it reads has room for all.
         self.enter_context(mock.patch.object(self.runner, "_chooses_kv_length", False))
         temporary = {}
         for length in (256, 2048):

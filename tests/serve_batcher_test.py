@@ -197,7 +197,7 @@ class CancelTest(absltest.TestCase):
                 self.assertEqual(after.result()[0], 200)
             self.assertEqual(first.getresponse().status, 200)
             first.close()
-            # What nobody waited for was not run.
+            # An abandoned request was not run.
             self.assertEqual(server.value("moejax_batch_size_sum"), 2)
 
 

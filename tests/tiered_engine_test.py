@@ -197,7 +197,7 @@ class EngineTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_the_clock_has_no_part_in_emulated_slots(self):
-        # Of slots that are there it has: a policy is not asked while its last answer is on its way.
+        # Emulated slots are exact: a policy is not polled while its last request is in flight.
         how = {"policy": "dynaexq", "settings": {"period": 8}, "slots": (3, 8), **MADE}
         said, moved = [], []
         for ready in (False, True):

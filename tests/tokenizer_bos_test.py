@@ -116,7 +116,7 @@ class BosTest(BosTestCase):
         ("deepseek", {"add_bos_token": False}, HELLO_WORLD),
         ("deepseek", {"add_bos_token": None}, HELLO_WORLD),
         ("deepseek", {"bos_token": None, "add_bos_token": False}, HELLO_WORLD),
-        # As DeepSeek-V4's files say it.
+        # DeepSeek-V4's files have this form.
         ("deepseek", {"tokenizer_class": "PreTrainedTokenizerFast"}, HELLO_WORLD),
         (
             "deepseek",
@@ -209,7 +209,7 @@ class UseTest(BosTestCase):
         scorer = PairScorer(mock.Mock(), tokenizer, ())
         before = [0, 9] if shape == "mixtral" else [0]
         whole = [*before, *HELLO_WORLD]
-        # What the tokenizer gives has an eos, which lm_eval's Hugging Face class leaves there.
+        # The tokenizer adds an eos, which lm_eval's Hugging Face class keeps.
         self.assertEqual(tokenizer.encode("hello world"), [*whole, 1])
         context, continuation = scorer.encode_pair(f"hello{spaces}", f"{' '[len(spaces) :]}world")
         self.assertEqual(context, [*before, *HELLO])

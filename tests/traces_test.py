@@ -221,7 +221,7 @@ class RecordingTest(absltest.TestCase):
             np.testing.assert_array_equal(trace.position[mine], np.arange(len(ids)))
             again = trace.sequence == row + 2
             np.testing.assert_array_equal(trace.weights[again], trace.weights[mine])
-        # What a query gives to all tokens is 1: 20 in all, each token's by the queries that see it.
+        # A query gives 1 to all tokens: 20 in all, each token's by the queries that see it.
         received = trace.importance[(trace.sequence == 0) & (trace.phase == PREFILL)]
         seen_by = np.arange(20, 0, -1)[:, None]
         np.testing.assert_allclose((received * seen_by).sum(axis=0), 20, rtol=2e-3)

@@ -256,7 +256,7 @@ class InvisibleTest(parameterized.TestCase):
         counters = ledger.bulk_requests
         self.assertGreater(counters["landed"], before.landed + 10)
         self.assertEqual(counters["failed"], before.failed)
-        # What was on the link at the start may have landed since, what is now, has not.
+        # Transfers in flight at the start may have arrived since; those in flight now have not.
         moved = counters["moved"] - before.moved
         self.assertBetween(ledger.total("bulk") - bulk, moved - 4, moved + 4)
         self.assertEqual(ledger.bytes_by_cause["bulk"], ledger.total("bulk") * ROW_NBYTES)

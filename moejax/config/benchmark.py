@@ -26,49 +26,49 @@ class BenchmarkConfig(RunConfig):
         "", f"in place of a checkpoint, random weights of a shape: {', '.join(CONFIGS)}"
     )
     layers: int = option(0, "fewer layers than the shape's; 0: all")
-    bits: int = option(4, "of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
-    attention_bits: int = option(16, "the same of its attention, or what is in its place")
-    shared_bits: int = option(16, "the same of experts that every token takes")
-    group_size: int = option(64, "inputs that share a scale, where a shape is packed")
+    bits: int = option(4, "bits of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
+    attention_bits: int = option(16, "bits of a shape's attention or delta rule")
+    shared_bits: int = option(16, "bits of a shape's shared experts")
+    group_size: int = option(64, "inputs per scale in a packed shape")
     trace: str = option("", "with a shape: a trace whose routing its decode steps replay")
     skew: str = option(
-        "", "with a shape, without a trace: zipf:S (popularity of rank r is r^-S) or uniform; "
-        "'': zipf:0.85 of Qwen3-30B-A3B, of others, of which none is published, uniform",
+        "", "routing of a shape without a trace: zipf:S (popularity of rank r is r^-S) or uniform; "
+        "'': zipf:0.85 for Qwen3-30B-A3B, uniform for others, whose skew is not published",
     )  # fmt: skip
     recall: float = option(
-        0.85, "share of the needed experts that look-ahead expects, where routing is made up"
+        0.85, "share of needed experts that prefetch predicts, for made-up routing"
     )
     prompts: str = option(
         "", "a file of prompts: text, JSON Lines, or ShareGPT's JSON; '': prompts of a length"
     )
-    split: str = option("lines", "of a text file: lines, or paragraphs (at empty lines)")
+    split: str = option("lines", "how a text file is split: lines, or paragraphs (at empty lines)")
     prompt_tokens: int = option(
-        0, f"of each prompt; of a file's at most so many; 0: {PROMPT_TOKENS}, of a file as they are"
+        0,
+        f"tokens per prompt, the most in a file; 0: {PROMPT_TOKENS}, or a file's prompts unchanged",
     )
-    new_tokens: int = option(128, "of each answer")
+    new_tokens: int = option(128, "tokens of each answer")
     num_prompts: int = option(0, "requests; 0: all of a file, else a batch")
-    ignore_eos: bool = option(True, "go on after a token that ends the answer")
-    batches: tuple[int, ...] = option((1,), "sequences at once, each a measurement")
+    ignore_eos: bool = option(True, "continue after a token that ends the answer")
+    batches: tuple[int, ...] = option((1,), "batch sizes to measure")
     budgets: tuple[float, ...] = option(
-        (0.0,), "GiB on the accelerator, each a measurement; 0: memory.device_gib"
+        (0.0,), "memory budgets to measure, GiB on the accelerator; 0: memory.device_gib"
     )
-    runs: int = option(3, "of all requests, after one that is not counted; medians are reported")
-    steps_per_call: int = option(0, "decode steps of one compiled call; 0: as the engine does")
+    runs: int = option(3, "runs of all requests, after an uncounted one; medians are reported")
+    steps_per_call: int = option(0, "decode steps per compiled call; 0: the engine's default")
     count_experts: bool = option(
-        True, "compile one program more where a whole model's distinct experts are to be counted; "
-        "else they are those of uniform routing",
+        True, "compile one more program to count a whole model's distinct experts; else uniform "
+        "routing is assumed",
     )  # fmt: skip
     fidelity_share: float = option(
-        0.0, "with a checkpoint and a policy, of the tokens of some prompts in which it is "
-        "compared with the exact model (KL), which is loaded last, under the largest budget; "
-        "0: none",
+        0.0, "share of some prompts' tokens in which a checkpoint's policy is compared with the "
+        "exact model (KL), which is loaded last, under the largest budget; 0: none",
     )  # fmt: skip
     context: int = option(0, "tokens that the KV cache holds; 0: what the requests need")
     memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
-        MemoryConfig(), "limits, under which experts may move"
+        MemoryConfig(), "memory limits"
     )
-    policy: PolicyConfig = option(PolicyConfig(), "what decides about experts")  # noqa: RUF009
-    seed: int = option(0, "of what is random: prompts, routing")
+    policy: PolicyConfig = option(PolicyConfig(), "policy of experts")  # noqa: RUF009
+    seed: int = option(0, "seed of random prompts and routing")
     output: str = option(
         "", "files for the result, with commas between: x.json (all), x.csv and x.jsonl (rows; the "
         "latter are appended)",
@@ -80,7 +80,7 @@ class BenchmarkConfig(RunConfig):
         "or float16; a shape is bfloat16",
     )
     compilation_cache: str = option(
-        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+        "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
     )
 
     def points(self) -> list[tuple[int, float]]:

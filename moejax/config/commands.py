@@ -35,28 +35,30 @@ class MemoryConfig(RunConfig):
     """Options `memory`: the model's memory limits, and where its experts may be stored."""
 
     device_gib: float = option(
-        Limits.device_gib, "GiB on the accelerator, for weights, caches and work; 0: no limit"
+        Limits.device_gib,
+        "accelerator memory in GiB, for weights, caches and workspace; 0: no limit",
     )
     host_gib: float = option(
-        Limits.host_gib, "GiB of host memory for experts; 0: no limit; the rest is read from disk"
+        Limits.host_gib, "host memory in GiB for experts; the rest is read from disk; 0: no limit"
     )
     disk_path: str = option(
         Limits.disk_path, "a copy of the checkpoint that experts are read from; '': itself"
     )
     slots: int = option(
-        Limits.slots, "experts of a layer that the accelerator caches; -1: as many as fit"
+        Limits.slots, "cache slots per layer on the accelerator; -1: as many as fit"
     )
     transient: int = option(
-        Limits.transient, "slots through which the others stream; 0: what keeps the link busy"
+        Limits.transient,
+        "slots through which other experts stream; 0: enough to keep the link busy",
     )
-    prefetch: int = option(Limits.prefetch, "experts of the next layer that are fetched ahead")
+    prefetch: int = option(Limits.prefetch, "experts of the next layer to prefetch")
     prefetch_in: str = option(
-        Limits.prefetch_in, "the steps that fetch ahead: both, prefill (of prompts) or decode"
+        Limits.prefetch_in, "steps that prefetch: both, prefill (of prompts) or decode"
     )
     bulk: int = option(
         Limits.bulk,
-        "experts that may be on their way to the accelerator between steps; 0: none, or what suits "
-        "a policy that asks for them (8 to 32, by their bytes)",
+        "most experts in flight to the accelerator between steps; 0: none, or 8 to 32 by their "
+        "bytes for a policy that transfers experts",
     )
 
     def limits(self) -> Limits:
@@ -88,13 +90,13 @@ class RecordConfig(RunConfig):
         "", "a file for a trace of the routing, which moejax.sweep replays; '': none"
     )
     record_foreseen: int = option(
-        8, "experts of the next layer that a trace foresees, for look-ahead; 0: none"
+        8, "predicted experts of the next layer in a trace, for prefetch; 0: none"
     )
     record_probabilities: bool = option(
-        False, "whether a trace holds every router's whole softmax, which some policies need"
+        False, "record every router's whole softmax, which some policies need"
     )
     record_importance: bool = option(
-        False, "whether it holds the attention that a prompt's tokens receive, which dymoe weighs"
+        False, "record the attention that a prompt's tokens receive, which dymoe needs"
     )
 
     def check(self) -> None:
@@ -125,19 +127,19 @@ class GenerateConfig(RecordConfig):
     )
     context: int = option(0, "tokens that the KV cache holds; 0: what the prompts need")
     memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
-        MemoryConfig(), "limits, under which experts may move"
+        MemoryConfig(), "memory limits"
     )
-    policy: PolicyConfig = option(PolicyConfig(), "what decides about experts")  # noqa: RUF009
+    policy: PolicyConfig = option(PolicyConfig(), "policy of experts")  # noqa: RUF009
     compilation_cache: str = option(
-        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+        "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
     )
     trace_dir: str = option(
         "", "a directory for a profiler trace of the answers (TensorBoard, Perfetto); '': none"
     )
     generation_config: bool = option(
         True,
-        "take what is None below from the checkpoint's generation_config.json, as transformers "
-        "does; off: take the defaults that are named there",
+        "settings below that are None come from the checkpoint's generation_config.json, as in "
+        "transformers; off: they keep the defaults named there",
     )
     max_new_tokens: int | None = option(
         None,
@@ -146,7 +148,7 @@ class GenerateConfig(RecordConfig):
     )
     temperature: float | None = option(
         None,
-        "0 is greedy; else logits are divided by it and sampled; None: the checkpoint's, or "
+        "temperature of sampling; 0 is greedy; None: the checkpoint's, or "
         f"{GenerationSettings.temperature:g}",
         kind=float,
     )
@@ -170,32 +172,35 @@ class GenerateConfig(RecordConfig):
     )
     repetition_penalty: float | None = option(
         None,
-        "above 1, tokens already in the text get rarer; None: the checkpoint's, or "
+        "penalty above 1 makes tokens already in the text rarer; None: the checkpoint's, or "
         f"{GenerationSettings.repetition_penalty:g}",
         kind=float,
     )
     fidelity_share: float = option(
         0.0,
-        "with a policy and --stats, of the answers' tokens in which it is compared with the exact "
-        "model (KL), which is loaded beside it under the same limits; 0: none",
+        "share of answer tokens in which --stats compares a policy with the exact model (KL); "
+        "the exact model is loaded beside it under equal limits; 0: none",
     )
     seed: int = option(
         0,
-        "of the sampling; the same seed gives the same text, unless a policy moves experts between "
-        "steps and policy.emulate is off: copies come by the clock",
+        "sampling seed; text is not reproducible if a policy transfers experts between steps (see "
+        "policy.emulate)",
     )
     stop: tuple[str, ...] = option(
-        (), "end before this string; may be repeated; none: the checkpoint's", commas=False
+        (),
+        "string that ends an answer, not included; may be repeated; none: the checkpoint's",
+        commas=False,
     )
     add_special_tokens: bool = option(
-        GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
+        GenerationSettings.add_special_tokens,
+        "let the tokenizer add its special tokens (such as bos)",
     )
     system_prompt: str = option(
-        "", "of conversations (--chat, the server) that begin without a system message; '': none"
+        "", "system message of conversations (--chat, the server) that lack one; '': none"
     )
     thinking: str = option(
         "auto",
-        "on or off: enable_thinking of the chat template, where it knows that; auto: its default",
+        "enable_thinking of chat templates that know it: on or off; auto: the template's default",
     )
 
     def chat_settings(self) -> ChatSettings:
@@ -238,12 +243,12 @@ class PlanConfig(GenerateConfig):
     command = "moejax.plan"
 
     shape: str = option("", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}")
-    bits: int = option(4, "of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
-    attention_bits: int = option(16, "the same of its attention, or what is in its place")
-    shared_bits: int = option(16, "the same of experts that every token takes")
-    group_size: int = option(64, "inputs that share a scale, where a shape is packed")
-    batch: int = option(1, "sequences at once")
-    chunk: int = option(0, "tokens of a prompt that a prefill step takes; 0: as the engine does")
+    bits: int = option(4, "bits of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
+    attention_bits: int = option(16, "bits of a shape's attention or delta rule")
+    shared_bits: int = option(16, "bits of a shape's shared experts")
+    group_size: int = option(64, "inputs per scale in a packed shape")
+    batch: int = option(1, "sequences per batch")
+    chunk: int = option(0, "prompt tokens per prefill step; 0: the engine's default")
 
     def check(self) -> None:
         """See `RunConfig.check`."""
@@ -270,36 +275,43 @@ class QuantizeConfig(RunConfig):
 
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     output: str = option("", "a new directory for the quantized checkpoint; must be given")
-    format: str = option("moejax", "moejax, gptq or compressed-tensors: who can read the result")
+    format: str = option("moejax", "file format: moejax, gptq or compressed-tensors")
     method: str = option(
         "milo",
-        "none, rtn, hqq, least_squares, gptq, autoround, milo or milo+: of attention and MLPs",
+        "for attention and MLPs: none, rtn, hqq, least_squares, gptq, autoround, milo, milo+",
     )
-    bits: int = option(3, "2, 3, 4 or 8")
-    group_size: int = option(64, "inputs that share a scale; 0: all of a row (per channel)")
-    zero_kind: str = option("auto", "auto (what method and format take), float, integer, symmetric")
-    scale_dtype: str = option("float16", "float16 or float32, of scales and float zero points")
+    bits: int = option(3, "bits of a code: 2, 3, 4 or 8")
+    group_size: int = option(64, "inputs per scale; 0: a whole row (per channel)")
+    zero_kind: str = option(
+        "auto", "zero point: auto (by method and format), float, integer, symmetric"
+    )
+    scale_dtype: str = option(
+        "float16", "dtype of scales and float zero points: float16 or float32"
+    )
     rank: str = option(
         "Dense-25% + Kurtosis-6.25%",
-        "of compensators: a sum of Uniform-, Dense-, Sparse-, Kurtosis-, Frequency-r or -r%, "
-        "perhaps 'within 200 MB', or a set of the paper's such as mixtral-s1",
+        "ranks of compensators: a sum of Uniform-, Dense-, Sparse-, Kurtosis-, Frequency-r or -r%, "
+        "optionally 'within 200 MB', or a set of the paper's such as mixtral-s1",
     )
-    factor_bits: int = option(3, "of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
-    passes: int = option(20, "milo stops after so many passes at the latest")
+    factor_bits: int = option(3, "bits of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
+    passes: int = option(20, "most passes of milo")
     act_order: bool = option(
         False, "gptq visits inputs by falling importance, in groups that are fixed beforehand"
     )
     calibration: str = option(
-        "default", "what gptq, autoround and Frequency-r look at: the text that ships, or a file"
+        "default",
+        "text for gptq, autoround and Frequency-r: default (the one that ships), or a file",
     )
-    calibration_samples: int = option(0, "samples of that text; 0: 128, or what there is")
-    calibration_length: int = option(0, "tokens of a sample; 0: 2048 or the model's context")
+    calibration_samples: int = option(
+        0, "samples of the calibration text; 0: 128, or as many as it has"
+    )
+    calibration_length: int = option(0, "tokens per sample; 0: 2048 or the model's context")
     rules: str = option(
         "", "'PATTERN: KEY=VALUE ...; ...', such as 'head: method=rtn bits=8; *.o_proj: bits=4'"
     )
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
     compilation_cache: str = option(
-        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+        "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
     )
 
     def check(self) -> None:
@@ -329,21 +341,21 @@ class EvaluateConfig(RecordConfig):
         "none", "none (a file as it stands), or wikitext (its lines joined as papers join the rows)"
     )
     preset: str = option("2048/2048", f"window/stride: {' or '.join(PRESETS)}")
-    window: int = option(0, "tokens that a prediction sees at most; 0: the preset's")
-    stride: int = option(0, "tokens that windows advance by; 0: the preset's, at most the window")
-    max_tokens: int = option(0, "score no more than the first so many tokens; 0: all")
-    seed: int = option(0, "draws the tokens that are compared with the exact model")
+    window: int = option(0, "most tokens that a prediction sees; 0: the preset's")
+    stride: int = option(0, "tokens between windows, at most the window; 0: the preset's")
+    max_tokens: int = option(0, "score the first so many tokens; 0: all")
+    seed: int = option(0, "seed of the tokens compared with the exact model")
     batch_size: int = option(
         8, "sequences at once; the result does not depend on it, and under a policy it is 1"
     )
     memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
-        MemoryConfig(), "limits, under which experts may move"
+        MemoryConfig(), "memory limits"
     )
-    policy: PolicyConfig = option(PolicyConfig(), "what decides about experts")  # noqa: RUF009
+    policy: PolicyConfig = option(PolicyConfig(), "policy of experts")  # noqa: RUF009
     fidelity_share: float = option(
         0.05,
-        "with a policy, of the windows in which it is compared with the exact model (KL), which is "
-        "loaded beside it under the same limits; 0: none",
+        "share of the windows in which a policy is compared with the exact model (KL), which is "
+        "loaded beside it under equal limits; 0: none",
     )
     output: str = option("", "a JSON file for the result; '': none")
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
@@ -352,10 +364,11 @@ class EvaluateConfig(RecordConfig):
         "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
     )
     compilation_cache: str = option(
-        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+        "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
     )
     add_special_tokens: bool = option(
-        GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
+        GenerationSettings.add_special_tokens,
+        "let the tokenizer add its special tokens (such as bos)",
     )
 
     def moved(self, name: str) -> str:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
 
 NAMES = ("resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
 _OWN_CLASS = re.compile(r"[\w.]+:\w+")  # a policy of the user's own
-# What each setting is; its default stands in the policies' classes alone.
+# Meaning of each setting; the policies' classes alone have the defaults.
 SETTINGS = {
     "parts": "compose: two or three of dynaexq+dymoe+buddymoe",
     "tier": "resident, on_demand: the tier that runs; '': the first",
-    "prefetch": "on_demand, dymoe: experts of the next layer fetched ahead; 0: none; -1: by r",
+    "prefetch": "on_demand, dymoe: experts of the next layer to prefetch; 0: none; -1: by r",
     "hot": "dynaexq: the tier of high precision; '': the first",
     "cold": "dynaexq: the tier of low precision; '': the last",
     "period": "dynaexq: tokens between updates, T",
@@ -27,20 +27,20 @@ SETTINGS = {
     "warmup": "dynaexq: tokens before the first choice; 0: a period",
     "hysteresis": "dynaexq: share by which a cold expert must exceed a hot one",
     "foresight": "dynaexq: experts of a layer read ahead from the disk, as likely hot; 0: none",
-    "foresee_by": "dynaexq: what foretells them: scores, or links (the layer before)",
+    "foresee_by": "dynaexq: how foresight predicts: scores, or links (the layer before)",
     "links": "dynaexq: a profile's file, for foresee_by=links; None: the checkpoint's",
     "choice": "dynaexq: hot; to compare with, random or first",
     "high": "dymoe: the tier of critical experts; '': the first",
     "low": "dymoe: the tier of the others; skip leaves them out; '': the last",
     "retention": "dymoe: mean share of critical experts, r",
     "schedule": "dymoe: that share over depth: cosine, linear, sensitivity or equal",
-    "sensitivity": "dymoe: of each layer, for schedule=sensitivity: 0.1/0.3/...",
-    "rounding": "dymoe: of the number of critical experts: diffused or ceil",
+    "sensitivity": "dymoe: one number per layer, for schedule=sensitivity: 0.1/0.3/...",
+    "rounding": "dymoe: rounding of the number of critical experts: diffused or ceil",
     "selection": "dymoe: which experts are critical: critical, load or random",
-    "aggregation": "dymoe: of the attention that a prompt's token gets: mean, sum or last_query",
+    "aggregation": "dymoe: aggregation of a prompt token's attention: mean, sum or last_query",
     "heavy_share": "dymoe: share of a prompt's tokens that are heavy hitters",
-    "heavy_count": "dymoe: their number in place of the share; 0: the share",
-    "renormalise": "dymoe: weights of what is left sum to what all summed to",
+    "heavy_count": "dymoe: number of heavy hitters, in place of the share; 0: the share",
+    "renormalise": "dymoe: rescale the remaining weights to the sum of all",
     "reuse_skipped": "dymoe: experts that would be left out run where a slot holds them",
     "lists": "buddymoe: a file of moejax.profile_experts; not given: the checkpoint's",
     "gains": "buddymoe: profile scales a buddy's weight by how alike outputs are; None: by 1",
@@ -53,17 +53,17 @@ SETTINGS = {
     "eta": "buddymoe: weight of the token's own logits in eq. 3",
     "kappa": "buddymoe: penalty of a hop in eq. 3",
     "hops": "buddymoe: partitions between each expert and the tokens: 0/1/...; (): all 0",
-    "rho": "buddymoe: replacements of a token and layer at most; None: no limit",
+    "rho": "buddymoe: most replacements per token and layer; None: no limit",
     "spend_on": "buddymoe: which pairs rho goes to, first or last",
-    "depth": "buddymoe: places of a list that are searched, H; None: all",
-    "fall_back": "buddymoe: what becomes of a pair without a buddy: fetch or drop",
-    "in_prefill": "buddymoe: whether prompts are served by buddies too",
-    "background_bytes": "buddymoe: of background transfers a step; None: a quarter of an expert",
+    "depth": "buddymoe: list entries to search, H; None: all",
+    "fall_back": "buddymoe: fate of a pair without a buddy: fetch or drop",
+    "in_prefill": "buddymoe: use buddies in prompts too",
+    "background_bytes": "buddymoe: bytes of background transfers a step; None: 1/4 of an expert",
     "half_life": "buddymoe: steps after which a miss counts half",
-    "least_misses": "buddymoe: misses from which on an expert is fetched in the background",
+    "least_misses": "buddymoe: misses before an expert is fetched in the background",
     "form": "buddymoe: how Algorithm 1 is computed: table, ranks or kernel",
-    "max_requests": "dynaexq, buddymoe: transfers between two steps at most",
-    "seed": "of random choices",
+    "max_requests": "dynaexq, buddymoe: most transfers between two steps",
+    "seed": "seed of random choices",
 }
 
 
@@ -90,8 +90,10 @@ class PolicyConfig(RunConfig):
     slots: tuple[str, ...] = option(
         (), "experts of a layer that the accelerator caches in each tier; (): as memory allows"
     )
-    quantizer: str = option("hqq", "of tiers that are made at load: rtn, hqq or least_squares")
-    group_size: int = option(64, "inputs that share a scale in them")
+    quantizer: str = option(
+        "hqq", "quantizer of tiers that are made at load: rtn, hqq or least_squares"
+    )
+    group_size: int = option(64, "inputs per scale in tiers that are made at load")
     emulate: bool = option(
         False, "keep all experts of all tiers and let slots be tables: quality without the traffic"
     )

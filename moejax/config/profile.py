@@ -26,27 +26,25 @@ class ProfileConfig(RunConfig):
         "none", "none (a file as it stands), or wikitext (its lines joined as papers join the rows)"
     )
     window: int = option(0, "tokens that see each other; 0: 2048, or the model's context if less")
-    max_tokens: int = option(0, "profile no more than the first so many tokens; 0: all")
-    batch_size: int = option(8, "windows at once")
+    max_tokens: int = option(0, "profile the first so many tokens; 0: all")
+    batch_size: int = option(8, "windows per batch")
     source: str = option(
         "coactivations",
-        f"of the lists: {', '.join(get_args(Source))} (by probability; how alike outputs are)",
+        f"source of lists: {', '.join(get_args(Source))} (by probability; by output similarity)",
     )
-    outputs: bool = option(
-        False, "compare outputs as well, for which each expert runs on each token"
-    )
+    outputs: bool = option(False, "also compare outputs, which runs each expert on each token")
     alpha: float = option(0.95, "a list covers this share of its expert's co-activations (CFT)")
     alpha_last: float = option(
-        0.0, "of the last sparse layer, those between in equal steps; 0: the same"
+        0.0, "alpha of the last sparse layer, with equal steps between; 0: alpha"
     )
-    max_buddies: int = option(16, "of a list")
+    max_buddies: int = option(16, "most buddies per list")
     smoothing: float = option(1.0, "added to every pair's count (Laplace)")
-    warmup: int = option(0, "first tokens of each window, which count less")
-    warmup_weight: float = option(0.0, "what they count; 0: nothing")
+    warmup: int = option(0, "first tokens of each window, with less weight")
+    warmup_weight: float = option(0.0, "weight of warmup tokens; 0: none")
     percentile: float = option(
         10.0, "share of the tokens (%) that the TAE gate holds back in each layer; 0: none"
     )
-    temperature: float = option(1.0, "of TAE")
+    temperature: float = option(1.0, "temperature of TAE's softmax")
     output: str = option("", "a file for the profile; '': buddies.safetensors in the checkpoint")
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
     dtype: str = option(
@@ -54,10 +52,11 @@ class ProfileConfig(RunConfig):
         "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
     )
     compilation_cache: str = option(
-        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+        "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
     )
     add_special_tokens: bool = option(
-        GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
+        GenerationSettings.add_special_tokens,
+        "let the tokenizer add its special tokens (such as bos)",
     )
 
     def alphas(self, num_layers: int) -> float | np.ndarray:

@@ -25,17 +25,17 @@ class ServeConfig(GenerateConfig):
 
     max_new_tokens: int | None = option(
         None,
-        "where a request does not say; an answer ends at the end of the context, too; None: the "
+        "default of requests; an answer also ends at the end of the context; None: the "
         f"checkpoint's, or {SERVED['max_new_tokens']}",
         kind=int,
     )
     temperature: float | None = option(
         None,
-        "where a request does not say; 0 is greedy; None: the checkpoint's, or "
-        f"{SERVED['temperature']:g}, as OpenAI's API",
+        "default of requests; 0 is greedy; None: the checkpoint's, or "
+        f"{SERVED['temperature']:g}, like OpenAI's API",
         kind=float,
     )
-    seed: int = option(0, "where a request does not say; 0: one that nobody knows")
+    seed: int = option(0, "default seed of requests; 0: a random one")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all, for everybody")
     port: int = option(8000, "port to listen on; 0: any that is free, which is printed")
     allowed_hosts: tuple[str, ...] = option(
@@ -44,23 +44,23 @@ class ServeConfig(GenerateConfig):
     cors_origins: tuple[str, ...] = option(
         (), "origins of browser pages that may ask, such as 'https://chat.example'; '*': any"
     )
-    api_key: str = option("", "what clients give as Authorization: Bearer; '': none is asked for")
+    api_key: str = option("", "key that clients send as Authorization: Bearer; '': none")
     api_key_file: str = option("", "a file that holds api_key, which other users can see in `ps`")
     max_connections: int = option(
-        512, "open connections, at most; more get 503, or the longest idle one's place"
+        512, "most open connections; further ones get 503, or replace the longest idle one"
     )
-    model_name: str = option("", "as clients call the model; '': the checkpoint's (last) name")
-    max_batch: int = option(8, "answers that are computed together, at most")
+    model_name: str = option("", "model name for clients; '': the checkpoint's (last) name")
+    max_batch: int = option(8, "most answers computed together")
     queue_limit: int = option(128, "answers that may wait for their turn; more are refused (429)")
     max_answers: int = option(
-        32, "answers that one request may want, n times its prompts; more are refused (400)"
+        32, "most answers of one request, n times its prompts; more are refused (400)"
     )
     deadline_s: float = option(0.0, "seconds after which a request is ended (504); 0: none")
-    max_body_bytes: int = option(4 * 2**20, "bytes of a request's body, at most (413)")
+    max_body_bytes: int = option(4 * 2**20, "most bytes of a request's body (413)")
     warm_up: bool = option(
         True, "compile all programs before it is ready, so that no request waits for a compiler"
     )
-    grace_s: float = option(10.0, "seconds that answers may go on after SIGTERM")
+    grace_s: float = option(10.0, "seconds that answers may continue after SIGTERM")
 
     def settings(self, defaults: dict[str, Any]) -> GenerationSettings:
         """Settings of a request that gives none; `defaults` are the checkpoint's."""

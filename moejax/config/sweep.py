@@ -35,35 +35,33 @@ class SweepConfig(RunConfig):
     )
     tiers: tuple[str, ...] = option(
         (),
-        "forms of falling fidelity, each NAME=BYTES of an expert; (): those that the trace names",
+        "tiers of falling fidelity, each NAME=BYTES of an expert; (): the trace's",
     )
     recommend: bool = option(
         False, "no grid: the fastest policy in device_gib that keeps the floor, and how to run it"
     )
-    device_gib: float = option(0.0, "recommend: of the accelerator's memory, for experts")
+    device_gib: float = option(0.0, "recommend: accelerator memory for experts, GiB")
     floor: float = option(
-        0.95, "recommend: share of the gate mass to be served as the first tier would"
+        0.95, "recommend: least share of the gate mass served like the first tier"
     )
     bulk: int = option(
-        -1, "experts on their way between calls of 16 steps, as memory.bulk; -1: the engine's own"
+        -1, "most experts in flight between calls of 16 steps, like memory.bulk; -1: the engine's"
     )
-    base_ms: float = option(0.0, "a decode step whose experts are all there")
+    base_ms: float = option(0.0, "milliseconds of a decode step without misses")
     links: tuple[str, ...] = option(
         ("50", "12"), "GiB/s from host to device: PCIe 5 x16 about 50, PCIe 3 x16 about 12"
     )
-    fetch_ms: float = option(0.0, "what a launch that fetches takes beside its bytes")
+    fetch_ms: float = option(0.0, "milliseconds of overhead per fetching launch")
     overlap: float = option(
-        0.0, "share of a layer's time behind which prefetch hides: 0 the engine's, 1 ideal"
+        0.0, "share of a layer's time that can hide prefetch: 0 the engine's, 1 ideal"
     )
     calibration: str = option(
         "",
-        "rows (.jsonl) of moejax.benchmark in several budgets: they say base_ms and a first link",
+        "rows (.jsonl) of moejax.benchmark in several budgets, to fit base_ms and a first link",
     )
     output: str = option("", "a JSON Lines file to which every setting is appended; '': none")
     plot: str = option("", "a picture of time against memory (.png); '': none")
-    rows: int = option(
-        40, "most settings in the printed table, spread over those that no other one beats"
-    )
+    rows: int = option(40, "most settings in the printed table, spread over the Pareto front")
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
 
     def check(self) -> None:

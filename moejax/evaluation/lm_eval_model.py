@@ -37,7 +37,7 @@ _ARGUMENTS = cli.Command(
     define_flags=lambda values: None,
     body=lambda config, values: None,
 )
-# Of the arguments of a generation, by lm_eval's names and by ours.
+# Generation arguments, by lm_eval's names and by ours.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 

@@ -9,7 +9,7 @@ from typing import Any
 from moejax.errors import MoejaxError
 
 MOST_BYTES = 48_000_000  # of tokenizer.json, of an index, of a manifest; Gemma's tokenizer has 33
-# Of JSON: commas and opening brackets, which are about as many as its values. One takes up to 200
+# JSON's commas and opening brackets, about as many as its values. A value takes up to 200
 # bytes as a Python object.
 MOST_VALUES = 2_000_000
 _MOST_DEPTH = 64

@@ -24,7 +24,7 @@ from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import Choice, Target
 
-# Of one product with all tokens; "kept" ones too, for other engines' checkpoints may pack them.
+# Leaves of one product with all tokens; "kept" ones too, since other engines may pack them.
 LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
 # At one token a sequence heads take what it packs apart (`LatentAttention._to_heads`).
 EXPANDING_LEAF = "attention.kv_b"

@@ -29,12 +29,12 @@ from moejax.models.rope import Angles, rotate
 from moejax.weights import linear as ops
 from pallas_kernels.decode_attention import Latent
 
-# Of the norms of latents, whatever `ModelConfig.norm_eps` says: transformers and the published code
+# Epsilon of latents' norms, not `ModelConfig.norm_eps`: transformers and the published code
 # leave theirs at the default.
 LATENT_NORM_EPS = 1e-6
-# Of float32 scores at once; a longer chunk goes through a block of queries after another.
+# Bytes of float32 scores at a time; a longer chunk is run in blocks of queries.
 SCORE_BYTES = 256 * 2**20
-# Of keys and values that are expanded for a later chunk of a prompt.
+# Bytes of expanded keys and values for a later chunk of a prompt.
 EXPANDED_BYTES = 2**30
 
 
@@ -73,7 +73,7 @@ def is_expanded(
     both = of.nope_dim + of.value_dim
     saved = length * slots * (2 * of.kv_rank - both)
     spent = (slots - length) * of.kv_rank * both
-    # What `kv_b` gives, and keys beside their rotated part.
+    # The product of `kv_b`, and keys beside their rotated part.
     nbytes = batch * slots * num_heads * (both + of.nope_dim + of.rope_dim) * itemsize
     return length > 1 and saved >= spent and nbytes <= EXPANDED_BYTES
 

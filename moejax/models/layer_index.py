@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from moejax.models.config import ModelConfig
 from moejax.weights.linear import Index
 
-# Of the loop over a chunk's layers: the same wherever experts are. XLA on a CPU (jax 0.11.2) may
+# Layers per pass of the loop, the same wherever experts are. XLA on a CPU (jax 0.11.2) may
 # end a float32 sum in another last bit where a pass ends than between two layers of one.
 LAYERS_A_PASS = 2
 

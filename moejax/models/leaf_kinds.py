@@ -9,9 +9,9 @@ from moejax.models.config import ModelConfig
 KINDS = ("attention", "experts", "shared_experts", "mlp", "router", "embed", "head", "kept", "norm")
 NEVER_PACKED = ("kept", "norm")
 
-# Of every leaf that is no norm, bias, convolution or decay.
+# Kind of every leaf but norms, biases, convolutions and decays.
 KIND_OF_LEAF: Mapping[str, str] = types.MappingProxyType({
-    # What a layer mixes tokens by, whether that is attention or a delta rule.
+    # Mixers of tokens: attention or a delta rule.
     "attention.qkv_proj": "attention",
     "attention.q_proj": "attention",
     "attention.q_a": "attention",
@@ -37,7 +37,7 @@ KIND_OF_LEAF: Mapping[str, str] = types.MappingProxyType({
     "head": "head",
 })  # fmt: skip
 
-# Of too few rows for a kernel's tiles to be as fast, and run by one in prompts all the same:
+# Leaves with too few rows for a kernel to be faster, which use one in prompts all the same:
 # `ops.linear`.
 ALWAYS_KERNEL_LEAVES = ("moe.router", "attention.kv_a", "delta.ba_proj", "shared.gate")
 

@@ -207,7 +207,7 @@ def default_expert_impl(
     """
     if experts:
         chosen = choose_grouped(num_tokens, config, dtype, experts, kernels).implementation
-        # Of plain experts the Mosaic kernels take half the time of `expert_mlp` (1 token of
+        # On plain experts the Mosaic kernels take half the time of `expert_mlp` (1 token of
         # Qwen3-30B 25.3 us against 48.0, 16 tokens 223 against 352; H200, jax 0.11.2, 2026-11-21).
         good = chosen == "mosaic" or _packings(experts) or pooled
         if good and chosen != ops.DEQUANTIZED:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 AGGREGATIONS = ("mean", "sum", "last_query")
-# Of the scores that exist at once. A prefill chunk's own attention takes ten times as much; smaller
+# Bytes of scores at a time. A prefill chunk's own attention takes ten times as much; smaller
 # blocks are more turns of a loop.
 BLOCK_BYTES = 64 * 2**20
 

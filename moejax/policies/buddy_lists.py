@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-# What q is made of: co-activations as eq. 4 counts them, those weighted by probability (section
+# Sources of q: co-activations as eq. 4 counts them, those weighted by probability (section
 # 3.3), or how alike outputs are.
 Source = Literal["coactivations", "weighted", "outputs"]
 # Relative: a prefix that should reach alpha does, however its float64 sum was rounded.

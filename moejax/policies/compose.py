@@ -167,7 +167,7 @@ class Compose(ByContent, Policy[ComposeState]):
         rule = importance.decode_rule(state.importance)
         if rule is None or hotness.hot != importance.high:
             return None
-        # What is left out is so wherever a copy is, unless importance itself says otherwise.
+        # An expert left out stays out wherever a copy is, unless importance reuses it.
         return dataclasses.replace(rule, held=rule.held | (rule.low != SKIPPED))
 
     def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:

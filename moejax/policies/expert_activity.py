@@ -86,7 +86,7 @@ def with_layer(
     )
     marks = jnp.sum(is_expert, axis=1)
     both = _products(marks * token_weights[:, None], marks)
-    # Of two ranks the later one has the smaller p~: each meets all that come before it.
+    # The later of two ranks has the smaller p~: each is paired with all before it.
     before = jnp.cumsum(is_expert, axis=1) - is_expert
     least = is_expert * (chosen * token_weights[:, None])[:, :, None]
     half = _products(least.reshape(-1, num_experts), before.reshape(-1, num_experts))

@@ -37,7 +37,7 @@ class GptqSettings:
     block_size: int = 128  # columns whose errors reach the columns behind them in one product
     act_order: bool = False  # columns by falling H_kk
     static_groups: bool = False  # groups are runs of the unpermuted columns, fitted beforehand
-    # What finds a group's scale and zero: "rtn", its range, is the paper's. On the demo model's
+    # Fit of a group's scale and zero: "rtn", its range, is the paper's. On the demo model's
     # experts (INT3, groups of 64, error on other text than that of the Hessians, over HQQ's)
     # least squares leaves .54 in gate_up and .78 in down where "rtn" leaves .73 and 1.04.
     grid_fit: str = "rtn"

@@ -42,5 +42,5 @@ def range_grid(groups: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
     width = high - low
     is_wide = width > MIN_RANGE
     scales = jnp.where(is_wide, width / grid.max_code, 1.0)
-    # Its smallest value in place of the middle would cost weights around 0 more than zeros do.
+    # The smallest value in place of the middle would cost weights around 0 more than zeros do.
     return scales, -jnp.where(is_wide, low, low + width * 0.5) / scales

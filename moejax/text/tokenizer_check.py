@@ -77,7 +77,7 @@ def _parts(name: str, part: Part | None) -> Iterator[Part]:
 def _check_parts(name: str, parts: Sequence[Part]) -> None:
     if len(parts) > _MOST_PARTS:
         raise MoejaxError(f"its {name} has {len(parts)} parts, at most {_MOST_PARTS} may be")
-    # Of bytes as characters it makes bytes again, which are more each time.
+    # A second ByteLevel turns bytes as characters into bytes again, more each time.
     if sum(part["type"] == "ByteLevel" for part in parts) > 1:
         raise MoejaxError(f"its {name} has ByteLevel twice")
     growth = math.prod(_growth(part) for part in parts)

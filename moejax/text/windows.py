@@ -30,7 +30,7 @@ class Windowing:
         return 1 + max(0, -(-(num_tokens - 1 - self.window) // self.stride))
 
 
-# What papers print; a figure of one is not to be compared with a figure of the other.
+# Windowings that papers print; figures of different ones cannot be compared.
 PRESETS = {"2048/2048": Windowing(2048, 2048), "2048/512": Windowing(2048, 512)}
 
 

@@ -71,7 +71,7 @@ def load(
     else:
         tier = pltriton.load(of["tier"].at[number], mask=inside, other=-1)
         allows = pltriton.load(of["at_least"].at[number], mask=inside, other=False)
-        # Of the pairs of a tier, that no better one will do comes first.
+        # Among the pairs of a tier, those that accept no better one come first.
         asks = active & (tier >= 0)
         least = jnp.where(asks, 2 * tier + allows.astype(jnp.int32), 2 * NO_TIER)
         if num_pairs > width:

@@ -81,7 +81,7 @@ def ordered_victims(row: Row, clock: jax.Array, needed: jax.Array) -> tuple[jax.
     # Modulo 2^32, so that a wrapped clock does no harm.
     age = jax.lax.bitcast_convert_type(clock - row.last_use, jnp.uint32)
     age = jnp.where(owned, age, np.uint32(2**32 - 1))
-    # Of one use the smaller id first, in whatever slot: what is hit says nothing of slots.
+    # Equal uses go by the smaller id, whatever the slot: hits do not depend on slots.
     tie = jnp.where(owned, len(age) + row.owner, _iota(len(age)))
     before = (age[None] > age[:, None]) | ((age[None] == age[:, None]) & (tie[None] < tie[:, None]))
     return victim, _num(victim[None] & before, axis=1)

@@ -166,8 +166,8 @@ def store_owners(of: Refs, layer: jax.Array, slots: Slots, coming: jax.Array) ->
     table, num_experts = of["table"], of["row_of"].shape[1]
     came, beyond = coming >= 0, table.shape[1]
     leaves = came & slots.loaded.owned
-    # Who leaves is not asked for and who comes is: no column is written twice. A masked element's
-    # index is one that no other has, for the interpreter writes it too, with what was there.
+    # Evicted experts are not requested, admitted ones are: no column is written twice. A masked
+    # element's index is unique, since the interpreter writes it too, with the old value.
     pltriton.store(
         table.at[layer, jnp.where(leaves, slots.loaded.owner, beyond)],
         jnp.full_like(coming, -1),

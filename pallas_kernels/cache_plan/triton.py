@@ -283,7 +283,7 @@ def _store_gate(
     pltriton.store(of["mass"].at[layer, lanes], total + sums, mask=inside)
     for i, state in enumerate(states):
         for column, before in enumerate(state.mass):
-            # Of the one lane that is stored; the others' places are beyond the end.
+            # Only one lane is stored; the others' indices are beyond the end.
             place = state.of["gate"].at[layer, jnp.where(lanes == i, column, lanes + 2)]
             pltriton.store(place, before + sums, mask=lanes == i)
 
@@ -318,7 +318,7 @@ def _plan_body(
         parts.append(part)
         moves.append(_moves(part, forms) if form.changes else None)
     slot, wave = jnp.full_like(tier, -1), jnp.full_like(tier, -1) if "wave" in of else None
-    # Of falling fidelity the last first: what leaves a tier is told by the tables of better ones.
+    # The lowest fidelity comes first: better tiers' tables decide what leaves a tier.
     for i in reversed(range(number)):
         part, form = parts[i], forms[i]
         if form.streams:

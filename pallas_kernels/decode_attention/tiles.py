@@ -62,7 +62,7 @@ def default_tiles(
     block = min(BLOCK, max(MIN_BLOCK, 1 << (kv_length - 1).bit_length()))
     room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES
     room -= rows * (head_dim + more_dim) * num_bytes  # of q, which lies in shared memory too
-    # Of n stages Triton keeps n - 1 in shared memory. Two programs of a multiprocessor have room
+    # Triton keeps n - 1 of n stages in shared memory. Two programs of a multiprocessor have room
     # there: while one sums up, the other's loads are on their way.
     slot_bytes = (head_dim + (more_dim or head_dim)) * num_bytes
     stages = max(2, min(STAGES, room // 2 // (block * slot_bytes) + 1))

@@ -15,7 +15,7 @@ MAX_ROW_OUTPUTS = 1023  # of products by `RowTiles`; more outputs fill a device 
 MAX_ROW_VALUES = 8192  # of W, of one of their programs
 ROW_WARP_VALUES = 1024  # of a warp: 32 a thread
 ROW_BLOCK_M = 8  # rows of x, one after the other
-# What a program may take of a multiprocessor's shared memory (CUDA programming guide, table of
+# Shared memory that a program may use (CUDA programming guide, table of
 # compute capabilities), and what Triton needs beside the stages of its pipeline.
 SHARED_BYTES = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
 LEAST_SHARED_BYTES = 99 * 1024

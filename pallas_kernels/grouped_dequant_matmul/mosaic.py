@@ -22,7 +22,7 @@ MOST_PAIRS = 512  # that a block of threads lists
 def streams(num_tokens: int, width: int, tiles: Tiles | None) -> bool:
     """Whether streaming kernels run, by the tokens or by the given tiles."""
     if tiles is None:
-        # Of 2 A^2 experts one has T / 2 A tokens, and the streaming kernels take 8 at a time.
+        # One of 2 A^2 experts has T / 2 A tokens, and the streaming kernels take 8 at a time.
         few = num_tokens <= max(FEW_TOKENS, min(MOST_STREAMED, 10 * width))
         return few and num_tokens * width <= MOST_PAIRS
     if not isinstance(tiles, StreamTiles | WgmmaTiles):

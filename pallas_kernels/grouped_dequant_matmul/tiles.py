@@ -27,13 +27,13 @@ Tiles = TritonTiles | StreamTiles | WgmmaTiles
 MEASURED: dict[tuple[tuple[int, int], str, int, int, int, int, int], tuple[Tiles, ...]] = {
     # Mixtral, NVIDIA H200, jax 0.11.2, 2026-11-21: 37.44 us, by rule 40.51 and 41.06
     ((9, 0), "gate_up", 3, 1, 2, 28672, 4096): (StreamTiles(3, 1, 8, depth=4, workers=132),),
-    # The same: 111.0 us, with two column tiles 187.2 and 190.3
+    # Same shape: 111.0 us, with two column tiles 187.2 and 190.3
     ((9, 0), "down", 3, 32, 2, 4096, 14336): (StreamTiles(2, 3, 4, depth=4, workers=132),),
     # Qwen3-30B, NVIDIA H200, jax 0.11.2, 2026-11-21: 66.23 us, by rule 70.50 and 70.08
     ((9, 0), "gate_up", 4, 64, 8, 1536, 2048): (
         StreamTiles(3, 2, 8, depth=4, kept=True, workers=132),
     ),
-    # The same: 40.76 us, by rule 44.26 and 44.32
+    # Same shape: 40.76 us, by rule 44.26 and 44.32
     ((9, 0), "down", 4, 64, 8, 2048, 768): (StreamTiles(4, 8, 1, depth=4, workers=132),),
 }
 

@@ -210,7 +210,7 @@ class _Product:
         self.e, self.plan, self.tiles = here.e, here.plan, here.plan.tiles
         e, tiles = self.e, self.tiles
         self.span = tiles.span_of(matrix.form)
-        # Its place does not depend on the tier: a block's warps may be at different ones.
+        # The address does not depend on the tier: a block's warps may be at different ones.
         mine = e.mul(here.warp, here.plan.ring_bytes // tiles.num_warps)
         self.ring = Ring(e.add(here.rings, mine), tiles.depth)
         # Warps that share rows, and work on their own but for the terms, which are the block's.

@@ -234,7 +234,7 @@ def sharing_tiles(tiers: Sequence[Matrix], halves: int, num_processors: int) -> 
     while warps // warps_k > tiles_of_pair:
         warps_k *= 2
     warps_n = warps // warps_k
-    # As many as fit a warp's registers: of halves, gate and up, each.
+    # Row tiles that fit a warp's registers; gate and up have one each.
     few = (halves == 2 and warps_n > 1) or 2 * warps_n > tiles_of_pair
     return StreamTiles(1 if few else 2, warps_n, warps_k, workers=num_processors)
 

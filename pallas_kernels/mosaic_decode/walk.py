@@ -11,7 +11,7 @@ from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
 
 Words = list[list[list[Value]]]  # of a block of x: column tiles, steps, 4 words
 UNROLLED = 1  # stages of a warp that are written out; above, a loop
-# The same with totals in shared memory: stages times row tiles, of 250 to 400 instructions each.
+# With totals in shared memory: stages times row tiles, of 250 to 400 instructions each.
 UNROLLED_KEPT = 14
 
 

@@ -31,7 +31,7 @@ ROWS = 64  # of four warps
 
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 _MAGIC = 0x43004300  # both halves 128 in bf16
-# What the low half adds to the whole word read as float32: 0x4300 of its last places.
+# The low half's part of the whole word as float32: 0x4300 in its last places.
 _REST = 0x4300 * 2.0**-16
 
 

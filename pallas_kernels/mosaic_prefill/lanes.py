@@ -87,7 +87,7 @@ def read_constants(
     group, first = _rows_before(e, form.paired)
     halves = 2 if form.paired else 1
     second = form.num_rows // 2 if form.paired else 8
-    # What a warpgroup beyond the matrix makes is never stored: it repeats the last rows.
+    # A warpgroup beyond the matrix repeats the last rows; its result is never stored.
     start = e.smaller(e.add(first_row, group), (form.num_rows - ROWS) // halves)
     row = e.add(e.add(start, first), g)
     first_group = e.div(e.mul(block, BLOCK), form.group_size)

@@ -140,7 +140,7 @@ class Pipeline:
                         left = self.plain.at[slot, group]
                     plgpu.wgmma(sums, left, self.x_read.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(1)
-                    # What the products before this one read is free.
+                    # The buffer that earlier products read is free.
                     before, _ = self._stage(count - int(stage == 0), (stage - 1) % STAGES)
                     free = self.x_empty.at[before]
                     if stage:

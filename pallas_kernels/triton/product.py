@@ -208,7 +208,7 @@ class _Product:
 
         def body(index: Int, state: Any) -> Any:
             accs, row_sums, scales = state
-            # Of the next step, while this one is multiplied.
+            # Loads the next step's scales while this one is multiplied.
             upcoming = scales_of(jnp.minimum(index + 1, span.last - 1))
             block = quotient(index, per_block)
             position = remainder(index, per_block) * positions

@@ -16,9 +16,9 @@ from moejax.text.tokenizer import TOKENIZER_FILES
 from pallas_kernels import layout
 
 CONFIG_FILE = "config.json"
-# What to do where the disk is full.
+# The remedy where the disk is full.
 RESUME = "make room and start the same command again, it goes on from here"
-# What Hugging Face directories have beside the weights, as far as other engines read it too.
+# Files beside the weights in Hugging Face directories that other engines read too.
 COPIED_FILES = (
     *TOKENIZER_FILES,
     "generation_config.json",

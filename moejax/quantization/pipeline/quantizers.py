@@ -22,7 +22,7 @@ from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Scheme
 from moejax.quantization.rtn import rtn
 from moejax.weights.qtensor import QTensor, from_codes
 
-# What a matrix whose INT3 factors surge is given in their place (MiLo 4.2).
+# Bits that replace a matrix's surging INT3 factors (MiLo 4.2).
 SAFE_FACTOR_BITS = 8
 
 

@@ -149,7 +149,7 @@ class Ledger:
         self, found: Mapping[str, Any], wanted: Mapping[str, Any], what: str
     ) -> None:
         """Raises MoejaxError naming the first difference of two runs."""
-        # What this run was asked for, as JSON keeps it.
+        # This run's identity, as JSON stores it.
         wanted = json.loads(json.dumps(wanted))
         for name in (*wanted, *found):
             if found.get(name) != wanted.get(name):

@@ -30,7 +30,7 @@ from moejax.quantization.pipeline.quantizers import (
 from moejax.quantization.pipeline.recipe import COMPENSATED
 from moejax.weights.qtensor import QTensor
 
-# What calibrated methods know of the inputs of matrices.
+# Computes the calibration of matrices.
 Calibrate = Callable[[Sequence[Entry]], Calibration]
 
 

@@ -11,7 +11,7 @@ from moejax.errors import MoejaxError
 from moejax.files.result_rows import read_rows
 
 GIB = 2**30
-# What differs between the rows of one run.
+# Parts of a row's name that differ within one run.
 _BUDGET = re.compile(r"\d+ slots of \d+|, [\d.]+ GiB(?=,|$)")
 
 

@@ -331,8 +331,8 @@ def _transfer(
     is_full = (slots >= num_experts)[None, :, None]
     tier = jnp.arange(num_tiers, dtype=jnp.int32)[None, :, None]
     target = jnp.max(jnp.where(wanted, tier, -1), axis=1, keepdims=True)  # -1: stays where it is
-    # As in the engine a copy of higher fidelity goes when its expert is asked for, and one of lower
-    # fidelity when the better one is there: a demotion takes a slot of its own.
+    # Like in the engine, a copy of higher fidelity leaves when its expert is requested, a lower one
+    # when the better one is resident: a demotion takes its own slot.
     keys = jnp.where((tier < target) & ~is_full, 0, running.keys)
     coming = jnp.where(coming > 0, coming + 1, (wanted & (keys == 0)).astype(jnp.int8))
     arrived = coming == replay.delay + 1

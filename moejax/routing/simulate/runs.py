@@ -166,7 +166,7 @@ def _run_block(
 ) -> Any:
     """Runs a block; a `Tally` of arrays [K, ...], on the host."""
     policy = runs[0].policy
-    # Those of a group that do not look ahead have a limit of 0 in their state.
+    # Policies of a group that do not prefetch have a limit of 0 in their state.
     looks = any(getattr(run.policy, "needs", Needs()).predicted for run in runs)
     predicted = trace.predicted_ids
     foreseen = predicted.shape[2] if looks and predicted is not None else 0

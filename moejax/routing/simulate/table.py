@@ -12,7 +12,7 @@ from moejax.files.whole import write_whole
 
 _NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
 _MARKERS = "osD^vx"
-# What a picture of each kind would say of when and with what it was made.
+# Metadata fields of each kind of picture that hold its date and creator.
 _UNSAID: dict[str, dict[str, None]] = {
     ".png": {"Software": None},
     ".pdf": {"CreationDate": None},
