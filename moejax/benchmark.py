@@ -1,4 +1,4 @@
-r"""How fast a model answers: latencies, throughput, bytes moved, memory, share of the byte floor.
+r"""Benchmarks a model: latencies, throughput, bytes moved, memory, share of the byte floor.
 
     python -m moejax.benchmark
     python -m moejax.benchmark --config.prompts=sharegpt.json --config.num_prompts=64 \
@@ -7,10 +7,10 @@ r"""How fast a model answers: latencies, throughput, bytes moved, memory, share 
         --config.budgets=12,16,24,32 --config.prompt_tokens=512 --config.skew=zipf:0.85
     python -m moejax.benchmark --config=configs/benchmark_dynaexq.py
 
-A checkpoint routes as it does. A shape has random weights: where its experts move, decode steps
-take the experts of a trace, or of a stated skew, and the output says so. A table goes to stdout,
-what is measured at the moment to stderr. A budget that is too small is a row that names the
-smallest that would do. docs/benchmark.md defines each figure.
+A checkpoint routes as it does. A shape has random weights: if its experts move, decode steps take
+the experts of a trace, or of a stated skew, and the output says so. A table goes to stdout,
+progress to stderr. A budget that is too small is a row that names the smallest that works.
+docs/benchmark.md defines each figure.
 """
 
 from absl import flags, logging

@@ -387,7 +387,7 @@ class EvaluateConfig(RecordConfig):
         return 1 if self.policy.name else self.batch_size
 
     def begins_anew(self) -> str:
-        """Why a run takes no windows over from an interrupted one; "" where it does."""
+        """Reason why a run reuses no windows of an interrupted one; "" if it does."""
         if self.policy.name:
             return "a policy's state goes from window to window, so the run begins anew"
         if self.record_trace:

@@ -21,7 +21,7 @@ _NUMBER: tuple[type, ...] = (*_INTEGER, float, np.floating)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """How new tokens are chosen and when they end; the one place of these defaults."""
+    """Settings of sampling and of an answer's end; their defaults are here alone."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0  # 0 is greedy
@@ -36,7 +36,7 @@ class GenerationSettings:
 
     @classmethod
     def of(cls, **fields: Any) -> "GenerationSettings":
-        """Settings by name, checked; a wrong name is answered with the nearest right one."""
+        """Makes checked settings by name; an error names the nearest right one."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in names:
@@ -110,7 +110,7 @@ class Timing:
 
     @property
     def tpot_s(self) -> float:
-        """Seconds a decode step; nan without one."""
+        """Seconds per decode step; nan without one."""
         return self.decode_s / self.num_decoded if self.num_decoded else math.nan
 
 
@@ -136,7 +136,7 @@ class Chunk:
 
 
 class AnswerBuilder:
-    """Collects one answer's tokens; decides what text may be shown and when it ends.
+    """Builds one answer from tokens; decides which text may be shown, and the end.
 
     Text is held back while it could be the beginning of a stop string or half a character.
     """

@@ -94,7 +94,7 @@ class Places:
 def _scores(
     model: Transformer, hidden: jax.Array, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """log p(wanted) and whether it is the largest, [B, P, N], of hidden [B, P, D].
+    """Computes log p(wanted) and whether it is the largest, [B, P, N], of hidden [B, P, D].
 
     The logits exist `steps.SCORED_BYTES` at a time.
     """
@@ -133,7 +133,7 @@ def likelihood_chunk(
     start: jax.Array,
     lengths: jax.Array,
 ) -> tuple[KVCache, Places, steps.Pool, Recorded | None]:
-    """A step for `Runner.scan_windows`: the model over a chunk, and the places that lie in it."""
+    """Step for `Runner.scan_windows`: runs a chunk and scores its positions."""
     model = merge_weights(program.definition, weights)
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + offsets, tokens.shape)

@@ -170,7 +170,7 @@ class Runner:
         """Yields the new tokens of each row as they come, until all have ended.
 
         A row ends by an end-of-sequence token; at `max_new_tokens` or the end of the cache the
-        caller stops listening. The first token is read before decoding is dispatched: the time is
+        caller stops iterating. The first token is read before decoding is dispatched: the time is
         its own. Later, a call is dispatched before the last one's tokens are read.
 
         Args:
@@ -227,7 +227,7 @@ class Runner:
         top_logprobs: int = 0,
         any_settings: bool = False,
     ) -> Session:
-        """Runs the prompts ([] fills a batch), chooses a first token each; waits for nothing.
+        """Runs prompts ([] pads a batch) and chooses first tokens; does not wait.
 
         `any_settings`: take the programs that sample and penalize, whether these rows ask or not.
         """
@@ -261,7 +261,7 @@ class Runner:
         )
 
     def not_finite(self) -> str:
-        """The error of logits that name no token; a policy that saw them begins anew."""
+        """Error for logits that name no token; resets a policy that saw them."""
         if isinstance(self.memory, TieredMemory):
             self.memory.reset()
         return (
@@ -354,11 +354,11 @@ class Runner:
     def scan_windows(
         self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray
     ) -> Any:
-        """Windows int32[B, T], padded at the end, through a step that carries what it counts.
+        """Runs windows int32[B, T], padded at the end, through a step with a carry.
 
         `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
-        Under `one_stream` it gets windows one at a time: what it carries has no axis of several.
-        It waits for the end, or nobody would hear of a disk that failed the last step.
+        Under `one_stream` it gets windows one at a time: what it carries has no axis of several. It
+        waits for the end, so that a disk failure in the last step is reported.
         """
         batch, length = tokens.shape
         if self.one_stream and batch > 1:
@@ -380,7 +380,7 @@ class Runner:
             return jax.block_until_ready(carried)
 
     def expert_impl(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertImpl:
-        """The form that runs experts (None: the model's, of its first tier) of so many tokens."""
+        """Form that runs experts of so many tokens; None: the model's, first tier."""
         experts = self._experts if experts is None else experts
         return self._asked_via or default_expert_impl(
             num_tokens, self.config, self.dtype, self.device.platform, experts, self.kernels,
@@ -395,7 +395,7 @@ class Runner:
         return self._tier_forms[num_tokens]
 
     def _record_expert_impl(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertImpl:
-        """The form that runs the experts of a call, which goes on record."""
+        """Form that runs the experts of a call, which is recorded."""
         key = (phase, num_tokens, num_sequences)
         if (impl := self._forms.get(key)) is None:
             impl = self._forms[key] = self.expert_impl(num_tokens)

@@ -1,10 +1,9 @@
-"""The compiled steps: prefill of a chunk, the first token, and a run of decode steps.
+"""Compiled steps: prefill of a chunk, the first token, and several decode steps.
 
-Plain functions over a flat dict of weights; the engine jits them. What is donated is returned
+Plain functions over a flat dict of weights; the engine jits them. Donated operands are returned
 first, in the order of the arguments (jax#39625). Where experts are pooled
 (`moejax.experts.pooled`), the pool goes through every step and the store is read; else both are
-None. What a step recorded of its routing (`moejax.inference.recorder`) is its last output; None
-where nothing is recorded.
+None. The recorded routing (`moejax.inference.recorder`) is the last output; None without recording.
 """
 
 import dataclasses
@@ -98,9 +97,9 @@ def run_layers(
     store: Store,
     lengths: jax.Array | None = None,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """The model, with experts of its own or pooled ones; what was recorded comes last.
+    """Runs the model, with its own or pooled experts; the record comes last.
 
-    `lengths`, int32[B], of the whole prompts, is what some kinds of rope turn tokens by.
+    `lengths`, int32[B], of the whole prompts, is used by some kinds of rope.
     """
     is_prefill = tokens.shape[1] > 1
     num_tokens = tokens.size if is_prefill else None
@@ -256,7 +255,7 @@ def _next_tokens(
     all_greedy: bool,
     top_logprobs: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Logprobs | None]:
-    """[B, D] to the next tokens int32[B]; the keys, the seen tokens and [B, ...] after them.
+    """Chooses next tokens int32[B] for [B, D]; returns keys, seen tokens and logprobs too.
 
     `NOT_FINITE` stands where the logits name no token.
     """
@@ -282,7 +281,7 @@ def first_token(
     sampling: Sampling,
     eos_ids: jax.Array,
 ) -> tuple[DecodeState, StepOutput]:
-    """The state after the prompts: their first new token, not yet in the cache.
+    """Chooses the first new token of each prompt, not yet in the cache.
 
     A row without a prompt (of length 0, to fill a batch) is done from the start.
 
@@ -312,7 +311,7 @@ def first_token(
 
 
 def end_rows(state: DecodeState, ended: jax.Array) -> DecodeState:
-    """The state, donated, in which the rows of bool[B] are done, too."""
+    """Marks the rows of bool[B] as done in the donated state."""
     return dataclasses.replace(state, done=state.done | ended)
 
 
@@ -339,7 +338,7 @@ def decode(
     eos_ids: jax.Array,
     num_steps: jax.Array,
 ) -> tuple[DecodeState, Pool, StepOutput, Recorded | None]:
-    """Several decode steps in one call; the host may read the tokens when it likes.
+    """Runs several decode steps in one call; the host reads the tokens later.
 
     Args:
       program: static, of the model.

@@ -1,4 +1,4 @@
-"""A Transformer from a flat dict of weights and back, and run over whole sequences."""
+"""Builds a Transformer from a flat dict of weights, and runs it on whole sequences."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -78,7 +78,7 @@ def merge_weights(
 
 
 def flat_weights(model: Transformer) -> dict[str, jax.Array]:
-    """The plain weights of a model as a flat dict, in the order of `weight_shapes`."""
+    """Plain weights of a model as a flat dict, in the order of `weight_shapes`."""
     flat = {
         ".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))
     }

@@ -81,7 +81,7 @@ def causal_attention(
     impl: AttentionImpl,
     scale: float | None = None,
 ) -> jax.Array:
-    """Each token attends to itself and to those before it, within the window.
+    """Attends from each token to itself and earlier ones, within the window.
 
     Args:
       q: [B, T, H, C].
@@ -108,7 +108,7 @@ def cached_attention(
     sliding_window: int | None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Queries at `positions` attend to cache slots 0..position (slot s holds position s).
+    """Attends from queries at `positions` to slots 0..position (slot s holds position s).
 
     Written out because the cache keeps heads before slots, the order in which a head's keys are
     contiguous; `jax.nn.dot_product_attention` wants slots before heads and would transpose.
@@ -137,7 +137,7 @@ def cached_attention(
 
 
 def visible_slots(positions: jax.Array, num_slots: int, sliding_window: int | None) -> jax.Array:
-    """bool[B, T, S]: the slots of a cache that queries at `positions` int32[B, T] see."""
+    """Mask bool[B, T, S] of cache slots that queries at `positions` int32[B, T] see."""
     slots = jnp.arange(num_slots, dtype=positions.dtype)[None, None, :]
     visible = slots <= positions[:, :, None]
     if sliding_window is not None:
@@ -157,7 +157,7 @@ def token_attention(
     sliding_window: int | None,
     scale: float | None = None,
 ) -> jax.Array:
-    """`cached_attention` of one token of each sequence by the kernel, which reads the cache whole.
+    """Runs `cached_attention` for one token per sequence by the kernel.
 
     Jitted, with the layer an operand: all layers share a trace and the kernels.
 

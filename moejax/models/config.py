@@ -322,7 +322,7 @@ def _head_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _latent_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """`kv_a` gives the latent and the rotated key; `kv_b` keys and values, a head after another."""
+    """Shapes of latent attention: `kv_a` gives latent and rotated key, `kv_b` keys and values."""
     assert c.latent is not None
     of, num, queries = c.latent, len(c.attention_layers), c.num_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {}

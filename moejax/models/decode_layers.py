@@ -1,4 +1,4 @@
-"""One new token of each sequence through all layers by few launches, on a GPU in half precision.
+"""Decode layers: one token per sequence in few launches, on a GPU in half precision.
 
 The operations between the products of a layer are small: XLA's kernels for it take longer to start
 than to run. Here a residual sum goes into the launch of the norm that follows it, and one launch

@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Two stacks of matrices with the same leading axes, and which of the first axis is meant."""
+    """Two stacks of matrices with equal leading axes, and an index of the first axis."""
 
     gate_up: Weight  # [M, E, 2F, D]
     down: Weight  # [M, E, D, F]
@@ -43,7 +43,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """sum_a weights[n, a] product[n, a] in float32, in the order of a: [N, D] in `dtype`.
+    """Sums weights[n, a] product[n, a] over a, in order, in float32: [N, D] in `dtype`.
 
     Args:
       products: [P, N, A, D]; anything where a pair is not active.

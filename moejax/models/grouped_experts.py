@@ -24,7 +24,7 @@ def experts_grouped(
     token_mask: jax.Array,
     implementation: str,
 ) -> jax.Array:
-    """sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n), e = ids[n, a]; M E slots of one tier.
+    """Runs packed experts by the grouped kernel; M E slots of one tier.
 
     Args:
       x: [N, D].

@@ -46,7 +46,7 @@ class KernelChoice(NamedTuple):
 
 
 def form(weight: Weight) -> str:
-    """How a weight is stored, in a few words."""
+    """Describes how a weight is stored, in a few words."""
     if isinstance(weight, jax.Array):
         return str(weight.dtype)
     if ops.kernel_refusal(weight):
@@ -167,7 +167,7 @@ def _expert_choice(
 
 
 def expected_kernel(target: Target | None) -> str | None:
-    """The implementation that packed weights should run on; None where there is none (a CPU)."""
+    """Implementation that packed weights should run on; None on a CPU."""
     if target is None or target.platform != "gpu":
         return None
     return "mosaic" if target.capability == (9, 0) else "triton"

@@ -167,7 +167,7 @@ def with_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
 
 
 def one_layer_of(config: ModelConfig, num_experts: int) -> ModelConfig:
-    """A sparse layer of few experts as wide as the model's, for what asks for experts alone."""
+    """A sparse layer of few experts, as wide as the model's, for tests of experts alone."""
     return dataclasses.replace(
         config, num_layers=1, moe_layers=(0,), num_experts=num_experts, delta_net=None,
         experts_per_token=min(config.experts_per_token, num_experts), router=PLAIN_ROUTER,

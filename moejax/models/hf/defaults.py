@@ -1,4 +1,4 @@
-"""Defaults of fields that a config.json leaves out, as transformers' class of the family has them.
+"""Defaults of fields that a config.json omits, as in transformers' class of the family.
 
 A field that is there and null is no default: transformers refuses most nulls, and takes
 `num_key_value_heads` and `head_dim` from the other sizes. "deepseek", for which transformers has no

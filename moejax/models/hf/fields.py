@@ -1,4 +1,4 @@
-"""Fields of a config.json: read and checked, each with the line that names what is wrong."""
+"""Reads and checks fields of a config.json; each error names the wrong one."""
 
 from collections.abc import Mapping
 from typing import Any
