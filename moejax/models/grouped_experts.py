@@ -26,6 +26,8 @@ def experts_grouped(
 ) -> jax.Array:
     """Runs packed experts by the grouped kernel; M E slots of one tier.
 
+    y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n), e = ids[n, a].
+
     Args:
       x: [N, D].
       ids: int32[N, A], the experts of each token.
