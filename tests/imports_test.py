@@ -53,7 +53,7 @@ LAYERS = (
     ("cli",),
     ("engine",),
     ("loading",),
-    ("evaluation", "benchmarking", "serving", "planning", "training"),
+    ("evaluation", "benchmarking", "serving", "planning"),
     ("generate", "quantize", "evaluate", "benchmark", "profile_experts", "sweep", "plan", "serve",
      "lm_eval"),
     ("__init__", "__main__"),

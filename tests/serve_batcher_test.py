@@ -311,7 +311,7 @@ class ProgramsTest(parameterized.TestCase):
             self.assertEqual(last.getresponse().status, 200)
             last.close()
             names = [name for name, _ in engine._runner.programs.history]
-            self.assertEqual(names, ["fresh", "prefill_chunk", "first_token"])
+            self.assertEqual(names, ["init_batch", "prefill_chunk", "first_token"])
 
     def test_answers_are_those_of_the_engine_alone(self):
         """A row beside sampled ones, in programs of more rows, is as it would be by itself."""

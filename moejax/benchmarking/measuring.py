@@ -40,7 +40,7 @@ class BatchTimes:
 
     @property
     def decode_s(self) -> float:
-        """Of the calls that are counted."""
+        """Seconds of decode, over the calls that are counted."""
         return sum(seconds for seconds, _ in self.calls)
 
     @property
@@ -50,7 +50,7 @@ class BatchTimes:
 
     @property
     def steps(self) -> int:
-        """Of decode."""
+        """Decode steps of those calls."""
         return sum(steps for _, steps in self.calls)
 
     @property
@@ -166,7 +166,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """What moves inside is on the phase's ledger; it is settled outside the times."""
+        """Counts what moves inside on the phase's ledger, read outside the times."""
         memory = self.runner.memory
         if memory is None or not self._ledgers:
             yield
@@ -253,7 +253,7 @@ def _say_asked_once(ledgers: dict[str, Any]) -> None:
 
 
 def install(memory: Any, ledger: Any) -> None:
-    """What is settled from now on is added to this ledger."""
+    """Adds counters that are read from now on to this ledger."""
     memory.ledger = ledger
     if isinstance(memory, TieredMemory):
         for tier, own in zip(memory.tiers, ledger.tiers.values(), strict=True):

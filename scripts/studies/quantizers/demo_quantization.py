@@ -123,7 +123,7 @@ class Bench:
         self.quantizer.prepare([(r, self.ranks(r)) for r in recipes], _THREADS.value)
 
     def ranks(self, recipe: Recipe) -> list[np.ndarray]:
-        """Of each stack's matrices."""
+        """Ranks of each stack's matrices."""
         return plan_ranks(recipe, self.stacks, _MULTIPLE.value)
 
     def measure(self, recipe: Recipe) -> Measured:

@@ -152,7 +152,7 @@ class Benchmark:
             )
 
     def _check(self, batch: int, prompt: int, context: int) -> str:
-        """What serves decode and prefill, in words; ends the process where it is unexpected."""
+        """Describes what runs decode and prefill; ends the process where it is unexpected."""
         longest = longest_chunk(self.config, batch, context)
         chunks = {size for _, size in prefill_chunks(prompt, context, longest)}
         phases = [("prefill", batch * size, _EXPECT_PREFILL.value) for size in sorted(chunks)]
@@ -195,7 +195,7 @@ class Benchmark:
         used: list[jax.stages.Compiled],
         session: Session,
     ) -> None:
-        """Of the device while the largest program runs, by XLA's plan; the allocator's peak so far.
+        """Memory under the largest program, by XLA's plan; the allocator's peak so far.
 
         The peak may be of the time when weights were drawn: `drawn_gib` stands beside it.
         """
