@@ -233,7 +233,7 @@ class LimitsTest(parameterized.TestCase):
             (lambda: engine.logits(three), "3 prompts, but .* for 2: load with batch=3"),
             (lambda: engine.score(three, np.full(3, 9), three), "3 prompts, but"),
             (lambda: engine.generate([[1]] * 3), "3 prompts, but"),
-            (lambda: next(engine.live_batch([[1]] * 3, settings).run()), "3 prompts, but"),
+            (lambda: next(engine.batch([[1]] * 3, settings).steps()), "3 prompts, but"),
             (lambda: engine.logits(long), "65 positions, but .* for 64: load with context=65"),
             (lambda: engine.score(long, np.full(1, 65), long), "65 positions, but"),
         ):

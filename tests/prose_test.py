@@ -14,7 +14,7 @@ FORBIDDEN = ("Of", "As", "What", "That", "Those", "Its", "Who", "Around", "Likew
 NOT_DONE: tuple[str, ...] = (
     "moejax/checkpoints",
     "moejax/experts",
-    "moejax/inference/live_batch.py",
+    "moejax/inference/batch.py",
     "moejax/serving",
     "scripts/stress_",
 )
