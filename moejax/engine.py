@@ -23,6 +23,7 @@ from moejax.experts.load import load_whole, open_memory
 from moejax.experts.load_tiers import open_tiered
 from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import Tiering
+from moejax.inference.batch import Batch, raise_errors
 from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
     FixedSizes,
@@ -32,12 +33,12 @@ from moejax.inference.chunking import (
     longest_chunk,
 )
 from moejax.inference.compile_notice import CompileNotice
-from moejax.inference.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
+from moejax.inference.generation import Chunk, Generation, GenerationSettings
 from moejax.inference.generation_defaults import read_generation_defaults, with_defaults
 from moejax.inference.likelihood import PairScorer, Scored
-from moejax.inference.live_batch import LiveBatch
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
+from moejax.inference.session import settings_by_row
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import KernelChoice, describe_packing
 from moejax.text.chat_template import ChatSettings, checked_messages
@@ -310,35 +311,25 @@ class Engine:
         ids = [self._encode(prompt, wanted) for prompt in as_batch(prompts)]
         if not ids:
             return []
-        length = self._cache_length(ids, wanted)
-        builders = [self._builder(prompt, length, wanted) for prompt in ids]
-        timing = Timing(0.0, 0.0, 0, 0.0)
-        run = self._runner.run(ids, length, wanted, self.eos_ids, STEPS_PER_CALL)
-        for rows, timing in run:  # noqa: B007, the last timing is used below
-            for builder, tokens in zip(builders, rows, strict=True):
-                for token in tokens:
-                    if builder.finish_reason is None:
-                        builder.push(token)
-            if all(builder.finish_reason for builder in builders):
-                break
+        batch = self.batch(ids, settings_by_row(wanted, len(ids)), steps_per_call=STEPS_PER_CALL)
+        for deltas in batch.steps():
+            raise_errors(deltas)
         return [
             Generation(
-                builder.text if self.tokenizer else None,
-                builder.tokens,
-                builder.finish_reason or "length",
+                answer.text if self.tokenizer else None,
+                answer.tokens,
+                answer.finish_reason or "length",
                 len(prompt),
-                timing,
+                batch.timing,
             )
-            for builder, prompt in zip(builders, ids, strict=True)
+            for answer, prompt in zip(batch.answers, ids, strict=True)
         ]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Chunk]:
         """Answers one prompt, a token at a time; arguments as in `generate`."""
         wanted = GenerationSettings.of(**with_defaults(self.defaults, settings))
         ids = self._encode(prompt, wanted)
-        length = self._cache_length([ids], wanted)
-        builder = self._builder(ids, length, wanted)
-        return self._stream(ids, length, builder, wanted)
+        return self._stream(self.batch([ids], settings_by_row(wanted, 1)))
 
     def chat(
         self,
@@ -377,15 +368,13 @@ class Engine:
         text = self.tokenizer.apply_chat_template(checked, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
 
-    def _stream(
-        self, ids: list[int], length: int, builder: AnswerBuilder, settings: GenerationSettings
-    ) -> Iterator[Chunk]:
-        for rows, timing in self._runner.run([ids], length, settings, self.eos_ids, 1):
-            for token in rows[0]:
-                text = builder.push(token)
-                yield Chunk(text, token, builder.finish_reason, timing)
-                if builder.finish_reason:
-                    return
+    def _stream(self, batch: Batch) -> Iterator[Chunk]:
+        for deltas in batch.steps():
+            raise_errors(deltas)
+            [delta] = deltas
+            assert delta is not None
+            for token in delta.tokens:
+                yield Chunk(delta.text, token, delta.finish_reason, batch.timing)
 
     def logits(self, token_ids: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
         """Computes logits of every position.
@@ -433,18 +422,6 @@ class Engine:
         """Scores each (context, continuation); see `PairScorer.of_texts` for `how`."""
         return self.scorer.of_texts(pairs, **how)
 
-    def _ending(self, settings: GenerationSettings) -> tuple[int, ...]:
-        return () if settings.ignore_eos else self.eos_ids
-
-    def _builder(
-        self, prompt: list[int], cache_length: int, settings: GenerationSettings
-    ) -> AnswerBuilder:
-        room = cache_length - len(prompt) + 1  # the last token of an answer is not written
-        return AnswerBuilder(
-            self.tokenizer, stop=settings.stop, eos_ids=self._ending(settings),
-            max_tokens=min(settings.max_new_tokens, room),
-        )  # fmt: skip
-
     def _cache_length(
         self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int = 0
     ) -> int:
@@ -488,15 +465,16 @@ class Engine:
         self._runner.fixed = FixedSizes(tuple(sorted(sizes)), tuple(sorted(reads)))
         return self._runner.fixed
 
-    def live_batch(
-        self, prompts: list[list[int]], settings: Sequence[GenerationSettings], **how: Any
-    ) -> LiveBatch:
-        """Starts a batch of prompts with settings each; `how` has `LiveBatch`'s arguments."""
-        rows = list(zip(prompts, settings, strict=True))
-        size = max(len(rows), how.get("size", 0))
-        length = max(self._cache_length([prompt], own, size) for prompt, own in rows)
-        builders = [self._builder(prompt, length, own) for prompt, own in rows]
-        return LiveBatch(self._runner, prompts, settings, builders, length, self.eos_ids, **how)
+    def batch(
+        self, prompts: Sequence[list[int]], settings: Sequence[GenerationSettings], **how: Any
+    ) -> Batch:
+        """Prompts as token ids with settings each, as one batch; `how` has `Batch`'s arguments."""
+        size = max(len(prompts), how.get("size", 0))
+        length = max(
+            self._cache_length([prompt], own, size)
+            for prompt, own in zip(prompts, settings, strict=True)
+        )
+        return Batch(self._runner, self.tokenizer, prompts, settings, length, self.eos_ids, **how)
 
     def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:
         return token_ids_of(

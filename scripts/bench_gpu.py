@@ -93,7 +93,7 @@ def order(waiting: list[Job], cards: int) -> list[Job]:
 
 
 def environment(job: Job, card: str, total_mib: float) -> dict[str, str]:
-    """Of a job's process: which card, and how much of it."""
+    """Environment of a job's process: which card, and how much of it."""
     given = dict(os.environ, CUDA_VISIBLE_DEVICES=card, PYTHONUNBUFFERED="1")
     if job.memory:
         share = job.memory if job.memory < 1 else 1024 * job.memory / total_mib
@@ -104,7 +104,7 @@ def environment(job: Job, card: str, total_mib: float) -> dict[str, str]:
 
 
 def total_mib(card: str) -> float:
-    """Of a card's memory.
+    """Reads the memory of a card.
 
     Raises:
       SystemExit: there is no such card, or no driver.
@@ -181,7 +181,7 @@ def warmed(place: Place) -> Place:
 
 
 def work(card: str, waiting: "queue.Queue[Job]", place: Place, end: float) -> None:
-    """Of a card: job after job, while there is time for the next one."""
+    """Runs job after job on a card, while there is time for the next one."""
     mib, compiled = total_mib(card), warmed(place).finished
     while True:
         try:

@@ -77,7 +77,7 @@ pieces = [shipped[i : i + LENGTH] for i in range(0, len(shipped) - LENGTH, LENGT
 
 
 def share_of(text: str, wanted) -> float:
-    """Of the characters of a text, those for which `wanted` says yes."""
+    """Share of a text's characters for which `wanted` is true."""
     return sum(map(wanted, text)) / len(text)
 
 

@@ -85,7 +85,7 @@ piece = [text[i * len(text) // PIECES :][: 4 * NUM_TOKENS // PIECES] for i in ra
 
 
 def perplexity(engine: Engine) -> float:
-    """Of the pieces, each cut to the same number of tokens."""
+    """Perplexity of the pieces, each cut to the same number of tokens."""
     ids = [t for p in piece for t in engine.tokenizer.encode(p)[: NUM_TOKENS // PIECES]]
     measured = log_likelihood(ids, Windowing(WINDOW, WINDOW), engine.score, batch_size=4)
     return measured.perplexity

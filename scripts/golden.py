@@ -140,10 +140,8 @@ def _mixed(run: Recording) -> None:
     ]
     settings = [GenerationSettings.of(ignore_eos=True, **row) for row in rows]
     prompts = [*PROMPTS, PROMPTS[0][:3]]
-    batch = run.engine.live_batch(
-        prompts, settings, size=4, top_logprobs=2, steps_per_call=2, most_steps=2
-    )
-    pieces = list(batch.run())
+    batch = run.engine.batch(prompts, settings, size=4, top_logprobs=2, steps_per_call=2)
+    pieces = list(batch.steps())
     run.found["mixed"] = [
         [
             [piece.tokens, [(p.logprob.hex(), p.top) for p in piece.logprobs]] if piece else None

@@ -34,7 +34,7 @@ class Job:
     size: float = 0
 
     def arguments(self, rows: str, programs: str) -> list[str]:
-        """What follows `python`, for a folder of rows and one of compiled programs."""
+        """Arguments after `python`, for a folder of rows and one of compiled programs."""
         return [word.format(rows=rows, programs=programs) for word in self.words]
 
 
@@ -42,7 +42,7 @@ def _job(
     part: str, name: str, seconds: float, module: str, *words: str, file: str = "", gib: float = 0,
     size: float = 0,
 ) -> Job:  # fmt: skip
-    """Of `python -m module`; `file`: the flags that name rows and programs, and the rows' file."""
+    """Makes a job of `python -m module`; `file`: flags of rows and programs, and the rows' file."""
     kept: Sequence[str] = ()
     if file:
         out, programs, stem = file.split()
@@ -176,7 +176,7 @@ def _quantizers() -> Iterator[Job]:
 
 
 def _benchmark() -> Iterator[Job]:
-    """As users measure: prompts run, budgets swept, policies, random weights."""
+    """Measures as users do: prompts run, budgets swept, policies, random weights."""
     qwen3 = ("--config.shape=Qwen3-30B-A3B", "--config.attention_bits=4", "--config.context=1024")
     mixtral = ("--config.shape=Mixtral-8x7B", "--config.attention_bits=4", "--config.context=1024")
     for name, words in {

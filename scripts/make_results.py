@@ -11,11 +11,10 @@ from pathlib import Path
 
 from absl import app, flags
 
-from scripts.studies.tables.command import FIGURES, RESULTS
-from scripts.studies.tables.document import build, document, draw
+from scripts.studies.tables.document import FIGURES, build, document, draw
 from scripts.studies.tables.rows import Results
 
-_ROWS = flags.DEFINE_string("rows", str(RESULTS), "folder of *.jsonl, in folders of it too")
+_ROWS = flags.DEFINE_string("rows", "scripts/studies", "folder of *.jsonl, in folders of it too")
 _OUTPUT = flags.DEFINE_string("output", ".", "folder of RESULTS.md, and of docs/figures below it")
 
 

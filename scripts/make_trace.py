@@ -2,7 +2,7 @@
 
     python -m scripts.make_trace --shape=Qwen3-30B-A3B --tokens=10000 --out=qwen3.trace
 
-Experts recur so that LRU caches have the hit rates of `moejax.benchmarking.synthetic_traces`;
+Experts recur so that LRU caches have the hit rates of `moejax.benchmarking.routing`;
 weights are equal and nothing is foreseen. Qwen3's 10,000 tokens take 12 MB and two minutes.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from moejax.benchmarking.synthetic_traces import HIT_RATES, lru_trace
+from moejax.benchmarking.routing import HIT_RATES, lru_trace
 from moejax.models.shapes import SHAPES
 from moejax.routing.trace import trace_of_replay, write_trace
 

@@ -24,7 +24,7 @@ _PROGRAMS = re.compile(r" --(?:cache|programs|config\.compilation_cache|turn)=\S
 
 
 def command_of(command: str, path: str) -> str:
-    """As one would type it to have the row where it stands."""
+    """Command that one types to have the row where it stands."""
     return _PROGRAMS.sub("", _OUTPUT.sub(rf"\g<1>{path}", command))
 
 

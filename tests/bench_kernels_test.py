@@ -283,10 +283,9 @@ class MainsTest(absltest.TestCase):
         for section in ("dense", "grouped", "compensator"):
             self.assertTrue(any(name.startswith(section) for name in names), names)
 
-        plotted = script("tables", f"--rows={rows_path}", f"--output={out}")
-        self.assertEqual(plotted.returncode, 0, plotted.stderr)
-        self.assertIn("### dense | 256x96 int3g64 float", plotted.stdout)
-        self.assertGreater((out / "kernels_dense_256x96_int3g64_float.png").stat().st_size, 5000)
+        printed = script("tables", f"--rows={rows_path}")
+        self.assertEqual(printed.returncode, 0, printed.stderr)
+        self.assertIn("### dense | 256x96 int3g64 float", printed.stdout)
 
     @pytest.mark.slow
     def test_unexpected_kernel_fails_the_run(self):
@@ -317,20 +316,20 @@ class MainsTest(absltest.TestCase):
         self.assertIn("StreamTiles has no rowtiles", done.stderr)
 
 
-class PlotTest(absltest.TestCase):
+class TablesTest(absltest.TestCase):
     def test_the_committed_rows_give_curves(self):
-        from scripts.studies.kernels import tables as plot_kernels
+        from scripts.studies.kernels import tables
 
-        results = Path(plot_kernels.__file__).parent / "kernels_h200.jsonl"
-        rows = plot_kernels.latest_rows(results)
-        curves = plot_kernels.beside_cublas(plot_kernels.read_curves(rows))
+        results = Path(tables.__file__).parent / "kernels_h200.jsonl"
+        rows = tables.latest_rows(results)
+        curves = tables.beside_cublas(tables.read_curves(rows))
         self.assertGreater(len(curves), 5)
         for name, sizes in curves.items():
             self.assertNotEmpty(sizes, name)
 
     def test_bars(self):
         from scripts.studies.kernels import (
-            tables as plot_kernels,  # its flags are defined here alone
+            tables,  # its flags are defined here alone
         )
 
         def row(what: str, figure: float, unit: str, **beside: float) -> ResultRow:
@@ -347,7 +346,7 @@ class PlotTest(absltest.TestCase):
             row(f"{case} | humming", 8, "us"),
             row("grouped | q | T 16 | speed-up over bf16", 3.5, "x", bar=2, moonshot=3),
         ]
-        table = plot_kernels.bars_table(rows)
+        table = tables.bars_table(rows)
         self.assertIn(f"| {case} | 11.0 us | mosaic | 15 | 9 | 54 % | bar |", table)
         self.assertIn("3.5 x | speed-up over bf16 | 2 | 3 |  | moonshot |", table)
         self.assertNotIn("humming", table)

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.benchmarking.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate
-from moejax.benchmarking.workloads import EXPONENTS, make_workload, one_miss_workload
+from moejax.benchmarking.routing import EXPONENTS, QWEN3_HIT_RATES, make_workload
 from moejax.models.shapes import SHAPES, TINY
+from scripts.studies.buddymoe.measure_speed import one_miss_workload
 from scripts.studies.measuring import Report
 from scripts.studies.speed.lab import Lab
 from scripts.studies.speed.section_run import Options, Run
 from scripts.studies.speed.sections import SECTIONS
 from scripts.studies.speed.timing import Sizes
+from tests.made_up_routing_test import lru_hit_rate
 
 FEW_LAYERS = {
     name: dataclasses.replace(config, num_layers=3, moe_layers=(0, 1, 2))

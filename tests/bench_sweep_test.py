@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from absl.testing import absltest
 
-from moejax.benchmarking.synthetic_traces import drifting_trace
 from moejax.files.result_rows import read_rows
-from scripts.studies.speed.sweep_grids import POLICIES, grid_of
+from scripts.studies.speed.sweep_grids import POLICIES, drifting_trace, grid_of
 from tests.script_runs import run_module
 
 # In processes of their own: flags of several scripts have one name.

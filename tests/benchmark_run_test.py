@@ -16,8 +16,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import benchmark, cli
-from moejax.benchmarking import exactness, models, running
+from moejax.benchmarking import models, running
 from moejax.errors import MoejaxError
+from moejax.evaluation import fidelity
 from moejax.files import result_rows as results
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import TINY
@@ -77,7 +78,7 @@ class CheckpointTest(Case):
                 self.assertEqual(same["value"], 100)
 
     @parameterized.parameters(
-        (models.CheckpointModels, "exact"), (exactness, "predicted"),
+        (models.CheckpointModels, "exact"), (fidelity, "predictions_of"),
     )  # fmt: skip
     @pytest.mark.slow
     def test_there_may_be_no_room_to_compare(self, of, name):

@@ -12,8 +12,8 @@ import pytest
 from absl.testing import absltest
 
 from moejax import Engine
-from moejax.inference import runner, steps
-from moejax.inference.generation import GenerationSettings
+from moejax.inference import batch, steps
+from moejax.inference.generation import GenerationSettings, Timing
 from moejax.inference.runner import Runner
 from moejax.policies.make import make_policy
 from tests.pooled_test import QWEN, pooled_runner, random_weights
@@ -104,7 +104,13 @@ class TimingTest(absltest.TestCase):
         clock = [0.0]  # a machine with other work takes as long as it likes
         decode, settings = serving.decode, GenerationSettings(max_new_tokens=9)
         prompts = [random_tokens(12)]
-        list(serving.run(prompts, CONTEXT, settings, (), 4))  # compiles
+
+        def run() -> Timing:
+            of = batch.Batch(serving, None, prompts, [settings], CONTEXT, (), steps_per_call=4)
+            list(of.steps())
+            return of.timing
+
+        run()  # compiles
 
         def waiting(*arguments: Any) -> jax.Array:
             clock[0] += delay
@@ -112,9 +118,9 @@ class TimingTest(absltest.TestCase):
 
         with (
             mock.patch.object(serving, "decode", waiting),
-            mock.patch.object(runner, "time", mock.Mock(perf_counter=lambda: clock[0])),
+            mock.patch.object(batch, "time", mock.Mock(perf_counter=lambda: clock[0])),
         ):
-            *_, (_, timing) = serving.run(prompts, CONTEXT, settings, (), 4)
+            timing = run()
         self.assertEqual(timing.ttft_s, 0)
         self.assertEqual(timing.num_decoded, 8)
         self.assertAlmostEqual(timing.decode_s, 2 * delay)

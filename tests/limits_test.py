@@ -186,7 +186,9 @@ class LimitsTest(parameterized.TestCase):
             opened.seek(len(whole) // 2)
             opened.write(os.urandom(len(whole) - len(whole) // 2))
         for _ in range(2):
-            said = "checksum" if was_read or has_checksums else "written to while it was in use"
+            said = "written to while it was in use"
+            if was_read or has_checksums:
+                said = "checksum" if has_checksums else "is not what was read before"
             with self.assertRaisesRegex(MoejaxError, said):
                 tokens(engine)
         file.write_bytes(whole)  # at another time than it was opened with
@@ -231,7 +233,7 @@ class LimitsTest(parameterized.TestCase):
             (lambda: engine.logits(three), "3 prompts, but .* for 2: load with batch=3"),
             (lambda: engine.score(three, np.full(3, 9), three), "3 prompts, but"),
             (lambda: engine.generate([[1]] * 3), "3 prompts, but"),
-            (lambda: next(engine.live_batch([[1]] * 3, settings).run()), "3 prompts, but"),
+            (lambda: next(engine.batch([[1]] * 3, settings).steps()), "3 prompts, but"),
             (lambda: engine.logits(long), "65 positions, but .* for 64: load with context=65"),
             (lambda: engine.score(long, np.full(1, 65), long), "65 positions, but"),
         ):

@@ -196,7 +196,7 @@ class LogitsTest(parameterized.TestCase):
         settings = GenerationSettings(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
         engine = poisoned(self.engine(**how), np.nan)
         pieces: list[list[Any]] = [[], []]
-        for told in engine.live_batch([PROMPT, [*PROMPT, BAD]], [settings] * 2).run():
+        for told in engine.batch([PROMPT, [*PROMPT, BAD]], [settings] * 2).steps():
             for row, piece in zip(pieces, told, strict=True):
                 row += [piece] if piece else []
         self.assertLen(pieces[1], 1)

@@ -13,12 +13,12 @@ from moejax.experts.expert_memory import ExpertMemory
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.residency import CacheSpec
 from moejax.inference import steps
-from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.shapes import SHAPES
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
+from tests import tiny_engine
 
 NUM_EXPERTS, CONTEXT = 16, 512
 QWEN = dataclasses.replace(
@@ -50,12 +50,7 @@ def pinned_rows(weight: Weight, device: jax.Device) -> Weight:
 
 
 def answers(runner: Runner, prompts: list[list[int]]) -> list[list[int]]:
-    rows: list[list[int]] = [[] for _ in prompts]
-    settings = GenerationSettings.of(max_new_tokens=24)
-    for parts, _ in runner.run(prompts, CONTEXT, settings, (), 8):
-        for row, part in zip(rows, parts, strict=True):
-            row.extend(part)
-    return rows
+    return tiny_engine.answers(runner, prompts, CONTEXT, num_tokens=24, per_call=8)
 
 
 @pytest.mark.gpu

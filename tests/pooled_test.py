@@ -83,12 +83,7 @@ def pooled_runner(config: ModelConfig, weights: dict[str, Weight], policy: Any) 
 
 
 def answers(runner: Runner, prompts: list[list[int]], num_tokens: int = 12) -> list[list[int]]:
-    settings = GenerationSettings.of(max_new_tokens=num_tokens)
-    rows: list[list[int]] = [[] for _ in prompts]
-    for parts, _ in runner.run(prompts, 64, settings, (), 4):
-        for row, part in zip(rows, parts, strict=True):
-            row.extend(part)
-    return rows
+    return tiny_engine.answers(runner, prompts, 64, num_tokens, per_call=4)
 
 
 @functools.cache

@@ -204,10 +204,10 @@ class CancelTest(absltest.TestCase):
 class FaultTest(absltest.TestCase):
     def test_a_batch_that_fails_is_told_and_the_next_one_runs(self):
         with served(ENGINE) as server:
-            failing = mock.patch.object(ENGINE, "live_batch", side_effect=MoejaxError("no disk"))
+            failing = mock.patch.object(ENGINE, "batch", side_effect=MoejaxError("no disk"))
             with failing, self.assertRaisesRegex(openai.InternalServerError, "no disk"):
                 server.client.completions.create(model=NAME, prompt="a")
-            bug = mock.patch.object(ENGINE, "live_batch", side_effect=ValueError("secret"))
+            bug = mock.patch.object(ENGINE, "batch", side_effect=ValueError("secret"))
             with bug, self.assertLogs(batcher_module.__name__, "ERROR"):
                 with self.assertRaisesRegex(openai.InternalServerError, "log says why") as caught:
                     server.client.completions.create(model=NAME, prompt="a", stream=True)
@@ -391,10 +391,8 @@ class LedgerTest(absltest.TestCase):
             prompt, needed = [5, 6, 7], []
             for size in (1, 2, 2):
                 before = engine.ledger.total("needed")
-                live = engine.live_batch(
-                    [prompt], [GenerationSettings(max_new_tokens=4)], size=size
-                )
-                pieces = [rows[0] for rows in live.run()]
+                live = engine.batch([prompt], [GenerationSettings(max_new_tokens=4)], size=size)
+                pieces = [rows[0] for rows in live.steps()]
                 self.assertEqual(sum(len(piece.tokens) for piece in pieces), 4)
                 needed.append(engine.ledger.total("needed") - before)
             self.assertEqual(needed, [needed[0]] * 3)
@@ -402,11 +400,11 @@ class LedgerTest(absltest.TestCase):
             many, needed = GenerationSettings(max_new_tokens=40), []
             for ends in (False, True):
                 before = engine.ledger.total("needed")
-                live = engine.live_batch([prompt, [9, 8]], [many] * 2)
-                for number, rows in enumerate(live.run()):
+                live = engine.batch([prompt, [9, 8]], [many] * 2)
+                for number, rows in enumerate(live.steps()):
                     self.assertIsNotNone(rows[0])
                     if ends and number == 0:
-                        live.end(1)
+                        live.finish_row(1)
                     elif ends:
                         self.assertIsNone(rows[1])
                 needed.append(engine.ledger.total("needed") - before)

@@ -125,13 +125,13 @@ def served(
 @contextlib.contextmanager
 def held_batches(engine: Engine) -> Iterator[threading.Event]:
     """No batch begins before the event is set."""
-    gate, begin = threading.Event(), engine.live_batch
+    gate, begin = threading.Event(), engine.batch
 
-    def live_batch(*arguments: Any, **how: Any) -> Any:
+    def batch(*arguments: Any, **how: Any) -> Any:
         assert gate.wait(WAIT_S)
         return begin(*arguments, **how)
 
-    with mock.patch.object(engine, "live_batch", live_batch):
+    with mock.patch.object(engine, "batch", batch):
         try:
             yield gate
         finally:

@@ -15,6 +15,9 @@ from tokenizers import decoders, models
 
 from moejax import Engine
 from moejax.checkpoints import save_hf_checkpoint
+from moejax.inference.batch import Batch, raise_errors
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig, weight_shapes
 
 VOCAB_SIZE = 160
@@ -76,3 +79,14 @@ def load_tiny_engine(
         extra_files={"tokenizer.json": tokenizer_json()} if tokenizer else None,
     )
     return Engine.from_pretrained(directory, dtype="float32", platform="cpu", progress=False, **how)
+
+
+def answers(
+    runner: Runner, prompts: list[list[int]], cache_length: int, num_tokens: int, per_call: int
+) -> list[list[int]]:
+    """Greedy tokens of each prompt."""
+    settings = [GenerationSettings(max_new_tokens=num_tokens)] * len(prompts)
+    batch = Batch(runner, None, prompts, settings, cache_length, (), steps_per_call=per_call)
+    for deltas in batch.steps():
+        raise_errors(deltas)
+    return [answer.tokens for answer in batch.answers]

@@ -1,1 +1,1 @@
-"""What `moejax.benchmark` measures with: requests, random models of real shapes, routing, runs."""
+"""Requests, random models of real shapes, routing and timed runs of `moejax.benchmark`."""

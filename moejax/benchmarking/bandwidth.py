@@ -39,7 +39,7 @@ COPIED_BYTES = 2**28  # more than a last-level cache, and little beside a model
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidth:
-    """Of a device's memory.
+    """Bandwidth of a device's memory.
 
     Attributes:
       bytes_per_s: read; where it was copied, read and written together.

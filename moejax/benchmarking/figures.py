@@ -1,4 +1,4 @@
-"""From times and ledgers to figures with units; docs/benchmark.md defines each."""
+"""Figures with units from times and ledgers; docs/benchmark.md defines each."""
 
 import dataclasses
 import math
@@ -146,7 +146,7 @@ def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figure
 
 
 def positions(batch: BatchTimes, window: int | None = None) -> float:
-    """Of the cache that a decode step reads, summed over the sequences; the mean over the steps.
+    """Mean positions of the cache that a decode step reads, summed over the sequences.
 
     Step i of a sequence (from 1 on) reads the prompt and the i tokens after it.
 
@@ -192,17 +192,17 @@ def _by_tier(ledger: Any) -> list[Ledger]:
 
 
 def _ttfts(run: Sequence[BatchTimes]) -> list[float]:
-    """Of every request."""
+    """TTFT of every request."""
     return [batch.ttft_s for batch in run for _ in batch.prompt_tokens]
 
 
 def _tpots(run: Sequence[BatchTimes]) -> list[float]:
-    """Of every request: the time of its batch's steps over their number."""
+    """TPOT of every request: the time of its batch's steps over their number."""
     return [b.decode_s / b.steps for b in run if b.steps for _ in b.prompt_tokens]
 
 
 def _itls(run: Sequence[BatchTimes]) -> list[float]:
-    """Of every step, the mean of its call."""
+    """Time of every step, the mean of its call."""
     return [s / n for batch in run for s, n in batch.calls if n for _ in range(n)]
 
 

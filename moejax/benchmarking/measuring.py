@@ -11,8 +11,10 @@ from moejax.benchmarking.step_cost import distinct_experts
 from moejax.experts.gate_mass import TieredLedger
 from moejax.experts.ledger import Ledger
 from moejax.experts.tiered_memory import TieredMemory
+from moejax.inference.batch import Batch, raise_errors, runs_whole
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
+from moejax.inference.session import settings_by_row
 from moejax.models.transformer import ChunkSpec
 
 Prompts = list[list[int]]
@@ -40,7 +42,7 @@ class BatchTimes:
 
     @property
     def decode_s(self) -> float:
-        """Of the calls that are counted."""
+        """Seconds of decode, over the calls that are counted."""
         return sum(seconds for seconds, _ in self.calls)
 
     @property
@@ -50,7 +52,7 @@ class BatchTimes:
 
     @property
     def steps(self) -> int:
-        """Of decode."""
+        """Decode steps of those calls."""
         return sum(steps for _, steps in self.calls)
 
     @property
@@ -136,37 +138,35 @@ class Bench:
         """One batch, as `Engine.generate` runs it, but for the text."""
         runner, settings = self.runner, self.settings
         most = settings.max_new_tokens
-        rows: list[list[int]] = [[] for _ in prompts]
-        run = runner.run(prompts, self.context, settings, self._eos_ids, self._per_call)
+        batch = Batch(
+            runner, None, prompts, settings_by_row(settings, len(prompts)), self.context,
+            self._eos_ids, steps_per_call=self._per_call,
+        )  # fmt: skip
+        run = batch.steps()
         with self._phase("prefill"):
             clock = _Clock(runner)
-            tokens, _ = next(run)
+            raise_errors(next(run))
             ttft_s = clock.lap()
         calls: list[tuple[float, int]] = []
         decoded, ended_s = 0, 0.0
         with self._phase("decode"):
             clock = _Clock(runner)
-            while True:
-                for row, new in zip(rows, tokens, strict=True):
-                    row += new
-                if all(len(row) >= most for row in rows):
-                    break
-                if (following := next(run, None)) is None:
-                    break
-                tokens, timing = following
-                asked, steps = min(self._per_call, most - 1 - decoded), timing.num_decoded - decoded
-                decoded, seconds = timing.num_decoded, clock.lap()
+            for deltas in run:
+                raise_errors(deltas)
+                num_decoded = batch.timing.num_decoded
+                asked, steps = min(self._per_call, most - 1 - decoded), num_decoded - decoded
+                decoded, seconds = num_decoded, clock.lap()
                 if steps >= asked:
                     calls.append((seconds, steps))
                 else:  # all answers ended in it: it took the time of more steps than have tokens
                     ended_s += seconds
-        new_tokens = [min(len(row), most) for row in rows]
+        new_tokens = [len(answer.tokens) for answer in batch.answers]
         lengths = [len(prompt) for prompt in prompts]
         return BatchTimes(lengths, new_tokens, ttft_s, calls, ended_s)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """What moves inside is on the phase's ledger; it is settled outside the times."""
+        """Counts what moves inside on the phase's ledger, read outside the times."""
         memory = self.runner.memory
         if memory is None or not self._ledgers:
             yield
@@ -190,9 +190,9 @@ class Bench:
         size, longest = len(batch), max(map(len, batch))
         parts = self.runner.chunks(size, longest, self.context, self.runner.short_chunk)
         found: set[Any] = {(size, *part) for part in parts}
-        # As `Runner.run` dispatches them.
+        # As `Batch` dispatches them.
         left = min(self.settings.max_new_tokens - 1, self.context - min(map(len, batch)))
-        whole = 4 * (-left % self._per_call) <= left
+        whole = runs_whole(left, self._per_call)
         while left > 0:
             steps = min(self._per_call, left)
             left, longest = left - steps, longest + steps
@@ -253,7 +253,7 @@ def _say_asked_once(ledgers: dict[str, Any]) -> None:
 
 
 def install(memory: Any, ledger: Any) -> None:
-    """What is settled from now on is added to this ledger."""
+    """Adds counters that are read from now on to this ledger."""
     memory.ledger = ledger
     if isinstance(memory, TieredMemory):
         for tier, own in zip(memory.tiers, ledger.tiers.values(), strict=True):

@@ -84,7 +84,7 @@ class Models(Protocol):
 
 
 def models_of(config: BenchmarkConfig) -> "Models":
-    """What a configuration names.
+    """Models that a configuration names.
 
     Raises:
       MoejaxError: there is no such model, device or trace.

@@ -16,7 +16,7 @@ from pallas_kernels import layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packing:
-    """What is packed, and how.
+    """Bits and groups of each part of a model.
 
     Attributes:
       bits: of routed experts and dense MLPs; 16 for bf16.
@@ -35,7 +35,7 @@ class Packing:
     head_bits: int = 16
 
     def bits_of(self, leaf: str) -> int:
-        """Of a leaf of `weight_shapes`; 16: plain."""
+        """Bits of a leaf of `weight_shapes`; 16: plain."""
         bits_of_kind = {
             "experts": self.bits,
             "mlp": self.bits,

@@ -1,4 +1,4 @@
-"""What a benchmark writes: a table, rows of `moejax.files.result_rows`, JSON, CSV."""
+"""Records of a benchmark: a table, rows of `moejax.files.result_rows`, JSON, CSV."""
 
 import csv
 import dataclasses
@@ -139,7 +139,7 @@ def _of_measured(measured: Measured) -> dict[str, Any]:
 
 
 class Files:
-    """What is known so far goes to files after every point: who interrupts a sweep keeps it."""
+    """Writes what is known after every point, so that an interrupted sweep keeps it."""
 
     def __init__(self, paths: Sequence[Path], config: BenchmarkConfig):
         """By the names' ends: .json everything, .csv the rows, .jsonl gets rows appended."""
@@ -174,7 +174,7 @@ def csv_text(rows: Sequence[ResultRow]) -> str:
 
 
 def lines(config: BenchmarkConfig, outcome: Outcome, *, stats: bool) -> list[str]:
-    """What stdout gets: what was run, a table, then what moved under each point.
+    """Lines for stdout: the run, a table, then what moved under each point.
 
     Args:
       config: of the run.

@@ -1,4 +1,4 @@
-"""What is asked: prompts of a file, or of a length, as token ids."""
+"""Prompts of a file, or of a length, as token ids."""
 
 import dataclasses
 import hashlib
@@ -132,7 +132,7 @@ def _entry(where: str, entry: Any) -> RawPrompt | None:
 
 
 def _text(where: str, text: str) -> str:
-    """The same; JSON can hold half of a surrogate pair, which is no text."""
+    """Checks a text: JSON can hold half of a surrogate pair, which is none."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,23 +1,121 @@
-"""Routing for models of random weights: replayed from a trace, or made up with a stated skew."""
+"""Routing for models of random weights: made up with a stated skew, or replayed from a trace.
+
+Logits. Of a layer's E experts each has a rank r; a token's logit for it is -s log r plus a normal
+draw of its own, so that popularity is like Zipf's law and any expert may be chosen. At s = 0.85 and
+E = 128, A = 8 LRU caches of 8, 24, 48 and 80 slots hit 37, 72, 89 and 96 %, within two points of
+the published curve of Qwen3-30B-A3B (`QWEN3_HIT_RATES`; measured by
+`tests/bench_policies_test.py`). The curve does not say how much of it is lasting popularity and how
+much recency: here all of it is popularity, the hottest 32 of 128 are chosen 87 times in 100, and
+experts are together as often as their popularity says. Mixtral's experts are drawn evenly (s = 0),
+the hardest case, for which LRU caches of C of 8 slots hit C / 8.
+
+Probabilities. The softmax of the logits at a temperature, found by bisection, at which the chosen
+weights, divided by their sum, begin on average with 0.65 (Mixtral, top 2: 0.65 and 0.35) or 0.25
+(Qwen3, top 8); what is not chosen shares the rest. The chosen experts are the top A of the
+probabilities, always.
+
+Shifts. Every N steps a share of a layer's experts exchange their ranks among each other, each layer
+at a time of its own, so that promotions never come to an end. The sequences of a batch are of one
+workload: they share the ranks and draw on their own.
+
+Predictions. What the layer before says of a step is its probabilities, in which each chosen expert
+keeps its place with the probability `recall`, else changes places with one that is not chosen.
+"""
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
-from moejax.benchmarking.synthetic_traces import scaled_trace
-from moejax.benchmarking.workloads import EXPONENTS, Workload, make_workload, predictions
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.routing.trace import DECODE, Trace, replay_of_trace
 
+# Of 128 experts a layer, slots under LRU and the share of hits: a published curve of Qwen3-30B-A3B.
+QWEN3_HIT_RATES = {8: 0.37, 24: 0.74, 48: 0.89, 80: 0.96}
+
+# By the name of a shape; of the others nothing is published, and experts are drawn evenly.
+HIT_RATES: Mapping[str, Mapping[int, float]] = {"Qwen3-30B-A3B": QWEN3_HIT_RATES}
+
+# Of shapes whose hit rates or shares are published: what is drawn with this exponent has them (see
+# above). Nothing is published of the others, which a benchmark draws evenly and says so.
+EXPONENTS = {"Qwen3-30B-A3B": 0.85}
+
+TOP_SHARES = {2: 0.65, 8: 0.25}  # by A, of the weights' sum, the likeliest expert's; mean
+
+PLACES = 512  # tokens that the temperature is found on
+
 # Steps after which what is replayed begins again, and tokens in them at most.
 MOST_STEPS, LEAST_STEPS, MOST_TOKENS = 256, 32, 2048
+
 CHOSEN_MASS = 0.9  # of a softmax that a trace of chosen experts stands for
 
 
 @dataclasses.dataclass(frozen=True)
+class Workload:
+    """Router outputs of S steps of M layers and B sequences.
+
+    Invariants: `ids` are the top A of `probabilities`, by falling probability, none twice.
+
+    Attributes:
+      ids: int32[S, M, B, A].
+      probabilities: float32[S, M, B, E].
+      predicted: float32[S, M, B, E], as the layer before expects them; of layer 0 nobody asks.
+      num_shifts: exchanges of ranks, over all layers.
+    """
+
+    ids: np.ndarray
+    probabilities: np.ndarray
+    predicted: np.ndarray
+    num_shifts: int
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.probabilities.shape[-1]
+
+    @property
+    def distinct(self) -> float:
+        """Experts that a layer's tokens choose in a step, the mean."""
+        chosen = (self.ids[..., None] == np.arange(self.num_experts)).any(axis=(2, 3))
+        return float(chosen.sum(axis=-1).mean())
+
+    def expected(self, width: int) -> np.ndarray:
+        """int32[S, M, t], the likeliest by `predicted`, summed over the sequences (DyMoE eq. 8)."""
+        mass = self.predicted.sum(axis=2)
+        return np.argsort(-mass, axis=-1, kind="stable")[..., :width].astype(np.int32)
+
+    def activations(self, steps: slice = slice(None)) -> np.ndarray:
+        """int64[M, E], times that each expert was chosen."""
+        ids = self.ids[steps]
+        return np.stack(
+            [
+                np.bincount(ids[:, layer].reshape(-1), minlength=self.num_experts)
+                for layer in range(ids.shape[1])
+            ]
+        )
+
+    def hottest(self, count: int, steps: slice = slice(None)) -> np.ndarray:
+        """int32[M, count], those chosen most, by rising number."""
+        order = np.argsort(-self.activations(steps), axis=1, kind="stable")
+        return np.sort(order[:, :count], axis=1).astype(np.int32)
+
+    def coactivations(self) -> np.ndarray:
+        """float64[M, E, E], tokens that chose both; 0 on the diagonal (BuddyMoE eq. 4's M)."""
+        num_layers, num_experts = self.ids.shape[1], self.num_experts
+        counts = np.zeros((num_layers, num_experts, num_experts))
+        for layer in range(num_layers):
+            tokens = self.ids[:, layer].reshape(-1, self.ids.shape[-1])
+            marks = np.zeros((len(tokens), num_experts), np.float32)
+            np.put_along_axis(marks, tokens.astype(np.int64), 1, axis=1)
+            counts[layer] = marks.T @ marks
+            np.fill_diagonal(counts[layer], 0)
+        return counts
+
+
+@dataclasses.dataclass(frozen=True)
 class Routing:
-    """What decode steps take in place of the router's choice, and where it is from."""
+    """Choices that decode steps take in place of the router's, and their source."""
 
     work: Workload
     about: str
@@ -37,13 +135,13 @@ def with_skew(
     recall: float,
     seed: int,
 ) -> Routing:
-    """Made up, popularity like Zipf's law (`workloads` says how).
+    """Made up, popularity like Zipf's law (the head of this file says how).
 
     Args:
       config: of the model.
       batch: sequences.
       shape: its name, which says what skew is known of it.
-      exponent: s; None: the shape's of `workloads.EXPONENTS`, else 0.
+      exponent: s; None: the shape's of `EXPONENTS`, else 0.
       recall: share of the needed experts that look-ahead expects.
       seed: of the draws.
     """
@@ -63,9 +161,9 @@ def with_skew(
 def of_trace(
     config: ModelConfig, trace: Trace, batch: int, *, recall: float, seed: int, name: str
 ) -> Routing:
-    """Of the decoded tokens of a trace, the sequences of a batch at different places of it.
+    """Replays the decoded tokens of a trace, each sequence from another place of it.
 
-    A trace of another number of experts is scaled (`synthetic_traces.scaled_trace`), and its gates
+    A trace of another number of experts is scaled (`scaled_trace`), and its gates
     are made up; layers that it lacks are its layers again, from another place.
 
     Args:
@@ -89,6 +187,51 @@ def of_trace(
     return Routing(work, f"trace {name}, {how}, {used} steps over and over{_said(recall)}")
 
 
+def make_workload(
+    config: ModelConfig,
+    *,
+    num_steps: int,
+    batch: int,
+    exponent: float = 0.0,
+    shift_every: int = 0,
+    shift_share: float = 0.5,
+    recall: float = 0.85,
+    seed: int = 0,
+) -> Workload:
+    """A workload of a model's shape.
+
+    Args:
+      config: of the model.
+      num_steps: S.
+      batch: B.
+      exponent: s; 0: experts are drawn evenly.
+      shift_every: N, steps between the shifts of a layer; 0: ranks stay.
+      shift_share: of the experts that exchange ranks.
+      recall: the probability that a needed expert is expected.
+      seed: of all draws.
+    """
+    num_experts, width = config.num_experts, config.experts_per_token
+    num_layers = len(config.moe_layers)
+    rng = np.random.default_rng(seed)
+    shape = (num_steps, num_layers, batch, num_experts)
+    popularity, num_shifts = _popularity(
+        rng, num_steps, num_layers, num_experts, exponent, shift_every, shift_share
+    )
+    logits = rng.standard_normal(shape, np.float32)
+    logits += popularity[:, :, None]
+    del popularity
+    scale = _scale(logits.reshape(-1, num_experts)[:PLACES], width)
+    logits *= np.float32(scale)
+    logits -= logits.max(axis=-1, keepdims=True)
+    probabilities = np.exp(logits, out=logits)
+    probabilities /= probabilities.sum(axis=-1, keepdims=True)
+    order = np.argpartition(-probabilities, width - 1, axis=-1)[..., :width]
+    some = np.take_along_axis(probabilities, order, axis=-1)
+    ids = np.take_along_axis(order, np.argsort(-some, axis=-1, kind="stable"), axis=-1)
+    predicted = predictions(rng, probabilities, ids, recall)
+    return Workload(ids.astype(np.int32), probabilities, predicted, num_shifts)
+
+
 def workload_of(
     ids: np.ndarray, gates: np.ndarray, num_experts: int, *, recall: float, seed: int
 ) -> Workload:
@@ -108,6 +251,164 @@ def workload_of(
     probabilities /= probabilities.sum(axis=-1, keepdims=True)
     rng = np.random.default_rng(seed)
     return Workload(ids, probabilities, predictions(rng, probabilities, ids, recall), 0)
+
+
+def lru_trace(
+    hit_rates: Mapping[int, float],
+    *,
+    num_steps: int,
+    num_layers: int,
+    num_experts: int,
+    width: int,
+    seed: int = 0,
+) -> np.ndarray:
+    """Experts of one token a step, such that LRU caches hit as often as asked.
+
+    An expert's stack distance is the number of others that were used since its last use. Each step
+    takes `width` of the distances, position d with the probability that the curve's slope says
+    there (systematic sampling, so that the shares hold exactly in the mean).
+
+    Args:
+      hit_rates: slots to the share of hits, both rising; all experts hit always.
+      num_steps: of the trace.
+      num_layers: M, whose traces are independent.
+      num_experts: E.
+      width: A, experts a token.
+      seed: of the draws.
+
+    Returns:
+      int32[num_steps, M, A], no expert twice in a token.
+
+    Raises:
+      ValueError: a slope that `width` experts a step cannot have.
+    """
+    chosen = np.zeros(num_experts)
+    before, reached = 0, 0.0
+    for slots, share in [*sorted(hit_rates.items()), (num_experts, 1.0)]:
+        chosen[before:slots] = width * (share - reached) / max(1, slots - before)
+        before, reached = slots, share
+    if not np.all((chosen >= 0) & (chosen <= 1)):
+        raise ValueError(f"{width} experts a step cannot have hit rates {dict(hit_rates)}")
+    rng = np.random.default_rng(seed)
+    trace = np.zeros((num_steps, num_layers, width), np.int32)
+    for layer in range(num_layers):
+        stack = rng.permutation(num_experts)  # the latest use first
+        for step in range(num_steps):
+            order = rng.permutation(num_experts)
+            edges = np.cumsum(chosen[order])
+            edges[-1] = width  # what rounding left of it
+            places = order[np.searchsorted(edges, rng.uniform() + np.arange(width), side="right")]
+            trace[step, layer] = stack[places]
+            stack = np.concatenate([stack[places], np.delete(stack, places)])
+    return trace
+
+
+def scaled_trace(
+    trace: np.ndarray, num_experts: int, *, num_layers: int, of_experts: int, width: int
+) -> np.ndarray:
+    """A small model's routing in the shape of a large one; how experts recur stays as it is.
+
+    More experts than the small model has: several copies of it side by side, each reading the text
+    from another place, of whose experts the likeliest few are taken. Fewer: groups of its experts
+    stand for one, and a token takes those of its likeliest ones. Layers beyond those of the small
+    model are its layers again, from another place in the text.
+
+    Args:
+      trace: int32[steps, m, a], by falling probability.
+      num_experts: e of the small model.
+      num_layers: M.
+      of_experts: E; a multiple of e, or a divisor.
+      width: A.
+
+    Returns:
+      int32[steps, M, A], no expert twice in a token.
+
+    Raises:
+      ValueError: the numbers of experts do not divide.
+    """
+    steps, layers, taken = trace.shape
+    copies, group = max(1, of_experts // num_experts), max(1, num_experts // of_experts)
+    share = width // copies
+    if copies * num_experts != of_experts * group or share * copies != width or share > taken:
+        raise ValueError(f"{taken} of {num_experts} experts do not make {width} of {of_experts}")
+    num_places = copies * -(-num_layers // layers)
+    scaled = np.zeros((steps, num_layers, width), np.int32)
+    for layer in range(num_layers):
+        for copy in range(copies):
+            place = (layer // layers * copies + copy) * steps // num_places
+            ids = np.roll(trace[:, layer % layers], -place, axis=0)
+            if group > 1:
+                ids = _first_distinct(ids // group, share, of_experts)
+            scaled[:, layer, copy * share : (copy + 1) * share] = (
+                copy * num_experts + ids[:, :share]
+            )
+    return scaled
+
+
+def predictions(
+    rng: np.random.Generator, probabilities: np.ndarray, ids: np.ndarray, recall: float
+) -> np.ndarray:
+    """Probabilities in which some of the chosen experts have changed places with others."""
+    predicted, width = probabilities.copy(), ids.shape[-1]
+    num_others = min(width, probabilities.shape[-1] - width)
+    # Of those that are not chosen, some at random: none of them twice.
+    draws = rng.random(probabilities.shape, np.float32)
+    np.put_along_axis(draws, ids, 2.0, axis=-1)
+    others = np.argpartition(draws, num_others - 1, axis=-1)[..., :num_others]
+    for rank in range(num_others):
+        mine, other = ids[..., rank : rank + 1], others[..., rank : rank + 1]
+        leaves = rng.random(mine.shape) >= recall
+        of_mine = np.take_along_axis(predicted, mine, axis=-1)
+        of_other = np.take_along_axis(predicted, other, axis=-1)
+        np.put_along_axis(predicted, mine, np.where(leaves, of_other, of_mine), axis=-1)
+        np.put_along_axis(predicted, other, np.where(leaves, of_mine, of_other), axis=-1)
+    return predicted
+
+
+def _popularity(
+    rng: np.random.Generator, num_steps: int, num_layers: int, num_experts: int,
+    exponent: float, every: int, share: float,
+) -> tuple[np.ndarray, int]:  # fmt: skip
+    """float32[S, M, E], -s log r of each expert's rank, and the number of shifts."""
+    of_rank = -exponent * np.log(np.arange(1, num_experts + 1))
+    found = np.zeros((num_steps, num_layers, num_experts), np.float32)
+    moved, num_shifts = max(2, round(share * num_experts)), 0
+    for layer in range(num_layers):
+        ranks = rng.permutation(num_experts)
+        # Layers shift one after another, the first one after a whole period.
+        first = every + layer * every // num_layers if every else num_steps
+        start = 0
+        for end in [*range(first, num_steps, every or num_steps), num_steps]:
+            found[start:end, layer] = of_rank[ranks]
+            start = end
+            if end < num_steps:
+                chosen = rng.permutation(num_experts)[:moved]
+                ranks[chosen] = ranks[rng.permutation(chosen)]
+                num_shifts += 1
+    return found, num_shifts
+
+
+def _scale(logits: np.ndarray, width: int) -> float:
+    """Factor of the logits at which the likeliest chosen expert has its share."""
+    top = -np.sort(-logits.astype(np.float64), axis=-1)[:, :width]
+    wanted = TOP_SHARES.get(width, 0.5 + 0.5 / width)
+    low, high = 0.0, 64.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        weights = np.exp(middle * (top - top[:, :1]))
+        reached = np.mean(weights[:, 0] / weights.sum(axis=1)) > wanted
+        low, high = (low, middle) if reached else (middle, high)
+    return high
+
+
+def _first_distinct(ids: np.ndarray, width: int, num_experts: int) -> np.ndarray:
+    """int32[steps, width], the first different numbers of each row; the next ones where too few."""
+    found = np.zeros((len(ids), width), np.int32)
+    for row, numbers in enumerate(ids):
+        start = int(numbers[0])
+        rest = ((start + i) % num_experts for i in range(num_experts))
+        found[row] = list(dict.fromkeys([*map(int, numbers), *rest]))[:width]
+    return found
 
 
 def _scaled(config: ModelConfig, trace: Trace, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.benchmarking import exactness, figures, requests
+from moejax.benchmarking import figures, requests
 from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
 from moejax.benchmarking.expected_kernels import refuse_dequantized
 from moejax.benchmarking.figures import Figures
@@ -19,6 +19,7 @@ from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import plain_memory_errors
 from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError
+from moejax.evaluation import fidelity
 from moejax.experts.bits import bits_of
 from moejax.experts.budget import BudgetError
 from moejax.inference import report
@@ -46,7 +47,7 @@ class Point:
       peak_is_older: the device's peak is that of an earlier measurement: this one's is not above.
       measured: the runs; None where it was refused.
       kernels: what served each product.
-      predicted: what `exactness` compares with the exact model; None once it is, or for nothing.
+      predicted: what `fidelity` compares with the exact model; None once it is, or for nothing.
     """
 
     batch: int
@@ -99,7 +100,7 @@ def run(
     asked = {batch: _requests(config, models, file, batch) for batch in config.batches}
     if config.fidelity_share:
         for of in asked.values():
-            exactness.samples_of(
+            fidelity.sample_prompts(
                 of.prompts, config.fidelity_share
             )  # an error comes before the runs
     points: list[Point] = []
@@ -123,7 +124,7 @@ def run(
 def _compare(
     config: BenchmarkConfig, models: CheckpointModels, asked: dict[int, Requests], outcome: Outcome
 ) -> None:
-    """Adds the figures of `exactness`: last, so that the exact model is in no peak of memory."""
+    """Adds the KL of the exact model: last, so that the exact model is in no peak of memory."""
     contexts = [point.context for point in outcome.points if point.predicted is not None]
     if not contexts:
         return
@@ -131,13 +132,13 @@ def _compare(
     try:
         with models.exact(max(contexts)) as engine:
             for batch, requests_ in asked.items():
-                samples = exactness.samples_of(requests_.prompts, config.fidelity_share)
-                exact[batch] = exactness.predicted(engine._runner, samples)
+                samples = fidelity.sample_prompts(requests_.prompts, config.fidelity_share)
+                exact[batch] = fidelity.predictions_of(engine._runner.logits, samples)
     except MoejaxError as error:
-        exactness.say_unmeasured(error)
+        _print_unmeasured(error)
     for place, point in enumerate(outcome.points):
         if point.predicted is not None and point.batch in exact:
-            found = exactness.figures_of(exact[point.batch], point.predicted)
+            found = _fidelity_figures(exact[point.batch], point.predicted)
             point = dataclasses.replace(point, figures=point.figures | found)
         outcome.points[place] = dataclasses.replace(point, predicted=None)
 
@@ -145,7 +146,7 @@ def _compare(
 def _requests(
     config: BenchmarkConfig, models: Models, file: PromptFile | None, batch: int
 ) -> Requests:
-    """What is asked in batches of so many."""
+    """Requests in batches of so many."""
     room = (config.context or models.config.context_limit) - config.new_tokens
     length = config.prompt_tokens or PROMPT_TOKENS
     if room < 1 or (file is None and length > room):
@@ -204,13 +205,13 @@ def _measured(
 def _predicted(
     config: BenchmarkConfig, models: Models, runner: Runner, asked: Requests
 ) -> np.ndarray | None:
-    """What `exactness` compares; None where it cannot be had, which is no loss of the times."""
-    samples = exactness.samples_of(asked.prompts, config.fidelity_share)
+    """Predictions that `fidelity` compares; None where there is no room for them."""
+    samples = fidelity.sample_prompts(asked.prompts, config.fidelity_share)
     try:
         with plain_memory_errors(models.device):
-            return exactness.predicted(runner, samples)
+            return fidelity.predictions_of(runner.logits, samples)
     except MoejaxError as error:
-        exactness.say_unmeasured(error)
+        _print_unmeasured(error)
         return None
 
 
@@ -241,3 +242,20 @@ def _point(
         measured=measured, kernels=kernels,
         peak_is_older=peak is not None and peak == peak_before,
     )  # fmt: skip
+
+
+def _fidelity_figures(exact: np.ndarray, policy: np.ndarray) -> Figures:
+    """Compares the predictions of both models on the same samples."""
+    found = fidelity.compare(exact.astype(np.float64), policy.astype(np.float64))
+    return {
+        "KL of the exact model": figures.Figure(found.mean_kl, "nats a token"),
+        "largest KL of the exact model": figures.Figure(found.largest_kl, "nats"),
+        "same likeliest token": figures.Figure(
+            100 * found.same_choice, f"% of {found.num_tokens} tokens"
+        ),
+    }
+
+
+def _print_unmeasured(error: MoejaxError) -> None:
+    """Reports on stderr; the times stand without it."""
+    print(f"the KL of the exact model was not measured: {error}", file=sys.stderr, flush=True)

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.synthetic_rows import SyntheticRows
-from moejax.benchmarking.workloads import Workload
 from moejax.experts.budget import BOTH, Budget
 from moejax.experts.expert_memory import ExpertMemory
 from moejax.experts.expert_pool import PoolSpec
@@ -95,7 +95,7 @@ class ShapeMemories:
         return len(self.config.moe_layers)
 
     def expert_nbytes(self, bits: int) -> int:
-        """Of one expert: codes, and float16 scales and zeros of each group."""
+        """Bytes of one expert: codes, and float16 scales and zeros of each group."""
         shapes = weight_shapes(self.config)
         sizes = [shapes[name][-2:] for name in EXPERT_LEAVES]
         if bits == 16:
@@ -107,7 +107,7 @@ class ShapeMemories:
         )
 
     def rows(self, bits: int, few: bool = False) -> SyntheticRows:
-        """Of a precision; made once."""
+        """Rows of a precision; made once."""
         nbytes, total = self.expert_nbytes(bits), self.num_layers * self.config.num_experts
         gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
         num_rows = min(total, max(1, int(gib * 2**30) // nbytes)) if gib else total
@@ -168,7 +168,7 @@ class ShapeMemories:
         return TieredMemory(policy, names or said, tiers, width=self.config.experts_per_token)
 
     def plan_of(self, bits: int, budget: Budget, **more: Any) -> TierPlan:
-        """What a budget says of a tier."""
+        """Plan of a tier by a budget."""
         limits = budget.limits
         return TierPlan(
             bits=bits, slots=budget.slots, transient=budget.transient, prefetch=limits.prefetch,

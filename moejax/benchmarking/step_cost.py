@@ -1,4 +1,4 @@
-"""What a decode step must read, and the experts that it chooses."""
+"""Bytes that a decode step must read, and the experts that it chooses."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moejax.engine import Engine
 
 POSITIONS = 64  # of a window, at most
+MAX_PROMPTS = 4  # whose predictions are kept: a float32 a token and word of the vocabulary
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int32[1, T] to float32[1, T, V]
 
@@ -92,6 +93,27 @@ def sample_answer(ids: Sequence[int], num_prompt: int, share: float, seed: int =
     return Sample(tokens[None, :-1], places[None].astype(np.int32))
 
 
+def sample_prompts(prompts: Sequence[list[int]], share: float) -> list[Sample]:
+    """Some prompts, spread over all of them, and random tokens of each.
+
+    Args:
+      prompts: token ids.
+      share: of a prompt's tokens, above 0; at most `POSITIONS`, at least one.
+
+    Raises:
+      MoejaxError: no prompt has two tokens.
+    """
+    long = [prompt for prompt in prompts if len(prompt) > 1]
+    if not long:
+        raise MoejaxError("fidelity_share needs a prompt of two tokens or more")
+    places = np.linspace(0, len(long) - 1, min(MAX_PROMPTS, len(long))).astype(int)
+    found = []
+    for seed, prompt in enumerate(long[place] for place in dict.fromkeys(places.tolist())):
+        at_most = min(share, POSITIONS / (len(prompt) - 1))
+        found.append(sample_answer(prompt, 1, at_most, seed))
+    return found
+
+
 def predictions(logits: Logits, of: Sample) -> np.ndarray:
     """Log-probabilities float64[n P, V] at the sample's positions."""
     rows = []
@@ -100,6 +122,11 @@ def predictions(logits: Logits, of: Sample) -> np.ndarray:
         found -= found.max(axis=-1, keepdims=True)
         rows.append(found - np.log(np.exp(found).sum(axis=-1, keepdims=True)))
     return np.concatenate(rows)
+
+
+def predictions_of(logits: Logits, samples: Sequence[Sample]) -> np.ndarray:
+    """Log-probabilities float32[P, V] of all samples, read as prompts."""
+    return np.concatenate([predictions(logits, one) for one in samples]).astype(np.float32)
 
 
 def compare(exact: np.ndarray, policy: np.ndarray) -> Fidelity:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import jax
 
-from moejax.checkpoints.load import EXPERT_LEAVES
 from moejax.experts.expert_memory import ExpertMemory
 from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import STORED
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.weights.qtensor import Weight
 
 

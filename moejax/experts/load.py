@@ -10,10 +10,10 @@ from absl import logging
 
 from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint, open_checkpoint
-from moejax.checkpoints.sizes import checkpoint_sizes
+from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.allocator import check_room, limits_on, room_nbytes
-from moejax.experts.budget import Budget, Limits, make_budget, unused
+from moejax.experts.budget import Budget, Limits, Tier, make_budget, unused
 from moejax.experts.budget.tables import RING_BLOCKS
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.disk_reader import SsdReader, check_waiting
@@ -26,6 +26,11 @@ from moejax.experts.transfers import Transfers
 from moejax.weights.qtensor import Weight
 
 QUEUE_LENGTH = 64  # requests of a reader that wait
+
+
+def tier_of(sizes: Sizes) -> Tier:
+    """The form of a model's experts, as a budget takes it."""
+    return Tier(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
 
 
 def open_memory(
@@ -65,7 +70,7 @@ def open_memory(
     budget = make_budget(
         checkpoint.config,
         sizes.weights_nbytes,
-        sizes.tier,
+        tier_of(sizes),
         batch=batch,
         context=context,
         chunk=chunk,
@@ -98,7 +103,7 @@ def load_whole(
     if room_nbytes(device) is not None:
         chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
         sizes, config = checkpoint_sizes(checkpoint, chosen), checkpoint.config
-        experts = len(config.moe_layers) * config.num_experts * sizes.tier.expert_nbytes
+        experts = len(config.moe_layers) * config.num_experts * sizes.expert_nbytes
         check_room(device, Limits(), {**sizes.weights_nbytes, "experts": experts})
     return checkpoint.load(dtype=dtype, device=device, progress=progress)
 

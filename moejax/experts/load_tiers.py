@@ -243,7 +243,7 @@ def _sizes(
     sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
     if sizes.refusal:
         raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
-    return Tier(name=tier.name, expert_nbytes=sizes.tier.expert_nbytes)
+    return Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes)
 
 
 def _spec(tiers: Sequence[Tier], config: Any) -> PolicySpec:

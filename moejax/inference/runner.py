@@ -1,7 +1,6 @@
 """Dispatches the compiled steps of one model: prefill in chunks, decode, logits."""
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 from absl import logging
 
 from moejax.devices import plain_memory_errors
-from moejax.errors import MoejaxError
 from moejax.experts.cache_plan import Placing
 from moejax.experts.expert_memory import ExpertMemory
 from moejax.experts.expert_pool import compiler_options
@@ -33,10 +31,9 @@ from moejax.inference.chunking import (
     slice_prompts,
     slice_tokens,
 )
-from moejax.inference.generation import GenerationSettings, Timing
+from moejax.inference.generation import GenerationSettings
 from moejax.inference.recorder import Recorded, Recorder
 from moejax.inference.session import Session, sampling_of, seeds_of, seen_tokens, settings_by_row
-from moejax.inference.step_output import NOT_FINITE
 from moejax.models import kernel_choice
 from moejax.models.assembly import model_definition
 from moejax.models.attention import (
@@ -158,65 +155,6 @@ class Runner:
             if reason := placing.refusal(self.config.experts_per_token):
                 lines.append(f"decode: experts are found and placed without their kernel: {reason}")
         return lines
-
-    def run(
-        self,
-        prompts: list[list[int]],
-        cache_length: int,
-        settings: GenerationSettings,
-        eos_ids: tuple[int, ...],
-        steps_per_call: int,
-    ) -> Iterator[tuple[list[list[int]], Timing]]:
-        """Yields the new tokens of each row as they come, until all have ended.
-
-        A row ends by an end-of-sequence token; at `max_new_tokens` or the end of the cache the
-        caller stops iterating. The first token is read before decoding is dispatched: the time is
-        its own. Later, a call is dispatched before the last one's tokens are read.
-
-        Args:
-          prompts: token ids, none empty.
-          cache_length: S, longer than every prompt.
-          settings: how tokens are chosen.
-          eos_ids: tokens that end a row, unless its settings ignore them.
-          steps_per_call: decode steps of one compiled call.
-
-        Raises:
-          MoejaxError: a row's logits name no token; also as steps do.
-        """
-        started, compiled = time.perf_counter(), self.programs.seconds
-
-        def elapsed() -> float:  # compiling excluded
-            return time.perf_counter() - started - (self.programs.seconds - compiled)
-
-        def read(tokens: jax.Array) -> list[list[int]]:
-            with self.reading(session.since):
-                rows = np.asarray(tokens).tolist()
-            for i, row in enumerate(rows):
-                if NOT_FINITE in row:
-                    which = f"prompt {i + 1} of {len(rows)}: " if len(rows) > 1 else ""
-                    raise MoejaxError(which + self.not_finite())
-            return [[t for t in row if t >= 0] for row in rows]
-
-        session = self.prefill(prompts, cache_length, settings, eos_ids)
-        # An answer's last token is never written.
-        budget = min(settings.max_new_tokens - 1, cache_length - min(map(len, prompts)))
-        whole = 4 * (-budget % steps_per_call) <= budget  # else much would be waste
-
-        def dispatch() -> jax.Array | None:
-            nonlocal budget
-            num_steps = min(steps_per_call, budget)
-            budget -= num_steps
-            return self.decode(session, num_steps, steps_per_call, whole) if num_steps > 0 else None
-
-        rows, ttft, decoded = read(session.first_tokens), elapsed(), 0  # the time after the read
-        yield rows, Timing(ttft, 0.0, 0, self.programs.seconds - compiled)
-        pending = dispatch()
-        while pending is not None and any(rows):
-            following = dispatch()
-            rows = read(pending)
-            decoded += max(map(len, rows))
-            yield rows, Timing(ttft, elapsed() - ttft, decoded, self.programs.seconds - compiled)
-            pending = following
 
     def prefill(
         self,

@@ -5,7 +5,7 @@ import secrets
 import time
 from typing import Any
 
-from moejax.inference.live_batch import TokenLogprob
+from moejax.inference.batch import TokenLogprob
 from moejax.serving.requests import Request
 from moejax.serving.rows import Part
 from moejax.text.tokenizer import Tokenizer

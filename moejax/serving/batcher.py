@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from moejax.engine import STEPS_PER_CALL, Engine
 from moejax.errors import MoejaxError
-from moejax.inference.live_batch import LiveBatch, Piece
+from moejax.inference.batch import Batch, RowDelta
 from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
 from moejax.serving.fair_queue import FairQueue
 from moejax.serving.metrics import Metrics
@@ -190,7 +190,7 @@ class Batcher:
         left = set(range(len(rows)))
         try:
             live.steps_per_call = _steps_per_call(rows)
-            for pieces in live.run():
+            for pieces in live.steps():
                 for i, piece in enumerate(pieces):
                     if piece is not None and i in left:
                         self._tell(rows[i], piece)
@@ -206,13 +206,13 @@ class Batcher:
             self._metrics.programs(engine.num_traces, engine.compile_seconds)
             self._metrics.ledger(engine.ledger)
 
-    def _end_rows(self, live: LiveBatch, rows: list[Row], left: set[int]) -> None:
+    def _end_rows(self, live: Batch, rows: list[Row], left: set[int]) -> None:
         for i in sorted(left):
             if self._is_over(rows[i]):
-                live.end(i)
+                live.finish_row(i)
                 left.discard(i)
 
-    def _tell(self, row: Row, piece: Piece) -> None:
+    def _tell(self, row: Row, piece: RowDelta) -> None:
         now = time.monotonic()
         if piece.tokens and row.first_token_at is None:
             row.first_token_at = now

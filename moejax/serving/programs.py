@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 
 from moejax.engine import STEPS_PER_CALL, Engine
+from moejax.inference.batch import Batch
 from moejax.inference.chunking import FixedSizes
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.live_batch import LiveBatch
 from moejax.serving.requests import MOST_LOGPROBS
 
 # By platform: a GPU pads at little cost, and compiles for longer.
@@ -49,20 +49,19 @@ class ServerPrograms:
         prompts: list[list[int]],
         settings: Sequence[GenerationSettings],
         wants_logprobs: bool,
-    ) -> LiveBatch:
+    ) -> Batch:
         """A batch that has not run yet.
 
         Greedy rows run without sampling, a sort of the whole vocabulary, where all are greedy; one
         other form samples, penalizes and tells log-probabilities.
         """
         is_plain = not wants_logprobs and all(map(_is_plain, settings))
-        return engine.live_batch(
+        return engine.batch(
             prompts,
             settings,
             size=next(size for size in self.rows if size >= len(prompts)),
             top_logprobs=0 if is_plain else MOST_LOGPROBS,
             steps_per_call=STEPS_PER_CALL,
-            most_steps=STEPS_PER_CALL,
             any_settings=not is_plain,
         )
 
@@ -87,14 +86,14 @@ class ServerPrograms:
         )  # fmt: skip
 
 
-def _run(live: LiveBatch, num_rows: int) -> None:
+def _run(live: Batch, num_rows: int) -> None:
     """A call of one step, then whole ones; rows but the first end early."""
     live.steps_per_call = 1
-    for number, _ in enumerate(live.run()):
+    for number, _ in enumerate(live.steps()):
         if number == 1:
             live.steps_per_call = STEPS_PER_CALL
             for row in range(1, num_rows):
-                live.end(row)
+                live.finish_row(row)
 
 
 def _is_plain(settings: GenerationSettings) -> bool:

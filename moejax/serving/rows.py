@@ -4,8 +4,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from moejax.inference.batch import TokenLogprob
 from moejax.inference.generation import FinishReason, GenerationSettings
-from moejax.inference.live_batch import TokenLogprob
 from moejax.serving.errors import ApiError
 
 

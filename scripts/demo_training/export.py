@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer_config(max_positions: int) -> dict[str, object]:
-    """What transformers needs to know beside tokenizer.json."""
+    """Settings that transformers needs beside tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_positions,

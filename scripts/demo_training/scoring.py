@@ -28,7 +28,7 @@ class Windows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StreamScore:
-    """What a model does on one stream."""
+    """Scores of a model on one stream."""
 
     bits: float  # total of the scored targets
     num_targets: int

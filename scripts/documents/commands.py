@@ -64,7 +64,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As a shell would split it."""
+        """Words, split as a shell would."""
         return shlex.split(self.text, comments=True)
 
     @property
@@ -90,7 +90,7 @@ def pages() -> list[Path]:
 
 
 def of_documents() -> list[Command]:
-    """Of README, WORKSPACE, docs/, and of the docstrings of mains, configs and scripts."""
+    """Commands of README, WORKSPACE, docs/, and docstrings of mains, configs and scripts."""
     found = [
         command for page in pages() for command in of_page(_name(page), page.read_text("utf-8"))
     ]
@@ -102,7 +102,7 @@ def of_documents() -> list[Command]:
 
 
 def of_page(place: str, text: str) -> list[Command]:
-    """Of a page of Markdown: of its fences, then of its spans.
+    """Commands of a page of Markdown: of its fences, then of its spans.
 
     Raises:
       ValueError: a fence of shell has no known mark, or is not called bash.
@@ -129,7 +129,7 @@ def of_page(place: str, text: str) -> list[Command]:
 
 
 def of_docstring(place: str, source: str, fate: str) -> list[Command]:
-    """Of a module's docstring."""
+    """Commands of a module's docstring."""
     body = ast.parse(source).body
     text = ast.get_docstring(ast.parse(source), clean=False) or ""
     return list(_of_lines(f"{place}:{{}}", text, body[0].lineno if body else 1, fate, only=_START))

@@ -34,7 +34,7 @@ def check(command: Command) -> None:
 
 
 def module_of(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """What Python would run, as a module, and its arguments; None where Python runs nothing."""
+    """Module that Python would run, and its arguments; None where it runs nothing."""
     if words[0].rpartition("/")[2] == "moejax":
         return f"moejax.{words[1]}", list(words[2:])
     if not _PYTHON.fullmatch(words[0]):
@@ -181,7 +181,7 @@ ERRORS = (ValueError, SyntaxError, MoejaxError, flags.Error)
 
 
 def check_all(found: Sequence[Command]) -> list[str]:
-    """What is wrong with the flags of commands, a line each."""
+    """Checks the flags of commands; a line each of those that are wrong."""
     wrong = []
     for command in found:
         try:

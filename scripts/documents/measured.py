@@ -8,7 +8,7 @@ from moejax.experts.budget import describe, describe_tiers
 from moejax.files.result_rows import ResultRow, read_rows
 from moejax.planning import budget_of, model_of, tiered_budget
 from scripts.documents.commands import ROOT
-from scripts.studies.kernels import tables as plot_kernels
+from scripts.studies.kernels import tables
 
 STUDIES = ROOT / "scripts/studies"
 PLAN = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_bits=4",
@@ -26,11 +26,11 @@ def kernel_tables() -> str:
     """Times of packed products beside other libraries, from the rows of `bench_kernels`."""
     rows = read_rows(STUDIES / "kernels/kernels_h200.jsonl")
     lines = [_of_whom(rows), ""]
-    for name, sizes in plot_kernels.beside_cublas(plot_kernels.read_curves(rows)).items():
+    for name, sizes in tables.beside_cublas(tables.read_curves(rows)).items():
         section, form = name.split(" | ")
         what = "rows of x" if section == "dense" else "tokens"
         lines += [f"**{section}, {form}**, microseconds by {what}:", ""]
-        lines += [plot_kernels.times_table(sizes), ""]
+        lines += [tables.times_table(sizes), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -67,11 +67,11 @@ def memory_table() -> str:
 
 
 def a_plan() -> str:
-    """What `moejax.plan` prints of a shape, and of the demo in two tiers."""
+    """Plan that `moejax.plan` prints of a shape, and of the demo in two tiers."""
     config, _ = cli.parse(plan.COMMAND, ["plan", *PLAN])
     name, model, sizes, itemsize = model_of(config)
     budget = budget_of(config, model, sizes, itemsize)
-    head = f"{name}, experts in {sizes.tier.name}, on a gpu"
+    head = f"{name}, experts in {sizes.expert_form}, on a gpu"
     whole = "\n".join([*_command(PLAN), "", "```text", head, *describe(budget), "```"])
     config, _ = cli.parse(plan.COMMAND, ["plan", *TIERED])
     tiering = config.policy.tiering()

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.shape_memory import Memory, TierPlan, release, tier_name
-from moejax.benchmarking.workloads import Workload, one_miss_workload
 from moejax.inference.runner import Runner
+from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
@@ -184,7 +185,7 @@ def _of_one_program(
 
 
 def cost(run: Run) -> None:
-    """What deciding takes: policies whose decisions lead to the transfers of the pool alone.
+    """Cost of deciding: policies whose decisions lead to the transfers of the pool alone.
 
     All run every expert in INT4 from the same LRU slots: on_demand says so, DyMoE has all experts
     critical (of one tier, and with INT2 beside it that nobody asks for), BuddyMoE may replace
@@ -265,6 +266,46 @@ def _round(
 
 
 def _ratio(found: Measured, base: Measured) -> float:
-    """Of the bytes over the link, which should be 1."""
+    """Ratio of the bytes over the link, which should be 1."""
     before = base.facts["megabytes_a_step"]
     return found.facts["megabytes_a_step"] / before if before else 1.0
+
+
+def one_miss_workload(
+    config: ModelConfig, *, num_steps: int, slots: int, misses: bool, hits_ahead: bool = True
+) -> Workload:
+    """Workload of one sequence whose last expert misses; the others stay in the first `slots`.
+
+    With `misses` it is another one in each step, of those that no LRU cache of so many slots still
+    holds, else it stays too. So a step's time over that without misses is what a miss costs.
+
+    Args:
+      config: of the model; more than twice `slots` - A + 1 experts, or fewer slots.
+      num_steps: S.
+      slots: of a layer, which hold the first experts before any step.
+      misses: whether the last expert misses in every layer.
+      hits_ahead: whether it is expected; else the prediction names one that is not needed.
+
+    Raises:
+      ValueError: a cache of so many slots would hold the last expert again.
+    """
+    num_experts, width = config.num_experts, config.experts_per_token
+    num_layers, outside = len(config.moe_layers), config.num_experts - slots
+    if misses and outside <= slots - width + 1:
+        raise ValueError(f"{outside} experts in turn do not miss in {slots} slots")
+    step = np.arange(num_steps)[:, None] + np.arange(num_layers)[None]
+    ids = np.tile(np.arange(width, dtype=np.int32), (num_steps, num_layers, 1, 1))
+    # What is brought in vain comes from the other half: the cache sees as many experts in turn.
+    turn = outside if hits_ahead else outside // 2
+    if misses:
+        ids[:, :, 0, -1] = slots + step % turn
+    weights = 0.9 * (np.arange(width, 0, -1) * 2 / (width * (width + 1)))
+    probabilities = np.full((num_steps, num_layers, 1, num_experts), 1e-6, np.float32)
+    np.put_along_axis(probabilities, ids, weights.astype(np.float32), axis=-1)
+    predicted = probabilities.copy()
+    if misses:  # nothing but the last expert is expected: the others are there
+        predicted[...] = 1e-6
+        wrong = slots + turn + step % max(1, outside - turn)
+        named = ids[:, :, 0, -1] if hits_ahead else wrong
+        np.put_along_axis(predicted, named[:, :, None, None], 0.9, axis=-1)
+    return Workload(ids, probabilities, predicted, 0)

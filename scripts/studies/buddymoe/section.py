@@ -1,13 +1,10 @@
-"""BuddyMoE's Tables 1 to 4 and Figures 4 and 6 to 9 beside what we measured.
-
-python -m scripts.studies.buddymoe.section --figures=docs/figures
-"""
+"""BuddyMoE's Tables 1 to 4 and Figures 4 and 6 to 9 beside what we measured."""
 
 import re
 
 from scripts.studies.buddymoe import speed_section as buddymoe_speed
 from scripts.studies.buddymoe.speed_section import PUBLISHED, QWEN3, RATES
-from scripts.studies.tables import command, protocol
+from scripts.studies.tables import protocol
 from scripts.studies.tables.drawing import Canvas, heat
 from scripts.studies.tables.page import MET, NOT_MEASURED, NOT_MET, OTHER, OURS, PAPER, Page
 from scripts.studies.tables.published import Published
@@ -346,7 +343,3 @@ def _lists(page: Page) -> None:
     )
     layers = (f"layer {i}" for i in range(LAYERS))
     page.table(["q, alpha", "whose", *layers, "what differs"], rows)
-
-
-if __name__ == "__main__":
-    command.run(build)

@@ -23,7 +23,7 @@ FEWER_BYTES = 16.7  # percent: what Figure 8's 20 % more is of the larger one
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What rows of speed are of.
+    """Model and batch that rows of speed belong to.
 
     Attributes:
       name: of the model.

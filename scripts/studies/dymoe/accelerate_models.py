@@ -51,7 +51,7 @@ class Form:
 
 
 def hf_config(config: ModelConfig) -> transformers.PreTrainedConfig:
-    """The same shape as transformers writes it."""
+    """Configuration of the shape as transformers writes it."""
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size, "hidden_size": config.model_dim,
         "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
@@ -128,7 +128,7 @@ class Int4Linear(nn.Module):
 
 
 def int4_error(device: torch.device, dtype: torch.dtype, num_rows: int) -> float:
-    """Of Int4Linear against a product in float64: RMS of the error over RMS of the product."""
+    """Error of Int4Linear against float64: RMS of the error over RMS of the product."""
     generator = torch.Generator(device).manual_seed(num_rows)
     how: dict[str, Any] = {"device": device, "generator": generator}
     codes = torch.randint(0, 16, (768, 1024), dtype=torch.int32, **how)
@@ -229,7 +229,7 @@ class HostWeights(dict[str, torch.Tensor]):
 
 
 def place_of(name: str, places: Places) -> str | int:
-    """Of a module or weight: that of the entry that holds it."""
+    """Place of a module or weight: that of the entry that holds it."""
     while name not in places:
         if "." not in name:
             raise KeyError(f"the map has no place for {name}")

@@ -195,7 +195,7 @@ def _introduction(page: Page) -> str:
 
 
 def _bf16(page: Page) -> None:
-    """What accelerate takes in bf16: of another form of weights than any row of ours."""
+    """Times of accelerate in bf16, another form of weights than any row of ours."""
     rows = []
     for model, gib in CAPS:
         for hosting in HOSTINGS:

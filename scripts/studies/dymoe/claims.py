@@ -19,7 +19,7 @@ def quality(phase: str, text: str, series: str, r: str) -> str:
 
 
 def ratio(results: Results, row: str, base: str, gib: int, part: str = "TPOT") -> list[Found]:
-    """What says how many times as fast a row of our Table 3 is: of one run where there is one.
+    """Row that says how many times as fast a row of our Table 3 is, of one run if there is one.
 
     Returns:
       The row of the ratio that the row's own run wrote; else the base's time and the row's; nothing
@@ -33,14 +33,14 @@ def ratio(results: Results, row: str, base: str, gib: int, part: str = "TPOT") -
 
 
 def ratio_of(found: list[Found]) -> float | None:
-    """Its value; None without one, and over two devices."""
+    """Value of the ratio; None without one, and over two devices."""
     if not found or len({one.row.device for one in found}) > 1:
         return None
     return found[0].figure / found[1].figure if len(found) > 1 else found[0].figure
 
 
 def ratio_shown(page: Page, found: list[Found]) -> str:
-    """Its value and its run."""
+    """Value of the ratio and its run."""
     rows: list[Found | None] = [*found] or [None]
     return page.derived("{:.2f}", lambda a, b=1.0: a / b, *rows)
 

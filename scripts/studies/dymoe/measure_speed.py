@@ -100,7 +100,7 @@ def _ratios(run: Run, gib: float, base: str, name: str, rows: dict[str, Measured
 def _policy(
     run: Run, policy: AnyPolicy, bits: tuple[int, ...], gib: float, **more: Any
 ) -> tuple[Callable[[], Memory], int]:
-    """What makes the memory of a policy, and its planned bytes."""
+    """Maker of a policy's memory, and its planned bytes."""
     budget = run.lab.split(bits, gib, run.options.split, **more)
     plans = [run.lab.plan_of(b, tier) for b, tier in zip(bits, budget.tiers, strict=True)]
     slots = ", ".join(

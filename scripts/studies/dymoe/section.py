@@ -1,7 +1,4 @@
-"""DyMoE's Tables 1 to 3 and Figures 3 to 6, 10 and 11 beside what we measured.
-
-python -m scripts.studies.dymoe.section --figures=docs/figures
-"""
+"""DyMoE's Tables 1 to 3 and Figures 3 to 6, 10 and 11 beside what we measured."""
 
 from scripts.studies.dymoe import accelerate_section as accelerate
 from scripts.studies.dymoe import claims as dymoe_claims
@@ -17,7 +14,7 @@ from scripts.studies.dymoe.claims import (
     ratio_shown,
     similarity_rows,
 )
-from scripts.studies.tables import command, protocol
+from scripts.studies.tables import protocol
 from scripts.studies.tables.drawing import Canvas, bars, lines
 from scripts.studies.tables.page import OURS, PAPER, Page
 from scripts.studies.tables.published import Published
@@ -292,7 +289,3 @@ def _figure_11(page: Page) -> None:
     page.heading("Figure 11: quality against retention")
     caption = "Figure 11, ours: the rows of Table 2 on the demo model (lower is better)."
     page.figure("dymoe_figure_11", caption, draw, [one for ones in found.values() for one in ones])
-
-
-if __name__ == "__main__":
-    command.run(build)

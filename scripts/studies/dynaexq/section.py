@@ -1,10 +1,7 @@
-"""DynaExq's Table 1 and Figures 1, 4 and 5 beside what we measured.
-
-python -m scripts.studies.dynaexq.section --figures=docs/figures
-"""
+"""DynaExq's Table 1 and Figures 1, 4 and 5 beside what we measured."""
 
 from scripts.studies.dynaexq import speed_section as dynaexq_speed
-from scripts.studies.tables import command, protocol
+from scripts.studies.tables import protocol
 from scripts.studies.tables.drawing import Canvas, lines
 from scripts.studies.tables.page import (
     IN_PART,
@@ -277,7 +274,3 @@ def _figure_4(page: Page) -> None:
         draw,
         [one for part in found.values() for one in part],
     )
-
-
-if __name__ == "__main__":
-    command.run(build)

@@ -64,7 +64,7 @@ def _own(results: Results, batch: int, beside: str) -> Found | None:
 
 
 def _wide(results: Results, gib: int) -> Found | None:
-    """The same under a budget of the device's memory."""
+    """Share of throughput under a budget of the device's memory."""
     about = re.escape(f"dynaexq_wide, {WIDE}, 48 layers, attention bf16")
     over = rf"dynaexq int4/int2, {gib} GiB, \d+ hot of 512, shifting: throughput over the resident"
     return results.latest(f"{over} int2 model, {about}")

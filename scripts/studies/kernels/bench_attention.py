@@ -52,7 +52,7 @@ def by_kernel(
 
 
 def by_xla(q: jax.Array, operands: Any, call: int, kv_length: int) -> jax.Array:
-    """What the model does without the kernel."""
+    """Computes attention as the model does without the kernel."""
     keys, values, positions = operands
     layer = call % len(keys)
     k, v = keys[layer, :, :, :kv_length], values[layer, :, :, :kv_length]
@@ -60,7 +60,7 @@ def by_xla(q: jax.Array, operands: Any, call: int, kv_length: int) -> jax.Array:
 
 
 def parsed(text: str) -> AttentionTiles:
-    """Of `AttentionTiles.describe`, with or without its first letter."""
+    """Parses `AttentionTiles.describe`, with or without its first letter."""
     found = re.fullmatch(r"s?(\d+)x(\d+)w(\d+)p(\d+)", text)
     if not found:
         raise ValueError(f"tiles {text!r}: not such as 64x16w4p3")
@@ -68,7 +68,7 @@ def parsed(text: str) -> AttentionTiles:
 
 
 def difference(a: Timing, b: Timing) -> float:
-    """Of the outputs of the last call, as a share of the norm."""
+    """Difference of the last call's outputs, as a share of the norm."""
     x, y = (np.asarray(of.last).astype(np.float64) for of in (a, b))
     return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 

@@ -86,7 +86,7 @@ def make_bench(start: float) -> Bench:
 
 
 def run_sections(bench: Bench) -> None:
-    """What the flags ask for.
+    """Runs the sections that the flags name.
 
     Raises:
       OutOfTime: before the time limit.

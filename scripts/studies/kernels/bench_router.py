@@ -44,7 +44,7 @@ def by_kernel(logits: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def by_xla(logits: jax.Array, config: ModelConfig) -> jax.Array:
-    """What the model does without the kernel; probabilities and ids are dropped, in its favour."""
+    """Routes as the model does without the kernel; drops probabilities and ids, in its favour."""
     return routing_of(logits, config).weights
 
 
@@ -66,7 +66,7 @@ def alone(
 
 
 def difference(a: Timing, b: Timing) -> float:
-    """Of the weights of the last call, as a share of the norm."""
+    """Difference of the last call's weights, as a share of the norm."""
     x, y = (np.asarray(of.last).astype(np.float64) for of in (a, b))
     return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 

@@ -1,4 +1,4 @@
-"""What the kernels are measured on: shapes, random packed weights, float64 values, the bars.
+"""Operands of the kernels' benchmark: shapes, random packed weights, float64 values, the bars.
 
 Scales and zero points are multiples of powers of two that bf16 and fp16 both hold, so that every
 library multiplies by the same weights. Their products with codes are exact in float32.

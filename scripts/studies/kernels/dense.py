@@ -52,13 +52,13 @@ class Product:
         return f"dense | {self.shape.name} {self.weights.describe()} | M {rows}"
 
     def bytes_and_operations(self, rows: int, weights: PackedMatrices) -> tuple[float, float]:
-        """That one call cannot do without: its matrix, x and y."""
+        """Bytes and operations that one call must take: its matrix, x and y."""
         activations = 2 * rows * (self.shape.num_inputs + self.shape.num_outputs)
         operations = 2.0 * rows * self.shape.num_inputs * self.shape.num_outputs
         return weights.slot_nbytes + activations, operations
 
     def chain(self, rows: int) -> Chain:
-        """Of any implementation; its slots are at most those of the stack."""
+        """Chain of calls of any implementation; its slots are at most those of the stack."""
         num_bytes, operations = self.bytes_and_operations(rows, self.weights)
         chain = self.bench.chain(self.weights.slot_nbytes, num_bytes, operations)
         if chain.num_slots <= self.weights.num_slots:

@@ -83,11 +83,11 @@ class Case(NamedTuple):
 
     @property
     def operations(self) -> float:
-        """Of one call."""
+        """Operations of one call."""
         return 6.0 * self.num_pairs * self.layer.moe.model_dim * self.layer.moe.expert_dim
 
     def num_bytes(self, slot_bytes: float) -> float:
-        """That one call cannot do without, from the bytes of an expert."""
+        """Bytes that one call must read, from the bytes of an expert."""
         return self.distinct * slot_bytes + 4 * self.x.size
 
 
@@ -107,7 +107,7 @@ def deal(bench: Bench, moe: Moe, num_tokens: int) -> tuple[np.ndarray, np.ndarra
 
 
 def as_assignments(slots: np.ndarray, weights: np.ndarray) -> tuple[Assignments, ...]:
-    """Of each call; one tier."""
+    """Assignments of each call; one tier."""
     pairs = zip(map(jnp.asarray, slots), map(jnp.asarray, weights), strict=True)
     return tuple(Assignments(jnp.zeros_like(slot), slot, weight) for slot, weight in pairs)
 
@@ -115,7 +115,7 @@ def as_assignments(slots: np.ndarray, weights: np.ndarray) -> tuple[Assignments,
 def make_assignments(
     bench: Bench, moe: Moe, num_tokens: int
 ) -> tuple[tuple[Assignments, ...], float]:
-    """Of each call of a chain, and how many matrices a call reads in the mean."""
+    """Assignments of each call of a chain, and the mean number of matrices that a call reads."""
     slots, weights = deal(bench, moe, num_tokens)
     return as_assignments(slots, weights), mean_distinct([set(call.flat) for call in slots])
 

@@ -1,4 +1,4 @@
-"""The same packed products by other libraries, through torch, on the same weights.
+"""Packed products by other libraries, through torch, on the same weights.
 
 A peer that is not installed, or cannot hold a form, raises `Missing` with one line that says why.
 """
@@ -27,7 +27,7 @@ class Missing(Exception):
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that are installed."""
+    """Versions of the libraries that are installed."""
     found = {}
     for name in ("torch", "triton", "humming-kernels", "gemlite", "vllm"):
         try:

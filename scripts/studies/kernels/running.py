@@ -36,7 +36,7 @@ class OutOfTime(Exception):
 
 @dataclasses.dataclass(kw_only=True)
 class Bench:
-    """What all sections share.
+    """State that all sections share.
 
     Attributes:
       device: that measures.
@@ -184,7 +184,7 @@ class Bench:
 
 
 def expected_implementations(target: Target, bits: int) -> tuple[str, ...]:
-    """What should serve a product: Mosaic on Hopper, Triton on other GPUs, else the reference."""
+    """Implementations that should run: Mosaic on Hopper, else Triton or the reference."""
     if target.platform != "gpu":
         return ("reference",)
     if target.capability != (9, 0):

@@ -1,49 +1,29 @@
-"""Plots and Markdown tables from the rows of `bench_kernels.py`.
+"""Markdown tables of the rows of `bench_kernels.py`, which docs/kernels.md shows.
 
-    python -m scripts.studies.kernels.tables --rows=scripts/studies/kernels/kernels_h200.jsonl \
-        --output=plots
+    python -m scripts.studies.kernels.tables --rows=scripts/studies/kernels/kernels_h200.jsonl
 
-One figure a shape and form: microseconds against rows of x or tokens, a line an implementation,
-with what the bytes and the operations allow drawn in. Prints the table of times, and the bars and
-moonshots of `data.py` beside our best. Of a row that was measured twice the later one
-counts.
+Prints a table of times a shape and form, with what the bytes and the operations allow, and the bars
+and moonshots of `data.py` beside our best. Of a row that was measured twice the later one counts.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from absl import app, flags
 
 from moejax.files.result_rows import ResultRow, read_rows
 
 _ROWS = flags.DEFINE_string("rows", "scripts/studies/kernels/kernels_h200.jsonl", "JSON Lines file")
-_OUTPUT = flags.DEFINE_string("output", "", "folder of the plots; '': only the tables")
 
 OURS = ("mosaic", "triton")
-# Told apart by marker and line as well, for paper without colour; ours in black.
-STYLES: dict[str, dict[str, str]] = {
-    "mosaic": {"marker": "o", "linestyle": "-", "color": "black"},
-    "triton": {"marker": "s", "linestyle": "--", "color": "black"},
-    "cublas": {"marker": "^", "linestyle": "-", "color": "0.5"},
-    "unpack": {"marker": "v", "linestyle": ":", "color": "0.5"},
-    "humming": {"marker": "D", "linestyle": "-.", "color": "0.4"},
-    "torch": {"marker": "x", "linestyle": ":", "color": "0.3"},
-    "gemlite": {"marker": "+", "linestyle": ":", "color": "0.3"},
-    "marlin": {"marker": "<", "linestyle": "--", "color": "0.4"},
-    "expert_mlp": {"marker": "^", "linestyle": "--", "color": "0.5"},
-    "torch_grouped": {"marker": "v", "linestyle": "-.", "color": "0.5"},
-}
-OTHER_STYLE = {"marker": ".", "linestyle": "-", "color": "0.7"}
-
 Rows = dict[str, ResultRow]  # by implementation
 Curves = dict[str, dict[int, Rows]]  # by "section | shape and form", then by rows of x or tokens
 
 
 def latest_rows(path: Path) -> list[ResultRow]:
-    """Of a file; of a row that was measured twice the later one."""
+    """Rows of a file; of a row that was measured twice the later one."""
     return list({row.what: row for row in read_rows(path)}.values())
 
 
@@ -59,7 +39,7 @@ def read_curves(rows: list[ResultRow]) -> Curves:
 
 
 def beside_cublas(curves: Curves) -> Curves:
-    """The same, with the bf16 product of the shape by cuBLAS beside every packed form of it."""
+    """Curves with the bf16 product of the shape by cuBLAS beside every packed form of it."""
     merged: Curves = {}
     for name, sizes in curves.items():
         plain = curves.get(f"{name.split()[0]} | {name.split()[2]} bfloat16", {})
@@ -137,53 +117,13 @@ def _bounds(row: ResultRow) -> tuple[float, float]:
     return row.baseline["bandwidth_bound_us"], row.baseline["compute_bound_us"]
 
 
-def stem(name: str) -> str:
-    """Of the file of a curve's plot."""
-    return re.sub(r"[^a-z0-9]+", "_", f"kernels {name}".lower())
-
-
-def draw(name: str, sizes: Mapping[int, Rows], path: Path) -> None:
-    """Time against size, both logarithmic, with the bounds of the packed form."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(6.5, 4.5), constrained_layout=True)
-    section, case = name.split(" | ")
-    names = dict.fromkeys(key for rows in sizes.values() for key in rows)
-    for key in names:
-        points = [(size, rows[key].figure) for size, rows in sizes.items() if key in rows]
-        style: Any = STYLES.get(key, OTHER_STYLE)
-        panel.plot(*zip(*points, strict=True), label=key, markersize=5, **style)
-    packed = {size: fewest_bytes(rows) for size, rows in sizes.items()}
-    for index, label in enumerate(("bytes / read bandwidth", "operations / cuBLAS rate")):
-        bounds = [_bounds(row)[index] for row in packed.values()]
-        line: Any = (":", "-")[index]
-        panel.plot([*packed], bounds, color="0.8", linewidth=3, linestyle=line, label=label)
-    panel.set(xscale="log", yscale="log", title=case, ylabel="microseconds a call")
-    panel.set_xlabel("rows of x" if section == "dense" else "tokens")
-    panel.set_xticks([*sizes], labels=[str(size) for size in sizes])
-    panel.minorticks_off()
-    least = min(_bounds(row)[0] for row in packed.values())
-    panel.set_ylim(bottom=least / 2)
-    panel.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"Software": None}
-    figure.savefig(path, dpi=100, metadata=about)
-    pyplot.close(figure)
-    print(f"{path}: {path.stat().st_size / 1e3:.0f} KB")
-
-
 def main(argv: list[str]) -> None:
-    """Prints the tables, draws the plots."""
+    """Prints the tables."""
     del argv
     rows = latest_rows(Path(_ROWS.value))
     curves = beside_cublas(read_curves(rows))
     for name, sizes in curves.items():
         print(f"\n### {name}\n\n{times_table(sizes)}")
-        if _OUTPUT.value:
-            draw(name, sizes, Path(_OUTPUT.value) / f"{stem(name)}.png")
     if table := bars_table(rows):
         print(f"\n### Bars and moonshots\n\n{table}")
     others = [row for row in rows if row.unit in ("launches", "TB/s", "TFLOP/s")]

@@ -36,7 +36,7 @@ Call = Callable[[jax.Array, Any, int], jax.Array]  # (x, operands, number of the
 
 
 class Timing(NamedTuple):
-    """Of one call in a chain."""
+    """Times of one call in a chain."""
 
     microseconds: float  # the median
     spread: float  # half the distance of the quartiles, microseconds
@@ -45,7 +45,7 @@ class Timing(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What a timed program holds."""
+    """Operands and calls of a timed program."""
 
     num_slots: int  # calls take slot i % num_slots
     num_calls: int  # unrolled, a multiple of num_slots
@@ -191,7 +191,7 @@ def compute_rate(size: int) -> float:
 
 
 class Launches(NamedTuple):
-    """What a program asks of the GPU, from XLA's own list of thunks."""
+    """Launches of a program, from XLA's own list of thunks."""
 
     graphs: int  # CUDA graphs (command buffers)
     captured: collections.Counter[str]  # launches inside them, by name

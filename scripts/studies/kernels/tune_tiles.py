@@ -265,7 +265,7 @@ def report(task: Task, results: Sequence[Result], device: jax.Device, out: str) 
 
 
 def tasks(bench: Bench) -> Iterator[Task]:
-    """What the flags ask for."""
+    """Tasks that the flags name."""
     smoke, name = _SMOKE.value, _SHAPE.value
     products, models = (SMOKE_DENSE, SMOKE_MOE) if smoke else (DENSE, MOE)
     found: dict[str, Dense | Moe] = {shape.name: shape for shape in (*products, *models)}

@@ -25,13 +25,13 @@ def demo(
 
 
 def recovered(page: Page, label: str) -> str:
-    """Of HQQ's loss of perplexity, what a recipe brings back."""
+    """Share of HQQ's loss of perplexity that a recipe recovers."""
     rows = [demo(page.results, name) for name in (HQQ, FULL, label)]
     return page.derived("{:.0f} %", lambda hqq, full, own: 100 * (hqq - own) / (hqq - full), *rows)
 
 
 def recovered_printed(paper: Published, model: str, method: str) -> str:
-    """The same of the paper's Tables 1 and 3."""
+    """Share that the paper's Tables 1 and 3 recover."""
     hqq, own = (
         paper.number("Table 3", f"{model}, {name}", "Wikitext2 PPL") for name in ("HQQ", method)
     )

@@ -1,7 +1,4 @@
-"""MiLo's Tables 1 to 7 and Figures 2 to 5 and 8 to 11 beside what we measured.
-
-python -m scripts.studies.milo.section --figures=docs/figures
-"""
+"""MiLo's Tables 1 to 7 and Figures 2 to 5 and 8 to 11 beside what we measured."""
 
 from scripts.studies.milo import claims as milo_claims
 from scripts.studies.milo import figures as milo_figures
@@ -16,7 +13,7 @@ from scripts.studies.milo.claims import (
     recovered_printed,
     tpot,
 )
-from scripts.studies.tables import command, protocol
+from scripts.studies.tables import protocol
 from scripts.studies.tables.page import NOT_MEASURED, OURS, PAPER, Page
 from scripts.studies.tables.published import Published
 from scripts.studies.tables.rows import Results
@@ -246,7 +243,3 @@ def _table_7(page: Page) -> None:
     )
     page.heading("Table 7 (printed as Figure 7): where rank goes")
     page.table(["strategy", "whose", "memory", "WikiText-2 PPL", "what differs"], rows)
-
-
-if __name__ == "__main__":
-    command.run(build)

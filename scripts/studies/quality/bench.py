@@ -1,4 +1,4 @@
-"""What `policies.py` measures with: a model in several precisions, texts, runs.
+"""Models in several precisions, texts and runs of the studies of quality.
 
 A run is teacher-forced: windows of a text are fed chunk by chunk through the engine's own steps,
 with the policy's state and the tables of its slots carried from chunk to chunk. All copies of all
@@ -61,7 +61,7 @@ class Texts:
     """Texts cut into windows."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, length: int):
-        """Of a folder with eval/wikitext2.test.raw.xz and valid/DOMAIN.jsonl.xz."""
+        """Reads a folder with eval/wikitext2.test.raw.xz and valid/DOMAIN.jsonl.xz."""
         self._folder, self._tokenizer, self.length = folder, tokenizer, length
 
     def wikitext(self, count: int, *, between: bool = False) -> Windows:
@@ -82,7 +82,7 @@ class Texts:
         return Windows("mixed", tokens.reshape(-1, tokens.shape[-1]), DOMAINS * each)
 
     def calibration(self, count: int) -> Windows:
-        """Of the text that ships, which is none of the others."""
+        """Windows of the text that ships, which is none of the others."""
         return self._cut("calibration", shipped_text(), count, "calibration", False)
 
     def _cut(self, name: str, content: str, count: int, domain: str, between: bool) -> Windows:
@@ -127,7 +127,7 @@ class Model:
         return len(self.config.moe_layers)
 
     def nbytes(self, tier: str) -> int:
-        """Of an expert as it would be stored: codes and float16 scales and zeros."""
+        """Bytes of an expert as it would be stored: codes and float16 scales and zeros."""
         weights = 3 * self.config.model_dim * self.config.expert_dim
         if tier not in BITS:
             return 2 * weights
@@ -162,7 +162,7 @@ class Measured:
 
     @property
     def perplexity(self) -> float:
-        """Of all windows."""
+        """Perplexity of all windows."""
         return float(np.exp(self.nats.sum() / self.num_targets))
 
 
@@ -229,7 +229,7 @@ class EachToken:
     """
 
     def __init__(self, model: Model, policy: AnyPolicy, tiers: Sequence[str]):
-        """Its program serves all settings that sweep."""
+        """Compiles one program for all settings that sweep."""
         config, self.model, self.policy = model.config, model, policy
         self.spec = PolicySpec(
             num_layers=model.num_layers,
@@ -245,7 +245,7 @@ class EachToken:
         self._score = jax.jit(self._nats)
 
     def perplexity(self, policy: AnyPolicy, windows: Windows) -> float:
-        """Of all windows, one at a time."""
+        """Perplexity of all windows, one at a time."""
         state, nats = policy.init(self.spec), 0.0
         for row in windows.tokens:
             tokens = jnp.asarray(row[None])

@@ -45,7 +45,7 @@ class Demo:
         return cls(opened.config, weights, tokenizer, device)
 
     def windows(self) -> dict[str, Windows]:
-        """Of WikiText-2's test text and of each held-out domain, spread over the text."""
+        """Windows of WikiText-2's test text and of each held-out domain, spread over the text."""
         assert self.texts is not None
         found = {WIKI: self.texts.wikitext(self.num_windows)}
         return found | {name: self.texts.domain(name, self.num_windows) for name in DOMAINS}

@@ -52,7 +52,7 @@ def foresight(bench: Bench) -> Iterator[Point]:
 
 
 def _routing(model: Model, windows: Windows) -> Trace:
-    """Of all tokens, window after window."""
+    """Routing of all tokens, window after window."""
     runner = Runner(model.config, model.weights, model.device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace"

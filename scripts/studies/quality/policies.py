@@ -1,4 +1,4 @@
-"""What policies do to the demo model: perplexity of each, beside what they are compared with.
+"""Perplexity of the demo model under policies, beside what they are compared with.
 
     python -m scripts.studies.quality.policies --texts=DIR \
         --output=scripts/studies/quality/policy_quality.jsonl
@@ -99,14 +99,14 @@ HEADER = f"{'section':24s} {'text':12s} {'what':34s} {'at':>6s} {'perplexity':>1
 
 
 def line(point: Point) -> str:
-    """Of the table."""
+    """Formats a line of the table."""
     shown = ", ".join(f"{n} {v:.4g}" for n, v in point.more.items() if isinstance(v, float | int))
     head = f"{point.section:24s} {point.text:12s} {point.series:34s} {point.x:6.3f}"
     return f"{head} {point.perplexity:11.4f}  {shown}"
 
 
 def row(section: str, point: Point, device: jax.Device) -> ResultRow:
-    """Of the results."""
+    """Makes a row of the results."""
     scored = {
         "window": _WINDOW.value,
         "windows of wikitext-2": _WIKI.value,

@@ -25,7 +25,7 @@ Array = jax.Array | np.ndarray
 
 
 class Seen(NamedTuple):
-    """Of one batch of windows, by layer."""
+    """Routing of one batch of windows, by layer."""
 
     chosen: Array  # float32[M, B, E], tokens that chose an expert
     heavy: Array  # float32[M, B, E], of them those that are heavy hitters in that layer

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
 
 
 def row(section: str, found: Finding, device: jax.Device) -> ResultRow:
-    """Of the results."""
+    """Makes a row of the results."""
     what = f"{section} | {found.what} | {_CHECKPOINT.value}"
     return ResultRow(
         what=what,

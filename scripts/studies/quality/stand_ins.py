@@ -44,7 +44,7 @@ class Routed(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Of all experts' outputs f on the tokens of one layer, without the outputs.
+    """Inner products of all experts' outputs f on the tokens of one layer, without the outputs.
 
     Attributes:
       gram: float64[N, E, E], f_a . f_b.
@@ -58,7 +58,7 @@ class Products(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What the calibration text says of a layer.
+    """Gains and means of a layer that the calibration text gives.
 
     Attributes:
       counts: int64[E], tokens that chose the expert.
@@ -100,7 +100,7 @@ def stand_ins(bench: Bench) -> Iterator[Point]:
 
 
 def routed(model: Model, windows: Windows) -> Routed:
-    """What the sparse layers are given, and what the routers choose, one window after the other."""
+    """Inputs of the sparse layers and choices of the routers, one window after the other."""
     runner = Runner(model.config, model.weights, model.device)
     parts = []
     for row in windows.tokens:
@@ -167,13 +167,13 @@ def _gram(outputs: np.ndarray) -> np.ndarray:
 
 
 def products_of(outputs: np.ndarray, low: np.ndarray, means: np.ndarray) -> Products:
-    """Of outputs float32[N, E, D], those in INT2, and the means float64[E, D]."""
+    """Products of outputs float32[N, E, D], those in INT2, and the means float64[E, D]."""
     with_mean = np.einsum("ned,ed->ne", outputs, means)
     return Products(_gram(outputs), with_mean, np.square(outputs - low).sum(-1, dtype=np.float64))
 
 
 def fit(outputs: np.ndarray, ids: np.ndarray, weights: np.ndarray, means: np.ndarray) -> Fitted:
-    """Of the calibration text's outputs float32[N, E, D]."""
+    """Fits the calibration text's outputs float32[N, E, D]."""
     gram = _gram(outputs)
     num_experts = outputs.shape[1]
     chosen = _by_expert(ids, weights, num_experts)
@@ -195,7 +195,7 @@ def fit(outputs: np.ndarray, ids: np.ndarray, weights: np.ndarray, means: np.nda
 def squared_errors(
     fitted: Fitted, products: Products, ids: np.ndarray, weights: np.ndarray, slots: int
 ) -> dict[str, float]:
-    """Of one layer, by what stands in; the `slots` experts of most tokens are resident."""
+    """Squared errors of one layer by stand-in; the `slots` experts of most tokens are resident."""
     order = np.argsort(-fitted.counts, kind="stable")
     resident = np.zeros(len(order), bool)
     resident[order[:slots]] = True

@@ -1,4 +1,4 @@
-"""What the demo model's matrices look like to a quantizer (MiLo sections 3.1 and 3.2.4)."""
+"""Shape of the demo model's matrices to a quantizer (MiLo sections 3.1 and 3.2.4)."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Stack:
     matrices: jax.Array
 
     def of_layer(self, layer: int, num_layers: int) -> slice:
-        """Its matrices of one layer."""
+        """Matrices of one layer."""
         each = len(self.matrices) // num_layers
         return slice(layer * each, (layer + 1) * each)
 
@@ -154,7 +154,7 @@ def _quantized(matrices: jax.Array, method: str, bits: int, rank: int = 0) -> Qu
 
 
 def _values(quantized: QuantizedStack) -> jax.Array:
-    """Of the stored matrices, compensators added."""
+    """Values of the stored matrices, compensators added."""
     values = quantized.tensor.dequantize()
     factors = quantized.factors
     if factors is None:

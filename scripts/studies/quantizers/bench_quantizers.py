@@ -204,7 +204,7 @@ def _bench_gptq(report: Report, name: str, weights: jax.Array) -> None:
 
 
 def bench_svd(report: Report, shape: Shape, library: HqqLibrary | None, extra: int) -> None:
-    """What a pass's decomposition consists of, with some columns more than the rank."""
+    """Times the parts of a pass's decomposition, with some columns more than the rank."""
     residual, name = matrix(shape), "x".join(map(str, shape))
     width = min(_RANK.value + extra, *shape)
     basis = jax.random.normal(jax.random.key(2), (width, shape[1]))

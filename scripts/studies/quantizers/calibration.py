@@ -14,7 +14,7 @@ from scripts.studies.quantizers.methods import Stack
 
 
 class CalibratedModel(NamedTuple):
-    """What the unquantized model's matrices were given, by (leaf, index)."""
+    """Hessians of the unquantized model's matrices, by (leaf, index)."""
 
     hessians: dict[tuple[str, tuple[int, ...]], jax.Array]  # float32[K, K]
     num_tokens: dict[tuple[str, tuple[int, ...]], int]

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from moejax.checkpoints.load import load_weights
 from moejax.checkpoints.open import open_checkpoint
+from moejax.checkpoints.reader import load_weights
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.files.result_rows import (
     ResultRow,
@@ -123,7 +123,7 @@ class Bench:
         self.quantizer.prepare([(r, self.ranks(r)) for r in recipes], _THREADS.value)
 
     def ranks(self, recipe: Recipe) -> list[np.ndarray]:
-        """Of each stack's matrices."""
+        """Ranks of each stack's matrices."""
         return plan_ranks(recipe, self.stacks, _MULTIPLE.value)
 
     def measure(self, recipe: Recipe) -> Measured:

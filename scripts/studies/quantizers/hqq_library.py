@@ -37,7 +37,7 @@ class HqqLibrary:
             return self.torch.tensor(np.array(weights), device=self.device)
 
     def hqq(self, weights: Any) -> Any:
-        """What the library's codes stand for; codes are left unpacked, in its favour."""
+        """Values that the library's codes stand for; codes are left unpacked, in its favour."""
         codes, meta = self.quantizer.quantize(
             weights, nbits=3, channel_wise=True, group_size=64, optimize=True, round_zero=False,
             axis=1, bitpack=False, device=self.device,

@@ -1,4 +1,4 @@
-"""What `demo_quantization.py` measures: a model as stacks of equal matrices, under recipes.
+"""Stacks of equal matrices of a model, quantized under recipes.
 
 All matrices of one shape are quantized in one call, whatever their layer and expert, so that a
 recipe costs one compilation a shape; ranks are data. The programs are those of
@@ -53,7 +53,7 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        """As the table prints it."""
+        """Label that the table prints."""
         if self.method == "fp":
             return "unquantized"
         parts = [f"INT{self.bits} {self.method}"]
@@ -69,7 +69,7 @@ class Recipe:
         return ", ".join(parts)
 
     def program(self, max_rank: int) -> Program:
-        """Of a stack whose ranks are at most `max_rank`."""
+        """Program of a stack whose ranks are at most `max_rank`."""
         scheme = Scheme(
             method=self.method,
             bits=self.bits,
@@ -124,7 +124,7 @@ class Measured(NamedTuple):
         )
 
     def figures(self) -> dict[str, tuple[float, str]]:
-        """What is written of it: (figure, unit) by name."""
+        """Figures that are written: (figure, unit) by name."""
         q = self.quantized
         return {
             "perplexity": (self.perplexity, "perplexity"),

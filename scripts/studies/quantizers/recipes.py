@@ -109,7 +109,7 @@ def recovered(row: Measured, full: Measured, hqq: Measured) -> float:
 
 
 def verdicts(rows: Sequence[Measured]) -> list[str]:
-    """What is claimed, and whether the rows bear it out; a claim whose rows lack is left out."""
+    """Claims, and whether the rows bear them out; a claim whose rows lack is left out."""
     by_recipe = {row.recipe: row for row in rows}
     full, hqq = by_recipe.get(FULL), by_recipe.get(HQQ)
     if full is None or hqq is None:

@@ -20,6 +20,7 @@ seconds: the rest takes another call, with the same `--cache`. `--shape=tiny --p
 the script.
 """
 
+import collections
 import statistics
 import tempfile
 import time
@@ -37,10 +38,11 @@ from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.step_cost import bytes_per_step, distinct_experts
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import STEPS_PER_CALL
+from moejax.inference.batch import Batch
 from moejax.inference.chunking import kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.inference.generation import GenerationSettings, Timing
 from moejax.inference.runner import Runner
-from moejax.inference.session import Session
+from moejax.inference.session import Session, settings_by_row
 from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import leaves_of
 from moejax.models.shapes import CONFIGS, with_layers
@@ -152,7 +154,7 @@ class Benchmark:
             )
 
     def _check(self, batch: int, prompt: int, context: int) -> str:
-        """What serves decode and prefill, in words; ends the process where it is unexpected."""
+        """Describes what runs decode and prefill; ends the process where it is unexpected."""
         longest = longest_chunk(self.config, batch, context)
         chunks = {size for _, size in prefill_chunks(prompt, context, longest)}
         phases = [("prefill", batch * size, _EXPECT_PREFILL.value) for size in sorted(chunks)]
@@ -195,7 +197,7 @@ class Benchmark:
         used: list[jax.stages.Compiled],
         session: Session,
     ) -> None:
-        """Of the device while the largest program runs, by XLA's plan; the allocator's peak so far.
+        """Memory under the largest program, by XLA's plan; the allocator's peak so far.
 
         The peak may be of the time when weights were drawn: `drawn_gib` stands beside it.
         """
@@ -263,8 +265,10 @@ class Benchmark:
         """None after a run that compiles, then a timing a run, in this process' turn."""
 
         def run() -> Timing:
-            *_, (_, timing) = self.runner.run(prompts, context, settings, (), steps)
-            return timing
+            rows = settings_by_row(settings, len(prompts))
+            batch = Batch(self.runner, None, prompts, rows, context, (), steps_per_call=steps)
+            collections.deque(batch.steps(), maxlen=0)
+            return batch.timing
 
         run()
         yield None

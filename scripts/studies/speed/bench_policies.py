@@ -20,7 +20,7 @@ Sections, each described by `measure_speed.py` of its paper:
   * cost: what policies take that decide what the pool does without them.
   * compose: Mixtral-8x7B, policies alone and together under one budget.
 
-What the routers say is made up (`moejax.benchmarking.workloads` says how) and the same for all rows
+What the routers say is made up (`moejax.benchmarking.routing` says how) and the same for all rows
 of a section, but for the resident model, which has no pool to replay it. Steps are timed by calls
 of `--per_call`; a TPOT is their mean, so that what promotions take is in it, the median beside it.
 Everything but the experts is bf16, as in the papers (`--attention_bits`). Where packed experts run

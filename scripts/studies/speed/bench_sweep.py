@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 from absl import app, flags
 
-from moejax.benchmarking.synthetic_traces import drifting_trace
 from moejax.devices import choose_device
 from moejax.files.result_rows import (
     ResultRow,
@@ -33,7 +32,7 @@ from moejax.files.result_rows import (
 )
 from moejax.routing.simulate.sweeping import SweepPoint, sweep
 from moejax.routing.trace import Trace
-from scripts.studies.speed.sweep_grids import POLICIES, grid_of, lists_of, tiers_of
+from scripts.studies.speed.sweep_grids import POLICIES, drifting_trace, grid_of, lists_of, tiers_of
 
 _DEVICE = flags.DEFINE_enum("device", "auto", ["auto", "cpu", "gpu"], "where")
 _SETTINGS = flags.DEFINE_integer("settings", 1000, "of a sweep", lower_bound=1)
@@ -110,7 +109,7 @@ def main(argv: list[str]) -> None:
 
 
 def row(policy: str, done: Measured, rate: float, device: jax.Device) -> ResultRow:
-    """Of the results."""
+    """Makes a row of the results."""
     facts: dict[str, Any] = {
         "settings_x_tokens_a_second": rate,
         "processor_s": done.processor,

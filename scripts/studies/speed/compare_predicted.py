@@ -1,4 +1,4 @@
-"""What a sweep predicts of a benchmark, beside what the benchmark measured.
+"""Predictions of a sweep beside what a benchmark measured.
 
     python -m scripts.make_trace --shape=Qwen3-30B-A3B --tokens=256 --out=x.trace
     python -m moejax.benchmark --config.shape=Qwen3-30B-A3B --config.trace=x.trace \
@@ -45,14 +45,14 @@ class Point(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """The same of the replay."""
+    """Time and hit rate of the replay."""
 
     tpot_ms: float
     hit_rate: float
 
 
 def points_of(record: dict[str, Any]) -> list[Point]:
-    """Of the JSON that `moejax.benchmark` writes, by slots; what was refused is left out."""
+    """Points of the JSON that `moejax.benchmark` writes, by slots; refused ones are left out."""
     found = []
     for point in record["points"]:
         cached = re.search(r"(\d+) of \d+ experts of a layer cached", " ".join(point["placement"]))
@@ -102,7 +102,7 @@ def predict(
 
 
 def expert_bytes_of(record: dict[str, Any]) -> int:
-    """Of one expert, by the ledger."""
+    """Bytes of one expert, by the ledger."""
     ledgers = (point["ledger"] for point in record["points"] if point["status"] == "measured")
     return int(next(ledgers)["decode"]["expert_bytes"])
 

@@ -1,4 +1,4 @@
-"""What `bench_policies.py` measures with: memories of random experts, timed."""
+"""Memories of random experts, timed for `bench_policies.py`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,13 +7,13 @@ import jax
 
 from moejax.benchmarking.expected_kernels import require_kernels
 from moejax.benchmarking.random_weights import Packing
+from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.shape_memory import (
     Memory,
     ShapeMemories,
     replay,
     tier_name,
 )
-from moejax.benchmarking.workloads import Workload
 from moejax.experts.budget import (
     BOTH,
     BudgetError,
@@ -59,7 +59,7 @@ class Lab(ShapeMemories):
         self, bits: Sequence[int], gib: float, *, batch: int = 1, prefetch: int = 0, bulk: int = 0,
         slots: Sequence[int] = (), prefetch_in: str = BOTH,
     ) -> TieredBudget:  # fmt: skip
-        """What `moejax.experts` makes of so many GiB, for tiers of these precisions."""
+        """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
         config, context = self.config, self.sizes.context
         tiers = [Tier(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
         return make_tiered_budget(
@@ -123,7 +123,7 @@ class Lab(ShapeMemories):
         self, runner: Runner, workload: Workload, batch: int = 1, *,
         ttft: bool = False, profile: bool = False,
     ) -> Measured:  # fmt: skip
-        """As `measure`; of a runner that may have compiled its programs already.
+        """Measures a runner that may have compiled its programs already; see `measure`.
 
         Raises:
           SystemExit: something serves packed products that is not expected to.

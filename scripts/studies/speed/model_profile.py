@@ -1,4 +1,4 @@
-"""What a step costs beside its time: launches, memory, and sessions without a prompt."""
+"""Costs of a step beside its time: launches, memory, and sessions without a prompt."""
 
 import collections
 import contextlib
@@ -21,7 +21,7 @@ from moejax.inference.session import Session
 def session_without_prefill(
     runner: Runner, batch: int, position: int, cache_length: int, settings: GenerationSettings
 ) -> Session:
-    """As after prompts of `position` tokens, with a random cache: no prefill is compiled or run."""
+    """Session after `position` random tokens: no prefill is compiled or run."""
     prompts = [[0] * position] * batch
     with mock.patch.object(runner, "_chunks", lambda *_: iter(())):
         session = runner.prefill(prompts, cache_length, settings, ())

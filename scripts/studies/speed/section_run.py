@@ -1,12 +1,14 @@
-"""What the sections of `bench_policies.py` share: options, workloads, rows, time."""
+"""Options, workloads, rows and time of the sections of `bench_policies.py`."""
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from moejax.benchmarking.routing import EXPONENTS, Workload, make_workload
 from moejax.benchmarking.shape_memory import Memory, release
-from moejax.benchmarking.workloads import EXPONENTS, Workload, describe, make_workload
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
 from scripts.studies.measuring import Report
 from scripts.studies.speed.lab import Lab
@@ -18,7 +20,7 @@ CFT_ALPHA, MOST_BUDDIES, SMOOTHING = 0.95, 31, 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """As on the command line, where they are described."""
+    """Options of the command line, where they are described."""
 
     batches: Sequence[int]
     bits: int
@@ -51,7 +53,7 @@ class Run:
         self._workloads: dict[tuple[int, bool], Workload] = {}
 
     def workload(self, batch: int = 1, *, shifts: bool = False) -> Workload:
-        """Of so many sequences; made once."""
+        """Workload of so many sequences; made once."""
         key = (batch, shifts)
         if key not in self._workloads:
             o, shape = self.options, self.lab.shape
@@ -95,7 +97,7 @@ class Run:
     def measured(
         self, what: str, make: Callable[[], Memory], workload: Workload, batch: int = 1, **how: Any
     ) -> Measured | None:
-        """Of a memory that is made for it and given back; see `Lab.measure`, and `attempt`."""
+        """Measures a memory that is made for it and released; see `Lab.measure`, and `attempt`."""
 
         def part() -> Measured:
             memory = make()
@@ -124,3 +126,15 @@ class Run:
                 f"{what}, peak of the device so far", stats["peak_bytes_in_use"] / 2**30, "GiB",
                 **beside, allocator_gib=stats.get("bytes_limit", 0) / 2**30,
             )  # fmt: skip
+
+
+def describe(workload: Workload) -> dict[str, Any]:
+    """Facts of a workload, to be printed beside what was measured on it."""
+    top = np.take_along_axis(workload.probabilities, workload.ids, axis=-1)
+    weights = top / top.sum(axis=-1, keepdims=True)
+    return {
+        "distinct_experts": workload.distinct,
+        "top_weight": float(weights[..., 0].mean()),
+        "chosen_mass": float(top.sum(axis=-1).mean()),
+        "shifts": workload.num_shifts,
+    }

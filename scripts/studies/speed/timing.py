@@ -73,7 +73,7 @@ class Measured:
     facts: dict[str, float]
 
     def beside(self) -> dict[str, float]:
-        """What stands beside a TPOT, in ms where it is a time."""
+        """Facts beside a TPOT, in ms where they are times."""
         times = {"median": self.median, "slowest": self.slowest, "dispatch": self.dispatch}
         return {f"{name}_ms": 1e3 * value for name, value in times.items()} | self.facts
 

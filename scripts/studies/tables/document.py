@@ -9,10 +9,10 @@ from scripts.studies.dymoe import section as reproduce_dymoe
 from scripts.studies.dynaexq import section as reproduce_dynaexq
 from scripts.studies.milo import section as reproduce_milo
 from scripts.studies.tables import gpu_runs
-from scripts.studies.tables.command import FIGURES
 from scripts.studies.tables.page import IN_PART, MET, NOT_MEASURED, NOT_MET, NOT_SHOWN, OTHER, Page
 from scripts.studies.tables.rows import Results
 
+FIGURES = "docs/figures"
 PAPERS: dict[str, Callable[[Results, str], Page]] = {
     "DynaExq": reproduce_dynaexq.build,
     "DyMoE": reproduce_dymoe.build,

@@ -47,7 +47,7 @@ class Canvas:
         return path
 
     def panels(self, rows: int, columns: int, **options: Any) -> list[Any]:
-        """Its axes, row by row; sized by their number."""
+        """Axes of the figure, row by row; sized by their number."""
         width, height = options.pop("size", PANEL)
         self.figure.set_size_inches(width * columns, height * rows)
         return list(self.figure.subplots(rows, columns, squeeze=False, **options).flat)

@@ -72,7 +72,7 @@ class Page:
     def shown(
         self, found: Found | None, form: str = "{:.2f}", key: str = "", scale: float = 1.0
     ) -> str:
-        """The same of a row that was looked for in another way."""
+        """Formats a row that was looked for in another way, as `ours` does."""
         if found is None or (key and key not in found.more):
             return NOT_MEASURED
         value = found.more[key] if key else found.figure
@@ -93,7 +93,7 @@ class Page:
         self._claims.append([claim, section, finding, verdict])
 
     def first_line(self, text: str) -> None:
-        """What stands before the claims: how the section's perplexities are taken."""
+        """Sets the text before the claims: how the section's perplexities are taken."""
         self._first = text
 
     @property
@@ -103,7 +103,7 @@ class Page:
 
     @property
     def verdicts(self) -> list[str]:
-        """Of the claims, in their order."""
+        """Verdicts of the claims, in their order."""
         return [claim[3] for claim in self._claims]
 
     def heading(self, text: str, *paragraphs: str) -> None:

@@ -8,7 +8,7 @@ QUANTIZED_WINDOW = 2048  # scripts/studies/quantizers/demo_quantization.py
 
 
 def of_policies(page: Page) -> str:
-    """Of the rows of `scripts/studies/quality/policies.py`."""
+    """Protocol of the rows of `scripts/studies/quality/policies.py`."""
     found = page.results.get(POLICIES)
     if found is None:
         return ""
@@ -27,7 +27,7 @@ def of_policies(page: Page) -> str:
 
 
 def of_quantizers(page: Page) -> str:
-    """Of the rows of `scripts/studies/quantizers/demo_quantization.py`."""
+    """Protocol of the rows of `scripts/studies/quantizers/demo_quantization.py`."""
     found = page.results.get(QUANTIZED)
     if found is None:
         return ""

@@ -1,4 +1,4 @@
-"""What the papers print: `published.csv` of each, typed once and checked against their texts."""
+"""Numbers that papers print: `published.csv` of each, typed once and checked with their texts."""
 
 import csv
 import dataclasses

@@ -34,7 +34,7 @@ class Found:
 
     @property
     def more(self) -> dict[str, Any]:
-        """What stands beside the figure; some rows keep lists there."""
+        """Values beside the figure; some rows keep lists there."""
         return dict(self.row.baseline)
 
     @property
@@ -49,7 +49,7 @@ class Found:
 
 
 def _broken(row: Any) -> str | None:
-    """What is wrong with a decoded row; None where nothing is."""
+    """Says what is wrong with a decoded row; None where nothing is."""
     names = [field.name for field in dataclasses.fields(ResultRow)]
     if not isinstance(row, dict):
         return "is no object"

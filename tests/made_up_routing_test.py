@@ -3,12 +3,21 @@
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.benchmarking.synthetic_traces import (
-    QWEN3_HIT_RATES,
-    lru_hit_rate,
-    lru_trace,
-    scaled_trace,
-)
+from moejax.benchmarking.routing import QWEN3_HIT_RATES, lru_trace, scaled_trace
+
+
+def lru_hit_rate(trace: np.ndarray, slots: int, num_experts: int) -> float:
+    """Hit rate of int32[steps, M, A] on LRU caches of `slots` a layer, without the first tenth."""
+    hits = total = 0
+    for layer in range(trace.shape[1]):
+        last_use = np.full(num_experts, -1)
+        for step, experts in enumerate(trace[:, layer]):
+            held = {e for e in np.argsort(-last_use, kind="stable")[:slots] if last_use[e] >= 0}
+            if step >= len(trace) // 10:
+                hits += sum(int(expert in held) for expert in experts)
+                total += len(experts)
+            last_use[experts] = step
+    return hits / total
 
 
 class TraceTest(parameterized.TestCase):

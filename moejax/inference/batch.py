@@ -1,0 +1,195 @@
+"""Batch: the one loop over compiled steps, for generate, streams, the server and the benchmark."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.inference.generation import AnswerBuilder, FinishReason, GenerationSettings, Timing
+from moejax.inference.runner import Runner
+from moejax.inference.step_output import NOT_FINITE, StepOutput
+from moejax.text.tokenizer import Tokenizer
+
+
+class TokenLogprob(NamedTuple):
+    """A new token, the logarithm of its probability, and the likeliest tokens with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class RowDelta(NamedTuple):
+    """What one call adds to a row's answer; `error` is why a row ended without a reason."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]  # () where none are computed
+    finish_reason: FinishReason | None
+    error: str = ""
+
+
+class Batch:
+    """Prompts that pass through the model together, each row with settings of its own.
+
+    A row's answer is what its prompt would get alone (see `Engine.generate` on rounding). A row
+    that has ended rests: its experts are neither run nor counted.
+
+    Attributes:
+      answers: of each row, as far as it is.
+      steps_per_call: decode steps of the next call; may change at any time, from 1 to the most.
+      timing: of the whole batch so far.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[list[int]],
+        settings: Sequence[GenerationSettings],
+        cache_length: int,
+        eos_ids: tuple[int, ...],
+        *,
+        size: int = 0,
+        top_logprobs: int = 0,
+        steps_per_call: int = 1,
+        any_settings: bool = False,
+    ):
+        """Runs nothing yet.
+
+        Args:
+          runner: of the model.
+          tokenizer: makes text of tokens; None: answers have none.
+          prompts: token ids, none empty.
+          settings: of each prompt, with an integer seed.
+          cache_length: S, longer than every prompt.
+          eos_ids: tokens that end a row, unless its settings ignore them.
+          size: rows that the programs have; the rest are empty. 0: as many as there are prompts.
+          top_logprobs: likeliest tokens given with each new one, and its own logprob; 0: none.
+          steps_per_call: decode steps of a call, at most, for which the programs are compiled.
+          any_settings: see `Runner.prefill`.
+        """
+        rest = max(size, len(prompts)) - len(prompts)
+        self._runner = runner
+        self._prompts = [*prompts, *[[]] * rest]
+        self._settings = [*settings, *[GenerationSettings(temperature=0.0)] * rest]
+        # The last token of an answer is not written to the cache.
+        self._room = [
+            min(own.max_new_tokens, cache_length - len(prompt) + 1)
+            for prompt, own in zip(prompts, settings, strict=True)
+        ]
+        self.answers = [
+            AnswerBuilder(
+                tokenizer, stop=own.stop, eos_ids=() if own.ignore_eos else eos_ids, max_tokens=room
+            )
+            for own, room in zip(settings, self._room, strict=True)
+        ]
+        self._cache_length = cache_length
+        self._eos_ids = eos_ids
+        self._top_logprobs = top_logprobs
+        self._any_settings = any_settings
+        self._most_steps = self.steps_per_call = steps_per_call
+        self._ended = np.zeros(len(self._prompts), bool)
+        self._to_end = self._ended.copy()  # the device does not know it yet
+        self.timing = Timing(0.0, 0.0, 0, 0.0)
+
+    def finish_row(self, row: int) -> None:
+        """Ends a row; it gets no more deltas."""
+        self._ended[row] = self._to_end[row] = True
+
+    def steps(self) -> Iterator[list[RowDelta | None]]:
+        """Yields what each call adds to each row, None for rows that have ended, until all have.
+
+        The first token is read before decoding is dispatched, so that its time is its own; later, a
+        call is dispatched before the tokens of the last one are read.
+        """
+        runner, programs = self._runner, self._runner.programs
+        started, compiled = time.perf_counter(), programs.seconds
+        session = runner.prefill(
+            self._prompts, self._cache_length, self._settings, self._eos_ids, self._top_logprobs,
+            self._any_settings,
+        )  # fmt: skip
+        num_steps, ttft_s, decoded = 1, 0.0, 0
+        whole = runs_whole(max(self._room) - 1, self._most_steps)
+
+        def dispatch() -> StepOutput | None:
+            nonlocal num_steps
+            live = [room for room, ended in zip(self._room, self._ended, strict=False) if not ended]
+            left = max(live, default=0) - num_steps
+            if left <= 0:
+                return None
+            if self._to_end.any():
+                runner.end_rows(session, self._to_end)
+                self._to_end = np.zeros_like(self._to_end)
+            count, most = min(self.steps_per_call, self._most_steps, left), self._most_steps
+            if runner.fixed and runner.runs_whole_calls and count < most:
+                count = most = 1  # by a program that is there, without a step too many
+            runner.decode(session, count, most, bool(runner.fixed) or whole)
+            num_steps += count
+            return session.emitted
+
+        def timing() -> Timing:
+            spent = programs.seconds - compiled
+            return Timing(ttft_s, time.perf_counter() - started - spent - ttft_s, decoded, spent)
+
+        deltas = self._read(session.emitted, session.since)
+        ttft_s = timing().decode_s
+        self.timing = Timing(ttft_s, 0.0, 0, programs.seconds - compiled)
+        yield deltas
+        pending = dispatch()
+        while pending is not None and not self._ended[: len(self._room)].all():
+            following = dispatch()
+            deltas = self._read(pending, session.since)
+            decoded += max(len(delta.tokens) for delta in deltas if delta is not None)
+            self.timing = timing()
+            yield deltas
+            pending = following
+
+    def _read(self, emitted: StepOutput, since: int) -> list[RowDelta | None]:
+        with self._runner.reading(since):
+            tokens = np.asarray(emitted.tokens).tolist()
+            told = emitted.logprobs
+            values = [np.asarray(a) for a in (told.chosen, told.top, told.top_ids)] if told else []
+        deltas: list[RowDelta | None] = []
+        for row, answer in enumerate(self.answers):
+            if self._ended[row]:
+                deltas.append(None)
+                continue
+            text, kept, logprobs, error = "", [], [], ""
+            for i, token in enumerate(tokens[row]):
+                if token < 0 or answer.finish_reason:
+                    is_lost = token == NOT_FINITE and not answer.finish_reason
+                    error = self._runner.not_finite() if is_lost else ""
+                    break
+                text += answer.push(token)
+                kept.append(token)
+                if values:
+                    chosen, top, top_ids = (value[row, i].tolist() for value in values)
+                    pairs = tuple(zip(top_ids, top, strict=True))
+                    logprobs.append(TokenLogprob(token, chosen, pairs))
+            if answer.finish_reason == "eos":
+                self._ended[row] = True  # as the device knows
+            elif answer.finish_reason or error:
+                self.finish_row(row)
+            deltas.append(RowDelta(text, tuple(kept), tuple(logprobs), answer.finish_reason, error))
+        return deltas
+
+
+def runs_whole(num_steps: int, steps_per_call: int) -> bool:
+    """Whether calls run all of their steps, though the last one has too many: not if many are.
+
+    Args:
+      num_steps: of the batch.
+      steps_per_call: of every call.
+    """
+    return 4 * (-num_steps % steps_per_call) <= num_steps
+
+
+def raise_errors(deltas: Sequence[RowDelta | None]) -> None:
+    """Raises MoejaxError where a row ended by an error."""
+    for row, delta in enumerate(deltas, 1):
+        if delta is not None and delta.error:
+            which = f"prompt {row} of {len(deltas)}: " if len(deltas) > 1 else ""
+            raise MoejaxError(which + delta.error)
