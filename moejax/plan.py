@@ -45,9 +45,9 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     budget = budget_of(config, model, sizes, itemsize)
     if budget.pooled and sizes.refusal:
         raise MoejaxError(f"the experts do not fit and cannot move: {sizes.refusal}")
-    print(f"{name}, experts in {sizes.tier.name}, on a {platform_of(config)}")
+    print(f"{name}, experts in {sizes.expert_form}, on a {platform_of(config)}")
     found = warnings(budget, this_machine(platform_of(config)))
-    bits = bits_line(model, sizes, [sizes.tier])
+    bits = bits_line(model, sizes, [tier.tier for tier in budget.tiers])
     for line in [*describe(budget), bits, *_warned(found, config, budget.context)]:
         print(line)
 

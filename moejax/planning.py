@@ -17,7 +17,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
 from moejax.experts.budget import Budget, Tier, make_budget
 from moejax.experts.disk_reader import check_waiting
-from moejax.experts.load import budget_of_tiers, disk_source, plan_experts
+from moejax.experts.load import budget_of_tiers, disk_source, plan_experts, tier_of
 from moejax.experts.tiering import STORED, Tiering, named
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
@@ -51,7 +51,7 @@ def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> Budget:
     for tier in tiering.stored():
         group = config.group_size if tier.name == STORED else tiering.group_size
         sizes = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
-        tiers.append(Tier(name=tier.name, expert_nbytes=sizes.tier.expert_nbytes))
+        tiers.append(Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes))
     context, chunk = _sizes(config, model)
     return budget_of_tiers(
         named(tiering.policy, tiering.settings, None, model).policy, model, own.weights_nbytes,
@@ -75,7 +75,7 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
     budget = make_budget(
         model,
         sizes.weights_nbytes,
-        [sizes.tier],
+        [tier_of(sizes)],
         batch=config.batch,
         context=context,
         chunk=chunk,

@@ -19,6 +19,7 @@ from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.budget import GIB, BudgetError, Limits, plan_tier
 from moejax.experts.budget.allocation import STATES
+from moejax.experts.load import tier_of
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import kind_of
@@ -36,7 +37,7 @@ def budget_of(name, *, batch=1, context=4096, chunk=1024, kind=INT4, **limits):
     config = SHAPES[name]
     sizes = shape_sizes(config, BF16, expert_kind=kind)
     return plan_tier(
-        config, sizes.weights_nbytes, sizes.tier, batch=batch, context=context, chunk=chunk,
+        config, sizes.weights_nbytes, tier_of(sizes), batch=batch, context=context, chunk=chunk,
         limits=Limits(**limits), platform="gpu",
     )  # fmt: skip
 
@@ -112,7 +113,7 @@ class PartsTest(parameterized.TestCase):
         for bits, least, most in ((4, 44, 50), (2, 26, 31)):
             kind = dataclasses.replace(INT4, bits=bits)
             sizes = shape_sizes(SHAPES["Qwen3-Next-80B-A3B"], BF16, expert_kind=kind)
-            total = sum(sizes.weights_nbytes.values()) + 48 * 512 * sizes.tier.expert_nbytes
+            total = sum(sizes.weights_nbytes.values()) + 48 * 512 * sizes.expert_nbytes
             self.assertBetween(total / 1e9, least, most)
 
 

@@ -10,7 +10,6 @@ from absl.testing import absltest, parameterized
 
 from moejax.experts.budget import (
     GIB,
-    LOW_RANK,
     BudgetError,
     Limits,
     Machine,
@@ -29,6 +28,7 @@ from moejax.experts.residency import CacheSpec, empty
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.shapes import SHAPES
+from moejax.weights import LOW_RANK
 
 QWEN, MIXTRAL = SHAPES["Qwen3-30B-A3B"], SHAPES["Mixtral-8x7B"]
 MACHINE = Machine(host_nbytes=100 * GIB, pinned_nbytes=64 * GIB)

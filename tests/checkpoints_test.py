@@ -17,7 +17,7 @@ import transformers
 from absl.testing import absltest, parameterized
 from safetensors.torch import load_file, save_file
 
-from moejax.checkpoints import load, load_weights, open_checkpoint, stored_dtype
+from moejax.checkpoints import load_weights, open_checkpoint, reader, stored_dtype
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import read_model_config
 from moejax.models.hf.names import Spelling, find_spelling, placements, published_spelling
@@ -94,7 +94,7 @@ class LoadTest(parameterized.TestCase):
     @parameterized.parameters("qwen3_sparse_step2", "qwen3_fused", "mixtral_gqa1_tied_fp16")
     def test_values_staged_by_layer(self, name):
         path = write_checkpoint(name, self.directory)
-        with mock.patch.object(load, "_is_host", return_value=False):
+        with mock.patch.object(reader, "_is_host", return_value=False):
             self._assert_loads(path)
 
     @pytest.mark.gpu
@@ -124,7 +124,7 @@ class LoadTest(parameterized.TestCase):
         if is_same:
             self._assert_loads(path)
         else:
-            with self.assertRaisesRegex(load.MoejaxError, "lm_head.weight differs from"):
+            with self.assertRaisesRegex(reader.MoejaxError, "lm_head.weight differs from"):
                 self._assert_loads(path)
 
     def test_rotary_buffers_are_ignored(self):
@@ -166,13 +166,13 @@ class HostMemoryTest(parameterized.TestCase):
         filled = []
 
         def recorded(shape, dtype):
-            filled.append(load_aligned_empty(shape, dtype))
+            filled.append(aligned_empty(shape, dtype))
             return filled[-1]
 
-        load_aligned_empty = load.aligned_empty
+        aligned_empty = reader.aligned_empty
         with tempfile.TemporaryDirectory() as parent:
             path = write_checkpoint("mixtral_gqa1_tied_fp16", Path(parent))
-            with mock.patch.object(load, "aligned_empty", recorded):
+            with mock.patch.object(reader, "aligned_empty", recorded):
                 weights = load_weights(
                     path,
                     read_model_config(path),
@@ -203,7 +203,7 @@ class HostMemoryTest(parameterized.TestCase):
             ).to(torch.bfloat16).save_pretrained(path)
             config = read_model_config(path)
             load_weights(path, config, dtype=jnp.float32, progress=False)  # imports, caches
-            with mock.patch.object(load, "_is_host", return_value=is_host):
+            with mock.patch.object(reader, "_is_host", return_value=is_host):
                 tracemalloc.start()
                 weights = load_weights(path, config, dtype=jnp.float32, progress=False)
                 peak_bytes = tracemalloc.get_traced_memory()[1]

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.safetensors_reader import read_header
+from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.demo import DEMO_DIRECTORY
 from moejax.errors import MoejaxError
 from moejax.files.checksums import CHECKSUMS, Checksum, checksum, checksum_fields
-from moejax.quantization.pipeline.atomic_files import write_safetensors
 from tests.quantized_stores import QWEN, Own
 
 WEIGHTS = "model.safetensors"

@@ -19,8 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 from moejax import Engine
 from moejax.checkpoints import save_hf_checkpoint
-from moejax.checkpoints.load import load_weights
+from moejax.checkpoints.reader import load_weights
 from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models import latent_attention
@@ -36,7 +37,6 @@ from moejax.models.routing import prefetch_scores, routing_of
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.policies.attention_importance import attention_received
-from moejax.quantization.pipeline.atomic_files import write_safetensors
 from moejax.weights.qtensor import Weight
 from tests import pooled_test, slow, tiny_engine
 from tests.deepseek_moe_torch import DeepseekMoe, Shape

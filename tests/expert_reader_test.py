@@ -16,10 +16,12 @@ import numpy as np
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from moejax.checkpoints import load, open_checkpoint, save_orbax
-from moejax.checkpoints.experts import open_experts, row_checksum
+from moejax.checkpoints import open_checkpoint, save_orbax
+from moejax.checkpoints import reader as readers
+from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.errors import MoejaxError
+from moejax.files.checksums import checksum
 from moejax.weights.qtensor import QTensor
 from tests.expert_stores import STORES, MixedBits, Plain, plain
 from tests.quantized_stores import QWEN, WIDE, Fp8, Gptq, Own
@@ -151,13 +153,13 @@ class ValuesTest(ReaderTestCase):
     def test_loading_without_experts(self, make):
         checkpoint, _ = self.open(make())
         whole, read = self.load(checkpoint), []
-        original = load.read_tensor
+        original = readers.read_tensor
 
         def recorded(tensor, destination):
             read.append(tensor.name)
             original(tensor, destination)
 
-        with mock.patch.object(load, "read_tensor", recorded):
+        with mock.patch.object(readers, "read_tensor", recorded):
             found = self.load(checkpoint, experts=False)
         self.assertNotEmpty(read)
         self.assertEmpty([name for name in read if ".experts." in name])
@@ -192,11 +194,13 @@ class RefusalTest(ReaderTestCase):
     @parameterized.parameters(False, True)
     def test_fp8(self, fused):
         self.assert_refused(
-            Fp8(WIDE, fused=fused), "moe.gate_up is stored in FP8, of which there are no slots"
+            Fp8(WIDE, fused=fused), "moe.gate_up is FP8, of which there are no slots"
         )
 
     def test_act_order(self):
-        self.assert_refused(Gptq(QWEN, act_order=True), "moe.gate_up is stored in GPTQ's act-order")
+        self.assert_refused(
+            Gptq(QWEN, act_order=True), "moe.gate_up is permuted by GPTQ's act-order"
+        )
 
     def test_no_experts(self):
         model = dataclasses.replace(QWEN, moe_layers=())
@@ -248,8 +252,7 @@ class FaultTest(ReaderTestCase):
         _, reader = self.open(Own(QWEN, ranks=(0,)))
         row = reader.empty_row()
         reader.read(1, 2, row)
-        crc = row_checksum(row)
-        self.assertEqual(reader.checksum(1, 2), crc)
+        crc = checksum(row)
         reader.read(1, 2, row)
         original = (self.directory / WEIGHTS).read_bytes()
 
@@ -261,7 +264,7 @@ class FaultTest(ReaderTestCase):
         with self.assertRaisesRegex(MoejaxError, "expert 2 of sparse layer 1 is not what was read"):
             reader.read(1, 2, row)
         reader.read(1, 2, row, check=False)
-        self.assertNotEqual(row_checksum(row), crc)
+        self.assertNotEqual(checksum(row), crc)
         self.edit(lambda content: content.__setitem__(slice(None), original))
         reader.read(1, 2, row)
 
@@ -270,9 +273,9 @@ class FaultTest(ReaderTestCase):
         _, reader = self.open(Own(QWEN))
         row = reader.empty_row()
         reader.read(0, 0, row)
-        crc = row_checksum(row)
+        crc = checksum(row)
         row[which].reshape(-1).view(np.uint8)[-1] ^= 0x80
-        self.assertNotEqual(row_checksum(row), crc)
+        self.assertNotEqual(checksum(row), crc)
 
     @parameterized.named_parameters(*(s[:2] for s in STORES if s[0] in ("own", "awq", "plain")))
     def test_a_file_that_shrinks(self, make):

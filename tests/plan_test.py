@@ -21,12 +21,14 @@ from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.config.policy import PolicyConfig
 from moejax.experts import machine
-from moejax.experts.budget import LOW_RANK, Limits, Machine, describe
+from moejax.experts.budget import Limits, Machine, describe
+from moejax.experts.load import tier_of
 from moejax.inference import chunking as chunks
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.planning import bits_line
 from moejax.policies.attention_importance import importance_nbytes
+from moejax.weights import LOW_RANK
 from tests import quantized_stores as stores
 from tests import slow
 from tests.random_checkpoints import TINY, write_random_checkpoint
@@ -89,7 +91,7 @@ class SizesTest(PlanCase):
         self.assertEqual(dict(sizes.weights_nbytes), expected)
         num_experts = len(checkpoint.config.moe_layers) * checkpoint.config.num_experts
         experts = sum(loaded[leaf].nbytes for leaf in EXPERTS)
-        self.assertEqual(sizes.tier.expert_nbytes * num_experts + terms, experts)
+        self.assertEqual(sizes.expert_nbytes * num_experts + terms, experts)
 
     @parameterized.parameters(
         ("gptq with act-order", "moe.gate_up is permuted"),
@@ -117,14 +119,21 @@ class SizesTest(PlanCase):
         err = self.run_plan(*asked, "--config.platform=cpu", status=1)
         self.assertIn(f"{self.directory}: experts that are converted while they are read", err)
 
+    def test_packed_experts_are_counted_without_reading_a_tensor(self):
+        stores.Own(stores.QWEN).write(self.directory)
+        checkpoint = open_checkpoint(str(self.directory))
+        expected = checkpoint_sizes(checkpoint, np.dtype(np.float32))
+        with mock.patch.object(safetensors_reader, "read_tensor", side_effect=AssertionError):
+            self.assertEqual(checkpoint_sizes(checkpoint, np.dtype(np.float32)), expected)
+
     def test_a_shape_in_codes(self):
         config = ModelConfig(**TINY)
         kind = CodesKind(bits=4, group_size=16, zero_kind="float", scale_dtype="float16")
         sizes = shape_sizes(config, np.dtype(np.float16), expert_kind=kind)
         # Matrices [64, 64] and [64, 32], of each weight 4 bits and 32 for 16 weights.
-        self.assertEqual(sizes.tier.expert_nbytes, 64 * (64 + 32) * 6 // 8)
-        self.assertEqual(sizes.tier.name, "int4")
-        said = bits_line(config, sizes, [sizes.tier])
+        self.assertEqual(sizes.expert_nbytes, 64 * (64 + 32) * 6 // 8)
+        self.assertEqual(sizes.expert_form, "int4")
+        said = bits_line(config, sizes, [tier_of(sizes)])
         self.assertRegex(
             said, r"^weights: [\d.]+ bits a weight \(experts: int4 6\.00; the rest [\d.]+\)"
         )

@@ -15,8 +15,6 @@ NOT_DONE: tuple[str, ...] = (
     "moejax/checkpoints",
     "moejax/experts",
     "moejax/inference/batch.py",
-    "moejax/quantization/pipeline/atomic_files.py",
-    "moejax/quantization/pipeline/inventory.py",
     "moejax/serving",
     "scripts/stress_",
 )

@@ -238,7 +238,9 @@ class RefusedTest(QuantizeTestCase):
         job, expected = self.job(), self.undisturbed()[0]
         full = OSError(errno.ENOSPC, "No space left on device")
         with stopped_after(count, full):
-            self.assert_refused(job, "no space left for", "start the same command again")
+            self.assert_refused(
+                job, "No space left on device; make room and start the same command again"
+            )
         self.assertEmpty(list(job.output.rglob("*.partial")))
         quantize_checkpoint(job)
         self.assertEqual(digests(job.output), expected)
@@ -259,19 +261,19 @@ class RefusedTest(QuantizeTestCase):
     def test_the_room_that_is_asked_for_is_enough(self, changes):
         self.drawing.stop()
         job, taken, asked = self.job(**changes), 0, []
-        written = pipeline.write_bytes
+        written = pipeline.write_whole
 
-        def measured(path, content):
+        def measured(path, content, mend):
             nonlocal taken
             taken = max(taken, sum(p.stat().st_size for p in job.output.rglob("*") if p.is_file()))
-            return written(path, content)
+            return written(path, content, mend)
 
         def noted(output, source, shards, tasks):
             asked.append(space.most_bytes(source, shards, tasks))
 
         with (
             mock.patch.object(pipeline, "check_space", noted),
-            mock.patch.object(pipeline, "write_bytes", measured),  # config.json, the last
+            mock.patch.object(pipeline, "write_whole", measured),  # config.json, the last
         ):
             quantize_checkpoint(job)
         taken += (job.output / "config.json").stat().st_size

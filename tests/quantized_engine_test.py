@@ -163,9 +163,9 @@ class QuantizedEngineTest(parameterized.TestCase):
     def test_the_expected_kernel_is_not_remarked_on(self):
         found = {"a": kernel_choice.KernelChoice("triton", "int4g64 float", True, {"mosaic": "no"})}
         found["b"] = kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {})
-        self.assertEqual(kernel_choice.remarks(found, "triton"), [])
-        self.assertEqual(kernel_choice.remarks(found, None), [])
-        (line,) = kernel_choice.remarks(found, "mosaic")
+        self.assertEqual(kernel_choice.kernel_warnings(found, "triton"), [])
+        self.assertEqual(kernel_choice.kernel_warnings(found, None), [])
+        (line,) = kernel_choice.kernel_warnings(found, "mosaic")
         self.assertEndsWith(line, "mosaic kernel: a: triton, int4g64 float (mosaic: no)")
         for target, expected in (
             (Target("cpu", None), None),

@@ -7,7 +7,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import Tiering, generate, loading
-from moejax.checkpoints import load, open_checkpoint
+from moejax.checkpoints import load_weights, open_checkpoint
 from moejax.config.commands import EvaluateConfig, GenerateConfig
 from moejax.errors import MoejaxError
 from moejax.experts.tiering import verify_all
@@ -90,7 +90,7 @@ class FaultTest(LoadingTestCase):
         store = Gptq(QWEN)
         store.write(self.directory)
         with self.assertRaisesRegex(MoejaxError, "is quantized"):
-            load.load_weights(self.directory, QWEN, dtype=jnp.float32, progress=False)
+            load_weights(self.directory, QWEN, dtype=jnp.float32, progress=False)
 
 
 class ManifestTest(LoadingTestCase):

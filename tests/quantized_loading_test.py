@@ -15,7 +15,7 @@ import torch
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from moejax.checkpoints import load, open_checkpoint
+from moejax.checkpoints import open_checkpoint, reader
 from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models.hf.config import to_hf_config
@@ -133,7 +133,7 @@ class ValuesTest(LoadingTestCase):
         store = Own(QWEN)
         store.write(self.directory)
         everything = (*ATTENTION, *EXPERTS, *MLP, "embed", "head")
-        with mock.patch.object(load, "_is_host", return_value=is_host):
+        with mock.patch.object(reader, "_is_host", return_value=is_host):
             weights = self.assert_loads(store, QTensor, everything, rtol=1e-5)
         gate_up = weights["moe.gate_up"]
         # Every rank costs its own rows: the pools hold the sum of the ranks and no more.
@@ -148,7 +148,7 @@ class ValuesTest(LoadingTestCase):
         store = Gptq(QWEN, act_order=True) if name == "gptq" else Fp8(WIDE)
         store.write(self.directory)
         kind = QTensor if name == "gptq" else Fp8Tensor
-        with mock.patch.object(load, "_is_host", return_value=False):
+        with mock.patch.object(reader, "_is_host", return_value=False):
             self.assert_loads(store, kind, (*ATTENTION, *EXPERTS, *MLP))
 
     def test_fp8_whose_parts_are_no_blocks(self):
@@ -231,7 +231,7 @@ class OpenTest(LoadingTestCase):
         self.assertIn("100%", stderr.getvalue())
         self.assertIsInstance(weights["moe.down"], QTensor)
         self.assertEqual(weights["embed"].dtype, jnp.float32)
-        self.assertEqual(load.stored_dtype(self.directory, is_quantized=True), np.float32)
+        self.assertEqual(reader.stored_dtype(self.directory, is_quantized=True), np.float32)
 
     def test_settings_in_a_file_of_their_own(self):
         store = Gptq(QWEN)
@@ -269,10 +269,10 @@ class HostMemoryTest(LoadingTestCase):
             filled.append(aligned_empty(shape, dtype))
             return filled[-1]
 
-        aligned_empty = load.aligned_empty
+        aligned_empty = reader.aligned_empty
         store = Own(QWEN)
         store.write(self.directory)
-        with mock.patch.object(load, "aligned_empty", recorded):
+        with mock.patch.object(reader, "aligned_empty", recorded):
             weights = self.load(store, device=jax.devices("cpu")[0])
         pointers = {memory.ctypes.data for memory in filled}
         down = weights["moe.down"]
@@ -288,7 +288,7 @@ class HostMemoryTest(LoadingTestCase):
         store = Awq(model)
         store.write(self.directory)
         store.tensors, store.weights = {}, {}
-        with mock.patch.object(load, "_is_host", return_value=is_host):
+        with mock.patch.object(reader, "_is_host", return_value=is_host):
             self.load(store)  # compiles
             tracemalloc.start()
             weights = self.load(store)

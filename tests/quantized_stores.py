@@ -20,14 +20,15 @@ import numpy as np
 from absl.testing import parameterized
 
 from moejax.checkpoints.formats import (
-    load_quantized_weights,
     matrix_tensors,
     quantization_config,
 )
 from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.checkpoints.formats.native import whole_compensator
 from moejax.checkpoints.formats.registry import open_format
+from moejax.checkpoints.reader import CheckpointReader
 from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import to_hf_config
@@ -332,10 +333,9 @@ class LoadingTestCase(parameterized.TestCase):
         super().setUp()
         self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-    def load(self, store, dtype=jnp.float32, **kwargs):
-        return load_quantized_weights(
-            self.directory, store.model, dtype=dtype, progress=False, **kwargs
-        )
+    def load(self, store, dtype=jnp.float32, device=None, **kwargs):
+        reader = CheckpointReader(self.directory, store.model, dtype=dtype, **kwargs)
+        return reader.load(device or choose_device("auto"), progress=False)
 
     def assert_refused(self, store, *messages, **kwargs):
         """Loading says all of the messages in one line."""

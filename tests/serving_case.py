@@ -113,7 +113,7 @@ def served(
         batcher.start()
         thread.start()
         try:
-            assert ready.wait(WAIT_S)
+            assert ready.wait(WAIT_S * (10 if settings["warms_up"] else 1))
             yield Served(listening.getsockname()[1], batcher, metrics)
         finally:
             batcher.cut()

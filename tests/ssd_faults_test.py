@@ -11,8 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import open_checkpoint
-from moejax.checkpoints.expert_stacks import TensorFiles
-from moejax.checkpoints.experts import open_experts
+from moejax.checkpoints.experts import TensorFiles, open_experts
 from moejax.errors import MoejaxError
 from moejax.experts.disk_reader import State
 from tests.quantized_stores import QWEN, Gptq, Own

@@ -7,9 +7,9 @@ from pathlib import Path
 from absl.testing import absltest
 from safetensors.numpy import load_file, save_file
 
+from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.checkpoints.verify import verify_checkpoint
 from moejax.errors import MoejaxError
-from moejax.quantization.pipeline.atomic_files import write_safetensors
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq
 

@@ -8,26 +8,101 @@ Bytes are read by position into memory that is given. Nothing is memory-mapped: 
 count as resident memory, and a file that shrinks under a mapping kills the process.
 """
 
+import os
 import threading
-from collections.abc import Sequence
-from types import TracebackType
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import jax
 import numpy as np
 import tqdm
+from absl import logging
 
-from moejax.checkpoints.expert_stacks import Stack, TensorFiles, make_stack
-from moejax.checkpoints.formats.interfaces import Tensors
-from moejax.checkpoints.formats.leaves import Part, fill_compensators
-from moejax.checkpoints.formats.load import plan_parts
-from moejax.checkpoints.load import EXPERT_LEAVES, plan_leaves
+from moejax.checkpoints.leaves import LeafPlan, Part, split_experts
 from moejax.checkpoints.open import Checkpoint
-from moejax.checkpoints.safetensors_reader import OutOfRangeError, stored_tensors
+from moejax.checkpoints.reader import CheckpointReader, fill_part, read_compensators
+from moejax.checkpoints.safetensors_reader import (
+    OutOfRangeError,
+    StoredTensor,
+    check_range,
+    read_values,
+)
 from moejax.errors import MoejaxError
 from moejax.files.checksums import checksum
-from moejax.models.config import ModelConfig
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.weights.qtensor import Compensator
+
+_NUM_SAMPLES, _PAGE_BYTES = 16, 4096
+
+
+class TensorFiles:
+    """Open files of a checkpoint.
+
+    A file that is written to while it is open may hold anything. `are_as_opened` sees that by the
+    time of the last write; by samples of the content it sees that a file was put back as it was.
+    """
+
+    def __init__(self, directory: Path, paths: Iterable[Path]) -> None:
+        self.directory = directory
+        self._opened: dict[Path, int] = {}
+        # Whoever forgets to close a reader keeps no file open longer than the reader.
+        self._finalizer = weakref.finalize(self, _close, self._opened)
+        for path in paths:
+            try:
+                self._opened[path] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                self.close()
+                raise MoejaxError(f"{path} cannot be opened: {error.strerror}") from error
+        self._stamps = {path: _stamp(opened) for path, opened in self._opened.items()}
+        self._samples = {path: _sample(opened) for path, opened in self._opened.items()}
+
+    def close(self) -> None:
+        """Closes all, once."""
+        self._finalizer()
+
+    def read(self, tensor: StoredTensor, destination: np.ndarray) -> None:
+        """Reads a tensor into contiguous memory of its size and dtype; raises as `read_tensor`."""
+        if not self._finalizer.alive:
+            raise ValueError(f"the files of {self.directory} are closed")
+        read_values(tensor, destination, self._opened[tensor.path])
+        tensor.verify(destination)
+        check_range(tensor, destination)
+
+    def are_as_opened(self) -> bool:
+        """Whether no file was written to since it was opened, or since it was put back.
+
+        One that was written to and holds the samples that it held is as opened from the next call
+        on, as this one may follow a read of what it held in between.
+        """
+        as_opened = True
+        for path, descriptor in self._opened.items():
+            stamp = _stamp(descriptor)
+            if stamp != self._stamps[path]:
+                as_opened = False
+                if _sample(descriptor) == self._samples[path]:
+                    self._stamps[path] = stamp
+        return as_opened
+
+
+def _stamp(descriptor: int) -> tuple[int, int]:
+    """Size and time of the last write."""
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_mtime_ns
+
+
+def _sample(descriptor: int) -> list[bytes]:
+    """Pages of a file, evenly spaced, the first and the last among them."""
+    last = max(0, os.fstat(descriptor).st_size - _PAGE_BYTES)
+    starts = {last * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)}
+    return [os.pread(descriptor, _PAGE_BYTES, start) for start in sorted(starts)]
+
+
+def _close(opened: dict[Path, int]) -> None:
+    while opened:
+        os.close(opened.popitem()[1])
 
 
 class ExpertReader:
@@ -46,33 +121,50 @@ class ExpertReader:
         package's own format lie in the files as rows hold them.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        gate_up: Stack,
-        down: Stack,
-        files: TensorFiles,
-        has_checksums: bool,
-    ) -> None:
-        self._stacks, self._files = (gate_up, down), files
-        self._has_checksums = has_checksums
+    def __init__(self, reader: CheckpointReader) -> None:
+        """Opens the files, each leaf of `reader` being checked before.
+
+        Raises:
+          MoejaxError: the experts have a form of which there are no slots.
+        """
+        self._leaves = [reader.leaves[leaf] for leaf in EXPERT_LEAVES]
+        for plan in self._leaves:
+            if plan.refusal is not None:
+                raise MoejaxError(
+                    f"{reader.directory}: {plan.name} is {plan.refusal}, of which there are no "
+                    "slots; load the model whole, or quantize it anew in the package's own format "
+                    "(python -m moejax.quantize)"
+                )
+            if plan.mixture:
+                logging.warning(
+                    "%s is dequantized to %s while it is read: %s",
+                    plan.name, plan.dtype.name, plan.mixture,
+                )  # fmt: skip
+        self._parts = [_parts_by_expert(plan) for plan in self._leaves]
+        config, tensors = reader.config, reader.stored.values()
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
-        self.gate_up, self.down = gate_up.template, down.template
-        self.row = (*gate_up.row, *down.row)
+        self.gate_up, self.down = (plan.assemble(plan.arrays) for plan in self._leaves)
+        self.row = tuple(
+            jax.ShapeDtypeStruct(array.shape[2:], array.dtype)
+            for plan in self._leaves
+            for array in plan.arrays.values()
+        )
         self.row_nbytes = sum(array.size * array.dtype.itemsize for array in self.row)
-        self.uses_jax = gate_up.uses_jax or down.uses_jax
+        self.uses_jax = any(
+            part.matrix is not None and (plan.kind is None or part.matrix.as_held is None)
+            for plan in self._leaves
+            for part in plan.parts
+        )
+        is_fused = any(len(part.index) < 2 for plan in self._leaves for part in plan.parts)
+        self._has_checksums = not is_fused and all(t.checksum is not None for t in tensors)
         self._checksums: dict[tuple[int, int], int] = {}  # of rows that were read
         self._lock = threading.Lock()
+        self._files = TensorFiles(reader.directory, {tensor.path for tensor in tensors})
 
     def __enter__(self) -> "ExpertReader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -106,10 +198,12 @@ class ExpertReader:
                 f"expert {expert} of sparse layer {layer} of {self.num_layers} x {self.num_experts}"
             )
         self._check_row(into)
-        num_first = len(self._stacks[0].row)
+        arrays = iter(into)
         try:
-            self._stacks[0].read(layer, expert, into[:num_first])
-            self._stacks[1].read(layer, expert, into[num_first:])
+            for plan, parts in zip(self._leaves, self._parts, strict=True):
+                own = {name: next(arrays) for name in plan.arrays}
+                for part in parts[layer, expert]:
+                    fill_part(plan, part, own, self._files.read)
         except OSError as error:
             raise MoejaxError(
                 f"expert {expert} of sparse layer {layer} cannot be read from "
@@ -120,21 +214,7 @@ class ExpertReader:
                 self._check_unchanged(layer, expert)
             raise
         if check:
-            self._compare(layer, expert, row_checksum(into))
-
-    def checksum(self, layer: int, expert: int) -> int:
-        """The checksum of an expert's row as it was first read; reads it if it was not.
-
-        Raises:
-          MoejaxError: as `read`.
-        """
-        with self._lock:
-            found = self._checksums.get((layer, expert))
-        if found is None:
-            self.read(layer, expert, self.empty_row())
-            with self._lock:
-                found = self._checksums[layer, expert]
-        return found
+            self._compare(layer, expert, checksum(into))
 
     def load_compensators(
         self, device: jax.Device, *, progress: bool = False
@@ -151,13 +231,12 @@ class ExpertReader:
         Raises:
           MoejaxError: a file cannot be read or ended early.
         """
-        gate_up, down = self._stacks
-        total = len(gate_up.terms) + len(down.terms)
+        total = sum(len(pool.owners) for plan in self._leaves for pool in plan.factor_pools)
         with tqdm.tqdm(total=total, desc="low-rank terms", disable=not (progress and total)) as bar:
-            return tuple(  # type: ignore[return-value]
-                fill_compensators(stack.shape, stack.terms, device, lambda _: bar.update())
-                for stack in (gate_up, down)
+            gate_up, down = (
+                read_compensators(plan, device, lambda _: bar.update()) for plan in self._leaves
             )
+        return gate_up, down
 
     def _check_row(self, arrays: Sequence[np.ndarray]) -> None:
         if len(arrays) != len(self.row):
@@ -224,26 +303,14 @@ def open_experts(
     if not config.moe_layers:
         raise MoejaxError(f"{directory}: the model has no sparse layer, so no experts")
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    tensors = stored_tensors(directory)
-    if checkpoint.is_quantized:
-        parts = plan_parts(directory, config, Tensors(tensors), verify_checksums=verify_checksums)
-    else:
-        plain = plan_leaves(directory, config, tensors)
-        parts = {leaf: [Part(p, None) for p in plain[leaf]] for leaf in EXPERT_LEAVES}
-    files = TensorFiles(directory, {tensor.path for tensor in tensors.values()})
-    try:
-        gate_up, down = (
-            make_stack(directory, leaf, config, parts[leaf], chosen, tensors, files)
-            for leaf in EXPERT_LEAVES
-        )
-    except BaseException:
-        files.close()
-        raise
-    is_fused = any(len(part.index) < 2 for leaf in EXPERT_LEAVES for part in parts[leaf])
-    has_checksums = not is_fused and all(t.checksum is not None for t in tensors.values())
-    return ExpertReader(config, gate_up, down, files, has_checksums)
+    reader = CheckpointReader(directory, config, dtype=chosen, verify_checksums=verify_checksums)
+    return ExpertReader(reader)
 
 
-def row_checksum(row: Sequence[np.ndarray]) -> int:
-    """The checksum of a row's bytes."""
-    return checksum(row)
+def _parts_by_expert(plan: LeafPlan) -> Mapping[tuple[int, ...], Sequence[Part]]:
+    """The parts of each matrix of [M, E] by layer and expert."""
+    found: dict[tuple[int, ...], list[Part]] = defaultdict(list)
+    for whole in plan.parts:
+        for part in split_experts(whole):
+            found[part.index].append(part)
+    return found

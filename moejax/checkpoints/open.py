@@ -7,14 +7,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from moejax.checkpoints.formats.load import load_quantized_weights
 from moejax.checkpoints.formats.registry import open_format, quantization_fields
-from moejax.checkpoints.load import load_weights, stored_dtype
 from moejax.checkpoints.orbax_directory import (
     is_orbax_directory,
     load_orbax,
     read_orbax_description,
 )
+from moejax.checkpoints.reader import CheckpointReader, stored_dtype
 from moejax.checkpoints.resolve import resolve_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
@@ -47,23 +46,16 @@ class Checkpoint:
           experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`.
 
         Raises:
-          MoejaxError: as `load_weights`, `load_quantized_weights` and `load_orbax`; an Orbax
-            directory without its experts.
+          MoejaxError: as `CheckpointReader` and `load_orbax`; an Orbax directory without its
+            experts.
         """
         chosen = self.choose_dtype(dtype, device)
         if self.is_orbax:
             if not experts:
                 raise self.orbax_is_whole()
             return load_orbax(self.directory, dtype=chosen, device=device)[1]
-        load = load_quantized_weights if self.is_quantized else load_weights
-        return load(
-            self.directory,
-            self.config,
-            dtype=chosen,
-            device=device,
-            progress=progress,
-            experts=experts,
-        )
+        reader = CheckpointReader(self.directory, self.config, dtype=chosen)
+        return reader.load(device, progress=progress, experts=experts)
 
     @property
     def is_orbax(self) -> bool:

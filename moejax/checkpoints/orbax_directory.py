@@ -6,11 +6,9 @@ generation_config.json eos tokens, and the sampling that it asks for; and the to
 """
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ import orbax.checkpoint as ocp
 
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
+from moejax.files.whole import write_json
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.hf.config import read_json
 from moejax.text.tokenizer import TOKENIZER_FILES, read_eos_ids
@@ -75,13 +74,13 @@ def save_orbax(
         eos_ids = list(read_eos_ids(tokenizer_from, vocab_size=config.vocab_size))
         settings = tokenizer_from / "generation_config.json"
         fields = read_json(settings) if settings.exists() else {}
-        _write_json(directory / settings.name, fields | {"eos_token_id": eos_ids})
+        write_json(directory / settings.name, fields | {"eos_token_id": eos_ids})
     description = {
         "format": _FORMAT,
         "dtype": str(plain["final_norm"].dtype),
         "config": dataclasses.asdict(config),
     }
-    _write_json(directory / _DESCRIPTION, description)
+    write_json(directory / _DESCRIPTION, description)
 
 
 def read_orbax_description(directory: Path) -> tuple[ModelConfig, jnp.dtype]:
@@ -152,10 +151,3 @@ def _checkpointer() -> ocp.Checkpointer:
     cores, orbax-checkpoint 0.12.8, 2026-11-21).
     """
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
-
-
-def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes beside the path and renames, so that the file is never there in part."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)

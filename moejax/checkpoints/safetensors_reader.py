@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.files.checksums import checksum, stored_checksums
+from moejax.files.checksums import Checksum, checksum, stored_checksums
 from moejax.files.small import MOST_VALUES, check_link, check_regular, parse_json
 from moejax.models.hf.config import read_json
 
@@ -53,8 +54,9 @@ _MAGNITUDES: dict[np.dtype, tuple[type[np.unsignedinteger], int, int]] = {
     _DTYPES["F8_E4M3"]: (np.uint8, 0x7F, 0x7F),
 }
 _CHOOSING_BIAS = ".e_score_correction_bias"  # DeepSeek-V3's; decides who is chosen, weighs nothing
+_PIECE_BYTES = 16 * 2**20
 _BLOCK = 2**16  # numbers looked at together: their copy is small, and a cache holds it
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -237,8 +239,8 @@ def check_floats(tensors: Iterable[StoredTensor]) -> None:
     for tensor in tensors:
         if not is_float(tensor):
             raise MoejaxError(
-                f"{tensor.path}: {tensor.name} is stored as {_CODES[tensor.dtype]}; supported are "
-                f"{', '.join(_FLOATS)}"
+                f"{tensor.path}: {tensor.name} is stored as {DTYPE_CODES[tensor.dtype]}; supported "
+                f"are {', '.join(_FLOATS)}"
             )
 
 
@@ -255,16 +257,115 @@ def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
     Raises:
       MoejaxError: the file ended early, or holds other bytes than its checksum is of.
     """
-    view = destination.reshape(-1).view(np.uint8).data
     with tensor.path.open("rb", buffering=0) as file:
-        file.seek(tensor.offset)
-        done = 0
-        while done < len(view):  # one read returns at most 2 GiB
-            count = file.readinto(view[done:])
-            if not count:
-                raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
-            done += count
+        read_values(tensor, destination, file.fileno())
     tensor.verify(destination)
+
+
+def read_values(
+    tensor: StoredTensor, destination: np.ndarray, descriptor: int, first: int = 0
+) -> None:
+    """Reads the values of a tensor from number `first` on, by position, so that threads may.
+
+    Args:
+      tensor: where they lie.
+      destination: contiguous memory of its dtype, which is filled.
+      descriptor: of its file.
+      first: values that are skipped.
+
+    Raises:
+      MoejaxError: the file ended early.
+    """
+    view = destination.reshape(-1).view(np.uint8).data
+    offset = tensor.offset + first * tensor.dtype.itemsize
+    done = 0
+    while done < len(view):  # one read returns at most 2 GiB
+        count = _read_at(descriptor, view[done:], offset + done)
+        if not count:
+            raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
+        done += count
+
+
+def _read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], offset)
+    content = os.pread(descriptor, len(view), offset)  # macOS
+    view[: len(content)] = content
+    return len(content)
+
+
+def read_finite(
+    tensor: StoredTensor, first_row: int = 0, num_rows: int | None = None
+) -> Iterator[np.ndarray]:
+    """The values of a tensor, or of some of its rows, flat, in pieces.
+
+    Args:
+      tensor: where they lie.
+      first_row: the first that is wanted.
+      num_rows: how many are wanted; None: all.
+
+    Raises:
+      MoejaxError: the file ends too soon, a value is NaN or infinite, or the whole was read and has
+        not the checksum that the file says.
+    """
+    found = Checksum()
+    width = math.prod(tensor.shape[1:])
+    num_values = (tensor.shape[0] if num_rows is None else num_rows) * width
+    step = _PIECE_BYTES // tensor.dtype.itemsize
+    start = first_row * width
+    with tensor.path.open("rb", buffering=0) as file:
+        for first in range(start, start + num_values, step):
+            piece = np.empty(min(step, start + num_values - first), tensor.dtype)
+            read_values(tensor, piece, file.fileno(), first)
+            found.update(piece)
+            check_finite(tensor, piece, first)
+            yield piece
+    if num_values == math.prod(tensor.shape):
+        tensor.compare(found.value)
+
+
+def read_matrix(
+    tensor: StoredTensor, rows: np.ndarray | None = None, first_row: int = 0
+) -> np.ndarray:
+    """A matrix, or the rows from `first_row` on that fill `rows`, as float32.
+
+    Args:
+      tensor: [N, K].
+      rows: float32[n, K], contiguous, filled and returned; None: new memory for all.
+      first_row: the first that is read.
+
+    Raises:
+      MoejaxError: as `read_finite`.
+    """
+    if rows is None:
+        rows = np.empty(tensor.shape, np.float32)
+    flat, done = rows.reshape(-1), 0
+    for values in read_finite(tensor, first_row, len(rows)):
+        flat[done : done + values.size] = values
+        done += values.size
+    return rows
+
+
+def check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
+    """Raises MoejaxError naming the first value that is NaN or infinite, but for `without_masks`.
+
+    Args:
+      tensor: where they are from.
+      values: float[n], values `first`.. of it.
+      first: how many of its values are before these.
+    """
+    values = without_masks(tensor.name, values)
+    # One pass without a mask of the size of the values: a sum is finite only if all are.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum(dtype=np.float32)):
+            return
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if wrong.size:
+        place = ", ".join(map(str, np.unravel_index(first + int(wrong[0]), tensor.shape)))
+        raise MoejaxError(
+            f"{tensor.path}: {tensor.name} holds {values[wrong[0]]} at [{place}]; such a "
+            "checkpoint cannot be quantized, download or convert it again"
+        )
 
 
 def check_range(tensor: StoredTensor, values: np.ndarray) -> None:

@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 
-from moejax.checkpoints.formats.manifest import check_files, file_sha256, read_files
+from moejax.checkpoints.formats.manifest import check_files, read_files
 from moejax.checkpoints.orbax_directory import is_orbax_directory
 from moejax.checkpoints.resolve import resolve_checkpoint
 from moejax.checkpoints.safetensors_reader import read_array, stored_tensors, weight_files
 from moejax.errors import MoejaxError
+from moejax.files.whole import file_digest
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -34,7 +35,7 @@ def verify_checkpoint(name: str) -> str:
     blobs = {path: target for path in files if (target := _blob(path)) is not None}
     if len(blobs) == len(files):
         for path, blob in blobs.items():
-            if file_sha256(path) != blob.name:
+            if file_digest(path).sha256 != blob.name:
                 raise MoejaxError(
                     f"{path} is not what the hub holds (its SHA-256 is not {blob.name}); delete "
                     "it and download it again"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import jax
 
-from moejax.checkpoints.load import EXPERT_LEAVES
 from moejax.experts.cache import ExpertMemory
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.weights.qtensor import Weight
 
 

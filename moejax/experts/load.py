@@ -12,7 +12,7 @@ from absl import logging
 
 from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint, open_checkpoint
-from moejax.checkpoints.sizes import checkpoint_sizes
+from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.allocator import check_room, limits_on, room_nbytes
 from moejax.experts.budget import (
@@ -46,6 +46,11 @@ from moejax.weights.qtensor import Weight
 from pallas_kernels.target import target_of
 
 QUEUE_LENGTH = 64  # requests of a reader that wait
+
+
+def tier_of(sizes: Sizes) -> Tier:
+    """The form of a model's experts, as a budget takes it."""
+    return Tier(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
 
 
 def load_limited(
@@ -124,7 +129,7 @@ def load_whole(
     if room_nbytes(device) is not None:
         chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
         sizes, config = checkpoint_sizes(checkpoint, chosen), checkpoint.config
-        experts = len(config.moe_layers) * config.num_experts * sizes.tier.expert_nbytes
+        experts = len(config.moe_layers) * config.num_experts * sizes.expert_nbytes
         check_room(device, Limits(), {**sizes.weights_nbytes, "experts": experts})
     return checkpoint.load(dtype=dtype, device=device, progress=progress)
 
@@ -176,7 +181,12 @@ def plan_experts(
     if tiering is None:
         source = disk_source(checkpoint, limits)  # what is wrong with it is said first
         budget = make_budget(
-            config, own.weights_nbytes, [own.tier], limits=limits, platform=device.platform, **sizes
+            config,
+            own.weights_nbytes,
+            [tier_of(own)],
+            limits=limits,
+            platform=device.platform,
+            **sizes,
         )
         if budget.pooled and own.refusal:
             raise MoejaxError(f"the experts do not fit and cannot move: {own.refusal}")
@@ -388,7 +398,7 @@ def _sizes(
     sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
     if sizes.refusal:
         raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
-    return Tier(name=tier.name, expert_nbytes=sizes.tier.expert_nbytes)
+    return Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes)
 
 
 def _spec(tiers: Sequence[Tier], config: Any) -> PolicySpec:

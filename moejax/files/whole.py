@@ -2,12 +2,25 @@
 
 import contextlib
 import errno
-from collections.abc import Iterator
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from moejax.errors import MoejaxError
 
 ROOM = "make room, or name a place that has more"
+PARTIAL = ".partial"  # ends the name of a file that is being written
+_PIECE_BYTES = 16 * 2**20
+
+
+class WrittenFile(NamedTuple):
+    """Size and digest of a file."""
+
+    size: int
+    sha256: str
 
 
 @contextlib.contextmanager
@@ -29,20 +42,60 @@ def write_errors(path: Path, mend: str = ROOM) -> Iterator[None]:
         raise MoejaxError(f"{path}: {reason}{f'; {mend}' if is_full else ''}") from error
 
 
-def write_whole(path: Path, content: str | bytes, mend: str = ROOM) -> None:
+def write_whole(
+    path: Path, content: str | bytes | Iterable[bytes | memoryview], mend: str = ROOM
+) -> WrittenFile:
     """Replaces a file whole; on failure the old content stays.
+
+    It is written beside its place, synced and renamed, so that it lasts through a power cut.
+
+    Args:
+      path: its place.
+      content: all of it, or its pieces in turn.
+      mend: what to do where the disk is full.
 
     Raises:
       MoejaxError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    if isinstance(content, str):
+        content = content.encode()
+    pieces = [content] if isinstance(content, bytes) else content
+    partial = path.with_name(path.name + PARTIAL)
+    digest, size = hashlib.sha256(), 0
     with write_errors(path, mend):
         try:
-            partial.write_bytes(content.encode() if isinstance(content, str) else content)
+            with partial.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+                    digest.update(piece)
+                    size += len(piece)
+                file.flush()
+                os.fsync(file.fileno())
             partial.replace(path)
+            _sync_directory(path.parent)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+    return WrittenFile(size, digest.hexdigest())
+
+
+def write_json(path: Path, fields: Mapping[str, object], mend: str = ROOM) -> WrittenFile:
+    """Writes a JSON object as `write_whole` does; NaN is an error."""
+    return write_whole(path, json_text(fields), mend)
+
+
+def json_text(fields: Mapping[str, object]) -> str:
+    """The text that `write_json` writes."""
+    return json.dumps(fields, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def file_digest(path: Path) -> WrittenFile:
+    """Size and digest of a file that is there."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return WrittenFile(path.stat().st_size, digest.hexdigest())
 
 
 def append(path: Path, text: str) -> None:
@@ -66,3 +119,12 @@ def append(path: Path, text: str) -> None:
                 with path.open("r+b") as file:
                     file.truncate(before)
             raise
+
+
+def _sync_directory(directory: Path) -> None:
+    """Makes a rename last through a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -18,12 +18,12 @@ from moejax.models.decode_layers import choose_token_step, is_plain
 from moejax.models.delta_net import choose_delta_step
 from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
 from moejax.models.leaf_kinds import ALWAYS_KERNEL_LEAVES, leaves_of
+from moejax.models.leaf_kinds import EXPERT_LEAVES as EXPERT_LEAVES
 from moejax.models.moe import ExpertImpl, choose_routing, kernel_refusal
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import Choice, Target
 
-EXPERT_LEAVES = leaves_of("experts")
 # Leaves of one product with all tokens; "kept" ones too, since other engines may pack them.
 LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
 # At one token a sequence heads take what it packs apart (`LatentAttention._to_heads`).

@@ -47,6 +47,9 @@ def leaves_of(*kinds: str) -> tuple[str, ...]:
     return tuple(leaf for leaf, kind in KIND_OF_LEAF.items() if kind in kinds)
 
 
+EXPERT_LEAVES = leaves_of("experts")
+
+
 def kind_of(leaf: str) -> str:
     """Kind of a leaf, one of `KINDS`; "norm" covers norms, biases, convolutions and decays."""
     return KIND_OF_LEAF.get(leaf, "norm")

@@ -71,7 +71,7 @@ def a_plan() -> str:
     config, _ = cli.parse(plan.COMMAND, ["plan", *PLAN])
     name, model, sizes, itemsize = model_of(config)
     budget = budget_of(config, model, sizes, itemsize)
-    head = f"{name}, experts in {sizes.tier.name}, on a gpu"
+    head = f"{name}, experts in {sizes.expert_form}, on a gpu"
     whole = "\n".join([*_command(PLAN), "", "```text", head, *describe(budget), "```"])
     config, _ = cli.parse(plan.COMMAND, ["plan", *TIERED])
     tiering = config.policy.tiering()

@@ -9,7 +9,6 @@ from moejax.checkpoints.formats.compressed_tensors_writer import (
 from moejax.checkpoints.formats.export_kinds import ExportedKind as ExportedKind
 from moejax.checkpoints.formats.gptq_writer import gptq_config as gptq_config
 from moejax.checkpoints.formats.gptq_writer import gptq_tensors as gptq_tensors
-from moejax.checkpoints.formats.load import load_quantized_weights as load_quantized_weights
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE as MANIFEST_FILE
 from moejax.checkpoints.formats.manifest import quantization_config as quantization_config
 from moejax.checkpoints.formats.native import matrix_from_tensors as matrix_from_tensors

@@ -6,11 +6,11 @@ A matrix is stored in several tensors of a checkpoint: how it is found, compared
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from moejax.checkpoints.load import Faults, misshaped
 from moejax.checkpoints.safetensors_reader import StoredTensor, check_range, read_array
 from moejax.errors import MoejaxError
 from moejax.weights.qtensor import Compensator, Fp8Tensor, QTensor
@@ -56,10 +56,42 @@ class StoredMatrix:
     factors: FactorsKind | None = None  # of its compensator
     rank: int = 0
     order: bytes = b""  # digest of its permutation, if any
-    # The tensors of `words`, `scales` and `zeros` where they lie in the file as a QTensor has them.
-    as_held: Mapping[str, str] | None = None
+    # The tensors of `words`, `scales`, `zeros` and `permutation`, as far as there are any, where
+    # they lie in the file as a QTensor has them.
+    as_held: Mapping[str, StoredTensor] | None = None
     # The compensator alone, where `rank` is not 0.
     read_factors: Callable[[], Compensator] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faults:
+    """How the tensors of a checkpoint differ from what its config.json asks for."""
+
+    missing: list[str] = dataclasses.field(default_factory=list)
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+    misshaped: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Faults of all kinds."""
+        return len(self.missing) + len(self.unexpected) + len(self.misshaped)
+
+    def check(self, directory: Path) -> None:
+        """Raises MoejaxError, with the first of each kind, if there are any."""
+        said = [
+            f"{kind} ({len(found)}): {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
+            for kind, found in (
+                ("missing tensors", self.missing),
+                ("unexpected tensors", self.unexpected),
+                ("wrongly shaped tensors", self.misshaped),
+            )
+            if found
+        ]
+        if said:
+            raise MoejaxError(
+                f"{directory} does not fit its config.json: {'; '.join(said)}; download it again "
+                "or mend config.json"
+            )
 
 
 class Tensors:
@@ -85,8 +117,13 @@ class Tensors:
         check_range(self.stored[name], values)
         return values
 
-    def fits(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> bool:
+    def fits(self, name: str, shape: Sequence[int], dtypes: Sequence[str] | None = None) -> bool:
         """Whether a tensor is there in that shape; what is wrong is kept in `faults`.
+
+        Args:
+          name: of the tensor.
+          shape: that it is to have.
+          dtypes: names of the types that it may have; None: any.
 
         Raises:
           MoejaxError: it is of another type.
@@ -96,9 +133,11 @@ class Tensors:
             return False
         tensor = self.stored[name]
         if tensor.shape != tuple(shape):
-            self.faults.misshaped.append(misshaped(name, tensor.shape, shape))
+            self.faults.misshaped.append(
+                f"{name} is {list(tensor.shape)} in the file, {list(shape)} by config.json"
+            )
             return False
-        if tensor.dtype.name not in dtypes:
+        if dtypes is not None and tensor.dtype.name not in dtypes:
             raise MoejaxError(
                 f"{tensor.path}: {name} is {tensor.dtype.name}, expected {' or '.join(dtypes)}"
             )

@@ -13,20 +13,19 @@ A reader needs `bits`, `group_size` and, where factors are packed in other group
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE
 from moejax.errors import MoejaxError
+from moejax.files.whole import file_digest
 from moejax.models.hf.config import read_json
 from moejax.weights.qtensor import ZERO_KINDS
 from pallas_kernels import layout
 
 MANIFEST_FILE = "quantization.json"
 METHOD = "moejax"  # the quant_method of config.json
-_PIECE_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,7 @@ def check_files(manifest: Manifest, *, checksums: bool) -> None:
                 f"{path} has {path.stat().st_size:,} bytes, {size:,} by {manifest.path.name}; copy "
                 "the whole checkpoint again"
             )
-        if checksums and file_sha256(path) != sha256:
+        if checksums and file_digest(path).sha256 != sha256:
             raise MoejaxError(
                 f"{path} is not what was written (its SHA-256 is not that of "
                 f"{manifest.path.name}); copy it again"
@@ -164,12 +163,3 @@ def _object(path: Path, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise MoejaxError(f"{path} has no object {name!r}; copy it again")
     return value
-
-
-def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()

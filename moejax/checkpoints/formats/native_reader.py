@@ -1,4 +1,4 @@
-"""Reads the package's own format: `own.py` says how matrices lie, the manifest what they are."""
+"""Reads the package's own format: `native.py` has its tensors, the manifest its kinds."""
 
 import dataclasses
 
@@ -97,9 +97,8 @@ class OwnFormat:
             except ValueError as error:
                 raise MoejaxError(f"{tensors[words].path}: {prefix}: {error}") from error
 
-        as_held = {"words": words, "scales": scales}
-        if zeros in names:
-            as_held["zeros"] = zeros
+        parts = (words, scales, zeros, permutation)
+        as_held = {name.rpartition(".")[2]: tensors[name] for name in parts if name in names}
         # Zero points of another float type than the scales are refused where the whole is read.
         is_held = zeros not in names or tensors[zeros].dtype in (tensors[scales].dtype, np.uint8)
         return StoredMatrix(

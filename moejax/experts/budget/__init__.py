@@ -5,7 +5,7 @@ slots that all layers share, R rows of the host store.
 """
 
 from moejax.experts.budget.advice import PINNED_LIMIT, Machine, unused, warnings
-from moejax.experts.budget.allocation import LOW_RANK, plan_tier
+from moejax.experts.budget.allocation import plan_tier
 from moejax.experts.budget.limits import (
     BOTH,
     GIB,
@@ -31,7 +31,6 @@ from moejax.experts.budget.workspace import Model, workspace_nbytes
 __all__ = [
     "BOTH",
     "GIB",
-    "LOW_RANK",
     "PHASES",
     "PINNED_LIMIT",
     "PREFILL",

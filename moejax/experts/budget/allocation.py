@@ -22,6 +22,7 @@ from moejax.experts.budget.tables import (
     table_nbytes,
 )
 from moejax.experts.budget.workspace import Model, workspace_nbytes
+from moejax.weights import LOW_RANK
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
 # 5 x16, jax 0.11.2, 2026-11-20).
@@ -32,7 +33,6 @@ RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 GATHERED_BYTES = 512 * 2**20
 STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
-LOW_RANK = ".low_rank"  # ends the names of low-rank factors, which stay on the device
 
 
 def plan_tier(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moejax.quantization.pipeline.atomic_files import read_matrix
+from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.quantization.pipeline.inventory import Entry
 from moejax.quantization.pipeline.quantizers import Program
 from moejax.quantization.pipeline.recipe import COMPENSATED, Scheme

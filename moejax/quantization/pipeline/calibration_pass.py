@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.devices import plain_memory_errors
 from moejax.models.config import leaf_dtype, weight_shapes
-from moejax.quantization.pipeline.atomic_files import read_matrix
 from moejax.quantization.pipeline.forward import CapturedLayer, LayerRun
 from moejax.quantization.pipeline.inventory import Entry, Inventory, Shard
 from moejax.quantization.pipeline.progress import Meter

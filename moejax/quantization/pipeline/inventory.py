@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint holds: every tensor, its class, and the shard it goes to.
+"""The contents of a Hugging Face checkpoint: every tensor, its class, and its output shard.
 
 Tensors carry their published names, one an expert and projection, whatever the source's spelling:
 a matrix of transformers' fused experts is a slice of the source's file.
@@ -7,15 +7,19 @@ a matrix of transformers' fused experts is a slice of the source's file.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from moejax.checkpoints.load import EXPERT_LEAVES, checked_placements, log_multi_token
+import numpy as np
+
+from moejax.checkpoints.formats.registry import quantization_fields
+from moejax.checkpoints.leaves import split_experts
 from moejax.checkpoints.orbax_directory import is_orbax_directory
-from moejax.checkpoints.safetensors_reader import StoredTensor, check_floats, stored_tensors
+from moejax.checkpoints.reader import CheckpointReader
+from moejax.checkpoints.safetensors_reader import StoredTensor, check_floats
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
-from moejax.models.hf.config import read_json, read_model_config
+from moejax.models.hf.config import read_model_config
 from moejax.models.hf.names import Placement, placements, published_spelling
 from moejax.models.leaf_kinds import kind_of, layers_of
 
@@ -53,7 +57,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What one output file holds: a layer, or all that belongs to none."""
+    """One output file: a layer, or all that belongs to none."""
 
     file: str
     title: str  # "layer 3"
@@ -83,19 +87,16 @@ def take_inventory(directory: Path) -> Inventory:
     """
     if is_orbax_directory(directory):
         raise MoejaxError(f"{directory} holds Orbax weights; give the Hugging Face directory")
-    quantization = read_json(directory / "config.json").get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if (quantization := quantization_fields(directory)) is not None:
         raise MoejaxError(
-            f"{directory} is quantized already (quant_method {method!r}); give the checkpoint that "
-            "it was made from"
+            f"{directory} is quantized already (quant_method {quantization.get('quant_method')!r})"
+            "; give the checkpoint that it was made from"
         )
     config = read_model_config(directory)
-    tensors = stored_tensors(directory)
-    log_multi_token(directory, config, tensors)
-    check_floats(tensors.values())
-    checked = checked_placements(directory, config, tensors)
-    entries = _entries(config, checked, tensors)
+    reader = CheckpointReader(directory, config, dtype=np.float32)
+    reader.check_left_out()
+    check_floats(reader.stored.values())
+    entries = _entries(reader)
     layers: list[int | None] = [*range(config.num_layers), None]
     shards = tuple(
         Shard(
@@ -126,21 +127,17 @@ def source_fingerprint(inventory: Inventory) -> str:
     return digest.hexdigest()
 
 
-def _entries(
-    config: ModelConfig, checked: Sequence[Placement], tensors: dict[str, StoredTensor]
-) -> list[Entry]:
+def _entries(reader: CheckpointReader) -> list[Entry]:
     """The published tensors, each with where its rows lie in the source."""
     # What fills which place of the leaves, in the source's spelling.
-    sources: dict[tuple[str, tuple[int, ...], int], StoredTensor] = {}
-    for placement in checked:
-        tensor = tensors[placement.name]
-        if placement.leaf in EXPERT_LEAVES and len(placement.shape) == 3:
-            for expert in range(placement.shape[0]):
-                sources[placement.leaf, (*placement.index, expert), 0] = tensor.part(
-                    expert, tensor.shape[1:]
-                )
-        else:
-            sources[placement.leaf, placement.index, placement.start] = tensor
+    sources = {
+        (plan.name, part.index, part.placement.start): part.tensor
+        for plan in reader.leaves.values()
+        for whole in plan.parts
+        for part in split_experts(whole)
+        if part.tensor is not None
+    }
+    config = reader.config
     return [
         _entry(config, placement, sources)
         for placement in placements(config, published_spelling(config.family))
@@ -150,7 +147,7 @@ def _entries(
 def _entry(
     config: ModelConfig,
     placement: Placement,
-    sources: dict[tuple[str, tuple[int, ...], int], StoredTensor],
+    sources: Mapping[tuple[str, tuple[int, ...], int], StoredTensor],
 ) -> Entry:
     leaf, index, start = placement.leaf, placement.index, placement.start
     source = sources.get((leaf, index, start)) or sources[leaf, index, 0]

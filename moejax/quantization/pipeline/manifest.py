@@ -9,13 +9,15 @@ from typing import Any
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE
 from moejax.checkpoints.safetensors_reader import INDEX_FILE
 from moejax.files.small import check_regular
+from moejax.files.whole import WrittenFile, write_json, write_whole
 from moejax.models.hf.config import read_json
 from moejax.models.leaf_kinds import KINDS
-from moejax.quantization.pipeline.atomic_files import WrittenFile, write_bytes, write_json
 from moejax.text.tokenizer import TOKENIZER_FILES
 from pallas_kernels import layout
 
 CONFIG_FILE = "config.json"
+# The remedy where the disk is full.
+RESUME = "make room and start the same command again, it goes on from here"
 # Files beside the weights in Hugging Face directories that other engines read too.
 COPIED_FILES = (
     *TOKENIZER_FILES,
@@ -41,7 +43,7 @@ def check_other_files(source: Path) -> None:
 def copy_other_files(source: Path, output: Path) -> dict[str, WrittenFile]:
     """Copies tokenizer and generation settings; returns sizes and digests by name."""
     return {
-        name: write_bytes(output / name, (source / name).read_bytes())
+        name: write_whole(output / name, (source / name).read_bytes(), RESUME)
         for name in COPIED_FILES
         if (source / name).is_file()
     }
@@ -56,7 +58,7 @@ def write_index(output: Path, weight_map: Mapping[str, str], num_bytes: int) -> 
       num_bytes: bytes of all tensors.
     """
     fields = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
-    return write_json(output / INDEX_FILE, fields)
+    return write_json(output / INDEX_FILE, fields, RESUME)
 
 
 def config_fields(source: Path, quantization: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def write_manifest(
             for title, entries in (("files", sizes), ("tensors", quantized), ("plain", plain))
         ),
     ]
-    write_bytes(output / MANIFEST_FILE, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
+    write_whole(output / MANIFEST_FILE, "{\n" + ",\n".join(parts) + "\n}\n", RESUME)
 
 
 def _lines(entries: Mapping[str, Record]) -> str:

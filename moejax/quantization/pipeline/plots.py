@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.quantization.pipeline.atomic_files import write_bytes
+from moejax.files.whole import write_whole
+from moejax.quantization.pipeline.manifest import RESUME
 from moejax.weights.qtensor import QTensor
 
 REPORT_FOLDER = "quantization_report"
@@ -52,7 +53,7 @@ def draw_report(
         buffer = io.BytesIO()
         # Without the library's version, so that equal results give equal files.
         figure.savefig(buffer, dpi=110, format="png", metadata={"Software": None})
-        write_bytes(folder / name, buffer.getvalue())
+        write_whole(folder / name, buffer.getvalue(), RESUME)
     return None
 
 

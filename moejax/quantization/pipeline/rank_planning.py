@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.errors import MoejaxError
 from moejax.quantization import ranks
-from moejax.quantization.pipeline.atomic_files import read_matrix
 from moejax.quantization.pipeline.batches import STACK_BYTES
 from moejax.quantization.pipeline.inventory import Entry, Inventory
 from moejax.quantization.pipeline.progress import Meter

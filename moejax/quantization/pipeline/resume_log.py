@@ -19,9 +19,9 @@ from typing import Any
 
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE
 from moejax.errors import MoejaxError
+from moejax.files.whole import PARTIAL, file_digest, write_json
 from moejax.models.hf.config import read_json
-from moejax.quantization.pipeline.atomic_files import PARTIAL, file_digest, write_json
-from moejax.quantization.pipeline.manifest import CONFIG_FILE
+from moejax.quantization.pipeline.manifest import CONFIG_FILE, RESUME
 
 WORK_FOLDER = ".quantizing"
 _RUN_FILE = "run.json"
@@ -98,7 +98,7 @@ class Ledger:
             for path in (*self.directory.glob("*" + PARTIAL), *self._work.glob("*" + PARTIAL)):
                 path.unlink()
             if not run_file.exists():
-                write_json(run_file, self.identity)
+                write_json(run_file, self.identity, RESUME)
             yield
 
     def note(self, name: str) -> dict[str, Any] | None:
@@ -108,7 +108,7 @@ class Ledger:
 
     def keep(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Writes a note for later runs; returns it as a later run reads it."""
-        write_json(self._work / f"{name}.json", fields)
+        write_json(self._work / f"{name}.json", fields, RESUME)
         return read_json(self._work / f"{name}.json")
 
     def done_shards(self, files: Sequence[str]) -> list[dict[str, Any]]:

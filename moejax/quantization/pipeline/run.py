@@ -17,15 +17,11 @@ import numpy as np
 from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE, Manifest, check_files
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, read_header
+from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
+from moejax.files.whole import WrittenFile, json_text, write_whole
 from moejax.models.hf.config import read_json
 from moejax.quantization.pipeline import manifest
-from moejax.quantization.pipeline.atomic_files import (
-    WrittenFile,
-    json_bytes,
-    write_bytes,
-    write_safetensors,
-)
 from moejax.quantization.pipeline.batches import Programs, Task
 from moejax.quantization.pipeline.calibration import NUM_SAMPLES, calibration_tokens
 from moejax.quantization.pipeline.calibration_pass import CalibrationRun, router_frequencies
@@ -229,7 +225,9 @@ class _Run:
     def _write(self, i: int, shard: Shard, result: ShardResult) -> dict[str, Any]:
         """Writes a shard and marks it as done; returns its note."""
         with self.meter.phase("write"):
-            written = write_safetensors(self.job.output / shard.file, result.tensors)
+            written = write_safetensors(
+                self.job.output / shard.file, result.tensors, manifest.RESUME
+            )
             note = {
                 "size": written.size,
                 "sha256": written.sha256,
@@ -274,11 +272,11 @@ def _finish(
     histograms = {name: found for note in notes for name, found in note["histograms"].items()}
     missing = draw_report(job.output, records, histograms)
     quantization = config_of(job.recipe.format, records)
-    config = json_bytes(manifest.config_fields(job.source, quantization))
+    config = json_text(manifest.config_fields(job.source, quantization)).encode()
     files[manifest.CONFIG_FILE] = WrittenFile(len(config), hashlib.sha256(config).hexdigest())
     made_of = {name: value for name, value in ledger.identity.items() if name != "versions"}
     manifest.write_manifest(job.output, made_of=made_of, records=records, files=files)
-    write_bytes(job.output / manifest.CONFIG_FILE, config)
+    write_whole(job.output / manifest.CONFIG_FILE, config, manifest.RESUME)
     return [missing] if missing else []
 
 

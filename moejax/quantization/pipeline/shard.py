@@ -12,9 +12,10 @@ import numpy as np
 
 from moejax.checkpoints.formats import matrix_tensors
 from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE, whole_compensator
+from moejax.checkpoints.safetensors_reader import read_matrix
+from moejax.checkpoints.safetensors_writer import Tensor
 from moejax.devices import plain_memory_errors
 from moejax.errors import MoejaxError
-from moejax.quantization.pipeline.atomic_files import Tensor, read_matrix
 from moejax.quantization.pipeline.batches import Piece, Programs, Stack, Task
 from moejax.quantization.pipeline.export import WriteMatrix
 from moejax.quantization.pipeline.inventory import Entry, Shard

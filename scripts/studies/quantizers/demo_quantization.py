@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from moejax.checkpoints.load import load_weights
 from moejax.checkpoints.open import open_checkpoint
+from moejax.checkpoints.reader import load_weights
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.files.result_rows import (
     ResultRow,

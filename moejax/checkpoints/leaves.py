@@ -1,0 +1,412 @@
+"""The plan of a checkpoint's leaves: which tensors fill which rows of which leaf, in which form.
+
+Loading, reading one expert, sizes and quantization stand on it. It is made from the headers of the
+files, and little more: kinds of zero points and act-orders are read where a format needs them.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from moejax.checkpoints.formats.interfaces import (
+    CodesKind,
+    FactorsKind,
+    Format,
+    Fp8Kind,
+    Kind,
+    StoredMatrix,
+    Tensors,
+)
+from moejax.checkpoints.formats.native_reader import BF16_BITS
+from moejax.checkpoints.formats.registry import open_format, quantization_fields
+from moejax.checkpoints.safetensors_reader import StoredTensor, check_floats
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.hf.names import Placement, find_spelling, ignored, placements
+from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.weights.qtensor import FP8_BLOCK, Compensator, Fp8Tensor, QTensor, Weight
+from pallas_kernels import layout
+
+_MOST_MISSING = 20_000  # tensors that are listed though they are not there
+_HEAD = "lm_head.weight"
+_ZERO_KINDS = ("symmetric", "integer", "float")  # each can be written as the next one
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A matrix or vector of a checkpoint, and its rows of a leaf."""
+
+    placement: Placement
+    stored: StoredTensor | StoredMatrix  # a plain tensor, or a quantized matrix
+    num_bytes: int  # in the files
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Layer, then expert."""
+        return self.placement.index
+
+    @property
+    def tensor(self) -> StoredTensor | None:
+        """The tensor, if it is plain."""
+        return self.stored if isinstance(self.stored, StoredTensor) else None
+
+    @property
+    def matrix(self) -> StoredMatrix | None:
+        """The quantized matrix, if it is one."""
+        return self.stored if isinstance(self.stored, StoredMatrix) else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafPlan:
+    """How a leaf is held, and what fills it.
+
+    Attributes:
+      name: of `weight_shapes`.
+      shape: [..., N, K], or of a vector.
+      dtype: of a plain leaf.
+      kind: how its matrices are packed; None: it is plain.
+      parts: what fills it; empty for a model without a checkpoint.
+      mixture: why packed matrices are dequantized to a plain leaf; "" where none are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: Kind | None = None
+    parts: Sequence[Part] = ()
+    mixture: str = ""
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays that hold the leaf, by field of `QTensor` or `Fp8Tensor`; "array" if plain."""
+        *lead, rows, inputs = self.shape if len(self.shape) > 1 else (1, *self.shape)
+        if self.kind is None:
+            found = {"array": (self.shape, self.dtype)}
+        elif isinstance(self.kind, Fp8Kind):
+            blocks = (*lead, -(-rows // FP8_BLOCK), -(-inputs // FP8_BLOCK))
+            found = {
+                "values": (self.shape, np.dtype(ml_dtypes.float8_e4m3fn)),
+                "scales": (blocks, np.dtype(np.float32)),
+            }
+        else:
+            words = (*lead, rows, layout.num_words(inputs, self.kind.bits))
+            groups = (*lead, rows, layout.num_groups(inputs, self.kind.group_size))
+            scale_dtype = np.dtype(self.kind.scale_dtype)
+            found = {"words": (words, np.dtype(np.uint32)), "scales": (groups, scale_dtype)}
+            if self.kind.zero_kind != "symmetric":
+                is_integer = self.kind.zero_kind == "integer"
+                found["zeros"] = (groups, np.dtype(np.uint8) if is_integer else scale_dtype)
+            if self.has_order:
+                found["permutation"] = ((*lead, inputs), np.dtype(np.int32))
+        return {name: jax.ShapeDtypeStruct(*array) for name, array in found.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `arrays`, without low-rank factors."""
+        return sum(array.size * array.dtype.itemsize for array in self.arrays.values())
+
+    @functools.cached_property
+    def has_order(self) -> bool:
+        """Whether a matrix is stored in GPTQ's act-order."""
+        return any(part.matrix is not None and part.matrix.order for part in self.parts)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a matrix is stored quantized, even if the leaf is plain."""
+        return any(part.matrix is not None for part in self.parts)
+
+    @property
+    def form(self) -> str:
+        """How it is held, such as "int4", for people."""
+        if isinstance(self.kind, CodesKind):
+            return f"int{self.kind.bits}"
+        return f"{8 * self.dtype.itemsize}-bit floats" if self.kind is None else "fp8"
+
+    @property
+    def refusal(self) -> str | None:
+        """The form of which there are no slots for experts, if it has one."""
+        fused = any(part.matrix is not None and len(part.index) < 2 for part in self.parts)
+        if isinstance(self.kind, Fp8Kind) or fused:
+            return "FP8"
+        return "permuted by GPTQ's act-order" if self.kind is not None and self.has_order else None
+
+    @functools.cached_property
+    def factor_pools(self) -> tuple["FactorPool", ...]:
+        """Low-rank factors beside packed matrices: a pool for equal rows and kinds of factors."""
+        owners: dict[tuple[int, FactorsKind], list[Part]] = {}
+        for part in self.parts if isinstance(self.kind, CodesKind) else ():
+            matrix = part.matrix
+            if matrix is not None and matrix.factors is not None and matrix.rank:
+                owners.setdefault((part.placement.start, matrix.factors), []).append(part)
+        return tuple(FactorPool(kind, self.shape, found) for (_, kind), found in owners.items())
+
+    def rows(self, name: str, array: np.ndarray, part: Part) -> np.ndarray:
+        """The view of what a part fills in `array`, which is `arrays[name]` at the part's index."""
+        if name == "permutation":
+            return array
+        start, shape = part.placement.start, part.placement.shape
+        stop = start + shape[0]
+        if name == "scales" and isinstance(self.kind, Fp8Kind) and len(shape) == 2:
+            start, stop = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
+        return array[start:stop]
+
+    def default(self, name: str) -> Any:
+        """Fills an array for a matrix of which no such array is stored."""
+        if name == "permutation":
+            return np.arange(self.shape[-1])
+        assert isinstance(self.kind, CodesKind) and name == "zeros"
+        return 2 ** (self.kind.bits - 1)  # it is symmetric
+
+    def assemble(
+        self, arrays: Mapping[str, Any], compensators: tuple[Compensator, ...] = ()
+    ) -> Weight:
+        """The leaf, or its template, from the arrays of `arrays`; checked."""
+        if self.kind is None:
+            array: jax.Array = arrays["array"]
+            return array
+        if isinstance(self.kind, Fp8Kind):
+            fp8 = Fp8Tensor(**arrays)
+            fp8.check()
+            return fp8
+        fields: dict[str, Any] = {"zeros": None, **arrays}
+        codes = QTensor(
+            **fields,
+            compensators=compensators,
+            num_inputs=self.shape[-1],
+            bits=self.kind.bits,
+            group_size=self.kind.group_size,
+        )
+        codes.check()
+        return codes
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorPool:
+    """The low-rank factors of one kind of the matrices that lie at the same rows of a leaf."""
+
+    kind: FactorsKind
+    shape: tuple[int, ...]  # of the leaf
+    owners: Sequence[Part]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of each matrix that the terms are added to."""
+        return self.owners[0].placement.shape[0]
+
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each owner."""
+        return tuple(part.matrix.rank if part.matrix else 0 for part in self.owners)
+
+    def factor(self, name: str) -> LeafPlan:
+        """How the pool of one factor, "u" or "v", is held: a row a rank."""
+        length = self.num_rows if name == "u" else self.shape[-1]
+        group_size = self.kind.u_group_size if name == "u" else self.kind.v_group_size
+        kind = None
+        if self.kind.bits != BF16_BITS:
+            kind = CodesKind(
+                bits=self.kind.bits,
+                group_size=group_size,
+                zero_kind="symmetric",
+                scale_dtype=self.kind.scale_dtype,
+            )
+        shape = (sum(self.ranks), length)
+        return LeafPlan(name=name, shape=shape, dtype=np.dtype(ml_dtypes.bfloat16), kind=kind)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both factors, and of where each matrix finds its own."""
+        where = 2 * np.dtype(np.int32).itemsize * math.prod(self.shape[:-2])
+        return self.factor("u").nbytes + self.factor("v").nbytes + where
+
+
+def group_by_layer(parts: Sequence[Part]) -> dict[int, list[Part]]:
+    """The parts of one leaf by layer; all of them under 0 where nothing is stacked."""
+    found: dict[int, list[Part]] = defaultdict(list)
+    for part in parts:
+        found[part.index[0] if part.index else 0].append(part)
+    return found
+
+
+def split_experts(part: Part) -> Iterator[Part]:
+    """A part for each expert, where one plain tensor holds all experts of a layer; else the part.
+
+    Slices have no checksum of their own.
+    """
+    placement, tensor = part.placement, part.tensor
+    if placement.leaf not in EXPERT_LEAVES or len(placement.shape) < 3 or tensor is None:
+        yield part
+        return
+    num_experts, *shape = placement.shape
+    for expert in range(num_experts):
+        own = dataclasses.replace(placement, index=(*placement.index, expert), shape=tuple(shape))
+        yield Part(own, tensor.part(expert, own.shape), part.num_bytes // num_experts)
+
+
+def plan_leaves(
+    directory: Path,
+    config: ModelConfig,
+    stored: Mapping[str, StoredTensor],
+    *,
+    dtype: Any,
+    verify_checksums: bool = False,
+) -> dict[str, LeafPlan]:
+    """The plan of every leaf of `weight_shapes(config)`, for plain and quantized checkpoints.
+
+    A leaf is packed where all its matrices are stored in one kind (bits, group size, act-order),
+    plain where none is quantized. Where they differ they are dequantized.
+
+    Args:
+      directory: of the checkpoint, for its quantization_config and errors.
+      config: what config.json says of the model.
+      stored: the tensors of its files.
+      dtype: of what is not quantized.
+      verify_checksums: see `open_format`.
+
+    Raises:
+      MoejaxError: the format cannot be read; tensors are missing, unexpected, wrongly shaped or of
+        types that do not fit.
+    """
+    fields = quantization_fields(directory)
+    form = None
+    if fields is not None:
+        form = open_format(directory, fields, verify_checksums=verify_checksums)
+    parts = _plan_parts(directory, config, form, Tensors(stored))
+    plans = {
+        leaf: _plan_leaf(leaf, shape, np.dtype(leaf_dtype(leaf, dtype)), parts[leaf])
+        for leaf, shape in weight_shapes(config).items()
+    }
+    if fields is not None and not any(plan.is_packed for plan in plans.values()):
+        raise MoejaxError(
+            f"{directory / 'config.json'} has a quantization_config, quant_method "
+            f"{fields.get('quant_method')!r}, but no tensor is quantized; take the field out if "
+            "these are the weights that are meant"
+        )
+    return plans
+
+
+def _plan_leaf(name: str, shape: tuple[int, ...], dtype: np.dtype, parts: list[Part]) -> LeafPlan:
+    kind = common_kind(parts) if any(part.matrix is not None for part in parts) else None
+    mixture = kind if isinstance(kind, str) else ""
+    return LeafPlan(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        kind=None if isinstance(kind, str) else kind,
+        parts=parts,
+        mixture=mixture,
+    )
+
+
+def common_kind(parts: Sequence[Part]) -> Kind | str:
+    """The kind in which all parts of a leaf can be held without loss, or why there is none.
+
+    Scales become float32 where some are, and zero points integers or floats where some are.
+    """
+    kinds = {part.matrix.kind if part.matrix else None for part in parts}
+    if kinds == {Fp8Kind()}:
+        whole = all(part.placement.start % FP8_BLOCK == 0 for part in parts)
+        return Fp8Kind() if whole else f"its parts are no multiples of {FP8_BLOCK} rows"
+    codes = [kind for kind in kinds if isinstance(kind, CodesKind)]
+    if len(codes) < len(kinds):
+        return "some of its matrices are quantized and some are not"
+    for name in ("bits", "group_size"):
+        values = sorted({getattr(kind, name) for kind in codes})
+        if len(values) > 1:
+            return f"its matrices have {name} {' and '.join(map(str, values))}"
+    orders: dict[tuple[int, ...], set[bytes]] = {}
+    for part in parts:
+        assert part.matrix is not None
+        orders.setdefault(part.index, set()).add(part.matrix.order)
+    if any(len(found) > 1 for found in orders.values()):
+        return "parts of one matrix have different act-orders"
+    has_order = any(found != {b""} for found in orders.values())
+    if has_order and any(part.matrix and part.matrix.rank for part in parts):
+        return "some of its matrices have an act-order and some a compensator"
+    return dataclasses.replace(
+        codes[0],
+        zero_kind=max((kind.zero_kind for kind in codes), key=_ZERO_KINDS.index),
+        scale_dtype=max(kind.scale_dtype for kind in codes),  # "float16" < "float32"
+    )
+
+
+def _plan_parts(
+    directory: Path, config: ModelConfig, form: Format | None, tensors: Tensors
+) -> dict[str, list[Part]]:
+    """The parts of each leaf, once the files hold all of them and nothing else."""
+    parts: dict[str, list[Part]] = defaultdict(list)
+    plain: list[StoredTensor] = []
+    used: set[str] = set()
+    extras: set[str] = set()
+    is_broken = False
+    for placement in _expected_placements(directory, config, tensors.stored):
+        prefix, matrix = placement.name.removesuffix(".weight"), None
+        num_faults = tensors.faults.count
+        if form is not None and len(placement.shape) > 1:
+            matrix = form.find(prefix, placement.shape, tensors)
+        if matrix is not None:
+            used.update(matrix.names)
+            extras.update(form.extras(prefix) if form is not None else ())
+            num_bytes = sum(tensors[name].num_bytes for name in matrix.names)
+            parts[placement.leaf].append(Part(placement, matrix, num_bytes))
+        elif num_faults < tensors.faults.count:
+            is_broken = True
+        else:
+            used.add(placement.name)
+            if tensors.fits(placement.name, placement.shape):
+                tensor = tensors[placement.name]
+                plain.append(tensor)
+                parts[placement.leaf].append(Part(placement, tensor, tensor.num_bytes))
+    left_out = ignored(config, tensors.stored)
+    # With a tensor of a quantized matrix missing or misshaped, its others were not asked for.
+    tensors.faults.unexpected.extend(
+        f"{name} {list(tensor.shape)}"
+        for name, tensor in tensors.stored.items()
+        if not is_broken
+        and name not in used
+        and name not in left_out
+        and not _is_tied_head(config, tensor)
+        and not (name in extras and _is_without_effect(name, tensors))
+    )
+    tensors.faults.check(directory)
+    check_floats(plain)
+    return parts
+
+
+def _expected_placements(
+    directory: Path, config: ModelConfig, names: Collection[str]
+) -> Iterator[Placement]:
+    """The placements of a checkpoint with tensors of these names.
+
+    Raises:
+      MoejaxError: config.json asks for so many more tensors that listing them would take long.
+    """
+    spelling = find_spelling(config.family, names)
+    experts = 0 if spelling.fused else 3 * config.num_experts
+    least = 2 * config.num_layers + experts * len(config.moe_layers)  # each layer has two norms
+    if least > len(names) + _MOST_MISSING:
+        raise MoejaxError(
+            f"{directory} does not fit its config.json: {config.num_layers:,} layers of "
+            f"{config.num_experts:,} experts take at least {least:,} tensors, and the files hold "
+            f"{len(names):,}; download it again or mend config.json"
+        )
+    return placements(config, spelling)
+
+
+def _is_tied_head(config: ModelConfig, tensor: StoredTensor) -> bool:
+    """Whether it is a head that is stored though it is tied to the embeddings."""
+    shape = (config.vocab_size, config.model_dim)
+    return config.tied_embeddings and tensor.name == _HEAD and tensor.shape == shape
+
+
+def _is_without_effect(name: str, tensors: Tensors) -> bool:
+    """Whether leaving out a tensor that a format allows changes nothing: a bias must be zero."""
+    return not name.endswith(".bias") or not np.any(tensors.read(name))

@@ -1,0 +1,409 @@
+"""Reads the leaves of a checkpoint, plain or quantized, tensor by tensor.
+
+On the CPU the leaves are filled in place and given to JAX without a copy. On an accelerator each
+leaf is allocated there once, and one layer at a time is staged in host memory. Either way the
+host never holds more than the leaves and one matrix with what its conversion takes.
+"""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+from absl import logging
+
+from moejax.checkpoints.formats.bitstream import on_host
+from moejax.checkpoints.leaves import (
+    FactorPool,
+    LeafPlan,
+    Part,
+    group_by_layer,
+    plan_leaves,
+)
+from moejax.checkpoints.safetensors_reader import (
+    StoredTensor,
+    check_floats,
+    check_range,
+    in_range,
+    is_float,
+    read_array,
+    read_tensor,
+    stored_tensors,
+    without_masks,
+)
+from moejax.devices import choose_device
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig
+from moejax.models.hf.config import read_json
+from moejax.models.hf.names import multi_token
+from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.weights.qtensor import Compensator, Fp8Tensor, QTensor, Weight
+
+# The XLA CPU client takes over host memory without a copy only at this alignment.
+_ALIGNMENT_BYTES = 64
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+# Reads a tensor into contiguous memory of its size and dtype, and checks what was read.
+ReadTensor = Callable[[StoredTensor, np.ndarray], None]
+Advance = Callable[[int], Any]  # called with the bytes of the files that were read
+
+
+class CheckpointReader:
+    """The weights of a directory of safetensors, read by one plan of its leaves.
+
+    Attributes:
+      directory: of the checkpoint.
+      config: what config.json says of the model.
+      stored: the tensors of its files.
+      leaves: what fills each leaf of `weight_shapes(config)`, and how it is held.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        *,
+        dtype: Any,
+        verify_checksums: bool = False,
+    ) -> None:
+        """Reads headers, and little more: see `plan_leaves`, whose arguments and errors these are.
+
+        Raises:
+          MoejaxError: a file is missing or broken, or as `plan_leaves`.
+        """
+        self.directory, self.config = directory, config
+        self.stored = stored_tensors(directory)
+        self.leaves: Mapping[str, LeafPlan] = plan_leaves(
+            directory, config, self.stored, dtype=dtype, verify_checksums=verify_checksums
+        )
+
+    def check_left_out(self) -> None:
+        """Logs the tensors that are left out.
+
+        Raises:
+          MoejaxError: a head that is stored beside tied embeddings differs from them.
+        """
+        if further := multi_token(self.config, tuple(self.stored)):
+            logging.warning(
+                "%s: left out %d tensors (%s, ...) of the head that predicts further tokens at "
+                "once", self.directory, len(further), further[0],
+            )  # fmt: skip
+        if not self.config.tied_embeddings or not {_HEAD, _EMBEDDING} <= self.stored.keys():
+            return
+        embedding, head = self.stored[_EMBEDDING], self.stored[_HEAD]
+        one, other = (read_array(tensor).view(np.uint8) for tensor in (embedding, head))
+        if not np.array_equal(one, other):
+            raise MoejaxError(
+                f"{head.path}: {head.name} differs from {embedding.name}, but config.json says "
+                "tie_word_embeddings; set that to false"
+            )
+
+    def load(
+        self, device: jax.Device, *, progress: bool = True, experts: bool = True
+    ) -> dict[str, Weight]:
+        """All leaves on `device`; those whose matrices are of one kind stay packed.
+
+        Args:
+          device: where the leaves are to be.
+          progress: show a bar over the bytes read on stderr.
+          experts: whether `EXPERT_LEAVES` are loaded; they are checked in either case.
+
+        Raises:
+          MoejaxError: a file ended early or has not its checksums; a value does not fit float16.
+        """
+        self.check_left_out()
+        self._log_share()
+        leaves = [leaf for leaf in self.leaves if experts or leaf not in EXPERT_LEAVES]
+        num_bytes = sum(part.num_bytes for leaf in leaves for part in self.leaves[leaf].parts)
+        with tqdm.tqdm(
+            total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
+        ) as bar:
+            return {leaf: self.read_leaf(leaf, device, bar.update) for leaf in leaves}
+
+    def read_leaf(self, name: str, device: jax.Device, advance: Advance | None = None) -> Weight:
+        """One leaf on `device`.
+
+        Args:
+          name: of the leaf.
+          device: where it is to be.
+          advance: called with the bytes of each part that was read.
+
+        Raises:
+          MoejaxError: as `load`.
+        """
+        plan = self.leaves[name]
+        if plan.mixture:
+            logging.warning(
+                "%s is dequantized to %s while it is loaded: %s",
+                name, plan.dtype.name, plan.mixture,
+            )  # fmt: skip
+        is_stacked = plan.parts[0].index != ()
+        memories = _allocate(plan, device, is_stacked=is_stacked)
+        for layer, parts in group_by_layer(plan.parts).items():
+            for part in parts:
+                arrays = {array: memory.part(part.index) for array, memory in memories.items()}
+                fill_part(plan, part, arrays, read_checked)
+                if advance is not None:
+                    advance(part.num_bytes)
+            for memory in memories.values():
+                memory.finish_layer(layer)
+        compensators = read_compensators(plan, device)
+        return plan.assemble({n: m.finish() for n, m in memories.items()}, compensators)
+
+    def _log_share(self) -> None:
+        packed = sum(
+            math.prod(part.placement.shape)
+            for plan in self.leaves.values()
+            for part in plan.parts
+            if part.matrix is not None
+        )
+        if packed:
+            total = sum(math.prod(plan.shape) for plan in self.leaves.values())
+            logging.info("%.2f %% of the parameters are quantized", 100 * packed / total)
+
+
+def load_weights(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    dtype: jnp.dtype,
+    device: jax.Device | None = None,
+    progress: bool = True,
+) -> dict[str, jax.Array]:
+    """The leaves of a plain checkpoint; `open_checkpoint` opens quantized ones too.
+
+    Args:
+      directory: holds safetensors, one file or several with an index.
+      config: what config.json says.
+      dtype: float32, bfloat16 or float16.
+      device: None means JAX's default device.
+      progress: show a bar over the bytes read on stderr.
+
+    Raises:
+      MoejaxError: the checkpoint is quantized, or as `CheckpointReader` and its `load`.
+    """
+    path = directory / "config.json"
+    if path.is_file() and (quantization := read_json(path).get("quantization_config")):
+        raise MoejaxError(
+            f"{path}: the checkpoint is quantized ({quantization}); open it with open_checkpoint, "
+            "which reads such ones too"
+        )
+    reader = CheckpointReader(directory, config, dtype=dtype)
+    weights: Any = reader.load(device or choose_device("auto"), progress=progress)
+    return dict(weights)
+
+
+def stored_dtype(directory: Path, *, is_quantized: bool = False) -> np.dtype:
+    """The dtype of most of a checkpoint's bytes.
+
+    Args:
+      directory: of the checkpoint.
+      is_quantized: count what is not quantized only, such as norms and embeddings.
+
+    Raises:
+      MoejaxError: a file is missing, broken or empty, or holds other types than floats.
+    """
+    num_bytes: dict[np.dtype, int] = defaultdict(int)
+    tensors: Iterable[StoredTensor] = stored_tensors(directory).values()
+    if is_quantized:
+        tensors = [t for t in tensors if t.name.endswith(".weight") and is_float(t)]
+    check_floats(tensors)
+    for tensor in tensors:
+        num_bytes[tensor.dtype] += tensor.num_bytes
+    if not num_bytes:
+        raise MoejaxError(f"the weight files in {directory} hold no tensors; download them again")
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised host memory that JAX's CPU device can use as it is."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+class _LeafMemory:
+    """An array of a leaf while it is being filled, a layer at a time.
+
+    On the CPU the whole array is host memory, which JAX takes over; on an accelerator it lies
+    there, and one layer of it is staged in host memory.
+    """
+
+    def __init__(
+        self, array: jax.ShapeDtypeStruct, device: jax.Device, *, is_stacked: bool
+    ) -> None:
+        self._device = device
+        self._leaf: jax.Array | None = None
+        if is_stacked and not _is_host(device):
+            self._leaf = jnp.zeros(array.shape, array.dtype, device=device)
+            self._memory = np.empty(array.shape[1:], array.dtype)
+        else:
+            self._memory = aligned_empty(array.shape, array.dtype)
+
+    def part(self, index: tuple[int, ...]) -> np.ndarray:
+        """The memory of the matrices at `index`, layer first; () where nothing is stacked."""
+        return self._memory[index if self._leaf is None else index[1:]]
+
+    def finish_layer(self, layer: int) -> None:
+        """Call it when all parts of a layer are written and no other layer was begun."""
+        if self._leaf is not None:
+            slab = jax.device_put(self._memory, self._device)
+            self._leaf = _with_layer(self._leaf, slab, layer)
+            self._leaf.block_until_ready()  # the staging memory is about to be written again
+
+    def finish(self) -> jax.Array:
+        """The array on its device; not to be written to any more."""
+        if self._leaf is not None:
+            return self._leaf
+        return jax.device_put(self._memory, self._device)
+
+
+def _allocate(plan: LeafPlan, device: jax.Device, *, is_stacked: bool) -> dict[str, _LeafMemory]:
+    return {
+        name: _LeafMemory(array, device, is_stacked=is_stacked)
+        for name, array in plan.arrays.items()
+    }
+
+
+def _is_host(device: jax.Device) -> bool:
+    return device.platform == "cpu"
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array:
+    """`leaf` [L, ...] with `slab` [...] as one layer, in place."""
+    return jax.lax.dynamic_update_index_in_dim(leaf, slab, layer, 0)
+
+
+def fill_part(
+    plan: LeafPlan, part: Part, arrays: Mapping[str, np.ndarray], read: ReadTensor
+) -> None:
+    """Reads a part into its rows of the arrays that hold its leaf.
+
+    Args:
+      plan: of the leaf.
+      part: of the leaf.
+      arrays: those of `plan.arrays`, each at the part's index.
+      read: reads the tensors that lie in the files as arrays hold them.
+
+    Raises:
+      MoejaxError: a tensor cannot be read, or a value does not fit the dtype.
+    """
+    rows = {name: plan.rows(name, array, part) for name, array in arrays.items()}
+    stored = part.stored
+    if isinstance(stored, StoredTensor):
+        _read_floats(stored, rows["array"], read)
+    elif plan.kind is None:
+        convert_floats(part.placement.name, _dequantized(stored.read()), rows["array"])
+    elif stored.as_held is not None:
+        for name, memory in rows.items():
+            if name in stored.as_held:
+                _read_floats(stored.as_held[name], memory, read)
+            else:
+                memory[...] = plan.default(name)
+    else:
+        matrix = stored.read()
+        for name, memory in rows.items():
+            values = getattr(matrix, name)
+            memory[...] = plan.default(name) if values is None else values
+
+
+def read_compensators(
+    plan: LeafPlan, device: jax.Device, advance: Callable[[Part], Any] | None = None
+) -> tuple[Compensator, ...]:
+    """The low-rank terms of a leaf's matrices on `device`; only their own tensors are read.
+
+    Args:
+      plan: of the leaf.
+      device: where the factors are to be.
+      advance: called with each part whose factors were read.
+
+    Raises:
+      MoejaxError: a file cannot be read or ended early.
+    """
+    return tuple(_read_pool(pool, device, advance) for pool in plan.factor_pools)
+
+
+def _read_pool(
+    pool: FactorPool, device: jax.Device, advance: Callable[[Part], Any] | None
+) -> Compensator:
+    lead = pool.shape[:-2]
+    starts, ranks = np.zeros(lead, np.int32), np.zeros(lead, np.int32)
+    plans = {name: pool.factor(name) for name in ("u", "v")}
+    memories = {name: _allocate(plan, device, is_stacked=False) for name, plan in plans.items()}
+    start = 0
+    for part, rank in zip(pool.owners, pool.ranks, strict=True):
+        assert part.matrix is not None and part.matrix.read_factors is not None
+        compensator = part.matrix.read_factors()
+        for name, arrays in memories.items():
+            factor = getattr(compensator, name)
+            for array, memory in arrays.items():
+                values = factor if array == "array" else getattr(factor, array)
+                memory.part(())[start : start + rank] = values
+        starts[part.index], ranks[part.index] = start, rank
+        start += rank
+        if advance is not None:
+            advance(part)
+    u, v = (
+        plans[name].assemble({array: memory.finish() for array, memory in arrays.items()})
+        for name, arrays in memories.items()
+    )
+    assert not isinstance(u, Fp8Tensor) and not isinstance(v, Fp8Tensor)
+    return Compensator(
+        u=u,
+        v=v,
+        start=jax.device_put(starts, device),
+        rank=jax.device_put(ranks, device),
+        first_row=pool.owners[0].placement.start,
+        num_rows=pool.num_rows,
+        max_rank=max(pool.ranks),
+    )
+
+
+@on_host
+@jax.jit
+def _dequantized(matrix: QTensor | Fp8Tensor) -> jax.Array:
+    """float32[N, K] of a matrix that was read, by the CPU."""
+    return matrix.dequantize()
+
+
+def read_checked(tensor: StoredTensor, destination: np.ndarray) -> None:
+    """Reads a tensor; see `ReadTensor`.
+
+    Raises:
+      MoejaxError: as `read_tensor`, or a value is NaN, infinite or huge.
+    """
+    read_tensor(tensor, destination)
+    check_range(tensor, destination)
+
+
+def _read_floats(tensor: StoredTensor, rows: np.ndarray, read: ReadTensor) -> None:
+    """Reads a tensor into `rows`, converting floats to their dtype."""
+    if tensor.dtype == rows.dtype:
+        read(tensor, rows)
+        return
+    values = np.empty(tensor.shape, tensor.dtype)
+    read(tensor, values)
+    convert_floats(tensor.name, values, rows)
+
+
+def convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
+    """Copies `values` into `rows`, converting to its dtype.
+
+    Raises:
+      MoejaxError: a value is too large for that.
+    """
+    with np.errstate(over="ignore"):
+        np.copyto(rows, values, casting="unsafe")
+    if not in_range(without_masks(name, rows)):
+        mend = "bfloat16 or float32" if rows.dtype == np.float16 else "float32"
+        raise MoejaxError(
+            f"{name} does not fit {rows.dtype.name} (largest {abs(values).max()}); load as {mend}"
+        )
