@@ -160,6 +160,20 @@ class CommandsTest(absltest.TestCase):
         self.assertEqual((second.fate, second.parts), (commands.RUN, [["ls"], ["pwd"]]))
 
 
+class PackagesTest(parameterized.TestCase):
+    @parameterized.parameters(*sorted(path.parent.name for path in ROOT.glob("moejax/*/README.md")))
+    def test_the_page_of_a_package_names_its_modules(self, name):
+        folder = ROOT / "moejax" / name
+        page = (folder / "README.md").read_text(encoding="utf-8")
+        names = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+        names |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+        self.assertEmpty([module for module in names if f"`{module}`" not in page])
+
+    def test_every_package_has_a_page(self):
+        folders = {path.parent for path in ROOT.glob("moejax/*/__init__.py")}
+        self.assertEmpty([f.name for f in folders if not (f / "README.md").is_file()])
+
+
 class PagesTest(absltest.TestCase):
     def test_made_parts_are_current(self):
         for page in make_documents.pages():
