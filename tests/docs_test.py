@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from moejax import benchmark, cli
 from moejax.benchmarking.record import COLUMNS
