@@ -61,7 +61,7 @@ class Case:
 
     @property
     def is_chat(self) -> bool:
-        """Of the chat endpoint."""
+        """Whether the request is for the chat endpoint."""
         return "messages" in self.body
 
     @property
@@ -93,7 +93,7 @@ class Case:
 
 
 def _largest_gap(found: list[Token], expected: list[Token], index: int) -> float:
-    """Of one choice; the likeliest tokens may change places where they are within rounding."""
+    """Largest log-probability gap of a choice; tokens within rounding may change places."""
     texts = [[token.text for token in tokens] for tokens in (found, expected)]
     if texts[0] != texts[1]:
         raise ValueError(f"choice {index}: tokens {texts[0]} in place of {texts[1]}")

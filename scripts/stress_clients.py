@@ -24,7 +24,7 @@ MALFORMED: tuple[bytes, ...] = (
 
 @dataclasses.dataclass
 class Tally:
-    """What all clients found; guarded by `lock`."""
+    """Results of all clients; guarded by `lock`."""
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)

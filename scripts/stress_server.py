@@ -84,7 +84,7 @@ def sampled_rss(pid: int, mib: list[float]) -> Iterator[None]:
 
 
 def growth_percent(mib: list[float]) -> float:
-    """Of the median of the last third over that of the first."""
+    """Growth of the last third's median over the first third's, in percent."""
     third = max(1, len(mib) // 3)
     first, last = statistics.median(mib[:third]), statistics.median(mib[-third:])
     return 100 * (last / first - 1)
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """Of the values, by rank; NaN of none."""
+    """Percentile of the values, by rank; NaN of none."""
     if not values:
         return float("nan")
     return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]

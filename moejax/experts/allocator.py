@@ -1,4 +1,4 @@
-"""What a device's allocator still gives: where a plan meets it."""
+"""Checks a plan against the memory that a device's allocator has left."""
 
 from collections.abc import Mapping
 

@@ -74,14 +74,12 @@ class TierMemory:
         device: jax.Device,
         terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ()),
     ) -> "TierMemory":
-        """Around a store that is there; allocates the pool, empty, on the device.
+        """Wraps a filled store; allocates the pool, empty, on the device.
 
         Args:
-          spec: of the pool.
           gate_up: [R, 2F, D], rows of the host store, without low-rank terms.
           down: [R, D, F].
-          row_of: int32[M, E], row of each expert; -1 for what is on the disk alone.
-          device: of the pool.
+          row_of: int32[M, E], row of each expert; -1 for those on the disk alone.
           terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
         """
         pool = _empty_pool(spec, (gate_up, down), device)
@@ -219,12 +217,10 @@ class ExpertMemory:
         *,
         width: int = 0,
     ):
-        """Around memories of the tiers, all of one model; the policy's state is as before a token.
+        """Joins the memories of one model's tiers; the policy's state is fresh.
 
         Args:
-          tiers: their memories.
-          names: of the tiers.
-          policy: who decides; on a GPU by its kernels (`with_kernels`). None: the router alone, of
+          policy: runs its kernels on a GPU (`with_kernels`). None: the router alone decides, with
             one tier.
           width: A, experts a token; for the policy.
 
@@ -307,14 +303,14 @@ class ExpertMemory:
 
     @contextlib.contextmanager
     def step(self, since: int | None = None, num_tokens: int = 0) -> Iterator[None]:
-        """Around the dispatch of a step, of which there is one at a time.
+        """Wraps the dispatch of a step, one step at a time.
 
-        What was read from the disk gets its rows of host memory first, and transfers go on. What a
-        failed step took with it is replaced: slots by empty ones, the policy's state by its first.
+        Experts read from the disk get their rows of host memory first, and transfers go on. If the
+        step fails, empty slots and the policy's initial state replace those donated to it.
 
         Args:
-          since: what `begin_session` returned; None: failures of the disk are the caller's to see.
-          num_tokens: that the step runs, padding too; 0: nobody says, and the policy is asked for
+          since: returned by `begin_session`; None: the caller checks for failures of the disk.
+          num_tokens: tokens of the step with padding; 0: not known, and the policy is asked for
             transfers before the next step.
 
         Raises:
@@ -351,7 +347,7 @@ class ExpertMemory:
 
     @contextlib.contextmanager
     def reading(self, since: int | None = None) -> Iterator[None]:
-        """Around the host's reading of results, which it may use only if this raises nothing.
+        """Wraps the host's reading of results, which are valid if this returns.
 
         Args:
           since: as of `step`.

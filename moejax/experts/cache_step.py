@@ -82,12 +82,12 @@ class TierStep:
 
     @property
     def fetching(self) -> Fetching:
-        """What copies its experts."""
+        """Returns the `Fetching` that copies this tier's experts."""
         return Fetching(self.spec, self.store, self.kernels)
 
     @property
     def placing(self) -> Placing:
-        """What plans its slots alone."""
+        """Returns the `Placing` that plans this tier's slots alone."""
         return Placing((self.spec,), self.kernels.target)
 
     @property
@@ -448,7 +448,7 @@ def _products_of_tiers(
 
 
 def _selected(products: Sequence[jax.Array], tier: jax.Array) -> jax.Array:
-    """Of each pair the product of its tier; [P, N, A, D], P the largest of the tiers'."""
+    """Selects each pair's product by tier: [P, N, A, D], with the largest P."""
     if len(products) == 1:
         return products[0]
     wide = jnp.result_type(*products)

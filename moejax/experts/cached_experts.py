@@ -160,7 +160,7 @@ class CachedExperts:
         self, layer: Index, routing: Routing, token_mask: jax.Array,
         ahead: Callable[[], Routing] | None,
     ) -> tuple[Decision, Rule | None]:  # fmt: skip
-        """What the policy makes of the routing; with a rule that says its tiers, if it has one."""
+        """Returns the policy's decision, and its tier rule where a kernel applies it."""
         resident = cache_plan.serving(self._resident(self.cache.pools, layer), self.spec.full)
         seen = self._observed(layer, routing, token_mask, ahead, resident)
         rule = None
@@ -243,7 +243,7 @@ class CachedExperts:
         return in_place_of(replay[self._replays, layer], logits)
 
     def _predicted(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> jax.Array:
-        """What the next layer's router is expected to choose (DyMoE eq. 6-8)."""
+        """Predicts the experts of the next layer's router (DyMoE eq. 6-8)."""
         store, tier = self._store[0], self.step.tiers[0]
         scores = jnp.where(token_mask[:, None], prefetch_scores(predicted, self.config), 0.0)
         said = jax.lax.top_k(jnp.sum(scores, axis=0), tier.most_ahead)[1]

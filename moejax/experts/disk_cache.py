@@ -32,13 +32,13 @@ from moejax.experts.transfer_programs import is_ready
 
 @dataclasses.dataclass(eq=False)
 class _Arrival:
-    """What was read and has no row yet.
+    """An expert that was read and has no row yet.
 
     Attributes:
-      parts: the bytes; of the ring's where there is a ticket.
-      ticket: to be released; None where the bytes are their own.
-      is_wanted: whether a transfer asked for them and has not read them yet.
-      is_borrowed: whether it reads them.
+      parts: the bytes; they lie in the reader's ring where there is a ticket.
+      ticket: to be released; None where the bytes have memory of their own.
+      is_wanted: whether a transfer asked for the bytes and has not read them yet.
+      is_borrowed: whether a transfer is reading them.
       has_row: whether a row is reserved.
       written: the bytes on their way to it.
     """
@@ -52,16 +52,16 @@ class _Arrival:
 
 
 class DiskExperts:
-    """What steps and transfers ask for, and what the host makes of it between steps.
+    """Reads experts for steps and transfers; caches them between steps.
 
     Attributes:
-      reader: of the disk; its counters say how much was read.
+      reader: its counters say how much was read from the disk.
       cache: which experts the rows of the host store hold; None where it has no rows.
       row_of: int32[M, E], the table for the steps to come.
-      failures: times that a step asked and got zeros, with which it went on: nothing of it, of
-        what it cached, or of the steps that used that may be used. Never falls, so that whoever
-        noted it before a step can tell, whatever others have seen of it.
-      error: why the last of them could not be read, in one line.
+      failures: times that a step asked for an expert and went on with zeros: its results, what it
+        cached, and later steps that read that cache are invalid. It never falls, so that a caller
+        who noted it before a step can compare.
+      error: why the last failed read failed, in one line.
     """
 
     def __init__(
@@ -73,10 +73,9 @@ class DiskExperts:
         most_kept: int,
         most_ahead: int = 1,
     ):
-        """Around an open reader.
+        """Starts on an open reader.
 
         Args:
-          reader: of the disk.
           store: host rows; None for none.
           row: the arrays of one expert, shapes and dtypes.
           row_of: int32[M, E] of the store; -1 everywhere where there is none.
@@ -238,7 +237,7 @@ class DiskExperts:
             return changed
 
     def read_since(self) -> dict[str, float]:
-        """What was counted since the last call.
+        """Returns the counts since the last call.
 
         By the names of `ssd.Counters`; "ahead" and "ahead_used" as `Ledger.disk_ahead` and
         `disk_ahead_used`; "wait_seconds" that steps spent in `read`.
@@ -302,7 +301,7 @@ class DiskExperts:
             del self._foreseen[expert]
 
     def _count_use(self, expert: Expert) -> None:
-        """Of an expert that is asked for now, which may have been read ahead and still be there."""
+        """Counts a use of an expert that may have been read ahead."""
         self._foreseen.pop(expert, None)
         if expert in self._ahead:  # nobody waited for it: where it has not begun it is asked anew
             self._ahead.discard(expert)

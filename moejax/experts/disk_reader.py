@@ -58,7 +58,7 @@ class Ticket:
 
 @dataclasses.dataclass(kw_only=True)
 class Counters:
-    """What a reader did; sums since it was made."""
+    """Counts of a reader, summed since it was made."""
 
     reads: int = 0  # experts
     bytes: int = 0  # of these
@@ -177,7 +177,7 @@ class SsdReader:
             return True
 
     def done(self) -> list[tuple[Ticket, tuple[jax.Array, ...] | None]]:
-        """What was finished since the last call, in the order in which it was.
+        """Returns the reads finished since the last call, in order.
 
         Returns:
           Tickets with the arrays of one row each, to be released; None for the arrays where

@@ -69,7 +69,7 @@ class PoolSpec:
 
 
 def compiler_options(pools: Sequence[PoolSpec], is_prefill: bool) -> dict[str, str]:
-    """Of steps of prompts, or of decode, on a GPU; nothing without pools.
+    """XLA options of prefill or decode steps on a GPU; none without pools.
 
     Where a pool looks ahead, copies run beside products; where steps of prompts alone do so, those
     of decode do not: two kernels at once took 0.5 ms of a step's 3.6 (Mixtral, H200, jax 0.11.2).
@@ -104,7 +104,7 @@ class ExpertPool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertStore:
-    """What a step reads: host rows, and what of the experts does not move.
+    """Experts that a step reads: host rows, and parts that do not move.
 
     Attributes:
       gate_up: [R, 2F, D], in pinned host memory on a GPU, without low-rank terms.
@@ -131,11 +131,11 @@ class ExpertStore:
 
 
 def in_place_of(replayed: jax.Array, said: jax.Array) -> jax.Array:
-    """What is replayed, no sooner than a router has spoken, as where nothing is replayed.
+    """Returns the replayed values, but not before the router's own exist.
 
-    Known from the start it would let XLA fetch for a layer before an earlier one has read the same
-    slots, copy the slots for that, and leave the routers out. That no `said` is NaN, and no id
-    negative, XLA cannot know.
+    If they were known from the start, XLA would fetch for a layer before an earlier one has read
+    the same slots, copy the slots for that, and leave the routers out. XLA cannot know that no
+    `said` is NaN and no id negative.
     """
     never = jnp.isnan(said) if jnp.issubdtype(said.dtype, jnp.floating) else said < 0
     return jnp.where(never, said, replayed)

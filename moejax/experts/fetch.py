@@ -19,12 +19,9 @@ Slots = tuple[Weight, Weight]  # a bank of `ExpertPool`
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fetching:
-    """Of one pool, in one trace.
+    """Copies experts into the slots of one pool, in one trace.
 
-    Attributes:
-      spec: of the pool.
-      store: the host's rows.
-      kernels: which may copy.
+    `kernels` are those that may copy.
     """
 
     spec: PoolSpec
@@ -32,7 +29,7 @@ class Fetching:
     kernels: ops.Kernels
 
     def job(self, pools: Slots, jobs: Jobs) -> expert_fetch.Job | None:
-        """Of a copy from host memory; None where nothing comes from there."""
+        """Returns the copy from host memory; None where there is nothing to copy."""
         store = self.store
         if not jobs.rows.size or self.spec.is_still or not store.gate_up.shape[0]:
             return None
@@ -82,7 +79,7 @@ class Fetching:
 def from_host_together(
     fetchings: Sequence[Fetching], pools: Sequence[Slots], jobs: Sequence[Jobs]
 ) -> list[Slots]:
-    """As `from_host` of each pool, in one launch where the kernel serves more than one."""
+    """Fetches for each pool, in one launch where the kernel takes several."""
     asked = list(zip(fetchings, pools, jobs, strict=True))
     made = [of.job(slots, wanted) for of, slots, wanted in asked]
     some = {i: job for i, job in enumerate(made) if job is not None}

@@ -32,7 +32,7 @@ Expert = tuple[int, int]  # sparse layer, expert
 
 
 class RowSource(Protocol):
-    """What rows are filled from: `moejax.checkpoints.experts.ExpertReader`."""
+    """Source that rows are filled from: `moejax.checkpoints.experts.ExpertReader`."""
 
     @property
     def num_layers(self) -> int:
@@ -116,7 +116,7 @@ class HostStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self._num_rows * self._source.row_nbytes
 
     @property
@@ -324,10 +324,10 @@ class RowSupply(Protocol):
         """
 
     def give_back(self, expert: Expert) -> None:
-        """What `borrow` returned is no longer read."""
+        """Releases an expert whose `borrow` returned bytes."""
 
     def forget(self, expert: Expert) -> None:
-        """What `borrow` returned None for is no longer wanted."""
+        """Withdraws interest in an expert whose `borrow` returned None."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ _COLUMN = {name: i for i, name in enumerate(EVENTS)}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What happened in the layers since the counts were last taken; two arrays, to be donated.
+    """Events of the layers since the last reading; two arrays, to be donated.
 
     Invariants (`check`):
       * `events` is int32[M, len(EVENTS)]; a step adds to one row at once, one operation a layer;
@@ -211,10 +211,10 @@ class TierLedger:
         return (causes["demand"] + causes["stream"]) / (link_gib_per_s * 2**30)
 
     def stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
-        """What steps waited for experts: the link's part is estimated, the disk's is measured.
+        """Seconds that steps waited for experts: link's estimated, disk's measured.
 
-        What the disk gives crosses the link as well, and counts in both parts. What is read or sent
-        beside the steps (in bulk, foreseen, predicted) is in neither.
+        Experts from the disk cross the link as well, and count in both parts. Experts read or sent
+        beside the steps (in bulk, foreseen, predicted) count in neither.
         """
         return self.link_stall_seconds(link_gib_per_s) + self.disk_wait_seconds
 

@@ -355,7 +355,7 @@ def load_experts(
 
 
 def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
-    """The same with all rows on the device, and slots that are tables only.
+    """Moves all rows to the device; slots become tables only.
 
     Raises:
       MoejaxError: rows are missing.
@@ -402,7 +402,7 @@ def _sizes(
 
 
 def _spec(tiers: Sequence[Tier], config: Any) -> PolicySpec:
-    """As if all were resident."""
+    """Returns a policy's spec with every expert resident."""
     return PolicySpec(
         num_layers=len(config.moe_layers),
         num_experts=config.num_experts,

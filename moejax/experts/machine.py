@@ -1,4 +1,4 @@
-"""What this machine has, as far as a plan wants to know."""
+"""Memory of this machine, as a plan needs it."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ _DEFAULT_PINNED_GIB = 64  # XLA's own
 
 
 def this_machine(platform: str) -> Machine:
-    """What Linux says of the memory that is left, and what a run of the mains could pin of it.
+    """Reads the memory that is left, and how much a run could pin.
 
     Args:
       platform: "gpu", or one whose host memory is not pinned.

@@ -40,7 +40,7 @@ class ExpertCacheSpec:
 
     @property
     def cache(self) -> CacheSpec:
-        """Of the tier of highest fidelity."""
+        """Cache spec of the tier of highest fidelity."""
         return self.pools[0].cache
 
     @property
@@ -81,11 +81,11 @@ def no_gate(num_layers: int, num_tiers: int) -> jax.Array:
 
 
 class Asked(NamedTuple):
-    """What a policy said.
+    """Requests of a policy between two steps.
 
     Attributes:
-      moved: the requests that are carried out, -1 in the place of the others.
-      ahead: what is to be read from the disk (`Policy.disk_prefetch`).
+      moved: requests that are carried out, -1 in the place of the others.
+      ahead: experts to read from the disk (`Policy.disk_prefetch`).
       idle: int32[], see `Policy.tokens_until_change`; 0 also where something has been asked for.
     """
 
@@ -97,21 +97,20 @@ class Asked(NamedTuple):
 def ask(
     spec: ExpertCacheSpec, pool: ExpertCache, coming: jax.Array, room: jax.Array
 ) -> tuple[ExpertCache, Asked]:
-    """What the policy wants moved before the next step; a program of its own between steps.
+    """Applies the policy's requests before the next step.
 
-    A demotion frees the slot of the higher tier here; what is to come is fetched by
-    `moejax.experts.transfers`. Where the pools are emulated it has come when this returns.
+    It is a program of its own between steps. A demotion frees the slot of the higher tier here;
+    `moejax.experts.transfers` fetches promoted experts, but emulated pools have them on return.
 
     Args:
-      spec: static.
       pool: donated.
-      coming: bool[M, T, E], on its way already.
-      room: int32[], experts that may set out now. Pairs of requests that a policy repeats
+      coming: bool[M, T, E], experts in flight.
+      room: int32[], experts whose transfer may start now. Pairs of requests that a policy repeats
         (`Policy.repeats_requests`) are carried out while there is room before them; else a demotion
         would leave a slot empty for as long as its promotion waits. Other requests all are.
 
     Returns:
-      The pool, and what the policy said.
+      The pool, and the policy's requests.
     """
     assert spec.policy is not None
     num_experts = spec.cache.num_experts

@@ -23,19 +23,19 @@ QUANTIZERS = ("rtn", "hqq", "least_squares")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiering:
-    """What decides about experts, and in which forms they are stored.
+    """The expert policy, and the tiers that experts are stored in.
 
     Attributes:
       policy: its name, "module:Class", or the policy.
-      settings: of a policy that is named; those not given have its defaults. Of buddymoe, `lists`
-        is the path of a profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains`
+      settings: for a named policy; those not given have its defaults. For buddymoe, `lists` is
+        the path of a profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains`
         and `tae_tau` may be "profile"; with such a tau, `tae_temperature` is the profile's.
       tiers: of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same model; or
         NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts while they
         are read, any other name is the checkpoint as it is. (): the checkpoint as it is.
       slots: experts of a layer that each tier caches; (): see `budget.make_budget`.
-      quantizer: of tiers that are made: rtn, hqq or least_squares.
-      group_size: of the same.
+      quantizer: makes tiers at load: rtn, hqq or least_squares.
+      group_size: inputs of a group of such a tier.
       emulate: every expert of every tier stays on the device, and the slots are tables only: the
         tokens of the policy, not its times.
     """
@@ -97,17 +97,17 @@ class StoredTier:
 
     @property
     def bits(self) -> int | None:
-        """Of codes that are made at load; None: the experts are as they are stored."""
+        """Bits of codes made at load; None: the experts are as they are stored."""
         return None if self.source else MADE.get(self.name)
 
     def bits_of_shape(self, stored: int) -> int:
-        """Of a weight, where there are no files: by the tier's name.
+        """Bits of a weight by the tier's name, where there are no files.
 
         Args:
-          stored: of a tier that stands for the checkpoint as it is.
+          stored: bits of a tier that stands for the checkpoint as it is.
 
         Raises:
-          MoejaxError: it is of a checkpoint, or its name says no bits.
+          MoejaxError: the tier has a checkpoint, or its name says no bits.
         """
         if self.source:
             raise MoejaxError(

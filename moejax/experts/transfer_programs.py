@@ -38,7 +38,7 @@ class BlobLayout:
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> "BlobLayout":
-        """Of arrays, or of their shapes and dtypes.
+        """Returns the layout of arrays, or of their shapes and dtypes.
 
         Raises:
           ValueError: an array of numbers that are not of 1, 2 or 4 bytes.
@@ -91,7 +91,7 @@ def probe(pool: ExpertPool, what: jax.Array) -> jax.Array:
 
 
 def size_of(number: int, largest: int) -> int:
-    """Of the program that lands so many experts: few take less time than many."""
+    """Returns the capacity of the smallest program for so many experts."""
     return min(1 << (number - 1).bit_length(), largest)
 
 
@@ -175,7 +175,7 @@ def last_uses(pool: ExpertPool) -> jax.Array:
 
 
 def is_found(found: jax.Array, place: int) -> bool:
-    """What `probe` said; where it ran behind a step that failed: no, for the pool is lost."""
+    """Reads the answer of `probe`; False where it ran behind a failed step."""
     try:
         return bool(jax.device_get(found)[place])
     except jax.errors.JaxRuntimeError:

@@ -150,7 +150,7 @@ class Transfers:
 
     @property
     def pending(self) -> list[Expert]:
-        """Those that are accepted and not over, nor cancelled."""
+        """Experts that are accepted and neither over nor cancelled."""
         with self._lock:
             both = [*self._queue.values(), *self._moving.values()]
             return [transfer.expert for transfer in both if not transfer.cancelled]
@@ -326,7 +326,7 @@ class Transfers:
                 self.counters.dropped += 1
 
     def _finish_copies(self) -> list[_Transfer]:
-        """What is in its block and not in a slot, to be put on the device."""
+        """Returns transfers that are copied to a block and not in a slot."""
         ready = []
         for transfer in self._in(_State.COPYING):
             assert transfer.copied is not None
@@ -379,12 +379,12 @@ class Transfers:
         logging.error("expert %d of sparse layer %d stays: %s", expert[1], expert[0], error)
 
     def _end(self, transfer: _Transfer) -> None:
-        """Its block is another's, from now on."""
+        """Ends a transfer and frees its block."""
         del self._moving[transfer.expert]
         self._free.append(transfer.block)
 
     def _in(self, state: _State) -> list[_Transfer]:
-        """Of those that have a block."""
+        """Transfers with a block that are in this state."""
         return [transfer for transfer in self._moving.values() if transfer.state is state]
 
     def _compile(self, pool: ExpertPool) -> None:

@@ -22,7 +22,7 @@ class TokenLogprob(NamedTuple):
 
 
 class RowDelta(NamedTuple):
-    """What one call adds to a row's answer; `error` is why a row ended without a reason."""
+    """A row's new text and tokens; `error` is why it ended without a reason."""
 
     text: str
     tokens: tuple[int, ...]

@@ -4,14 +4,14 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """What a client is told in place of an answer.
+    """An error that a client receives in place of an answer.
 
     Attributes:
-      status: of HTTP.
+      status: the HTTP status.
       message: one line.
-      param: the field that is meant, or None.
+      param: the field at fault, or None.
       code: a word for programs, or None.
-      retry_after_s: when it may be better, or None.
+      retry_after_s: seconds after which a retry may succeed, or None.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class Exchange:
 
 
 def outcome_of(error: BaseException | None) -> str:
-    """What became of a request, in a word for the metrics."""
+    """Names a request's outcome in one word, for the metrics."""
     if error is None:
         return "ok"
     if isinstance(error, ClientGone | asyncio.CancelledError):

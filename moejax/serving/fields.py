@@ -33,7 +33,7 @@ class Fields:
     """A body, each of whose fields is to be read, ignored or refused; null is as if absent."""
 
     def __init__(self, body: Mapping[str, Any], where: str = ""):
-        """Around an object; `where` is its place in the body, such as "stream_options."."""
+        """Wraps an object; `where` is its place in the body, such as "stream_options."."""
         self._values = {name: value for name, value in body.items() if value is not None}
         self._where = where
         self._known: set[str] = set()
@@ -134,7 +134,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """As in the body, of a length that fits a line."""
+    """Shortens a value of the body to fit a line."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
     said = str(value)

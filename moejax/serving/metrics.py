@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus."""
+"""Prometheus metrics of the server."""
 
 from collections.abc import Iterator
 
@@ -70,7 +70,7 @@ class Metrics:
         self._ledger = list(ledger_metrics(ledger)) if ledger is not None else []
 
     def collect(self) -> Iterator[Metric]:
-        """Of the ledger, as of the end of the last batch; called by the registry."""
+        """Yields the ledger's metrics as of the last batch; the registry calls it."""
         return iter(self._ledger)
 
     def describe(self) -> list[Metric]:

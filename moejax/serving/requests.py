@@ -33,17 +33,16 @@ NOT_SUPPORTED = "this server does not support it"
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What requests are checked against.
+    """Facts of the model that requests are checked against.
 
     Attributes:
-      name: as clients call the model.
-      tokenizer: of the model.
+      name: clients call the model by it.
       vocab_size: V.
-      defaults: of fields that a request does not say.
+      defaults: stand for fields that a request leaves out.
       check_prompt: raises MoejaxError where token ids leave no room to answer.
       longest_prompt: tokens of a prompt that leaves room.
-      most_answers: of a request.
-      chat: of conversations whose request does not say.
+      most_answers: answers that one request may ask for.
+      chat: settings for conversations whose request leaves them out.
     """
 
     name: str
@@ -204,7 +203,7 @@ def _check_model(fields: Fields, model: ModelFacts) -> None:
 
 
 def _prompts(fields: Fields) -> list[str | list[int]]:
-    """Of a text, a list of texts, a list of token ids, or a list of such lists."""
+    """Reads prompts: a text, a list of texts, token ids, or lists of them."""
     given = fields.take("prompt")
     if given is None:
         fields.refuse("prompt", "must be given")
@@ -268,7 +267,7 @@ def _part_text(message: Fields, part: Any) -> str:
 def _settings(
     fields: Fields, defaults: GenerationSettings, length_names: tuple[str, ...]
 ) -> GenerationSettings:
-    """Of the sampling; the first of the names of the length that is given counts."""
+    """Reads the sampling settings; the first length that is given counts."""
     lengths = [fields.integer(name, None, 1, 2**31 - 1) for name in length_names]
     length = next((n for n in lengths if n is not None), defaults.max_new_tokens)
     stop = fields.take("stop")

@@ -11,7 +11,7 @@ from moejax.serving.errors import ApiError
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a row's client is told: a piece of its answer, all of it, or why there is none.
+    """A piece of a row's answer, all of it, or its error.
 
     `finish_reason` or `error` is set on a row's last part.
     """

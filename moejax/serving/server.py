@@ -197,7 +197,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _model_name(config: ServeConfig) -> str:
-    """As clients call the model: a hub's name as it is, of a directory the last part."""
+    """Name of the model for clients: a hub's name, or a directory's last part."""
     if config.model_name:
         return config.model_name
     path = Path(config.checkpoint).expanduser()

@@ -40,7 +40,7 @@ PACKED = "pack-quantized"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What one of the config's groups says of its modules' weights."""
+    """One group of the config: how its modules' weights are quantized."""
 
     targets: tuple[str, ...]  # names, "re:" and an expression, or classes such as "Linear"
     bits: int

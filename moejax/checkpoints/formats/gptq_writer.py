@@ -19,7 +19,7 @@ from moejax.weights.qtensor import QTensor
 
 
 def gptq_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
-    """What a GPTQ file holds of a matrix.
+    """Returns the tensors of a matrix in a GPTQ file.
 
     Args:
       prefix: the Hugging Face name of the matrix without ".weight".

@@ -131,7 +131,7 @@ def parse_hqq(fields: Mapping[str, Any]) -> HqqFormat:
 
 
 def _packing(prefix: str, tensors: Tensors) -> _Packing:
-    """That of a module, by its name if it is stored, else by its bits."""
+    """Returns a module's packing by its stored name, else by its bits."""
     name = "".join(map(chr, _list(f"{prefix}.packing", tensors) or []))
     if not name:
         nbits = _scalar(f"{prefix}.nbits", tensors)

@@ -1,6 +1,7 @@
-"""What the readers of quantized formats are written against.
+"""Interfaces of the readers of quantized formats.
 
-A matrix is stored in several tensors of a checkpoint: how it is found, compared with others, read.
+A matrix lies in several tensors of a checkpoint; a reader finds it, compares its kind with others
+and reads it.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodesKind:
-    """What matrices of codes must have in common to lie in one stack."""
+    """Settings that matrices of codes share to lie in one stack."""
 
     bits: int
     group_size: int
@@ -35,7 +36,7 @@ class Fp8Kind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorsKind:
-    """What the compensators of matrices must have in common to lie in one pool."""
+    """Settings that matrices' compensators share to lie in one pool."""
 
     bits: int  # 16 is BF16
     u_group_size: int  # 0 for BF16, as the others

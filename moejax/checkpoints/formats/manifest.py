@@ -30,7 +30,7 @@ METHOD = "moejax"  # the quant_method of config.json
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixEntry:
-    """What the manifest says of a matrix, as far as a reader needs it."""
+    """A matrix's entry in the manifest, as far as a reader needs it."""
 
     shape: tuple[int, ...]
     bits: int

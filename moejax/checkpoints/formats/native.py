@@ -25,7 +25,7 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
-    """What a safetensors file holds of one matrix.
+    """Returns the tensors that store one matrix in a safetensors file.
 
     Args:
       prefix: the Hugging Face name of the matrix without ".weight".
@@ -96,7 +96,7 @@ def compensator_from_tensors(
     shape: tuple[int, int],
     factor_group_size: int = FACTOR_GROUP_SIZE,
 ) -> Compensator:
-    """That of a matrix of `shape` [N, K], from the tensors of its factors; see there."""
+    """Builds a [N, K] matrix's compensator from the tensors of its factors."""
     u, v = (
         _factor(f"{prefix}.{name}", tensors, length, factor_group_size)
         for name, length in zip("uv", shape, strict=True)
@@ -105,7 +105,7 @@ def compensator_from_tensors(
 
 
 def whole_compensator(u: Factor, v: Factor) -> Compensator:
-    """That of one matrix, of all its rows.
+    """Builds the compensator of all rows of one matrix.
 
     Args:
       u: [r, N], U transposed.

@@ -1,4 +1,4 @@
-"""What a budget will make slow, or fail, on a given machine."""
+"""Warnings of budgets that will be slow, or fail, on a machine."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is known of a machine; of what is None, nothing is said."""
+    """Memory of a machine; None where it is not known."""
 
     host_nbytes: int | None = None  # memory that processes can still take
     pinned_nbytes: int | None = None  # that XLA lets JAX pin
@@ -101,7 +101,7 @@ def _disk(budget: TierBudget) -> list[str]:
 
 
 def _all_nbytes(budget: TierBudget) -> int:
-    """Of host memory that has every expert, and what transfers take."""
+    """Bytes of host memory for every expert and for bulk transfers."""
     nbytes = budget.tier.expert_nbytes
     experts = budget.num_layers * budget.num_experts * nbytes
     return experts + bulk_nbytes(nbytes, budget.limits.bulk)

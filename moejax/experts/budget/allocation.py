@@ -210,7 +210,7 @@ class _Run:
 
     @property
     def bulk_nbytes(self) -> int:
-        """Of transfers between steps, on the device and once more in host memory."""
+        """Bytes of transfers between steps, on the device and again in host memory."""
         return bulk_nbytes(self.tier.expert_nbytes, self.limits.bulk)
 
     def at_once(self, slots: int, transient: int) -> int:
@@ -226,7 +226,7 @@ class _Run:
         return limit is not None and experts + self.bulk_nbytes > limit
 
     def default_transient(self) -> int:
-        """What one token needs at once, and at least `TRANSIENT_BYTES`; one if none streams."""
+        """Default of B: one token's experts, at least `TRANSIENT_BYTES`; 1 if none streams."""
         if self.limits.slots == self.num_experts:
             return 1
         enough = -(-TRANSIENT_BYTES // self.tier.expert_nbytes)

@@ -1,4 +1,4 @@
-"""What a run may take, and what is said where that is too little."""
+"""Memory limits of a run, and errors where they are too small."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ class BudgetError(MoejaxError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a run may take; 1 GiB is 2^30 bytes."""
+    """Memory limits of a run; 1 GiB is 2^30 bytes."""
 
     device_gib: float = 0.0  # of what JAX allocates on the accelerator; 0: no limit
     host_gib: float = 0.0  # of host memory for experts; 0: no limit

@@ -1,4 +1,4 @@
-"""What a plan says: every part of a run in bytes, and the slots and rows of experts."""
+"""The plan: bytes of every part of a run, slots and rows of experts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class TierBudget:
 
     @property
     def num_slots(self) -> int:
-        """Of all banks; 0 where there is no pool."""
+        """Number of slots in all banks; 0 where there is no pool."""
         layers = -(-self.num_layers // self.banks)
         return self.banks * (layers * self.slots + self.transient) if self.pooled else 0
 
@@ -74,12 +74,12 @@ class TierBudget:
 
     @property
     def resident_share(self) -> float:
-        """Of the experts, those that have a slot of their layer."""
+        """Share of a layer's experts that have a slot of their own layer."""
         return self.slots / self.num_experts
 
     @property
     def host_share(self) -> float:
-        """Of the experts, those that a step finds without the disk."""
+        """Share of the experts that a step finds without the disk."""
         if not self.pooled:
             return 1.0
         return min(1.0, self.host_rows / (self.num_layers * self.num_experts))

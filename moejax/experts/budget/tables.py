@@ -8,7 +8,7 @@ _BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
 
 
 def bulk_nbytes(expert_nbytes: int, bulk: int) -> int:
-    """Of so many experts between steps; arrays are sent in full words, odd 16-bit scales too."""
+    """Bytes of `bulk` experts in flight between steps, padded to full words."""
     return bulk * (expert_nbytes + _BLOB_PADDING)
 
 

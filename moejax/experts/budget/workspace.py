@@ -18,7 +18,7 @@ LATENT_EXPANDED_BYTES = 2**30
 
 
 class Latent(Protocol):
-    """What is read of a `moejax.models.parts.LatentAttention`."""
+    """Fields of a `moejax.models.parts.LatentAttention` that are read here."""
 
     @property
     def kv_rank(self) -> int: ...
@@ -33,7 +33,7 @@ class Latent(Protocol):
 
 
 class Delta(Protocol):
-    """What is read of a `moejax.models.parts.DeltaNet`."""
+    """Fields of a `moejax.models.parts.DeltaNet` that are read here."""
 
     @property
     def num_value_heads(self) -> int: ...
@@ -48,7 +48,7 @@ class Delta(Protocol):
 
 
 class Model(Protocol):
-    """What is read of a `moejax.models.config.ModelConfig`."""
+    """Fields of a `moejax.models.config.ModelConfig` that are read here."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -154,7 +154,7 @@ class _Steps(NamedTuple):
     is_packed: bool
 
     def nbytes(self, tokens: int) -> int:
-        """Of all layers."""
+        """Bytes that the layers of a step of so many tokens take at once."""
         # The residual stream, what a norm gives, what a layer adds; sines and cosines.
         c, num_tokens = self.config, self.batch * tokens
         stream = num_tokens * (4 * c.model_dim * self.itemsize + 4 * c.rotary_dim)
@@ -164,7 +164,7 @@ class _Steps(NamedTuple):
         return stream + more + self._reads(tokens) + most
 
     def tried(self, tokens: int) -> int:
-        """Of the largest product of a chunk, while its program is compiled: two float32 results."""
+        """Bytes of a chunk's largest product while it is compiled: two float32 results."""
         return 0 if self.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
 
     def _reads(self, tokens: int) -> int:
@@ -217,7 +217,7 @@ class _Steps(NamedTuple):
         return self.batch * tokens * (latents + queries + heads) * self.itemsize
 
     def _expanded(self, of: Latent, tokens: int) -> int:
-        """Of the cache's latents, for a later chunk of a prompt; a token reads them as they are."""
+        """Bytes of cached latents, expanded for a later chunk; a token expands none."""
         if tokens == 1:
             return 0
         c = self.config

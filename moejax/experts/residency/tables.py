@@ -13,7 +13,7 @@ Layer = int | jax.Array  # int or int32[], 0 <= layer < M
 
 
 class Counter(Protocol):
-    """What counts events of a layer: `moejax.experts.ledger.Counts`."""
+    """Counter of a layer's events: `moejax.experts.ledger.Counts`."""
 
     def add(self, layer: Layer, **amounts: jax.Array | int) -> Self:
         """Adds to events of a layer, by name."""
@@ -74,7 +74,7 @@ class CacheSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residency:
-    """What is in the slots of every layer; donated through steps with the pools.
+    """Residency of every layer's slots; donated through steps with the pools.
 
     `table` int32[M, E + 3 C] has, of each layer, the columns that the properties of these names
     return; `clock` int32[] counts the steps of layers from 1 on and may wrap; `num_experts` is E.
