@@ -34,7 +34,7 @@ TOLERANCE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A told token: its text, the logarithm of its probability, the likeliest ones with theirs."""
+    """A reported token: text, logarithm of its probability, likeliest alternatives."""
 
     text: str
     logprob: float
@@ -156,7 +156,7 @@ def make_cases(engine: Engine, count: int, seed: int) -> list[Case]:
 def _expected_tokens(
     engine: Engine, texts: TokenTexts, prompt: list[int], answer: list[int]
 ) -> list[Token]:
-    """By one prefill of prompt and answer, and numpy in float64; some more of the likeliest."""
+    """Expected tokens by one prefill and float64 numpy, with more candidates."""
     logits = engine.logits([prompt + answer])[0, len(prompt) - 1 : -1].astype(np.float64)
     logprobs = logits - logits.max(axis=-1, keepdims=True)
     logprobs -= np.log(np.exp(logprobs).sum(axis=-1, keepdims=True))

@@ -51,7 +51,7 @@ _RESULTS = flags.DEFINE_string(
 
 
 def run_clients(server: Server, cases: list[Case], tally: Tally, seconds: float, seed: int) -> None:
-    """All clients for so many seconds, and until each has its last answer."""
+    """Runs all clients for so many seconds, until each has its last answer."""
     until = time.monotonic() + seconds
     seeds = range(1000 * seed, 1000 * seed + _CLIENTS.value + _FUZZERS.value)
     kinds = [Client] * _CLIENTS.value + [Fuzzer] * _FUZZERS.value
@@ -169,7 +169,7 @@ def percentile(values: list[float], percent: int) -> float:
 
 
 def append(figures: dict[str, tuple[float, str]], elapsed: float, device: str) -> None:
-    """A row for each figure."""
+    """Appends a row for each figure."""
     fuzz = f" and {_FUZZERS.value} fuzzers" if _FUZZERS.value else ""
     load = f"{_CLIENTS.value} clients{fuzz}, {elapsed:.0f} s, {_CHECKPOINT.value}, float32"
     load += f", batches up to {_MAX_BATCH.value}"

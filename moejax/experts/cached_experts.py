@@ -44,15 +44,14 @@ class CachedExperts:
         *,
         num_prefilled: int | None = None,
     ):
-        """For one trace.
+        """Starts one trace of a step.
 
         Args:
           spec: static.
-          config: of the model.
           cache: the slots of all tiers.
           store: the host's rows of each.
           impl: the form that runs the experts of each.
-          kernels: which may serve packed experts.
+          kernels: those that may run packed experts.
           num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
         """
         self.spec, self.config, self.cache = spec, config, cache
@@ -88,7 +87,7 @@ class CachedExperts:
 
     @property
     def state(self) -> tuple[ExpertCache, jax.Array | None]:
-        """The cache; and the importance of tokens, where layers may have none of their own."""
+        """The carry: the cache, and token importance where layers do not all have it."""
         return self.finish(), self._importance if self._carries else None
 
     def resume(self, state: tuple[ExpertCache, jax.Array | None]) -> None:
@@ -175,13 +174,13 @@ class CachedExperts:
         return decision, rule
 
     def _resident(self, pools: Sequence[ExpertPool], layer: Index) -> jax.Array:
-        """bool[T, E], where experts are."""
+        """Returns bool[T, E], whether an expert has a slot in each tier."""
         num_experts = self.config.num_experts
         rows = [pool.residency.table[layer, :num_experts] for pool in pools]
         return jnp.stack(rows) >= 0
 
     def _defers_update(self, layer: Index) -> bool:
-        """Whether a policy with a rule is told of all layers at the end of the step.
+        """Whether the policy is updated for all layers at the end of the step.
 
         That takes fewer launches than layer by layer. The rule says its tiers; what it would
         prefetch is not known before the step's end.
@@ -191,7 +190,7 @@ class CachedExperts:
         return isinstance(layer, int) and may_wait and not looks_ahead
 
     def _apply_deferred_updates(self) -> None:
-        """Asks the policy about the layers that it has only been shown."""
+        """Updates the policy for the layers whose update was deferred."""
         seen, self._seen, state = self._seen, [], self.cache.state
         if not seen:
             return
@@ -230,7 +229,7 @@ class CachedExperts:
         return observation
 
     def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
-        """See `models.run_experts.HearsRouters`; by what the first tier's store replays."""
+        """See `models.run_experts.HearsRouters`; returns replayed logits if there are any."""
         store = self._store[0]
         replay = store.replay_predicted if is_ahead else store.replay
         if replay is None or self._is_prefill or logits.shape != replay.shape[2:]:
@@ -255,7 +254,7 @@ class CachedExperts:
     def _candidates(
         self, layer: Index, tier: int, ahead: jax.Array | None, pools: Sequence[ExpertPool]
     ) -> Wanted | None:
-        """Experts that a tier should hold for the next layer, of which no better copy is there."""
+        """Returns the prefetch candidates of a tier without a better copy, if any."""
         limit = self.step.tiers[tier].most_ahead
         if ahead is None or not limit:
             return None
@@ -264,7 +263,7 @@ class CachedExperts:
             return None
 
         def wanted() -> jax.Array:
-            # Those that it holds already too: what comes takes no slot of theirs.
+            # Experts that the tier holds count too, so that a prefetch takes no slot of theirs.
             better = jnp.any(self._resident(pools, following)[:tier], axis=0)
             some, ids = jax.lax.top_k(((ahead == tier) & ~better).astype(jnp.int32), limit)
             return jnp.where(some > 0, ids, -1)

@@ -1,4 +1,4 @@
-"""Experts that are on the disk alone: read ahead or while the step waits, then kept in host memory.
+"""Reads experts that are on the disk alone, and keeps them in host rows.
 
 Three ways lead here. A transfer asks for an expert (`DiskExperts.borrow`), which a thread reads
 while steps run. Or a running step needs one NOW, calls `DiskExperts.read` and goes on with what it
@@ -104,7 +104,7 @@ class DiskExperts:
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "moejax-rows")
 
     def read(self, layer: Any, experts: Any) -> tuple[np.ndarray, ...]:
-        """Called by the step: the rows of experts (-1: none), stacked [J, ...].
+        """Returns the rows of experts (-1: none), stacked [J, ...]; steps call it.
 
         Args:
           layer: int32[].
@@ -153,7 +153,7 @@ class DiskExperts:
                 self._arrived[expert] = _Arrival(parts)
 
     def foresee(self, experts: Sequence[Expert]) -> None:
-        """Has experts read to rows of host memory while no transfer waits for the disk.
+        """Reads experts ahead into host rows while no transfer waits for the disk.
 
         Args:
           experts: the most urgent first, of which as many count as half of the rows: with more the
@@ -210,7 +210,7 @@ class DiskExperts:
                     self._drop(expert)
 
     def advance(self, last_uses: Callable[[], jax.Array]) -> bool:
-        """Between two steps: goes on with giving rows to what was read; waits for nothing.
+        """Moves arrived experts towards host rows between steps; never waits.
 
         Args:
           last_uses: dispatches a copy of int32[M, E], the clock of the last use of every expert,
@@ -254,7 +254,7 @@ class DiskExperts:
         self.reader.close()
 
     def _withdraw(self, expert: Expert) -> None:
-        """Whatever the reader makes of a request, nobody waits for it: a failure is nobody's."""
+        """Cancels a request that nobody waits for; its failure is not reported."""
         self._failed.pop(expert, None)
         self._ahead.discard(expert)
         ticket = self._tickets.get(expert)
@@ -284,7 +284,7 @@ class DiskExperts:
                     self._brought.add(expert)
 
     def _read_ahead(self) -> None:
-        """Asks the reader for what is foreseen, where nobody waits; a block of it is left free."""
+        """Requests foreseen experts while nobody waits; leaves one block free."""
         if len(self._tickets) > len(self._ahead):
             return
         most = max(1, self._most_ahead - 1)
@@ -313,7 +313,7 @@ class DiskExperts:
             self._num_ahead_used += expert in self._arrived or bool(self.row_of[expert] >= 0)
 
     def _touch(self, uses: np.ndarray) -> None:
-        """Marks what was used since the last copy, in the order of its last uses."""
+        """Marks experts used since the last copy, in the order of their last uses."""
         assert self.cache is not None
         layers, experts = np.nonzero((uses != self._seen) & (uses > 0))
         order = np.argsort(uses[layers, experts], kind="stable")
@@ -322,7 +322,7 @@ class DiskExperts:
         self._seen = uses
 
     def _reserve(self) -> bool:
-        """Rows for what has none; their owners are gone for the steps to come."""
+        """Reserves rows for arrivals; their former owners are evicted."""
         assert self.cache is not None
         changed = False
         for expert, arrival in list(self._arrived.items()):
@@ -337,7 +337,7 @@ class DiskExperts:
         return changed
 
     def _write(self) -> None:
-        """Sends bytes to rows that no step reads any more, those reserved before the last copy."""
+        """Writes bytes to reserved rows that no step reads any more."""
         assert self._store is not None
         assert self.cache is not None
         for expert, arrival in self._arrived.items():

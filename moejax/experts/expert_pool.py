@@ -1,4 +1,4 @@
-"""Slots of experts on the device, and what a step needs to know of them.
+"""Slots of experts on the device, with their residency and counts.
 
 Axes: M sparse layers, E experts, C slots of a layer, B transient slots, S = ceil(M / banks) C + B
 slots of a bank, R rows of the host store.
@@ -51,7 +51,7 @@ class PoolSpec:
     prefetch_in: str = BOTH
 
     def looks_ahead(self, is_prefill: bool) -> bool:
-        """Whether steps of prompts, or of decode, bring experts of the next layer."""
+        """Whether prefill steps, or decode steps, prefetch for the next layer."""
         return self.prefetch > 0 and self.prefetch_in in (BOTH, PREFILL if is_prefill else DECODE)
 
     @property
@@ -83,16 +83,15 @@ def compiler_options(pools: Sequence[PoolSpec], is_prefill: bool) -> dict[str, s
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertPool:
-    """Slots on the device and what is known of them; donated through every step.
+    """Slots on the device, residency and counts; donated through every step.
 
     Invariants: shapes never change; `residency` says what a slot of a layer holds, the transient
     ones hold nothing between layers.
 
     Attributes:
-      banks: of each bank its slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
+      banks: each bank's slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
         low-rank terms.
-      residency: of all layers.
-      counts: since the ledger was settled.
+      counts: events since the ledger was settled.
     """
 
     banks: tuple[tuple[Weight, Weight], ...]
@@ -109,7 +108,7 @@ class ExpertStore:
     Attributes:
       gate_up: [R, 2F, D], in pinned host memory on a GPU, without low-rank terms.
       down: [R, D, F].
-      row_of: int32[M, E], rows; -1 for what is on the disk alone.
+      row_of: int32[M, E], rows; -1 for experts on the disk alone.
       terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
       replay: float32[steps, M, B, E], products that the routers are taken to have given for steps
         of B tokens, for measurements, by `in_place_of`; step s of the pool's life takes entry s

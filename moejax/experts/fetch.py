@@ -1,4 +1,4 @@
-"""Experts that a step brings to slots: from rows of the host store, or from the disk."""
+"""Fetches experts into slots in a step, from host rows or from the disk."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Fetching:
         return expert_fetch.Job(pools, (store.gate_up, store.down), jobs.rows, jobs.slots)
 
     def by(self, job: expert_fetch.Job) -> str:
-        """The implementation.
+        """Name of the implementation that copies.
 
         Raises:
           ValueError: on a GPU the kernel refuses.
@@ -49,11 +49,10 @@ class Fetching:
         return chosen.implementation
 
     def from_host(self, pools: Slots, jobs: Jobs, beside: Slots | None = None) -> Slots:
-        """The slots with what host memory has.
+        """Returns the slots with experts copied from host rows.
 
         Args:
           pools: donate them.
-          jobs: which.
           beside: slots that products read while this copies, once what these wait for is there.
         """
         job = self.job(pools, jobs)
@@ -66,7 +65,7 @@ class Fetching:
         return expert_fetch.fetch(*job, implementation=how, tiles=tiles, after=beside)
 
     def from_disk(self, pools: Slots, layer: Index, jobs: Jobs) -> tuple[Slots, jax.Array | None]:
-        """With what no row of the host has; and int32[], how many the step waits for, if any."""
+        """Returns slots with experts fetched from the disk, and their int32[] count."""
         rows, slots, experts = jobs
         if self.spec.read is None or not rows.size or self.spec.is_still:
             return pools, None

@@ -24,7 +24,7 @@ def this_machine(platform: str) -> Machine:
 
 
 def let_jax_pin(platform: str) -> str | None:
-    """Lets JAX pin what memory is left, where nobody set a limit; before it has found its devices.
+    """Lets JAX pin the memory left, unless a limit is set; before it finds devices.
 
     Args:
       platform: as a main was given it: "auto", "gpu" or "cpu".
@@ -42,7 +42,7 @@ def let_jax_pin(platform: str) -> str | None:
 
 
 def _has_gpu() -> bool:
-    """Whether Linux shows an NVIDIA GPU, under WSL too; JAX cannot be asked yet."""
+    """Whether Linux shows an NVIDIA GPU, under WSL too; works before JAX starts."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 

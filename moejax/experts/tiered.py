@@ -1,4 +1,4 @@
-"""The expert cache of T >= 1 tiers: what steps share, and what moves between them.
+"""The expert cache of T >= 1 tiers: shared state and the policy's requests.
 
 What a step does is in `moejax.experts.cache_step`. Between steps `ask` hands over what a
 policy wants moved in bulk.
@@ -29,8 +29,8 @@ class ExpertCacheSpec:
     """Static facts.
 
     Attributes:
-      policy: who decides; None: the router alone, of one tier.
-      names: of the tiers, of falling fidelity.
+      policy: None: the router alone decides, with one tier.
+      names: names of the tiers, in order of falling fidelity.
       pools: one for each, of the same layers and experts.
     """
 
@@ -45,12 +45,12 @@ class ExpertCacheSpec:
 
     @property
     def read(self) -> Any:
-        """Whether experts of any tier may be on the disk alone: what reads them, or None."""
+        """Reader of experts that are on the disk alone in any tier, or None."""
         return next((pool.read for pool in self.pools if pool.read is not None), None)
 
     @property
     def full(self) -> tuple[bool, ...]:
-        """Which pools have a slot for every expert, which is never taken from it."""
+        """Whether each pool has a slot for every expert, never to be evicted."""
         return tuple(pool.cache.slots >= pool.cache.num_experts for pool in self.pools)
 
 
@@ -63,8 +63,7 @@ class ExpertCache:
     while a layer runs.
 
     Attributes:
-      pools: of the tiers.
-      state: of the policy; () without one.
+      state: the policy's; () without one.
       gate: float32[M, T + 3], the router's gate mass that each tier served, that was skipped, that
         another expert served (which is in its tier's too), and of all; since it was last taken.
         None without a policy.
@@ -136,7 +135,7 @@ def ask(
 
 
 def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPool:
-    """A tier's pool without the experts that are asked for in one of lower fidelity."""
+    """Evicts from a tier's pool the experts requested in a lower tier."""
     shape = (len(pool.residency.table), pool.residency.num_experts)
     layer = jnp.where((requests.layer >= 0) & (requests.tier > tier), requests.layer, shape[0])
     gone = jnp.zeros(shape, bool).at[layer, requests.expert].set(True, mode="drop")
@@ -147,7 +146,7 @@ def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPo
 def _all_landed(
     spec: ExpertCacheSpec, pools: tuple[ExpertPool, ...], requests: Requests
 ) -> tuple[ExpertPool, ...]:
-    """With what is asked for in the slots of emulated pools, in the order of asking."""
+    """Admits requested experts to emulated pools, in the order of requests."""
 
     def one(index: jax.Array, pools: tuple[ExpertPool, ...]) -> tuple[ExpertPool, ...]:
         layer, expert, tier = (numbers[index] for numbers in requests)
@@ -162,7 +161,7 @@ def _all_landed(
 
 
 def _landed(cache: CacheSpec, pool: ExpertPool, layer: jax.Array, experts: jax.Array) -> ExpertPool:
-    """Experts get slots as by `moejax.experts.transfer_programs.land`, without bytes."""
+    """Admits experts as `moejax.experts.transfer_programs.land` does, without bytes."""
     if not cache.slots:
         return pool
     _, residency, counts = tables.admit(cache, pool.residency, layer, experts, pool.counts)

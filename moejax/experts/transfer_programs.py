@@ -1,4 +1,4 @@
-"""Bulk transfers on the device: what a host block becomes, and the small programs between steps.
+"""Bulk transfers on the device: layout of a blob, programs between steps.
 
 An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
 whatever the number of arrays that an expert has. Its slot is chosen when its bytes are there, in
@@ -28,7 +28,7 @@ WORD_NBYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class BlobLayout:
-    """Where the arrays of one expert lie in its words: one after the other, each from a full word.
+    """Layout of an expert's arrays in its words, each from a full word on.
 
     Attributes:
       row: (shape, name of the dtype) of each array.
@@ -51,7 +51,7 @@ class BlobLayout:
 
     @property
     def num_words(self) -> int:
-        """W."""
+        """Number of words, W."""
         return sum(_num_words(shape, dtype) for shape, dtype in self.row)
 
     def views(self, memory: np.ndarray) -> list[np.ndarray]:
@@ -109,7 +109,7 @@ def land(
     blobs: tuple[jax.Array, ...],
     what: jax.Array,
 ) -> tuple[ExpertPool, jax.Array]:
-    """Experts whose bytes have arrived get slots, evicting by the rule of every step, and serve.
+    """Admits arrived experts to slots, evicting by the rule of every step.
 
     What has meanwhile come to a slot of its own, and what finds no victim, is dropped: bytes that
     crossed the link for nothing, counted as `bulk` and as `prefetch_waste`.

@@ -39,9 +39,8 @@ class AnswerWriter:
         """Writes nothing yet.
 
         Args:
-          request: what is answered.
-          model_name: as clients call the model.
-          texts: of the model's tokens.
+          model_name: name by which clients call the model.
+          texts: texts of the model's tokens.
           eos_ids: tokens that end an answer.
         """
         self._request = request

@@ -118,7 +118,7 @@ class Fields:
                 self.refuse(name, why)
 
     def refuse_unknown(self, ignored: Collection[str] = ()) -> list[str]:
-        """Refuses what nobody took, but for names that are `ignored`; gives those."""
+        """Refuses unread fields but `ignored` ones, whose names it returns."""
         known = self._known | set(ignored)
         for name in self._values:
             if name not in known:
@@ -129,7 +129,7 @@ class Fields:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equal, and not a number in place of a truth."""
+    """Whether values are equal and of one kind: 1 is not True."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -1,4 +1,4 @@
-"""Bodies of completions and chat completions, as what the engine is to run."""
+"""Turns bodies of completions and chat completions into requests to the engine."""
 
 import dataclasses
 import secrets
@@ -105,10 +105,10 @@ class Request:
     """A checked request; choice i answers `prompts[i]` with `settings[i]`.
 
     Attributes:
-      is_chat: of the chat endpoint.
+      is_chat: whether it is for the chat endpoint.
       prompts: token ids of each choice.
-      num_prompt_tokens: of all prompts, those of several choices counted once.
-      settings: of each choice.
+      num_prompt_tokens: tokens of all prompts, those of several choices counted once.
+      settings: sampling settings of each choice.
       echo: texts that completions begin with; "" for none.
       stream: whether the answer is told as it comes.
       include_usage: whether a stream ends with the counts of tokens.
@@ -326,13 +326,13 @@ def _check_limits(fields: Fields, num_prompt: int, settings: GenerationSettings)
 
 
 def _seed(fields: Fields, defaults: GenerationSettings) -> int:
-    """The request's, in 32 bits; else the server's, of which 0 means one that nobody knows."""
+    """Seed of the request in 32 bits, or the server's; 0 there draws one."""
     default = defaults.seeds(1)[0] or secrets.randbelow(NUM_SEEDS)
     return fields.integer("seed", default, -(2**63), 2**63 - 1) % NUM_SEEDS
 
 
 def _shape(fields: Fields) -> tuple[int, dict[str, Any]]:
-    """The choices of a prompt; how the answer is told, as `Request` has it."""
+    """Reads the number of choices, and `Request`'s fields about streaming."""
     count = fields.integer("n", 1, 1, 128)
     stream = fields.boolean("stream", False)
     options = fields.mapping("stream_options")

@@ -1,4 +1,4 @@
-"""Writes compressed-tensors, "pack-quantized" (`compressed_tensors.py` says how it lies)."""
+"""Writes compressed-tensors, "pack-quantized" (`compressed_tensors.py` describes the layout)."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

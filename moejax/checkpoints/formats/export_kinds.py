@@ -47,7 +47,7 @@ class ExportedKind:
 
 
 def common_refusals(prefix: str, matrix: QTensor) -> list[str]:
-    """Why neither format can hold a matrix; empty where they can."""
+    """Returns the reasons why neither format can hold a matrix."""
     reasons = []
     if matrix.ndim != 2:
         reasons.append(f"a stack {matrix.shape}")

@@ -58,14 +58,14 @@ def matrix_from_tensors(
     group_size: int,
     factor_group_size: int = FACTOR_GROUP_SIZE,
 ) -> QTensor:
-    """The reverse of `matrix_tensors`, with numpy leaves.
+    """Builds a matrix from its tensors, with numpy leaves; the reverse of `matrix_tensors`.
 
     Args:
-      prefix: as there.
+      prefix: as in `matrix_tensors`.
       tensors: by full name; those of other prefixes are left alone.
       num_inputs: K.
-      group_size: of the codes.
-      factor_group_size: of packed factors; rows that are shorter are one group.
+      group_size: inputs of a group of codes.
+      factor_group_size: inputs of a group of packed factors; shorter rows are one group.
 
     Raises:
       ValueError: the tensors do not fit each other.
@@ -124,7 +124,7 @@ def whole_compensator(u: Factor, v: Factor) -> Compensator:
 
 
 def bits_of_words(num_words: int, num_codes: int) -> int:
-    """The bits of codes of which `num_codes` fill `num_words` words.
+    """Bits of the codes of which `num_codes` fill `num_words` words.
 
     Raises:
       ValueError: no width fits.
@@ -173,5 +173,5 @@ def _factor(name: str, tensors: Mapping[str, np.ndarray], length: int, group_siz
 
 
 def _any(array: Any) -> Any:
-    """Numpy leaves stand where the types say jax.Array; nothing is copied to a device."""
+    """Returns a numpy leaf typed as jax.Array; copies nothing to a device."""
     return array

@@ -18,7 +18,7 @@ class Machine:
 
 
 def warnings(budget: Budget, machine: Machine) -> list[str]:
-    """A line for each thing that will hurt, worst first.
+    """Returns a line for each slowdown or failure to expect, worst first.
 
     How a policy uses slots of several tiers is not foreseen.
     """
@@ -42,7 +42,7 @@ def _ahead_in_decode(limits: Limits) -> bool:
 
 
 def unused(budget: Budget) -> list[str]:
-    """Options that say how experts move, where none does."""
+    """Returns a line naming options of transfers that have no effect."""
     if budget.pooled:
         return []
     names = ("prefetch", "prefetch_in", "bulk", "transient", "host_gib", "disk_path")

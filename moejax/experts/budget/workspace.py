@@ -4,14 +4,14 @@
 
 from typing import NamedTuple, Protocol
 
-# As in `moejax.models.moe`, of the forms that run experts on a CPU.
+# Sizes of `moejax.models.moe`, for the forms that run experts on a CPU.
 CPU_UNROLLED = 32
 CPU_STEP_BYTES = 2**20
-# As in `moejax.inference.chunking`; a context that is no multiple of it leaves shorter ones.
+# Same as in `moejax.inference.chunking`; a context that is no multiple of it leaves shorter ones.
 MIN_CHUNK = 16
 # Tokens of a block of the chunked delta rule, as in `moejax.models.delta_rule`.
 DELTA_BLOCK = 64
-# Of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
+# Bytes of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
 # `moejax.models.latent_attention`.
 LATENT_SCORE_BYTES = 256 * 2**20
 LATENT_EXPANDED_BYTES = 2**30
@@ -104,7 +104,7 @@ def workspace_nbytes(
     num_tiers: int = 1,
     is_packed: bool = False,
 ) -> int:
-    """At the peak of a prefill chunk or of a decode step, whichever takes more, in bytes.
+    """Peak bytes of a prefill chunk or of a decode step, the larger of them.
 
     Of any call of at most so many sequences, positions and tokens a chunk: where fewer tokens take
     more, as plain experts do on a CPU, they count.
@@ -122,7 +122,6 @@ def workspace_nbytes(
     shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97.
 
     Args:
-      config: of the model.
       batch: B, sequences at once.
       context: S, slots of the KV cache.
       chunk: T, tokens of each sequence in a prefill step.
@@ -168,7 +167,7 @@ class _Steps(NamedTuple):
         return 0 if self.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
 
     def _reads(self, tokens: int) -> int:
-        """Keys and values of a layer, out of the cache; for one query a GPU widens them as well."""
+        """Bytes of keys and values read from the cache; for one query a GPU widens them."""
         c = self.config
         position = c.cached_heads * sum(c.cached_dims) * self.itemsize
         read = self.batch * self.context * position
@@ -186,12 +185,12 @@ class _Steps(NamedTuple):
         return self._values(tokens) + self._scores(tokens) * score_nbytes + expanded
 
     def _scores(self, tokens: int) -> int:
-        """Numbers of them at once."""
+        """Number of attention scores at once."""
         c = self.config
         if not c.attention_layers:
             return 0
         row = self.batch * c.num_heads * self.context
-        # Of latents a block of queries after another.
+        # Latent attention takes one block of queries after another.
         most = max(LATENT_SCORE_BYTES // 4, row) if c.latent else tokens * row
         return min(tokens * row, most)
 
@@ -203,7 +202,7 @@ class _Steps(NamedTuple):
         return self.batch * tokens * values * self.itemsize
 
     def _latent_values(self, of: Latent, tokens: int) -> int:
-        """Queries, latents, and the keys and values of all heads that tokens see of one another.
+        """Bytes of queries, latents, and the keys and values of new tokens.
 
         Of one token there are none: queries go to the latents' width instead, and what is attended
         to comes from there.
@@ -227,7 +226,7 @@ class _Steps(NamedTuple):
         return max(expanded, self.batch * absorbed * self.itemsize)
 
     def _delta_rule(self, tokens: int) -> int:
-        """A layer's projections, what goes through the convolution, and the rule in float32."""
+        """Bytes of a delta rule: projections, convolution, the rule in float32."""
         of = self.config.delta_net
         if of is None:
             return 0
@@ -251,8 +250,8 @@ class _Steps(NamedTuple):
         pairs = num_tokens * c.experts_per_token
         routing = 3 * 4 * num_tokens * c.num_experts
         hidden = self._hidden(tokens)
-        # Of the pairs so far, of a further wave, and weighted. Of a further tier its own, and those
-        # of the tiers up to it.
+        # Products of the pairs so far, of a further wave, and weighted. A further tier has its own
+        # and those of the tiers up to it.
         products = pairs * c.model_dim * (2 * self.itemsize + 4 + 8 * (self.num_tiers - 1))
         sparse = routing + hidden + products + (self._matrices(tokens) if self.is_cpu else 0)
         if c.shared_dim:  # XLA may run it before, between or after the experts' products
@@ -264,7 +263,7 @@ class _Steps(NamedTuple):
         return max(sparse if c.moe_layers else 0, dense if has_dense else 0)
 
     def _matrices(self, tokens: int) -> int:
-        """Plain experts that XLA copies out of their stack; what packed ones are dequantized to.
+        """Bytes of plain experts copied from their stack, or of dequantized ones.
 
         Few pairs are unrolled, and the copies of all of them live at once; more go by blocks, some
         experts at a time. Of the calls of at most so many tokens, one that is just unrolled takes

@@ -1,4 +1,4 @@
-"""The tables of a cache: sizes, what is in every slot, and one layer's rows of it."""
+"""Tables of a cache: its sizes, and the residency of every slot."""
 
 import dataclasses
 from typing import Protocol, Self, TypeVar
@@ -29,7 +29,7 @@ Counts = TypeVar("Counts", bound=Counter)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """Static sizes.
+    """Static sizes of a cache.
 
     `banks`: arrays that the layers' slots lie in, layer l in bank l mod `banks`. A slot's global
     number counts within its bank, which has the same number of slots as the others: with two, what
@@ -47,16 +47,16 @@ class CacheSpec:
 
     @property
     def num_slots(self) -> int:
-        """S, of a bank."""
+        """Slots of a bank, S."""
         return self.first_transient + self.transient
 
     @property
     def first_transient(self) -> int:
-        """ceil(M / banks) C."""
+        """First transient slot: ceil(M / banks) C."""
         return -(-self.num_layers // self.banks) * self.slots
 
     def has(self, layer: int, expert: int) -> bool:
-        """Whether there is such an expert."""
+        """Whether the layer and the expert exist."""
         return 0 <= layer < self.num_layers and 0 <= expert < self.num_experts
 
     def check(self) -> None:
@@ -140,15 +140,14 @@ class Residency:
 
 
 def empty(spec: CacheSpec) -> Residency:
-    """Nothing resident."""
+    """Returns tables with nothing resident."""
     return seeded(spec, np.zeros((spec.num_layers, 0), np.int32))
 
 
 def seeded(spec: CacheSpec, experts: np.ndarray | jax.Array) -> Residency:
-    """The content of a warm start: local slot c of layer l owns experts[l, c].
+    """Returns tables of a warm start: local slot c of layer l owns experts[l, c].
 
     Args:
-      spec: the sizes.
       experts: int32[M, n], n <= C, different ones in a row.
 
     Raises:
