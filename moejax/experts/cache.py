@@ -523,8 +523,8 @@ class ExpertMemory:
 
         Args:
           policy: another one that the same programs serve: it differs in settings that sweep.
-          held: int32[M, n] of each tier, what its slots hold; () for what they hold now. Of tiers
-            that are emulated: no bytes are moved for it.
+          held: int32[M, n] of each tier, experts for its slots; () keeps those of now.
+            For emulated tiers only: no bytes are moved.
 
         Raises:
           ValueError: steps follow the rule of a policy (`Policy.decode_rule`) whose form is not the

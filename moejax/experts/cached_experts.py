@@ -2,7 +2,7 @@
 
 Without a policy the router's choice is run as it is. Under one, it sees the routing and what is in
 the slots of each tier, and decides which expert runs each pair, in which tier, with which weight.
-What a layer does then is in `moejax.experts.cache_step`.
+`moejax.experts.cache_step` runs the layer after that.
 
 Axes: N tokens, M sparse layers, E experts, T tiers of falling fidelity.
 """

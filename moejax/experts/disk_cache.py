@@ -156,9 +156,9 @@ class DiskExperts:
         """Reads experts ahead into host rows while no transfer waits for the disk.
 
         Args:
-          experts: the most urgent first, of which as many count as half of the rows: with more the
-            later ones would take the place of the first. Those that have a row keep it as if they
-            had just been used. What an earlier call named, and was not begun, is forgotten.
+          experts: the most urgent first; only as many as half of the rows count, since more would
+            evict the first. Experts that have a row keep it as if they had just been used. Experts
+            of an earlier call that were not begun are forgotten.
         """
         with self._lock:
             most = self._store.num_rows // 2 if self._store is not None else 0

@@ -1,6 +1,6 @@
 """Host memory that a device reads from: allocated once by JAX, written to through numpy.
 
-`jax.lax.empty` lets XLA allocate the array where it is to lie. Of `jnp.zeros` with the same output
+`jax.lax.empty` lets XLA allocate the array in its final place. For `jnp.zeros` with the same output
 sharding XLA makes a temporary of that size on the device first and copies it (1 GiB for 1 GiB,
 compiled for an H100, jax 0.11.2, 2026-11-21), and numpy memory would be held twice.
 """
@@ -26,8 +26,8 @@ _GIB = 2**30
 class Place(NamedTuple):
     """An array and numpy's view of its memory.
 
-    What changes is seen through the view and by programs that take the array. `np.asarray` of the
-    array may be a copy that JAX made once and keeps.
+    Changes are seen through the view and by programs that take the array. `np.asarray` of the array
+    may be a copy that JAX made once and keeps.
 
     Where the platform gives no pointer there is only one of them: a view that is to be filled and
     put there by `filled_place`, or an array that was.

@@ -1,7 +1,7 @@
 """The expert cache of T >= 1 tiers: shared state and the policy's requests.
 
-What a step does is in `moejax.experts.cache_step`. Between steps `ask` hands over what a
-policy wants moved in bulk.
+`moejax.experts.cache_step` uses it inside a step. Between steps `ask` returns the bulk transfers
+that a policy requests.
 
 Axes: M sparse layers, E experts, T tiers of falling fidelity.
 """

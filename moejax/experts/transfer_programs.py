@@ -1,9 +1,9 @@
 """Bulk transfers on the device: layout of a blob, programs between steps.
 
 An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
-whatever the number of arrays that an expert has. Its slot is chosen when its bytes are there, in
-the program that writes them (`land`): up to then the slot's old owner serves, and no step ever sees
-a slot of which the bytes are on their way.
+whatever the number of arrays that an expert has. The program that writes its bytes (`land`) chooses
+its slot: until then the slot keeps its old owner, and no step ever sees a slot whose bytes are in
+flight.
 
 Axes: n experts of one call, W words of an expert, C slots of a layer, S slots of the pool.
 """
@@ -111,8 +111,8 @@ def land(
 ) -> tuple[ExpertPool, jax.Array]:
     """Admits arrived experts to slots, evicting by the rule of every step.
 
-    What has meanwhile come to a slot of its own, and what finds no victim, is dropped: bytes that
-    crossed the link for nothing, counted as `bulk` and as `prefetch_waste`.
+    An expert that meanwhile got a slot, or that finds no victim, is dropped: its bytes crossed the
+    link for nothing, and count as `bulk` and as `prefetch_waste`.
 
     Args:
       spec: static, of the pool.

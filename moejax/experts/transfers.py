@@ -157,7 +157,7 @@ class Transfers:
         """Asks for experts of a layer, the most urgent first.
 
         Returns:
-          Those that are on their way after this; the others are refused, since the queue is full.
+          Experts in flight after the call; the others are refused, since the queue is full.
 
         Raises:
           ValueError: there is no such expert, or the transfers are closed.
@@ -193,7 +193,7 @@ class Transfers:
         """Cancels requests; experts on the link are dropped on arrival.
 
         Returns:
-          Those that will not get a slot by an earlier request.
+          Experts whose requests are cancelled.
         """
         cancelled = []
         with self._lock:
@@ -245,7 +245,7 @@ class Transfers:
     def forget_steps(self) -> None:
         """Drops the results of programs that ran behind a failed step.
 
-        What was landing is over, as if it had found no slot. What is not on the link yet is sent.
+        Landing transfers end as if they had found no slot. Those not on the link yet are sent.
         """
         with self._lock:
             for transfer in self._in(_State.LANDING):

@@ -83,9 +83,8 @@ class ModelFacts:
     def _refuse_early(self, prompt: str, field: str) -> None:
         """Refuses a text that is far too long: tokenizers take seconds and gigabytes for megabytes.
 
-        First by its bytes alone, where a token holds so many at most; then by the tokens of its
-        beginning. What follows a beginning changes the tokens of its last word, not a quarter of
-        them.
+        It counts bytes first, where a token has a most of them, then the tokens of the beginning.
+        Text after a beginning changes the tokens of its last word, not a quarter of them.
         """
         most, size, longest = self.tokenizer.most_token_bytes, len(prompt.encode()), None
         if most is not None and size > most * self.longest_prompt:

@@ -29,8 +29,8 @@ def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
 
     Args:
       prefix: the Hugging Face name of the matrix without ".weight".
-      matrix: [N, K], with at most one compensator, which is of all rows. Of its factor pools only
-        the rows that the matrix owns are written; nothing is where its rank is 0.
+      matrix: [N, K], with at most one compensator, which covers all rows. The file gets
+        only the rows of its factor pools that the matrix owns, and none where its rank is 0.
 
     Raises:
       ValueError: `matrix` is not whole (`QTensor.check`), a stack, or has more compensators.

@@ -106,8 +106,8 @@ def workspace_nbytes(
 ) -> int:
     """Peak bytes of a prefill chunk or of a decode step, the larger of them.
 
-    Of any call of at most so many sequences, positions and tokens a chunk: where fewer tokens take
-    more, as plain experts do on a CPU, they count.
+    It bounds every call of at most so many sequences, positions and tokens a chunk, also where
+    fewer tokens take more, as with plain experts on a CPU.
 
     Layers take the memory that those before them have left, and experts that of attention; but XLA
     on a CPU keeps what attention reads of the cache for all layers. There, numbers of two bytes are
@@ -204,8 +204,8 @@ class _Steps(NamedTuple):
     def _latent_values(self, of: Latent, tokens: int) -> int:
         """Bytes of queries, latents, and the keys and values of new tokens.
 
-        Of one token there are none: queries go to the latents' width instead, and what is attended
-        to comes from there.
+        One token has no keys and values of heads: its queries, and what attention returns, have the
+        latents' width instead.
         """
         c = self.config
         latents = 2 * (of.kv_rank + of.rope_dim) + 2 * (of.query_rank or 0)
@@ -266,9 +266,9 @@ class _Steps(NamedTuple):
         """Bytes of plain experts copied from their stack, or of dequantized ones.
 
         Few pairs are unrolled, and the copies of all of them live at once; more go by blocks, some
-        experts at a time. Of the calls of at most so many tokens, one that is just unrolled takes
-        the most: of the chunks of a prompt (none is shorter than `MIN_CHUNK` where that divides the
-        context), or of the decode steps of fewer sequences.
+        experts at a time. Among calls of at most so many tokens, the largest that is unrolled takes
+        the most: a chunk of a prompt (at least `MIN_CHUNK` tokens where that divides the context),
+        or a decode step of fewer sequences.
         """
         c, num_tokens = self.config, self.batch * tokens
         expert = 3 * c.model_dim * c.expert_dim * self.itemsize
