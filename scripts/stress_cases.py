@@ -34,7 +34,7 @@ TOLERANCE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A told token: its text, the logarithm of its probability, the likeliest ones with theirs."""
+    """A reported token: text, logarithm of its probability, likeliest alternatives."""
 
     text: str
     logprob: float
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def is_chat(self) -> bool:
-        """Of the chat endpoint."""
+        """Whether the request is for the chat endpoint."""
         return "messages" in self.body
 
     @property
@@ -93,7 +93,7 @@ class Case:
 
 
 def _largest_gap(found: list[Token], expected: list[Token], index: int) -> float:
-    """Of one choice; the likeliest tokens may change places where they are within rounding."""
+    """Largest log-probability gap of a choice; tokens within rounding may change places."""
     texts = [[token.text for token in tokens] for tokens in (found, expected)]
     if texts[0] != texts[1]:
         raise ValueError(f"choice {index}: tokens {texts[0]} in place of {texts[1]}")
@@ -156,7 +156,7 @@ def make_cases(engine: Engine, count: int, seed: int) -> list[Case]:
 def _expected_tokens(
     engine: Engine, texts: TokenTexts, prompt: list[int], answer: list[int]
 ) -> list[Token]:
-    """By one prefill of prompt and answer, and numpy in float64; some more of the likeliest."""
+    """Expected tokens by one prefill and float64 numpy, with more candidates."""
     logits = engine.logits([prompt + answer])[0, len(prompt) - 1 : -1].astype(np.float64)
     logprobs = logits - logits.max(axis=-1, keepdims=True)
     logprobs -= np.log(np.exp(logprobs).sum(axis=-1, keepdims=True))

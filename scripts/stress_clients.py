@@ -1,4 +1,4 @@
-"""Clients of `scripts.stress_server`: what they ask, and what they find when they look at it."""
+"""Clients of `scripts.stress_server`: their requests, and checks of the answers."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ MALFORMED: tuple[bytes, ...] = (
 
 @dataclasses.dataclass
 class Tally:
-    """What all clients found; guarded by `lock`."""
+    """Results of all clients; guarded by `lock`."""
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -35,19 +35,19 @@ class Tally:
     faults: list[str] = dataclasses.field(default_factory=list)
 
     def count(self, outcome: str) -> None:
-        """Adds one."""
+        """Counts an outcome."""
         with self.lock:
             self.outcomes[outcome] += 1
 
     def fault(self, kind: str, said: str) -> None:
-        """Something that must not be."""
+        """Records a fault."""
         with self.lock:
             self.outcomes[kind] += 1
             self.faults.append(f"{kind}: {said}")
 
 
 class Client:
-    """One of many: asks, goes away early, sends nonsense; compares what comes with its case."""
+    """One client: sends requests, leaves early, and checks answers."""
 
     def __init__(self, port: int, cases: list[Case], tally: Tally, seed: int):
         """Connects with each request anew.
@@ -55,7 +55,6 @@ class Client:
         Args:
           port: of the server on this machine.
           cases: what may be asked.
-          tally: what was found.
           seed: of what is asked when.
         """
         self._port = port
@@ -64,7 +63,7 @@ class Client:
         self._rng = random.Random(seed)
 
     def run(self, until: float) -> None:
-        """Goes on until `time.monotonic()` says so."""
+        """Sends requests until `time.monotonic()` reaches the given end."""
         while time.monotonic() < until:
             case, draw = self._rng.choice(self._cases), self._rng.random()
             try:

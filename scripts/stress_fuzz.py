@@ -33,7 +33,6 @@ class Fuzzer:
         Args:
           port: of the server on this machine.
           cases: requests that are changed.
-          tally: what was found.
           seed: of what is sent.
         """
         self._port = port
@@ -42,7 +41,7 @@ class Fuzzer:
         self._rng = random.Random(seed)
 
     def run(self, until: float) -> None:
-        """Goes on until `time.monotonic()` says so."""
+        """Sends requests until `time.monotonic()` reaches the given end."""
         attempts = (self._bytes, self._body, self._fields, self._hang)
         while time.monotonic() < until:
             [attempt] = self._rng.choices(attempts, weights=(30, 30, 35, 5))

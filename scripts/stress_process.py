@@ -1,4 +1,4 @@
-"""A server's process, as the scripts that load it start and end it."""
+"""Starts and ends a server's process for the scripts that load it."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ START_S = 600.0  # programs are compiled before it is ready
 
 @dataclasses.dataclass
 class Server:
-    """A server's process, and what it says of itself."""
+    """A server's process and its metrics."""
 
     process: subprocess.Popen[bytes]
     port: int

@@ -51,7 +51,7 @@ _RESULTS = flags.DEFINE_string(
 
 
 def run_clients(server: Server, cases: list[Case], tally: Tally, seconds: float, seed: int) -> None:
-    """All clients for so many seconds, and until each has its last answer."""
+    """Runs all clients for so many seconds, until each has its last answer."""
     until = time.monotonic() + seconds
     seeds = range(1000 * seed, 1000 * seed + _CLIENTS.value + _FUZZERS.value)
     kinds = [Client] * _CLIENTS.value + [Fuzzer] * _FUZZERS.value
@@ -84,7 +84,7 @@ def sampled_rss(pid: int, mib: list[float]) -> Iterator[None]:
 
 
 def growth_percent(mib: list[float]) -> float:
-    """Of the median of the last third over that of the first."""
+    """Growth of the last third's median over the first third's, in percent."""
     third = max(1, len(mib) // 3)
     first, last = statistics.median(mib[:third]), statistics.median(mib[-third:])
     return 100 * (last / first - 1)
@@ -162,14 +162,14 @@ def main(argv: list[str]) -> None:
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """Of the values, by rank; NaN of none."""
+    """Percentile of the values, by rank; NaN of none."""
     if not values:
         return float("nan")
     return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
 
 
 def append(figures: dict[str, tuple[float, str]], elapsed: float, device: str) -> None:
-    """A row for each figure."""
+    """Appends a row for each figure."""
     fuzz = f" and {_FUZZERS.value} fuzzers" if _FUZZERS.value else ""
     load = f"{_CLIENTS.value} clients{fuzz}, {elapsed:.0f} s, {_CHECKPOINT.value}, float32"
     load += f", batches up to {_MAX_BATCH.value}"

@@ -1,4 +1,4 @@
-"""Experts of a checkpoint one at a time, bit for bit what loading the whole gives.
+"""Reads a checkpoint's experts one by one, bit for bit as a whole load.
 
 An expert's arrays are its row: those of its gate-and-up matrices, then those of its down matrix;
 `words`, `scales` and `zeros` of packed ones, the matrix itself of plain ones. A host store, a slot
@@ -60,7 +60,7 @@ class TensorFiles:
         self._samples = {path: _sample(opened) for path, opened in self._opened.items()}
 
     def close(self) -> None:
-        """Closes all, once."""
+        """Closes the files; a second call does nothing."""
         self._finalizer()
 
     def read(self, tensor: StoredTensor, destination: np.ndarray) -> None:
@@ -113,10 +113,10 @@ class ExpertReader:
       num_experts: E, of a layer.
       gate_up: the form of `moe.gate_up`: a ShapeDtypeStruct [M, E, 2F, D] where it is plain, a
         QTensor with such leaves [M, E, ...] where it is packed, without its compensators.
-      down: that of `moe.down`, likewise.
+      down: the form of `moe.down`.
       row: the arrays of one expert, in the order of `jax.tree.leaves((gate_up, down))`, without
         the axes M and E.
-      row_nbytes: their bytes.
+      row_nbytes: bytes of these arrays.
       uses_jax: whether JAX's CPU device converts what is read. Only plain experts and those of the
         package's own format lie in the files as rows hold them.
     """
@@ -219,13 +219,12 @@ class ExpertReader:
     def load_compensators(
         self, device: jax.Device, *, progress: bool = False
     ) -> tuple[tuple[Compensator, ...], tuple[Compensator, ...]]:
-        """The low-rank terms of all experts, which rows have not: of `gate_up` and of `down`.
+        """Loads the low-rank terms of all experts, for `gate_up` and for `down`.
 
         They are what the leaves of a whole load have, `start` and `rank` int32[M, E] by layer and
         expert. Empty where there are none. Only their own bytes are read.
 
         Args:
-          device: where the factors are to be.
           progress: show a bar over the matrices read on stderr.
 
         Raises:
@@ -284,12 +283,12 @@ class ExpertReader:
 def open_experts(
     checkpoint: Checkpoint, *, dtype: str, device: jax.Device, verify_checksums: bool = False
 ) -> ExpertReader:
-    """A reader of the experts that `checkpoint.load(..., experts=False)` leaves out.
+    """Opens a reader of the experts that `checkpoint.load(..., experts=False)` leaves out.
 
     Args:
       checkpoint: any but an Orbax directory.
-      dtype: as that of `Checkpoint.load`; of plain experts.
-      device: where they will be computed with; "auto" depends on it.
+      dtype: type of plain experts, as in `Checkpoint.load`.
+      device: computes with the experts; "auto" depends on it.
       verify_checksums: of the package's own format: first read every file whole and compare its
         SHA-256 with the manifest's.
 

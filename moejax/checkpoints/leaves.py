@@ -1,4 +1,4 @@
-"""The plan of a checkpoint's leaves: which tensors fill which rows of which leaf, in which form.
+"""Plans a checkpoint's leaves: which tensors fill which rows, in which form.
 
 Loading, reading one expert, sizes and quantization stand on it. It is made from the headers of the
 files, and little more: kinds of zero points and act-orders are read where a format needs them.
@@ -66,14 +66,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlan:
-    """How a leaf is held, and what fills it.
+    """The stored form of a leaf, and the parts that fill it.
 
     Attributes:
-      name: of `weight_shapes`.
-      shape: [..., N, K], or of a vector.
-      dtype: of a plain leaf.
+      name: key in `weight_shapes`.
+      shape: [..., N, K], or a vector's.
+      dtype: type of a plain leaf.
       kind: how its matrices are packed; None: it is plain.
-      parts: what fills it; empty for a model without a checkpoint.
+      parts: fill the leaf; empty for a model without a checkpoint.
       mixture: why packed matrices are dequantized to a plain leaf; "" where none are.
     """
 
@@ -125,14 +125,14 @@ class LeafPlan:
 
     @property
     def form(self) -> str:
-        """How it is held, such as "int4", for people."""
+        """Name of the stored form for people, such as "int4"."""
         if isinstance(self.kind, CodesKind):
             return f"int{self.kind.bits}"
         return f"{8 * self.dtype.itemsize}-bit floats" if self.kind is None else "fp8"
 
     @property
     def refusal(self) -> str | None:
-        """The form of which there are no slots for experts, if it has one."""
+        """Name of the form if expert slots cannot hold it, or None."""
         fused = any(part.matrix is not None and len(part.index) < 2 for part in self.parts)
         if isinstance(self.kind, Fp8Kind) or fused:
             return "FP8"
@@ -149,7 +149,7 @@ class LeafPlan:
         return tuple(FactorPool(kind, self.shape, found) for (_, kind), found in owners.items())
 
     def rows(self, name: str, array: np.ndarray, part: Part) -> np.ndarray:
-        """The view of what a part fills in `array`, which is `arrays[name]` at the part's index."""
+        """View of a part's rows of `array`, which is `arrays[name]` at its index."""
         if name == "permutation":
             return array
         start, shape = part.placement.start, part.placement.shape
@@ -207,7 +207,7 @@ class FactorPool:
         return tuple(part.matrix.rank if part.matrix else 0 for part in self.owners)
 
     def factor(self, name: str) -> LeafPlan:
-        """How the pool of one factor, "u" or "v", is held: a row a rank."""
+        """Leaf plan of one factor's pool, "u" or "v": a row for each rank."""
         length = self.num_rows if name == "u" else self.shape[-1]
         group_size = self.kind.u_group_size if name == "u" else self.kind.v_group_size
         kind = None
@@ -223,7 +223,7 @@ class FactorPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both factors, and of where each matrix finds its own."""
+        """Bytes of both factors, and of each matrix's start and rank."""
         where = 2 * np.dtype(np.int32).itemsize * math.prod(self.shape[:-2])
         return self.factor("u").nbytes + self.factor("v").nbytes + where
 
@@ -259,16 +259,14 @@ def plan_leaves(
     dtype: Any,
     verify_checksums: bool = False,
 ) -> dict[str, LeafPlan]:
-    """The plan of every leaf of `weight_shapes(config)`, for plain and quantized checkpoints.
+    """Plans every leaf of `weight_shapes(config)`, for plain and quantized checkpoints.
 
     A leaf is packed where all its matrices are stored in one kind (bits, group size, act-order),
     plain where none is quantized. Where they differ they are dequantized.
 
     Args:
-      directory: of the checkpoint, for its quantization_config and errors.
-      config: what config.json says of the model.
-      stored: the tensors of its files.
-      dtype: of what is not quantized.
+      directory: gives the quantization_config, and its name for errors.
+      dtype: type of leaves that are not quantized.
       verify_checksums: see `open_format`.
 
     Raises:
@@ -307,7 +305,7 @@ def _plan_leaf(name: str, shape: tuple[int, ...], dtype: np.dtype, parts: list[P
 
 
 def common_kind(parts: Sequence[Part]) -> Kind | str:
-    """The kind in which all parts of a leaf can be held without loss, or why there is none.
+    """Returns a kind that holds all parts without loss, or why there is none.
 
     Scales become float32 where some are, and zero points integers or floats where some are.
     """
@@ -341,7 +339,7 @@ def common_kind(parts: Sequence[Part]) -> Kind | str:
 def _plan_parts(
     directory: Path, config: ModelConfig, form: Format | None, tensors: Tensors
 ) -> dict[str, list[Part]]:
-    """The parts of each leaf, once the files hold all of them and nothing else."""
+    """Returns the parts of each leaf; faults are tensors missing or left over."""
     parts: dict[str, list[Part]] = defaultdict(list)
     plain: list[StoredTensor] = []
     used: set[str] = set()
@@ -402,7 +400,7 @@ def _expected_placements(
 
 
 def _is_tied_head(config: ModelConfig, tensor: StoredTensor) -> bool:
-    """Whether it is a head that is stored though it is tied to the embeddings."""
+    """Whether the tensor is a stored head, though tied to the embeddings."""
     shape = (config.vocab_size, config.model_dim)
     return config.tied_embeddings and tensor.name == _HEAD and tensor.shape == shape
 

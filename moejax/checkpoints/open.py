@@ -37,11 +37,10 @@ class Checkpoint:
     def load(
         self, *, dtype: str, device: jax.Device, progress: bool, experts: bool = True
     ) -> Mapping[str, Weight]:
-        """The leaves of `weight_shapes(self.config)` on `device`; packed ones stay packed.
+        """Loads the leaves of `weight_shapes(self.config)`; packed ones stay packed.
 
         Args:
           dtype: name of a float type, or "auto": float32 on a CPU, the stored one elsewhere.
-          device: where the leaves are to be.
           progress: show a bar on stderr (not for an Orbax directory).
           experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`.
 
@@ -63,7 +62,7 @@ class Checkpoint:
         return is_orbax_directory(self.directory)
 
     def orbax_is_whole(self) -> MoejaxError:
-        """Why the experts of an Orbax directory cannot be read one at a time."""
+        """Error that an Orbax directory's experts cannot be read one by one."""
         return MoejaxError(
             f"{self.directory} is an Orbax directory, which is loaded whole; experts that do not "
             "fit the device are read from safetensors: name the checkpoint that it was made from"
@@ -87,7 +86,7 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str) -> Checkpoint:
-    """The checkpoint of a name: see `resolve_checkpoint`.
+    """Opens the checkpoint of a name; see `resolve_checkpoint`.
 
     Raises:
       MoejaxError: it is not there, or what describes it is broken or not supported.

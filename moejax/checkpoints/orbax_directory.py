@@ -45,7 +45,6 @@ def save_orbax(
 
     Args:
       directory: made if need be; what `save_orbax` wrote there before is replaced.
-      config: the model's shape.
       weights: leaves of one dtype.
       tokenizer_from: a checkpoint whose tokenizer and eos tokens are kept beside the weights.
 

@@ -58,10 +58,7 @@ class CheckpointReader:
     """The weights of a directory of safetensors, read by one plan of its leaves.
 
     Attributes:
-      directory: of the checkpoint.
-      config: what config.json says of the model.
-      stored: the tensors of its files.
-      leaves: what fills each leaf of `weight_shapes(config)`, and how it is held.
+      leaves: a plan of each leaf of `weight_shapes(config)`.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class CheckpointReader:
         dtype: Any,
         verify_checksums: bool = False,
     ) -> None:
-        """Reads headers, and little more: see `plan_leaves`, whose arguments and errors these are.
+        """Reads little but headers; arguments and errors are those of `plan_leaves`.
 
         Raises:
           MoejaxError: a file is missing or broken, or as `plan_leaves`.
@@ -107,10 +104,9 @@ class CheckpointReader:
     def load(
         self, device: jax.Device, *, progress: bool = True, experts: bool = True
     ) -> dict[str, Weight]:
-        """All leaves on `device`; those whose matrices are of one kind stay packed.
+        """Loads all leaves; those whose matrices are of one kind stay packed.
 
         Args:
-          device: where the leaves are to be.
           progress: show a bar over the bytes read on stderr.
           experts: whether `EXPERT_LEAVES` are loaded; they are checked in either case.
 
@@ -127,11 +123,9 @@ class CheckpointReader:
             return {leaf: self.read_leaf(leaf, device, bar.update) for leaf in leaves}
 
     def read_leaf(self, name: str, device: jax.Device, advance: Advance | None = None) -> Weight:
-        """One leaf on `device`.
+        """Loads one leaf to `device`.
 
         Args:
-          name: of the leaf.
-          device: where it is to be.
           advance: called with the bytes of each part that was read.
 
         Raises:
@@ -203,8 +197,7 @@ def stored_dtype(directory: Path, *, is_quantized: bool = False) -> np.dtype:
     """The dtype of most of a checkpoint's bytes.
 
     Args:
-      directory: of the checkpoint.
-      is_quantized: count what is not quantized only, such as norms and embeddings.
+      is_quantized: count only unquantized tensors, such as norms and embeddings.
 
     Raises:
       MoejaxError: a file is missing, broken or empty, or holds other types than floats.
@@ -248,18 +241,18 @@ class _LeafMemory:
             self._memory = aligned_empty(array.shape, array.dtype)
 
     def part(self, index: tuple[int, ...]) -> np.ndarray:
-        """The memory of the matrices at `index`, layer first; () where nothing is stacked."""
+        """Returns memory of the matrices at `index`, layer first; () if not stacked."""
         return self._memory[index if self._leaf is None else index[1:]]
 
     def finish_layer(self, layer: int) -> None:
-        """Call it when all parts of a layer are written and no other layer was begun."""
+        """Finishes a layer whose parts are written, before another one begins."""
         if self._leaf is not None:
             slab = jax.device_put(self._memory, self._device)
             self._leaf = _with_layer(self._leaf, slab, layer)
             self._leaf.block_until_ready()  # the staging memory is about to be written again
 
     def finish(self) -> jax.Array:
-        """The array on its device; not to be written to any more."""
+        """Returns the array on its device; nothing may write to it any more."""
         if self._leaf is not None:
             return self._leaf
         return jax.device_put(self._memory, self._device)
@@ -278,7 +271,7 @@ def _is_host(device: jax.Device) -> bool:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array:
-    """`leaf` [L, ...] with `slab` [...] as one layer, in place."""
+    """Puts `slab` [...] into `leaf` [L, ...] as one layer, in place."""
     return jax.lax.dynamic_update_index_in_dim(leaf, slab, layer, 0)
 
 
@@ -288,8 +281,6 @@ def fill_part(
     """Reads a part into its rows of the arrays that hold its leaf.
 
     Args:
-      plan: of the leaf.
-      part: of the leaf.
       arrays: those of `plan.arrays`, each at the part's index.
       read: reads the tensors that lie in the files as arrays hold them.
 
@@ -318,11 +309,9 @@ def fill_part(
 def read_compensators(
     plan: LeafPlan, device: jax.Device, advance: Callable[[Part], Any] | None = None
 ) -> tuple[Compensator, ...]:
-    """The low-rank terms of a leaf's matrices on `device`; only their own tensors are read.
+    """Loads the low-rank terms of a leaf's matrices from their own tensors alone.
 
     Args:
-      plan: of the leaf.
-      device: where the factors are to be.
       advance: called with each part whose factors were read.
 
     Raises:

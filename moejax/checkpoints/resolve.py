@@ -1,4 +1,4 @@
-"""From a checkpoint's name to its directory."""
+"""Resolves a checkpoint's name to its directory."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def resolve_checkpoint(name: str, *, cache_dir: Path | None = None) -> Path:
 
     Args:
       name: "demo", a directory, or a name on the Hugging Face hub such as "Qwen/Qwen3-30B-A3B".
-      cache_dir: where `huggingface_hub` keeps what it has; None: where it always does.
+      cache_dir: cache of `huggingface_hub`; None: its default.
 
     Raises:
       MoejaxError: there is no such directory, or the hub does not give it.

@@ -44,7 +44,7 @@ _DTYPES = _FLOATS | {
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
 }
-# Of a number without its sign, as an integer: the largest there is, and the first that no step can
+# Numbers without their sign, as integers: the largest there is, and the first that no step can
 # compute with. That is 2^63, whose square, summed in a norm, overflows float32; infinity in types
 # that end before it; NaN in E4M3, which has no infinity.
 _MAGNITUDES: dict[np.dtype, tuple[type[np.unsignedinteger], int, int]] = {
@@ -61,12 +61,12 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class OutOfRangeError(MoejaxError):
-    """Weights with which nothing can be computed; the file may have been changed."""
+    """Weights outside the computable range; the file may have been changed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in a file."""
+    """Place of a tensor in a file."""
 
     name: str
     path: Path
@@ -102,7 +102,7 @@ class StoredTensor:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights: one, or those that the index names.
+    """Returns the weight files: one, or those that the index names.
 
     Raises:
       MoejaxError: the directory, the weights or one of the shards is missing, or one of these is
@@ -154,7 +154,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Python's collector off: it took half of the time of making tensors, which have no cycles."""
+    """Pauses Python's collector, which took half the time of making tensors."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -165,7 +165,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _is_there(path: Path) -> bool:
-    """True for a link that leads nowhere as well, which is not the same as no file."""
+    """Whether a path exists, even as a link that leads nowhere."""
     return path.exists() or path.is_symlink()
 
 
@@ -230,7 +230,7 @@ def _check_index(index: Path, weight_map: dict[str, str], tensors: dict[str, Sto
 
 
 def is_float(tensor: StoredTensor) -> bool:
-    """Whether it is of a type that weights can be computed with as they are."""
+    """Whether weights of the tensor's type can be computed with as they are."""
     return tensor.dtype in _FLOATS.values()
 
 
@@ -268,10 +268,9 @@ def read_values(
     """Reads the values of a tensor from number `first` on, by position, so that threads may.
 
     Args:
-      tensor: where they lie.
       destination: contiguous memory of its dtype, which is filled.
-      descriptor: of its file.
-      first: values that are skipped.
+      descriptor: open file of the tensor.
+      first: number of values to skip.
 
     Raises:
       MoejaxError: the file ended early.
@@ -300,7 +299,6 @@ def read_finite(
     """The values of a tensor, or of some of its rows, flat, in pieces.
 
     Args:
-      tensor: where they lie.
       first_row: the first that is wanted.
       num_rows: how many are wanted; None: all.
 
@@ -350,7 +348,6 @@ def check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> No
     """Raises MoejaxError naming the first value that is NaN or infinite, but for `without_masks`.
 
     Args:
-      tensor: where they are from.
       values: float[n], values `first`.. of it.
       first: how many of its values are before these.
     """
@@ -461,7 +458,7 @@ def _parse_header(path: Path, content: bytes) -> dict[str, StoredTensor]:
 
 
 def _check_layout(header: dict[str, Any]) -> int:
-    """Bytes of all the data, which the tensors must cover in turn.
+    """Returns the bytes of the data, which the tensors must cover in turn.
 
     Raises:
       ValueError: offsets or a shape are no lists of integers from 0, or data overlap or leave gaps.

@@ -24,7 +24,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], mend: str = ROO
     """Writes a safetensors file.
 
     Args:
-      path: its place; nothing is there before it is whole.
+      path: the file appears there only when it is whole.
       tensors: arrays, or tensors of another file, which are copied as they are stored.
       mend: what to do where the disk is full.
 

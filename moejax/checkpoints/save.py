@@ -37,13 +37,12 @@ def save_hf_checkpoint(
     token_ids: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Writes config.json, generation_config.json, the weights and whatever else is given.
+    """Writes config.json, generation_config.json, the weights and extra files.
 
     Args:
       directory: made if need be; weights of an earlier checkpoint there are replaced.
-      config: the model's shape.
       weights: leaves as `load_weights` returns them.
-      dtype: of the file, bfloat16, float16 or float32.
+      dtype: type in the file: bfloat16, float16 or float32.
       max_shard_bytes: no file is larger, unless a single tensor is.
       token_ids: "bos_token_id", "eos_token_id", "pad_token_id", as far as there are any.
       extra_files: contents by file name: tokenizer.json, tokenizer_config.json, a card.
@@ -74,7 +73,7 @@ def _write_shards(
     dtype: np.dtype,
     max_shard_bytes: int,
 ) -> list[str]:
-    """Writes the weights under partial names; returns the names that they are to have."""
+    """Writes the weights under partial names; returns their final names."""
     host = {leaf: np.asarray(weight) for leaf, weight in weights.items()}
     shards = _shards(config, dtype, max_shard_bytes)
     if len(shards) == 1:

@@ -18,7 +18,7 @@ from moejax.weights import LOW_RANK
 class Sizes:
     """Sizes of a model's weights, and the form of its experts."""
 
-    # Of what stays on the device, by leaf; low-rank factors of experts under "moe" and `LOW_RANK`.
+    # Leaves that stay on the device; low-rank factors of experts under "moe" and `LOW_RANK`.
     weights_nbytes: Mapping[str, int]
     expert_nbytes: int  # of one expert; 0 where there are none
     expert_form: str  # "int4", or "none"
@@ -29,8 +29,7 @@ def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype) -> Sizes:
     """Sizes of the leaves that `Checkpoint.load` gives; of a plain checkpoint no file is opened.
 
     Args:
-      checkpoint: of any kind.
-      dtype: of what is plain.
+      dtype: type of plain leaves.
 
     Raises:
       MoejaxError: as `Checkpoint.load`, but for what only reading the weights shows.
@@ -58,11 +57,10 @@ def shape_sizes(
     """Sizes of a model without a checkpoint.
 
     Args:
-      config: of the model.
-      dtype: of what is plain.
+      dtype: type of plain leaves.
       expert_kind: how the experts and dense MLPs are packed; None: not at all.
-      attention_kind: the same of the projections of attention, or of a delta rule.
-      shared_kind: the same of the experts that every token takes.
+      attention_kind: the same for the projections of attention, or of a delta rule.
+      shared_kind: the same for the experts that every token takes.
     """
     kinds = dict.fromkeys(leaves_of("experts", "mlp"), expert_kind)
     kinds |= dict.fromkeys(leaves_of("attention"), attention_kind)

@@ -1,4 +1,4 @@
-"""Compares the files of a checkpoint with whatever says what they should hold."""
+"""Compares a checkpoint's files with their checksums."""
 
 import re
 from pathlib import Path

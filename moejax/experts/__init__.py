@@ -1,1 +1,1 @@
-"""Experts that do not fit the device: what is where, what moves, and what it costs in bytes."""
+"""Expert residency on a limited device: slots, transfers and their bytes."""

@@ -1,4 +1,4 @@
-"""What a device's allocator still gives: where a plan meets it."""
+"""Checks a plan against the memory that a device's allocator has left."""
 
 from collections.abc import Mapping
 
@@ -15,8 +15,7 @@ def room_nbytes(device: jax.Device, planned_nbytes: int = 0) -> int | None:
     leaves, and rounded down.
 
     Args:
-      device: any.
-      planned_nbytes: of what is in use, those that the plan counts itself.
+      planned_nbytes: bytes in use that the plan counts itself.
     """
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
@@ -26,11 +25,9 @@ def room_nbytes(device: jax.Device, planned_nbytes: int = 0) -> int | None:
 
 
 def limits_on(device: jax.Device, limits: Limits, planned_nbytes: int = 0) -> Limits:
-    """The limits that hold on a device; says so in a line where its allocator is the tighter one.
+    """Returns the limits on a device; logs where its allocator is tighter.
 
     Args:
-      device: of the run.
-      limits: as stated.
       planned_nbytes: as in `room_nbytes`.
     """
     found = narrowed(limits, room_nbytes(device, planned_nbytes))
@@ -44,11 +41,10 @@ def limits_on(device: jax.Device, limits: Limits, planned_nbytes: int = 0) -> Li
 
 
 def check_room(device: jax.Device, limits: Limits, parts: Mapping[str, int]) -> None:
-    """Refuses, before anything is loaded, what a device without a stated limit cannot hold.
+    """Raises, before loading, if a device without a stated limit lacks room.
 
     Args:
-      device: of the run.
-      limits: of the run; under a limit of the device the plan holds what `limits_on` gave.
+      limits: under a limit of the device the plan holds what `limits_on` gave.
       parts: bytes on the device by part.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Bits a weight of a model: of each form in which its experts are stored, of the rest, overall."""
+"""Bits per weight of a model: each expert form, the rest, and overall."""
 
 import dataclasses
 import math
@@ -35,19 +35,19 @@ class BitsPerWeight:
 
     @property
     def overall(self) -> float:
-        """Bits of everything a parameter."""
+        """Bits per parameter of all weights."""
         return 8 * self.nbytes / self.num_weights
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bits a weight of the experts in each form, and of the rest; {} where there is one."""
+        """Bits per weight of each expert form and of the rest; {} if all is one."""
         if not self.experts_nbytes:
             return {}
         found = {n: 8 * of / self.num_expert_weights for n, of in self.experts_nbytes.items()}
         return found | {"rest": 8 * self.rest_nbytes / (self.num_weights - self.num_expert_weights)}
 
     def describe(self, digits: int = 2) -> str:
-        """Describes itself in words, by `describe_bits`."""
+        """Describes the sizes by `describe_bits`."""
         return describe_bits(self.overall, self.parts, digits)
 
 
@@ -58,8 +58,8 @@ def describe_bits(overall: float, parts: Mapping[str, float], digits: int = 2) -
 
     Args:
       overall: see `BitsPerWeight`.
-      parts: likewise.
-      digits: after the point.
+      parts: see `BitsPerWeight`.
+      digits: digits after the point.
     """
     said = f"{overall:.{digits}f} bits a weight"
     if not parts:
@@ -77,9 +77,7 @@ def bits_of(
     """Sizes of a model that is loaded.
 
     Args:
-      config: of the model.
-      weights: flat dict of leaves.
-      memory: of the experts, where `weights` lack them.
+      memory: holds the experts where `weights` lack them.
     """
     tiers = dict(zip(memory.spec.names, memory.tiers, strict=True)) if memory else {}
     num_experts = len(config.moe_layers) * config.num_experts
@@ -97,9 +95,8 @@ def bits_of_sizes(
     """Sizes of a model by the bytes of its parts.
 
     Args:
-      config: of the model.
-      weights_nbytes: of what does not move, by leaf.
-      experts_nbytes: of all experts in each form in which they move; {} for none.
+      weights_nbytes: bytes of leaves that do not move, by name.
+      experts_nbytes: bytes of all experts in each form in which they move; {} for none.
     """
     sizes = {name: math.prod(shape) for name, shape in weight_shapes(config).items()}
     in_experts = sum(sizes.get(name, 0) for name in EXPERT_LEAVES)

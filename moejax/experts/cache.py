@@ -50,8 +50,8 @@ class TierMemory:
       pool: the device's state; replaced after each step, to which it is donated.
       store: operands of the steps.
       ledger: sums of what the steps counted, as of the last `ExpertMemory.settle`.
-      disk: of experts that the store lacks; None where it has all.
-      transfers: who is asked for experts between steps; None where that is not planned for.
+      disk: reads experts that the store lacks; None where it has all.
+      transfers: move experts between steps; None where none are planned.
       fill: gives a new pool its first experts; None: it starts empty.
     """
 
@@ -74,14 +74,12 @@ class TierMemory:
         device: jax.Device,
         terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ()),
     ) -> "TierMemory":
-        """Around a store that is there; allocates the pool, empty, on the device.
+        """Wraps a filled store; allocates the pool, empty, on the device.
 
         Args:
-          spec: of the pool.
           gate_up: [R, 2F, D], rows of the host store, without low-rank terms.
           down: [R, D, F].
-          row_of: int32[M, E], row of each expert; -1 for what is on the disk alone.
-          device: of the pool.
+          row_of: int32[M, E], row of each expert; -1 for those on the disk alone.
           terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
         """
         pool = _empty_pool(spec, (gate_up, down), device)
@@ -93,7 +91,7 @@ class TierMemory:
         return cls(spec, pool, ExpertStore(gate_up, down, rows, terms), TierLedger(expert_bytes))
 
     def stacks(self) -> dict[str, Weight]:
-        """A bank as the leaves [1, S, ...] that it stands for, with low-rank terms; shapes."""
+        """Shapes of a bank as leaves [1, S, ...], with low-rank terms."""
         found = {}
         names = ("moe.gate_up", "moe.down")
         for name, slots, terms in zip(names, self.pool.banks[0], self.store.terms, strict=True):
@@ -119,11 +117,11 @@ class TierMemory:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a failed step took the slots with it."""
+        """Whether a failed step consumed the slots donated to it."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool))
 
     def advance(self) -> None:
-        """Gives what the disk read its rows of host memory, and goes on with transfers."""
+        """Moves experts read from disk to host rows, and advances transfers."""
         if self.disk is not None and self.disk.advance(lambda: _last_uses(self.pool)):
             place = self.store.row_of.sharding
             row_of = jax.device_put(self.disk.row_of.copy(), place)
@@ -152,7 +150,7 @@ class TierMemory:
         self.pool = dataclasses.replace(self.pool, residency=residency_, used=used)
 
     def reallocate(self) -> None:
-        """Makes a new pool, with what `fill` says; counts that were not read yet are lost."""
+        """Allocates a new pool, filled by `fill`; unread counts are lost."""
         if self.transfers is not None:
             self.transfers.forget_steps()
         if self.disk is not None:
@@ -189,12 +187,12 @@ _last_uses = jax.jit(last_uses)
 
 @dataclasses.dataclass
 class _PollingBackoff:
-    """How long the policy need not be asked.
+    """Tokens that may pass before the policy is asked again.
 
     Attributes:
-      in_flight: what was when it was asked.
-      tokens: that may pass (`Policy.tokens_until_change`).
-      passed: at most so many have.
+      in_flight: experts in flight when the policy was asked.
+      tokens: tokens that may pass (`Policy.tokens_until_change`).
+      passed: upper bound on the tokens since then.
     """
 
     in_flight: Any = None
@@ -203,11 +201,11 @@ class _PollingBackoff:
 
 
 class ExpertMemory:
-    """Experts of one model in T tiers, a policy's state, and what it asks for between steps.
+    """Experts of one model in T tiers, a policy's state and its transfers.
 
     Attributes:
       spec: static facts, part of every compiled step.
-      tiers: of falling fidelity; their pools are those of `pool`.
+      tiers: in order of falling fidelity; their pools are those of `pool`.
       ledger: sums of what the steps counted, as of the last `settle`.
     """
 
@@ -219,12 +217,10 @@ class ExpertMemory:
         *,
         width: int = 0,
     ):
-        """Around memories of the tiers, all of one model; the policy's state is as before a token.
+        """Joins the memories of one model's tiers; the policy's state is fresh.
 
         Args:
-          tiers: their memories.
-          names: of the tiers.
-          policy: who decides; on a GPU by its kernels (`with_kernels`). None: the router alone, of
+          policy: runs its kernels on a GPU (`with_kernels`). None: the router alone decides, with
             one tier.
           width: A, experts a token; for the policy.
 
@@ -294,7 +290,7 @@ class ExpertMemory:
         return sum(tier.failures for tier in self.tiers)
 
     def begin_session(self) -> int:
-        """`failures` as of now, for `step` and `reading`; what failed before is none of its own."""
+        """Returns `failures` now, against which `step` and `reading` compare."""
         with self._lock:
             for tier in self.tiers:
                 tier.forget_failed()
@@ -307,14 +303,14 @@ class ExpertMemory:
 
     @contextlib.contextmanager
     def step(self, since: int | None = None, num_tokens: int = 0) -> Iterator[None]:
-        """Around the dispatch of a step, of which there is one at a time.
+        """Wraps the dispatch of a step, one step at a time.
 
-        What was read from the disk gets its rows of host memory first, and transfers go on. What a
-        failed step took with it is replaced: slots by empty ones, the policy's state by its first.
+        Experts read from the disk get their rows of host memory first, and transfers go on. If the
+        step fails, empty slots and the policy's initial state replace those donated to it.
 
         Args:
-          since: what `begin_session` returned; None: failures of the disk are the caller's to see.
-          num_tokens: that the step runs, padding too; 0: nobody says, and the policy is asked for
+          since: returned by `begin_session`; None: the caller checks for failures of the disk.
+          num_tokens: tokens of the step with padding; 0: not known, and the policy is asked for
             transfers before the next step.
 
         Raises:
@@ -336,7 +332,7 @@ class ExpertMemory:
 
     @contextlib.contextmanager
     def _replacing_lost(self) -> Iterator[None]:
-        """Makes anew what was donated to a step that raised."""
+        """Replaces what was donated to a step that raised."""
         try:
             yield
         except BaseException as error:
@@ -351,10 +347,10 @@ class ExpertMemory:
 
     @contextlib.contextmanager
     def reading(self, since: int | None = None) -> Iterator[None]:
-        """Around the host's reading of results, which it may use only if this raises nothing.
+        """Wraps the host's reading of results, which are valid if this returns.
 
         Args:
-          since: as of `step`.
+          since: see `step`.
 
         Raises:
           MoejaxError: an expert could not be read from the disk since then; the next step starts
@@ -371,7 +367,7 @@ class ExpertMemory:
         self.check_failures(since)
 
     def settle(self) -> Ledger:
-        """The ledger after all steps so far, for which it waits."""
+        """Waits for all steps so far and returns the ledger."""
         with self._lock, self.reading():  # a step of another thread would take the pool, or be lost
             for tier in self.tiers:
                 tier.settle()
@@ -390,7 +386,7 @@ class ExpertMemory:
                 tier.close()
 
     def catch_up(self, since: int | None = None) -> int:
-        """Moves all that the policy wants moved now, and waits until it is in slots.
+        """Carries out the policy's transfers now and waits until they end.
 
         Called between the chunks of a text that is scored, so that what a policy promotes, and
         when, is not left to the clock.
@@ -427,7 +423,7 @@ class ExpertMemory:
         return self.spec.policy
 
     def _wait_for_transfers(self, since: int | None) -> None:
-        """Waits for the transfers that are on their way."""
+        """Waits for the transfers in flight."""
         moving = [tier for tier in self.tiers if tier.transfers is not None]
         while any(tier.transfers and tier.transfers.num_pending for tier in moving):
             with self._replacing_lost():
@@ -437,13 +433,13 @@ class ExpertMemory:
             time.sleep(POLL_S)
 
     def _dispatch_question(self) -> tuple[ExpertCache, Asked]:
-        """Asks what the policy wants moved; waits for nothing."""
+        """Dispatches the policy's choice of transfers; waits for nothing."""
         operands = (self.pool, *self._in_flight_and_room())
         program = self.programs.get(ask, (self.spec,), operands, num_donated=1)
         return program(*operands)
 
     def _ask_policy(self, num_tokens: int) -> None:
-        """Passes on what the policy asked for after an earlier step, and asks once more.
+        """Requests the policy's last choice of transfers, and dispatches the next.
 
         It is not asked while it has said that nothing would come of it.
         """
@@ -478,7 +474,7 @@ class ExpertMemory:
                 transfers.request(layer, [expert])
 
     def _read_ahead(self, requests: Requests) -> None:
-        """Passes what the policy foresees on to the disk, if there is any."""
+        """Passes the policy's disk prefetches to the reader, if there is one."""
         rows = np.stack([np.asarray(numbers) for numbers in requests], axis=1)
         for i, tier in enumerate(self.tiers):
             found = rows[(rows[:, 0] >= 0) & (rows[:, 2] == i), :2].tolist()
@@ -527,8 +523,8 @@ class ExpertMemory:
 
         Args:
           policy: another one that the same programs serve: it differs in settings that sweep.
-          held: int32[M, n] of each tier, what its slots hold; () for what they hold now. Of tiers
-            that are emulated: no bytes are moved for it.
+          held: int32[M, n] of each tier, experts for its slots; () keeps those of now.
+            For emulated tiers only: no bytes are moved.
 
         Raises:
           ValueError: steps follow the rule of a policy (`Policy.decode_rule`) whose form is not the
@@ -551,7 +547,7 @@ class ExpertMemory:
 
 
 def policy_spec(names: Sequence[str], tiers: Sequence[TierMemory], width: int) -> PolicySpec:
-    """Facts that a policy may know."""
+    """Returns the static facts that a policy gets."""
     cache = tiers[0].spec.cache
     return PolicySpec(
         num_layers=cache.num_layers,
@@ -580,12 +576,11 @@ def preload(
 def preloaded_pool(
     memory: TierMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
 ) -> ExpertPool:
-    """The pool with experts in its slots, as they lie before any token.
+    """Returns the pool with its initial experts in slots.
 
     Args:
-      memory: empty, and of host rows that have these experts.
-      config: of the model.
-      kernels: which may copy.
+      memory: empty; its host rows hold these experts.
+      kernels: those that may copy.
       experts: int32[M, n], n at most the slots of a layer, different ones in a row.
     """
     spec, store = dataclasses.replace(memory.spec, is_complete=False), memory.store

@@ -36,7 +36,7 @@ class Jobs(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """One tier's part of a plan, by all pairs: those of other tiers are in no wave of it."""
+    """One tier's part of a plan, over all pairs; other tiers' pairs have no wave."""
 
     slot: jax.Array  # int32[N, A]
     wave: jax.Array  # int32[N, A]; -1 for pairs that do not run in this tier
@@ -48,12 +48,11 @@ class Placed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Placing:
-    """Static facts.
+    """Plans slots of the tiers, from static facts.
 
     Attributes:
-      pools: of the tiers.
-      target: whose kernels may plan; None: none.
-      moves: whether somebody moves experts between steps.
+      target: device whose kernels may plan; None: no kernels.
+      moves: whether transfers move experts between steps.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -61,7 +60,7 @@ class Placing:
     moves: bool = True
 
     def refusal(self, num_asked: int) -> str | None:
-        """Why one launch does not plan for so many pairs, or None."""
+        """Returns why one launch cannot plan so many pairs, or None."""
         if self.target is None:
             return "no kernels are wanted"
         if any(pool.read is not None for pool in self.pools):
@@ -74,7 +73,7 @@ class Placing:
         return cache_plan.refusal("triton", num_experts, num_asked, len(self.pools), self.target)
 
     def forms(self, num_pairs: int) -> tuple[Form, ...]:
-        """Static facts of each tier, of a layer that so many pairs may need."""
+        """Returns each tier's static form, for a layer of so many pairs."""
         return tuple(
             Form(
                 slots=pool.cache.slots,
@@ -93,7 +92,7 @@ class Placing:
         )
 
     def num_waves(self, tier: int, num_pairs: int) -> int:
-        """Through a tier's transient slots, of a layer that so many pairs may need."""
+        """Number of waves through a tier's transient slots for so many pairs."""
         pool, cache = self.pools[tier], self.pools[tier].cache
         if cache.slots and (pool.is_complete or pool.between_steps):
             return 0
@@ -109,14 +108,13 @@ class Placing:
         asked: Asked,
         token_mask: jax.Array,
     ) -> tuple[LayerPlan, list[Placed], jax.Array | None, list[State]]:
-        """Where the pairs of a layer run in one step, and what is fetched for that.
+        """Plans where a layer's pairs run, and which experts are fetched.
 
         Args:
-          states: of each tier what is in its slots, and the counts; donate them.
-          rows_of: of each int32[M, E], rows of the host store; -1: none.
-          gate: as of `ExpertCache`, donated; None: it is not counted.
-          layer: which.
-          asked: of N tokens.
+          states: residency and counts of each tier; donate them.
+          rows_of: int32[M, E] of each tier, rows of the host store; -1: none.
+          gate: as in `ExpertCache`, donated; None: it is not counted.
+          asked: routing of N tokens.
           token_mask: bool[N], False for padding.
 
         Returns:
@@ -152,13 +150,13 @@ class Placing:
         ids: jax.Array,
         token_mask: jax.Array,
     ) -> tuple[Jobs, State]:
-        """Experts of a layer to come to fetch ahead.
+        """Plans the prefetch of experts of a coming layer.
 
         Args:
-          tier: whose slots.
+          tier: tier whose slots get the experts.
           state: as in `plan`.
-          row_of: likewise.
-          layer: the one to come.
+          row_of: as in `plan`.
+          layer: the coming one.
           ids: int32[L], experts that it will probably need; -1: none.
           token_mask: as in `plan`.
         """
@@ -175,7 +173,7 @@ class Placing:
 def terms_by_slot(
     term: Compensator, layer: Index, experts: jax.Array, places: jax.Array, num_slots: int
 ) -> Compensator:
-    """Terms of experts by slot, starts and ranks [1, S]; rank 0 where a slot is none of theirs."""
+    """Low-rank terms by slot, starts and ranks [1, S]; rank 0 in other slots."""
 
     def by_slot(of_expert: jax.Array) -> jax.Array:
         slots = jnp.zeros(num_slots, jnp.int32)

@@ -66,10 +66,9 @@ class TierStep:
 
     Attributes:
       spec: static.
-      config: of the model.
       store: the host's rows.
       impl: "row", "block", "block_in_cache" or "grouped_kernel".
-      kernels: which may serve packed experts.
+      kernels: those that may run packed experts.
       is_prefill: whether the step is one of prompts.
     """
 
@@ -82,12 +81,12 @@ class TierStep:
 
     @property
     def fetching(self) -> Fetching:
-        """What copies its experts."""
+        """Returns the `Fetching` that copies this tier's experts."""
         return Fetching(self.spec, self.store, self.kernels)
 
     @property
     def placing(self) -> Placing:
-        """What plans its slots alone."""
+        """Returns the `Placing` that plans this tier's slots alone."""
         return Placing((self.spec,), self.kernels.target)
 
     @property
@@ -99,16 +98,16 @@ class TierStep:
         return min(self.spec.prefetch, cache.slots, cache.num_experts)
 
     def num_waves(self, num_pairs: int) -> int:
-        """How many follow what is fetched first."""
+        """Number of waves after the first fetch."""
         still = self.spec.emulated or self.spec.between_steps
         return 0 if still else self.placing.forms(num_pairs)[0].later_waves
 
     def bank(self, pool: ExpertPool, turn: int, after: int = 0) -> Slots:
-        """The slots of a layer's bank."""
+        """Returns the slots of a layer's bank."""
         return pool.banks[(turn + after) % len(pool.banks)]
 
     def with_bank(self, pool: ExpertPool, turn: int, bank: Slots, after: int = 0) -> ExpertPool:
-        """The pool with other slots in a layer's bank."""
+        """Returns the pool with other slots in a layer's bank."""
         banks = list(pool.banks)
         banks[(turn + after) % len(banks)] = bank
         return dataclasses.replace(pool, banks=tuple(banks))
@@ -121,11 +120,9 @@ class TierStep:
 
         Args:
           pool: donated.
-          turn: of the layer that runs.
-          layer: whose experts they are.
-          jobs: which.
-          after: of the bank.
-          beside: products that read the other bank, once what these wait for is there.
+          layer: layer of the experts.
+          after: bank to fill, counted from the layer's own.
+          beside: whether products read the other bank meanwhile.
         """
         other = self.bank(pool, turn, 1 - after) if beside else None
         slots = self.fetching.from_host(self.bank(pool, turn, after), jobs, other)
@@ -134,7 +131,7 @@ class TierStep:
     def finish_fetch(
         self, pool: ExpertPool, turn: int, layer: Index, slots: Slots, jobs: Jobs, after: int = 0
     ) -> ExpertPool:
-        """Puts slots with what host memory had in their bank, and reads the rest from the disk."""
+        """Puts fetched slots into their bank, and fetches the rest from the disk."""
         slots, waits = self.fetching.from_disk(slots, layer, jobs)
         if waits is not None:
             pool = dataclasses.replace(pool, counts=pool.counts.add(layer, waits=waits))
@@ -151,14 +148,14 @@ class TierStep:
         return dataclasses.replace(pool, used=used.at[layer, places].set(clock, mode="drop"))
 
     def next_layer(self, layer: Index) -> Index:
-        """The next layer; in a loop the last one asks too, for nothing, and is its own."""
+        """Index of the next layer; inside a loop the last one is its own."""
         last = self.spec.cache.num_layers - 1
         return layer + 1 if isinstance(layer, int) else jnp.minimum(layer + 1, last)
 
     def prefetch(
         self, pool: ExpertPool, turn: int, layer: Index, mask: jax.Array, wanted: Wanted | None
     ) -> ExpertPool:
-        """Fetches what the next layer is expected to need, beside the products of this one."""
+        """Prefetches the next layer's predicted experts beside this layer's products."""
         if not (wanted and self.most_ahead):
             return pool
         ids, following = wanted(), self.next_layer(layer)
@@ -174,28 +171,27 @@ class TierStep:
         self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
         active: jax.Array, plan: Placed, mask: jax.Array, wanted: Wanted | None,
     ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
-        """The outputs of each expert for each token, [P, N, A, D]; waves fetch what they need.
+        """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
 
         Args:
           pool: donated.
-          turn: of the layer.
           layer: index among the sparse layers; int32[] inside a loop.
           x: [N, D], normed.
           ids: int32[N, A], experts.
           active: bool[N, A], pairs that run here.
           plan: of the layer; the experts of wave 0 are fetched.
           mask: bool[N], tokens that are no padding.
-          wanted: to prefetch after waves.
+          wanted: gives the experts to prefetch after the waves.
         """
         if not self.num_waves(active.size):
             return self._multiply(
                 x, *self.pairs_and_slots(pool, turn, layer, ids, active, plan)
             ), pool
-        # As only chunks are in a loop.
+        # Only chunks run in a loop, with a traced layer.
         double = self.spec.cache.banks > 1 and not isinstance(layer, int)
         run = self._stream_waves_double_buffered if double else self._stream_waves
         products, pool = run(pool, turn, layer, x, plan, active)
-        # What waits for slots of a wave would be copied.
+        # Comes last: anything that waits for slots of a wave would be copied.
         return products, self.prefetch(pool, turn, layer, mask, wanted)
 
     def pairs_and_slots(
@@ -212,7 +208,7 @@ class TierStep:
         self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, plan: Placed,
         active: jax.Array,
     ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
-        """[P, N, A, D] of all waves; what a wave needs is copied when the one before is through."""
+        """Computes [P, N, A, D] of all waves, each fetched after the one before."""
         now = active & (plan.wave == 0)
         products = self._multiply(
             x, Pairs(plan.slot, now), self._experts(pool, turn, layer, plan, 0)
@@ -220,7 +216,7 @@ class TierStep:
         outside = pool
 
         def one(number: jax.Array, carried: Any) -> Any:
-            # Of the banks this layer's alone: a loop that carries both makes XLA copy them, unless
+            # Carries this layer's bank alone: a loop that carries both makes XLA copy them, unless
             # each copy is ordered behind what reads its array (`_stream_waves_double_buffered`).
             bank, counts, products = carried
             pool = self.with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
@@ -243,7 +239,7 @@ class TierStep:
         self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, plan: Placed,
         active: jax.Array,
     ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
-        """[P, N, A, D] of all waves; experts of a wave are copied beside the products of the last.
+        """Computes [P, N, A, D] of all waves, each fetched beside the one before.
 
         Waves take turns between the transient slots of this layer's bank, in which those of wave 0
         are, and of the other one. In a CUDA graph a copy waits for the products that read the array
@@ -284,7 +280,7 @@ class TierStep:
     def _after(
         self, pool: ExpertPool, turn: int, products: jax.Array, bank: int = 0
     ) -> tuple[jax.Array, ExpertPool]:
-        """The products; what is copied from here on waits for them.
+        """Returns the products; later copies wait for them.
 
         They read the slots that the copy may overwrite, and XLA would copy the pool instead.
         """
@@ -292,7 +288,7 @@ class TierStep:
         return products, self.with_bank(pool, turn, read, bank)
 
     def _multiply(self, x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
-        """[P, N, A, D] of the active pairs."""
+        """Multiplies the active pairs: [P, N, A, D]."""
         match self.impl:
             case "row":
                 return products_by_row(x, pairs, experts)
@@ -308,7 +304,7 @@ class TierStep:
     def _experts(
         self, pool: ExpertPool, turn: int, layer: Index, plan: Placed, wave: Index, bank: int = 0
     ) -> Experts:
-        """The slots as stacks, with the low-rank terms of the experts that are in them."""
+        """Returns slots as stacks, with the low-rank terms of their experts."""
         experts, slot, wave_of = plan.holders
         held, num_slots = self.bank(pool, turn, bank), self.spec.cache.num_slots
         if self.spec.emulated:
@@ -333,10 +329,8 @@ class CacheStep:
 
     Attributes:
       spec: static.
-      config: of the model.
-      tiers: each one's part.
-      placing: what plans the slots of all of them.
-      kernels: which may serve packed experts.
+      placing: plans the slots of all tiers.
+      kernels: those that may run packed experts.
     """
 
     spec: ExpertCacheSpec
@@ -351,7 +345,7 @@ class CacheStep:
         return has_form and not any(tier.num_waves(num_pairs) for tier in self.tiers)
 
     def has_fused_plan(self, num_pairs: int) -> bool:
-        """Whether one launch finds a slot for so many pairs."""
+        """Whether one launch plans slots for so many pairs."""
         return self.is_grouped(num_pairs) and self.placing.refusal(num_pairs) is None
 
 
@@ -370,15 +364,13 @@ def run_layer(
     """Plans, fetches and multiplies; [N, D] and the cache after it.
 
     Args:
-      step: of the trace.
       cache: donated.
       turn: see `TierStep`.
       layer: index among the sparse layers; int32[] inside a loop.
       x: [N, D], normed.
-      routing: of the router.
       token_mask: bool[N], False for padding.
       decision: a policy's; None: the router's choice is run as it is, and no gate mass is counted.
-      rule: says the decision's tiers, which are then not looked at; None: they are.
+      rule: gives the tiers in place of the decision's; None: the decision's are used.
       wanted: of a tier the experts of the next layer to prefetch, by what is in all pools then.
     """
     gates = routing.weights.astype(jnp.float32)
@@ -448,7 +440,7 @@ def _products_of_tiers(
 
 
 def _selected(products: Sequence[jax.Array], tier: jax.Array) -> jax.Array:
-    """Of each pair the product of its tier; [P, N, A, D], P the largest of the tiers'."""
+    """Selects each pair's product by tier: [P, N, A, D], with the largest P."""
     if len(products) == 1:
         return products[0]
     wide = jnp.result_type(*products)

@@ -2,7 +2,7 @@
 
 Without a policy the router's choice is run as it is. Under one, it sees the routing and what is in
 the slots of each tier, and decides which expert runs each pair, in which tier, with which weight.
-What a layer does then is in `moejax.experts.cache_step`.
+`moejax.experts.cache_step` runs the layer after that.
 
 Axes: N tokens, M sparse layers, E experts, T tiers of falling fidelity.
 """
@@ -44,15 +44,14 @@ class CachedExperts:
         *,
         num_prefilled: int | None = None,
     ):
-        """For one trace.
+        """Starts one trace of a step.
 
         Args:
           spec: static.
-          config: of the model.
           cache: the slots of all tiers.
           store: the host's rows of each.
           impl: the form that runs the experts of each.
-          kernels: which may serve packed experts.
+          kernels: those that may run packed experts.
           num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
         """
         self.spec, self.config, self.cache = spec, config, cache
@@ -88,7 +87,7 @@ class CachedExperts:
 
     @property
     def state(self) -> tuple[ExpertCache, jax.Array | None]:
-        """The cache; and the importance of tokens, where layers may have none of their own."""
+        """The carry: the cache, and token importance where layers do not all have it."""
         return self.finish(), self._importance if self._carries else None
 
     def resume(self, state: tuple[ExpertCache, jax.Array | None]) -> None:
@@ -160,7 +159,7 @@ class CachedExperts:
         self, layer: Index, routing: Routing, token_mask: jax.Array,
         ahead: Callable[[], Routing] | None,
     ) -> tuple[Decision, Rule | None]:  # fmt: skip
-        """What the policy makes of the routing; with a rule that says its tiers, if it has one."""
+        """Returns the policy's decision, and its tier rule where a kernel applies it."""
         resident = cache_plan.serving(self._resident(self.cache.pools, layer), self.spec.full)
         seen = self._observed(layer, routing, token_mask, ahead, resident)
         rule = None
@@ -175,13 +174,13 @@ class CachedExperts:
         return decision, rule
 
     def _resident(self, pools: Sequence[ExpertPool], layer: Index) -> jax.Array:
-        """bool[T, E], where experts are."""
+        """Returns bool[T, E], whether an expert has a slot in each tier."""
         num_experts = self.config.num_experts
         rows = [pool.residency.table[layer, :num_experts] for pool in pools]
         return jnp.stack(rows) >= 0
 
     def _defers_update(self, layer: Index) -> bool:
-        """Whether a policy with a rule is told of all layers at the end of the step.
+        """Whether the policy is updated for all layers at the end of the step.
 
         That takes fewer launches than layer by layer. The rule says its tiers; what it would
         prefetch is not known before the step's end.
@@ -191,7 +190,7 @@ class CachedExperts:
         return isinstance(layer, int) and may_wait and not looks_ahead
 
     def _apply_deferred_updates(self) -> None:
-        """Asks the policy about the layers that it has only been shown."""
+        """Updates the policy for the layers whose update was deferred."""
         seen, self._seen, state = self._seen, [], self.cache.state
         if not seen:
             return
@@ -230,7 +229,7 @@ class CachedExperts:
         return observation
 
     def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
-        """See `models.run_experts.HearsRouters`; by what the first tier's store replays."""
+        """See `models.run_experts.HearsRouters`; returns replayed logits if there are any."""
         store = self._store[0]
         replay = store.replay_predicted if is_ahead else store.replay
         if replay is None or self._is_prefill or logits.shape != replay.shape[2:]:
@@ -243,7 +242,7 @@ class CachedExperts:
         return in_place_of(replay[self._replays, layer], logits)
 
     def _predicted(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> jax.Array:
-        """What the next layer's router is expected to choose (DyMoE eq. 6-8)."""
+        """Predicts the experts of the next layer's router (DyMoE eq. 6-8)."""
         store, tier = self._store[0], self.step.tiers[0]
         scores = jnp.where(token_mask[:, None], prefetch_scores(predicted, self.config), 0.0)
         said = jax.lax.top_k(jnp.sum(scores, axis=0), tier.most_ahead)[1]
@@ -255,7 +254,7 @@ class CachedExperts:
     def _candidates(
         self, layer: Index, tier: int, ahead: jax.Array | None, pools: Sequence[ExpertPool]
     ) -> Wanted | None:
-        """Experts that a tier should hold for the next layer, of which no better copy is there."""
+        """Returns the prefetch candidates of a tier without a better copy, if any."""
         limit = self.step.tiers[tier].most_ahead
         if ahead is None or not limit:
             return None
@@ -264,7 +263,7 @@ class CachedExperts:
             return None
 
         def wanted() -> jax.Array:
-            # Those that it holds already too: what comes takes no slot of theirs.
+            # Experts that the tier holds count too, so that a prefetch takes no slot of theirs.
             better = jnp.any(self._resident(pools, following)[:tier], axis=0)
             some, ids = jax.lax.top_k(((ahead == tier) & ~better).astype(jnp.int32), limit)
             return jnp.where(some > 0, ids, -1)

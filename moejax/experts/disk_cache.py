@@ -1,4 +1,4 @@
-"""Experts that are on the disk alone: read ahead or while the step waits, then kept in host memory.
+"""Reads experts that are on the disk alone, and keeps them in host rows.
 
 Three ways lead here. A transfer asks for an expert (`DiskExperts.borrow`), which a thread reads
 while steps run. Or a running step needs one NOW, calls `DiskExperts.read` and goes on with what it
@@ -32,13 +32,13 @@ from moejax.experts.transfer_programs import is_ready
 
 @dataclasses.dataclass(eq=False)
 class _Arrival:
-    """What was read and has no row yet.
+    """An expert that was read and has no row yet.
 
     Attributes:
-      parts: the bytes; of the ring's where there is a ticket.
-      ticket: to be released; None where the bytes are their own.
-      is_wanted: whether a transfer asked for them and has not read them yet.
-      is_borrowed: whether it reads them.
+      parts: the bytes; they lie in the reader's ring where there is a ticket.
+      ticket: to be released; None where the bytes have memory of their own.
+      is_wanted: whether a transfer asked for the bytes and has not read them yet.
+      is_borrowed: whether a transfer is reading them.
       has_row: whether a row is reserved.
       written: the bytes on their way to it.
     """
@@ -52,16 +52,16 @@ class _Arrival:
 
 
 class DiskExperts:
-    """What steps and transfers ask for, and what the host makes of it between steps.
+    """Reads experts for steps and transfers; caches them between steps.
 
     Attributes:
-      reader: of the disk; its counters say how much was read.
+      reader: its counters say how much was read from the disk.
       cache: which experts the rows of the host store hold; None where it has no rows.
       row_of: int32[M, E], the table for the steps to come.
-      failures: times that a step asked and got zeros, with which it went on: nothing of it, of
-        what it cached, or of the steps that used that may be used. Never falls, so that whoever
-        noted it before a step can tell, whatever others have seen of it.
-      error: why the last of them could not be read, in one line.
+      failures: times that a step asked for an expert and went on with zeros: its results, what it
+        cached, and later steps that read that cache are invalid. It never falls, so that a caller
+        who noted it before a step can compare.
+      error: why the last failed read failed, in one line.
     """
 
     def __init__(
@@ -73,10 +73,9 @@ class DiskExperts:
         most_kept: int,
         most_ahead: int = 1,
     ):
-        """Around an open reader.
+        """Starts on an open reader.
 
         Args:
-          reader: of the disk.
           store: host rows; None for none.
           row: the arrays of one expert, shapes and dtypes.
           row_of: int32[M, E] of the store; -1 everywhere where there is none.
@@ -105,7 +104,7 @@ class DiskExperts:
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "moejax-rows")
 
     def read(self, layer: Any, experts: Any) -> tuple[np.ndarray, ...]:
-        """Called by the step: the rows of experts (-1: none), stacked [J, ...].
+        """Returns the rows of experts (-1: none), stacked [J, ...]; steps call it.
 
         Args:
           layer: int32[].
@@ -154,12 +153,12 @@ class DiskExperts:
                 self._arrived[expert] = _Arrival(parts)
 
     def foresee(self, experts: Sequence[Expert]) -> None:
-        """Has experts read to rows of host memory while no transfer waits for the disk.
+        """Reads experts ahead into host rows while no transfer waits for the disk.
 
         Args:
-          experts: the most urgent first, of which as many count as half of the rows: with more the
-            later ones would take the place of the first. Those that have a row keep it as if they
-            had just been used. What an earlier call named, and was not begun, is forgotten.
+          experts: the most urgent first; only as many as half of the rows count, since more would
+            evict the first. Experts that have a row keep it as if they had just been used. Experts
+            of an earlier call that were not begun are forgotten.
         """
         with self._lock:
             most = self._store.num_rows // 2 if self._store is not None else 0
@@ -211,7 +210,7 @@ class DiskExperts:
                     self._drop(expert)
 
     def advance(self, last_uses: Callable[[], jax.Array]) -> bool:
-        """Between two steps: goes on with giving rows to what was read; waits for nothing.
+        """Moves arrived experts towards host rows between steps; never waits.
 
         Args:
           last_uses: dispatches a copy of int32[M, E], the clock of the last use of every expert,
@@ -238,7 +237,7 @@ class DiskExperts:
             return changed
 
     def read_since(self) -> dict[str, float]:
-        """What was counted since the last call.
+        """Returns the counts since the last call.
 
         By the names of `ssd.Counters`; "ahead" and "ahead_used" as `Ledger.disk_ahead` and
         `disk_ahead_used`; "wait_seconds" that steps spent in `read`.
@@ -255,7 +254,7 @@ class DiskExperts:
         self.reader.close()
 
     def _withdraw(self, expert: Expert) -> None:
-        """Whatever the reader makes of a request, nobody waits for it: a failure is nobody's."""
+        """Cancels a request that nobody waits for; its failure is not reported."""
         self._failed.pop(expert, None)
         self._ahead.discard(expert)
         ticket = self._tickets.get(expert)
@@ -285,7 +284,7 @@ class DiskExperts:
                     self._brought.add(expert)
 
     def _read_ahead(self) -> None:
-        """Asks the reader for what is foreseen, where nobody waits; a block of it is left free."""
+        """Requests foreseen experts while nobody waits; leaves one block free."""
         if len(self._tickets) > len(self._ahead):
             return
         most = max(1, self._most_ahead - 1)
@@ -302,7 +301,7 @@ class DiskExperts:
             del self._foreseen[expert]
 
     def _count_use(self, expert: Expert) -> None:
-        """Of an expert that is asked for now, which may have been read ahead and still be there."""
+        """Counts a use of an expert that may have been read ahead."""
         self._foreseen.pop(expert, None)
         if expert in self._ahead:  # nobody waited for it: where it has not begun it is asked anew
             self._ahead.discard(expert)
@@ -314,7 +313,7 @@ class DiskExperts:
             self._num_ahead_used += expert in self._arrived or bool(self.row_of[expert] >= 0)
 
     def _touch(self, uses: np.ndarray) -> None:
-        """Marks what was used since the last copy, in the order of its last uses."""
+        """Marks experts used since the last copy, in the order of their last uses."""
         assert self.cache is not None
         layers, experts = np.nonzero((uses != self._seen) & (uses > 0))
         order = np.argsort(uses[layers, experts], kind="stable")
@@ -323,7 +322,7 @@ class DiskExperts:
         self._seen = uses
 
     def _reserve(self) -> bool:
-        """Rows for what has none; their owners are gone for the steps to come."""
+        """Reserves rows for arrivals; their former owners are evicted."""
         assert self.cache is not None
         changed = False
         for expert, arrival in list(self._arrived.items()):
@@ -338,7 +337,7 @@ class DiskExperts:
         return changed
 
     def _write(self) -> None:
-        """Sends bytes to rows that no step reads any more, those reserved before the last copy."""
+        """Writes bytes to reserved rows that no step reads any more."""
         assert self._store is not None
         assert self.cache is not None
         for expert, arrival in self._arrived.items():

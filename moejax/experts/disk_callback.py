@@ -1,4 +1,4 @@
-"""Experts that are on the disk alone, in the step that needs them now: it waits for the host."""
+"""Fetches experts from the disk inside the step, which waits for the host."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,12 +20,11 @@ def with_disk_rows(
     slots: jax.Array,
     absent: jax.Array,
 ) -> Pools:
-    """The pools with experts in their slots; nobody waits where none is absent.
+    """Returns the pools with absent experts in slots; waits only for those.
 
     Args:
       pools: a pytree of arrays [S, ...]; donate them.
       read_rows: see `PoolSpec.read`.
-      layer: whose experts.
       experts: int32[J].
       slots: int32[J].
       absent: bool[J], which of them are read.

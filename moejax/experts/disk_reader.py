@@ -1,4 +1,4 @@
-"""Experts from disk beside the running model: threads that read them into a ring of blocks.
+"""Reads experts from disk in threads, into a ring of blocks.
 
     ticket = ssd.request(layer, expert)            # None: the queue is full, ask again later
     for ticket, arrays in ssd.done():              # between steps
@@ -29,7 +29,7 @@ _FIRST_PAUSE_SECONDS = 0.01  # before the first retry; twice as long before each
 
 
 class State(enum.Enum):
-    """Where a request stands."""
+    """Progress of a request."""
 
     QUEUED = "queued"
     READING = "reading"
@@ -58,7 +58,7 @@ class Ticket:
 
 @dataclasses.dataclass(kw_only=True)
 class Counters:
-    """What a reader did; sums since it was made."""
+    """Counts of a reader, summed since it was made."""
 
     reads: int = 0  # experts
     bytes: int = 0  # of these
@@ -91,12 +91,11 @@ class SsdReader:
         """Allocates the ring; the first request starts the threads.
 
         Args:
-          source: of the experts.
-          device: that reads the blocks.
+          device: reads the blocks.
           ring_blocks: experts that are being read, or are read and not released.
-          queue_length: requests that wait.
-          retries: after a failed read.
-          num_threads: that read at once.
+          queue_length: most requests that wait.
+          retries: attempts after a failed read.
+          num_threads: threads that read at once.
 
         Raises:
           MoejaxError: host memory for the ring cannot be had.
@@ -130,7 +129,7 @@ class SsdReader:
 
     @property
     def counters(self) -> Counters:
-        """A copy."""
+        """Copy of the counters."""
         with self._changed:
             return dataclasses.replace(self._counters)
 
@@ -177,7 +176,7 @@ class SsdReader:
             return True
 
     def done(self) -> list[tuple[Ticket, tuple[jax.Array, ...] | None]]:
-        """What was finished since the last call, in the order in which it was.
+        """Returns the reads finished since the last call, in order.
 
         Returns:
           Tickets with the arrays of one row each, to be released; None for the arrays where
@@ -233,7 +232,7 @@ class SsdReader:
             )
 
     def read_now(self, layer: int, expert: int) -> tuple[np.ndarray, ...]:
-        """Reads an expert in the calling thread, whatever the queue holds: the waiting mode.
+        """Reads an expert in the calling thread, whatever the queue holds.
 
         For a callback inside the step, which needs the expert before it can go on. The arrays are
         new ones.
@@ -273,7 +272,7 @@ class SsdReader:
             logging.warning("%s did not end in %g s; left behind", stuck, timeout_seconds)
 
     def _start(self) -> None:
-        """The threads keep the reader and its ring alive until it is closed."""
+        """Starts the threads, which keep the reader alive until it is closed."""
         while len(self._threads) < self._num_threads:
             name = f"moejax-ssd-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -294,7 +293,7 @@ class SsdReader:
                 self._changed.notify_all()
 
     def _next(self) -> Ticket | None:
-        """The next request, with a block; None once the reader is closed."""
+        """Waits for the next request and a block; None once the reader is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing.is_set() or (self._free and self._queue))
             if self._closing.is_set():
@@ -345,15 +344,15 @@ class SsdReader:
 
 
 def check_waiting(source: RowSource, device: jax.Device, name: str = "") -> None:
-    """Refuses experts of which some are left on the disk, where no step can wait for them.
+    """Raises MoejaxError if experts stay on the disk and no step can wait.
 
     Reading that computes on JAX's CPU device, inside a callback of a program that runs there, can
     wait for the program that waits for it.
 
     Args:
-      source: what reads them.
+      source: reads the experts.
       device: where steps run.
-      name: of the experts, for the message.
+      name: name of the experts for the message.
 
     Raises:
       MoejaxError: they are converted while they are read, and the device is the CPU.

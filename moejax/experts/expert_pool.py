@@ -1,4 +1,4 @@
-"""Slots of experts on the device, and what a step needs to know of them.
+"""Slots of experts on the device, with their residency and counts.
 
 Axes: M sparse layers, E experts, C slots of a layer, B transient slots, S = ceil(M / banks) C + B
 slots of a bank, R rows of the host store.
@@ -51,7 +51,7 @@ class PoolSpec:
     prefetch_in: str = BOTH
 
     def looks_ahead(self, is_prefill: bool) -> bool:
-        """Whether steps of prompts, or of decode, bring experts of the next layer."""
+        """Whether prefill steps, or decode steps, prefetch for the next layer."""
         return self.prefetch > 0 and self.prefetch_in in (BOTH, PREFILL if is_prefill else DECODE)
 
     @property
@@ -69,7 +69,7 @@ class PoolSpec:
 
 
 def compiler_options(pools: Sequence[PoolSpec], is_prefill: bool) -> dict[str, str]:
-    """Of steps of prompts, or of decode, on a GPU; nothing without pools.
+    """XLA options of prefill or decode steps on a GPU; none without pools.
 
     Where a pool looks ahead, copies run beside products; where steps of prompts alone do so, those
     of decode do not: two kernels at once took 0.5 ms of a step's 3.6 (Mixtral, H200, jax 0.11.2).
@@ -83,16 +83,15 @@ def compiler_options(pools: Sequence[PoolSpec], is_prefill: bool) -> dict[str, s
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertPool:
-    """Slots on the device and what is known of them; donated through every step.
+    """Slots on the device, residency and counts; donated through every step.
 
     Invariants: shapes never change; `residency` says what a slot of a layer holds, the transient
     ones hold nothing between layers.
 
     Attributes:
-      banks: of each bank its slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
+      banks: each bank's slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
         low-rank terms.
-      residency: of all layers.
-      counts: since the ledger was settled.
+      counts: events since the ledger was settled.
     """
 
     banks: tuple[tuple[Weight, Weight], ...]
@@ -104,12 +103,12 @@ class ExpertPool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertStore:
-    """What a step reads: host rows, and what of the experts does not move.
+    """Experts that a step reads: host rows, and parts that do not move.
 
     Attributes:
       gate_up: [R, 2F, D], in pinned host memory on a GPU, without low-rank terms.
       down: [R, D, F].
-      row_of: int32[M, E], rows; -1 for what is on the disk alone.
+      row_of: int32[M, E], rows; -1 for experts on the disk alone.
       terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
       replay: float32[steps, M, B, E], products that the routers are taken to have given for steps
         of B tokens, for measurements, by `in_place_of`; step s of the pool's life takes entry s
@@ -131,11 +130,11 @@ class ExpertStore:
 
 
 def in_place_of(replayed: jax.Array, said: jax.Array) -> jax.Array:
-    """What is replayed, no sooner than a router has spoken, as where nothing is replayed.
+    """Returns the replayed values, but not before the router's own exist.
 
-    Known from the start it would let XLA fetch for a layer before an earlier one has read the same
-    slots, copy the slots for that, and leave the routers out. That no `said` is NaN, and no id
-    negative, XLA cannot know.
+    If they were known from the start, XLA would fetch for a layer before an earlier one has read
+    the same slots, copy the slots for that, and leave the routers out. XLA cannot know that no
+    `said` is NaN and no id negative.
     """
     never = jnp.isnan(said) if jnp.issubdtype(said.dtype, jnp.floating) else said < 0
     return jnp.where(never, said, replayed)

@@ -1,4 +1,4 @@
-"""Experts that a step brings to slots: from rows of the host store, or from the disk."""
+"""Fetches experts into slots in a step, from host rows or from the disk."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,12 +19,9 @@ Slots = tuple[Weight, Weight]  # a bank of `ExpertPool`
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fetching:
-    """Of one pool, in one trace.
+    """Copies experts into the slots of one pool, in one trace.
 
-    Attributes:
-      spec: of the pool.
-      store: the host's rows.
-      kernels: which may copy.
+    `kernels` are those that may copy.
     """
 
     spec: PoolSpec
@@ -32,14 +29,14 @@ class Fetching:
     kernels: ops.Kernels
 
     def job(self, pools: Slots, jobs: Jobs) -> expert_fetch.Job | None:
-        """Of a copy from host memory; None where nothing comes from there."""
+        """Returns the copy from host memory; None where there is nothing to copy."""
         store = self.store
         if not jobs.rows.size or self.spec.is_still or not store.gate_up.shape[0]:
             return None
         return expert_fetch.Job(pools, (store.gate_up, store.down), jobs.rows, jobs.slots)
 
     def by(self, job: expert_fetch.Job) -> str:
-        """The implementation.
+        """Name of the implementation that copies.
 
         Raises:
           ValueError: on a GPU the kernel refuses.
@@ -52,11 +49,10 @@ class Fetching:
         return chosen.implementation
 
     def from_host(self, pools: Slots, jobs: Jobs, beside: Slots | None = None) -> Slots:
-        """The slots with what host memory has.
+        """Returns the slots with experts copied from host rows.
 
         Args:
           pools: donate them.
-          jobs: which.
           beside: slots that products read while this copies, once what these wait for is there.
         """
         job = self.job(pools, jobs)
@@ -69,7 +65,7 @@ class Fetching:
         return expert_fetch.fetch(*job, implementation=how, tiles=tiles, after=beside)
 
     def from_disk(self, pools: Slots, layer: Index, jobs: Jobs) -> tuple[Slots, jax.Array | None]:
-        """With what no row of the host has; and int32[], how many the step waits for, if any."""
+        """Returns slots with experts fetched from the disk, and their int32[] count."""
         rows, slots, experts = jobs
         if self.spec.read is None or not rows.size or self.spec.is_still:
             return pools, None
@@ -82,7 +78,7 @@ class Fetching:
 def from_host_together(
     fetchings: Sequence[Fetching], pools: Sequence[Slots], jobs: Sequence[Jobs]
 ) -> list[Slots]:
-    """As `from_host` of each pool, in one launch where the kernel serves more than one."""
+    """Fetches for each pool, in one launch where the kernel takes several."""
     asked = list(zip(fetchings, pools, jobs, strict=True))
     made = [of.job(slots, wanted) for of, slots, wanted in asked]
     some = {i: job for i, job in enumerate(made) if job is not None}

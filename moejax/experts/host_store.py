@@ -32,7 +32,7 @@ Expert = tuple[int, int]  # sparse layer, expert
 
 
 class RowSource(Protocol):
-    """What rows are filled from: `moejax.checkpoints.experts.ExpertReader`."""
+    """Source that rows are filled from: `moejax.checkpoints.experts.ExpertReader`."""
 
     @property
     def num_layers(self) -> int:
@@ -48,7 +48,7 @@ class RowSource(Protocol):
 
     @property
     def row_nbytes(self) -> int:
-        """Their bytes."""
+        """Bytes of one expert's arrays."""
 
     @property
     def uses_jax(self) -> bool:
@@ -87,7 +87,7 @@ class HostStore:
 
     @classmethod
     def allocate(cls, source: RowSource, num_rows: int, device: jax.Device) -> "HostStore":
-        """Memory for `num_rows` experts; what is in it is undefined.
+        """Allocates memory for `num_rows` experts; its content is undefined.
 
         Raises:
           MoejaxError: it cannot be had, or is more than JAX may pin.
@@ -116,7 +116,7 @@ class HostStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self._num_rows * self._source.row_nbytes
 
     @property
@@ -161,7 +161,7 @@ class HostStore:
           experts: (sparse layer, expert) of each row, at most R, none twice; None for the first R
             in order of layer, then expert.
           progress: show a bar over the bytes on stderr.
-          num_threads: that read at once.
+          num_threads: threads that read at once.
 
         Raises:
           MoejaxError: one cannot be read; the store holds none then.
@@ -211,7 +211,7 @@ class HostStore:
 
 
 class HostCache:
-    """Which experts the rows of a store hold, where they do not hold all: host memory as a cache.
+    """Host memory as a cache: which experts the rows of a store hold.
 
     It decides and counts; who reads the bytes says when they are there. An expert's row is either
     published (`row_of` names it), or reserved for bytes that are on their way, or free.
@@ -226,7 +226,7 @@ class HostCache:
         row_of: np.ndarray,
         num_rows: int,
     ) -> None:
-        """Over the rows of a store, with what they hold already.
+        """Starts with the rows of a store and the experts that they hold.
 
         Args:
           row_of: int32[M, E] of a store.
@@ -249,12 +249,12 @@ class HostCache:
         self._pinned: set[Expert] = set()
 
     def touch(self, expert: Expert) -> None:
-        """A use of an expert that somebody else saw, whether it is in a row or not."""
+        """Records a use of an expert, whether it is in a row or not."""
         if expert in self._held:
             self._held.move_to_end(expert)
 
     def reserve(self, expert: Expert) -> int | None:
-        """A row for an expert that is going to be read: a free one, or a victim's.
+        """Reserves a row for an expert to be read: a free one, or a victim's.
 
         The victim is gone at once: its row is about to be written to. So no step that may read the
         row is running, and steps to come are given the new `row_of`.
@@ -281,11 +281,11 @@ class HostCache:
         return row
 
     def reserved_row(self, expert: Expert) -> int:
-        """The row that `reserve` returned for an expert; KeyError where none is reserved."""
+        """Returns the row reserved for an expert; KeyError where none is."""
         return self._reserved[expert]
 
     def publish(self, expert: Expert) -> None:
-        """The bytes of an expert are in the row that was reserved for it; the latest use of all.
+        """Marks an expert as read into its reserved row, and as just used.
 
         Raises:
           KeyError: none is reserved.
@@ -294,7 +294,7 @@ class HostCache:
         self._held[expert] = None
 
     def cancel(self, expert: Expert) -> None:
-        """The expert's bytes did not come: the row that was reserved for it is free.
+        """Frees the row reserved for an expert that could not be read.
 
         Raises:
           KeyError: none is reserved.
@@ -306,7 +306,7 @@ class HostCache:
         self._pinned.add(expert)
 
     def unpin(self, expert: Expert) -> None:
-        """The reverse; nothing where it is not pinned."""
+        """Undoes `pin`; does nothing where the expert is not pinned."""
         self._pinned.discard(expert)
 
     def _victim(self) -> Expert | None:
@@ -314,20 +314,20 @@ class HostCache:
 
 
 class RowSupply(Protocol):
-    """Where transfers get an expert's arrays from, in the order of `ExpertPool.slots`."""
+    """Source of experts' arrays for transfers, in the order of `ExpertPool.slots`."""
 
     def borrow(self, expert: Expert) -> Sequence[np.ndarray] | None:
-        """Arrays that do not change until `give_back`; None: on their way, ask again.
+        """Returns arrays fixed until `give_back`, or None while they are in flight.
 
         Raises:
           MoejaxError: they cannot be had; the next call tries once more.
         """
 
     def give_back(self, expert: Expert) -> None:
-        """What `borrow` returned is no longer read."""
+        """Releases an expert whose `borrow` returned bytes."""
 
     def forget(self, expert: Expert) -> None:
-        """What `borrow` returned None for is no longer wanted."""
+        """Withdraws interest in an expert whose `borrow` returned None."""
 
 
 @dataclasses.dataclass(frozen=True)

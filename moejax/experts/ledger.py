@@ -38,7 +38,7 @@ _COLUMN = {name: i for i, name in enumerate(EVENTS)}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What happened in the layers since the counts were last taken; two arrays, to be donated.
+    """Events of the layers since the last reading; two arrays, to be donated.
 
     Invariants (`check`):
       * `events` is int32[M, len(EVENTS)]; a step adds to one row at once, one operation a layer;
@@ -110,11 +110,11 @@ class TierLedger:
     """Sums of one tier's `Counts` over calls, in Python's integers and floats, and in bytes.
 
     Attributes:
-      expert_bytes: of one expert as it crosses the link.
+      expert_bytes: bytes of one expert as it crosses the link.
       layers: for each of the M layers a sum by the names of `EVENTS`.
-      gate_mass: of the router, of all layers.
+      gate_mass: the router's, over all layers.
       disk_bytes: read from the disk, told by the reader.
-      disk_reads: experts, likewise.
+      disk_reads: experts read from the disk.
       disk_waits: of them, those that a step waited for.
       disk_wait_seconds: that steps spent in the host's answers to what no row of host memory held,
         by its clock: reading, repeating what failed, and copying to what it answers.
@@ -182,19 +182,19 @@ class TierLedger:
 
     @property
     def prefetch_precision(self) -> float:
-        """Share used of the experts brought ahead whose fate is known; NaN if none."""
+        """Share of prefetched experts that were used, of those decided; NaN if none."""
         used = self.total("prefetch_hits")
         return _share(used, used + self.total("prefetch_waste"))
 
     @property
     def host_hit_rate(self) -> float:
-        """Share of what steps fetched that was in host memory; NaN if they fetched nothing."""
+        """Share of step fetches that were in host memory; NaN without fetches."""
         fetched = self.total("admitted") + self.total("streamed") + self.total("prefetched")
         return _share(fetched - self.disk_waits, fetched)
 
     @property
     def bytes_by_cause(self) -> dict[str, int]:
-        """Bytes to the device by what asked for them, and what the disk gave."""
+        """Bytes to the device by cause, and bytes from the disk."""
         causes = {"demand": "admitted", "stream": "streamed", "prefetch": "prefetched"}
         causes["bulk"] = "bulk"
         found = {cause: self.total(name) * self.expert_bytes for cause, name in causes.items()}
@@ -206,15 +206,15 @@ class TierLedger:
         return sum(amount for cause, amount in self.bytes_by_cause.items() if cause != "disk")
 
     def link_stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
-        """An estimate of what steps waited for the link: all that was fetched inside them."""
+        """Estimated seconds that steps waited for the link, for all they fetched."""
         causes = self.bytes_by_cause
         return (causes["demand"] + causes["stream"]) / (link_gib_per_s * 2**30)
 
     def stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
-        """What steps waited for experts: the link's part is estimated, the disk's is measured.
+        """Seconds that steps waited for experts: link's estimated, disk's measured.
 
-        What the disk gives crosses the link as well, and counts in both parts. What is read or sent
-        beside the steps (in bulk, foreseen, predicted) is in neither.
+        Experts from the disk cross the link as well, and count in both parts. Experts read or sent
+        beside the steps (in bulk, foreseen, predicted) count in neither.
         """
         return self.link_stall_seconds(link_gib_per_s) + self.disk_wait_seconds
 
@@ -244,7 +244,7 @@ class TierLedger:
         }
 
     def describe(self) -> list[str]:
-        """Lines of a report; causes and tiers of which there was nothing are left out."""
+        """Lines of a report, without causes and tiers that have no counts."""
         count = self.total
         lines = [
             f"experts needed {count('needed')}: hits {count('hits')} "
@@ -296,7 +296,7 @@ class Ledger:
     """Sums over calls: a ledger of each tier, and a policy's gate mass.
 
     Attributes:
-      tiers: by name, of falling fidelity.
+      tiers: by name, in order of falling fidelity.
       gate: float64[M, T + 3]: the router's gate mass that each tier served, that was skipped, that
         another expert than the router's served (which is in its tier's too), and of all; None: no
         policy decides.
@@ -308,7 +308,7 @@ class Ledger:
     asked: int | None = None
 
     def add(self, gate: np.ndarray) -> None:
-        """Adds float64[M, T + 3] of a call.
+        """Adds a call's gate mass, float64[M, T + 3].
 
         Raises:
           RuntimeError: mass is missing: a pair was neither served nor skipped.
@@ -397,7 +397,7 @@ class Ledger:
 
 
 def _percents(shares: dict[str, float]) -> str:
-    """The tiers, and what else there is any of."""
+    """Shares in percent; "skipped" and "substituted" only where not zero."""
     kept = {n: s for n, s in shares.items() if n not in ("skipped", "substituted") or s}
     return ", ".join(f"{name} {100 * share:.2f} %" for name, share in kept.items())
 

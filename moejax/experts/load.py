@@ -1,4 +1,4 @@
-"""From a checkpoint, limits and a policy to weights and experts that move."""
+"""Loads weights and movable experts of a checkpoint under limits and a policy."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ QUEUE_LENGTH = 64  # requests of a reader that wait
 
 
 def tier_of(sizes: Sizes) -> Tier:
-    """The form of a model's experts, as a budget takes it."""
+    """Returns the form of a model's experts as a budget's tier."""
     return Tier(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
 
 
@@ -69,11 +69,8 @@ def load_limited(
 
     Args:
       checkpoint: any; an Orbax directory only if it fits and no policy decides.
-      limits: of memory.
       tiering: the policy and the tiers; None: the router decides, of one tier.
       dtype: of plain weights and activations, or "auto".
-      device: of the model.
-      batch: sequences at once.
       context: slots of the KV cache of each.
       chunk: tokens of one sequence that a prefill step takes.
       progress: show bars on stderr.
@@ -121,7 +118,7 @@ def load_limited(
 def load_whole(
     checkpoint: Checkpoint, *, dtype: str, device: jax.Device, progress: bool
 ) -> Mapping[str, Weight]:
-    """Loads a model to the device, of which nothing is planned; arguments as of `load_limited`.
+    """Loads a model to the device without a plan; arguments as in `load_limited`.
 
     Raises:
       MoejaxError: the device's allocator cannot hold the weights, or they cannot be read.
@@ -135,7 +132,7 @@ def load_whole(
 
 
 def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
-    """Whose files experts are read from.
+    """Returns the checkpoint whose files experts are read from.
 
     Raises:
       MoejaxError: `limits.disk_path` is no checkpoint, or one of another model.
@@ -151,7 +148,7 @@ def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
 
 
 class Planned(NamedTuple):
-    """Facts of a run before anything is read."""
+    """Plan of a run before anything is read."""
 
     policy: AnyPolicy | None
     activations: Any  # int[M, E], how often the policy's profile chose each expert; None without
@@ -171,7 +168,7 @@ def plan_experts(
     context: int,
     chunk: int,
 ) -> Planned:
-    """The policy, the tiers and every byte; arguments and errors as of `load_limited`."""
+    """Plans policy, tiers and bytes; arguments and errors as in `load_limited`."""
     config = checkpoint.config
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
     own = checkpoint_sizes(checkpoint, chosen)
@@ -236,20 +233,10 @@ def budget_of_tiers(
     itemsize: int,
     device: jax.Device,
 ) -> Budget:
-    """`make_budget` with what a policy asks for: look-ahead, transfers, parts of its own.
+    """Makes a budget with a policy's prefetch, transfers and parts of its own.
 
-    Args:
-      policy: who decides.
-      config: of the model; the rest is as of `make_budget`.
-      weights_nbytes: likewise.
-      tiers: likewise.
-      slots: likewise.
-      limits: likewise; what they say of look-ahead and transfers goes before the policy's.
-      batch: likewise.
-      context: likewise.
-      chunk: likewise.
-      itemsize: likewise.
-      device: of the run.
+    The other arguments are those of `make_budget`. Limits on prefetch and transfers that are stated
+    take precedence over the policy's.
 
     Raises:
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
@@ -289,15 +276,13 @@ def load_experts(
     progress: bool,
     packed: Callable[[ExpertReader], Any] | None = None,
 ) -> TierMemory:
-    """The host's rows, filled; the pool, empty; the disk, open where rows are too few.
+    """Fills host rows, allocates an empty pool, opens the disk if rows are few.
 
     Args:
       checkpoint: its experts are read here, or from `budget.limits.disk_path` where that is given.
       budget: a pooled one.
-      dtype: as in `load_limited`.
-      device: likewise.
-      progress: likewise.
-      packed: what reads rows of another form from a reader of the checkpoint's.
+      dtype: as in `load_limited`, as are device and progress.
+      packed: reads rows of another form from a reader of the checkpoint's.
     """
     source = disk_source(checkpoint, budget.limits)
     reader: Any = open_experts(source, dtype=dtype, device=device)
@@ -323,7 +308,7 @@ def load_experts(
         row_of, arrays = store.row_of, store.arrays
     disk = None
     if waits:
-        # Of the ring's place in the budget, what steps waited for has what transfers do not need.
+        # Experts that steps waited for get the bytes of the ring that transfers do not need.
         blocks = RING_BLOCKS // 2 if budget.limits.bulk else 1
         ring = SsdReader(reader, device, ring_blocks=blocks, queue_length=QUEUE_LENGTH)
         disk = DiskExperts(
@@ -355,7 +340,7 @@ def load_experts(
 
 
 def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
-    """The same with all rows on the device, and slots that are tables only.
+    """Moves all rows to the device; slots become tables only.
 
     Raises:
       MoejaxError: rows are missing.
@@ -402,7 +387,7 @@ def _sizes(
 
 
 def _spec(tiers: Sequence[Tier], config: Any) -> PolicySpec:
-    """As if all were resident."""
+    """Returns a policy's spec with every expert resident."""
     return PolicySpec(
         num_layers=len(config.moe_layers),
         num_experts=config.num_experts,
@@ -448,7 +433,7 @@ def _policy_parts(
 
 
 def _ahead(policy: AnyPolicy, width: int) -> int:
-    """Experts of the next layer that a step of decode may bring ahead."""
+    """Experts of the next layer that a decode step may prefetch."""
     if not policy.needs.predicted:
         return 0
     asked = int(getattr(policy, "prefetch", -1))
@@ -458,7 +443,7 @@ def _ahead(policy: AnyPolicy, width: int) -> int:
 def _initial_experts(
     activations: Any, budget: TierBudget, memory: TierMemory, held: int
 ) -> np.ndarray | None:
-    """int32[M, n], what is in the slots before any token; None: nothing.
+    """Experts in slots before any token, int32[M, n]; None: no experts.
 
     Every expert where there is room for all; else those that the policy's profile saw most, but for
     the first `held`, which are in tiers of higher fidelity.

@@ -1,4 +1,4 @@
-"""What this machine has, as far as a plan wants to know."""
+"""Memory of this machine, as a plan needs it."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ _DEFAULT_PINNED_GIB = 64  # XLA's own
 
 
 def this_machine(platform: str) -> Machine:
-    """What Linux says of the memory that is left, and what a run of the mains could pin of it.
+    """Reads the memory that is left, and how much a run could pin.
 
     Args:
       platform: "gpu", or one whose host memory is not pinned.
@@ -24,7 +24,7 @@ def this_machine(platform: str) -> Machine:
 
 
 def let_jax_pin(platform: str) -> str | None:
-    """Lets JAX pin what memory is left, where nobody set a limit; before it has found its devices.
+    """Lets JAX pin the memory left, unless a limit is set; before it finds devices.
 
     Args:
       platform: as a main was given it: "auto", "gpu" or "cpu".
@@ -42,7 +42,7 @@ def let_jax_pin(platform: str) -> str | None:
 
 
 def _has_gpu() -> bool:
-    """Whether Linux shows an NVIDIA GPU, under WSL too; JAX cannot be asked yet."""
+    """Whether Linux shows an NVIDIA GPU, under WSL too; works before JAX starts."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 

@@ -1,6 +1,6 @@
 """Host memory that a device reads from: allocated once by JAX, written to through numpy.
 
-`jax.lax.empty` lets XLA allocate the array where it is to lie. Of `jnp.zeros` with the same output
+`jax.lax.empty` lets XLA allocate the array in its final place. For `jnp.zeros` with the same output
 sharding XLA makes a temporary of that size on the device first and copies it (1 GiB for 1 GiB,
 compiled for an H100, jax 0.11.2, 2026-11-21), and numpy memory would be held twice.
 """
@@ -26,8 +26,8 @@ _GIB = 2**30
 class Place(NamedTuple):
     """An array and numpy's view of its memory.
 
-    What changes is seen through the view and by programs that take the array. `np.asarray` of the
-    array may be a copy that JAX made once and keeps.
+    Changes are seen through the view and by programs that take the array. `np.asarray` of the array
+    may be a copy that JAX made once and keeps.
 
     Where the platform gives no pointer there is only one of them: a view that is to be filled and
     put there by `filled_place`, or an array that was.
@@ -43,7 +43,7 @@ def is_pinned(device: jax.Device) -> bool:
 
 
 def allocate_place(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Place:
-    """An array in the host memory of a device; its content is undefined."""
+    """Allocates an array in a device's host memory; its content is undefined."""
     array = jax.block_until_ready(_allocator(shape, np.dtype(dtype), _sharding(device))())
     view = _view(array)
     return Place(None, np.empty(shape, dtype)) if view is None else Place(array, view)
@@ -52,12 +52,11 @@ def allocate_place(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) 
 def allocate_blocks(
     row: Sequence[Any], num_blocks: int, device: jax.Device, advice: str
 ) -> list[list[Place]]:
-    """Places of so many experts, on whose way to the device each part is written by the host.
+    """Allocates host blocks for experts in flight, each part writable.
 
     Args:
       row: the parts of one expert, shapes and dtypes.
-      num_blocks: how many.
-      device: that reads them.
+      device: reads the blocks.
       advice: what to do where the platform gives no pointer to them.
 
     Raises:
@@ -78,7 +77,7 @@ def allocate_blocks(
 
 
 def filled_place(view: np.ndarray, device: jax.Device) -> Place:
-    """A copy of numpy memory in the host memory of a device, which cannot be written to."""
+    """Copies numpy memory into a device's host memory, read-only."""
     return Place(jax.block_until_ready(jax.device_put(view, _sharding(device))), None)
 
 
@@ -95,7 +94,7 @@ def check_pinned_limit(nbytes: int, device: jax.Device) -> None:
 
 @contextlib.contextmanager
 def plain_memory_errors(nbytes: int, device: jax.Device) -> Iterator[None]:
-    """Turns a refusal of host memory into one line.
+    """Turns a failed allocation of host memory into one line.
 
     Raises:
       MoejaxError: memory could not be had inside the block.
@@ -112,7 +111,7 @@ def plain_memory_errors(nbytes: int, device: jax.Device) -> Iterator[None]:
 
 
 def _enough_gib(nbytes: int) -> int:
-    """With an eighth for what else is pinned, such as blocks on the way from disk."""
+    """GiB for so many bytes, and an eighth for what else is pinned."""
     return math.ceil(nbytes * 1.125 / _GIB)
 
 

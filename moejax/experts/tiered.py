@@ -1,7 +1,7 @@
-"""The expert cache of T >= 1 tiers: what steps share, and what moves between them.
+"""The expert cache of T >= 1 tiers: shared state and the policy's requests.
 
-What a step does is in `moejax.experts.cache_step`. Between steps `ask` hands over what a
-policy wants moved in bulk.
+`moejax.experts.cache_step` uses it inside a step. Between steps `ask` returns the bulk transfers
+that a policy requests.
 
 Axes: M sparse layers, E experts, T tiers of falling fidelity.
 """
@@ -29,8 +29,8 @@ class ExpertCacheSpec:
     """Static facts.
 
     Attributes:
-      policy: who decides; None: the router alone, of one tier.
-      names: of the tiers, of falling fidelity.
+      policy: None: the router alone decides, with one tier.
+      names: names of the tiers, in order of falling fidelity.
       pools: one for each, of the same layers and experts.
     """
 
@@ -40,17 +40,17 @@ class ExpertCacheSpec:
 
     @property
     def cache(self) -> CacheSpec:
-        """Of the tier of highest fidelity."""
+        """Cache spec of the tier of highest fidelity."""
         return self.pools[0].cache
 
     @property
     def read(self) -> Any:
-        """Whether experts of any tier may be on the disk alone: what reads them, or None."""
+        """Reader of experts that are on the disk alone in any tier, or None."""
         return next((pool.read for pool in self.pools if pool.read is not None), None)
 
     @property
     def full(self) -> tuple[bool, ...]:
-        """Which pools have a slot for every expert, which is never taken from it."""
+        """Whether each pool has a slot for every expert, never to be evicted."""
         return tuple(pool.cache.slots >= pool.cache.num_experts for pool in self.pools)
 
 
@@ -63,8 +63,7 @@ class ExpertCache:
     while a layer runs.
 
     Attributes:
-      pools: of the tiers.
-      state: of the policy; () without one.
+      state: the policy's; () without one.
       gate: float32[M, T + 3], the router's gate mass that each tier served, that was skipped, that
         another expert served (which is in its tier's too), and of all; since it was last taken.
         None without a policy.
@@ -81,11 +80,11 @@ def no_gate(num_layers: int, num_tiers: int) -> jax.Array:
 
 
 class Asked(NamedTuple):
-    """What a policy said.
+    """Requests of a policy between two steps.
 
     Attributes:
-      moved: the requests that are carried out, -1 in the place of the others.
-      ahead: what is to be read from the disk (`Policy.disk_prefetch`).
+      moved: requests that are carried out, -1 in the place of the others.
+      ahead: experts to read from the disk (`Policy.disk_prefetch`).
       idle: int32[], see `Policy.tokens_until_change`; 0 also where something has been asked for.
     """
 
@@ -97,21 +96,20 @@ class Asked(NamedTuple):
 def ask(
     spec: ExpertCacheSpec, pool: ExpertCache, coming: jax.Array, room: jax.Array
 ) -> tuple[ExpertCache, Asked]:
-    """What the policy wants moved before the next step; a program of its own between steps.
+    """Applies the policy's requests before the next step.
 
-    A demotion frees the slot of the higher tier here; what is to come is fetched by
-    `moejax.experts.transfers`. Where the pools are emulated it has come when this returns.
+    It is a program of its own between steps. A demotion frees the slot of the higher tier here;
+    `moejax.experts.transfers` fetches promoted experts, but emulated pools have them on return.
 
     Args:
-      spec: static.
       pool: donated.
-      coming: bool[M, T, E], on its way already.
-      room: int32[], experts that may set out now. Pairs of requests that a policy repeats
+      coming: bool[M, T, E], experts in flight.
+      room: int32[], experts whose transfer may start now. Pairs of requests that a policy repeats
         (`Policy.repeats_requests`) are carried out while there is room before them; else a demotion
         would leave a slot empty for as long as its promotion waits. Other requests all are.
 
     Returns:
-      The pool, and what the policy said.
+      The pool, and the policy's requests.
     """
     assert spec.policy is not None
     num_experts = spec.cache.num_experts
@@ -137,7 +135,7 @@ def ask(
 
 
 def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPool:
-    """A tier's pool without the experts that are asked for in one of lower fidelity."""
+    """Evicts from a tier's pool the experts requested in a lower tier."""
     shape = (len(pool.residency.table), pool.residency.num_experts)
     layer = jnp.where((requests.layer >= 0) & (requests.tier > tier), requests.layer, shape[0])
     gone = jnp.zeros(shape, bool).at[layer, requests.expert].set(True, mode="drop")
@@ -148,7 +146,7 @@ def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPo
 def _all_landed(
     spec: ExpertCacheSpec, pools: tuple[ExpertPool, ...], requests: Requests
 ) -> tuple[ExpertPool, ...]:
-    """With what is asked for in the slots of emulated pools, in the order of asking."""
+    """Admits requested experts to emulated pools, in the order of requests."""
 
     def one(index: jax.Array, pools: tuple[ExpertPool, ...]) -> tuple[ExpertPool, ...]:
         layer, expert, tier = (numbers[index] for numbers in requests)
@@ -163,7 +161,7 @@ def _all_landed(
 
 
 def _landed(cache: CacheSpec, pool: ExpertPool, layer: jax.Array, experts: jax.Array) -> ExpertPool:
-    """Experts get slots as by `moejax.experts.transfer_programs.land`, without bytes."""
+    """Admits experts as `moejax.experts.transfer_programs.land` does, without bytes."""
     if not cache.slots:
         return pool
     _, residency, counts = tables.admit(cache, pool.residency, layer, experts, pool.counts)

@@ -1,4 +1,4 @@
-"""A policy of a run, and the forms in which the experts are stored for it."""
+"""Chooses the policy of a run and the stored forms of its experts."""
 
 import dataclasses
 import re
@@ -23,19 +23,19 @@ QUANTIZERS = ("rtn", "hqq", "least_squares")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiering:
-    """What decides about experts, and in which forms they are stored.
+    """The expert policy, and the tiers that experts are stored in.
 
     Attributes:
       policy: its name, "module:Class", or the policy.
-      settings: of a policy that is named; those not given have its defaults. Of buddymoe, `lists`
-        is the path of a profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains`
+      settings: for a named policy; those not given have its defaults. For buddymoe, `lists` is
+        the path of a profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains`
         and `tae_tau` may be "profile"; with such a tau, `tae_temperature` is the profile's.
-      tiers: of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same model; or
-        NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts while they
-        are read, any other name is the checkpoint as it is. (): the checkpoint as it is.
+      tiers: in order of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same
+        model; or NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts
+        while they are read, any other name is the checkpoint as it is. (): the checkpoint as it is.
       slots: experts of a layer that each tier caches; (): see `budget.make_budget`.
-      quantizer: of tiers that are made: rtn, hqq or least_squares.
-      group_size: of the same.
+      quantizer: makes tiers at load: rtn, hqq or least_squares.
+      group_size: inputs of a group of such a tier.
       emulate: every expert of every tier stays on the device, and the slots are tables only: the
         tokens of the policy, not its times.
     """
@@ -97,17 +97,17 @@ class StoredTier:
 
     @property
     def bits(self) -> int | None:
-        """Of codes that are made at load; None: the experts are as they are stored."""
+        """Bits of codes made at load; None: the experts are as they are stored."""
         return None if self.source else MADE.get(self.name)
 
     def bits_of_shape(self, stored: int) -> int:
-        """Of a weight, where there are no files: by the tier's name.
+        """Bits of a weight by the tier's name, where there are no files.
 
         Args:
-          stored: of a tier that stands for the checkpoint as it is.
+          stored: bits of a tier that stands for the checkpoint as it is.
 
         Raises:
-          MoejaxError: it is of a checkpoint, or its name says no bits.
+          MoejaxError: the tier has a checkpoint, or its name says no bits.
         """
         if self.source:
             raise MoejaxError(
@@ -122,10 +122,10 @@ class StoredTier:
         return named[self.name]
 
     def checkpoint(self, own: Checkpoint) -> Checkpoint:
-        """Where it is read from.
+        """Returns the name of the checkpoint that it is read from.
 
         Args:
-          own: the run's.
+          own: the run's own checkpoint.
 
         Raises:
           MoejaxError: it cannot be opened, or is of another model.
@@ -141,11 +141,10 @@ class StoredTier:
 
 
 def verify_all(checkpoint: str, disk_path: str, tiering: "Tiering | None") -> list[str]:
-    """`verify_checkpoint` of all that a run reads: its own, the copy on the disk, and the tiers'.
+    """Verifies every checkpoint of a run: its own, the disk copy, the tiers'.
 
     Args:
-      checkpoint: a name.
-      disk_path: likewise; "" for none.
+      disk_path: a copy of the checkpoint; "" for none.
       tiering: None for none.
     """
     names = [checkpoint, disk_path, *(t.source for t in (tiering.stored() if tiering else ()))]
@@ -160,12 +159,11 @@ class Chosen(NamedTuple):
 
 
 def choose(tiering: Tiering, directory: Path, config: ModelConfig) -> Chosen:
-    """The policy of a run.
+    """Chooses the policy of a run.
 
     Args:
       tiering: names it.
-      directory: of the checkpoint, where a profile may lie.
-      config: of the model.
+      directory: the checkpoint's, where a profile may lie.
 
     Raises:
       MoejaxError: the policy, a setting, or the profile that it needs is not there.
@@ -181,12 +179,12 @@ def named(
     directory: Path | None = None,
     config: ModelConfig | None = None,
 ) -> Chosen:
-    """A policy by name, whose profile is read where it has one.
+    """Makes a policy by name, with its profile where it reads one.
 
     Args:
-      name: of `policies.make.POLICIES`, or "module:Class".
+      name: key in `policies.make.POLICIES`, or "module:Class".
       settings: see `Tiering`.
-      directory: of the checkpoint, where a profile may lie; None: there is none.
+      directory: the checkpoint's, where a profile may lie; None: there is none.
       config: of the model; None: any.
 
     Raises:
@@ -217,7 +215,7 @@ def named(
 
 
 def _take_links(given: dict[str, Any], directory: Path | None, config: ModelConfig | None) -> None:
-    """Puts a profile's cross-layer shares in the place of its path, where they are looked at."""
+    """Replaces a profile's path by its cross-layer shares, where they are used."""
     text = given.pop("links", "")
     path = Path(text).expanduser()
     if not given.get("foresight") or given.get("foresee_by") != "links":

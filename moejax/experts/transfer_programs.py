@@ -1,9 +1,9 @@
-"""Bulk transfers on the device: what a host block becomes, and the small programs between steps.
+"""Bulk transfers on the device: layout of a blob, programs between steps.
 
 An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
-whatever the number of arrays that an expert has. Its slot is chosen when its bytes are there, in
-the program that writes them (`land`): up to then the slot's old owner serves, and no step ever sees
-a slot of which the bytes are on their way.
+whatever the number of arrays that an expert has. The program that writes its bytes (`land`) chooses
+its slot: until then the slot keeps its old owner, and no step ever sees a slot whose bytes are in
+flight.
 
 Axes: n experts of one call, W words of an expert, C slots of a layer, S slots of the pool.
 """
@@ -28,7 +28,7 @@ WORD_NBYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class BlobLayout:
-    """Where the arrays of one expert lie in its words: one after the other, each from a full word.
+    """Layout of an expert's arrays in its words, each from a full word on.
 
     Attributes:
       row: (shape, name of the dtype) of each array.
@@ -38,7 +38,7 @@ class BlobLayout:
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> "BlobLayout":
-        """Of arrays, or of their shapes and dtypes.
+        """Returns the layout of arrays, or of their shapes and dtypes.
 
         Raises:
           ValueError: an array of numbers that are not of 1, 2 or 4 bytes.
@@ -51,7 +51,7 @@ class BlobLayout:
 
     @property
     def num_words(self) -> int:
-        """W."""
+        """Number of words, W."""
         return sum(_num_words(shape, dtype) for shape, dtype in self.row)
 
     def views(self, memory: np.ndarray) -> list[np.ndarray]:
@@ -91,7 +91,7 @@ def probe(pool: ExpertPool, what: jax.Array) -> jax.Array:
 
 
 def size_of(number: int, largest: int) -> int:
-    """Of the program that lands so many experts: few take less time than many."""
+    """Returns the capacity of the smallest program for so many experts."""
     return min(1 << (number - 1).bit_length(), largest)
 
 
@@ -109,10 +109,10 @@ def land(
     blobs: tuple[jax.Array, ...],
     what: jax.Array,
 ) -> tuple[ExpertPool, jax.Array]:
-    """Experts whose bytes have arrived get slots, evicting by the rule of every step, and serve.
+    """Admits arrived experts to slots, evicting by the rule of every step.
 
-    What has meanwhile come to a slot of its own, and what finds no victim, is dropped: bytes that
-    crossed the link for nothing, counted as `bulk` and as `prefetch_waste`.
+    An expert that meanwhile got a slot, or that finds no victim, is dropped: its bytes crossed the
+    link for nothing, and count as `bulk` and as `prefetch_waste`.
 
     Args:
       spec: static, of the pool.
@@ -175,7 +175,7 @@ def last_uses(pool: ExpertPool) -> jax.Array:
 
 
 def is_found(found: jax.Array, place: int) -> bool:
-    """What `probe` said; where it ran behind a step that failed: no, for the pool is lost."""
+    """Reads the answer of `probe`; False where it ran behind a failed step."""
     try:
         return bool(jax.device_get(found)[place])
     except jax.errors.JaxRuntimeError:

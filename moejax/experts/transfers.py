@@ -1,4 +1,4 @@
-"""Bulk transfers between steps: experts that somebody asks for, on the device a few steps later.
+"""Bulk transfers between steps: fetches requested experts within a few steps.
 
     transfers.request(layer, experts)       # at any time, from any thread
     pool = transfers.advance(pool)          # before each step is dispatched: `ExpertMemory.step`
@@ -53,7 +53,7 @@ _LOOKED_AT = 64  # requests, of those that wait, before a step
 
 @dataclasses.dataclass(kw_only=True)
 class TransferCounters:
-    """Requests of experts, and what became of them; sums."""
+    """Sums of requests by outcome."""
 
     requested: int = 0  # accepted
     refused: int = 0  # that found the queue full
@@ -87,7 +87,7 @@ class Transfers:
     """The requests of one model. `request` and `cancel` may be called by any thread.
 
     Attributes:
-      counters: of requests and transfers.
+      counters: sums of requests and transfers.
       programs: `probe` and some sizes of `land`, compiled by the constructor.
     """
 
@@ -104,13 +104,11 @@ class Transfers:
         """Allocates the blocks and compiles what runs between steps.
 
         Args:
-          cache: of the pool; it has slots.
-          pool: for its shapes.
-          supply: of rows.
-          device: of the pool.
+          cache: sizes of the pool, which has slots.
+          pool: gives the shapes.
           in_flight: experts at once between their row and their slot: so many blocks of host
             memory, and at most so many experts on the device beside the pool.
-          queue_length: requests that wait; more are refused.
+          queue_length: most requests that wait; more are refused.
 
         Raises:
           MoejaxError: memory for the blocks cannot be had.
@@ -127,7 +125,7 @@ class Transfers:
         self._blocks = [block for (block,) in blocks]
         self._free = list(range(in_flight))
         self._batch = min(in_flight, LANDING)
-        # Of the device's own memory: of a pinned array a put by device alone might move nothing.
+        # The device's own memory: a put of a pinned array by device alone might move nothing.
         kind = device.default_memory().kind
         self._place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
         self._queue: dict[Expert, _Transfer] = {}  # in order of the requests
@@ -145,12 +143,12 @@ class Transfers:
 
     @property
     def num_free(self) -> int:
-        """Experts that could set out at once."""
+        """Number of experts whose transfer could start at once."""
         return max(0, len(self._blocks) - self.num_pending)
 
     @property
     def pending(self) -> list[Expert]:
-        """Those that are accepted and not over, nor cancelled."""
+        """Experts that are accepted and neither over nor cancelled."""
         with self._lock:
             both = [*self._queue.values(), *self._moving.values()]
             return [transfer.expert for transfer in both if not transfer.cancelled]
@@ -159,7 +157,7 @@ class Transfers:
         """Asks for experts of a layer, the most urgent first.
 
         Returns:
-          Those that are on their way after this; the others are refused, since the queue is full.
+          Experts in flight after the call; the others are refused, since the queue is full.
 
         Raises:
           ValueError: there is no such expert, or the transfers are closed.
@@ -192,10 +190,10 @@ class Transfers:
         return True
 
     def cancel(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Takes requests back; what is on the link is dropped when it arrives.
+        """Cancels requests; experts on the link are dropped on arrival.
 
         Returns:
-          Those that will not get a slot by an earlier request.
+          Experts whose requests are cancelled.
         """
         cancelled = []
         with self._lock:
@@ -214,7 +212,7 @@ class Transfers:
         return cancelled
 
     def advance(self, pool: ExpertPool) -> ExpertPool:
-        """Goes on with all that need not wait, but for what `send` does; between two steps.
+        """Advances transfers between two steps without waiting; `send` does the rest.
 
         `pool` is donated where something lands.
         """
@@ -231,7 +229,7 @@ class Transfers:
             return self._dispatch(pool, batch, started)
 
     def send(self) -> None:
-        """Puts on the link what lies in its block.
+        """Sends experts that are ready in their blocks over the link.
 
         The link does one put after the other, and a step waits for its own arguments: those go
         before this, and the step is dispatched after it, or nothing crosses beside the step.
@@ -245,9 +243,9 @@ class Transfers:
             self.counters.moved += len(ready)
 
     def forget_steps(self) -> None:
-        """After a step that failed, and took the pool with it: what ran behind it says nothing.
+        """Drops the results of programs that ran behind a failed step.
 
-        What was landing is over, as if it had found no slot. What is not on the link yet is sent.
+        Landing transfers end as if they had found no slot. Those not on the link yet are sent.
         """
         with self._lock:
             for transfer in self._in(_State.LANDING):
@@ -276,7 +274,7 @@ class Transfers:
     def _dispatch(
         self, pool: ExpertPool, batch: list[_Transfer], started: list[_Transfer]
     ) -> ExpertPool:
-        """One put, one landing, one probe; each only where there is something for it."""
+        """Dispatches one put, one landing and one probe, each only if needed."""
         landing = [(t.expert[0], -1 if t.cancelled else t.expert[1]) for t in batch]
         asked = [padded(landing, size_of(len(landing), self._batch))] if landing else []
         if started:
@@ -307,7 +305,7 @@ class Transfers:
         return pool
 
     def _finish_landings(self) -> None:
-        """Frees the blocks of what has landed: they, and their copies, are read no more."""
+        """Frees the blocks of landed experts, which are read no more."""
         for transfer in self._in(_State.LANDING):
             assert transfer.result is not None
             slots, place = transfer.result
@@ -326,7 +324,7 @@ class Transfers:
                 self.counters.dropped += 1
 
     def _finish_copies(self) -> list[_Transfer]:
-        """What is in its block and not in a slot, to be put on the device."""
+        """Returns transfers that are copied to a block and not in a slot."""
         ready = []
         for transfer in self._in(_State.COPYING):
             assert transfer.copied is not None
@@ -379,16 +377,16 @@ class Transfers:
         logging.error("expert %d of sparse layer %d stays: %s", expert[1], expert[0], error)
 
     def _end(self, transfer: _Transfer) -> None:
-        """Its block is another's, from now on."""
+        """Ends a transfer and frees its block."""
         del self._moving[transfer.expert]
         self._free.append(transfer.block)
 
     def _in(self, state: _State) -> list[_Transfer]:
-        """Of those that have a block."""
+        """Transfers with a block that are in this state."""
         return [transfer for transfer in self._moving.values() if transfer.state is state]
 
     def _compile(self, pool: ExpertPool) -> None:
-        """Both programs, or the first request would make a step wait for them."""
+        """Compiles both programs, so that no step waits for it."""
 
         def shape(dims: tuple[int, ...], dtype: Any) -> Any:
             return jax.ShapeDtypeStruct(dims, dtype, sharding=self._place)

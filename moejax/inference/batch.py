@@ -22,7 +22,7 @@ class TokenLogprob(NamedTuple):
 
 
 class RowDelta(NamedTuple):
-    """What one call adds to a row's answer; `error` is why a row ended without a reason."""
+    """A row's new text and tokens; `error` is why it ended without a reason."""
 
     text: str
     tokens: tuple[int, ...]
@@ -38,9 +38,9 @@ class Batch:
     that has ended rests: its experts are neither run nor counted.
 
     Attributes:
-      answers: of each row, as far as it is.
+      answers: the answer of each row so far.
       steps_per_call: decode steps of the next call; may change at any time, from 1 to the most.
-      timing: of the whole batch so far.
+      timing: times of the whole batch so far.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class Batch:
         """Runs nothing yet.
 
         Args:
-          runner: of the model.
           tokenizer: makes text of tokens; None: answers have none.
           prompts: token ids, none empty.
           settings: of each prompt, with an integer seed.
@@ -178,12 +177,7 @@ class Batch:
 
 
 def runs_whole(num_steps: int, steps_per_call: int) -> bool:
-    """Whether calls run all of their steps, though the last one has too many: not if many are.
-
-    Args:
-      num_steps: of the batch.
-      steps_per_call: of every call.
-    """
+    """Whether the last call runs all its steps: only if few of them are too many."""
     return 4 * (-num_steps % steps_per_call) <= num_steps
 
 

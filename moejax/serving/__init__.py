@@ -1,1 +1,1 @@
-"""What `python -m moejax.serve` is made of; the heavy imports are in `moejax.serving.server`."""
+"""The server behind `python -m moejax.serve`; heavy imports are in `moejax.serving.server`."""

@@ -22,7 +22,7 @@ class TokenTexts:
         self._found: dict[int, str] = {}
 
     def of(self, token: int) -> str:
-        """As in the middle of a text: decoders drop the first space of one."""
+        """Text of a token inside a text: decoders drop a leading space."""
         if (text := self._found.get(token)) is None:
             once = self._tokenizer.decode([token], skip_special_tokens=False)
             twice = self._tokenizer.decode([token, token], skip_special_tokens=False)
@@ -39,9 +39,8 @@ class AnswerWriter:
         """Writes nothing yet.
 
         Args:
-          request: what is answered.
-          model_name: as clients call the model.
-          texts: of the model's tokens.
+          model_name: name by which clients call the model.
+          texts: texts of the model's tokens.
           eos_ids: tokens that end an answer.
         """
         self._request = request
@@ -85,7 +84,7 @@ class AnswerWriter:
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
-        """What a stream tells of a part: nothing while its text is held back."""
+        """Returns a part's stream chunks; none while its text is held back."""
         self._num_new += part.num_tokens
         held = self._held.setdefault(part.row, [])
         held += part.logprobs
@@ -137,7 +136,7 @@ class AnswerWriter:
         return {**chunk, "usage": None} if self._request.include_usage else chunk
 
     def _logprobs(self, row: int, told: tuple[TokenLogprob, ...]) -> dict[str, Any] | None:
-        """Of all tokens but the one that ends the answer."""
+        """Log-probabilities of all tokens but the one that ends the answer."""
         count = self._request.top_logprobs
         if count is None:
             return None

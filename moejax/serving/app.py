@@ -37,13 +37,13 @@ Reader = Callable[[Mapping[str, Any], ModelFacts], Request]
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Clients that may ask.
+    """Conditions on the clients that may send requests.
 
     Attributes:
       bound_to: the address or name that the server listens on.
       hosts: further names by which it is called; `*` is any.
-      origins: of a browser's pages that may ask; `*` is any.
-      key: what they all give; "" for none.
+      origins: origins of browser pages that may send requests; `*` is any.
+      key: API key that all clients give; "" for none.
     """
 
     bound_to: str
@@ -81,14 +81,13 @@ class Api:
         """Answers once the batcher is ready.
 
         Args:
-          batcher: runs the requests.
           metrics: told how they end.
-          model_name: as clients call the model.
-          defaults: gives the settings of fields that requests do not say.
+          model_name: name by which clients call the model.
+          defaults: gives the settings of fields that requests leave out.
           max_body_bytes: longer bodies are refused.
           most_answers: requests of more answers are refused.
-          access: who may ask.
-          chat: of conversations whose request does not say.
+          access: conditions on clients.
+          chat: settings of conversations whose request leaves them out.
         """
         self._batcher = batcher
         self._metrics = metrics
@@ -103,7 +102,7 @@ class Api:
         self._started = int(time.time())
 
     def application(self) -> Starlette:
-        """For a server of ASGI."""
+        """Returns the ASGI application."""
         handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _server_error}
         post = ["POST"]
         routes = [
@@ -171,7 +170,7 @@ class Api:
         return answer
 
     async def _read(self, http: HttpRequest, read: Reader) -> tuple[Request, Engine]:
-        """The checked request."""
+        """Reads and checks a request."""
         engine = self._batcher.engine
         async with self._bodies.received(http) as body:
             if engine is None or engine.tokenizer is None:
@@ -188,7 +187,7 @@ class Api:
         return request, engine
 
     def _exchange(self, request: Request, http: HttpRequest) -> Exchange:
-        """Takes an address for a client: all share one key, and other names can be made up."""
+        """Starts an exchange; its client is an address, as all share one key."""
         client = http.client.host if http.client else ""
         return Exchange(request, self._batcher, http.receive, client)
 
@@ -201,7 +200,7 @@ class Api:
     async def _stream(
         self, request: Request, engine: Engine, http: HttpRequest, name: str
     ) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of an answer; an error of which nothing was told yet is raised."""
+        """Yields an answer's chunks; an error before the first chunk is raised."""
         writer, has_begun = self._writer(request, engine), False
         error: BaseException | None = None
         try:
@@ -234,7 +233,7 @@ class EventStream:
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends what the chunks give; their first decides about the status."""
+        """Sends the chunks; the first one decides the status."""
         chunks = self._chunks
         try:
             first = await anext(chunks)

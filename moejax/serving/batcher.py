@@ -1,4 +1,4 @@
-"""The thread that owns the engine: rows wait in a queue, and those that wait together run together.
+"""The thread that owns the engine; rows that wait together run together.
 
 A batch takes rows of the queue, as many as it holds, in turns of clients and of their requests; who
 comes later waits until all of its rows have ended. Rows of a batch may differ in everything that a
@@ -86,7 +86,7 @@ class Batcher:
 
     @property
     def is_ready(self) -> bool:
-        """Whether rows are taken."""
+        """Whether rows are accepted."""
         return self.engine is not None and not self._is_draining
 
     def submit(self, rows: Sequence[Row]) -> None:
@@ -110,18 +110,18 @@ class Batcher:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Takes no more rows; the thread ends after those that are there."""
+        """Accepts no more rows; the thread ends after those it has."""
         with self._changed:
             self._is_draining = True
             self._changed.notify()
 
     @property
     def is_compiling(self) -> bool:
-        """Whether nobody knows when the thread goes on: it loads the model, or compiles."""
+        """Whether the thread is loading the model or compiling."""
         return self.engine is None or self.engine.is_compiling
 
     def cut(self) -> None:
-        """Ends what runs and what waits, with an error to each, which waits for no compiler."""
+        """Ends running and waiting rows with an error, without waiting for a compiler."""
         with self._changed:
             self._is_draining = self._is_cut = True
             self._changed.notify()
@@ -130,7 +130,7 @@ class Batcher:
             row.fail(unavailable(ENDING))
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the end of the thread; whether it came."""
+        """Waits for the thread to end; returns whether it did."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -232,5 +232,5 @@ def _engine_failed(why: str) -> ApiError:
 
 
 def _steps_per_call(rows: Sequence[Row]) -> int:
-    """Decode steps of a call: each is told as it is made where somebody streams."""
+    """Decode steps of a call: one where a client streams."""
     return 1 if any(row.stream for row in rows) else STEPS_PER_CALL

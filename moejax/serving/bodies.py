@@ -19,14 +19,14 @@ LARGE_BYTES = 2**16  # larger ones are read one after the other, beside the smal
 
 
 class Bodies:
-    """Reads bodies and what is in them.
+    """Receives request bodies and parses them.
 
     JSON, templates and tokenizers take seconds for some texts of megabytes, and gigabytes of memory
     for several at a time: large bodies have one thread, which small ones do not wait for.
     """
 
     def __init__(self, most_bytes: int):
-        """`most_bytes`: longer bodies are refused."""
+        """Refuses bodies longer than `most_bytes`."""
         self._most_bytes = most_bytes
         self._room = MOST_BODIES * most_bytes
         self._small = concurrent.futures.ThreadPoolExecutor(2, "bodies")

@@ -68,27 +68,27 @@ class Connections:
         return True
 
     def refuse(self, one: "LimitedProtocol") -> bool:
-        """Whether a connection over the limit is told so before it is closed."""
+        """Whether a connection over the limit gets an answer before it is closed."""
         if len(self._refused) >= MOST_REFUSED:
             return False
         self._refused.add(one)
         return True
 
     def set_idle(self, one: "LimitedProtocol", is_idle: bool) -> None:
-        """Whether a connection is without a request."""
+        """Sets whether a connection is idle, without a request."""
         if not is_idle:
             self._idle.pop(one, None)
         elif one in self._open:
             self._idle.setdefault(one)
 
     def forget(self, one: "LimitedProtocol") -> None:
-        """A connection is closed."""
+        """Forgets a closed connection."""
         self._open.discard(one)
         self._idle.pop(one, None)
         self._refused.discard(one)
 
     def end(self, error: ApiError) -> None:
-        """Closes all connections; clients that have no answer yet, not even a part, are told."""
+        """Closes all connections; sends the error where no answer has begun."""
         for one in [*self._open, *self._refused]:
             if one.cycle is not None and not one.cycle.response_started:
                 one.transport.write(raw_error(error))
@@ -149,7 +149,7 @@ class LimitedProtocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is no HTTP request; within an answer there is nothing to be said."""
+        """Answers invalid HTTP with status 400, unless an answer has begun."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(raw_error(ApiError(msg, code="invalid_http")))
         self.transport.close()

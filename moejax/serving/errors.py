@@ -4,14 +4,14 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """What a client is told in place of an answer.
+    """An error that a client receives in place of an answer.
 
     Attributes:
-      status: of HTTP.
+      status: the HTTP status.
       message: one line.
-      param: the field that is meant, or None.
+      param: the field at fault, or None.
       code: a word for programs, or None.
-      retry_after_s: when it may be better, or None.
+      retry_after_s: seconds after which a retry may succeed, or None.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that says it."""
+        """JSON object of the error."""
         kind = {404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
         if kind is None:
             kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -39,12 +39,12 @@ class ApiError(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """Beside the body."""
+        """HTTP headers beside the body."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
 def queue_full(num_rows: int, waiting: int, limit: int, retry_after_s: int) -> ApiError:
-    """More rows than may wait."""
+    """Error of a full queue."""
     return ApiError(
         f"the queue is full: {waiting} of {limit} places are taken, the request needs {num_rows}",
         status=429, code="queue_full", retry_after_s=retry_after_s,
@@ -52,11 +52,11 @@ def queue_full(num_rows: int, waiting: int, limit: int, retry_after_s: int) -> A
 
 
 def unavailable(message: str) -> ApiError:
-    """The server does not answer now: it loads, or it ends."""
+    """Error of a server that is loading or ending."""
     return ApiError(message, status=503, code="unavailable", retry_after_s=5)
 
 
 def deadline_passed(seconds: float) -> ApiError:
-    """A request took longer than the server allows."""
+    """Error of a request that took longer than the server allows."""
     said = f"the request took longer than the server's deadline of {seconds:g} s"
     return ApiError(said, status=504, code="deadline_exceeded")

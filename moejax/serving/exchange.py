@@ -22,10 +22,8 @@ class Exchange:
         """Submits nothing yet.
 
         Args:
-          request: what is asked.
-          batcher: who runs it.
-          receive: of ASGI, after the body was read: it tells when the client goes.
-          client: who asks; see `FairQueue`.
+          receive: ASGI's, after the body was read; it reports when the client leaves.
+          client: see `FairQueue`.
         """
         self._loop = asyncio.get_running_loop()
         self._parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client is gone
@@ -57,7 +55,7 @@ class Exchange:
                 await self._watch
 
     async def parts(self) -> AsyncIterator[Part]:
-        """Parts as they come, until each row has had its last.
+        """Yields parts as they come, up to the last of each row.
 
         Raises:
           ClientGone: nobody reads them.
@@ -82,7 +80,7 @@ class Exchange:
         return sorted(found, key=lambda part: part.row)
 
     def _tell(self, part: Part) -> None:
-        """Called in the batcher's thread."""
+        """Receives a part in the batcher's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there
             self._loop.call_soon_threadsafe(self._parts.put_nowait, part)
 
@@ -93,7 +91,7 @@ class Exchange:
 
 
 def outcome_of(error: BaseException | None) -> str:
-    """What became of a request, in a word for the metrics."""
+    """Names a request's outcome in one word, for the metrics."""
     if error is None:
         return "ok"
     if isinstance(error, ClientGone | asyncio.CancelledError):

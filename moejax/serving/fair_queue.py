@@ -1,4 +1,4 @@
-"""Rows that wait: clients take turns, and so do the requests of each client."""
+"""Queue of waiting rows: clients take turns, and so do each one's requests."""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ _V = TypeVar("_V")
 
 
 class FairQueue:
-    """A queue in which nobody waits for all that another has asked for.
+    """Queue in which no client waits for all rows of another.
 
     `take` goes from client to client and, within a client, from request to request, one row each;
     the rows of a request keep their order. Not safe across threads.

@@ -33,7 +33,7 @@ class Fields:
     """A body, each of whose fields is to be read, ignored or refused; null is as if absent."""
 
     def __init__(self, body: Mapping[str, Any], where: str = ""):
-        """Around an object; `where` is its place in the body, such as "stream_options."."""
+        """Wraps an object; `where` is its place in the body, such as "stream_options."."""
         self._values = {name: value for name, value in body.items() if value is not None}
         self._where = where
         self._known: set[str] = set()
@@ -118,7 +118,7 @@ class Fields:
                 self.refuse(name, why)
 
     def refuse_unknown(self, ignored: Collection[str] = ()) -> list[str]:
-        """Refuses what nobody took, but for names that are `ignored`; gives those."""
+        """Refuses unread fields but `ignored` ones, whose names it returns."""
         known = self._known | set(ignored)
         for name in self._values:
             if name not in known:
@@ -129,12 +129,12 @@ class Fields:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equal, and not a number in place of a truth."""
+    """Whether values are equal and of one kind: 1 is not True."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _short(value: Any) -> str:
-    """As in the body, of a length that fits a line."""
+    """Shortens a value of the body to fit a line."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
     said = str(value)

@@ -5,7 +5,7 @@ OpenAI's own clients, and those of llama.cpp, vLLM, Ollama, SillyTavern, Open We
 
 from typing import Any
 
-# What asks for nothing may be there: clients send such values on their own.
+# Values that ask for nothing are allowed: clients send such values on their own.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),

@@ -1,4 +1,4 @@
-"""Requests that no route sees: of other hosts, of other pages of a browser, without the key."""
+"""Guards against requests by other hosts, other pages, or without the key."""
 
 import hmac
 import ipaddress
@@ -32,7 +32,6 @@ class HostGuard:
         """Wraps an application.
 
         Args:
-          app: of ASGI.
           bound_to: the address or name that the server listens on.
           allowed: further names; `*` is any.
           key: the API key; "" for none.
@@ -84,9 +83,8 @@ class AccessGuard:
         """Wraps an application.
 
         Args:
-          app: of ASGI.
           key: what clients give as `Authorization: Bearer`; "" asks for none.
-          origins: of pages that may ask; `*` is any.
+          origins: origins of pages that may send requests; `*` is any.
         """
         self._app = app
         self._key = key

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus."""
+"""Prometheus metrics of the server."""
 
 from collections.abc import Iterator
 
@@ -61,24 +61,24 @@ class Metrics:
         registry.register(self)
 
     def programs(self, count: int, seconds: float) -> None:
-        """How many were compiled so far, and for how long."""
+        """Sets the number of programs compiled so far, and their seconds."""
         self._programs.set(count)
         self._compile_seconds.set(seconds)
 
     def ledger(self, ledger: Ledger | None) -> None:
-        """Sets what is told of the experts' memory; None where all are among the weights."""
+        """Sets the ledger to report; None where all experts are among the weights."""
         self._ledger = list(ledger_metrics(ledger)) if ledger is not None else []
 
     def collect(self) -> Iterator[Metric]:
-        """Of the ledger, as of the end of the last batch; called by the registry."""
+        """Yields the ledger's metrics as of the last batch; the registry calls it."""
         return iter(self._ledger)
 
     def describe(self) -> list[Metric]:
-        """Nothing: the names depend on what is served."""
+        """Describes nothing: the names depend on the model."""
         return []
 
     def text(self) -> bytes:
-        """All, as Prometheus reads it."""
+        """All metrics in the text format of Prometheus."""
         return prometheus_client.generate_latest(self.registry)
 
 

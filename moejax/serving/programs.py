@@ -27,7 +27,7 @@ class ServerPrograms:
 
     Attributes:
       rows: sizes of batches, rising.
-      sizes: of prompts and caches.
+      sizes: sizes of prompts and caches.
     """
 
     rows: tuple[int, ...]
@@ -66,7 +66,7 @@ class ServerPrograms:
         )
 
     def compile(self, engine: Engine) -> None:
-        """Compiles all, by batches of prompts that run them; says on stderr how far it is."""
+        """Compiles all programs by running batches; reports progress on stderr."""
         started = time.monotonic()
         settings = GenerationSettings(ignore_eos=True, max_new_tokens=STEPS_PER_CALL + 3)
         for number, size in enumerate(self.rows):

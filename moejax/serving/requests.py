@@ -1,4 +1,4 @@
-"""Bodies of completions and chat completions, as what the engine is to run."""
+"""Turns bodies of completions and chat completions into requests to the engine."""
 
 import dataclasses
 import secrets
@@ -33,17 +33,16 @@ NOT_SUPPORTED = "this server does not support it"
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What requests are checked against.
+    """Facts of the model that requests are checked against.
 
     Attributes:
-      name: as clients call the model.
-      tokenizer: of the model.
+      name: clients call the model by it.
       vocab_size: V.
-      defaults: of fields that a request does not say.
+      defaults: stand for fields that a request leaves out.
       check_prompt: raises MoejaxError where token ids leave no room to answer.
       longest_prompt: tokens of a prompt that leaves room.
-      most_answers: of a request.
-      chat: of conversations whose request does not say.
+      most_answers: answers that one request may ask for.
+      chat: settings for conversations whose request leaves them out.
     """
 
     name: str
@@ -84,9 +83,8 @@ class ModelFacts:
     def _refuse_early(self, prompt: str, field: str) -> None:
         """Refuses a text that is far too long: tokenizers take seconds and gigabytes for megabytes.
 
-        First by its bytes alone, where a token holds so many at most; then by the tokens of its
-        beginning. What follows a beginning changes the tokens of its last word, not a quarter of
-        them.
+        It counts bytes first, where a token has a most of them, then the tokens of the beginning.
+        Text after a beginning changes the tokens of its last word, not a quarter of them.
         """
         most, size, longest = self.tokenizer.most_token_bytes, len(prompt.encode()), None
         if most is not None and size > most * self.longest_prompt:
@@ -106,10 +104,10 @@ class Request:
     """A checked request; choice i answers `prompts[i]` with `settings[i]`.
 
     Attributes:
-      is_chat: of the chat endpoint.
+      is_chat: whether it is for the chat endpoint.
       prompts: token ids of each choice.
-      num_prompt_tokens: of all prompts, those of several choices counted once.
-      settings: of each choice.
+      num_prompt_tokens: tokens of all prompts, those of several choices counted once.
+      settings: sampling settings of each choice.
       echo: texts that completions begin with; "" for none.
       stream: whether the answer is told as it comes.
       include_usage: whether a stream ends with the counts of tokens.
@@ -204,7 +202,7 @@ def _check_model(fields: Fields, model: ModelFacts) -> None:
 
 
 def _prompts(fields: Fields) -> list[str | list[int]]:
-    """Of a text, a list of texts, a list of token ids, or a list of such lists."""
+    """Reads prompts: a text, a list of texts, token ids, or lists of them."""
     given = fields.take("prompt")
     if given is None:
         fields.refuse("prompt", "must be given")
@@ -268,7 +266,7 @@ def _part_text(message: Fields, part: Any) -> str:
 def _settings(
     fields: Fields, defaults: GenerationSettings, length_names: tuple[str, ...]
 ) -> GenerationSettings:
-    """Of the sampling; the first of the names of the length that is given counts."""
+    """Reads the sampling settings; the first length that is given counts."""
     lengths = [fields.integer(name, None, 1, 2**31 - 1) for name in length_names]
     length = next((n for n in lengths if n is not None), defaults.max_new_tokens)
     stop = fields.take("stop")
@@ -327,13 +325,13 @@ def _check_limits(fields: Fields, num_prompt: int, settings: GenerationSettings)
 
 
 def _seed(fields: Fields, defaults: GenerationSettings) -> int:
-    """The request's, in 32 bits; else the server's, of which 0 means one that nobody knows."""
+    """Seed of the request in 32 bits, or the server's; 0 there draws one."""
     default = defaults.seeds(1)[0] or secrets.randbelow(NUM_SEEDS)
     return fields.integer("seed", default, -(2**63), 2**63 - 1) % NUM_SEEDS
 
 
 def _shape(fields: Fields) -> tuple[int, dict[str, Any]]:
-    """The choices of a prompt; how the answer is told, as `Request` has it."""
+    """Reads the number of choices, and `Request`'s fields about streaming."""
     count = fields.integer("n", 1, 1, 128)
     stream = fields.boolean("stream", False)
     options = fields.mapping("stream_options")

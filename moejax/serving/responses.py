@@ -19,7 +19,7 @@ def json_response(
 
 
 def error_response(error: ApiError) -> Response:
-    """A response that tells an error."""
+    """Response that reports an error."""
     return json_response(error.body(), error.status, error.headers())
 
 

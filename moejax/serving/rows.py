@@ -11,7 +11,7 @@ from moejax.serving.errors import ApiError
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a row's client is told: a piece of its answer, all of it, or why there is none.
+    """A piece of a row's answer, all of it, or its error.
 
     `finish_reason` or `error` is set on a row's last part.
     """
@@ -31,12 +31,12 @@ class Row:
     Attributes:
       index: among the request's rows.
       prompt: token ids.
-      settings: of the sampling, with an integer seed.
+      settings: sampling settings, with an integer seed.
       wants_logprobs: whether parts tell them.
       stream: whether parts are told as they come; else one at the end.
       deliver: takes parts, in the batcher's thread.
-      client: whose row it is, in whose turn it runs.
-      cancelled: set from any thread: nobody listens any more.
+      client: owner of the row, in whose turn it runs.
+      cancelled: set from any thread when nobody reads the answer any more.
       arrived: seconds of `time.monotonic`.
     """
 
@@ -72,5 +72,5 @@ class Row:
             )
 
     def fail(self, error: ApiError) -> None:
-        """There is no answer, or no rest of it."""
+        """Ends the row with an error."""
         self.tell(Part(self.index, error=error))

@@ -36,7 +36,7 @@ _COMPILES_S = 1.0  # as long as a program may compile before those that wait for
 
 
 class _Server(uvicorn.Server):
-    """Ends the batcher with itself: what runs may finish, but not for ever."""
+    """Uvicorn's server; at its end running answers get a grace to finish."""
 
     def __init__(
         self, config: uvicorn.Config, batcher: Batcher, connections: Connections, grace_s: float
@@ -76,7 +76,6 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
     """Serves until SIGTERM or SIGINT.
 
     Args:
-      config: of the run.
       load: gives the engine; called in a thread while the server already answers /health.
       key: clients give it; "" for none.
 
@@ -197,7 +196,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _model_name(config: ServeConfig) -> str:
-    """As clients call the model: a hub's name as it is, of a directory the last part."""
+    """Name of the model for clients: a hub's name, or a directory's last part."""
     if config.model_name:
         return config.model_name
     path = Path(config.checkpoint).expanduser()

@@ -1,4 +1,4 @@
-"""Codes of 32-bit words as other libraries pack them, to ours and back.
+"""Converts codes in other libraries' 32-bit words to our layout and back.
 
 A bit stream is dense, low bits first: code i of a row is at bits i b .. (i + 1) b, across words
 where it comes so. GPTQ (along K of the weights, along N of the zeros) and compressed-tensors pack
@@ -31,7 +31,7 @@ def stream_words(num_codes: int, bits: int) -> int:
 
 
 def on_host(function: Callable[_P, Any]) -> Callable[_P, np.ndarray]:
-    """Runs on the CPU, wherever JAX computes else; numpy in, numpy out."""
+    """Runs a function on the CPU, whatever JAX's default; numpy in, numpy out."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> np.ndarray:
@@ -49,7 +49,7 @@ def from_stream(words: Any, *, bits: int, num_codes: int) -> jax.Array:
     Args:
       words: int32 or uint32[..., ceil(num_codes bits / 32)].
       bits: 2, 3, 4 or 8.
-      num_codes: of a row.
+      num_codes: codes of a row.
 
     Returns:
       uint8[..., num_codes].
@@ -182,7 +182,7 @@ def _from_stream(words: jax.Array, bits: int, num_codes: int) -> jax.Array:
 
 
 def _spans(bits: int) -> tuple[int, np.ndarray]:
-    """The bits after which codes begin with a byte again, at most a word, and where they begin."""
+    """Bits of a run of codes that ends on a byte, and the offsets of its codes."""
     span_bits = 24 if bits == 3 else WORD_BITS
     return span_bits, np.arange(0, span_bits, bits)
 

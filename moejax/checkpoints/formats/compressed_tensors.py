@@ -40,7 +40,7 @@ PACKED = "pack-quantized"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What one of the config's groups says of its modules' weights."""
+    """One group of the config: how its modules' weights are quantized."""
 
     targets: tuple[str, ...]  # names, "re:" and an expression, or classes such as "Linear"
     bits: int
@@ -48,7 +48,7 @@ class Scheme:
     symmetric: bool
 
     def specificity(self, prefix: str) -> int:
-        """How closely it names a module: 2 by name or expression, 1 by class, 0 not at all."""
+        """Rank of the match with a module: 2 by name or expression, 1 by class, 0 none."""
         for target in self.targets:
             if target.startswith("re:"):
                 if settings.pattern("config_groups", target[3:]).match(prefix):
@@ -65,7 +65,7 @@ class CompressedTensorsFormat:
     schemes: tuple[Scheme, ...]
 
     def extras(self, prefix: str) -> tuple[str, ...]:
-        """None."""
+        """Allows no extra tensors."""
         del prefix
         return ()
 
@@ -164,7 +164,7 @@ def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
 
 
 def _num_words(name: str, num_rows: int, num_inputs: int, bits: int, tensors: Tensors) -> int:
-    """Words of a row: of a stream, unless the tensor has the older width."""
+    """Words of a row: the stream's, or the older width if the tensor has it."""
     shape = tensors[name].shape
     if shape[:1] == (num_rows,) and len(shape) == 2 and _is_sparse(shape[1], num_inputs, bits):
         return shape[1]
@@ -178,7 +178,7 @@ def _is_sparse(num_words: int, num_codes: int, bits: int) -> bool:
 
 
 def _dense(words: np.ndarray, bits: int, num_codes: int) -> np.ndarray:
-    """Rows of words as a stream."""
+    """Converts rows of words to a bit stream."""
     if not _is_sparse(words.shape[-1], num_codes, bits):
         return words
     shifts = np.arange(bitstream.WORD_BITS // bits, dtype=np.uint32) * np.uint32(bits)

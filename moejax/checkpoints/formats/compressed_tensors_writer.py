@@ -1,4 +1,4 @@
-"""Writes compressed-tensors, "pack-quantized" (`compressed_tensors.py` says how it lies)."""
+"""Writes compressed-tensors, "pack-quantized" (`compressed_tensors.py` describes the layout)."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ from moejax.weights.qtensor import QTensor
 
 
 def compressed_tensors_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
-    """What a compressed-tensors file holds of a matrix.
+    """Returns the tensors of a matrix in a compressed-tensors file.
 
     Args:
       prefix: the Hugging Face name of the matrix without ".weight".

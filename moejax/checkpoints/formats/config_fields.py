@@ -24,7 +24,7 @@ def text(fields: Mapping[str, Any], *names: str, default: str = "") -> str:
 
 
 def bits(fields: Mapping[str, Any], name: str = "bits") -> int:
-    """The width of codes.
+    """Reads the width of codes.
 
     Raises:
       MoejaxError: it is none of those that can be read.
@@ -50,7 +50,7 @@ def group_size(fields: Mapping[str, Any], default: int | None = None) -> int | N
 
 
 def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """True or false.
+    """Reads a boolean field.
 
     Raises:
       MoejaxError: it is set to something else.
@@ -64,7 +64,7 @@ def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object, empty where it is not set.
+    """Reads an object field, empty where it is not set.
 
     Raises:
       MoejaxError: it is set to something else.
@@ -78,7 +78,7 @@ def mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def pattern(name: str, expression: str) -> re.Pattern[str]:
-    """A regular expression of a field.
+    """Reads a field as a regular expression.
 
     Raises:
       MoejaxError: it is none.

@@ -1,4 +1,4 @@
-"""What the writers of other engines' formats have in common."""
+"""Shared parts of the writers of other engines' formats."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ _EMBEDDING = "model.embed_tokens"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportedKind:
-    """What a config says of the matrices that are written."""
+    """Settings of a matrix that is written, as its config states them."""
 
     bits: int
     group_size: int
@@ -26,7 +26,7 @@ class ExportedKind:
 
     @classmethod
     def of(cls, matrix: QTensor) -> "ExportedKind":
-        """That of a matrix."""
+        """Returns the kind of a matrix."""
         return cls(
             bits=matrix.bits,
             group_size=matrix.group_size,
@@ -42,12 +42,12 @@ class ExportedKind:
 
     @property
     def stored_group_size(self) -> int:
-        """As configs say it: -1 where a group is a whole row."""
+        """Group size as configs write it: -1 where a group is a whole row."""
         return -1 if self.group_size == self.num_inputs else self.group_size
 
 
 def common_refusals(prefix: str, matrix: QTensor) -> list[str]:
-    """Why neither format can hold a matrix; empty where they can."""
+    """Returns the reasons why neither format can hold a matrix."""
     reasons = []
     if matrix.ndim != 2:
         reasons.append(f"a stack {matrix.shape}")
@@ -86,7 +86,7 @@ def host_zeros(matrix: QTensor) -> np.ndarray:
 
 
 def most_common(kinds: Mapping[str, ExportedKind]) -> ExportedKind:
-    """What is the default of a config; what differs is said module by module."""
+    """Returns the config's default kind; modules that differ are listed by name."""
     per_setting = Counter((k.bits, k.stored_group_size, k.symmetric) for k in kinds.values())
     setting = per_setting.most_common(1)[0][0]
     return next(

@@ -41,7 +41,7 @@ from moejax.weights.qtensor import QTensor
 from pallas_kernels import layout
 
 _V1, _V2 = ("", "gptq"), ("gptq_v2",)
-# What version 1 takes from words, in turn.
+# Version 1 subtracts these from words, in turn.
 _TAKEN = {2: (0x55555555,), 4: (0x11111111,), 8: (0x01010101,)}
 _OLD_TAKEN = {3: (0x24924924, 0x92492492, 0x49249249)}
 _FIRST_MODULAR_GPTQMODEL = 7

@@ -1,4 +1,4 @@
-"""Writes GPTQ version 2 (`gptq.py` says how it lies), which stores true zero points."""
+"""Writes GPTQ version 2 (layout: `gptq.py`), which stores true zero points."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from moejax.weights.qtensor import QTensor
 
 
 def gptq_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
-    """What a GPTQ file holds of a matrix.
+    """Returns the tensors of a matrix in a GPTQ file.
 
     Args:
       prefix: the Hugging Face name of the matrix without ".weight".
@@ -56,8 +56,8 @@ def gptq_config(kinds: Mapping[str, ExportedKind], plain: Collection[str]) -> di
     """The quantization_config of a GPTQ checkpoint.
 
     Args:
-      kinds: of the matrices that are quantized, by name without ".weight".
-      plain: the linear layers that are not, such as routers and the head, likewise.
+      kinds: kinds of the quantized matrices, by name without ".weight".
+      plain: names of the other linear layers, such as routers and the head.
     """
     default = most_common(kinds)
     dynamic: dict[str, dict[str, Any]] = {

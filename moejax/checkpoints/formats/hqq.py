@@ -31,7 +31,7 @@ from moejax.checkpoints.formats.interfaces import (
 from moejax.errors import MoejaxError
 from moejax.weights.qtensor import QTensor
 
-# What the library's modules save beside codes, scales and zeros.
+# Entries that the library's modules save beside codes, scales and zeros.
 _METADATA = (
     "nbits",
     "group_size",
@@ -54,7 +54,7 @@ _METADATA = (
 
 @dataclasses.dataclass(frozen=True)
 class _Packing:
-    """How the library packs rows: word j holds rows j, j + R / n, j + 2 R / n, ..."""
+    """Packing of rows by the library: word j holds rows j, j + R / n, j + 2 R / n, ..."""
 
     bits: int  # that hold a code
     rows_a_word: int
@@ -78,7 +78,7 @@ _PACKINGS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HqqFormat:
-    """HQQ; what the modules are is stored beside each."""
+    """HQQ; each module's settings are stored beside it."""
 
     def extras(self, prefix: str) -> tuple[str, ...]:
         """The library's settings."""
@@ -131,7 +131,7 @@ def parse_hqq(fields: Mapping[str, Any]) -> HqqFormat:
 
 
 def _packing(prefix: str, tensors: Tensors) -> _Packing:
-    """That of a module, by its name if it is stored, else by its bits."""
+    """Returns a module's packing by its stored name, else by its bits."""
     name = "".join(map(chr, _list(f"{prefix}.packing", tensors) or []))
     if not name:
         nbits = _scalar(f"{prefix}.nbits", tensors)

@@ -1,6 +1,7 @@
-"""What the readers of quantized formats are written against.
+"""Interfaces of the readers of quantized formats.
 
-A matrix is stored in several tensors of a checkpoint: how it is found, compared with others, read.
+A matrix lies in several tensors of a checkpoint; a reader finds it, compares its kind with others
+and reads it.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodesKind:
-    """What matrices of codes must have in common to lie in one stack."""
+    """Settings that matrices of codes share to lie in one stack."""
 
     bits: int
     group_size: int
@@ -35,7 +36,7 @@ class Fp8Kind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorsKind:
-    """What the compensators of matrices must have in common to lie in one pool."""
+    """Settings that matrices' compensators share to lie in one pool."""
 
     bits: int  # 16 is BF16
     u_group_size: int  # 0 for BF16, as the others
@@ -65,7 +66,7 @@ class StoredMatrix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Faults:
-    """How the tensors of a checkpoint differ from what its config.json asks for."""
+    """Differences between a checkpoint's tensors and its config.json."""
 
     missing: list[str] = dataclasses.field(default_factory=list)
     unexpected: list[str] = dataclasses.field(default_factory=list)
@@ -95,7 +96,7 @@ class Faults:
 
 
 class Tensors:
-    """The tensors of a checkpoint, and what was found to be wrong with them."""
+    """A checkpoint's tensors, and the faults found in them."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self.stored = stored
@@ -121,9 +122,8 @@ class Tensors:
         """Whether a tensor is there in that shape; what is wrong is kept in `faults`.
 
         Args:
-          name: of the tensor.
-          shape: that it is to have.
-          dtypes: names of the types that it may have; None: any.
+          shape: the expected one.
+          dtypes: names of the allowed types; None: any.
 
         Raises:
           MoejaxError: it is of another type.
@@ -148,18 +148,18 @@ class Format(Protocol):
     """A quantized format with the settings of one checkpoint."""
 
     def find(self, prefix: str, shape: tuple[int, ...], tensors: Tensors) -> StoredMatrix | None:
-        """The matrix `prefix` [N, K] if it is quantized; faults go to `tensors.faults`.
+        """Finds the matrix `prefix` [N, K] if it is quantized; faults go to `tensors.faults`.
 
         Raises:
           MoejaxError: it is stored in a way that cannot be read.
         """
 
     def extras(self, prefix: str) -> tuple[str, ...]:
-        """Tensors that may lie beside the matrix `prefix` and say nothing that is needed."""
+        """Tensors that may lie beside the matrix `prefix` and are not needed."""
 
 
 def digest(permutation: np.ndarray | None) -> bytes:
-    """Equal for equal permutations; empty for none."""
+    """Digest of a permutation; empty for none."""
     return b"" if permutation is None else hashlib.sha256(permutation.tobytes()).digest()
 
 
@@ -174,5 +174,5 @@ def broken(tensors: Tensors, name: str, reason: str) -> MoejaxError:
 
 
 def as_leaf(array: Any) -> Any:
-    """Numpy leaves stand where the types say jax.Array; nothing is copied to a device."""
+    """Returns a numpy leaf typed as jax.Array; copies nothing to a device."""
     return array

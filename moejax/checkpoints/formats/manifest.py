@@ -1,4 +1,4 @@
-"""quantization.json of the package's own format: what each matrix is, and what each file holds.
+"""Manifest of our own format, quantization.json: each matrix's form, each file's content.
 
     {"layout": LAYOUT,
      "tensors": {"PREFIX.weight": {"shape": [N, K], "method": ..., "bits": ..., "group_size": ...,
@@ -30,7 +30,7 @@ METHOD = "moejax"  # the quant_method of config.json
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixEntry:
-    """What the manifest says of a matrix, as far as a reader needs it."""
+    """A matrix's entry in the manifest, as far as a reader needs it."""
 
     shape: tuple[int, ...]
     bits: int
@@ -103,7 +103,6 @@ def check_files(manifest: Manifest, *, checksums: bool) -> None:
     """Compares the files beside a manifest with what it says of them.
 
     Args:
-      manifest: of a checkpoint.
       checksums: read all files whole and compare SHA-256 too. Else only sizes are compared, and
         only of the weights: who mends config.json or a tokenizer need not write a new manifest.
 

@@ -25,12 +25,12 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
-    """What a safetensors file holds of one matrix.
+    """Returns the tensors that store one matrix in a safetensors file.
 
     Args:
       prefix: the Hugging Face name of the matrix without ".weight".
-      matrix: [N, K], with at most one compensator, which is of all rows. Of its factor pools only
-        the rows that the matrix owns are written; nothing is where its rank is 0.
+      matrix: [N, K], with at most one compensator, which covers all rows. The file gets
+        only the rows of its factor pools that the matrix owns, and none where its rank is 0.
 
     Raises:
       ValueError: `matrix` is not whole (`QTensor.check`), a stack, or has more compensators.
@@ -58,14 +58,14 @@ def matrix_from_tensors(
     group_size: int,
     factor_group_size: int = FACTOR_GROUP_SIZE,
 ) -> QTensor:
-    """The reverse of `matrix_tensors`, with numpy leaves.
+    """Builds a matrix from its tensors, with numpy leaves; the reverse of `matrix_tensors`.
 
     Args:
-      prefix: as there.
+      prefix: as in `matrix_tensors`.
       tensors: by full name; those of other prefixes are left alone.
       num_inputs: K.
-      group_size: of the codes.
-      factor_group_size: of packed factors; rows that are shorter are one group.
+      group_size: inputs of a group of codes.
+      factor_group_size: inputs of a group of packed factors; shorter rows are one group.
 
     Raises:
       ValueError: the tensors do not fit each other.
@@ -96,7 +96,7 @@ def compensator_from_tensors(
     shape: tuple[int, int],
     factor_group_size: int = FACTOR_GROUP_SIZE,
 ) -> Compensator:
-    """That of a matrix of `shape` [N, K], from the tensors of its factors; see there."""
+    """Builds a [N, K] matrix's compensator from the tensors of its factors."""
     u, v = (
         _factor(f"{prefix}.{name}", tensors, length, factor_group_size)
         for name, length in zip("uv", shape, strict=True)
@@ -105,7 +105,7 @@ def compensator_from_tensors(
 
 
 def whole_compensator(u: Factor, v: Factor) -> Compensator:
-    """That of one matrix, of all its rows.
+    """Builds the compensator of all rows of one matrix.
 
     Args:
       u: [r, N], U transposed.
@@ -124,7 +124,7 @@ def whole_compensator(u: Factor, v: Factor) -> Compensator:
 
 
 def bits_of_words(num_words: int, num_codes: int) -> int:
-    """The bits of codes of which `num_codes` fill `num_words` words.
+    """Bits of the codes of which `num_codes` fill `num_words` words.
 
     Raises:
       ValueError: no width fits.
@@ -173,5 +173,5 @@ def _factor(name: str, tensors: Mapping[str, np.ndarray], length: int, group_siz
 
 
 def _any(array: Any) -> Any:
-    """Numpy leaves stand where the types say jax.Array; nothing is copied to a device."""
+    """Returns a numpy leaf typed as jax.Array; copies nothing to a device."""
     return array

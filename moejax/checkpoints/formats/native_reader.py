@@ -1,4 +1,4 @@
-"""Reads the package's own format: `native.py` has its tensors, the manifest its kinds."""
+"""Reads the package's own format; `native.py` has its tensors, the manifest its kinds."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ class OwnFormat:
     manifest: Manifest
 
     def extras(self, prefix: str) -> tuple[str, ...]:
-        """None."""
+        """Allows no extra tensors."""
         del prefix
         return ()
 

@@ -1,4 +1,4 @@
-"""From a checkpoint's quantization_config to the reader of its format."""
+"""Chooses the reader of a format by a checkpoint's quantization_config."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,10 +51,9 @@ def quantization_fields(directory: Path) -> dict[str, Any] | None:
 def open_format(
     directory: Path, fields: Mapping[str, Any], *, verify_checksums: bool = False
 ) -> Format:
-    """The reader of a checkpoint's format.
+    """Opens the reader of a checkpoint's format.
 
     Args:
-      directory: of the checkpoint.
       fields: its quantization_config.
       verify_checksums: of the package's own format: read every file whole and compare its SHA-256
         with the manifest's. Sizes are always compared. The other formats have no checksums.

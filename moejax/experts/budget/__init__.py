@@ -1,4 +1,4 @@
-"""Every byte of a run before anything is allocated: numbers in, numbers out.
+"""Plans every byte of a run before anything is allocated; pure arithmetic.
 
 Axes as in `moejax.models.config`, and C slots of each sparse layer that cache experts, B transient
 slots that all layers share, R rows of the host store.

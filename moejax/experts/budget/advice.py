@@ -1,4 +1,4 @@
-"""What a budget will make slow, or fail, on a given machine."""
+"""Warnings of budgets that will be slow, or fail, on a machine."""
 
 import dataclasses
 
@@ -11,14 +11,14 @@ PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is known of a machine; of what is None, nothing is said."""
+    """Memory of a machine; None where it is not known."""
 
     host_nbytes: int | None = None  # memory that processes can still take
     pinned_nbytes: int | None = None  # that XLA lets JAX pin
 
 
 def warnings(budget: Budget, machine: Machine) -> list[str]:
-    """A line for each thing that will hurt, worst first.
+    """Returns a line for each slowdown or failure to expect, worst first.
 
     How a policy uses slots of several tiers is not foreseen.
     """
@@ -42,7 +42,7 @@ def _ahead_in_decode(limits: Limits) -> bool:
 
 
 def unused(budget: Budget) -> list[str]:
-    """Options that say how experts move, where none does."""
+    """Returns a line naming options of transfers that have no effect."""
     if budget.pooled:
         return []
     names = ("prefetch", "prefetch_in", "bulk", "transient", "host_gib", "disk_path")
@@ -101,7 +101,7 @@ def _disk(budget: TierBudget) -> list[str]:
 
 
 def _all_nbytes(budget: TierBudget) -> int:
-    """Of host memory that has every expert, and what transfers take."""
+    """Bytes of host memory for every expert and for bulk transfers."""
     nbytes = budget.tier.expert_nbytes
     experts = budget.num_layers * budget.num_experts * nbytes
     return experts + bulk_nbytes(nbytes, budget.limits.bulk)

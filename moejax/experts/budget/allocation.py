@@ -1,4 +1,4 @@
-"""From limits to slots: the parts of a run, and what they leave for experts."""
+"""Turns limits into slots: bytes of a run's parts, and the room they leave."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from moejax.weights import LOW_RANK
 TRANSIENT_BYTES = 64 * 2**20
 # cuBLAS' workspace, programs and what an allocator loses by rounding and gaps.
 RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
-# Of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
+# Bytes of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
 GATHERED_BYTES = 512 * 2**20
 STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
@@ -48,23 +48,19 @@ def plan_tier(
     itemsize: int = 2,
     num_tiers: int = 1,
 ) -> TierBudget:
-    """Where every byte of a run of one tier goes, and how many experts get a slot.
+    """Plans every byte of a run with one tier, and its slots.
 
     C = floor((limit - rest) / (M expert_nbytes)), at most E, where the rest holds B transient
     slots. If everything fits, experts are not pooled, unless `limits.slots` asks for it.
 
     Args:
-      config: the model's shape.
       weights_nbytes: bytes of every leaf on the device but the experts; of the experts' low-rank
         factors under names that end in `LOW_RANK`.
-      tier: the form of the experts.
-      batch: sequences at once.
-      context: slots of the KV cache of each.
+      context: slots of a sequence's KV cache.
       chunk: tokens of one sequence that a prefill step takes.
-      limits: of memory.
       platform: "gpu" or "cpu".
       itemsize: bytes of a number of the activations and of the KV cache.
-      num_tiers: of which this is one.
+      num_tiers: tiers of the run, of which this is one.
 
     Raises:
       BudgetError: it does not fit; the text names the smallest limit that would do.
@@ -114,7 +110,7 @@ class _Run:
         return self.tier.expert_nbytes < plain
 
     def check(self) -> None:
-        """Raises BudgetError for what no limit would mend."""
+        """Raises BudgetError for settings that no memory size could satisfy."""
         slots, prefetch = self.limits.slots, self.limits.prefetch
         check_gib(self.limits.device_gib, self.limits.host_gib)
         if slots < -1 or min(self.limits.transient, prefetch) < 0 or prefetch > self.num_experts:
@@ -146,7 +142,7 @@ class _Run:
             )
 
     def dense(self) -> dict[str, int]:
-        """Parts that do not depend on the experts' places."""
+        """Bytes by part, where experts' places make no difference."""
         low_rank = {n: size for n, size in self.weights_nbytes.items() if n.endswith(LOW_RANK)}
         parts = {f"weights {n}": s for n, s in self.weights_nbytes.items() if n not in low_rank}
         if low_rank:
@@ -210,7 +206,7 @@ class _Run:
 
     @property
     def bulk_nbytes(self) -> int:
-        """Of transfers between steps, on the device and once more in host memory."""
+        """Bytes of transfers between steps, on the device and again in host memory."""
         return bulk_nbytes(self.tier.expert_nbytes, self.limits.bulk)
 
     def at_once(self, slots: int, transient: int) -> int:
@@ -226,14 +222,14 @@ class _Run:
         return limit is not None and experts + self.bulk_nbytes > limit
 
     def default_transient(self) -> int:
-        """What one token needs at once, and at least `TRANSIENT_BYTES`; one if none streams."""
+        """Default of B: one token's experts, at least `TRANSIENT_BYTES`; 1 if none streams."""
         if self.limits.slots == self.num_experts:
             return 1
         enough = -(-TRANSIENT_BYTES // self.tier.expert_nbytes)
         return min(self.num_experts, max(self.config.experts_per_token, enough))
 
     def choose_slots(self, limit: int | None) -> tuple[int, int]:
-        """C and B.
+        """Chooses C, the slots of a layer, and B, the transient slots.
 
         Raises:
           BudgetError: the limit is too small.
@@ -270,7 +266,7 @@ class _Run:
     def budget(
         self, *, pooled: bool, slots: int, transient: int, device: Mapping[str, int]
     ) -> TierBudget:
-        """The device's part is given; adds the host's and the disk's."""
+        """Adds the host's and the disk's parts to a given plan of the device."""
         num_experts = self.num_layers * self.num_experts
         nbytes = self.tier.expert_nbytes
         host: dict[str, int] = {}
@@ -305,7 +301,7 @@ class _Run:
         )
 
     def host_rows(self, slots: int, transient: int) -> int:
-        """R: all experts, or those that fit beside what is on its way from the disk.
+        """Host rows R: all experts, or those that fit beside the disk's blocks.
 
         Raises:
           BudgetError: not even that fits.

@@ -1,4 +1,4 @@
-"""What a run may take, and what is said where that is too little."""
+"""Memory limits of a run, and errors where they are too small."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ _LEAST_BULK, _MOST_BULK, _BULK_BYTES = 8, 32, 128 * 2**20
 
 
 def size_text(num_bytes: float) -> str:
-    """Such as "1.25 GiB", in the unit in which it has digits before the point."""
+    """Formats bytes such as "1.25 GiB", in a unit with digits before the point."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -29,7 +29,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def default_bulk(expert_bytes: Sequence[int]) -> int:
-    """Experts on their way between steps where a policy asks for them and no limit is given.
+    """Default of experts in flight between steps, for a policy that transfers.
 
     A copy takes some calls from asking to serving, so that few at once follow a shift slowly: as
     many as the bytes of the largest form allow.
@@ -38,12 +38,12 @@ def default_bulk(expert_bytes: Sequence[int]) -> int:
 
 
 class BudgetError(MoejaxError):
-    """Limits under which a model cannot run; the text names the smallest that would do."""
+    """A model cannot run under its limits; the text names the smallest that work."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a run may take; 1 GiB is 2^30 bytes."""
+    """Memory limits of a run; 1 GiB is 2^30 bytes."""
 
     device_gib: float = 0.0  # of what JAX allocates on the accelerator; 0: no limit
     host_gib: float = 0.0  # of host memory for experts; 0: no limit
@@ -56,7 +56,7 @@ class Limits:
 
 
 def check_gib(device_gib: float, host_gib: float, group: str = "memory.") -> None:
-    """Raises BudgetError for what is no size of memory; `group` begins the names of options."""
+    """Raises BudgetError for an invalid size in GiB; `group` prefixes option names."""
     for name, gib in (("device_gib", device_gib), ("host_gib", host_gib)):
         if not 0 <= gib <= _MOST_GIB:
             most = f"at most {_MOST_GIB:g}"
@@ -66,18 +66,18 @@ def check_gib(device_gib: float, host_gib: float, group: str = "memory.") -> Non
 
 
 def check_phase(phase: str, group: str = "memory.") -> None:
-    """Raises BudgetError for what is none of `PHASES`."""
+    """Raises BudgetError for a name that is none of `PHASES`."""
     if phase not in PHASES:
         raise BudgetError(f"{group}prefetch_in={phase!r} is none of {', '.join(PHASES)}")
 
 
 def num_banks(limits: Limits) -> int:
-    """Arrays of slots; see `Budget.banks`."""
+    """Number of banks; see `TierBudget.banks`."""
     return 2 if limits.prefetch else 1
 
 
 def limit_nbytes(gib: float) -> int | None:
-    """Bytes of a limit in GiB; None for 0, which is none."""
+    """Bytes of a limit in GiB; None for 0, which means no limit."""
     return int(gib * GIB) if gib else None
 
 
@@ -89,11 +89,10 @@ def gib_above(nbytes: int) -> str:
 
 
 def narrowed(limits: Limits, room_nbytes: int | None) -> Limits:
-    """The limits, with no more of the device than its allocator gives; none stay none.
+    """Lowers a stated device limit to the room that its allocator has.
 
     Args:
-      limits: as stated.
-      room_nbytes: that the allocator gives; None: not known.
+      room_nbytes: bytes that the allocator still gives; None: not known.
     """
     stated = limit_nbytes(limits.device_gib)
     if room_nbytes is None or stated is None or stated <= room_nbytes:
@@ -102,11 +101,11 @@ def narrowed(limits: Limits, room_nbytes: int | None) -> Limits:
 
 
 def require_room(parts: Mapping[str, int], room_nbytes: int | None) -> None:
-    """Refuses what a device cannot hold; for a run without a limit of its own.
+    """Raises BudgetError if the parts exceed a device's room.
 
     Args:
       parts: bytes on the device.
-      room_nbytes: that the allocator gives; None: not known.
+      room_nbytes: bytes that the allocator still gives; None: not known.
 
     Raises:
       BudgetError: weights and experts alone, without cache and workspace, are more.

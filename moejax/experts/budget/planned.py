@@ -1,4 +1,4 @@
-"""What a plan says: every part of a run in bytes, and the slots and rows of experts."""
+"""The plan: bytes of every part of a run, slots and rows of experts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierBudget:
-    """Where every byte of a run goes that has one tier alone.
+    """Every byte of a run with one tier.
 
     Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B slots and R rows;
     without, all are on the device as the other weights are, C is E, and B and R are 0.
@@ -41,13 +41,13 @@ class TierBudget:
 
     @property
     def num_slots(self) -> int:
-        """Of all banks; 0 where there is no pool."""
+        """Number of slots in all banks; 0 where there is no pool."""
         layers = -(-self.num_layers // self.banks)
         return self.banks * (layers * self.slots + self.transient) if self.pooled else 0
 
     @property
     def banks(self) -> int:
-        """Arrays of slots that layers take turns in; two where the next layer looks ahead."""
+        """Number of banks that layers use in turn; two with prefetch, else one."""
         return num_banks(self.limits)
 
     @property
@@ -68,18 +68,18 @@ class TierBudget:
 
     @property
     def at_once(self) -> int:
-        """Experts that a step brings to a layer at once, most of them in a prefill chunk."""
+        """Experts that a step fetches at once for a layer; most in a prefill chunk."""
         num_pairs = self.batch * self.chunk * self.experts_per_token
         return most_at_once(self.num_experts, num_pairs, self.slots, self.transient)
 
     @property
     def resident_share(self) -> float:
-        """Of the experts, those that have a slot of their layer."""
+        """Share of a layer's experts that have a slot of their own layer."""
         return self.slots / self.num_experts
 
     @property
     def host_share(self) -> float:
-        """Of the experts, those that a step finds without the disk."""
+        """Share of the experts that a step finds without the disk."""
         if not self.pooled:
             return 1.0
         return min(1.0, self.host_rows / (self.num_layers * self.num_experts))
@@ -93,14 +93,14 @@ class TierBudget:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Where every byte goes, of all tiers.
+    """Every byte of a run, over all tiers.
 
     Attributes:
       tiers: a budget of each as if it were alone, with its slots and host rows.
       limits: of all together.
       device: bytes by part; of several tiers each one's parts end in its name.
-      host: likewise.
-      disk: likewise; of the tiers that are not in host memory as a whole.
+      host: bytes by part, as in `device`.
+      disk: the same for tiers that host memory does not hold as a whole.
     """
 
     tiers: tuple[TierBudget, ...]
@@ -116,7 +116,7 @@ class Budget:
 
     @property
     def pooled(self) -> bool:
-        """Whether experts are in slots, and not among the weights."""
+        """Whether experts are in slots rather than among the weights."""
         return self.tiers[0].pooled
 
     @property

@@ -1,4 +1,4 @@
-"""How many experts of each layer may be in high precision (DynaExq, section 3.5)."""
+"""Number of experts of each layer in high precision (DynaExq, section 3.5)."""
 
 from moejax.experts.budget.limits import BudgetError, gib_above
 

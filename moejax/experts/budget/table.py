@@ -8,7 +8,7 @@ LINK_GIB_S = 50  # PCIe 5 x16 by DMA, measured on an H200 with jax 0.11.2, 2026-
 
 
 def describe(budget: Budget) -> list[str]:
-    """The table of all parts, then slots; of one tier also shares and what crosses the link."""
+    """Table of all parts, then slots; for one tier also shares and link bytes."""
     first, is_alone = budget.tiers[0], len(budget.tiers) == 1
     head = f"batch {budget.batch}, context {budget.context}, prefill by {first.chunk} tokens"
     lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]
@@ -27,7 +27,7 @@ def describe(budget: Budget) -> list[str]:
 
 
 def _of_limit(budget: Budget, place: str) -> str:
-    """How a total stands to its limit, if it has one."""
+    """Text of the limit of a place's total; "" without a limit."""
     gib = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}.get(place, 0)
     return f" of {gib:g}" if gib else ""
 

@@ -1,4 +1,4 @@
-"""Bytes of what the device knows of its slots."""
+"""Bytes of residency tables, of blobs, and of blocks from the disk."""
 
 NUM_EVENTS = 13  # that `moejax.experts.ledger` counts in each layer
 
@@ -8,16 +8,16 @@ _BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
 
 
 def bulk_nbytes(expert_nbytes: int, bulk: int) -> int:
-    """Of so many experts between steps; arrays are sent in full words, odd 16-bit scales too."""
+    """Bytes of `bulk` experts in flight between steps, padded to full words."""
     return bulk * (expert_nbytes + _BLOB_PADDING)
 
 
 def most_at_once(num_experts: int, num_pairs: int, slots: int, transient: int) -> int:
-    """Experts that a step brings to a layer at once: to its slots, or in a wave.
+    """Experts that a step fetches at once for a layer, to slots or in a wave.
 
     Args:
       num_experts: E.
-      num_pairs: of tokens and experts, of the largest step.
+      num_pairs: pairs of tokens and experts in the largest step.
       slots: C.
       transient: B.
     """
@@ -25,16 +25,16 @@ def most_at_once(num_experts: int, num_pairs: int, slots: int, transient: int) -
 
 
 def blocks_from_disk(at_once: int) -> int:
-    """Experts in host memory that have no row of their own, where some are on the disk alone.
+    """Experts in host memory without a row, where some are on the disk alone.
 
-    The ring's; what a callback returns to a step that waits; and the one that it reads to copy it
-    there.
+    They are the ring's blocks, the rows that a callback returns to a step that waits, and the one
+    that it reads to copy from.
     """
     return RING_BLOCKS + at_once + 1
 
 
 def least_host_nbytes(expert_nbytes: int, num_experts: int, bulk: int, at_once: int) -> int:
-    """Below it there is no room for what is on its way from the disk, nor for all experts."""
+    """Smallest host memory: room for blocks from the disk, or for all experts."""
     least = min(blocks_from_disk(at_once), num_experts)
     return least * expert_nbytes + bulk_nbytes(expert_nbytes, bulk)
 
@@ -48,8 +48,8 @@ def table_nbytes(
       num_layers: M.
       num_experts: E.
       slots: C.
-      num_tiers: of the gate mass that is counted.
-      last_uses: with the table of them, by which host memory evicts.
+      num_tiers: tiers whose gate mass is counted.
+      last_uses: include the table of last uses, by which host memory evicts.
     """
     # The slot of an expert; owner, last use and flag of a slot. And the clock.
     residency = num_layers * 4 * (num_experts + 3 * slots) + 4

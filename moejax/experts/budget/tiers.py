@@ -21,7 +21,7 @@ class PolicyDemands:
     Attributes:
       slots: of a layer in each tier; () for the rule of `make_budget`.
       prefetch: experts of the next layer that each tier which lacks some brings ahead at most.
-      bulk: experts of such a tier on their way between steps at once.
+      bulk: experts of such a tier in flight between steps at once.
       device: bytes by part that the steps take on the device for the policy's sake.
       first_alone: a copy of the first tier serves whoever asks for a lower one, and nothing is
         brought to the lower ones between steps, so slots are best spent on the first (experts
@@ -49,7 +49,7 @@ def make_budget(
     itemsize: int = 2,
     policy: PolicyDemands | None = None,
 ) -> Budget:
-    """Where every byte goes, and how many experts of each tier get a slot.
+    """Plans every byte of a run, and the slots of each tier.
 
     Without a policy `plan_tier` says it, of one tier. Under one, unless it asks for `slots`:
     without a limit every tier has room for all experts (the first one for
@@ -58,16 +58,11 @@ def make_budget(
     same number, or the first one has them all (`first_alone`).
 
     Args:
-      config: the model's shape.
-      weights_nbytes: as in `plan_tier`.
-      tiers: of falling fidelity.
-      batch: as in `plan_tier`.
-      context: likewise.
-      chunk: likewise.
+      weights_nbytes: as in `plan_tier`, as are batch, context, chunk and itemsize.
+      tiers: in order of falling fidelity.
       limits: of all tiers together; host memory is shared by their bytes.
       platform: "gpu" or "cpu".
-      itemsize: as in `plan_tier`.
-      policy: memory that it asks for; None: no policy decides.
+      policy: memory that the policy asks for; None: no policy decides.
 
     Raises:
       BudgetError: it does not fit, or slots are not possible; the text names what would do.
@@ -152,7 +147,7 @@ def _check(slots: Sequence[int], names: Sequence[str], num_experts: int) -> None
 
 
 def _check_host(budgets: Sequence[TierBudget], limits: Limits) -> None:
-    """Raises BudgetError where a tier's share of host memory is too little; names the whole."""
+    """Raises BudgetError where a tier's share of host memory is too small."""
     tiers = [budget.tier for budget in budgets]
     total = sum(tier.expert_nbytes for tier in tiers)
     least = 0
@@ -173,7 +168,7 @@ def _check_host(budgets: Sequence[TierBudget], limits: Limits) -> None:
 
 
 def _within(budget: Budget, limit: int | None, of_policy: Mapping[str, int]) -> Budget:
-    """Raises BudgetError unless it is within the limit; names what would do."""
+    """Returns the budget; raises BudgetError above the limit, naming what suffices."""
     if limit is None or budget.total_device <= limit:
         return budget
     slots, names = [tier.slots for tier in budget.tiers], ", ".join(budget.names)
@@ -190,7 +185,7 @@ def _within(budget: Budget, limit: int | None, of_policy: Mapping[str, int]) -> 
 
 
 def _together(names: Sequence[str], parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """All parts once, those that each of several has under its name; of others the largest."""
+    """Merges the tiers' parts: own parts by tier, shared ones by the largest."""
     found: dict[str, int] = {}
     for name, own in zip(names, parts, strict=True):
         for part, nbytes in own.items():

@@ -4,21 +4,21 @@
 
 from typing import NamedTuple, Protocol
 
-# As in `moejax.models.moe`, of the forms that run experts on a CPU.
+# Sizes of `moejax.models.moe`, for the forms that run experts on a CPU.
 CPU_UNROLLED = 32
 CPU_STEP_BYTES = 2**20
-# As in `moejax.inference.chunking`; a context that is no multiple of it leaves shorter ones.
+# Same as in `moejax.inference.chunking`; a context that is no multiple of it leaves shorter ones.
 MIN_CHUNK = 16
 # Tokens of a block of the chunked delta rule, as in `moejax.models.delta_rule`.
 DELTA_BLOCK = 64
-# Of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
+# Bytes of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
 # `moejax.models.latent_attention`.
 LATENT_SCORE_BYTES = 256 * 2**20
 LATENT_EXPANDED_BYTES = 2**30
 
 
 class Latent(Protocol):
-    """What is read of a `moejax.models.parts.LatentAttention`."""
+    """Fields of a `moejax.models.parts.LatentAttention` that are read here."""
 
     @property
     def kv_rank(self) -> int: ...
@@ -33,7 +33,7 @@ class Latent(Protocol):
 
 
 class Delta(Protocol):
-    """What is read of a `moejax.models.parts.DeltaNet`."""
+    """Fields of a `moejax.models.parts.DeltaNet` that are read here."""
 
     @property
     def num_value_heads(self) -> int: ...
@@ -48,7 +48,7 @@ class Delta(Protocol):
 
 
 class Model(Protocol):
-    """What is read of a `moejax.models.config.ModelConfig`."""
+    """Fields of a `moejax.models.config.ModelConfig` that are read here."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -104,10 +104,10 @@ def workspace_nbytes(
     num_tiers: int = 1,
     is_packed: bool = False,
 ) -> int:
-    """At the peak of a prefill chunk or of a decode step, whichever takes more, in bytes.
+    """Peak bytes of a prefill chunk or of a decode step, the larger of them.
 
-    Of any call of at most so many sequences, positions and tokens a chunk: where fewer tokens take
-    more, as plain experts do on a CPU, they count.
+    It bounds every call of at most so many sequences, positions and tokens a chunk, also where
+    fewer tokens take more, as with plain experts on a CPU.
 
     Layers take the memory that those before them have left, and experts that of attention; but XLA
     on a CPU keeps what attention reads of the cache for all layers. There, numbers of two bytes are
@@ -122,7 +122,6 @@ def workspace_nbytes(
     shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97.
 
     Args:
-      config: of the model.
       batch: B, sequences at once.
       context: S, slots of the KV cache.
       chunk: T, tokens of each sequence in a prefill step.
@@ -154,7 +153,7 @@ class _Steps(NamedTuple):
     is_packed: bool
 
     def nbytes(self, tokens: int) -> int:
-        """Of all layers."""
+        """Bytes that the layers of a step of so many tokens take at once."""
         # The residual stream, what a norm gives, what a layer adds; sines and cosines.
         c, num_tokens = self.config, self.batch * tokens
         stream = num_tokens * (4 * c.model_dim * self.itemsize + 4 * c.rotary_dim)
@@ -164,11 +163,11 @@ class _Steps(NamedTuple):
         return stream + more + self._reads(tokens) + most
 
     def tried(self, tokens: int) -> int:
-        """Of the largest product of a chunk, while its program is compiled: two float32 results."""
+        """Bytes of a chunk's largest product while it is compiled: two float32 results."""
         return 0 if self.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
 
     def _reads(self, tokens: int) -> int:
-        """Keys and values of a layer, out of the cache; for one query a GPU widens them as well."""
+        """Bytes of keys and values read from the cache; for one query a GPU widens them."""
         c = self.config
         position = c.cached_heads * sum(c.cached_dims) * self.itemsize
         read = self.batch * self.context * position
@@ -186,12 +185,12 @@ class _Steps(NamedTuple):
         return self._values(tokens) + self._scores(tokens) * score_nbytes + expanded
 
     def _scores(self, tokens: int) -> int:
-        """Numbers of them at once."""
+        """Number of attention scores at once."""
         c = self.config
         if not c.attention_layers:
             return 0
         row = self.batch * c.num_heads * self.context
-        # Of latents a block of queries after another.
+        # Latent attention takes one block of queries after another.
         most = max(LATENT_SCORE_BYTES // 4, row) if c.latent else tokens * row
         return min(tokens * row, most)
 
@@ -203,10 +202,10 @@ class _Steps(NamedTuple):
         return self.batch * tokens * values * self.itemsize
 
     def _latent_values(self, of: Latent, tokens: int) -> int:
-        """Queries, latents, and the keys and values of all heads that tokens see of one another.
+        """Bytes of queries, latents, and the keys and values of new tokens.
 
-        Of one token there are none: queries go to the latents' width instead, and what is attended
-        to comes from there.
+        One token has no keys and values of heads: its queries, and what attention returns, have the
+        latents' width instead.
         """
         c = self.config
         latents = 2 * (of.kv_rank + of.rope_dim) + 2 * (of.query_rank or 0)
@@ -217,7 +216,7 @@ class _Steps(NamedTuple):
         return self.batch * tokens * (latents + queries + heads) * self.itemsize
 
     def _expanded(self, of: Latent, tokens: int) -> int:
-        """Of the cache's latents, for a later chunk of a prompt; a token reads them as they are."""
+        """Bytes of cached latents, expanded for a later chunk; a token expands none."""
         if tokens == 1:
             return 0
         c = self.config
@@ -227,7 +226,7 @@ class _Steps(NamedTuple):
         return max(expanded, self.batch * absorbed * self.itemsize)
 
     def _delta_rule(self, tokens: int) -> int:
-        """A layer's projections, what goes through the convolution, and the rule in float32."""
+        """Bytes of a delta rule: projections, convolution, the rule in float32."""
         of = self.config.delta_net
         if of is None:
             return 0
@@ -251,8 +250,8 @@ class _Steps(NamedTuple):
         pairs = num_tokens * c.experts_per_token
         routing = 3 * 4 * num_tokens * c.num_experts
         hidden = self._hidden(tokens)
-        # Of the pairs so far, of a further wave, and weighted. Of a further tier its own, and those
-        # of the tiers up to it.
+        # Products of the pairs so far, of a further wave, and weighted. A further tier has its own
+        # and those of the tiers up to it.
         products = pairs * c.model_dim * (2 * self.itemsize + 4 + 8 * (self.num_tiers - 1))
         sparse = routing + hidden + products + (self._matrices(tokens) if self.is_cpu else 0)
         if c.shared_dim:  # XLA may run it before, between or after the experts' products
@@ -264,12 +263,12 @@ class _Steps(NamedTuple):
         return max(sparse if c.moe_layers else 0, dense if has_dense else 0)
 
     def _matrices(self, tokens: int) -> int:
-        """Plain experts that XLA copies out of their stack; what packed ones are dequantized to.
+        """Bytes of plain experts copied from their stack, or of dequantized ones.
 
         Few pairs are unrolled, and the copies of all of them live at once; more go by blocks, some
-        experts at a time. Of the calls of at most so many tokens, one that is just unrolled takes
-        the most: of the chunks of a prompt (none is shorter than `MIN_CHUNK` where that divides the
-        context), or of the decode steps of fewer sequences.
+        experts at a time. Among calls of at most so many tokens, the largest that is unrolled takes
+        the most: a chunk of a prompt (at least `MIN_CHUNK` tokens where that divides the context),
+        or a decode step of fewer sequences.
         """
         c, num_tokens = self.config, self.batch * tokens
         expert = 3 * c.model_dim * c.expert_dim * self.itemsize

@@ -1,4 +1,4 @@
-"""Which slot holds which expert: pure functions over tables of fixed shapes, for inside the step.
+"""Residency of experts in slots: pure functions over fixed-shape tables.
 
 Axes: M sparse layers, E experts of a layer, C cache slots of a layer, B transient slots that all
 layers share, S = M C + B slots of the device pool. The slot of (layer l, local slot c) is l C + c;

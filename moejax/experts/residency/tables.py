@@ -1,4 +1,4 @@
-"""The tables of a cache: sizes, what is in every slot, and one layer's rows of it."""
+"""Tables of a cache: its sizes, and the residency of every slot."""
 
 import dataclasses
 from typing import Protocol, Self, TypeVar
@@ -13,7 +13,7 @@ Layer = int | jax.Array  # int or int32[], 0 <= layer < M
 
 
 class Counter(Protocol):
-    """What counts events of a layer: `moejax.experts.ledger.Counts`."""
+    """Counter of a layer's events: `moejax.experts.ledger.Counts`."""
 
     def add(self, layer: Layer, **amounts: jax.Array | int) -> Self:
         """Adds to events of a layer, by name."""
@@ -29,7 +29,7 @@ Counts = TypeVar("Counts", bound=Counter)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """Static sizes.
+    """Static sizes of a cache.
 
     `banks`: arrays that the layers' slots lie in, layer l in bank l mod `banks`. A slot's global
     number counts within its bank, which has the same number of slots as the others: with two, what
@@ -47,16 +47,16 @@ class CacheSpec:
 
     @property
     def num_slots(self) -> int:
-        """S, of a bank."""
+        """Slots of a bank, S."""
         return self.first_transient + self.transient
 
     @property
     def first_transient(self) -> int:
-        """ceil(M / banks) C."""
+        """First transient slot: ceil(M / banks) C."""
         return -(-self.num_layers // self.banks) * self.slots
 
     def has(self, layer: int, expert: int) -> bool:
-        """Whether there is such an expert."""
+        """Whether the layer and the expert exist."""
         return 0 <= layer < self.num_layers and 0 <= expert < self.num_experts
 
     def check(self) -> None:
@@ -74,7 +74,7 @@ class CacheSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residency:
-    """What is in the slots of every layer; donated through steps with the pools.
+    """Residency of every layer's slots; donated through steps with the pools.
 
     `table` int32[M, E + 3 C] has, of each layer, the columns that the properties of these names
     return; `clock` int32[] counts the steps of layers from 1 on and may wrap; `num_experts` is E.
@@ -140,15 +140,14 @@ class Residency:
 
 
 def empty(spec: CacheSpec) -> Residency:
-    """Nothing resident."""
+    """Returns tables with nothing resident."""
     return seeded(spec, np.zeros((spec.num_layers, 0), np.int32))
 
 
 def seeded(spec: CacheSpec, experts: np.ndarray | jax.Array) -> Residency:
-    """The content of a warm start: local slot c of layer l owns experts[l, c].
+    """Returns tables of a warm start: local slot c of layer l owns experts[l, c].
 
     Args:
-      spec: the sizes.
       experts: int32[M, n], n <= C, different ones in a row.
 
     Raises:

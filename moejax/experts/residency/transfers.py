@@ -1,4 +1,4 @@
-"""Changes of the tables between plans: experts that bulk transfers bring, and those that leave."""
+"""Updates the tables between plans: admits bulk transfers, frees slots."""
 
 import dataclasses
 
@@ -31,9 +31,7 @@ def admit(
     expert that is resident already, and one for which there is no victim.
 
     Args:
-      spec: the sizes.
       residency: donate it.
-      layer: which.
       experts: int32[n], the most urgent first; -1 is skipped.
       counts: gets bulk, evictions and prefetch waste.
 
@@ -67,7 +65,7 @@ def admit(
 def release_everywhere(
     residency: Residency, experts: jax.Array, counts: Counts
 ) -> tuple[Residency, Counts]:
-    """Experts, bool[M, E], leave their slots, which are free from now on.
+    """Frees the slots of experts, bool[M, E].
 
     Args:
       residency: donate it.
