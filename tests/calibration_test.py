@@ -121,10 +121,6 @@ class LayerRunTest(HostTestCase):
         whole = jax.jit(lambda w, tokens: forward(merge_weights(definition, w), tokens)[0])
         hidden = whole(weights, jnp.asarray(self.tokens))
         numpy_model.assert_near(run.hidden, np.asarray(hidden, np.float64), factor=3)
-        normed = numpy_model.rms_norm(x, weights["final_norm"], config.norm_eps)
-        found = run.head_hessian(weights["final_norm"])
-        numpy_model.assert_near(found.mean, mean_of(normed), factor=20)
-        self.assertEqual(found.num_tokens, 45)
 
     @pytest.mark.slow
     def test_chunks_of_experts_and_steps_change_nothing(self):
@@ -180,8 +176,6 @@ class LayerRunTest(HostTestCase):
         for expert in (None, 5, -1):
             with self.assertRaisesRegex(ValueError, r"moe.down of expert .* not in 0\.\.4"):
                 captured.hessian("moe.down", expert)
-        with self.assertRaisesRegex(ValueError, "layer 0 comes next"):
-            run.head_hessian(weights["final_norm"])
         run.layer = 3
         with self.assertRaisesRegex(ValueError, "no layer 3"):
             run.advance({})

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid, dequantize
-from moejax.quantization.hessian import damped, inverse_factor, mean_hessian, output_error
+from moejax.quantization.hessian import damped, inverse_factor, mean_hessian
 from moejax.quantization.hqq import hqq
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import rtn
@@ -96,6 +96,12 @@ class Reference:
         return cls(codes, steps, scales, zeros, order)
 
 
+def output_error(difference: np.ndarray, hessian: np.ndarray) -> float:
+    """tr(D H D^T), the loss of GPTQ's eq. 1, in float64."""
+    difference = difference.astype(np.float64)
+    return float(np.trace(difference @ hessian @ difference.T))
+
+
 class GptqTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -157,18 +163,14 @@ class GptqTest(parameterized.TestCase):
         lost, lost_by_rounding = (np.trace((w - v) @ h @ (w - v).T) for v in (values, plain))
         self.assertLess(lost, 0.6 * lost_by_rounding)
 
-    def test_inverse_factor_and_errors_in_float64(self):
-        w, h = self._problem()
+    def test_inverse_factor_in_float64(self):
+        _, h = self._problem()
         upper, damping = inverse_factor(jnp.asarray(h), 0.01)
         np.testing.assert_array_equal(np.tril(upper, -1), 0)
         inverse = np.linalg.inv(h.astype(np.float64) + 0.01 * np.diag(h).mean() * np.eye(K))
         upper = np.asarray(upper, np.float64)
         np.testing.assert_allclose(upper.T @ upper, inverse, atol=1e-4 * np.abs(inverse).max())
         self.assertAlmostEqual(float(damping), 0.01)
-        expected = np.trace(w.astype(np.float64) @ h @ w.T)
-        self.assertAlmostEqual(
-            float(output_error(jnp.asarray(w), jnp.asarray(h))) / expected, 1, places=5
-        )
         np.testing.assert_allclose(
             damped(jnp.asarray(h), 0.5), h + 0.5 * np.diag(h).mean() * np.eye(K), rtol=1e-6
         )
@@ -198,8 +200,8 @@ class GptqTest(parameterized.TestCase):
         self.assertFalse(found.starved)
         plain = dequantize(rtn(jnp.asarray(w), grid), grid)
         self.assertLess(
-            output_error(w - dequantize(found.codes, grid), jnp.asarray(h)),
-            output_error(w - plain, jnp.asarray(h)),
+            output_error(w - np.asarray(dequantize(found.codes, grid)), h),
+            output_error(w - np.asarray(plain), h),
         )
 
     @parameterized.parameters(

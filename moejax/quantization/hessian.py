@@ -1,4 +1,4 @@
-"""Hessian of a layer's calibration inputs, and errors measured with it."""
+"""Hessian of a layer's calibration inputs."""
 
 import functools
 
@@ -6,22 +6,6 @@ import jax
 import jax.numpy as jnp
 
 MAX_RAISES = 8  # of the damping, each tenfold; the last one drowns any Hessian
-
-
-def output_error(difference: jax.Array, hessian: jax.Array) -> jax.Array:
-    """Output error tr(D H D^T): twice the mean squared norm of D x over H's tokens.
-
-    (Frantar et al. 2023, GPTQ, eq. 1, with H = 2 X X^T / n.)
-
-    Args:
-      difference: float32[..., N, K], weights less quantized weights.
-      hessian: float32[..., K, K], running mean of 2 x x^T.
-
-    Returns:
-      float32[...].
-    """
-    product = jnp.einsum("...nk,...kj->...nj", difference, hessian, precision="highest")
-    return jnp.sum(product * difference, axis=(-2, -1))
 
 
 def damped(hessian: jax.Array, damping: jax.Array | float) -> jax.Array:

@@ -178,10 +178,6 @@ class Arithmetic:
         """The float32 with these bits."""
         return arith.bitcast(f32(), self.const(word))
 
-    def bits_of_f32(self, value: Value) -> Value:
-        """Bits of a float32."""
-        return arith.bitcast(i32(), value)
-
     def byte_to_f32(self, word: Value, byte: int) -> Value:
         """Converts a byte of a word to float32: 2^23 + b as bits, less 2^23 (exact)."""
         low = self.band(self.shr(word, 8 * byte), 0xFF)

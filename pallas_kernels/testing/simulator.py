@@ -334,9 +334,6 @@ class Simulator:
     def f32_of_bits(self, word: Value) -> Value:
         return self._word(word).astype(np.uint32).view(np.float32)
 
-    def bits_of_f32(self, value: Value) -> Value:
-        return np.ascontiguousarray(self._float(value)).view(np.uint32).astype(np.int64)
-
     def byte_to_f32(self, word: Value, byte: int) -> Value:
         return (self._word(word) >> 8 * byte & 0xFF).astype(np.float32)
 

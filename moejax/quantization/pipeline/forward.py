@@ -28,8 +28,7 @@ import numpy as np
 from moejax.models.attention import AttentionImpl, default_attention_impl
 from moejax.models.config import ModelConfig, leaf_dtype
 from moejax.models.moe import default_expert_impl
-from moejax.models.norm import rms_norm
-from moejax.quantization.hessian import add_outer_products, mean_hessian
+from moejax.quantization.hessian import mean_hessian
 from moejax.quantization.pipeline.layer_steps import (
     attention_step,
     expert_step,
@@ -117,25 +116,6 @@ class LayerRun:
             x = jax.device_put(part, self._device)
             part[...] = np.asarray(layer_step(placed, x, config, experts, self._attention))
         self.layer += 1
-
-    def head_hessian(self, final_norm: Any) -> Hessian:
-        """Computes the Hessian of the head's input; after the last layer.
-
-        Args:
-          final_norm: [D].
-        """
-        if self.layer != self.config.num_layers:
-            raise ValueError(f"layer {self.layer} comes next, the head does after the last")
-        norm = self._placed({"norm": final_norm})["norm"]
-        width = self.config.model_dim
-        total = jnp.zeros((width, width), jnp.float32, device=self._device)
-        for part in _steps(self.hidden, self._step):
-            x = rms_norm(
-                jax.device_put(part, self._device), norm, self.config.norm_eps,
-                zero_centred=self.config.zero_centred_norm,
-            )  # fmt: skip
-            total = add_outer_products(total, x.reshape(-1, width))
-        return _mean(total, self.hidden.shape[0] * self.hidden.shape[1])
 
     def _one_layer(self) -> ModelConfig:
         if self.layer >= self.config.num_layers:
