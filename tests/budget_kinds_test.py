@@ -140,6 +140,7 @@ class ContractTest(parameterized.TestCase):
         )  # fmt: skip
         prompts = np.random.default_rng(0).integers(0, TINY["vocab_size"], (batch, context - 8))
         engine.generate(prompts.tolist(), max_new_tokens=3)
+        engine.logits(prompts)  # in longer chunks than a CPU's prompts
         planned = engine.budget.device["activations and workspace"]
         programs = engine._runner.programs._programs.values()
         found = max(program.memory_analysis().temp_size_in_bytes for program in programs)
