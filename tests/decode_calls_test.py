@@ -18,7 +18,7 @@ from moejax.inference.runner import Runner
 from moejax.policies.make import make_policy
 from tests.pooled_test import QWEN, pooled_runner, random_weights
 from tests.tiered_case import tiered_runner
-from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
+from tests.tiny_engine import VOCAB_SIZE, answers, load_tiny_engine
 
 CONTEXT = 256
 ENGINE: Engine
@@ -76,9 +76,8 @@ class WholeCallsTest(absltest.TestCase):
         serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=True)
         for num_new, expected in ((2, False), (4, False), (17, True), (20, True)):
             serving.programs._programs.clear()
-            settings = GenerationSettings(max_new_tokens=num_new)
-            parts = [rows[0] for rows, _ in serving.run([random_tokens(12)], 64, settings, (), 4)]
-            self.assertLen([token for part in parts for token in part], num_new)
+            [answer] = answers(serving, [random_tokens(12)], 64, num_new, per_call=4)
+            self.assertLen(answer, num_new)
             (key,) = (key for key in serving.programs._programs if key[0] is steps.decode)
             self.assertEqual(key[1][-1], expected, num_new)
 
