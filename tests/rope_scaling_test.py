@@ -1,6 +1,7 @@
 """Scaled rotary embedding against transformers: frequencies, logits of prompts, and of decode."""
 
 import functools
+import inspect
 import json
 import tempfile
 from pathlib import Path
@@ -206,10 +207,12 @@ class LogitsTest(parameterized.TestCase):
             tokens.tolist(), LENGTHS[-1] + NUM_DECODED, settings, (), engine.config.vocab_size
         )
         token = np.array(session.emitted.tokens)
+        is_named_cache = "cache" in inspect.signature(model.forward).parameters  # 5.24 and later
+        keyword = "cache" if is_named_cache else "past_key_values"
         for step in range(NUM_DECODED - 1):
             with torch.no_grad():
                 run = model(
-                    torch.as_tensor(token, dtype=torch.int64), past_key_values=cache,
+                    torch.as_tensor(token, dtype=torch.int64), **{keyword: cache},
                     position_ids=torch.tensor([[length + step]]), use_cache=True,
                 )  # fmt: skip
             cache = run.past_key_values
