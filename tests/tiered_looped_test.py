@@ -114,7 +114,11 @@ class OneLaunchTest(parameterized.TestCase):
                 options |= {"interpret": True}
             return plan(*arguments, **options)
 
-        in_one, plan = CacheStep.is_grouped, cache_plan.plan
+        def predicted(*arguments, **options):
+            options |= {"interpret": options["implementation"] == "triton"}
+            return predict(*arguments, **options)
+
+        in_one, plan, predict = CacheStep.is_grouped, cache_plan.plan, cache_plan.predict
         refusal = Placing.refusal
 
         def few(self, num_pairs):  # as if these were a GPU's
@@ -122,7 +126,7 @@ class OneLaunchTest(parameterized.TestCase):
 
         ways = ((lambda *_: False, refusal), (in_one, refusal), (in_one, few))
         for separate, refuses in ways:
-            for cache in (expert_products._grouped, placing._planned):
+            for cache in (expert_products._grouped, placing._planned, placing._predicted):
                 cache.clear_cache()  # of traces, in which the calls are
             runner, memory = tiered_runner(
                 policy, bits, slots, prefetch=ahead, transient=8, runs=runs
@@ -131,6 +135,7 @@ class OneLaunchTest(parameterized.TestCase):
             with (
                 mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
                 mock.patch.object(cache_plan, "plan", interpreted),
+                mock.patch.object(cache_plan, "predict", predicted),
                 mock.patch.object(CacheStep, "is_grouped", separate),
                 mock.patch.object(Placing, "refusal", refuses),
             ):
