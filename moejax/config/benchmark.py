@@ -99,7 +99,7 @@ class BenchmarkConfig(RunConfig):
         return 0.0 if self.skew == "uniform" else float(self.skew.removeprefix("zipf:"))
 
     def check(self) -> None:
-        """See `RunConfig.check`; checks that need the model follow with the model at hand."""
+        """Checks fields; what needs the model is checked when it is there (`RunConfig.check`)."""
         if not self.checkpoint:
             raise MoejaxError("checkpoint='' must be a name or a directory")
         if self.shape and self.shape not in CONFIGS:

@@ -66,7 +66,7 @@ class MemoryConfig(RunConfig):
         return Limits(**dataclasses.asdict(self))
 
     def check(self) -> None:
-        """See `RunConfig.check`; `make_budget` checks them with the model at hand."""
+        """Checks fields; `make_budget` checks them with the model (`RunConfig.check`)."""
         check_gib(self.device_gib, self.host_gib, "")
         if self.slots < -1:
             raise MoejaxError(f"slots={self.slots} must be -1 (as many as fit) or a number")
@@ -214,7 +214,7 @@ class GenerateConfig(RecordConfig):
         return {name: value for name, value in given.items() if value not in (None, ())}
 
     def check(self) -> None:
-        """See `RunConfig.check`; the engine checks `platform` and `dtype`."""
+        """Checks fields but `platform` and `dtype`, which the engine checks (`RunConfig.check`)."""
         if not self.checkpoint:
             raise MoejaxError("checkpoint='' must be a name or a directory")
         if self.context < 0:
@@ -315,7 +315,7 @@ class QuantizeConfig(RunConfig):
     )
 
     def check(self) -> None:
-        """See `RunConfig.check`; the recipe's fields are checked with the model at hand."""
+        """Checks fields; those of the recipe are checked with the model (`RunConfig.check`)."""
         if not self.checkpoint:
             raise MoejaxError("checkpoint='' must be a name or a directory")
         if not self.calibration:
@@ -372,7 +372,7 @@ class EvaluateConfig(RecordConfig):
     )
 
     def moved(self, name: str) -> str:
-        """See `RunConfig.moved`: lm_eval runs the tasks that this command had."""
+        """Names lm_eval for the tasks that this command had (`RunConfig.moved`)."""
         gone = ("task", "data", "fewshot", "fewshot_data", "limit", "max_new_tokens", "execute")
         return _TASKS_BY_LM_EVAL if name in gone else ""
 

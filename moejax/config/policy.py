@@ -99,11 +99,11 @@ class PolicyConfig(RunConfig):
     )
 
     def moved(self, name: str) -> str:
-        """See `RunConfig.moved`: each setting of a policy was once a field."""
+        """Names the new spelling of a setting that was once a field (`RunConfig.moved`)."""
         return f"--config.policy.settings={name}=VALUE" if name in SETTINGS else ""
 
     def more_help(self) -> list[str]:
-        """See `RunConfig.more_help`: settings of the named policy."""
+        """Lists the settings of the named policy (`RunConfig.more_help`)."""
         if not self.name:
             return []
         from moejax.policies.make import settings_of
@@ -139,7 +139,7 @@ class PolicyConfig(RunConfig):
         )
 
     def check(self) -> None:
-        """See `RunConfig.check`; settings are checked when the policy is made."""
+        """Checks fields; settings are checked when the policy is made (`RunConfig.check`)."""
         if self.name == "auto":
             raise MoejaxError(
                 "name='auto' is no longer a policy: moejax.sweep --config.trace=FILE "

@@ -65,7 +65,7 @@ class SweepConfig(RunConfig):
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
 
     def check(self) -> None:
-        """See `RunConfig.check`; trace, grid and machine are checked when read."""
+        """Checks fields; trace, grid and machine are checked when read (`RunConfig.check`)."""
         if self.policy not in POLICIES and ":" not in self.policy:
             known = ", ".join(POLICIES)
             raise MoejaxError(f"there is no policy {self.policy!r} to sweep over; known: {known}")

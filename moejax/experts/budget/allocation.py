@@ -210,7 +210,7 @@ class _Run:
         return bulk_nbytes(self.tier.expert_nbytes, self.limits.bulk)
 
     def at_once(self, slots: int, transient: int) -> int:
-        """See `TierBudget.at_once`."""
+        """Experts that a step fetches at once for a layer, at most (`TierBudget.at_once`)."""
         num_pairs = self.batch * self.chunk * self.config.experts_per_token
         return most_at_once(self.num_experts, num_pairs, slots, transient)
 
