@@ -55,20 +55,13 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Generic[_Config]):
-    """A main: its help, configuration and body.
+    """A main: its help, configuration and body."""
 
-    Attributes:
-      doc: its help text, before the flags.
-      default: the configuration without flags.
-      define_flags: defines the flags beside `--config`.
-      body: runs it.
-      resumes: whether the command, run again after an interruption, resumes where it stopped.
-    """
-
-    doc: str
-    default: _Config
-    define_flags: Callable[[flags.FlagValues], None]
-    body: Callable[[_Config, flags.FlagValues], None]
+    doc: str  # its help text, before the flags
+    default: _Config  # the configuration without flags
+    define_flags: Callable[[flags.FlagValues], None]  # defines the flags beside `--config`
+    body: Callable[[_Config, flags.FlagValues], None]  # runs it
+    # whether the command, run again after an interruption, resumes where it stopped
     resumes: Callable[[_Config], bool] = lambda config: False
 
 

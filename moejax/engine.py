@@ -78,9 +78,7 @@ class Engine:
         """Makes an engine from weights on the device; `from_pretrained` reads them.
 
         Args:
-          config: the model's shape.
           weights: flat dict of layer-stacked leaves.
-          tokenizer: encodes prompts that are texts.
           eos_ids: tokens that end an answer.
           device: None for JAX's default one.
           context: cache length of every call, or 0.
@@ -335,7 +333,6 @@ class Engine:
 
         Args:
           messages: each with "role" (system, user or assistant) and "content".
-          enable_thinking: see `chat_prompt`.
           **settings: fields of `GenerationSettings`.
         """
         prompt = self.chat_prompt(messages, enable_thinking=enable_thinking)

@@ -34,7 +34,6 @@ def allowed(wanted: str, kernels: ops.Kernels, shape: str = "") -> tuple[str, ..
 
     Args:
       wanted: one of `EXPECTATIONS`.
-      kernels: of the run.
       shape: name of the model's shape.
     """
     if wanted in KERNELS:
@@ -69,7 +68,6 @@ def wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) ->
     """A line for each packed product that something else serves; empty where all is well.
 
     Args:
-      products: of a phase, by name.
       may: implementations, as `allowed` gives them.
     """
     if not may:
@@ -87,8 +85,6 @@ def phases(
     """Phase, tokens of a call and what serves it: of a prompt's chunks, then of decode.
 
     Args:
-      runner: of a model.
-      batch: B.
       prompt: tokens of each prompt; 0: none is run.
       context: slots of the cache; no matter without a prompt.
     """
@@ -105,12 +101,7 @@ def require_kernels(
     """Ends a script where packed products of a run are served by what is not expected.
 
     Args:
-      runner: of a model.
-      batch: B.
       wanted: one of `EXPECTATIONS`.
-      shape: as in `allowed`.
-      prompt: as in `phases`.
-      context: likewise.
 
     Raises:
       SystemExit: with all of them in a line.
@@ -129,12 +120,6 @@ def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int)
     """Nothing where a kernel serves every packed product of a device that has kernels.
 
     Forms that no kernel takes on any device (FP8, act-order; docs/kernels.md) may be dequantized.
-
-    Args:
-      runner: of a model.
-      batch: B.
-      prompt: as in `phases`.
-      context: likewise.
 
     Raises:
       MoejaxError: naming what runs on none, and why.

@@ -17,19 +17,12 @@ from moejax.models.kernel_choice import EXPERT_LEAVES
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A value, and what it spread over where there were several runs.
+    """A value, and what it spread over where there were several runs."""
 
-    Attributes:
-      value: the median over the runs, or the only one there is.
-      unit: "ms", "tokens/s", "MB" ...
-      low: of the runs the least; None where runs do not differ.
-      high: the largest.
-    """
-
-    value: float
-    unit: str
-    low: float | None = None
-    high: float | None = None
+    value: float  # the median over the runs, or the only one there is
+    unit: str  # "ms", "tokens/s", "MB"
+    low: float | None = None  # of the runs the least; None where runs do not differ
+    high: float | None = None  # the largest
 
 
 Figures = dict[str, Figure]
@@ -100,13 +93,7 @@ def of_ledgers(measured: Measured) -> Figures:
 
 
 def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figures:
-    """The least bytes that a decode step reads, their time, and its share of the TPOT.
-
-    Args:
-      measured: the runs.
-      runner: of the model.
-      bandwidth: of the device.
-    """
+    """The least bytes that a decode step reads, their time, and its share of the TPOT."""
     every = [batch for run in measured.runs for batch in run]
     steps = sum(b.steps for b in every)
     if not steps:
@@ -147,7 +134,6 @@ def positions(batch: BatchTimes, window: int | None = None) -> float:
     Step i of a sequence (from 1 on) reads the prompt and the i tokens after it.
 
     Args:
-      batch: its tokens.
       window: positions that a query sees at most; None: all.
     """
     total = 0
@@ -162,10 +148,8 @@ def of_cost(
     """Memory peaks of the process so far, and seconds that are in no other figure.
 
     Args:
-      measured: the runs.
       load_s: of loading the model, or making it.
       device_peak: bytes; None where JAX does not count them.
-      host_peak: bytes.
     """
     found = {"host memory peak": Figure(host_peak / 2**30, "GiB")}
     if device_peak is not None:

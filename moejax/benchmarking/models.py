@@ -45,39 +45,23 @@ BFLOAT16_BYTES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model that is ready.
-
-    Attributes:
-      runner: of the model.
-      budget: what was planned; None without limits.
-      routing: where decode steps' experts are from, for people.
-      load_s: seconds that it took; 0 where it was there already.
-      close: gives back what no other measurement uses.
-    """
+    """A model that is ready."""
 
     runner: Runner
-    budget: Budget | None
-    routing: str
-    load_s: float
-    close: Callable[[], None]
+    budget: Budget | None  # what was planned; None without limits
+    routing: str  # where decode steps' experts are from, for people
+    load_s: float  # seconds that it took; 0 where it was there already
+    close: Callable[[], None]  # gives back what no other measurement uses
 
 
 class Models(Protocol):
-    """Gives models for batches and budgets.
-
-    Attributes:
-      config: of the model.
-      tokenizer: None where there is none.
-      eos_ids: tokens that end an answer.
-      device: where it runs.
-      about: the model, for people.
-    """
+    """Gives models for batches and budgets."""
 
     config: ModelConfig
-    tokenizer: Tokenizer | None
-    eos_ids: tuple[int, ...]
-    device: jax.Device
-    about: str
+    tokenizer: Tokenizer | None  # None where there is none
+    eos_ids: tuple[int, ...]  # tokens that end an answer
+    device: jax.Device  # where it runs
+    about: str  # the model, for people
 
     def load(self, batch: int, gib: float, context: int) -> Loaded:
         """A model under a limit of the device, 0: none; BudgetError where it cannot run."""

@@ -16,23 +16,14 @@ from pallas_kernels import layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Bits and groups of each part of a model.
+    """Bits and groups of each part of a model."""
 
-    Attributes:
-      bits: of routed experts and dense MLPs; 16 for bf16.
-      group_size: of every packed matrix.
-      zero_kind: "float", "integer" or "symmetric".
-      attention_bits: of the projections of attention, or of a delta rule; 16 for bf16.
-      shared_bits: of the experts that every token takes; 16 for bf16.
-      head_bits: of the head; 16 for bf16.
-    """
-
-    bits: int = 16
-    group_size: int = 64
-    zero_kind: str = "float"
-    attention_bits: int = 16
-    shared_bits: int = 16
-    head_bits: int = 16
+    bits: int = 16  # of routed experts and dense MLPs; 16 for bf16
+    group_size: int = 64  # of every packed matrix
+    zero_kind: str = "float"  # "float", "integer" or "symmetric"
+    attention_bits: int = 16  # of the projections of attention, or of a delta rule; 16 for bf16
+    shared_bits: int = 16  # of the experts that every token takes; 16 for bf16
+    head_bits: int = 16  # of the head; 16 for bf16
 
     def bits_of(self, leaf: str) -> int:
         """Bits of a leaf of `weight_shapes`; 16: plain."""
@@ -133,9 +124,7 @@ def random_weights(
     what is added to routers' scores.
 
     Args:
-      config: of the model.
       packing: which matrices are packed; the others, and norms, are bf16.
-      device: where.
       dense: whether all but the experts are among the leaves.
       experts: whether they are.
     """

@@ -177,8 +177,6 @@ def lines(config: BenchmarkConfig, outcome: Outcome, *, stats: bool) -> list[str
     """Lines for stdout: the run, a table, then what moved under each point.
 
     Args:
-      config: of the run.
-      outcome: measured.
       stats: a line for each layer too.
     """
     versions = ", ".join(f"{k} {v}" for k, v in results.package_versions("jax", "jaxlib").items())

@@ -21,16 +21,11 @@ HUMAN = ("human", "user")  # who speaks first in ShareGPT's conversations
 
 @dataclasses.dataclass(frozen=True)
 class RawPrompt:
-    """One prompt as a file has it.
+    """One prompt as a file has it."""
 
-    Attributes:
-      text: to be continued; "" where there are messages.
-      messages: for the model's chat template.
-      plain: whether the message's text may stand alone where the model has no template.
-    """
-
-    text: str = ""
-    messages: tuple[Message, ...] = ()
+    text: str = ""  # to be continued; "" where there are messages
+    messages: tuple[Message, ...] = ()  # for the model's chat template
+    # whether the message's text may stand alone where the model has no template
     plain: bool = False
 
 
@@ -183,8 +178,6 @@ def of_file(
     """The first prompts of a file.
 
     Args:
-      file: read.
-      tokenizer: of the model.
       num_prompts: at most; 0: all.
       longest: tokens; what is longer is cut at its end.
 
@@ -210,15 +203,7 @@ def of_file(
 def of_text(
     text: str, tokenizer: "Tokenizer", *, num_prompts: int, length: int, name: str
 ) -> Requests:
-    """Prompts of one length, at even distances in a text that is begun again where it ends.
-
-    Args:
-      text: any.
-      tokenizer: of the model.
-      num_prompts: how many.
-      length: tokens of each.
-      name: of the text, for people.
-    """
+    """Prompts of one length, at even distances in a text that is begun again where it ends."""
     ids = np.asarray(tokenizer.encode(text, add_special_tokens=False))
     starts = np.arange(num_prompts) * len(ids) // num_prompts
     rows = ids[(starts[:, None] + np.arange(length)) % len(ids)]
@@ -226,14 +211,7 @@ def of_text(
 
 
 def at_random(vocab_size: int, *, num_prompts: int, length: int, seed: int) -> Requests:
-    """Prompts of random tokens.
-
-    Args:
-      vocab_size: V.
-      num_prompts: how many.
-      length: tokens of each.
-      seed: of the draws.
-    """
+    """Prompts of random tokens."""
     rows = np.random.default_rng(seed).integers(0, vocab_size, (num_prompts, length))
     return Requests(rows.tolist(), f"{num_prompts} prompts of {length} random tokens")
 

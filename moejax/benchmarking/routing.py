@@ -56,18 +56,13 @@ class Workload:
     """Router outputs of S steps of M layers and B sequences.
 
     Invariants: `ids` are the top A of `probabilities`, by falling probability, none twice.
-
-    Attributes:
-      ids: int32[S, M, B, A].
-      probabilities: float32[S, M, B, E].
-      predicted: float32[S, M, B, E], as the layer before expects them; of layer 0 nobody asks.
-      num_shifts: exchanges of ranks, over all layers.
     """
 
-    ids: np.ndarray
-    probabilities: np.ndarray
+    ids: np.ndarray  # int32[S, M, B, A]
+    probabilities: np.ndarray  # float32[S, M, B, E]
+    # float32[S, M, B, E], as the layer before expects them; of layer 0 nobody asks
     predicted: np.ndarray
-    num_shifts: int
+    num_shifts: int  # exchanges of ranks, over all layers
 
     @property
     def num_experts(self) -> int:
@@ -138,12 +133,9 @@ def with_skew(
     """Made up, popularity like Zipf's law (the head of this file says how).
 
     Args:
-      config: of the model.
-      batch: sequences.
       shape: its name, which says what skew is known of it.
       exponent: s; None: the shape's of `EXPONENTS`, else 0.
       recall: share of the needed experts that look-ahead expects.
-      seed: of the draws.
     """
     why = "as asked"
     if exponent is None:
@@ -165,14 +157,6 @@ def of_trace(
 
     A trace of another number of experts is scaled (`scaled_trace`), and its gates
     are made up; layers that it lacks are its layers again, from another place.
-
-    Args:
-      config: of the model.
-      trace: as recorded.
-      batch: sequences.
-      recall: as in `with_skew`.
-      seed: likewise.
-      name: of the trace, for people.
 
     Raises:
       MoejaxError: nothing was decoded, or the trace cannot be scaled to the shape.
@@ -201,14 +185,10 @@ def make_workload(
     """A workload of a model's shape.
 
     Args:
-      config: of the model.
-      num_steps: S.
-      batch: B.
       exponent: s; 0: experts are drawn evenly.
       shift_every: N, steps between the shifts of a layer; 0: ranks stay.
       shift_share: of the experts that exchange ranks.
       recall: the probability that a needed expert is expected.
-      seed: of all draws.
     """
     num_experts, width = config.num_experts, config.experts_per_token
     num_layers = len(config.moe_layers)
@@ -240,9 +220,6 @@ def workload_of(
     Args:
       ids: int32[S, M, B, A].
       gates: float32[S, M, B, A], falling, sums of 1.
-      num_experts: E.
-      recall: as in `with_skew`.
-      seed: likewise.
     """
     rest = (1 - CHOSEN_MASS) / max(1, num_experts - ids.shape[-1])
     probabilities = np.full((*ids.shape[:-1], num_experts), rest, np.float32)
@@ -270,11 +247,8 @@ def lru_trace(
 
     Args:
       hit_rates: slots to the share of hits, both rising; all experts hit always.
-      num_steps: of the trace.
       num_layers: M, whose traces are independent.
-      num_experts: E.
       width: A, experts a token.
-      seed: of the draws.
 
     Returns:
       int32[num_steps, M, A], no expert twice in a token.
@@ -316,9 +290,7 @@ def scaled_trace(
     Args:
       trace: int32[steps, m, a], by falling probability.
       num_experts: e of the small model.
-      num_layers: M.
       of_experts: E; a multiple of e, or a divisor.
-      width: A.
 
     Returns:
       int32[steps, M, A], no expert twice in a token.

@@ -33,34 +33,21 @@ NO_MEMORY = "is out of memory"  # of `devices.plain_memory_errors`
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One batch size under one budget.
+    """One batch size under one budget."""
 
-    Attributes:
-      batch: sequences at once.
-      gib: limit of the device; 0: none.
-      refusal: why it could not run; "" where it did.
-      figures: by name; {} where it was refused.
-      requests: what was asked, for people.
-      context: slots of the KV cache.
-      routing: where the experts of decode steps are from.
-      placement: where the experts are, lines.
-      peak_is_older: the device's peak is that of an earlier measurement: this one's is not above.
-      measured: the runs; None where it was refused.
-      kernels: what served each product.
-      predicted: what `fidelity` compares with the exact model; None once it is, or for nothing.
-    """
-
-    batch: int
-    gib: float
-    refusal: str = ""
-    figures: Figures = dataclasses.field(default_factory=dict)
-    requests: str = ""
-    context: int = 0
-    routing: str = ""
-    placement: tuple[str, ...] = ()
+    batch: int  # sequences at once
+    gib: float  # limit of the device; 0: none
+    refusal: str = ""  # why it could not run; "" where it did
+    figures: Figures = dataclasses.field(default_factory=dict)  # by name; {} where it was refused
+    requests: str = ""  # what was asked, for people
+    context: int = 0  # slots of the KV cache
+    routing: str = ""  # where the experts of decode steps are from
+    placement: tuple[str, ...] = ()  # where the experts are, lines
+    # the device's peak is that of an earlier measurement: this one's is not above
     peak_is_older: bool = False
-    measured: Measured | None = None
-    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    measured: Measured | None = None  # the runs; None where it was refused
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)  # what served each product
+    # what `fidelity` compares with the exact model; None once it is, or for nothing
     predicted: np.ndarray | None = None
 
     @property
@@ -86,7 +73,6 @@ def run(
     """Measures all points; what a budget or the device refuses is a point that says so.
 
     Args:
-      config: checked.
       file: of prompts; None: prompts of a length.
       known: told all points so far after each.
 

@@ -41,27 +41,17 @@ def tier_name(bits: int) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierPlan:
-    """One tier of a memory.
+    """One tier of a memory."""
 
-    Attributes:
-      bits: of the experts.
-      slots: of a layer; E: all experts are there from the start.
-      transient: slots for what passes.
-      prefetch: experts of the next layer that are brought ahead at most.
-      bulk: experts on their way between steps at most; 0: none ever.
-      first: int32[M, n], what the slots hold before any step; None: nothing, or all.
-      prefetch_in: the steps that bring experts ahead, one of `budget.PHASES`.
-      few_rows: the experts share a few rows of host memory.
-    """
-
-    bits: int
-    slots: int
-    transient: int = 0
-    prefetch: int = 0
-    bulk: int = 0
+    bits: int  # of the experts
+    slots: int  # of a layer; E: all experts are there from the start
+    transient: int = 0  # slots for what passes
+    prefetch: int = 0  # experts of the next layer that are brought ahead at most
+    bulk: int = 0  # experts on their way between steps at most; 0: none ever
+    # int32[M, n], what the slots hold before any step; None: nothing, or all
     first: np.ndarray | None = None
-    prefetch_in: str = BOTH
-    few_rows: bool = False
+    prefetch_in: str = BOTH  # the steps that bring experts ahead, one of `budget.PHASES`
+    few_rows: bool = False  # the experts share a few rows of host memory
 
 
 class ShapeMemories:
@@ -73,9 +63,7 @@ class ShapeMemories:
         """Makes the dense weights.
 
         Args:
-          config: of the model.
           packing: of what is packed; its bits are those of dense MLPs alone.
-          device: where it runs.
           host_gib: of a precision's rows, which experts share where they are more; 0: no limit.
         """
         self.config, self.packing, self.device = config, packing, device
@@ -158,7 +146,6 @@ class ShapeMemories:
         """A memory under a policy, of tiers of falling fidelity.
 
         Args:
-          policy: who decides.
           plans: of the tiers, or memories that are there, which are taken over.
           names: of the tiers; () for those of plans.
         """

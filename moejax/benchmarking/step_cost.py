@@ -31,7 +31,6 @@ def floor_bytes(
     layers without attention are read and written.
 
     Args:
-      config: of the model.
       weights: its leaves, those of experts or not.
       experts_nbytes: of the distinct experts that the step's tokens chose, over all layers.
       positions: of the cache that are read, summed over the sequences.
@@ -60,9 +59,6 @@ def bytes_per_step(
     """`floor_bytes` of a model with all its experts.
 
     Args:
-      config: of the model.
-      weights: all leaves.
-      batch: sequences.
       positions: of the cache that each reads.
       distinct: experts that a layer's tokens chose, the mean over layers.
       itemsize: bytes of a number of the cache.
@@ -81,9 +77,7 @@ def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float
     The routing of the next step is counted on the device. The session is used up.
 
     Args:
-      runner: of the session.
       session: after a prefill or some steps; its cache is donated.
-      spec: of the step.
     """
     definition = model_definition(runner.config, runner.kernels)
 

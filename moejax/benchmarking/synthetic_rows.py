@@ -27,9 +27,6 @@ class SyntheticRows:
         """Draws some experts and fills the store.
 
         Args:
-          config: of the model.
-          packing: of its experts.
-          device: of the store.
           num_rows: of the store, which experts then share; 0: one for each.
           host_gib: of the store at most, in place of a number; 0: no limit.
         """

@@ -38,12 +38,9 @@ class RunConfig:
 
     A field whose default is a RunConfig is a group of fields, named `group.field` on the command
     line and in errors; groups are not nested.
-
-    Attributes:
-      command: the command that runs it, "" for a group.
     """
 
-    command: ClassVar[str] = ""
+    command: ClassVar[str] = ""  # the command that runs it, "" for a group
 
     def check(self) -> None:
         """Raises MoejaxError naming the first field with a bad value, and its range."""

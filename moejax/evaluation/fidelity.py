@@ -35,19 +35,12 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """Divergence of a policy's predictions from the exact model's, over a sample's tokens.
+    """Divergence of a policy's predictions from the exact model's, over a sample's tokens."""
 
-    Attributes:
-      mean_kl: nats, of exact p and policy's q: sum p log(p / q).
-      largest_kl: the largest of one token.
-      same_choice: share of tokens whose likeliest next token is the same.
-      num_tokens: tokens compared.
-    """
-
-    mean_kl: float
-    largest_kl: float
-    same_choice: float
-    num_tokens: int
+    mean_kl: float  # nats, of exact p and policy's q: sum p log(p / q)
+    largest_kl: float  # the largest of one token
+    same_choice: float  # share of tokens whose likeliest next token is the same
+    num_tokens: int  # tokens compared
 
     def as_dict(self) -> dict[str, Any]:
         """Fields for JSON."""
@@ -97,7 +90,6 @@ def sample_prompts(prompts: Sequence[list[int]], share: float) -> list[Sample]:
     """Some prompts, spread over all of them, and random tokens of each.
 
     Args:
-      prompts: token ids.
       share: of a prompt's tokens, above 0; at most `POSITIONS`, at least one.
 
     Raises:

@@ -91,7 +91,6 @@ class MoejaxLM(TemplateLM):
         Args:
           pretrained: as `moejax.evaluate`'s `checkpoint`; None: its default.
           batch_size: sequences at once; None or "auto": its default.
-          max_batch_size: not used; lm_eval gives it.
           device: "cpu", "gpu", "cuda..." or None for any.
           max_gen_toks: most tokens of an answer, unless the task sets its own.
           **fields: fields of `EvaluateConfig`; see the module.

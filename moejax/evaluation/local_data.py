@@ -35,15 +35,10 @@ class Splits(datasets.DatasetDict):
 
 @dataclasses.dataclass(frozen=True)
 class LocalData:
-    """A folder of data sets.
+    """A folder of data sets."""
 
-    Attributes:
-      folder: of the files.
-      num_fewshot: examples before each document; None for the task's own number.
-    """
-
-    folder: Path
-    num_fewshot: int | None = None
+    folder: Path  # of the files
+    num_fewshot: int | None = None  # examples before each document; None for the task's own number
 
     def splits(self, task: Any) -> Splits:
         """Reads the data set of one of lm_eval's tasks.

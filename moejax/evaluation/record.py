@@ -48,15 +48,10 @@ def perplexity_record(
     """Builds the result as JSON.
 
     Args:
-      engine: the one that scored.
       head: identity of the measurement (`answers.AnswerFile`).
-      num_bytes: bytes of the text.
       stored: bytes of the checkpoint's tensors, None if not known.
       seconds: time of scoring without compiling.
-      seed: seed of the tokens compared with the exact model.
       num_resumed: windows that an earlier run scored; times and ledger are without them.
-      ledger: experts moved in this run.
-      fidelity: distance from the exact model, if it was compared.
     """
     mean = measured.nats / measured.num_scored
     return {

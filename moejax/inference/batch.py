@@ -68,7 +68,6 @@ class Batch:
           size: rows that the programs have; the rest are empty. 0: as many as there are prompts.
           top_logprobs: likeliest tokens given with each new one, and its own logprob; 0: none.
           steps_per_call: decode steps of a call, at most, for which the programs are compiled.
-          any_settings: see `Runner.prefill`.
         """
         rest = max(size, len(prompts)) - len(prompts)
         self._runner = runner

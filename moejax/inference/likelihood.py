@@ -56,20 +56,13 @@ class Scored(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Positions and targets to look up in a batch of rows, and results so far; donated.
+    """Positions and targets to look up in a batch of rows, and results so far; donated."""
 
-    Attributes:
-      positions: int32[B, P] of the inputs, of which what comes next is scored.
-      targets: int32[B, P, N], the tokens that may come there, of N continuations of one input; -1
-        for none.
-      log_probabilities: float32[B, P, N].
-      likeliest: bool[B, P, N], whether the target is the model's first choice.
-    """
-
-    positions: jax.Array
+    positions: jax.Array  # int32[B, P] of the inputs, of which what comes next is scored
+    # int32[B, P, N], the tokens that may come there, of N continuations of one input; -1 for none
     targets: jax.Array
-    log_probabilities: jax.Array
-    likeliest: jax.Array
+    log_probabilities: jax.Array  # float32[B, P, N]
+    likeliest: jax.Array  # bool[B, P, N], whether the target is the model's first choice
 
     def looked_up(self, model: Transformer, hidden: jax.Array, start: jax.Array) -> "Places":
         """Adds a chunk's results: `hidden` [B, T, D] of the positions from `start` on."""
@@ -337,7 +330,6 @@ def token_windows(
     rolling windows).
 
     Args:
-      ids: at least one.
       before: what the first one follows.
       max_length: tokens that a prediction may see.
     """

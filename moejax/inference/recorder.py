@@ -375,7 +375,6 @@ def recording(
     If anything fails there is no file. Steps recorded before the context are not in it.
 
     Args:
-      path: where to write the trace.
       spec: parts to record beside ids and weights.
       about: `facts`, for the file's metadata.
 

@@ -103,11 +103,6 @@ def importance_nbytes(
     Qwen3-30B and Mixtral shapes took 0.71 to 0.87 of this.
 
     Args:
-      batch: B.
-      length: T.
-      num_keys: S.
-      num_heads: H.
-      num_kv_heads: K.
       head_dim: C.
       itemsize: bytes of a number of queries and keys.
       platform: "gpu" or "cpu".

@@ -89,7 +89,6 @@ def requested_experts(ids: jax.Array, asked: jax.Array, num_experts: int) -> jax
     Args:
       ids: int32[N, A].
       asked: bool[N, A], pairs that are to be computed.
-      num_experts: E.
     """
     given = jnp.where(asked, ids, -1).reshape(-1)
     return jnp.any(given[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None], axis=0)

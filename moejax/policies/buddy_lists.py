@@ -21,14 +21,10 @@ class BuddyLists(NamedTuple):
 
     Invariants: a list holds no expert twice, not its own pivot, and only shares above 0, by falling
     share; -1 and share 0 pad it.
-
-    Attributes:
-      ids: int32[M, E, K].
-      q: float32[M, E, K], the share q_(j|i) of each.
     """
 
-    ids: np.ndarray
-    q: np.ndarray
+    ids: np.ndarray  # int32[M, E, K]
+    q: np.ndarray  # float32[M, E, K], the share q_(j|i) of each
 
     def sizes(self) -> np.ndarray:
         """Lengths |B(i; alpha)|, int64[M, E]; the paper reports their distribution."""
@@ -131,7 +127,6 @@ def alpha_schedule(first: float, last: float, num_layers: int) -> np.ndarray:
     Args:
       first: in (0, 1]; early layers are the more redundant ones (section 3.2).
       last: in (0, 1].
-      num_layers: M.
 
     Returns:
       float64[M].

@@ -50,59 +50,42 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     All numbers but `max_requests`, which is a shape, are leaves of the state, and may be swept
     there; eta, kappa and beta only if they are not 0 (beta: not None) here, which compiles them
     into the program.
-
-    Attributes:
-      lists: of a profile (`python -m moejax.profile_experts`).
-      gains: float[M, E, E], what the weight of expert i is multiplied by where j serves, such as
-        `buddy_lists.output_gains`; None is the paper's rule, 1. With buddies that are hardly alike
-        the full weight does more harm than dropping the pair.
-      tae_tau: see eq. 1, one of all layers or [M], such as `percentile_tau` gives; below 0: off.
-      tae_margin: gamma; 2 is off.
-      tae_temperature: temperature of p~.
-      beta: see eq. 2; None is off, as in the paper's Tables 2 to 4.
-      bypass_bytes: in place of beta, B of section 3.1: what layers that the gate bypasses may fetch
-        in a decode step, on the mean; beta follows from what was missing so far.
-      eta: see eq. 3; not 0 costs two launches a layer more.
-      kappa: see eq. 3; the same.
-      hops: [E], of eq. 3; () is 0 for all, one partition.
-      rho: replacements of a token and layer at most; None is no limit.
-      spend_on: which pairs the budget goes to first, "first" ranks (Algorithm 1's order) or "last"
-        ones, of the least gate weight.
-      depth: H, places of a list that are searched; None is all.
-      fall_back: what happens to a pair without a buddy.
-      in_prefill: whether prompts are served by buddies as well.
-      background_bytes: of transfers in the background, each time the engine asks for them, which is
-        once a call of decode steps; None is a quarter of an expert.
-      half_life: such times after which a miss counts half.
-      least_misses: an expert is brought from so many on.
-      max_requests: most requests per step.
-      form: how Algorithm 1 is computed; the engine takes "kernel" on a GPU.
     """
 
     name: ClassVar[str] = "buddymoe"
     substitutes: ClassVar[bool] = True
     has_kernel: ClassVar[bool] = True  # a subclass with a `search` of its own has none
 
-    lists: BuddyLists = NO_LISTS
+    lists: BuddyLists = NO_LISTS  # of a profile (`python -m moejax.profile_experts`)
+    # float[M, E, E], what the weight of expert i is multiplied by where j serves, such as
+    # `buddy_lists.output_gains`; None is the paper's rule, 1. With buddies that are hardly alike
+    # the full weight does more harm than dropping the pair.
     gains: np.ndarray | None = None
+    # see eq. 1, one of all layers or [M], such as `percentile_tau` gives; below 0: off.
     tae_tau: float | np.ndarray = -1.0
-    tae_margin: float = 2.0
-    tae_temperature: float = 1.0
-    beta: float | None = None
+    tae_margin: float = 2.0  # gamma; 2 is off
+    tae_temperature: float = 1.0  # temperature of p~
+    beta: float | None = None  # see eq. 2; None is off, as in the paper's Tables 2 to 4.
+    # in place of beta, B of section 3.1: what layers that the gate bypasses may fetch in a decode
+    # step, on the mean; beta follows from what was missing so far
     bypass_bytes: float | None = None
-    eta: float = 0.0
-    kappa: float = 0.0
-    hops: tuple[float, ...] = ()
-    rho: int | None = None
+    eta: float = 0.0  # see eq. 3; not 0 costs two launches a layer more.
+    kappa: float = 0.0  # see eq. 3; the same.
+    hops: tuple[float, ...] = ()  # [E], of eq. 3; () is 0 for all, one partition.
+    rho: int | None = None  # replacements of a token and layer at most; None is no limit
+    # which pairs the budget goes to first, "first" ranks (Algorithm 1's order) or "last" ones, of
+    # the least gate weight
     spend_on: Literal["first", "last"] = "first"
-    depth: int | None = None
-    fall_back: FallBack = "fetch"
-    in_prefill: bool = True
+    depth: int | None = None  # H, places of a list that are searched; None is all
+    fall_back: FallBack = "fetch"  # what happens to a pair without a buddy
+    in_prefill: bool = True  # whether prompts are served by buddies as well
+    # of transfers in the background, each time the engine asks for them, which is once a call of
+    # decode steps; None is a quarter of an expert
     background_bytes: float | None = None
-    half_life: float = 256.0
-    least_misses: float = 2.0
-    max_requests: int = 4
-    form: Form = "ranks"
+    half_life: float = 256.0  # such times after which a miss counts half
+    least_misses: float = 2.0  # an expert is brought from so many on
+    max_requests: int = 4  # most requests per step
+    form: Form = "ranks"  # how Algorithm 1 is computed; the engine takes "kernel" on a GPU
 
     def __post_init__(self) -> None:
         """Raises MoejaxError naming the first setting that is out of its range."""

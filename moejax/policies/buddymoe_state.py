@@ -14,74 +14,44 @@ from moejax.policies.base import Observation, Requests, layer_axes_of
 
 
 class Settings(NamedTuple):
-    """Settings that a sweep may vary: leaves of the state.
+    """Settings that a sweep may vary: leaves of the state."""
 
-    Attributes:
-      tau: float32[M], of the TAE gate.
-      margin: float32[], gamma.
-      temperature: float32[], of p~.
-      beta: float32[], of the distribution gate.
-      bypass_bytes: float32[], from which beta follows where it is used.
-      eta: float32[], weight of the token's own logits in eq. 3.
-      kappa: float32[], penalty of a hop in eq. 3.
-      budget: int32[], rho.
-      depth: int32[], H.
-      background_bytes: float32[], of background transfers, a step.
-      expert_bytes: float32[], of one expert.
-      retention: float32[], of the counts of misses, a step.
-      least_misses: float32[], from which on an expert is brought.
-    """
-
-    tau: jax.Array
-    margin: jax.Array
-    temperature: jax.Array
-    beta: jax.Array
-    bypass_bytes: jax.Array
-    eta: jax.Array
-    kappa: jax.Array
-    budget: jax.Array
-    depth: jax.Array
-    background_bytes: jax.Array
-    expert_bytes: jax.Array
-    retention: jax.Array
-    least_misses: jax.Array
+    tau: jax.Array  # float32[M], of the TAE gate
+    margin: jax.Array  # float32[], gamma
+    temperature: jax.Array  # float32[], of p~
+    beta: jax.Array  # float32[], of the distribution gate
+    bypass_bytes: jax.Array  # float32[], from which beta follows where it is used
+    eta: jax.Array  # float32[], weight of the token's own logits in eq. 3.
+    kappa: jax.Array  # float32[], penalty of a hop in eq. 3.
+    budget: jax.Array  # int32[], rho
+    depth: jax.Array  # int32[], H
+    background_bytes: jax.Array  # float32[], of background transfers, a step
+    expert_bytes: jax.Array  # float32[], of one expert
+    retention: jax.Array  # float32[], of the counts of misses, a step
+    least_misses: jax.Array  # float32[], from which on an expert is brought
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BuddyState:
-    """State of BuddyMoE; shapes and dtypes never change.
-
-    Attributes:
-      settings: of the policy.
-      lists: int32[M, E, K].
-      q: float32[M, E, K].
-      gains: float32[M, E, E], or None.
-      hops: float32[E], partitions between an expert and the tokens' device.
-      replaced: int32[M, E], pairs of each expert that a buddy served, so far.
-      dropped: int32[M, E], pairs of each expert that nobody served, so far.
-      counted: int32[M, E], how many of both `missed` knows of.
-      missed: float32[M, E], pairs replaced or dropped since the expert was last asked for, fading.
-      requested: int32[], experts that background transfers were asked for.
-      credit: float32[], bytes of background transfers that are saved up.
-      missing: float32[DELTA_BINS + 1], experts that decode steps asked for in vain, by the delta of
-        their layer (`buddy_gates.delta_bin`), fading; 0 where beta does not follow from it.
-      steps: float32[], the steps of that, fading alike.
-    """
+    """State of BuddyMoE; shapes and dtypes never change."""
 
     settings: Settings
-    lists: jax.Array
-    q: jax.Array
-    gains: jax.Array | None
-    hops: jax.Array
-    replaced: jax.Array
-    dropped: jax.Array
-    counted: jax.Array
+    lists: jax.Array  # int32[M, E, K]
+    q: jax.Array  # float32[M, E, K]
+    gains: jax.Array | None  # float32[M, E, E], or None
+    hops: jax.Array  # float32[E], partitions between an expert and the tokens' device
+    replaced: jax.Array  # int32[M, E], pairs of each expert that a buddy served, so far
+    dropped: jax.Array  # int32[M, E], pairs of each expert that nobody served, so far
+    counted: jax.Array  # int32[M, E], how many of both `missed` knows of
+    # float32[M, E], pairs replaced or dropped since the expert was last asked for, fading
     missed: jax.Array
-    requested: jax.Array
-    credit: jax.Array
+    requested: jax.Array  # int32[], experts that background transfers were asked for
+    credit: jax.Array  # float32[], bytes of background transfers that are saved up
+    # float32[DELTA_BINS + 1], experts that decode steps asked for in vain, by the delta of their
+    # layer (`buddy_gates.delta_bin`), fading; 0 where beta does not follow from it
     missing: jax.Array
-    steps: jax.Array
+    steps: jax.Array  # float32[], the steps of that, fading alike
 
 
 def layer_axes(has_gains: bool) -> BuddyState:
@@ -120,7 +90,6 @@ def most_missed(
     Args:
       state: after a step.
       resident: bool[M, 1, E].
-      max_requests: R.
     """
     settings, num_experts = state.settings, state.missed.shape[1]
     size, limit = settings.expert_bytes, min(max_requests, state.missed.size)

@@ -24,7 +24,6 @@ def retention_ratios(
       schedule: "cosine" (the paper's), "linear" (falls from 1 to lambda), "sensitivity" (f
         proportional to what was measured, cut at 1), or "equal" (r in every layer).
       retention: r, 0.5 to 1; with "equal" 0 to 1.
-      num_layers: L.
       sensitivity: one per layer, such as the loss that its quantization alone causes (Figure 5);
         not negative.
 

@@ -18,26 +18,18 @@ _EXACT = jax.lax.Precision.HIGHEST  # a shorter product would round the counts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertActivity:
-    """Sums over tokens, each with a weight of its own; whole numbers are exact to 2^24.
+    """Sums over tokens, each with a weight of its own; whole numbers are exact to 2^24."""
 
-    Attributes:
-      tokens: float32[], sum of the weights.
-      activations: float32[M, E], A_l(i).
-      coactivations: float32[M, E, E], M_l(i, j), tokens that chose both; 0 where i = j.
-      weighted: float32[M, E, E], sums of min(p~_i, p~_j) in place of counts.
-      entropies: float32[M, bins], of TAE by `buddy_gates.entropy_bin`.
-      cosines: float32[M, E, E], over tokens that chose i, of cos(f_i(x), f_j(x)); None where
-        outputs are not compared.
-      following: float32[M, E, E], tokens that chose i in layer l and j in the next sparse one; 0
-        for the last layer. None in older profiles, which did not count it.
-    """
-
-    tokens: jax.Array
-    activations: jax.Array
-    coactivations: jax.Array
-    weighted: jax.Array
-    entropies: jax.Array
+    tokens: jax.Array  # float32[], sum of the weights
+    activations: jax.Array  # float32[M, E], A_l(i)
+    coactivations: jax.Array  # float32[M, E, E], M_l(i, j), tokens that chose both; 0 where i = j
+    weighted: jax.Array  # float32[M, E, E], sums of min(p~_i, p~_j) in place of counts
+    entropies: jax.Array  # float32[M, bins], of TAE by `buddy_gates.entropy_bin`
+    # float32[M, E, E], over tokens that chose i, of cos(f_i(x), f_j(x)); None where outputs are not
+    # compared
     cosines: jax.Array | None = None
+    # float32[M, E, E], tokens that chose i in layer l and j in the next sparse one; 0 for the last
+    # layer. None in older profiles, which did not count it.
     following: jax.Array | None = None
 
 
@@ -45,8 +37,6 @@ def no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertAc
     """Empty counts, before any token.
 
     Args:
-      num_layers: M.
-      num_experts: E.
       outputs: whether outputs will be compared.
     """
     pairs = (num_layers, num_experts, num_experts)
@@ -163,7 +153,6 @@ def shares(activity: ExpertActivity, source: Source, smoothing: float) -> np.nda
     """Shares q from the counts, float64[M, E, E].
 
     Args:
-      activity: on the host.
       smoothing: epsilon of Laplace; outputs take none.
 
     Raises:

@@ -50,7 +50,6 @@ def nearly_hot(
       worth: float32[M, E]; experts with 0 are never requested.
       settled: bool[M, E], experts that are hot or will be.
       tier: int32[], the hot tier.
-      count: static.
       is_due: bool[], whether to request anything.
 
     Returns:

@@ -50,15 +50,10 @@ def smoothed(
 
 
 class HotSet(NamedTuple):
-    """Hot set and its threshold: lines 14 and 15 of Algorithm 1.
+    """Hot set and its threshold: lines 14 and 15 of Algorithm 1."""
 
-    Attributes:
-      high: bool[M, E], the set H.
-      last: float32[M], the n_hot-th score, tau_h = top(n_hot, S) of section 3.5.
-    """
-
-    high: jax.Array
-    last: jax.Array
+    high: jax.Array  # bool[M, E], the set H
+    last: jax.Array  # float32[M], the n_hot-th score, tau_h = top(n_hot, S) of section 3.5
 
 
 def hot_set(

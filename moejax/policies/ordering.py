@@ -52,7 +52,6 @@ def chosen_by(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
     Args:
       ids: int32[N, A].
       mask: bool[N, A].
-      num_experts: E.
     """
     expert = jax.lax.iota(jnp.int32, num_experts)
     pairs = (ids[None] == expert[:, None, None]) & mask[None]

@@ -27,15 +27,11 @@ class ResidentState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resident(Policy[ResidentState]):
-    """Runs the router's choice in one tier, without prefetch.
-
-    Attributes:
-      tier: its name; "": the one of highest fidelity.
-    """
+    """Runs the router's choice in one tier, without prefetch."""
 
     name: ClassVar[str] = "resident"
 
-    tier: str = ""
+    tier: str = ""  # its name; "": the one of highest fidelity
 
     def __post_init__(self) -> None:
         check_text("tier", self.tier)

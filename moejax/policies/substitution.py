@@ -22,29 +22,20 @@ Form = Literal["ranks", "kernel"]
 
 
 class Candidates(NamedTuple):
-    """Possible buddies of each pair, before those of the token's other pairs are known.
+    """Possible buddies of each pair, before those of the token's other pairs are known."""
 
-    Attributes:
-      ids: int32[N, A, H], -1 for none.
-      priority: float32[N, A, H], the larger first, equal ones by place; None: by place.
-    """
-
-    ids: jax.Array
+    ids: jax.Array  # int32[N, A, H], -1 for none
+    # float32[N, A, H], the larger first, equal ones by place; None: by place
     priority: jax.Array | None = None
 
 
 class Substitution(NamedTuple):
-    """Result of the search, for every pair.
+    """Result of the search, for every pair."""
 
-    Attributes:
-      ids: int32[N, A], the buddy's where `replaced`, else the router's.
-      replaced: bool[N, A].
-      searched: bool[N, A], wanted, and the token's budget was not spent yet; where it is not
-        `replaced`, there is no buddy.
-    """
-
-    ids: jax.Array
-    replaced: jax.Array
+    ids: jax.Array  # int32[N, A], the buddy's where `replaced`, else the router's
+    replaced: jax.Array  # bool[N, A]
+    # bool[N, A], wanted, and the token's budget was not spent yet; where it is not `replaced`,
+    # there is no buddy
     searched: jax.Array
 
 
@@ -199,7 +190,6 @@ def search(
       depth: int32[].
       budget: int32[].
       replaced: int32[M, E], donate it.
-      last_first: see `substitute`.
 
     Returns:
       The substitution, and the counts with its pairs.

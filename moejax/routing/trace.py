@@ -233,11 +233,6 @@ class TraceWriter:
     def __init__(self, path: Path, num_experts: int, facts: Mapping[str, str] | None = None):
         """Begins a trace.
 
-        Args:
-          path: the file to write; its directory exists.
-          num_experts: E.
-          facts: for people, into the metadata.
-
         Raises:
           MoejaxError: there can be no trace at `path` (`check_place`).
         """
@@ -399,7 +394,6 @@ def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
 
     Args:
       replay: int32[steps, M, A], experts of a token a step.
-      num_experts: E.
     """
     rows, _, width = replay.shape
     count = np.arange(rows, dtype=np.int32)

@@ -37,19 +37,12 @@ Reader = Callable[[Mapping[str, Any], ModelFacts], Request]
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Conditions on the clients that may send requests.
+    """Conditions on the clients that may send requests."""
 
-    Attributes:
-      bound_to: the address or name that the server listens on.
-      hosts: further names by which it is called; `*` is any.
-      origins: origins of browser pages that may send requests; `*` is any.
-      key: API key that all clients give; "" for none.
-    """
-
-    bound_to: str
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    key: str = ""
+    bound_to: str  # the address or name that the server listens on
+    hosts: tuple[str, ...] = ()  # further names by which it is called; `*` is any
+    origins: tuple[str, ...] = ()  # origins of browser pages that may send requests; `*` is any
+    key: str = ""  # API key that all clients give; "" for none
 
     def middleware(self) -> list[Middleware]:
         """Guards around the routes, the outermost first."""

@@ -22,19 +22,13 @@ OTHER_FILES = 256  # descriptors that checkpoints, logs and the event loop may t
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of one server.
+    """Limits of one server."""
 
-    Attributes:
-      most: open connections.
-      header_s: seconds for the headers of a request, from connecting or from their first byte.
-      idle_s: seconds between two requests of a connection.
-      write_s: seconds for which a client may not read what it was sent.
-    """
-
-    most: int
+    most: int  # open connections
+    # seconds for the headers of a request, from connecting or from their first byte
     header_s: float = 10.0
-    idle_s: float = 20.0
-    write_s: float = 60.0
+    idle_s: float = 20.0  # seconds between two requests of a connection
+    write_s: float = 60.0  # seconds for which a client may not read what it was sent
 
 
 class Connections:

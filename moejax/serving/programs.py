@@ -23,15 +23,10 @@ KV_LENGTHS = {"cpu": (), "gpu": (1024,)}  # beside S; a CPU's programs choose am
 
 @dataclasses.dataclass(frozen=True)
 class ServerPrograms:
-    """The programs of one server.
+    """The programs of one server."""
 
-    Attributes:
-      rows: sizes of batches, rising.
-      sizes: sizes of prompts and caches.
-    """
-
-    rows: tuple[int, ...]
-    sizes: FixedSizes
+    rows: tuple[int, ...]  # sizes of batches, rising
+    sizes: FixedSizes  # sizes of prompts and caches
 
     @classmethod
     def of(cls, engine: Engine, max_batch: int) -> "ServerPrograms":

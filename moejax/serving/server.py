@@ -77,7 +77,6 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
 
     Args:
       load: gives the engine; called in a thread while the server already answers /health.
-      key: clients give it; "" for none.
 
     Raises:
       MoejaxError: the port is taken, or the model cannot be loaded or has no tokenizer.

@@ -31,14 +31,10 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings:
-    """Settings that render a conversation's prompts, beside its messages.
+    """Settings that render a conversation's prompts, beside its messages."""
 
-    Attributes:
-      system: the system prompt of conversations that begin without one; "": none.
-      thinking: `enable_thinking` of templates such as Qwen3's; None: their own default.
-    """
-
-    system: str = ""
+    system: str = ""  # the system prompt of conversations that begin without one; "": none
+    # `enable_thinking` of templates such as Qwen3's; None: their own default
     thinking: bool | None = None
 
     def messages(self, given: Sequence[dict[str, str]]) -> list[dict[str, str]]:

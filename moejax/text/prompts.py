@@ -82,7 +82,6 @@ def token_ids_of(
     Args:
       prompt: a text, or token ids.
       tokenizer: encodes texts; None if the checkpoint has none.
-      vocab_size: V.
 
     Raises:
       MoejaxError: the prompt has no tokens, or is not a prompt.

@@ -46,7 +46,6 @@ def initial(slots: jax.Array, num_experts: int) -> jax.Array:
 
     Args:
       slots: int32[T].
-      num_experts: E.
     """
     expert = jnp.arange(num_experts, dtype=jnp.int32)[None]
     full = slots[:, None] >= num_experts
@@ -72,7 +71,6 @@ def admit(
       protected: bool[E], experts that may not be evicted.
       slots: int32[].
       stamp: int32[], key of the admitted.
-      how: static.
 
     Returns:
       The keys and the counts.

@@ -46,19 +46,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recommended:
-    """Recommended candidate for one machine, and the best of each policy.
+    """Recommended candidate for one machine, and the best of each policy."""
 
-    Attributes:
-      candidate: the chosen one.
-      figures: the candidate's (`SweepPoint.figures`).
-      best: TPOT in ms of the fastest of each policy that reaches the floor.
-      why: the reason, in a line.
-    """
-
-    candidate: Candidate
-    figures: Mapping[str, float]
-    best: Mapping[str, float]
-    why: str
+    candidate: Candidate  # the chosen one
+    figures: Mapping[str, float]  # the candidate's (`SweepPoint.figures`)
+    best: Mapping[str, float]  # TPOT in ms of the fastest of each policy that reaches the floor
+    why: str  # the reason, in a line
 
 
 def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candidate]:

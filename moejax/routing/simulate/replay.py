@@ -81,21 +81,14 @@ class Running(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Static facts of a replay.
+    """Static facts of a replay."""
 
-    Attributes:
-      policy: whose functions run.
-      foreseen: P, experts whose probability the trace predicts for a token; 0: no prefetch.
-      one_by_one: runs the layers of a step in turn, even if the policy's are independent.
-      on_gpu: compiles what is fast on a GPU.
-      delay: calls from a request to its arrival; 0: it serves the next call.
-    """
-
-    policy: AnyPolicy
-    foreseen: int
-    delay: int = DELAY
+    policy: AnyPolicy  # whose functions run
+    foreseen: int  # P, experts whose probability the trace predicts for a token; 0: no prefetch
+    delay: int = DELAY  # calls from a request to its arrival; 0: it serves the next call
+    # runs the layers of a step in turn, even if the policy's are independent
     one_by_one: bool = False
-    on_gpu: bool = False
+    on_gpu: bool = False  # compiles what is fast on a GPU
 
     @property
     def axes(self) -> Any:
@@ -114,8 +107,6 @@ def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Ru
     Args:
       state: of the policy's `init`.
       slots: int32[T], of a layer.
-      num_layers: M.
-      num_experts: E.
     """
     num_tiers = len(slots)
     keys = pools.initial(slots, num_experts)
@@ -148,8 +139,6 @@ def run_calls(
       slots: int32[K, T].
       bulk: int32[K], most experts in flight.
       tokens: [calls, steps, ...].
-      replay: static.
-      is_prefill: static.
     """
 
     def call(running: Running, now: Tokens, slots: jax.Array, bulk: jax.Array) -> Running:

@@ -23,21 +23,14 @@ _TEMPORARIES = 16  # arrays int32[M, T, E] of a setting that a step may hold at 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One policy setting and its pools.
+    """One policy setting and its pools."""
 
-    Attributes:
-      policy: with its own settings.
-      tiers: their names, of falling fidelity.
-      expert_bytes: bytes of one expert in each.
-      slots: slots per layer in each tier's pool.
-      bulk: most experts in flight between calls, like the engine's `memory.bulk`; None: the
-        engine's default.
-    """
-
-    policy: AnyPolicy
-    tiers: tuple[str, ...]
-    expert_bytes: tuple[int, ...]
-    slots: tuple[int, ...]
+    policy: AnyPolicy  # with its own settings
+    tiers: tuple[str, ...]  # their names, of falling fidelity
+    expert_bytes: tuple[int, ...]  # bytes of one expert in each
+    slots: tuple[int, ...]  # slots per layer in each tier's pool
+    # most experts in flight between calls, like the engine's `memory.bulk`; None: the engine's
+    # default
     bulk: int | None = None
 
 
@@ -143,13 +136,7 @@ def block_bytes() -> int:
 
 
 def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
-    """Number of settings that run side by side, in equal blocks within `block_bytes`.
-
-    Args:
-      count: all settings.
-      state: one setting's.
-      num_tiers: T.
-    """
+    """Number of settings that run side by side, in equal blocks within `block_bytes`."""
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     each = _TEMPORARIES * 4 * trace.num_layers * num_tiers * trace.num_experts + 4 * own
     num_blocks = -(-count * each // block_bytes())

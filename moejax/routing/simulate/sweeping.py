@@ -34,29 +34,18 @@ class Tiers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """Decode results of one setting; shares are of needed experts or of gate mass.
+    """Decode results of one setting; shares are of needed experts or of gate mass."""
 
-    Attributes:
-      setting: its entry in the grid.
-      slots: slots per layer in each tier.
-      traffic: bytes and experts moved.
-      hit_rate: experts found in a slot.
-      gate: share of gate mass by tier, "skipped" and "substituted".
-      device_bytes: bytes of the pools.
-      best_hit_rate: of Belady's cache, if all these bytes hold experts of the cheapest tier,
-        without prefetch. nan if pairs were skipped or replaced, which needs fewer experts than the
-        trace.
-      least_bytes: bytes per step over the link, of such a cache; nan likewise.
-    """
-
-    setting: Mapping[str, Any]
-    slots: tuple[int, ...]
-    traffic: Traffic
-    hit_rate: float
-    gate: Mapping[str, float]
-    device_bytes: int
+    setting: Mapping[str, Any]  # its entry in the grid
+    slots: tuple[int, ...]  # slots per layer in each tier
+    traffic: Traffic  # bytes and experts moved
+    hit_rate: float  # experts found in a slot
+    gate: Mapping[str, float]  # share of gate mass by tier, "skipped" and "substituted"
+    device_bytes: int  # bytes of the pools
+    # of Belady's cache, if all these bytes hold experts of the cheapest tier, without prefetch. nan
+    # if pairs were skipped or replaced, which needs fewer experts than the trace.
     best_hit_rate: float
-    least_bytes: float
+    least_bytes: float  # bytes per step over the link, of such a cache; nan likewise
 
     def figures(self, machine: Machine) -> dict[str, float]:
         """Numbers for a table and a file, at a machine's speeds; ceilings only if not nan."""

@@ -18,20 +18,13 @@ class Workload:
     """Steps in order; a narrow step needs at most W experts.
 
     Invariants: a row of `needed` rises; E stands for none; a step is in `wide` or has `needed`.
-
-    Attributes:
-      needed: int32[S, M, W], experts that a narrow step's tokens were routed to.
-      is_decode: bool[S].
-      wide_at: int32[S], index into `wide`, -1 for a narrow step.
-      wide: bool[S', M, E], experts that the other steps need.
-      num_experts: E, static.
     """
 
-    needed: Any
-    is_decode: Any
-    wide_at: Any
-    wide: Any
-    num_experts: int = dataclasses.field(metadata={"static": True})
+    needed: Any  # int32[S, M, W], experts that a narrow step's tokens were routed to
+    is_decode: Any  # bool[S]
+    wide_at: Any  # int32[S], index into `wide`, -1 for a narrow step
+    wide: Any  # bool[S', M, E], experts that the other steps need
+    num_experts: int = dataclasses.field(metadata={"static": True})  # E, static
 
     @property
     def num_steps(self) -> int:
