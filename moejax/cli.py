@@ -59,8 +59,9 @@ class Command(Generic[_Config]):
 
     doc: str  # its help text, before the flags
     default: _Config  # the configuration without flags
-    define_flags: Callable[[flags.FlagValues], None]  # defines the flags beside `--config`
     body: Callable[[_Config, flags.FlagValues], None]  # runs it
+    # defines the flags beside `--config`
+    define_flags: Callable[[flags.FlagValues], None] = lambda values: None
     # whether the command, run again after an interruption, resumes where it stopped
     resumes: Callable[[_Config], bool] = lambda config: False
 

@@ -17,10 +17,6 @@ from moejax.experts.budget import describe, warnings
 from moejax.experts.machine import this_machine
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-
-
 def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     """Prints the table, its meaning for speed, and the warnings."""
     del values
@@ -58,7 +54,7 @@ def _warned(found: list[str], config: PlanConfig, context: int) -> list[str]:
     return [f"warning: {line}" for line in found]
 
 
-COMMAND = cli.Command(doc=__doc__, default=PlanConfig(), define_flags=define_flags, body=plan)
+COMMAND = cli.Command(doc=__doc__, default=PlanConfig(), body=plan)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

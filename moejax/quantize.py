@@ -21,11 +21,6 @@ if TYPE_CHECKING:  # it imports JAX
     from moejax.quantization.pipeline.run import Outcome
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-    del values
-
-
 def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
     """Quantizes the checkpoint and prints the report."""
     del values
@@ -97,7 +92,6 @@ def read_text(name: str) -> str | None:
 COMMAND = cli.Command(
     doc=__doc__,
     default=QuantizeConfig(),
-    define_flags=define_flags,
     body=quantize,
     resumes=lambda config: bool(config.output),
 )

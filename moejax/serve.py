@@ -21,11 +21,6 @@ from moejax.errors import MoejaxError
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-    del values
-
-
 def serve(config: ServeConfig, values: flags.FlagValues) -> None:
     """Loads the model and serves until a signal."""
     del values
@@ -61,7 +56,7 @@ def read_key(config: ServeConfig) -> str:
     return key
 
 
-COMMAND = cli.Command(doc=__doc__, default=ServeConfig(), define_flags=define_flags, body=serve)
+COMMAND = cli.Command(doc=__doc__, default=ServeConfig(), body=serve)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

@@ -27,11 +27,6 @@ from moejax.files import result_rows as results
 from moejax.routing.simulate.costs import Machine, calibrate, measured_rows
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-    del values
-
-
 def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     """Runs the grid, prints the table, writes the rows and the plot."""
     del values
@@ -132,7 +127,7 @@ def machines(config: SweepConfig) -> list[Machine]:
     return found
 
 
-COMMAND = cli.Command(doc=__doc__, default=SweepConfig(), define_flags=define_flags, body=sweep)
+COMMAND = cli.Command(doc=__doc__, default=SweepConfig(), body=sweep)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

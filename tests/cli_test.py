@@ -411,7 +411,7 @@ class CliTest(parameterized.TestCase):
         ("--config.memory=5", "memory has no value of its own; it is a group: memory.device_gib"),
         ("--config.memory.device_gb=5", "did you mean 'memory.device_gib'?"),
         ("--config.slots=5", "did you mean 'memory.slots' or 'policy.slots'?"),
-        ("--config.memory.slots=-3", "memory.slots=-3 must be -1"),
+        ("--config.memory.slots=-3", "memory.slots=-3 must be at least -1"),
     )
     def test_mistakes_in_groups_are_named(self, argument, said):
         self.assert_fails(said, "--prompt=a", argument)

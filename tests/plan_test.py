@@ -327,7 +327,7 @@ class MainTest(PlanCase):
         self.assertIn("warning: no expert is cached", out)
 
     @parameterized.parameters(
-        ("--config.shape=Mixtral", "shape='Mixtral' is not there; there are: Qwen3-30B-A3B"),
+        ("--config.shape=Mixtral", "shape='Mixtral' must be one of Qwen3-30B-A3B"),
         ("--config.bits=5", "bits=5 must be one of 2, 3, 4, 8, 16"),
         ("--config.batch=0", "batch=0 must be at least 1"),
         ("--config.context=5000", "context=5000 is beyond the model's own 2048"),

@@ -4,7 +4,8 @@ import ast
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from ml_collections import config_dict
@@ -20,15 +21,27 @@ _BOOLEANS = {
 
 
 def option(
-    default: _T, meaning: str, *, commas: bool = True, kind: type[int | float] | None = None
+    default: _T,
+    meaning: str,
+    *,
+    commas: bool = True,
+    kind: type[int | float] | None = None,
+    least: float | None = None,
+    most: float = math.inf,
+    choices: Collection[Any] = (),
+    needed: str = "",
 ) -> _T:
-    """Declares a dataclass field with its `--help` line.
+    """Declares a dataclass field with its `--help` line and what `RunConfig.check` allows.
 
     Args:
       commas: whether commas divide a list's items on the command line; else each flag is one item.
       kind: type of a number whose None means "not given".
+      least: the least number; without it no number is refused.
+      choices: all values; () for any.
+      needed: what a text must be that may not be empty.
     """
-    metadata = {"help": meaning, "commas": commas, "kind": kind}
+    metadata = {"help": meaning, "commas": commas, "kind": kind, "least": least, "most": most}
+    metadata |= {"choices": choices, "needed": needed}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -43,7 +56,18 @@ class RunConfig:
     command: ClassVar[str] = ""  # the command that runs it, "" for a group
 
     def check(self) -> None:
-        """Raises MoejaxError naming the first field with a bad value, and its range."""
+        """Raises MoejaxError naming the first field with a bad value, and what it must be."""
+        for field in dataclasses.fields(self):
+            value, of = getattr(self, field.name), field.metadata
+            least, most, choices = of["least"], of["most"], of["choices"]
+            said = of["needed"] if value == "" else ""
+            if choices and value not in choices:
+                said = f"one of {', '.join(str(choice) for choice in choices if choice != '')}"
+            elif least is not None and not (least <= value <= most and value != math.inf):
+                said = f"from {least:g} to {most:g}" if most < math.inf else f"at least {least:g}"
+                said = "0 or more" if said == "at least 0" else said
+            if said:
+                raise MoejaxError(f"{field.name}={value!r} must be {said}")
 
     def moved(self, name: str) -> str:
         """Flag that replaces a field of an earlier version; "" for none."""

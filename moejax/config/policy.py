@@ -61,7 +61,7 @@ SETTINGS = {
     "background_bytes": "buddymoe: bytes of background transfers a step; None: 1/4 of an expert",
     "half_life": "buddymoe: steps after which a miss counts half",
     "least_misses": "buddymoe: misses before an expert is fetched in the background",
-    "form": "buddymoe: how Algorithm 1 is computed: table, ranks or kernel",
+    "form": "buddymoe: how Algorithm 1 is computed: ranks or kernel",
     "max_requests": "dynaexq, buddymoe: most transfers between two steps",
     "seed": "seed of random choices",
 }
@@ -140,6 +140,7 @@ class PolicyConfig(RunConfig):
 
     def check(self) -> None:
         """Checks fields; settings are checked when the policy is made (`RunConfig.check`)."""
+        super().check()
         if self.name == "auto":
             raise MoejaxError(
                 "name='auto' is no longer a policy: moejax.sweep --config.trace=FILE "

@@ -34,7 +34,6 @@ from moejax.loading import load_scoring_engine
 _ARGUMENTS = cli.Command(
     doc=__doc__ or "",
     default=EvaluateConfig(),
-    define_flags=lambda values: None,
     body=lambda config, values: None,
 )
 # Generation arguments, by lm_eval's names and by ours.
