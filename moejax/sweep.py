@@ -42,7 +42,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     from moejax.devices import choose_device
     from moejax.experts.tiering import of_grid
     from moejax.routing.simulate import recommend as recommending
-    from moejax.routing.simulate import rows, sweeping, table
+    from moejax.routing.simulate import sweeping, table
     from moejax.routing.trace import read_trace
 
     trace = read_trace(path)
@@ -79,7 +79,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
         print(f"\n{link:.4g} GiB/s; {said}\n")
         print("\n".join(table.table(names, found, table.spread(found, best, config.rows))))
     if output:
-        results.append_rows(output, rows.rows(config.policy, names, swept, chosen))
+        results.append_rows(output, table.rows(config.policy, names, swept, chosen))
     if plot and (said := table.draw(plot, figures, about)):
         print(said, file=sys.stderr)
 

@@ -4,7 +4,6 @@ import itertools
 import tempfile
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,10 +12,9 @@ from absl.testing import absltest, parameterized
 from moejax.experts.residency import CacheSpec
 from moejax.experts.tiering import Tiering
 from moejax.policies.on_demand import OnDemand
-from moejax.routing.simulate.ceilings import belady, next_uses
+from moejax.routing.simulate.ceilings import MAX_SEARCHED, belady, needed_experts
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
-from moejax.routing.simulate.workload import Workload, make_workload
 from moejax.routing.trace import PREFILL, Trace, read_trace
 from tests.cache_model import CacheModel
 from tests.simulated_traces import random_trace
@@ -31,10 +29,6 @@ COUNTED = tuple(name for name in EVENTS if name not in ("reused", "bulk"))
 def run_of(slots: int, prefetch: int) -> Run:
     policy = OnDemand(prefetch=prefetch)
     return Run(policy=policy, tiers=("stored",), expert_bytes=(1,), slots=(slots,))
-
-
-def on_device(workload: Workload) -> Workload:
-    return jax.tree.map(jnp.asarray, workload)
 
 
 def plain_python(trace: Trace, slots: int, prefetch: int) -> np.ndarray:
@@ -117,24 +111,22 @@ class CeilingsTest(parameterized.TestCase):
             trace = random_trace(
                 step_sizes=[1] * 9, num_layers=2, num_experts=5, width=2, seed=seed
             )
-            workload = make_workload(trace)
+            masks, is_decode = needed_experts(trace)
             slots = [0, 1, 2, 3, 5]
-            found = belady(on_device(workload), next_uses(workload), jnp.asarray(slots))
+            found = belady(masks, is_decode, jnp.asarray(slots))
             for k, layer in itertools.product(range(len(slots)), range(2)):
-                best = most_hits(workload.masks()[:, layer], slots[k])
+                best = most_hits(masks[:, layer], slots[k])
                 self.assertEqual(int(found.hits[1, layer, k]), best)
 
     @pytest.mark.slow
     def test_belady_is_a_literal_version_and_beats_lru(self):
         trace = random_trace(step_sizes=STEPS, num_layers=2, num_experts=64, width=6)
-        workload, slots = make_workload(trace), (0, 3, 8, 20, 40, 64)
-        self.assertGreater((workload.wide_at >= 0).sum(), 0)
-        found = belady(on_device(workload), next_uses(workload), jnp.asarray(slots))
-        masks = workload.masks()
+        (masks, is_decode), slots = needed_experts(trace), (0, 3, 8, 20, 40, 64)
+        self.assertGreater(masks.sum(2).max(), MAX_SEARCHED)
+        found = belady(masks, is_decode, jnp.asarray(slots))
         for layer in range(2):
             for k, size in enumerate(slots):
                 hits = literal_belady(masks[:, layer], size)
-                is_decode = workload.is_decode
                 expected = [hits[~is_decode].sum(), hits[is_decode].sum()]
                 np.testing.assert_array_equal(found.hits[:, layer, k], expected)
         runs = run_policies(trace, [run_of(size, 0) for size in slots[:-1]])
@@ -142,14 +134,14 @@ class CeilingsTest(parameterized.TestCase):
         best = np.asarray(found.hits).sum((0, 1))[:-1]
         self.assertTrue((lru <= best).all())
         self.assertTrue((lru < best).any())
-        needed = [masks[~workload.is_decode].sum(), masks[workload.is_decode].sum()]
+        needed = [masks[~is_decode].sum(), masks[is_decode].sum()]
         np.testing.assert_array_equal(found.needed[..., 0].sum(1), needed)
 
     def test_hits_are_those_of_a_list_in_order_of_use(self):
         trace = random_trace(step_sizes=[1] * 300, num_layers=2, num_experts=16, width=3)
         runs = run_policies(trace, [run_of(4, 0), run_of(9, 0)])
         hits = [run.events[:, EVENTS.index("hits")].sum() for run in runs]
-        expected = literal_lru(make_workload(trace).masks(), (4, 9)).sum(axis=1)
+        expected = literal_lru(needed_experts(trace)[0], (4, 9)).sum(axis=1)
         np.testing.assert_array_equal(hits, expected)
 
 

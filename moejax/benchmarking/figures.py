@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,42 +24,51 @@ class Figure:
     low: float | None = None  # of the runs the least; None where runs do not differ
     high: float | None = None  # the largest
 
+    @property
+    def spread(self) -> dict[str, float]:
+        """Least and largest run by name; {} where runs do not differ."""
+        if self.low is None or self.high is None:
+            return {}
+        return {"lowest_run": self.low, "highest_run": self.high}
+
 
 Figures = dict[str, Figure]
 
 
 def of_times(measured: Measured) -> Figures:
     """Latencies and throughputs, each a run's, of which the median stands."""
-    of_run: dict[str, tuple[Callable[[Sequence[BatchTimes]], float], str]] = {
-        "TTFT median": (lambda run: 1e3 * _quantile(_ttfts(run), 0.5), "ms"),
-        "TTFT p99": (lambda run: 1e3 * _quantile(_ttfts(run), 0.99), "ms"),
-        "TPOT median": (lambda run: 1e3 * _quantile(_tpots(run), 0.5), "ms"),
-        "TPOT p99": (lambda run: 1e3 * _quantile(_tpots(run), 0.99), "ms"),
-        "ITL median": (lambda run: 1e3 * _quantile(_itls(run), 0.5), "ms"),
-        "ITL p99": (lambda run: 1e3 * _quantile(_itls(run), 0.99), "ms"),
-        "prefill throughput": (
-            lambda run: _rate(sum(sum(b.prompt_tokens) for b in run), sum(b.ttft_s for b in run)),
-            "tokens/s",
-        ),
-        "decode throughput": (
-            lambda run: _rate(sum(b.num_decoded for b in run), sum(b.until_end_s for b in run)),
-            "tokens/s",
-        ),
-        "output throughput": (
-            lambda run: _rate(sum(sum(b.new_tokens) for b in run), _total_s(run)),
-            "tokens/s",
-        ),
-        "request throughput": (
-            lambda run: _rate(sum(len(b.new_tokens) for b in run), _total_s(run)),
-            "requests/s",
-        ),
-    }
+    runs = [_of_run(run) for run in measured.runs]
     found = {}
-    for name, (of, unit) in of_run.items():
-        values = [of(run) for run in measured.runs]
+    for name, (_, unit) in runs[0].items():
+        values = [run[name][0] for run in runs]
         if not any(map(math.isnan, values)):  # as are those of decode without a second token
             found[name] = Figure(statistics.median(values), unit, min(values), max(values))
     return found
+
+
+def _of_run(run: Sequence[BatchTimes]) -> dict[str, tuple[float, str]]:
+    """Value and unit of a run's figures; a request has its batch's TTFT and mean step, TPOT."""
+    total_s = sum(b.ttft_s + b.until_end_s for b in run)
+    seconds = {
+        "TTFT": [b.ttft_s for b in run for _ in b.prompt_tokens],
+        "TPOT": [b.decode_s / b.steps for b in run if b.steps for _ in b.prompt_tokens],
+        # Time of every step, the mean of its call.
+        "ITL": [s / n for b in run for s, n in b.calls if n for _ in range(n)],
+    }
+    prefill_s, decode_s = sum(b.ttft_s for b in run), sum(b.until_end_s for b in run)
+    num_prompt, num_decoded = (
+        sum(sum(b.prompt_tokens) for b in run), sum(b.num_decoded for b in run)
+    )  # fmt: skip
+    return {
+        f"{name} {which}": (1e3 * float(np.quantile(of, share)) if of else math.nan, "ms")
+        for name, of in seconds.items()
+        for which, share in (("median", 0.5), ("p99", 0.99))
+    } | {
+        "prefill throughput": (_rate(num_prompt, prefill_s), "tokens/s"),
+        "decode throughput": (_rate(num_decoded, decode_s), "tokens/s"),
+        "output throughput": (_rate(sum(sum(b.new_tokens) for b in run), total_s), "tokens/s"),
+        "request throughput": (_rate(sum(len(b.new_tokens) for b in run), total_s), "requests/s"),
+    }
 
 
 def of_ledgers(measured: Measured) -> Figures:
@@ -167,28 +176,5 @@ def of_bits(bits: BitsPerWeight) -> Figures:
     return found | {f"bits a weight, {n}": Figure(of, "bits") for n, of in bits.parts.items()}
 
 
-def _ttfts(run: Sequence[BatchTimes]) -> list[float]:
-    """TTFT of every request."""
-    return [batch.ttft_s for batch in run for _ in batch.prompt_tokens]
-
-
-def _tpots(run: Sequence[BatchTimes]) -> list[float]:
-    """TPOT of every request: the time of its batch's steps over their number."""
-    return [b.decode_s / b.steps for b in run if b.steps for _ in b.prompt_tokens]
-
-
-def _itls(run: Sequence[BatchTimes]) -> list[float]:
-    """Time of every step, the mean of its call."""
-    return [s / n for batch in run for s, n in batch.calls if n for _ in range(n)]
-
-
-def _total_s(run: Sequence[BatchTimes]) -> float:
-    return sum(batch.ttft_s + batch.until_end_s for batch in run)
-
-
 def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds else math.nan
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return float(np.quantile(values, share)) if values else math.nan

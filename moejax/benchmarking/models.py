@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -24,7 +24,6 @@ from moejax.experts.load import budget_of_tiers
 from moejax.experts.tiering import Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.runner import Runner
-from moejax.models.config import ModelConfig
 from moejax.models.shapes import CONFIGS, with_layers
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -54,32 +53,8 @@ class Loaded:
     close: Callable[[], None]  # gives back what no other measurement uses
 
 
-class Models(Protocol):
-    """Gives models for batches and budgets."""
-
-    config: ModelConfig
-    tokenizer: Tokenizer | None  # None where there is none
-    eos_ids: tuple[int, ...]  # tokens that end an answer
-    device: jax.Device  # where it runs
-    about: str  # the model, for people
-
-    def load(self, batch: int, gib: float, context: int) -> Loaded:
-        """A model under a limit of the device, 0: none; BudgetError where it cannot run."""
-
-
-def models_of(config: BenchmarkConfig) -> "Models":
-    """Models that a configuration names.
-
-    Raises:
-      MoejaxError: there is no such model, device or trace.
-    """
-    device = choose_device(config.platform)
-    enable_compilation_cache(config.compilation_cache)
-    return ShapeModels(config, device) if config.shape else CheckpointModels(config, device)
-
-
 class CheckpointModels:
-    """See `Models`; engines, each loaded for its batch and budget."""
+    """A checkpoint's engines, each loaded for its batch and budget."""
 
     def __init__(self, config: BenchmarkConfig, device: jax.Device):
         """Reads what is small."""
@@ -92,9 +67,11 @@ class CheckpointModels:
         self._whole: Engine | None = None
 
     def load(self, batch: int, gib: float, context: int) -> Loaded:
-        """See `Models`; without limits and policy one engine serves all batches."""
-        memory = dataclasses.replace(self._asked.memory, device_gib=gib)
-        limits = None if memory == type(memory)() else memory.limits()
+        """A model under a limit of the device, 0: none; BudgetError where it cannot run.
+
+        Without limits and policy one engine serves all batches.
+        """
+        limits = self._limits(gib)
         is_whole = limits is None and self._tiering is None
         if is_whole and self._whole is not None:
             runner = self._whole._runner  # the loop itself is timed
@@ -103,11 +80,7 @@ class CheckpointModels:
             self._whole.close()
             self._whole = None
         gc.collect()
-        engine = Engine.from_pretrained(
-            self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
-            context=context, compilation_cache=self._asked.compilation_cache, limits=limits,
-            policy=self._tiering, batch=batch, generation_config=False,
-        )  # fmt: skip
+        engine = self._engine(context, limits, policy=self._tiering, batch=batch)
         if is_whole:
             self._whole = engine
         runner = engine._runner
@@ -117,17 +90,23 @@ class CheckpointModels:
     def exact(self, context: int) -> Engine:
         """The model without a policy, under the largest budget that was asked for."""
         gibs = [gib for _, gib in self._asked.points()]
-        memory = dataclasses.replace(self._asked.memory, device_gib=0 if 0 in gibs else max(gibs))
+        limits = self._limits(0 if 0 in gibs else max(gibs))
+        return self._engine(context, limits, progress=False)
+
+    def _limits(self, gib: float) -> Limits | None:
+        memory = dataclasses.replace(self._asked.memory, device_gib=gib)
+        return None if memory == type(memory)() else memory.limits()
+
+    def _engine(self, context: int, limits: Limits | None, **more: Any) -> Engine:
         return Engine.from_pretrained(
             self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
-            context=context, compilation_cache=self._asked.compilation_cache, progress=False,
-            generation_config=False,
-            limits=None if memory == type(memory)() else memory.limits(),
+            context=context, compilation_cache=self._asked.compilation_cache, limits=limits,
+            generation_config=False, **more,
         )  # fmt: skip
 
 
 class ShapeModels:
-    """See `Models`; dense weights and rows of the host are made once."""
+    """Models of random weights; dense weights and rows of the host are made once."""
 
     def __init__(self, config: BenchmarkConfig, device: jax.Device):
         """Makes the dense weights."""
@@ -154,7 +133,7 @@ class ShapeModels:
         self._whole: Runner | None = None
 
     def load(self, batch: int, gib: float, context: int) -> Loaded:
-        """See `Models`."""
+        """See `CheckpointModels.load`."""
         start = time.perf_counter()
         asked = dataclasses.replace(self._asked.memory, device_gib=gib, host_gib=0.0).limits()
         if self._whole is not None and (asked != Limits() or self._tiering is not None):
@@ -174,8 +153,8 @@ class ShapeModels:
             return Loaded(self._whole, None, NEAR_UNIFORM, 0.0, lambda: None)
         nbytes = self._memories.expert_nbytes(self._packing.bits)
         work = self._routing(batch)
-        ahead = 4 * limits.prefetch * work.work.ids[..., 0, 0].size
-        parts = self._dense_nbytes | {REPLAYED: work.work.probabilities.nbytes + ahead}
+        ahead = 4 * limits.prefetch * work.ids[..., 0, 0].size
+        parts = self._dense_nbytes | {REPLAYED: work.probabilities.nbytes + ahead}
         budget = make_budget(
             self.config, parts, [Tier(name="experts", expert_nbytes=nbytes)], limits=limits,
             **self._sizes(batch, context),
@@ -196,14 +175,14 @@ class ShapeModels:
 
     def _tiered(self, tiering: Tiering, batch: int, context: int, limits: Limits) -> Loaded:
         work = self._routing(batch)
-        policy = self._policy(tiering, work.work)
+        policy = self._policy(tiering, work)
         names = [tier.name for tier in tiering.stored()]
         tiers = [
             Tier(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
             for name, bits in zip(names, self._bits, strict=True)
         ]
-        nbytes = work.work.probabilities.nbytes
-        nbytes += work.work.predicted.nbytes if policy.needs.predicted else 0
+        nbytes = work.probabilities.nbytes
+        nbytes += work.predicted.nbytes if policy.needs.predicted else 0
         sizes = self._sizes(batch, context)
         del sizes["platform"]
         budget = budget_of_tiers(
@@ -217,7 +196,7 @@ class ShapeModels:
             cached, first = 0 < part.slots < self.config.num_experts, None
             if by_profile and cached:  # no expert in two tiers
                 end = min(held + part.slots, self.config.num_experts)
-                first, held = work.work.hottest(end)[:, held:], end
+                first, held = work.hottest(end)[:, held:], end
             is_full = part.slots == self.config.num_experts
             plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
             memories.append(self._memories.tier_memory(plan))
@@ -226,9 +205,9 @@ class ShapeModels:
         return self._moving(memory, work, batch, budget)
 
     def _moving(
-        self, memory: ExpertMemory, work: routing.Routing, batch: int, budget: Budget
+        self, memory: ExpertMemory, work: routing.Workload, batch: int, budget: Budget
     ) -> Loaded:
-        replay(memory, work.work, batch, self.device)
+        replay(memory, work, batch, self.device)
         runner = Runner(self.config, self._memories.dense, self.device, memory=memory)
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
         if gib := self._asked.memory.host_gib:
@@ -241,7 +220,7 @@ class ShapeModels:
 
         return Loaded(runner, budget, said, 0.0, close)
 
-    def _routing(self, batch: int) -> routing.Routing:
+    def _routing(self, batch: int) -> routing.Workload:
         asked = self._asked
         how: dict[str, Any] = {"recall": asked.recall, "seed": asked.seed}
         if self._trace is None:
@@ -255,7 +234,7 @@ class ShapeModels:
         return {"batch": batch, "context": context, "chunk": chunk, "itemsize": BFLOAT16_BYTES,
                 "platform": self.device.platform}  # fmt: skip
 
-    def _policy(self, tiering: Tiering, work: Any) -> AnyPolicy:
+    def _policy(self, tiering: Tiering, work: routing.Workload) -> AnyPolicy:
         """The policy; without a profile, buddies are by the co-activations of what is replayed."""
         assert isinstance(tiering.policy, str)
         settings = dict(tiering.settings)
@@ -264,3 +243,17 @@ class ShapeModels:
             settings["lists"] = buddy_lists(shares, CFT_ALPHA, MOST_BUDDIES)
             return make_policy(tiering.policy, **settings)
         return choose(tiering, Path(), self.config).policy
+
+
+Models = CheckpointModels | ShapeModels
+
+
+def models_of(config: BenchmarkConfig) -> Models:
+    """Models that a configuration names.
+
+    Raises:
+      MoejaxError: there is no such model, device or trace.
+    """
+    device = choose_device(config.platform)
+    enable_compilation_cache(config.compilation_cache)
+    return ShapeModels(config, device) if config.shape else CheckpointModels(config, device)

@@ -1,16 +1,15 @@
 """Prompts of a file, or of a length, as token ids."""
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.text.corpus import decoded, unpacked
+from moejax.text.corpus import decoded, json_lines, unpacked
+from moejax.text.prompts import valid_text
 
 if TYPE_CHECKING:
     from moejax.text.tokenizer import Tokenizer
@@ -35,7 +34,6 @@ class PromptFile:
 
     prompts: list[RawPrompt]
     source: str  # the file's name
-    sha256: str  # of what it holds, unpacked
     num_skipped: int  # conversations in which nobody asks
 
 
@@ -70,25 +68,19 @@ def read_prompt_file(path: Path, split: str) -> PromptFile:
     """
     if not path.is_file():
         raise MoejaxError(f"there is no prompt file {path}")
-    content = unpacked(path)
-    text = decoded(path, content)
+    text = decoded(path, unpacked(path))
     kind = path.with_suffix("").suffix if path.suffix in (".xz", ".gz") else path.suffix
     if kind == ".json":
         found = [_entry(f"{path}, entry {i}", entry) for i, entry in enumerate(_list(path, text))]
     elif kind == ".jsonl":
-        found = [
-            _entry(f"{path}, line {number}", _object(f"{path}, line {number}", line))
-            for number, line in enumerate(text.split("\n"), start=1)
-            if line.strip()
-        ]
+        found = [_entry(where, row) for where, row in json_lines(path, text)]
     else:
         parts = text.split("\n") if split == "lines" else text.replace("\r", "").split("\n\n")
         found = [RawPrompt(part.strip()) for part in parts if part.strip()]
     prompts = [prompt for prompt in found if prompt is not None]
     if not prompts:
         raise MoejaxError(f"{path} holds no prompt")
-    digest = hashlib.sha256(content).hexdigest()
-    return PromptFile(prompts, path.name, digest, len(found) - len(prompts))
+    return PromptFile(prompts, path.name, len(found) - len(prompts))
 
 
 def _list(path: Path, text: str) -> list[Any]:
@@ -101,13 +93,6 @@ def _list(path: Path, text: str) -> list[Any]:
     return entries
 
 
-def _object(where: str, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MoejaxError(f"{where} is not JSON: {error}") from error
-
-
 def _entry(where: str, entry: Any) -> RawPrompt | None:
     """The prompt of an object; None of a conversation in which nobody asks."""
     if not isinstance(entry, dict):
@@ -118,21 +103,12 @@ def _entry(where: str, entry: Any) -> RawPrompt | None:
         if name in entry:
             if not isinstance(entry[name], str) or not entry[name].strip():
                 raise MoejaxError(f"{where}: {name} must be a text")
-            return RawPrompt(_text(where, entry[name]))
+            return RawPrompt(valid_text(entry[name], where))
     if "messages" in entry:
         return RawPrompt(messages=_messages(where, entry["messages"]))
     if "conversations" not in entry:
         raise MoejaxError(f"{where} has no prompt, text, messages or conversations")
     return _first_human_turn(where, entry["conversations"])
-
-
-def _text(where: str, text: str) -> str:
-    """Checks a text: JSON can hold half of a surrogate pair, which is none."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise MoejaxError(f"{where} is not Unicode: {error}") from error
-    return text
 
 
 def _messages(where: str, messages: Any) -> tuple[Message, ...]:
@@ -142,7 +118,7 @@ def _messages(where: str, messages: Any) -> tuple[Message, ...]:
         fields = message if isinstance(message, dict) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise MoejaxError(f"{where}: message {i} needs a role and a content, both texts")
-    return tuple({"role": m["role"], "content": _text(where, m["content"])} for m in messages)
+    return tuple({"role": m["role"], "content": valid_text(m["content"], where)} for m in messages)
 
 
 def _first_human_turn(where: str, turns: Any) -> RawPrompt | None:
@@ -153,7 +129,7 @@ def _first_human_turn(where: str, turns: Any) -> RawPrompt | None:
         if not all(isinstance(fields.get(name), str) for name in ("from", "value")):
             raise MoejaxError(f'{where}: turn {i} needs "from" and "value", both texts')
         if fields["from"] in HUMAN and fields["value"].strip():
-            message = {"role": "user", "content": _text(where, fields["value"])}
+            message = {"role": "user", "content": valid_text(fields["value"], where)}
             return RawPrompt(messages=(message,), plain=True)
     return None
 
@@ -214,8 +190,3 @@ def at_random(vocab_size: int, *, num_prompts: int, length: int, seed: int) -> R
     """Prompts of random tokens."""
     rows = np.random.default_rng(seed).integers(0, vocab_size, (num_prompts, length))
     return Requests(rows.tolist(), f"{num_prompts} prompts of {length} random tokens")
-
-
-def longest(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens of the longest."""
-    return max(map(len, prompts))

@@ -63,6 +63,7 @@ class Workload:
     # float32[S, M, B, E], as the layer before expects them; of layer 0 nobody asks
     predicted: np.ndarray
     num_shifts: int  # exchanges of ranks, over all layers
+    about: str = ""  # where the choices are from, for people
 
     @property
     def num_experts(self) -> int:
@@ -82,12 +83,9 @@ class Workload:
 
     def activations(self, steps: slice = slice(None)) -> np.ndarray:
         """int64[M, E], times that each expert was chosen."""
-        ids = self.ids[steps]
+        layers = np.moveaxis(self.ids[steps], 1, 0)
         return np.stack(
-            [
-                np.bincount(ids[:, layer].reshape(-1), minlength=self.num_experts)
-                for layer in range(ids.shape[1])
-            ]
+            [np.bincount(ids.reshape(-1), minlength=self.num_experts) for ids in layers]
         )
 
     def hottest(self, count: int, steps: slice = slice(None)) -> np.ndarray:
@@ -97,23 +95,11 @@ class Workload:
 
     def coactivations(self) -> np.ndarray:
         """float64[M, E, E], tokens that chose both; 0 on the diagonal (BuddyMoE eq. 4's M)."""
-        num_layers, num_experts = self.ids.shape[1], self.num_experts
-        counts = np.zeros((num_layers, num_experts, num_experts))
-        for layer in range(num_layers):
-            tokens = self.ids[:, layer].reshape(-1, self.ids.shape[-1])
-            marks = np.zeros((len(tokens), num_experts), np.float32)
-            np.put_along_axis(marks, tokens.astype(np.int64), 1, axis=1)
-            counts[layer] = marks.T @ marks
-            np.fill_diagonal(counts[layer], 0)
-        return counts
-
-
-@dataclasses.dataclass(frozen=True)
-class Routing:
-    """Choices that decode steps take in place of the router's, and their source."""
-
-    work: Workload
-    about: str
+        chosen = (self.ids[..., None] == np.arange(self.num_experts)).any(axis=3)
+        marks = np.moveaxis(chosen, 1, 0).reshape(self.ids.shape[1], -1, self.num_experts)
+        marks = marks.astype(np.float32)
+        counts = (marks.swapaxes(1, 2) @ marks).astype(np.float64)
+        return counts * (1 - np.eye(self.num_experts))
 
 
 def num_steps(batch: int) -> int:
@@ -129,7 +115,7 @@ def with_skew(
     exponent: float | None,
     recall: float,
     seed: int,
-) -> Routing:
+) -> Workload:
     """Made up, popularity like Zipf's law (the head of this file says how).
 
     Args:
@@ -147,12 +133,12 @@ def with_skew(
     )
     popularity = f"popularity of rank r as r^-{exponent:g}" if exponent else "even popularity"
     how = f"{popularity} ({why}), {steps} steps over and over{_said(recall)}"
-    return Routing(work, f"made up, {how}")
+    return dataclasses.replace(work, about=f"made up, {how}")
 
 
 def of_trace(
     config: ModelConfig, trace: Trace, batch: int, *, recall: float, seed: int, name: str
-) -> Routing:
+) -> Workload:
     """Replays the decoded tokens of a trace, each sequence from another place of it.
 
     A trace of another number of experts is scaled (`scaled_trace`), and its gates
@@ -163,12 +149,14 @@ def of_trace(
     """
     ids, gates = _scaled(config, trace, name)
     steps = num_steps(batch)
-    work = workload_of(_spread(ids, batch, steps), _spread(gates, batch, steps), config.num_experts,
-                       recall=recall, seed=seed)  # fmt: skip
+    ids_by_row, gates_by_row = (_spread(of, batch, steps) for of in (ids, gates))
+    num_experts = config.num_experts
+    work = workload_of(ids_by_row, gates_by_row, num_experts, recall=recall, seed=seed)
     is_own = (trace.num_experts, trace.width) == (config.num_experts, config.experts_per_token)
     how = "its own gates" if is_own else f"scaled from {trace.num_experts} experts, gates made up"
     used = min(steps, len(ids))
-    return Routing(work, f"trace {name}, {how}, {used} steps over and over{_said(recall)}")
+    about = f"trace {name}, {how}, {used} steps over and over{_said(recall)}"
+    return dataclasses.replace(work, about=about)
 
 
 def make_workload(
@@ -420,10 +408,6 @@ def _over_layers(rows: np.ndarray, num_layers: int) -> np.ndarray:
     """[S, m, A] with more layers, or fewer: those again, from other places of the trace."""
     own = rows.shape[1]
     turns = -(-num_layers // own)
-    return np.stack(
-        [
-            np.roll(rows[:, layer % own], -(layer // own * len(rows) // turns), axis=0)
-            for layer in range(num_layers)
-        ],
-        axis=1,
-    )
+    starts = [layer // own * len(rows) // turns for layer in range(num_layers)]
+    layers = [np.roll(rows[:, i % own], -start, axis=0) for i, start in enumerate(starts)]
+    return np.stack(layers, axis=1)

@@ -13,7 +13,7 @@ from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
 from moejax.benchmarking.expected_kernels import refuse_dequantized
 from moejax.benchmarking.figures import Figures
 from moejax.benchmarking.measuring import Bench, Measured
-from moejax.benchmarking.models import CheckpointModels, Loaded, Models, models_of
+from moejax.benchmarking.models import CheckpointModels, Models, models_of
 from moejax.benchmarking.requests import PromptFile, Requests
 from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import plain_memory_errors
@@ -178,12 +178,31 @@ def _measured(
             measured = bench.measure(
                 asked.batches(batch), runs=config.runs, count=config.count_experts
             )
-        point = _point(models, asked, loaded, measured, batch, gib, context, bandwidth, before)
-        if config.fidelity_share:
-            point = dataclasses.replace(
-                point, predicted=_predicted(config, models, loaded.runner, asked)
-            )
-        return point
+        runner = loaded.runner
+        bits = bits_of(runner.config, runner.weights, runner.memory)
+        peak = report.device_peak_bytes(models.device)
+        found = figures.of_times(measured) | figures.of_ledgers(measured)
+        found |= figures.of_floor(measured, runner, bandwidth)
+        found |= figures.of_cost(
+            measured, load_s=loaded.load_s, device_peak=peak, host_peak=report.host_peak_bytes()
+        )
+        found |= figures.of_bits(bits)
+        if loaded.budget is not None:
+            planned = loaded.budget.total_device / 2**30
+            found["planned device memory"] = figures.Figure(planned, "GiB")
+        return Point(
+            batch, gib, figures=found, context=context, routing=loaded.routing,
+            requests=asked.about + (f", {asked.num_cut} of them cut" if asked.num_cut else ""),
+            placement=(f"weights: {bits.describe()}", *report.placement(loaded.budget)),
+            peak_is_older=peak is not None and peak == before,
+            measured=measured,
+            kernels={
+                f"{phase} {name}": of.describe()
+                for phase, products in runner.products.items()
+                for name, of in products.items()
+            },
+            predicted=_predicted(config, models, runner, asked) if config.fidelity_share else None,
+        )  # fmt: skip
     finally:
         loaded.close()
 
@@ -199,35 +218,6 @@ def _predicted(
     except MoejaxError as error:
         _print_unmeasured(error)
         return None
-
-
-def _point(
-    models: Models, asked: Requests, loaded: Loaded, measured: Measured, batch: int, gib: float,
-    context: int, bandwidth: Bandwidth, peak_before: int | None,
-) -> Point:  # fmt: skip
-    peak = report.device_peak_bytes(models.device)
-    runner = loaded.runner
-    found = figures.of_times(measured) | figures.of_ledgers(measured)
-    found |= figures.of_floor(measured, runner, bandwidth)
-    found |= figures.of_cost(
-        measured, load_s=loaded.load_s, device_peak=peak, host_peak=report.host_peak_bytes()
-    )
-    bits = bits_of(runner.config, runner.weights, runner.memory)
-    found |= figures.of_bits(bits)
-    if loaded.budget is not None:
-        found["planned device memory"] = figures.Figure(loaded.budget.total_device / 2**30, "GiB")
-    about = asked.about + (f", {asked.num_cut} of them cut" if asked.num_cut else "")
-    kernels = {
-        f"{phase} {name}": of.describe()
-        for phase, products in runner.products.items()
-        for name, of in products.items()
-    }
-    return Point(
-        batch, gib, figures=found, requests=about, context=context, routing=loaded.routing,
-        placement=(f"weights: {bits.describe()}", *report.placement(loaded.budget)),
-        measured=measured, kernels=kernels,
-        peak_is_older=peak is not None and peak == peak_before,
-    )  # fmt: skip
 
 
 def _fidelity_figures(exact: np.ndarray, policy: np.ndarray) -> Figures:

@@ -17,21 +17,23 @@ import numpy as np
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.routing import Workload
-from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.cache import ExpertMemory, TierMemory, preloaded_pool
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.host_store import HeldRows
+from moejax.experts.host_store import HeldRows, HostStore
 from moejax.experts.residency import CacheSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.shapes import one_layer_of
 from moejax.policies.base import AnyPolicy
 from moejax.weights import linear as ops
+from moejax.weights.qtensor import Weight
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
 FEW_GIB = 4.0
+NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own
 
 
 def tier_name(bits: int) -> str:
@@ -54,16 +56,48 @@ class TierPlan:
     few_rows: bool = False  # the experts share a few rows of host memory
 
 
+class SyntheticRows:
+    """All experts of a shape in host memory; a `moejax.experts.host_store.RowSource`."""
+
+    def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int):
+        """Draws some experts and fills a store of `num_rows`, shared where there are fewer."""
+        self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
+        small = dataclasses.replace(one_layer_of(config, NUM_DRAWN), vocab_size=64)
+        drawn = random_weights(small, packing, device)
+        stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
+        leaves, self._tree = jax.tree.flatten(stacks)
+        self._drawn = [np.asarray(leaf)[0] for leaf in leaves]
+        self.row = tuple(jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for leaf in leaves)
+        self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
+        self.uses_jax = False
+        del drawn, stacks, leaves
+        total = self.num_layers * self.num_experts
+        store = self.store = HostStore.allocate(self, num_rows, device)
+        store.fill(progress=False)
+        self.nbytes, self.row_of = store.nbytes, store.row_of
+        if num_rows < total:
+            shared = np.arange(total, dtype=np.int32) % num_rows
+            self.row_of = shared.reshape(self.num_layers, self.num_experts)
+        self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)
+
+    def read(
+        self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
+    ) -> None:
+        """One of the drawn experts."""
+        del check
+        for part, drawn in zip(into, self._drawn, strict=True):
+            np.copyto(part, drawn[(layer * self.num_experts + expert) % NUM_DRAWN])
+
+
 class ShapeMemories:
     """A shape with random dense weights on the device, and experts in host memory."""
 
     def __init__(
         self, config: ModelConfig, packing: Packing, device: jax.Device, host_gib: float = 0.0
     ):
-        """Makes the dense weights.
+        """Makes the dense weights, of `packing` but for the experts.
 
         Args:
-          packing: of what is packed; its bits are those of dense MLPs alone.
           host_gib: of a precision's rows, which experts share where they are more; 0: no limit.
         """
         self.config, self.packing, self.device = config, packing, device

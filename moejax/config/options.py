@@ -64,7 +64,7 @@ class RunConfig:
             if choices and value not in choices:
                 said = f"one of {', '.join(str(choice) for choice in choices if choice != '')}"
             elif least is not None and not (least <= value <= most and value != math.inf):
-                said = f"from {least:g} to {most:g}" if most < math.inf else f"at least {least:g}"
+                said = f"from {least} to {most}" if most < math.inf else f"at least {least}"
                 said = "0 or more" if said == "at least 0" else said
             if said:
                 raise MoejaxError(f"{field.name}={value!r} must be {said}")

@@ -17,8 +17,9 @@ import datasets
 from lm_eval.api.task import ConfigurableTask
 
 from moejax.errors import MoejaxError
-from moejax.evaluation.rows import Row, read_rows
+from moejax.text.corpus import decoded, json_lines, unpacked
 
+Row = dict[str, Any]
 PART = "subject"  # names the part in a file of several
 _FILE = re.compile(r"(?P<name>.+)\.(?P<split>\w+)\.jsonl(\.xz|\.gz)?")
 
@@ -80,7 +81,9 @@ def _plain(name: str) -> str:
 
 
 def _rows_of(path: Path, part: str | None, dataset: str) -> list[Row]:
-    rows = read_rows(path).rows
+    rows = [row for _, row in json_lines(path, decoded(path, unpacked(path)))]
+    if not rows:
+        raise MoejaxError(f"{path} holds no rows")
     if part and any(PART in row for row in rows):
         rows = [row for row in rows if _plain(str(row.get(PART))) == _plain(part)]
         if not rows:

@@ -4,11 +4,12 @@ import dataclasses
 import gzip
 import hashlib
 import importlib
+import json
 import lzma
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moejax.errors import MoejaxError
 
@@ -134,6 +135,25 @@ def decoded(path: Path, content: bytes) -> str:
         raise MoejaxError(
             f"{path} is not UTF-8 (byte {error.start} is {content[error.start]:#04x}); convert it"
         ) from error
+
+
+def json_lines(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the place of each line that is not blank, for errors, and its object.
+
+    Raises:
+      MoejaxError: a line is not a JSON object.
+    """
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise MoejaxError(f"{where} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise MoejaxError(f"{where} is no JSON object: {line.strip()[:60]}")
+        yield where, row
 
 
 def _hub_rows() -> list[str]:

@@ -23,8 +23,7 @@ from moejax.policies.base import (
     pairs_with_room,
 )
 from moejax.policies.by_layer import vmap_decide
-from moejax.routing.simulate import pools
-from moejax.routing.simulate.layer_pools import admit_each, prefetch_experts, serve
+from moejax.routing.simulate.pools import Moved, admit_each, initial, prefetch_experts, serve
 from moejax.routing.simulate.segments import LayerTokens, Tokens
 
 # int32[2, len(EVENTS), T] by phase and tier, names as in `moejax.experts.ledger`; `reused`: hits
@@ -88,17 +87,11 @@ class Replay:
     delay: int = DELAY  # calls from a request to its arrival; 0: it serves the next call
     # runs the layers of a step in turn, even if the policy's are independent
     one_by_one: bool = False
-    on_gpu: bool = False  # compiles what is fast on a GPU
 
     @property
     def axes(self) -> Any:
         """Layer axes of the policy's state; None: layers run in turn."""
         return None if self.one_by_one else self.policy.layer_axes
-
-    def search(self, most: int, num_experts: int) -> pools.Search:
-        """Search for at most `most` admissions."""
-        by_pairs = self.on_gpu and self.axes is None
-        return pools.Search(min(most, num_experts), by_pairs, self.on_gpu)
 
 
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
@@ -109,7 +102,7 @@ def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Ru
       slots: int32[T], of a layer.
     """
     num_tiers = len(slots)
-    keys = pools.initial(slots, num_experts)
+    keys = initial(slots, num_experts)
     tally = Tally(
         jnp.zeros((2, len(EVENTS), num_tiers), jnp.int32),
         jnp.zeros(2, jnp.int32),
@@ -191,6 +184,7 @@ def _one_by_one(
 ) -> tuple[Any, _Layer]:
     """Runs all layers in turn; returns the policy's state and the layers' results."""
     num_layers, _, num_experts = running.keys.shape
+    none = jnp.full(num_experts, -1, jnp.int32)  # tiers of what the next layer prefetches
 
     def layer(carry: tuple[Any, jax.Array], now: tuple[Any, ...]) -> tuple[Any, _Layer]:
         state, ahead = carry
@@ -200,11 +194,11 @@ def _one_by_one(
         seen = dataclasses.replace(seen, resident=key > 0)
         decision, state = replay.policy.decide(state, seen)
         done = _served(replay, slots, running.clock, key, brought, decision, seen)
-        return (state, _following(decision, num_experts)), done
+        return (state, none if decision.ahead is None else decision.ahead), done
 
     (state, _), done = jax.lax.scan(
         layer,
-        (running.state, jnp.full(num_experts, -1, jnp.int32)),
+        (running.state, none),
         (jnp.arange(num_layers, dtype=jnp.int32), running.keys, tokens.by_layer()),
     )
     return state, done
@@ -265,14 +259,8 @@ def _brought(
     """Runs `prefetch_experts` if the replay prefetches."""
     if not replay.foreseen:
         return key, {"prefetched": jnp.zeros(len(slots), jnp.int32)}
-    how = replay.search(replay.foreseen * len(seen.ids), key.shape[-1])
-    return prefetch_experts(slots, key, ahead, clock, how)
-
-
-def _following(decision: Decision, num_experts: int) -> jax.Array:
-    """Tier, int32[E], in which to prefetch each expert of the next layer; -1 for none."""
-    none = jnp.full(num_experts, -1, jnp.int32)
-    return none if decision.ahead is None else decision.ahead
+    most = min(replay.foreseen * len(seen.ids), key.shape[-1])
+    return prefetch_experts(slots, key, ahead, clock, most)
 
 
 def _served(
@@ -285,12 +273,15 @@ def _served(
     seen: Observation,
 ) -> _Layer:
     """Runs `serve` and adds the prefetch."""
-    how = replay.search(seen.ids.size, key.shape[-1])
-    key, events, gate = serve(slots, key, decision, seen, clock, how)
+    most = min(seen.ids.size, key.shape[-1])
+    key, events, gate = serve(slots, key, decision, seen, clock, most)
     events = events | {name: events.get(name, 0) + n for name, n in brought.items()}
-    zero = jnp.zeros(len(slots), jnp.int32)
-    row = jnp.stack([events.get(name, zero) for name in EVENTS])
-    return _Layer(key, row, brought["prefetched"], gate)
+    return _Layer(key, _row(events, brought["prefetched"]), brought["prefetched"], gate)
+
+
+def _row(events: dict[str, jax.Array], like: jax.Array) -> jax.Array:
+    """Stacks counts in the order of `EVENTS`; those that are missing are 0."""
+    return jnp.stack([events.get(name, jnp.zeros_like(like)) for name in EVENTS])
 
 
 def _transfer(
@@ -327,11 +318,9 @@ def _transfer(
     arrived = coming == replay.delay + 1
     new = arrived & (keys == 0)
 
-    how = replay.search(num_experts, num_experts)
-
-    def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, pools.Moved]:
+    def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, Moved]:
         # Later than what the last step used, and before what the next one does.
-        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, how)
+        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, num_experts)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
     come = (keys > 0) & (arrived | wanted)
@@ -343,8 +332,7 @@ def _transfer(
         "evictions": moved.evictions,
         "prefetch_waste": moved.waste,
     }
-    zero = jnp.zeros_like(moved.admitted)
-    row = jnp.stack([jnp.sum(counts.get(name, zero), axis=0) for name in EVENTS])
+    row = jnp.sum(_row(counts, moved.admitted), axis=1)
     tally = running.tally._replace(events=running.tally.events.at[phase].add(row))
     return Running(state, keys, coming, running.clock, tally)
 

@@ -1,14 +1,17 @@
-"""Sweep results for people: the Pareto front, a table, a picture."""
+"""Results of a sweep: the Pareto front, a table, a picture, rows."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moejax.experts.budget import GIB, size_text
+from moejax.files import result_rows as results
 from moejax.files.whole import write_whole
+from moejax.routing.simulate.costs import Machine
+from moejax.routing.simulate.sweeping import SweepPoint
 
 _NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
 _MARKERS = "osD^vx"
@@ -121,3 +124,30 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
     figure.savefig(picture, dpi=110, format=kind.removeprefix("."), metadata=_UNSAID.get(kind))
     write_whole(path, picture.getvalue())
     return ""
+
+
+def rows(
+    policy: str, names: Sequence[str], swept: Sequence[SweepPoint], machines: Sequence[Machine]
+) -> Iterator[results.ResultRow]:
+    """Yields a row for each setting and speed of the link.
+
+    Args:
+      names: the settings in text.
+      swept: the result of each.
+      machines: one per speed of the link.
+    """
+    versions = results.package_versions("moejax", "jax")
+    today, command = results.today(), results.command_line()
+    for machine in machines:
+        for name, one in zip(names, swept, strict=True):
+            found = one.figures(machine)
+            yield results.ResultRow(
+                what=f"sweep, {policy}, {name}, {machine.link_gib_per_s:.4g} GiB/s, TPOT",
+                figure=found.pop("tpot_ms"),
+                unit="ms",
+                baseline=found,
+                device="simulated",
+                versions=versions,
+                date=today,
+                command=command,
+            )
