@@ -2,12 +2,11 @@
 
 import types
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 
-from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
@@ -16,77 +15,46 @@ from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
 from moejax.experts.budget import Budget, Tier, make_budget
-from moejax.experts.disk_reader import check_waiting
-from moejax.experts.load import budget_of_tiers, disk_source, plan_experts, tier_of
-from moejax.experts.tiering import STORED, Tiering, named
+from moejax.experts.load import budget_of_tiers, plan_experts, tier_of
+from moejax.experts.tiering import STORED, named
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 
 
-def tiered_budget(config: PlanConfig, tiering: Tiering) -> Budget:
-    """Plans the budget of a configuration with a policy.
+def budget_of(config: PlanConfig) -> Budget:
+    """Plans the budget of a configuration; tiers of a shape have the bits that their names say.
 
     Raises:
       MoejaxError: the configuration cannot run.
     """
-    if config.shape:
-        return _budget_of_shape(config, tiering)
-    checkpoint = open_checkpoint(config.checkpoint)
-    context, chunk = _sizes(config, checkpoint.config)
-    planned = plan_experts(
-        checkpoint, config.memory.limits(), tiering, dtype=config.dtype, device=_device(config),
-        batch=config.batch, context=context, chunk=chunk,
-    )  # fmt: skip
-    return planned.budget
-
-
-def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> Budget:
-    """Plans a named shape's budget; tiers have the bits that their names say."""
+    tiering, limits, device = config.policy.tiering(), config.memory.limits(), _device(config)
+    _, model, own, itemsize = model_of(config)
+    context, chunk = _sizes(config, model)
+    sizes: dict[str, Any] = {"batch": config.batch, "context": context, "chunk": chunk}
+    if not config.shape:
+        checkpoint = open_checkpoint(config.checkpoint)
+        return plan_experts(
+            checkpoint, limits, tiering, dtype=config.dtype, device=device, **sizes
+        ).budget
+    sizes["itemsize"] = itemsize
+    if tiering is None:
+        return make_budget(
+            model, own.weights_nbytes, [tier_of(own)], limits=limits, platform=device.platform,
+            **sizes,
+        )  # fmt: skip
     if tiering.emulate:
         raise MoejaxError("a shape takes no policy.emulate")
     assert isinstance(tiering.policy, str)
-    _, model, own, itemsize = model_of(config)
     tiers = []
     for tier in tiering.stored():
         group = config.group_size if tier.name == STORED else tiering.group_size
-        sizes = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
-        tiers.append(Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes))
-    context, chunk = _sizes(config, model)
+        stored = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
+        tiers.append(Tier(name=tier.name, expert_nbytes=stored.expert_nbytes))
     return budget_of_tiers(
         named(tiering.policy, tiering.settings, None, model).policy, model, own.weights_nbytes,
-        tiers, slots=tiering.slots, limits=config.memory.limits(), batch=config.batch,
-        context=context, chunk=chunk, itemsize=itemsize, device=_device(config),
+        tiers, slots=tiering.slots, limits=limits, device=device, **sizes,
     )  # fmt: skip
-
-
-def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: int) -> Budget:
-    """Plans the budget of a configuration.
-
-    Args:
-      itemsize: bytes per number of the activations.
-
-    Raises:
-      MoejaxError: the configuration cannot run.
-    """
-    context, chunk = _sizes(config, model)
-    limits = config.memory.limits()
-    source = None if config.shape else disk_source(open_checkpoint(config.checkpoint), limits)
-    budget = make_budget(
-        model,
-        sizes.weights_nbytes,
-        [tier_of(sizes)],
-        batch=config.batch,
-        context=context,
-        chunk=chunk,
-        limits=limits,
-        platform=platform_of(config),
-        itemsize=itemsize,
-    )
-    if source is not None and budget.tiers[0].host_share < 1:
-        with open_experts(source, dtype=config.dtype, device=_device(config)) as reader:
-            check_waiting(reader, _device(config), str(source.directory))
-    return budget
 
 
 def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[Tier]) -> str:

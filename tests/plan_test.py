@@ -347,7 +347,7 @@ class MainTest(PlanCase):
             shape=shape, policy=PolicyConfig(name="dynaexq", tiers=names), context=8192,
             memory=MemoryConfig(device_gib=gib),
         )  # fmt: skip
-        budget = planning.tiered_budget(config, config.policy.tiering())
+        budget = planning.budget_of(config)
         weights = {"Qwen3-Next-80B-A3B": 3 * 2048 * 512, "Qwen3-30B-A3B": 3 * 2048 * 768}[shape]
         # A group of 64 weights has a scale and a zero of 16 bits each.
         bits = {"bf16": 16, "int4": 4 + 0.5, "int2": 2 + 0.5}
