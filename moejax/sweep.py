@@ -12,7 +12,6 @@ bytes that it moves. The table on stdout has the settings on the Pareto front; a
 the JSON Lines file and the plot.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from absl import flags
 from moejax import cli
 from moejax.config.grid import described, eighths, settings
 from moejax.config.sweep import SweepConfig, check_picture
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
 from moejax.evaluation.record import check_output
 from moejax.files import result_rows as results
 from moejax.routing.simulate.costs import Machine, calibrate, measured_rows
@@ -70,7 +69,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
         f"{config.policy}: {len(grid)} settings over {decoded} decoded steps of "
         f"{trace.num_layers} layers of {trace.num_experts} experts"
     )
-    print(f"{about}: {spent:.1f} s, compiling included, on {device}", file=sys.stderr)
+    print_stderr(f"{about}: {spent:.1f} s, compiling included, on {device}")
     figures = {m.link_gib_per_s: [one.figures(m) for one in swept] for m in chosen}
     names = [described(one.setting) for one in swept]
     for link, found in figures.items():
@@ -81,7 +80,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     if output:
         results.append_rows(output, table.rows(config.policy, names, swept, chosen))
     if plot and (said := table.draw(plot, figures, about)):
-        print(said, file=sys.stderr)
+        print_stderr(said)
 
 
 def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
@@ -114,10 +113,9 @@ def machines(config: SweepConfig) -> list[Machine]:
         measured = measured_rows(cli.user_path(config.calibration))
         fitted = calibrate(measured, config.overlap, fetch_ms)
         base_ms, found = fitted.base_ms, [fitted]
-        print(
+        print_stderr(
             f"calibrated by {len(measured)} measurements: {base_ms:.3f} ms a step, "
-            f"{fitted.link_gib_per_s:.1f} GiB/s",
-            file=sys.stderr,
+            f"{fitted.link_gib_per_s:.1f} GiB/s"
         )
     for speed in config.speeds():
         machine = Machine(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from moejax.benchmarking.requests import PromptFile, Requests
 from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import plain_memory_errors
 from moejax.engine import STEPS_PER_CALL
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
 from moejax.evaluation import fidelity
 from moejax.experts.bits import bits_of
 from moejax.experts.budget import BudgetError
@@ -92,7 +91,7 @@ def run(
     points: list[Point] = []
     outcome = Outcome(points, models.about, models.device, bandwidth, per_call)
     for batch, gib in config.points():
-        print(f"measuring batch {batch}, {gib or 'no'} GiB", file=sys.stderr, flush=True)
+        print_stderr(f"measuring batch {batch}, {gib or 'no'} GiB")
         try:
             points.append(_measured(config, models, asked[batch], batch, gib, bandwidth, per_call))
         except MoejaxError as error:
@@ -234,4 +233,4 @@ def _fidelity_figures(exact: np.ndarray, policy: np.ndarray) -> Figures:
 
 def _print_unmeasured(error: MoejaxError) -> None:
     """Reports on stderr; the times stand without it."""
-    print(f"the KL of the exact model was not measured: {error}", file=sys.stderr, flush=True)
+    print_stderr(f"the KL of the exact model was not measured: {error}")

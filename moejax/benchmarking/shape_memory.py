@@ -7,7 +7,6 @@ share rows of `FEW_GIB`, which is more than a processor's cache holds.
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.routing import Workload
+from moejax.errors import print_stderr
 from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.cache import ExpertMemory, TierMemory, preloaded_pool
 from moejax.experts.expert_pool import PoolSpec
@@ -139,8 +139,10 @@ class ShapeMemories:
         assert made.row_nbytes == nbytes, (made.row_nbytes, nbytes)
         self._rows[bits, num_rows] = made
         spent = time.perf_counter() - start
-        print(f"{tier_name(bits)}: {num_rows} rows of {total} experts, {made.nbytes / 2**30:.1f} "
-              f"GiB, in {spent:.1f} s", file=sys.stderr, flush=True)  # fmt: skip
+        print_stderr(
+            f"{tier_name(bits)}: {num_rows} rows of {total} experts, {made.nbytes / 2**30:.1f} "
+            f"GiB, in {spent:.1f} s"
+        )
         return made
 
     def tier_memory(self, plan: TierPlan) -> TierMemory:

@@ -22,13 +22,12 @@ from moejax.inference.generation import GenerationSettings
 from moejax.serving.answers import AnswerWriter, TokenTexts
 from moejax.serving.batcher import Batcher
 from moejax.serving.bodies import Bodies
-from moejax.serving.errors import ApiError, unavailable
+from moejax.serving.errors import ApiError, error_response, json_response, unavailable
 from moejax.serving.exchange import ClientGone, Exchange, outcome_of
 from moejax.serving.fields import read_object
 from moejax.serving.guards import AccessGuard, HostGuard
 from moejax.serving.metrics import Metrics
 from moejax.serving.requests import ModelFacts, Request, read_chat, read_completion
-from moejax.serving.responses import error_response, json_response
 from moejax.text.chat_template import ChatSettings
 
 _LOG = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moejax.serving.errors import ApiError, unavailable
-from moejax.serving.responses import raw_error
+from moejax.serving.errors import ApiError, raw_error, unavailable
 
 BACKLOG = 256  # connections that the kernel keeps until they are accepted, many at a time
 MOST_REFUSED = 64  # connections over the limit that are told so; further ones are closed at once

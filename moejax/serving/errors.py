@@ -1,6 +1,11 @@
-"""Errors of the server, in the form that clients of OpenAI's API read."""
+"""Errors in the form that clients of OpenAI's API read, and JSON over HTTP."""
 
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
+
+from starlette.responses import Response
 
 
 class ApiError(Exception):
@@ -60,3 +65,28 @@ def deadline_passed(seconds: float) -> ApiError:
     """Error of a request that took longer than the server allows."""
     said = f"the request took longer than the server's deadline of {seconds:g} s"
     return ApiError(said, status=504, code="deadline_exceeded")
+
+
+def json_response(
+    body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A response in ASCII: texts of clients may hold what UTF-8 has no bytes for."""
+    text = json.dumps(body, allow_nan=False)
+    return Response(text, status, dict(headers or {}), "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """Response that reports an error."""
+    return json_response(error.body(), error.status, error.headers())
+
+
+def raw_error(error: ApiError) -> bytes:
+    """An error as the bytes of a whole HTTP/1.1 response, after which the connection closes."""
+    body = json.dumps(error.body()).encode()
+    headers = {
+        "content-type": "application/json", "content-length": str(len(body)),
+        "connection": "close", **error.headers(),
+    }  # fmt: skip
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+    lines += [f"{name.lower()}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
