@@ -57,7 +57,6 @@ class CheckpointModels:
     """A checkpoint's engines, each loaded for its batch and budget."""
 
     def __init__(self, config: BenchmarkConfig, device: jax.Device):
-        """Reads what is small."""
         self._asked, self.device = config, device
         self._checkpoint = open_checkpoint(config.checkpoint)
         self.config, self.eos_ids = self._checkpoint.config, self._checkpoint.eos_ids
@@ -109,7 +108,6 @@ class ShapeModels:
     """Models of random weights; dense weights and rows of the host are made once."""
 
     def __init__(self, config: BenchmarkConfig, device: jax.Device):
-        """Makes the dense weights."""
         self._asked, self.device = config, device
         self._trace: Trace | None = read_trace(Path(config.trace)) if config.trace else None
         self._tiering = config.policy.tiering()

@@ -60,7 +60,6 @@ class SyntheticRows:
     """All experts of a shape in host memory; a `moejax.experts.host_store.RowSource`."""
 
     def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int):
-        """Draws some experts and fills a store of `num_rows`, shared where there are fewer."""
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
         small = dataclasses.replace(one_layer_of(config, NUM_DRAWN), vocab_size=64)
         drawn = random_weights(small, packing, device)

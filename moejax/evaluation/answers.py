@@ -38,19 +38,14 @@ class AnswerFile:
 
     def __init__(
         self,
-        path: Path | None,
+        path: Path | None,  # of the file; None keeps answers in memory only
+        # plain JSON values; answers are reused only by a run with an equal head
         head: dict[str, Any],
         *,
-        numbers: Sequence[str] = (),
-        anew: str = "",
+        numbers: Sequence[str] = (),  # names of each answer's finite numbers
+        anew: str = "",  # reason to reuse no answer; "": answers are reused
     ):
         """Reads the answers that exist.
-
-        Args:
-          path: of the file; None keeps answers in memory only.
-          head: plain JSON values; answers are reused only by a run with an equal head.
-          numbers: names of each answer's finite numbers.
-          anew: reason to reuse no answer; "": answers are reused.
 
         Raises:
           MoejaxError: the file belongs to another run, or is not a file of answers.

@@ -234,7 +234,6 @@ class LoopedRecording(RecordingExperts):
     def __init__(
         self, spec: RecordSpec, model: Transformer, impl: ExpertImpl, run: LoopedExperts | None
     ):
-        """See `RecordingExperts`."""
         super().__init__(spec, model, impl, run)
         self._loop = run
 

@@ -61,26 +61,17 @@ class Api:
     def __init__(
         self,
         batcher: Batcher,
-        metrics: Metrics,
+        metrics: Metrics,  # told how they end
         *,
-        model_name: str,
+        model_name: str,  # name by which clients call the model
+        # gives the settings of fields that requests leave out
         defaults: Callable[[Engine], GenerationSettings],
-        max_body_bytes: int,
-        most_answers: int,
-        access: Access,
+        max_body_bytes: int,  # longer bodies are refused
+        most_answers: int,  # requests of more answers are refused
+        access: Access,  # conditions on clients
+        # settings of conversations whose request leaves them out
         chat: ChatSettings = ChatSettings(),  # noqa: B008, frozen
     ):
-        """Answers once the batcher is ready.
-
-        Args:
-          metrics: told how they end.
-          model_name: name by which clients call the model.
-          defaults: gives the settings of fields that requests leave out.
-          max_body_bytes: longer bodies are refused.
-          most_answers: requests of more answers are refused.
-          access: conditions on clients.
-          chat: settings of conversations whose request leaves them out.
-        """
         self._batcher = batcher
         self._metrics = metrics
         self._model_name = model_name

@@ -36,26 +36,16 @@ class Batcher:
 
     def __init__(
         self,
-        load: Callable[[], Engine],
-        metrics: Metrics,
+        load: Callable[[], Engine],  # gives the engine; called in the thread
+        metrics: Metrics,  # told what happens
         *,
-        max_batch: int,
-        queue_limit: int,
-        deadline_s: float,
-        warms_up: bool = True,
+        max_batch: int,  # most rows of a batch
+        queue_limit: int,  # most rows that wait
+        deadline_s: float,  # seconds from a row's arrival to its end; 0: no limit
+        warms_up: bool = True,  # whether all programs are compiled before the first row is taken
+        # called in the thread when `engine` or `load_error` is there
         on_loaded: Callable[[], None] = lambda: None,
     ):
-        """Starts nothing yet.
-
-        Args:
-          load: gives the engine; called in the thread.
-          metrics: told what happens.
-          max_batch: most rows of a batch.
-          queue_limit: most rows that wait.
-          deadline_s: seconds from a row's arrival to its end; 0: no limit.
-          warms_up: whether all programs are compiled before the first row is taken.
-          on_loaded: called in the thread when `engine` or `load_error` is there.
-        """
         self._load = load
         self._metrics = metrics
         self._max_batch = max_batch
