@@ -28,7 +28,7 @@ from moejax.inference.chunking import (
     least_cache_length,
     longest_chunk,
 )
-from moejax.inference.compile_notice import CompileNotice
+from moejax.inference.compile_notice import compile_notice
 from moejax.inference.generation import Chunk, Generation, GenerationSettings
 from moejax.inference.generation_defaults import read_generation_defaults, with_defaults
 from moejax.inference.likelihood import PairScorer, Scored
@@ -169,7 +169,7 @@ class Engine:
         )  # fmt: skip
         engine.budget, engine._runner.planned = budget, sizes
         if progress:
-            engine._runner.programs.announce = CompileNotice()
+            engine._runner.programs.announce = compile_notice
         engine.load_seconds = time.perf_counter() - start
         return engine
 

@@ -20,7 +20,6 @@ from absl.testing import absltest
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import compile_notice
-from moejax.inference.compile_notice import CompileNotice
 from tests.generate_test import run_in_process, write_tokenizer
 from tests.hf_checkpoints import write_checkpoint
 
@@ -223,7 +222,8 @@ class CompileNoticeTest(absltest.TestCase):
     def test_in_a_log_it_has_a_line_of_its_own(self):
         log = io.StringIO()
         print("an answer's first words", end="", file=log)
-        with mock.patch.object(compile_notice, "_LINE_S", 0.0), CompileNotice(log)("decode"):
+        wait = mock.patch.object(compile_notice, "_LINE_S", 0.0)
+        with wait, compile_notice.compile_notice("decode", log):
             while not log.getvalue().endswith("run\n"):
                 time.sleep(0.001)
         words, line = log.getvalue().splitlines()

@@ -79,20 +79,15 @@ def wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) ->
     ]
 
 
-def phases(
-    runner: Runner, batch: int, *, prompt: int = 0, context: int = 0
-) -> Iterator[tuple[str, int, dict[str, KernelChoice]]]:
-    """Phase, tokens of a call and what serves it: of a prompt's chunks, then of decode.
-
-    Args:
-      prompt: tokens of each prompt; 0: none is run.
-      context: slots of the cache; no matter without a prompt.
-    """
+def _phases(
+    runner: Runner, batch: int, prompt: int, context: int
+) -> Iterator[tuple[str, dict[str, KernelChoice]]]:
+    """Phase and what serves it: of the chunks of a prompt (0 tokens: none), then of decode."""
     for size in sorted(
         {size for _, size in runner.chunks(batch, prompt, context, runner.short_chunk)}
     ):
-        yield "prefill", batch * size, runner.kernel_choices(batch * size, batch)
-    yield "decode", batch, runner.kernel_choices(batch, batch)
+        yield "prefill", runner.kernel_choices(batch * size, batch)
+    yield "decode", runner.kernel_choices(batch, batch)
 
 
 def require_kernels(
@@ -102,6 +97,8 @@ def require_kernels(
 
     Args:
       wanted: one of `EXPECTATIONS`.
+      prompt: tokens of each prompt; 0: none is run.
+      context: slots of the cache; no matter without a prompt.
 
     Raises:
       SystemExit: with all of them in a line.
@@ -109,7 +106,7 @@ def require_kernels(
     may = allowed(wanted, runner.kernels, shape)
     wrong = [
         f"{phase} {line}"
-        for phase, _, products in phases(runner, batch, prompt=prompt, context=context)
+        for phase, products in _phases(runner, batch, prompt, context)
         for line in wrong_kernels(products, may)
     ]
     if wrong:
@@ -117,7 +114,7 @@ def require_kernels(
 
 
 def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int) -> None:
-    """Nothing where a kernel serves every packed product of a device that has kernels.
+    """Refuses packed products that run on no kernel of a device that has kernels.
 
     Forms that no kernel takes on any device (FP8, act-order; docs/kernels.md) may be dequantized.
 
@@ -125,7 +122,7 @@ def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int)
       MoejaxError: naming what runs on none, and why.
     """
     may = allowed("auto", runner.kernels)
-    for phase, _, products in phases(runner, batch, prompt=prompt, context=context):
+    for phase, products in _phases(runner, batch, prompt, context):
         fit = {name: of for name, of in products.items() if EVERY_KERNEL not in of.refusals}
         if wrong := wrong_kernels(fit, may):
             said = "; ".join(wrong)

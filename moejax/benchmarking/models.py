@@ -111,9 +111,12 @@ class ShapeModels:
         self._asked, self.device = config, device
         self._trace: Trace | None = read_trace(Path(config.trace)) if config.trace else None
         self._tiering = config.policy.tiering()
-        if self._tiering is not None:
-            self._bits = [tier.bits_of_shape(config.bits) for tier in self._tiering.stored()]
-            if self._tiering.emulate:
+        self._bits, self._by_profile = [config.bits], False
+        if (tiering := self._tiering) is not None:
+            assert isinstance(tiering.policy, str)
+            self._bits = [tier.bits_of_shape(config.bits) for tier in tiering.stored()]
+            self._by_profile = "buddymoe" in parts_of(tiering.policy, tiering.settings)
+            if tiering.emulate:
                 raise MoejaxError("a shape takes no policy.emulate")
         self.config = with_layers(CONFIGS[config.shape], config.layers)
         self.tokenizer: Tokenizer | None = None
@@ -140,59 +143,39 @@ class ShapeModels:
         planned = sum(self._dense_nbytes.values())
         limits = limits_on(self.device, asked, planned_nbytes=planned)
         with plain_memory_errors(self.device):
-            if self._tiering is None:
-                found = self._plain(batch, context, limits)
-            else:
-                found = self._tiered(self._tiering, batch, context, limits)
+            found = self._loaded(batch, context, limits)
         return dataclasses.replace(found, load_s=time.perf_counter() - start)
 
-    def _plain(self, batch: int, context: int, limits: Limits) -> Loaded:
+    def _loaded(self, batch: int, context: int, limits: Limits) -> Loaded:
         if self._whole is not None:
             return Loaded(self._whole, None, NEAR_UNIFORM, 0.0, lambda: None)
-        nbytes = self._memories.expert_nbytes(self._packing.bits)
-        work = self._routing(batch)
-        ahead = 4 * limits.prefetch * work.ids[..., 0, 0].size
-        parts = self._dense_nbytes | {REPLAYED: work.probabilities.nbytes + ahead}
-        budget = make_budget(
-            self.config, parts, [Tier(name="experts", expert_nbytes=nbytes)], limits=limits,
-            **self._sizes(batch, context),
-        )  # fmt: skip
-        if budget.pooled:
-            plan = self._memories.plan_of(self._packing.bits, budget.tiers[0])
-            return self._moving(self._memories.one_tier(plan), work, batch, budget)
-        room = room_nbytes(self.device, sum(self._dense_nbytes.values()))
-        if not limits.device_gib:
-            require_room(budget.device, room)
-        experts = random_weights(self.config, self._packing, self.device, dense=False)
-        weights = jax.block_until_ready(self._memories.dense | experts)
-        runner = Runner(self.config, weights, self.device)
-        if limits == Limits():
-            self._whole = runner
-        stated = budget if limits.device_gib else None
-        return Loaded(runner, stated, NEAR_UNIFORM, 0.0, lambda: None)
-
-    def _tiered(self, tiering: Tiering, batch: int, context: int, limits: Limits) -> Loaded:
-        work = self._routing(batch)
-        policy = self._policy(tiering, work)
-        names = [tier.name for tier in tiering.stored()]
+        tiering, work = self._tiering, self._routing(batch)
+        policy = None if tiering is None else self._policy(tiering, work)
+        names = ["experts"] if tiering is None else [tier.name for tier in tiering.stored()]
         tiers = [
             Tier(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
             for name, bits in zip(names, self._bits, strict=True)
         ]
+        chunk = min(context, longest_chunk(self.config, batch, context))
+        sizes: dict[str, Any] = {"batch": batch, "context": context, "chunk": chunk,
+                                 "itemsize": BFLOAT16_BYTES, "limits": limits}  # fmt: skip
         nbytes = work.probabilities.nbytes
-        nbytes += work.predicted.nbytes if policy.needs.predicted else 0
-        sizes = self._sizes(batch, context)
-        del sizes["platform"]
-        budget = budget_of_tiers(
-            policy, self.config, self._dense_nbytes | {REPLAYED: nbytes}, tiers,
-            slots=tiering.slots, limits=limits, device=self.device, **sizes,
-        )  # fmt: skip
-        assert isinstance(tiering.policy, str)
-        by_profile = "buddymoe" in parts_of(tiering.policy, tiering.settings)
+        if policy is None or tiering is None:
+            nbytes += 4 * limits.prefetch * work.ids[..., 0, 0].size
+            parts = self._dense_nbytes | {REPLAYED: nbytes}
+            budget = make_budget(self.config, parts, tiers, platform=self.device.platform, **sizes)
+            if not budget.pooled:
+                return self._resident(budget, limits)
+        else:
+            nbytes += work.predicted.nbytes if policy.needs.predicted else 0
+            budget = budget_of_tiers(
+                policy, self.config, self._dense_nbytes | {REPLAYED: nbytes}, tiers,
+                slots=tiering.slots, device=self.device, **sizes,
+            )  # fmt: skip
         memories, held = [], 0
         for bits, part in zip(self._bits, budget.tiers, strict=True):
             cached, first = 0 < part.slots < self.config.num_experts, None
-            if by_profile and cached:  # no expert in two tiers
+            if self._by_profile and cached:  # no expert in two tiers
                 end = min(held + part.slots, self.config.num_experts)
                 first, held = work.hottest(end)[:, held:], end
             is_full = part.slots == self.config.num_experts
@@ -201,6 +184,18 @@ class ShapeModels:
         width = self.config.experts_per_token
         memory = ExpertMemory(memories, names, policy, width=width)
         return self._moving(memory, work, batch, budget)
+
+    def _resident(self, budget: Budget, limits: Limits) -> Loaded:
+        """A model whose experts are all on the device."""
+        if not limits.device_gib:
+            require_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
+        experts = random_weights(self.config, self._packing, self.device, dense=False)
+        weights = jax.block_until_ready(self._memories.dense | experts)
+        runner = Runner(self.config, weights, self.device)
+        if limits == Limits():
+            self._whole = runner
+        stated = budget if limits.device_gib else None
+        return Loaded(runner, stated, NEAR_UNIFORM, 0.0, lambda: None)
 
     def _moving(
         self, memory: ExpertMemory, work: routing.Workload, batch: int, budget: Budget
@@ -227,16 +222,11 @@ class ShapeModels:
         name = Path(asked.trace).name
         return routing.of_trace(self.config, self._trace, batch, name=name, **how)
 
-    def _sizes(self, batch: int, context: int) -> dict[str, Any]:
-        chunk = min(context, longest_chunk(self.config, batch, context))
-        return {"batch": batch, "context": context, "chunk": chunk, "itemsize": BFLOAT16_BYTES,
-                "platform": self.device.platform}  # fmt: skip
-
     def _policy(self, tiering: Tiering, work: routing.Workload) -> AnyPolicy:
         """The policy; without a profile, buddies are by the co-activations of what is replayed."""
         assert isinstance(tiering.policy, str)
         settings = dict(tiering.settings)
-        if "buddymoe" in parts_of(tiering.policy, settings) and "lists" not in settings:
+        if self._by_profile and "lists" not in settings:
             shares = conditional_coactivation(work.coactivations(), SMOOTHING)
             settings["lists"] = buddy_lists(shares, CFT_ALPHA, MOST_BUDDIES)
             return make_policy(tiering.policy, **settings)
