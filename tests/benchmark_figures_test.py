@@ -184,7 +184,7 @@ class ConfigTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"batches": (0,)}, "batches"), ({"batches": (1, 2000)}, "batches"),
         ({"budgets": (-1.0,)}, "budgets"), ({"runs": 0}, "runs=0 must be at least 1"),
-        ({"new_tokens": 0}, "new_tokens"), ({"shape": "Qwen"}, "shape='Qwen' is not there"),
+        ({"new_tokens": 0}, "new_tokens"), ({"shape": "Qwen"}, "shape='Qwen' must be one of"),
         ({"skew": "zipf:1"}, "skew is for random weights"),
         ({"shape": "tiny", "skew": "zipf"}, "uniform or zipf:S"),
         ({"shape": "tiny", "skew": "uniform", "trace": "x"}, "both say the routing"),

@@ -252,7 +252,7 @@ class CliTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ([], "no prompt: give --prompt"),
-        (["--prompt=a", "--config.thinking=yes"], "thinking='yes' is none of auto, on, off"),
+        (["--prompt=a", "--config.thinking=yes"], "thinking='yes' must be one of auto, on, off"),
         (["--prompt=a", "--config.thinking=on"], "are of conversations: give --chat, too"),
         (["--prompt=a", "--config.temprature=1"], "did you mean 'temperature'?"),
         (["--prompt=a", "--config.temperature=-1"], "temperature=-1.0 must be"),

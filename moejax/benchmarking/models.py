@@ -21,7 +21,7 @@ from moejax.experts.allocator import limits_on, room_nbytes
 from moejax.experts.budget import Budget, Limits, Tier, make_budget, require_room
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
-from moejax.experts.tiering import Tiering, choose
+from moejax.experts.tiering import STORED, Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.runner import Runner
 from moejax.models.shapes import CONFIGS, with_layers
@@ -181,8 +181,8 @@ class ShapeModels:
             is_full = part.slots == self.config.num_experts
             plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
             memories.append(self._memories.tier_memory(plan))
-        width = self.config.experts_per_token
-        memory = ExpertMemory(memories, names, policy, width=width)
+        width, stored = self.config.experts_per_token, [STORED] if policy is None else names
+        memory = ExpertMemory(memories, stored, policy, width=width)
         return self._moving(memory, work, batch, budget)
 
     def _resident(self, budget: Budget, limits: Limits) -> Loaded:

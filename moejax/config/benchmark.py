@@ -35,7 +35,7 @@ class BenchmarkConfig(RunConfig):
     checkpoint: str = CHECKPOINT
     shape: str = option(
         "", f"in place of a checkpoint, random weights of a shape: {', '.join(CONFIGS)}",
-        choices=("", *CONFIGS),
+        choices=CONFIGS,
     )  # fmt: skip
     layers: int = option(0, "fewer layers than the shape's; 0: all", least=0)
     bits: int = BITS

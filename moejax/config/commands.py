@@ -244,7 +244,7 @@ class PlanConfig(GenerateConfig):
     command = "moejax.plan"
 
     shape: str = option(
-        "", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}", choices=("", *SHAPES)
+        "", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}", choices=SHAPES
     )
     bits: int = BITS
     attention_bits: int = ATTENTION_BITS

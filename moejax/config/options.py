@@ -37,7 +37,7 @@ def option(
       commas: whether commas divide a list's items on the command line; else each flag is one item.
       kind: type of a number whose None means "not given".
       least: the least number; without it no number is refused.
-      choices: all values; () for any.
+      choices: all values but the default; () for any.
       needed: what a text must be that may not be empty.
     """
     metadata = {"help": meaning, "commas": commas, "kind": kind, "least": least, "most": most}
@@ -61,8 +61,8 @@ class RunConfig:
             value, of = getattr(self, field.name), field.metadata
             least, most, choices = of["least"], of["most"], of["choices"]
             said = of["needed"] if value == "" else ""
-            if choices and value not in choices:
-                said = f"one of {', '.join(str(choice) for choice in choices if choice != '')}"
+            if choices and value not in choices and value != field.default:
+                said = f"one of {', '.join(map(str, choices))}"
             elif least is not None and not (least <= value <= most and value != math.inf):
                 said = f"from {least} to {most}" if most < math.inf else f"at least {least}"
                 said = "0 or more" if said == "at least 0" else said
