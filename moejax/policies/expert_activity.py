@@ -34,11 +34,7 @@ class ExpertActivity:
 
 
 def no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertActivity:
-    """Empty counts, before any token.
-
-    Args:
-      outputs: whether outputs will be compared.
-    """
+    """Empty counts, before any token; with `outputs`, outputs will be compared."""
     pairs = (num_layers, num_experts, num_experts)
     return ExpertActivity(
         tokens=jnp.zeros((), jnp.float32),
@@ -150,7 +146,7 @@ def _products(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def shares(activity: ExpertActivity, source: Source, smoothing: float) -> np.ndarray:
-    """Shares q from the counts, float64[M, E, E].
+    """Shares q from the counts on the host, float64[M, E, E].
 
     Args:
       smoothing: epsilon of Laplace; outputs take none.

@@ -34,16 +34,10 @@ def num_active(observation: Observation) -> jax.Array:
 def smoothed(
     scores: jax.Array, means: jax.Array, num_tokens: jax.Array, alpha: jax.Array
 ) -> jax.Array:
-    """Applies eq. 2 to n tokens at once: S <- alpha^n S + (1 - alpha^n) mean(g).
+    """Applies eq. 2 to n tokens at once: S <- alpha^n S + (1 - alpha^n) mean(g), float32[E].
 
-    For one token it is eq. 2. It does not depend on the order of the tokens, and a prompt counts
-    as much as the same number of decoded ones.
-
-    Args:
-      scores: float32[E], S.
-      means: float32[E], of `gate_means`.
-      num_tokens: int32[], n.
-      alpha: float32[], 0 <= alpha < 1.
+    For one token it is eq. 2. It does not depend on the order of the tokens, and a prompt counts as
+    much as the same number of decoded ones.
     """
     kept = jnp.power(alpha, num_tokens.astype(jnp.float32))
     return kept * scores + (1 - kept) * means

@@ -44,14 +44,13 @@ def candidates_of(
 ) -> jax.Array:
     """Finds each pair's listed buddies that are resident and not chosen (lines 15-17).
 
+    int32[N, A, H], -1 for none.
+
     Args:
       ids: int32[N, A], the router's choice.
       lists: int32[E, H], buddies of each expert, the best first; -1 pads.
       resident: bool[E].
       depth: int32[], how far lists are searched, at most H.
-
-    Returns:
-      int32[N, A, H], -1 for none.
     """
     listed = lists.at[ids].get(mode="clip")
     usable = (listed >= 0) & resident.at[listed].get(mode="clip")
@@ -64,13 +63,8 @@ def candidates_of(
 def normalized_logits(probabilities: jax.Array) -> jax.Array:
     """Normalised logits z^ of eq. 3: the router's, up to a constant, scaled to 0..1.
 
-    The paper names no norm; this one leaves 1 + eta z^ positive.
-
-    Args:
-      probabilities: float32[N, E].
-
-    Returns:
-      float32[N, E]; 0 where all are equal.
+    float32[N, E], 0 where all are equal. The paper names no norm; this one leaves 1 + eta z^
+    positive.
     """
     logits = jnp.log(jnp.maximum(probabilities, float(np.finfo(np.float32).tiny)))
     least = jnp.min(logits, axis=-1, keepdims=True)
@@ -88,16 +82,13 @@ def buddy_score(
 ) -> jax.Array:
     """Score of eq. 3: Psi(j | i, x) = q_(j|i) (1 + eta z^_j(x)) (1 - kappa hop(j)).
 
+    float32[N, A, H]; 0 where there is no candidate.
+
     Args:
       candidates: int32[N, A, H], of `candidates_of`.
       q: float32[N, A, H], of each candidate.
       logits: float32[N, E], of `normalized_logits`.
       hops: float32[E], partitions between the tokens' device and each expert's.
-      eta: float32[].
-      kappa: float32[].
-
-    Returns:
-      float32[N, A, H]; 0 where there is no candidate.
     """
     safe = jnp.maximum(candidates, 0)
     flat = safe.reshape(len(safe), -1)
@@ -109,8 +100,7 @@ def buddy_score(
 def in_order(candidates: Candidates) -> jax.Array:
     """Sorts candidates by falling priority, then by place; drops priorities <= 0.
 
-    Returns:
-      int32[N, A, H], -1 for none; by comparing all pairs of a list.
+    int32[N, A, H], -1 for none; by comparing all pairs of a list.
     """
     ids, value = candidates
     if value is None:
@@ -180,19 +170,15 @@ def search(
 ) -> tuple[Substitution, jax.Array]:
     """Finds candidates and substitutes them in one kernel launch, without priorities.
 
+    Returns the substitution, and the counts with its pairs.
+
     Args:
       ids: int32[N, A], by falling weight.
       lists: int32[M, E, H], of all layers.
-      layer: int32[].
       resident: bool[E], of that layer, or int32[M, K], as `Observation.tables`.
       allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced if the
         gate passes the token.
-      depth: int32[].
-      budget: int32[].
       replaced: int32[M, E], donate it.
-
-    Returns:
-      The substitution, and the counts with its pairs.
     """
     found = buddy_search.search(
         ids, lists, layer, resident, allowed, depth, budget, gate, replaced, last_first=last_first

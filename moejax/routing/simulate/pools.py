@@ -60,12 +60,8 @@ def admit(
       key: int32[E], after other evictions.
       coming: bool[E], experts to admit, none resident.
       protected: bool[E], experts that may not be evicted.
-      slots: int32[].
       stamp: int32[], key of the admitted.
       most: static, the most experts that are admitted.
-
-    Returns:
-      The keys and the counts.
     """
     num_experts = len(key)
     there = key > 0
