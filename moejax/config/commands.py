@@ -70,6 +70,14 @@ class MemoryConfig(RunConfig):
         check_phase(self.prefetch_in, "")
 
 
+def sampling(name: str, meaning: str, default: Any = None, more: str = "") -> Any:
+    """Declares a setting of answers; not given, it is the checkpoint's or `default`."""
+    own = getattr(GenerationSettings, name)
+    default = own if default is None else default
+    said = f"{meaning}; None: the checkpoint's, or {default:g}{more}"
+    return option(None, said, kind=type(own))
+
+
 # Fields of several commands.
 CHECKPOINT = option(
     "demo", "'demo', a directory, or a Hugging Face name (org/name)", needed="a name or a directory"
@@ -151,40 +159,17 @@ class GenerateConfig(RecordConfig):
         "settings below that are None come from the checkpoint's generation_config.json, as in "
         "transformers; off: they keep the defaults named there",
     )
-    max_new_tokens: int | None = option(
-        None,
-        f"end after so many tokens; None: the checkpoint's, or {GenerationSettings.max_new_tokens}",
-        kind=int,
+    max_new_tokens: int | None = sampling("max_new_tokens", "end after so many tokens")
+    temperature: float | None = sampling("temperature", "temperature of sampling; 0 is greedy")
+    top_k: int | None = sampling("top_k", "sample among the k likeliest tokens; 0: all")
+    top_p: float | None = sampling(
+        "top_p", "sample among the likeliest tokens of this total probability"
     )
-    temperature: float | None = option(
-        None,
-        "temperature of sampling; 0 is greedy; None: the checkpoint's, or "
-        f"{GenerationSettings.temperature:g}",
-        kind=float,
+    min_p: float | None = sampling(
+        "min_p", "leave out tokens below this share of the likeliest one"
     )
-    top_k: int | None = option(
-        None,
-        "sample among the k likeliest tokens; 0: all; None: the checkpoint's, or "
-        f"{GenerationSettings.top_k}",
-        kind=int,
-    )
-    top_p: float | None = option(
-        None,
-        "sample among the likeliest tokens of this total probability; None: the checkpoint's, or "
-        f"{GenerationSettings.top_p:g}",
-        kind=float,
-    )
-    min_p: float | None = option(
-        None,
-        "leave out tokens below this share of the likeliest one; None: the checkpoint's, or "
-        f"{GenerationSettings.min_p:g}",
-        kind=float,
-    )
-    repetition_penalty: float | None = option(
-        None,
-        "penalty above 1 makes tokens already in the text rarer; None: the checkpoint's, or "
-        f"{GenerationSettings.repetition_penalty:g}",
-        kind=float,
+    repetition_penalty: float | None = sampling(
+        "repetition_penalty", "penalty above 1 makes tokens already in the text rarer"
     )
     fidelity_share: float = option(
         0.0,

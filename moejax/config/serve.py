@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from moejax.config.commands import GenerateConfig
+from moejax.config.commands import GenerateConfig, sampling
 from moejax.config.options import option
 from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
@@ -22,18 +22,14 @@ class ServeConfig(GenerateConfig):
 
     command = "moejax.serve"
 
-    max_new_tokens: int | None = option(
-        None,
-        "default of requests; an answer also ends at the end of the context; None: the "
-        f"checkpoint's, or {SERVED['max_new_tokens']}",
-        kind=int,
-    )
-    temperature: float | None = option(
-        None,
-        "default of requests; 0 is greedy; None: the checkpoint's, or "
-        f"{SERVED['temperature']:g}, like OpenAI's API",
-        kind=float,
-    )
+    max_new_tokens: int | None = sampling(
+        "max_new_tokens", "default of requests; an answer also ends at the end of the context",
+        SERVED["max_new_tokens"],
+    )  # fmt: skip
+    temperature: float | None = sampling(
+        "temperature", "default of requests; 0 is greedy", SERVED["temperature"],
+        ", like OpenAI's API",
+    )  # fmt: skip
     seed: int = option(0, "default seed of requests; 0: a random one")
     host: str = option(
         "127.0.0.1", "address to listen on; 0.0.0.0: all, for everybody",
