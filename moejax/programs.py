@@ -28,23 +28,17 @@ class CompiledPrograms:
 
     A plain `jax.jit` would compile inside a timed call and retrace in silence when a dtype or a
     shape changes; here a mismatch is an error and the time is known.
-
-    Attributes:
-      seconds: spent in tracing, lowering and compiling so far.
-      num_traces: programs built so far; constant after warm-up.
-      history: function name and seconds of each, in order.
-      is_compiling: whether a thread is in XLA's compiler, which nothing interrupts.
-      announce: makes the context in which a program of a name is compiled.
     """
 
     def __init__(self, options_of: Callable[[Function], Mapping[str, str]] = _no_options) -> None:
         """Starts without programs; `options_of` gives a function's XLA options."""
         self._options_of = options_of
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
-        self.seconds = 0.0
-        self.num_traces = 0
-        self.history: list[tuple[str, float]] = []
-        self.is_compiling = False
+        self.seconds = 0.0  # spent in tracing, lowering and compiling so far
+        self.num_traces = 0  # programs built so far; constant after warm-up
+        self.history: list[tuple[str, float]] = []  # function name and seconds of each, in order
+        self.is_compiling = False  # whether a thread is in XLA's compiler, which nothing interrupts
+        # makes the context in which a program of a name is compiled
         self.announce: Announce = _silently
         self._is_closed = False
 

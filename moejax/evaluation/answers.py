@@ -30,10 +30,6 @@ class AnswerFile:
     - the answers of a finished run with this head: replaced, the run begins anew.
 
     Nothing is written before the first new answer.
-
-    Attributes:
-      known: answers by document, those of the file first.
-      num_resumed: how many were there already.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class AnswerFile:
         self._head = json.loads(json.dumps(head))
         self._begun = False
         self._aside = False
-        self.known: dict[int, Answer] = {}
+        self.known: dict[int, Answer] = {}  # answers by document, those of the file first
         if path is not None and (stored := _stored(path, numbers)):
             if not stored.finished:
                 self._go_on(path, stored, anew)
@@ -64,7 +60,7 @@ class AnswerFile:
                     "%s holds the answers of a finished run with other settings; they are kept in "
                     "%s", path, _free_name(path).name,
                 )  # fmt: skip
-        self.num_resumed = len(self.known)
+        self.num_resumed = len(self.known)  # how many were there already
 
     def add(self, answers: list[Answer]) -> None:
         """Keeps answers, each with its document's "index"."""

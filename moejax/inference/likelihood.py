@@ -146,20 +146,16 @@ class _Row:
 
 
 class PairScorer:
-    """Scores continuations with one model.
-
-    Attributes:
-      prefix_id: stands for an empty context: bos, or eos; None if the model has neither.
-      max_length: most tokens that a prediction sees.
-    """
+    """Scores continuations with one model."""
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None, eos_ids: Sequence[int]):
         self._runner, self._tokenizer = runner, tokenizer
-        self.max_length = runner.config.context_limit
+        self.max_length = runner.config.context_limit  # most tokens that a prediction sees
         named = tokenizer.special_tokens if tokenizer else {}
         by_name = [named[name] for name in ("bos_token", "eos_token") if name in named]
         ids = [tokenizer.token_id(text) for text in by_name] if tokenizer else []
         known = [i for i in (*ids, *eos_ids) if i is not None]
+        # stands for an empty context: bos, or eos; None if the model has neither
         self.prefix_id = known[0] if known else None
 
     def of_texts(

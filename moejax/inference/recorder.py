@@ -279,14 +279,10 @@ def recording_experts(
 
 
 class Recorder:
-    """Passes recorded steps to a writer, in the order of the calls.
-
-    Attributes:
-      spec: parts that steps record.
-    """
+    """Passes recorded steps to a writer, in the order of the calls."""
 
     def __init__(self, spec: RecordSpec, writer: TraceWriter):
-        self.spec = spec
+        self.spec = spec  # parts that steps record
         self._writer = writer
         self._waiting: collections.deque[tuple[Recorded, bool, int]] = collections.deque()
         self._num_steps = self._first_sequence = self._next_sequence = self._steps_per_call = 0

@@ -27,12 +27,7 @@ RESERVE = 4  # this part of the queue's limit is kept beyond it for clients of w
 
 
 class Batcher:
-    """A queue of rows, and the thread that runs them.
-
-    Attributes:
-      engine: None until it is loaded.
-      load_error: why it could not be.
-    """
+    """A queue of rows, and the thread that runs them."""
 
     def __init__(
         self,
@@ -60,8 +55,8 @@ class Batcher:
         self._is_draining = False
         self._is_cut = False
         self._batch_s = 1.0  # of the last batches, a moving mean
-        self.engine: Engine | None = None
-        self.load_error: Exception | None = None
+        self.engine: Engine | None = None  # None until it is loaded
+        self.load_error: Exception | None = None  # why it could not be
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
         metrics.queue_length.set_function(lambda: len(self._waiting))
 

@@ -31,16 +31,11 @@ class ConnectionLimits:
 
 
 class Connections:
-    """Open connections of one server; the longest idle one makes room for a new one.
-
-    Attributes:
-      limits: see `ConnectionLimits`.
-      num_refused: connections that were over the limit so far.
-    """
+    """Open connections of one server; the longest idle one makes room for a new one."""
 
     def __init__(self, limits: ConnectionLimits):
-        self.limits = limits
-        self.num_refused = 0
+        self.limits = limits  # see `ConnectionLimits`
+        self.num_refused = 0  # connections that were over the limit so far
         self._open: set[LimitedProtocol] = set()
         self._idle: dict[LimitedProtocol, None] = {}  # without a request, the longest first
         self._refused: set[LimitedProtocol] = set()

@@ -9,15 +9,7 @@ from starlette.responses import Response
 
 
 class ApiError(Exception):
-    """An error that a client receives in place of an answer.
-
-    Attributes:
-      status: the HTTP status.
-      message: one line.
-      param: the field at fault, or None.
-      code: a word for programs, or None.
-      retry_after_s: seconds after which a retry may succeed, or None.
-    """
+    """An error that a client receives in place of an answer."""
 
     def __init__(
         self,
@@ -29,11 +21,11 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
     ):
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
+        self.status = status  # the HTTP status
+        self.message = message  # one line
+        self.param = param  # the field at fault, or None
+        self.code = code  # a word for programs, or None
+        self.retry_after_s = retry_after_s  # seconds after which a retry may succeed, or None
 
     def body(self) -> dict[str, Any]:
         """JSON object of the error."""

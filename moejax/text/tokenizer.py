@@ -35,16 +35,13 @@ class Tokenizer:
     classes, such as Qwen2Tokenizer, the two fields mean nothing. A token that the post-processor
     adds is neither added twice nor, where its field is false, taken away, as transformers 4 would.
     transformers 5 reads neither field beside a tokenizer.json: it gives DeepSeek's prompts no bos.
-
-    Attributes:
-      special_tokens: text of "bos_token", "eos_token" and the like, for chat templates.
-      chat_template: Jinja source, or None.
     """
 
     def __init__(self, directory: Path, encoder: tokenizers.Tokenizer):
         encoder.no_truncation()  # a file may carry the settings of somebody's training run
         encoder.no_padding()
         self._encoder, self._failure = encoder, f"the tokenizer of {directory} failed"
+        # text of "bos_token", "eos_token" and the like, for chat templates
         self.special_tokens = _special_tokens(directory)
         own = self._encode("", add_special_tokens=True).ids  # of the post-processor alone
         bos, eos = (self._asked_for(directory, name) for name in ("bos_token", "eos_token"))
@@ -52,7 +49,7 @@ class Tokenizer:
         self._after = [i for i in eos if i not in own]
         with _plain_errors(self._failure):
             self._num_behind = _num_behind(encoder)
-        self.chat_template = find_chat_template(directory)
+        self.chat_template = find_chat_template(directory)  # Jinja source, or None
         self._renderer = ChatRenderer()
 
     @classmethod
