@@ -153,8 +153,84 @@ class _Layer(NamedTuple):
 
     keys: jax.Array
     events: jax.Array
-    brought: jax.Array
+    ahead: jax.Array
     gate: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One step of one setting."""
+
+    replay: Replay
+    is_prefill: bool
+    slots: jax.Array  # int32[T], of a layer
+    clock: jax.Array
+    tokens: Tokens
+
+    def one_by_one(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
+        """Runs all layers in turn; returns the policy's state and the layers' results."""
+        num_layers, _, num_experts = keys.shape
+        none = jnp.full(num_experts, -1, jnp.int32)  # tiers of what the next layer prefetches
+
+        def layer(carry: tuple[Any, jax.Array], now: tuple[Any, ...]) -> tuple[Any, _Layer]:
+            state, ahead = carry
+            index, key, of_layer = now
+            seen = self.observe(key, index, of_layer)
+            key, prefetched = self.prefetch(key, ahead, seen)
+            seen = dataclasses.replace(seen, resident=key > 0)
+            decision, state = self.replay.policy.decide(state, seen)
+            done = self.run(key, prefetched, decision, seen)
+            return (state, none if decision.ahead is None else decision.ahead), done
+
+        layers = jnp.arange(num_layers, dtype=jnp.int32), keys, self.tokens.by_layer()
+        (state, _), done = jax.lax.scan(layer, (state, none), layers)
+        return state, done
+
+    def side_by_side(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
+        """Runs `one_by_one` with all layers vmapped."""
+        num_layers, _, num_experts = keys.shape
+        decide = functools.partial(vmap_decide, self.replay.policy, self.replay.axes)
+        layers = jnp.arange(num_layers, dtype=jnp.int32)
+        seen = jax.vmap(self.observe)(keys, layers, self.tokens.by_layer())
+        ahead = jnp.full((num_layers, num_experts), -1, jnp.int32)
+        if self.replay.foreseen:  # what is prefetched does not depend on what is there
+            decision, _ = decide(state, seen)
+            if decision.ahead is not None:
+                ahead = jnp.concatenate([ahead[:1], decision.ahead[:-1]])
+        keys, prefetched = jax.vmap(self.prefetch)(keys, ahead, seen)
+        seen = dataclasses.replace(seen, resident=keys > 0)
+        decision, state = decide(state, seen)
+        return state, jax.vmap(self.run)(keys, prefetched, decision, seen)
+
+    def observe(self, key: jax.Array, layer: jax.Array, of_layer: LayerTokens) -> Observation:
+        """Builds the observation of a layer."""
+        ids, weights, probabilities, importance, predicted = of_layer.dense(key.shape[-1])
+        return Observation(
+            layer, probabilities, ids, weights, self.tokens.active, key > 0,
+            importance=importance if self.is_prefill else None,
+            predicted=predicted if self.replay.foreseen else None,
+            is_prefill=self.is_prefill,
+        )  # fmt: skip
+
+    def prefetch(
+        self, key: jax.Array, ahead: jax.Array, seen: Observation
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Runs `prefetch_experts` if the replay prefetches."""
+        if not self.replay.foreseen:
+            return key, {"prefetched": jnp.zeros(len(self.slots), jnp.int32)}
+        most = min(self.replay.foreseen * len(seen.ids), key.shape[-1])
+        return prefetch_experts(self.slots, key, ahead, self.clock, most)
+
+    def run(
+        self, key: jax.Array, prefetched: dict[str, jax.Array], decision: Decision,
+        seen: Observation,
+    ) -> _Layer:  # fmt: skip
+        """Runs `serve` and adds the counts of the prefetch."""
+        most = min(seen.ids.size, key.shape[-1])
+        key, events, gate = serve(self.slots, key, decision, seen, self.clock, most)
+        events = events | {name: events.get(name, 0) + n for name, n in prefetched.items()}
+        ahead = prefetched["prefetched"]
+        return _Layer(key, _row(events, ahead), ahead, gate)
 
 
 def _step(
@@ -162,12 +238,13 @@ def _step(
 ) -> Running:
     phase = int(not is_prefill)
     num_experts = running.keys.shape[-1]
-    through = _one_by_one if replay.axes is None else _side_by_side
-    state, done = through(replay, is_prefill, slots, running, tokens)
+    step = _Step(replay, is_prefill, slots, running.clock, tokens)
+    through = step.one_by_one if replay.axes is None else step.side_by_side
+    state, done = through(running.state, running.keys)
     t = running.tally
     ran = jnp.any(tokens.active).astype(jnp.int32)
     many = jnp.arange(num_experts + 1, dtype=jnp.int32)[:, None, None]
-    times = jnp.sum(done.brought[None] == many, axis=1, dtype=jnp.int32)
+    times = jnp.sum(done.ahead[None] == many, axis=1, dtype=jnp.int32)
     missed = jnp.sum(done.events[:, EVENTS.index("misses")], axis=1) > 0
     tally = Tally(
         events=t.events.at[phase].add(jnp.sum(done.events, axis=0)),
@@ -177,106 +254,6 @@ def _step(
         gate=t.gate.at[phase].add(jnp.sum(done.gate, axis=0)),
     )
     return Running(state, done.keys, running.coming, running.clock + 1, tally)
-
-
-def _one_by_one(
-    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
-) -> tuple[Any, _Layer]:
-    """Runs all layers in turn; returns the policy's state and the layers' results."""
-    num_layers, _, num_experts = running.keys.shape
-    none = jnp.full(num_experts, -1, jnp.int32)  # tiers of what the next layer prefetches
-
-    def layer(carry: tuple[Any, jax.Array], now: tuple[Any, ...]) -> tuple[Any, _Layer]:
-        state, ahead = carry
-        index, key, of_layer = now
-        seen = _seen(replay, is_prefill, tokens.active, key, index, of_layer)
-        key, brought = _brought(replay, slots, running.clock, key, ahead, seen)
-        seen = dataclasses.replace(seen, resident=key > 0)
-        decision, state = replay.policy.decide(state, seen)
-        done = _served(replay, slots, running.clock, key, brought, decision, seen)
-        return (state, none if decision.ahead is None else decision.ahead), done
-
-    (state, _), done = jax.lax.scan(
-        layer,
-        (running.state, none),
-        (jnp.arange(num_layers, dtype=jnp.int32), running.keys, tokens.by_layer()),
-    )
-    return state, done
-
-
-def _side_by_side(
-    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
-) -> tuple[Any, _Layer]:
-    """Runs `_one_by_one` with all layers vmapped."""
-    num_layers, _, num_experts = running.keys.shape
-    keys, state = running.keys, running.state
-    see = functools.partial(_seen, replay, is_prefill, tokens.active)
-    seen = jax.vmap(see)(keys, jnp.arange(num_layers, dtype=jnp.int32), tokens.by_layer())
-    ahead = jnp.full((num_layers, num_experts), -1, jnp.int32)
-    if replay.foreseen:  # what is brought ahead does not depend on what is there
-        decision, _ = vmap_decide(replay.policy, replay.axes, state, seen)
-        if decision.ahead is not None:
-            ahead = jnp.concatenate([ahead[:1], decision.ahead[:-1]])
-    bring = functools.partial(_brought, replay, slots, running.clock)
-    keys, brought = jax.vmap(bring)(keys, ahead, seen)
-    seen = dataclasses.replace(seen, resident=keys > 0)
-    decision, state = vmap_decide(replay.policy, replay.axes, state, seen)
-    serve = functools.partial(_served, replay, slots, running.clock)
-    return state, jax.vmap(serve)(keys, brought, decision, seen)
-
-
-def _seen(
-    replay: Replay,
-    is_prefill: bool,
-    active: jax.Array,
-    key: jax.Array,
-    layer: jax.Array,
-    of_layer: LayerTokens,
-) -> Observation:
-    """Builds the observation of a layer."""
-    ids, weights, probabilities, importance, predicted = of_layer.dense(key.shape[-1])
-    return Observation(
-        layer=layer,
-        probabilities=probabilities,
-        ids=ids,
-        weights=weights,
-        active=active,
-        resident=key > 0,
-        importance=importance if is_prefill else None,
-        predicted=predicted if replay.foreseen else None,
-        is_prefill=is_prefill,
-    )
-
-
-def _brought(
-    replay: Replay,
-    slots: jax.Array,
-    clock: jax.Array,
-    key: jax.Array,
-    ahead: jax.Array,
-    seen: Observation,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs `prefetch_experts` if the replay prefetches."""
-    if not replay.foreseen:
-        return key, {"prefetched": jnp.zeros(len(slots), jnp.int32)}
-    most = min(replay.foreseen * len(seen.ids), key.shape[-1])
-    return prefetch_experts(slots, key, ahead, clock, most)
-
-
-def _served(
-    replay: Replay,
-    slots: jax.Array,
-    clock: jax.Array,
-    key: jax.Array,
-    brought: dict[str, jax.Array],
-    decision: Decision,
-    seen: Observation,
-) -> _Layer:
-    """Runs `serve` and adds the prefetch."""
-    most = min(seen.ids.size, key.shape[-1])
-    key, events, gate = serve(slots, key, decision, seen, clock, most)
-    events = events | {name: events.get(name, 0) + n for name, n in brought.items()}
-    return _Layer(key, _row(events, brought["prefetched"]), brought["prefetched"], gate)
 
 
 def _row(events: dict[str, jax.Array], like: jax.Array) -> jax.Array:
