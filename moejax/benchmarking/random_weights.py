@@ -112,21 +112,16 @@ class _Drawing:
 
 def random_weights(
     config: ModelConfig,
-    packing: Packing,
+    packing: Packing,  # which matrices are packed; the others, and norms, are bf16
     device: jax.Device,
     *,
-    dense: bool = True,
-    experts: bool = True,
+    dense: bool = True,  # whether all but the experts are among the leaves
+    experts: bool = True,  # whether they are
 ) -> dict[str, Weight]:
     """Leaves made on the device: norms one, embeddings N(0, 1), matrices N(0, 1/fan_in) or so.
 
     Norms whose weights are centred on zero are zero, and so are decays' biases and logarithms and
     what is added to routers' scores.
-
-    Args:
-      packing: which matrices are packed; the others, and norms, are bf16.
-      dense: whether all but the experts are among the leaves.
-      experts: whether they are.
     """
     drawing = _Drawing(device)
     weights: dict[str, Weight] = {}

@@ -111,18 +111,12 @@ def with_skew(
     config: ModelConfig,
     batch: int,
     *,
-    shape: str,
-    exponent: float | None,
-    recall: float,
+    shape: str,  # its name, which says what skew is known of it
+    exponent: float | None,  # s; None: the shape's of `EXPONENTS`, else 0
+    recall: float,  # share of the needed experts that look-ahead expects
     seed: int,
 ) -> Workload:
-    """Made up, popularity like Zipf's law (the head of this file says how).
-
-    Args:
-      shape: its name, which says what skew is known of it.
-      exponent: s; None: the shape's of `EXPONENTS`, else 0.
-      recall: share of the needed experts that look-ahead expects.
-    """
+    """Made up, popularity like Zipf's law (the head of this file says how)."""
     why = "as asked"
     if exponent is None:
         exponent = EXPONENTS.get(shape, 0.0)
@@ -164,20 +158,13 @@ def make_workload(
     *,
     num_steps: int,
     batch: int,
-    exponent: float = 0.0,
-    shift_every: int = 0,
-    shift_share: float = 0.5,
-    recall: float = 0.85,
+    exponent: float = 0.0,  # s; 0: experts are drawn evenly
+    shift_every: int = 0,  # N, steps between the shifts of a layer; 0: ranks stay
+    shift_share: float = 0.5,  # of the experts that exchange ranks
+    recall: float = 0.85,  # the probability that a needed expert is expected
     seed: int = 0,
 ) -> Workload:
-    """A workload of a model's shape.
-
-    Args:
-      exponent: s; 0: experts are drawn evenly.
-      shift_every: N, steps between the shifts of a layer; 0: ranks stay.
-      shift_share: of the experts that exchange ranks.
-      recall: the probability that a needed expert is expected.
-    """
+    """A workload of a model's shape."""
     num_experts, width = config.num_experts, config.experts_per_token
     num_layers = len(config.moe_layers)
     rng = np.random.default_rng(seed)

@@ -18,24 +18,17 @@ from moejax.weights.qtensor import Weight
 
 def floor_bytes(
     config: ModelConfig,
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, Weight],  # its leaves, those of experts or not
     *,
-    experts_nbytes: float,
-    positions: float,
-    itemsize: int,
-    batch: int,
+    experts_nbytes: float,  # of the distinct experts that the step's tokens chose, over all layers
+    positions: float,  # of the cache that are read, summed over the sequences
+    itemsize: int,  # bytes of a number of the cache
+    batch: int,  # sequences, each of which has states
 ) -> float:
     """Least bytes that one decode step reads: every dense leaf, the chosen experts, the cache.
 
     Codes, scales and zeros count; of embeddings that are not the head, nothing does. States of
     layers without attention are read and written.
-
-    Args:
-      weights: its leaves, those of experts or not.
-      experts_nbytes: of the distinct experts that the step's tokens chose, over all layers.
-      positions: of the cache that are read, summed over the sequences.
-      itemsize: bytes of a number of the cache.
-      batch: sequences, each of which has states.
     """
     dense = sum(
         leaf.nbytes
@@ -52,17 +45,11 @@ def bytes_per_step(
     config: ModelConfig,
     weights: Mapping[str, Weight],
     batch: int,
-    positions: float,
-    distinct: float,
-    itemsize: int = 2,
+    positions: float,  # of the cache that each reads
+    distinct: float,  # experts that a layer's tokens chose, the mean over layers
+    itemsize: int = 2,  # bytes of a number of the cache
 ) -> int:
-    """`floor_bytes` of a model with all its experts.
-
-    Args:
-      positions: of the cache that each reads.
-      distinct: experts that a layer's tokens chose, the mean over layers.
-      itemsize: bytes of a number of the cache.
-    """
+    """`floor_bytes` of a model with all its experts."""
     experts = sum(weights[name].nbytes for name in EXPERT_LEAVES if name in weights)
     least = floor_bytes(
         config, weights, experts_nbytes=experts * distinct / config.num_experts,

@@ -52,19 +52,14 @@ class Counting:
 
 
 def profile(
-    runner: Runner,
-    ids: np.ndarray,
-    window: int,
+    runner: Runner,  # its model holds its experts
+    ids: np.ndarray,  # integer[n], at least two; the last one is not fed, since nothing follows it
+    window: int,  # tokens that see each other
     batch_size: int,
     counting: Counting,
     on_batch: Callable[[int], None] = lambda num_tokens: None,
 ) -> ExpertActivity:
     """Counts the routing of a stream of tokens, in windows that do not overlap.
-
-    Args:
-      runner: its model holds its experts.
-      ids: integer[n], at least two; the last one is not fed, since nothing follows it.
-      window: tokens that see each other.
 
     Returns:
       The counts, on the host.

@@ -28,24 +28,17 @@ def stored_bytes(directory: Path) -> int | None:
 
 def perplexity_record(
     engine: "Engine",
-    head: dict[str, Any],
+    head: dict[str, Any],  # identity of the measurement (`answers.AnswerFile`)
     measured: LogLikelihood,
     *,
     num_bytes: int,
-    stored: int | None,
-    seconds: float,
+    stored: int | None,  # bytes of the checkpoint's tensors, None if not known
+    seconds: float,  # time of scoring without compiling
     batch_size: int,
     seed: int,
-    num_resumed: int,
+    num_resumed: int,  # windows that an earlier run scored; times and ledger are without them
 ) -> dict[str, Any]:
-    """Builds the result as JSON.
-
-    Args:
-      head: identity of the measurement (`answers.AnswerFile`).
-      stored: bytes of the checkpoint's tensors, None if not known.
-      seconds: time of scoring without compiling.
-      num_resumed: windows that an earlier run scored; times and ledger are without them.
-    """
+    """Builds the result as JSON."""
     mean, ledger = measured.nats / measured.num_scored, engine.ledger
     return {
         "task": head["task"],

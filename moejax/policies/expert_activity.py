@@ -48,23 +48,14 @@ def no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertAc
 
 
 def with_layer(
-    activity: ExpertActivity,
-    layer: int,
-    probabilities: jax.Array,
-    ids: jax.Array,
-    token_weights: jax.Array,
-    temperature: float = 1.0,
+    activity: ExpertActivity,  # so far; donate it
+    layer: int,  # among the sparse ones
+    probabilities: jax.Array,  # float32[N, E]
+    ids: jax.Array,  # int32[N, A], by falling probability
+    token_weights: jax.Array,  # float32[N]; 0 for padding
+    temperature: float = 1.0,  # temperature of p~ in TAE
 ) -> ExpertActivity:
-    """Counts a layer's routing.
-
-    Args:
-      activity: so far; donate it.
-      layer: among the sparse ones.
-      probabilities: float32[N, E].
-      ids: int32[N, A], by falling probability.
-      token_weights: float32[N]; 0 for padding.
-      temperature: temperature of p~ in TAE.
-    """
+    """Counts a layer's routing."""
     num_experts = probabilities.shape[1]
     chosen = buddy_gates.chosen_probabilities(probabilities, ids)
     is_expert = (ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]).astype(
@@ -89,21 +80,13 @@ def with_layer(
 
 
 def with_following(
-    activity: ExpertActivity,
-    layer: int,
-    ids: jax.Array,
-    next_ids: jax.Array,
-    token_weights: jax.Array,
+    activity: ExpertActivity,  # so far, with `following`; donate it
+    layer: int,  # among the sparse ones, not the last
+    ids: jax.Array,  # int32[N, A], of the layer
+    next_ids: jax.Array,  # int32[N, A], of the next one
+    token_weights: jax.Array,  # float32[N]
 ) -> ExpertActivity:
-    """Counts pairs of choices in a layer and in the next sparse one.
-
-    Args:
-      activity: so far, with `following`; donate it.
-      layer: among the sparse ones, not the last.
-      ids: int32[N, A], of the layer.
-      next_ids: int32[N, A], of the next one.
-      token_weights: float32[N].
-    """
+    """Counts pairs of choices in a layer and in the next sparse one."""
     assert activity.following is not None
     expert = jnp.arange(activity.activations.shape[1], dtype=jnp.int32)
 
@@ -115,21 +98,13 @@ def with_following(
 
 
 def with_outputs(
-    activity: ExpertActivity,
-    layer: int,
-    outputs: jax.Array,
-    ids: jax.Array,
-    token_weights: jax.Array,
+    activity: ExpertActivity,  # so far, with `cosines`; donate it
+    layer: int,  # among the sparse ones
+    outputs: jax.Array,  # [E, N, D], f_e(x_n)
+    ids: jax.Array,  # int32[N, A]
+    token_weights: jax.Array,  # float32[N]
 ) -> ExpertActivity:
-    """Compares the outputs of all experts for the same tokens.
-
-    Args:
-      activity: so far, with `cosines`; donate it.
-      layer: among the sparse ones.
-      outputs: [E, N, D], f_e(x_n).
-      ids: int32[N, A].
-      token_weights: float32[N].
-    """
+    """Compares the outputs of all experts for the same tokens."""
     assert activity.cosines is not None
     wide = outputs.astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))

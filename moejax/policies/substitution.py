@@ -73,22 +73,16 @@ def normalized_logits(probabilities: jax.Array) -> jax.Array:
 
 
 def buddy_score(
-    candidates: jax.Array,
-    q: jax.Array,
-    logits: jax.Array,
-    hops: jax.Array,
+    candidates: jax.Array,  # int32[N, A, H], of `candidates_of`
+    q: jax.Array,  # float32[N, A, H], of each candidate
+    logits: jax.Array,  # float32[N, E], of `normalized_logits`
+    hops: jax.Array,  # float32[E], partitions between the tokens' device and each expert's
     eta: jax.Array,
     kappa: jax.Array,
 ) -> jax.Array:
     """Score of eq. 3: Psi(j | i, x) = q_(j|i) (1 + eta z^_j(x)) (1 - kappa hop(j)).
 
     float32[N, A, H]; 0 where there is no candidate.
-
-    Args:
-      candidates: int32[N, A, H], of `candidates_of`.
-      q: float32[N, A, H], of each candidate.
-      logits: float32[N, E], of `normalized_logits`.
-      hops: float32[E], partitions between the tokens' device and each expert's.
     """
     safe = jnp.maximum(candidates, 0)
     flat = safe.reshape(len(safe), -1)

@@ -47,22 +47,14 @@ def initial(slots: jax.Array, num_experts: int) -> jax.Array:
 
 
 def admit(
-    key: jax.Array,
-    coming: jax.Array,
-    protected: jax.Array,
+    key: jax.Array,  # int32[E], after other evictions
+    coming: jax.Array,  # bool[E], experts to admit, none resident
+    protected: jax.Array,  # bool[E], experts that may not be evicted
     slots: jax.Array,
-    stamp: jax.Array,
-    most: int,
+    stamp: jax.Array,  # int32[], key of the admitted
+    most: int,  # static, the most experts that are admitted
 ) -> tuple[jax.Array, Moved]:
-    """Admits experts to one tier's slots: free ones, then victims as in `cache_plan.plan`.
-
-    Args:
-      key: int32[E], after other evictions.
-      coming: bool[E], experts to admit, none resident.
-      protected: bool[E], experts that may not be evicted.
-      stamp: int32[], key of the admitted.
-      most: static, the most experts that are admitted.
-    """
+    """Admits experts to one tier's slots: free ones, then victims as in `cache_plan.plan`."""
     num_experts = len(key)
     there = key > 0
     victims = there & ~protected

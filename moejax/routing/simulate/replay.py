@@ -117,22 +117,15 @@ def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Ru
 
 @functools.partial(jax.jit, static_argnames=("replay", "is_prefill"), donate_argnames=("running",))
 def run_calls(
-    running: Running,
-    slots: jax.Array,
-    bulk: jax.Array,
-    tokens: Tokens,
+    running: Running,  # stacked, [K, ...]; donated
+    slots: jax.Array,  # int32[K, T]
+    bulk: jax.Array,  # int32[K], most experts in flight
+    tokens: Tokens,  # [calls, steps, ...]
     *,
     replay: Replay,
     is_prefill: bool,
 ) -> Running:
-    """Runs calls of several steps each, of K settings; bulk transfers precede each call.
-
-    Args:
-      running: stacked, [K, ...]; donated.
-      slots: int32[K, T].
-      bulk: int32[K], most experts in flight.
-      tokens: [calls, steps, ...].
-    """
+    """Runs calls of several steps each, of K settings; bulk transfers precede each call."""
 
     def call(running: Running, now: Tokens, slots: jax.Array, bulk: jax.Array) -> Running:
         def step(running: Running, step: Tokens) -> tuple[Running, None]:
