@@ -16,11 +16,10 @@ from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference import steps
-from moejax.inference.recorder import RecordSpec, recording_experts
+from moejax.inference.recorder import RecordSpec
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kv_cache import empty_cache
-from moejax.models.run_experts import LoopedExperts
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights.qtensor import QTensor, Weight
 from tests import packed_weights, slow, tiny_engine
@@ -157,15 +156,6 @@ class LoopTest(parameterized.TestCase):
         ):
             with self.subTest(jax.tree_util.keystr(path)):
                 np.testing.assert_array_equal(a, b)
-
-    def test_what_records_loops_where_the_experts_do(self):
-        def run(layer, x, routing, token_mask, ahead):
-            del layer, routing, token_mask, ahead
-            return x
-
-        for of, loops in ((run, False), (None, True)):
-            found = recording_experts(RecordSpec(), None, "block", of)
-            self.assertEqual(isinstance(found, LoopedExperts), loops)
 
     @parameterized.product(place=("ahead", "waves"), dtype=(jnp.bfloat16, jnp.float32))
     @pytest.mark.slow

@@ -18,7 +18,13 @@ from flax import nnx
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.expert_pool import ExpertStore
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
-from moejax.inference.recorder import Recorded, RecordSpec, empty_record, recording_experts
+from moejax.inference.recorder import (
+    Recorded,
+    RecordingExperts,
+    RecordSpec,
+    empty_record,
+    recorded_of,
+)
 from moejax.inference.sampling import Logprobs, Sampling, draw, logprobs_of, penalized
 from moejax.inference.step_output import (
     NO_TOKEN,
@@ -29,6 +35,7 @@ from moejax.inference.step_output import (
 )
 from moejax.models.assembly import merge_weights
 from moejax.models.config import ModelConfig
+from moejax.models.experts import Experts, ResidentExperts
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights.qtensor import Weight
@@ -101,36 +108,22 @@ def run_layers(
 
     `lengths`, int32[B], of the whole prompts, is used by some kinds of rope.
     """
-    is_prefill = tokens.shape[1] > 1
-    num_tokens = tokens.size if is_prefill else None
-    pooled = _pooled(program, spec, model, num_tokens, pool, store)
-    watch = pooled.watch if is_prefill and pooled is not None and pooled.spec.policy else None
-    if program.record is None:
-        cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch, lengths)
-        return cache, pooled.finish() if pooled else None, hidden, None
-    experts = recording_experts(program.record, model, spec.experts, pooled)
-    watch = experts.watching(watch, tokens.size) if is_prefill else None
-    cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch, lengths)
-    recorded = experts.recorded(positions, mask)
-    return cache, pooled.finish() if pooled else None, hidden, recorded
-
-
-def _pooled(
-    program: Program,
-    spec: ChunkSpec,
-    model: Transformer,
-    num_prefilled: int | None,
-    pool: Pool,
-    store: Store,
-) -> CachedExperts | None:
-    """Makes the experts' runner for a model that does not hold them; else None."""
-    if program.pool is None:
-        return None
-    assert pool is not None and store is not None
-    return CachedExperts(
-        program.pool, model.config, pool, store, spec.tiers or (spec.experts,), model.kernels,
-        num_prefilled=num_prefilled,
-    )  # fmt: skip
+    num_prefilled = tokens.size if tokens.shape[1] > 1 else None
+    experts: Experts | None = None
+    if program.pool is not None:
+        assert pool is not None and store is not None
+        experts = CachedExperts(
+            program.pool, model.config, pool, store, spec.tiers or (spec.experts,), model.kernels,
+            num_prefilled=num_prefilled,
+        )  # fmt: skip
+    if program.record is not None:
+        inner = experts or ResidentExperts(model.moe, spec.experts)
+        experts = RecordingExperts(program.record, model.config, inner, num_prefilled)
+    cache, hidden, carry, records = model(tokens, positions, mask, cache, spec, experts, lengths)
+    recorded = None
+    if program.record is not None:
+        carry, recorded = carry.inner, recorded_of(records, positions, mask)
+    return cache, None if program.pool is None else carry.cache, hidden, recorded
 
 
 def prefill_chunk(

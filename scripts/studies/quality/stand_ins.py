@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.evaluation.expert_profile import LayerInputs
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.assembly import merge_weights
 from moejax.models.expert_products import swiglu
+from moejax.models.experts import ResidentExperts
 from moejax.models.kv_cache import KVCache
 from moejax.models.transformer import ChunkSpec
 from scripts.studies.quality.bench import Model, Windows
@@ -127,11 +127,10 @@ def _collect(
     model = merge_weights(program.definition, weights)
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     mask = positions[None] < lengths[:, None]
-    seen = LayerInputs(model, spec)
     positions = jnp.broadcast_to(positions[None], tokens.shape)
-    cache, _, routings = model.routed(tokens, positions, mask, cache, spec, seen, lengths=lengths)
-    ids, chosen = ([getattr(r, name) for r in routings] for name in ("ids", "weights"))
-    return cache, Routed(jnp.stack(seen.inputs), jnp.stack(ids), jnp.stack(chosen)), None
+    experts = ResidentExperts(model.moe, spec.experts, lambda *found: found)
+    cache, _, _, (inputs, routing) = model(tokens, positions, mask, cache, spec, experts, lengths)
+    return cache, Routed(inputs, routing.ids, routing.weights), None
 
 
 def outputs_of(model: Model, layer: int, text: Routed, tier: str = "bf16") -> np.ndarray:
