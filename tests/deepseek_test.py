@@ -216,7 +216,7 @@ def run_in_chunks(sizes: tuple[int, ...], *, expanded: bool = True) -> Any:
         model = merge_weights(definition, weights)
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(positions[None], tokens.shape)
-        return model(tokens, positions, mask[:, : tokens.shape[1]], cache, spec)
+        return model(tokens, positions, mask[:, : tokens.shape[1]], cache, spec)[:2]
 
     weights, start, found = tiny_weights(), 0, []
     cache = empty_cache(TINY, 2, SLOTS, jnp.float32)

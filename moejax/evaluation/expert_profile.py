@@ -102,37 +102,31 @@ def profile(
 
 
 @functools.cache
-def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, None]]:
+def _step(counting: Counting) -> Callable[..., steps.StepResult[tuple[KVCache, ExpertActivity]]]:
     """Step for `Runner.scan_windows`; one object per setting, since functions are program keys."""
 
     def profile_chunk(
         program: steps.Program,
         spec: ChunkSpec,
-        cache: KVCache,
-        activity: ExpertActivity,
-        pool: steps.Pool,
-        weights: steps.Weights,
-        store: steps.Store,
-        tokens: jax.Array,
-        start: jax.Array,
-        lengths: jax.Array,
-    ) -> tuple[KVCache, ExpertActivity, None]:
-        del pool, store
-        if program.pool is not None:
+        state: tuple[KVCache, ExpertActivity],
+        experts: None,
+        inputs: steps.StepInputs,
+        chunk: steps.Chunk,
+    ) -> steps.StepResult[tuple[KVCache, ExpertActivity]]:
+        if experts is not None:
             raise ValueError("a profile needs a model that holds all its experts")
-        model = merge_weights(program.definition, weights)
-        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        mask = positions[None] < lengths[:, None]
+        cache, activity = state
+        model = merge_weights(program.definition, inputs.weights)
+        positions, mask = steps.chunk_positions(chunk)
         share = jnp.where(positions < counting.warmup, counting.warmup_weight, 1.0)
-        counted = jnp.where(mask, share[None].astype(jnp.float32), 0.0).reshape(-1)
-        places = jnp.broadcast_to(positions[None], tokens.shape)
+        counted = jnp.where(mask, share.astype(jnp.float32), 0.0).reshape(-1)
 
         def record(x: jax.Array, routing: Routing) -> tuple[jax.Array | None, Routing]:
             return x if counting.outputs else None, routing
 
-        experts = ResidentExperts(model.moe, spec.experts, record)
-        cache, _, _, (inputs, (probabilities, _, ids)) = model(
-            tokens, places, mask, cache, spec, experts, lengths
+        run = ResidentExperts(model.moe, spec.experts, record)
+        cache, _, _, (x, (probabilities, _, ids)) = model(
+            chunk.tokens, positions, mask, cache, spec, run, chunk.lengths
         )
         for layer in range(len(ids)):
             activity = with_layer(
@@ -141,8 +135,9 @@ def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, No
             if layer > 0:
                 activity = with_following(activity, layer - 1, ids[layer - 1], ids[layer], counted)
             if counting.outputs:
-                activity = _compared(activity, model.moe, layer, inputs[layer], ids[layer], counted)
-        return cache, dataclasses.replace(activity, tokens=activity.tokens + counted.sum()), None
+                activity = _compared(activity, model.moe, layer, x[layer], ids[layer], counted)
+        activity = dataclasses.replace(activity, tokens=activity.tokens + counted.sum())
+        return steps.StepResult((cache, activity), None, None, None)
 
     return profile_chunk
 

@@ -113,24 +113,20 @@ def routed(model: Model, windows: Windows) -> Routed:
 def _collect(
     program: steps.Program,
     spec: ChunkSpec,
-    cache: KVCache,
-    carried: None,
-    pool: steps.Pool,
-    weights: steps.Weights,
-    store: steps.Store,
-    tokens: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
-) -> tuple[KVCache, Routed, None]:
+    state: tuple[KVCache, Any],
+    experts: None,
+    inputs: steps.StepInputs,
+    chunk: steps.Chunk,
+) -> steps.StepResult[tuple[KVCache, Routed]]:
     """A step for `Runner.scan_windows`, of windows that are one chunk."""
-    del carried, pool, store
-    model = merge_weights(program.definition, weights)
-    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    mask = positions[None] < lengths[:, None]
-    positions = jnp.broadcast_to(positions[None], tokens.shape)
-    experts = ResidentExperts(model.moe, spec.experts, lambda *found: found)
-    cache, _, _, (inputs, routing) = model(tokens, positions, mask, cache, spec, experts, lengths)
-    return cache, Routed(inputs, routing.ids, routing.weights), None
+    model = merge_weights(program.definition, inputs.weights)
+    positions, mask = steps.chunk_positions(chunk)
+    run = ResidentExperts(model.moe, spec.experts, lambda *found: found)
+    cache, _, _, (x, routing) = model(
+        chunk.tokens, positions, mask, state[0], spec, run, chunk.lengths
+    )
+    found = Routed(x, routing.ids, routing.weights)
+    return steps.StepResult((cache, found), experts, None, None)
 
 
 def outputs_of(model: Model, layer: int, text: Routed, tier: str = "bf16") -> np.ndarray:
