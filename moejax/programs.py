@@ -11,16 +11,6 @@ import jax
 from moejax.errors import MoejaxError
 
 Function = Callable[..., Any]
-Announce = Callable[[str], AbstractContextManager[None]]
-
-
-def _silently(name: str) -> AbstractContextManager[None]:
-    del name
-    return contextlib.nullcontext()
-
-
-def _no_options(function: Function) -> Mapping[str, str]:
-    return {}
 
 
 class CompiledPrograms:
@@ -30,7 +20,9 @@ class CompiledPrograms:
     shape changes; here a mismatch is an error and the time is known.
     """
 
-    def __init__(self, options_of: Callable[[Function], Mapping[str, str]] = _no_options) -> None:
+    def __init__(
+        self, options_of: Callable[[Function], Mapping[str, str]] = lambda function: {}
+    ) -> None:
         """Starts without programs; `options_of` gives a function's XLA options."""
         self._options_of = options_of
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
@@ -39,7 +31,9 @@ class CompiledPrograms:
         self.history: list[tuple[str, float]] = []  # function name and seconds of each, in order
         self.is_compiling = False  # whether a thread is in XLA's compiler, which nothing interrupts
         # makes the context in which a program of a name is compiled
-        self.announce: Announce = _silently
+        self.announce: Callable[[str], AbstractContextManager[None]] = lambda name: (
+            contextlib.nullcontext()
+        )
         self._is_closed = False
 
     def close(self) -> None:

@@ -279,7 +279,7 @@ def scaled_trace(
     if copies * num_experts != of_experts * group or share * copies != width or share > taken:
         raise ValueError(f"{taken} of {num_experts} experts do not make {width} of {of_experts}")
     num_places = copies * -(-num_layers // layers)
-    scaled = np.zeros((steps, num_layers, width), np.int32)
+    scaled = np.zeros((steps, num_layers, width), trace.dtype)
     for layer in range(num_layers):
         for copy in range(copies):
             place = (layer // layers * copies + copy) * steps // num_places
@@ -368,7 +368,8 @@ def _scaled(config: ModelConfig, trace: Trace, name: str) -> tuple[np.ndarray, n
         gates = trace.weights[is_decoded & (trace.sequence == first)].astype(np.float32)
         order = np.argsort(-gates, axis=-1, kind="stable")
         pairs = (np.take_along_axis(rows, order, axis=-1) for rows in (ids, gates))
-        ids, gates = (_over_layers(rows, layers) for rows in pairs)
+        sizes = {"num_layers": layers, "of_experts": experts, "width": width}
+        ids, gates = (scaled_trace(rows, experts, **sizes) for rows in pairs)
         return ids, gates / gates.sum(axis=-1, keepdims=True)
     try:
         ids = scaled_trace(
@@ -389,12 +390,3 @@ def _spread(rows: np.ndarray, batch: int, steps: int) -> np.ndarray:
 
 def _said(recall: float) -> str:
     return f"; look-ahead expects {100 * recall:g} % of what is needed"
-
-
-def _over_layers(rows: np.ndarray, num_layers: int) -> np.ndarray:
-    """[S, m, A] with more layers, or fewer: those again, from other places of the trace."""
-    own = rows.shape[1]
-    turns = -(-num_layers // own)
-    starts = [layer // own * len(rows) // turns for layer in range(num_layers)]
-    layers = [np.roll(rows[:, i % own], -start, axis=0) for i, start in enumerate(starts)]
-    return np.stack(layers, axis=1)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,10 +41,6 @@ class Fidelity:
     largest_kl: float  # the largest of one token
     same_choice: float  # share of tokens whose likeliest next token is the same
     num_tokens: int  # tokens compared
-
-    def as_dict(self) -> dict[str, Any]:
-        """Fields for JSON."""
-        return dataclasses.asdict(self)
 
     def describe(self) -> str:
         """Describes the result in a line."""

@@ -82,7 +82,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
             )
             if found := _compared(config, directory, engine, chosen):
                 if output:
-                    record.write_record(output, result | {"fidelity": found.as_dict()})
+                    record.write_record(output, result | {"fidelity": dataclasses.asdict(found)})
                 print(found.describe())
 
 

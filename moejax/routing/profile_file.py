@@ -176,10 +176,8 @@ def _check_origin(
         raise MoejaxError(
             f"{path} is of {of}, a {family} model, and this is a {config.family} one; {_MEND}"
         )
-    hashed, found = (
-        provenance.get("config_sha256"),
-        config_sha256(directory) if directory else None,
-    )
+    hashed = provenance.get("config_sha256")
+    found = config_sha256(directory) if directory else None
     if None not in (hashed, found) and hashed != found:
         logging.warning("%s is of %s, whose config.json is not this model's", path, of)
 

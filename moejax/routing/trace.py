@@ -31,7 +31,6 @@ import os
 import shutil
 import struct
 import tempfile
-import types
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -327,12 +326,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -1,6 +1,5 @@
 """Chat templates: Jinja sources of a checkpoint, rendered by a process with limits."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -9,7 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -150,17 +149,19 @@ class _Worker:
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
-        with theirs, _plain_start():
-            self._process = subprocess.Popen(
-                # Not from its folder, in which modules have names like those of other packages.
-                [sys.executable, "-P", chat_worker.__file__, str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is not for it
-            )
+        # Not from its folder, in which modules have names like those of other packages.
+        command = [sys.executable, "-P", chat_worker.__file__, str(theirs.fileno())]
+        none = subprocess.DEVNULL
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    pass_fds=[theirs.fileno()], stdin=none, stdout=none, stderr=none,
+                    start_new_session=True,  # Ctrl-C in a terminal is not for it
+                )  # fmt: skip
+        except OSError as error:
+            raise MoejaxError(f"no process for chat templates can be started: {error}") from error
         self.end = weakref.finalize(self, _end, self._process, self._connection)
         self._receive(_START_S)
 
@@ -190,14 +191,6 @@ class _Worker:
                 f"the chat template failed: its process ended with status {status}"
             ) from error
         raise MoejaxError(f"the chat template failed: no answer in {seconds:g} s")
-
-
-@contextlib.contextmanager
-def _plain_start() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise MoejaxError(f"no process for chat templates can be started: {error}") from error
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:

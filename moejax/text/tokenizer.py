@@ -66,11 +66,8 @@ class Tokenizer:
             content = read_file(path)
             fields = parse_json(content)
             check_depth(fields)
-        except (OSError, ValueError) as error:
-            raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
-        try:
             check_tokenizer(fields)
-        except MoejaxError as error:
+        except (OSError, ValueError, MoejaxError) as error:
             raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
         with _plain_errors(f"cannot read {path}"):
             encoder = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
