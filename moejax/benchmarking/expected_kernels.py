@@ -30,12 +30,7 @@ PACKED_LEAVES = leaves_of("attention", "experts", "shared_experts", "mlp")
 
 
 def allowed(wanted: str, kernels: ops.Kernels, shape: str = "") -> tuple[str, ...]:
-    """The implementations that packed products may run on; (): any at all, and none.
-
-    Args:
-      wanted: one of `EXPECTATIONS`.
-      shape: name of the model's shape.
-    """
+    """Implementations that packed products may run on by one of `EXPECTATIONS`; (): any, none."""
     if wanted in KERNELS:
         return (wanted,)
     if wanted == "any":
@@ -65,11 +60,7 @@ def has_kernels(target: Target | None) -> bool:
 
 
 def wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) -> list[str]:
-    """A line for each packed product that something else serves; empty where all is well.
-
-    Args:
-      may: implementations, as `allowed` gives them.
-    """
+    """A line for each packed product that is served by none of `may`, as `allowed` gives them."""
     if not may:
         return []
     return [

@@ -140,10 +140,7 @@ def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figure
 def positions(batch: BatchTimes, window: int | None = None) -> float:
     """Mean positions of the cache that a decode step reads, summed over the sequences.
 
-    Step i of a sequence (from 1 on) reads the prompt and the i tokens after it.
-
-    Args:
-      window: positions that a query sees at most; None: all.
+    Step i of a sequence (from 1 on) reads the prompt and the i tokens after it, at most `window`.
     """
     total = 0
     for length, new in zip(batch.prompt_tokens, batch.new_tokens, strict=True):
@@ -154,12 +151,7 @@ def positions(batch: BatchTimes, window: int | None = None) -> float:
 def of_cost(
     measured: Measured, *, load_s: float, device_peak: int | None, host_peak: int
 ) -> Figures:
-    """Memory peaks of the process so far, and seconds that are in no other figure.
-
-    Args:
-      load_s: of loading the model, or making it.
-      device_peak: bytes; None where JAX does not count them.
-    """
+    """Memory peaks of the process so far, in bytes, and seconds that are in no other figure."""
     found = {"host memory peak": Figure(host_peak / 2**30, "GiB")}
     if device_peak is not None:
         found["device memory peak"] = Figure(device_peak / 2**30, "GiB")

@@ -86,8 +86,7 @@ class Bench:
     def measure(self, batches: Sequence[Prompts], *, runs: int, count: bool) -> Measured:
         """Warms up on batches that have each program, then runs all of them several times.
 
-        Args:
-          count: a whole model's distinct experts by one more program.
+        With `count` one more program counts a whole model's distinct experts.
         """
         programs = self.runner.programs
         compiled, start = programs.seconds, time.perf_counter()

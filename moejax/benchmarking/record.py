@@ -143,11 +143,7 @@ def csv_text(rows: Sequence[ResultRow]) -> str:
 
 
 def lines(config: BenchmarkConfig, outcome: Outcome, *, stats: bool) -> list[str]:
-    """Lines for stdout: the run, a table, then what moved under each point.
-
-    Args:
-      stats: a line for each layer too.
-    """
+    """Lines for stdout: the run, a table, then what moved under each point; `stats`: by layer."""
     versions = ", ".join(f"{k} {v}" for k, v in results.package_versions("jax", "jaxlib").items())
     bandwidth = outcome.bandwidth
     found = [

@@ -151,11 +151,7 @@ def encoded(prompt: RawPrompt, tokenizer: "Tokenizer") -> list[int]:
 def of_file(
     file: PromptFile, tokenizer: "Tokenizer", *, num_prompts: int, longest: int
 ) -> Requests:
-    """The first prompts of a file.
-
-    Args:
-      num_prompts: at most; 0: all.
-      longest: tokens; what is longer is cut at its end.
+    """The first prompts of a file (0: all), each cut at its end to `longest` tokens.
 
     Raises:
       MoejaxError: there are fewer, or one is empty.

@@ -192,9 +192,7 @@ def workload_of(
 ) -> Workload:
     """Chosen experts and their weights as what routers say: `CHOSEN_MASS` is theirs.
 
-    Args:
-      ids: int32[S, M, B, A].
-      gates: float32[S, M, B, A], falling, sums of 1.
+    `ids` are int32[S, M, B, A], `gates` float32 of that shape, falling, sums of 1.
     """
     rest = (1 - CHOSEN_MASS) / max(1, num_experts - ids.shape[-1])
     probabilities = np.full((*ids.shape[:-1], num_experts), rest, np.float32)

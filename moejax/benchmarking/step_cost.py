@@ -61,10 +61,8 @@ def bytes_per_step(
 def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float:
     """Experts of a layer that one decode step of a session reads, the mean over layers.
 
-    The routing of the next step is counted on the device. The session is used up.
-
-    Args:
-      session: after a prefill or some steps; its cache is donated.
+    The routing of the next step is counted on the device. The session, after a prefill or some
+    steps, is used up: its cache is donated.
     """
     definition = model_definition(runner.config, runner.kernels)
 

@@ -52,11 +52,7 @@ class Fidelity:
 
 
 def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0) -> Sample:
-    """Samples windows spread over a stream, and random positions of each.
-
-    Args:
-      share: share of the windows, above 0; at least one is taken.
-    """
+    """Samples a share of the windows of a stream, one at least, and random positions of each."""
     stream = np.asarray(ids, np.int32)
     length = min(windowing.window, len(stream))
     num_windows = windowing.num_windows(len(stream))
@@ -69,12 +65,7 @@ def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0
 
 
 def sample_answer(ids: Sequence[int], num_prompt: int, share: float, seed: int = 0) -> Sample:
-    """Samples random positions of an answer, one window with its prompt.
-
-    Args:
-      ids: the prompt, then the answer, which is not empty.
-      share: share of the answer's tokens, above 0; at least one is taken.
-    """
+    """Samples random positions of a share of an answer, in one window with its prompt."""
     tokens = np.asarray(ids, np.int32)
     predicting = np.arange(max(0, num_prompt - 1), len(tokens) - 1)  # each the token after it
     count = math.ceil(share * len(predicting))

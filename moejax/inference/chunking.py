@@ -160,9 +160,7 @@ def next_chunk(num_left: int, room: int, most: int) -> int:
     """Size of the next chunk of given tokens of which at most `most` may be read at once.
 
     It is a power of two, so that few programs serve any `most`; padding fills the last chunk alone.
-
-    Args:
-      room: slots of the cache for them.
+    `room` are slots of the cache for them.
     """
     if num_left <= most:
         return length_bucket(num_left, MIN_PREFILL_LENGTH, room)

@@ -54,11 +54,8 @@ def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: A
     """Answers every turn with the whole conversation in view, until the lines end.
 
     Ctrl-C ends an answer; its text so far stays in the conversation. A turn without an answer,
-    because of Ctrl-C or an error, is forgotten. Where nobody types, both end the run.
-
-    Args:
-      tokenizer: with a chat template.
-      chat: the first settings that render prompts.
+    because of Ctrl-C or an error, is forgotten. Where nobody types, both end the run. `chat` are
+    the first settings that render prompts.
     """
     if turns.is_terminal:
         print_stderr("/help lists the commands; end with Ctrl-D")

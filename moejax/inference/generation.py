@@ -263,12 +263,7 @@ def read_generation_defaults(directory: Path) -> dict[str, Any]:
 
 
 def describe_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Names the checkpoint's defaults that an answer takes, for people; "" for none.
-
-    Args:
-      defaults: from `read_generation_defaults`.
-      given: the caller's fields, which take precedence; None counts as omitted.
-    """
+    """Names the checkpoint's defaults that an answer takes beside `given` ones; "" for none."""
     used = {name: value for name, value in defaults.items() if given.get(name) is None}
     settings = GenerationSettings.of(**with_defaults(defaults, given))
     if settings.temperature == 0:  # greedy: nothing is drawn

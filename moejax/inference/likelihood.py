@@ -312,13 +312,9 @@ def token_windows(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields (context, continuation) pairs that score each of the tokens once.
 
-    The first window predicts `max_length` tokens after `before`, later ones as many after the
-    token before them; the last, where it is not full, sees as much before it as fits (lm_eval's
-    rolling windows).
-
-    Args:
-      before: what the first one follows.
-      max_length: tokens that a prediction may see.
+    The first window predicts `max_length` tokens after `before`, later ones as many after the token
+    before them; the last, where it is not full, sees as much before it as fits (lm_eval's rolling
+    windows).
     """
     stream = [before, *ids]
     for first in range(1, len(stream), max_length):

@@ -97,12 +97,7 @@ def layer_axes(has_gains: bool) -> BuddyState:
 
 
 def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
-    """Counts a decode layer's misses, as if no buddy replaced them.
-
-    Args:
-      state: before the layer.
-      asked: bool[N, A], pairs to compute.
-    """
+    """Counts a decode layer's misses among the pairs `asked`, as if no buddy replaced them."""
     requested = buddy_gates.requested_experts(o.ids, asked, o.resident.shape[1])
     count = jnp.sum(requested & ~o.resident[0], dtype=jnp.int32).astype(jnp.float32)
     place = buddy_gates.delta_bin(buddy_gates.missing_share(requested, o.resident[0]))
@@ -118,13 +113,9 @@ def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddySt
 def most_missed(
     state: BuddyState, resident: jax.Array, max_requests: int
 ) -> tuple[Requests, BuddyState]:
-    """Requests the most missed experts, as many as the saved bytes allow.
+    """Requests the most missed experts, as many as the saved bytes allow; resident bool[M, 1, E].
 
     A requested expert is counted from 0 again; credit beyond the cost of `max_requests` is lost.
-
-    Args:
-      state: after a step.
-      resident: bool[M, 1, E].
     """
     settings, num_experts = state.settings, state.missed.shape[1]
     size, limit = settings.expert_bytes, min(max_requests, state.missed.size)
@@ -311,9 +302,8 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     ) -> tuple[Decision, BuddyState]:
         """Decides which expert computes each pair of a layer.
 
-        Args:
-          runs: bool[N, A], pairs to compute; the others are not replaced, use no budget, and are
-            not counted. None: all of them.
+        Only pairs that `runs`, bool[N, A], has (None: all) are replaced, use budget and are
+        counted.
         """
         o = observation
         asked = jnp.broadcast_to(o.active[:, None], o.ids.shape)
@@ -408,12 +398,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
-        """Runs Algorithm 1 over the missing pairs of a layer.
-
-        Args:
-          resident: bool[E].
-          wanted: bool[N, A], pairs that may be replaced.
-        """
+        """Runs Algorithm 1 over the pairs of a layer that are `wanted`, bool[N, A]."""
         settings = state.settings
         return substitution.substitute(
             o.ids, self.candidates(state, o, resident), wanted, settings.budget,

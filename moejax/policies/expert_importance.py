@@ -42,11 +42,8 @@ def critical_pairs(
     """Mask bool[N, A] of pairs whose expert is in some active token's top t_l (eq. 3).
 
     The paper decodes one sequence. Where several tokens ask for one expert in different precision,
-    it is critical for all of them: an expert has one format (section 4.4.2).
-
-    Args:
-      importance: float32[N, A], of a token's experts to one another; their gate weights in eq. 3.
-      num_critical: int32[], t_l.
+    it is critical for all of them: an expert has one format (section 4.4.2). `importance` is of a
+    token's experts to one another; their gate weights in eq. 3.
     """
     own = (ranks(importance) < num_critical) & observation.active[:, None]
     ids = observation.ids

@@ -62,11 +62,7 @@ def always(tier: jax.Array) -> Rule:
 
 
 def as_routed(observation: Observation, tier: jax.Array) -> Decision:
-    """Decision for the router's experts and weights, each pair in its given tier.
-
-    Args:
-      tier: int32[] or int32[N, A].
-    """
+    """Decision for the router's experts and weights, in a tier int32[] or one of each pair."""
     ids = observation.ids
     tiers = jnp.broadcast_to(tier, ids.shape)
     return Decision(

@@ -384,11 +384,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
-    """Makes a trace of one decoding sequence, with equal weights.
-
-    Args:
-      replay: int32[steps, M, A], experts of a token a step.
-    """
+    """Makes a trace of one sequence that decodes int32[steps, M, A], with equal weights."""
     rows, _, width = replay.shape
     count = np.arange(rows, dtype=np.int32)
     trace = Trace(

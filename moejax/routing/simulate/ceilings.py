@@ -42,11 +42,8 @@ def belady(masks: np.ndarray, is_decode: np.ndarray, slots: jax.Array) -> Needed
 
     After each step, of the resident and the needed experts, those of the nearest next use stay; an
     expert needed now may pass through without a slot, like in the engine's transient slots.
-    Prefetch moves a miss to an earlier time, not away: the bytes are a bound for it too.
-
-    Args:
-      masks: of `needed_experts`, of fewer than 2^31 / E steps.
-      slots: int32[K].
+    Prefetch moves a miss to an earlier time, not away: the bytes are a bound for it too. Masks are
+    those of `needed_experts`, of fewer than 2^31 / E steps; slots are int32[K].
     """
     counts = masks.sum(axis=2).max(axis=1)
     narrow = counts <= MAX_SEARCHED

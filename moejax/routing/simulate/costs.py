@@ -65,13 +65,10 @@ class Traffic:
 
 
 def step_ms(machine: Machine, traffic: Traffic) -> float:
-    """Milliseconds per step: compute, then waiting.
+    """Milliseconds per decode step: compute, then waiting.
 
     A layer waits for its misses, and for the part of its prefetch that exceeds `overlap` of its own
     time. Bulk transfers share the link; a step waits for them if the link has no time left.
-
-    Args:
-      traffic: decode's; prefill's needs a machine with that phase's base.
     """
     if not traffic.steps:
         return float("nan")

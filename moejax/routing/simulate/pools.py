@@ -29,14 +29,11 @@ class Moved(NamedTuple):
 
 
 def initial(slots: jax.Array, num_experts: int) -> jax.Array:
-    """Keys int32[T, E] before any token.
+    """Keys int32[T, E] before any token, of slots int32[T].
 
     A key is 0 for an expert without a slot, else 2 x last use + (prefetched, not used yet). Tiers
     of E slots hold all. Where the tiers together have E slots, they share the experts in order of
     id, the first tier first, as two pools with one copy of each do; else they are empty.
-
-    Args:
-      slots: int32[T].
     """
     expert = jnp.arange(num_experts, dtype=jnp.int32)[None]
     full = slots[:, None] >= num_experts

@@ -125,12 +125,8 @@ def recommend(
 ) -> Recommended:
     """Picks the fastest candidate that serves a gate mass share of at least `floor`.
 
-    Ties go to the most faithful, then to the first. The cache of the first tier reaches every
-    floor.
-
-    Args:
-      swept: the replay's result of each.
-      floor: share of the router's gate mass served as the first tier would.
+    The share is that which is served as the first tier would. Ties go to the most faithful, then to
+    the first. The cache of the first tier reaches every floor.
     """
     figures = [one.figures(machine) for one in swept]
     enough = [i for i, of in enumerate(figures) if fidelity(of) >= floor - 1e-9]

@@ -95,12 +95,7 @@ class Replay:
 
 
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
-    """Replay state before any token.
-
-    Args:
-      state: of the policy's `init`.
-      slots: int32[T], of a layer.
-    """
+    """Replay state before any token: a policy's `init` state, and pools of `slots` int32[T]."""
     num_tiers = len(slots)
     keys = initial(slots, num_experts)
     tally = Tally(

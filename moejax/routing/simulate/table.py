@@ -28,9 +28,6 @@ def pareto(figures: Sequence[Mapping[str, float]]) -> list[int]:
 
     Fidelity is the gate mass of the first tier that is neither skipped nor substituted. The first
     of equal settings stays.
-
-    Args:
-      figures: of `SweepPoint.figures`, at one machine.
     """
     points = np.array([[f["tpot_ms"], f["device_gib"], -fidelity(f)] for f in figures])
     points = np.round(points, 9)
@@ -93,9 +90,6 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
     """Draws time against device memory, a colour per link; returns what is missing, if anything.
 
     Filled: on the Pareto front; lines: the bandwidth bound under Belady's cache.
-
-    Args:
-      by_link: figures of all settings at each speed of the link, GiB/s.
     """
     try:
         from matplotlib.figure import Figure  # not pyplot, which is the process's own
