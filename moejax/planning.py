@@ -23,11 +23,7 @@ from moejax.models.shapes import SHAPES
 
 
 def budget_of(config: PlanConfig) -> Budget:
-    """Plans the budget of a configuration; tiers of a shape have the bits that their names say.
-
-    Raises:
-      MoejaxError: the configuration cannot run.
-    """
+    """Plans the budget of a configuration; tiers of a shape have the bits that their names say."""
     tiering, limits, device = config.policy.tiering(), config.memory.limits(), _device(config)
     _, model, own, itemsize = model_of(config)
     context, chunk = _sizes(config, model)

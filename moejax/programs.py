@@ -61,9 +61,6 @@ class CompiledPrograms:
           static: hashable leading arguments, closed over.
           arguments: arrays or trees of them; their shapes and dtypes are part of the key.
           num_donated: how many of the first `arguments` are donated.
-
-        Raises:
-          MoejaxError: after `close`.
         """
         self.check_open()
         leaves, tree = jax.tree.flatten(arguments)

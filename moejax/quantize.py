@@ -76,11 +76,7 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
 
 
 def read_text(name: str) -> str | None:
-    """Reads a UTF-8 file; None for the text that ships.
-
-    Raises:
-      MoejaxError: the file is missing, or not UTF-8.
-    """
+    """Reads a UTF-8 file; None for the text that ships."""
     if name == "default":
         return None
     try:

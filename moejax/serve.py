@@ -38,11 +38,7 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
 
 
 def read_key(config: ServeConfig) -> str:
-    """Reads the clients' key from the command line or its file; "" for none.
-
-    Raises:
-      MoejaxError: the file cannot be read, or holds no key.
-    """
+    """Reads the clients' key from the command line or its file; "" for none."""
     if not config.api_key_file:
         return config.api_key
     path = cli.user_path(config.api_key_file)

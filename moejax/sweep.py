@@ -84,11 +84,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
 
 
 def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
-    """Paths of the rows and the picture; None for none.
-
-    Raises:
-      MoejaxError: one cannot be written, or holds something else.
-    """
+    """Paths of the rows and the picture; None for none."""
     output = cli.user_path(config.output) if config.output else None
     plot = cli.user_path(config.plot) if config.plot else None
     if output:
@@ -103,11 +99,7 @@ def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
 
 
 def machines(config: SweepConfig) -> list[Machine]:
-    """Makes one machine for each speed of the link; a calibration's own comes first.
-
-    Raises:
-      MoejaxError: the calibration cannot be read or does not determine the link.
-    """
+    """Makes one machine for each speed of the link; a calibration's own comes first."""
     base_ms, fetch_ms, found = config.base_ms, config.fetch_ms, []
     if config.calibration:
         measured = measured_rows(cli.user_path(config.calibration))

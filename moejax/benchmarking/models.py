@@ -237,11 +237,7 @@ Models = CheckpointModels | ShapeModels
 
 
 def models_of(config: BenchmarkConfig) -> Models:
-    """Models that a configuration names.
-
-    Raises:
-      MoejaxError: there is no such model, device or trace.
-    """
+    """Models that a configuration names."""
     device = choose_device(config.platform)
     enable_compilation_cache(config.compilation_cache)
     return ShapeModels(config, device) if config.shape else CheckpointModels(config, device)

@@ -135,11 +135,7 @@ def _first_human_turn(where: str, turns: Any) -> RawPrompt | None:
 
 
 def encoded(prompt: RawPrompt, tokenizer: "Tokenizer") -> list[int]:
-    """Token ids of one prompt, through the chat template where it has messages.
-
-    Raises:
-      MoejaxError: messages, and the model has no template for them.
-    """
+    """Token ids of one prompt, through the chat template where it has messages."""
     if not prompt.messages:
         return tokenizer.encode(prompt.text)
     if prompt.plain and tokenizer.chat_template is None:

@@ -137,9 +137,6 @@ def of_trace(
 
     A trace of another number of experts is scaled (`scaled_trace`), and its gates
     are made up; layers that it lacks are its layers again, from another place.
-
-    Raises:
-      MoejaxError: nothing was decoded, or the trace cannot be scaled to the shape.
     """
     ids, gates = _scaled(config, trace, name)
     steps = num_steps(batch)

@@ -74,10 +74,6 @@ def run(
     Args:
       file: of prompts; None: prompts of a length.
       known: told all points so far after each.
-
-    Raises:
-      MoejaxError: the model or the requests are wrong, or packed weights would run on no kernel of
-        a device that has some.
     """
     models = models_of(config)
     bandwidth = bandwidth_of(models.device)

@@ -185,9 +185,6 @@ def value_of(option: Option, texts: Sequence[str]) -> Any:
     Args:
       texts: one for each use of its flag. The last counts; all of them for a list, which may also
         be written in Python's form: ('int4', 'int2').
-
-    Raises:
-      MoejaxError: a text is not a value of the field's type.
     """
     name, default, text = option.name, option.default, texts[-1]
     if option.kind is not None:

@@ -116,11 +116,7 @@ class PolicyConfig(RunConfig):
         return [f"\nSettings of {self.name} and their defaults, for policy.settings:", *rows]
 
     def tiering(self) -> "Tiering | None":
-        """Builds the policy and its tiers for an engine; None for the router alone.
-
-        Raises:
-          MoejaxError: the policy or a setting is unknown, or a value is not allowed.
-        """
+        """Builds the policy and its tiers for an engine; None for the router alone."""
         if not self.name:
             return None
         from moejax.experts.tiering import Tiering

@@ -78,9 +78,6 @@ def sample_prompts(prompts: Sequence[list[int]], share: float) -> list[Sample]:
 
     Args:
       share: of a prompt's tokens, above 0; at most `POSITIONS`, at least one.
-
-    Raises:
-      MoejaxError: no prompt has two tokens.
     """
     long = [prompt for prompt in prompts if len(prompt) > 1]
     if not long:

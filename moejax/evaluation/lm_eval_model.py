@@ -46,9 +46,6 @@ def read_arguments(arguments: dict[str, Any]) -> EvaluateConfig:
 
     Args:
       arguments: `pretrained`, `config` and fields of `EvaluateConfig`, groups by dots.
-
-    Raises:
-      MoejaxError: a field is unknown, or a value not allowed.
     """
     arguments = dict(arguments)
     argv = ["lm_eval"]

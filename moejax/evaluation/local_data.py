@@ -42,11 +42,7 @@ class LocalData:
     num_fewshot: int | None = None  # examples before each document; None for the task's own number
 
     def splits(self, task: Any) -> Splits:
-        """Reads the data set of one of lm_eval's tasks.
-
-        Raises:
-          MoejaxError: the folder, or a file of a split that the task needs, is missing.
-        """
+        """Reads the data set of one of lm_eval's tasks."""
         if not self.folder.is_dir():
             raise MoejaxError(f"--data {self.folder} is no folder; name one of JSON Lines files")
         part = task.dataset_name

@@ -230,11 +230,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         return layer_axes(self.gains is not None)
 
     def init(self, spec: PolicySpec) -> BuddyState:
-        """Returns the state before any token.
-
-        Raises:
-          MoejaxError: the lists belong to another model, or there is more than one tier.
-        """
+        """Returns the state before any token."""
         shape = (spec.num_layers, spec.num_experts)
         if not self.lists.ids.size:
             raise MoejaxError("buddymoe needs the lists of a profile (moejax.profile_experts)")

@@ -181,11 +181,7 @@ class DyMoE(Policy[DyMoEState]):
         )
 
     def decide(self, state: DyMoEState, observation: Observation) -> tuple[Decision, DyMoEState]:
-        """See `Policy`.
-
-        Raises:
-          ValueError: prefill without the importance of tokens.
-        """
+        """See `Policy`."""
         ids, weights, layer = observation.ids, observation.weights, observation.layer
         is_critical = self._critical(state, observation)
         is_low = ~is_critical & observation.active[:, None]

@@ -121,13 +121,10 @@ def _products(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def shares(activity: ExpertActivity, source: Source, smoothing: float) -> np.ndarray:
-    """Shares q from the counts on the host, float64[M, E, E].
+    """Shares q from the counts on the host, float64[M, E, E]; by outputs only if they are compared.
 
     Args:
       smoothing: epsilon of Laplace; outputs take none.
-
-    Raises:
-      ValueError: outputs were not compared.
     """
     if source == "outputs":
         if activity.cosines is None:

@@ -230,11 +230,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, num_experts: int, facts: Mapping[str, str] | None = None):
-        """Begins a trace.
-
-        Raises:
-          MoejaxError: there can be no trace at `path` (`check_place`).
-        """
+        """Begins a trace at a path that `check_place` allows."""
         check_place(path)
         self.path, self.num_experts, self.facts = path, num_experts, dict(facts or {})
         self.num_rows = 0

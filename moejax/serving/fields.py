@@ -10,11 +10,7 @@ from moejax.serving.errors import ApiError
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body.
-
-    Raises:
-      ApiError: it is none.
-    """
+    """The JSON object of a body, or an ApiError."""
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # of text that is not UTF-8, too

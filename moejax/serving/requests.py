@@ -54,11 +54,7 @@ class ModelFacts:
             raise ApiError(said, param=field)
 
     def encode(self, prompt: str | list[int], field: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt that leaves room to answer.
-
-        Raises:
-          ApiError: naming the field: it is empty, holds what is no token, or is too long.
-        """
+        """Token ids of a prompt that leaves room to answer."""
         code = None
         if isinstance(prompt, str):
             self._refuse_early(prompt, field)

@@ -170,11 +170,7 @@ def listens_here_alone(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-      MoejaxError: there is no such address, or the port is taken.
-    """
+    """A listening socket."""
     try:
         kind = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

@@ -166,11 +166,7 @@ class _Worker:
         self._receive(_START_S)
 
     def ask(self, request: bytes) -> dict[str, str]:
-        """Sends a request and returns the answer.
-
-        Raises:
-          MoejaxError: the process gave no answer and cannot be used any more.
-        """
+        """Sends a request and returns the answer."""
         try:
             self._connection.send_bytes(request)
         except OSError as error:

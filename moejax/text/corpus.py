@@ -102,11 +102,7 @@ def joined_rows(content: str) -> str:
 
 
 def unpacked(path: Path) -> bytes:
-    """Reads the bytes of a file, unpacking .xz and .gz.
-
-    Raises:
-      MoejaxError: the file is missing, unreadable or broken.
-    """
+    """Reads the bytes of a file, unpacking .xz and .gz."""
     try:
         stored = path.read_bytes()
     except FileNotFoundError as error:
@@ -157,11 +153,7 @@ def json_lines(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _hub_rows() -> list[str]:
-    """Loads the test rows, from the cache of `datasets` before the network.
-
-    Raises:
-      MoejaxError: `datasets` is not installed, or the rows cannot be had.
-    """
+    """Loads the test rows, from the cache of `datasets` before the network."""
     mend = "give a file instead: --config.text=FILE (and --config.join=wikitext for the raw one)"
     try:
         datasets = importlib.import_module("datasets")

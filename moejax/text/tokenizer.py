@@ -54,11 +54,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
-        """Loads a checkpoint's tokenizer; None without a tokenizer.json.
-
-        Raises:
-          MoejaxError: the file, or one that belongs to it, is broken.
-        """
+        """Loads a checkpoint's tokenizer; None without a tokenizer.json."""
         path = directory / "tokenizer.json"
         if not path.exists() and not path.is_symlink():
             return None
@@ -86,9 +82,6 @@ class Tokenizer:
         Args:
           goes_on: more text follows, so special tokens are put before it and none behind it,
             neither by the post-processor nor by `add_eos_token`.
-
-        Raises:
-          MoejaxError: the tokenizer fails on it.
         """
         ids = self._encode(text, add_special_tokens=add_special_tokens).ids
         if not add_special_tokens:
@@ -103,11 +96,7 @@ class Tokenizer:
         return most_token_bytes(self._encoder.to_str())
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decodes token ids to text; ids without a token are left out.
-
-        Raises:
-          MoejaxError: the tokenizer fails on them.
-        """
+        """Decodes token ids to text; ids without a token are left out."""
         with _plain_errors(self._failure):
             return self._encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -150,11 +139,7 @@ class Tokenizer:
             return found
 
     def _asked_for(self, directory: Path, name: str) -> list[int]:
-        """Id of a special token that tokenizer_config.json puts around a text, or none.
-
-        Raises:
-          MoejaxError: a field has the wrong type, or names an unknown token.
-        """
+        """Id of a special token that tokenizer_config.json puts around a text, or none."""
         path = directory / "tokenizer_config.json"
         fields = _LLAMA_ADDS | _read_if_there(path)
         if fields.get("tokenizer_class") not in _LLAMA_CLASSES:

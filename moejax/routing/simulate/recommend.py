@@ -61,9 +61,6 @@ def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candid
       trace: its shape and contents limit what can be replayed.
       tiers: of falling fidelity; the first one and the last one are used.
       device_gib: memory for the slots of all layers.
-
-    Raises:
-      MoejaxError: not even one slot per layer fits.
     """
     room = int(device_gib * GIB) // trace.num_layers
     first, last = tiers.expert_bytes[0], tiers.expert_bytes[-1]
