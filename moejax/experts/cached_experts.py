@@ -82,8 +82,8 @@ class CachedExperts(Experts):
             policy is not None and self._is_prefill and policy.needs.importance
         )
         tiers = tuple(
-            TierStep(pool, config, rows, form, kernels, self._is_prefill)
-            for pool, rows, form in zip(spec.pools, store, impl, strict=True)
+            TierStep(pool, config, rows, form, kernels, self._is_prefill, number)
+            for number, (pool, rows, form) in enumerate(zip(spec.pools, store, impl, strict=True))
         )
         placing = Placing(spec.pools, kernels.target, moves)
         self.step = CacheStep(spec, config, tiers, placing, kernels)

@@ -32,13 +32,14 @@ from moejax.models.expert_products import (
     products_by_block,
     products_by_row,
 )
-from moejax.models.parameter import stacked_parameter
+from moejax.models.parameter import StackedModule, stacked_parameter
 from moejax.models.routing import Routing, routing_of, scaled
+from moejax.weights import choices
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import expert_mlp, router_topk
-from pallas_kernels.target import Choice
+from pallas_kernels.target import Choice, Target
 
 ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "kernel", "grouped_kernel"]
 
@@ -54,24 +55,15 @@ STEP_BYTES: dict[ExpertImpl, int] = {"block": 512 * 2**20, "block_in_cache": 2**
 
 
 def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
-    """Chooses the implementation of routing, with the kernel's refusals.
+    """Chooses the implementation of routing `num_tokens`; see `linear.choose_part`."""
 
-    Args:
-      num_tokens: N of a call.
-      kernels: the permitted implementations; a reference means XLA here.
+    def choose(target: Target) -> Choice:
+        if not config.router.is_plain:
+            return Choice("xla", {"triton": "its experts are no top-k of one softmax"})
+        logits = jax.ShapeDtypeStruct((num_tokens, config.num_experts), jnp.float32)
+        return router_topk.OPERATION.choose(logits, config.experts_per_token, target=target)
 
-    Returns:
-      "triton", the kernel, or "xla".
-    """
-    if kernels.implementation == ops.REFERENCE:
-        return Choice("xla", {})
-    if kernels.target is None:
-        return Choice("xla", {"triton": "no target was named"})
-    if not config.router.is_plain:
-        return Choice("xla", {"triton": "its experts are no top-k of one softmax"})
-    logits = jax.ShapeDtypeStruct((num_tokens, config.num_experts), jnp.float32)
-    chosen = router_topk.OPERATION.choose(logits, config.experts_per_token, target=kernels.target)
-    return chosen if chosen.implementation == "triton" else Choice("xla", chosen.refusals)
+    return ops.choose_part("routing", "float32", kernels, choose)
 
 
 @functools.partial(jax.jit, static_argnames=("num_chosen", "normalise"))
@@ -224,8 +216,38 @@ def default_expert_impl(
     return "block_in_cache" if platform == "cpu" else "block"
 
 
-class SparseMoe(nnx.Module):
+def record_experts(
+    tier: int, impl: ExpertImpl, x: jax.Array, experts: Sequence[Weight], grouped: Choice
+) -> None:
+    """Records the form that runs experts, or the grouped kernel's implementation.
+
+    Args:
+      tier: its number, 0 without tiers.
+      experts: `moe.gate_up` and `moe.down`.
+      grouped: the choice for the grouped kernel, with its refusals where another form runs.
+    """
+    if not choices.is_recording():
+        return
+    forms = " and ".join(dict.fromkeys(map(ops.form, experts)))
+    packed = bool(_packings(experts))
+    if impl == "grouped_kernel":
+        choice = grouped
+    elif packed:
+        choice, forms = Choice(ops.DEQUANTIZED, grouped.refusals), f"{forms}, {impl}"
+    elif impl == "kernel":
+        choice = Choice("expert_mlp", {})
+    else:
+        gate_up, down = (ops.matrix(weight, (), x.dtype) for weight in experts)
+        refusal = expert_mlp.refusal(x, gate_up, down)
+        choice = Choice(impl, {"expert_mlp": refusal} if refusal else {})
+    name = f"experts, tier {tier + 1}" if tier else "experts"
+    choices.record(name, choice, forms, packed=packed)
+
+
+class SparseMoe(StackedModule):
     """Routers and experts of all M sparse layers."""
+
+    part = "moe"
 
     def __init__(
         self,
@@ -261,7 +283,7 @@ class SparseMoe(nnx.Module):
           override: gives logits, float32[N, E], in place of the router's, to replay a trace.
         """
         wide = jnp.dtype(jnp.float32)
-        logits = ops.linear(x, self.router[...], layer, wide, self.kernels, always_kernel=True)
+        logits = self.linear(x, "router", layer, wide, always_kernel=True)
         if override is not None:
             logits = override(logits)
         c = self.config
@@ -284,6 +306,8 @@ class SparseMoe(nnx.Module):
           token_mask: bool[N], False for padding.
         """
         gate_up, down = self.gate_up[...], self.down[...]
+        chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
+        record_experts(0, impl, x, (gate_up, down), chosen)
         match impl:
             case "dense":
                 return experts_dense(x, routing, gate_up, down, layer)
@@ -301,7 +325,6 @@ class SparseMoe(nnx.Module):
                     x, routing.ids, routing.weights, gate_up, down, layer=layer
                 )
             case "grouped_kernel":
-                chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
                 if chosen.implementation == ops.DEQUANTIZED:
                     raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
                 return experts_grouped(

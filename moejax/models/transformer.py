@@ -19,7 +19,7 @@ from moejax.models.attention import (
     token_attention,
 )
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.decode_layers import is_plain, queries_and_cache, serves_token_step
+from moejax.models.decode_layers import choose_token_step, is_plain, queries_and_cache
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
 from moejax.models.experts import Experts, ResidentExperts, routing_record
@@ -172,7 +172,10 @@ class Transformer(nnx.Module):
     def project_to_vocab(self, hidden: jax.Array) -> jax.Array:
         """Applies the last norm and the head: [..., D] to float32[..., V]."""
         wide = jnp.dtype(jnp.float32)
-        return ops.product(self._last_norm(hidden), self._stored_head(), wide, self.kernels)
+        leaf = "embed" if self.config.tied_embeddings else "head"
+        return ops.product(
+            self._last_norm(hidden), self._stored_head(), wide, self.kernels, leaf=leaf
+        )
 
     def _last_norm(self, hidden: jax.Array) -> jax.Array:
         return self._norm(hidden, self.final_norm[...][None], 0)
@@ -296,9 +299,7 @@ class Transformer(nnx.Module):
         is_unrolled = tokens.shape[1] == 1 and not self._is_for_cpu
         if not is_unrolled and self.loops(spec.experts):
             return self._looped(tokens, positions, token_mask, cache, spec, experts, lengths)
-        is_token = tokens.shape[1] == 1 and not spec.is_first
-        is_token &= spec.cached == "kernel" or not is_plain(self.config)
-        if is_token and serves_token_step(self.config, self.dtype, self.kernels):
+        if self._has_token_step(tokens, spec):
             return decode_layers(self, tokens, positions, token_mask, cache, spec, experts)
         attend = self.attention_of(cache, positions, spec, token_mask, experts.observes_attention)
         found = self.layers(tokens, positions, token_mask, attend, experts, lengths)
@@ -313,6 +314,14 @@ class Transformer(nnx.Module):
         """Whether a chunk's sparse layers run in a loop; their indices may be on the device."""
         is_static = experts == "kernel"  # its layer is
         return not is_static and not (self._is_for_cpu and not self.holds_experts)
+
+    def _has_token_step(self, tokens: jax.Array, spec: ChunkSpec) -> bool:
+        """Whether kernels run norms and cache writes."""
+        is_token = tokens.shape[1] == 1 and not spec.is_first
+        if not is_token or (spec.cached == "xla" and is_plain(self.config)):
+            return False
+        chosen = choose_token_step(self.config, self.dtype, self.kernels)
+        return chosen.implementation == "triton"
 
     def _looped(
         self,
