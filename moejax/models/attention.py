@@ -331,8 +331,6 @@ class Attention(StackedModule):
 
         Args:
           normed: [B, T, D].
-          angles: from `rope.model_angles`.
-          attend: attends to the keys that the tokens see.
         """
         q, k, v, gate = self.project(normed, index.mixer, *angles)
         return self.output(attend(index, q, k, v), index.mixer, gate)
@@ -342,7 +340,6 @@ class Attention(StackedModule):
 
         Args:
           normed: [B, T, D].
-          layer: among those that attend.
           cos: float32[B, T, R / 2].
           sin: float32[B, T, R / 2].
         """

@@ -101,7 +101,6 @@ class DeltaNet(StackedModule):
           normed: [B, T, D].
           token_mask: bool[B, T], False for padding, which comes after a row's tokens; it leaves
             state and tail as they are.
-          attend: a `CachedAttention` has the cache.
         """
         layer = index.mixer
         cached = attend if isinstance(attend, CachedAttention) else None

@@ -88,7 +88,6 @@ def products_by_block(
 
     Args:
       x: [N, D].
-      experts: stacks of S along the second axis.
       num_experts: E, different ones that the pairs may have; at most S.
       step_bytes: bytes of weights gathered per scan step; at least one block's.
 
@@ -145,8 +144,6 @@ def products_grouped(
 
     Args:
       x: [N, D].
-      experts: for which `ops.kernel_refusal` has no reason.
-      implementation: a kernel's name; see `choose_grouped`.
     """
     tier = pairs.tier
     if tier is None:
@@ -167,8 +164,6 @@ def products_of_tiers(
       x: [N, D].
       tier: int32[N, A], which of the tiers a pair runs in; -1: it is not active.
       expert: int32[N, A], along the second axis of its tier's stacks.
-      tiers: for which `ops.kernel_refusal` has no reason.
-      implementation: see `choose_for_tiers`.
     """
     return _grouped(
         x,
@@ -228,9 +223,7 @@ def experts_grouped(
       weights: float32[N, A], theirs in the sum.
       gate_up: [M, E, 2F, D].
       down: [M, E, D, F].
-      layer: index among the sparse layers.
       token_mask: bool[N], False for padding, which costs nothing and yields zero.
-      implementation: a kernel's name; see `choose_grouped`.
 
     Returns:
       [N, D] in `x.dtype`.
@@ -255,9 +248,6 @@ def choose_grouped(
 ) -> Choice:
     """Chooses the grouped kernel's implementation for packed or plain experts.
 
-    Args:
-      experts: `moe.gate_up` and `moe.down`.
-
     Returns:
       `ops.DEQUANTIZED` with the reasons where none serves.
     """
@@ -271,11 +261,7 @@ def choose_for_tiers(
     tiers: Sequence[Sequence[Weight]],
     kernels: ops.Kernels,
 ) -> Choice:
-    """Chooses the grouped kernel for a layer whose experts have several precisions.
-
-    Args:
-      tiers: `moe.gate_up` and `moe.down` of each tier.
-    """
+    """Chooses the grouped kernel for a layer whose experts have several precisions."""
     if reason := _kernel_refusal([weight for experts in tiers for weight in experts]):
         return Choice(ops.DEQUANTIZED, {"every kernel": reason})
     if kernels.implementation:

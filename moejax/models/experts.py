@@ -37,9 +37,7 @@ class Experts(Protocol):
         """Routes N tokens by a layer's router.
 
         Args:
-          layer: index among the sparse layers.
           x: [N, D], normed.
-          is_ahead: x is the input of the layer before, to prefetch.
         """
         return moe.route(x, layer)
 

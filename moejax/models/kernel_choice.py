@@ -55,12 +55,7 @@ def phase_warnings(
 def describe_packing(
     weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, KernelChoice]]
 ) -> str:
-    """Describes packing and kernel choices, to follow the weights' size in a line.
-
-    Args:
-      weights: flat dict of leaves.
-      products: kernel choices, by phase.
-    """
+    """Describes packing and kernel choices, to follow the weights' size in a line."""
     packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
     kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
     if not kinds:

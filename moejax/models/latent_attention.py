@@ -67,11 +67,6 @@ def is_expanded(
     is less for any S. It takes memory for S slots of all heads, which absorbing does not.
 
     Args:
-      of: the widths.
-      num_heads: H.
-      batch: B.
-      length: T.
-      slots: S, at least T.
       itemsize: bytes of a number.
     """
     both = of.nope_dim + of.value_dim
@@ -122,7 +117,6 @@ def absorbed_attention(
 
     Args:
       queries: with `nope` absorbed: [B, T, H, R].
-      seen: of positions 0..S - 1.
       positions: int32[B, T].
       window: tokens that a query sees, itself included; None: all.
 
@@ -205,8 +199,6 @@ class LatentAttention(StackedModule):
 
         Args:
           normed: [B, T, D].
-          angles: from `rope.model_angles`.
-          attend: what the tokens see; a `CachedAttention` has a cache.
         """
         layer = index.mixer
         queries = self.queries(normed, layer, *angles)

@@ -76,8 +76,6 @@ def routing_by_kernel(
       logits: float32[N, E].
       first: int32[], an offset that the caller adds to the ids later; the kernel adds it and it is
         subtracted here, so that XLA cancels both and needs no launch. None for 0.
-      num_chosen: A.
-      normalise: the chosen weights are divided by their sum.
     """
     found = Routing(
         *router_topk.top_k(logits, num_chosen, normalise, first=first, implementation="triton")
@@ -94,7 +92,6 @@ def experts_dense(
       x: [N, D].
       gate_up: [M, E, 2F, D].
       down: [M, E, D, F].
-      layer: index among the sparse layers.
 
     Returns:
       [N, D] in `x.dtype`.
@@ -135,7 +132,6 @@ def experts_by_block(
       x: [N, D].
       gate_up: [M, E, 2F, D].
       down: [M, E, D, F].
-      layer: index among the sparse layers.
       token_mask: bool[N], False for padding, which costs nothing and yields zero.
       step_bytes: bytes of weights gathered per scan step; at least one block's.
 
@@ -193,9 +189,7 @@ def default_expert_impl(
     """Chooses the form that runs experts for `num_tokens` tokens on `platform`.
 
     Args:
-      num_tokens: N of a call.
       platform: "cpu" or "gpu".
-      experts: as in `kernel_refusal`.
       pooled: the experts are slots of a pool, which `pallas_kernels.expert_mlp` does not read.
     """
     if experts:
@@ -222,8 +216,6 @@ def record_experts(
     """Records the form that runs experts, or the grouped kernel's implementation.
 
     Args:
-      tier: its number, 0 without tiers.
-      experts: `moe.gate_up` and `moe.down`.
       grouped: the choice for the grouped kernel, with its refusals where another form runs.
     """
     if not choices.is_recording():
@@ -278,7 +270,6 @@ class SparseMoe(StackedModule):
 
         Args:
           x: [N, D], normed.
-          layer: the index among the sparse layers.
           first_slot: an offset that the products add to the ids; see `routing_by_kernel`.
           override: gives logits, float32[N, E], in place of the router's, to replay a trace.
         """
@@ -302,7 +293,6 @@ class SparseMoe(StackedModule):
 
         Args:
           x: [N, D], normed.
-          layer: index among the sparse layers.
           token_mask: bool[N], False for padding.
         """
         gate_up, down = self.gate_up[...], self.down[...]

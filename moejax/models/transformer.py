@@ -106,7 +106,6 @@ class Transformer(nnx.Module):
 
         Args:
           normed: [B, T, D].
-          angles: from `rope.model_angles`.
           token_mask: bool[B, T], False for padding, which does not change states.
         """
         if index.is_delta:
@@ -133,8 +132,6 @@ class Transformer(nnx.Module):
         Args:
           x: [B, T, D].
           token_mask: bool[B, T], False for padding.
-          carry: of `experts`.
-          attended: see `Experts`.
           normed: [N, D], x after the norm, where that is done.
         """
         flat = self._mlp_normed(x, index.layer) if normed is None else normed
@@ -285,7 +282,6 @@ class Transformer(nnx.Module):
           tokens: int32[B, T].
           positions: int32[B, T]; consecutive, and the same start for all rows where T > 1.
           token_mask: bool[B, T], False for padding: it takes no part in the experts.
-          cache: written at `positions`.
           experts: None: those that the model holds, by `spec.experts`.
           lengths: int32[B], see `rope.model_angles`.
 
@@ -498,7 +494,6 @@ def merge_weights(
     """Builds a Transformer from a flat dict of weights, inside a jitted function.
 
     Args:
-      definition: from `model_definition`.
       weights: named and shaped as `weight_shapes`; matrices may be packed.
     """
     leaves: dict[Any, Any] = {

@@ -38,8 +38,6 @@ def refusal(
       implementation: one of `IMPLEMENTATIONS`.
       num_experts: E.
       num_asked: pairs of a plan, N A, or experts of a prediction, L.
-      num_tiers: T.
-      target: None for the default device.
     """
     if implementation == "reference":
         return None
@@ -78,7 +76,6 @@ def plan(
       columns: of `Tables.events`, by the names of `PLAN_EVENTS`.
       implementation: "triton" or "reference"; None for the kernel where it does not refuse.
       num_warps: of the kernel; None for a number that goes with the sizes.
-      interpret: runs the kernel on the CPU, for tests.
 
     Returns:
       The tables of each tier and the gate mass, in the same places in memory if they were donated,
@@ -119,13 +116,9 @@ def predict(
 
     Args:
       tier: donate its tables; C > 0.
-      layer: the layer to come.
       ids: int32[L], experts; -1: none.
       active: bool[N]; nothing is admitted if no token is.
       columns: of `Tables.events`, by the names of `PREDICT_EVENTS`.
-      implementation: as in `plan`.
-      num_warps: as in `plan`.
-      interpret: as in `plan`.
 
     Returns:
       The tables, and what to fetch before that layer's products.

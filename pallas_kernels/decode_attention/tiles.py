@@ -51,10 +51,6 @@ def default_tiles(
     A second launch then adds the splits: it costs as much as reading some 30 KB by one program.
 
     Args:
-      num_heads: kv heads of all sequences, B K.
-      rows: query heads that a program holds.
-      kv_length: slots looked at.
-      head_dim: C.
       num_bytes: bytes per element.
       target: gives the number of multiprocessors, and their shared memory.
       more_dim: P, where keys of C + P numbers have their values among them.

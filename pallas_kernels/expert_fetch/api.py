@@ -23,8 +23,6 @@ def refusal(
 
     Args:
       implementation: one of `IMPLEMENTATIONS`.
-      pools: as in `fetch`, arrays or their shapes.
-      target: None for the default device.
     """
     if implementation == "reference":
         return None

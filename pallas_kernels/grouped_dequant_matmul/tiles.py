@@ -50,11 +50,6 @@ def measured(
 
     Args:
       op: "gate_up" or "down".
-      num_tokens: T.
-      width: A.
-      tiers: arrays, their shapes or refs.
-      target: the measurements' card; an interpreter has none.
-      kinds: classes of tiles.
     """
     if len(tiers) > 1 or target.simulated or target.capability is None:
         return None
@@ -79,9 +74,6 @@ def gate_up_tiles(
     """Chooses tiles by rule; block_n counts rows of gate, and as many of up.
 
     Args:
-      num_tokens: T.
-      width: A.
-      tiers: arrays, their shapes or refs.
       target: gives the number of multiprocessors, and their shared memory.
     """
     found = measured("gate_up", num_tokens, width, tiers, target, (TritonTiles,))

@@ -70,9 +70,6 @@ def expert_products(
       slot: int32[P].
       tiers: matrices [2 F, K] if gated, else [N, K].
       gated: yields silu(gate) up (Shazeer 2020, eq. 6).
-      tiles: rows are those of the outputs.
-      interpret: on the CPU, for tests.
-      low_rank: terms of each tier; empty for none.
 
     Returns:
       [P, F] in `x.dtype`, zero for skipped pairs; or float32[P, N], undefined for them.

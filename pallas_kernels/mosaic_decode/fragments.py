@@ -109,10 +109,6 @@ def prepare(e: Mlir, form: Form, raw: list[Value], high: Value) -> list[Value]:
     Words of INT3's planes are merged into nibbles: first the even positions of the two-bit plane,
     then the odd ones. Bit 2p of the one-bit plane's word j is the lowest bit of position p of word
     j, bit 2p + 1 that of word j + 8, which lanes with t >= 2 hold.
-
-    Args:
-      raw: words as loaded.
-      high: i32, 1 in lanes with t >= 2, else 0.
     """
     if form.bits != 3:
         return raw

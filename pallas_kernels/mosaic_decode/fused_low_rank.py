@@ -24,11 +24,7 @@ class Joined(Generic[_Totals]):
         """Joins two streams without running a step.
 
         Args:
-          stream: the first stream.
           make: makes the other stream, of `count` tiles; called once, by `meet` or the first copy.
-          count: static.
-          after: number of own tiles before it.
-          totals: storage of the other stream's totals.
           pause: called once among the tiles; `paused` records whether it was.
         """
         self.e, self.matrix, self.span = stream.e, stream.matrix, stream.span

@@ -57,12 +57,7 @@ class BlockTerms:
         """Loads the ranks.
 
         Args:
-          terms: terms with addresses.
-          slot: i32, which matrix.
-          firsts: i32 for each half: its first matrix row.
           at: i32, shared memory: `share.room(terms)` bytes.
-          thread: i32, of the block.
-          sharers: blocks of the cluster that split V, if it is joined.
         """
         self.at, self.sharers, self.placed = at, sharers, []
         self.e, self.share, self.firsts, self.thread = e, share, firsts, thread
@@ -110,11 +105,7 @@ class BlockTerms:
         return e.select(e.both(above, e.compare(first, "lt", end)), rank, 0)
 
     def begin(self, x: Sequence[Value], lane: Lane) -> None:
-        """Computes every warp's part of V x, and copies U; a block barrier must follow.
-
-        Args:
-          x: as in `accumulate`.
-        """
+        """Computes every warp's part of V x, and copies U; a block barrier must follow."""
         e, most = self.e, self.e.const(0)
         for placed in self.placed:
             most = e.bor(most, placed.rank)
@@ -140,13 +131,7 @@ class BlockTerms:
                 self._unpack_u(placed, half, lane)
 
     def join(self, stream: Stream, lane: Lane, sharer: Value, after: int) -> Joined[Totals]:
-        """Joins a warp's rows of the matrix with its share of V's rows of the only term.
-
-        Args:
-          stream: the matrix's rows.
-          sharer: i32, which block of the cluster.
-          after: row tiles before those of V.
-        """
+        """Joins a warp's rows of the matrix with its share of V's rows of the only term."""
         e, share = self.e, self.share
         tiles = [e.add(sharer, number * self.sharers) for number in range(share.thin)]
 
@@ -298,14 +283,7 @@ class BlockTerms:
         return total
 
     def add(self, total: Value, half: int, column: Value, row: Value) -> Value:
-        """Adds the terms of one output to a total.
-
-        Args:
-          total: float32.
-          half: static.
-          column: i32, of x.
-          row: i32, of the block's rows of a half.
-        """
+        """Adds the terms of one output to a total."""
         e = self.e
         for placed in self.placed:
             if half not in placed.u:

@@ -253,13 +253,6 @@ def even_tiles(
     """Chooses row tiles per warp for the fewest steps: waves times tiles per warp.
 
     Loading x costs a warp about as much as a row tile for each column tile, whatever its tiles.
-
-    Args:
-      tiles: tiles of 16 rows of a matrix.
-      warps_n: warps along the rows.
-      num_processors: blocks per wave.
-      column_tiles: column tiles of x.
-      most: row tiles of a warp that its registers hold.
     """
 
     def steps(row_tiles: int) -> int:

@@ -104,12 +104,9 @@ class Columns:
         """Starts copying a warp's rows warp, warp + num_warps, ...; ends no group of copies.
 
         Args:
-          row: i32, the first of the pool's.
           to: i32, shared memory, `pitch` bytes a row.
-          rows: i32, number of rows.
           places: i32, rows to fill: those after `rows` with zeros.
           warp: i32, in 0..num_warps - 1.
-          lane: i32, in the warp.
         """
         e, m = self.e, self.matrix
         bases = {"words": m.words, "scales": m.scales, "zeros": m.zeros}
@@ -190,12 +187,7 @@ class Columns:
         return word, e.mul(position, width)
 
     def values(self, position: PairPosition, row: Value, at: Value) -> list[Value]:
-        """Unpacks both values of a row as float32.
-
-        Args:
-          row: i32, of the pool's.
-          at: i32, shared memory address of the row's words.
-        """
+        """Unpacks both values of a row as float32."""
         e = self.e
         if self._plain:
             return [self._plain_value(e.add(position.index, i), row, at) for i in range(2)]

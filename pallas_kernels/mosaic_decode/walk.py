@@ -171,12 +171,7 @@ class _Walk:
         """Computes a stage's products.
 
         Args:
-          stage: i32, its index.
-          at: i32, address of its first tile in the ring.
-          totals: in registers.
           left: stages after this one; None if unknown, for stages inside the matrix.
-          x: from `load_x`, if loaded.
-          preloaded: from `preload_x`, if there.
 
         Returns:
           The totals, and the address of the next stage's first tile.
@@ -309,11 +304,8 @@ def accumulate(
     """Multiplies stages first, first + step, ... of the matrix.
 
     Args:
-      stream: the matrix's rows.
       first: i32 in 0..step - 1.
-      step: static.
       x: i64 for each column tile: this lane's column of x, plus 16 t bytes.
-      ring: 1 or more tiles deep.
       meanwhile: runs once the first copies have started; may wait for later ones of its own.
       kept: shared memory for sums of x and maybe the totals; None for registers.
 
@@ -356,10 +348,7 @@ def accumulate_pipelined(
     """Multiplies like `accumulate`, one of a row of walks through which copies never pause.
 
     Args:
-      step: static.
-      next_item: position of this walk and of the next.
       kept: storage for sums of x; None for registers.
-      preloaded: from `preload_x`.
 
     Returns:
       The totals, and the address of the next walk's first tile.

@@ -66,7 +66,6 @@ def dense(
       weights: S matrices [N, K].
       slot: int32[], index of the matrix.
       out_dtype: bfloat16, float16 or float32.
-      tiles: None for the heuristic ones.
     """
     num_tokens, num_inputs = x.shape
     num_rows = weights.num_outputs

@@ -107,7 +107,6 @@ class Form:
         Args:
           constants: scales of both rows of the block, then zeros of both rows.
           row: 0 or 1.
-          group: in the block.
         """
         per_row = self._registers(self.scale_bytes)
         scale = _number(e, constants[row * per_row :], group, self.scale_bytes)
@@ -205,10 +204,6 @@ def operand(
     e: Emitter, form: Form, words: Sequence[Value], constants: Sequence[Value], stage: int
 ) -> list[Value]:
     """Unpacks the register operand of 64 k: 16 words of pairs.
-
-    Args:
-      words: the block's, from `prepare`.
-      stage: 0..3, which 64 k of the block.
 
     Returns:
       For each 16 k: pairs of rows g and g + 8 at k 2t, 2t + 1, then both at k 2t + 8, 2t + 9.

@@ -71,9 +71,7 @@ def gate_up(
 
     Args:
       x: [T, D] in bfloat16 or float16.
-      assignments: of the T A pairs.
       tiers: for each tier S matrices [2F, D], gate rows first.
-      tiles: None for the heuristic ones.
     """
     call = _Call(assignments, tiers, tiles, target, paired=True)
     hidden = call.run(x[call.runs.order // assignments.slot.shape[1]], x.dtype)
@@ -92,10 +90,7 @@ def products(
 
     Args:
       rows: [T, A, K], or [T, K] if the pairs of a token share a row.
-      assignments: of the T A pairs.
       tiers: for each tier S matrices [N, K].
-      tiles: None for the heuristic ones.
-      dtype: the result's: float32, or that of the rows.
     """
     call = _Call(assignments, tiers, tiles, target, paired=False)
     order, width = call.runs.order, assignments.slot.shape[1]

@@ -60,7 +60,6 @@ class Pipeline:
         """Copies an item's operands as buffers become free.
 
         Args:
-          item: position of the operands.
           done: int32[], blocks of K copied before.
         """
         tiles, form = self.tiles, self.form
@@ -221,8 +220,6 @@ def work(
     """Runs a kernel's body: this block's items, in turn.
 
     Args:
-      num_items: items of all blocks.
-      item_of: position of the item with an index.
       store: stores an item's sums; called by the warpgroups that multiply.
     """
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")

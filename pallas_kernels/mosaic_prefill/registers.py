@@ -64,13 +64,7 @@ def load_constants(
 
 
 def unpack(form: Form, words: jax.Array, constants: jax.Array, stage: int) -> jax.Array:
-    """Unpacks wgmma's register operand [64, 64] of one stage of a block.
-
-    Args:
-      words: the block's, from `load_words`.
-      constants: the block's, from `load_constants`.
-      stage: which 64 k of the block.
-    """
+    """Unpacks wgmma's register operand [64, 64] of one stage of a block."""
 
     def make(_: Any, words: Any, constants: Any) -> mgpu.FragmentedArray:
         e = Emitter()
