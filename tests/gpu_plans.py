@@ -43,9 +43,10 @@ def plan(
     def function(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
         del target  # the same for all
         forms = [
-            cache_plan.Form(
+            cache_plan.TierShape(
                 slots=size, transient=8 if waves else pairs, waves=waves if size else 1,
-                is_full=size == num_experts, is_complete=size == num_experts, is_fed=not by_rule,
+                is_full=size == num_experts, is_complete=size == num_experts,
+                may_be_promoted_elsewhere=not by_rule,
             )
             for size in slots
         ]  # fmt: skip

@@ -17,7 +17,7 @@ from moejax.experts.residency import Residency
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator
 from pallas_kernels import cache_plan
-from pallas_kernels.cache_plan import Asked, Form, LayerPlan, Tables, Tier
+from pallas_kernels.cache_plan import Asked, LayerPlan, Tables, Tier, TierShape
 from pallas_kernels.target import Target
 
 COLUMNS = {name: column for column, name in enumerate(EVENTS)}
@@ -72,10 +72,10 @@ class Placing:
         num_experts = self.pools[0].cache.num_experts
         return cache_plan.refusal("triton", num_experts, num_asked, len(self.pools), self.target)
 
-    def forms(self, num_pairs: int) -> tuple[Form, ...]:
+    def forms(self, num_pairs: int) -> tuple[TierShape, ...]:
         """Returns each tier's static form, for a layer of so many pairs."""
         return tuple(
-            Form(
+            TierShape(
                 slots=pool.cache.slots,
                 banks=pool.cache.banks,
                 transient=pool.cache.transient,
@@ -212,13 +212,13 @@ def _by(by_kernel: bool) -> str:
 # Jitted, with the layer an operand: all layers share a trace and the kernel.
 @functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
 def _planned(
-    *operands: Any, forms: tuple[Form, ...], by_kernel: bool
+    *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     how = _by(by_kernel)
     return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
-def _predicted(*operands: Any, form: Form, by_kernel: bool) -> tuple[Tables, cache_plan.Fetch]:
+def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, cache_plan.Fetch]:
     how = _by(by_kernel)
     return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)

@@ -5,8 +5,8 @@ which expert runs each pair, in which tier, with which weight. The plan says whi
 slots, and where the others go; one launch copies those from the host store; the pairs are
 multiplied by what lies in the slots, and the products are combined once, in the order of the
 router's choice: residency is invisible in the result. Where an expert is that is asked for in
-several tiers, DyMoE's rules say (`pallas_kernels.cache_plan.serve`). The host is never asked,
-except for experts that are on the disk alone (`PoolSpec.read`).
+several tiers, DyMoE's rules say (`pallas_kernels.cache_plan.resolve_tiers`). The host is never
+asked, except for experts that are on the disk alone (`PoolSpec.read`).
 
 `run_layer` takes the cache and returns it: that is the carry of `moejax.experts.cached_experts`.
 

@@ -173,7 +173,7 @@ class CachedExperts(Experts):
             ids=routing.ids,
             weights=routing.weights,
             active=token_mask,
-            resident=cache_plan.serving(self._resident(pools, layer.mlp), self.spec.full),
+            resident=cache_plan.servable(self._resident(pools, layer.mlp), self.spec.full),
             importance=importance,
             predicted=predicted,
             tables=pools[0].residency.table if len(pools) == 1 else None,

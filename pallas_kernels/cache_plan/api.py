@@ -12,11 +12,11 @@ from pallas_kernels.cache_plan.operands import (
     Asked,
     Columns,
     Fetch,
-    Form,
     LayerPlan,
     Rule,
     Tables,
     Tier,
+    TierShape,
     Wishes,
 )
 from pallas_kernels.cache_plan.reference import plan_reference, predict_reference
@@ -51,7 +51,7 @@ def plan(
     asked: Asked,
     active: jax.Array,
     *,
-    forms: Sequence[Form],
+    forms: Sequence[TierShape],
     columns: Columns,
     implementation: str | None = None,
     num_warps: int | None = None,
@@ -59,9 +59,9 @@ def plan(
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     """Where each pair of a layer runs, and what is fetched for that.
 
-    Of several tiers `reference.serve` says which one serves an expert. A copy leaves a tier that is
-    not full when its expert comes in another one, or is in a better one. Then in each tier misses,
-    in order of id, take the victims: free slots, then those of experts that are not needed, of
+    Of several tiers `reference.resolve_tiers` says which one serves an expert. A copy leaves a tier
+    that is not full when its expert comes in another one, or is in a better one. Then in each tier
+    misses, in order of id, take the victims: free slots, then those of experts not needed, of
     longest ago, then of least number. With waves, where there are fewer victims than misses, misses
     take the free slots alone and the rest is streamed (a scan evicts nothing). What was used gets
     the clock, which then advances.
@@ -103,7 +103,7 @@ def predict(
     ids: jax.Array,
     active: jax.Array,
     *,
-    form: Form,
+    form: TierShape,
     columns: Columns,
     implementation: str | None = None,
     num_warps: int | None = None,
@@ -158,7 +158,7 @@ def _chosen(
     return chosen
 
 
-def _misfits_of_tier(i: int, tier: Tier, form: Form, shape: tuple[int, ...]) -> list[str]:
+def _misfits_of_tier(i: int, tier: Tier, form: TierShape, shape: tuple[int, ...]) -> list[str]:
     if len(shape) != 2:
         return [f"row_of of tier {i} is {tier.row_of.shape}, not [M, E]"]
     (num_layers, num_experts), reasons = shape, []
@@ -186,7 +186,7 @@ def _misfits(
     gate: jax.Array | None,
     asked: Asked,
     active: jax.Array,
-    forms: Sequence[Form],
+    forms: Sequence[TierShape],
 ) -> list[str]:
     reasons = []
     if not tiers or len(forms) != len(tiers):
@@ -198,7 +198,7 @@ def _misfits(
         reasons += _misfits_of_tier(i, tier, form, shape)
         if form.waves < 0 or form.transient < 1 or (form.streams and not form.waves):
             reasons.append(f"tier {i}: {form.slots} slots, {form.waves} waves of {form.transient}")
-        if form.is_fixed and (i or not form.slots):
+        if form.static_in_step and (i or not form.slots):
             reasons.append(f"tier {i} is fixed: the first one may be, with slots")
         if (form.is_full or form.is_complete) and form.slots < shape[-1]:
             reasons.append(f"tier {i} is not full: it has {form.slots} slots")

@@ -12,6 +12,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_decode.accumulate import (
+    NextItem,
+    Ring,
+    SharedAccumulators,
+    Totals,
+    accumulate,
+    accumulate_pipelined,
+    preload_x,
+    start_copies,
+)
 from pallas_kernels.mosaic_decode.dense import KINDS
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.mosaic_decode.expert_plan import Plan
@@ -35,16 +45,6 @@ from pallas_kernels.mosaic_decode.matrix import (
 )
 from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
-from pallas_kernels.mosaic_decode.walk import (
-    NextItem,
-    Ring,
-    SharedAccumulators,
-    Totals,
-    accumulate,
-    accumulate_pipelined,
-    preload_x,
-    start_copies,
-)
 from pallas_kernels.packed import LowRank, PackedMatrices
 
 LOG2_E = 1.4426950408889634

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
-from pallas_kernels.mosaic_decode.fragments import STEP, Form, pair, prepare, values
+from pallas_kernels.mosaic_decode.fragments import STEP, CodeFormat, pair, prepare, values
 from pallas_kernels.mosaic_decode.matrix import (
     HALF_LINE,
     ROWS,
@@ -310,7 +310,7 @@ def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
 
 
 def _products(
-    e: Mlir, form: Form, rows: list[list[Value]], steps: range, x: list[list[list[Value]]],
+    e: Mlir, form: CodeFormat, rows: list[list[Value]], steps: range, x: list[list[list[Value]]],
     acc: list[Value],
 ) -> list[Value]:  # fmt: skip
     """Adds products of some steps and every column tile to `acc`; rows are g and g + 8.

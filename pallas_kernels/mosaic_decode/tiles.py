@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.mosaic_decode.fragments import Form
+from pallas_kernels.mosaic_decode.fragments import CodeFormat
 from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
 from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, Matrix, tile_bytes, x_sums_bytes
 from pallas_kernels.packed import PLAIN_BITS
@@ -55,7 +55,7 @@ class StreamTiles:
         if self.num_warps % 4:
             raise ValueError(f"tiles {self.describe()} have {self.num_warps} warps, not 4, 8, ...")
 
-    def span_of(self, form: Form) -> int:
+    def span_of(self, form: CodeFormat) -> int:
         """Blocks per stage, limited to the form's longest."""
         return min(self.span, form.longest_span)
 

@@ -21,7 +21,7 @@ from pallas_kernels.mosaic_prefill.expert_blocks import (
     SLOT,
     make_expert_blocks,
 )
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, Form, form_of
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, grouped_tiles, grouped_tokens
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
@@ -168,7 +168,8 @@ class _Item(Item):
 
 def _body(
     order: Any, table: Any, first_block: Any, x: Any, weights: Any, *rest: Any,
-    tier: int, form: Form | None, tiles: WgmmaTiles, paired: bool, num_constants: int, **rooms: Any,
+    tier: int, form: MatrixFormat | None, tiles: WgmmaTiles, paired: bool, num_constants: int,
+    **rooms: Any,
 ) -> None:  # fmt: skip
     constants, out = rest[:num_constants], rest[-1]
     parts = pipeline(form, tiles, x, weights, constants, rooms, paired)

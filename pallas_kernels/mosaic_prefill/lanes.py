@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Value
 from pallas_kernels.mosaic_prefill.emit import Emitter
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, Form, lane_words, prepare
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, lane_words, prepare
 
 
 def place(e: Emitter) -> tuple[Value, Value, Value, Value]:
@@ -27,7 +27,7 @@ def _rows_before(e: Emitter, paired: bool) -> tuple[Value, Value]:
     return e.mul(warpgroup, ROWS), first
 
 
-def read_words(e: Emitter, form: Form, refs: Sequence[Value], rows: int) -> list[Value]:
+def read_words(e: Emitter, form: MatrixFormat, refs: Sequence[Value], rows: int) -> list[Value]:
     """Reads a block's words for `fragments.operand`, from `form.tiles` in shared memory.
 
     Args:
@@ -72,9 +72,14 @@ def read_plain(e: Emitter, ref: Value, rows: int) -> list[Value]:
 
 
 def read_constants(
-    e: Emitter, form: Form, slot: Value, first_row: Value, block: Value, refs: Sequence[Value]
+    e: Emitter,
+    form: MatrixFormat,
+    slot: Value,
+    first_row: Value,
+    block: Value,
+    refs: Sequence[Value],
 ) -> list[Value]:
-    """Reads a block's scales and zeros for `Form.constant`, from device memory."""
+    """Reads a block's scales and zeros for `MatrixFormat.constant`, from device memory."""
     g, _, _, _ = place(e)
     group, first = _rows_before(e, form.paired)
     halves = 2 if form.paired else 1

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_prefill import registers
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, STAGE, STAGES, Form
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, STAGE, STAGES, MatrixFormat
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 
 COPIER_REGISTERS = 40
@@ -41,7 +41,7 @@ class Item:
 class Pipeline:
     """References of a kernel's body."""
 
-    form: Form | None  # None for plain weights
+    form: MatrixFormat | None  # None for plain weights
     paired: bool  # an item's rows are half `tiles.rows` of each half of the matrix
     tiles: WgmmaTiles
     x: Any  # [M, K]
@@ -161,7 +161,7 @@ class Pipeline:
 
 
 def scratch(
-    form: Form | None, tiles: WgmmaTiles, x_dtype: Any, paired: bool = False
+    form: MatrixFormat | None, tiles: WgmmaTiles, x_dtype: Any, paired: bool = False
 ) -> dict[str, Any]:
     """Shared memory and barriers of a `Pipeline`, by name."""
     x_shape = (tiles.x_stages, tiles.tokens, STAGE)
@@ -192,7 +192,7 @@ def scratch(
 
 
 def pipeline(
-    form: Form | None,
+    form: MatrixFormat | None,
     tiles: WgmmaTiles,
     x: Any,
     weights: Any,
