@@ -91,12 +91,12 @@ class ApiTest(parameterized.TestCase):
             )  # fmt: skip
 
     def test_refusals(self):
-        gpu = Target("gpu", (9, 0))
-        self.assertIsNone(cache_plan.refusal("triton", 128, 8, 2, gpu))
-        self.assertRegex(cache_plan.refusal("triton", 128, 8, 5, gpu), "5 tiers")
-        self.assertRegex(cache_plan.refusal("triton", 1024, 300, 1, gpu), "1024 experts.*300")
-        self.assertIsNotNone(cache_plan.refusal("triton", 8, 8, 1, Target("cpu", None)))
-        self.assertIsNone(cache_plan.refusal("reference", 1024, 300, 9))
+        refusal, gpu = cache_plan.PLAN.refusal, Target("gpu", (9, 0))
+        self.assertIsNone(refusal("triton", 128, 8, 2, target=gpu))
+        self.assertRegex(refusal("triton", 128, 8, 5, target=gpu), "5 tiers")
+        self.assertRegex(refusal("triton", 1024, 300, 1, target=gpu), "1024 experts.*300")
+        self.assertIsNotNone(refusal("triton", 8, 8, 1, target=Target("cpu", None)))
+        self.assertIsNone(refusal("reference", 1024, 300, 9, target=gpu))
 
     def test_nothing_else_is_written(self):
         operands = self.operands()

@@ -70,7 +70,8 @@ class Placing:
         if len(self.pools) > 1 and any(form.later_waves for form in self.forms(num_asked)):
             return "of several tiers one streams experts in waves"
         num_experts = self.pools[0].cache.num_experts
-        return cache_plan.refusal("triton", num_experts, num_asked, len(self.pools), self.target)
+        sizes = num_experts, num_asked, len(self.pools)
+        return cache_plan.PLAN.refusal("triton", *sizes, target=self.target)
 
     def forms(self, num_pairs: int) -> tuple[TierShape, ...]:
         """Returns each tier's static form, for a layer of so many pairs."""

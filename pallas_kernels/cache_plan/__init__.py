@@ -1,8 +1,8 @@
 """The cache's rule: which slots the experts of a layer run from, and which are fetched."""
 
+from pallas_kernels.cache_plan.api import PLAN as PLAN
 from pallas_kernels.cache_plan.api import plan as plan
 from pallas_kernels.cache_plan.api import predict as predict
-from pallas_kernels.cache_plan.api import refusal as refusal
 from pallas_kernels.cache_plan.operands import Asked as Asked
 from pallas_kernels.cache_plan.operands import Fetch as Fetch
 from pallas_kernels.cache_plan.operands import LayerPlan as LayerPlan

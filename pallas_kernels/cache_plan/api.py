@@ -1,4 +1,4 @@
-"""The public calls: which implementation runs, and why one is refused."""
+"""Public calls of the cache plan, and their operations."""
 
 from collections.abc import Sequence
 
@@ -20,28 +20,23 @@ from pallas_kernels.cache_plan.operands import (
     Wishes,
 )
 from pallas_kernels.cache_plan.reference import plan_reference, predict_reference
-from pallas_kernels.target import SIMULATED, Target, current_target
+from pallas_kernels.op import Implementation, Operation
 
-IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
-
-
-def refusal(
-    implementation: str,
-    num_experts: int,
-    num_asked: int,
-    num_tiers: int = 1,
-    target: Target | None = None,
-) -> str | None:
-    """Why an implementation cannot serve on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      num_experts: E.
-      num_asked: pairs of a plan, N A, or experts of a prediction, L.
-    """
-    if implementation == "reference":
-        return None
-    return triton.refusal(num_experts, num_asked, num_tiers, target or current_target())
+# A choice is for E experts, pairs of a plan (N A) or experts of a prediction (L), and T tiers.
+PLAN = Operation(
+    "cache_plan.plan",
+    kernels=(Implementation("triton", triton.refusal, triton.plan_triton),),
+    reference=plan_reference,
+    abstract=lambda tiers, gate, layer, asked, *_, **__: (
+        tiers[0].row_of.shape[-1], asked.ids.size, len(tiers)
+    ),
+)  # fmt: skip
+PREDICT = Operation(
+    "cache_plan.predict",
+    kernels=(Implementation("triton", triton.refusal, triton.predict_triton),),
+    reference=predict_reference,
+    abstract=lambda tier, layer, ids, *_, **__: (tier.row_of.shape[-1], ids.size, 1),
+)
 
 
 def plan(
@@ -54,7 +49,6 @@ def plan(
     forms: Sequence[TierShape],
     columns: Columns,
     implementation: str | None = None,
-    num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     """Where each pair of a layer runs, and what is fetched for that.
@@ -75,7 +69,6 @@ def plan(
       active: bool[N], tokens that count.
       columns: of `Tables.events`, by the names of `PLAN_EVENTS`.
       implementation: "triton" or "reference"; None for the kernel where it does not refuse.
-      num_warps: of the kernel; None for a number that goes with the sizes.
 
     Returns:
       The tables of each tier and the gate mass, in the same places in memory if they were donated,
@@ -87,14 +80,12 @@ def plan(
     reasons = _misfits(tiers, gate, asked, active, forms)
     if missing := sorted(set(PLAN_EVENTS) - set(columns)):
         reasons.append(f"no column for {', '.join(missing)}")
-    sizes = (tiers[0].row_of.shape[-1], asked.ids.size, len(tiers)) if tiers else (0, 0, 0)
-    chosen = _chosen("plan", reasons, implementation, sizes, interpret)
-    given = (tuple(tiers), gate, jnp.asarray(layer, jnp.int32), asked, active)
-    if chosen == "reference":
-        return plan_reference(*given, forms=forms, columns=columns)
-    return triton.plan_triton(
-        *given, forms=forms, columns=columns, num_warps=num_warps, interpret=interpret
-    )
+    if reasons:
+        raise ValueError(f"cache_plan.plan: {'; '.join(reasons)}")
+    return PLAN(
+        tuple(tiers), gate, jnp.asarray(layer, jnp.int32), asked, active, forms=forms,
+        columns=columns, implementation=implementation, interpret=interpret,
+    )  # fmt: skip
 
 
 def predict(
@@ -106,7 +97,6 @@ def predict(
     form: TierShape,
     columns: Columns,
     implementation: str | None = None,
-    num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[Tables, Fetch]:
     """Admits experts that a layer to come will probably need, ahead of its `plan`.
@@ -133,29 +123,12 @@ def predict(
         reasons.append("there are no slots")
     if missing := sorted(set(PREDICT_EVENTS) - set(columns)):
         reasons.append(f"no column for {', '.join(missing)}")
-    sizes = (tier.row_of.shape[-1], ids.size, 1)
-    chosen = _chosen("predict", reasons, implementation, sizes, interpret)
-    given = (tier, jnp.asarray(layer, jnp.int32), ids, active)
-    if chosen == "reference":
-        return predict_reference(*given, form=form, columns=columns)
-    return triton.predict_triton(
-        *given, form=form, columns=columns, num_warps=num_warps, interpret=interpret
-    )
-
-
-def _chosen(
-    call: str, reasons: list[str], asked: str | None, sizes: tuple[int, int, int], interpret: bool
-) -> str:
-    """The implementation; raises ValueError for what does not fit, or is refused."""
     if reasons:
-        raise ValueError(f"cache_plan.{call}: {'; '.join(reasons)}")
-    refused = refusal("triton", *sizes, SIMULATED if interpret else current_target())
-    chosen = asked or ("reference" if refused else "triton")
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    if chosen == "triton" and refused:
-        raise ValueError(f"cache_plan.{call} by triton refuses: {refused}")
-    return chosen
+        raise ValueError(f"cache_plan.predict: {'; '.join(reasons)}")
+    return PREDICT(
+        tier, jnp.asarray(layer, jnp.int32), ids, active, form=form, columns=columns,
+        implementation=implementation, interpret=interpret,
+    )  # fmt: skip
 
 
 def _misfits_of_tier(i: int, tier: Tier, form: TierShape, shape: tuple[int, ...]) -> list[str]:

@@ -42,7 +42,7 @@ ELEMENTS = 32  # of the largest comparison of pairs, a thread's: with 64 registe
 
 
 def refusal(num_experts: int, num_pairs: int, num_tiers: int, target: Target) -> str | None:
-    """Why this implementation cannot resolve_tiers, or None; see `api.refusal`."""
+    """Reason why this implementation refuses, or None."""
     reasons = [platform_refusal(target)]
     if num_experts > MAX_EXPERTS:
         reasons.append(f"{num_experts} experts a layer, more than {MAX_EXPERTS}")
@@ -405,8 +405,7 @@ def plan_triton(
     *,
     forms: Sequence[TierShape],
     columns: Columns,
-    num_warps: int | None,
-    interpret: bool,
+    target: Target,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     """See `api.plan`."""
     num_pairs, num_experts = asked.ids.size, tiers[0].row_of.shape[1]
@@ -437,11 +436,12 @@ def plan_triton(
             sizes[f"streamed{i}"] = form.later_waves * form.transient
         rest = tier.tables._asdict()
         changed |= {f"{name}{i}": rest[name] for name in ("clock", "events", "gate")}
+    interpret = target.simulated
     body = functools.partial(
         _plan_body, forms=tuple(forms), columns=columns, at_least=at_least, interpret=interpret
     )
     name = f"cache_plan_{num_pairs}_of_{num_experts}_in_{'_'.join(str(f.slots) for f in forms)}"
-    num_warps = num_warps or default_num_warps(most, num_pairs, len(tiers))
+    num_warps = default_num_warps(most, num_pairs, len(tiers))
     found = operands | _launch(body, name, operands, changed, sizes, num_warps, interpret)
     tables, fetch, streamed = [], [], []
     for i, form in enumerate(forms):
@@ -473,17 +473,16 @@ def predict_triton(
     *,
     form: TierShape,
     columns: Columns,
-    num_warps: int | None,
-    interpret: bool,
+    target: Target,
 ) -> tuple[Tables, Fetch]:
     """See `api.predict`."""
-    tables, row_of = tier
+    (tables, row_of), interpret = tier, target.simulated
     operands = {
         "layer": layer, "ids": ids, "active": active, "row_of": row_of, "clock": tables.clock,
     }  # fmt: skip
     changed = {"table": tables.table, "events": tables.events}
     sizes = {"rows": len(ids), "slots": len(ids)}
-    num_warps = num_warps or default_num_warps(form.slots, len(ids))
+    num_warps = default_num_warps(form.slots, len(ids))
     body = functools.partial(_predict_body, form=form, columns=columns, interpret=interpret)
     name = f"cache_predict_{len(ids)}_of_{row_of.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
