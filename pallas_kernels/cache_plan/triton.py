@@ -28,13 +28,12 @@ from pallas_kernels.cache_plan.slots import (
     iota,
     matches,
     pick,
-    power_of_two,
     some,
     together,
 )
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
-from pallas_kernels.triton.elements import quotient, remainder
+from pallas_kernels.triton.elements import power_above, quotient, remainder
 
 MAX_PAIRS = 256
 MAX_EXPERTS = 512
@@ -62,8 +61,8 @@ def default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
     """
     if num_tiers > 1 and num_pairs > 128:
         return 8
-    asked = power_of_two(num_pairs)
-    most = asked * max(asked, power_of_two(slots))
+    asked = power_above(num_pairs)
+    most = asked * max(asked, power_above(slots))
     return min(32, max(4, most // (32 * ELEMENTS)))
 
 

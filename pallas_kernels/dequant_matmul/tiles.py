@@ -9,6 +9,7 @@ from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 from pallas_kernels.target import Target
 from pallas_kernels.triton import product as triton_product
+from pallas_kernels.triton.elements import power_above
 
 MAX_DECODE_ROWS = 32  # rows of x up to which one tile holds them all
 MAX_ROW_OUTPUTS = 1023  # of products by `RowTiles`; more outputs fill a device with large tiles
@@ -155,11 +156,6 @@ def triton_tiles(
         num_stages=3,
     )  # fmt: skip
     return fitted(tiles, [weights], 1, target)
-
-
-def power_above(size: int) -> int:
-    """Smallest power of two that is not below `size`."""
-    return 1 << (size - 1).bit_length()
 
 
 def decode_step(tiers: Sequence[PackedMatrices]) -> int:

@@ -8,7 +8,6 @@ from pallas_kernels.dequant_matmul.tiles import (
     decode_step,
     fitted,
     is_measured_form,
-    power_above,
     prefill_tiles,
     split_to_fill,
 )
@@ -16,6 +15,7 @@ from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.target import Target
+from pallas_kernels.triton.elements import power_above
 
 MAX_DECODE_PAIRS = 256  # up to which programs find the pairs of their matrix by themselves
 MAX_BLOCK_ROWS = 128
