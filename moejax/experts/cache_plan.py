@@ -83,11 +83,12 @@ class Placing:
                 waves=self.num_waves(i, num_pairs),
                 is_full=pool.cache.slots == pool.cache.num_experts,
                 is_complete=pool.is_complete,
-                is_fixed=i == 0
+                static_in_step=i == 0
                 and pool.between_steps
                 and pool.cache.slots > 0
                 and not pool.is_complete,
-                is_fed=self.moves or any(better.prefetch for better in self.pools[:i]),
+                may_be_promoted_elsewhere=self.moves
+                or any(better.prefetch for better in self.pools[:i]),
             )
             for i, pool in enumerate(self.pools)
         )
