@@ -9,7 +9,7 @@
 Each figure is the median of microseconds a call, in chains that XLA captures in CUDA graphs, with
 weights rotated past the L2; torch's by CUDA graph replays of the same length. A row says bytes and
 operations, the bounds that follow from the plain sum and the large cuBLAS product of this run, the
-relative error against float64, and the bar and moonshot. What is wrong gets no figure.
+relative error against float64. What is wrong gets no figure.
 
 The run fails (exit code 1, the reasons printed last) when a kernel of ours fails, is wrong, or when
 `choose` gives another implementation than the device should have. It stops before --time_limit_s;

@@ -23,7 +23,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.routing import routing_of
 from moejax.models.shapes import SHAPES
 from pallas_kernels import router_topk
-from scripts.studies.kernels.timing import Chain, Timing, chain_for, compiled_launches, time_jax
+from scripts.studies.kernels.timing import Chain, Timing, chain_for, time_jax
 from scripts.studies.measuring import Report
 
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file that rows are appended to")
@@ -96,10 +96,6 @@ def measure(report: Report, name: str, num_tokens: int) -> None:
         )
         if difference(ours, xla) > MAX_DIFFERENCE:
             raise RuntimeError(f"{name}, {num_tokens} tokens, {what}: the results differ")
-        for route, of in calls.items():
-            found = None if _SMOKE.value else compiled_launches(of, first, rest, 0)
-            if found:
-                print(f"  {route.__name__}: {found.describe()}")
         report.add(
             f"{what} of {name}, {num_tokens} tokens", ours.microseconds, "us",
             spread=ours.spread, xla=xla.microseconds, xla_spread=xla.spread,

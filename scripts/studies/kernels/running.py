@@ -1,7 +1,6 @@
 """The recorder of the kernel benchmark: rows as they come, the clock, what is a fault."""
 
 import dataclasses
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -19,7 +18,6 @@ from moejax.files.result_rows import (
 )
 from pallas_kernels.packed import PLAIN_BITS
 from pallas_kernels.target import Choice, Target
-from scripts.studies.kernels.data import Bar
 from scripts.studies.kernels.peers import PEERS, Missing, versions
 from scripts.studies.kernels.timing import Chain, Timing, chain_for
 
@@ -127,7 +125,6 @@ class Bench:
         limit: float,
         num_bytes: float,
         operations: float,
-        bar: Bar | None = None,
     ) -> None:
         """Keeps a time, unless the values are wrong: that is a problem and no row."""
         error = max(errors)
@@ -153,8 +150,6 @@ class Bench:
             "percent_of_bandwidth": 1e8 * num_bytes / self.bandwidth / timing.microseconds,
             "percent_of_compute": 1e8 * operations / self.rate / timing.microseconds,
         }
-        if bar is not None:
-            beside |= bar._asdict()
         self.add(what, timing.microseconds, "us", **beside)
 
     def add(self, what: str, figure: float, unit: str, **beside: float) -> None:
@@ -172,15 +167,9 @@ class Bench:
         )
         shown = ("relative_error", "spread_us", "percent_of_bandwidth", "percent_of_compute")
         tail = [f"{name} {beside[name]:.2g}" for name in shown if name in beside]
-        tail += [f"{k} {v:.4g}" for k, v in beside.items() if k in ("bar", "moonshot")]
         print(f"  {what:58s} {figure:10.2f} {unit:8s} {', '.join(tail)}", flush=True)
         if self.out:
             append_rows(Path(self.out), [row])
-
-    def best(self, prefix: str, implementations: Collection[str]) -> float | None:
-        """The least figure of some implementations' rows "<prefix> | <implementation>"."""
-        found = [self.figures.get(f"{prefix} | {name}") for name in implementations]
-        return min((figure for figure in found if figure is not None), default=None)
 
 
 def expected_implementations(target: Target, bits: int) -> tuple[str, ...]:
@@ -190,13 +179,3 @@ def expected_implementations(target: Target, bits: int) -> tuple[str, ...]:
     if target.capability != (9, 0):
         return ("triton",)
     return ("mosaic", "triton") if bits == PLAIN_BITS else ("mosaic",)
-
-
-def percent_more(with_it: float, without: float) -> float:
-    """How much longer, in percent."""
-    return 100 * (with_it / without - 1)
-
-
-def mean_distinct(slots: list[set[int]]) -> float:
-    """How many distinct slots a call reads, in the mean."""
-    return statistics.fmean(len(found) for found in slots)

@@ -6,9 +6,7 @@
 DIR holds eval/wikitext2.test.raw.xz and valid/{books,textbooks,code,math,chinese}.jsonl.xz.
 Sections: `dynaexq` (its Figure 4), `dymoe` (Table 2, Figures 3, 5 and 11), `buddymoe` (Tables 2 to
 4), `domains` (buddy lists of one domain, used on another), `shift` (prose, then code, then maths),
-`compose` (policies together against each alone, at equal memory: time of a token against KL),
-`foresight` (which promotions DynaExq saw coming), `stand_ins` (what of an absent expert's output
-another gives back).
+`stand_ins` (what of an absent expert's output another gives back).
 
 Runs are teacher-forced, through the engine's steps, with tables in place of slots
 (`bench.py`); low precisions are HQQ in groups of 64. Prompts of DyMoE go one at a
@@ -33,8 +31,6 @@ from moejax.files.result_rows import (
     package_versions,
     today,
 )
-from scripts.studies.quality import compose as quality_compose
-from scripts.studies.quality import foresight as quality_foresight
 from scripts.studies.quality import sections as quality_sections
 from scripts.studies.quality import stand_ins as quality_stand_ins
 from scripts.studies.quality.bench import DOMAINS, Model, Texts
@@ -46,8 +42,6 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Point]]] = {
     "buddymoe": quality_sections.buddymoe,
     "domains": quality_sections.domains,
     "shift": quality_sections.shift,
-    "compose": quality_compose.compose,
-    "foresight": quality_foresight.foresight,
     "stand_ins": quality_stand_ins.stand_ins,
 }
 

@@ -56,7 +56,7 @@ from scripts.studies.quantizers.methods import (
     make_stacks,
     plan_ranks,
 )
-from scripts.studies.quantizers.recipes import FULL, HQQ, POLICIES, RANKS, TABLE, verdicts
+from scripts.studies.quantizers.recipes import FULL, HQQ, POLICIES, RANKS, TABLE
 
 WINDOW = 2048
 SECTIONS = {"table": TABLE, "ranks": RANKS, "policies": POLICIES}
@@ -228,7 +228,6 @@ def main(argv: list[str]) -> None:
             print(f"{kind:12s}", " ".join(f"{error:.5f}" for error in errors), flush=True)
             points = {f"pass {i}": (float(error), "") for i, error in enumerate(errors, 1)}
             write("curve", f"{kind}, {CURVE_POLICY}", points)
-    print("\n" + "\n".join(verdicts(list(done.values()))))
     print(f"all of it: {time.perf_counter() - clock:.0f} s")
 
 

@@ -48,8 +48,6 @@ class Recipe:
     policy: str = ""  # of ranks; "": no compensators
     factor_bits: int = 8
     passes: int = 20
-    # Ranks of projections of the attention by name ("v"), instead of the policy's.
-    named_ranks: tuple[tuple[str, int], ...] = ()
 
     @property
     def label(self) -> str:
@@ -62,8 +60,7 @@ class Recipe:
         if self.group_size != 64:
             parts.append(f"group {self.group_size}")
         if self.policy:
-            named = "".join(f" + {name}-{rank}" for name, rank in self.named_ranks)
-            parts.append(f"{self.policy}{named}, INT{self.factor_bits} factors")
+            parts.append(f"{self.policy}, INT{self.factor_bits} factors")
         if self.passes != 20:
             parts.append(f"{self.passes} pass{'es' * (self.passes > 1)}")
         return ", ".join(parts)
@@ -193,13 +190,8 @@ def plan_ranks(recipe: Recipe, stacks: Sequence[Stack], multiple: int) -> list[n
     plan = ranks_lib.assign_ranks(
         policy, matrices, factor_bits=recipe.factor_bits, multiple=multiple
     )
-    ranks = np.array(plan.ranks, np.int32)
-    for i, matrix in enumerate(matrices):
-        for name, rank in recipe.named_ranks:
-            if matrix.name.endswith(f"{name}_proj.weight") and matrix.kind == "attention":
-                ranks[i] = min(rank, matrix.max_rank)
     ends = np.cumsum([len(stack.places) for stack in stacks])[:-1]
-    return np.split(ranks, ends)
+    return np.split(np.array(plan.ranks, np.int32), ends)
 
 
 class Quantizer:
