@@ -1,5 +1,7 @@
 """Sections `dynaexq` and `dynaexq_wide`: two precisions, against uniform ones in the same run."""
 
+import functools
+
 import jax
 
 from moejax.benchmarking.random_weights import Packing, random_weights
@@ -87,23 +89,28 @@ def dynaexq_wide(run: Run) -> None:
     full = _full(run, low)
     uniform = _end(run, low, full, steady)
     within: dict[str, Measured] = {}
-    for gib in sorted(run.options.gibs or (32.0, 48.0)) if uniform is not None else ():
-        found = run.attempt(f"{gib:g} GiB", lambda: _within(run, gib, works, full, uniform))  # noqa: B023
-        within |= found or {}
-    release(full)
     if uniform is None:
+        release(full)
         return
+    for gib in sorted(run.options.gibs or (32.0, 48.0)):
+        part = functools.partial(_within, run, gib, works, full, uniform)
+        within |= run.attempt(f"{gib:g} GiB", part) or {}
+    release(full)
     full = _full(run, high)
     whole = _end(run, high, full, steady)
     release(full)
     residents[high] = _resident(run, high, steady)
     for bits, resident in residents.items():
-        for what, found in within.items() if resident is not None else ():
+        if resident is None:
+            continue
+        for what, found in within.items():
             run.report.add(
                 f"{what}: throughput over the resident {tier_name(bits)} model",
                 100 * resident.tpot / found.tpot, "%", resident_ms=1e3 * resident.tpot,
             )  # fmt: skip
-    for what, found in within.items() if whole is not None else ():
+    if whole is None:
+        return
+    for what, found in within.items():
         share = found.facts[f"experts_{tier_name(high)}"]
         model = uniform.tpot + share * (whole.tpot - uniform.tpot)
         run.report.add(

@@ -171,8 +171,8 @@ class Served:
     def __init__(self, model: Model, policy: AnyPolicy, tiers: Sequence[str], slots: Sequence[int]):
         """Tables of `slots` of a layer in each tier."""
         config, self.model, self.tiers, self.slots = model.config, model, tiers, tuple(slots)
-        places = np.arange(model.num_layers * config.num_experts)
-        places = places.reshape(model.num_layers, config.num_experts)
+        shape = (model.num_layers, config.num_experts)
+        places = np.arange(model.num_layers * config.num_experts).reshape(shape)
         memories = []
         for name, count in zip(tiers, slots, strict=True):
             cache = CacheSpec(
@@ -257,7 +257,7 @@ class EachToken:
         rows_of_tier = self.model.num_layers * c.num_experts
 
         def run(
-            layer: int, x: jax.Array, routing: Routing, mask: jax.Array, ahead: Any
+            layer: Any, x: jax.Array, routing: Routing, token_mask: jax.Array, ahead: Any
         ) -> jax.Array:
             del ahead
 
@@ -272,8 +272,8 @@ class EachToken:
             found = jax.vmap(alone)(routing.probabilities, routing.ids, routing.weights)
             ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
             row = tier * rows_of_tier + layer * c.num_experts + ids
-            pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & mask[:, None])
-            experts = Experts(*stacks, 0)
+            pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
+            experts = Experts(stacks[0], stacks[1], 0)
             kinds = len(self.spec.tiers) * c.num_experts
             products = products_by_block(x, pairs, experts, kinds, 2**20)
             return combine(products, pairs, share, x.dtype)

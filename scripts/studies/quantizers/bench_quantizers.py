@@ -195,7 +195,7 @@ def bench_layer(report: Report, name: str, config: ModelConfig, library: HqqLibr
         if library is not None:
             sample = [library.tensor(w) for w in weights[: _SAMPLE.value]]
             library.milo(sample[0])
-            spent, values = library.timed(lambda s=sample: [library.milo(w) for w in s], 1)
+            spent, values = library.timed(functools.partial(_milo_of_each, library, sample), 1)
             pairs = zip(sample, values, strict=True)
             error = statistics.mean(library.error(*pair) for pair in pairs)
             whole = spent * shape[0] / len(sample)
@@ -209,6 +209,10 @@ def bench_layer(report: Report, name: str, config: ModelConfig, library: HqqLibr
     layers = config.num_layers
     extrapolated = {"library_s": theirs * layers} if library is not None else {}
     report.add(f"MiLo, {name}, {layers} layers extrapolated", ours * layers, "s", **extrapolated)
+
+
+def _milo_of_each(library: HqqLibrary, sample: list[Any]) -> list[Any]:
+    return [library.milo(weights) for weights in sample]
 
 
 def _library(report: Report) -> HqqLibrary:
@@ -227,9 +231,11 @@ def main(argv: list[str]) -> None:
     models = {"Mixtral-8x7B": SHAPES["Mixtral-8x7B"], "Qwen3-30B-A3B": SHAPES["Qwen3-30B-A3B"]}
     if _SMALL.value:
         shapes = [(96, 128), (64, 192)]
-        small = {"model_dim": 128, "expert_dim": 64, "num_experts": 3, "num_heads": 2}
-        small |= {"num_kv_heads": 1, "head_dim": 64}
-        models = {"Mixtral-8x7B": dataclasses.replace(models["Mixtral-8x7B"], **small)}
+        small = dataclasses.replace(
+            models["Mixtral-8x7B"], model_dim=128, expert_dim=64, num_experts=3, num_heads=2,
+            num_kv_heads=1, head_dim=64,
+        )  # fmt: skip
+        models = {"Mixtral-8x7B": small}
     started = time.perf_counter()
     parts: dict[str, list[tuple[Any, ...]]] = {
         "quantizers": [(bench_quantizers, shape, library) for shape in shapes],

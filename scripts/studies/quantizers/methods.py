@@ -143,14 +143,14 @@ HEADER = (
 def make_stacks(
     config: ModelConfig,
     weights: Mapping[str, jax.Array],
-    frequencies: np.ndarray | None,
+    frequencies: np.ndarray,
 ) -> list[Stack]:
     """The attention, expert and MLP matrices of a model, as the checkpoint names them.
 
     Args:
       config: of the model.
       weights: float32 leaves of `weight_shapes(config)`.
-      frequencies: float64[M, E], share of a layer's assignments that each expert gets, or None.
+      frequencies: float64[M, E], share of a layer's assignments that each expert gets.
     """
     groups: dict[tuple[str, tuple[int, ...]], list[Placement]] = defaultdict(list)
     for place in placements(config, published_spelling(config.family)):
@@ -164,7 +164,7 @@ def make_stacks(
         kurtosis = np.asarray(excess_kurtosis(jnp.asarray(stacked)))
         found = []
         for place, value in zip(places, kurtosis, strict=True):
-            is_expert = kind == "experts" and frequencies is not None
+            is_expert = kind == "experts"
             found.append(
                 ranks_lib.Matrix(
                     name=place.name,
@@ -172,7 +172,7 @@ def make_stacks(
                     num_rows=shape[0],
                     num_inputs=shape[1],
                     layer=place.index[0],
-                    expert=place.index[1] if kind == "experts" else None,
+                    expert=place.index[1] if is_expert else None,
                     kurtosis=float(value),
                     frequency=float(frequencies[place.index]) if is_expert else None,
                 )

@@ -208,7 +208,7 @@ class Lab(ShapeMemories):
 def _session_without_prefill(runner: Runner, batch: int, sizes: Sizes) -> Session:
     """A session whose cache holds random keys and values: no prefill is compiled or run."""
     prompts = [[0] * sizes.position] * batch
-    with mock.patch.object(runner, "_chunks", lambda *_: iter(())):
+    with mock.patch.object(runner, "_prompt_chunks", lambda *_: iter(())):
         session = runner.prefill(prompts, sizes.context, ONE_TOKEN, ())
     leaves, tree = jax.tree.flatten(session.state.cache)
     draw = jax.jit(
