@@ -20,6 +20,7 @@ from pallas_kernels.packed import dequantize
 from pallas_kernels.target import Choice, Target
 from scripts.studies.kernels import data, peers, timing
 from scripts.studies.kernels import running as run
+from scripts.studies.measuring import Report
 from tests import slow
 from tests.script_runs import run_module
 
@@ -27,10 +28,11 @@ ROOT = Path(__file__).parents[1]
 HOPPER, AMPERE = Target("gpu", (9, 0)), Target("gpu", (8, 0))
 
 
-# XLA's text for an H100 (jax 0.11.2): two calls of two kernels in a loop of one graph.
 def bench(target: Target = HOPPER, **settings) -> run.Bench:
     defaults = {"deadline": time.monotonic() + 1000, "implementations": run.IMPLEMENTATIONS}
-    return run.Bench(device=jax.devices()[0], target=target, **(defaults | settings))
+    return run.Bench(
+        report=Report(jax.devices()[0], "", ""), target=target, **(defaults | settings)
+    )
 
 
 def times(microseconds: float) -> timing.Timing:
@@ -197,7 +199,7 @@ class FaultsTest(parameterized.TestCase):
     def test_bounds(self):
         recorder = bench(bandwidth=4e12, rate=8e14)
         out = folder(self) / "rows.jsonl"
-        recorder.out = str(out)
+        recorder.report.output = str(out)
         recorder.record("case", times(10), [0.0], 3e-3, 20e6, 4e9)
         row = json.loads(out.read_text(encoding="utf-8"))
         self.assertAlmostEqual(row["baseline"]["bandwidth_bound_us"], 5)

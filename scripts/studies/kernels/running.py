@@ -4,22 +4,12 @@ import dataclasses
 import time
 import traceback
 from collections.abc import Callable, Collection
-from pathlib import Path
 
-import jax
-
-from moejax.files.result_rows import (
-    ResultRow,
-    append_rows,
-    command_line,
-    describe_device,
-    package_versions,
-    today,
-)
 from pallas_kernels.packed import PLAIN_BITS
 from pallas_kernels.target import Choice, Target
-from scripts.studies.kernels.peers import PEERS, Missing, versions
+from scripts.studies.kernels.peers import PEERS, Missing
 from scripts.studies.kernels.timing import Chain, Timing, chain_for
+from scripts.studies.measuring import Report
 
 OWN = ("mosaic", "triton")  # kernels of ours that read packed weights, by `implementation=`
 BASELINES = ("cublas", "unpack", "expert_mlp", "torch_grouped")
@@ -37,13 +27,12 @@ class Bench:
     """State that all sections share.
 
     Attributes:
-      device: that measures.
+      report: where rows go.
       target: what kernels are chosen for.
       implementations: those asked for.
       expect: the implementation that `choose` should give; "auto" for the target's.
       repetitions: pairs of queues a figure.
       deadline: `time.monotonic` at which to have stopped.
-      out: JSON Lines file, or "".
       smoke: tiny shapes on a CPU.
       bandwidth: bytes a second of a plain sum.
       rate: operations a second of a large product by cuBLAS.
@@ -51,13 +40,12 @@ class Bench:
       figures: microseconds by row.
     """
 
-    device: jax.Device
+    report: Report
     target: Target
     implementations: Collection[str]
     expect: str = "auto"
     repetitions: int = 11
     deadline: float
-    out: str = ""
     smoke: bool = False
     bandwidth: float = 1.0
     rate: float = 1.0
@@ -155,21 +143,7 @@ class Bench:
     def add(self, what: str, figure: float, unit: str, **beside: float) -> None:
         """Keeps, prints and writes one row."""
         self.figures[what] = figure
-        row = ResultRow(
-            what=what,
-            figure=figure,
-            unit=unit,
-            baseline=beside,
-            device=describe_device(self.device),
-            versions=package_versions("jax", "jaxlib") | versions(),
-            date=today(),
-            command=command_line(),
-        )
-        shown = ("relative_error", "spread_us", "percent_of_bandwidth", "percent_of_compute")
-        tail = [f"{name} {beside[name]:.2g}" for name in shown if name in beside]
-        print(f"  {what:58s} {figure:10.2f} {unit:8s} {', '.join(tail)}", flush=True)
-        if self.out:
-            append_rows(Path(self.out), [row])
+        self.report.add(what, figure, unit, **beside)
 
 
 def expected_implementations(target: Target, bits: int) -> tuple[str, ...]:

@@ -108,18 +108,6 @@ class Measured(NamedTuple):
     model_bits_per_weight: float  # over the whole model, what is not quantized in bfloat16
     quantized: Quantized
 
-    def text(self) -> str:
-        """One line."""
-        q = self.quantized
-        notes = [f"{kind} {error:.4f}" for kind, error in q.relative_error.items()]
-        notes += [f"{q.num_surged} surged"] * (q.num_surged > 0)
-        notes += [f"{q.num_starved} starved"] * (q.num_starved > 0)
-        return (
-            f"{self.recipe.label:60s} {self.bits_per_weight:7.4f} {self.model_bits_per_weight:7.4f}"
-            f" {self.perplexity:9.4f} {self.bits_per_byte:8.5f} {q.seconds:8.2f}  "
-            + ", ".join(notes)
-        )
-
     def figures(self) -> dict[str, tuple[float, str]]:
         """Figures that are written: (figure, unit) by name."""
         q = self.quantized
@@ -132,12 +120,6 @@ class Measured(NamedTuple):
             "surged": (float(q.num_surged), "matrices"),
             "starved": (float(q.num_starved), "matrices"),
         } | {f"relative error {kind}": (error, "") for kind, error in q.relative_error.items()}
-
-
-HEADER = (
-    f"{'':60s} {'bits/w':>7s} {'model':>7s} {'perpl.':>9s} {'bits/B':>8s} {'seconds':>8s}  "
-    "relative error"
-)
 
 
 def make_stacks(
