@@ -1,6 +1,5 @@
 """Single products: ours, cuBLAS, unpack-then-cuBLAS, other libraries; compensators on and off."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from scripts.studies.kernels.data import (
     random_stack,
     random_terms,
 )
-from scripts.studies.kernels.peers import PEERS, SYMMETRIC, Calls, peer_calls, to_numpy, to_torch
+from scripts.studies.kernels.peers import PEERS, Calls, peer_calls, to_numpy, to_torch
 from scripts.studies.kernels.running import OWN, Bench
 from scripts.studies.kernels.timing import CUBLAS, Chain, Options, time_jax, time_torch
 
@@ -164,9 +163,6 @@ def _peer(
 ) -> None:
     if name not in product.peers:
         product.peers[name] = peer_calls(name, product.weights)
-    if name in SYMMETRIC:
-        symmetric = dataclasses.replace(product.weights, zeros=None)
-        samples = [dense_sample(x, symmetric, slot) for slot in _checked(chain)]
     m, bench = x.shape[0], product.bench
     calls = product.peers[name][: chain.num_slots]
     timing = time_torch(calls, to_torch(x), chain, bench.repetitions)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Serial: left alone XLA orders the nodes of a graph by their buffers, and calls that share none may
@@ -36,6 +37,11 @@ class Timing(NamedTuple):
     spread: float  # half the distance of the quartiles, microseconds
     first: Any  # the output of call 0
     last: Any  # the output of the last call
+
+    def difference(self, other: "Timing") -> float:
+        """Difference of the last outputs, as a share of the other's norm."""
+        x, y = (np.asarray(of.last).astype(np.float64) for of in (self, other))
+        return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 
 
 class Chain(NamedTuple):
