@@ -57,14 +57,14 @@ ROW = ResultRow(
 COMMITTED = Results(ROWS)
 
 
-def with_more(*rows: dict) -> dict[str, Paper]:
-    """The sections from the committed rows and others."""
+def with_more(*rows: dict) -> Results:
+    """The committed rows and others."""
     with tempfile.TemporaryDirectory() as folder:
         for path in ROWS.rglob("*.jsonl"):
             (Path(folder) / path.name).write_bytes(path.read_bytes())
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (Path(folder) / "zz_newer.jsonl").write_text(lines)
-        return whole.papers(Results(Path(folder)))
+        return Results(Path(folder))
 
 
 def text_of(paper: Paper) -> str:
@@ -268,14 +268,15 @@ class DocumentTest(absltest.TestCase):
     def test_the_summary_is_of_these_claims(self):
         """Each decimal of the summary stands in a claim of its paper."""
         papers = whole.papers(COMMITTED)
-        text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+        head, _, _ = (ROOT / "RESULTS.md").read_text("utf-8").partition("Claims of each paper")
+        count = 0
         for name, title in whole.TITLES.items():
-            (summary,) = re.findall(rf"^\| {title} \| (\D.*) \|$", text, re.MULTILINE)
+            (summary,) = re.findall(rf"^\| {title} \| (.*) \|$", head, re.MULTILINE)
             claims = " ".join(" ".join(claim[:3]) for claim in papers[name].claims)
-            numbers = re.findall(r"\d+\.\d+", summary)
-            self.assertNotEmpty(numbers + [name] * (name == "dynaexq"))
-            for number in numbers:
+            for number in re.findall(r"\d+\.\d+", summary):
                 self.assertRegex(claims, rf"(?<![\d.]){re.escape(number)}0?(?!\d)", name)
+                count += 1
+        self.assertGreater(count, 20)
 
     def test_tables_of_ours_say_what_differs(self):
         text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
@@ -353,7 +354,7 @@ class DocumentTest(absltest.TestCase):
             for gib, ratio in ((16, 2.7), (24, 4.5))
             for name, ms in (("load on demand", 10 * ratio), ("cache, 4/0, prefetch", 10.0))
         ]
-        after = text_of(with_more(*rows)["dymoe"])
+        after = text_of(whole.papers(with_more(*rows))["dymoe"])
         claim = next(line for line in after.splitlines() if "all of it (4/0)" in line)
         self.assertRegex(claim, r"2\.70 \[\d+\] and 4\.50 \[\d+\] \| met \|")
         row = next(line for line in after.splitlines() if line.startswith("| 6. ") and OURS in line)
@@ -366,16 +367,10 @@ class DocumentTest(absltest.TestCase):
             "batch 1, 1 prompts of 512 random tokens; routing the random routers' own"
         )
         row = GOOD | {"what": what, "figure": 9.0, "unit": "ms"}
-        with tempfile.TemporaryDirectory() as folder:
-            for path in ROWS.rglob("*.jsonl"):
-                (Path(folder) / path.name).write_bytes(path.read_bytes())
-            (Path(folder) / "zz_newer.jsonl").write_text(json.dumps(row) + "\n")
-            newer = Results(Path(folder))
-        for results, is_newer in ((COMMITTED, False), (newer, True)):
-            found = resident(results, "TPOT", "Mixtral-8x7B", "INT3", 1)
-            self.assertEqual(found.figure == 9.0, is_newer)
-            other = resident(results, "TPOT", "Mixtral-8x7B", "INT4", 1)
-            self.assertNotEqual(other.figure, 9.0)
+        asked = ("TPOT", "Mixtral-8x7B")
+        self.assertNotEqual(resident(COMMITTED, *asked, "INT3", 1).figure, 9.0)
+        self.assertEqual(resident(with_more(row), *asked, "INT3", 1).figure, 9.0)
+        self.assertNotEqual(resident(with_more(row), *asked, "INT4", 1).figure, 9.0)
 
     def test_verdicts_of_speed(self):
         papers = whole.papers(COMMITTED)
@@ -445,7 +440,7 @@ class AccelerateTest(parameterized.TestCase):
         before, after = (
             [
                 line
-                for line in text_of(with_more(*more)["dymoe"]).splitlines()
+                for line in text_of(whole.papers(with_more(*more))["dymoe"]).splitlines()
                 if CLAIM in line or "our INT4 cache" in line
             ]
             for more in ((), newer)

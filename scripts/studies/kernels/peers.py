@@ -28,7 +28,7 @@ class Missing(Exception):
 def versions() -> dict[str, str]:
     """Versions of the libraries that are installed."""
     found = {}
-    for name in ("torch", "triton", "humming-kernels", "gemlite", "vllm"):
+    for name in ("torch", "triton", "humming-kernels", "gemlite"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
