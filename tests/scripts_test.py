@@ -1,6 +1,7 @@
 """Scripts are named in a written page or used by another; rows are read by something."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def pages() -> str:
     return "\n".join(page.read_text("utf-8") for page in commands.pages())
 
 
+@functools.cache
 def imported() -> set[str]:
     """Modules of scripts that a file of scripts or tests imports."""
     found: set[str] = set()
