@@ -48,7 +48,8 @@ def operands(config: ModelConfig, batch: int) -> tuple[Any, ...]:
     state = steps.DecodeState(cache, each("int32"), each("int32"), each("bool"), keys, None)
     real = each("float32")
     sampling = Sampling(real, each("int32"), real, real, real)
-    return state, None, weights, None, sampling, leaf_of((batch, 1), "int32"), leaf_of((), "int32")
+    inputs = steps.StepInputs(weights, None)
+    return state, None, inputs, sampling, leaf_of((batch, 1), "int32"), leaf_of((), "int32")
 
 
 def compiled(config: ModelConfig, batch: int) -> jax.stages.Compiled:

@@ -127,7 +127,7 @@ def compiled(case: Case, replays: bool, sharding: Any) -> jax.stages.Compiled:
     )
     if replays:
         stores = (with_replay(stores[0], config), *stores[1:])
-    state, _, weights, _, *rest = decode_operands(config, specs[0], 1, True)
+    state, _, inputs, *rest = decode_operands(config, specs[0], 1, True)
     program = steps.Program(
         model_definition(config, ops.Kernels(GPUS[GPU].target), holds_experts=False), spec
     )
@@ -136,7 +136,7 @@ def compiled(case: Case, replays: bool, sharding: Any) -> jax.stages.Compiled:
     step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
     operands = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        (state, pool, weights, tuple(stores), *rest),
+        (state, pool, inputs._replace(rows=tuple(stores)), *rest),
     )
     with described(GPUS[GPU]):
         traced = jax.jit(step, donate_argnums=(0, 1)).trace(*operands)

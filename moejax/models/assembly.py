@@ -9,6 +9,7 @@ from flax import nnx
 
 from moejax.models.attention import AttentionImpl, causal_attention
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.experts import ResidentExperts, routing_record
 from moejax.models.layer_index import LayerIndex
 from moejax.models.moe import ExpertImpl
 from moejax.models.routing import Routing
@@ -42,8 +43,9 @@ def forward(
         c = model.config
         return causal_attention(q, k, v, c.sliding_window, attention, c.score_scale)
 
-    hidden, routings = model.layers(tokens, positions, mask, attend, experts)
-    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
+    run = ResidentExperts(model.moe, experts, routing_record)
+    hidden, _, routings = model.layers(tokens, positions, mask, attend, run)
+    return hidden, routings
 
 
 def model_definition(
@@ -52,7 +54,7 @@ def model_definition(
     """Builds the graph of a Transformer without weights; allocates nothing.
 
     Args:
-      holds_experts: False where its experts come from elsewhere (`RunExperts`).
+      holds_experts: False where its experts come from elsewhere (`Experts`).
     """
 
     def build() -> Transformer:

@@ -28,7 +28,7 @@ class Pairs(NamedTuple):
     tier: jax.Array | None = None  # int32[N, A], where a plan has it: 0 where active, -1 elsewhere
 
 
-class Experts(NamedTuple):
+class ExpertStacks(NamedTuple):
     """Two stacks of matrices with equal leading axes, and an index of the first axis."""
 
     gate_up: Weight  # [M, E, 2F, D]
@@ -52,7 +52,7 @@ def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dt
     return grouped_dequant_matmul.combine(products, pairs.active, weights, dtype)
 
 
-def products_by_row(x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
+def products_by_row(x: jax.Array, pairs: Pairs, experts: ExpertStacks) -> jax.Array:
     """Unrolls one slice and two thin products per pair, active or not; `x.dtype`[1, N, A, D]."""
 
     def matrix(stacked: Weight, index: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ def block_size(num_rows: int, num_experts: int) -> int:
 
 
 def products_by_block(
-    x: jax.Array, pairs: Pairs, experts: Experts, num_experts: int, step_bytes: int
+    x: jax.Array, pairs: Pairs, experts: ExpertStacks, num_experts: int, step_bytes: int
 ) -> jax.Array:
     """Sorts pairs by expert, pads them to blocks of one expert, and runs batched products.
 
@@ -134,7 +134,7 @@ def products_by_block(
 
 
 def products_grouped(
-    x: jax.Array, pairs: Pairs, experts: Experts, implementation: str
+    x: jax.Array, pairs: Pairs, experts: ExpertStacks, implementation: str
 ) -> jax.Array:
     """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
 
@@ -153,7 +153,7 @@ def products_of_tiers(
     x: jax.Array,
     tier: jax.Array,
     expert: jax.Array,
-    tiers: Sequence[Experts],
+    tiers: Sequence[ExpertStacks],
     implementation: str,
 ) -> jax.Array:
     """Runs `products_grouped` on experts in several precisions, in as many launches as for one.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.models.config import ModelConfig
-from moejax.models.expert_products import Experts, Pairs, combine, products_grouped
+from moejax.models.expert_products import ExpertStacks, Pairs, combine, products_grouped
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
@@ -44,7 +44,7 @@ def experts_grouped(
     if (reason := _kernel_refusal((gate_up, down))) is not None:
         raise ValueError(f"the grouped kernel refuses: {reason}")
     pairs = Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
-    products = products_grouped(x, pairs, Experts(gate_up, down, layer), implementation)
+    products = products_grouped(x, pairs, ExpertStacks(gate_up, down, layer), implementation)
     return combine(products, pairs, weights, x.dtype)
 
 

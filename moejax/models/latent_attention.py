@@ -273,7 +273,7 @@ class LatentAttention(nnx.Module):
                 lambda slots: self._over_slots(queries, new.key.dtype, index, attend, slots)
             )
         q, k, v = self.expand(queries, new, layer)
-        attend.notify(index, q, k)
+        attend.keep(q, k)
         if attend.impl == "cudnn":
             return causal_attention(q, k, v, attend.window, attend.impl, c.score_scale)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
@@ -297,7 +297,7 @@ class LatentAttention(nnx.Module):
         ):  # fmt: skip
             return self._absorbed(queries, seen, index, attend)
         q, k, v = self.expand(queries, seen, index.mixer)
-        attend.notify(index, q, k)
+        attend.keep(q, k)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
     def _token(
@@ -326,10 +326,10 @@ class LatentAttention(nnx.Module):
         c = self.config
         to_keys, to_values = self._to_heads(index.mixer, seen.latent.dtype)
         absorbed = jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys)
-        if attend.watch is not None:  # one key for all heads, of another width but the same scores
+        if attend.is_observed:  # one key for all heads, of another width but the same scores
             q = jnp.concatenate([absorbed, queries.rope], axis=-1)
             keys = jnp.concatenate([seen.latent, seen.key], axis=-1)
-            attend.notify(index, q, keys[:, :, None])
+            attend.keep(q, keys[:, :, None])
         mixed = absorbed_attention(
             Queries(absorbed, queries.rope), seen, attend.positions, attend.window, c.score_scale
         )

@@ -12,6 +12,7 @@ from moejax.errors import MoejaxError
 from moejax.models.assembly import merge_weights
 from moejax.models.attention import Attention, AttentionImpl, Heads, causal_attention
 from moejax.models.config import ModelConfig
+from moejax.models.experts import ResidentExperts, routing_record
 from moejax.models.layer_index import LayerIndex, layer_indices
 from moejax.models.norm import rms_norm
 from moejax.models.rope import model_angles
@@ -96,8 +97,11 @@ def training_forward(
     # arrays of the step, and the step is bound by memory traffic.
     keep_products = jax.checkpoint_policies.dots_saveable
 
+    experts = ResidentExperts(model.moe, "dense", routing_record)
+
     def mlp(index: LayerIndex, x: jax.Array) -> tuple[jax.Array, Routing | None]:
-        return model.mlp_block(x, index, mask, "dense")
+        out, _, routing = model.mlp_block(x, index, mask, experts, None)
+        return out, routing
 
     def project(index: LayerIndex, x: jax.Array) -> Heads:
         return mixer.project(model.mix_norm(x, index), index.mixer, cos, sin)
