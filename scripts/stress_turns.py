@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -36,7 +37,7 @@ _RESULTS = flags.DEFINE_string(
 TIMEOUT_S = 900.0
 
 
-def ask(server: Server, address: str, body: dict[str, object]) -> float:
+def ask(server: Server, address: str, body: Mapping[str, object]) -> float:
     """Seconds until a client of an address has its whole answer."""
     started = time.monotonic()
     connection = http.client.HTTPConnection(

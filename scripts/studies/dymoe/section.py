@@ -83,13 +83,13 @@ def _correlations(results: Results) -> list[Found]:
 def ratio(results: Results, row: str, base: str, gib: int) -> list[Found]:
     """Rows that say how many times as fast a row of our Table 3 is: that of its own run, if any.
 
-    Else the base's time and the row's; nothing where one is missing.
+    Else the base's time and the row's; nothing where one is missing, or of another device.
     """
     own, first = (results.get(f"{name}, {gib} GiB, TPOT, {MIXTRAL}") for name in (row, base))
     stored = results.get(f"{row} over {base}, {gib} GiB, TPOT, {MIXTRAL}")
     if own and stored and stored.origin == own.origin:
         return [stored]
-    return [first, own] if first and own else []
+    return [first, own] if first and own and first.row.device == own.row.device else []
 
 
 def _ratio_shown(paper: Paper, found: list[Found]) -> str:
@@ -130,10 +130,11 @@ def _speed_claim(paper: Paper, said: str, found: list[list[Found]], printed: lis
         reached = [ratio >= least for ratio, least in zip(over, printed, strict=True)]
         return f"Mixtral's shape, H200, {' and '.join(shown)}", all(reached)
 
+    rows: list[Found | None] = [row for one in found for row in one]
     paper.claim(
         f"TPOT, {said}: {' and '.join(f'{one:.2f}' for one in printed)} times as fast at 16 and "
         "24 GB", "6.4, Table 3",
-        [row for one in found for row in one or [None]], judge,
+        rows if all(found) else [None], judge,
     )  # fmt: skip
 
 

@@ -279,9 +279,10 @@ class EachToken:
                 ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
                 row = tier * rows_of_tier + layer.mlp * c.num_experts + ids
                 pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
-                products = products_by_block(x, pairs, ExpertStacks(*stacks, 0), num_copies, 2**20)
+                products = products_by_block(x, pairs, held, num_copies, 2**20)
                 return combine(products, pairs, share, x.dtype), None, None
 
+        held = ExpertStacks(stacks[0], stacks[1], 0)
         num_copies = len(self.spec.tiers) * c.num_experts
         places = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None]
         hidden, _, _ = model.layers(
