@@ -17,12 +17,11 @@ import jax.numpy as jnp
 
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling
-from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import leaves_of
 from moejax.models.shapes import CONFIGS, with_layers
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.weights import linear as ops
 from pallas_kernels import op
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described

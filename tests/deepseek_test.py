@@ -25,18 +25,22 @@ from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models import latent_attention
-from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.attention import Attended
-from moejax.models.config import ModelConfig
+from moejax.models.config import LatentAttention as Widths
+from moejax.models.config import ModelConfig, RopeScaling, RouterRule
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.latent_attention import is_expanded
 from moejax.models.layer_index import layer_indices
-from moejax.models.parts import LatentAttention as Widths
-from moejax.models.parts import RopeScaling, RouterRule
 from moejax.models.rope import model_angles
 from moejax.models.routing import prefetch_scores, routing_of
 from moejax.models.shapes import DEEPSEEK_V2_LITE
-from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.models.transformer import (
+    ChunkSpec,
+    Transformer,
+    forward,
+    merge_weights,
+    model_definition,
+)
 from moejax.policies.attention_importance import attention_received
 from moejax.weights.qtensor import Weight
 from tests import pooled_test, slow, tiny_engine

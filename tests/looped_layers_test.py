@@ -17,10 +17,9 @@ from moejax.experts.residency import CacheSpec, empty
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference import steps
 from moejax.inference.recorder import RecordSpec
-from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kv_cache import empty_cache
-from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.models.transformer import ChunkSpec, Transformer, model_definition
 from moejax.weights.qtensor import QTensor, Weight
 from tests import packed_weights, slow, tiny_engine
 from tests.pooled_test import EXPERTS, rows_of, without_experts

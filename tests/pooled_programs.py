@@ -20,11 +20,10 @@ from moejax.experts.residency import CacheSpec, empty
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling
-from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.kv_cache import empty_cache
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor
 from pallas_kernels import layout, op

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest
 
-from moejax.models.assembly import merge_weights, model_definition
+from moejax.models.transformer import merge_weights, model_definition
 from scripts.studies.quality import stand_ins as quality_stand_ins
 from scripts.studies.quality.bench import Model, Windows
 

@@ -17,11 +17,9 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.evaluation.perplexity import log_likelihood
 from moejax.inference import runner, steps
-from moejax.models.assembly import forward, merge_weights, model_definition
-from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.config import DeltaNet, ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.parts import DeltaNet
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, forward, merge_weights, model_definition
 from moejax.text.windows import Windowing
 from tests import slow, tiny_engine
 from tests.hf_checkpoints import QWEN3_NEXT, reference_model, write_checkpoint

@@ -18,12 +18,11 @@ from flax import nnx
 from moejax import Engine
 from moejax.inference.runner import Runner
 from moejax.models import kernel_choice, moe
-from moejax.models.assembly import forward
 from moejax.models.experts import ResidentExperts, routing_record
 from moejax.models.layer_index import layer_indices
 from moejax.models.routing import Routing
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
-from moejax.models.transformer import Transformer
+from moejax.models.transformer import Transformer, forward
 from moejax.weights import linear as ops
 from pallas_kernels import op
 from pallas_kernels import router_topk as package

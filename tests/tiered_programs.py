@@ -25,10 +25,9 @@ from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec, no_gate
 from moejax.inference import steps
-from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import CONFIGS, with_layers
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq

@@ -19,9 +19,9 @@ from moejax import Engine
 from moejax.inference.runner import Runner
 from moejax.models import attention, delta_net, kernel_choice, moe, norm
 from moejax.models import decode_layers as token_step
+from moejax.models.config import RopeScaling
 from moejax.models.experts import ResidentExperts, routing_record
 from moejax.models.kv_cache import KVCache, cache_shape, empty_cache
-from moejax.models.parts import RopeScaling
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights import linear as ops

@@ -15,13 +15,12 @@ from moejax.errors import MoejaxError
 from moejax.files import result_rows as results
 from moejax.inference import steps
 from moejax.inference.runner import Runner
-from moejax.models.assembly import merge_weights
 from moejax.models.expert_products import swiglu
 from moejax.models.experts import ResidentExperts
 from moejax.models.kv_cache import KVCache
 from moejax.models.moe import SparseMoe
 from moejax.models.routing import Routing
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, merge_weights
 from moejax.policies.expert_activity import (
     ExpertActivity,
     no_activity,

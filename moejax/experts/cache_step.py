@@ -35,13 +35,14 @@ from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
     ExpertStacks,
     Pairs,
+    choose_for_tiers,
+    choose_grouped,
     combine,
     products_by_block,
     products_by_row,
     products_grouped,
     products_of_tiers,
 )
-from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
 from moejax.models.layer_index import LayerIndex
 from moejax.models.moe import STEP_BYTES, ExpertImpl
 from moejax.models.routing import Routing

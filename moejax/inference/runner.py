@@ -1,6 +1,7 @@
 """Dispatches the compiled steps of one model: prefill in chunks, decode, logits."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -32,9 +33,8 @@ from moejax.inference.chunking import (
 )
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.recorder import Recorder
-from moejax.inference.session import Session, sampling_of, seeds_of, seen_tokens, settings_by_row
+from moejax.inference.sampling import Sampling, StepOutput
 from moejax.models import kernel_choice
-from moejax.models.assembly import model_definition
 from moejax.models.attention import (
     DecodeAttentionImpl,
     choose_cached,
@@ -45,11 +45,70 @@ from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import EXPERT_LEAVES, KernelChoice
 from moejax.models.kv_cache import KVCache
 from moejax.models.moe import ExpertImpl, default_expert_impl
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
 from pallas_kernels.target import Choice, target_of
+
+Put = Callable[[Any], jax.Array]  # an array of the host to the device
+
+
+@dataclasses.dataclass
+class Session:
+    """A batch in flight: device state, and what the host knows without a read."""
+
+    state: steps.DecodeState
+    sampling: Sampling
+    eos_ids: jax.Array  # int32[B, n]
+    all_greedy: bool
+    next_position: int  # largest position that the next step writes
+    emitted: StepOutput  # of the last call, at first int32[B, 1]; not waited for
+    top_logprobs: int = 0  # see `steps.Program`
+    since: int = 0  # see `ExpertMemory.begin_session`
+
+    @property
+    def first_tokens(self) -> jax.Array:
+        """First tokens int32[B, 1], before any decode."""
+        return self.emitted.tokens
+
+
+def settings_by_row(
+    settings: GenerationSettings | Sequence[GenerationSettings], batch: int
+) -> list[GenerationSettings]:
+    """Settings per row, each with its own seed."""
+    if not isinstance(settings, GenerationSettings):
+        return list(settings)
+    return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(batch)]
+
+
+def seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
+    """Seed of each row."""
+    return [row.seeds(1)[0] for row in rows]
+
+
+def seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
+    """bool[B, V], the tokens of each prompt, for the repetition penalty."""
+    seen = np.zeros((len(prompts), config.vocab_size), bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, prompt] = True
+    return put(seen)
+
+
+def sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
+    """Converts the settings of every sequence to arrays."""
+
+    def column(name: str, dtype: type[np.generic]) -> jax.Array:
+        return put(np.asarray([getattr(row, name) for row in rows], dtype))
+
+    return Sampling(
+        temperature=column("temperature", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
+    )
+
 
 State = TypeVar("State")
 

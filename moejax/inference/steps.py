@@ -24,19 +24,22 @@ from moejax.inference.recorder import (
     empty_record,
     recorded_of,
 )
-from moejax.inference.sampling import Logprobs, Sampling, draw, logprobs_of, penalized
-from moejax.inference.step_output import (
+from moejax.inference.sampling import (
     NO_TOKEN,
     NOT_FINITE,
+    Logprobs,
+    Sampling,
     StepOutput,
+    draw,
     empty_step_output,
+    logprobs_of,
     names_a_token,
+    penalized,
 )
-from moejax.models.assembly import merge_weights
 from moejax.models.config import ModelConfig
 from moejax.models.experts import Experts, ResidentExperts
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.weights.qtensor import Weight
 
 Weights = Mapping[str, Weight]

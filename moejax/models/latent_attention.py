@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models import parts
 from moejax.models.attention import (
     AttentionFn,
     CachedAttention,
@@ -21,6 +20,7 @@ from moejax.models.attention import (
     token_attention,
     visible_slots,
 )
+from moejax.models.config import LatentAttention as Widths
 from moejax.models.config import ModelConfig
 from moejax.models.layer_index import LayerIndex
 from moejax.models.norm import stacked_norm
@@ -53,7 +53,7 @@ class Latents(NamedTuple):
 
 
 def is_expanded(
-    of: parts.LatentAttention, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
+    of: Widths, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
 ) -> bool:
     """Whether T queries per sequence attend to S cache slots by expanded keys and values.
 
@@ -163,7 +163,7 @@ def _in_blocks(attend: Callable[..., jax.Array], num_slots: int, *of: jax.Array)
 
 
 class LatentAttention(nnx.Module):
-    """Projections of all layers; see `parts.LatentAttention` for the widths.
+    """Projections of all layers; see `config.LatentAttention` for the widths.
 
     `norm`, [L, D], precedes the mixing of every layer.
     """

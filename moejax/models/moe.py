@@ -26,11 +26,12 @@ from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.expert_products import (
     ExpertStacks,
     Pairs,
+    choose_grouped,
     combine,
+    experts_grouped,
     products_by_block,
     products_by_row,
 )
-from moejax.models.grouped_experts import choose_grouped, experts_grouped
 from moejax.models.parameter import stacked_parameter
 from moejax.models.routing import Routing, routing_of, scaled
 from moejax.weights import linear as ops

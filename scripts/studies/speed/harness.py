@@ -31,8 +31,7 @@ from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.runner import Runner
-from moejax.inference.session import Session
+from moejax.inference.runner import Runner, Session
 from moejax.models.config import ModelConfig
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
 from scripts.studies.measuring import Report
