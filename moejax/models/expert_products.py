@@ -87,7 +87,6 @@ def products_by_block(
     are gathered once a block, `step_bytes` at a time.
 
     Args:
-      x: [N, D].
       num_experts: E, different ones that the pairs may have; at most S.
       step_bytes: bytes of weights gathered per scan step; at least one block's.
 
@@ -140,11 +139,7 @@ def products_by_block(
 def products_grouped(
     x: jax.Array, pairs: Pairs, experts: ExpertStacks, implementation: str
 ) -> jax.Array:
-    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
-
-    Args:
-      x: [N, D].
-    """
+    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D]."""
     tier = pairs.tier
     if tier is None:
         tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
@@ -161,7 +156,6 @@ def products_of_tiers(
     """Runs `products_grouped` on experts in several precisions, in as many launches as for one.
 
     Args:
-      x: [N, D].
       tier: int32[N, A], which of the tiers a pair runs in; -1: it is not active.
       expert: int32[N, A], along the second axis of its tier's stacks.
     """
@@ -216,14 +210,6 @@ def experts_grouped(
     """Runs packed experts by the grouped kernel; M E slots of one tier.
 
     y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n), e = ids[n, a].
-
-    Args:
-      x: [N, D].
-      ids: int32[N, A], the experts of each token.
-      weights: float32[N, A], theirs in the sum.
-      gate_up: [M, E, 2F, D].
-      down: [M, E, D, F].
-      token_mask: bool[N], False for padding, which costs nothing and yields zero.
 
     Returns:
       [N, D] in `x.dtype`.

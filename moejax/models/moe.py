@@ -11,7 +11,9 @@ whole layer-stacked arrays and a layer index, so that no layer's slab is ever co
   * `experts_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
     packed. For decode and prefill on a GPU, of packed weights (and plain ones, when asked by name).
 
-With packed weights, the first three read matrices through `moejax.weights.linear`.
+With packed weights, the first three read matrices through `moejax.weights.linear`. Shapes: x
+[N, D], gate_up [M, E, 2F, D], down [M, E, D, F]; the token mask, bool[N], is False for padding,
+which costs nothing and yields zero.
 """
 
 import functools
@@ -88,11 +90,6 @@ def experts_dense(
 ) -> jax.Array:
     """Runs every expert on every token, masked by choice: two large products.
 
-    Args:
-      x: [N, D].
-      gate_up: [M, E, 2F, D].
-      down: [M, E, D, F].
-
     Returns:
       [N, D] in `x.dtype`.
     """
@@ -129,10 +126,6 @@ def experts_by_block(
     """Runs assignments sorted by expert, in blocks; see `products_by_block`.
 
     Args:
-      x: [N, D].
-      gate_up: [M, E, 2F, D].
-      down: [M, E, D, F].
-      token_mask: bool[N], False for padding, which costs nothing and yields zero.
       step_bytes: bytes of weights gathered per scan step; at least one block's.
 
     Returns:
@@ -269,7 +262,6 @@ class SparseMoe(StackedModule):
         """Routes N tokens to experts.
 
         Args:
-          x: [N, D], normed.
           first_slot: an offset that the products add to the ids; see `routing_by_kernel`.
           override: gives logits, float32[N, E], in place of the router's, to replay a trace.
         """
@@ -289,12 +281,7 @@ class SparseMoe(StackedModule):
     def __call__(
         self, x: jax.Array, routing: Routing, layer: Index, token_mask: jax.Array, impl: ExpertImpl
     ) -> jax.Array:
-        """Runs the chosen experts on N tokens: [N, D].
-
-        Args:
-          x: [N, D], normed.
-          token_mask: bool[N], False for padding.
-        """
+        """Runs the chosen experts on N tokens: [N, D]."""
         gate_up, down = self.gate_up[...], self.down[...]
         chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
         record_experts(0, impl, x, (gate_up, down), chosen)

@@ -57,7 +57,11 @@ class ChunkSpec(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """Mixture-of-Experts decoder with the leaves of `weight_shapes(config)`."""
+    """Mixture-of-Experts decoder with the leaves of `weight_shapes(config)`.
+
+    Tokens and positions are int32[B, T]; the token mask, bool[B, T], is False for padding, which
+    takes no part in the experts and changes no state.
+    """
 
     def __init__(
         self,
@@ -102,12 +106,7 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         attend: AttentionFn,
     ) -> jax.Array:
-        """Runs a layer's attention or delta rule; returns its residual addition, [B, T, D].
-
-        Args:
-          normed: [B, T, D].
-          token_mask: bool[B, T], False for padding, which does not change states.
-        """
+        """Runs a layer's attention or delta rule; returns its residual addition, [B, T, D]."""
         if index.is_delta:
             return self.delta(normed, index, token_mask, attend)
         return self.attention(normed, index, angles, attend)
@@ -130,8 +129,6 @@ class Transformer(nnx.Module):
         """Runs norm, then experts or dense MLP, on [B, T, D]; returns carry and record too.
 
         Args:
-          x: [B, T, D].
-          token_mask: bool[B, T], False for padding.
           normed: [N, D], x after the norm, where that is done.
         """
         flat = self._mlp_normed(x, index.layer) if normed is None else normed
@@ -224,9 +221,6 @@ class Transformer(nnx.Module):
         """Embeds tokens and runs all layers one by one, with attention by `attend`.
 
         Args:
-          tokens: int32[B, T].
-          positions: int32[B, T].
-          token_mask: bool[B, T], False for padding.
           lengths: int32[B], see `rope.model_angles`.
 
         Returns:
@@ -279,7 +273,6 @@ class Transformer(nnx.Module):
         longer, and compiling it 2.2 s of processor time, not 6.9 (jax 0.10.2, 2026-11-24).
 
         Args:
-          tokens: int32[B, T].
           positions: int32[B, T]; consecutive, and the same start for all rows where T > 1.
           token_mask: bool[B, T], False for padding: it takes no part in the experts.
           experts: None: those that the model holds, by `spec.experts`.
