@@ -23,8 +23,7 @@ from moejax.experts.budget import (
     warnings,
 )
 from moejax.experts.budget.tables import RING_BLOCKS
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.residency import CacheSpec, empty, no_counts
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.shapes import SHAPES
@@ -86,12 +85,12 @@ class PartsTest(parameterized.TestCase):
         self.assertEmpty(budget.disk)
         self.assertEqual(budget.total_device, sum(budget.device.values()))
 
-    @parameterized.parameters((3, 8, 2, 1), (1, 4, 0, 1), (48, 128, 65, 3))
-    def test_tables_are_those_of_residency_and_counters(self, layers, experts, slots, tiers):
+    @parameterized.parameters((3, 8, 2), (1, 4, 0), (48, 128, 65))
+    def test_tables_are_those_of_residency_and_counters(self, layers, experts, slots):
         spec = CacheSpec(num_layers=layers, num_experts=experts, slots=slots, transient=1)
-        held = jax.eval_shape(lambda: (empty(spec), no_counts(layers, tiers)))
+        held = jax.eval_shape(lambda: (empty(spec), no_counts(layers)))
         row_of = 4 * layers * experts
-        self.assertEqual(table_nbytes(layers, experts, slots, tiers), _nbytes(held) + row_of)
+        self.assertEqual(table_nbytes(layers, experts, slots), _nbytes(held) + row_of)
 
     def test_low_rank_factors_stay_on_the_device(self):
         weights = {**weights_nbytes(QWEN), f"moe{LOW_RANK}": 1000}

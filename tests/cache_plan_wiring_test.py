@@ -15,8 +15,7 @@ from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.cache_step import TierStep
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.residency import CacheSpec, empty, no_counts
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference.runner import Runner
 from moejax.models.kernel_choice import EXPERT_LEAVES

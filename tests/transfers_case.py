@@ -11,7 +11,7 @@ import numpy as np
 from moejax.experts import residency
 from moejax.experts.expert_pool import ExpertPool
 from moejax.experts.host_store import HeldRows
-from moejax.experts.ledger import no_counts
+from moejax.experts.residency import no_counts
 from moejax.experts.transfers import Transfers
 from moejax.programs import CompiledPrograms
 from tests.ssd_source import SECONDS, Source, SsdTestCase

@@ -25,7 +25,7 @@ from moejax.experts.cache_step import TierStep
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.host_store import Expert
-from moejax.experts.ledger import Ledger, TierLedger, no_counts
+from moejax.experts.ledger import Ledger, TierLedger
 from moejax.experts.tiered import Asked, ExpertCache, ExpertCacheSpec, ask, no_gate
 from moejax.experts.tiering import STORED
 from moejax.experts.transfer_programs import is_ready, last_uses
@@ -167,7 +167,7 @@ class TierMemory:
         """Adds the counts of all steps so far to the ledger; waits for them."""
         counts = jax.device_get(self.pool.counts)
         place = self.pool.counts.events.sharding
-        fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
+        fresh = residency.no_counts(self.spec.cache.num_layers)
         # First: what is added may be an error, and is not to be added again.
         self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
         if self.transfers is not None:
@@ -613,6 +613,6 @@ def _empty_pool(spec: PoolSpec, rows: tuple[Weight, Weight], device: jax.Device)
     return ExpertPool(
         tuple(jax.tree.map(slots, rows) for _ in range(spec.cache.banks)),
         jax.device_put(residency.empty(spec.cache), device),
-        jax.device_put(no_counts(spec.cache.num_layers), device),
+        jax.device_put(residency.no_counts(spec.cache.num_layers), device),
         used,
     )

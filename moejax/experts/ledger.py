@@ -8,101 +8,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts.budget import size_text
+from moejax.experts.residency import EVENTS, Counts
 
-# Counts of experts, but for `steps`; the order is that of the columns of `Counts.events`.
-EVENTS = (
-    "steps",  # times that the layer ran for some token; of a tier, that it served some pair
-    "needed",  # experts that its tokens were routed to
-    "hits",  # of them, those in a slot already
-    "misses",  # of them, those that were not: admitted, streamed or unserved
-    "admitted",  # misses fetched into a slot of the cache
-    "streamed",  # misses fetched into a transient slot
-    "unserved",  # misses for which there was no slot: a broken contract, see `TierLedger.add`
-    "evictions",  # experts that left a slot for another one
-    "prefetched",  # experts that a prediction brought
-    "bulk",  # experts that a bulk transfer brought
-    "prefetch_hits",  # of what was brought ahead, experts whose first use found them there
-    "prefetch_waste",  # of what was brought ahead, experts that went unused
-    "waits",  # experts that the step asked the host for, which read them or had them by then
-)
 LINK_GIB_PER_S = 50  # of PCIe 5 x16: the link's part of stalls is estimated by it
 DISK_TROUBLE = ("retries", "errors", "refused")  # of what a reader counts
-_COLUMN = {name: i for i, name in enumerate(EVENTS)}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """Events of the layers since the last reading; two arrays, to be donated.
-
-    Invariants (`check`):
-      * `events` is int32[M, len(EVENTS)]; a step adds to one row at once, one operation a layer;
-      * `gate` is float32[M, 1 + T]: gate mass of all, then of each tier.
-
-    Every name in `EVENTS` is also a property, int32[M].
-    """
-
-    events: jax.Array
-    gate: jax.Array
-
-    def check(self) -> None:
-        """Raises ValueError when an invariant does not hold."""
-        if self.events.ndim != 2 or self.events.shape[1] != len(EVENTS):
-            raise ValueError(f"events have shape {self.events.shape}, expected [M, {len(EVENTS)}]")
-        if self.gate.ndim != 2 or self.gate.shape[0] != self.events.shape[0]:
-            raise ValueError(f"gate has shape {self.gate.shape}, events {self.events.shape}")
-        if self.events.dtype != jnp.int32 or self.gate.dtype != jnp.float32:
-            raise ValueError(f"events are {self.events.dtype}, gate {self.gate.dtype}")
-
-    def __getattr__(self, name: str) -> jax.Array:
-        if name not in _COLUMN:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        return self.events[..., _COLUMN[name]]
-
-    @property
-    def gate_mass(self) -> jax.Array:
-        """float32[M], the gates of all (token, expert) pairs."""
-        return self.gate[..., 0]
-
-    def add(self, layer: int | jax.Array, **amounts: jax.Array | int) -> "Counts":
-        """Adds to events of one layer.
-
-        Args:
-          layer: int or int32[].
-          **amounts: int32[] or int by the names of `EVENTS`.
-        """
-        return dataclasses.replace(self, events=self.events.at[layer].add(_columns(amounts)))
-
-    def add_everywhere(self, **amounts: jax.Array | int) -> "Counts":
-        """Adds to events of every layer; amounts as of `add`, or int32[M]."""
-        return dataclasses.replace(self, events=self.events + _columns(amounts))
-
-    def add_gate_mass(self, layer: int | jax.Array, by_tier: jax.Array) -> "Counts":
-        """Adds gate mass of one layer: float32[T]; the mass of all is their sum."""
-        row = jnp.concatenate([by_tier.sum(keepdims=True), by_tier])
-        return dataclasses.replace(self, gate=self.gate.at[layer].add(row))
-
-
-def _columns(amounts: Mapping[str, jax.Array | int]) -> jax.Array:
-    """int32[..., len(EVENTS)], in the order of `EVENTS`."""
-    unknown = sorted(set(amounts) - set(EVENTS))
-    if unknown:
-        raise ValueError(f"no events {', '.join(unknown)}; there are {', '.join(EVENTS)}")
-    given = (jnp.asarray(amounts.get(name, 0), jnp.int32) for name in EVENTS)
-    return jnp.stack(jnp.broadcast_arrays(*given), axis=-1)
-
-
-def no_counts(num_layers: int, num_tiers: int = 1) -> Counts:
-    """Zeros for M layers and T tiers."""
-    return Counts(
-        jnp.zeros((num_layers, len(EVENTS)), jnp.int32),
-        jnp.zeros((num_layers, 1 + num_tiers), jnp.float32),
-    )
 
 
 @dataclasses.dataclass
@@ -158,7 +70,7 @@ class TierLedger:
         for total, row in zip(self.layers, events.tolist(), strict=True):
             for name, amount in zip(EVENTS, row, strict=True):
                 total[name] += amount
-        self.gate_mass += float(np.asarray(counts.gate_mass, np.float64).sum())
+        self.gate_mass += float(np.asarray(counts.gate[..., 0], np.float64).sum())
         told = disk or {}
         self.disk_bytes += int(told.get("bytes", 0))
         self.disk_reads += int(told.get("reads", 0))

@@ -19,9 +19,7 @@ import numpy as np
 
 from moejax.experts import residency as tables
 from moejax.experts.expert_pool import ExpertPool
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec
-from moejax.experts.residency.tables import first_slot
+from moejax.experts.residency import CacheSpec, first_slot, no_counts
 
 WORD_NBYTES = 4
 
@@ -128,7 +126,7 @@ def land(
     layers, experts = what
     residency, counts = pool.residency, pool.counts
     sized = dataclasses.replace(spec, num_layers=1, banks=1)
-    empty = no_counts(1, counts.gate.shape[1] - 1)
+    empty = no_counts(1)
 
     def one(table: jax.Array, mine: jax.Array) -> Any:
         row = dataclasses.replace(residency, table=table[None])

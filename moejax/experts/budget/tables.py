@@ -39,20 +39,17 @@ def least_host_nbytes(expert_nbytes: int, num_experts: int, bulk: int, at_once: 
     return least * expert_nbytes + bulk_nbytes(expert_nbytes, bulk)
 
 
-def table_nbytes(
-    num_layers: int, num_experts: int, slots: int, num_tiers: int = 1, *, last_uses: bool = False
-) -> int:
+def table_nbytes(num_layers: int, num_experts: int, slots: int, *, last_uses: bool = False) -> int:
     """Bytes of the residency tables, of the counters and of the table of rows on the device.
 
     Args:
       num_layers: M.
       num_experts: E.
       slots: C.
-      num_tiers: tiers whose gate mass is counted.
       last_uses: include the table of last uses, by which host memory evicts.
     """
     # The slot of an expert; owner, last use and flag of a slot. And the clock.
     residency = num_layers * 4 * (num_experts + 3 * slots) + 4
     rows = num_layers * num_experts * 4
-    counters = num_layers * 4 * (NUM_EVENTS + 1 + num_tiers)
+    counters = num_layers * 4 * (NUM_EVENTS + 2)
     return residency + rows + counters + (rows if last_uses else 0)
