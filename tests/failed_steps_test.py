@@ -143,9 +143,7 @@ class TransfersTest(TransfersTestCase):
     @pytest.mark.slow
     def test_a_thread_that_cannot_start_is_tried_again(self):
         reader = self.reader(self.source)
-        disk = DiskExperts(
-            reader, None, self.source.row, np.full((4, 8), -1, np.int32), most_kept=2, most_ahead=2
-        )
+        disk = DiskExperts(reader, None, most_kept=2, most_ahead=2)
         self.resources.callback(disk.close)
         transfers = self.transfers(disk)
         for layer, expert in ASK:

@@ -10,7 +10,7 @@ import numpy as np
 
 from moejax.experts import residency
 from moejax.experts.expert_pool import ExpertPool
-from moejax.experts.host_store import HeldRows
+from moejax.experts.host_store import RowProvider
 from moejax.experts.residency import no_counts
 from moejax.experts.transfers import Transfers
 from moejax.programs import CompiledPrograms
@@ -35,7 +35,7 @@ class TransfersTestCase(SsdTestCase):
 
     def held(self):
         row_of = np.arange(32, dtype=np.int32).reshape(4, 8)
-        return HeldRows(
+        return RowProvider(
             row_of, lambda row: [np.full(p.shape, row + 1, p.dtype) for p in self.source.row]
         )
 

@@ -21,7 +21,7 @@ from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.cache import ExpertMemory, TierMemory, preloaded_pool
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.host_store import HeldRows
+from moejax.experts.host_store import RowProvider
 from moejax.experts.residency import CacheSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
@@ -142,7 +142,7 @@ class ShapeMemories:
         if is_full:  # as an engine's knows
             memory.spec = dataclasses.replace(memory.spec, is_complete=True)
         if plan.bulk:
-            supply = HeldRows(rows.row_of, rows.store.rows)
+            supply = RowProvider(rows.row_of, rows.store.rows)
             memory.transfers = Transfers(
                 cache, memory.pool, supply, self.device, in_flight=plan.bulk
             )

@@ -154,7 +154,7 @@ class TierMemory:
         if self.transfers is not None:
             self.transfers.forget_steps()
         if self.disk is not None:
-            self.disk.read_since()  # what steps read whose counts are lost
+            self.disk.counts_since()  # what steps read whose counts are lost
         for leaf in jax.tree.leaves(self.pool):
             if not leaf.is_deleted():
                 leaf.delete()  # there may be no room for two
@@ -172,7 +172,7 @@ class TierMemory:
         self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
         if self.transfers is not None:
             self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
-        self.ledger.add(counts, disk=self.disk.read_since() if self.disk else {})
+        self.ledger.add(counts, disk=self.disk.counts_since() if self.disk else {})
 
     def close(self) -> None:
         """Ends transfers and reading; a step that needs the disk afterwards is an error."""
@@ -479,7 +479,7 @@ class ExpertMemory:
         for i, tier in enumerate(self.tiers):
             found = rows[(rows[:, 0] >= 0) & (rows[:, 2] == i), :2].tolist()
             if tier.disk is not None and found:
-                tier.disk.foresee([(layer, expert) for layer, expert in found])
+                tier.disk.prefetch([(layer, expert) for layer, expert in found])
 
     def _in_flight(self) -> tuple[tuple[Expert, ...], ...]:
         """Experts of each tier that are between host and slots."""

@@ -14,7 +14,7 @@ from moejax.experts.budget import size_text
 from moejax.experts.residency import EVENTS, Counts
 
 LINK_GIB_PER_S = 50  # of PCIe 5 x16: the link's part of stalls is estimated by it
-DISK_TROUBLE = ("retries", "errors", "refused")  # of what a reader counts
+DISK_TROUBLE = ("retries", "errors")  # of what a reader counts
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class TierLedger:
 
         Args:
           counts: of numpy arrays, or of arrays that are fetched here.
-          disk: what was counted of the disk for the call (`DiskExperts.read_since`), by name.
+          disk: what was counted of the disk for the call (`DiskExperts.counts_since`), by name.
 
         Raises:
           ValueError: counts of another number of layers, or a negative one (overflow).

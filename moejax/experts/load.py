@@ -28,9 +28,9 @@ from moejax.experts.budget import (
 from moejax.experts.budget.tables import RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.disk_reader import SsdReader, check_waiting
+from moejax.experts.disk_reader import DiskReader, check_waiting
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.host_store import HeldRows, HostStore, RowSupply
+from moejax.experts.host_store import HostStore, RowProvider
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSpec
 from moejax.experts.tiering import STORED, StoredTier, Tiering, choose
@@ -44,8 +44,6 @@ from moejax.quantization.pipeline.recipe import Scheme
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import target_of
-
-QUEUE_LENGTH = 64  # requests of a reader that wait
 
 
 def tier_of(sizes: Sizes) -> Tier:
@@ -69,9 +67,9 @@ def load_limited(
 
     Args:
       checkpoint: any; an Orbax directory only if it fits and no policy decides.
-      tiering: the policy and the tiers; None: the router decides, of one tier.
+      tiering: None: the router decides, of one tier.
       dtype: of plain weights and activations, or "auto".
-      context: slots of the KV cache of each.
+      context: slots of the KV cache of each sequence.
       chunk: tokens of one sequence that a prefill step takes.
       progress: show bars on stderr.
 
@@ -82,7 +80,7 @@ def load_limited(
       MoejaxError: the limits are too tight (the text names the least that would do), the
         checkpoint or a tier cannot be read, or the policy's settings do not suit the tiers.
     """
-    config, limits = checkpoint.config, limits_on(device, limits)
+    limits = limits_on(device, limits)
     policy, activations, stored, sources, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk,
@@ -90,28 +88,25 @@ def load_limited(
     check_room(device, limits, budget.device)
     for line in unused(budget):
         logging.warning("%s", line)
+    load = functools.partial(checkpoint.load, dtype=dtype, device=device, progress=progress)
     if not budget.pooled:
-        weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
-        return weights, None, budget
+        return load(), None, budget
     check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
-    weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
+    weights = load(experts=False)
     memories, held = [], 0
     for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
-        packed = None
-        if tiering is not None and tier.bits:
-            packed = functools.partial(_quantized, tier=tier, tiering=tiering)
+        packed = functools.partial(_quantized, tier=tier, tiering=tiering) if tier.bits else None
         memory = load_experts(
             source, part, dtype=dtype, device=device, progress=progress, packed=packed
         )
+        if tiering is not None:
+            if tiering.emulate:
+                memory = emulated(memory, device)
+            if (first := _initial_experts(activations, part, memory, held)) is not None:
+                held += first.shape[1]
+                preload(memory, checkpoint.config, ops.Kernels(target_of(device)), first)
         memories.append(memory)
-        if tiering is None:
-            continue
-        if tiering.emulate:
-            memories[-1] = memory = emulated(memory, device)
-        if (first := _initial_experts(activations, part, memory, held)) is not None:
-            held += first.shape[1]
-            preload(memory, config, ops.Kernels(target_of(device)), first)
-    names, width = [tier.name for tier in stored], config.experts_per_token
+    names, width = [tier.name for tier in stored], checkpoint.config.experts_per_token
     return weights, ExpertMemory(memories, names, policy, width=width), budget
 
 
@@ -172,50 +167,44 @@ def plan_experts(
     config = checkpoint.config
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
     own = checkpoint_sizes(checkpoint, chosen)
-    sizes: dict[str, Any] = {
-        "batch": batch, "context": context, "chunk": chunk, "itemsize": chosen.itemsize,
-    }  # fmt: skip
-    if tiering is None:
-        source = disk_source(checkpoint, limits)  # what is wrong with it is said first
-        budget = make_budget(
-            config,
-            own.weights_nbytes,
-            [tier_of(own)],
-            limits=limits,
-            platform=device.platform,
-            **sizes,
-        )
-        if budget.pooled and own.refusal:
-            raise MoejaxError(f"the experts do not fit and cannot move: {own.refusal}")
-        if budget.tiers[0].host_share < 1:
-            with open_experts(source, dtype=dtype, device=device) as reader:
-                check_waiting(reader, device, str(source.directory))
-        return Planned(None, None, (StoredTier(STORED, ""),), [checkpoint], budget)
-    if not config.moe_layers:
-        raise MoejaxError(f"{checkpoint.directory}: the model has no experts for a policy")
-    if tiering.emulate and limits.device_gib:
-        raise MoejaxError(
-            "policy.emulate keeps every expert on the device, which memory.device_gib would bound: "
-            "leave one of them out"
-        )
-    stored = tiering.stored()
-    policy, activations = choose(tiering, checkpoint.directory, config)
-    sources = [tier.checkpoint(checkpoint) for tier in stored]
-    for source in sources:
-        disk_source(source, limits)
-    tiers = [
-        _sizes(tier, source, tiering, dtype, device)
-        for tier, source in zip(stored, sources, strict=True)
-    ]
-    budget = budget_of_tiers(
-        policy, config, own.weights_nbytes, tiers, slots=tiering.slots, limits=limits,
-        device=device, **sizes,
-    )  # fmt: skip
-    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
+    budget_of: Callable[..., Budget] = functools.partial(
+        make_budget, config, own.weights_nbytes, [tier_of(own)], platform=device.platform
+    )
+    policy: AnyPolicy | None = None
+    activations, sources = None, [checkpoint]
+    stored: tuple[StoredTier, ...] = (StoredTier(STORED, ""),)
+    if tiering is not None:
+        if not config.moe_layers:
+            raise MoejaxError(f"{checkpoint.directory}: the model has no experts for a policy")
+        if tiering.emulate and limits.device_gib:
+            raise MoejaxError(
+                "policy.emulate keeps every expert on the device, which memory.device_gib would "
+                "bound: leave one of them out"
+            )
+        stored = tiering.stored()
+        policy, activations = choose(tiering, checkpoint.directory, config)
+        sources = [tier.checkpoint(checkpoint) for tier in stored]
+    disks = [disk_source(source, limits) for source in sources]  # what is wrong is said first
+    if tiering is not None and policy is not None:
+        tiers = [
+            _sizes(tier, source, tiering, dtype, device)
+            for tier, source in zip(stored, sources, strict=True)
+        ]
+        budget_of = functools.partial(
+            budget_of_tiers, policy, config, own.weights_nbytes, tiers, slots=tiering.slots,
+            device=device,
+        )  # fmt: skip
+    budget = budget_of(
+        limits=limits, batch=batch, context=context, chunk=chunk, itemsize=chosen.itemsize
+    )
+    if tiering is None and budget.pooled and own.refusal:
+        raise MoejaxError(f"the experts do not fit and cannot move: {own.refusal}")
+    for tier, disk, part in zip(stored, disks, budget.tiers, strict=True):
         if part.host_share < 1:
-            with open_experts(disk_source(source, limits), dtype=dtype, device=device) as reader:
-                rows = _quantized(reader, tier=tier, tiering=tiering) if tier.bits else reader
-                check_waiting(rows, device, f"tier {tier.name}")
+            with open_experts(disk, dtype=dtype, device=device) as reader:
+                rows = _quantized(reader, tier, tiering) if tier.bits else reader
+                name = str(disk.directory) if tiering is None else f"tier {tier.name}"
+                check_waiting(rows, device, name)
     return Planned(policy, activations, stored, sources, budget)
 
 
@@ -241,16 +230,20 @@ def budget_of_tiers(
     Raises:
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
     """
-    _check_suits(policy, tiers, config)
     num_layers, num_experts = len(config.moe_layers), config.num_experts
-    state = jax.eval_shape(lambda: policy.init(_spec(tiers, config)))
+    _check_suits(policy, tiers, spec := _all_resident_spec(tiers, config))
+    state = jax.eval_shape(lambda: policy.init(spec))
     asks = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
+    ahead = 0  # experts of the next layer that a decode step may prefetch
+    if policy.needs.predicted:
+        asked = int(getattr(policy, "prefetch", -1))
+        ahead = asked if asked >= 0 else config.experts_per_token
     bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if asks else 0
     demands = PolicyDemands(
         slots=slots,
-        prefetch=limits.prefetch or _ahead(policy, config.experts_per_token),
+        prefetch=limits.prefetch or ahead,
         bulk=limits.bulk or min(bulk, num_layers * num_experts),
-        device=_policy_parts(policy, config, batch, context, chunk, itemsize, device),
+        device=_policy_parts(policy, config, batch, context, chunk, itemsize, device.platform),
         first_alone=not asks and policy.high_serves_low,
     )
     return make_budget(
@@ -281,61 +274,51 @@ def load_experts(
     Args:
       checkpoint: its experts are read here, or from `budget.limits.disk_path` where that is given.
       budget: a pooled one.
-      dtype: as in `load_limited`, as are device and progress.
       packed: reads rows of another form from a reader of the checkpoint's.
     """
-    source = disk_source(checkpoint, budget.limits)
+    limits = budget.limits
+    source = disk_source(checkpoint, limits)
     reader: Any = open_experts(source, dtype=dtype, device=device)
     with open_experts(checkpoint, dtype=dtype, device=device) as own:
         terms = own.load_compensators(device, progress=progress)
         forms: list[Any] = [jax.tree.structure((r.gate_up, r.down)) for r in (own, reader)]
         if own.row != reader.row or forms[0] != forms[1]:
             raise MoejaxError(
-                f"memory.disk_path={budget.limits.disk_path} holds experts of another form than "
+                f"memory.disk_path={limits.disk_path} holds experts of another form than "
                 f"{checkpoint.directory}: give a copy of it"
             )
     if packed is not None:
         reader = packed(reader)
-    num_layers, num_experts = reader.num_layers, reader.num_experts
-    waits = budget.host_rows < num_layers * num_experts
+    waits = budget.host_share < 1
     if waits:
         check_waiting(reader, device, str(source.directory))
-    store, row_of = None, np.full((num_layers, num_experts), -1, np.int32)
+    store, disk = None, None
     arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)
     if budget.host_rows:
-        store = HostStore.allocate(reader, budget.host_rows, device)
+        store = HostStore(reader, budget.host_rows, device)
         store.fill(progress=progress)
-        row_of, arrays = store.row_of, store.arrays
-    disk = None
+        arrays = store.arrays
+    supply: RowProvider
     if waits:
         # Experts that steps waited for get the bytes of the ring that transfers do not need.
-        blocks = RING_BLOCKS // 2 if budget.limits.bulk else 1
-        ring = SsdReader(reader, device, ring_blocks=blocks, queue_length=QUEUE_LENGTH)
-        disk = DiskExperts(
-            ring, store, reader.row, row_of, most_kept=RING_BLOCKS - blocks, most_ahead=blocks
-        )
+        blocks = RING_BLOCKS // 2 if limits.bulk else 1
+        ring = DiskReader(reader, device, ring_blocks=blocks)
+        supply = disk = DiskExperts(ring, store, most_kept=RING_BLOCKS - blocks, most_ahead=blocks)
     else:
+        assert store is not None
+        supply = RowProvider(store.row_of, store.rows)
         reader.close()
     gate_up, down = jax.tree.unflatten(jax.tree.structure((reader.gate_up, reader.down)), arrays)
     cache = CacheSpec(
-        num_layers=num_layers, num_experts=num_experts, slots=budget.slots,
+        num_layers=budget.num_layers, num_experts=budget.num_experts, slots=budget.slots,
         transient=budget.transient, banks=budget.banks,
     )  # fmt: skip
-    limits = budget.limits
     read = disk.read if disk else None
     spec = PoolSpec(cache, limits.prefetch, read, prefetch_in=limits.prefetch_in)
-    memory = TierMemory.of_rows(spec, gate_up, down, row_of, device, terms)
+    memory = TierMemory.of_rows(spec, gate_up, down, supply.row_of, device, terms)
     memory.disk = disk
-    if budget.limits.bulk:
-        supply: RowSupply
-        if disk is not None:
-            supply = disk
-        else:
-            assert store is not None
-            supply = HeldRows(row_of, store.rows)
-        memory.transfers = Transfers(
-            cache, memory.pool, supply, device, in_flight=budget.limits.bulk
-        )
+    if limits.bulk:
+        memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
 
 
@@ -355,7 +338,8 @@ def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
     return TierMemory.of_rows(spec, gate_up, down, row_of, device, memory.store.terms)
 
 
-def _quantized(reader: ExpertReader, *, tier: StoredTier, tiering: Tiering) -> QuantizedRows:
+def _quantized(reader: ExpertReader, tier: StoredTier, tiering: Tiering | None) -> QuantizedRows:
+    assert tiering is not None
     assert tier.bits is not None
     scheme = Scheme(
         method=tiering.quantizer,
@@ -378,7 +362,7 @@ def _sizes(
     """
     if tier.bits:
         with open_experts(source, dtype=dtype, device=device) as reader:
-            rows = _quantized(reader, tier=tier, tiering=tiering)
+            rows = _quantized(reader, tier, tiering)
             return Tier(name=tier.name, expert_nbytes=rows.row_nbytes)
     sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
     if sizes.refusal:
@@ -386,8 +370,7 @@ def _sizes(
     return Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes)
 
 
-def _spec(tiers: Sequence[Tier], config: Any) -> PolicySpec:
-    """Returns a policy's spec with every expert resident."""
+def _all_resident_spec(tiers: Sequence[Tier], config: ModelConfig) -> PolicySpec:
     return PolicySpec(
         num_layers=len(config.moe_layers),
         num_experts=config.num_experts,
@@ -398,14 +381,14 @@ def _spec(tiers: Sequence[Tier], config: Any) -> PolicySpec:
     )
 
 
-def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> None:
+def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], spec: PolicySpec) -> None:
     """Raises MoejaxError before anything is read, if the policy refuses the tiers."""
     nbytes = [tier.expert_nbytes for tier in tiers]
     if sorted(nbytes, reverse=True) != nbytes:
         said = ", ".join(f"{tier.name} {tier.expert_nbytes}" for tier in tiers)
         raise MoejaxError(f"policy.tiers must be of falling fidelity; bytes of an expert: {said}")
     try:
-        policy.init(_spec(tiers, config))
+        policy.init(spec)
     except MoejaxError as error:
         if len(tiers) > 1 or "tier" not in str(error):
             raise
@@ -416,7 +399,7 @@ def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> None:
 
 def _policy_parts(
     policy: AnyPolicy, c: ModelConfig, batch: int, context: int, chunk: int, itemsize: int,
-    device: jax.Device,
+    platform: str,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes by part that steps take on the device because the policy asks for it."""
     if not policy.needs.importance:
@@ -425,19 +408,11 @@ def _policy_parts(
         importance_nbytes(
             batch=batch, length=chunk, num_keys=context, num_heads=c.num_heads,
             num_kv_heads=num_kv_heads, head_dim=head_dim, itemsize=itemsize,
-            platform=device.platform,
+            platform=platform,
         )
         for num_kv_heads, head_dim in c.watched_heads
     )  # fmt: skip
     return {"importance of tokens": nbytes}
-
-
-def _ahead(policy: AnyPolicy, width: int) -> int:
-    """Experts of the next layer that a decode step may prefetch."""
-    if not policy.needs.predicted:
-        return 0
-    asked = int(getattr(policy, "prefetch", -1))
-    return asked if asked >= 0 else width
 
 
 def _initial_experts(

@@ -7,7 +7,7 @@
 Each request passes through a pinned block of the host:
 
 1. a thread copies the expert's row into a block, while steps run; where no row has it, the disk is
-   asked first (`RowSupply`);
+   asked first (`RowProvider`);
 2. before a step, the block is put on the device: one DMA that overlaps that step, since a put waits
    for what was enqueued before it and overlaps what is enqueued after (`probe` has told by then
    whether the expert is in a slot already, for which nothing crosses the link);
@@ -32,8 +32,8 @@ from absl import logging
 
 from moejax.errors import MoejaxError
 from moejax.experts.expert_pool import ExpertPool
-from moejax.experts.host_store import Expert, RowSupply, copy_row
-from moejax.experts.pinned_memory import allocate_blocks
+from moejax.experts.host_store import Expert, RowProvider, copy_row
+from moejax.experts.pinned_memory import allocate_host_arrays
 from moejax.experts.residency import CacheSpec
 from moejax.experts.transfer_programs import (
     BlobLayout,
@@ -95,7 +95,7 @@ class Transfers:
         self,
         cache: CacheSpec,
         pool: ExpertPool,
-        supply: RowSupply,
+        supply: RowProvider,
         device: jax.Device,
         *,
         in_flight: int,
@@ -121,8 +121,7 @@ class Transfers:
         rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]
         self._layout = BlobLayout.of(rows)
         words = jax.ShapeDtypeStruct((self._layout.num_words,), np.uint32)
-        blocks = allocate_blocks([words], in_flight, device, "set memory.bulk=0")
-        self._blocks = [block for (block,) in blocks]
+        self._blocks = allocate_host_arrays([words] * in_flight, device)
         self._free = list(range(in_flight))
         self._batch = min(in_flight, LANDING)
         # The device's own memory: a put of a pinned array by device alone might move nothing.
@@ -201,7 +200,7 @@ class Transfers:
                 expert = (int(layer), int(number))
                 transfer = self._queue.pop(expert, None)
                 if transfer is not None:
-                    self._supply.forget(expert)
+                    self._supply.cancel(expert)
                 else:
                     transfer = self._moving.get(expert)
                     if transfer is None or transfer.cancelled or transfer.state is _State.LANDING:
@@ -267,9 +266,9 @@ class Transfers:
             self._moving = {}
         self._copier.shutdown(wait=True, cancel_futures=True)
         for expert in queue:
-            self._supply.forget(expert)
+            self._supply.cancel(expert)
         for transfer in copying:
-            self._supply.give_back(transfer.expert)
+            self._supply.release(transfer.expert)
 
     def _dispatch(
         self, pool: ExpertPool, batch: list[_Transfer], started: list[_Transfer]
@@ -332,7 +331,7 @@ class Transfers:
             found, place = transfer.result or (None, 0)
             if not (transfer.copied.done() and (found is None or is_ready(found))):
                 continue
-            self._supply.give_back(transfer.expert)
+            self._supply.release(transfer.expert)
             error = transfer.copied.exception()
             is_there = found is not None and is_found(found, place)
             if not (error or transfer.cancelled or is_there):
@@ -352,20 +351,19 @@ class Transfers:
             if not self._free or len(started) == self._batch:
                 break
             try:
-                row = self._supply.borrow(transfer.expert)
+                row = self._supply.acquire(transfer.expert)
             except MoejaxError as error:
                 del self._queue[transfer.expert]
                 self._report(transfer.expert, error)
                 continue
             if row is None:
                 continue
-            memory = self._blocks[self._free[-1]].view
-            assert memory is not None
+            into = self._layout.views(self._blocks[self._free[-1]].view)
             try:
-                transfer.copied = self._copier.submit(copy_row, self._layout.views(memory), row)
+                transfer.copied = self._copier.submit(copy_row, into, row)
             except RuntimeError:  # no thread: it waits where it was, and this copy must never run
                 self._copier = _copier()
-                self._supply.give_back(transfer.expert)
+                self._supply.release(transfer.expert)
                 raise
             self._moving[transfer.expert] = self._queue.pop(transfer.expert)
             transfer.state, transfer.block = _State.COPYING, self._free.pop()
