@@ -18,7 +18,6 @@ from moejax.experts.budget import (
     gib_above,
     make_budget,
     n_hot,
-    plan_tier,
     table_nbytes,
     warnings,
 )
@@ -94,10 +93,10 @@ class PartsTest(parameterized.TestCase):
 
     def test_low_rank_factors_stay_on_the_device(self):
         weights = {**weights_nbytes(QWEN), f"moe{LOW_RANK}": 1000}
-        limits = Limits(slots=2)
-        budget = plan_tier(
-            QWEN, weights, int4(QWEN), batch=1, context=64, chunk=16, limits=limits, platform="gpu"
-        )
+        budget = make_budget(
+            QWEN, weights, [int4(QWEN)], batch=1, context=64, chunk=16, limits=Limits(slots=2),
+            platform="gpu",
+        )  # fmt: skip
         self.assertEqual(budget.device["low-rank factors of experts"], 1000)
         self.assertNotIn(f"weights moe{LOW_RANK}", budget.device)
 
@@ -130,8 +129,8 @@ class PartsTest(parameterized.TestCase):
         self.assertFalse(budget.pooled)
         self.assertIn("no sparse layer", describe(budget)[-1])
         with self.assertRaisesRegex(BudgetError, "no experts to move"):
-            plan_tier(
-                config, weights_nbytes(config), Tier(name="none", expert_nbytes=0), batch=1,
+            make_budget(
+                config, weights_nbytes(config), [Tier(name="none", expert_nbytes=0)], batch=1,
                 context=64, chunk=16, limits=Limits(device_gib=1), platform="gpu",
             )  # fmt: skip
 

@@ -22,7 +22,10 @@ PURE_PARTS = (
 # Inside a pure part, but where others meet it.
 MEETING_PLACES = ("moejax.quantization.pipeline",)
 # Modules that a pure part may import beside itself: plain data, operations on plain arrays.
-SHARED = ("moejax.errors", "moejax.files.small", "moejax.weights", "moejax.models.kv_cache")
+SHARED = (
+    "moejax.errors", "moejax.files.small", "moejax.weights", "moejax.models.kv_cache",
+    "moejax.models.config", "moejax.models.parts",
+)  # fmt: skip
 # `jaxlib` has the MLIR dialects in which Mosaic GPU takes what it has no primitive for.
 KERNELS_MAY_IMPORT = ("jax", "jaxlib", "numpy", "pallas_kernels", *sys.stdlib_module_names)
 # A policy may not read clocks, log or put arrays on devices; without these modules it cannot.

@@ -17,8 +17,8 @@ from moejax.config.benchmark import BenchmarkConfig
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import limits_on, room_nbytes
-from moejax.experts.budget import Budget, Limits, Tier, make_budget, require_room
+from moejax.experts.allocator import check_room, limits_on, room_nbytes
+from moejax.experts.budget import Budget, Limits, Tier, make_budget
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
 from moejax.experts.tiering import Tiering, choose
@@ -201,7 +201,7 @@ class ShapeModels:
             return self._moving(self._memories.one_tier(plan), work, batch, budget)
         room = room_nbytes(self.device, sum(self._dense_nbytes.values()))
         if not limits.device_gib:
-            require_room(budget.device, room)
+            check_room(budget.device, room)
         experts = random_weights(self.config, self._packing, self.device, dense=False)
         weights = jax.block_until_ready(self._memories.dense | experts)
         runner = Runner(self.config, weights, self.device)

@@ -85,7 +85,8 @@ def load_limited(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk,
     )  # fmt: skip
-    check_room(device, limits, budget.device)
+    if not limits.device_gib:
+        check_room(budget.device, room_nbytes(device))
     for line in unused(budget):
         logging.warning("%s", line)
     load = functools.partial(checkpoint.load, dtype=dtype, device=device, progress=progress)
@@ -118,11 +119,12 @@ def load_whole(
     Raises:
       MoejaxError: the device's allocator cannot hold the weights, or they cannot be read.
     """
-    if room_nbytes(device) is not None:
+    room = room_nbytes(device)
+    if room is not None:
         chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
         sizes, config = checkpoint_sizes(checkpoint, chosen), checkpoint.config
         experts = len(config.moe_layers) * config.num_experts * sizes.expert_nbytes
-        check_room(device, Limits(), {**sizes.weights_nbytes, "experts": experts})
+        check_room({**sizes.weights_nbytes, "experts": experts}, room)
     return checkpoint.load(dtype=dtype, device=device, progress=progress)
 
 

@@ -5,7 +5,6 @@ slots that all layers share, R rows of the host store.
 """
 
 from moejax.experts.budget.advice import PINNED_LIMIT, Machine, unused, warnings
-from moejax.experts.budget.allocation import plan_tier
 from moejax.experts.budget.limits import (
     BOTH,
     GIB,
@@ -17,8 +16,6 @@ from moejax.experts.budget.limits import (
     check_phase,
     default_bulk,
     gib_above,
-    narrowed,
-    require_room,
     size_text,
 )
 from moejax.experts.budget.planned import Budget, Tier, TierBudget
@@ -26,7 +23,7 @@ from moejax.experts.budget.precisions import n_hot
 from moejax.experts.budget.table import describe
 from moejax.experts.budget.tables import table_nbytes
 from moejax.experts.budget.tiers import PolicyDemands, make_budget
-from moejax.experts.budget.workspace import Model, workspace_nbytes
+from moejax.experts.budget.workspace import workspace_nbytes
 
 __all__ = [
     "BOTH",
@@ -38,7 +35,6 @@ __all__ = [
     "BudgetError",
     "Limits",
     "Machine",
-    "Model",
     "PolicyDemands",
     "Tier",
     "TierBudget",
@@ -49,9 +45,6 @@ __all__ = [
     "gib_above",
     "make_budget",
     "n_hot",
-    "narrowed",
-    "plan_tier",
-    "require_room",
     "size_text",
     "table_nbytes",
     "unused",

@@ -1,14 +1,13 @@
 """Bytes and slots of a run, whose experts are stored in one tier or in several."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
-from moejax.experts.budget.allocation import plan_tier
+from moejax.experts.budget.allocation import Run, plan_tier
 from moejax.experts.budget.limits import BudgetError, Limits, check_gib, gib_above, limit_nbytes
 from moejax.experts.budget.planned import Budget, Tier, TierBudget
 from moejax.experts.budget.tables import least_host_nbytes
-from moejax.experts.budget.workspace import Model
+from moejax.models.config import ModelConfig
 
 # Parts of a budget that each tier has of its own.
 OWN_PARTS = ("expert", "transient", "residency", "low-rank", "blocks", "ring")  # how they begin
@@ -37,7 +36,7 @@ class PolicyDemands:
 
 
 def make_budget(
-    config: Model,
+    config: ModelConfig,
     weights_nbytes: Mapping[str, int],
     tiers: Sequence[Tier],
     *,
@@ -58,22 +57,26 @@ def make_budget(
     same number, or the first one has them all (`first_alone`).
 
     Args:
-      weights_nbytes: as in `plan_tier`, as are batch, context, chunk and itemsize.
+      weights_nbytes: bytes of every leaf on the device but the experts; of the experts' low-rank
+        factors under names that end in `LOW_RANK`.
       tiers: in order of falling fidelity.
+      context: slots of a sequence's KV cache.
+      chunk: tokens of one sequence that a prefill step takes.
       limits: of all tiers together; host memory is shared by their bytes.
       platform: "gpu" or "cpu".
+      itemsize: bytes of a number of the activations and of the KV cache.
       policy: memory that the policy asks for; None: no policy decides.
 
     Raises:
       BudgetError: it does not fit, or slots are not possible; the text names what would do.
     """
-    run = functools.partial(
-        plan_tier, config, weights_nbytes, batch=batch, context=context, chunk=chunk,
+    run = Run(
+        config=config, weights_nbytes=weights_nbytes, batch=batch, context=context, chunk=chunk,
         platform=platform, itemsize=itemsize, num_tiers=len(tiers),
     )  # fmt: skip
     if policy is None:
         (tier,) = tiers
-        only = run(tier, limits=limits)
+        only = plan_tier(run, tier, limits)
         return Budget(
             tiers=(only,), limits=limits, device=only.device, host=only.host, disk=only.disk
         )
@@ -85,15 +88,12 @@ def make_budget(
         for tier, count in zip(tiers, chosen, strict=True):
             cached = 0 < count < num_experts
             own = dataclasses.replace(
-                limits,
-                device_gib=0.0,
-                host_gib=host_gib * tier.expert_nbytes / total_nbytes,
-                slots=count,
-                transient=1 if count == num_experts else limits.transient,
+                limits, device_gib=0.0, host_gib=host_gib * tier.expert_nbytes / total_nbytes,
+                slots=count, transient=1 if count == num_experts else limits.transient,
                 prefetch=min(policy.prefetch, count) if cached else 0,
                 bulk=policy.bulk if cached else 0,
-            )
-            budgets.append(run(tier, limits=own))
+            )  # fmt: skip
+            budgets.append(plan_tier(run, tier, own))
         return budgets
 
     def made(chosen: Sequence[int]) -> Budget:
@@ -110,7 +110,7 @@ def make_budget(
         )
 
     check_gib(limits.device_gib, limits.host_gib)
-    limit = limit_nbytes(limits.device_gib)
+    limit, num_lower = limit_nbytes(limits.device_gib), len(tiers) - 1
     if slots := policy.slots:
         _check(slots, names, num_experts)
         if limits.slots >= 0:
@@ -121,15 +121,12 @@ def make_budget(
         return _within(made(slots), limit, policy.device)
     if limit is None:
         first = num_experts if limits.slots < 0 else limits.slots
-        return made([first] + [num_experts] * (len(tiers) - 1))
-    firsts = range(num_experts, config.experts_per_token - 1, -1)
-    choices = [[count] + [num_experts] * (len(tiers) - 1) for count in firsts]
-    choices += [
-        [count] + [0 if policy.first_alone else count] * (len(tiers) - 1)
-        for count in range(num_experts, -1, -1)
-    ]
-    for choice in choices:
-        found = made(choice)
+        return made([first] + [num_experts] * num_lower)
+    counts = range(num_experts, -1, -1)
+    choices = [(n, num_experts) for n in counts if n >= config.experts_per_token]
+    choices += [(n, 0 if policy.first_alone else n) for n in counts]
+    for first, lower in choices:
+        found = made([first] + [lower] * num_lower)
         if found.total_device <= limit:
             return found
     return _within(found, limit, policy.device)

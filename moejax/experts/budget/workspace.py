@@ -1,8 +1,9 @@
 """A bound on what the compiled steps take beside weights, pools and cache."""
 
-# ruff: noqa: D102 -- the members of `Model` are explained in `ModelConfig`.
+from typing import NamedTuple
 
-from typing import NamedTuple, Protocol
+from moejax.models.config import ModelConfig
+from moejax.models.parts import LatentAttention
 
 # Sizes of `moejax.models.moe`, for the forms that run experts on a CPU.
 CPU_UNROLLED = 32
@@ -17,83 +18,8 @@ LATENT_SCORE_BYTES = 256 * 2**20
 LATENT_EXPANDED_BYTES = 2**30
 
 
-class Latent(Protocol):
-    """Fields of a `moejax.models.parts.LatentAttention` that are read here."""
-
-    @property
-    def kv_rank(self) -> int: ...
-    @property
-    def query_rank(self) -> int | None: ...
-    @property
-    def nope_dim(self) -> int: ...
-    @property
-    def rope_dim(self) -> int: ...
-    @property
-    def value_dim(self) -> int: ...
-
-
-class Delta(Protocol):
-    """Fields of a `moejax.models.parts.DeltaNet` that are read here."""
-
-    @property
-    def num_value_heads(self) -> int: ...
-    @property
-    def key_dim(self) -> int: ...
-    @property
-    def value_dim(self) -> int: ...
-    @property
-    def value_width(self) -> int: ...
-    @property
-    def conv_dim(self) -> int: ...
-
-
-class Model(Protocol):
-    """Fields of a `moejax.models.config.ModelConfig` that are read here."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def model_dim(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rotary_dim(self) -> int: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def experts_per_token(self) -> int: ...
-    @property
-    def expert_dim(self) -> int: ...
-    @property
-    def mlp_dim(self) -> int: ...
-    @property
-    def moe_layers(self) -> tuple[int, ...]: ...
-    @property
-    def shared_dim(self) -> int: ...
-    @property
-    def attention_layers(self) -> tuple[int, ...]: ...
-    @property
-    def qkv_dim(self) -> int: ...
-    @property
-    def cached_heads(self) -> int: ...
-    @property
-    def cached_dims(self) -> tuple[int, int]: ...
-    @property
-    def cached_values(self) -> int: ...
-    @property
-    def state_values(self) -> tuple[int, int]: ...
-    @property
-    def latent(self) -> Latent | None: ...
-    @property
-    def delta_net(self) -> Delta | None: ...
-
-
 def workspace_nbytes(
-    config: Model,
+    config: ModelConfig,
     *,
     batch: int,
     context: int,
@@ -122,14 +48,12 @@ def workspace_nbytes(
     shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97.
 
     Args:
-      batch: B, sequences at once.
       context: S, slots of the KV cache.
       chunk: T, tokens of each sequence in a prefill step.
       itemsize: bytes of a number of the activations.
-      platform: "gpu" or "cpu".
-      num_tiers: in which experts are stored; a layer has the products of all of them at once.
-      num_turns: arrays in which layers have their slots in turn (`Budget.banks`); where there are
-        two, XLA gives some of what products take and give a place of its own for each.
+      num_turns: arrays in which layers have their slots in turn (`TierBudget.banks`); where there
+        are two, XLA gives some of what products take and give a place of its own for each.
+      num_tiers: a layer has the products of all of them at once.
       is_packed: whether the experts are stored in codes; a CPU never unrolls the products of such.
     """
     steps = _Steps(
@@ -143,7 +67,7 @@ def workspace_nbytes(
 class _Steps(NamedTuple):
     """Steps of `tokens` tokens a sequence; bytes."""
 
-    config: Model
+    config: ModelConfig
     batch: int
     context: int
     itemsize: int
@@ -201,7 +125,7 @@ class _Steps(NamedTuple):
         values = 2 * c.qkv_dim + c.num_heads * c.head_dim
         return self.batch * tokens * values * self.itemsize
 
-    def _latent_values(self, of: Latent, tokens: int) -> int:
+    def _latent_values(self, of: LatentAttention, tokens: int) -> int:
         """Bytes of queries, latents, and the keys and values of new tokens.
 
         One token has no keys and values of heads: its queries, and what attention returns, have the
@@ -215,7 +139,7 @@ class _Steps(NamedTuple):
             heads = c.num_heads * (2 * of.kv_rank + of.rope_dim + of.value_dim)
         return self.batch * tokens * (latents + queries + heads) * self.itemsize
 
-    def _expanded(self, of: Latent, tokens: int) -> int:
+    def _expanded(self, of: LatentAttention, tokens: int) -> int:
         """Bytes of cached latents, expanded for a later chunk; a token expands none."""
         if tokens == 1:
             return 0
