@@ -16,14 +16,33 @@ class Tier:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TierBudget:
+class _Parts:
+    """Bytes by place and part."""
+
+    limits: Limits
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+
+    @property
+    def total_device(self) -> int:
+        """Bytes on the accelerator at the peak."""
+        return sum(self.device.values())
+
+    @property
+    def total_host(self) -> int:
+        """Bytes of host memory for experts; pinned on a GPU, but for what steps wait for."""
+        return sum(self.host.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierBudget(_Parts):
     """Every byte of a run with one tier.
 
     Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B slots and R rows;
     without, all are on the device as the other weights are, C is E, and B and R are 0.
     """
 
-    limits: Limits
     tier: Tier
     batch: int  # sequences at once
     context: int  # slots of the KV cache of each
@@ -35,9 +54,6 @@ class TierBudget:
     slots: int  # C
     transient: int  # B
     host_rows: int  # R
-    device: Mapping[str, int]  # bytes by part
-    host: Mapping[str, int]
-    disk: Mapping[str, int]
 
     @property
     def num_slots(self) -> int:
@@ -49,16 +65,6 @@ class TierBudget:
     def banks(self) -> int:
         """Number of banks that layers use in turn; two with prefetch, else one."""
         return num_banks(self.limits)
-
-    @property
-    def total_device(self) -> int:
-        """Bytes on the accelerator at the peak."""
-        return sum(self.device.values())
-
-    @property
-    def total_host(self) -> int:
-        """Bytes of host memory for experts; pinned on a GPU, but for what steps wait for."""
-        return sum(self.host.values())
 
     @property
     def spare_device(self) -> int | None:
@@ -92,22 +98,14 @@ class TierBudget:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Every byte of a run, over all tiers.
+class Budget(_Parts):
+    """Every byte of a run, over all tiers; of several, each one's parts end in its name.
 
     Attributes:
       tiers: a budget of each as if it were alone, with its slots and host rows.
-      limits: of all together.
-      device: bytes by part; of several tiers each one's parts end in its name.
-      host: bytes by part, as in `device`.
-      disk: the same for tiers that host memory does not hold as a whole.
     """
 
     tiers: tuple[TierBudget, ...]
-    limits: Limits
-    device: Mapping[str, int]
-    host: Mapping[str, int]
-    disk: Mapping[str, int]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,16 +126,6 @@ class Budget:
     def context(self) -> int:
         """Slots of the KV cache of each."""
         return self.tiers[0].context
-
-    @property
-    def total_device(self) -> int:
-        """Bytes on the accelerator at the peak."""
-        return sum(self.device.values())
-
-    @property
-    def total_host(self) -> int:
-        """Bytes of host memory for experts; pinned on a GPU, but for what steps wait for."""
-        return sum(self.host.values())
 
     def table(self) -> list[tuple[str, str, int]]:
         """(place, part, bytes) of every part, each place's total last."""
