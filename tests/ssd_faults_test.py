@@ -107,7 +107,7 @@ class FaultTest(SsdTestCase):
         rng, lock = np.random.default_rng(0), threading.Lock()
         source = Flaky()
         reader = self.reader(source, ring_blocks=3, retries=1)
-        wrong, ended = [], []
+        wrong, ended, cancelled = [], [], []
 
         def call(seed):
             own = np.random.default_rng(seed)
@@ -115,7 +115,7 @@ class FaultTest(SsdTestCase):
                 layer, expert = int(own.integers(4)), int(own.integers(8))
                 ticket = reader.request((layer, expert), urgent=bool(own.random() < 0.3))
                 if own.random() < 0.3:
-                    reader.cancel(ticket)
+                    cancelled.append(reader.cancel(ticket))
                 if own.random() < 0.1:
                     with contextlib.suppress(MoejaxError):
                         row = reader.read_now((layer, expert))
@@ -140,7 +140,7 @@ class FaultTest(SsdTestCase):
         counters = reader.counters
         self.assertGreater(counters.reads, 50)
         self.assertGreater(counters.errors, 0)
-        self.assertGreater(counters.cancelled, 0)
+        self.assertTrue(any(cancelled))
         # Nothing is lost: every request is read, and every block can be had again.
         end = time.monotonic() + SECONDS
         while (reader._queue or len(reader._free) < 3) and time.monotonic() < end:

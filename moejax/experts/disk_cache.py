@@ -185,20 +185,10 @@ class DiskExperts(RowProvider):
         with self._lock:
             if self.cache is not None:
                 self.cache.unpin(expert)
-            self._forget(expert)
-
-    def cancel(self, expert: Expert) -> None:
-        """See `RowProvider`; what was read already stays where there are rows for it."""
-        with self._lock:
-            self._withdraw(expert)
-            self._forget(expert)
-
-    def _forget(self, expert: Expert) -> None:
-        """Marks what was read of an expert as wanted by no transfer."""
-        if (pending := self._arrived.get(expert)) is not None:
-            pending.is_wanted = pending.is_acquired = False
-            if self.cache is None:
-                self._drop(expert)
+            if (pending := self._arrived.get(expert)) is not None:
+                pending.is_wanted = pending.is_acquired = False
+                if self.cache is None:
+                    self._drop(expert)
 
     def advance(self, last_uses: Callable[[], jax.Array]) -> bool:
         """Moves arrived experts towards host rows between steps; never waits.

@@ -54,7 +54,6 @@ class Counters:
     bytes: int = 0  # of these
     retries: int = 0
     errors: int = 0  # experts given up
-    cancelled: int = 0
     waits: int = 0  # reads that somebody waited for (`read_now`)
 
 
@@ -123,7 +122,6 @@ class DiskReader:
         with self._changed:
             if ticket.state in (State.DELIVERED, State.OVER):
                 return ticket.state is State.OVER
-            self._counters.cancelled += 1
             if ticket.state is State.QUEUED:
                 self._queue = [item for item in self._queue if item[-1] is not ticket]
                 heapq.heapify(self._queue)
@@ -179,7 +177,6 @@ class DiskReader:
             self._closing.set()
             for _, _, ticket in self._queue:
                 ticket.state = State.OVER
-                self._counters.cancelled += 1
             self._queue.clear()
             self._changed.notify_all()
         if self._thread is not None:

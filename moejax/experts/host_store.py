@@ -212,9 +212,6 @@ class RowProvider:
     def release(self, expert: Expert) -> None:
         """Releases an expert whose arrays `acquire` returned."""
 
-    def cancel(self, expert: Expert) -> None:
-        """Withdraws interest in an expert for which `acquire` returned None."""
-
 
 def copy_row(into: Sequence[np.ndarray], row: Sequence[np.ndarray]) -> None:
     """Copies an expert's parts."""

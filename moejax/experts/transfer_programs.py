@@ -117,8 +117,7 @@ def land(
       layout: static, of the blobs.
       pool: donated.
       blobs: n of uint32[W].
-      what: int32[2, n], layers and experts, no expert twice. Layer -1: no such transfer, its blob
-        is any; expert -1: the transfer was cancelled on its way, and is counted alone.
+      what: int32[2, n], layers and experts, no expert twice; -1: no such transfer, its blob is any.
 
     Returns:
       The pool, and int32[n] global slots, -1 where nothing landed.

@@ -11,8 +11,8 @@ Each request passes through a pinned block of the host:
 2. before a step, the block is put on the device: one DMA that overlaps that step, since a put waits
    for what was enqueued before it and overlaps what is enqueued after (`probe` has told by then
    whether the expert is in a slot already, for which nothing crosses the link);
-3. before a later step, once the bytes are there, `landing.land` chooses a slot, writes it and
-   publishes it, in one program. Until then the slot's old owner serves.
+3. before a later step, once the bytes are there, `land` chooses a slot, writes it and publishes
+   it, in one program. Until then the slot's old owner serves.
 
 The host never waits. A call costs a step at most three dispatches, and none without requests.
 """
@@ -58,7 +58,6 @@ class TransferCounters:
     requested: int = 0  # accepted
     refused: int = 0  # that found the queue full
     repeated: int = 0  # of what is on its way already
-    cancelled: int = 0  # before they had a slot
     needless: int = 0  # of what was in a slot before anything crossed the link
     failed: int = 0  # of which the bytes could not be read
     moved: int = 0  # experts that were sent over the link
@@ -75,16 +74,15 @@ class _State(enum.Enum):
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Transfer:
     expert: Expert
-    state: _State = _State.COPYING  # once it has a block
-    cancelled: bool = False
-    block: int = -1
-    copied: concurrent.futures.Future[None] | None = None
+    block: int
+    copied: concurrent.futures.Future[None]
+    state: _State = _State.COPYING
     staged: jax.Array | None = None  # the block's words on the device
     result: tuple[jax.Array, int] | None = None  # of `probe`, then of `land`, and the place in it
 
 
 class Transfers:
-    """The requests of one model. `request` and `cancel` may be called by any thread.
+    """The requests of one model. `request` may be called by any thread.
 
     Attributes:
       counters: sums of requests and transfers.
@@ -127,7 +125,7 @@ class Transfers:
         # The device's own memory: a put of a pinned array by device alone might move nothing.
         kind = device.default_memory().kind
         self._place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-        self._queue: dict[Expert, _Transfer] = {}  # in order of the requests
+        self._queue: dict[Expert, None] = {}  # in order of the requests
         self._moving: dict[Expert, _Transfer] = {}  # those that have a block
         self._lock = threading.Lock()
         self._copier = _copier()
@@ -147,21 +145,16 @@ class Transfers:
 
     @property
     def pending(self) -> list[Expert]:
-        """Experts that are accepted and neither over nor cancelled."""
+        """Experts that are accepted and not over."""
         with self._lock:
-            both = [*self._queue.values(), *self._moving.values()]
-            return [transfer.expert for transfer in both if not transfer.cancelled]
+            return [*self._queue, *self._moving]
 
-    def request(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Asks for experts of a layer, the most urgent first.
-
-        Returns:
-          Experts in flight after the call; the others are refused, since the queue is full.
+    def request(self, layer: int, experts: Iterable[int]) -> None:
+        """Asks for experts of a layer, the most urgent first; refused where the queue is full.
 
         Raises:
           ValueError: there is no such expert, or the transfers are closed.
         """
-        accepted = []
         with self._lock:
             if self._is_closed:
                 raise ValueError("the transfers are closed")
@@ -169,46 +162,13 @@ class Transfers:
                 expert = (int(layer), int(number))
                 if not self._cache.has(*expert):
                     raise ValueError(f"no expert {expert[1]} of sparse layer {expert[0]}")
-                if self._accepts(expert):
-                    accepted.append(expert[1])
-        return accepted
-
-    def _accepts(self, expert: Expert) -> bool:
-        found = self._queue.get(expert) or self._moving.get(expert)
-        if found is not None and not found.cancelled:
-            self.counters.repeated += 1
-            return True
-        if found is not None and found.state is not _State.LANDING:
-            found.cancelled = False
-        elif found is not None or len(self._queue) >= self._queue_length:
-            self.counters.refused += 1
-            return False
-        else:
-            self._queue[expert] = _Transfer(expert=expert)
-        self.counters.requested += 1
-        return True
-
-    def cancel(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Cancels requests; experts on the link are dropped on arrival.
-
-        Returns:
-          Experts whose requests are cancelled.
-        """
-        cancelled = []
-        with self._lock:
-            for number in experts:
-                expert = (int(layer), int(number))
-                transfer = self._queue.pop(expert, None)
-                if transfer is not None:
-                    self._supply.cancel(expert)
+                if expert in self._queue or expert in self._moving:
+                    self.counters.repeated += 1
+                elif len(self._queue) >= self._queue_length:
+                    self.counters.refused += 1
                 else:
-                    transfer = self._moving.get(expert)
-                    if transfer is None or transfer.cancelled or transfer.state is _State.LANDING:
-                        continue
-                    transfer.cancelled = True
-                self.counters.cancelled += 1
-                cancelled.append(expert[1])
-        return cancelled
+                    self._queue[expert] = None
+                    self.counters.requested += 1
 
     def advance(self, pool: ExpertPool) -> ExpertPool:
         """Advances transfers between two steps without waiting; `send` does the rest.
@@ -251,7 +211,7 @@ class Transfers:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     jax.block_until_ready(transfer.result)  # it may read the block until then
                 self._end(transfer)
-                self.counters.dropped += not transfer.cancelled
+                self.counters.dropped += 1
             for transfer in self._in(_State.COPYING):
                 transfer.result = None
 
@@ -261,12 +221,9 @@ class Transfers:
             if self._is_closed:
                 return
             self._is_closed = True
-            queue, self._queue = self._queue, {}
             copying = self._in(_State.COPYING)
-            self._moving = {}
+            self._queue, self._moving = {}, {}
         self._copier.shutdown(wait=True, cancel_futures=True)
-        for expert in queue:
-            self._supply.cancel(expert)
         for transfer in copying:
             self._supply.release(transfer.expert)
 
@@ -274,8 +231,9 @@ class Transfers:
         self, pool: ExpertPool, batch: list[_Transfer], started: list[_Transfer]
     ) -> ExpertPool:
         """Dispatches one put, one landing and one probe, each only if needed."""
-        landing = [(t.expert[0], -1 if t.cancelled else t.expert[1]) for t in batch]
-        asked = [padded(landing, size_of(len(landing), self._batch))] if landing else []
+        asked = []
+        if batch:
+            asked.append(padded([t.expert for t in batch], size_of(len(batch), self._batch)))
         if started:
             asked.append(padded([t.expert for t in started], self._batch))
         put = jax.device_put(asked, self._place)
@@ -319,14 +277,13 @@ class Transfers:
             self._end(transfer)
             if slot >= 0:
                 self.counters.landed += 1
-            elif not transfer.cancelled:
+            else:
                 self.counters.dropped += 1
 
     def _finish_copies(self) -> list[_Transfer]:
         """Returns transfers that are copied to a block and not in a slot."""
         ready = []
         for transfer in self._in(_State.COPYING):
-            assert transfer.copied is not None
             # Without a probe, whose dispatch failed, it is sent.
             found, place = transfer.result or (None, 0)
             if not (transfer.copied.done() and (found is None or is_ready(found))):
@@ -334,40 +291,41 @@ class Transfers:
             self._supply.release(transfer.expert)
             error = transfer.copied.exception()
             is_there = found is not None and is_found(found, place)
-            if not (error or transfer.cancelled or is_there):
+            if error is None and not is_there:
                 ready.append(transfer)
                 continue
             self._end(transfer)
             if error is not None:
                 self._report(transfer.expert, error)
-            elif not transfer.cancelled:
+            else:
                 self.counters.needless += 1
         return ready
 
     def _start(self) -> list[_Transfer]:
         """Gives blocks to requests of which the bytes are in host memory."""
         started: list[_Transfer] = []
-        for transfer in list(itertools.islice(self._queue.values(), _LOOKED_AT)):
+        for expert in list(itertools.islice(self._queue, _LOOKED_AT)):
             if not self._free or len(started) == self._batch:
                 break
             try:
-                row = self._supply.acquire(transfer.expert)
+                row = self._supply.acquire(expert)
             except MoejaxError as error:
-                del self._queue[transfer.expert]
-                self._report(transfer.expert, error)
+                del self._queue[expert]
+                self._report(expert, error)
                 continue
             if row is None:
                 continue
-            into = self._layout.views(self._blocks[self._free[-1]].view)
+            block = self._free[-1]
             try:
-                transfer.copied = self._copier.submit(copy_row, into, row)
+                into = self._layout.views(self._blocks[block].view)
+                copied = self._copier.submit(copy_row, into, row)
             except RuntimeError:  # no thread: it waits where it was, and this copy must never run
                 self._copier = _copier()
-                self._supply.release(transfer.expert)
+                self._supply.release(expert)
                 raise
-            self._moving[transfer.expert] = self._queue.pop(transfer.expert)
-            transfer.state, transfer.block = _State.COPYING, self._free.pop()
-            started.append(transfer)
+            del self._queue[expert]
+            self._moving[expert] = _Transfer(expert=expert, block=self._free.pop(), copied=copied)
+            started.append(self._moving[expert])
         return started
 
     def _report(self, expert: Expert, error: BaseException) -> None:

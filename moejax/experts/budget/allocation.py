@@ -38,7 +38,7 @@ WAITED = "experts that a step waits for"  # a part of the host's
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a plan is of, whatever its tiers; arguments of `make_budget`."""
+    """A run to be planned, whatever its tiers; arguments of `make_budget`."""
 
     config: ModelConfig
     weights_nbytes: Mapping[str, int]
