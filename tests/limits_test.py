@@ -136,7 +136,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(planned, max(sizes) + ROW_NBYTES)  # and what it read last
         self.assertEqual(max(sizes), 3 * ROW_NBYTES)
         self.assertGreater(len(pauses), 3)
-        self.assertGreaterEqual(engine.ledger.tiers["stored"].disk_wait_seconds, sum(pauses))
+        self.assertGreaterEqual(engine.ledger.tiers["stored"].disk["wait_seconds"], sum(pauses))
         self.assertRegex("\n".join(engine.ledger.describe()), r"stalls: .* ms for the disk\n")
 
     @pytest.mark.slow
@@ -146,7 +146,7 @@ class LimitsTest(parameterized.TestCase):
         with gone, self.assertRaisesRegex(MoejaxError, "the disk is gone"):
             tokens(engine)
         ledger = engine.ledger.tiers["stored"]
-        self.assertLessEqual(ledger.disk_waits, ledger.disk_reads)
+        self.assertLessEqual(ledger.disk["waits"], ledger.disk["reads"])
         self.assertEqual(tokens(engine), RESIDENT)
         self.assertBetween(engine.ledger.tiers["stored"].host_hit_rate, 0, 1)
         with self.assertRaises(KeyboardInterrupt), engine._runner.memory.step():

@@ -29,6 +29,18 @@ from moejax.experts.disk_reader import DiskReader, State, Ticket
 from moejax.experts.host_store import Expert, HostCache, HostStore, RowProvider, copy_row
 from moejax.experts.transfer_programs import is_ready
 
+# Sums since a reader was made, by name; all zero.
+DISK_COUNTS = {
+    "reads": 0,  # experts
+    "bytes": 0,  # of these
+    "waits": 0,  # experts that a step waited for
+    "wait_seconds": 0.0,  # that steps spent in `DiskExperts.read`: reading, repeating, copying
+    "retries": 0,  # reads that had to be repeated
+    "errors": 0,  # experts given up
+    "ahead": 0,  # experts read by a prefetch; not those that a transfer asked for meanwhile
+    "ahead_used": 0,  # of them, those that were then asked for and still in host memory
+}
+
 
 @dataclasses.dataclass(eq=False)
 class _PendingRow:
@@ -83,7 +95,7 @@ class DiskExperts(RowProvider):
             super().__init__(store.row_of, store.rows)
             self.cache, self._num_rows = HostCache(store.row_of, store.num_rows), store.num_rows
         self.failures, self.error = 0, ""
-        self._counted: dict[str, float] = {}  # by the last `counts_since`
+        self._counted: dict[str, float] = dict(DISK_COUNTS)  # by the last `counts_since`
         self._arrived: dict[Expert, _PendingRow] = {}
         self._tickets: dict[Expert, Ticket] = {}
         self._failed: dict[Expert, str] = {}
@@ -218,16 +230,13 @@ class DiskExperts(RowProvider):
             return changed
 
     def counts_since(self) -> dict[str, float]:
-        """Counts since the last call, by the names of `disk_reader.Counters` and more.
-
-        "ahead" and "ahead_used" are those of `TierLedger.disk_ahead` and `disk_ahead_used`;
-        "wait_seconds" those that steps spent in `read`.
-        """
-        before, self._counted = self._counted, dataclasses.asdict(self.reader.counters)
+        """Counts since the last call, by the names of `DISK_COUNTS`."""
         with self._lock:
-            self._counted |= {"ahead": self._num_ahead, "ahead_used": self._num_ahead_used}
-            self._counted["wait_seconds"] = self._wait_seconds
-        return {name: n - before.get(name, 0) for name, n in self._counted.items()}
+            now: dict[str, float] = dataclasses.asdict(self.reader.counters)
+            now |= {"ahead": self._num_ahead, "ahead_used": self._num_ahead_used}
+            now["wait_seconds"] = self._wait_seconds
+        before, self._counted = self._counted, now
+        return {name: n - before[name] for name, n in now.items()}
 
     def close(self) -> None:
         """Ends the threads; a step that needs the disk afterwards fails."""

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from moejax.experts.budget import size_text
+from moejax.experts.disk_cache import DISK_COUNTS
 from moejax.experts.residency import EVENTS, Counts
 
 LINK_GIB_PER_S = 50  # of PCIe 5 x16: the link's part of stalls is estimated by it
-DISK_TROUBLE = ("retries", "errors")  # of what a reader counts
+DISK_TROUBLE = ("retries", "errors")  # of what is counted of the disk
 
 
 @dataclasses.dataclass
@@ -25,41 +26,26 @@ class TierLedger:
       expert_bytes: bytes of one expert as it crosses the link.
       layers: for each of the M layers a sum by the names of `EVENTS`.
       gate_mass: the router's, over all layers.
-      disk_bytes: read from the disk, told by the reader.
-      disk_reads: experts read from the disk.
-      disk_waits: of them, those that a step waited for.
-      disk_wait_seconds: that steps spent in the host's answers to what no row of host memory held,
-        by its clock: reading, repeating what failed, and copying to what it answers.
-      disk_ahead: experts that were read since a policy foresaw them; not of `disk_waits`, and
-        without those that a transfer asked for while they were being read.
-      disk_ahead_used: of them, those that were then asked for and still in host memory.
-      disk_trouble: tries that had to be repeated and requests that came to nothing, by name.
+      disk: sums by the names of `disk_cache.DISK_COUNTS`.
       bulk_requests: what became of requests between steps, by name, told by the transfers.
     """
 
     expert_bytes: int
     layers: list[dict[str, int]] = dataclasses.field(default_factory=list)
     gate_mass: float = 0.0
-    disk_bytes: int = 0
-    disk_reads: int = 0
-    disk_waits: int = 0
-    disk_wait_seconds: float = 0.0
-    disk_ahead: int = 0
-    disk_ahead_used: int = 0
-    disk_trouble: dict[str, int] = dataclasses.field(default_factory=dict)
+    disk: dict[str, float] = dataclasses.field(default_factory=lambda: dict(DISK_COUNTS))
     bulk_requests: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, counts: Counts, *, disk: Mapping[str, float] | None = None) -> None:
         """Adds the counts of a call, after which the next one starts from `no_counts`.
 
         Args:
-          counts: of numpy arrays, or of arrays that are fetched here.
-          disk: what was counted of the disk for the call (`DiskExperts.counts_since`), by name.
+          disk: counted of the disk for the call (`DiskExperts.counts_since`).
 
         Raises:
           ValueError: counts of another number of layers, or a negative one (overflow).
           RuntimeError: an expert was needed and had no slot, so that the tokens are wrong: more
-            experts were needed than `max_needed` said or more slots pinned than the spec allows.
+            experts were needed than `max_needed` said.
         """
         events = np.asarray(counts.events)
         if self.layers and len(self.layers) != len(events):
@@ -71,15 +57,8 @@ class TierLedger:
             for name, amount in zip(EVENTS, row, strict=True):
                 total[name] += amount
         self.gate_mass += float(np.asarray(counts.gate[..., 0], np.float64).sum())
-        told = disk or {}
-        self.disk_bytes += int(told.get("bytes", 0))
-        self.disk_reads += int(told.get("reads", 0))
-        self.disk_waits += int(told.get("waits", 0))
-        self.disk_wait_seconds += told.get("wait_seconds", 0.0)
-        self.disk_ahead += int(told.get("ahead", 0))
-        self.disk_ahead_used += int(told.get("ahead_used", 0))
-        for name in DISK_TROUBLE:
-            self.disk_trouble[name] = self.disk_trouble.get(name, 0) + int(told.get(name, 0))
+        for name, amount in (disk or {}).items():
+            self.disk[name] += amount
         if counts.unserved.any():
             raise RuntimeError(f"{int(counts.unserved.sum())} needed experts had no slot")
 
@@ -102,7 +81,7 @@ class TierLedger:
     def host_hit_rate(self) -> float:
         """Share of step fetches that were in host memory; NaN without fetches."""
         fetched = self.total("admitted") + self.total("streamed") + self.total("prefetched")
-        return _share(fetched - self.disk_waits, fetched)
+        return _share(fetched - int(self.disk["waits"]), fetched)
 
     @property
     def bytes_by_cause(self) -> dict[str, int]:
@@ -110,7 +89,7 @@ class TierLedger:
         causes = {"demand": "admitted", "stream": "streamed", "prefetch": "prefetched"}
         causes["bulk"] = "bulk"
         found = {cause: self.total(name) * self.expert_bytes for cause, name in causes.items()}
-        return {**found, "disk": self.disk_bytes}
+        return {**found, "disk": int(self.disk["bytes"])}
 
     @property
     def link_bytes(self) -> int:
@@ -128,16 +107,17 @@ class TierLedger:
         Experts from the disk cross the link as well, and count in both parts. Experts read or sent
         beside the steps (in bulk, foreseen, predicted) count in neither.
         """
-        return self.link_stall_seconds(link_gib_per_s) + self.disk_wait_seconds
+        return self.link_stall_seconds(link_gib_per_s) + self.disk["wait_seconds"]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; a rate of nothing is None."""
+        disk = self.disk
         return {
             "stall_seconds": {
                 "estimate": self.stall_seconds(),
                 "link_estimate": self.link_stall_seconds(),
                 "link_gib_per_s": LINK_GIB_PER_S,
-                "disk_measured": self.disk_wait_seconds,
+                "disk_measured": disk["wait_seconds"],
             },
             "expert_bytes": self.expert_bytes,
             "totals": {name: self.total(name) for name in EVENTS},
@@ -146,11 +126,11 @@ class TierLedger:
             "host_hit_rate": _or_none(self.host_hit_rate),
             "bytes": self.bytes_by_cause,
             "gate_mass": {"resident": self.gate_mass},
-            "disk_reads": self.disk_reads,
-            "disk_waits": self.disk_waits,
-            "disk_ahead": self.disk_ahead,
-            "disk_ahead_used": self.disk_ahead_used,
-            "disk_trouble": dict(self.disk_trouble),
+            **{
+                f"disk_{name}": self.disk[name]
+                for name in ("reads", "waits", "ahead", "ahead_used")
+            },
+            "disk_trouble": {name: self.disk[name] for name in DISK_TROUBLE},
             "bulk_requests": dict(self.bulk_requests),
             "layers": [dict(layer) for layer in self.layers],
         }
@@ -172,25 +152,25 @@ class TierLedger:
         causes = [f"{name} {size_text(n)}" for name, n in self.bytes_by_cause.items() if n]
         lines.append(f"moved: {', '.join(causes) or 'nothing'}")
         if self.stall_seconds():
-            disk = f" and {1e3 * w:.3g} ms for the disk" if (w := self.disk_wait_seconds) else ""
+            seconds = self.disk["wait_seconds"]
+            disk = f" and {1e3 * seconds:.3g} ms for the disk" if seconds else ""
             link = f"{1e3 * self.link_stall_seconds():.3g} ms"
             lines.append(f"stalls: about {link}, if the link moves {LINK_GIB_PER_S} GiB/s{disk}")
-        if self.disk_waits or self.disk_reads:
+        of = self.disk
+        if of["waits"] or of["reads"]:
             lines.append(
-                f"disk: {self.disk_reads} experts read; steps waited for {self.disk_waits} of them;"
-                f" host memory had {_percent(self.host_hit_rate)} of what they fetched"
+                f"disk: {of['reads']} experts read; steps waited for {of['waits']} of them; host "
+                f"memory had {_percent(self.host_hit_rate)} of what they fetched"
             )
-        if self.disk_ahead:
+        if of["ahead"]:
             lines.append(
-                f"foreseen: {self.disk_ahead} experts read ahead from the disk, "
-                f"{self.disk_ahead_used} of them asked for later"
+                f"foreseen: {of['ahead']} experts read ahead from the disk, {of['ahead_used']} of "
+                "them asked for later"
             )
-        if any(self.disk_trouble.values()):
-            said = (f"{name} {n}" for name, n in self.disk_trouble.items() if n)
-            lines.append(f"disk requests: {', '.join(said)}")
-        if any(self.bulk_requests.values()):
-            said = (f"{name} {n}" for name, n in self.bulk_requests.items() if n)
-            lines.append(f"bulk requests: {', '.join(said)}")
+        trouble = {name: of[name] for name in DISK_TROUBLE}
+        for what, requests in (("disk", trouble), ("bulk", self.bulk_requests)):
+            if said := [f"{name} {n}" for name, n in requests.items() if n]:
+                lines.append(f"{what} requests: {', '.join(said)}")
         if count("unserved"):
             lines.append(f"WRONG: {count('unserved')} needed experts had no slot")
         return lines
@@ -261,8 +241,7 @@ class Ledger:
     @property
     def hit_rate(self) -> float:
         """Share of needed experts that were in a slot of their tier; NaN before any."""
-        needed = self.total("needed")
-        return self.total("hits") / needed if needed else float("nan")
+        return _share(self.total("hits"), self.total("needed"))
 
     @property
     def link_bytes(self) -> int:
@@ -277,8 +256,8 @@ class Ledger:
         return {
             "tiers": {name: tier.as_dict() for name, tier in self.tiers.items()},
             "asked": self.asked,
-            "hit_rate": None if np.isnan(self.hit_rate) else self.hit_rate,
-            "gate_shares": {n: None if np.isnan(s) else s for n, s in self.shares.items()},
+            "hit_rate": _or_none(self.hit_rate),
+            "gate_shares": {n: _or_none(s) for n, s in self.shares.items()},
             "gate_shares_by_layer": self.shares_by_layer,
         }
 
