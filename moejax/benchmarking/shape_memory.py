@@ -19,7 +19,7 @@ from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.experts.budget import BOTH, TierBudget
-from moejax.experts.cache import ExpertMemory, TierMemory, preloaded_pool
+from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.host_store import RowProvider
 from moejax.experts.residency import CacheSpec
@@ -136,11 +136,7 @@ class ShapeMemories:
         if is_full:
             first = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))
         if first is not None and first.shape[1]:
-            memory.pool = preloaded_pool(
-                memory, self.config, ops.Kernels(target_of(self.device)), first
-            )
-        if is_full:  # as an engine's knows
-            memory.spec = dataclasses.replace(memory.spec, is_complete=True)
+            preload(memory, self.config, ops.Kernels(target_of(self.device)), first)
         if plan.bulk:
             supply = RowProvider(rows.row_of, rows.store.rows)
             memory.transfers = Transfers(

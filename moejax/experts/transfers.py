@@ -86,6 +86,7 @@ class Transfers:
 
     Attributes:
       counters: sums of requests and transfers.
+      most_in_flight: experts at once between their row and their slot.
       programs: `probe` and some sizes of `land`, compiled by the constructor.
     """
 
@@ -113,7 +114,7 @@ class Transfers:
         """
         if in_flight < 1 or queue_length < 1 or not cache.slots:
             raise ValueError("transfers need a cache, a queue and one expert in flight")
-        self.counters = TransferCounters()
+        self.counters, self.most_in_flight = TransferCounters(), in_flight
         self.programs = CompiledPrograms()
         self._cache, self._supply, self._queue_length = cache, supply, queue_length
         rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]
@@ -137,11 +138,6 @@ class Transfers:
         """Requests that are accepted and not over."""
         with self._lock:
             return len(self._queue) + len(self._moving)
-
-    @property
-    def num_free(self) -> int:
-        """Number of experts whose transfer could start at once."""
-        return max(0, len(self._blocks) - self.num_pending)
 
     @property
     def pending(self) -> list[Expert]:
