@@ -18,7 +18,7 @@ from moejax.experts.bits import bits_of_sizes
 from moejax.experts.budget import Budget, Tier, make_budget
 from moejax.experts.disk_reader import check_waiting
 from moejax.experts.load import budget_of_tiers, disk_source, plan_experts, tier_of
-from moejax.experts.tiering import STORED, Tiering, named
+from moejax.experts.tiering import STORED, Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
@@ -45,7 +45,6 @@ def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> Budget:
     """Plans a named shape's budget; tiers have the bits that their names say."""
     if tiering.emulate:
         raise MoejaxError("a shape takes no policy.emulate")
-    assert isinstance(tiering.policy, str)
     _, model, own, itemsize = model_of(config)
     tiers = []
     for tier in tiering.stored():
@@ -54,7 +53,7 @@ def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> Budget:
         tiers.append(Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes))
     context, chunk = _sizes(config, model)
     return budget_of_tiers(
-        named(tiering.policy, tiering.settings, None, model).policy, model, own.weights_nbytes,
+        choose(tiering, None, model).policy, model, own.weights_nbytes,
         tiers, slots=tiering.slots, limits=config.memory.limits(), batch=config.batch,
         context=context, chunk=chunk, itemsize=itemsize, device=_device(config),
     )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 
 from moejax.checkpoints.experts import ExpertReader, open_experts
-from moejax.checkpoints.open import Checkpoint, open_checkpoint
+from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.allocator import check_room, limits_on, room_nbytes
@@ -33,7 +33,7 @@ from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.host_store import HostStore, RowProvider
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSpec
-from moejax.experts.tiering import STORED, StoredTier, Tiering, choose
+from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
@@ -129,19 +129,8 @@ def load_whole(
 
 
 def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
-    """Returns the checkpoint whose files experts are read from.
-
-    Raises:
-      MoejaxError: `limits.disk_path` is no checkpoint, or one of another model.
-    """
-    if not limits.disk_path:
-        return checkpoint
-    source = open_checkpoint(limits.disk_path)
-    if source.config != checkpoint.config:
-        raise MoejaxError(
-            f"memory.disk_path={limits.disk_path} holds another model than {checkpoint.directory}"
-        )
-    return source
+    """Returns the checkpoint whose files experts are read from; errors as of `open_like`."""
+    return open_like(limits.disk_path, checkpoint, "memory.disk_path=")
 
 
 class Planned(NamedTuple):
@@ -185,7 +174,7 @@ def plan_experts(
             )
         stored = tiering.stored()
         policy, activations = choose(tiering, checkpoint.directory, config)
-        sources = [tier.checkpoint(checkpoint) for tier in stored]
+        sources = [open_like(tier.source, checkpoint, "policy.tiers: ") for tier in stored]
     disks = [disk_source(source, limits) for source in sources]  # what is wrong is said first
     if tiering is not None and policy is not None:
         tiers = [

@@ -59,11 +59,7 @@ class Tiering:
             raise MoejaxError(f"policy.tiers: {', '.join(names)} has a name twice")
 
     def stored(self) -> tuple["StoredTier", ...]:
-        """The tiers.
-
-        Raises:
-          MoejaxError: an entry is neither NAME nor NAME=CHECKPOINT.
-        """
+        """The tiers; MoejaxError for an entry that is neither NAME nor NAME=CHECKPOINT."""
         found = []
         for entry in self.tiers or (STORED,):
             name, _, source = entry.partition("=")
@@ -121,32 +117,23 @@ class StoredTier:
             )
         return named[self.name]
 
-    def checkpoint(self, own: Checkpoint) -> Checkpoint:
-        """Returns the name of the checkpoint that it is read from.
 
-        Args:
-          own: the run's own checkpoint.
+def open_like(source: str, own: Checkpoint, option: str) -> Checkpoint:
+    """Opens a checkpoint of the same model as the run's own; "": its own.
 
-        Raises:
-          MoejaxError: it cannot be opened, or is of another model.
-        """
-        if not self.source:
-            return own
-        found = open_checkpoint(self.source)
-        if found.config != own.config:
-            raise MoejaxError(
-                f"policy.tiers: {self.source} holds another model than {own.directory}"
-            )
-        return found
-
-
-def verify_all(checkpoint: str, disk_path: str, tiering: "Tiering | None") -> list[str]:
-    """Verifies every checkpoint of a run: its own, the disk copy, the tiers'.
-
-    Args:
-      disk_path: a copy of the checkpoint; "" for none.
-      tiering: None for none.
+    Raises:
+      MoejaxError: it cannot be opened, or is of another model; the text begins with `option`.
     """
+    if not source:
+        return own
+    found = open_checkpoint(source)
+    if found.config != own.config:
+        raise MoejaxError(f"{option}{source} holds another model than {own.directory}")
+    return found
+
+
+def verify_all(checkpoint: str, disk_path: str, tiering: Tiering | None) -> list[str]:
+    """Verifies every checkpoint of a run: its own, the disk copy ("": none), the tiers'."""
     names = [checkpoint, disk_path, *(t.source for t in (tiering.stored() if tiering else ()))]
     return [verify_checkpoint(name) for name in dict.fromkeys(filter(None, names))]
 
@@ -158,39 +145,21 @@ class Chosen(NamedTuple):
     activations: Any = None
 
 
-def choose(tiering: Tiering, directory: Path, config: ModelConfig) -> Chosen:
-    """Chooses the policy of a run.
+def choose(
+    tiering: Tiering, directory: Path | None = None, config: ModelConfig | None = None
+) -> Chosen:
+    """Makes the policy of a run, with its profile where it reads one.
 
     Args:
-      tiering: names it.
-      directory: the checkpoint's, where a profile may lie.
+      directory: the checkpoint's, where a profile may lie; None: there is none.
+      config: of the model; None: any.
 
     Raises:
       MoejaxError: the policy, a setting, or the profile that it needs is not there.
     """
     if not isinstance(tiering.policy, str):
         return Chosen(tiering.policy)
-    return named(tiering.policy, tiering.settings, directory, config)
-
-
-def named(
-    name: str,
-    settings: Mapping[str, Any],
-    directory: Path | None = None,
-    config: ModelConfig | None = None,
-) -> Chosen:
-    """Makes a policy by name, with its profile where it reads one.
-
-    Args:
-      name: key in `policies.make.POLICIES`, or "module:Class".
-      settings: see `Tiering`.
-      directory: the checkpoint's, where a profile may lie; None: there is none.
-      config: of the model; None: any.
-
-    Raises:
-      MoejaxError: see `choose`.
-    """
-    given = dict(settings)
+    name, given = tiering.policy, dict(tiering.settings)
     parts = parts_of(name, given)
     if "dynaexq" in parts and isinstance(given.get("links", ""), str):
         _take_links(given, directory, config)
@@ -234,12 +203,8 @@ def _take_links(given: dict[str, Any], directory: Path | None, config: ModelConf
 
 
 def of_grid(name: str) -> Callable[..., AnyPolicy]:
-    """Makes the policy of this name by settings as `simulation.grid` reads them."""
-
-    def make(**settings: Any) -> AnyPolicy:
-        return named(name, settings).policy
-
-    return make
+    """Makes the policy of this name by settings as `config.grid` reads them."""
+    return lambda **settings: choose(Tiering(policy=name, settings=settings)).policy
 
 
 def _take_temperature(given: dict[str, Any], profile: BuddyProfile) -> None:
