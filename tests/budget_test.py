@@ -13,6 +13,7 @@ from moejax.experts.budget import (
     BudgetError,
     Limits,
     Machine,
+    RunSizes,
     Tier,
     describe,
     gib_above,
@@ -49,16 +50,11 @@ def int4(config):
 
 def run_budget(config=QWEN, *, batch=1, context=4096, chunk=1024, platform="gpu", **limits):
     """A run without a policy."""
-    return make_budget(
-        config,
-        weights_nbytes(config),
-        [int4(config)],
-        batch=batch,
-        context=context,
-        chunk=chunk,
-        limits=Limits(**limits),
-        platform=platform,
-    )
+    run = RunSizes(
+        config=config, weights_nbytes=weights_nbytes(config), batch=batch, context=context,
+        chunk=chunk, platform=platform,
+    )  # fmt: skip
+    return make_budget(run, [int4(config)], Limits(**limits))
 
 
 def budget_of(config=QWEN, **how):
@@ -93,10 +89,10 @@ class PartsTest(parameterized.TestCase):
 
     def test_low_rank_factors_stay_on_the_device(self):
         weights = {**weights_nbytes(QWEN), f"moe{LOW_RANK}": 1000}
-        budget = make_budget(
-            QWEN, weights, [int4(QWEN)], batch=1, context=64, chunk=16, limits=Limits(slots=2),
-            platform="gpu",
-        )  # fmt: skip
+        run = RunSizes(
+            config=QWEN, weights_nbytes=weights, batch=1, context=64, chunk=16, platform="gpu"
+        )
+        budget = make_budget(run, [int4(QWEN)], Limits(slots=2))
         self.assertEqual(budget.device["low-rank factors of experts"], 1000)
         self.assertNotIn(f"weights moe{LOW_RANK}", budget.device)
 
@@ -122,17 +118,16 @@ class PartsTest(parameterized.TestCase):
 
     def test_a_model_without_experts(self):
         config = dataclasses.replace(QWEN, moe_layers=())
-        budget = make_budget(
-            config, weights_nbytes(config), [Tier(name="none", expert_nbytes=0)], batch=1,
-            context=64, chunk=16, limits=Limits(device_gib=40), platform="gpu",
+        run = RunSizes(
+            config=config, weights_nbytes=weights_nbytes(config), batch=1, context=64, chunk=16,
+            platform="gpu",
         )  # fmt: skip
+        none = [Tier(name="none", expert_nbytes=0)]
+        budget = make_budget(run, none, Limits(device_gib=40))
         self.assertFalse(budget.pooled)
         self.assertIn("no sparse layer", describe(budget)[-1])
         with self.assertRaisesRegex(BudgetError, "no experts to move"):
-            make_budget(
-                config, weights_nbytes(config), [Tier(name="none", expert_nbytes=0)], batch=1,
-                context=64, chunk=16, limits=Limits(device_gib=1), platform="gpu",
-            )  # fmt: skip
+            make_budget(run, none, Limits(device_gib=1))
 
     def test_a_gpu_takes_a_host_row_as_it_is_but_not_the_disk(self):
         part = "experts on their way in a step"

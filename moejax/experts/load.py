@@ -19,6 +19,7 @@ from moejax.experts.budget import (
     Budget,
     Limits,
     PolicyDemands,
+    RunSizes,
     Tier,
     TierBudget,
     default_bulk,
@@ -158,9 +159,10 @@ def plan_experts(
     config = checkpoint.config
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
     own = checkpoint_sizes(checkpoint, chosen)
-    budget_of: Callable[..., Budget] = functools.partial(
-        make_budget, config, own.weights_nbytes, [tier_of(own)], platform=device.platform
-    )
+    run = RunSizes(
+        config=config, weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
+        platform=device.platform, itemsize=chosen.itemsize,
+    )  # fmt: skip
     policy: AnyPolicy | None = None
     activations, sources = None, [checkpoint]
     stored: tuple[StoredTier, ...] = (StoredTier(STORED, ""),)
@@ -176,20 +178,16 @@ def plan_experts(
         policy, activations = choose(tiering, checkpoint.directory, config)
         sources = [open_like(tier.source, checkpoint, "policy.tiers: ") for tier in stored]
     disks = [disk_source(source, limits) for source in sources]  # what is wrong is said first
-    if tiering is not None and policy is not None:
+    if tiering is None or policy is None:
+        budget = make_budget(run, [tier_of(own)], limits)
+        if budget.pooled and own.refusal:
+            raise MoejaxError(f"the experts do not fit and cannot move: {own.refusal}")
+    else:
         tiers = [
             _sizes(tier, source, tiering, dtype, device)
             for tier, source in zip(stored, sources, strict=True)
         ]
-        budget_of = functools.partial(
-            budget_of_tiers, policy, config, own.weights_nbytes, tiers, slots=tiering.slots,
-            device=device,
-        )  # fmt: skip
-    budget = budget_of(
-        limits=limits, batch=batch, context=context, chunk=chunk, itemsize=chosen.itemsize
-    )
-    if tiering is None and budget.pooled and own.refusal:
-        raise MoejaxError(f"the experts do not fit and cannot move: {own.refusal}")
+        budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
     for tier, disk, part in zip(stored, disks, budget.tiers, strict=True):
         if part.host_share < 1:
             with open_experts(disk, dtype=dtype, device=device) as reader:
@@ -200,27 +198,16 @@ def plan_experts(
 
 
 def budget_of_tiers(
-    policy: AnyPolicy,
-    config: ModelConfig,
-    weights_nbytes: Mapping[str, int],
-    tiers: Sequence[Tier],
-    *,
-    slots: Sequence[int],
-    limits: Limits,
-    batch: int,
-    context: int,
-    chunk: int,
-    itemsize: int,
-    device: jax.Device,
+    policy: AnyPolicy, run: RunSizes, tiers: Sequence[Tier], slots: Sequence[int], limits: Limits
 ) -> Budget:
     """Makes a budget with a policy's prefetch, transfers and parts of its own.
 
-    The other arguments are those of `make_budget`. Limits on prefetch and transfers that are stated
-    take precedence over the policy's.
+    Limits on prefetch and transfers that are stated take precedence over the policy's.
 
     Raises:
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
     """
+    config = run.config
     num_layers, num_experts = len(config.moe_layers), config.num_experts
     _check_suits(policy, tiers, spec := _all_resident_spec(tiers, config))
     state = jax.eval_shape(lambda: policy.init(spec))
@@ -234,21 +221,10 @@ def budget_of_tiers(
         slots=slots,
         prefetch=limits.prefetch or ahead,
         bulk=limits.bulk or min(bulk, num_layers * num_experts),
-        device=_policy_parts(policy, config, batch, context, chunk, itemsize, device.platform),
+        device=_policy_parts(policy, run),
         first_alone=not asks and policy.high_serves_low,
     )
-    return make_budget(
-        config,
-        weights_nbytes,
-        tiers,
-        batch=batch,
-        context=context,
-        chunk=chunk,
-        limits=limits,
-        platform=device.platform,
-        itemsize=itemsize,
-        policy=demands,
-    )
+    return make_budget(run, tiers, limits, demands)
 
 
 def load_experts(
@@ -388,20 +364,17 @@ def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], spec: PolicySpec) -> 
         ) from error
 
 
-def _policy_parts(
-    policy: AnyPolicy, c: ModelConfig, batch: int, context: int, chunk: int, itemsize: int,
-    platform: str,
-) -> dict[str, int]:  # fmt: skip
+def _policy_parts(policy: AnyPolicy, run: RunSizes) -> dict[str, int]:
     """Bytes by part that steps take on the device because the policy asks for it."""
     if not policy.needs.importance:
         return {}
     nbytes = max(
         importance_nbytes(
-            batch=batch, length=chunk, num_keys=context, num_heads=c.num_heads,
-            num_kv_heads=num_kv_heads, head_dim=head_dim, itemsize=itemsize,
-            platform=platform,
+            batch=run.batch, length=run.chunk, num_keys=run.context,
+            num_heads=run.config.num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            itemsize=run.itemsize, platform=run.platform,
         )
-        for num_kv_heads, head_dim in c.watched_heads
+        for num_kv_heads, head_dim in run.config.watched_heads
     )  # fmt: skip
     return {"importance of tokens": nbytes}
 

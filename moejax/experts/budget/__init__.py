@@ -18,7 +18,7 @@ from moejax.experts.budget.limits import (
     gib_above,
     size_text,
 )
-from moejax.experts.budget.planned import Budget, Tier, TierBudget
+from moejax.experts.budget.planned import Budget, RunSizes, Tier, TierBudget
 from moejax.experts.budget.precisions import n_hot
 from moejax.experts.budget.table import describe
 from moejax.experts.budget.tables import table_nbytes
@@ -36,6 +36,7 @@ __all__ = [
     "Limits",
     "Machine",
     "PolicyDemands",
+    "RunSizes",
     "Tier",
     "TierBudget",
     "check_gib",

@@ -12,7 +12,7 @@ from moejax.experts.budget.limits import (
     limit_nbytes,
     num_banks,
 )
-from moejax.experts.budget.planned import Tier, TierBudget
+from moejax.experts.budget.planned import RunSizes, Tier, TierBudget
 from moejax.experts.budget.tables import (
     RING_BLOCKS,
     blocks_from_disk,
@@ -22,7 +22,6 @@ from moejax.experts.budget.tables import (
     table_nbytes,
 )
 from moejax.experts.budget.workspace import workspace_nbytes
-from moejax.models.config import ModelConfig
 from moejax.weights import LOW_RANK
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
@@ -36,27 +35,8 @@ STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run to be planned, whatever its tiers; arguments of `make_budget`."""
-
-    config: ModelConfig
-    weights_nbytes: Mapping[str, int]
-    batch: int
-    context: int
-    chunk: int
-    platform: str
-    itemsize: int
-    num_tiers: int
-
-    @property
-    def num_layers(self) -> int:
-        """M."""
-        return len(self.config.moe_layers)
-
-
-def plan_tier(run: Run, tier: Tier, limits: Limits) -> TierBudget:
-    """Plans every byte of a run with one tier, and its slots.
+def plan_tier(run: RunSizes, tier: Tier, limits: Limits, num_tiers: int = 1) -> TierBudget:
+    """Plans every byte of a run with one tier of its `num_tiers`, and its slots.
 
     C = floor((limit - rest) / (M expert_nbytes)), at most E, where the rest holds B transient
     slots. If everything fits, experts are not pooled, unless `limits.slots` asks for it.
@@ -64,7 +44,7 @@ def plan_tier(run: Run, tier: Tier, limits: Limits) -> TierBudget:
     Raises:
       BudgetError: it does not fit; the text names the smallest limit that would do.
     """
-    plan = _TierPlan(run, tier, limits)
+    plan = _TierPlan(run, tier, limits, num_tiers)
     plan.check()
     limit = limit_nbytes(limits.device_gib)
     whole = plan.unpooled()
@@ -78,9 +58,10 @@ def plan_tier(run: Run, tier: Tier, limits: Limits) -> TierBudget:
 
 @dataclasses.dataclass(frozen=True)
 class _TierPlan:
-    run: Run
+    run: RunSizes
     tier: Tier
     limits: Limits
+    num_tiers: int
 
     @property
     def num_layers(self) -> int:
@@ -141,7 +122,7 @@ class _TierPlan:
         parts["activations and workspace"] = workspace_nbytes(
             run.config, batch=run.batch, context=run.context, chunk=run.chunk,
             itemsize=run.itemsize, platform=run.platform, num_turns=num_banks(self.limits),
-            num_tiers=run.num_tiers, is_packed=self.is_packed,
+            num_tiers=self.num_tiers, is_packed=self.is_packed,
         )  # fmt: skip
         if reserve := RESERVE_BYTES[run.platform]:
             parts["reserve of the allocator"] = reserve

@@ -5,6 +5,30 @@ from collections.abc import Mapping
 
 from moejax.experts.budget.limits import Limits, limit_nbytes, num_banks
 from moejax.experts.budget.tables import most_at_once
+from moejax.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSizes:
+    """A run to be planned, whatever its tiers.
+
+    Attributes:
+      weights_nbytes: bytes of every leaf on the device but the experts; of the experts' low-rank
+        factors under names that end in `LOW_RANK`.
+    """
+
+    config: ModelConfig
+    weights_nbytes: Mapping[str, int]
+    batch: int  # sequences at once
+    context: int  # slots of a sequence's KV cache
+    chunk: int  # tokens of one sequence that a prefill step takes
+    platform: str  # "gpu" or "cpu"
+    itemsize: int = 2  # bytes of a number of the activations and of the KV cache
+
+    @property
+    def num_layers(self) -> int:
+        """M."""
+        return len(self.config.moe_layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from moejax.experts.budget.allocation import Run, plan_tier
+from moejax.experts.budget.allocation import plan_tier
 from moejax.experts.budget.limits import BudgetError, Limits, check_gib, gib_above, limit_nbytes
-from moejax.experts.budget.planned import Budget, Tier, TierBudget
+from moejax.experts.budget.planned import Budget, RunSizes, Tier, TierBudget
 from moejax.experts.budget.tables import least_host_nbytes
-from moejax.models.config import ModelConfig
 
 # Parts of a budget that each tier has of its own.
 OWN_PARTS = ("expert", "transient", "residency", "low-rank", "blocks", "ring")  # how they begin
@@ -36,17 +35,7 @@ class PolicyDemands:
 
 
 def make_budget(
-    config: ModelConfig,
-    weights_nbytes: Mapping[str, int],
-    tiers: Sequence[Tier],
-    *,
-    batch: int,
-    context: int,
-    chunk: int,
-    limits: Limits,
-    platform: str,
-    itemsize: int = 2,
-    policy: PolicyDemands | None = None,
+    run: RunSizes, tiers: Sequence[Tier], limits: Limits, policy: PolicyDemands | None = None
 ) -> Budget:
     """Plans every byte of a run, and the slots of each tier.
 
@@ -57,30 +46,20 @@ def make_budget(
     same number, or the first one has them all (`first_alone`).
 
     Args:
-      weights_nbytes: bytes of every leaf on the device but the experts; of the experts' low-rank
-        factors under names that end in `LOW_RANK`.
       tiers: in order of falling fidelity.
-      context: slots of a sequence's KV cache.
-      chunk: tokens of one sequence that a prefill step takes.
       limits: of all tiers together; host memory is shared by their bytes.
-      platform: "gpu" or "cpu".
-      itemsize: bytes of a number of the activations and of the KV cache.
       policy: memory that the policy asks for; None: no policy decides.
 
     Raises:
       BudgetError: it does not fit, or slots are not possible; the text names what would do.
     """
-    run = Run(
-        config=config, weights_nbytes=weights_nbytes, batch=batch, context=context, chunk=chunk,
-        platform=platform, itemsize=itemsize, num_tiers=len(tiers),
-    )  # fmt: skip
     if policy is None:
         (tier,) = tiers
         only = plan_tier(run, tier, limits)
         return Budget(
             tiers=(only,), limits=limits, device=only.device, host=only.host, disk=only.disk
         )
-    num_experts, names = config.num_experts, tuple(tier.name for tier in tiers)
+    num_experts, names = run.config.num_experts, tuple(tier.name for tier in tiers)
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
 
     def alone(chosen: Sequence[int], host_gib: float) -> list[TierBudget]:
@@ -93,7 +72,7 @@ def make_budget(
                 prefetch=min(policy.prefetch, count) if cached else 0,
                 bulk=policy.bulk if cached else 0,
             )  # fmt: skip
-            budgets.append(plan_tier(run, tier, own))
+            budgets.append(plan_tier(run, tier, own, len(tiers)))
         return budgets
 
     def made(chosen: Sequence[int]) -> Budget:
@@ -123,7 +102,7 @@ def make_budget(
         first = num_experts if limits.slots < 0 else limits.slots
         return made([first] + [num_experts] * num_lower)
     counts = range(num_experts, -1, -1)
-    choices = [(n, num_experts) for n in counts if n >= config.experts_per_token]
+    choices = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
     choices += [(n, 0 if policy.first_alone else n) for n in counts]
     for first, lower in choices:
         found = made([first] + [lower] * num_lower)

@@ -19,6 +19,7 @@ from moejax.experts.budget import (
     BudgetError,
     Limits,
     PolicyDemands,
+    RunSizes,
     Tier,
     make_budget,
 )
@@ -63,14 +64,14 @@ class Lab(ShapeMemories):
         """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
         config, context = self.config, self.sizes.context
         tiers = [Tier(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
-        return make_budget(
-            config, {name: leaf.nbytes for name, leaf in self.dense.items()}, tiers,
-            policy=PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk),
-            batch=batch, context=context,
-            chunk=longest_chunk(config, batch, context),
-            limits=Limits(device_gib=gib, prefetch_in=prefetch_in),
+        run = RunSizes(
+            config=config, weights_nbytes={n: leaf.nbytes for n, leaf in self.dense.items()},
+            batch=batch, context=context, chunk=longest_chunk(config, batch, context),
             platform=self.device.platform,
         )  # fmt: skip
+        limits = Limits(device_gib=gib, prefetch_in=prefetch_in)
+        policy = PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk)
+        return make_budget(run, tiers, limits, policy)
 
     def split(self, bits: Sequence[int], gib: float, how: str, **more: Any) -> Budget:
         """The budget of two tiers whose slots are shared out by a rule, or as they say.
