@@ -44,7 +44,7 @@ class BadDisk:
         del last_uses
         return False
 
-    def read_since(self):
+    def counts_since(self):
         return {}
 
 

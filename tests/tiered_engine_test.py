@@ -21,7 +21,7 @@ from moejax.experts.tiering import Tiering
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy
 from moejax.routing.simulate.replay import EVENTS
-from moejax.routing.simulate.runs import run_policies
+from moejax.routing.simulate.runs import Run, run_policies
 from moejax.routing.trace import read_trace
 from moejax.text.windows import Windowing
 from tests import tiny_engine

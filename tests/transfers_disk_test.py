@@ -225,7 +225,8 @@ class DiskTest(TransfersTestCase):
         self.advance(transfers, lambda: transfers.num_pending == 2)
         self.assertEqual(self.resident(), {(0, 0)})
         self.source.gate.set()
-        self.drain(transfers)
+        uses = np.zeros((4, 8), np.int32)
+        self.advance(transfers, lambda: self.step(disk, uses) is None or not transfers.num_pending)
         self.assertEqual(self.resident(), {(0, 0), (1, 4), (1, 5)})
 
     def test_closed_while_the_disk_reads(self):
