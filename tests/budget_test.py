@@ -18,7 +18,6 @@ from moejax.experts.budget import (
     describe,
     gib_above,
     make_budget,
-    n_hot,
     table_nbytes,
     warnings,
 )
@@ -322,59 +321,6 @@ class AdviceTest(parameterized.TestCase):
             sum(n for place, part, n in rows if place == "device" and part != "total"),
             budget.total_device,
         )
-
-
-class HotExpertsTest(parameterized.TestCase):
-    @parameterized.parameters(*range(20))
-    def test_most_that_the_inequality_allows(self, seed):
-        """Counted one expert at a time, in rounds over the layers."""
-        rng = np.random.default_rng(seed)
-        layers, experts = int(rng.integers(1, 6)), int(rng.integers(1, 10))
-        cold = int(rng.integers(1, 20))
-        hot = cold + int(rng.integers(1, 40))
-        budget = layers * experts * cold + int(rng.integers(0, layers * experts * hot))
-        counts = [0] * layers
-        taken = layers * experts * cold
-        for place in range(layers * experts):
-            if taken + hot - cold > budget:
-                break
-            taken += hot - cold
-            counts[place % layers] += 1
-        found = n_hot(
-            num_layers=layers, num_experts=experts, hot_nbytes=hot, cold_nbytes=cold,
-            budget_nbytes=budget,
-        )  # fmt: skip
-        self.assertEqual(list(found), counts)
-
-    def test_numbers_of_the_paper(self):
-        """DynaExq, section 4: Qwen3-30B takes 57 GB in FP16 and 17 in INT4, of 48 and 32 GB.
-
-        Half a byte a weight is the least that INT4 takes, which leaves most for hot ones.
-        """
-        sizes = {"num_layers": 48, "num_experts": 128}
-        hot = 3 * 2048 * 768 * 2
-        sizes |= {"hot_nbytes": hot, "cold_nbytes": hot // 4}
-        shared = sum(weights_nbytes(QWEN).values())
-        self.assertAlmostEqual((48 * 128 * hot + shared) / GIB, 57, delta=0.5)
-        self.assertAlmostEqual((48 * 128 * hot // 4 + shared) / 1e9, 17, delta=0.6)
-        all_hot = 48 * 128 * hot
-        self.assertEqual(n_hot(**sizes, budget_nbytes=all_hot), (128,) * 48)
-        self.assertEqual(n_hot(**sizes, budget_nbytes=10 * all_hot), (128,) * 48)
-        self.assertEqual(n_hot(**sizes, budget_nbytes=all_hot // 4), (0,) * 48)
-        # Shared weights are 3.08 GB. By hand, of a layer: (48 - 3.08) GB / 48 - 128 x 2.359 MB is
-        # 633.8 MB, over 7.078 MB 89.5; with 32 GB 300.5 MB, over 7.078 MB 42.4.
-        for gigabytes, expected in ((48, 89), (32, 42)):
-            found = n_hot(**sizes, budget_nbytes=gigabytes * 10**9 - shared)
-            self.assertEqual(found[-1], expected)
-            self.assertEqual(sorted(found, reverse=True), list(found))
-            self.assertLessEqual(max(found) - min(found), 1)
-
-    def test_too_little_for_low_precision(self):
-        sizes = {"num_layers": 2, "num_experts": 4, "hot_nbytes": 2 * GIB, "cold_nbytes": GIB}
-        with self.assertRaisesRegex(BudgetError, "in low precision alone they take 8.00 GiB"):
-            n_hot(**sizes, budget_nbytes=7 * GIB)
-        with self.assertRaises(ValueError):
-            n_hot(**{**sizes, "hot_nbytes": GIB}, budget_nbytes=9 * GIB)
 
 
 def _nbytes(tree):

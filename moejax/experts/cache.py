@@ -199,8 +199,7 @@ class ExpertMemory:
         """Joins the memories of one model's tiers; the policy's state is fresh.
 
         Args:
-          policy: runs its kernels on a GPU (`with_kernels`). None: the router alone decides, with
-            one tier.
+          policy: None: the router alone decides, with one tier.
           width: A, experts a token; for the policy.
 
         Raises:
@@ -331,9 +330,6 @@ class ExpertMemory:
     def reading(self, since: int | None = None) -> Iterator[None]:
         """Wraps the host's reading of results, which are valid if this returns.
 
-        Args:
-          since: see `step`.
-
         Raises:
           MoejaxError: an expert could not be read from the disk since then; the next step starts
             with an empty cache.
@@ -372,9 +368,6 @@ class ExpertMemory:
 
         Called between the chunks of a text that is scored, so that what a policy promotes, and
         when, is not left to the clock.
-
-        Args:
-          since: see `begin_session`.
 
         Returns:
           Tokens before which it asks for nothing more (`Policy.tokens_until_change`).

@@ -23,10 +23,9 @@ def with_disk_rows(
     """Returns the pools with absent experts in slots; waits only for those.
 
     Args:
-      pools: a pytree of arrays [S, ...]; donate them.
+      pools: donate them.
       read_rows: see `PoolSpec.read`.
-      experts: int32[J].
-      slots: int32[J].
+      experts: int32[J], as are their slots.
       absent: bool[J], which of them are read.
     """
     leaves, tree = jax.tree.flatten(pools)

@@ -115,11 +115,7 @@ def load_limited(
 def load_whole(
     checkpoint: Checkpoint, *, dtype: str, device: jax.Device, progress: bool
 ) -> Mapping[str, Weight]:
-    """Loads a model to the device without a plan; arguments as in `load_limited`.
-
-    Raises:
-      MoejaxError: the device's allocator cannot hold the weights, or they cannot be read.
-    """
+    """Loads a model to the device without a plan; MoejaxError where it has no room for it."""
     room = room_nbytes(device)
     if room is not None:
         chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
@@ -290,11 +286,7 @@ def load_experts(
 
 
 def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
-    """Moves all rows to the device; slots become tables only.
-
-    Raises:
-      MoejaxError: rows are missing.
-    """
+    """Moves all rows to the device; slots become tables only."""
     row_of = np.asarray(memory.store.row_of)
     if (row_of < 0).any():
         raise MoejaxError("policy.emulate holds every expert: set memory.host_gib=0")
@@ -322,11 +314,7 @@ def _quantized(reader: ExpertReader, tier: StoredTier, tiering: Tiering | None) 
 def _sizes(
     tier: StoredTier, source: Checkpoint, tiering: Tiering, dtype: str, device: jax.Device
 ) -> Tier:
-    """Bytes of an expert of a tier.
-
-    Raises:
-      MoejaxError: it has no form in which experts move.
-    """
+    """Bytes of an expert of a tier; MoejaxError where it has no form in which experts move."""
     if tier.bits:
         with open_experts(source, dtype=dtype, device=device) as reader:
             rows = _quantized(reader, tier, tiering)

@@ -9,11 +9,7 @@ _DEFAULT_PINNED_GIB = 64  # XLA's own
 
 
 def this_machine(platform: str) -> Machine:
-    """Reads the memory that is left, and how much a run could pin.
-
-    Args:
-      platform: "gpu", or one whose host memory is not pinned.
-    """
+    """Reads the memory that is left, and how much a run on the platform could pin."""
     available = available_nbytes()
     if platform != "gpu":
         return Machine(host_nbytes=available)
@@ -25,9 +21,6 @@ def this_machine(platform: str) -> Machine:
 
 def let_jax_pin(platform: str) -> str | None:
     """Lets JAX pin the memory left, unless a limit is set; before it finds devices.
-
-    Args:
-      platform: as a main was given it: "auto", "gpu" or "cpu".
 
     Returns:
       A line that says what was set; None where XLA's own limit does.

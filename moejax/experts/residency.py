@@ -199,14 +199,7 @@ def empty(spec: CacheSpec) -> Residency:
 
 
 def seeded(spec: CacheSpec, experts: np.ndarray | jax.Array) -> Residency:
-    """Returns tables of a warm start: local slot c of layer l owns experts[l, c].
-
-    Args:
-      experts: int32[M, n], n <= C, different ones in a row.
-
-    Raises:
-      ValueError: they do not fit.
-    """
+    """Returns tables in which local slot c of layer l owns experts[l, c], int32[M, n], n <= C."""
     given = np.asarray(experts)
     if given.ndim != 2 or given.shape[0] != spec.num_layers or given.shape[1] > spec.slots:
         raise ValueError(

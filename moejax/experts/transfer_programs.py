@@ -36,11 +36,7 @@ class BlobLayout:
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> "BlobLayout":
-        """Returns the layout of arrays, or of their shapes and dtypes.
-
-        Raises:
-          ValueError: an array of numbers that are not of 1, 2 or 4 bytes.
-        """
+        """Returns the layout of arrays; ValueError for numbers not of 1, 2 or 4 bytes."""
         found = cls(tuple((tuple(part.shape), str(np.dtype(part.dtype))) for part in row))
         for _, dtype in found.row:
             if jnp.dtype(dtype).itemsize not in (1, 2, 4):
@@ -78,12 +74,7 @@ def _num_words(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def probe(pool: ExpertPool, what: jax.Array) -> jax.Array:
-    """bool[n], whether experts are in a slot.
-
-    Args:
-      pool: not donated.
-      what: int32[2, n], layers and experts; -1 for none.
-    """
+    """bool[n], whether experts are in a slot; `what` is int32[2, n], layers and experts or -1."""
     layers, experts = jnp.maximum(what, 0)
     return (pool.residency.slot_of[layers, experts] >= 0) & (what[0] >= 0)
 

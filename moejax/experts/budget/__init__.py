@@ -19,7 +19,6 @@ from moejax.experts.budget.limits import (
     size_text,
 )
 from moejax.experts.budget.planned import Budget, RunSizes, Tier, TierBudget
-from moejax.experts.budget.precisions import n_hot
 from moejax.experts.budget.table import describe
 from moejax.experts.budget.tables import table_nbytes
 from moejax.experts.budget.tiers import PolicyDemands, make_budget
@@ -45,7 +44,6 @@ __all__ = [
     "describe",
     "gib_above",
     "make_budget",
-    "n_hot",
     "size_text",
     "table_nbytes",
     "unused",

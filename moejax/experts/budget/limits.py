@@ -23,10 +23,9 @@ def size_text(num_bytes: float) -> str:
 
 
 def default_bulk(expert_bytes: Sequence[int]) -> int:
-    """Default of experts in flight between steps, for a policy that transfers.
+    """Default of experts in flight between steps, by the bytes of the largest form.
 
-    A copy takes some calls from asking to serving, so that few at once follow a shift slowly: as
-    many as the bytes of the largest form allow.
+    A copy takes some calls from asking to serving, so that few at once follow a shift slowly.
     """
     return max(_LEAST_BULK, min(_MOST_BULK, _BULK_BYTES // max(1, *expert_bytes)))
 

@@ -1,9 +1,7 @@
 """Bytes of residency tables, of blobs, and of blocks from the disk."""
 
-NUM_EVENTS = 13  # that `moejax.experts.ledger` counts in each layer
-
-
-RING_BLOCKS = 8  # pinned, each of an expert on its way from the disk
+NUM_EVENTS = 13  # that `moejax.experts.residency` counts in each layer
+RING_BLOCKS = 8  # each of an expert on its way from the disk
 _BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
 
 
@@ -13,14 +11,7 @@ def bulk_nbytes(expert_nbytes: int, bulk: int) -> int:
 
 
 def most_at_once(num_experts: int, num_pairs: int, slots: int, transient: int) -> int:
-    """Experts that a step fetches at once for a layer, to slots or in a wave.
-
-    Args:
-      num_experts: E.
-      num_pairs: pairs of tokens and experts in the largest step.
-      slots: C.
-      transient: B.
-    """
+    """Experts that a step of `num_pairs` fetches at once for a layer, to slots or in a wave."""
     return max(min(num_experts, num_pairs, slots), transient)
 
 
@@ -42,11 +33,7 @@ def least_host_nbytes(expert_nbytes: int, num_experts: int, bulk: int, at_once: 
 def table_nbytes(num_layers: int, num_experts: int, slots: int, *, last_uses: bool = False) -> int:
     """Bytes of the residency tables, of the counters and of the table of rows on the device.
 
-    Args:
-      num_layers: M.
-      num_experts: E.
-      slots: C.
-      last_uses: include the table of last uses, by which host memory evicts.
+    `last_uses` includes the table of last uses, by which host memory evicts.
     """
     # The slot of an expert; owner, last use and flag of a slot. And the clock.
     residency = num_layers * 4 * (num_experts + 3 * slots) + 4
