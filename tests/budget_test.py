@@ -21,7 +21,7 @@ from moejax.experts.budget import (
     table_nbytes,
     warnings,
 )
-from moejax.experts.budget.tables import RING_BLOCKS
+from moejax.experts.budget.planned import RING_BLOCKS
 from moejax.experts.residency import CacheSpec, empty, no_counts
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache

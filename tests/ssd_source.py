@@ -55,7 +55,7 @@ class SsdTestCase(parameterized.TestCase):
         self.resources = self.enter_context(contextlib.ExitStack())
 
     def reader(self, source, *, ring_blocks=2, **kwargs):
-        reader = DiskReader(source, self.device, ring_blocks=ring_blocks, **kwargs)
+        reader = DiskReader(source, ring_blocks=ring_blocks, **kwargs)
         self.resources.callback(reader.close)
         if isinstance(source, Source):
             self.resources.callback(source.gate.set)  # before the reader is closed

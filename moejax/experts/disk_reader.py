@@ -65,13 +65,10 @@ class DiskReader:
     failure.
     """
 
-    def __init__(
-        self, source: RowSource, device: jax.Device, *, ring_blocks: int, retries: int = 2
-    ) -> None:
+    def __init__(self, source: RowSource, *, ring_blocks: int, retries: int = 2) -> None:
         """Allocates the ring; the first request starts the thread.
 
         Args:
-          device: where steps run.
           ring_blocks: experts that are being read, or are read and not released.
           retries: attempts after a failed read.
 
@@ -80,7 +77,7 @@ class DiskReader:
         """
         if ring_blocks < 1 or retries < 0:
             raise ValueError("a ring of at least one block, retries of at least 0")
-        self.source, self._device, self._retries = source, device, retries
+        self.source, self._retries = source, retries
         self._counters = Counters()
         with plain_memory_errors(ring_blocks * source.row_nbytes, "host memory"):
             self._free = [self._empty_row() for _ in range(ring_blocks)]
@@ -153,10 +150,9 @@ class DiskReader:
         For a callback inside the step, which needs the expert before it can go on.
 
         Raises:
-          MoejaxError: it could not be read, or not here (`check_waiting`).
+          MoejaxError: it could not be read.
           ValueError: the reader is closed.
         """
-        check_waiting(self.source, self._device)
         with self._changed:
             self._check_open()
         row = self._empty_row()

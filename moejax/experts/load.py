@@ -26,7 +26,7 @@ from moejax.experts.budget import (
     make_budget,
     unused,
 )
-from moejax.experts.budget.tables import RING_BLOCKS
+from moejax.experts.budget.planned import RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.disk_reader import DiskReader, check_waiting
@@ -240,8 +240,7 @@ def load_experts(
       packed: reads rows of another form from a reader of the checkpoint's.
     """
     limits = budget.limits
-    source = disk_source(checkpoint, limits)
-    reader: Any = open_experts(source, dtype=dtype, device=device)
+    reader: Any = open_experts(disk_source(checkpoint, limits), dtype=dtype, device=device)
     with open_experts(checkpoint, dtype=dtype, device=device) as own:
         terms = own.load_compensators(device, progress=progress)
         forms: list[Any] = [jax.tree.structure((r.gate_up, r.down)) for r in (own, reader)]
@@ -252,9 +251,6 @@ def load_experts(
             )
     if packed is not None:
         reader = packed(reader)
-    waits = budget.host_share < 1
-    if waits:
-        check_waiting(reader, device, str(source.directory))
     store, disk = None, None
     arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)
     if budget.host_rows:
@@ -262,10 +258,10 @@ def load_experts(
         store.fill(progress=progress)
         arrays = store.arrays
     supply: RowProvider
-    if waits:
+    if budget.host_share < 1:
         # Experts that steps waited for get the bytes of the ring that transfers do not need.
         blocks = RING_BLOCKS // 2 if limits.bulk else 1
-        ring = DiskReader(reader, device, ring_blocks=blocks)
+        ring = DiskReader(reader, ring_blocks=blocks)
         supply = disk = DiskExperts(ring, store, most_kept=RING_BLOCKS - blocks, most_ahead=blocks)
     else:
         assert store is not None

@@ -3,8 +3,7 @@
 import dataclasses
 
 from moejax.experts.budget.limits import PREFILL, Limits, gib_above
-from moejax.experts.budget.planned import Budget, TierBudget
-from moejax.experts.budget.tables import bulk_nbytes
+from moejax.experts.budget.planned import Budget, TierBudget, bulk_nbytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 

@@ -12,9 +12,11 @@ from moejax.experts.budget.limits import (
     limit_nbytes,
     num_banks,
 )
-from moejax.experts.budget.planned import RunSizes, Tier, TierBudget
-from moejax.experts.budget.tables import (
+from moejax.experts.budget.planned import (
     RING_BLOCKS,
+    RunSizes,
+    Tier,
+    TierBudget,
     blocks_from_disk,
     bulk_nbytes,
     least_host_nbytes,

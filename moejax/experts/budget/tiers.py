@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from moejax.experts.budget.allocation import plan_tier
 from moejax.experts.budget.limits import BudgetError, Limits, check_gib, gib_above, limit_nbytes
-from moejax.experts.budget.planned import Budget, RunSizes, Tier, TierBudget
-from moejax.experts.budget.tables import least_host_nbytes
+from moejax.experts.budget.planned import Budget, RunSizes, Tier, TierBudget, least_host_nbytes
 
 # Parts of a budget that each tier has of its own.
 OWN_PARTS = ("expert", "transient", "residency", "low-rank", "blocks", "ring")  # how they begin
