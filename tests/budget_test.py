@@ -74,7 +74,6 @@ class PartsTest(parameterized.TestCase):
         expert = int4(QWEN).expert_nbytes
         self.assertEqual(budget.device["expert slots"], 48 * 5 * expert)
         self.assertEqual(budget.device["transient slots"], 7 * expert)
-        self.assertEqual(budget.num_slots, 48 * 5 + 7)
         self.assertEqual(budget.host, {"experts": 48 * 128 * expert})
         self.assertEmpty(budget.disk)
         self.assertEqual(budget.total_device, sum(budget.device.values()))
@@ -98,7 +97,7 @@ class PartsTest(parameterized.TestCase):
     def test_without_limits_all_experts_are_among_the_weights(self):
         budget = budget_of()
         self.assertFalse(budget.pooled)
-        self.assertEqual((budget.slots, budget.transient, budget.num_slots), (128, 0, 0))
+        self.assertEqual((budget.slots, budget.transient), (128, 0))
         self.assertEqual(budget.device["experts"], 48 * 128 * int4(QWEN).expert_nbytes)
         self.assertEqual((budget.total_host, budget.link_nbytes(10)), (0, 0))
         machine = Machine(host_nbytes=0, pinned_nbytes=0)

@@ -23,6 +23,7 @@ from moejax.experts.budget.planned import RunSizes as RunSizes
 from moejax.experts.budget.planned import Tier as Tier
 from moejax.experts.budget.planned import TierBudget as TierBudget
 from moejax.experts.budget.planned import table_nbytes as table_nbytes
+from moejax.experts.budget.table import LINK_GIB_PER_S as LINK_GIB_PER_S
 from moejax.experts.budget.table import describe as describe
 from moejax.experts.budget.tiers import PolicyDemands as PolicyDemands
 from moejax.experts.budget.tiers import make_budget as make_budget

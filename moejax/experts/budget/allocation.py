@@ -20,7 +20,6 @@ from moejax.experts.budget.planned import (
     blocks_from_disk,
     bulk_nbytes,
     least_host_nbytes,
-    most_at_once,
     table_nbytes,
 )
 from moejax.experts.budget.workspace import workspace_nbytes
@@ -71,7 +70,7 @@ class _TierPlan:
 
     @property
     def num_experts(self) -> int:
-        return self.run.config.num_experts
+        return self.run.num_experts
 
     @property
     def is_packed(self) -> bool:
@@ -122,10 +121,8 @@ class _TierPlan:
         if wide:  # of a sequence, however long it is
             parts[STATES] = run.batch * (4 * wide + plain * run.itemsize)
         parts["activations and workspace"] = workspace_nbytes(
-            run.config, batch=run.batch, context=run.context, chunk=run.chunk,
-            itemsize=run.itemsize, platform=run.platform, num_turns=num_banks(self.limits),
-            num_tiers=self.num_tiers, is_packed=self.is_packed,
-        )  # fmt: skip
+            run, num_banks(self.limits), num_tiers=self.num_tiers, is_packed=self.is_packed
+        )
         if reserve := RESERVE_BYTES[run.platform]:
             parts["reserve of the allocator"] = reserve
         return parts
@@ -160,19 +157,14 @@ class _TierPlan:
             parts["experts on their way between steps"] = self.bulk_nbytes + own
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
-        if self.run.platform == "cpu" or self.reads_disk:
-            parts["experts on their way in a step"] = self.at_once(slots, transient) * own
+        if self.run.is_cpu or self.reads_disk:
+            parts["experts on their way in a step"] = self.run.most_at_once(slots, transient) * own
         return parts
 
     @property
     def bulk_nbytes(self) -> int:
         """Bytes of transfers between steps, on the device and again in host memory."""
         return bulk_nbytes(self.tier.expert_nbytes, self.limits.bulk)
-
-    def at_once(self, slots: int, transient: int) -> int:
-        """Experts that a step fetches at once for a layer, at most (`TierBudget.at_once`)."""
-        num_pairs = self.run.batch * self.run.chunk * self.run.config.experts_per_token
-        return most_at_once(self.num_experts, num_pairs, slots, transient)
 
     @property
     def reads_disk(self) -> bool:
@@ -233,18 +225,13 @@ class _TierPlan:
                 host["blocks of transfers between steps"] = self.bulk_nbytes
             if rows < num_experts:
                 host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
-                waited = blocks_from_disk(self.at_once(slots, transient)) - RING_BLOCKS
+                waited = blocks_from_disk(self.run.most_at_once(slots, transient)) - RING_BLOCKS
                 host[WAITED] = waited * nbytes
                 disk["experts"] = num_experts * nbytes
         return TierBudget(
             limits=self.limits,
+            run=self.run,
             tier=self.tier,
-            batch=self.run.batch,
-            context=self.run.context,
-            chunk=self.run.chunk,
-            num_layers=self.num_layers,
-            num_experts=self.num_experts,
-            experts_per_token=self.run.config.experts_per_token,
             pooled=pooled,
             slots=slots,
             transient=transient,
@@ -257,7 +244,10 @@ class _TierPlan:
     def host_rows(self, slots: int, transient: int) -> int:
         """Host rows R: all experts, or those that fit beside the disk's blocks."""
         limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
-        num_experts, at_once = self.num_layers * self.num_experts, self.at_once(slots, transient)
+        num_experts, at_once = (
+            self.num_layers * self.num_experts,
+            self.run.most_at_once(slots, transient),
+        )
         if limit is None or not self.reads_disk:
             return num_experts
         rows = (limit - self.bulk_nbytes) // nbytes - blocks_from_disk(at_once)

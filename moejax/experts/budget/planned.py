@@ -29,9 +29,24 @@ class RunSizes:
     itemsize: int = 2  # bytes of a number of the activations and of the KV cache
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether it runs on a CPU."""
+        return self.platform == "cpu"
+
+    @property
     def num_layers(self) -> int:
-        """M."""
+        """Number of sparse layers, M."""
         return len(self.config.moe_layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer, E."""
+        return self.config.num_experts
+
+    def most_at_once(self, slots: int, transient: int) -> int:
+        """Experts that a step fetches at once for a layer, to slots or in a wave."""
+        num_pairs = self.batch * self.chunk * self.config.experts_per_token
+        return max(min(self.num_experts, num_pairs, slots), transient)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,23 +85,22 @@ class TierBudget(_Parts):
     without, all are on the device as the other weights are, C is E, and B and R are 0.
     """
 
+    run: RunSizes
     tier: Tier
-    batch: int  # sequences at once
-    context: int  # slots of the KV cache of each
-    chunk: int  # tokens of each in a prefill step
-    num_layers: int  # M
-    num_experts: int  # E
-    experts_per_token: int  # A
     pooled: bool
     slots: int  # C
     transient: int  # B
     host_rows: int  # R
 
     @property
-    def num_slots(self) -> int:
-        """Number of slots in all banks; 0 where there is no pool."""
-        layers = -(-self.num_layers // self.banks)
-        return self.banks * (layers * self.slots + self.transient) if self.pooled else 0
+    def num_layers(self) -> int:
+        """Number of sparse layers, M."""
+        return self.run.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer, E."""
+        return self.run.num_experts
 
     @property
     def banks(self) -> int:
@@ -102,13 +116,7 @@ class TierBudget(_Parts):
     @property
     def at_once(self) -> int:
         """Experts that a step fetches at once for a layer; most in a prefill chunk."""
-        num_pairs = self.batch * self.chunk * self.experts_per_token
-        return most_at_once(self.num_experts, num_pairs, self.slots, self.transient)
-
-    @property
-    def resident_share(self) -> float:
-        """Share of a layer's experts that have a slot of their own layer."""
-        return self.slots / self.num_experts
+        return self.run.most_at_once(self.slots, self.transient)
 
     @property
     def host_share(self) -> float:
@@ -117,10 +125,13 @@ class TierBudget(_Parts):
             return 1.0
         return min(1.0, self.host_rows / (self.num_layers * self.num_experts))
 
+    def num_needed(self, num_tokens: int) -> int:
+        """Experts of a layer that so many tokens can need."""
+        return min(self.num_experts, num_tokens * self.run.config.experts_per_token)
+
     def link_nbytes(self, num_tokens: int) -> int:
         """Bytes that cross the link in a step of so many tokens, when every expert is a miss."""
-        needed = min(self.num_experts, num_tokens * self.experts_per_token)
-        misses = min(needed, self.num_experts - self.slots)
+        misses = min(self.num_needed(num_tokens), self.num_experts - self.slots)
         return self.num_layers * misses * self.tier.expert_nbytes
 
 
@@ -147,12 +158,12 @@ class Budget(_Parts):
     @property
     def batch(self) -> int:
         """Sequences at once."""
-        return self.tiers[0].batch
+        return self.tiers[0].run.batch
 
     @property
     def context(self) -> int:
         """Slots of the KV cache of each."""
-        return self.tiers[0].context
+        return self.tiers[0].run.context
 
     def table(self) -> list[tuple[str, str, int]]:
         """(place, part, bytes) of every part, each place's total last."""
@@ -168,11 +179,6 @@ class Budget(_Parts):
 def bulk_nbytes(expert_nbytes: int, bulk: int) -> int:
     """Bytes of `bulk` experts in flight between steps, padded to full words."""
     return bulk * (expert_nbytes + _BLOB_PADDING)
-
-
-def most_at_once(num_experts: int, num_pairs: int, slots: int, transient: int) -> int:
-    """Experts that a step of `num_pairs` fetches at once for a layer, to slots or in a wave."""
-    return max(min(num_experts, num_pairs, slots), transient)
 
 
 def blocks_from_disk(at_once: int) -> int:
