@@ -125,11 +125,9 @@ class _Steps(NamedTuple):
         """Bytes of cached latents, expanded for a later chunk; a token expands none."""
         if tokens == 1:
             return 0
-        c = self.run.config
+        c, run = self.run.config, self.run
         slot = c.num_heads * (2 * of.nope_dim + of.rope_dim + of.value_dim)
-        expanded = min(
-            self.run.batch * self.run.context * slot * self.run.itemsize, LATENT_EXPANDED_BYTES
-        )
+        expanded = min(run.batch * run.context * slot * run.itemsize, LATENT_EXPANDED_BYTES)
         absorbed = tokens * c.num_heads * (2 * of.kv_rank + of.rope_dim)
         return max(expanded, run.batch * absorbed * run.itemsize)
 
