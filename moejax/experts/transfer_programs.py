@@ -10,7 +10,7 @@ Axes: n experts of one call, W words of an expert, C slots of a layer, S slots o
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,34 +43,33 @@ class BlobLayout:
                 raise ValueError(f"experts of {dtype} do not go into words of {WORD_NBYTES} bytes")
         return found
 
+    def spans(self) -> Iterator[tuple[slice, tuple[int, ...], Any]]:
+        """Words, shape and dtype of each array."""
+        start = 0
+        for shape, dtype in self.row:
+            end = start - (-math.prod(shape) * jnp.dtype(dtype).itemsize // WORD_NBYTES)
+            yield slice(start, end), shape, jnp.dtype(dtype)
+            start = end
+
     @property
     def num_words(self) -> int:
         """Number of words, W."""
-        return sum(_num_words(shape, dtype) for shape, dtype in self.row)
+        return max(words.stop for words, _, _ in self.spans())
 
     def views(self, memory: np.ndarray) -> list[np.ndarray]:
         """The arrays of an expert in words of the host, uint32[W]; to be written to."""
-        views, start = [], 0
-        for shape, dtype in self.row:
-            end = start + _num_words(shape, dtype)
-            flat = memory[start:end].view(jnp.dtype(dtype))
-            views.append(flat[: math.prod(shape)].reshape(shape))
-            start = end
-        return views
+        return [
+            memory[words].view(dtype)[: math.prod(shape)].reshape(shape)
+            for words, shape, dtype in self.spans()
+        ]
 
     def parts(self, blob: jax.Array) -> list[jax.Array]:
         """The arrays of an expert out of its words on the device, uint32[W]."""
-        parts, start = [], 0
-        for shape, dtype in self.row:
-            end = start + _num_words(shape, dtype)
-            numbers = jax.lax.bitcast_convert_type(blob[start:end], jnp.dtype(dtype))
+        parts = []
+        for words, shape, dtype in self.spans():
+            numbers = jax.lax.bitcast_convert_type(blob[words], dtype)
             parts.append(numbers.reshape(-1)[: math.prod(shape)].reshape(shape))
-            start = end
         return parts
-
-
-def _num_words(shape: tuple[int, ...], dtype: str) -> int:
-    return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // WORD_NBYTES)
 
 
 def probe(pool: ExpertPool, what: jax.Array) -> jax.Array:
