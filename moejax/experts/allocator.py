@@ -32,11 +32,7 @@ def room_nbytes(device: jax.Device, planned_nbytes: int = 0) -> int | None:
 
 
 def limits_on(device: jax.Device, limits: Limits, planned_nbytes: int = 0) -> Limits:
-    """Lowers a stated limit of the device to the room of its allocator; logs where it does.
-
-    Args:
-      planned_nbytes: bytes in use that the plan counts itself.
-    """
+    """Lowers a stated limit of the device to `room_nbytes`; logs where it does."""
     room = room_nbytes(device, planned_nbytes)
     if room is None or not limits.device_gib or int(limits.device_gib * GIB) <= room:
         return limits
@@ -50,15 +46,7 @@ def limits_on(device: jax.Device, limits: Limits, planned_nbytes: int = 0) -> Li
 
 
 def check_room(parts: Mapping[str, int], room_nbytes: int | None) -> None:
-    """Raises, before loading, if the parts of a device without a stated limit exceed its room.
-
-    Args:
-      parts: bytes on the device; weights and experts alone count, without cache and workspace.
-      room_nbytes: bytes that the allocator still gives; None: not known.
-
-    Raises:
-      BudgetError: they do not fit; the text names what to do.
-    """
+    """Raises BudgetError if weights and experts exceed the room of a device without a limit."""
     least = sum(n for part, n in parts.items() if not part.startswith(_AT_MOST))
     if room_nbytes is not None and least > room_nbytes:
         left = math.floor(max(0, room_nbytes) / GIB * 1000) / 1000

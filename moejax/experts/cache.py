@@ -184,7 +184,7 @@ class ExpertMemory:
 
     Attributes:
       spec: static facts, part of every compiled step.
-      tiers: in order of falling fidelity; their pools are those of `pool`.
+      tiers: in order of falling fidelity.
       ledger: sums of what the steps counted, as of the last `settle`.
     """
 
@@ -201,9 +201,6 @@ class ExpertMemory:
         Args:
           policy: None: the router alone decides, with one tier.
           width: A, experts a token; for the policy.
-
-        Raises:
-          MoejaxError: the policy's settings do not suit the tiers.
         """
         if policy is None and len(tiers) != 1:
             raise ValueError(f"{len(tiers)} tiers and no policy that chooses among them")
@@ -330,9 +327,7 @@ class ExpertMemory:
     def reading(self, since: int | None = None) -> Iterator[None]:
         """Wraps the host's reading of results, which are valid if this returns.
 
-        Raises:
-          MoejaxError: an expert could not be read from the disk since then; the next step starts
-            with an empty cache.
+        After a failure of the disk, a MoejaxError, the next step starts with an empty cache.
         """
         try:
             yield

@@ -82,7 +82,6 @@ class DiskExperts(RowProvider):
         """Starts on an open reader.
 
         Args:
-          store: host rows; None for none.
           most_kept: experts that a step waited for and that have no row yet; more are read again.
           most_ahead: experts that the reader is asked for at once.
         """
@@ -110,14 +109,10 @@ class DiskExperts(RowProvider):
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "moejax-rows")
 
     def read(self, layer: Any, experts: Any) -> tuple[np.ndarray, ...]:
-        """Returns the rows of experts (-1: none), stacked [J, ...]; steps call it.
+        """Returns the rows of experts, int32[J] (-1: none), stacked [J, ...]; steps call it.
 
         An error would end the step with more than one line, and take its donated arrays with it:
         it is counted in `failures`. The time is counted too: the step waits for it.
-
-        Args:
-          layer: int32[].
-          experts: int32[J].
         """
         start = time.monotonic()
         try:

@@ -66,15 +66,7 @@ class DiskReader:
     """
 
     def __init__(self, source: RowSource, *, ring_blocks: int, retries: int = 2) -> None:
-        """Allocates the ring; the first request starts the thread.
-
-        Args:
-          ring_blocks: experts that are being read, or are read and not released.
-          retries: attempts after a failed read.
-
-        Raises:
-          MoejaxError: host memory for the ring cannot be had.
-        """
+        """Allocates a ring of so many experts; the first request starts the thread."""
         if ring_blocks < 1 or retries < 0:
             raise ValueError("a ring of at least one block, retries of at least 0")
         self.source, self._retries = source, retries
@@ -147,11 +139,8 @@ class DiskReader:
     def read_now(self, expert: Expert) -> list[np.ndarray]:
         """Reads an expert in the calling thread, to new arrays, whatever the queue holds.
 
-        For a callback inside the step, which needs the expert before it can go on.
-
-        Raises:
-          MoejaxError: it could not be read.
-          ValueError: the reader is closed.
+        For a callback inside the step, which needs the expert before it can go on. MoejaxError
+        where it cannot be read, ValueError once the reader is closed.
         """
         with self._changed:
             self._check_open()
@@ -236,7 +225,7 @@ class DiskReader:
             raise ValueError("the reader is closed")
 
 
-def check_waiting(source: RowSource, device: jax.Device, name: str = "") -> None:
+def check_waiting(source: RowSource, device: jax.Device, name: str) -> None:
     """Raises MoejaxError if experts stay on the disk and no step can wait.
 
     Reading that computes on JAX's CPU device, inside a callback of a program that runs there, can
@@ -247,9 +236,8 @@ def check_waiting(source: RowSource, device: jax.Device, name: str = "") -> None
       name: name of the experts for the message.
     """
     if source.uses_jax and device.platform == "cpu":
-        of = f"{name}: " if name else ""
         raise MoejaxError(
-            f"{of}experts that are converted while they are read cannot be read inside a step on "
+            f"{name}: experts that are converted while they are read cannot be read inside a step on "
             "the CPU; write the checkpoint in the package's own format, or raise memory.host_gib "
             "until all experts fit host memory"
         )

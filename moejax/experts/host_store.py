@@ -53,11 +53,7 @@ class HostStore:
     """
 
     def __init__(self, source: RowSource, num_rows: int, device: jax.Device) -> None:
-        """Allocates memory; its content is undefined.
-
-        Raises:
-          MoejaxError: it cannot be had, or is more than JAX may pin.
-        """
+        """Allocates memory; its content is undefined."""
         self._source, self.num_rows = source, num_rows
         shapes = [jax.ShapeDtypeStruct((num_rows, *part.shape), part.dtype) for part in source.row]
         held = allocate_host_arrays(shapes, device)
@@ -66,11 +62,7 @@ class HostStore:
         self.row_of = np.full((source.num_layers, source.num_experts), -1, np.int32)
 
     def rows(self, row: int) -> list[np.ndarray]:
-        """The memory of one row, to be written to while no step that reads it runs.
-
-        Raises:
-          IndexError: there is no such row.
-        """
+        """The memory of one row, to be written to while no step that reads it runs."""
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
         return [view[row] for view in self._views]
@@ -78,11 +70,7 @@ class HostStore:
     def fill(self, *, progress: bool = True) -> None:
         """Reads the first R experts into the rows, in order of layer, then expert.
 
-        Args:
-          progress: show a bar over the bytes on stderr.
-
-        Raises:
-          MoejaxError: one cannot be read; the store holds none then.
+        After a MoejaxError, where one cannot be read, the store holds none.
         """
         source, self.row_of[...] = self._source, -1
         experts = list(itertools.islice(np.ndindex(self.row_of.shape), self.num_rows))
@@ -146,13 +134,8 @@ class HostCache:
         """Reserves a row for an expert to be read: a free one, or a victim's.
 
         The victim is gone at once: its row is about to be written to. So no step that may read the
-        row is running, and steps to come are given the new `row_of`.
-
-        Returns:
-          None where every row is pinned or reserved.
-
-        Raises:
-          ValueError: the expert has a row.
+        row is running, and steps to come are given the new `row_of`. None where every row is pinned
+        or reserved.
         """
         if self.row_of[expert] >= 0 or expert in self._reserved:
             raise ValueError(f"expert {expert} has a row already")
@@ -188,14 +171,10 @@ class HostCache:
 
 
 class RowProvider:
-    """Gives transfers experts' arrays; here from rows that hold every expert for ever.
-
-    Attributes:
-      row_of: int32[M, E].
-    """
+    """Gives transfers experts' arrays; here from rows that hold every expert for ever."""
 
     def __init__(self, row_of: np.ndarray, rows: Callable[[int], Sequence[np.ndarray]]) -> None:
-        """Takes a table and what gives the arrays of a row."""
+        """Takes a table, int32[M, E], and what gives the arrays of a row."""
         self.row_of, self._rows = row_of, rows
 
     def acquire(self, expert: Expert) -> Sequence[np.ndarray] | None:

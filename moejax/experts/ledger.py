@@ -201,11 +201,7 @@ class Ledger:
     asked: int | None = None
 
     def add(self, gate: np.ndarray) -> None:
-        """Adds a call's gate mass, float64[M, T + 3].
-
-        Raises:
-          RuntimeError: mass is missing: a pair was neither served nor skipped.
-        """
+        """Adds a call's gate mass, float64[M, T + 3]; RuntimeError where some is missing."""
         self.gate = gate if self.gate is None else self.gate + gate
         served, total = gate[:, : len(self.tiers) + 1].sum(axis=1), gate[:, -1]
         if not np.allclose(served, total, rtol=1e-3, atol=1e-3):

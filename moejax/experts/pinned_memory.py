@@ -41,10 +41,9 @@ def is_pinned(device: jax.Device) -> bool:
 def allocate_host_arrays(
     shapes: Sequence[jax.ShapeDtypeStruct], device: jax.Device
 ) -> list[HostArray]:
-    """Allocates arrays in a device's host memory; their content is undefined.
+    """Allocates arrays in a device's host memory; MoejaxError where it cannot be had.
 
-    Raises:
-      MoejaxError: they cannot be had, or are more than JAX may pin.
+    Their content is undefined.
     """
     nbytes = sum(part.size * np.dtype(part.dtype).itemsize for part in shapes)
     check_pinned_limit(nbytes, device)

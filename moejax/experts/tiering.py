@@ -101,9 +101,6 @@ class StoredTier:
 
         Args:
           stored: bits of a tier that stands for the checkpoint as it is.
-
-        Raises:
-          MoejaxError: the tier has a checkpoint, or its name says no bits.
         """
         if self.source:
             raise MoejaxError(
@@ -119,11 +116,7 @@ class StoredTier:
 
 
 def open_like(source: str, own: Checkpoint, option: str) -> Checkpoint:
-    """Opens a checkpoint of the same model as the run's own; "": its own.
-
-    Raises:
-      MoejaxError: it cannot be opened, or is of another model; the text begins with `option`.
-    """
+    """Opens a checkpoint of the run's own model ("": its own); errors begin with `option`."""
     if not source:
         return own
     found = open_checkpoint(source)
@@ -151,11 +144,8 @@ def choose(
     """Makes the policy of a run, with its profile where it reads one.
 
     Args:
-      directory: the checkpoint's, where a profile may lie; None: there is none.
+      directory: the checkpoint's, where a profile may lie.
       config: of the model; None: any.
-
-    Raises:
-      MoejaxError: the policy, a setting, or the profile that it needs is not there.
     """
     if not isinstance(tiering.policy, str):
         return Chosen(tiering.policy)

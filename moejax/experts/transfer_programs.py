@@ -103,8 +103,7 @@ def land(
     link for nothing, and count as `bulk` and as `prefetch_waste`.
 
     Args:
-      spec: static, of the pool.
-      layout: static, of the blobs.
+      layout: static, as is the spec.
       pool: donated.
       blobs: n of uint32[W].
       what: int32[2, n], layers and experts, no expert twice; -1: no such transfer, its blob is any.

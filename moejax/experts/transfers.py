@@ -108,9 +108,6 @@ class Transfers:
           in_flight: experts at once between their row and their slot: so many blocks of host
             memory, and at most so many experts on the device beside the pool.
           queue_length: most requests that wait; more are refused.
-
-        Raises:
-          MoejaxError: memory for the blocks cannot be had.
         """
         if in_flight < 1 or queue_length < 1 or not cache.slots:
             raise ValueError("transfers need a cache, a queue and one expert in flight")
@@ -146,11 +143,7 @@ class Transfers:
             return [*self._queue, *self._moving]
 
     def request(self, layer: int, experts: Iterable[int]) -> None:
-        """Asks for experts of a layer, the most urgent first; refused where the queue is full.
-
-        Raises:
-          ValueError: there is no such expert, or the transfers are closed.
-        """
+        """Asks for experts of a layer, the most urgent first; refused where the queue is full."""
         with self._lock:
             if self._is_closed:
                 raise ValueError("the transfers are closed")
