@@ -159,8 +159,8 @@ class WaitingTest(SsdTestCase):
     def test_what_computes_while_it_reads(self):
         source = Source()
         source.uses_jax = True
-        check_waiting(source, mock.Mock(platform="gpu"))
-        check_waiting(Source(), self.device)
+        check_waiting(source, mock.Mock(platform="gpu"), "experts of a")
+        check_waiting(Source(), self.device, "experts of a")
         with self.assertRaisesRegex(MoejaxError, "^experts of a: experts that are converted"):
             check_waiting(source, self.device, "experts of a")
 
