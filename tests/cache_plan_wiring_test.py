@@ -140,7 +140,7 @@ class WiringTest(parameterized.TestCase):
         cache = CacheSpec(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
 
         def lines(kernels: ops.Kernels, read: Any) -> list[str]:
-            tier = TierMemory.of_rows(PoolSpec(cache, 0, read), *hosts, row_of, cpu)
+            tier = TierMemory(PoolSpec(cache, 0, read), *hosts, row_of, cpu)
             memory = ExpertMemory([tier])
             remarks = Runner(CONFIG, weights, cpu, kernels=kernels, memory=memory).kernel_warnings()
             return [line for line in remarks if "found and placed" in line]

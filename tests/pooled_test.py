@@ -75,7 +75,7 @@ def pooled_runner(config: ModelConfig, weights: dict[str, Weight], policy: Any) 
         num_layers=num_layers, num_experts=num_experts, slots=min(slots, num_experts),
         transient=transient, banks=2 if prefetch else 1,
     )  # fmt: skip
-    tier = TierMemory.of_rows(
+    tier = TierMemory(
         PoolSpec(cache, prefetch), *(rows_of(weights[name]) for name in EXPERTS),
         np.arange(num_layers * num_experts).reshape(num_layers, num_experts), CPU,
     )  # fmt: skip
@@ -185,7 +185,7 @@ class DiskTest(parameterized.TestCase):
             banks=2 if prefetch else 1,
         )
         row_of = np.where(np.arange(16) < num_rows, np.arange(16), -1).reshape(2, 8)
-        tier = TierMemory.of_rows(
+        tier = TierMemory(
             PoolSpec(cache, prefetch, read), *(row[:num_rows] for row in rows), row_of, CPU
         )
         memory = ExpertMemory([tier])

@@ -68,7 +68,7 @@ def memory_of(
             banks=2 if prefetch else 1,
         )  # fmt: skip
         hosts = [pinned_rows(stored[leaf], device) for leaf in EXPERT_LEAVES]
-        memory = TierMemory.of_rows(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        memory = TierMemory(PoolSpec(cache, prefetch), *hosts, row_of, device)
         if size == NUM_EXPERTS:
             everyone = np.tile(np.arange(NUM_EXPERTS, dtype=np.int32), (config.num_layers, 1))
             preload(memory, config, ops.Kernels(target_of(device)), everyone)

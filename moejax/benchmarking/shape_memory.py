@@ -131,7 +131,7 @@ class ShapeMemories:
             transient=transient, banks=2 if plan.prefetch else 1,
         )  # fmt: skip
         spec = PoolSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
-        memory = TierMemory.of_rows(spec, *rows.stacks, rows.row_of, self.device)
+        memory = TierMemory(spec, *rows.stacks, rows.row_of, self.device)
         first = plan.first
         if is_full:
             first = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))

@@ -7,7 +7,6 @@ one tier, and what a step needs is fetched on demand.
 import contextlib
 import dataclasses
 import functools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +40,6 @@ UNKNOWN_TOKENS = 2**30  # more than any policy rests for
 POLL_S = 2e-4  # between looks at transfers that are waited for
 
 
-@dataclasses.dataclass
 class TierMemory:
     """Experts of one model in one stored form; `ExpertMemory` guards it by its lock.
 
@@ -55,33 +53,41 @@ class TierMemory:
       fill: gives a new pool its first experts; None: it starts empty.
     """
 
-    spec: PoolSpec
-    pool: ExpertPool
-    store: ExpertStore
-    ledger: TierLedger
-    disk: DiskExperts | None = None
-    transfers: Transfers | None = None
-    fill: Callable[["TierMemory"], ExpertPool] | None = None
-    _forgotten: int = 0  # failures of the disk of which nothing is cached any more
-
-    @classmethod
-    def of_rows(
-        cls,
+    def __init__(
+        self,
         spec: PoolSpec,
         gate_up: Weight,
         down: Weight,
         row_of: np.ndarray,
         device: jax.Device,
         terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ()),
-    ) -> "TierMemory":
+        disk: DiskExperts | None = None,
+    ) -> None:
         """Wraps a filled store (fields as of `ExpertStore`); allocates an empty pool."""
-        pool = _empty_pool(spec, (gate_up, down), device)
         rows = jax.device_put(np.asarray(row_of, np.int32), device)
-        expert_bytes = sum(
-            math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(pool.banks[0])
-        )
-        return cls(spec, pool, ExpertStore(gate_up, down, rows, terms), TierLedger(expert_bytes))
+        self.spec, self.store = spec, ExpertStore(gate_up, down, rows, terms)
+        self.pool = self._empty_pool()
+        slots = jax.tree.leaves(self.pool.banks[0])
+        self.ledger = TierLedger(sum(leaf.nbytes // len(leaf) for leaf in slots))
+        self.disk = disk
+        self.transfers: Transfers | None = None
+        self.fill: Callable[[TierMemory], ExpertPool] | None = None
+        self._forgotten = 0  # failures of the disk of which nothing is cached any more
+
+    def _empty_pool(self) -> ExpertPool:
+        cache, device = self.spec.cache, self.store.row_of.device
+
+        def slots(row: Any) -> jax.Array:
+            return jnp.zeros((cache.num_slots, *row.shape[1:]), row.dtype, device=device)
+
+        used = None
+        if self.spec.read is not None:
+            used = jnp.zeros((cache.num_layers, cache.num_experts), jnp.int32, device=device)
+        rows = self.store.gate_up, self.store.down
+        banks = tuple(jax.tree.map(slots, rows) for _ in range(cache.banks))
+        state = (residency.empty(cache), residency.no_counts(cache.num_layers))
+        tables, counts = jax.device_put(state, device)
+        return ExpertPool(banks, tables, counts, used)
 
     def stacks(self) -> dict[str, Weight]:
         """Shapes of a bank as leaves [1, S, ...], with low-rank terms."""
@@ -143,8 +149,7 @@ class TierMemory:
         for leaf in jax.tree.leaves(self.pool):
             if not leaf.is_deleted():
                 leaf.delete()  # there may be no room for two
-        device = self.store.row_of.device
-        self.pool = _empty_pool(self.spec, (self.store.gate_up, self.store.down), device)
+        self.pool = self._empty_pool()
         if self.fill is not None:
             self.pool = self.fill(self)
 
@@ -548,19 +553,3 @@ def _preloaded_pool(
 
     pool = jax.jit(fill, donate_argnums=0)(memory.pool, store)
     return dataclasses.replace(pool, residency=content)
-
-
-def _empty_pool(spec: PoolSpec, rows: tuple[Weight, Weight], device: jax.Device) -> ExpertPool:
-    def slots(row: Any) -> jax.Array:
-        return jnp.zeros((spec.cache.num_slots, *row.shape[1:]), row.dtype, device=device)
-
-    used = None
-    if spec.read is not None:
-        size = (spec.cache.num_layers, spec.cache.num_experts)
-        used = jnp.zeros(size, jnp.int32, device=device)
-    return ExpertPool(
-        tuple(jax.tree.map(slots, rows) for _ in range(spec.cache.banks)),
-        jax.device_put(residency.empty(spec.cache), device),
-        jax.device_put(residency.no_counts(spec.cache.num_layers), device),
-        used,
-    )

@@ -238,6 +238,6 @@ def check_waiting(source: RowSource, device: jax.Device, name: str) -> None:
     if source.uses_jax and device.platform == "cpu":
         raise MoejaxError(
             f"{name}: experts that are converted while they are read cannot be read inside a step "
-            "on the CPU; write the checkpoint in the package's own format, or raise memory.host_gib "
-            "until all experts fit host memory"
+            "on the CPU; write the checkpoint in the package's own format, or raise "
+            "memory.host_gib until all experts fit host memory"
         )

@@ -274,8 +274,7 @@ def load_experts(
     )  # fmt: skip
     read = disk.read if disk else None
     spec = PoolSpec(cache, limits.prefetch, read, prefetch_in=limits.prefetch_in)
-    memory = TierMemory.of_rows(spec, gate_up, down, supply.row_of, device, terms)
-    memory.disk = disk
+    memory = TierMemory(spec, gate_up, down, supply.row_of, device, terms, disk)
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
@@ -290,7 +289,7 @@ def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
     kind = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
     gate_up, down = jax.device_put((memory.store.gate_up, memory.store.down), kind)
     spec = dataclasses.replace(memory.spec, emulated=True, read=None)
-    return TierMemory.of_rows(spec, gate_up, down, row_of, device, memory.store.terms)
+    return TierMemory(spec, gate_up, down, row_of, device, memory.store.terms)
 
 
 def _quantized(reader: ExpertReader, tier: StoredTier, tiering: Tiering | None) -> QuantizedRows:

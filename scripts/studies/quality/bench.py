@@ -180,7 +180,7 @@ class Served:
                 transient=1,
             )  # fmt: skip
             spec = PoolSpec(cache, emulated=True)
-            made = TierMemory.of_rows(spec, *model.experts[name], places, model.device)
+            made = TierMemory(spec, *model.experts[name], places, model.device)
             made.ledger.expert_bytes = model.nbytes(name)
             memories.append(made)
         width = config.experts_per_token
