@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,9 +97,8 @@ def load_limited(
     weights = load(experts=False)
     memories, held = [], 0
     for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
-        packed = functools.partial(_quantized, tier=tier, tiering=tiering) if tier.bits else None
-        memory = load_experts(
-            source, part, dtype=dtype, device=device, progress=progress, packed=packed
+        memory = _load_tier(
+            source, part, tier, tiering, dtype=dtype, device=device, progress=progress
         )
         if tiering is not None:
             if tiering.emulate:
@@ -187,7 +186,7 @@ def plan_experts(
     for tier, disk, part in zip(stored, disks, budget.tiers, strict=True):
         if part.host_share < 1:
             with open_experts(disk, dtype=dtype, device=device) as reader:
-                rows = _quantized(reader, tier, tiering) if tier.bits else reader
+                rows = _rows_of(tier, tiering, reader)
                 name = str(disk.directory) if tiering is None else f"tier {tier.name}"
                 check_waiting(rows, device, name)
     return Planned(policy, activations, stored, sources, budget)
@@ -223,22 +222,17 @@ def budget_of_tiers(
     return make_budget(run, tiers, limits, demands)
 
 
-def load_experts(
+def _load_tier(
     checkpoint: Checkpoint,
     budget: TierBudget,
+    tier: StoredTier,
+    tiering: Tiering | None,
     *,
     dtype: str,
     device: jax.Device,
     progress: bool,
-    packed: Callable[[ExpertReader], Any] | None = None,
 ) -> TierMemory:
-    """Fills host rows, allocates an empty pool, opens the disk if rows are few.
-
-    Args:
-      checkpoint: its experts are read here, or from `budget.limits.disk_path` where that is given.
-      budget: a pooled one.
-      packed: reads rows of another form from a reader of the checkpoint's.
-    """
+    """Fills host rows, allocates an empty pool, opens the disk if rows are few."""
     limits = budget.limits
     reader: Any = open_experts(disk_source(checkpoint, limits), dtype=dtype, device=device)
     with open_experts(checkpoint, dtype=dtype, device=device) as own:
@@ -249,8 +243,7 @@ def load_experts(
                 f"memory.disk_path={limits.disk_path} holds experts of another form than "
                 f"{checkpoint.directory}: give a copy of it"
             )
-    if packed is not None:
-        reader = packed(reader)
+    reader = _rows_of(tier, tiering, reader)
     store, disk = None, None
     arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)
     if budget.host_rows:
@@ -292,9 +285,12 @@ def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
     return TierMemory(spec, gate_up, down, row_of, device, memory.store.terms)
 
 
-def _quantized(reader: ExpertReader, tier: StoredTier, tiering: Tiering | None) -> QuantizedRows:
-    assert tiering is not None
-    assert tier.bits is not None
+def _rows_of(
+    tier: StoredTier, tiering: Tiering | None, reader: ExpertReader
+) -> ExpertReader | QuantizedRows:
+    """Returns the reader of a tier's rows, which may be quantized while they are read."""
+    if tiering is None or tier.bits is None:
+        return reader
     scheme = Scheme(
         method=tiering.quantizer,
         bits=tier.bits,
@@ -312,7 +308,7 @@ def _sizes(
     """Bytes of an expert of a tier; MoejaxError where it has no form in which experts move."""
     if tier.bits:
         with open_experts(source, dtype=dtype, device=device) as reader:
-            rows = _quantized(reader, tier, tiering)
+            rows = _rows_of(tier, tiering, reader)
             return Tier(name=tier.name, expert_nbytes=rows.row_nbytes)
     sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
     if sizes.refusal:

@@ -160,14 +160,6 @@ def last_uses(pool: ExpertPool) -> jax.Array:
     return jnp.copy(pool.used)
 
 
-def is_found(found: jax.Array, place: int) -> bool:
-    """Reads the answer of `probe`; False where it ran behind a failed step."""
-    try:
-        return bool(jax.device_get(found)[place])
-    except jax.errors.JaxRuntimeError:
-        return False
-
-
 def is_ready(array: jax.Array) -> bool:
     """Whether an array is computed, so that reading it waits for nothing."""
     return bool(array.is_ready())  # type: ignore[attr-defined]
