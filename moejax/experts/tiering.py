@@ -75,11 +75,11 @@ class Tiering:
                     "another form is NAME=CHECKPOINT, and several are ('int4','int2')"
                 )
             found.append(StoredTier(name, source))
-        if sum(not tier.source and tier.bits is None for tier in found) > 1:
-            bare = ", ".join(t.name for t in found if not t.source and t.bits is None)
+        bare = [tier.name for tier in found if not tier.source and tier.bits is None]
+        if len(bare) > 1:
             raise MoejaxError(
-                f"policy.tiers: {bare} all mean the checkpoint as it is; {', '.join(MADE)} can be "
-                "made at load, another form is NAME=CHECKPOINT"
+                f"policy.tiers: {', '.join(bare)} all mean the checkpoint as it is; "
+                f"{', '.join(MADE)} can be made at load, another form is NAME=CHECKPOINT"
             )
         return tuple(found)
 
@@ -155,10 +155,7 @@ def choose(
         _take_links(given, directory, config)
     if "buddymoe" not in parts or not isinstance(given.get("lists", ""), str):
         return Chosen(make_policy(name, **given))
-    path = Path(given.pop("lists", "")).expanduser()
-    if not path.name and directory is None:
-        raise MoejaxError("buddymoe needs a profile: lists=FILE of moejax.profile_experts")
-    profile = load_buddies(path if path.name else directory or path, config, directory)
+    profile = _load_profile(given.pop("lists", ""), "buddymoe", "lists", directory, config)
     if isinstance(given.get("tae_tau"), str) and given["tae_tau"] == "profile":
         _take_temperature(given, profile)
     for setting, value in (("gains", profile.gains), ("tae_tau", profile.tau)):
@@ -176,20 +173,27 @@ def choose(
 def _take_links(given: dict[str, Any], directory: Path | None, config: ModelConfig | None) -> None:
     """Replaces a profile's path by its cross-layer shares, where they are used."""
     text = given.pop("links", "")
-    path = Path(text).expanduser()
     if not given.get("foresight") or given.get("foresee_by") != "links":
         if text:
-            raise MoejaxError(f"links={path} is for foresight above 0 with foresee_by=links")
+            raise MoejaxError(f"links={text} is for foresight above 0 with foresee_by=links")
         return
-    if not text and directory is None:
-        raise MoejaxError("foresee_by=links needs a profile: links=FILE of moejax.profile_experts")
-    links = load_buddies(path if text else directory or path, config, directory).links
-    if links is None:
+    profile = _load_profile(text, "foresee_by=links", "links", directory, config)
+    if profile.links is None:
         raise MoejaxError(
-            f"{path if text else directory}: the profile does not say which experts follow "
-            "which; profile the model again (python -m moejax.profile_experts)"
+            f"{text or directory}: the profile does not say which experts follow which; profile "
+            "the model again (python -m moejax.profile_experts)"
         )
-    given["links"] = links
+    given["links"] = profile.links
+
+
+def _load_profile(
+    text: str, who: str, setting: str, directory: Path | None, config: ModelConfig | None
+) -> BuddyProfile:
+    """Reads the profile at a path; "": that beside the checkpoint."""
+    path = Path(text).expanduser() if text else directory
+    if path is None:
+        raise MoejaxError(f"{who} needs a profile: {setting}=FILE of moejax.profile_experts")
+    return load_buddies(path, config, directory)
 
 
 def of_grid(name: str) -> Callable[..., AnyPolicy]:
