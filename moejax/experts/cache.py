@@ -27,7 +27,7 @@ from moejax.experts.host_store import Expert
 from moejax.experts.ledger import Ledger, TierLedger
 from moejax.experts.tiered import Asked, ExpertCache, ExpertCacheSpec, ask, no_gate
 from moejax.experts.tiering import STORED
-from moejax.experts.transfer_programs import is_ready, last_uses
+from moejax.experts.transfer_programs import is_ready
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy, PolicySpec
@@ -38,6 +38,8 @@ from moejax.weights.qtensor import Compensator, Weight
 
 UNKNOWN_TOKENS = 2**30  # more than any policy rests for
 POLL_S = 2e-4  # between looks at transfers that are waited for
+
+_copied = jax.jit(jnp.copy)  # ready when every step so far is over; its operand is not donated
 
 
 class TierMemory:
@@ -114,7 +116,7 @@ class TierMemory:
 
     def advance(self) -> None:
         """Moves experts read from disk to host rows, and advances transfers."""
-        if self.disk is not None and self.disk.advance(lambda: _last_uses(self.pool)):
+        if self.disk is not None and self.disk.advance(lambda: _copied(self.pool.used)):
             place = self.store.row_of.sharding
             row_of = jax.device_put(self.disk.row_of.copy(), place)
             self.store = dataclasses.replace(self.store, row_of=row_of)
@@ -170,9 +172,6 @@ class TierMemory:
             self.transfers.close()
         if self.disk is not None:
             self.disk.close()
-
-
-_last_uses = jax.jit(last_uses)
 
 
 @dataclasses.dataclass

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import tqdm
 
-from moejax.errors import MoejaxError
 from moejax.experts.pinned_memory import allocate_host_arrays
 
 _THREADS = 4
@@ -113,15 +112,12 @@ class HostCache:
 
     def __init__(self, row_of: np.ndarray, num_rows: int) -> None:
         """Starts with the rows of a store and the experts that they hold."""
-        used = row_of[row_of >= 0]
-        if used.size and (used.max() >= num_rows or np.unique(used).size < used.size):
-            raise ValueError(f"the table names a row twice, or one that is not in 0..{num_rows}")
         self.row_of = row_of
         self.evictions = 0
         held = [(int(layer), int(expert)) for layer, expert in np.argwhere(row_of >= 0)]
         # The first is the one that was used longest ago; at the start, the one in the first row.
         self._held = OrderedDict.fromkeys(sorted(held, key=lambda expert: int(row_of[expert])))
-        self._free = sorted(set(range(num_rows)) - set(used.tolist()), reverse=True)
+        self._free = sorted(set(range(num_rows)) - set(row_of[row_of >= 0].tolist()), reverse=True)
         self._reserved: dict[Expert, int] = {}
         self._pinned: set[Expert] = set()
 
@@ -183,10 +179,7 @@ class RowProvider:
         Raises:
           MoejaxError: they cannot be had; the next call tries once more.
         """
-        row = int(self.row_of[expert])
-        if row < 0:
-            raise MoejaxError(f"expert {expert[1]} of sparse layer {expert[0]} has no row")
-        return self._rows(row)
+        return self._rows(int(self.row_of[expert]))
 
     def release(self, expert: Expert) -> None:
         """Releases an expert whose arrays `acquire` returned."""

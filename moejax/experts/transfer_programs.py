@@ -154,12 +154,6 @@ def land(
     return pool, slots
 
 
-def last_uses(pool: ExpertPool) -> jax.Array:
-    """A copy of `pool.used`, int32[M, E]; ready when every step so far is over. Not donated."""
-    assert pool.used is not None
-    return jnp.copy(pool.used)
-
-
 def is_ready(array: jax.Array) -> bool:
     """Whether an array is computed, so that reading it waits for nothing."""
     return bool(array.is_ready())  # type: ignore[attr-defined]
