@@ -21,7 +21,6 @@ from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.host_store import RowProvider
 from moejax.experts.residency import CacheSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
@@ -138,9 +137,8 @@ class ShapeMemories:
         if first is not None and first.shape[1]:
             preload(memory, self.config, ops.Kernels(target_of(self.device)), first)
         if plan.bulk:
-            supply = RowProvider(rows.row_of, rows.store.rows)
             memory.transfers = Transfers(
-                cache, memory.pool, supply, self.device, in_flight=plan.bulk
+                cache, memory.pool, rows.store, self.device, in_flight=plan.bulk
             )
         return memory
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.experts.disk_reader import DiskReader, State, Ticket
-from moejax.experts.host_store import Expert, HostCache, HostStore, RowProvider, copy_row
+from moejax.experts.host_store import Expert, HostCache, HostStore, copy_row
 from moejax.experts.transfer_programs import is_ready
 
 # Sums since a reader was made, by name; all zero.
@@ -63,7 +63,7 @@ class _PendingRow:
     written: concurrent.futures.Future[None] | None = None
 
 
-class DiskExperts(RowProvider):
+class DiskExperts:
     """Reads experts for steps and transfers; caches them between steps.
 
     Attributes:
@@ -86,13 +86,12 @@ class DiskExperts(RowProvider):
           most_ahead: experts that the reader is asked for at once.
         """
         self.reader, self._most_kept, self._most_ahead = reader, most_kept, most_ahead
-        if store is None:
-            shape = (reader.source.num_layers, reader.source.num_experts)
-            super().__init__(np.full(shape, -1, np.int32), lambda _: [])
-            self.cache, self._num_rows = None, 0
-        else:
-            super().__init__(store.row_of, store.rows)
-            self.cache, self._num_rows = HostCache(store.row_of, store.num_rows), store.num_rows
+        self._store, self.cache = store, None
+        shape = (reader.source.num_layers, reader.source.num_experts)
+        self.row_of = np.full(shape, -1, np.int32)
+        if store is not None:
+            self.row_of = store.row_of
+            self.cache = HostCache(store.row_of, store.num_rows)
         self.failures, self.error = 0, ""
         self._counted: dict[str, float] = dict(DISK_COUNTS)  # by the last `counts_since`
         self._arrived: dict[Expert, _PendingRow] = {}
@@ -141,13 +140,17 @@ class DiskExperts(RowProvider):
             if (pending := self._arrived.get(expert)) is not None:
                 return copy_row(into, pending.parts)
             if self.row_of[expert] >= 0:  # since the step was dispatched
-                return copy_row(into, self._rows(int(self.row_of[expert])))
+                return copy_row(into, self._row(int(self.row_of[expert])))
         parts = self.reader.read_now(expert)
         copy_row(into, parts)
         with self._lock:
             kept = sum(pending.ticket is None for pending in self._arrived.values())
             if self.cache is not None and kept < self._most_kept and not self._has(expert):
                 self._arrived[expert] = _PendingRow(parts)
+
+    def _row(self, row: int) -> list[np.ndarray]:
+        assert self._store is not None
+        return self._store.rows(row)
 
     def _has(self, expert: Expert) -> bool:
         """Whether an expert was read or has a row."""
@@ -162,20 +165,25 @@ class DiskExperts(RowProvider):
             of an earlier call that were not begun are forgotten.
         """
         with self._lock:
-            self._prefetches = dict.fromkeys(experts[: self._num_rows // 2])
+            most = self._store.num_rows // 2 if self._store is not None else 0
+            self._prefetches = dict.fromkeys(experts[:most])
             if self.cache is not None:
                 for expert in reversed(self._prefetches):
                     self.cache.touch(expert)
 
     def acquire(self, expert: Expert) -> Sequence[np.ndarray] | None:
-        """See `RowProvider`; asks the reader where the expert is nowhere else."""
+        """Returns arrays that stay until `release`, or None while the disk is asked for them.
+
+        Raises:
+          MoejaxError: they cannot be had; the next call tries once more.
+        """
         with self._lock:
             self._count_use(expert)
             if self.row_of[expert] >= 0:
                 self._withdraw(expert)
                 if self.cache is not None:
                     self.cache.pin(expert)
-                return super().acquire(expert)
+                return self._row(int(self.row_of[expert]))
             self._collect()
             if (pending := self._arrived.get(expert)) is not None:
                 self._withdraw(expert)
@@ -188,7 +196,7 @@ class DiskExperts(RowProvider):
             return None
 
     def release(self, expert: Expert) -> None:
-        """See `RowProvider`."""
+        """Releases an expert whose arrays `acquire` returned."""
         with self._lock:
             if self.cache is not None:
                 self.cache.unpin(expert)
@@ -314,7 +322,7 @@ class DiskExperts(RowProvider):
         """Writes bytes to reserved rows that no step reads any more."""
         for pending in self._arrived.values():
             if pending.row is not None and pending.written is None:
-                rows = self._rows(pending.row)
+                rows = self._row(pending.row)
                 pending.written = self._writer.submit(copy_row, rows, pending.parts)
 
     def _publish(self, cache: HostCache) -> bool:

@@ -8,7 +8,7 @@ never donated. Whoever writes to a row sees to it that no step that may read it 
 import concurrent.futures
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -65,6 +65,13 @@ class HostStore:
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
         return [view[row] for view in self._views]
+
+    def acquire(self, expert: Expert) -> Sequence[np.ndarray]:
+        """Returns an expert's arrays for a transfer, where the store holds every expert."""
+        return self.rows(int(self.row_of[expert]))
+
+    def release(self, expert: Expert) -> None:
+        """Ends the use of what `acquire` returned: nothing, as rows stay for ever."""
 
     def fill(self, *, progress: bool = True) -> None:
         """Reads the first R experts into the rows, in order of layer, then expert.
@@ -164,25 +171,6 @@ class HostCache:
     def unpin(self, expert: Expert) -> None:
         """Undoes `pin`; does nothing where the expert is not pinned."""
         self._pinned.discard(expert)
-
-
-class RowProvider:
-    """Gives transfers experts' arrays; here from rows that hold every expert for ever."""
-
-    def __init__(self, row_of: np.ndarray, rows: Callable[[int], Sequence[np.ndarray]]) -> None:
-        """Takes a table, int32[M, E], and what gives the arrays of a row."""
-        self.row_of, self._rows = row_of, rows
-
-    def acquire(self, expert: Expert) -> Sequence[np.ndarray] | None:
-        """Returns arrays that stay until `release`, or None while they are in flight.
-
-        Raises:
-          MoejaxError: they cannot be had; the next call tries once more.
-        """
-        return self._rows(int(self.row_of[expert]))
-
-    def release(self, expert: Expert) -> None:
-        """Releases an expert whose arrays `acquire` returned."""
 
 
 def copy_row(into: Sequence[np.ndarray], row: Sequence[np.ndarray]) -> None:

@@ -31,7 +31,7 @@ from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.disk_reader import DiskReader, check_waiting
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.host_store import HostStore, RowProvider
+from moejax.experts.host_store import HostStore
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSpec
 from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like
@@ -250,16 +250,15 @@ def _load_tier(
         store = HostStore(reader, budget.host_rows, device)
         store.fill(progress=progress)
         arrays = store.arrays
-    supply: RowProvider
     if budget.host_share < 1:
         # Experts that steps waited for get the bytes of the ring that transfers do not need.
         blocks = RING_BLOCKS // 2 if limits.bulk else 1
         ring = DiskReader(reader, ring_blocks=blocks)
-        supply = disk = DiskExperts(ring, store, most_kept=RING_BLOCKS - blocks, most_ahead=blocks)
+        disk = DiskExperts(ring, store, most_kept=RING_BLOCKS - blocks, most_ahead=blocks)
     else:
-        assert store is not None
-        supply = RowProvider(store.row_of, store.rows)
         reader.close()
+    supply = disk or store
+    assert supply is not None
     gate_up, down = jax.tree.unflatten(jax.tree.structure((reader.gate_up, reader.down)), arrays)
     cache = CacheSpec(
         num_layers=budget.num_layers, num_experts=budget.num_experts, slots=budget.slots,

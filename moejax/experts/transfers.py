@@ -7,7 +7,7 @@
 Each request passes through a pinned block of the host:
 
 1. a thread copies the expert's row into a block, while steps run; where no row has it, the disk is
-   asked first (`RowProvider`);
+   asked first (`DiskExperts`);
 2. before a step, the block is put on the device: one DMA that overlaps that step, since a put waits
    for what was enqueued before it and overlaps what is enqueued after (`probe` has told by then
    whether the expert is in a slot already, for which nothing crosses the link);
@@ -31,8 +31,9 @@ import numpy as np
 from absl import logging
 
 from moejax.errors import MoejaxError
+from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.expert_pool import ExpertPool
-from moejax.experts.host_store import Expert, RowProvider, copy_row
+from moejax.experts.host_store import Expert, HostStore, copy_row
 from moejax.experts.pinned_memory import allocate_host_arrays
 from moejax.experts.residency import CacheSpec
 from moejax.experts.transfer_programs import (
@@ -93,7 +94,7 @@ class Transfers:
         self,
         cache: CacheSpec,
         pool: ExpertPool,
-        supply: RowProvider,
+        supply: HostStore | DiskExperts,
         device: jax.Device,
         *,
         in_flight: int,
