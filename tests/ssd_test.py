@@ -103,11 +103,6 @@ class DiskReaderTest(SsdTestCase):
         with self.assertRaisesRegex(ValueError, "a ticket that is over"):
             reader.release(ticket)
 
-    def test_arguments(self):
-        for wrong in ({"ring_blocks": 0}, {"retries": -1}):
-            with self.assertRaisesRegex(ValueError, "at least"):
-                self.reader(Source(), **wrong)
-
     def test_a_ring_that_cannot_be_had(self):
         with (
             mock.patch.object(np, "empty", side_effect=MemoryError("no memory")),

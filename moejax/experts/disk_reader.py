@@ -67,8 +67,6 @@ class DiskReader:
 
     def __init__(self, source: RowSource, *, ring_blocks: int, retries: int = 2) -> None:
         """Allocates a ring of so many experts; the first request starts the thread."""
-        if ring_blocks < 1 or retries < 0:
-            raise ValueError("a ring of at least one block, retries of at least 0")
         self.source, self._retries = source, retries
         self._counters = Counters()
         with plain_memory_errors(ring_blocks * source.row_nbytes, "host memory"):

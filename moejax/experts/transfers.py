@@ -109,8 +109,6 @@ class Transfers:
             memory, and at most so many experts on the device beside the pool.
           queue_length: most requests that wait; more are refused.
         """
-        if in_flight < 1 or queue_length < 1 or not cache.slots:
-            raise ValueError("transfers need a cache, a queue and one expert in flight")
         self.counters, self.most_in_flight = TransferCounters(), in_flight
         self.programs = CompiledPrograms()
         self._cache, self._supply, self._queue_length = cache, supply, queue_length
@@ -132,9 +130,8 @@ class Transfers:
 
     @property
     def num_pending(self) -> int:
-        """Requests that are accepted and not over."""
-        with self._lock:
-            return len(self._queue) + len(self._moving)
+        """Number of requests that are accepted and not over."""
+        return len(self.pending)
 
     @property
     def pending(self) -> list[Expert]:
