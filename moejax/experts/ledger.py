@@ -127,11 +127,8 @@ class TierLedger:
             "host_hit_rate": _or_none(self.host_hit_rate),
             "bytes": self.bytes_by_cause,
             "gate_mass": {"resident": self.gate_mass},
-            **{
-                f"disk_{name}": self.disk[name]
-                for name in ("reads", "waits", "ahead", "ahead_used")
-            },
-            "disk_trouble": {name: self.disk[name] for name in DISK_TROUBLE},
+            **{f"disk_{name}": disk[name] for name in ("reads", "waits", "ahead", "ahead_used")},
+            "disk_trouble": {name: disk[name] for name in DISK_TROUBLE},
             "bulk_requests": dict(self.bulk_requests),
             "layers": [dict(layer) for layer in self.layers],
         }

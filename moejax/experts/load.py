@@ -36,7 +36,6 @@ from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSpec
 from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like
 from moejax.experts.transfers import Transfers
-from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.policies.base import AnyPolicy, PolicySpec, moves_between_steps
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
@@ -203,8 +202,13 @@ def budget_of_tiers(
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
     """
     config = run.config
-    num_layers, num_experts = len(config.moe_layers), config.num_experts
-    _check_suits(policy, tiers, spec := _all_resident_spec(tiers, config))
+    num_layers, num_experts = run.num_layers, run.num_experts
+    spec = PolicySpec(  # as if all were resident
+        num_layers=num_layers, num_experts=num_experts, width=config.experts_per_token,
+        tiers=tuple(tier.name for tier in tiers), slots=(num_experts,) * len(tiers),
+        expert_bytes=tuple(tier.expert_nbytes for tier in tiers),
+    )  # fmt: skip
+    _check_suits(policy, tiers, spec)
     state = jax.eval_shape(lambda: policy.init(spec))
     asks = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
     ahead = 0  # experts of the next layer that a decode step may prefetch
@@ -313,17 +317,6 @@ def _sizes(
     if sizes.refusal:
         raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
     return Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes)
-
-
-def _all_resident_spec(tiers: Sequence[Tier], config: ModelConfig) -> PolicySpec:
-    return PolicySpec(
-        num_layers=len(config.moe_layers),
-        num_experts=config.num_experts,
-        width=config.experts_per_token,
-        tiers=tuple(tier.name for tier in tiers),
-        expert_bytes=tuple(tier.expert_nbytes for tier in tiers),
-        slots=(config.num_experts,) * len(tiers),
-    )
 
 
 def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], spec: PolicySpec) -> None:

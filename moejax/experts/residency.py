@@ -114,10 +114,6 @@ class CacheSpec:
         """First transient slot: ceil(M / banks) C."""
         return -(-self.num_layers // self.banks) * self.slots
 
-    def has(self, layer: int, expert: int) -> bool:
-        """Whether the layer and the expert exist."""
-        return 0 <= layer < self.num_layers and 0 <= expert < self.num_experts
-
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_experts < 1:
             raise ValueError(f"{self.num_layers} layers of {self.num_experts} experts")

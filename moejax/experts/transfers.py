@@ -146,7 +146,8 @@ class Transfers:
                 raise ValueError("the transfers are closed")
             for number in experts:
                 expert = (int(layer), int(number))
-                if not self._cache.has(*expert):
+                sizes = (self._cache.num_layers, self._cache.num_experts)
+                if not all(0 <= i < size for i, size in zip(expert, sizes, strict=True)):
                     raise ValueError(f"no expert {expert[1]} of sparse layer {expert[0]}")
                 if expert in self._queue or expert in self._moving:
                     self.counters.repeated += 1
