@@ -57,9 +57,10 @@ def check_pinned_limit(nbytes: int, device: jax.Device) -> None:
     """Raises MoejaxError where a device cannot be given `nbytes` of pinned memory."""
     limit = pinned_limit_nbytes()
     if is_pinned(device) and nbytes > limit:
+        enough = math.ceil(nbytes * 1.125 / GIB)  # an eighth for what else is pinned
         raise MoejaxError(
             f"{nbytes / GIB:.1f} GiB of experts are more than the {limit / GIB:.0f} GiB of host "
-            f"memory that JAX may pin; set {PINNED_LIMIT}={_enough_gib(nbytes)} before it "
+            f"memory that JAX may pin; set {PINNED_LIMIT}={enough} before it "
             "starts, or a lower host_gib"
         )
 
@@ -75,11 +76,6 @@ def plain_memory_errors(nbytes: int, kind: str) -> Iterator[None]:
             f"{nbytes / GIB:.2f} GiB of {kind} for experts cannot be had ({reason}): set a lower "
             "host_gib, or stop what else holds the memory of this machine"
         ) from error
-
-
-def _enough_gib(nbytes: int) -> int:
-    """GiB for so many bytes, and an eighth for what else is pinned."""
-    return math.ceil(nbytes * 1.125 / GIB)
 
 
 def _allocate(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:

@@ -68,10 +68,6 @@ class Counts:
         """Adds int32[] amounts to events of one layer, by the names of `EVENTS`."""
         return dataclasses.replace(self, events=self.events.at[layer].add(_columns(amounts)))
 
-    def add_everywhere(self, **amounts: jax.Array | int) -> "Counts":
-        """Adds to events of every layer, int32[M] or the same int32[] for each."""
-        return dataclasses.replace(self, events=self.events + _columns(amounts))
-
 
 def _columns(amounts: Mapping[str, jax.Array | int]) -> jax.Array:
     """int32[..., len(EVENTS)], in the order of `EVENTS`."""
@@ -264,5 +260,6 @@ def release_everywhere(
     """Frees the slots of experts, bool[M, E]; counts evictions and prefetch waste."""
     before = Row.of(residency.table, residency.num_experts)
     after = jax.vmap(without)(before, experts)
-    counts = counts.add_everywhere(**jax.vmap(departures)(before, after))
+    gone = _columns(jax.vmap(departures)(before, after))
+    counts = dataclasses.replace(counts, events=counts.events + gone)
     return dataclasses.replace(residency, table=after.columns), counts

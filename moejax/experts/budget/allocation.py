@@ -173,18 +173,17 @@ class _TierPlan:
         experts = self.num_layers * self.num_experts * self.tier.expert_nbytes
         return limit is not None and experts + self.bulk_nbytes > limit
 
-    def default_transient(self) -> int:
-        """Default of B: one token's experts, at least `TRANSIENT_BYTES`; 1 if none streams."""
-        if self.limits.slots == self.num_experts:
-            return 1
-        enough = -(-TRANSIENT_BYTES // self.tier.expert_nbytes)
-        return min(self.num_experts, max(self.run.config.experts_per_token, enough))
-
     def choose_slots(self, limit: int | None) -> tuple[int, int]:
         """Chooses C, the slots of a layer, and B, the transient slots."""
         least = max(0, self.limits.slots, self.limits.prefetch, min(1, self.limits.bulk))  # of C
+        # By default one token's experts, of at least `TRANSIENT_BYTES`; 1 if none streams.
+        enough = max(
+            self.run.config.experts_per_token, -(-TRANSIENT_BYTES // self.tier.expert_nbytes)
+        )
+        if self.limits.slots == self.num_experts:
+            enough = 1
         asked = self.limits.transient
-        transient = asked or self.default_transient()
+        transient = asked or min(self.num_experts, enough)
         if limit is None:
             return least, transient
         smallest = sum(self.pooled(least, asked or 1).values())

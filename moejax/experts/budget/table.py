@@ -13,8 +13,10 @@ def describe(budget: Budget) -> list[str]:
     head = f"batch {budget.batch}, context {budget.context}, prefill by {first.run.chunk} tokens"
     lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]
     width = 40 if is_alone else 46  # a tier's name ends its parts
+    limits = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}
     for place, part, nbytes in budget.table():
-        gib = f" = {nbytes / GIB:.3f} GiB{_of_limit(budget, place)}" if part == "total" else ""
+        of = f" of {limit:g}" if (limit := limits.get(place)) else ""
+        gib = f" = {nbytes / GIB:.3f} GiB{of}" if part == "total" else ""
         lines.append(f"  {place:<7}{part:<{width}}{nbytes / MIB:>12.2f} MiB{gib}")
     if is_alone:
         return lines + _speed(first)
@@ -24,12 +26,6 @@ def describe(budget: Budget) -> list[str]:
         f"{tier.host_rows} of {tier.num_layers * tier.num_experts} in host memory"
         for tier in budget.tiers
     ]
-
-
-def _of_limit(budget: Budget, place: str) -> str:
-    """Text of the limit of a place's total; "" without a limit."""
-    gib = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}.get(place, 0)
-    return f" of {gib:g}" if gib else ""
 
 
 def _speed(budget: TierBudget) -> list[str]:
