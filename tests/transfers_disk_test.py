@@ -204,7 +204,7 @@ class DiskTest(TransfersTestCase):
         for expert in ((2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (3, 6)):
             self.assert_row(disk, expert)
         self.assertEqual(disk.counts_since()["ahead"], 4)  # all but (3, 6) and (2, 3)
-        self.assertEqual((disk._ahead, disk._prefetches), (set(), {}))
+        self.assertEqual((disk._tickets, disk._prefetches), ({}, {}))
 
     def test_a_failure_of_what_was_only_foreseen_is_nobodys(self):
         disk = self.disk(4, retries=0)  # of (0, 0) to (0, 3)

@@ -98,7 +98,6 @@ class DiskExperts:
         self._tickets: dict[Expert, Ticket] = {}
         self._failed: dict[Expert, str] = {}
         self._prefetches: dict[Expert, None] = {}  # in order; of which nothing was begun
-        self._ahead: set[Expert] = set()  # of the tickets, those that nobody waits for
         self._prefetched: set[Expert] = set()  # read ahead, and not asked for since
         self._num_ahead = self._num_ahead_used = 0
         self._wait_seconds = 0.0  # that steps spent in `read`
@@ -249,7 +248,6 @@ class DiskExperts:
     def _withdraw(self, expert: Expert) -> None:
         """Cancels a request that nobody waits for; its failure is not reported."""
         self._failed.pop(expert, None)
-        self._ahead.discard(expert)
         ticket = self._tickets.get(expert)
         if ticket is not None and self.reader.cancel(ticket):
             del self._tickets[expert]
@@ -258,26 +256,24 @@ class DiskExperts:
         """Takes what the reader has finished."""
         for ticket in self.reader.done():
             expert = ticket.expert
-            wanted, ahead = self._tickets.get(expert) is ticket, False
-            if wanted:
+            is_open = self._tickets.get(expert) is ticket
+            if is_open:
                 del self._tickets[expert]
-                ahead = expert in self._ahead
-                self._ahead.discard(expert)
             if ticket.row is None:
-                if wanted and not ahead:
+                if is_open and ticket.urgent:
                     self._failed[expert] = ticket.error or "it was not read"
                 self.reader.release(ticket)
             elif self._has(expert):
                 self.reader.release(ticket)  # a step has read it meanwhile
             else:
-                self._arrived[expert] = _PendingRow(ticket.row, ticket, wanted and not ahead)
-                if ahead:
+                self._arrived[expert] = _PendingRow(ticket.row, ticket, is_open and ticket.urgent)
+                if is_open and not ticket.urgent:
                     self._num_ahead += 1
                     self._prefetched.add(expert)
 
     def _read_ahead(self) -> None:
         """Requests experts to prefetch while nobody waits; leaves one block free."""
-        if len(self._tickets) > len(self._ahead):
+        if any(ticket.urgent for ticket in self._tickets.values()):
             return
         most = max(1, self._most_ahead - 1)
         most -= sum(pending.ticket is not None for pending in self._arrived.values())
@@ -286,14 +282,13 @@ class DiskExperts:
             del self._prefetches[expert]
             if not (self._has(expert) or expert in self._tickets):
                 self._tickets[expert] = self.reader.request(expert)
-                self._ahead.add(expert)
 
     def _count_use(self, expert: Expert) -> None:
         """Counts a use of an expert that may have been read ahead."""
         self._prefetches.pop(expert, None)
-        if expert in self._ahead:  # nobody waited for it: where it has not begun it is asked anew
-            self._ahead.discard(expert)
-            ticket = self._tickets[expert]
+        ticket = self._tickets.get(expert)
+        if ticket is not None and not ticket.urgent:  # where it has not begun it is asked anew
+            ticket.urgent = True
             if ticket.state is State.QUEUED and self.reader.cancel(ticket):
                 del self._tickets[expert]
         if expert in self._prefetched:

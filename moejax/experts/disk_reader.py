@@ -41,6 +41,7 @@ class Ticket:
     """A request. Its fields are for reading; they change under the reader's lock."""
 
     expert: Expert
+    urgent: bool  # whether somebody waits for it
     state: State = State.QUEUED
     error: str | None = None  # why the expert could not be read
     row: list[np.ndarray] | None = None  # its arrays in a block of the ring
@@ -95,7 +96,7 @@ class DiskReader:
                 thread = threading.Thread(target=self._work, name="moejax-ssd", daemon=True)
                 thread.start()  # one that cannot be had is tried again with the next request
                 self._thread = thread
-            ticket = Ticket(expert)
+            ticket = Ticket(expert, urgent)
             heapq.heappush(self._queue, (not urgent, next(self._numbers), ticket))
             self._changed.notify_all()
             return ticket
