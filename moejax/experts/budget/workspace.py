@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from moejax.experts.budget.planned import RunSizes
-from moejax.models.parts import LatentAttention
+from moejax.models.config import LatentAttention
 
 # Sizes of `moejax.models.moe`, for the forms that run experts on a CPU.
 CPU_UNROLLED = 32

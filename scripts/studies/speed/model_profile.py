@@ -14,8 +14,7 @@ from unittest import mock
 import jax
 
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.runner import Runner
-from moejax.inference.session import Session
+from moejax.inference.runner import Runner, Session
 
 
 def session_without_prefill(
