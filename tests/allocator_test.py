@@ -50,12 +50,12 @@ class RoomTest(parameterized.TestCase):
     def test_the_tighter_of_both_limits(self, stated, room, found):
         limits = Limits(device_gib=stated, slots=3)
         device = fake_device() if room is None else fake_device(bytes_limit=room)
-        self.assertEqual(allocator.limits_on(device, limits), Limits(device_gib=found, slots=3))
+        self.assertEqual(allocator.device_limits(device, limits), Limits(device_gib=found, slots=3))
 
     def test_a_line_where_the_allocator_is_the_tighter_one(self):
         limits = Limits(device_gib=16)
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as said:
-            found = allocator.limits_on(
+            found = allocator.device_limits(
                 fake_device(bytes_limit=15 * GIB + GIB // 2, bytes_in_use=GIB // 4), limits
             )
         self.assertEqual(found.device_gib, 15.25)
@@ -64,7 +64,7 @@ class RoomTest(parameterized.TestCase):
         self.assertIn("has 15.250 GiB left", line)
         for device in (fake_device(), fake_device(bytes_limit=16 * GIB)):
             with self.assertNoLogs(logging.get_absl_logger(), "WARNING"):
-                self.assertEqual(allocator.limits_on(device, limits), limits)
+                self.assertEqual(allocator.device_limits(device, limits), limits)
 
     def test_what_cannot_fit_is_refused_without_a_limit_too(self):
         parts = {

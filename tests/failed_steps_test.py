@@ -112,7 +112,7 @@ class SettleTest(absltest.TestCase):
             add(*counts, **disk)
 
         tier.ledger.add = added
-        memory.settle()
+        memory.read_counters()
         other.join()
         self.assertTrue(stepped.is_set())
 
@@ -131,7 +131,7 @@ class TransfersTest(TransfersTestCase):
     def test_what_landed_in_a_pool_that_is_lost_is_dropped(self):
         transfers = self.transfers()
         transfers.request(0, [3])  # two may land one after the other
-        self.advance(transfers, lambda: transfers._in(_State.LANDING))
+        self.advance(transfers, lambda: transfers._in(_State.INSERTING))
         for transfer in transfers._moving.values():
             transfer.result = Lost(), 0
         transfers.forget_steps()

@@ -210,16 +210,16 @@ class PinnedTest(StoreTestCase):
             os.environ.pop(variable, None)
             for platform, left in (("cpu", 80 * 2**30), ("gpu", 64 * 2**30), ("gpu", None)):
                 with mock.patch.object(machine, "available_nbytes", return_value=left):
-                    self.assertIsNone(machine.let_jax_pin(platform))
+                    self.assertIsNone(machine.raise_pinned_limit(platform))
             with mock.patch.object(machine, "available_nbytes", return_value=80 * 2**30):
                 has_gpu.return_value = False
-                self.assertIsNone(machine.let_jax_pin("auto"))
+                self.assertIsNone(machine.raise_pinned_limit("auto"))
                 has_gpu.return_value = True
                 self.assertEqual(machine.this_machine("gpu").pinned_nbytes, 80 * 2**30)
-                self.assertIn(f"{variable}=80 is set", machine.let_jax_pin("auto"))
+                self.assertIn(f"{variable}=80 is set", machine.raise_pinned_limit("auto"))
                 self.assertEqual(machine.pinned_limit_nbytes(), 80 * 2**30)
                 os.environ[variable] = "70"
-                self.assertIsNone(machine.let_jax_pin("auto"))
+                self.assertIsNone(machine.raise_pinned_limit("auto"))
                 self.assertEqual(machine.this_machine("gpu").pinned_nbytes, 70 * 2**30)
 
     @parameterized.parameters(

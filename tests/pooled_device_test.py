@@ -82,7 +82,7 @@ class InvisibleTest(parameterized.TestCase):
         np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
         for batch in (prompts[:1], prompts):
             self.assertEqual(answers(runner, batch), answers(resident, batch))
-        events = memory.settle().as_dict()["totals"]
+        events = memory.read_counters().as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)
         self.assertEqual(events["streamed"] > 0, slots < NUM_EXPERTS)
         self.assertEqual(events["prefetched"] > 0, prefetch > 0)
@@ -126,7 +126,7 @@ class InvisibleTest(parameterized.TestCase):
         runner = Runner(config, dense, device, memory=memory)
         for batch in (prompts[:1], prompts):
             self.assertEqual(answers(runner, batch), answers(resident, batch))
-        waits = memory.settle().as_dict()["totals"]["waits"]
+        waits = memory.read_counters().as_dict()["totals"]["waits"]
         self.assertEqual(waits, len(asked))
         self.assertGreater(waits, 0)
 

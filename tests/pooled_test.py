@@ -116,7 +116,7 @@ class InvisibleTest(parameterized.TestCase):
         np.testing.assert_array_equal(runner.logits(tokens), logits)
         self.assertEqual(answers(runner, PROMPTS[:1]), one)
         self.assertEqual(answers(runner, PROMPTS), four)
-        events = runner.memory.settle().as_dict()["totals"]
+        events = runner.memory.read_counters().as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)
         self.assertEqual(events["misses"], events["admitted"] + events["streamed"])
         slots, _, prefetch = POLICIES[policy]
@@ -135,9 +135,9 @@ class InvisibleTest(parameterized.TestCase):
         settings, came = GenerationSettings.of(max_new_tokens=9), []
         session = runner.prefill(PROMPTS[:1], 64, settings, ())
         for _ in range(2):
-            came.append(memory.settle().total("prefetched"))
+            came.append(memory.read_counters().total("prefetched"))
             runner.decode(session, 4, 4)
-        came.append(memory.settle().total("prefetched"))
+        came.append(memory.read_counters().total("prefetched"))
         self.assertEqual(came[0] > 0, phase == "prefill")
         self.assertEqual(came[2] > came[0], phase == "decode")
         self.assertEqual(answers(runner, PROMPTS[:1]), of_resident(config)[2][0])
@@ -192,7 +192,7 @@ class DiskTest(parameterized.TestCase):
         runner = Runner(QWEN, without_experts(weights), CPU, memory=memory)
         _, _, (_, expected) = of_resident(QWEN)
         self.assertEqual(answers(runner, PROMPTS), expected)
-        waits = memory.settle().as_dict()["totals"]["waits"]
+        waits = memory.read_counters().as_dict()["totals"]["waits"]
         self.assertEqual(waits, len(asked))
         self.assertGreater(waits, 0)
 

@@ -110,7 +110,7 @@ class DeviceTiersTest(parameterized.TestCase):
             runner = self.runner(config, memory, weights[0])
             logits = runner.logits(tokens)
             found.append((logits.tobytes(), answers(runner, prompts)))
-            ledger = memory.settle().as_dict()
+            ledger = memory.read_counters().as_dict()
             self.check_programs(runner)
         self.assertTrue(np.isfinite(logits).all())
         self.assertEqual(found[0], found[1])
@@ -148,7 +148,7 @@ class DeviceTiersTest(parameterized.TestCase):
             logits = runner.logits(tokens)
             self.assertTrue(np.isfinite(logits).all())
             found.append((logits.tobytes(), answers(runner, prompts)))
-            gate = memory.settle().shares
+            gate = memory.read_counters().shares
             self.assertAlmostEqual(sum(gate[t] for t in ("int4", "int2", "skipped")), 1, places=3)
         self.assertEqual(found[0], found[1])
 

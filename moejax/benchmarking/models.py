@@ -17,7 +17,7 @@ from moejax.config.benchmark import BenchmarkConfig
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import check_room, limits_on, room_nbytes
+from moejax.experts.allocator import check_room, device_limits, room_nbytes
 from moejax.experts.budget import Budget, Limits, RunSizes, Tier, make_budget
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
@@ -177,7 +177,7 @@ class ShapeModels:
             self._whole = None
             gc.collect()
         planned = sum(self._dense_nbytes.values())
-        limits = limits_on(self.device, asked, planned_nbytes=planned)
+        limits = device_limits(self.device, asked, planned_nbytes=planned)
         with plain_memory_errors(self.device):
             if self._tiering is None:
                 found = self._plain(batch, context, limits)

@@ -31,7 +31,7 @@ def room_nbytes(device: jax.Device, planned_nbytes: int = 0) -> int | None:
     return limit - max(0, stats.get("bytes_in_use", 0) - planned_nbytes)
 
 
-def limits_on(device: jax.Device, limits: Limits, planned_nbytes: int = 0) -> Limits:
+def device_limits(device: jax.Device, limits: Limits, planned_nbytes: int = 0) -> Limits:
     """Lowers a stated limit of the device to `room_nbytes`; logs where it does."""
     room = room_nbytes(device, planned_nbytes)
     if room is None or not limits.device_gib or int(limits.device_gib * GIB) <= room:

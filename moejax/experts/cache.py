@@ -49,7 +49,7 @@ class TierMemory:
       spec: static facts, part of every compiled step.
       pool: the device's state; replaced after each step, to which it is donated.
       store: operands of the steps.
-      ledger: sums of what the steps counted, as of the last `ExpertMemory.settle`.
+      ledger: sums of what the steps counted, as of the last `ExpertMemory.read_counters`.
       disk: reads experts that the store lacks; None where it has all.
       transfers: move experts between steps; None where none are planned.
       fill: gives a new pool its first experts; None: it starts empty.
@@ -155,7 +155,7 @@ class TierMemory:
         if self.fill is not None:
             self.pool = self.fill(self)
 
-    def settle(self) -> None:
+    def read_counters(self) -> None:
         """Adds the counts of all steps so far to the ledger; waits for them."""
         counts = jax.device_get(self.pool.counts)
         place = self.pool.counts.events.sharding
@@ -189,7 +189,7 @@ class ExpertMemory:
     Attributes:
       spec: static facts, part of every compiled step.
       tiers: in order of falling fidelity.
-      ledger: sums of what the steps counted, as of the last `settle`.
+      ledger: sums of what the steps counted, as of the last `read_counters`.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class ExpertMemory:
         self.programs = CompiledPrograms()
         self._answer: Asked | None = None
         self._counts = False  # whether tokens had run when that was asked
-        self._num_asked = 0  # since the last `settle`
+        self._num_asked = 0  # since the last `read_counters`
         self._backoff = _PollingBackoff()
         self._in_flight_on_device: tuple[Any, Any] = None, None  # what it is of, and the arrays
         self._lock = threading.RLock()
@@ -343,11 +343,11 @@ class ExpertMemory:
             raise
         self.check_failures(since)
 
-    def settle(self) -> Ledger:
+    def read_counters(self) -> Ledger:
         """Waits for all steps so far and returns the ledger."""
         with self._lock, self.reading():  # a step of another thread would take the pool, or be lost
             for tier in self.tiers:
-                tier.settle()
+                tier.read_counters()
             if self._gate is not None:
                 self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
                 self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.device)

@@ -90,7 +90,7 @@ class ExpertPool:
     Attributes:
       banks: each bank's slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
         low-rank terms.
-      counts: events since the ledger was settled.
+      counts: events since the counters were read.
     """
 
     banks: tuple[tuple[Weight, Weight], ...]

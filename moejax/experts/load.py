@@ -14,7 +14,7 @@ from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import check_room, limits_on, room_nbytes
+from moejax.experts.allocator import check_room, device_limits, room_nbytes
 from moejax.experts.budget import (
     Budget,
     Limits,
@@ -80,7 +80,7 @@ def load_limited(
       MoejaxError: the limits are too tight (the text names the least that would do), the
         checkpoint or a tier cannot be read, or the policy's settings do not suit the tiers.
     """
-    limits = limits_on(device, limits)
+    limits = device_limits(device, limits)
     policy, activations, stored, sources, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk,

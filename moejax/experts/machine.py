@@ -14,12 +14,12 @@ def this_machine(platform: str) -> Machine:
     if platform != "gpu":
         return Machine(host_nbytes=available)
     limit = pinned_limit_nbytes()
-    if PINNED_LIMIT not in os.environ:  # `let_jax_pin` would set it
+    if PINNED_LIMIT not in os.environ:  # `raise_pinned_limit` would set it
         limit = max(limit, available or 0)
     return Machine(host_nbytes=available, pinned_nbytes=limit)
 
 
-def let_jax_pin(platform: str) -> str | None:
+def raise_pinned_limit(platform: str) -> str | None:
     """Lets JAX pin the memory left, unless a limit is set; before it finds devices.
 
     Returns:

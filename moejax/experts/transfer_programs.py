@@ -1,9 +1,9 @@
 """Bulk transfers on the device: layout of a blob, programs between steps.
 
 An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
-whatever the number of arrays that an expert has. The program that writes its bytes (`land`) chooses
-its slot: until then the slot keeps its old owner, and no step ever sees a slot whose bytes are in
-flight.
+whatever the number of arrays that an expert has. The program that writes its bytes
+(`insert_experts`) chooses its slot: until then the slot keeps its old owner, and no step ever sees
+a slot whose bytes are in flight.
 
 Axes: n experts of one call, W words of an expert, C slots of a layer, S slots of the pool.
 """
@@ -72,25 +72,25 @@ class BlobLayout:
         return parts
 
 
-def probe(pool: ExpertPool, what: jax.Array) -> jax.Array:
+def is_resident(pool: ExpertPool, what: jax.Array) -> jax.Array:
     """bool[n], whether experts are in a slot; `what` is int32[2, n], layers and experts or -1."""
     layers, experts = jnp.maximum(what, 0)
     return (pool.residency.slot_of[layers, experts] >= 0) & (what[0] >= 0)
 
 
-def size_of(number: int, largest: int) -> int:
+def bucket(number: int, largest: int) -> int:
     """Returns the capacity of the smallest program for so many experts."""
     return min(1 << (number - 1).bit_length(), largest)
 
 
-def padded(experts: Sequence[tuple[int, int]], size: int) -> np.ndarray:
+def pad_ids(experts: Sequence[tuple[int, int]], size: int) -> np.ndarray:
     """int32[2, size], layers and experts, filled up with -1."""
     what = np.full((2, size), -1, np.int32)
     what[:, : len(experts)] = np.asarray(experts, np.int32).reshape(-1, 2).T
     return what
 
 
-def land(
+def insert_experts(
     spec: CacheSpec,
     layout: BlobLayout,
     pool: ExpertPool,

@@ -9,10 +9,10 @@ Each request passes through a pinned block of the host:
 1. a thread copies the expert's row into a block, while steps run; where no row has it, the disk is
    asked first (`DiskExperts`);
 2. before a step, the block is put on the device: one DMA that overlaps that step, since a put waits
-   for what was enqueued before it and overlaps what is enqueued after (`probe` has told by then
+   for what was enqueued before it and overlaps what is enqueued after (by then `is_resident` says
    whether the expert is in a slot already, for which nothing crosses the link);
-3. before a later step, once the bytes are there, `land` chooses a slot, writes it and publishes
-   it, in one program. Until then the slot's old owner serves.
+3. before a later step, once the bytes are there, `insert_experts` chooses a slot, writes it and
+   publishes it, in one program. Until then the slot's old owner serves.
 
 The host never waits. A call costs a step at most three dispatches, and none without requests.
 """
@@ -38,16 +38,16 @@ from moejax.experts.pinned_memory import allocate_host_arrays
 from moejax.experts.residency import CacheSpec
 from moejax.experts.transfer_programs import (
     BlobLayout,
+    bucket,
+    insert_experts,
     is_ready,
-    land,
-    padded,
-    probe,
-    size_of,
+    is_resident,
+    pad_ids,
 )
 from moejax.programs import CompiledPrograms
 
 QUEUE_LENGTH = 1024  # requests that wait
-LANDING = 8  # experts that land in one call
+MOST_INSERTED = 8  # experts that get their slots in one call
 _LOOKED_AT = 64  # requests, of those that wait, before a step
 
 
@@ -68,7 +68,7 @@ class TransferCounters:
 class _State(enum.Enum):
     COPYING = "being copied to a block"
     FLYING = "on the link"
-    LANDING = "being written to a slot"
+    INSERTING = "being written to a slot"
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -78,7 +78,9 @@ class _Transfer:
     copied: concurrent.futures.Future[None]
     state: _State = _State.COPYING
     staged: jax.Array | None = None  # the block's words on the device
-    result: tuple[jax.Array, int] | None = None  # of `probe`, then of `land`, and the place in it
+    result: tuple[jax.Array, int] | None = (
+        None  # of `is_resident`, then of `insert_experts`, and the place in it
+    )
 
 
 class Transfers:
@@ -87,7 +89,7 @@ class Transfers:
     Attributes:
       counters: sums of requests and transfers.
       most_in_flight: experts at once between their row and their slot.
-      programs: `probe` and some sizes of `land`, compiled by the constructor.
+      programs: `is_resident` and some sizes of `insert_experts`, compiled by the constructor.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Transfers:
         words = jax.ShapeDtypeStruct((self._layout.num_words,), np.uint32)
         self._blocks = allocate_host_arrays([words] * in_flight, device)
         self._free = list(range(in_flight))
-        self._batch = min(in_flight, LANDING)
+        self._batch = min(in_flight, MOST_INSERTED)
         # The device's own memory: a put of a pinned array by device alone might move nothing.
         kind = device.default_memory().kind
         self._place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
@@ -165,7 +167,7 @@ class Transfers:
         with self._lock:
             if self._is_closed or not (self._queue or self._moving):
                 return pool
-            self._finish_landings()
+            self._finish_inserts()
             flying = self._in(_State.FLYING)
             batch = [t for t in flying if t.staged is not None and is_ready(t.staged)]
             batch = batch[: self._batch]
@@ -194,7 +196,7 @@ class Transfers:
         Landing transfers end as if they had found no slot. Those not on the link yet are sent.
         """
         with self._lock:
-            for transfer in self._in(_State.LANDING):
+            for transfer in self._in(_State.INSERTING):
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     jax.block_until_ready(transfer.result)  # it may read the block until then
                 self._end(transfer)
@@ -217,40 +219,42 @@ class Transfers:
     def _dispatch(
         self, pool: ExpertPool, batch: list[_Transfer], started: list[_Transfer]
     ) -> ExpertPool:
-        """Dispatches one put, one landing and one probe, each only if needed."""
+        """Dispatches one put, one insertion and one look-up, each only if needed."""
         asked = []
         if batch:
-            asked.append(padded([t.expert for t in batch], size_of(len(batch), self._batch)))
+            asked.append(pad_ids([t.expert for t in batch], bucket(len(batch), self._batch)))
         if started:
-            asked.append(padded([t.expert for t in started], self._batch))
+            asked.append(pad_ids([t.expert for t in started], self._batch))
         put = jax.device_put(asked, self._place)
         if started:
-            found = self._program(probe, (), (pool, put[-1]), 0)(pool, put[-1])
+            found = self._program(is_resident, (), (pool, put[-1]), 0)(pool, put[-1])
             found.copy_to_host_async()
             for place, transfer in enumerate(started):
                 transfer.result = (found, place)
         if batch:
-            pool = self._land(pool, batch, put[0])
+            pool = self._insert(pool, batch, put[0])
         return pool
 
-    def _land(self, pool: ExpertPool, batch: list[_Transfer], what: jax.Array) -> ExpertPool:
+    def _insert(self, pool: ExpertPool, batch: list[_Transfer], what: jax.Array) -> ExpertPool:
         blobs = [transfer.staged for transfer in batch]
         blobs += [blobs[0]] * (what.shape[1] - len(blobs))  # of layer -1: nothing is read of them
         arguments = (pool, tuple(blobs), what)
         try:
-            pool, slots = self._program(land, (self._cache, self._layout), arguments, 1)(*arguments)
+            pool, slots = self._program(insert_experts, (self._cache, self._layout), arguments, 1)(
+                *arguments
+            )
         except BaseException:
             for transfer in batch:
                 self._end(transfer)
             raise
         slots.copy_to_host_async()
         for place, transfer in enumerate(batch):
-            transfer.state, transfer.result = _State.LANDING, (slots, place)
+            transfer.state, transfer.result = _State.INSERTING, (slots, place)
         return pool
 
-    def _finish_landings(self) -> None:
+    def _finish_inserts(self) -> None:
         """Frees the blocks of landed experts, which are read no more."""
-        for transfer in self._in(_State.LANDING):
+        for transfer in self._in(_State.INSERTING):
             assert transfer.result is not None
             slots, place = transfer.result
             if not is_ready(slots):
@@ -258,7 +262,7 @@ class Transfers:
             try:
                 slot = jax.device_get(slots)[place]
             except jax.errors.JaxRuntimeError:  # the pool is lost with it
-                for other in self._in(_State.LANDING):
+                for other in self._in(_State.INSERTING):
                     self._end(other)
                 raise
             self._end(transfer)
@@ -271,7 +275,7 @@ class Transfers:
         """Returns transfers that are copied to a block and not in a slot."""
         ready = []
         for transfer in self._in(_State.COPYING):
-            # Without a probe, whose dispatch failed, it is sent.
+            # Without a look-up, whose dispatch failed, it is sent.
             found, place = transfer.result or (None, 0)
             if not (transfer.copied.done() and (found is None or is_ready(found))):
                 continue
@@ -336,11 +340,11 @@ class Transfers:
         def shape(dims: tuple[int, ...], dtype: Any) -> Any:
             return jax.ShapeDtypeStruct(dims, dtype, sharding=self._place)
 
-        self._program(probe, (), (pool, shape((2, self._batch), np.int32)), 0)
+        self._program(is_resident, (), (pool, shape((2, self._batch), np.int32)), 0)
         blob = shape((self._layout.num_words,), np.uint32)
-        for size in sorted({size_of(n, self._batch) for n in range(1, self._batch + 1)}):
+        for size in sorted({bucket(n, self._batch) for n in range(1, self._batch + 1)}):
             arguments = (pool, (blob,) * size, shape((2, size), np.int32))
-            self._program(land, (self._cache, self._layout), arguments, 1)
+            self._program(insert_experts, (self._cache, self._layout), arguments, 1)
 
     def _program(self, function: Any, static: tuple[Any, ...], inputs: Any, donated: int) -> Any:
         return self.programs.get(function, static, inputs, num_donated=donated)

@@ -101,7 +101,7 @@ def _substituted(
     try:
         runner = Runner(lab.config, lab.dense, lab.device, memory=memory)
         for said, policy in policies.items():
-            memory.settle()
+            memory.read_counters()
             memory.reset(policy)
             is_first = policy is next(iter(policies.values()))
             found = lab.remeasure(runner, work, batch, ttft=run.options.ttft and is_first)

@@ -119,12 +119,12 @@ class Decoding:
         served, memory = self.served, self.served.memory
         served.begin(policy, held_first(served.slots, self.model))
         self._windows(warm)
-        memory.settle()
+        memory.read_counters()
         memory.ledger.gate = None
         for tier in memory.tiers:
             tier.ledger.layers = []
         kl = self._windows(windows)
-        ledger = memory.settle()
+        ledger = memory.read_counters()
         nbytes = np.array([self.model.nbytes(name) for name in served.tiers])
         config, full = self.model.config, self.model.nbytes("int4")
         each = full * self.model.num_layers * config.experts_per_token

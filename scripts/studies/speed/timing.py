@@ -168,7 +168,7 @@ class Loop:
         memory = self._runner.memory
         if memory is None:
             return
-        memory.settle()
+        memory.read_counters()
         if not fresh:
             return
         memory.ledger.gate = None
