@@ -109,7 +109,7 @@ def insert_experts(
       what: int32[2, n], layers and experts, no expert twice; -1: no such transfer, its blob is any.
 
     Returns:
-      The pool, and int32[n] global slots, -1 where nothing landed.
+      The pool, and int32[n] global slots, -1 where none was had.
     """
     layers, experts = what
     residency, counts = pool.residency, pool.counts

@@ -78,9 +78,8 @@ class _Transfer:
     copied: concurrent.futures.Future[None]
     state: _State = _State.COPYING
     staged: jax.Array | None = None  # the block's words on the device
-    result: tuple[jax.Array, int] | None = (
-        None  # of `is_resident`, then of `insert_experts`, and the place in it
-    )
+    # Of `is_resident`, then of `insert_experts`; and the place in it.
+    result: tuple[jax.Array, int] | None = None
 
 
 class Transfers:
@@ -240,9 +239,8 @@ class Transfers:
         blobs += [blobs[0]] * (what.shape[1] - len(blobs))  # of layer -1: nothing is read of them
         arguments = (pool, tuple(blobs), what)
         try:
-            pool, slots = self._program(insert_experts, (self._cache, self._layout), arguments, 1)(
-                *arguments
-            )
+            program = self._program(insert_experts, (self._cache, self._layout), arguments, 1)
+            pool, slots = program(*arguments)
         except BaseException:
             for transfer in batch:
                 self._end(transfer)
@@ -253,7 +251,7 @@ class Transfers:
         return pool
 
     def _finish_inserts(self) -> None:
-        """Frees the blocks of landed experts, which are read no more."""
+        """Frees the blocks of inserted experts, which are read no more."""
         for transfer in self._in(_State.INSERTING):
             assert transfer.result is not None
             slots, place = transfer.result
