@@ -73,7 +73,7 @@ class _Parts:
 
     @property
     def total_host(self) -> int:
-        """Bytes of host memory for experts; pinned on a GPU, but for what steps wait for."""
+        """Bytes of host memory for experts; pinned on a GPU, but for what the disk gives."""
         return sum(self.host.values())
 
 
