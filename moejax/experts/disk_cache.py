@@ -25,21 +25,9 @@ import jax
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.experts.disk_reader import DiskReader, State, Ticket
+from moejax.experts.disk_reader import Counters, DiskReader, State, Ticket
 from moejax.experts.host_store import Expert, HostCache, HostStore, copy_row
 from moejax.experts.transfer_programs import is_ready
-
-# Sums since a reader was made, by name; all zero.
-DISK_COUNTS = {
-    "reads": 0,  # experts
-    "bytes": 0,  # of these
-    "waits": 0,  # experts that a step waited for
-    "wait_seconds": 0.0,  # that steps spent in `DiskExperts.read`: reading, repeating, copying
-    "retries": 0,  # reads that had to be repeated
-    "errors": 0,  # experts given up
-    "ahead": 0,  # experts read by a prefetch; not those that a transfer asked for meanwhile
-    "ahead_used": 0,  # of them, those that were then asked for and still in host memory
-}
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,14 +81,12 @@ class DiskExperts:
             self.row_of = store.row_of
             self.cache = HostCache(store.row_of, store.num_rows)
         self.failures, self.error = 0, ""
-        self._counted: dict[str, float] = dict(DISK_COUNTS)  # by the last `counts_since`
+        self._counted = Counters()  # by the last `counts_since`
         self._arrived: dict[Expert, _PendingRow] = {}
         self._tickets: dict[Expert, Ticket] = {}
         self._failed: dict[Expert, str] = {}
         self._prefetches: dict[Expert, None] = {}  # in order; of which nothing was begun
         self._prefetched: set[Expert] = set()  # read ahead, and not asked for since
-        self._num_ahead = self._num_ahead_used = 0
-        self._wait_seconds = 0.0  # that steps spent in `read`
         self._uses: jax.Array | None = None  # a copy of last uses that is not applied yet
         self._seen = np.zeros(self.row_of.shape, np.int32)
         self._lock = threading.RLock()
@@ -129,8 +115,7 @@ class DiskExperts:
                 np.broadcast_to(part.dtype.type(0), (len(experts), *part.shape))
                 for part in self.reader.source.row
             ]
-        with self._lock:
-            self._wait_seconds += time.monotonic() - start
+        self.reader.count(wait_seconds=time.monotonic() - start)
         return tuple(found)
 
     def _read(self, expert: Expert, into: list[np.ndarray]) -> None:
@@ -232,13 +217,10 @@ class DiskExperts:
             return changed
 
     def counts_since(self) -> dict[str, float]:
-        """Counts since the last call, by the names of `DISK_COUNTS`."""
-        with self._lock:
-            now: dict[str, float] = dataclasses.asdict(self.reader.counters)
-            now |= {"ahead": self._num_ahead, "ahead_used": self._num_ahead_used}
-            now["wait_seconds"] = self._wait_seconds
-        before, self._counted = self._counted, now
-        return {name: n - before[name] for name, n in now.items()}
+        """Counts since the last call, by the names of `disk_reader.Counters`."""
+        before, self._counted = self._counted, dataclasses.replace(self.reader.counters)
+        now = dataclasses.asdict(self._counted)
+        return {name: n - getattr(before, name) for name, n in now.items()}
 
     def close(self) -> None:
         """Ends the threads; a step that needs the disk afterwards fails."""
@@ -268,7 +250,7 @@ class DiskExperts:
             else:
                 self._arrived[expert] = _PendingRow(ticket.row, ticket, is_open and ticket.urgent)
                 if is_open and not ticket.urgent:
-                    self._num_ahead += 1
+                    self.reader.count(ahead=1)
                     self._prefetched.add(expert)
 
     def _read_ahead(self) -> None:
@@ -293,7 +275,7 @@ class DiskExperts:
                 del self._tickets[expert]
         if expert in self._prefetched:
             self._prefetched.discard(expert)
-            self._num_ahead_used += self._has(expert)
+            self.reader.count(ahead_used=self._has(expert))
 
     def _touch(self, cache: HostCache, uses: np.ndarray) -> None:
         """Marks experts used since the last copy, in the order of their last uses."""

@@ -49,13 +49,16 @@ class Ticket:
 
 @dataclasses.dataclass(kw_only=True)
 class Counters:
-    """Counts of a reader, summed since it was made."""
+    """Counts since a reader was made."""
 
     reads: int = 0  # experts
     bytes: int = 0  # of these
-    retries: int = 0
+    retries: int = 0  # reads that had to be repeated
     errors: int = 0  # experts given up
-    waits: int = 0  # reads that somebody waited for (`read_now`)
+    waits: int = 0  # experts that a step waited for (`read_now`)
+    wait_seconds: float = 0.0  # that steps spent in `DiskExperts.read`
+    ahead: int = 0  # experts read by a prefetch; not those that a transfer asked for meanwhile
+    ahead_used: int = 0  # of them, those that were then asked for and still in host memory
 
 
 class DiskReader:
@@ -69,7 +72,7 @@ class DiskReader:
     def __init__(self, source: RowSource, *, ring_blocks: int, retries: int = 2) -> None:
         """Allocates a ring of so many experts; the first request starts the thread."""
         self.source, self._retries = source, retries
-        self._counters = Counters()
+        self.counters = Counters()
         with plain_memory_errors(ring_blocks * source.row_nbytes, "host memory"):
             self._free = [self._empty_row() for _ in range(ring_blocks)]
         self._queue: list[tuple[bool, int, Ticket]] = []  # a heap, urgent ones first
@@ -82,11 +85,11 @@ class DiskReader:
     def _empty_row(self) -> list[np.ndarray]:
         return [np.empty(part.shape, part.dtype) for part in self.source.row]
 
-    @property
-    def counters(self) -> Counters:
-        """Copy of the counters."""
+    def count(self, **amounts: float) -> None:
+        """Adds to the counters, by name."""
         with self._changed:
-            return dataclasses.replace(self._counters)
+            for name, amount in amounts.items():
+                setattr(self.counters, name, getattr(self.counters, name) + amount)
 
     def request(self, expert: Expert, *, urgent: bool = False) -> Ticket:
         """Queues a read; ValueError once the reader is closed."""
@@ -146,8 +149,7 @@ class DiskReader:
         row = self._empty_row()
         if error := self._read(expert, row):
             raise MoejaxError(error)
-        with self._changed:
-            self._counters.waits += 1
+        self.count(waits=1)
         return row
 
     def close(self, timeout_seconds: float = 5.0) -> None:
@@ -203,13 +205,10 @@ class DiskReader:
             pause = _FIRST_PAUSE_SECONDS * 2**retries
             if retries == self._retries or self._closing.wait(pause):
                 break
-        with self._changed:
-            self._counters.retries += retries
-            if error is None:
-                self._counters.reads += 1
-                self._counters.bytes += self.source.row_nbytes
-                return None
-            self._counters.errors += 1
+        if error is None:
+            self.count(retries=retries, reads=1, bytes=self.source.row_nbytes)
+            return None
+        self.count(retries=retries, errors=1)
         logging.error("expert %d of sparse layer %d was not read: %s", expert[1], expert[0], error)
         return error
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moejax.experts.budget import LINK_GIB_PER_S, size_text
-from moejax.experts.disk_cache import DISK_COUNTS
+from moejax.experts.disk_reader import Counters
 from moejax.experts.residency import EVENTS, Counts
 
 DISK_TROUBLE = ("retries", "errors")  # of what is counted of the disk
@@ -25,14 +25,16 @@ class TierLedger:
       expert_bytes: bytes of one expert as it crosses the link.
       layers: for each of the M layers a sum by the names of `EVENTS`.
       gate_mass: the router's, over all layers.
-      disk: sums by the names of `disk_cache.DISK_COUNTS`.
+      disk: sums by the names of `disk_reader.Counters`.
       bulk_requests: what became of requests between steps, by name, told by the transfers.
     """
 
     expert_bytes: int
     layers: list[dict[str, int]] = dataclasses.field(default_factory=list)
     gate_mass: float = 0.0
-    disk: dict[str, float] = dataclasses.field(default_factory=lambda: dict(DISK_COUNTS))
+    disk: dict[str, float] = dataclasses.field(
+        default_factory=lambda: dataclasses.asdict(Counters())
+    )
     bulk_requests: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, counts: Counts, *, disk: Mapping[str, float] | None = None) -> None:
