@@ -209,7 +209,7 @@ class Engine:
     def ledger(self) -> Ledger | None:
         """Ledger of expert movement so far; None if all experts are among the weights."""
         memory = self._runner.memory
-        return memory.settle() if memory else None
+        return memory.read_counters() if memory else None
 
     @property
     def compile_seconds(self) -> float:

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts import residency
-from moejax.experts.ledger import EVENTS, Counts, no_counts
-from moejax.experts.residency import CacheSpec, Residency
+from moejax.experts.residency import COLUMNS, CacheSpec, Counts, Residency, no_counts
 from pallas_kernels import cache_plan as package
 
-COLUMNS = {name: i for i, name in enumerate(EVENTS)}
 START = 2**31 - 60  # of the clock: it wraps
 
 

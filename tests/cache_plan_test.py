@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.experts.ledger import EVENTS
+from moejax.experts.residency import EVENTS
 from pallas_kernels import cache_plan
 from pallas_kernels.target import Target
 from tests import cache_plan_contract as contract

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from moejax.experts import residency
 from moejax.experts.cache_plan import COLUMNS, tables_of
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSpec, no_counts
 from pallas_kernels import buddy_search, cache_plan
 from pallas_kernels.buddy_search import triton as buddy_triton
 from pallas_kernels.cache_plan import triton as plan_triton

@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.ledger import EVENTS, Counts
-from moejax.experts.residency import Residency
+from moejax.experts.residency import COLUMNS, Counts, Residency
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator
 from pallas_kernels import cache_plan
 from pallas_kernels.cache_plan import Asked, LayerPlan, Tables, Tier, TierShape
 from pallas_kernels.target import Target
 
-COLUMNS = {name: column for column, name in enumerate(EVENTS)}
 State = tuple[Residency, Counts]
 
 
