@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -14,9 +14,9 @@ from moejax.config.commands import PlanConfig
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
-from moejax.experts.budget import Budget, Tier, make_budget
+from moejax.experts.budget import Budget, RunSizes, Tier, make_budget
 from moejax.experts.load import budget_of_tiers, plan_experts, tier_of
-from moejax.experts.tiering import STORED, named
+from moejax.experts.tiering import STORED, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
@@ -24,33 +24,30 @@ from moejax.models.shapes import SHAPES
 
 def budget_of(config: PlanConfig) -> Budget:
     """Plans the budget of a configuration; tiers of a shape have the bits that their names say."""
-    tiering, limits, device = config.policy.tiering(), config.memory.limits(), _device(config)
+    tiering, limits = config.policy.tiering(), config.memory.limits()
     _, model, own, itemsize = model_of(config)
     context, chunk = _sizes(config, model)
-    sizes: dict[str, Any] = {"batch": config.batch, "context": context, "chunk": chunk}
     if not config.shape:
-        checkpoint = open_checkpoint(config.checkpoint)
-        return plan_experts(
-            checkpoint, limits, tiering, dtype=config.dtype, device=device, **sizes
-        ).budget
-    sizes["itemsize"] = itemsize
-    if tiering is None:
-        return make_budget(
-            model, own.weights_nbytes, [tier_of(own)], limits=limits, platform=device.platform,
-            **sizes,
+        planned = plan_experts(
+            open_checkpoint(config.checkpoint), limits, tiering, dtype=config.dtype,
+            device=_device(config), batch=config.batch, context=context, chunk=chunk,
         )  # fmt: skip
+        return planned.budget
+    run = RunSizes(
+        config=model, weights_nbytes=own.weights_nbytes, batch=config.batch, context=context,
+        chunk=chunk, platform=platform_of(config), itemsize=itemsize,
+    )  # fmt: skip
+    if tiering is None:
+        return make_budget(run, [tier_of(own)], limits)
     if tiering.emulate:
         raise MoejaxError("a shape takes no policy.emulate")
-    assert isinstance(tiering.policy, str)
     tiers = []
     for tier in tiering.stored():
         group = config.group_size if tier.name == STORED else tiering.group_size
         stored = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
         tiers.append(Tier(name=tier.name, expert_nbytes=stored.expert_nbytes))
-    return budget_of_tiers(
-        named(tiering.policy, tiering.settings, None, model).policy, model, own.weights_nbytes,
-        tiers, slots=tiering.slots, limits=limits, device=device, **sizes,
-    )  # fmt: skip
+    policy = choose(tiering, None, model).policy
+    return budget_of_tiers(policy, run, tiers, tiering.slots, limits)
 
 
 def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[Tier]) -> str:

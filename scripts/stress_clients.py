@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from scripts.stress_cases import Case, Choice, add_told
+from scripts.stress_cases import Case, Choice, add_answer
 
 TIMEOUT_S = 120.0  # no answer within it is a lost one
 MALFORMED: tuple[bytes, ...] = (
@@ -109,7 +109,7 @@ class Client:
             connection.close()
         choices: dict[int, Choice] = {}
         for told in answer["choices"]:
-            add_told(choices, told, case)
+            add_answer(choices, told, case)
         self._compare(case, choices, answer["usage"], started)
 
     def _ask_stream(self, case: Case) -> None:
@@ -117,7 +117,8 @@ class Client:
         body = {**case.body, "stream": True, "stream_options": {"include_usage": True}}
         connection, response = self._post(case.path, json.dumps(body).encode())
         choices: dict[int, Choice] = {}
-        usage, is_first, ended = {}, True, False
+        usage: dict[str, int] = {}
+        is_first, ended = True, False
         try:
             if self._refused(response):
                 return
@@ -127,7 +128,7 @@ class Client:
                     break
                 usage = chunk["usage"] or usage
                 for told in chunk["choices"]:
-                    add_told(choices, told, case)
+                    add_answer(choices, told, case)
                     if is_first and choices[told["index"]].text:
                         with self._tally.lock:
                             self._tally.first_seconds.append(time.monotonic() - started)

@@ -17,8 +17,8 @@ from moejax.config.benchmark import BenchmarkConfig
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import limits_on, room_nbytes
-from moejax.experts.budget import Budget, Limits, Tier, make_budget, require_room
+from moejax.experts.allocator import check_room, device_limits, room_nbytes
+from moejax.experts.budget import Budget, Limits, RunSizes, Tier, make_budget
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
 from moejax.experts.tiering import STORED, Tiering, choose
@@ -141,7 +141,7 @@ class ShapeModels:
             self._whole = None
             gc.collect()
         planned = sum(self._dense_nbytes.values())
-        limits = limits_on(self.device, asked, planned_nbytes=planned)
+        limits = device_limits(self.device, asked, planned_nbytes=planned)
         with plain_memory_errors(self.device):
             found = self._loaded(batch, context, limits)
         return dataclasses.replace(found, load_s=time.perf_counter() - start)
@@ -156,22 +156,16 @@ class ShapeModels:
             Tier(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
             for name, bits in zip(names, self._bits, strict=True)
         ]
-        chunk = min(context, longest_chunk(self.config, batch, context))
-        sizes: dict[str, Any] = {"batch": batch, "context": context, "chunk": chunk,
-                                 "itemsize": BFLOAT16_BYTES, "limits": limits}  # fmt: skip
         nbytes = work.probabilities.nbytes
         if policy is None or tiering is None:
             nbytes += 4 * limits.prefetch * work.ids[..., 0, 0].size
-            parts = self._dense_nbytes | {REPLAYED: nbytes}
-            budget = make_budget(self.config, parts, tiers, platform=self.device.platform, **sizes)
+            budget = make_budget(self._run(batch, context, nbytes), tiers, limits)
             if not budget.pooled:
                 return self._resident(budget, limits)
         else:
             nbytes += work.predicted.nbytes if policy.needs.predicted else 0
-            budget = budget_of_tiers(
-                policy, self.config, self._dense_nbytes | {REPLAYED: nbytes}, tiers,
-                slots=tiering.slots, device=self.device, **sizes,
-            )  # fmt: skip
+            run = self._run(batch, context, nbytes)
+            budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
         memories, held = [], 0
         for bits, part in zip(self._bits, budget.tiers, strict=True):
             cached, first = 0 < part.slots < self.config.num_experts, None
@@ -188,7 +182,7 @@ class ShapeModels:
     def _resident(self, budget: Budget, limits: Limits) -> Loaded:
         """A model whose experts are all on the device."""
         if not limits.device_gib:
-            require_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
+            check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
         experts = random_weights(self.config, self._packing, self.device, dense=False)
         weights = jax.block_until_ready(self._memories.dense | experts)
         runner = Runner(self.config, weights, self.device)
@@ -221,6 +215,14 @@ class ShapeModels:
             return routing.with_skew(self.config, batch, **how)
         name = Path(asked.trace).name
         return routing.of_trace(self.config, self._trace, batch, name=name, **how)
+
+    def _run(self, batch: int, context: int, replayed_nbytes: int) -> RunSizes:
+        parts = self._dense_nbytes | {REPLAYED: replayed_nbytes}
+        chunk = min(context, longest_chunk(self.config, batch, context))
+        return RunSizes(
+            config=self.config, weights_nbytes=parts, batch=batch, context=context, chunk=chunk,
+            platform=self.device.platform, itemsize=BFLOAT16_BYTES,
+        )  # fmt: skip
 
     def _policy(self, tiering: Tiering, work: routing.Workload) -> AnyPolicy:
         """The policy; without a profile, buddies are by the co-activations of what is replayed."""

@@ -18,9 +18,9 @@ from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.routing import Workload
 from moejax.errors import print_stderr
 from moejax.experts.budget import BOTH, TierBudget
-from moejax.experts.cache import ExpertMemory, TierMemory, preloaded_pool
+from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.host_store import HeldRows, HostStore
+from moejax.experts.host_store import HostStore
 from moejax.experts.residency import CacheSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
@@ -71,12 +71,10 @@ class SyntheticRows:
         self.uses_jax = False
         del drawn, stacks, leaves
         total = self.num_layers * self.num_experts
-        store = self.store = HostStore.allocate(self, num_rows, device)
+        store = self.store = HostStore(self, num_rows, device)
         store.fill(progress=False)
-        self.nbytes, self.row_of = store.nbytes, store.row_of
-        if num_rows < total:
-            shared = np.arange(total, dtype=np.int32) % num_rows
-            self.row_of = shared.reshape(self.num_layers, self.num_experts)
+        self.nbytes, self.row_of = num_rows * self.row_nbytes, store.row_of
+        self.row_of[...] = np.arange(total).reshape(self.row_of.shape) % num_rows  # few are shared
         self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)
 
     def read(
@@ -154,20 +152,15 @@ class ShapeMemories:
             transient=transient, banks=2 if plan.prefetch else 1,
         )  # fmt: skip
         spec = PoolSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
-        memory = TierMemory.of_rows(spec, *rows.stacks, rows.row_of, self.device)
+        memory = TierMemory(spec, *rows.stacks, rows.row_of, self.device)
         first = plan.first
         if is_full:
             first = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))
         if first is not None and first.shape[1]:
-            memory.pool = preloaded_pool(
-                memory, self.config, ops.Kernels(target_of(self.device)), first
-            )
-        if is_full:  # as an engine's knows
-            memory.spec = dataclasses.replace(memory.spec, is_complete=True)
+            preload(memory, self.config, ops.Kernels(target_of(self.device)), first)
         if plan.bulk:
-            supply = HeldRows(rows.row_of, rows.store.rows)
             memory.transfers = Transfers(
-                cache, memory.pool, supply, self.device, in_flight=plan.bulk
+                cache, memory.pool, rows.store, self.device, in_flight=plan.bulk
             )
         return memory
 

@@ -50,9 +50,7 @@ def search(
       gate: None: all allowed tokens pass.
       replaced: int32[M, E], counts to which the replaced pairs of each expert are added; donate it.
         None: no counts.
-      last_first: visits ranks from the least weight on.
       implementation: "triton" or "reference"; None for the first that does not refuse.
-      interpret: runs the kernel on the CPU, for tests.
 
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.

@@ -174,8 +174,8 @@ class Served:
     def __init__(self, model: Model, policy: AnyPolicy, tiers: Sequence[str], slots: Sequence[int]):
         """Tables of `slots` of a layer in each tier."""
         config, self.model, self.tiers, self.slots = model.config, model, tiers, tuple(slots)
-        places = np.arange(model.num_layers * config.num_experts)
-        places = places.reshape(model.num_layers, config.num_experts)
+        shape = (model.num_layers, config.num_experts)
+        places = np.arange(model.num_layers * config.num_experts).reshape(shape)
         memories = []
         for name, count in zip(tiers, slots, strict=True):
             cache = CacheSpec(
@@ -183,7 +183,7 @@ class Served:
                 transient=1,
             )  # fmt: skip
             spec = PoolSpec(cache, emulated=True)
-            made = TierMemory.of_rows(spec, *model.experts[name], places, model.device)
+            made = TierMemory(spec, *model.experts[name], places, model.device)
             made.ledger.expert_bytes = model.nbytes(name)
             memories.append(made)
         width = config.experts_per_token
@@ -200,7 +200,7 @@ class Served:
             np.tile(first[:count], (self.model.num_layers, 1)) if one is None else one
             for one, count in zip(given, self.slots, strict=True)
         ]
-        self.memory.settle()
+        self.memory.read_counters()
         self.memory.reset(policy, content)
         names = dict.fromkeys(self.tiers)
         self.memory.ledger = Ledger(
@@ -211,14 +211,14 @@ class Served:
 
     def run(self, windows: Windows, batch: int) -> Measured:
         """Scores windows in their order, so many at once."""
-        self.memory.settle()
+        self.memory.read_counters()
         self.memory.ledger.gate = None
         nats = []
         for first in range(0, len(windows.tokens), batch):
             part = windows.tokens[first : first + batch]
             lengths = np.full(len(part), part.shape[1] - 1, np.int32)
             nats.append(self.runner.score(part[:, :-1], lengths, part[:, 1:]))
-        ledger = self.memory.settle()
+        ledger = self.memory.read_counters()
         return Measured(
             np.concatenate(nats), windows.num_targets, ledger.shares, ledger.total("bulk")
         )
@@ -279,9 +279,10 @@ class EachToken:
                 ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
                 row = tier * rows_of_tier + layer.mlp * c.num_experts + ids
                 pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
-                products = products_by_block(x, pairs, ExpertStacks(*stacks, 0), num_copies, 2**20)
+                products = products_by_block(x, pairs, held, num_copies, 2**20)
                 return combine(products, pairs, share, x.dtype), None, None
 
+        held = ExpertStacks(stacks[0], stacks[1], 0)
         num_copies = len(self.spec.tiers) * c.num_experts
         places = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None]
         hidden, _, _ = model.layers(
