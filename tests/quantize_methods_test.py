@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.checkpoints import load_weights, open_checkpoint
-from moejax.models.hf.config import read_model_config
+from moejax.checkpoints import open_checkpoint
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid
 from moejax.quantization.pipeline import calibration_pass as carry
@@ -232,9 +231,9 @@ class MethodsTest(QuantizeTestCase):
     def assert_loads(self, job):
         """The checkpoint as the engine reads it has the errors that the manifest says."""
         manifest = manifest_of(job.output)
-        original = load_weights(
-            self.source, read_model_config(self.source), dtype=jnp.float32, progress=False
-        )
+        cpu = jax.devices("cpu")[0]
+        source = open_checkpoint(str(self.source))
+        original = source.load(dtype="float32", device=cpu, progress=False)
         loaded = open_checkpoint(str(job.output)).load(
             dtype="float32", device=jax.devices("cpu")[0], progress=False
         )

@@ -19,12 +19,9 @@ import ml_dtypes
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.checkpoints.formats import (
-    matrix_tensors,
-    quantization_config,
-)
 from moejax.checkpoints.formats.interfaces import Tensors
-from moejax.checkpoints.formats.native import whole_compensator
+from moejax.checkpoints.formats.manifest import quantization_config
+from moejax.checkpoints.formats.native import matrix_tensors, whole_compensator
 from moejax.checkpoints.formats.registry import open_format
 from moejax.checkpoints.reader import CheckpointReader
 from moejax.checkpoints.safetensors_reader import stored_tensors

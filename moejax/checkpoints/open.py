@@ -45,7 +45,7 @@ class Checkpoint:
           experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`.
 
         Raises:
-          MoejaxError: as `CheckpointReader` and `load_orbax`; an Orbax directory without its
+          MoejaxError: a file is missing, broken or does not fit; an Orbax directory without its
             experts.
         """
         chosen = self.choose_dtype(dtype, device)
@@ -69,11 +69,7 @@ class Checkpoint:
         )
 
     def choose_dtype(self, name: str, device: jax.Device) -> jnp.dtype:
-        """The type of a name, "auto" included, as `load` takes it.
-
-        Raises:
-          MoejaxError: there is no such type, or no weights to see it from.
-        """
+        """The type of a name, "auto" included; raises MoejaxError if there is none."""
         if name in DTYPES:
             return jnp.dtype(name)
         if name != "auto":
@@ -88,8 +84,7 @@ class Checkpoint:
 def open_checkpoint(name: str) -> Checkpoint:
     """Opens the checkpoint of a name; see `resolve_checkpoint`.
 
-    Raises:
-      MoejaxError: it is not there, or what describes it is broken or not supported.
+    Raises MoejaxError where what describes it is broken or not supported.
     """
     directory = resolve_checkpoint(name)
     fields = None

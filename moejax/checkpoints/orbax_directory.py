@@ -41,7 +41,7 @@ def save_orbax(
     *,
     tokenizer_from: Path | None = None,
 ) -> None:
-    """Writes what `load_weights` returned, to be restored without conversion.
+    """Writes what `Checkpoint.load` returned, to be restored without conversion.
 
     Args:
       directory: made if need be; what `save_orbax` wrote there before is replaced.
@@ -83,11 +83,7 @@ def save_orbax(
 
 
 def read_orbax_description(directory: Path) -> tuple[ModelConfig, jnp.dtype]:
-    """Shape and stored dtype of the model in `directory`.
-
-    Raises:
-      MoejaxError: moejax.json is missing, broken, or of another version.
-    """
+    """Shape and stored dtype of a model; raises MoejaxError if moejax.json is not understood."""
     fields = read_json(directory / _DESCRIPTION)
     if fields.get("format") != _FORMAT:
         raise MoejaxError(
@@ -103,12 +99,7 @@ def read_orbax_description(directory: Path) -> tuple[ModelConfig, jnp.dtype]:
 def load_orbax(
     directory: Path, *, dtype: jnp.dtype | None = None, device: jax.Device | None = None
 ) -> tuple[ModelConfig, dict[str, jax.Array]]:
-    """Restores what `save_orbax` wrote.
-
-    Args:
-      directory: as given to `save_orbax`.
-      dtype: None means the stored one.
-      device: None means JAX's default device.
+    """Restores what `save_orbax` wrote, in the stored dtype and on JAX's device by default.
 
     Raises:
       MoejaxError: a file is missing or broken, or the leaves do not fit moejax.json.

@@ -21,10 +21,9 @@ Tensor = np.ndarray | StoredTensor
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], mend: str = ROOM) -> WrittenFile:
-    """Writes a safetensors file.
+    """Writes a safetensors file, which appears at `path` only when it is whole.
 
     Args:
-      path: the file appears there only when it is whole.
       tensors: arrays, or tensors of another file, which are copied as they are stored.
       mend: what to do where the disk is full.
 

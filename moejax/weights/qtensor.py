@@ -7,7 +7,7 @@ of low-rank factors. Leading axes (layers, experts) are written `...`.
 import dataclasses
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,48 @@ ZERO_KINDS = ("float", "integer", "symmetric")
 
 def _static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodesKind:
+    """Stored form of packed matrices; those of one kind can lie in one stack."""
+
+    bits: int
+    group_size: int
+    zero_kind: str = "symmetric"  # one of `ZERO_KINDS`
+    scale_dtype: str = "float16"  # or "float32"
+
+    def arrays(self, shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Arrays of matrices [..., N, K] by field of `QTensor`, without a permutation."""
+        *lead, inputs = shape
+        words = (*lead, layout.num_words(inputs, self.bits))
+        groups = (*lead, layout.num_groups(inputs, self.group_size))
+        scales = jax.ShapeDtypeStruct(groups, np.dtype(self.scale_dtype))
+        found = {"words": jax.ShapeDtypeStruct(words, np.dtype(np.uint32)), "scales": scales}
+        if self.zero_kind != "symmetric":
+            is_integer = self.zero_kind == "integer"
+            found["zeros"] = (
+                jax.ShapeDtypeStruct(groups, np.dtype(np.uint8)) if is_integer else scales
+            )
+        return found
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of `arrays`."""
+        return sum(array.size * array.dtype.itemsize for array in self.arrays(shape).values())
+
+    def tensor(
+        self,
+        num_inputs: int,
+        arrays: Mapping[str, Any],
+        compensators: tuple["Compensator", ...] = (),
+    ) -> "QTensor":
+        """Matrices of this kind from their arrays; checked (`QTensor.check`)."""
+        fields: dict[str, Any] = {"zeros": None, **arrays, "compensators": compensators}
+        tensor = QTensor(
+            **fields, num_inputs=num_inputs, bits=self.bits, group_size=self.group_size
+        )
+        tensor.check()
+        return tensor
 
 
 @jax.tree_util.register_dataclass
@@ -318,8 +360,6 @@ def from_codes(
       codes: uint8[..., N, K].
       scales: float[..., N, G].
       zeros: float[..., N, G] in units of codes; ignored where `zero_kind` is "symmetric".
-      bits: 2, 3, 4 or 8.
-      group_size: 1..K.
       zero_kind: one of `ZERO_KINDS`; "integer" rounds and stores uint8.
       scale_dtype: float16 or float32, of scales and float zeros.
 
@@ -328,22 +368,12 @@ def from_codes(
     """
     if zero_kind not in ZERO_KINDS:
         raise ValueError(f"zero_kind {zero_kind!r} is none of {', '.join(ZERO_KINDS)}")
-    stored = None
+    arrays = {"words": layout.pack(codes, bits), "scales": scales.astype(scale_dtype)}
     if zero_kind != "symmetric":
         assert zeros is not None
         xp = jnp if isinstance(zeros, jax.Array) else np
-        stored = (
-            xp.round(zeros).astype(xp.uint8)
-            if zero_kind == "integer"
-            else zeros.astype(scale_dtype)
+        is_integer = zero_kind == "integer"
+        arrays["zeros"] = (
+            xp.round(zeros).astype(xp.uint8) if is_integer else zeros.astype(scale_dtype)
         )
-    tensor = QTensor(
-        words=layout.pack(codes, bits),
-        scales=scales.astype(scale_dtype),
-        zeros=stored,
-        num_inputs=codes.shape[-1],
-        bits=bits,
-        group_size=group_size,
-    )
-    tensor.check()
-    return tensor
+    return CodesKind(bits=bits, group_size=group_size).tensor(codes.shape[-1], arrays)

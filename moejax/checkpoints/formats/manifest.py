@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE
 from moejax.errors import MoejaxError
 from moejax.files.whole import file_digest
 from moejax.models.hf.config import read_json
@@ -26,6 +25,7 @@ from pallas_kernels import layout
 
 MANIFEST_FILE = "quantization.json"
 METHOD = "moejax"  # the quant_method of config.json
+FACTOR_GROUP_SIZE = 64  # of packed factors, where an entry does not say it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,30 +73,20 @@ def read_manifest(directory: Path, config: Mapping[str, Any]) -> Manifest:
                 f"{directory / place}: the weights have layout {tag!r}, this version reads "
                 f"{layout.LAYOUT!r}; quantize the model again"
             )
-    matrices = _object(path, fields, "tensors")
-    files = _object(path, fields, "files")
-    return Manifest(
-        path=path,
-        matrices={name: _matrix_entry(path, name, entry) for name, entry in matrices.items()},
-        files={name: _file_entry(path, name, entry) for name, entry in files.items()},
-    )
+    entries = _object(path, fields, "tensors")
+    matrices = {name: matrix_entry(path, name, entry) for name, entry in entries.items()}
+    return Manifest(path=path, matrices=matrices, files=_file_entries(path, fields))
 
 
 def read_files(directory: Path) -> Manifest | None:
     """The manifest's files alone, of weights in any format that `moejax.quantize` writes.
 
-    Returns:
-      None where there is no manifest.
-
-    Raises:
-      MoejaxError: it is broken.
+    None where there is no manifest; raises MoejaxError where it is broken.
     """
     path = directory / MANIFEST_FILE
     if not path.exists():
         return None
-    files = _object(path, read_json(path), "files")
-    entries = {name: _file_entry(path, name, entry) for name, entry in files.items()}
-    return Manifest(path=path, matrices={}, files=entries)
+    return Manifest(path=path, matrices={}, files=_file_entries(path, read_json(path)))
 
 
 def check_files(manifest: Manifest, *, checksums: bool) -> None:
@@ -128,7 +118,8 @@ def check_files(manifest: Manifest, *, checksums: bool) -> None:
             )
 
 
-def _matrix_entry(path: Path, name: str, entry: Any) -> MatrixEntry:
+def matrix_entry(path: Path, name: str, entry: Any) -> MatrixEntry:
+    """Reads an entry of "tensors"; raises MoejaxError where it is not understood."""
     try:
         found = MatrixEntry(
             shape=tuple(entry["shape"]),
@@ -146,15 +137,18 @@ def _matrix_entry(path: Path, name: str, entry: Any) -> MatrixEntry:
     return found
 
 
-def _file_entry(path: Path, name: str, entry: Any) -> tuple[int, str]:
-    if (
-        name != Path(name).name
-        or not isinstance(entry, dict)
-        or type(entry.get("size")) is not int
-        or not isinstance(entry.get("sha256"), str)
-    ):
-        raise MoejaxError(f"{path}: the entry of file {name} is not understood: {entry}")
-    return entry["size"], entry["sha256"]
+def _file_entries(path: Path, fields: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    found = {}
+    for name, entry in _object(path, fields, "files").items():
+        if (
+            name != Path(name).name
+            or not isinstance(entry, dict)
+            or type(entry.get("size")) is not int
+            or not isinstance(entry.get("sha256"), str)
+        ):
+            raise MoejaxError(f"{path}: the entry of file {name} is not understood: {entry}")
+        found[name] = entry["size"], entry["sha256"]
+    return found
 
 
 def _object(path: Path, fields: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from moejax.checkpoints.formats import config_fields as settings
 from moejax.checkpoints.formats.awq import parse_awq
 from moejax.checkpoints.formats.compressed_tensors import parse_compressed_tensors
 from moejax.checkpoints.formats.fp8 import parse_fp8
-from moejax.checkpoints.formats.gptq import GptqFormat, Rules, parse_gptq
+from moejax.checkpoints.formats.gptq import gptq_format, parse_gptq
 from moejax.checkpoints.formats.hqq import parse_hqq
 from moejax.checkpoints.formats.interfaces import Format
 from moejax.checkpoints.formats.manifest import METHOD, check_files, read_manifest
-from moejax.checkpoints.formats.native_reader import OwnFormat
+from moejax.checkpoints.formats.native import native_format
 from moejax.errors import MoejaxError
 from moejax.models.hf.config import read_json
 
@@ -51,10 +51,9 @@ def quantization_fields(directory: Path) -> dict[str, Any] | None:
 def open_format(
     directory: Path, fields: Mapping[str, Any], *, verify_checksums: bool = False
 ) -> Format:
-    """Opens the reader of a checkpoint's format.
+    """Opens the reader of a checkpoint's format by its quantization_config.
 
     Args:
-      fields: its quantization_config.
       verify_checksums: of the package's own format: read every file whole and compare its SHA-256
         with the manifest's. Sizes are always compared. The other formats have no checksums.
 
@@ -66,7 +65,7 @@ def open_format(
     if method == METHOD:
         manifest = read_manifest(directory, fields)
         check_files(manifest, checksums=verify_checksums)
-        return OwnFormat(manifest=manifest)
+        return native_format(manifest)
     try:
         if method in _AUTOROUND:
             return _parse_autoround(fields)
@@ -100,9 +99,7 @@ def _parse_autoround(fields: Mapping[str, Any]) -> Format:
             # Names of modules; where they hold more than that, expressions.
             expression = f"(?:{name})$"
             overrides.append((settings.pattern("extra_config", expression), changed))
-    rules = Rules(default=fields, overrides=tuple(overrides))
-    rules.of("")
-    return GptqFormat(rules=rules, is_v1="gptq" in packing)
+    return gptq_format(fields, overrides, is_v1="gptq" in packing)
 
 
 def _old_fields(fields: dict[str, Any], method: str) -> dict[str, Any]:

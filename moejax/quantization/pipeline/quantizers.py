@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE
+from moejax.checkpoints.formats.manifest import FACTOR_GROUP_SIZE
 from moejax.quantization.autoround import autoround
 from moejax.quantization.factors import MAX_GAIN_LOST, factor_grid, gain_lost, quantize_factor
 from moejax.quantization.gptq import GptqSettings, gptq

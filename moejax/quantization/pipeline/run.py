@@ -239,13 +239,8 @@ class _Run:
 
     def _read_back(self, shard: Shard, records: Mapping[str, Any]) -> dict[str, QTensor]:
         """Reads the matrices of a finished shard."""
-        tensors = Tensors(read_header(self.job.output / shard.file))
-        target = self.job.recipe.format
-        return {
-            name: read_back(target, records, name, tensors)
-            for name, record in records.items()
-            if "bits" in record
-        }
+        path = self.job.output / shard.file
+        return read_back(path, self.job.recipe.format, records, Tensors(read_header(path)))
 
     def _calibration_run(self) -> CalibrationRun:
         assert self.tokens is not None

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.checkpoints.formats import matrix_tensors
-from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE, whole_compensator
+from moejax.checkpoints.formats.manifest import FACTOR_GROUP_SIZE
+from moejax.checkpoints.formats.native import whole_compensator
 from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.checkpoints.safetensors_writer import Tensor
 from moejax.devices import plain_memory_errors
@@ -60,8 +60,8 @@ def quantize_shard(
     *,
     device: jax.Device,
     meter: Meter,
-    calibrate: Calibrate | None = None,
-    write_matrix: WriteMatrix = matrix_tensors,
+    calibrate: Calibrate | None,
+    write_matrix: WriteMatrix,
 ) -> ShardResult:
     """Quantizes a shard; only one stack of it is on the device at a time.
 

@@ -26,7 +26,6 @@ import numpy as np
 from absl import app, flags
 
 from moejax.checkpoints.open import open_checkpoint
-from moejax.checkpoints.reader import load_weights
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.files.result_rows import (
     ResultRow,
@@ -86,9 +85,7 @@ class Bench:
     def __init__(self, device: jax.Device):
         checkpoint = open_checkpoint(_CHECKPOINT.value)
         self.device, self.config = device, checkpoint.config
-        self.weights = load_weights(
-            checkpoint.directory, self.config, dtype=jnp.float32, device=device, progress=False
-        )
+        self.weights = checkpoint.load(dtype="float32", device=device, progress=False)
         tokenizer = Tokenizer.from_directory(checkpoint.directory)
         assert tokenizer is not None
         self.windows, self.text_bytes = _windows(tokenizer, _read_text(Path(_TEXT.value)))
