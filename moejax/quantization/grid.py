@@ -42,6 +42,10 @@ class Grid:
         """Zero point of symmetric grids, 2^(bits - 1)."""
         return 2 ** (self.bits - 1)
 
+    def round(self, steps: jax.Array) -> jax.Array:
+        """Chooses the code of each step w / s + z, as float32; every quantizer does by it."""
+        return jnp.clip(jnp.round(steps), 0, self.max_code)
+
 
 class Codes(NamedTuple):
     """Quantized matrices: w = (codes - zeros) scales, group by group.
@@ -58,10 +62,8 @@ class Codes(NamedTuple):
 def split_groups(x: jax.Array, group_size: int) -> jax.Array:
     """Splits [..., K] into [..., G, group_size]; pads a short last group with its last value.
 
-    Padding changes no minimum and no maximum; sums exclude it by `member_mask`.
-
-    Raises:
-      ValueError: the group size is longer than the row.
+    Padding changes no minimum and no maximum; sums exclude it by `member_mask`. Raises ValueError
+    where the group size is longer than the row.
     """
     num_inputs = x.shape[-1]
     num_groups = layout.num_groups(num_inputs, group_size)
@@ -99,11 +101,9 @@ def nearest_codes(weights: jax.Array, scales: jax.Array, zeros: jax.Array, grid:
       weights: float32[..., N, K].
       scales: float32[..., N, G], none of them 0; negative ones are allowed.
       zeros: float32[..., N, G].
-      grid: bits and group size.
     """
     groups = split_groups(weights, grid.group_size)
-    steps = jnp.round(groups / scales[..., None] + zeros[..., None])
-    codes = jnp.clip(steps, 0, grid.max_code).astype(jnp.uint8)
+    codes = grid.round(groups / scales[..., None] + zeros[..., None]).astype(jnp.uint8)
     return Codes(merge_groups(codes, weights.shape[-1]), scales, zeros)
 
 
@@ -115,15 +115,7 @@ def dequantize(codes: Codes, grid: Grid) -> jax.Array:
 
 
 def relative_error(weights: jax.Array, approximation: jax.Array) -> jax.Array:
-    """Relative error |W - W'|_F / |W|_F of each matrix, 0 if W and W' are both 0.
-
-    Args:
-      weights: float32[..., N, K].
-      approximation: of the same shape.
-
-    Returns:
-      float32[...].
-    """
+    """Relative error |W - W'|_F / |W|_F of matrices [..., N, K]: float32[...], 0 if both are 0."""
     lost = jnp.sum(jnp.square(weights - approximation), axis=(-2, -1))
     whole = jnp.sum(jnp.square(weights), axis=(-2, -1))
     return jnp.where(lost > 0, jnp.sqrt(lost / jnp.where(whole > 0, whole, 1.0)), 0.0)

@@ -56,10 +56,7 @@ def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -
 
     Args:
       weights: float32[..., N, K], finite; each matrix stops by itself.
-      grid: its zero is "float".
-
-    Raises:
-      ValueError: another kind of zero.
+      grid: its zero is "float"; ValueError otherwise.
     """
     if grid.zero_kind != "float":
         raise ValueError(f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}")
@@ -125,4 +122,4 @@ def _range_grid(groups: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
 
 def _codes(groups: jax.Array, inverse: jax.Array, zeros: jax.Array, grid: Grid) -> jax.Array:
-    return jnp.clip(jnp.round(groups * inverse + zeros), 0, grid.max_code)
+    return grid.round(groups * inverse + zeros)

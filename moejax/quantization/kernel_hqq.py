@@ -32,11 +32,10 @@ def kernel_hqq(
       weights: [..., N, K] in float32, bfloat16 or float16, finite.
       u: float32[..., N, R].
       v: float32[..., R, K].
-      grid: its zero is "float", its groups fit the kernel (`kernel_refusal`).
       interpret: runs the kernel on the CPU, for tests.
 
     Raises:
-      ValueError: naming the unsupported operand.
+      ValueError: naming the unsupported operand (`kernel_refusal`).
     """
     if reason := kernel_refusal(weights, grid, SIMULATED if interpret else None):
         raise ValueError(reason)

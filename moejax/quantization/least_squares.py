@@ -118,7 +118,7 @@ def _step(
     """Runs one alternation; a state's third part is the explained share of sum(w^2)."""
     scales, zeros, _ = state
     total = lambda x: jnp.sum(x * counted, axis=-1, keepdims=True)  # noqa: E731
-    codes = jnp.clip(jnp.round(groups / scales + zeros), 0, grid.max_code)
+    codes = grid.round(groups / scales + zeros)
     # Sums of codes less a constant are exact, and small enough to subtract their squares.
     steps = codes - grid.middle
     sum_codes, product, square = total(steps), total(steps * groups), total(steps * steps)

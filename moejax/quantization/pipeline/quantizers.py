@@ -19,7 +19,6 @@ from moejax.quantization.kernel_hqq import kernel_hqq, kernel_refusal
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.milo import BASES, MiloSettings, milo, milo_plus
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Scheme
-from moejax.quantization.rtn import rtn
 from moejax.weights.qtensor import QTensor, from_codes
 
 # Bits that replace a matrix's surging INT3 factors (MiLo 4.2).
@@ -118,17 +117,22 @@ def quantize_stack(
     """
     method = program.scheme.method
     starved = surged = jnp.zeros(weights.shape[0], bool)
-    permutation = factors = safe_factors = None
+    factors = safe_factors = None
     if method in CALIBRATED:
         assert calibration is not None
-        codes, permutation, starved = _calibrated(weights, calibration, program)
+        codes, starved = _calibrated(weights, calibration, program)
     elif method in COMPENSATED and program.max_rank:
         codes, factors, safe_factors, surged = _compensated(weights, ranks, program)
     else:
         codes = _plain(weights, program)
-    tensor = _pack(codes, program)
-    if permutation is not None:
-        tensor = dataclasses.replace(tensor, permutation=permutation)
+    scheme = program.scheme
+    tensor = from_codes(
+        *codes,
+        bits=scheme.bits,
+        group_size=scheme.group_size,
+        zero_kind=scheme.zero_kind,
+        scale_dtype=jnp.dtype(scheme.scale_dtype),
+    )
     values = tensor.dequantize()
     if factors is not None:
         product = _product(factors)
@@ -156,26 +160,24 @@ def _plain(weights: jax.Array, program: Program) -> Codes:
             u = jnp.zeros((num_matrices, num_rows, 0), jnp.float32)
             return kernel_hqq(weights, u, jnp.zeros((num_matrices, 0, num_inputs)), program.grid)
         return hqq(weights, program.grid)
-    if method == "milo+":
-        return BASES["least_squares"](weights, program.grid)
-    return (rtn if method == "rtn" else least_squares)(weights, program.grid)
+    if method == "least_squares":
+        return least_squares(weights, program.grid)
+    return BASES["rtn" if method == "rtn" else "least_squares"](weights, program.grid)
 
 
 def _calibrated(
     weights: jax.Array, calibration: Calibration, program: Program
-) -> tuple[Codes, jax.Array | None, jax.Array]:
-    """Quantizes with calibration: codes, GPTQ's permutation if any, starved matrices."""
+) -> tuple[Codes, jax.Array]:
+    """Quantizes with calibration: codes, starved matrices."""
     grid = program.grid
     if program.scheme.method == "autoround":
         codes = jax.vmap(lambda w, h: autoround(w, h, grid))(weights, calibration.hessians)
-        return codes, None, calibration.num_tokens == 0
-    # Groups that are fixed beforehand need no permutation at run time, and every format holds them.
-    ordered = program.scheme.act_order
-    settings = GptqSettings(act_order=ordered, static_groups=ordered)
+        return codes, calibration.num_tokens == 0
+    settings = GptqSettings(act_order=program.scheme.act_order)
     found = jax.vmap(lambda w, h, n: gptq(w, h, grid, settings, num_tokens=n))(
         weights, calibration.hessians, calibration.num_tokens
     )
-    return found.codes, found.permutation, found.starved
+    return found.codes, found.starved
 
 
 def _compensated(
@@ -230,37 +232,23 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
     left = weights - dequantize(found.codes, grid)
     if factor_bits == 16:
         factors = Factors(*(part.astype(jnp.bfloat16) for part in parts))
-    elif settings.refit:
-        assert found.u_codes is not None and found.v_codes is not None
-        coded = (found.u_codes, found.v_codes)
-        factors = _packed_factors(coded, parts, factor_bits)
     else:
-        coded = tuple(quantize_factor(part, factor_bits, FACTOR_GROUP_SIZE) for part in parts)
-        factors = _packed_factors(coded, parts, factor_bits)
+        coded = (found.u_codes, found.v_codes)
+        factors = Factors(*map(functools.partial(_pack_factor, factor_bits), parts, coded))
     lost, free_lost = _squares(left - _product(factors)), None
     if not settings.refit:
         free_lost = _squares(left - _product(Factors(*parts)))
     return _Solution(found.codes, factors, lost, free_lost)
 
 
-def _packed_factors(
-    coded: tuple[Codes, ...], parts: tuple[jax.Array, ...], factor_bits: int
-) -> Factors:
-    return Factors(
-        *(
-            _pack_factor(codes, part.shape[-1], factor_bits)
-            for codes, part in zip(coded, parts, strict=True)
-        )
-    )
-
-
-def _pack_factor(codes: Codes, length: int, factor_bits: int) -> QTensor:
+def _pack_factor(factor_bits: int, part: jax.Array, codes: Codes | None) -> QTensor:
+    """Packs the codes of a factor [C, R, X]; without codes it is quantized first."""
+    if codes is None:
+        codes = quantize_factor(part, factor_bits, FACTOR_GROUP_SIZE)
     return from_codes(
-        codes.codes,
-        codes.scales,
-        None,
+        *codes,
         bits=factor_bits,
-        group_size=factor_grid(factor_bits, length, FACTOR_GROUP_SIZE).group_size,
+        group_size=factor_grid(factor_bits, part.shape[-1], FACTOR_GROUP_SIZE).group_size,
         zero_kind="symmetric",
     )
 
@@ -272,17 +260,6 @@ def _product(factors: Factors) -> jax.Array:
         for factor in factors
     )
     return jnp.einsum("crn,crk->cnk", u, v, precision="highest")
-
-
-def _pack(codes: Codes, program: Program) -> QTensor:
-    scheme = program.scheme
-    return from_codes(
-        *codes,
-        bits=scheme.bits,
-        group_size=scheme.group_size,
-        zero_kind=scheme.zero_kind,
-        scale_dtype=jnp.dtype(scheme.scale_dtype),
-    )
 
 
 def _is_storable(tensor: QTensor) -> jax.Array:

@@ -163,7 +163,6 @@ def _matrix(stack: QTensor, i: int, num_rows: int) -> QTensor:
         words=cut(stack.words),
         scales=cut(stack.scales),
         zeros=cut(stack.zeros),
-        permutation=None if stack.permutation is None else stack.permutation[i],
     )
 
 
