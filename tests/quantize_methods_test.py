@@ -15,8 +15,8 @@ from absl.testing import absltest, parameterized
 from moejax.checkpoints import open_checkpoint
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid
-from moejax.quantization.pipeline import calibration_pass as carry
 from moejax.quantization.pipeline import quantizers
+from moejax.quantization.pipeline.calibration_pass import CalibrationRun
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.weights.qtensor import dense
 from pallas_kernels import layout, op
@@ -164,14 +164,14 @@ class MethodsTest(QuantizeTestCase):
     def test_starved_experts_are_counted(self):
         seen = {}
 
-        def calibrate(captured, entries):
-            found = real(captured, entries)
+        def calibrate(run, captured, entries):
+            found = real(run, captured, entries)
             counts = np.asarray(found.num_tokens)
             seen.update(zip((entry.name for entry in entries), counts, strict=True))
             return found
 
-        real = carry.Captured.calibrate
-        with mock.patch.object(carry.Captured, "calibrate", calibrate):
+        real = CalibrationRun.calibrate
+        with mock.patch.object(CalibrationRun, "calibrate", calibrate):
             manifest = self.checked(quantize_checkpoint(self.job(method="gptq", text=TEXT)))
         enough = GptqSettings().min_tokens_per_input * 64
         starved = {name for name, entry in manifest["tensors"].items() if entry.get("starved")}

@@ -88,6 +88,10 @@ class RankPolicy(NamedTuple):
     terms: tuple[Term, ...]
     budget_bytes: int | None = None
 
+    def needs(self, statistic: str) -> bool:
+        """Whether ranks follow the "kurtosis" of weights or the "frequency" of experts."""
+        return any(term.policy == statistic for term in self.terms)
+
     def __str__(self) -> str:
         within = "" if self.budget_bytes is None else f" within {self.budget_bytes} B"
         return " + ".join(map(str, self.terms)) + within

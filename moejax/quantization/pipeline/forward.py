@@ -40,7 +40,6 @@ from moejax.quantization.pipeline.layer_steps import (
 from moejax.weights.qtensor import Weight, dense
 
 TOKENS_PER_STEP = 4096  # of whole sequences that run together; one sequence at least
-HESSIAN_BYTES = 4 * 2**30  # of experts, held at a time
 
 
 class Hessian(NamedTuple):
@@ -62,7 +61,7 @@ class LayerRun:
       embed: [V, D].
       dtype: of the activations and of the weights that meet them.
       tokens_per_step: see TOKENS_PER_STEP.
-      hessian_bytes: see HESSIAN_BYTES; at least one expert's.
+      hessian_bytes: of experts, held at a time; at least one expert's.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class LayerRun:
         dtype: Any,
         device: jax.Device,
         tokens_per_step: int = TOKENS_PER_STEP,
-        hessian_bytes: int = HESSIAN_BYTES,
+        hessian_bytes: int = 4 * 2**30,
     ):
         self.config = config
         self.layer = 0
@@ -104,11 +103,7 @@ class LayerRun:
         )
 
     def advance(self, weights: Mapping[str, Any]) -> None:
-        """Advances the hidden states through layer `self.layer`, with any weights.
-
-        Args:
-          weights: the layer's, original or quantized.
-        """
+        """Advances the hidden states through layer `self.layer`, with any weights of it."""
         config, placed = self._one_layer(), self._placed(weights)
         num_tokens = self._step * self.hidden.shape[1]
         experts = default_expert_impl(num_tokens, config, self._dtype, self._device.platform)
@@ -163,9 +158,7 @@ class CapturedLayer:
     def hessian(self, leaf: str, expert: int | None = None) -> Hessian:
         """Returns the Hessian of one matrix; request experts in order, neighbours share a pass.
 
-        Args:
-          leaf: one of `layer_steps.watched_leaves`, "moe.gate_up" or "moe.down".
-          expert: for "moe.gate_up" and "moe.down".
+        `leaf` is one of `layer_steps.watched_leaves`, or "moe.gate_up" or "moe.down" of an expert.
         """
         if leaf in self._totals:
             return _mean(self._totals[leaf], self.num_tokens)
@@ -228,9 +221,7 @@ def _sequences_per_step(num_sequences: int, most: int) -> int:
 def file_backed(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Allocates zeros in a temporary file ($TMPDIR), deleted with the array.
 
-    Raises:
-      OSError: the disk has no room; it is reserved at once, since a page without room kills the
-        process.
+    The room is reserved at once (OSError), since a page without room kills the process.
     """
     with tempfile.TemporaryFile() as file:
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize

@@ -78,14 +78,9 @@ def attention_step(
     config: ModelConfig,
     attention: AttentionImpl,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs the first half of the layer, attention or a delta rule.
+    """Runs the first half of the layer on x [B, T, D], attention or a delta rule.
 
-    Args:
-      x: [B, T, D], the residual stream.
-      totals: sums of x x^T by leaf; donated.
-
-    Returns:
-      [B, T, D] after attention, and the sums.
+    Returns [B, T, D] after it, and the sums of x x^T by leaf, `totals` (donated) with its inputs.
     """
     sums = _Sums(totals)
     x = x + _mixed(weights, x, config, attention, sums)
@@ -102,10 +97,7 @@ def mlp_step(
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Sums the inputs of the MLP's matrices but the experts', and counts experts' tokens.
 
-    Args:
-      x: [B, T, D] after attention.
-      totals: sums of x x^T by leaf; donated.
-      counts: int32[E]; donated.
+    `x` is [B, T, D] after attention; `totals`, by leaf, and `counts`, int32[E], are donated.
     """
     flat, sums = _mlp_input(weights, x, config), _Sums(totals)
     if not config.moe_layers:
@@ -133,7 +125,6 @@ def expert_step(
     Args:
       x: [B, T, D] after attention.
       totals: float32[e, K, K], sums of x x^T; donated.
-      first: int32[].
       leaf: "moe.gate_up" (K = D) or "moe.down" (K = F).
     """
     flat = _mlp_input(weights, x, config)

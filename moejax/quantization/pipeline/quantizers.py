@@ -125,14 +125,7 @@ def quantize_stack(
         codes, factors, safe_factors, surged = _compensated(weights, ranks, program)
     else:
         codes = _plain(weights, program)
-    scheme = program.scheme
-    tensor = from_codes(
-        *codes,
-        bits=scheme.bits,
-        group_size=scheme.group_size,
-        zero_kind=scheme.zero_kind,
-        scale_dtype=jnp.dtype(scheme.scale_dtype),
-    )
+    tensor = from_codes(*codes, **dataclasses.asdict(program.scheme.kind))
     values = tensor.dequantize()
     if factors is not None:
         product = _product(factors)
