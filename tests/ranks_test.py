@@ -42,8 +42,6 @@ def _mixtral() -> list[Matrix]:
                         kind="experts",
                         num_rows=rows,
                         num_inputs=inputs,
-                        layer=layer,
-                        expert=expert,
                         kurtosis=float(expert) - 1.5,
                         frequency=(expert + 1) / 36,
                     )

@@ -69,23 +69,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlan:
-    """The stored form of a leaf, and the parts that fill it.
+    """The stored form of a leaf, and the parts that fill it."""
 
-    Attributes:
-      name: key in `weight_shapes`.
-      shape: [..., N, K], or a vector's.
-      dtype: type of a plain leaf.
-      kind: how its matrices are packed; None: it is plain.
-      parts: fill the leaf; empty for a model without a checkpoint.
-      mixture: why packed matrices are dequantized to a plain leaf; "" where none are.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    kind: Kind | None = None
-    parts: Sequence[Part] = ()
-    mixture: str = ""
+    name: str  # key in `weight_shapes`
+    shape: tuple[int, ...]  # [..., N, K], or a vector's
+    dtype: np.dtype  # of a plain leaf
+    kind: Kind | None = None  # how its matrices are packed; None: it is plain
+    parts: Sequence[Part] = ()  # empty for a model without a checkpoint
+    mixture: str = ""  # why packed matrices are dequantized to a plain leaf, if they are
 
     @functools.cached_property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -47,8 +47,7 @@ def gain_lost(plain: jax.Array, free: jax.Array, rounded: jax.Array) -> jax.Arra
       rounded: float32[...], error with the factors in few bits; all three of one kind.
 
     Returns:
-      float32[...], at least 0; 0 where nothing was lost, infinite where something was lost without
-      a gain.
+      float32[...], 0 where nothing was lost, infinite where something was lost without a gain.
     """
     lost, gain = jnp.maximum(rounded - free, 0.0), jnp.maximum(plain - free, 0.0)
     share = lost / jnp.where(gain > 0, gain, 1.0)

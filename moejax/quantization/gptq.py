@@ -122,13 +122,9 @@ def _solve(
     order: jax.Array,
     fixed: tuple[jax.Array, jax.Array] | None,
 ) -> Codes:
-    """Runs Algorithm 1's loops over blocks of columns.
+    """Runs Algorithm 1's loops over blocks of the columns, float32[N, K], in the order of visiting.
 
-    Args:
-      weights: float32[N, K], columns in the order of visiting.
-      upper: float32[K, K], of `inverse_factor`, in the same order.
-      order: int32[K], the input of each column.
-      fixed: scales and zeros [N, G] of groups of inputs; None: they are fitted along the way.
+    `order` is the input of each column; `fixed` scales and zeros are by groups of inputs.
     """
     num_rows, num_inputs = weights.shape
     columns = _padded_columns(num_inputs, num_inputs if fixed else grid.group_size, block_size)

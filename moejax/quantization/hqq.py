@@ -26,19 +26,12 @@ State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # steps done, zeros, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HqqSettings:
-    """Static choices of the solver.
+    """Static choices of the solver."""
 
-    Attributes:
-      iterations: most half-quadratic steps.
-      norm: p of the error's l_p norm.
-      beta: weight of the quadratic term.
-      round_start: rounds the zero that the solver starts with, as the library does for 4 bits when
-        it is given no choice.
-    """
-
-    iterations: int = 20
-    norm: float = 0.7
-    beta: float = 10.0
+    iterations: int = 20  # most half-quadratic steps
+    norm: float = 0.7  # p of the error's l_p norm
+    beta: float = 10.0  # weight of the quadratic term
+    # Rounds the zero that the solver starts with, as the library does for 4 bits by default.
     round_start: bool = False
 
     @property

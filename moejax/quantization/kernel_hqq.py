@@ -33,9 +33,6 @@ def kernel_hqq(
       u: float32[..., N, R].
       v: float32[..., R, K].
       interpret: runs the kernel on the CPU, for tests.
-
-    Raises:
-      ValueError: naming the unsupported operand (`kernel_refusal`).
     """
     if reason := kernel_refusal(weights, grid, SIMULATED if interpret else None):
         raise ValueError(reason)

@@ -29,17 +29,12 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # scales, zeros, what they expla
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeastSquaresSettings:
-    """Static choices of the search.
+    """Static choices of the search."""
 
-    Attributes:
-      iterations: alternations from each start.
-      cuts: shares that the starts leave out of the range at its low and high end; all pairs.
-      signed: lets the scales of a symmetric grid be negative, so that the level that only one side
-        has, -2^(b - 1), may serve either sign.
-    """
-
-    iterations: int = 5
-    cuts: tuple[float, ...] = (0.0, 0.08, 0.16)
+    iterations: int = 5  # alternations from each start
+    cuts: tuple[float, ...] = (0.0, 0.08, 0.16)  # shares of the range left out at each end
+    # Lets the scales of a symmetric grid be negative, so that the level that only one side has,
+    # -2^(b - 1), may serve either sign.
     signed: bool = False
 
     def starts(self) -> np.ndarray:

@@ -14,14 +14,9 @@ OVERSAMPLE = 8  # columns of the sketch beyond the rank that is wanted
 
 
 def sketch(matrix: jax.Array, max_rank: int) -> jax.Array:
-    """Random rows of unit length that `subspace_svd` starts from.
+    """Random rows of unit length that `subspace_svd` of a matrix [..., N, K] starts from.
 
-    Args:
-      matrix: float32[..., N, K], for its shape.
-      max_rank: of the wanted approximation.
-
-    Returns:
-      float32[..., min(max_rank + OVERSAMPLE, N, K), K], the same in every call.
+    float32[..., min(max_rank + OVERSAMPLE, N, K), K], the same in every call.
     """
     *lead, num_rows, num_inputs = matrix.shape
     width = min(max_rank + OVERSAMPLE, num_rows, num_inputs)
@@ -70,13 +65,10 @@ def balanced(u: jax.Array, v: jax.Array, max_rank: int) -> tuple[jax.Array, jax.
 
 
 def orthonormal(columns: jax.Array) -> jax.Array:
-    """Orthonormalises columns, unless they are nearly dependent (Cholesky QR).
+    """Orthonormalises columns float32[..., N, R], unless they are nearly dependent (Cholesky QR).
 
     A shift keeps dependent columns from failing: they come back shorter, zeros as zeros
     (Fukaya et al. 2020). QR of LAPACK and cuSOLVER is ten times slower for tall matrices.
-
-    Args:
-      columns: float32[..., N, R].
     """
     gram = jnp.matmul(_turned(columns), columns, precision="highest")
     trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]

@@ -34,29 +34,18 @@ STEP = 1.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiloSettings:
-    """Static settings of `milo`; the defaults are the paper's.
+    """Static settings of `milo`; the defaults are the paper's."""
 
-    Attributes:
-      max_rank: components that the results have room for, at most N and K.
-      max_passes: most passes.
-      tolerance: a matrix stops when the mean error of three passes falls by less than this share
-        (eq. 15).
-      base: quantizer of W - U V, one of `BASES`.
-      solver: in place of `base`, such as a kernel that never writes W - U V; a pure function.
-      refit: quantizes the factors in every pass and fits the codes to the remainder. Without it the
-        factors are returned unquantized, and the caller's rounding adds to the error.
-      factor_bits: of the factors, if `refit`.
-      factor_group_size: of the factors, if `refit`.
-    """
-
-    max_rank: int
+    max_rank: int  # components that the results have room for, at most N and K
     max_passes: int = 20
-    tolerance: float = 1e-4
-    base: str = "hqq"
-    solver: Solver | None = None
+    tolerance: float = 1e-4  # share by which the mean error of three passes must fall (eq. 15)
+    base: str = "hqq"  # quantizer of W - U V, one of `BASES`
+    solver: Solver | None = None  # in place of `base`, such as a kernel that never writes W - U V
+    # Quantizes the factors in every pass and fits the codes to the remainder. Without it they are
+    # returned unquantized, and the caller's rounding adds to the error.
     refit: bool = False
-    factor_bits: int = 3
-    factor_group_size: int = 64
+    factor_bits: int = 3  # if `refit`
+    factor_group_size: int = 64  # if `refit`
 
     def __post_init__(self) -> None:
         if self.base not in BASES:

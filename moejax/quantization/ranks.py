@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pallas_kernels import layout
+from moejax.weights.qtensor import CodesKind
 
 DENSE_KINDS = ("attention", "shared_experts", "mlp")
 SPARSE_KINDS = ("experts",)
@@ -60,8 +60,6 @@ class Matrix:
     kind: str  # "attention" | "shared_experts" | "mlp" | "experts" | "router" | "embed" | "head"
     num_rows: int  # N
     num_inputs: int  # K
-    layer: int | None = None
-    expert: int | None = None
     kurtosis: float | None = None  # excess kurtosis of its weights
     frequency: float | None = None  # share of its layer's assignments that its expert gets
 
@@ -118,10 +116,8 @@ class _Problem(NamedTuple):
 def parse_policy(text: str) -> RankPolicy:
     """Reads "Dense-512 + Kurtosis-16", "mixtral-s1" or "Uniform-5% within 200 MB".
 
-    Case and spaces do not matter. Units: B, KB, MB, GB (powers of 1000), KiB, MiB, GiB.
-
-    Raises:
-      ValueError: naming the term, and what is known.
+    Case and spaces do not matter. Units: B, KB, MB, GB (powers of 1000), KiB, MiB, GiB. ValueError
+    names a term that is not known, and what is.
     """
     body, within, budget = text.lower().partition(" within ")
     body = NAMED_POLICIES.get(body.strip(), body).lower()
@@ -153,16 +149,12 @@ def _parse_term(part: str, text: str) -> Term:
 def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int, *, group_size: int = 64) -> int:
     """Bytes of one rank: a column of U and a row of V, packed, with their fp16 scales.
 
-    Args:
-      num_rows: N.
-      num_inputs: K.
-      factor_bits: 2, 3, 4, 8, or 16 for bfloat16 without scales.
+    `factor_bits` is 2, 3, 4, 8, or 16 for bfloat16 without scales.
     """
     if factor_bits == 16:
         return 2 * (num_rows + num_inputs)
     return sum(
-        4 * layout.num_words(length, factor_bits)
-        + 2 * layout.num_groups(length, min(group_size, length))
+        CodesKind(bits=factor_bits, group_size=min(group_size, length)).num_bytes((1, length))
         for length in (num_rows, num_inputs)
     )
 
@@ -177,10 +169,8 @@ def assign_ranks(
     the budget, and all ranks are multiples (or min(N, K)).
 
     Args:
-      policy: from `parse_policy`.
       matrices: all of the model's, since averages run over all sparse ones.
       factor_bits: of the factors; a rank costs `rank_bytes`.
-      multiple: positive.
 
     Raises:
       ValueError: a term concerns no matrix, or lacks the kurtosis or frequency of one.
@@ -216,11 +206,7 @@ def _problem(matrices: Sequence[Matrix], factor_bits: int) -> _Problem:
 
 
 def _real_ranks(term: Term, problem: _Problem) -> np.ndarray:
-    """Ranks float64[n] of a term before rounding; fixed terms round percentages.
-
-    Raises:
-      ValueError: as `assign_ranks`.
-    """
+    """Ranks float64[n] of a term before rounding; fixed terms round percentages."""
     concerned = {
         "uniform": problem.is_dense | problem.is_sparse,
         "dense": problem.is_dense,

@@ -118,11 +118,6 @@ class QTensor:
         """Bytes of codes, scales, zeros, permutation and compensators."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of all parts over the number of weights."""
-        return 8 * self.nbytes / self.size
-
     def check(self) -> None:
         """Raises ValueError naming the invariant that does not hold."""
         lead, (rows, inputs) = self.shape[:-2], self.shape[-2:]
@@ -290,11 +285,6 @@ class Fp8Tensor:
         """Bytes of values and scales."""
         return self.values.nbytes + self.scales.nbytes
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of all parts over the number of weights."""
-        return 8 * self.nbytes / self.size
-
     def check(self) -> None:
         """Raises ValueError naming the invariant that does not hold."""
         *lead, rows, inputs = self.shape
@@ -320,17 +310,13 @@ Weight = jax.Array | QTensor | Fp8Tensor
 
 @dataclasses.dataclass(frozen=True)
 class RecordedInput:
-    """A plain weight [L, N, K] that records the inputs it multiplies; for calibration.
+    """A plain weight that records the inputs it multiplies, for calibration.
 
     It replaces the weight in a module, within one trace.
-
-    Attributes:
-      weight: the replaced one.
-      record: called with x [..., K] of every `linear`.
     """
 
-    weight: jax.Array
-    record: Callable[[jax.Array], None]
+    weight: jax.Array  # [L, N, K], the replaced one
+    record: Callable[[jax.Array], None]  # called with x [..., K] of every `linear`
 
     def __getitem__(self, index: types.EllipsisType) -> "RecordedInput":
         """Returns itself: indexing single layers would record nothing."""
@@ -361,7 +347,6 @@ def from_codes(
       scales: float[..., N, G].
       zeros: float[..., N, G] in units of codes; ignored where `zero_kind` is "symmetric".
       zero_kind: one of `ZERO_KINDS`; "integer" rounds and stores uint8.
-      scale_dtype: float16 or float32, of scales and float zeros.
 
     Raises:
       ValueError: an unknown zero kind, or shapes that do not fit (`QTensor.check`).

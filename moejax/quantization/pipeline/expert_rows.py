@@ -15,14 +15,8 @@ from moejax.weights.qtensor import QTensor, Weight
 class QuantizedRows:
     """A `host_store.RowSource` over a reader of plain experts; its methods are thread-safe.
 
-    Attributes:
-      num_layers: M.
-      num_experts: E, of a layer.
-      gate_up: the form of what rows hold of the gates and ups, with leaves [M, E, ...] of shapes.
-      down: that of the downs.
-      row: the arrays of one expert.
-      row_nbytes: their bytes.
-      uses_jax: True: rows are computed, so that no disk can stand for host memory.
+    Its attributes are those of `ExpertReader`; rows are computed, so that no disk can stand for
+    host memory (`uses_jax`).
     """
 
     def __init__(self, reader: ExpertReader, program: Program):

@@ -106,8 +106,6 @@ def _matrix(entry: Entry, kurtosis: Mapping[str, float], frequencies: Frequencie
         kind=entry.kind,
         num_rows=entry.shape[0],
         num_inputs=entry.shape[1],
-        layer=entry.layer,
-        expert=entry.expert,
         kurtosis=kurtosis.get(entry.name),
         frequency=None if at is None else frequencies.get(at),
     )

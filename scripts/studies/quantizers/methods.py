@@ -174,8 +174,6 @@ def make_stacks(
                     kind=kind,
                     num_rows=shape[0],
                     num_inputs=shape[1],
-                    layer=place.index[0],
-                    expert=place.index[1] if kind == "experts" else None,
                     kurtosis=float(value),
                     frequency=float(frequencies[place.index]) if is_expert else None,
                 )
