@@ -191,13 +191,13 @@ class HostMemoryTest(parameterized.TestCase):
                     num_local_experts=4,
                 )
             ).to(torch.bfloat16).save_pretrained(path)
+            config = read_model_config(path)
             load_leaves(path)  # imports, caches
             with mock.patch.object(reader, "_is_host", return_value=is_host):
                 tracemalloc.start()
                 weights = load_leaves(path)
                 peak_bytes = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
-        config = read_model_config(path)
         tensor_bytes = 2 * config.vocab_size * config.model_dim  # embeddings, bfloat16
         slab_bytes = max(math.prod(weight.shape[1:]) for weight in weights.values()) * 4
         model_bytes = sum(weight.nbytes for weight in weights.values())
