@@ -300,7 +300,7 @@ class FormatTestCase(parameterized.TestCase):
         files.write(self.directory / "model.safetensors", named)
         stored = Tensors(stored_tensors(self.directory))
         found = open_format(self.directory, config).find(prefix, shape, stored)
-        stored.faults.check(self.directory)
+        stored.check(self.directory)
         self.assertIsNotNone(found)
         return found
 

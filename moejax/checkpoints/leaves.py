@@ -307,7 +307,7 @@ def _plan_parts(
     is_broken = False
     for placement in _expected_placements(directory, config, tensors.stored):
         prefix, matrix = placement.name.removesuffix(".weight"), None
-        num_faults = tensors.faults.count
+        num_faults = tensors.num_faults
         if form is not None and len(placement.shape) > 1:
             matrix = form.find(prefix, placement.shape, tensors)
         if matrix is not None:
@@ -315,7 +315,7 @@ def _plan_parts(
             extras.update(prefix + end for end in (form.extras if form is not None else ()))
             num_bytes = sum(tensors[name].num_bytes for name in matrix.names)
             parts[placement.leaf].append(Part(placement, matrix, num_bytes))
-        elif num_faults < tensors.faults.count:
+        elif num_faults < tensors.num_faults:
             is_broken = True
         else:
             used.add(placement.name)
@@ -325,7 +325,7 @@ def _plan_parts(
                 parts[placement.leaf].append(Part(placement, tensor, tensor.num_bytes))
     left_out = ignored(config, tensors.stored)
     # With a tensor of a quantized matrix missing or misshaped, its others were not asked for.
-    tensors.faults.unexpected.extend(
+    tensors.faults["unexpected tensors"].extend(
         f"{name} {list(tensor.shape)}"
         for name, tensor in tensors.stored.items()
         if not is_broken
@@ -334,7 +334,7 @@ def _plan_parts(
         and not _is_tied_head(config, tensor)
         and not (name in extras and _is_without_effect(name, tensors))
     )
-    tensors.faults.check(directory)
+    tensors.check(directory)
     check_floats(plain)
     return parts
 

@@ -53,11 +53,7 @@ Advance = Callable[[int], Any]  # called with the bytes of the files that were r
 
 
 class CheckpointReader:
-    """The weights of a directory of safetensors, read by one plan of its leaves.
-
-    Attributes:
-      leaves: a plan of each leaf of `weight_shapes(config)`.
-    """
+    """The weights of a directory of safetensors, read by one plan of its leaves."""
 
     def __init__(
         self,
@@ -70,7 +66,7 @@ class CheckpointReader:
         """Reads little but headers; arguments and errors are those of `plan_leaves`."""
         self.directory, self.config = directory, config
         self.stored = stored_tensors(directory)
-        self.leaves: Mapping[str, LeafPlan] = plan_leaves(
+        self.leaves: Mapping[str, LeafPlan] = plan_leaves(  # by name of `weight_shapes(config)`
             directory, config, self.stored, dtype=dtype, verify_checksums=verify_checksums
         )
 
@@ -148,8 +144,7 @@ class CheckpointReader:
 def stored_dtype(directory: Path, *, is_quantized: bool = False) -> np.dtype:
     """The dtype of most of a checkpoint's bytes; if quantized, of norms, embeddings and the like.
 
-    Raises:
-      MoejaxError: a file is missing, broken or empty, or holds other types than floats.
+    MoejaxError if a file is missing, broken or empty, or holds other types than floats.
     """
     num_bytes: dict[np.dtype, int] = defaultdict(int)
     tensors: Iterable[StoredTensor] = stored_tensors(directory).values()
@@ -225,14 +220,10 @@ def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array
 def fill_part(
     plan: LeafPlan, part: Part, arrays: Mapping[str, np.ndarray], read: ReadTensor
 ) -> None:
-    """Reads a part into its rows of the arrays that hold its leaf.
+    """Reads a part into its rows of `arrays`, those of `plan.arrays` at the part's index.
 
-    Args:
-      arrays: those of `plan.arrays`, each at the part's index.
-      read: reads the tensors that lie in the files as arrays hold them.
-
-    Raises:
-      MoejaxError: a tensor cannot be read, or a value does not fit the dtype.
+    `read` reads the tensors that lie in the files as arrays hold them. MoejaxError if a tensor
+    cannot be read, or a value does not fit the dtype.
     """
     rows = {name: plan.rows(name, array, part) for name, array in arrays.items()}
     stored = part.stored

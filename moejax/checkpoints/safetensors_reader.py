@@ -257,10 +257,7 @@ def read_values(
 ) -> None:
     """Reads the values of a tensor from number `first` on, by position, so that threads may.
 
-    `destination` is contiguous memory of its dtype, which is filled; `descriptor` an open file.
-
-    Raises:
-      MoejaxError: the file ended early.
+    `destination` is contiguous memory of its dtype, which is filled. MoejaxError if the file ended.
     """
     view = destination.reshape(-1).view(np.uint8).data
     offset = tensor.offset + first * tensor.dtype.itemsize
@@ -285,9 +282,8 @@ def read_finite(
 ) -> Iterator[np.ndarray]:
     """Yields the values of a tensor, or of `num_rows` from `first_row` on, flat, in pieces.
 
-    Raises:
-      MoejaxError: the file ends too soon, a value is NaN or infinite, or the whole was read and has
-        not the checksum that the file says.
+    MoejaxError if the file ends too soon, a value is NaN or infinite, or the whole was read and has
+    not the checksum that the file says.
     """
     found = Checksum()
     width = math.prod(tensor.shape[1:])
@@ -310,12 +306,8 @@ def read_matrix(
 ) -> np.ndarray:
     """Reads a matrix, or the rows from `first_row` on that fill `rows`, as float32.
 
-    Args:
-      tensor: [N, K].
-      rows: float32[n, K], contiguous, filled and returned; None: new memory for all.
-
-    Raises:
-      MoejaxError: a value is NaN or infinite, or as `read_tensor`.
+    `rows` is float32[n, K], contiguous, filled and returned; None: new memory for all. MoejaxError
+    as `read_finite`.
     """
     if rows is None:
         rows = np.empty(tensor.shape, np.float32)

@@ -1,7 +1,8 @@
 """Half-quadratic quantization (HQQ): the zero point that minimises a sparse error.
 
 Badri and Shaji 2023, as MiLo's subproblem 1 (section 3.2.2) states it, and with the choices of the
-hqq library's default solver where the texts leave them open.
+hqq library's default solver where the texts leave them open. `kernel_hqq` is the GPU kernel, which
+reads the weights once.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from moejax.quantization.grid import (
     merge_groups,
     split_groups,
 )
+from pallas_kernels.hqq_solve import OPERATION, SolveSettings, hqq_solve
+from pallas_kernels.target import SIMULATED, Target
 
 MIN_RANGE = 1e-4  # of a group; a narrower one takes scale 1
 MAX_INVERSE_SCALE = 2e4  # the scale stays within float16
@@ -116,3 +119,48 @@ def _range_grid(groups: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
 def _codes(groups: jax.Array, inverse: jax.Array, zeros: jax.Array, grid: Grid) -> jax.Array:
     return grid.round(groups * inverse + zeros)
+
+
+def kernel_refusal(
+    weights: jax.Array | jax.ShapeDtypeStruct, grid: Grid, target: Target | None = None
+) -> str | None:
+    """Reason why `kernel_hqq` cannot take such weights, or None; `hqq` takes all."""
+    if grid.zero_kind != "float":
+        return f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}"
+    return OPERATION.refusal("triton", weights, None, grid.bits, grid.group_size, target=target)
+
+
+def kernel_hqq(
+    weights: jax.Array,
+    u: jax.Array,
+    v: jax.Array,
+    grid: Grid,
+    settings: HqqSettings = HqqSettings(),
+    *,
+    interpret: bool = False,
+) -> Codes:
+    """Computes `hqq(weights - u v, grid)`, except for ties; a `MiloSettings.solver` on a GPU.
+
+    Args:
+      weights: [..., N, K] in float32, bfloat16 or float16, finite.
+      u: float32[..., N, R].
+      v: float32[..., R, K].
+      interpret: runs the kernel on the CPU, for tests.
+    """
+    if reason := kernel_refusal(weights, grid, SIMULATED if interpret else None):
+        raise ValueError(reason)
+    solution = hqq_solve(
+        weights,
+        SolveSettings(
+            bits=grid.bits,
+            group_size=grid.group_size,
+            max_steps=settings.iterations,
+            norm=settings.norm,
+            beta=settings.beta,
+            round_start=settings.round_start,
+        ),
+        low_rank=(u, v) if u.shape[-1] else None,
+        implementation="triton",
+        interpret=interpret,
+    )
+    return Codes(solution.codes, solution.scales, solution.zeros)

@@ -76,14 +76,11 @@ def repacked_stream(
     num_codes: int,
     is_transposed: bool = False,
 ) -> jax.Array:
-    """Rows of a bit stream in the package's layout.
+    """Packs rows of a bit stream in the package's layout, uint32[..., N, num_words(K, bits)].
 
     Args:
       words: int32[..., N, W]; [..., W, N] if `is_transposed`, the stream running down the columns.
       permutation: int32[K], the inputs in the order in which they are stored; None: as they are.
-
-    Returns:
-      uint32[..., N, num_words(K, bits)].
     """
     rows = _unsigned(words)
     if is_transposed:

@@ -79,16 +79,13 @@ def gptq_format(
     is_v1: bool,
     is_old_gptqmodel: bool = False,
 ) -> Format:
-    """The reader of GPTQ's packing.
+    """The reader of GPTQ's packing; raises MoejaxError if `default` is not understood.
 
     Args:
       default: bits, group size and symmetry of all modules.
       overrides: changes of them by expression; the first that matches a module counts.
       is_v1: whether zeros are of version 1, by the config.
       is_old_gptqmodel: whether GPTQModel before version 7 wrote version 1 at 3 bits in its own way.
-
-    Raises:
-      MoejaxError: something in `default` is not understood.
     """
     settings_of = functools.partial(_settings_of, default, overrides)
     settings_of("")  # says what is not understood before anything is read

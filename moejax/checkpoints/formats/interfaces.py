@@ -45,28 +45,28 @@ class StoredMatrix:
     read_factors: Callable[[], Compensator] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Faults:
-    """Differences between a checkpoint's tensors and its config.json."""
+class Tensors:
+    """A checkpoint's tensors, and where they differ from its config.json.
 
-    missing: list[str] = dataclasses.field(default_factory=list)
-    unexpected: list[str] = dataclasses.field(default_factory=list)
-    misshaped: list[str] = dataclasses.field(default_factory=list)
+    Attributes:
+      faults: by kind of difference; `fits` adds to them.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self.stored = stored
+        kinds = ("missing tensors", "unexpected tensors", "wrongly shaped tensors")
+        self.faults: dict[str, list[str]] = {kind: [] for kind in kinds}
 
     @property
-    def count(self) -> int:
+    def num_faults(self) -> int:
         """Faults of all kinds."""
-        return len(self.missing) + len(self.unexpected) + len(self.misshaped)
+        return sum(map(len, self.faults.values()))
 
     def check(self, directory: Path) -> None:
-        """Raises MoejaxError, with the first of each kind, if there are any."""
+        """Raises MoejaxError, with the first faults of each kind, if there are any."""
         said = [
             f"{kind} ({len(found)}): {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
-            for kind, found in (
-                ("missing tensors", self.missing),
-                ("unexpected tensors", self.unexpected),
-                ("wrongly shaped tensors", self.misshaped),
-            )
+            for kind, found in self.faults.items()
             if found
         ]
         if said:
@@ -74,14 +74,6 @@ class Faults:
                 f"{directory} does not fit its config.json: {'; '.join(said)}; download it again "
                 "or mend config.json"
             )
-
-
-class Tensors:
-    """A checkpoint's tensors, and the faults found in them."""
-
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self.stored = stored
-        self.faults = Faults()
 
     def __contains__(self, name: str) -> bool:
         return name in self.stored
@@ -96,17 +88,13 @@ class Tensors:
         return values
 
     def fits(self, name: str, shape: Sequence[int], dtypes: Sequence[str] | None = None) -> bool:
-        """Whether a tensor is there in that shape; what is wrong is kept in `faults`.
-
-        Raises:
-          MoejaxError: its type is none of `dtypes`.
-        """
+        """Whether a tensor has that shape, else a fault; MoejaxError if it has another dtype."""
         if name not in self.stored:
-            self.faults.missing.append(f"{name} {list(shape)}")
+            self.faults["missing tensors"].append(f"{name} {list(shape)}")
             return False
         tensor = self.stored[name]
         if tensor.shape != tuple(shape):
-            self.faults.misshaped.append(
+            self.faults["wrongly shaped tensors"].append(
                 f"{name} is {list(tensor.shape)} in the file, {list(shape)} by config.json"
             )
             return False
@@ -147,13 +135,10 @@ def broken(tensors: Tensors, name: str, reason: str) -> MoejaxError:
 
 
 def read_permutation(name: str, group_size: int, tensors: Tensors) -> np.ndarray | None:
-    """The inputs in the order of their groups, from the group of each.
+    """The inputs in the order of their groups, int32[K], from the group of each.
 
-    Returns:
-      int32[K]; None where the groups are runs of the inputs as they are, or `name` is not there.
-
-    Raises:
-      MoejaxError: the groups are not of `group_size` inputs each, the last one aside.
+    None where the groups are runs of the inputs as they are, or `name` is not there; MoejaxError
+    where they are not of `group_size` inputs each, the last one aside.
     """
     if name not in tensors:
         return None

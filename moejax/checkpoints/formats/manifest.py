@@ -56,8 +56,7 @@ def quantization_config() -> dict[str, str]:
 def read_manifest(directory: Path, config: Mapping[str, Any]) -> Manifest:
     """The manifest that `config`, the quantization_config, names.
 
-    Raises:
-      MoejaxError: it is missing or broken, or its layout is not this version's.
+    MoejaxError if it is missing or broken, or its layout is not this version's.
     """
     name = config.get("manifest", MANIFEST_FILE)
     if not isinstance(name, str) or name != Path(name).name:
@@ -90,14 +89,11 @@ def read_files(directory: Path) -> Manifest | None:
 
 
 def check_files(manifest: Manifest, *, checksums: bool) -> None:
-    """Compares the files beside a manifest with what it says of them.
+    """Raises MoejaxError unless the files beside a manifest are what it says.
 
     Args:
       checksums: read all files whole and compare SHA-256 too. Else only sizes are compared, and
         only of the weights: who mends config.json or a tokenizer need not write a new manifest.
-
-    Raises:
-      MoejaxError: a file is missing, or of another size or content.
     """
     directory = manifest.path.parent
     for name, (size, sha256) in manifest.files.items():

@@ -83,12 +83,7 @@ def _factor_tensors(prefix: str, matrix: QTensor) -> dict[str, Any]:
 
 
 def whole_compensator(u: Any, v: Any) -> Compensator:
-    """Builds the compensator of all rows of one matrix.
-
-    Args:
-      u: [r, N], U transposed; an array or a QTensor.
-      v: [r, K].
-    """
+    """Builds the compensator of all rows of one matrix from U transposed, [r, N], and V, [r, K]."""
     rank, num_rows = u.shape
     owned: dict[str, Any] = {"start": np.zeros((), np.int32), "rank": np.array(rank, np.int32)}
     return Compensator(u=u, v=v, **owned, first_row=0, num_rows=num_rows, max_rank=rank)

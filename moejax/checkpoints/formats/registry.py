@@ -30,11 +30,7 @@ SUPPORTED = (METHOD, *_PARSERS, "auto-round")
 
 
 def quantization_fields(directory: Path) -> dict[str, Any] | None:
-    """The quantization_config of a checkpoint; None where it is not quantized.
-
-    Raises:
-      MoejaxError: config.json is missing or broken, or the field is no object.
-    """
+    """The quantization_config of a checkpoint, MoejaxError if broken; None if there is none."""
     fields = read_json(directory / "config.json").get("quantization_config")
     if fields is None:
         for name, method in _OLD_FILES.items():

@@ -18,6 +18,7 @@ from moejax.quantization.pipeline.forward import CapturedLayer, LayerRun
 from moejax.quantization.pipeline.inventory import Entry, Inventory, Shard
 from moejax.quantization.pipeline.progress import Meter
 from moejax.quantization.pipeline.quantizers import Calibration
+from moejax.quantization.pipeline.rank_planning import Frequencies
 from moejax.weights.qtensor import QTensor
 
 # Of experts, held at a time: on a host, and on an accelerator, where nothing else is to be held.
@@ -87,9 +88,9 @@ class CalibrationRun:
         return leaves
 
 
-def router_frequencies(inventory: Inventory, run: CalibrationRun) -> dict[tuple[int, int], float]:
+def router_frequencies(inventory: Inventory, run: CalibrationRun) -> Frequencies:
     """Share of its layer's assignments per expert, by (layer, expert); runs the text to the end."""
-    found: dict[tuple[int, int], float] = {}
+    found: dict[tuple[int | None, int | None], float] = {}
     for shard in inventory.shards:
         if shard.layer is None:
             continue

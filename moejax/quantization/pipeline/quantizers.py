@@ -14,8 +14,7 @@ from moejax.quantization.autoround import autoround
 from moejax.quantization.factors import MAX_GAIN_LOST, factor_grid, gain_lost, quantize_factor
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Codes, Grid, dequantize
-from moejax.quantization.hqq import hqq
-from moejax.quantization.kernel_hqq import kernel_hqq, kernel_refusal
+from moejax.quantization.hqq import hqq, kernel_hqq, kernel_refusal
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.milo import BASES, MiloSettings, milo, milo_plus
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Scheme
@@ -39,6 +38,10 @@ class Program:
         """Grid of the codes."""
         s = self.scheme
         return Grid(bits=s.bits, group_size=s.group_size, zero_kind=s.zero_kind)
+
+    def by_kernel(self, weights: jax.Array) -> bool:
+        """Whether the GPU kernel solves HQQ's part of such weights."""
+        return self.use_kernel and kernel_refusal(weights, self.grid) is None
 
     @property
     def surges(self) -> bool:
@@ -84,11 +87,7 @@ class _Solution(NamedTuple):
 
 
 def kernel_remarks(matrices: Iterable[tuple[tuple[int, ...], Scheme]]) -> list[str]:
-    """Remarks, one per reason why the GPU kernel refuses HQQ solves.
-
-    Args:
-      matrices: shape [N, K] and resolved scheme of each.
-    """
+    """Remarks, one per reason why the GPU kernel refuses HQQ solves of shapes and schemes."""
     reasons: dict[str, int] = defaultdict(int)
     for shape, scheme in matrices:
         if scheme.method in ("hqq", "milo"):
@@ -148,7 +147,7 @@ def _plain(weights: jax.Array, program: Program) -> Codes:
     """Quantizes without calibration or compensators; milo and milo+ of rank 0 are their bases."""
     method = program.scheme.method
     if method in ("hqq", "milo"):
-        if program.use_kernel and kernel_refusal(weights, program.grid) is None:
+        if program.by_kernel(weights):
             num_matrices, num_rows, num_inputs = weights.shape
             u = jnp.zeros((num_matrices, num_rows, 0), jnp.float32)
             return kernel_hqq(weights, u, jnp.zeros((num_matrices, 0, num_inputs)), program.grid)
@@ -209,7 +208,6 @@ def _has_surged(weights: jax.Array, solution: _Solution, program: Program) -> ja
 
 def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: int) -> _Solution:
     grid, is_plus = program.grid, program.scheme.method == "milo+"
-    by_kernel = program.use_kernel and not is_plus and kernel_refusal(weights, grid) is None
     if is_plus and factor_bits < 16:
         settings = milo_plus(program.max_rank, factor_bits, program.passes)
     else:
@@ -217,7 +215,7 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
             max_rank=program.max_rank,
             max_passes=program.passes,
             base="least_squares" if is_plus else "hqq",
-            solver=kernel_hqq if by_kernel else None,
+            solver=kernel_hqq if not is_plus and program.by_kernel(weights) else None,
         )
     settings = dataclasses.replace(settings, factor_group_size=FACTOR_GROUP_SIZE)
     found = milo(weights, grid, settings, ranks)

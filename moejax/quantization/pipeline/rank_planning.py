@@ -16,7 +16,7 @@ from moejax.quantization.pipeline.recipe import COMPENSATED, Scheme
 from moejax.quantization.statistics import excess_kurtosis
 
 # Share of the router's assignments in its layer that an expert got, by (layer, expert).
-Frequencies = Mapping[tuple[int, int], float]
+Frequencies = Mapping[tuple[int | None, int | None], float]
 
 
 def read_policy(text: str) -> ranks.RankPolicy:
@@ -71,10 +71,8 @@ def plan_ranks(
       frequencies: of the router, if needed.
 
     Returns:
-      "ranks" by name, and "capped": the names for which the policy exceeds min(N, K).
-
-    Raises:
-      MoejaxError: the policy does not fit the model.
+      "ranks" by name, and "capped": the names for which the policy exceeds min(N, K). MoejaxError
+      if the policy does not fit the model.
     """
     compensated = _compensated(inventory, schemes)
     fixed = {
@@ -85,7 +83,17 @@ def plan_ranks(
     others = [entry for entry in compensated if entry.name not in fixed]
     if not others:
         return {"ranks": fixed, "capped": []}
-    matrices = [_matrix(entry, kurtosis, frequencies) for entry in others]
+    matrices = [
+        ranks.Matrix(
+            name=entry.name,
+            kind=entry.kind,
+            num_rows=entry.shape[0],
+            num_inputs=entry.shape[1],
+            kurtosis=kurtosis.get(entry.name),
+            frequency=frequencies.get((entry.layer, entry.expert)),
+        )
+        for entry in others
+    ]
     try:
         plan = ranks.assign_ranks(policy, matrices, factor_bits=factor_bits)
     except ValueError as error:
@@ -97,15 +105,3 @@ def plan_ranks(
 def _compensated(inventory: Inventory, schemes: Mapping[str, Scheme]) -> Sequence[Entry]:
     methods = {name: scheme.method for name, scheme in schemes.items()}
     return [entry for entry in inventory.entries if methods.get(entry.name) in COMPENSATED]
-
-
-def _matrix(entry: Entry, kurtosis: Mapping[str, float], frequencies: Frequencies) -> ranks.Matrix:
-    at = None if entry.layer is None or entry.expert is None else (entry.layer, entry.expert)
-    return ranks.Matrix(
-        name=entry.name,
-        kind=entry.kind,
-        num_rows=entry.shape[0],
-        num_inputs=entry.shape[1],
-        kurtosis=kurtosis.get(entry.name),
-        frequency=None if at is None else frequencies.get(at),
-    )

@@ -131,11 +131,8 @@ def parse_rules(text: str) -> tuple[Rule, ...]:
 def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
     """Resolved schemes of the matrices that are quantized, by name; the others stay plain.
 
-    "auto" zero kinds are resolved, and group size 0 is K.
-
-    Raises:
-      MoejaxError: a rule matches no quantizable tensor; a group size does not fit its matrix; a
-        tensor does not support its method, or the format does not.
+    "auto" zero kinds are resolved, and group size 0 is K. MoejaxError names a rule that matches
+    nothing, and a matrix that its scheme or the format does not fit.
     """
     recipe.default.check()
     used: set[str] = set()

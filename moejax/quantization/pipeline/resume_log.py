@@ -69,8 +69,7 @@ class ResumeLog:
     def opened(self, own_files: Sequence[str]) -> Iterator[None]:
         """Locks the directory for this process; makes it and removes rests of a killed run.
 
-        Raises:
-          MoejaxError: it holds files other than `own_files`, or another process works in it.
+        MoejaxError if it holds other files than `own_files`, or another process works in it.
         """
         run_file = self._work / _RUN_FILE
         try:

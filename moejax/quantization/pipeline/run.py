@@ -37,7 +37,12 @@ from moejax.quantization.pipeline.inventory import (
 from moejax.quantization.pipeline.plots import REPORT_FOLDER, draw_report
 from moejax.quantization.pipeline.progress import Meter
 from moejax.quantization.pipeline.quantizers import kernel_remarks
-from moejax.quantization.pipeline.rank_planning import measure_kurtosis, plan_ranks, read_policy
+from moejax.quantization.pipeline.rank_planning import (
+    Frequencies,
+    measure_kurtosis,
+    plan_ranks,
+    read_policy,
+)
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Recipe, Scheme, schemes
 from moejax.quantization.pipeline.resume_log import ResumeLog
 from moejax.quantization.pipeline.shard import ShardResult, quantize_shard
@@ -70,7 +75,6 @@ class Outcome:
     output: Path
     was_done: bool  # before this run began
     shards_before: int  # that an earlier run had finished
-    num_shards: int
     records: Mapping[str, Mapping[str, Any]]  # of the manifest, by name
     totals: Mapping[str, Any]
     seconds: Mapping[str, float]  # of this run, by phase
@@ -109,7 +113,6 @@ def quantize_checkpoint(job: Job) -> Outcome:
         output=job.output,
         was_done=False,
         shards_before=len(done),
-        num_shards=len(files),
         records=records,
         totals=manifest.totals(records),
         seconds=dict(run.meter.seconds),
@@ -149,7 +152,7 @@ class _Run:
     def _plan_ranks(self, policy: RankPolicy) -> dict[str, Any]:
         """Plans the ranks, surveying the whole model if the policy needs it."""
         kurtosis: Mapping[str, float] = {}
-        frequencies: Mapping[tuple[int, int], float] = {}
+        frequencies: Frequencies = {}
         if not _is_compensated(self.chosen):
             return {"ranks": {}, "capped": []}
         self.meter.bar.set_description_str("survey")
@@ -265,7 +268,6 @@ def _outcome_before(output: Path, num_shards: int) -> Outcome:
         output=output,
         was_done=True,
         shards_before=num_shards,
-        num_shards=num_shards,
         records={**fields["tensors"], **fields["plain"]},
         totals=fields["totals"],
         seconds={},

@@ -41,8 +41,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.quantization.gptq import gptq
 from moejax.quantization.grid import Codes, Grid, dequantize, relative_error
-from moejax.quantization.hqq import hqq
-from moejax.quantization.kernel_hqq import kernel_hqq
+from moejax.quantization.hqq import hqq, kernel_hqq
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.low_rank import OVERSAMPLE, orthonormal, subspace_svd
 from moejax.quantization.milo import MiloSettings, milo
