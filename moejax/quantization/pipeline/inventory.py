@@ -6,7 +6,6 @@ a matrix of transformers' fused experts is a slice of the source's file.
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,11 +47,6 @@ class Entry:
     def shape(self) -> tuple[int, ...]:
         """(N, K) of a matrix."""
         return self.source.shape
-
-    @property
-    def num_weights(self) -> int:
-        """N K."""
-        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,7 @@ def quantize_shard(
         total.matrices[entry.name] = matrix
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         total.records[entry.name] = _record(tasks[entry.name], parts, num_bytes)
-        if entry.kind not in seen and entry.num_weights <= MOST_WEIGHTS:
+        if entry.kind not in seen and math.prod(entry.shape) <= MOST_WEIGHTS:
             total.histograms[entry.name] = histogram(read_matrix(entry.source), matrix)
             seen.add(entry.kind)
     return total
