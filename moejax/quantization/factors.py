@@ -8,20 +8,19 @@ import jax.numpy as jnp
 from moejax.quantization.grid import Codes, Grid
 from moejax.quantization.least_squares import LeastSquaresSettings, least_squares
 from moejax.quantization.rtn import rtn
+from moejax.weights.qtensor import FACTOR_GROUP_SIZE
 
 MAX_GAIN_LOST = 0.5  # share of a compensator's gain; beyond it INT3 factors have surged
 FITTED = LeastSquaresSettings(signed=True)
 
 
-def factor_grid(bits: int, length: int, group_size: int = 64) -> Grid:
-    """Grid of factor rows of a length; shorter ones are one group."""
-    return Grid(bits=bits, group_size=min(group_size, length), zero_kind="symmetric")
+def factor_grid(bits: int, length: int) -> Grid:
+    """Grid of factor rows of a length."""
+    return Grid(bits=bits, group_size=min(FACTOR_GROUP_SIZE, length), zero_kind="symmetric")
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "group_size", "fitted"))
-def quantize_factor(
-    x: jax.Array, bits: int, group_size: int = 64, *, fitted: bool = False
-) -> Codes:
+@functools.partial(jax.jit, static_argnames=("bits", "fitted"))
+def quantize_factor(x: jax.Array, bits: int, *, fitted: bool = False) -> Codes:
     """Computes round((2^b - 1) x / (2 s)) + 2^(b - 1), clipped to b bits (MiLo eq. 13).
 
     The printed equation reaches 2^b at x = s; the clipping is what makes it b bits.
@@ -31,7 +30,7 @@ def quantize_factor(
       bits: 3, 4 or 8 (2 works too).
       fitted: s by least squares, of either sign, in place of max|x| of the group.
     """
-    grid = factor_grid(bits, x.shape[-1], group_size)
+    grid = factor_grid(bits, x.shape[-1])
     return least_squares(x, grid, FITTED) if fitted else rtn(x, grid)
 
 

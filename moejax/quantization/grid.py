@@ -62,7 +62,7 @@ class Codes(NamedTuple):
 def split_groups(x: jax.Array, group_size: int) -> jax.Array:
     """Splits [..., K] into [..., G, group_size]; pads a short last group with its last value.
 
-    Padding changes no minimum and no maximum; sums exclude it by `member_mask`. Raises ValueError
+    Padding changes no minimum and no maximum; sums exclude it by `group_members`. Raises ValueError
     where the group size is longer than the row.
     """
     num_inputs = x.shape[-1]
@@ -78,20 +78,20 @@ def merge_groups(x: jax.Array, num_inputs: int) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])[..., :num_inputs]
 
 
-def member_mask(num_inputs: int, group_size: int) -> np.ndarray:
-    """Mask of unpadded values, float32[G, group_size], or [1, 1] if all groups are full."""
+def group_members(num_inputs: int, group_size: int, ndim: int) -> tuple[jax.Array, jax.Array]:
+    """Mask and number of the unpadded values of `split_groups`, with `ndim` axes as its result.
+
+    Returns:
+      float32[..., G, group_size], or [..., 1, 1] if all groups are full; and float32[..., G, 1].
+    """
     num_groups = layout.num_groups(num_inputs, group_size)
-    if num_groups * group_size == num_inputs:
-        return np.ones((1, 1), np.float32)
     places = np.arange(num_groups * group_size).reshape(num_groups, group_size)
-    return (places < num_inputs).astype(np.float32)
-
-
-def member_counts(num_inputs: int, group_size: int) -> np.ndarray:
-    """Number of the row's values in each group, float32[G]."""
-    counts = np.full(layout.num_groups(num_inputs, group_size), group_size, np.float32)
-    counts[-1] -= len(counts) * group_size - num_inputs
-    return counts
+    mask = (places < num_inputs).astype(np.float32)
+    counts = mask.sum(axis=-1, keepdims=True)
+    if mask.all():
+        mask = mask[:1, :1]
+    lead = (1,) * (ndim - 2)
+    return jnp.asarray(mask.reshape(*lead, *mask.shape)), jnp.asarray(counts.reshape(*lead, -1, 1))
 
 
 def nearest_codes(weights: jax.Array, scales: jax.Array, zeros: jax.Array, grid: Grid) -> Codes:

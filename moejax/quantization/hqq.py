@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from moejax.quantization.grid import (
     Codes,
     Grid,
-    member_counts,
-    member_mask,
+    group_members,
     merge_groups,
     split_groups,
 )
@@ -61,10 +60,7 @@ def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -
     inverse, start = _range_grid(groups, grid)
     if settings.round_start:
         start = jnp.round(start)
-    lead = (1,) * (groups.ndim - 2)
-    members = member_mask(num_inputs, grid.group_size)
-    mask = jnp.asarray(members.reshape(*lead, *members.shape))
-    counts = jnp.asarray(member_counts(num_inputs, grid.group_size).reshape(*lead, -1, 1))
+    mask, counts = group_members(num_inputs, grid.group_size, groups.ndim)
     num_weights = weights.shape[-2] * num_inputs
 
     def step(zeros: jax.Array) -> tuple[jax.Array, jax.Array]:

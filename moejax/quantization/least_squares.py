@@ -17,8 +17,7 @@ import numpy as np
 from moejax.quantization.grid import (
     Codes,
     Grid,
-    member_counts,
-    member_mask,
+    group_members,
     nearest_codes,
     split_groups,
 )
@@ -59,19 +58,14 @@ def least_squares(
       weights: float32[..., N, K], finite.
     """
     groups = split_groups(weights, grid.group_size)
-    lead = (1,) * (groups.ndim - 2)
-    mask = member_mask(weights.shape[-1], grid.group_size)
-    counts = member_counts(weights.shape[-1], grid.group_size)
-    counted = jnp.asarray(mask.reshape(*lead, *mask.shape))
-    mean = jnp.sum(groups * counted, axis=-1, keepdims=True) / counts.reshape(*lead, -1, 1)
+    mask, counts = group_members(weights.shape[-1], grid.group_size, groups.ndim)
+    mean = jnp.sum(groups * mask, axis=-1, keepdims=True) / counts
     if grid.zero_kind != "float":
         mean = jnp.zeros_like(mean)
     # Without the mean the sums lose no digits, and the fit has one unknown less.
     groups = groups - mean
     low, high = jnp.min(groups, -1, keepdims=True), jnp.max(groups, -1, keepdims=True)
-    step = functools.partial(
-        _step, groups, counted, jnp.asarray(counts.reshape(*lead, -1, 1)), grid
-    )
+    step = functools.partial(_step, groups, mask, counts, grid)
 
     def body(best: State, start: jax.Array) -> tuple[State, None]:
         first = _start(low, high, start, grid)
@@ -107,12 +101,10 @@ def _start(low: jax.Array, high: jax.Array, start: jax.Array, grid: Grid) -> Sta
     return scales, jnp.round(zeros) if grid.zero_kind == "integer" else zeros, nothing
 
 
-def _step(
-    groups: jax.Array, counted: jax.Array, counts: jax.Array, grid: Grid, state: State
-) -> State:
+def _step(groups: jax.Array, mask: jax.Array, counts: jax.Array, grid: Grid, state: State) -> State:
     """Runs one alternation; a state's third part is the explained share of sum(w^2)."""
     scales, zeros, _ = state
-    total = lambda x: jnp.sum(x * counted, axis=-1, keepdims=True)  # noqa: E731
+    total = lambda x: jnp.sum(x * mask, axis=-1, keepdims=True)  # noqa: E731
     codes = grid.round(groups / scales + zeros)
     # Sums of codes less a constant are exact, and small enough to subtract their squares.
     steps = codes - grid.middle

@@ -45,7 +45,6 @@ class MiloSettings:
     # returned unquantized, and the caller's rounding adds to the error.
     refit: bool = False
     factor_bits: int = 3  # if `refit`
-    factor_group_size: int = 64  # if `refit`
 
     def __post_init__(self) -> None:
         if self.base not in BASES:
@@ -215,12 +214,11 @@ def _decompose(
 
 
 def _quantized(u: jax.Array, v: jax.Array, settings: MiloSettings) -> Factors:
-    size = settings.factor_group_size
     parts, values = [], []
     for part in (jnp.swapaxes(u, -1, -2), v):
-        codes = quantize_factor(part, settings.factor_bits, size, fitted=True)
+        codes = quantize_factor(part, settings.factor_bits, fitted=True)
         parts.append(codes)
-        values.append(dequantize(codes, factor_grid(settings.factor_bits, part.shape[-1], size)))
+        values.append(dequantize(codes, factor_grid(settings.factor_bits, part.shape[-1])))
     return Factors(jnp.swapaxes(values[0], -1, -2), values[1], parts[0], parts[1])
 
 

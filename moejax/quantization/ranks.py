@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moejax.weights.qtensor import CodesKind
+from moejax.weights.qtensor import FACTOR_GROUP_SIZE, CodesKind
 
 DENSE_KINDS = ("attention", "shared_experts", "mlp")
 SPARSE_KINDS = ("experts",)
@@ -90,10 +90,6 @@ class RankPolicy(NamedTuple):
         """Whether ranks follow the "kurtosis" of weights or the "frequency" of experts."""
         return any(term.policy == statistic for term in self.terms)
 
-    def __str__(self) -> str:
-        within = "" if self.budget_bytes is None else f" within {self.budget_bytes} B"
-        return " + ".join(map(str, self.terms)) + within
-
 
 class RankPlan(NamedTuple):
     """Ranks of a list of matrices, in its order."""
@@ -146,17 +142,17 @@ def _parse_term(part: str, text: str) -> Term:
     return term
 
 
-def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int, *, group_size: int = 64) -> int:
+def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int) -> int:
     """Bytes of one rank: a column of U and a row of V, packed, with their fp16 scales.
 
     `factor_bits` is 2, 3, 4, 8, or 16 for bfloat16 without scales.
     """
     if factor_bits == 16:
         return 2 * (num_rows + num_inputs)
-    return sum(
-        CodesKind(bits=factor_bits, group_size=min(group_size, length)).num_bytes((1, length))
-        for length in (num_rows, num_inputs)
-    )
+    lengths = (num_rows, num_inputs)
+    sizes = [min(FACTOR_GROUP_SIZE, length) for length in lengths]
+    kinds = [CodesKind(bits=factor_bits, group_size=size) for size in sizes]
+    return sum(kind.num_bytes((1, n)) for kind, n in zip(kinds, lengths, strict=True))
 
 
 def assign_ranks(

@@ -18,6 +18,7 @@ from pallas_kernels import layout
 
 FP8_BLOCK = 128
 ZERO_KINDS = ("float", "integer", "symmetric")
+FACTOR_GROUP_SIZE = 64  # of packed low-rank factors; shorter rows are one group
 
 
 def _static(**kwargs: Any) -> Any:

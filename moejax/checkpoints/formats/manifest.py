@@ -20,12 +20,11 @@ from typing import Any
 from moejax.errors import MoejaxError
 from moejax.files.whole import file_digest
 from moejax.models.hf.config import read_json
-from moejax.weights.qtensor import ZERO_KINDS
+from moejax.weights.qtensor import FACTOR_GROUP_SIZE, ZERO_KINDS
 from pallas_kernels import layout
 
 MANIFEST_FILE = "quantization.json"
 METHOD = "moejax"  # the quant_method of config.json
-FACTOR_GROUP_SIZE = 64  # of packed factors, where an entry does not say it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.checkpoints.formats.manifest import FACTOR_GROUP_SIZE
 from moejax.quantization.autoround import autoround
 from moejax.quantization.factors import MAX_GAIN_LOST, factor_grid, gain_lost, quantize_factor
 from moejax.quantization.gptq import GptqSettings, gptq
@@ -217,7 +216,6 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
             base="least_squares" if is_plus else "hqq",
             solver=kernel_hqq if not is_plus and program.by_kernel(weights) else None,
         )
-    settings = dataclasses.replace(settings, factor_group_size=FACTOR_GROUP_SIZE)
     found = milo(weights, grid, settings, ranks)
     parts = (jnp.swapaxes(found.u, -1, -2), found.v)
     left = weights - dequantize(found.codes, grid)
@@ -235,11 +233,11 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
 def _pack_factor(factor_bits: int, part: jax.Array, codes: Codes | None) -> QTensor:
     """Packs the codes of a factor [C, R, X]; without codes it is quantized first."""
     if codes is None:
-        codes = quantize_factor(part, factor_bits, FACTOR_GROUP_SIZE)
+        codes = quantize_factor(part, factor_bits)
     return from_codes(
         *codes,
         bits=factor_bits,
-        group_size=factor_grid(factor_bits, part.shape[-1], FACTOR_GROUP_SIZE).group_size,
+        group_size=factor_grid(factor_bits, part.shape[-1]).group_size,
         zero_kind="symmetric",
     )
 

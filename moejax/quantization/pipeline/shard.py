@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.checkpoints.formats.manifest import FACTOR_GROUP_SIZE
 from moejax.checkpoints.formats.native import whole_compensator
 from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.checkpoints.safetensors_writer import Tensor
@@ -28,7 +27,7 @@ from moejax.quantization.pipeline.quantizers import (
     quantize_stack,
 )
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED
-from moejax.weights.qtensor import QTensor
+from moejax.weights.qtensor import FACTOR_GROUP_SIZE, QTensor
 
 # Computes the calibration of matrices.
 Calibrate = Callable[[Sequence[Entry]], Calibration]
