@@ -275,8 +275,7 @@ def open_experts(
 
     Args:
       dtype: type of plain experts, as in `Checkpoint.load`; "auto" depends on `device`.
-      verify_checksums: of the package's own format: first read every file whole and compare its
-        SHA-256 with the manifest's.
+      verify_checksums: see `open_format`.
 
     Raises:
       MoejaxError: the checkpoint is an Orbax directory; the model has no experts, or they have a

@@ -233,11 +233,8 @@ def plan_leaves(
     """Plans every leaf of `weight_shapes(config)`, for plain and quantized checkpoints.
 
     A leaf is packed where all its matrices are stored in one kind (bits, group size, act-order),
-    plain, in `dtype`, where none is quantized. Where they differ they are dequantized.
-
-    Raises:
-      MoejaxError: the format cannot be read; tensors are missing, unexpected, wrongly shaped or of
-        types that do not fit.
+    plain, in `dtype`, where none is quantized. Where they differ they are dequantized. MoejaxError
+    if the format cannot be read, or tensors do not fit config.json.
     """
     fields = quantization_fields(directory)
     form = None

@@ -42,11 +42,8 @@ class Checkpoint:
         Args:
           dtype: name of a float type, or "auto": float32 on a CPU, the stored one elsewhere.
           progress: show a bar on stderr (not for an Orbax directory).
-          experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`.
-
-        Raises:
-          MoejaxError: a file is missing, broken or does not fit; an Orbax directory without its
-            experts.
+          experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`. An Orbax
+            directory is loaded whole (MoejaxError).
         """
         chosen = self.choose_dtype(dtype, device)
         if self.is_orbax:

@@ -45,11 +45,8 @@ def save_orbax(
 
     Args:
       directory: made if need be; what `save_orbax` wrote there before is replaced.
-      weights: leaves of one dtype.
+      weights: plain leaves (MoejaxError otherwise) of one dtype.
       tokenizer_from: a checkpoint whose tokenizer and eos tokens are kept beside the weights.
-
-    Raises:
-      MoejaxError: a leaf is packed; a quantized directory already loads without conversion.
     """
     plain = {n: leaf for n, leaf in weights.items() if isinstance(leaf, jax.Array)}
     if packed := [name for name in weights if name not in plain]:
@@ -101,8 +98,7 @@ def load_orbax(
 ) -> tuple[ModelConfig, dict[str, jax.Array]]:
     """Restores what `save_orbax` wrote, in the stored dtype and on JAX's device by default.
 
-    Raises:
-      MoejaxError: a file is missing or broken, or the leaves do not fit moejax.json.
+    MoejaxError if a file is missing or broken, or the leaves do not fit moejax.json.
     """
     config, stored = read_orbax_description(directory)
     sharding = jax.sharding.SingleDeviceSharding(device or choose_device("auto"))

@@ -92,9 +92,8 @@ class CheckpointReader:
     ) -> dict[str, Weight]:
         """Loads all leaves; those whose matrices are of one kind stay packed.
 
-        Args:
-          progress: show a bar over the bytes read on stderr.
-          experts: whether `EXPERT_LEAVES` are loaded; they are checked in either case.
+        `EXPERT_LEAVES` are checked even without `experts`. `progress` shows a bar over the bytes on
+        stderr.
 
         Raises:
           MoejaxError: a file ended early or has not its checksums; a value does not fit float16.

@@ -118,9 +118,8 @@ def weight_files(directory: Path) -> list[Path]:
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint by name, from the headers alone.
 
-    Raises:
-      MoejaxError: a file is missing, truncated, or no safetensors file; two files hold the same
-        tensor, or not what the index says; there are more than `MOST_TENSORS`.
+    MoejaxError if a file is missing, truncated, or no safetensors file; if two files hold the same
+    tensor, or not what the index says; if there are more than `MOST_TENSORS`.
     """
     headers, num_bytes, num_tensors = {}, 0, 0
     for path in weight_files(directory):

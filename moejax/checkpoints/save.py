@@ -39,7 +39,6 @@ def save_hf_checkpoint(
       directory: made if need be; weights of an earlier checkpoint there are replaced.
       weights: leaves as `Checkpoint.load` returns them.
       dtype: type in the file: bfloat16, float16 or float32.
-      max_shard_bytes: no file is larger, unless a single tensor is.
       token_ids: "bos_token_id", "eos_token_id", "pad_token_id", as far as there are any.
       extra_files: contents by file name: tokenizer.json, tokenizer_config.json, a card.
     """

@@ -22,11 +22,7 @@ from pallas_kernels import layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptqSettings:
-    """Settings of GPTQ.
-
-    Invariants (ValueError otherwise): `damping` is positive, `block_size` is at least 1,
-    `min_tokens_per_input` is not negative.
-    """
+    """Settings of GPTQ; ValueError where one is out of its range."""
 
     damping: float = 0.01  # share of H's mean diagonal added to it; raised until H factors
     block_size: int = 128  # columns whose errors reach the columns behind them in one product

@@ -13,11 +13,10 @@ from pallas_kernels import layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Static choices of a quantizer.
+    """Static choices of a quantizer; ValueError where one is not allowed.
 
-    Invariants (checked when made): `bits` is one of `layout.BITS`; `group_size` is at least 1;
-    `zero_kind` is one of `qtensor.ZERO_KINDS`. `layout.num_groups` checks that `group_size` is at
-    most K, once K is known; K itself means one group a row.
+    `layout.num_groups` checks that `group_size` is at most K, once K is known; K itself means one
+    group a row.
     """
 
     bits: int

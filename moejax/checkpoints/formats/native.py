@@ -36,12 +36,10 @@ _SCALES = ("float16", "float32")
 
 
 def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
-    """Returns the tensors that store one matrix in a safetensors file.
+    """Returns the tensors that store the matrix PREFIX [N, K] in a safetensors file.
 
-    Args:
-      prefix: the Hugging Face name of the matrix without ".weight".
-      matrix: [N, K], with at most one compensator, which covers all rows. The file gets
-        only the rows of its factor pools that the matrix owns, and none where its rank is 0.
+    It has at most one compensator, of all rows. The file gets only the rows of the factor pools
+    that the matrix owns, and none where its rank is 0.
 
     Raises:
       ValueError: `matrix` is not whole (`QTensor.check`), a stack, or has more compensators.

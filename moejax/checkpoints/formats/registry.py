@@ -47,15 +47,10 @@ def quantization_fields(directory: Path) -> dict[str, Any] | None:
 def open_format(
     directory: Path, fields: Mapping[str, Any], *, verify_checksums: bool = False
 ) -> Format:
-    """Opens the reader of a checkpoint's format by its quantization_config.
+    """Opens the reader of a format by its quantization_config; MoejaxError if it cannot be read.
 
-    Args:
-      verify_checksums: of the package's own format: read every file whole and compare its SHA-256
-        with the manifest's. Sizes are always compared. The other formats have no checksums.
-
-    Raises:
-      MoejaxError: the format, or something that it has, cannot be read; a file is not what the
-        manifest says.
+    With `verify_checksums` every file of the package's own format is read whole and its SHA-256
+    compared with the manifest's. Sizes are always compared. The other formats have no checksums.
     """
     method = settings.text(fields, "quant_method")
     if method == METHOD:

@@ -27,14 +27,9 @@ class ExportedKind(NamedTuple):
 
 
 def gptq_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
-    """Returns the tensors of a matrix in a GPTQ file.
+    """Returns the tensors of the matrix PREFIX [N, K] in a GPTQ file.
 
-    Args:
-      prefix: the Hugging Face name of the matrix without ".weight".
-      matrix: [N, K].
-
-    Raises:
-      MoejaxError: the format cannot hold it, with all the reasons.
+    MoejaxError, with all the reasons, where the format cannot hold it.
     """
     reasons = []
     scales = np.asarray(matrix.scales)
@@ -103,9 +98,8 @@ def _codes_and_zeros(
 def gptq_config(kinds: Mapping[str, ExportedKind], plain: Collection[str]) -> dict[str, Any]:
     """The quantization_config of a GPTQ checkpoint.
 
-    Args:
-      kinds: kinds of the quantized matrices, by name without ".weight".
-      plain: names of the other linear layers, such as routers and the head.
+    `kinds` are of the quantized matrices, by name without ".weight"; `plain` are the names of the
+    other linear layers, such as routers and the head.
     """
     (usual, _), *others = _by_kind(kinds)
     dynamic: dict[str, dict[str, Any]] = {

@@ -60,11 +60,7 @@ class Batch:
     ranges: tuple[RowRange, ...]
 
     def read(self) -> np.ndarray:
-        """Reads float32[C, N, K], zeros beyond the last range.
-
-        Raises:
-          MoejaxError: a file was cut short, or a value is NaN or infinite.
-        """
+        """Reads float32[C, N, K], zeros beyond the last range; MoejaxError as `read_matrix`."""
         num_inputs = self.ranges[0].task.entry.shape[1]
         weights = np.empty((self.num_matrices, self.num_rows, num_inputs), np.float32)
         for part, rows in zip(self.ranges, weights, strict=False):
@@ -81,15 +77,10 @@ class Batch:
 
 
 class BatchPlan:
-    """Compiled programs of a model, chosen once for all shards.
+    """Compiled programs of a model, chosen once for the quantized matrices of all shards.
 
     Compiling takes seconds, and a matrix takes the time of its program's rank and batch: matrices
     of one shape and scheme share few ranks, and one size of batch serves all shards.
-
-    Args:
-      shards: the matrices of each shard that are quantized.
-      passes: cap of MiLo's iteration.
-      use_kernel: solve HQQ by the GPU kernel.
     """
 
     def __init__(

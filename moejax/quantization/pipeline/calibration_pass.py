@@ -26,12 +26,9 @@ _HOST_HESSIAN_BYTES, _DEVICE_HESSIAN_BYTES = 512 * 2**20, 4 * 2**30
 
 
 class CalibrationRun:
-    """Hidden states of the calibration text before the next layer.
+    """Hidden states of the text, int32[S, T], before the next layer.
 
-    Args:
-      tokens: int32[S, T].
-      device: runs the layers, in float32 on a CPU and bfloat16 elsewhere.
-      meter: counts seconds.
+    The layers run in float32 on a CPU and in bfloat16 elsewhere.
     """
 
     def __init__(

@@ -21,12 +21,9 @@ _SHARD_BYTES, _REST_BYTES = 32 * 2**10, 2**20
 def check_space(
     output: Path, source: Path, shards: tuple[Shard, ...], tasks: Mapping[str, MatrixTask]
 ) -> None:
-    """Raises MoejaxError unless the disk has room for the remaining shards.
+    """Raises MoejaxError unless the disk has room for the shards that are not written yet.
 
-    Args:
-      source: the checkpoint, whose small files are copied.
-      shards: those not written yet.
-      tasks: matrices to quantize, by name.
+    `source` has small files that are copied; `tasks` are the matrices to quantize, by name.
     """
     needed = most_bytes(source, shards, tasks)
     free = shutil.disk_usage(output).free

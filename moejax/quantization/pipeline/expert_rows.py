@@ -20,14 +20,9 @@ class QuantizedRows:
     """
 
     def __init__(self, reader: ExpertReader, program: Program):
-        """Reads nothing yet.
+        """Quantizes by `program`, without compensators; whoever opened `reader` closes it.
 
-        Args:
-          reader: of the plain experts; closed by whoever opened it.
-          program: how both matrices of an expert are quantized, without compensators.
-
-        Raises:
-          MoejaxError: the experts are packed already, or groups are longer than their rows.
+        MoejaxError if the experts are packed already, or groups are longer than their rows.
         """
         plain = (reader.gate_up, reader.down)
         if any(isinstance(part, QTensor) for part in plain):

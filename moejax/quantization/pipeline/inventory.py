@@ -76,8 +76,7 @@ class Inventory:
 def take_inventory(directory: Path) -> Inventory:
     """Every tensor of the checkpoint in `directory`, from its headers alone.
 
-    Raises:
-      MoejaxError: the checkpoint is broken, no Hugging Face directory, or quantized already.
+    MoejaxError if it is broken, no Hugging Face directory, or quantized already.
     """
     if is_orbax_directory(directory):
         raise MoejaxError(f"{directory} holds Orbax weights; give the Hugging Face directory")

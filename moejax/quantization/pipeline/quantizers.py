@@ -106,10 +106,9 @@ def quantize_stack(
     calibration: Calibration | None,
     program: Program,
 ) -> QuantizedStack:
-    """Quantizes and packs C matrices, and measures the error.
+    """Quantizes and packs C matrices, float32[C, N, K], and measures the error.
 
     Args:
-      weights: float32[C, N, K], finite.
       ranks: int32[C], of the compensators, at most `program.max_rank`.
       calibration: None for methods that need none.
     """

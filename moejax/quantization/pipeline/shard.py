@@ -67,8 +67,6 @@ def quantize_shard(
 
     Args:
       tasks: matrices to quantize, by name; the rest is copied as stored.
-      plan: of the whole model.
-      calibrate: computes the input of calibrated methods.
       write_matrix: converts a matrix, named without ".weight", to the file's tensors.
 
     Raises:
