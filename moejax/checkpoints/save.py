@@ -4,6 +4,7 @@ Tensors carry their published names, one an expert and projection. config.json, 
 nothing counts as a checkpoint, goes first and comes back last.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
 from moejax.checkpoints.safetensors_writer import write_safetensors
-from moejax.files.whole import write_json, write_whole
+from moejax.files.whole import write_whole
 from moejax.models.config import ModelConfig, leaf_dtype
 from moejax.models.hf.config import to_hf_config
 from moejax.models.hf.names import Placement, placements, published_spelling
@@ -51,10 +52,10 @@ def save_hf_checkpoint(
     stale = {WEIGHTS_FILE, INDEX_FILE, *(p.name for p in directory.glob("model-*.safetensors"))}
     for name in stale - set(names):
         (directory / name).unlink(missing_ok=True)
-    write_json(directory / "generation_config.json", token_ids)
-    for name, content in (extra_files or {}).items():
+    others = {"generation_config.json": _json(token_ids), **(extra_files or {})}
+    others[_CONFIG_FILE] = _json(fields)  # last
+    for name, content in others.items():
         write_whole(directory / name, content)
-    write_json(directory / _CONFIG_FILE, fields)
 
 
 def _write_shards(
@@ -76,13 +77,13 @@ def _write_shards(
             p.name: np.ascontiguousarray(p.rows(host[p.leaf][p.index]), leaf_dtype(p.leaf, dtype))
             for p in shard
         }
-        write_safetensors(directory / name, tensors)
+        write_safetensors(directory / name, dict(sorted(tensors.items())))
     if len(shards) == 1:
         return names
     weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for p in shard}
     num_bytes = sum(_num_bytes(p, dtype) for shard in shards for p in shard)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-    write_json(directory / INDEX_FILE, index)
+    write_whole(directory / INDEX_FILE, _json(index))
     return [*names, INDEX_FILE]
 
 
@@ -102,3 +103,7 @@ def _shards(config: ModelConfig, dtype: np.dtype, max_shard_bytes: int) -> list[
 
 def _num_bytes(placement: Placement, dtype: np.dtype) -> int:
     return math.prod(placement.shape) * leaf_dtype(placement.leaf, dtype).itemsize
+
+
+def _json(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2) + "\n").encode()
