@@ -21,7 +21,8 @@ def sketch(matrix: jax.Array, max_rank: int) -> jax.Array:
     *lead, num_rows, num_inputs = matrix.shape
     width = min(max_rank + OVERSAMPLE, num_rows, num_inputs)
     rows = jax.random.normal(jax.random.key(0), (width, num_inputs))
-    return jnp.broadcast_to(rows / _norms(rows), (*lead, width, num_inputs))
+    rows = jnp.broadcast_to(rows, (*lead, width, num_inputs))
+    return rows / _norms(rows)
 
 
 def subspace_svd(

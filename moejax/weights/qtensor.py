@@ -354,7 +354,7 @@ def from_codes(
     """
     if zero_kind not in ZERO_KINDS:
         raise ValueError(f"zero_kind {zero_kind!r} is none of {', '.join(ZERO_KINDS)}")
-    arrays = {"words": layout.pack(codes, bits), "scales": scales.astype(scale_dtype)}
+    arrays = {}
     if zero_kind != "symmetric":
         assert zeros is not None
         xp = jnp if isinstance(zeros, jax.Array) else np
@@ -362,4 +362,5 @@ def from_codes(
         arrays["zeros"] = (
             xp.round(zeros).astype(xp.uint8) if is_integer else zeros.astype(scale_dtype)
         )
+    arrays |= {"words": layout.pack(codes, bits), "scales": scales.astype(scale_dtype)}
     return CodesKind(bits=bits, group_size=group_size).tensor(codes.shape[-1], arrays)

@@ -221,24 +221,21 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
     if factor_bits == 16:
         factors = Factors(*(part.astype(jnp.bfloat16) for part in parts))
     else:
-        coded = (found.u_codes, found.v_codes)
-        factors = Factors(*map(functools.partial(_pack_factor, factor_bits), parts, coded))
+        found_codes = (found.u_codes, found.v_codes)
+        coded = [
+            quantize_factor(part, factor_bits) if codes is None else codes
+            for part, codes in zip(parts, found_codes, strict=True)
+        ]
+        factors = Factors(*map(functools.partial(_pack_factor, factor_bits), coded))
     lost, free_lost = _squares(left - _product(factors)), None
     if not settings.refit:
         free_lost = _squares(left - _product(Factors(*parts)))
     return _Solution(found.codes, factors, lost, free_lost)
 
 
-def _pack_factor(factor_bits: int, part: jax.Array, codes: Codes | None) -> QTensor:
-    """Packs the codes of a factor [C, R, X]; without codes it is quantized first."""
-    if codes is None:
-        codes = quantize_factor(part, factor_bits)
-    return from_codes(
-        *codes,
-        bits=factor_bits,
-        group_size=factor_grid(factor_bits, part.shape[-1]).group_size,
-        zero_kind="symmetric",
-    )
+def _pack_factor(factor_bits: int, codes: Codes) -> QTensor:
+    grid = factor_grid(factor_bits, codes.codes.shape[-1])
+    return from_codes(*codes, bits=factor_bits, group_size=grid.group_size, zero_kind="symmetric")
 
 
 def _product(factors: Factors) -> jax.Array:
