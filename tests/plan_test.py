@@ -217,7 +217,7 @@ class ContractTest(PlanCase):
         with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", longest):
             engine = self.engine(Limits(), shape, batch, policy)
         c, budget = engine.config, engine.budget
-        self.assertEqual(budget.tiers[0].chunk, longest)
+        self.assertEqual(budget.tiers[0].run.chunk, longest)
         importance = importance_nbytes(
             batch=batch, length=longest, num_keys=shape[1], num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, itemsize=4, platform="cpu",
