@@ -40,11 +40,11 @@ def plan(
     layer = leaf(dtype="int32")
 
     def function(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
-        del target  # the same for all
         forms = [
-            cache_plan.Form(
+            cache_plan.TierShape(
                 slots=size, transient=8 if waves else pairs, waves=waves if size else 1,
-                is_full=size == num_experts, is_complete=size == num_experts, is_fed=not by_rule,
+                is_full=size == num_experts, is_complete=size == num_experts,
+                may_be_promoted_elsewhere=not by_rule,
             )
             for size in slots
         ]  # fmt: skip
@@ -57,7 +57,7 @@ def plan(
             by = cache_plan.Rule(critical, low - low, low, low > 1, at_least=True)
         return plan_triton.plan_triton(
             tuple(tiers), gate, layer, cache_plan.Asked(ids, weights, by, routed),
-            jnp.ones(tokens, bool), forms=forms, columns=COLUMNS, num_warps=None, interpret=False,
+            jnp.ones(tokens, bool), forms=forms, columns=COLUMNS, target=target,
         )  # fmt: skip
 
     return Program(function, (tiers, layer, ids, weights), (), 1)
