@@ -25,7 +25,7 @@ class TierLedger:
       expert_bytes: bytes of one expert as it crosses the link.
       layers: for each of the M layers a sum by the names of `EVENTS`.
       gate_mass: the router's, over all layers.
-      disk: sums by name: experts read (reads) and their bytes; experts that a step waited for (waits)
+      disk: sums by name: experts read (reads) and their bytes; those that a step waited for (waits)
         and the seconds of it (wait_seconds); retries and errors of reads; experts that were read
         since a policy foresaw them, and those that were then asked for (ahead, ahead_used).
       bulk_requests: what became of requests between steps, by name, told by the transfers.
