@@ -1,10 +1,6 @@
 """Bits a weight, counted from what is stored, in every place that tells them."""
 
-import contextlib
-import io
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from absl.testing import absltest
@@ -13,7 +9,8 @@ from moejax import benchmark, cli, evaluate, generate, plan
 from moejax.experts.bits import BitsPerWeight
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
-from tests import tiny_engine
+from tests import commands, tiny_engine
+from tests.folder_case import FolderTestCase
 
 CONFIG = tiny_engine.CONFIG
 POLICY = {"policy": "dymoe", "slots": (2, 8), "tiers": ("int4", "int2"), "quantizer": "rtn",
@@ -26,11 +23,11 @@ INT4, INT2 = ((2 * (bits + 2) + 2 * bits + 2) / 3 for bits in (4, 2))
 EXPERTS = 2 * 8 * 3 * CONFIG.expert_dim * CONFIG.model_dim
 
 
-class BitsTest(absltest.TestCase):
+class BitsTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
         cls.checkpoint = cls.folder / "model"
         plain = tiny_engine.load_tiny_engine(cls.checkpoint)
         cls.parameters = sum(leaf.size for leaf in plain.weights.values())
@@ -41,11 +38,7 @@ class BitsTest(absltest.TestCase):
 
     def run_main(self, command: cli.Command, *arguments: str, **fields: Any) -> tuple[str, str]:
         fields = {"checkpoint": self.checkpoint, **FLAGS, **fields}
-        flags = [f"--config.{name}={value}" for name, value in fields.items()]
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            self.assertEqual(cli.exit_status(command, ["x", *arguments, *flags]), 0, err.getvalue())
-        return out.getvalue(), err.getvalue()
+        return commands.succeed(command, *arguments, **fields)
 
     def assert_parts(self, found: dict[str, float]) -> None:
         self.assertEqual(list(found), ["int4", "int2", "rest"])

@@ -22,6 +22,7 @@ from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import read_model_config
 from moejax.models.hf.names import Spelling, find_spelling, placements, published_spelling
 from tests import slow
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import CHECKPOINTS, reference_model, write_checkpoint
 
 
@@ -63,11 +64,11 @@ def reference_leaves(model: transformers.PreTrainedModel, config: ModelConfig) -
     return leaves
 
 
-class LoadTest(parameterized.TestCase):
+class LoadTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.directory = cls.class_folder()
 
     def _assert_loads(self, path, dtype=jnp.float32):
         config = read_model_config(path)
@@ -217,11 +218,11 @@ class HostMemoryTest(parameterized.TestCase):
             self.assertGreater(peak_bytes, model_bytes)  # tracemalloc sees numpy's memory
 
 
-class NamesTest(parameterized.TestCase):
+class NamesTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.directory = cls.class_folder()
 
     @parameterized.product(name=list(CHECKPOINTS), fused=[True, False])
     def test_placements_fill_every_leaf_once(self, name, fused):

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from typing import Any
@@ -17,12 +16,15 @@ import jax
 import transformers
 from absl.testing import absltest
 
+from moejax import generate
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import compile_notice
 from moejax.inference.compile_notice import CompileNotice
-from tests.generate_test import run_in_process, write_tokenizer
+from tests import commands
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
+from tests.random_checkpoints import write_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Says what it is given: the system prompt, the roles, and whether the model is to think.
@@ -77,7 +79,7 @@ class Terminal:
             return process.wait(WAIT_S)
 
 
-class ConversationTest(absltest.TestCase):
+class ConversationTest(FolderTestCase):
     def terminal(self, *arguments: str, **environment: str) -> Terminal:
         """A process that does not outlive the test; what ends with it is hung up."""
         terminal = Terminal(*self.common, *arguments, **environment)
@@ -88,9 +90,9 @@ class ConversationTest(absltest.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
         cls.checkpoint = write_checkpoint("qwen3", cls.folder)
-        write_tokenizer(cls.checkpoint)
+        write_tokenizer(cls.checkpoint, 160)
         (cls.checkpoint / "chat_template.jinja").write_text(TEMPLATE)
         cls.common = (f"--config.checkpoint={cls.checkpoint}", "--config.max_new_tokens=6")
 
@@ -101,8 +103,7 @@ class ConversationTest(absltest.TestCase):
         return subprocess.run(command, input=text, env=env, capture_output=True, check=False)
 
     def answer(self, prompt: str) -> str:
-        status, out, err = run_in_process(*self.common, f"--prompt={prompt}")
-        self.assertEqual(status, 0, err)
+        out, _ = commands.succeed(generate.COMMAND, *self.common, f"--prompt={prompt}")
         return out.removesuffix("\n")
 
     def test_piped_lines_are_turns(self):

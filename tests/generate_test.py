@@ -1,7 +1,5 @@
 """The generate command with real checkpoints: tiny random ones, and the demo that ships."""
 
-import contextlib
-import io
 import json
 import os
 import pathlib
@@ -14,37 +12,24 @@ import tempfile
 import jax
 import pytest
 import safetensors.numpy
-import tokenizers
 from absl.testing import absltest, parameterized
 
-from moejax import cli, generate
+from moejax import generate
 from moejax.demo import DEMO_DIRECTORY
 from moejax.engine import Engine
-from tests import slow
+from tests import commands, slow
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
+from tests.random_checkpoints import write_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 VOCAB_SIZE = 160  # of the tiny checkpoints
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}!{% endfor %}"
 
 
-def write_tokenizer(directory: pathlib.Path) -> None:
-    """A token a character: printable ASCII, then Chinese ones up to the tiny vocabulary."""
-    letters = [chr(32 + i) if i < 95 else chr(0x4E00 + i) for i in range(VOCAB_SIZE)]
-    model = tokenizers.models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="?")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-
-
 def run_in_process(*arguments: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the command, run here."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.exit_status(generate.COMMAND, ["generate", *arguments])
-    return status, out.getvalue(), err.getvalue()
+    return commands.run(generate.COMMAND, *arguments)
 
 
 def run_process(
@@ -60,13 +45,14 @@ def run_process(
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-class TinyCheckpointTest(parameterized.TestCase):
+class TinyCheckpointTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
         cls.checkpoint = write_checkpoint("qwen3", cls.folder)
-        write_tokenizer(cls.checkpoint)
+        write_tokenizer(cls.checkpoint, VOCAB_SIZE)
+        (cls.checkpoint / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
     def damaged(self) -> pathlib.Path:
         """A copy of the checkpoint, to break."""

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import types
 import warnings
 from pathlib import Path
@@ -17,6 +16,7 @@ from absl.testing import absltest, parameterized
 
 from moejax import MoejaxError, lm_eval
 from tests import tiny_engine
+from tests.folder_case import FolderTestCase
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "then", "rests"]
@@ -61,11 +61,11 @@ def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-class LmEvalTest(absltest.TestCase):
+class LmEvalTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
         cls.checkpoint = cls.folder / "tiny"
         tiny_engine.load_tiny_engine(cls.checkpoint, eos_ids=(3,))
         names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "#"}

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.transformer import Transformer
 from moejax.text.windows import PRESETS, Windowing, windows
 from tests import numpy_model, slow
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import reference_model, write_checkpoint
 from tests.models_test import wide_weights
 from tests.numpy_model import TINY
@@ -142,11 +141,11 @@ class WindowsTest(parameterized.TestCase):
         self.assertIsNone(LogLikelihood.of([WindowScore(1e5, 1)] * 2).perplexity_stderr)
 
 
-class TransformersTest(parameterized.TestCase):
+class TransformersTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        folder = cls.class_folder()
         cls.paths = {name: write_checkpoint(name, folder) for name in ("qwen3", "mixtral")}
 
     def _engine(self, name: str) -> Engine:

@@ -1,11 +1,8 @@
 """`python -m moejax.plan`: what it prints is what a run then allocates, and nothing is loaded."""
 
-import contextlib
 import dataclasses
-import io
 import pathlib
 import re
-import tempfile
 from unittest import mock
 
 import jax
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, Tiering, cli, plan, planning
+from moejax import Engine, Tiering, plan, planning
 from moejax.checkpoints import open_checkpoint, safetensors_reader
 from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
@@ -29,8 +26,9 @@ from moejax.models.shapes import SHAPES
 from moejax.planning import bits_line
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.weights import LOW_RANK
+from tests import commands, slow
 from tests import quantized_stores as stores
-from tests import slow
+from tests.folder_case import FolderTestCase
 from tests.random_checkpoints import TINY, write_random_checkpoint
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -51,17 +49,11 @@ MANY_PRODUCTS = (
 WIDE_EXPERTS = ({"model_dim": 128, "expert_dim": 512, "num_heads": 1, "num_kv_heads": 1}, 64)
 
 
-class PlanCase(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.directory = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class PlanCase(FolderTestCase):
     def run_plan(self, *arguments, status=0):
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            got = cli.exit_status(plan.COMMAND, ["plan", *arguments])
-        self.assertEqual(got, status, err.getvalue())
-        return out.getvalue() if status == 0 else err.getvalue()
+        got, out, err = commands.run(plan.COMMAND, *arguments)
+        self.assertEqual(got, status, err)
+        return out if status == 0 else err
 
 
 class SizesTest(PlanCase):

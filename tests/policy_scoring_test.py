@@ -1,10 +1,6 @@
 """Given texts under a policy: read one at a time, with promotions between chunks of its period."""
 
-import contextlib
-import io
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +17,8 @@ from moejax.experts.tiering import Tiering
 from moejax.inference import steps
 from moejax.inference.chunking import next_chunk
 from moejax.text.windows import Windowing
-from tests import tiny_engine
+from tests import commands, tiny_engine
+from tests.folder_case import FolderTestCase
 
 TEXT = "".join(f"the {a} fox jumps over {b} dogs. " for a in "abcdefgh" for b in "xyz")
 DYNAEXQ = {"policy": "dynaexq", "settings": {"period": 24}, "slots": (3, 8)}
@@ -42,11 +39,11 @@ def total_chunk(
     return cache, total + nats.sum(), pool, recorded
 
 
-class PolicyScoringTest(parameterized.TestCase):
+class PolicyScoringTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
         cls.checkpoint = cls.folder / "model"
         cls.text = cls.folder / "text.txt"
         cls.text.write_text(TEXT)
@@ -129,11 +126,7 @@ class PolicyScoringTest(parameterized.TestCase):
             "policy.tiers": "('int4','int2')", "policy.quantizer": "rtn",
             "policy.group_size": 16, **fields,
         }  # fmt: skip
-        out, err = io.StringIO(), io.StringIO()
-        flags = [f"--config.{name}={value}" for name, value in fields.items()]
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            self.assertEqual(cli.exit_status(command, ["x", *arguments, *flags]), 0, err.getvalue())
-        return out.getvalue(), err.getvalue()
+        return commands.succeed(command, *arguments, **fields)
 
     def test_evaluate_gives_one_perplexity_and_says_how_it_read(self):
         self.engine(**DYNAEXQ)

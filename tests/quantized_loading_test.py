@@ -33,6 +33,7 @@ from tests.quantized_stores import (
     Gptq,
     Hqq,
     LoadingTestCase,
+    MixedBits,
     Own,
 )
 from tests.transformers_parity_test import RELATIVE_ERROR, relative_errors
@@ -161,13 +162,7 @@ class ValuesTest(LoadingTestCase):
         self.assertIn("no multiples of 128 rows", "".join(logs.output))
 
     def test_mixed_bits_are_dequantized_and_said(self):
-        class Mixed(Gptq):
-            def matrix(self, prefix, shape):
-                self.bits = 8 if "layers.2.mlp" in prefix else 4
-                return super().matrix(prefix, shape)
-
-        store = Mixed(QWEN)
-        store.config["dynamic"] = {r"+:model\.layers\.2\.mlp\.": {"bits": 8}}
+        store = MixedBits(QWEN)
         store.write(self.directory)
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
             self.assert_loads(store, QTensor, (*ATTENTION, *MLP))

@@ -30,24 +30,19 @@ from tests.serving_case import (
     Served,
     held_batches,
     served,
+    shared_engine,
     slow_steps,
     tiny_chat_engine,
     wait_until,
 )
 
 ENGINE: Engine
-OPEN = contextlib.ExitStack()
 LONG = {"prompt": "the quick", "max_tokens": 200, "temperature": 0}
 
 
 def setUpModule():
     global ENGINE
-    directory = Path(OPEN.enter_context(tempfile.TemporaryDirectory()))
-    ENGINE = OPEN.enter_context(tiny_chat_engine(directory))
-
-
-def tearDownModule():
-    OPEN.close()
+    ENGINE = shared_engine()
 
 
 def outcomes(server: Served, outcome: str) -> float:

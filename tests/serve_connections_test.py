@@ -6,9 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,7 +15,7 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.serving.app import Access
 from moejax.serving.connections import ConnectionLimits
-from tests.serving_case import NAME, WAIT_S, Served, served, tiny_chat_engine, wait_until
+from tests.serving_case import NAME, WAIT_S, Served, served, shared_engine, wait_until
 
 ENGINE: Engine
 SERVER: Served
@@ -30,8 +28,7 @@ BODY = {"prompt": "a", "max_tokens": 1, "temperature": 0}
 
 def setUpModule():
     global ENGINE, SERVER
-    directory = Path(OPEN.enter_context(tempfile.TemporaryDirectory()))
-    ENGINE = OPEN.enter_context(tiny_chat_engine(directory))
+    ENGINE = shared_engine()
     SERVER = OPEN.enter_context(served(ENGINE, limits=LIMITS))
 
 

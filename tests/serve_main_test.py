@@ -29,7 +29,7 @@ from moejax.experts.ledger import Ledger, TierLedger
 from moejax.serving import foreign_fields
 from moejax.serving.metrics import Metrics
 from tests import slow
-from tests.serving_case import served, tiny_chat_engine
+from tests.serving_case import served, shared_engine, tiny_chat_engine
 
 ROOT = Path(__file__).parents[1]
 DIRECTORY: Path
@@ -274,13 +274,10 @@ class DocsTest(parameterized.TestCase):
             if "/v1/" in line
         ]
         self.assertGreater(len(asked), 4)
-        directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
-        engine = (
-            Engine.from_pretrained("demo", platform="cpu", progress=False)
-            if checkpoint == "demo"
-            else tiny_chat_engine(directory)
-        )
-        self.addCleanup(engine.close)
+        engine = shared_engine()
+        if checkpoint == "demo":
+            engine = Engine.from_pretrained("demo", platform="cpu", progress=False)
+            self.addCleanup(engine.close)
         with served(engine, model_name="demo") as server:
             for place, words in asked:
                 read = argparse.ArgumentParser()

@@ -6,8 +6,6 @@ encodes "hello world" as [100000, 31539, 1843], and transformers 5.23 as [31539,
 """
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +19,7 @@ from moejax.inference.likelihood import PairScorer
 from moejax.text.corpus import Text, encode
 from moejax.text.prompts import token_ids_of
 from moejax.text.tokenizer import Tokenizer
+from tests.folder_case import FolderTestCase
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 LETTERS = "helowrd"
@@ -90,11 +89,7 @@ SHAPES = {
 }
 
 
-class BosTestCase(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class BosTestCase(FolderTestCase):
     def tokenizer(self, shape: str, **changed: Any) -> Tokenizer:
         backend, fields = SHAPES[shape]
         backend.save(str(self.directory / "tokenizer.json"))

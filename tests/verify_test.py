@@ -1,7 +1,6 @@
 """`verify`: compares files with whatever says what they should hold, or says that nothing does."""
 
 import hashlib
-import tempfile
 from pathlib import Path
 
 from absl.testing import absltest
@@ -10,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.checkpoints.verify import verify_checkpoint
 from moejax.errors import MoejaxError
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq
 
@@ -22,11 +22,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-class VerifyTest(absltest.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class VerifyTest(FolderTestCase):
     def test_nothing_to_compare_with_is_said(self):
         path = write_checkpoint("qwen3", self.directory)
         self.assertRegex(
