@@ -12,10 +12,6 @@ from moejax.quantization.grid import Grid, dequantize, member_counts, relative_e
 from moejax.quantization.hqq import HqqSettings, hqq, shrink
 from moejax.quantization.rtn import rtn
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of torch's own compiler, which the library imports
-    from hqq.core.quantize import Quantizer
-
 
 def gaussian(shape, seed):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -32,6 +28,9 @@ def column_scaled(shape, seed):
 
 def library(weights, bits, group_size, round_zero=False):
     """Codes uint8[N, K], scales and zeros float32[N, G], by the library's default solver."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own compiler, which the library imports
+        from hqq.core.quantize import Quantizer  # takes seconds, also where no test runs
     codes, meta = Quantizer.quantize(
         torch.tensor(weights),
         nbits=bits,

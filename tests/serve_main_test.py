@@ -111,7 +111,7 @@ def health(port: int) -> tuple[int, dict[str, Any]]:
 
 class ProcessTest(parameterized.TestCase):
     def test_a_stream_that_runs_at_sigterm_is_finished_and_the_status_is_0(self):
-        with serving("--config.grace_s=20", "--config.max_batch=2") as server:
+        with serving("--config.grace_s=20", "--config.warm_up=False") as server:
             port = ready_port(server)
             self.assertEqual(health(port)[1]["model"], DIRECTORY.name)
             connection = asked(port, stream=True)
