@@ -26,7 +26,7 @@ from moejax.models.shapes import SHAPES
 from moejax.planning import bits_line
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.weights import LOW_RANK
-from tests import commands, slow
+from tests import commands
 from tests import quantized_stores as stores
 from tests.folder_case import FolderTestCase
 from tests.random_checkpoints import TINY, write_random_checkpoint
@@ -150,20 +150,19 @@ class ContractTest(PlanCase):
         fields, context = shape
         fields = {**fields, "num_experts": 8, "num_layers": 2, "moe_layers": (0, 1)}
         write_random_checkpoint(self.directory, **fields)
-        engine = Engine.from_pretrained(
+        return Engine.from_pretrained(
             self.directory, dtype="float32", platform="cpu", context=context,
             compilation_cache="", progress=False, limits=limits, batch=batch,
             policy=policy,
         )  # fmt: skip
+
+    def check_programs(self, engine, context, batch):
         # Texts that are scored are read in chunks of the length that is planned for.
         engine._runner.short_chunk = 0
         prompts = np.random.default_rng(0).integers(0, TINY["vocab_size"], (batch, context - 8))
         engine.generate(prompts.tolist(), max_new_tokens=6)
         # Few pairs go another way on a CPU, and of plain experts they take more.
         engine.generate(prompts[:1, :9].tolist(), max_new_tokens=2)
-        return engine
-
-    def check_programs(self, engine):
         planned = engine.budget.device["activations and workspace"]
         for part, nbytes in engine.budget.device.items():
             if part.startswith(("experts on their way in a step", "importance of tokens")):
@@ -177,12 +176,17 @@ class ContractTest(PlanCase):
     def test_programs_take_no_more_than_planned_and_not_much_less(self, shape, batch):
         engine = self.engine(Limits(), shape, batch)
         self.assertFalse(engine.budget.pooled)
-        self.check_programs(engine)
+        self.check_programs(engine, shape[1], batch)
 
     # With waves and wide experts, XLA on a CPU copies the slots around the loop over blocks.
-    @slow.repeats()
     @parameterized.parameters((3, WIDE_ATTENTION, 4), (8, WIDE_EXPERTS, 1))
-    def test_pooled_runs_allocate_and_take_what_was_planned(self, slots, shape, batch):
+    @pytest.mark.slow
+    def test_programs_of_pooled_runs_take_what_was_planned(self, slots, shape, batch):
+        engine = self.engine(Limits(slots=slots, transient=2), shape, batch)
+        self.check_programs(engine, shape[1], batch)
+
+    @parameterized.parameters((3, WIDE_ATTENTION, 4), (8, WIDE_EXPERTS, 1))
+    def test_pooled_runs_allocate_what_was_planned(self, slots, shape, batch):
         engine = self.engine(Limits(slots=slots, transient=2), shape, batch)
         planned = dict(engine.budget.device)
         for name, leaf in engine.weights.items():
@@ -197,7 +201,6 @@ class ContractTest(PlanCase):
         self.assertEqual(dict(engine.budget.host), {"experts": rows})
         left = {"KV cache", "activations and workspace", "experts on their way in a step"}
         self.assertEqual(set(planned), left)
-        self.check_programs(engine)
 
     # Chunks of a whole prompt and of part of one.
     @parameterized.parameters(
@@ -208,6 +211,7 @@ class ContractTest(PlanCase):
         policy = Tiering(policy="dymoe", tiers=("int4", "int2"), quantizer="rtn", group_size=16)
         with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", longest):
             engine = self.engine(Limits(), shape, batch, policy)
+            self.check_programs(engine, shape[1], batch)
         c, budget = engine.config, engine.budget
         self.assertEqual(budget.tiers[0].chunk, longest)
         importance = importance_nbytes(
@@ -216,7 +220,6 @@ class ContractTest(PlanCase):
         )  # fmt: skip
         self.assertEqual(budget.device["importance of tokens"], importance)
         self.assertIn("importance of tokens", "\n".join(describe(budget)))
-        self.check_programs(engine)
 
 
 class MainTest(PlanCase):

@@ -6,12 +6,14 @@ import io
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
 from moejax import quantize
 from moejax.config.commands import QuantizeConfig
 from moejax.errors import MoejaxError
+from moejax.quantization.pipeline import run as pipeline
 from tests import commands
 from tests.folder_case import FolderTestCase
 from tests.random_checkpoints import write_random_checkpoint
@@ -26,6 +28,8 @@ class QuantizeMainTest(FolderTestCase):
 
     def setUp(self):
         super().setUp()
+        # Drawing takes longer than all the rest; `quantize_pipeline_test` does it.
+        self.enterContext(mock.patch.object(pipeline, "draw_report", return_value=None))
         self.output = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "out"
 
     def run_main(self, *arguments: str) -> tuple[int, str, str]:
