@@ -25,6 +25,7 @@ from moejax.quantization.pipeline import run as pipeline
 from moejax.quantization.pipeline.report import report_lines
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from pallas_kernels import layout
+from tests import slow
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 from tests.random_checkpoints import write_random_checkpoint
 
@@ -247,17 +248,22 @@ class RefusedTest(QuantizeTestCase):
         with mock.patch.object(shutil, "disk_usage", return_value=usage):
             self.assert_refused(self.job(), "the result takes up to", "make room")
 
+    @slow.where(lambda changes, rule: "method" in changes and not rule)
     @parameterized.parameters(
         ({},),
+        (
+            {"method": "milo", "factor_bits": 3, "rank": "Dense-25%", "passes": 1},
+            "experts, mlp: method=rtn",
+        ),
         ({"method": "milo", "factor_bits": 3, "rank": "Dense-25%"},),
         ({"method": "milo", "factor_bits": 16, "rank": "Uniform-4"},),
         ({"method": "gptq", "bits": 4, "act_order": True, "group_size": 8},),
         ({"bits": 4, "zero_kind": "integer", "target": "gptq"},),
         ({"bits": 4, "zero_kind": "symmetric", "target": "compressed-tensors"},),
     )
-    def test_the_room_that_is_asked_for_is_enough(self, changes):
+    def test_the_room_that_is_asked_for_is_enough(self, changes, rule=""):
         self.drawing.stop()
-        job, taken, asked = self.job(**changes), 0, []
+        job, taken, asked = self.job(*filter(None, [rule]), **changes), 0, []
         written = pipeline.write_whole
 
         def measured(path, content, mend):
