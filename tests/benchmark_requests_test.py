@@ -120,7 +120,3 @@ class LengthTest(absltest.TestCase):
         array = np.asarray(found.prompts)
         self.assertEqual(array.shape, (5, 50))
         self.assertEqual((array.min(), array.max()), (0, 6))
-
-
-if __name__ == "__main__":
-    absltest.main()

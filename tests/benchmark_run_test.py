@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import benchmark
 from moejax.benchmarking import models, running
@@ -302,7 +302,3 @@ class ShapeTest(Case):
         )
         figures = record["points"][0]["figures"]
         self.assertGreater(figures["gate mass of decode, substituted"]["value"], 5)
-
-
-if __name__ == "__main__":
-    absltest.main()

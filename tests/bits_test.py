@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-from absl.testing import absltest
-
 from moejax import benchmark, cli, evaluate, generate, plan
 from moejax.experts.bits import BitsPerWeight
 from moejax.experts.budget import Limits
@@ -106,7 +104,3 @@ class BitsTest(FolderTestCase):
         self.assertEqual(bits.nbytes, 170)
         self.assertEqual(bits.parts, {"a": 8, "b": 4, "rest": 16})
         self.assertEqual(bits.overall, 13.6)
-
-
-if __name__ == "__main__":
-    absltest.main()

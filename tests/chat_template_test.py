@@ -207,7 +207,3 @@ class FuzzTest(absltest.TestCase):
     @pytest.mark.slow
     def test_no_template_takes_more_at_length(self):
         self._fuzz(500)
-
-
-if __name__ == "__main__":
-    absltest.main()

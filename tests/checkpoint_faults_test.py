@@ -7,7 +7,7 @@ from unittest import mock
 import huggingface_hub
 import jax.numpy as jnp
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
@@ -319,7 +319,3 @@ class ResolveTest(FolderTestCase):
             self.assertRaisesRegex(MoejaxError, "LocalEntryNotFoundError"),
         ):
             resolve_checkpoint("org/none", cache_dir=self.directory)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints import (
     load_orbax,
@@ -227,7 +227,3 @@ class OrbaxTest(WritingTest):
                 path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         with self.assert_one_line("cannot restore ", "weights: "):
             load_orbax(self.written)
-
-
-if __name__ == "__main__":
-    absltest.main()

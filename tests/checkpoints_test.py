@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.torch import load_file, save_file
 
 from moejax.checkpoints import load_weights, open_checkpoint, reader, stored_dtype
@@ -237,7 +237,3 @@ class NamesTest(FolderTestCase):
 
     def test_spelling_of_nothing_is_the_published_one(self):
         self.assertEqual(find_spelling("mixtral", []), published_spelling("mixtral"))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -180,7 +180,3 @@ class FilesTest(FolderTestCase):
         save_file({"a": random_bytes(8)}, path, {CHECKSUMS: said})
         with self.assertRaisesRegex(MoejaxError, "moejax_checksums .* not understood"):
             read_header(path)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -543,7 +543,3 @@ class ProcessTest(absltest.TestCase):
     def test_ctrl_c_after_the_end_changes_nothing(self):
         last = "atexit.register(lambda: (print('last', flush=True), time.sleep(1)))"
         self.assertEqual(self.interrupted("pass", last), (0, "last\n", ""))
-
-
-if __name__ == "__main__":
-    absltest.main()

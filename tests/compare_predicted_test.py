@@ -77,7 +77,3 @@ class ComparePredictedTest(absltest.TestCase):
             "scripts.studies.speed.compare_predicted", str(folder / "x.json"), "--trace=x"
         )
         self.assertIn("has 2 budgets with cached experts at batch 1: give three", done.stderr)
-
-
-if __name__ == "__main__":
-    absltest.main()

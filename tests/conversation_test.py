@@ -223,7 +223,3 @@ class CompileNoticeTest(absltest.TestCase):
         words, line = log.getvalue().splitlines()
         self.assertEqual(words, "an answer's first words")
         self.assertRegex(line, r"^compiling decode, 0 s so far; compiled programs are kept")
-
-
-if __name__ == "__main__":
-    absltest.main()

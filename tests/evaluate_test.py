@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import cli, evaluate
 from moejax.config.commands import EvaluateConfig, MemoryConfig
@@ -277,7 +277,3 @@ class EvaluateTest(FolderTestCase):
             window = re.search(r"_(\d+)_(\d+)$", path.stem)
             assert window
             self.assertEqual(config.windowing(), Windowing(*map(int, window.groups())))
-
-
-if __name__ == "__main__":
-    absltest.main()

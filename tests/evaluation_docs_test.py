@@ -46,7 +46,3 @@ class DocsTest(absltest.TestCase):
             if "--model_args" in words:
                 given = words[words.index("--model_args") + 1].split(",")
                 read_arguments(dict(pair.split("=", 1) for pair in given))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints import open_checkpoint, save_orbax
 from moejax.checkpoints import reader as readers
@@ -363,7 +363,3 @@ class FaultTest(ReaderTestCase):
         self.assertIn(
             "moe.gate_up is dequantized to float32 while it is read", "".join(logs.output)
         )
-
-
-if __name__ == "__main__":
-    absltest.main()

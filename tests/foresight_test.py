@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
@@ -198,7 +198,3 @@ class EngineTest(FolderTestCase):
         with self.assertLogs("absl", "WARNING") as said:
             self.engine(0, foresight=2)
         self.assertIn("the policy's foresight does nothing", "".join(said.output))
-
-
-if __name__ == "__main__":
-    absltest.main()

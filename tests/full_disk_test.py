@@ -137,7 +137,3 @@ class FullDiskTest(FolderTestCase):
         said = f"error: {self.path}: No space left on device; make room, or name a place that has"
         self.assertIn(said, err.splitlines()[-1])
         self.assert_left()
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -178,7 +178,3 @@ class DemoTest(absltest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertNotEmpty(done.stdout.strip())
         self.assertFalse((site / "tests").exists())
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from absl import logging
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.checkpoints.orbax_directory import save_orbax
@@ -145,7 +145,3 @@ class EngineTest(FolderTestCase):
         saved = self.directory.parent / "orbax"
         save_orbax(saved, engine.config, engine.weights, tokenizer_from=self.directory)
         self.assertEqual(read_generation_defaults(saved), {"temperature": 3.0, "top_k": 30})
-
-
-if __name__ == "__main__":
-    absltest.main()

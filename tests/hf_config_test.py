@@ -9,7 +9,7 @@ import numpy as np
 import safetensors.numpy
 import torch
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
@@ -431,7 +431,3 @@ class YarnTest(parameterized.TestCase):
         np.testing.assert_array_max_ulp(found, rotary.inv_freq.numpy(), maxulp=0)
         np.testing.assert_allclose(scaling.rotation_scale, rotary.attention_scaling, rtol=1e-12)
         np.testing.assert_allclose(config.score_scale, attention.scaling, rtol=1e-12)
-
-
-if __name__ == "__main__":
-    absltest.main()

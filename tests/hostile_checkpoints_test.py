@@ -11,7 +11,7 @@ from unittest import mock
 
 import jax
 import tokenizers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors import safe_open
 
 from moejax.checkpoints import open_checkpoint, safetensors_reader
@@ -411,7 +411,3 @@ class PlanTest(HostileTestCase):
         with self.assertRaisesRegex(MoejaxError, "layers of 60,000 experts"):
             checkpoint_sizes(checkpoint, "float32")
         self.assertLess(time.process_time() - start, SECONDS)
-
-
-if __name__ == "__main__":
-    absltest.main()

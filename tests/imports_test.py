@@ -265,7 +265,3 @@ class ImportsTest(parameterized.TestCase):
     )
     def test_what_is_allowed_passes(self, path, source):
         self.assertEmpty(breaches(path, source))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.inference import chunking as chunks
@@ -169,7 +169,3 @@ class TokenRulesTest(FolderTestCase):
         self.assertEqual((whole.num_tokens, nothing), (len(ids), (0.0, True, 0)))
         [pair] = self.scorer.of_tokens([([3], ids)])
         self.assertAlmostEqual(whole.log_likelihood, pair.log_likelihood)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import MoejaxError, lm_eval
 from tests import tiny_engine
@@ -246,7 +246,3 @@ class ModelArgumentsTest(parameterized.TestCase):
     def test_what_is_wrong(self, arguments, said):
         with self.assertRaisesRegex(MoejaxError, said):
             self.module.MoejaxLM(**arguments)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -231,7 +231,3 @@ class ServerTest(absltest.TestCase):
                 text = found[place][1]["choices"][0]["text"]
                 self.assertEqual(text, alone["choices"][0]["text"])
             self.assertEqual(server.get("/health")[0], 200)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import benchmark, cli, evaluate, generate, plan, serve, sweep
 from moejax.errors import MoejaxError
@@ -146,7 +146,3 @@ class OwnPolicyTest(FolderTestCase):
         said = "--retention is now written --config.policy.settings=retention=VALUE"
         with self.assertRaisesRegex(flags.Error, said):
             cli.parse(generate.COMMAND, ["generate", "--retention=0.75"])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
@@ -219,7 +219,3 @@ class LikelihoodTest(parameterized.TestCase):
         hidden, targets = jnp.zeros((2, 100, TINY.model_dim)), jnp.zeros((2, 100), jnp.int32)
         memory = jax.jit(nats).lower(weights, hidden, targets).compile().memory_analysis()
         self.assertLess(memory.temp_size_in_bytes, 4 * 2 * 100 * config.vocab_size / 2)
-
-
-if __name__ == "__main__":
-    absltest.main()

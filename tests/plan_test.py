@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, Tiering, plan, planning
 from moejax.checkpoints import open_checkpoint, safetensors_reader
@@ -417,7 +417,3 @@ def _nbytes(tree):
 
 def _terms_nbytes(leaf):
     return _nbytes(getattr(leaf, "compensators", ()))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, cli, evaluate, generate
 from moejax.evaluation.perplexity import log_likelihood
@@ -166,7 +166,3 @@ class NextChunkTest(parameterized.TestCase):
     )
     def test_size(self, num_left, room, most, expected):
         self.assertEqual(next_chunk(num_left, room, most), expected)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
 from moejax import profile_experts
@@ -296,7 +296,3 @@ class ProfileTest(FolderTestCase):
         self.assertEqual(done.stderr.strip(), "0 False")
         self.assertIn("--config.alpha ", done.stdout)
         self.assertEqual(ProfileConfig().alphas(3), 0.95)
-
-
-if __name__ == "__main__":
-    absltest.main()

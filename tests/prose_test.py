@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tests.source_files import source_files
 
@@ -41,7 +41,3 @@ class ProseTest(parameterized.TestCase):
     def test_plain_first_line_passes(self, text):
         tree = ast.parse(f'def f():\n    """{text}"""')
         self.assertEmpty(list(riddles("x.py", tree)))
-
-
-if __name__ == "__main__":
-    absltest.main()

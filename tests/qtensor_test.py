@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from moejax.weights.qtensor import ZERO_KINDS, Compensator, Fp8Tensor, QTensor, dense, from_codes
@@ -253,7 +253,3 @@ class Fp8TensorTest(parameterized.TestCase):
             Fp8Tensor(values=values, scales=jnp.ones((1, 1))).check()
         with self.assertRaisesRegex(ValueError, "values are float32"):
             Fp8Tensor(values=jnp.zeros((128, 64)), scales=jnp.ones((1, 1))).check()
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.quantization.grid import Grid, dequantize, member_counts, relative_error
 from moejax.quantization.hqq import HqqSettings, hqq, shrink
@@ -143,7 +143,3 @@ class HqqTest(parameterized.TestCase):
     def test_other_zeros_are_refused(self):
         with self.assertRaisesRegex(ValueError, "zero_kind is 'integer'"):
             hqq(jnp.zeros((2, 64)), Grid(bits=3, group_size=64, zero_kind="integer"))
-
-
-if __name__ == "__main__":
-    absltest.main()

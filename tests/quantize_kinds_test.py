@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.checkpoints import open_checkpoint
@@ -276,7 +276,3 @@ class CalibrationTest(parameterized.TestCase):
             numpy_model.assert_near(captured.hessian(leaf).mean, expected, factor=20)
         with self.assertRaisesRegex(ValueError, "no Hessian of attention.kv_b"):
             captured.hessian("attention.kv_b")
-
-
-if __name__ == "__main__":
-    absltest.main()

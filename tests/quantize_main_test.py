@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import quantize
 from moejax.config.commands import QuantizeConfig
@@ -109,7 +109,3 @@ class QuantizeMainTest(FolderTestCase):
         status, out, _ = commands.run(quantize.COMMAND, "--help")
         self.assertEqual(status, 0)
         self.assertIn("--config.group_size", out)
-
-
-if __name__ == "__main__":
-    absltest.main()

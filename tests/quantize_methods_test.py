@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints import load_weights, open_checkpoint
 from moejax.models.hf.config import read_model_config
@@ -286,7 +286,3 @@ class MethodsTest(QuantizeTestCase):
         job = self.job("embed, head, router: method=rtn bits=8")
         quantize_checkpoint(job)
         self.assert_loads(job)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -13,7 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoints import open_checkpoint
@@ -309,7 +309,3 @@ class RefusedTest(QuantizeTestCase):
         self.assert_refused(self.job(source=damaged), "does not fit float16", "scale_dtype=float32")
         job = self.job("mlp: scale=float32", source=damaged, output=self.directory / "wide")
         quantize_checkpoint(job)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -4,7 +4,7 @@ import json
 
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Tiering, generate, loading
 from moejax.checkpoints import load_weights, open_checkpoint
@@ -174,7 +174,3 @@ class ManifestTest(LoadingTestCase):
             del fields["tensors"][name]
         path.write_text(json.dumps(fields))
         self.assert_refused(store, message)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from absl import logging
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints import open_checkpoint, reader
 from moejax.errors import MoejaxError
@@ -297,7 +297,3 @@ class HostMemoryTest(LoadingTestCase):
         held_bytes = model_bytes if is_host else slab_bytes + plain_bytes
         self.assertLess(peak_bytes, held_bytes + matrix_bytes + self.SLACK_BYTES)
         self.assertGreater(model_bytes, 2 * (slab_bytes + plain_bytes))
-
-
-if __name__ == "__main__":
-    absltest.main()

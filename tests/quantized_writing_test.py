@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import ml_dtypes
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints.formats import (
     ExportedKind,
@@ -215,7 +215,3 @@ class WriterTest(FormatTestCase):
         stored = files.random_matrix((8, 64), bits=4, group_size=32, act_order=True)
         with self.assertRaisesRegex(MoejaxError, "act-order"):
             compressed_tensors_tensors("a.b", files_matrix(stored, 4))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.quantization.pipeline.inventory import take_inventory
@@ -159,7 +159,3 @@ class RecipeTest(FolderTestCase):
     def test_embedding_in_a_file_of_other_engines(self):
         rules = ["*: method=none", "embed: method=rtn"]
         self.assert_refused("quantizes linear layers only", rules=rules, target="gptq")
-
-
-if __name__ == "__main__":
-    absltest.main()

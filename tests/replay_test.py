@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.policies.base import SKIPPED, Observation
@@ -367,7 +367,3 @@ class ReplayTest(parameterized.TestCase):
         self.assertEqual(cut[1].tokens.active.shape, (2, CALL_STEPS, 1))
         ids = [s.tokens.layers.ids[s.tokens.active] for s in cut]
         np.testing.assert_array_equal(np.concatenate(ids), TRACE.ids)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -502,7 +502,3 @@ def ids(text: str) -> list[int]:
     """Encodes a text by the tiny tokenizer."""
     assert ENGINE.tokenizer is not None
     return ENGINE.tokenizer.encode(text)
-
-
-if __name__ == "__main__":
-    absltest.main()

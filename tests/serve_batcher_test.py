@@ -414,7 +414,3 @@ class LedgerTest(absltest.TestCase):
             found = metrics.registry.get_sample_value("moejax_gate_mass_total", {"tier": tier})
             self.assertEqual(found, mass, tier)
         self.assertIn('moejax_gate_mass_total{tier="low"} 3.0', metrics.text().decode())
-
-
-if __name__ == "__main__":
-    absltest.main()

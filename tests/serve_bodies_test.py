@@ -136,7 +136,3 @@ def post(size: int, waits: asyncio.Event | None = None) -> HttpRequest:
 
     headers = [(b"content-type", b"application/json")]
     return HttpRequest({"type": "http", "method": "POST", "headers": headers}, receive)
-
-
-if __name__ == "__main__":
-    absltest.main()

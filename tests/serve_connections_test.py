@@ -296,7 +296,3 @@ def options(server: Served, origin: str) -> tuple[int, dict[str, str]]:
         connection.request("OPTIONS", "/v1/completions", headers=headers)
         answer = connection.getresponse()
         return answer.status, {k.lower(): v for k, v in answer.headers.items()}
-
-
-if __name__ == "__main__":
-    absltest.main()

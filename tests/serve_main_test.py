@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, cli, serve
 from moejax.config.serve import ServeConfig
@@ -318,7 +318,3 @@ class DocsTest(parameterized.TestCase):
         tools = {"function_call", "tool_choice", "parallel_tool_calls", "service_tier"}
         for name in {*foreign_fields.NEUTRAL, *foreign_fields.IGNORED} - tools:
             self.assertIn(f"`{name}`", text)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.experts.residency import CacheSpec
 from moejax.experts.tiering import Tiering
@@ -194,7 +194,3 @@ def literal_lru(masks: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
             hits[i, layer] += len(set(needed) & set(order[:size]))
             order = needed[::-1] + [e for e in order if e not in needed]
     return hits
-
-
-if __name__ == "__main__":
-    absltest.main()

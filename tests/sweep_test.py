@@ -338,7 +338,3 @@ class MainTest(FolderTestCase):
         _, err = self.run_main(*arguments, status=1)
         self.assertIn(said, err)
         self.assertLen(err.strip().splitlines(), 1)
-
-
-if __name__ == "__main__":
-    absltest.main()

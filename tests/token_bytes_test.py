@@ -128,6 +128,3 @@ class Pauses:
 
 
 ALL = (byte_level(), byte_level(normalizers.NFC()), sentencepiece())
-
-if __name__ == "__main__":
-    absltest.main()

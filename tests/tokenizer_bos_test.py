@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import tokenizers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from moejax.benchmarking.requests import RawPrompt, encoded
@@ -222,7 +222,3 @@ class UseTest(BosTestCase):
         with mock.patch.object(scorer, "of_tokens", return_value=[None]) as scored:
             scorer.of_whole_texts(["hello world"])
         self.assertEqual(scored.call_args.args[0], [([0], [0, *HELLO_WORLD])])
-
-
-if __name__ == "__main__":
-    absltest.main()

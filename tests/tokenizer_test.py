@@ -5,7 +5,7 @@ import json
 import numpy as np
 import tokenizers
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from moejax.errors import MoejaxError
@@ -463,7 +463,3 @@ class ChatTemplateTest(TokenizerTestCase):
         with self.assertRaisesRegex(MoejaxError, message) as caught:
             tokenizer.apply_chat_template(CONVERSATION[1:])
         self.assertNotIn("\n", str(caught.exception))
-
-
-if __name__ == "__main__":
-    absltest.main()

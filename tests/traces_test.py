@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.routing.trace import (
@@ -269,7 +269,3 @@ class RecordingTest(FolderTestCase):
         np.testing.assert_allclose(chosen, top, atol=1e-3)
         weights = top / top.sum(-1, keepdims=True)
         np.testing.assert_allclose(whole.weights, weights, atol=2e-3)
-
-
-if __name__ == "__main__":
-    absltest.main()

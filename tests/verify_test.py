@@ -3,7 +3,6 @@
 import hashlib
 from pathlib import Path
 
-from absl.testing import absltest
 from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoints.safetensors_writer import write_safetensors
@@ -68,7 +67,3 @@ class VerifyTest(FolderTestCase):
         flip(blob)
         with self.assertRaisesRegex(MoejaxError, "is not what the hub holds .*download it again"):
             verify_checkpoint(str(path))
-
-
-if __name__ == "__main__":
-    absltest.main()
