@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from moejax import benchmark, cli, evaluate, generate, plan
 from moejax.experts.bits import BitsPerWeight
 from moejax.experts.budget import Limits
@@ -87,6 +89,7 @@ class BitsTest(FolderTestCase):
         self.assertIn(f"{self.overall:.3f} bits a weight (experts: int4 {INT4:.3f} and int2", out)
         self.assertIn("32.000 in the files", out)
 
+    @pytest.mark.slow
     def test_benchmark(self):
         output = self.folder / "b.json"
         out, _ = self.run_main(
