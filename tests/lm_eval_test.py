@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moejax import MoejaxError, lm_eval
@@ -115,13 +116,21 @@ class LmEvalTest(FolderTestCase):
                 np.testing.assert_allclose(*nats, atol=1e-3)
                 self.assertEqual(ours["acc"], theirs["acc"])
 
-    def test_the_command_under_limits(self):
+    def under_limits(self) -> tuple[str, ...]:
+        return (
+            "--model", "moejax", "--tasks", "piqa", "--limit", "2", "--data", str(self.folder),
+            "--model_args", f"pretrained={self.checkpoint},platform=cpu,memory.slots=4",
+        )  # fmt: skip
+
+    def test_under_limits(self):
+        self.assertEqual(run(*self.under_limits()), "")
+
+    @pytest.mark.slow
+    def test_the_command_in_its_own_process(self):
+        environment = {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(
-            [sys.executable, "-m", "moejax.lm_eval", "--model", "moejax", "--tasks", "piqa",
-             "--limit", "2", "--data", str(self.folder), "--model_args",
-             f"pretrained={self.checkpoint},platform=cpu,memory.slots=4"],
-            cwd=ROOT, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
+            [sys.executable, "-m", "moejax.lm_eval", *self.under_limits()], cwd=ROOT,
+            env=os.environ | environment, capture_output=True, text=True,
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stderr[-3000:])
         self.assertRegex(done.stdout, r"piqa .*\|acc ")
