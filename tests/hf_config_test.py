@@ -224,8 +224,9 @@ class FieldsTest(FolderTestCase):
         self.assertEqual(model_config(fields).rope_theta, 5e6)
 
     def test_every_second_layer(self):
-        DeepseekMoe(Shape(num_hidden_layers=5, moe_layer_freq=2), seed=0).write(self.directory)
-        self.assertEqual(read_model_config(self.directory).moe_layers, (2, 4))
+        path = self.directory / "second"
+        DeepseekMoe(Shape(num_hidden_layers=5, moe_layer_freq=2), seed=0).write(path)
+        self.assertEqual(read_model_config(path).moe_layers, (2, 4))
 
     def test_the_head_for_further_tokens_is_left_out_and_named(self):
         path = write_checkpoint("next", self.directory)

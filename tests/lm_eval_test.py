@@ -73,6 +73,20 @@ class LmEvalTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from lm_eval import tasks
+
+        class FewTasks(tasks.TaskManager):
+            """Knows the tasks that are run here: reading the others takes ten seconds."""
+
+            def __init__(self, metadata: Any = None, **_: Any):
+                root = Path(tasks.__file__).parent
+                folders = [root / name for name in ("arc", "hellaswag", "piqa", "mmlu", "gsm8k",
+                                                    "sciq")]  # fmt: skip
+                super().__init__(include_path=folders, include_defaults=False, metadata=metadata)
+
+        cls.enterClassContext(mock.patch.object(tasks, "TaskManager", FewTasks))
         cls.folder = cls.class_folder()
         cls.checkpoint = cls.folder / "tiny"
         tiny_engine.load_tiny_engine(cls.checkpoint, eos_ids=(3,))
