@@ -421,14 +421,21 @@ class ProcessTest(absltest.TestCase):
         return subprocess.Popen(command, env=env, text=True, stderr=subprocess.PIPE, **how)
 
     def test_help_and_mistakes_do_not_wait_for_jax(self):
+        """Configurations of the benchmark and of sweeps import it."""
         probe = (
-            "import sys; from moejax import cli, generate\n"
-            "status = cli.exit_status(generate.COMMAND, ['generate', *sys.argv[1:]])\n"
-            "sys.exit(f'{status} {\"jax\" in sys.modules}')"
+            "import importlib, sys; from moejax import cli\n"
+            "for name in sys.argv[2:]:\n"
+            "    command = importlib.import_module(f'moejax.{name}').COMMAND\n"
+            "    status = cli.exit_status(command, ['main', sys.argv[1]])\n"
+            "    print(name, status, 'jax' in sys.modules, file=sys.stderr)"
         )
-        for flag, said in (("--help", "0 False"), ("--config.temperature=-1", "1 False")):
-            process = self.start("-c", probe, flag, stdout=subprocess.DEVNULL)
-            self.assertStartsWith(process.communicate()[1].splitlines()[-1], said)
+        mains = [name for name in cli.MAINS if name not in ("benchmark", "lm_eval", "sweep")]
+        for flag, names, status in (("--help", mains, 0), ("--temperature=-1", ["generate"], 1)):
+            process = self.start("-c", probe, flag, *names, stdout=subprocess.PIPE)
+            out, err = process.communicate()
+            self.assertEqual(out.count("--config.checkpoint "), len(mains) * (flag == "--help"))
+            for name in names:
+                self.assertIn(f"{name} {status} False\n", err)
 
     def test_the_installed_command(self):
         def moejax(*arguments: str) -> tuple[int, str, str]:

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -15,7 +13,6 @@ from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
 from moejax import profile_experts
-from moejax.config.profile import ProfileConfig
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.evaluation.expert_profile import Counting, profile
@@ -285,14 +282,3 @@ class ProfileTest(FolderTestCase):
         status, out, err = self.run_main(**fields)
         self.assertEqual((status, out), (1, ""))
         self.assertIn(said, err)
-
-    def test_help_is_fast(self):
-        code = (
-            "import sys; from moejax import cli, profile_experts as p\n"
-            "status = cli.exit_status(p.COMMAND, ['x', '--help'])\n"
-            "sys.exit(f'{status} {\"jax\" in sys.modules}')"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        self.assertEqual(done.stderr.strip(), "0 False")
-        self.assertIn("--config.alpha ", done.stdout)
-        self.assertEqual(ProfileConfig().alphas(3), 0.95)

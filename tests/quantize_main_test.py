@@ -104,8 +104,3 @@ class QuantizeMainTest(FolderTestCase):
         self.assertIn(message, err)
         self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
         self.assertFalse(self.output.exists())
-
-    def test_help(self):
-        status, out, _ = commands.run(quantize.COMMAND, "--help")
-        self.assertEqual(status, 0)
-        self.assertIn("--config.group_size", out)

@@ -13,7 +13,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.tiering import verify_all
 from moejax.weights.qtensor import QTensor
 from tests import quantized_files as files
-from tests.quantized_stores import QWEN, Awq, Gptq, Hqq, LoadingTestCase, Own
+from tests.quantized_stores import QWEN, Gptq, Hqq, LoadingTestCase, Own
 
 
 class FaultTest(LoadingTestCase):
@@ -65,13 +65,6 @@ class FaultTest(LoadingTestCase):
         self.assert_refused(
             self.edited(Gptq(QWEN), edit), f"{self.NAME}.qweight is float32, expected int32"
         )
-
-    def test_truncated(self):
-        store = Awq(QWEN)
-        store.write(self.directory)
-        path = self.directory / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-100])
-        self.assert_refused(store, f"{path} is truncated")
 
     @parameterized.parameters("qmodel.pt", "pytorch_model.bin")
     def test_pickles(self, name):

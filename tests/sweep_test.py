@@ -261,10 +261,6 @@ class MainTest(FolderTestCase):
         with self.assertRaisesRegex(MoejaxError, "has rows of 2 runs.*batch 1.*batch 4"):
             measured_rows(rows)
 
-    def test_help(self):
-        out, _ = self.run_main("--help")
-        self.assertIn("--config.grid", out)
-
     def test_files_of_another_kind_are_kept(self):
         row = json.dumps(row_fields(FORMER))
         for name, field, content, said in (
