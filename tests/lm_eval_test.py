@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -234,6 +235,24 @@ class LmEvalTest(FolderTestCase):
         self.assertEqual(
             ended.exception.code, "error: config.dtpe is not there; did you mean 'dtype'?"
         )
+
+
+class DocsTest(parameterized.TestCase):
+    def test_tasks_of_the_page_are_lm_evals(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from lm_eval import tasks
+        page = (ROOT / "docs/evaluation.md").read_text("utf-8")
+        lists = re.findall(r"--tasks ([\w,-]+)", page)
+        named = {name for names in lists for name in names.split(",")} - {"NAME"}
+        self.assertGreater(len(named), 6)
+        # A task's folder has the beginning of its name; reading all folders takes ten seconds.
+        folders = [
+            path for path in Path(tasks.__file__).parent.iterdir()
+            if path.is_dir() and any(name.startswith(path.name) for name in named)
+        ]  # fmt: skip
+        manager = tasks.TaskManager(include_path=folders, include_defaults=False)
+        self.assertContainsSubset(named, manager.all_tasks)
 
 
 class ModelArgumentsTest(parameterized.TestCase):
