@@ -248,22 +248,18 @@ class RefusedTest(QuantizeTestCase):
         with mock.patch.object(shutil, "disk_usage", return_value=usage):
             self.assert_refused(self.job(), "the result takes up to", "make room")
 
-    @slow.where(lambda changes, rule: "method" in changes and not rule)
+    @slow.where(lambda changes: "method" in changes)
     @parameterized.parameters(
         ({},),
-        (
-            {"method": "milo", "factor_bits": 3, "rank": "Dense-25%", "passes": 1},
-            "experts, mlp: method=rtn",
-        ),
         ({"method": "milo", "factor_bits": 3, "rank": "Dense-25%"},),
         ({"method": "milo", "factor_bits": 16, "rank": "Uniform-4"},),
         ({"method": "gptq", "bits": 4, "act_order": True, "group_size": 8},),
         ({"bits": 4, "zero_kind": "integer", "target": "gptq"},),
         ({"bits": 4, "zero_kind": "symmetric", "target": "compressed-tensors"},),
     )
-    def test_the_room_that_is_asked_for_is_enough(self, changes, rule=""):
+    def test_the_room_that_is_asked_for_is_enough(self, changes):
         self.drawing.stop()
-        job, taken, asked = self.job(*filter(None, [rule]), **changes), 0, []
+        job, taken, asked = self.job(**changes), 0, []
         written = pipeline.write_whole
 
         def measured(path, content, mend):
