@@ -14,9 +14,8 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from moejax.models import attention
-from moejax.models.config import ModelConfig
+from moejax.models.config import LatentAttention, ModelConfig
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.parts import LatentAttention
 from moejax.models.shapes import (
     DEEPSEEK_V2_LITE,
     MIXTRAL_8X7B,

@@ -17,12 +17,11 @@ import jax.numpy as jnp
 
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling
-from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import leaves_of
 from moejax.models.shapes import CONFIGS, with_layers
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.weights import linear as ops
 from pallas_kernels import op
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described
@@ -48,7 +47,8 @@ def operands(config: ModelConfig, batch: int) -> tuple[Any, ...]:
     state = steps.DecodeState(cache, each("int32"), each("int32"), each("bool"), keys, None)
     real = each("float32")
     sampling = Sampling(real, each("int32"), real, real, real)
-    return state, None, weights, None, sampling, leaf_of((batch, 1), "int32"), leaf_of((), "int32")
+    inputs = steps.StepInputs(weights, None)
+    return state, None, inputs, sampling, leaf_of((batch, 1), "int32"), leaf_of((), "int32")
 
 
 def compiled(config: ModelConfig, batch: int) -> jax.stages.Compiled:

@@ -16,9 +16,8 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from moejax import Engine
 from moejax.errors import MoejaxError
 from moejax.models import shapes
-from moejax.models.config import weight_shapes
+from moejax.models.config import RouterRule, weight_shapes
 from moejax.models.hf.config import model_config, read_model_config, to_hf_config
-from moejax.models.parts import RouterRule
 from moejax.models.rope import scaled_frequencies
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
 from tests.folder_case import FolderTestCase

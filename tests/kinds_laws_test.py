@@ -17,8 +17,7 @@ from absl.testing import absltest, parameterized
 from moejax.inference import runner
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
-from moejax.models.config import ModelConfig
-from moejax.models.parts import RouterRule
+from moejax.models.config import ModelConfig, RouterRule
 from moejax.weights.qtensor import Weight
 from tests import model_kinds, pooled_test, slow
 from tests.transformers_parity_test import RELATIVE_ERROR, relative_errors

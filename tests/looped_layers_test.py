@@ -16,12 +16,10 @@ from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference import steps
-from moejax.inference.recorder import RecordSpec, recording_experts
-from moejax.models.assembly import model_definition
+from moejax.inference.recorder import RecordSpec
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kv_cache import empty_cache
-from moejax.models.run_experts import LoopedExperts
-from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.models.transformer import ChunkSpec, Transformer, model_definition
 from moejax.weights.qtensor import QTensor, Weight
 from tests import packed_weights, slow, tiny_engine
 from tests.pooled_test import EXPERTS, rows_of, without_experts
@@ -107,27 +105,27 @@ def two_chunks(
         weights = without_experts(weights)
     definition = model_definition(config, holds_experts=spec is None)
     program = steps.Program(definition, spec, record)
-    cache = empty_cache(config, 2, LENGTH, dtype)
+    state = steps.PrefillState(
+        empty_cache(config, 2, LENGTH, dtype), jnp.zeros((2, config.model_dim), dtype)
+    )
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 2 * CHUNK), np.int32)
     lengths, found, num_routers = jnp.array([27, 32], jnp.int32), [], []
     for first in (0, CHUNK):
         chunk = ChunkSpec(0 if first == 0 else LENGTH, first == 0, "block", "xla")
-        operands = (
-            cache, jnp.zeros((2, config.model_dim), dtype), pool, weights, store,
-            tokens[:, first : first + CHUNK], jnp.int32(first), lengths,
-        )  # fmt: skip
+        part = steps.Chunk(tokens[:, first : first + CHUNK], jnp.int32(first), lengths)
+        operands = state, pool, steps.StepInputs(weights, store), part
         with mock.patch.object(Transformer, "loops", Transformer.loops if loops else no_loop):
             step = functools.partial(steps.prefill_chunk, program, chunk)
             lowered = jax.jit(step).lower(*operands)
         num_routers.append(lowered.as_text().count("chlo.top_k"))
-        cache, hidden, pool, recorded = lowered.compile()(*operands)
-        found.append((hidden, recorded))
+        state, pool, _, recorded = lowered.compile()(*operands)
+        found.append((state.last_hidden, recorded))
     if spec is not None:
         end = spec.cache.first_transient
         (tier,) = pool.pools
         tier = dataclasses.replace(tier, banks=jax.tree.map(lambda a: a[:end], tier.banks))
         pool = dataclasses.replace(pool, pools=(tier,))
-    return (cache, pool, found), num_routers
+    return (state.cache, pool, found), num_routers
 
 
 def no_loop(*_: Any) -> bool:
@@ -157,15 +155,6 @@ class LoopTest(parameterized.TestCase):
         ):
             with self.subTest(jax.tree_util.keystr(path)):
                 np.testing.assert_array_equal(a, b)
-
-    def test_what_records_loops_where_the_experts_do(self):
-        def run(layer, x, routing, token_mask, ahead):
-            del layer, routing, token_mask, ahead
-            return x
-
-        for of, loops in ((run, False), (None, True)):
-            found = recording_experts(RecordSpec(), None, "block", of)
-            self.assertEqual(isinstance(found, LoopedExperts), loops)
 
     @parameterized.product(place=("ahead", "waves"), dtype=(jnp.bfloat16, jnp.float32))
     @pytest.mark.slow

@@ -20,11 +20,10 @@ from moejax.experts.residency import CacheSpec, empty
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling
-from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.kv_cache import empty_cache
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor
 from pallas_kernels import layout, op
@@ -94,7 +93,7 @@ def decode_operands(
     sampling = Sampling(f32, each(jnp.int32), f32, f32, f32)
     ends, count = leaf_of((batch, 1), jnp.int32), leaf_of((), jnp.int32)
     cached = ExpertCache((pool,), (), None)
-    return state, cached, weights, (store,), sampling, ends, count
+    return state, cached, steps.StepInputs(weights, (store,)), sampling, ends, count
 
 
 def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:
@@ -128,11 +127,13 @@ def compiled_decode(
 ) -> tuple[jax.stages.Compiled, int]:  # fmt: skip
     """A call of eight steps, and the bytes of its pool."""
     program = _program(config, slots, ahead)
-    assert program.pool is not None
+    assert program.experts is not None
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
-    operands = decode_operands(config, program.pool.pools[0], batch, plain_attention)
+    operands = decode_operands(config, program.experts.pools[0], batch, plain_attention)
     step = functools.partial(steps.decode, program, chunk, True, 8, True)
-    return _compiled(step, operands, (0, 1), program.pool, sharding, False), _num_bytes(operands[1])
+    return _compiled(step, operands, (0, 1), program.experts, sharding, False), _num_bytes(
+        operands[1]
+    )
 
 
 def compiled_prefill(
@@ -140,15 +141,16 @@ def compiled_prefill(
 ) -> tuple[jax.stages.Compiled, int, int]:
     """A chunk, the bytes that it donates, and those of a bank."""
     program = _program(config, slots, ahead)
-    assert program.pool is not None
+    assert program.experts is not None
     chunk = ChunkSpec(0 if is_first else CONTEXT, is_first, "grouped_kernel", "xla")
-    state, pool, weights, store, *_ = decode_operands(config, program.pool.pools[0], 1)
-    operands = (
-        state.cache, leaf_of((1, config.model_dim)), pool, weights, store,
-        leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32),
-    )  # fmt: skip
+    state, pool, inputs, *_ = decode_operands(config, program.experts.pools[0], 1)
+    part = steps.Chunk(
+        leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32)
+    )
+    first = steps.PrefillState(state.cache, leaf_of((1, config.model_dim)))
+    operands = first, pool, inputs, part
     step = functools.partial(steps.prefill_chunk, program, chunk)
-    compiled = _compiled(step, operands, (0, 1, 2), program.pool, sharding, True)
+    compiled = _compiled(step, operands, (0, 1), program.experts, sharding, True)
     return compiled, _num_bytes((state.cache, pool)), _num_bytes(pool.pools[0].banks[0])
 
 

@@ -18,11 +18,11 @@ from flax import nnx
 from moejax import Engine
 from moejax.inference.runner import Runner
 from moejax.models import kernel_choice, moe
-from moejax.models.assembly import forward
+from moejax.models.experts import ResidentExperts, routing_record
 from moejax.models.layer_index import layer_indices
 from moejax.models.routing import Routing
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
-from moejax.models.transformer import Transformer
+from moejax.models.transformer import Transformer, forward
 from moejax.weights import linear as ops
 from pallas_kernels import op
 from pallas_kernels import router_topk as package
@@ -123,16 +123,19 @@ class WiringTest(HostTestCase):
         x = jax.random.normal(jax.random.key(0), (2, 3, CONFIG.model_dim))
         mask, seen = jnp.ones((2, 3), bool), []
 
-        def run(layer: int, x: jax.Array, routing: Any, mask: jax.Array, ahead: Any) -> jax.Array:
-            seen.append((routing, ahead()))
-            return jnp.zeros_like(x)
+        class Seeing(ResidentExperts):
+            def __call__(self, carry: Any, layer: Any, x: jax.Array, *inputs: Any) -> Any:
+                routing, _, next_routing, _ = inputs
+                seen.append((routing, next_routing()))
+                return jnp.zeros_like(x), None, None
 
         with interpreted() as call:
             model = small_model(CONFIG, ops.Kernels(SIMULATED))
             index = layer_indices(CONFIG)[1]
-            _, resident = model.mlp_block(x, index, mask, "dense")
-            model.mlp_block(x, index, mask, "dense", run)
-            _, next_moe = model.moe(model._mlp_normed(x, 2), 2, mask.reshape(-1), "dense")
+            experts = ResidentExperts(model.moe, "dense", routing_record)
+            *_, resident = model.mlp_block(x, index, mask, experts, None)
+            model.mlp_block(x, index, mask, Seeing(None, "dense"), None)
+            next_moe = model.moe.route(model._mlp_normed(x, 2), 2)
         self.assertEqual(call.call_count, 1)
         for found, expected in zip(seen[0], (resident, next_moe), strict=True):
             for one, other in zip(found, expected, strict=True):

@@ -25,10 +25,9 @@ from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec, no_gate
 from moejax.inference import steps
-from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import CONFIGS, with_layers
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
@@ -127,7 +126,7 @@ def compiled(case: Case, replays: bool, sharding: Any) -> jax.stages.Compiled:
     )
     if replays:
         stores = (with_replay(stores[0], config), *stores[1:])
-    state, _, weights, _, *rest = decode_operands(config, specs[0], 1, True)
+    state, _, inputs, *rest = decode_operands(config, specs[0], 1, True)
     program = steps.Program(
         model_definition(config, ops.Kernels(GPUS[GPU].target), holds_experts=False), spec
     )
@@ -136,7 +135,7 @@ def compiled(case: Case, replays: bool, sharding: Any) -> jax.stages.Compiled:
     step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
     operands = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        (state, pool, weights, tuple(stores), *rest),
+        (state, pool, inputs._replace(rows=tuple(stores)), *rest),
     )
     with described(GPUS[GPU]):
         traced = jax.jit(step, donate_argnums=(0, 1)).trace(*operands)
