@@ -164,7 +164,7 @@ class PolicyScoringTest(FolderTestCase):
 
     def test_a_run_too_short_for_the_policy_says_so(self):
         ledger = Ledger({"int4": TierLedger(10), "int2": TierLedger(4)})
-        ledger.add(np.ones((1, 5)))
+        ledger.add(np.asarray([[1.0, 0.0, 0.0, 0.0, 1.0]]))
         ledger.asked = 0
         self.assertIn(self.TOO_SHORT, ledger.describe())
 
