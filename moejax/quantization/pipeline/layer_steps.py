@@ -64,7 +64,8 @@ def layer_step(
     if not config.moe_layers:
         return x + _module(DenseMlp, "mlp.", weights, config)(flat, 0).reshape(x.shape)
     mask = jnp.ones(len(flat), bool)
-    out, _ = _module(SparseMoe, "moe.", weights, config)(flat, 0, mask, experts)
+    moe = _module(SparseMoe, "moe.", weights, config)
+    out = moe(flat, moe.route(flat, 0), 0, mask, experts)
     if config.shared_dim:
         out = out + _module(SharedExpert, "shared.", weights, config)(flat, 0)
     return x + out.reshape(x.shape)
