@@ -1,12 +1,14 @@
 """Predictions of hot experts, against loops; and their reads ahead from the disk."""
 
 import dataclasses
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
@@ -19,7 +21,6 @@ from moejax.policies.on_demand import OnDemand
 from moejax.routing.profile_file import FILE_NAME, save_buddies
 from tests import slow, tiny_engine
 from tests.buddy_profiles import random_profile
-from tests.folder_case import FolderTestCase
 from tests.policies_cases import SPEC, E, M
 
 EXPERTS, LAYERS = tiny_engine.CONFIG.num_experts, len(tiny_engine.CONFIG.moe_layers)
@@ -144,11 +145,11 @@ class PolicyTest(parameterized.TestCase):
         self.assertNotEqual(DynaExq(), DynaExq(period=3))
 
 
-class EngineTest(FolderTestCase):
+class EngineTest(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = cls.class_folder() / "model"
+        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory())) / "model"
 
     def engine(self, host_gib, **settings):
         tiering = Tiering(
@@ -177,13 +178,13 @@ class EngineTest(FolderTestCase):
             prompt = [(37 * number + 5 * i) % tiny_engine.VOCAB_SIZE for i in range(8)]
             engine.generate([prompt], max_new_tokens=16, ignore_eos=True)
             hot = engine.ledger.tiers["high"]
-            if hot.disk_ahead_used:
+            if hot.disk["ahead_used"]:
                 break
-        self.assertGreater(hot.disk_ahead, 0)
-        self.assertGreater(hot.disk_ahead_used, 0)
-        self.assertLessEqual(hot.disk_ahead_used, hot.disk_ahead)
-        self.assertEqual(engine.ledger.tiers["low"].disk_ahead, 0)
-        self.assertIn(f"foreseen: {hot.disk_ahead} experts read", "".join(hot.describe()))
+        self.assertGreater(hot.disk["ahead"], 0)
+        self.assertGreater(hot.disk["ahead_used"], 0)
+        self.assertLessEqual(hot.disk["ahead_used"], hot.disk["ahead"])
+        self.assertEqual(engine.ledger.tiers["low"].disk["ahead"], 0)
+        self.assertIn(f"foreseen: {hot.disk['ahead']} experts read", "".join(hot.describe()))
 
     def test_profiles_that_do_not_say_it(self):
         profile = random_profile(LAYERS, EXPERTS)
@@ -198,3 +199,7 @@ class EngineTest(FolderTestCase):
         with self.assertLogs("absl", "WARNING") as said:
             self.engine(0, foresight=2)
         self.assertIn("the policy's foresight does nothing", "".join(said.output))
+
+
+if __name__ == "__main__":
+    absltest.main()

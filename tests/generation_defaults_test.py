@@ -1,6 +1,8 @@
 """A checkpoint's generation_config.json: what of it is used, and what a caller's own wins over."""
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,13 +10,12 @@ import pytest
 import torch
 import transformers
 from absl import logging
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from moejax import Engine
 from moejax.checkpoints.orbax_directory import save_orbax
 from moejax.errors import MoejaxError
 from moejax.inference.generation import describe_defaults, read_generation_defaults
-from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import TinyCheckpoint, reference_model, write_random_checkpoint
 
 QWEN3 = {
@@ -25,7 +26,11 @@ QWEN3 = {
 OF_QWEN3 = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
-class FileTest(FolderTestCase):
+class FileTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+
     def read(self, fields: Any) -> dict[str, Any]:
         (self.directory / "generation_config.json").write_text(json.dumps(fields))
         return read_generation_defaults(self.directory)
@@ -98,11 +103,11 @@ class FileTest(FolderTestCase):
         self.assertEqual(describe_defaults(defaults, {}), said)
 
 
-class EngineTest(FolderTestCase):
+class EngineTest(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.directory = cls.class_folder() / "tiny"
+        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory())) / "tiny"
         spec = TinyCheckpoint(family="qwen3_moe", fields={"num_hidden_layers": 1})
         write_random_checkpoint(spec, cls.directory, seed=3)
         cls.path = cls.directory / "generation_config.json"
@@ -145,3 +150,7 @@ class EngineTest(FolderTestCase):
         saved = self.directory.parent / "orbax"
         save_orbax(saved, engine.config, engine.weights, tokenizer_from=self.directory)
         self.assertEqual(read_generation_defaults(saved), {"temperature": 3.0, "top_k": 30})
+
+
+if __name__ == "__main__":
+    absltest.main()

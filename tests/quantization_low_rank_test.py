@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from moejax.quantization.low_rank import orthonormal, truncated_svd
 
@@ -106,3 +106,7 @@ class LowRankTest(parameterized.TestCase):
             truncated_svd(jnp.zeros((8, 20)), 9)
         with self.assertRaisesRegex(ValueError, "method 'qr' is neither"):
             truncated_svd(jnp.zeros((8, 20)), 2, "qr")
+
+
+if __name__ == "__main__":
+    absltest.main()

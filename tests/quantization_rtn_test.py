@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from moejax.quantization import factors
 from moejax.quantization.grid import Codes, Grid, dequantize, nearest_codes, relative_error
@@ -199,3 +199,7 @@ class FactorsTest(parameterized.TestCase):
     def test_unknown_scale_is_named(self):
         with self.assertRaisesRegex(ValueError, "scale 'x' is none of range, signed, fitted"):
             factors.quantize_factor(jnp.ones((2, 64)), 3, scale="x")
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -60,3 +60,7 @@ class MarksTest(absltest.TestCase):
                 "test_defaults1",
             },
         )  # fmt: skip
+
+
+if __name__ == "__main__":
+    absltest.main()
