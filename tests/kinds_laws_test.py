@@ -111,7 +111,7 @@ class ResidencyTest(parameterized.TestCase):
         np.testing.assert_array_equal(found.logprobs, expected.logprobs)
         for a, b in zip(found.cache, expected.cache, strict=True):
             np.testing.assert_array_equal(a, b)
-        events = pooled.memory.settle().as_dict()["totals"]
+        events = pooled.memory.read_counters().as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)
         self.assertGreater(events["streamed"], 0)
         self.assertEqual(events["prefetched"] > 0, "prefetch" in policy)

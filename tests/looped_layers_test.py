@@ -12,8 +12,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.residency import CacheSpec, empty, no_counts
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference import steps
 from moejax.inference.recorder import RecordSpec

@@ -213,7 +213,7 @@ class ContractTest(PlanCase):
             engine = self.engine(Limits(), shape, batch, policy)
             self.check_programs(engine, shape[1], batch)
         c, budget = engine.config, engine.budget
-        self.assertEqual(budget.tiers[0].chunk, longest)
+        self.assertEqual(budget.tiers[0].run.chunk, longest)
         importance = importance_nbytes(
             batch=batch, length=longest, num_keys=shape[1], num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, itemsize=4, platform="cpu",

@@ -74,7 +74,7 @@ class InvisibleTest(parameterized.TestCase):
             transient=transient, banks=2 if prefetch else 1,
         )  # fmt: skip
         row_of = np.arange(config.num_layers * NUM_EXPERTS).reshape(-1, NUM_EXPERTS)
-        tier = TierMemory.of_rows(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        tier = TierMemory(PoolSpec(cache, prefetch), *hosts, row_of, device)
         memory = ExpertMemory([tier])
         resident = Runner(config, weights, device)
         runner = Runner(config, dense, device, memory=memory)
@@ -82,7 +82,7 @@ class InvisibleTest(parameterized.TestCase):
         np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
         for batch in (prompts[:1], prompts):
             self.assertEqual(answers(runner, batch), answers(resident, batch))
-        events = memory.settle().as_dict()["totals"]
+        events = memory.read_counters().as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)
         self.assertEqual(events["streamed"] > 0, slots < NUM_EXPERTS)
         self.assertEqual(events["prefetched"] > 0, prefetch > 0)
@@ -118,7 +118,7 @@ class InvisibleTest(parameterized.TestCase):
         row_of = np.where(number < held, number, -1).reshape(-1, NUM_EXPERTS)
         hosts = [jax.tree.map(lambda leaf: leaf[:held], stack) for stack in rows]
         hosts = [pinned_rows(jax.tree.map(lambda leaf: leaf[None], host), device) for host in hosts]
-        tier = TierMemory.of_rows(PoolSpec(cache, prefetch, read), *hosts, row_of, device)
+        tier = TierMemory(PoolSpec(cache, prefetch, read), *hosts, row_of, device)
         memory = ExpertMemory([tier])
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (9, 70)]
@@ -126,7 +126,7 @@ class InvisibleTest(parameterized.TestCase):
         runner = Runner(config, dense, device, memory=memory)
         for batch in (prompts[:1], prompts):
             self.assertEqual(answers(runner, batch), answers(resident, batch))
-        waits = memory.settle().as_dict()["totals"]["waits"]
+        waits = memory.read_counters().as_dict()["totals"]["waits"]
         self.assertEqual(waits, len(asked))
         self.assertGreater(waits, 0)
 

@@ -75,7 +75,7 @@ def pooled_runner(config: ModelConfig, weights: dict[str, Weight], policy: Any) 
         num_layers=num_layers, num_experts=num_experts, slots=min(slots, num_experts),
         transient=transient, banks=2 if prefetch else 1,
     )  # fmt: skip
-    tier = TierMemory.of_rows(
+    tier = TierMemory(
         PoolSpec(cache, prefetch), *(rows_of(weights[name]) for name in EXPERTS),
         np.arange(num_layers * num_experts).reshape(num_layers, num_experts), CPU,
     )  # fmt: skip
@@ -116,7 +116,7 @@ class InvisibleTest(parameterized.TestCase):
         np.testing.assert_array_equal(runner.logits(tokens), logits)
         self.assertEqual(answers(runner, PROMPTS[:1]), one)
         self.assertEqual(answers(runner, PROMPTS), four)
-        events = runner.memory.settle().as_dict()["totals"]
+        events = runner.memory.read_counters().as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)
         self.assertEqual(events["misses"], events["admitted"] + events["streamed"])
         slots, _, prefetch = POLICIES[policy]
@@ -135,9 +135,9 @@ class InvisibleTest(parameterized.TestCase):
         settings, came = GenerationSettings.of(max_new_tokens=9), []
         session = runner.prefill(PROMPTS[:1], 64, settings, ())
         for _ in range(2):
-            came.append(memory.settle().total("prefetched"))
+            came.append(memory.read_counters().total("prefetched"))
             runner.decode(session, 4, 4)
-        came.append(memory.settle().total("prefetched"))
+        came.append(memory.read_counters().total("prefetched"))
         self.assertEqual(came[0] > 0, phase == "prefill")
         self.assertEqual(came[2] > came[0], phase == "decode")
         self.assertEqual(answers(runner, PROMPTS[:1]), of_resident(config)[2][0])
@@ -185,14 +185,14 @@ class DiskTest(parameterized.TestCase):
             banks=2 if prefetch else 1,
         )
         row_of = np.where(np.arange(16) < num_rows, np.arange(16), -1).reshape(2, 8)
-        tier = TierMemory.of_rows(
+        tier = TierMemory(
             PoolSpec(cache, prefetch, read), *(row[:num_rows] for row in rows), row_of, CPU
         )
         memory = ExpertMemory([tier])
         runner = Runner(QWEN, without_experts(weights), CPU, memory=memory)
         _, _, (_, expected) = of_resident(QWEN)
         self.assertEqual(answers(runner, PROMPTS), expected)
-        waits = memory.settle().as_dict()["totals"]["waits"]
+        waits = memory.read_counters().as_dict()["totals"]["waits"]
         self.assertEqual(waits, len(asked))
         self.assertGreater(waits, 0)
 

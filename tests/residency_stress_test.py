@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.experts import ledger, residency
+from moejax.experts import residency
 from moejax.experts.residency import CacheSpec, Residency
 from tests import slow
 from tests.cache_model import ROW, CacheModel
@@ -89,7 +89,7 @@ def replay(spec: CacheSpec, max_needed: int, decisions: Decision) -> Any:
         outcome, *carry = jax.lax.switch(given.kind, branches, *carry, given)
         return carry, (outcome, *carry)
 
-    start = [residency.empty(spec), ledger.no_counts(spec.num_layers)]
+    start = [residency.empty(spec), residency.no_counts(spec.num_layers)]
     return jax.lax.scan(decide, start, decisions)[1]
 
 
@@ -153,7 +153,7 @@ def fields_of(outcome: Outcome) -> dict[str, np.ndarray]:
     return {**outcome.plan._asdict(), **prefetch, "brought": outcome.slots}
 
 
-def rows_of(state: Residency, counts: ledger.Counts) -> np.ndarray:
+def rows_of(state: Residency, counts: residency.Counts) -> np.ndarray:
     """int[LENGTH, M, ...], rows of `CacheModel.row`."""
     return np.concatenate([*(getattr(state, name) for name in ROW), counts.events], axis=2)
 
@@ -226,7 +226,7 @@ class StressTest(parameterized.TestCase):
             one = Decision(*(field[i] for field in given))
             self.fail(f"{name}, decision {i}: {found[i]}, expected {wanted[i]}; {one}")
 
-    def books_balance(self, state: Residency, counts: ledger.Counts) -> None:
+    def books_balance(self, state: Residency, counts: residency.Counts) -> None:
         np.testing.assert_array_equal(counts.needed, counts.hits + counts.misses)
         np.testing.assert_array_equal(counts.misses, counts.admitted + counts.streamed)
         np.testing.assert_array_equal(counts.unserved, 0)

@@ -17,12 +17,14 @@ from flax import nnx
 
 from moejax import Engine
 from moejax.inference.runner import Runner
-from moejax.models import kernel_choice, moe
+from moejax.models import moe
 from moejax.models.experts import ResidentExperts, routing_record
+from moejax.models.kernel_choice import phase_warnings
 from moejax.models.layer_index import layer_indices
 from moejax.models.routing import Routing
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import Transformer, forward
+from moejax.weights import choices
 from moejax.weights import linear as ops
 from pallas_kernels import op
 from pallas_kernels import router_topk as package
@@ -151,19 +153,20 @@ class WiringTest(HostTestCase):
         for phase in ("prefill", "decode"):
             said = engine.kernels[f"{phase} routing"]
             self.assertRegex(said, r"^xla, float32 \(triton: it runs on GPUs")
-        on_gpu = Runner(tiny_engine.CONFIG, weights, cpu, kernels=AMPERE)
-        expected = kernel_choice.KernelChoice("triton", "float32", False, {})
-        for num_tokens in (1, 256):
-            self.assertEqual(on_gpu.kernel_choices(num_tokens, 1)["routing"], expected)
-        self.assertEmpty([line for line in on_gpu.kernel_warnings() if "routing" in line])
-        wide = dataclasses.replace(tiny_engine.CONFIG, num_experts=1025)
-        refused = Runner(wide, weights, cpu, kernels=AMPERE).kernel_warnings()
+        expected = choices.KernelChoice("triton", "float32", False, {})
+        with gpu_targets.pretended(AMPERE.target):
+            on_gpu = Runner(tiny_engine.CONFIG, weights, cpu, kernels=AMPERE)
+            for num_tokens in (1, 256):
+                self.assertEqual(on_gpu.kernel_choices(num_tokens, 1)["routing"], expected)
+        with choices.recorded_choices() as found:
+            moe.choose_routing(1, dataclasses.replace(tiny_engine.CONFIG, num_experts=1025), AMPERE)
+        refused = phase_warnings("decode", found, "triton")
         self.assertLen([line for line in refused if "routing run without their kernel" in line], 1)
 
     def test_layers_without_experts_have_none(self):
         dense = dataclasses.replace(tiny_engine.CONFIG, moe_layers=())
         weights = {name: jnp.asarray(of) for name, of in tiny_engine.random_weights(dense).items()}
-        runner = Runner(dense, weights, jax.devices("cpu")[0], kernels=AMPERE)
+        runner = Runner(dense, weights, jax.devices("cpu")[0])
         self.assertNotIn("routing", runner.kernel_choices(1, 1))
 
 

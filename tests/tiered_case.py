@@ -42,7 +42,7 @@ def tier_memory(
         banks=2 if prefetch else 1,
     )  # fmt: skip
     places = np.arange(num_layers * num_experts).reshape(num_layers, num_experts)
-    memory = TierMemory.of_rows(
+    memory = TierMemory(
         PoolSpec(cache, prefetch, emulated=emulated),
         *(rows_of(weights[name]) for name in EXPERTS), places, CPU,
     )  # fmt: skip

@@ -68,7 +68,7 @@ def memory_of(
             banks=2 if prefetch else 1,
         )  # fmt: skip
         hosts = [pinned_rows(stored[leaf], device) for leaf in EXPERT_LEAVES]
-        memory = TierMemory.of_rows(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        memory = TierMemory(PoolSpec(cache, prefetch), *hosts, row_of, device)
         if size == NUM_EXPERTS:
             everyone = np.tile(np.arange(NUM_EXPERTS, dtype=np.int32), (config.num_layers, 1))
             preload(memory, config, ops.Kernels(target_of(device)), everyone)
@@ -110,7 +110,7 @@ class DeviceTiersTest(parameterized.TestCase):
             runner = self.runner(config, memory, weights[0])
             logits = runner.logits(tokens)
             found.append((logits.tobytes(), answers(runner, prompts)))
-            ledger = memory.settle().as_dict()
+            ledger = memory.read_counters().as_dict()
             self.check_programs(runner)
         self.assertTrue(np.isfinite(logits).all())
         self.assertEqual(found[0], found[1])
@@ -148,7 +148,7 @@ class DeviceTiersTest(parameterized.TestCase):
             logits = runner.logits(tokens)
             self.assertTrue(np.isfinite(logits).all())
             found.append((logits.tobytes(), answers(runner, prompts)))
-            gate = memory.settle().shares
+            gate = memory.read_counters().shares
             self.assertAlmostEqual(sum(gate[t] for t in ("int4", "int2", "skipped")), 1, places=3)
         self.assertEqual(found[0], found[1])
 

@@ -92,7 +92,7 @@ class LoopTest(parameterized.TestCase):
         ):
             with self.subTest(jax.tree_util.keystr(path)):
                 np.testing.assert_array_equal(a, b)
-        memory.settle()
+        memory.read_counters()
 
 
 class OneLaunchTest(parameterized.TestCase):

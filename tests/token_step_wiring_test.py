@@ -17,13 +17,15 @@ from flax import nnx
 
 from moejax import Engine
 from moejax.inference.runner import Runner
-from moejax.models import attention, delta_net, kernel_choice, moe, norm
+from moejax.models import attention, delta_net, moe, norm
 from moejax.models import decode_layers as token_step
 from moejax.models.config import RopeScaling
 from moejax.models.experts import ResidentExperts, routing_record
+from moejax.models.kernel_choice import phase_warnings
 from moejax.models.kv_cache import KVCache, cache_shape, empty_cache
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.weights import choices
 from moejax.weights import linear as ops
 from pallas_kernels import op
 from pallas_kernels.target import SIMULATED, Target
@@ -278,21 +280,20 @@ class WiringTest(HostTestCase):
         self.assertNotIn("prefill norms and writes", engine.kernels)
         half = {name: of.astype(HALF) for name, of in weights.items()}
         name = "norms and writes"
-        with mock.patch("moejax.inference.runner.target_of", lambda _: AMPERE.target):
+        with gpu_targets.pretended(AMPERE.target):
             on_gpu = Runner(config, half, cpu, kernels=AMPERE)
             self.assertEqual(
                 on_gpu.kernel_choices(1, 1)[name],
-                kernel_choice.KernelChoice("triton", "bfloat16", False, {}),
+                choices.KernelChoice("triton", "bfloat16", False, {}),
             )
             self.assertNotIn(name, on_gpu.kernel_choices(256, 1))
-            self.assertEmpty([line for line in on_gpu.kernel_warnings() if name in line])
             by_xla = Runner(config, half, cpu, kernels=AMPERE, decode_impl="xla")
             self.assertEqual(by_xla.kernel_choices(1, 1)[name].describe(), "xla, bfloat16")
-            self.assertEmpty([line for line in by_xla.kernel_warnings() if name in line])
             with mock.patch.object(token_step.residual_norm.triton, "MAX_WIDTH", 16):
-                remarks = on_gpu.kernel_warnings()
+                refused = on_gpu.kernel_choices(1, 1)
+        warnings = phase_warnings("decode", refused, "triton")
         said = f"decode: {name} run without their kernel: xla, bfloat16 (triton: rows of 32"
-        self.assertLen([line for line in remarks if line.startswith(said)], 1)
+        self.assertLen([line for line in warnings if line.startswith(said)], 1)
 
 
 def written(positions: jax.Array) -> np.ndarray:

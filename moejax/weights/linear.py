@@ -11,12 +11,14 @@ Axes: N outputs (rows), K inputs; leading axes are layers, then experts.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.weights import choices
 from moejax.weights.qtensor import (
     FP8_BLOCK,
     Compensator,
@@ -136,6 +138,46 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
         bits=weight.bits,
         group_size=weight.group_size,
     )
+
+
+def choose_part(
+    name: str, form: str, kernels: Kernels, choose: Callable[[Target], Choice]
+) -> Choice:
+    """Chooses and records "triton", a part's kernel, or "xla" with the kernel's refusals.
+
+    Args:
+      name: of the part in the record.
+      form: what it computes in.
+      kernels: the permitted implementations; a reference means XLA here.
+      choose: for a target.
+    """
+    if kernels.implementation == REFERENCE:
+        choice = Choice("xla", {})
+    elif kernels.target is None:
+        choice = Choice("xla", {"triton": "no target was named"})
+    else:
+        choice = choose(kernels.target)
+        if choice.implementation != "triton":
+            choice = Choice("xla", choice.refusals)
+    choices.record(name, choice, form)
+    return choice
+
+
+def form(weight: Weight) -> str:
+    """Describes how a weight is stored, in a few words."""
+    if isinstance(weight, jax.Array):
+        return str(weight.dtype)
+    if kernel_refusal(weight):
+        return packing(weight) or str(weight)
+    of = jax.eval_shape(operands, weight)
+    ranks = "".join(f" + U V {terms.v.describe()}" for terms in of.low_rank)
+    return of.weights.describe() + ranks
+
+
+def record_choice(leaf: str, choice: Choice, weight: Weight) -> None:
+    """Records what multiplies by a leaf; nothing for ""."""
+    if leaf and choices.is_recording():
+        choices.record(leaf, choice, form(weight), packed=packing(weight) is not None)
 
 
 def choose_product(
@@ -264,6 +306,7 @@ def linear(
     out_dtype: jnp.dtype | None = None,
     kernels: Kernels = NO_KERNELS,
     *,
+    leaf: str = "",
     always_kernel: bool = False,
 ) -> jax.Array:
     """Computes x W^T with one layer's matrix.
@@ -272,6 +315,7 @@ def linear(
       x: [..., K].
       weight: [L, N, K].
       layer: index into L.
+      leaf: the weight's name in the record of choices; "": it is not recorded.
       always_kernel: many rows use a kernel, however small the matrix: XLA's tiles depend on the
         rest of the program.
 
@@ -281,12 +325,17 @@ def linear(
     if isinstance(weight, RecordedInput):
         weight.record(x)
         weight = weight.weight
-    y = _by_kernel(x, weight, layer, out_dtype, kernels, always_kernel)
+    y = _by_kernel(x, weight, layer, out_dtype, kernels, leaf, always_kernel)
     return _product(x, weight[layer], out_dtype) if y is None else y
 
 
 def product(
-    x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None, kernels: Kernels = NO_KERNELS
+    x: jax.Array,
+    weight: Weight,
+    out_dtype: jnp.dtype | None = None,
+    kernels: Kernels = NO_KERNELS,
+    *,
+    leaf: str = "",
 ) -> jax.Array:
     """Computes x W^T with one matrix.
 
@@ -294,23 +343,24 @@ def product(
       x: [..., K].
       weight: [N, K].
       out_dtype: of the result and its sums; None: `x.dtype`.
+      leaf: see `linear`.
 
     Returns:
       [..., N].
     """
-    y = _by_kernel(x, weight, 0, out_dtype, kernels)
+    y = _by_kernel(x, weight, 0, out_dtype, kernels, leaf)
     return _product(x, weight, out_dtype) if y is None else y
 
 
 def _by_kernel(
     x: jax.Array, weight: Weight, slot: Index, out_dtype: jnp.dtype | None, kernels: Kernels,
-    always_kernel: bool = False,
+    leaf: str, always_kernel: bool = False,
 ) -> jax.Array | None:  # fmt: skip
     """Computes [..., N] by a kernel, or returns None if every kernel refuses."""
     num_rows = math.prod(x.shape[:-1])
-    chosen = choose_product(
-        num_rows, x.dtype, weight, kernels, always_kernel=always_kernel
-    ).implementation
+    choice = choose_product(num_rows, x.dtype, weight, kernels, always_kernel=always_kernel)
+    record_choice(leaf, choice, weight)
+    chosen = choice.implementation
     if chosen in (PLAIN, DEQUANTIZED):
         return None
     y = _kernel_product(
