@@ -15,13 +15,13 @@ import transformers
 from absl.testing import parameterized
 from safetensors.torch import load_file, save_file
 
-from moejax.checkpoints import load_weights, open_checkpoint, reader, stored_dtype
+from moejax.checkpoints import open_checkpoint, reader, stored_dtype
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import read_model_config
 from moejax.models.hf.names import Spelling, find_spelling, placements, published_spelling
 from tests import slow
 from tests.folder_case import FolderTestCase
-from tests.hf_checkpoints import CHECKPOINTS, reference_model, write_checkpoint
+from tests.hf_checkpoints import CHECKPOINTS, load_leaves, reference_model, write_checkpoint
 
 
 def reference_leaves(model: transformers.PreTrainedModel, config: ModelConfig) -> dict:
@@ -69,8 +69,7 @@ class LoadTest(FolderTestCase):
         cls.directory = cls.class_folder()
 
     def _assert_loads(self, path, dtype=jnp.float32):
-        config = read_model_config(path)
-        weights = load_weights(path, config, dtype=dtype, progress=False)
+        config, weights = read_model_config(path), load_leaves(path, dtype)
         expected = reference_leaves(reference_model(path), config)
         self.assertEqual({k: v.shape for k, v in weights.items()}, weight_shapes(config))
         self.assertSameElements(weights, expected)
@@ -129,25 +128,22 @@ class LoadTest(FolderTestCase):
     def test_rotary_buffers_are_ignored(self):
         name = "model.layers.0.self_attn.rotary_emb.inv_freq"
         path = self._with_tensors("mixtral", lambda _: {name: torch.ones(4)})
-        config = read_model_config(path)
-        self.assertLen(load_weights(path, config, dtype=jnp.float32, progress=False), 10)
+        self.assertLen(load_leaves(path), 10)
 
     def test_mixtral_with_the_module_renamed(self):
         path = self._with_tensors("mixtral", lambda _: {})
         tensors = load_file(path / "model.safetensors")
         renamed = {k.replace("block_sparse_moe", "mlp"): v for k, v in tensors.items()}
         save_file(renamed, path / "model.safetensors")
-        config = read_model_config(path)
-        weights = load_weights(path, config, dtype=jnp.float32, progress=False)
+        weights = load_leaves(path)
         expected = tensors["model.layers.1.block_sparse_moe.experts.2.w2.weight"]
         np.testing.assert_array_equal(weights["moe.down"][1, 2], expected)
 
     def test_progress_bar(self):
         path = write_checkpoint("qwen3", self.directory)
-        config = read_model_config(path)
         for progress in (True, False):
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
-                load_weights(path, config, dtype=jnp.bfloat16, progress=progress)
+                load_leaves(path, jnp.bfloat16, progress=progress)
             self.assertEqual("100%" in stderr.getvalue(), progress)
 
     def _with_tensors(self, name, more):

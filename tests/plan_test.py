@@ -13,7 +13,6 @@ from absl.testing import parameterized
 
 from moejax import Engine, Tiering, plan, planning
 from moejax.checkpoints import open_checkpoint, safetensors_reader
-from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.config.policy import PolicyConfig
@@ -26,6 +25,7 @@ from moejax.models.shapes import SHAPES
 from moejax.planning import bits_line
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.weights import LOW_RANK
+from moejax.weights.qtensor import CodesKind
 from tests import commands
 from tests import quantized_stores as stores
 from tests.folder_case import FolderTestCase
