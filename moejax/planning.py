@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from moejax.checkpoints.experts import open_experts
-from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
 from moejax.config.commands import PlanConfig
@@ -22,6 +21,7 @@ from moejax.experts.tiering import STORED, Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
+from moejax.weights.qtensor import CodesKind
 
 
 def tiered_budget(config: PlanConfig, tiering: Tiering) -> Budget:
