@@ -7,7 +7,6 @@ from typing import cast
 import jax
 import numpy as np
 
-from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
 from moejax.config.commands import PlanConfig
@@ -20,6 +19,7 @@ from moejax.experts.tiering import STORED, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
+from moejax.weights.qtensor import CodesKind
 
 
 def budget_of(config: PlanConfig) -> Budget:

@@ -14,7 +14,6 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.benchmarking.random_weights import Packing
 from moejax.benchmarking.step_cost import bytes_per_step
-from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.budget import GIB, BudgetError, Limits, RunSizes, make_budget
@@ -25,6 +24,7 @@ from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import kind_of
 from moejax.models.shapes import SHAPES, with_layers
 from moejax.policies.attention_importance import importance_nbytes
+from moejax.weights.qtensor import CodesKind
 from tests import model_kinds
 from tests.random_checkpoints import TINY, write_random_checkpoint
 

@@ -11,7 +11,6 @@ from unittest import mock
 
 import jax
 import pytest
-from absl.testing import absltest
 
 from moejax.errors import MoejaxError
 from moejax.quantization.pipeline import run as pipeline
@@ -57,7 +56,8 @@ class ResumeTest(QuantizeTestCase):
         with mock.patch.object(pipeline, "quantize_shard", side_effect=quantize_shard) as done:
             outcome = quantize_checkpoint(job)
         self.assertGreater(outcome.shards_before, 0)
-        self.assertEqual(done.call_count, outcome.num_shards - outcome.shards_before)
+        num_shards = len(list(job.output.glob("*.safetensors")))
+        self.assertEqual(done.call_count, num_shards - outcome.shards_before)
 
     @pytest.mark.slow
     def test_a_real_kill(self):
@@ -114,7 +114,3 @@ quantize_checkpoint(Job(
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
         with self.assertRaisesRegex(MoejaxError, f"{shard.name} is not what was written"):
             quantize_checkpoint(job)
-
-
-if __name__ == "__main__":
-    absltest.main()

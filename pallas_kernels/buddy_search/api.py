@@ -56,15 +56,8 @@ def search(
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     reasons = []
-    if (
-        ids.ndim != 2
-        or ids.dtype != jnp.int32
-        or allowed.shape
-        not in (
-            ids.shape[:1],
-            ids.shape,
-        )
-    ):
+    fits = allowed.shape in (ids.shape[:1], ids.shape)
+    if ids.ndim != 2 or ids.dtype != jnp.int32 or not fits:
         reasons.append(f"ids are {ids.dtype}{ids.shape}, allowed {allowed.shape}")
     if lists.ndim != 3 or lists.dtype != jnp.int32 or not _is_of(resident, lists):
         reasons.append(f"lists are {lists.dtype}{lists.shape}, resident {resident.shape}")
