@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moejax.experts import residency
 from moejax.experts.cache_plan import COLUMNS, tables_of
-from moejax.experts.residency import CacheSpec, no_counts
+from moejax.experts.residency import CacheSizes, no_counts
 from pallas_kernels import buddy_search, cache_plan
 from pallas_kernels.buddy_search import triton as buddy_triton
 from pallas_kernels.cache_plan import triton as plan_triton
@@ -25,7 +25,7 @@ def plan(
     By a rule tiers hold nothing but by plans; else experts come by other ways too.
     """
     specs = [
-        CacheSpec(num_layers=num_layers, num_experts=num_experts, slots=size, transient=pairs)
+        CacheSizes(num_layers=num_layers, num_experts=num_experts, slots=size, transient=pairs)
         for size in slots
     ]
 

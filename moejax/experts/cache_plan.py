@@ -1,6 +1,6 @@
-"""The plan of a layer, of one tier or several: by one launch on a GPU, else in plain jnp.
+"""Plans a layer's slots, of one tier or several: in one launch on a GPU, else in plain jnp.
 
-`pallas_kernels.cache_plan` states the rule. Axes as in `moejax.experts.expert_pool`; T tiers.
+`pallas_kernels.cache_plan` states the rule. Axes as in `moejax.experts.state`.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.residency import COLUMNS, Counts, Residency
+from moejax.experts.state import TierSpec
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator
 from pallas_kernels import cache_plan
@@ -33,7 +33,7 @@ class Jobs(NamedTuple):
     experts: jax.Array | None
 
 
-class Placed(NamedTuple):
+class SlotPlan(NamedTuple):
     """One tier's part of a plan, over all pairs; other tiers' pairs have no wave."""
 
     slot: jax.Array  # int32[N, A]
@@ -45,7 +45,7 @@ class Placed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Placing:
+class CachePlanner:
     """Plans slots of the tiers, from static facts.
 
     Attributes:
@@ -53,7 +53,7 @@ class Placing:
       moves: whether transfers move experts between steps.
     """
 
-    pools: tuple[PoolSpec, ...]
+    tiers: tuple[TierSpec, ...]
     target: Target | None
     moves: bool = True
 
@@ -61,45 +61,45 @@ class Placing:
         """Returns why one launch cannot plan so many pairs, or None."""
         if self.target is None:
             return "no kernels are wanted"
-        if any(pool.read is not None for pool in self.pools):
+        if any(tier.read is not None for tier in self.tiers):
             return "experts may be on the disk alone, and the step asks the host for them by id"
-        if any(pool.emulated for pool in self.pools):
+        if any(tier.emulated for tier in self.tiers):
             return "a tier has no slots"
-        if len(self.pools) > 1 and any(form.later_waves for form in self.forms(num_asked)):
+        if len(self.tiers) > 1 and any(form.later_waves for form in self.forms(num_asked)):
             return "of several tiers one streams experts in waves"
-        num_experts = self.pools[0].cache.num_experts
-        sizes = num_experts, num_asked, len(self.pools)
+        num_experts = self.tiers[0].cache.num_experts
+        sizes = num_experts, num_asked, len(self.tiers)
         return cache_plan.PLAN.refusal("triton", *sizes, target=self.target)
 
     def forms(self, num_pairs: int) -> tuple[TierShape, ...]:
         """Returns each tier's static form, for a layer of so many pairs."""
         return tuple(
             TierShape(
-                slots=pool.cache.slots,
-                banks=pool.cache.banks,
-                transient=pool.cache.transient,
+                slots=tier.cache.slots,
+                banks=tier.cache.banks,
+                transient=tier.cache.transient,
                 waves=self.num_waves(i, num_pairs),
-                is_full=pool.cache.slots == pool.cache.num_experts,
-                is_complete=pool.is_complete,
+                is_full=tier.cache.slots == tier.cache.num_experts,
+                is_complete=tier.is_complete,
                 static_in_step=i == 0
-                and pool.between_steps
-                and pool.cache.slots > 0
-                and not pool.is_complete,
+                and tier.between_steps
+                and tier.cache.slots > 0
+                and not tier.is_complete,
                 may_be_promoted_elsewhere=self.moves
-                or any(better.prefetch for better in self.pools[:i]),
+                or any(better.prefetch for better in self.tiers[:i]),
             )
-            for i, pool in enumerate(self.pools)
+            for i, tier in enumerate(self.tiers)
         )
 
-    def num_waves(self, tier: int, num_pairs: int) -> int:
+    def num_waves(self, index: int, num_pairs: int) -> int:
         """Number of waves through a tier's transient slots for so many pairs."""
-        pool, cache = self.pools[tier], self.pools[tier].cache
-        if cache.slots and (pool.is_complete or pool.between_steps):
+        tier, cache = self.tiers[index], self.tiers[index].cache
+        if cache.slots and (tier.is_complete or tier.between_steps):
             return 0
         most = min(num_pairs, cache.num_experts)
         return cache_plan.num_waves(most, cache.slots, cache.transient)
 
-    def plan(
+    def plan_layer(
         self,
         states: Sequence[State],
         rows_of: Sequence[jax.Array],
@@ -107,7 +107,7 @@ class Placing:
         layer: Index,
         asked: Asked,
         token_mask: jax.Array,
-    ) -> tuple[LayerPlan, list[Placed], jax.Array | None, list[State]]:
+    ) -> tuple[LayerPlan, list[SlotPlan], jax.Array | None, list[State]]:
         """Plans where a layer's pairs run, and which experts are fetched.
 
         Args:
@@ -136,12 +136,12 @@ class Placing:
             if not form.later_waves:
                 streamed = jax.tree.map(lambda of: of.reshape(0, 1), _no_jobs())
             parts.append(
-                Placed(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
+                SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
             )
         after = [_changed(state, new) for state, new in zip(states, tables, strict=True)]
         return found, parts, gate, after
 
-    def expect(
+    def plan_prefetch(
         self,
         tier: int,
         state: State,
@@ -154,14 +154,11 @@ class Placing:
 
         Args:
           tier: tier whose slots get the experts.
-          state: as in `plan`.
-          row_of: as in `plan`.
           layer: the coming one.
           ids: int32[L], experts that it will probably need; -1: none.
-          token_mask: as in `plan`.
         """
-        alone = Placing((self.pools[tier],), self.target)
-        if self.pools[tier].read is not None:  # nobody waits for the disk on a guess
+        alone = CachePlanner((self.tiers[tier],), self.target)
+        if self.tiers[tier].read is not None:  # nobody waits for the disk on a guess
             ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
         tables, found = _predicted(
             Tier(tables_of(state), row_of), jnp.int32(layer), ids, token_mask,

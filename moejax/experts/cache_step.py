@@ -6,7 +6,7 @@ slots, and where the others go; one launch copies those from the host store; the
 multiplied by what lies in the slots, and the products are combined once, in the order of the
 router's choice: residency is invisible in the result. Where an expert is that is asked for in
 several tiers, DyMoE's rules say (`pallas_kernels.cache_plan.resolve_tiers`). The host is never
-asked, except for experts that are on the disk alone (`PoolSpec.read`).
+asked, except for experts that are on the disk alone (`TierSpec.read`).
 
 `run_layer` takes the cache and returns it: that is the carry of `moejax.experts.cached_experts`.
 
@@ -17,7 +17,7 @@ layer can need more experts than it has slots, the rest passes through the trans
 waves; the waves of a chunk take turns between the transient slots of both banks for the same end.
 
 Axes: N tokens, A experts a token, P parts of a product, M sparse layers, E experts, T tiers of
-falling fidelity; the rest as in `moejax.experts.expert_pool`.
+falling fidelity; the rest as in `moejax.experts.state`.
 """
 
 import dataclasses
@@ -27,10 +27,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.experts.cache_plan import Jobs, Placed, Placing, State, terms_by_slot
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
+from moejax.experts.cache_plan import CachePlanner, Jobs, SlotPlan, State, terms_by_slot
 from moejax.experts.fetch import Fetching, Slots, from_host_together
-from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
+from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
     ExpertStacks,
@@ -74,9 +73,9 @@ class TierStep:
       number: in the order of the tiers.
     """
 
-    spec: PoolSpec
+    spec: TierSpec
     config: ModelConfig
-    store: ExpertStore
+    store: HostRows
     impl: ExpertImpl
     kernels: ops.Kernels
     is_prefill: bool = False
@@ -88,9 +87,9 @@ class TierStep:
         return Fetching(self.spec, self.store, self.kernels)
 
     @property
-    def placing(self) -> Placing:
-        """Returns the `Placing` that plans this tier's slots alone."""
-        return Placing((self.spec,), self.kernels.target)
+    def planner(self) -> CachePlanner:
+        """Returns the `CachePlanner` that plans this tier's slots alone."""
+        return CachePlanner((self.spec,), self.kernels.target)
 
     @property
     def most_ahead(self) -> int:
@@ -103,22 +102,22 @@ class TierStep:
     def num_waves(self, num_pairs: int) -> int:
         """Number of waves after the first fetch."""
         still = self.spec.emulated or self.spec.between_steps
-        return 0 if still else self.placing.forms(num_pairs)[0].later_waves
+        return 0 if still else self.planner.forms(num_pairs)[0].later_waves
 
-    def bank(self, pool: ExpertPool, turn: int, after: int = 0) -> Slots:
+    def bank(self, pool: TierSlots, turn: int, after: int = 0) -> Slots:
         """Returns the slots of a layer's bank."""
         return pool.banks[(turn + after) % len(pool.banks)]
 
-    def with_bank(self, pool: ExpertPool, turn: int, bank: Slots, after: int = 0) -> ExpertPool:
+    def with_bank(self, pool: TierSlots, turn: int, bank: Slots, after: int = 0) -> TierSlots:
         """Returns the pool with other slots in a layer's bank."""
         banks = list(pool.banks)
         banks[(turn + after) % len(banks)] = bank
         return dataclasses.replace(pool, banks=tuple(banks))
 
     def copy_rows(
-        self, pool: ExpertPool, turn: int, layer: Index, jobs: Jobs, after: int = 0,
+        self, pool: TierSlots, turn: int, layer: Index, jobs: Jobs, after: int = 0,
         beside: bool = False,
-    ) -> ExpertPool:  # fmt: skip
+    ) -> TierSlots:  # fmt: skip
         """Copies experts of a layer into slots, from host memory or from the disk.
 
         Args:
@@ -132,8 +131,8 @@ class TierStep:
         return self.finish_fetch(pool, turn, layer, slots, jobs, after)
 
     def finish_fetch(
-        self, pool: ExpertPool, turn: int, layer: Index, slots: Slots, jobs: Jobs, after: int = 0
-    ) -> ExpertPool:
+        self, pool: TierSlots, turn: int, layer: Index, slots: Slots, jobs: Jobs, after: int = 0
+    ) -> TierSlots:
         """Puts fetched slots into their bank, and fetches the rest from the disk."""
         slots, waits = self.fetching.from_disk(slots, layer, jobs)
         if waits is not None:
@@ -141,8 +140,8 @@ class TierStep:
         return self.with_bank(pool, turn, slots, after)
 
     def note_uses(
-        self, pool: ExpertPool, layer: Index, ids: jax.Array, active: jax.Array
-    ) -> ExpertPool:
+        self, pool: TierSlots, layer: Index, ids: jax.Array, active: jax.Array
+    ) -> TierSlots:
         """Notes the clock of experts that a layer used, by which host memory evicts."""
         if (used := pool.used) is None:
             return pool
@@ -151,8 +150,8 @@ class TierStep:
         return dataclasses.replace(pool, used=used.at[layer, places].set(clock, mode="drop"))
 
     def prefetch(
-        self, pool: ExpertPool, layer: LayerIndex, mask: jax.Array, wanted: Wanted | None
-    ) -> ExpertPool:
+        self, pool: TierSlots, layer: LayerIndex, mask: jax.Array, wanted: Wanted | None
+    ) -> TierSlots:
         """Prefetches the next layer's predicted experts beside this layer's products."""
         if not (wanted and self.most_ahead):
             return pool
@@ -162,14 +161,14 @@ class TierStep:
         if not isinstance(layer.mlp, int):
             mask &= layer.mlp + 1 < self.spec.cache.num_layers
         state: State = (pool.residency, pool.counts)
-        jobs, state = self.placing.expect(0, state, self.store.row_of, following, ids, mask)
+        jobs, state = self.planner.plan_prefetch(0, state, self.store.row_of, following, ids, mask)
         pool = dataclasses.replace(pool, residency=state[0], counts=state[1])
         return self.copy_rows(pool, layer.turn, following, jobs, 1, beside=True)
 
     def products(
-        self, pool: ExpertPool, layer: LayerIndex, x: jax.Array, ids: jax.Array,
-        active: jax.Array, plan: Placed, mask: jax.Array, wanted: Wanted | None,
-    ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
+        self, pool: TierSlots, layer: LayerIndex, x: jax.Array, ids: jax.Array,
+        active: jax.Array, plan: SlotPlan, mask: jax.Array, wanted: Wanted | None,
+    ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
 
         Args:
@@ -191,8 +190,8 @@ class TierStep:
         return products, self.prefetch(pool, layer, mask, wanted)
 
     def pairs_and_slots(
-        self, pool: ExpertPool, layer: LayerIndex, ids: jax.Array, active: jax.Array,
-        plan: Placed,
+        self, pool: TierSlots, layer: LayerIndex, ids: jax.Array, active: jax.Array,
+        plan: SlotPlan,
     ) -> tuple[Pairs, ExpertStacks]:  # fmt: skip
         """The pairs and their experts where there are no waves."""
         pairs = Pairs(plan.slot, active & (plan.wave == 0), plan.wave)
@@ -201,9 +200,9 @@ class TierStep:
         return pairs, self._experts(pool, layer.turn, layer.mlp, plan, 0)
 
     def _stream_waves(
-        self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, plan: Placed,
+        self, pool: TierSlots, turn: int, layer: Index, x: jax.Array, plan: SlotPlan,
         active: jax.Array,
-    ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
+    ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched after the one before."""
         now = active & (plan.wave == 0)
         products = self._multiply(
@@ -232,9 +231,9 @@ class TierStep:
         return products, self.with_bank(pool, turn, bank)
 
     def _stream_waves_double_buffered(
-        self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, plan: Placed,
+        self, pool: TierSlots, turn: int, layer: Index, x: jax.Array, plan: SlotPlan,
         active: jax.Array,
-    ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
+    ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched beside the one before.
 
         Waves take turns between the transient slots of this layer's bank, in which those of wave 0
@@ -246,8 +245,8 @@ class TierStep:
         streamed = jax.tree.map(lambda a: jnp.pad(a, beyond, constant_values=-1), plan.streamed)
 
         def stage(
-            pool: ExpertPool, wave: Index, bank: int, products: jax.Array | None
-        ) -> tuple[jax.Array, ExpertPool]:
+            pool: TierSlots, wave: Index, bank: int, products: jax.Array | None
+        ) -> tuple[jax.Array, TierSlots]:
             jobs = jax.tree.map(lambda jobs: jobs[wave], streamed)
             pool = self.copy_rows(pool, turn, layer, jobs, 1 - bank, True)
             mine, inputs = active & (plan.wave == wave), x
@@ -274,8 +273,8 @@ class TierStep:
         return products, dataclasses.replace(outside, banks=banks, counts=counts)
 
     def _after(
-        self, pool: ExpertPool, turn: int, products: jax.Array, bank: int = 0
-    ) -> tuple[jax.Array, ExpertPool]:
+        self, pool: TierSlots, turn: int, products: jax.Array, bank: int = 0
+    ) -> tuple[jax.Array, TierSlots]:
         """Returns the products; later copies wait for them.
 
         They read the slots that the copy may overwrite, and XLA would copy the pool instead.
@@ -299,7 +298,7 @@ class TierStep:
         raise ValueError(f"experts of a cache cannot run by {self.impl!r}")
 
     def _experts(
-        self, pool: ExpertPool, turn: int, layer: Index, plan: Placed, wave: Index, bank: int = 0
+        self, pool: TierSlots, turn: int, layer: Index, plan: SlotPlan, wave: Index, bank: int = 0
     ) -> ExpertStacks:
         """Returns slots as stacks, with the low-rank terms of their experts."""
         experts, slot, wave_of = plan.holders
@@ -326,14 +325,14 @@ class CacheStep:
 
     Attributes:
       spec: static.
-      placing: plans the slots of all tiers.
+      planner: plans the slots of all tiers.
       kernels: those that may run packed experts.
     """
 
-    spec: ExpertCacheSpec
+    spec: CacheSpec
     config: ModelConfig
     tiers: tuple[TierStep, ...]
-    placing: Placing
+    planner: CachePlanner
     kernels: ops.Kernels
 
     def is_grouped(self, num_pairs: int) -> bool:
@@ -343,7 +342,7 @@ class CacheStep:
 
     def has_fused_plan(self, num_pairs: int) -> bool:
         """Whether one launch plans slots for so many pairs."""
-        return self.is_grouped(num_pairs) and self.placing.refusal(num_pairs) is None
+        return self.is_grouped(num_pairs) and self.planner.refusal(num_pairs) is None
 
 
 def run_layer(
@@ -355,7 +354,7 @@ def run_layer(
     token_mask: jax.Array,
     decision: Decision | None,
     rule: Rule | None,
-    wanted: Callable[[int, Sequence[ExpertPool]], Wanted | None],
+    wanted: Callable[[int, Sequence[TierSlots]], Wanted | None],
 ) -> tuple[jax.Array, ExpertCache]:
     """Plans, fetches and multiplies; [N, D] and the cache after it.
 
@@ -377,8 +376,8 @@ def run_layer(
             weights = routing.weights
         wishes = rule or Wishes(decision.tier, decision.at_least)
         asked = Asked(ids, gates, wishes, None if is_routed else routing.ids)
-    tiers, pools = step.tiers, list(cache.pools)
-    found, plans, gate, states = step.placing.plan(
+    tiers, pools = step.tiers, list(cache.tiers)
+    found, plans, gate, states = step.planner.plan_layer(
         [(pool.residency, pool.counts) for pool in pools],
         [tier.store.row_of for tier in tiers], cache.gate, layer.mlp, asked, token_mask,
     )  # fmt: skip
@@ -417,7 +416,7 @@ def run_layer(
         total = _selected(products, found.tier)
     runs = served[0] if decision is None else found.tier != SKIPPED
     out = combine(total, Pairs(ids, runs), weights, x.dtype)
-    return out, dataclasses.replace(cache, pools=tuple(pools), gate=gate)
+    return out, dataclasses.replace(cache, tiers=tuple(pools), gate=gate)
 
 
 def _products_of_tiers(

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.experts.cache_plan import Placing
+from moejax.experts.cache_plan import CachePlanner
 from moejax.experts.cache_step import CacheStep, TierStep, Wanted, run_layer
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, in_place_of
-from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
+from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots
 from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
 from moejax.models.experts import Experts
@@ -51,10 +50,10 @@ class CachedExperts(Experts):
 
     def __init__(
         self,
-        spec: ExpertCacheSpec,
+        spec: CacheSpec,
         config: ModelConfig,
         cache: ExpertCache,
-        store: Sequence[ExpertStore],
+        store: Sequence[HostRows],
         impl: Sequence[ExpertImpl],
         kernels: ops.Kernels,
         *,
@@ -71,22 +70,22 @@ class CachedExperts(Experts):
           num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
         """
         self.spec, self.config = spec, config
-        self.layers_per_iteration = math.lcm(*(pool.cache.banks for pool in spec.pools))
+        self.layers_per_iteration = math.lcm(*(pool.cache.banks for pool in spec.tiers))
         self._cache, self._store = cache, tuple(store)
         self._num_prefilled, self._is_prefill = num_prefilled, num_prefilled is not None
         policy, moves = spec.policy, True
         if policy is not None:
-            dims = spec.cache.num_layers, len(spec.pools), spec.cache.num_experts
+            dims = spec.cache.num_layers, len(spec.tiers), spec.cache.num_experts
             moves = moves_between_steps(policy, cache.state, dims)
         self.observes_attention = (
             policy is not None and self._is_prefill and policy.needs.importance
         )
         tiers = tuple(
             TierStep(pool, config, rows, form, kernels, self._is_prefill, number)
-            for number, (pool, rows, form) in enumerate(zip(spec.pools, store, impl, strict=True))
+            for number, (pool, rows, form) in enumerate(zip(spec.tiers, store, impl, strict=True))
         )
-        placing = Placing(spec.pools, kernels.target, moves)
-        self.step = CacheStep(spec, config, tiers, placing, kernels)
+        planner = CachePlanner(spec.tiers, kernels.target, moves)
+        self.step = CacheStep(spec, config, tiers, planner, kernels)
 
     def init(self) -> CacheCarry:
         """See `Experts`."""
@@ -96,7 +95,7 @@ class CachedExperts(Experts):
         if (replay := self._store[0].replay) is not None and not self._is_prefill:
             # A pool's clock counts its layers from 1 on, those of prompts too. Read once a step:
             # whoever reads it after a layer has it copied before the next one counts.
-            step = (self._cache.pools[0].residency.clock - 1) // self.spec.cache.num_layers
+            step = (self._cache.tiers[0].residency.clock - 1) // self.spec.cache.num_layers
             replayed = step % len(replay)
         return CacheCarry(self._cache, importance, (), replayed)
 
@@ -110,7 +109,7 @@ class CachedExperts(Experts):
         if replay is None or not self._replays(carry, len(x)):
             return moe.route(x, layer)
         replayed = replay[carry.replayed, layer]
-        return moe.route(x, layer, override=lambda logits: in_place_of(replayed, logits))
+        return moe.route(x, layer, override=lambda logits: _replay_after(logits, replayed))
 
     def _replays(self, carry: CacheCarry, num_tokens: int) -> bool:
         """Whether the store replays steps of so many tokens."""
@@ -140,7 +139,7 @@ class CachedExperts(Experts):
                 carry, layer, routing, token_mask, next_routing, importance
             )
 
-        def wanted(tier: int, pools: Sequence[ExpertPool]) -> Wanted | None:
+        def wanted(tier: int, pools: Sequence[TierSlots]) -> Wanted | None:
             if next_routing is None:
                 return None
             if decision is not None:
@@ -163,7 +162,7 @@ class CachedExperts(Experts):
         next_routing: Callable[[], Routing] | None, importance: jax.Array | None,
     ) -> tuple[Decision, Rule | None, CacheCarry]:  # fmt: skip
         """Returns the policy's decision, and its tier rule where a kernel applies it."""
-        cache, policy, pools = carry.cache, self._policy, carry.cache.pools
+        cache, policy, pools = carry.cache, self._policy, carry.cache.tiers
         predicted = None
         if policy.needs.predicted and next_routing is not None:
             predicted = prefetch_scores(next_routing(), self.config)
@@ -190,7 +189,7 @@ class CachedExperts(Experts):
         decision, state = policy.decide(cache.state, seen)
         return decision, rule, carry._replace(cache=dataclasses.replace(cache, state=state))
 
-    def _resident(self, pools: Sequence[ExpertPool], layer: Index) -> jax.Array:
+    def _resident(self, pools: Sequence[TierSlots], layer: Index) -> jax.Array:
         """Returns bool[T, E], whether an expert has a slot in each tier."""
         num_experts = self.config.num_experts
         rows = [pool.residency.table[layer, :num_experts] for pool in pools]
@@ -226,10 +225,10 @@ class CachedExperts(Experts):
             return ids
         assert layer.next_moe is not None
         row = store.replay_ahead[carry.replayed, layer.next_moe.mlp, :most_ahead]
-        return in_place_of(row, ids[: len(row)])
+        return _replay_after(ids[: len(row)], row)
 
     def _candidates(
-        self, layer: LayerIndex, tier: int, ahead: jax.Array | None, pools: Sequence[ExpertPool]
+        self, layer: LayerIndex, tier: int, ahead: jax.Array | None, pools: Sequence[TierSlots]
     ) -> Wanted | None:
         """Returns the prefetch candidates of a tier without a better copy, if any."""
         limit = self.step.tiers[tier].most_ahead
@@ -261,3 +260,14 @@ def token_importance(
 def initial_importance(config: ModelConfig, num_tokens: int) -> jax.Array | None:
     """Importance carried into the first layer, all alike; None where every layer attends."""
     return None if config.delta_net is None else jnp.ones(num_tokens, jnp.float32)
+
+
+def _replay_after(own: jax.Array, replayed: jax.Array) -> jax.Array:
+    """Returns the replayed values, but not before the router's own exist.
+
+    If they were known from the start, XLA would fetch for a layer before an earlier one has read
+    the same slots, copy the slots for that, and leave the routers out. XLA cannot know that no
+    value of a router's is NaN and no id negative.
+    """
+    never = jnp.isnan(own) if jnp.issubdtype(own.dtype, jnp.floating) else own < 0
+    return jnp.where(never, own, replayed)

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.experimental import io_callback
 
 from moejax.experts.cache_plan import Jobs
-from moejax.experts.expert_pool import ExpertStore, PoolSpec
+from moejax.experts.state import HostRows, TierSpec
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import expert_fetch
 
-Slots = tuple[Weight, Weight]  # a bank of `ExpertPool`
+Slots = tuple[Weight, Weight]  # a bank of `TierSlots`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,8 +24,8 @@ class Fetching:
     `kernels` are those that may copy.
     """
 
-    spec: PoolSpec
-    store: ExpertStore
+    spec: TierSpec
+    store: HostRows
     kernels: ops.Kernels
 
     def job(self, pools: Slots, jobs: Jobs) -> expert_fetch.Job | None:
