@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.experts import residency
-from moejax.experts.cache_plan import COLUMNS, tables_of
+from moejax.experts.cache_plan import COLUMNS
 from moejax.experts.residency import CacheSizes, no_counts
 from pallas_kernels import buddy_search, cache_plan
 from pallas_kernels.buddy_search import triton as buddy_triton
@@ -32,7 +32,10 @@ def plan(
     def empty() -> list[Any]:
         states = [(residency.empty(spec), no_counts(num_layers)) for spec in specs]
         rows = jnp.zeros((num_layers, num_experts), jnp.int32)
-        return [cache_plan.Tier(tables_of(state), rows) for state in states]
+        return [
+            cache_plan.Tier(cache_plan.Tables(of.table, of.clock, counts.events, counts.gate), rows)
+            for of, counts in states
+        ]
 
     tiers = jax.eval_shape(empty)
     shape = tokens, pairs // tokens

@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 
 from moejax.experts import cache_plan as placing
 from moejax.experts.cache_plan import CachePlanner
-from moejax.experts.cache_step import CacheStep
+from moejax.experts.cached_experts import CachedExperts
 from moejax.models import expert_products
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -118,7 +118,7 @@ class OneLaunchTest(parameterized.TestCase):
             options |= {"interpret": options["implementation"] == "triton"}
             return predict(*arguments, **options)
 
-        in_one, plan, predict = CacheStep.is_grouped, cache_plan.plan, cache_plan.predict
+        in_one, plan, predict = CachedExperts.is_grouped, cache_plan.plan, cache_plan.predict
         refusal = CachePlanner.refusal
 
         def few(self, num_pairs):  # as if these were a GPU's
@@ -136,7 +136,7 @@ class OneLaunchTest(parameterized.TestCase):
                 mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
                 mock.patch.object(cache_plan, "plan", interpreted),
                 mock.patch.object(cache_plan, "predict", predicted),
-                mock.patch.object(CacheStep, "is_grouped", separate),
+                mock.patch.object(CachedExperts, "is_grouped", separate),
                 mock.patch.object(CachePlanner, "refusal", refuses),
             ):
                 found.append(outcome(runner, memory))

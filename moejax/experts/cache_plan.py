@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.experts.residency import COLUMNS, Counts, Residency
-from moejax.experts.state import TierSpec
+from moejax.experts.residency import COLUMNS
+from moejax.experts.state import TierSlots, TierSpec
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator
 from pallas_kernels import cache_plan
 from pallas_kernels.cache_plan import Asked, LayerPlan, Tables, Tier, TierShape
 from pallas_kernels.target import Target
-
-State = tuple[Residency, Counts]
 
 
 class Jobs(NamedTuple):
@@ -101,30 +99,30 @@ class CachePlanner:
 
     def plan_layer(
         self,
-        states: Sequence[State],
+        tiers: Sequence[TierSlots],
         rows_of: Sequence[jax.Array],
         gate: jax.Array | None,
         layer: Index,
         asked: Asked,
         token_mask: jax.Array,
-    ) -> tuple[LayerPlan, list[SlotPlan], jax.Array | None, list[State]]:
+    ) -> tuple[LayerPlan, list[SlotPlan], jax.Array | None, list[TierSlots]]:
         """Plans where a layer's pairs run, and which experts are fetched.
 
         Args:
-          states: residency and counts of each tier; donate them.
+          tiers: donated.
           rows_of: int32[M, E] of each tier, rows of the host store; -1: none.
           gate: as in `ExpertCache`, donated; None: it is not counted.
           asked: routing of N tokens.
           token_mask: bool[N], False for padding.
 
         Returns:
-          The plan, each tier's part of it, and `gate` and `states` after it.
+          The plan, each tier's part of it, and `gate` and `tiers` after it.
         """
-        tiers = tuple(Tier(tables_of(s), rows) for s, rows in zip(states, rows_of, strict=True))
+        operands = tuple(Tier(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True))
         forms = self.forms(asked.ids.size)
         by_kernel = self.refusal(asked.ids.size) is None
         tables, gate, found = _planned(
-            tiers, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
+            operands, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
         )
         ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
         parts = []
@@ -134,37 +132,35 @@ class CachePlanner:
                 wave = jnp.where(found.tier == i, 0 if found.wave is None else wave, -1)
             admitted, streamed = _jobs(found.fetch[i]), _jobs(found.streamed[i])
             if not form.later_waves:
-                streamed = jax.tree.map(lambda of: of.reshape(0, 1), _no_jobs())
+                streamed = jax.tree.map(lambda of: of.reshape(0, 1), _jobs(None))
             parts.append(
                 SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
             )
-        after = [_changed(state, new) for state, new in zip(states, tables, strict=True)]
-        return found, parts, gate, after
+        return found, parts, gate, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
 
     def plan_prefetch(
         self,
-        tier: int,
-        state: State,
+        slots: TierSlots,
         row_of: jax.Array,
         layer: Index,
         ids: jax.Array,
         token_mask: jax.Array,
-    ) -> tuple[Jobs, State]:
-        """Plans the prefetch of experts of a coming layer.
+    ) -> tuple[Jobs, TierSlots]:
+        """Plans the prefetch of experts of a coming layer to the slots of the only tier.
 
         Args:
-          tier: tier whose slots get the experts.
+          slots: donated.
           layer: the coming one.
           ids: int32[L], experts that it will probably need; -1: none.
         """
-        alone = CachePlanner((self.tiers[tier],), self.target)
-        if self.tiers[tier].read is not None:  # nobody waits for the disk on a guess
+        (spec,) = self.tiers
+        if spec.read is not None:  # nobody waits for the disk on a guess
             ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
         tables, found = _predicted(
-            Tier(tables_of(state), row_of), jnp.int32(layer), ids, token_mask,
-            form=self.forms(1)[tier], by_kernel=alone.refusal(len(ids)) is None,
+            Tier(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
+            form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
         )  # fmt: skip
-        return _jobs(found), _changed(state, tables)
+        return _jobs(found), _with(slots, tables)
 
 
 def terms_by_slot(
@@ -179,31 +175,24 @@ def terms_by_slot(
     return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))
 
 
-def tables_of(state: State) -> Tables:
+def _tables(slots: TierSlots) -> Tables:
     """The arrays that a plan changes."""
-    residency, counts = state
+    residency, counts = slots.residency, slots.counts
     return Tables(residency.table, residency.clock, counts.events, counts.gate)
 
 
-def _changed(state: State, found: Tables) -> State:
-    residency, counts = state
-    return (
-        dataclasses.replace(residency, table=found.table, clock=found.clock),
-        dataclasses.replace(counts, events=found.events, gate=found.gate),
+def _with(slots: TierSlots, found: Tables) -> TierSlots:
+    return dataclasses.replace(
+        slots,
+        residency=dataclasses.replace(slots.residency, table=found.table, clock=found.clock),
+        counts=dataclasses.replace(slots.counts, events=found.events, gate=found.gate),
     )
 
 
-def _no_jobs() -> Jobs:
-    none = jnp.full(0, -1, jnp.int32)
-    return Jobs(none, none, none)
-
-
 def _jobs(fetch: cache_plan.Fetch | None) -> Jobs:
-    return _no_jobs() if fetch is None else Jobs(*fetch)
-
-
-def _by(by_kernel: bool) -> str:
-    return "triton" if by_kernel else "reference"
+    if fetch is None:
+        return Jobs(*[jnp.full(0, -1, jnp.int32)] * 3)
+    return Jobs(*fetch)
 
 
 # Jitted, with the layer an operand: all layers share a trace and the kernel.
@@ -211,11 +200,11 @@ def _by(by_kernel: bool) -> str:
 def _planned(
     *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
-    how = _by(by_kernel)
+    how = "triton" if by_kernel else "reference"
     return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
 def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, cache_plan.Fetch]:
-    how = _by(by_kernel)
+    how = "triton" if by_kernel else "reference"
     return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)
