@@ -90,7 +90,7 @@ class TierSlots:
     Attributes:
       banks: each bank's slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
         low-rank terms.
-      counts: events since the ledger last read them.
+      counts: events since the counters were read.
     """
 
     banks: tuple[tuple[Weight, Weight], ...]
@@ -142,13 +142,8 @@ class CacheSpec:
 
     @property
     def cache(self) -> CacheSizes:
-        """Cache spec of the tier of highest fidelity."""
+        """Sizes of the tier of highest fidelity."""
         return self.tiers[0].cache
-
-    @property
-    def read(self) -> Any:
-        """Reader of experts that are on the disk alone in any tier, or None."""
-        return next((tier.read for tier in self.tiers if tier.read is not None), None)
 
     @property
     def full(self) -> tuple[bool, ...]:

@@ -203,17 +203,17 @@ def request_transfers(
     if not len(requests.layer):
         return dataclasses.replace(cache, state=state), TransferRequests(requests, ahead, idle)
     pools = tuple(
-        tier if is_full or len(cache.tiers) == 1 else _without_demoted(tier, i, requests)
+        tier if is_full or len(cache.tiers) == 1 else _drop_higher_copies(tier, i, requests)
         for i, (tier, is_full) in enumerate(zip(cache.tiers, spec.full, strict=True))
     )
     if any(of.emulated for of in spec.tiers):
-        pools = _with_requested(spec, pools, requests)
+        pools = _insert_all_emulated(spec, pools, requests)
     idle = jnp.where(jnp.any(requests.layer >= 0), 0, idle)
     cache = dataclasses.replace(cache, tiers=pools, state=state)
     return cache, TransferRequests(requests, ahead, idle)
 
 
-def _without_demoted(pool: TierSlots, tier: int, requests: Requests) -> TierSlots:
+def _drop_higher_copies(pool: TierSlots, tier: int, requests: Requests) -> TierSlots:
     """Evicts from a tier the experts requested in a lower one."""
     shape = (len(pool.residency.table), pool.residency.num_experts)
     layer = jnp.where((requests.layer >= 0) & (requests.tier > tier), requests.layer, shape[0])
@@ -222,7 +222,7 @@ def _without_demoted(pool: TierSlots, tier: int, requests: Requests) -> TierSlot
     return dataclasses.replace(pool, residency=residency, counts=counts)
 
 
-def _with_requested(
+def _insert_all_emulated(
     spec: CacheSpec, pools: tuple[TierSlots, ...], requests: Requests
 ) -> tuple[TierSlots, ...]:
     """Admits requested experts to emulated tiers, in the order of requests."""
@@ -233,15 +233,15 @@ def _with_requested(
         for i, of in enumerate(spec.tiers):
             if of.emulated and of.cache.slots:
                 asked = jnp.where((layer >= 0) & (tier == i), expert, -1)
-                found[i] = _admitted(of.cache, found[i], jnp.maximum(layer, 0), asked[None])
+                found[i] = _insert_emulated(of.cache, found[i], jnp.maximum(layer, 0), asked[None])
         return tuple(found)
 
     return jax.lax.fori_loop(0, len(requests.layer), one, pools)
 
 
-def _admitted(
+def _insert_emulated(
     cache: CacheSizes, slots: TierSlots, layer: jax.Array, experts: jax.Array
 ) -> TierSlots:
-    """Admits experts like `land`, without bytes."""
+    """Admits experts like `insert_experts`, without bytes."""
     _, residency, counts = tables.admit(cache, slots.residency, layer, experts, slots.counts)
     return dataclasses.replace(slots, residency=residency, counts=counts)
