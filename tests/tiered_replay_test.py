@@ -69,12 +69,6 @@ def replayed(runner: Any, tiers: Any, given: dict[str, jax.Array]) -> list[list[
     return answers(runner, PROMPTS[:1], TOKENS)
 
 
-def layers(memory: Any) -> list[Any]:
-    """Counts of each layer, of the only tier."""
-    (tier,) = memory.read_counters().tiers.values()
-    return tier.layers
-
-
 class ReplayTest(absltest.TestCase):
     def test_the_replayed_experts_run_and_are_counted_as_without_a_policy(self):
         given, slots, how = replays(False), 3, {"transient": 2, "prefetch": 0}
@@ -82,12 +76,12 @@ class ReplayTest(absltest.TestCase):
         expected = replayed(plain, plain.memory.tiers, given)
         runner, memory = tiered_runner(make_policy("on_demand"), (16,), (slots,), **how)
         self.assertEqual(replayed(runner, memory.tiers, given), expected)
-        self.assertEqual(layers(memory), layers(plain.memory))
+        self.assertEqual(memory.read_counters().layers, plain.memory.read_counters().layers)
         routed = answers(pooled_runner(CONFIG, random_weights(CONFIG), (slots, 2, 0)), PROMPTS[:1])
         self.assertNotEqual(expected[0], routed[0][:TOKENS])
         again, second = tiered_runner(make_policy("on_demand"), (16,), (slots,), **how)
         self.assertEqual(replayed(again, second.tiers, given), expected)
-        self.assertEqual(layers(second), layers(memory))
+        self.assertEqual(second.read_counters().layers, memory.ledger.layers)
 
     def test_a_policy_sees_the_replayed_probabilities(self):
         given = replays(True)
