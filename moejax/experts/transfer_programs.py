@@ -161,7 +161,7 @@ def is_ready(array: jax.Array) -> bool:
 
 
 class TransferRequests(NamedTuple):
-    """What a policy requests between two steps.
+    """Requests of a policy between two steps.
 
     Attributes:
       moved: requests that are carried out, -1 in the place of the others.
