@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
-from moejax.experts.residency import CacheSpec, empty, no_counts
-from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
+from moejax.experts.residency import CacheSizes, empty, no_counts
+from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec
 from moejax.inference import steps
 from moejax.inference.recorder import RecordSpec
 from moejax.models.config import ModelConfig, weight_shapes
@@ -62,10 +61,10 @@ def random_weights(config: ModelConfig, kind: str, dtype: Any) -> dict[str, Weig
 
 def pool_and_store(
     config: ModelConfig, weights: dict[str, Weight], place: tuple[int, int, int]
-) -> tuple[ExpertCacheSpec, ExpertCache, tuple[ExpertStore]]:
+) -> tuple[CacheSpec, ExpertCache, tuple[HostRows]]:
     slots, transient, ahead = place
     num_layers, num_experts = config.num_layers, config.num_experts
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=num_layers, num_experts=num_experts, slots=min(slots, num_experts),
         transient=transient, banks=2 if ahead else 1,
     )  # fmt: skip
@@ -79,13 +78,13 @@ def pool_and_store(
     def bank(weight: Weight) -> Weight:
         return jax.tree.map(lambda a: jnp.zeros((cache.num_slots, *a.shape[1:]), a.dtype), weight)
 
-    pool = ExpertPool(
+    pool = TierSlots(
         tuple((bank(rows[0]), bank(rows[1])) for _ in range(cache.banks)),
         empty(cache), no_counts(num_layers),
     )  # fmt: skip
     row_of = jnp.arange(num_layers * num_experts, dtype=jnp.int32).reshape(num_layers, -1)
-    spec = ExpertCacheSpec(None, ("stored",), (PoolSpec(cache, ahead),))
-    store = ExpertStore(*rows, row_of, (terms[0], terms[1]))
+    spec = CacheSpec(None, ("stored",), (TierSpec(cache, ahead),))
+    store = HostRows(*rows, row_of, (terms[0], terms[1]))
     return spec, ExpertCache((pool,), (), None), (store,)
 
 
@@ -121,9 +120,9 @@ def two_chunks(
         found.append((state.last_hidden, recorded))
     if spec is not None:
         end = spec.cache.first_transient
-        (tier,) = pool.pools
+        (tier,) = pool.tiers
         tier = dataclasses.replace(tier, banks=jax.tree.map(lambda a: a[:end], tier.banks))
-        pool = dataclasses.replace(pool, pools=(tier,))
+        pool = dataclasses.replace(pool, tiers=(tier,))
     return (state.cache, pool, found), num_routers
 
 

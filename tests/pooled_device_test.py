@@ -10,8 +10,8 @@ from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.experts.cache import ExpertMemory, TierMemory
-from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.kernel_choice import EXPERT_LEAVES
@@ -69,12 +69,12 @@ class InvisibleTest(parameterized.TestCase):
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (9, 130, 33, 70)]
         tokens = rng.integers(0, config.vocab_size, (2, 96)).astype(np.int32)
-        cache = CacheSpec(
+        cache = CacheSizes(
             num_layers=config.num_layers, num_experts=NUM_EXPERTS, slots=slots,
             transient=transient, banks=2 if prefetch else 1,
         )  # fmt: skip
         row_of = np.arange(config.num_layers * NUM_EXPERTS).reshape(-1, NUM_EXPERTS)
-        tier = TierMemory(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        tier = TierMemory(TierSpec(cache, prefetch), *hosts, row_of, device)
         memory = ExpertMemory([tier])
         resident = Runner(config, weights, device)
         runner = Runner(config, dense, device, memory=memory)
@@ -110,7 +110,7 @@ class InvisibleTest(parameterized.TestCase):
             index = int(layer) * NUM_EXPERTS + np.maximum(np.asarray(experts), 0)
             return tuple(np.asarray(leaf)[index] for stack in kept for leaf in stack)
 
-        cache = CacheSpec(
+        cache = CacheSizes(
             num_layers=config.num_layers, num_experts=NUM_EXPERTS, slots=slots,
             transient=transient, banks=2 if prefetch else 1,
         )  # fmt: skip
@@ -118,7 +118,7 @@ class InvisibleTest(parameterized.TestCase):
         row_of = np.where(number < held, number, -1).reshape(-1, NUM_EXPERTS)
         hosts = [jax.tree.map(lambda leaf: leaf[:held], stack) for stack in rows]
         hosts = [pinned_rows(jax.tree.map(lambda leaf: leaf[None], host), device) for host in hosts]
-        tier = TierMemory(PoolSpec(cache, prefetch, read), *hosts, row_of, device)
+        tier = TierMemory(TierSpec(cache, prefetch, read), *hosts, row_of, device)
         memory = ExpertMemory([tier])
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (9, 70)]

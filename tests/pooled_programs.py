@@ -14,9 +14,15 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
-from moejax.experts.residency import CacheSpec, empty, no_counts
-from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
+from moejax.experts.residency import CacheSizes, empty, no_counts
+from moejax.experts.state import (
+    CacheSpec,
+    ExpertCache,
+    HostRows,
+    TierSlots,
+    TierSpec,
+    compiler_options,
+)
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling
 from moejax.models.config import ModelConfig, weight_shapes
@@ -57,7 +63,7 @@ def packed(shape: tuple[int, ...], bits: int = 4) -> QTensor:
 
 
 def decode_operands(
-    config: ModelConfig, spec: PoolSpec, batch: int, plain_attention: bool = False
+    config: ModelConfig, spec: TierSpec, batch: int, plain_attention: bool = False
 ) -> tuple[Any, ...]:
     """Shapes of what `steps.decode` takes; experts and, unless plain, attention in INT4."""
 
@@ -75,12 +81,12 @@ def decode_operands(
         return packed((num, 2 * hidden, width)), packed((num, width, hidden))
 
     cache, experts = spec.cache, (config.num_layers, config.num_experts)
-    pool = ExpertPool(
+    pool = TierSlots(
         tuple(rows(cache.num_slots) for _ in range(cache.banks)),
         jax.eval_shape(lambda: empty(cache)),
         jax.eval_shape(lambda: no_counts(config.num_layers)),
     )
-    store = ExpertStore(*rows(experts[0] * experts[1]), leaf_of(experts, jnp.int32))
+    store = HostRows(*rows(experts[0] * experts[1]), leaf_of(experts, jnp.int32))
     kv = jax.eval_shape(lambda: empty_cache(config, batch, CONTEXT, jnp.bfloat16))
     keys = jax.eval_shape(lambda: jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32)))
 
@@ -96,18 +102,18 @@ def decode_operands(
 
 
 def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=config.num_layers, num_experts=config.num_experts, slots=slots, transient=4,
         banks=2 if ahead else 1,
     )  # fmt: skip
     kernels = ops.Kernels(GPUS[GPU].target)
     definition = model_definition(config, kernels, holds_experts=False)
-    spec = ExpertCacheSpec(None, ("stored",), (PoolSpec(cache, ahead),))
+    spec = CacheSpec(None, ("stored",), (TierSpec(cache, ahead),))
     return steps.Program(definition, spec)
 
 
 def _compiled(
-    step: Callable[..., Any], operands: Any, donated: tuple[int, ...], spec: ExpertCacheSpec,
+    step: Callable[..., Any], operands: Any, donated: tuple[int, ...], spec: CacheSpec,
     sharding: Any, is_prefill: bool,
 ) -> jax.stages.Compiled:  # fmt: skip
     """Compiles a step like `Runner`."""
@@ -117,7 +123,7 @@ def _compiled(
     with described(GPUS[GPU]):
         traced = jax.jit(step, donate_argnums=donated).trace(*operands)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=compiler_options(spec.pools, is_prefill))
+    return lowered.compile(compiler_options=compiler_options(spec.tiers, is_prefill))
 
 
 def compiled_decode(
@@ -128,7 +134,7 @@ def compiled_decode(
     program = _program(config, slots, ahead)
     assert program.experts is not None
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
-    operands = decode_operands(config, program.experts.pools[0], batch, plain_attention)
+    operands = decode_operands(config, program.experts.tiers[0], batch, plain_attention)
     step = functools.partial(steps.decode, program, chunk, True, 8, True)
     return _compiled(step, operands, (0, 1), program.experts, sharding, False), _num_bytes(
         operands[1]
@@ -142,7 +148,7 @@ def compiled_prefill(
     program = _program(config, slots, ahead)
     assert program.experts is not None
     chunk = ChunkSpec(0 if is_first else CONTEXT, is_first, "grouped_kernel", "xla")
-    state, pool, inputs, *_ = decode_operands(config, program.experts.pools[0], 1)
+    state, pool, inputs, *_ = decode_operands(config, program.experts.tiers[0], 1)
     part = steps.Chunk(
         leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32)
     )
@@ -150,7 +156,7 @@ def compiled_prefill(
     operands = first, pool, inputs, part
     step = functools.partial(steps.prefill_chunk, program, chunk)
     compiled = _compiled(step, operands, (0, 1), program.experts, sharding, True)
-    return compiled, _num_bytes((state.cache, pool)), _num_bytes(pool.pools[0].banks[0])
+    return compiled, _num_bytes((state.cache, pool)), _num_bytes(pool.tiers[0].banks[0])
 
 
 def _num_bytes(tree: Any) -> int:

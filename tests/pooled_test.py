@@ -11,8 +11,8 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts.cache import ExpertMemory, TierMemory
-from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.inference import steps
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
@@ -71,12 +71,12 @@ def rows_of(weight: Weight) -> Weight:
 def pooled_runner(config: ModelConfig, weights: dict[str, Weight], policy: Any) -> Runner:
     slots, transient, prefetch = policy
     num_layers, num_experts = len(config.moe_layers), config.num_experts
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=num_layers, num_experts=num_experts, slots=min(slots, num_experts),
         transient=transient, banks=2 if prefetch else 1,
     )  # fmt: skip
     tier = TierMemory(
-        PoolSpec(cache, prefetch), *(rows_of(weights[name]) for name in EXPERTS),
+        TierSpec(cache, prefetch), *(rows_of(weights[name]) for name in EXPERTS),
         np.arange(num_layers * num_experts).reshape(num_layers, num_experts), CPU,
     )  # fmt: skip
     return Runner(config, without_experts(weights), CPU, memory=ExpertMemory([tier]))
@@ -129,8 +129,8 @@ class InvisibleTest(parameterized.TestCase):
         config, policy = CONFIGS["qwen3_moe"], POLICIES["50 % and prefetch"]
         runner = pooled_runner(config, random_weights(config), policy)
         memory = runner.memory
-        pool = dataclasses.replace(memory.spec.pools[0], prefetch_in=phase)
-        memory.spec = dataclasses.replace(memory.spec, pools=(pool,))
+        pool = dataclasses.replace(memory.spec.tiers[0], prefetch_in=phase)
+        memory.spec = dataclasses.replace(memory.spec, tiers=(pool,))
         runner = Runner(config, runner.weights, CPU, memory=memory)
         settings, came = GenerationSettings.of(max_new_tokens=9), []
         session = runner.prefill(PROMPTS[:1], 64, settings, ())
@@ -177,7 +177,7 @@ class DiskTest(parameterized.TestCase):
             index = int(layer) * 8 + np.maximum(np.asarray(experts), 0)
             return tuple(np.asarray(row)[index] for row in rows)
 
-        cache = CacheSpec(
+        cache = CacheSizes(
             num_layers=2,
             num_experts=8,
             slots=slots,
@@ -186,7 +186,7 @@ class DiskTest(parameterized.TestCase):
         )
         row_of = np.where(np.arange(16) < num_rows, np.arange(16), -1).reshape(2, 8)
         tier = TierMemory(
-            PoolSpec(cache, prefetch, read), *(row[:num_rows] for row in rows), row_of, CPU
+            TierSpec(cache, prefetch, read), *(row[:num_rows] for row in rows), row_of, CPU
         )
         memory = ExpertMemory([tier])
         runner = Runner(QWEN, without_experts(weights), CPU, memory=memory)

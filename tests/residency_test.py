@@ -11,14 +11,14 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts import ledger, residency
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
 from pallas_kernels import cache_plan
 from tests import slow
 from tests.cache_plan_contract import form_of, plan_needed, predict_needed
 
 
-def spec(layers: int, experts: int, slots: int, transient: int) -> CacheSpec:
-    return CacheSpec(num_layers=layers, num_experts=experts, slots=slots, transient=transient)
+def spec(layers: int, experts: int, slots: int, transient: int) -> CacheSizes:
+    return CacheSizes(num_layers=layers, num_experts=experts, slots=slots, transient=transient)
 
 
 PLAN = jax.jit(plan_needed, static_argnums=(0, 4))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
 from moejax.experts.tiering import Tiering
 from moejax.policies.on_demand import OnDemand
 from moejax.routing.simulate.ceilings import MAX_SEARCHED, belady, needed_experts
@@ -34,7 +34,7 @@ def run_of(slots: int, prefetch: int) -> Run:
 def plain_python(trace: Trace, slots: int, prefetch: int) -> np.ndarray:
     """int[2, n] of one setting by phase, one decision after the other, the layers in turn."""
     num_layers, num_experts = trace.num_layers, trace.num_experts
-    spec = CacheSpec(
+    spec = CacheSizes(
         num_layers=num_layers, num_experts=num_experts, slots=slots, transient=num_experts
     )
     model, limit = CacheModel(spec, num_experts), min(prefetch, slots)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.experts.tiered import ask
+from moejax.experts.transfer_programs import request_transfers
 from moejax.policies.base import Policy, Requests
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.resident import as_routed
@@ -63,12 +63,13 @@ class AskTest(HostTestCase, parameterized.TestCase):
         coming = np.zeros((len(CONFIG.moe_layers), 2, len(everyone)), bool)
         coming[:, COLD] = low_is_full  # the low tier has all of them, or will
         self.assertEqual(held.shape[0], len(CONFIG.moe_layers))
-        pool, said = ask(memory.spec, memory.pool, jnp.asarray(coming), jnp.int32(room))
+        operands = jnp.asarray(coming), jnp.int32(room)
+        pool, said = request_transfers(memory.spec, memory.pool, *operands)
         self.assertEqual(said.ahead.layer.shape, (0,))
         rows = np.stack([np.asarray(numbers) for numbers in said.moved], axis=1).tolist()
         wanted = [list(row) for row in ASKED[:carried_out]] + [[-1] * 3] * (6 - carried_out)
         self.assertEqual(rows, wanted)
-        hot = np.asarray(pool.pools[HOT].residency.table)[:, : len(everyone)] >= 0
+        hot = np.asarray(pool.tiers[HOT].residency.table)[:, : len(everyone)] >= 0
         expected = np.zeros_like(hot)
         expected[:, :first] = True
         for layer, expert, tier in ASKED[:carried_out]:

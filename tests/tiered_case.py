@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
@@ -37,13 +37,13 @@ def tier_memory(
 ) -> TierMemory:
     """One tier's; `first` experts of a layer are there from the start (-1: all, if all fit)."""
     num_layers, num_experts = len(config.moe_layers), config.num_experts
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=num_layers, num_experts=num_experts, slots=slots, transient=transient,
         banks=2 if prefetch else 1,
     )  # fmt: skip
     places = np.arange(num_layers * num_experts).reshape(num_layers, num_experts)
     memory = TierMemory(
-        PoolSpec(cache, prefetch, emulated=emulated),
+        TierSpec(cache, prefetch, emulated=emulated),
         *(rows_of(weights[name]) for name in EXPERTS), places, CPU,
     )  # fmt: skip
     count = (num_experts if slots == num_experts else 0) if first < 0 else first

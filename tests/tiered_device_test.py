@@ -11,8 +11,8 @@ from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
@@ -63,12 +63,12 @@ def memory_of(
     row_of = np.arange(config.num_layers * NUM_EXPERTS).reshape(-1, NUM_EXPERTS)
     tiers = []
     for size, stored in zip(slots, weights, strict=True):
-        cache = CacheSpec(
+        cache = CacheSizes(
             num_layers=config.num_layers, num_experts=NUM_EXPERTS, slots=size, transient=4,
             banks=2 if prefetch else 1,
         )  # fmt: skip
         hosts = [pinned_rows(stored[leaf], device) for leaf in EXPERT_LEAVES]
-        memory = TierMemory(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        memory = TierMemory(TierSpec(cache, prefetch), *hosts, row_of, device)
         if size == NUM_EXPERTS:
             everyone = np.tile(np.arange(NUM_EXPERTS, dtype=np.int32), (config.num_layers, 1))
             preload(memory, config, ops.Kernels(target_of(device)), everyone)
@@ -155,7 +155,7 @@ class DeviceTiersTest(parameterized.TestCase):
     def check_programs(self, runner: Runner) -> None:
         """A decode step aliases all pools."""
         held = runner.memory.pool
-        pool_bytes = sum(x.nbytes for pool in held.pools for x in jax.tree.leaves(pool.banks))
+        pool_bytes = sum(x.nbytes for pool in held.tiers for x in jax.tree.leaves(pool.banks))
         for key, program in runner.programs._programs.items():
             if key[0] is steps.decode:
                 memory = program.memory_analysis()

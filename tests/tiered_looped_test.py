@@ -11,8 +11,8 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts import cache_plan as placing
-from moejax.experts.cache_plan import Placing
-from moejax.experts.cache_step import CacheStep
+from moejax.experts.cache_plan import CachePlanner
+from moejax.experts.cached_experts import CachedExperts
 from moejax.models import expert_products
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -52,14 +52,14 @@ def outcome(runner: Any, memory: Any, *, of_chunk: bool = False) -> Any:
     said = runner.logits(TOKENS) if of_chunk else answers(runner, PROMPTS[:1], 6)
     pool = memory.pool
     pools = []
-    for of, spec in zip(pool.pools, memory.spec.pools, strict=True):
+    for of, spec in zip(pool.tiers, memory.spec.tiers, strict=True):
         end, residency = spec.cache.first_transient, of.residency
         if spec.is_complete:  # of such a pool nobody asks when a slot was used last
             table = residency.table.at[:, 2 * spec.cache.num_experts :].set(0)
             residency = dataclasses.replace(residency, table=table)
         banks = jax.tree.map(lambda a, end=end: a[:end], of.banks)
         pools.append(dataclasses.replace(of, banks=banks, residency=residency))
-    return jax.device_get((said, dataclasses.replace(pool, pools=tuple(pools))))
+    return jax.device_get((said, dataclasses.replace(pool, tiers=tuple(pools))))
 
 
 class LoopTest(parameterized.TestCase):
@@ -118,8 +118,8 @@ class OneLaunchTest(parameterized.TestCase):
             options |= {"interpret": options["implementation"] == "triton"}
             return predict(*arguments, **options)
 
-        in_one, plan, predict = CacheStep.is_grouped, cache_plan.plan, cache_plan.predict
-        refusal = Placing.refusal
+        in_one, plan, predict = CachedExperts.is_grouped, cache_plan.plan, cache_plan.predict
+        refusal = CachePlanner.refusal
 
         def few(self, num_pairs):  # as if these were a GPU's
             return "waves" if any(form.later_waves for form in self.forms(num_pairs)) else None
@@ -136,8 +136,8 @@ class OneLaunchTest(parameterized.TestCase):
                 mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
                 mock.patch.object(cache_plan, "plan", interpreted),
                 mock.patch.object(cache_plan, "predict", predicted),
-                mock.patch.object(CacheStep, "is_grouped", separate),
-                mock.patch.object(Placing, "refusal", refuses),
+                mock.patch.object(CachedExperts, "is_grouped", separate),
+                mock.patch.object(CachePlanner, "refusal", refuses),
             ):
                 found.append(outcome(runner, memory))
         for other in found[1:]:

@@ -20,9 +20,16 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
-from moejax.experts.residency import CacheSpec, empty, no_counts
-from moejax.experts.tiered import ExpertCache, ExpertCacheSpec, no_gate
+from moejax.experts.residency import CacheSizes, empty, no_counts
+from moejax.experts.state import (
+    CacheSpec,
+    ExpertCache,
+    HostRows,
+    TierSlots,
+    TierSpec,
+    compiler_options,
+    no_gate,
+)
 from moejax.inference import steps
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import CONFIGS, with_layers
@@ -83,24 +90,24 @@ def rows(config: ModelConfig, num: int, bits: int) -> tuple[Any, Any]:
 
 def tier(
     case: Case, config: ModelConfig, bits: int, slots: int
-) -> tuple[PoolSpec, ExpertPool, ExpertStore]:
+) -> tuple[TierSpec, TierSlots, HostRows]:
     """The pool of a tier, and all rows of the host."""
     num = config.num_layers, config.num_experts
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=num[0], num_experts=num[1], slots=slots, transient=case.transient,
         banks=case.banks,
     )  # fmt: skip
-    pool = ExpertPool(
+    pool = TierSlots(
         tuple(rows(config, cache.num_slots, bits) for _ in range(case.banks)),
         jax.eval_shape(lambda: empty(cache)),
         jax.eval_shape(lambda: no_counts(num[0])),
     )
-    store = ExpertStore(*rows(config, num[0] * num[1], bits), leaf_of(num, jnp.int32))
+    store = HostRows(*rows(config, num[0] * num[1], bits), leaf_of(num, jnp.int32))
     ahead = config.experts_per_token if case.banks > 1 else 0
-    return PoolSpec(cache, ahead, is_complete=slots == num[1]), pool, store
+    return TierSpec(cache, ahead, is_complete=slots == num[1]), pool, store
 
 
-def with_replay(store: ExpertStore, config: ModelConfig) -> ExpertStore:
+def with_replay(store: HostRows, config: ModelConfig) -> HostRows:
     """Adds a replay like `benchmarking.shape_memory.replay`."""
     said = leaf_of((REPLAYED, config.num_layers, 1, config.num_experts), jnp.float32)
     return dataclasses.replace(store, replay=said, replay_predicted=said)
@@ -117,7 +124,7 @@ def compiled(case: Case, replays: bool, sharding: Any) -> jax.stages.Compiled:
     )  # fmt: skip
     between = policy.transfer_tiers(about)
     specs = [dataclasses.replace(s, between_steps=i in between) for i, s in enumerate(specs)]
-    spec = ExpertCacheSpec(policy, case.names, tuple(specs))
+    spec = CacheSpec(policy, case.names, tuple(specs))
     pool = ExpertCache(
         pools,
         jax.eval_shape(lambda: policy.init(about)),

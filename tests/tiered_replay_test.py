@@ -87,7 +87,7 @@ class ReplayTest(absltest.TestCase):
         given = replays(True)
         runner, memory = tiered_runner(Looking(prefetch=2), (4, 2), (3, 3), prefetch=2)
         replayed(runner, memory.tiers[:1], given)
-        clock = int(memory.pool.pools[0].residency.clock)
+        clock = int(memory.pool.tiers[0].residency.clock)
         step = ((clock - 1) // NUM_LAYERS - 1) % STEPS  # the last one
         seen = jax.device_get(memory.pool.state)
         probabilities, predicted = (

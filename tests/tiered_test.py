@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts import cache, cached_experts
-from moejax.experts.tiered import ask
+from moejax.experts.transfer_programs import request_transfers
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
@@ -244,9 +244,9 @@ class BetweenStepsTest(parameterized.TestCase):
         for _ in range(3):
             runner.logits(TOKENS)
         memory.read_counters()
-        pool, said = ask(memory.spec, memory.pool, *memory._in_flight_and_room())
+        pool, said = request_transfers(memory.spec, memory.pool, *memory._in_flight_and_room())
         high = np.asarray(pool.state.high)
-        hot = np.asarray(pool.pools[0].residency.slot_of) >= 0
+        hot = np.asarray(pool.tiers[0].residency.slot_of) >= 0
         np.testing.assert_array_equal(hot, high)
         self.assertEqual(high.sum(), 3 * NUM_LAYERS)
         self.assertTrue((np.asarray(said.moved.layer) < 0).all() or cold_slots < NUM_EXPERTS)
@@ -270,7 +270,7 @@ class BetweenStepsTest(parameterized.TestCase):
             ):
                 for turn in range(12):
                     runner.logits((TOKENS + turn) % runner.config.vocab_size)
-            asked[says] = sum(call.args[0] is ask for call in programs.call_args_list)
+            asked[says] = sum(call.args[0] is request_transfers for call in programs.call_args_list)
             found[says] = memory.pool
         self.assertEqual(asked[False], 12)
         # First, when the warm-up is over, once more for what that led to; and so every period.
