@@ -227,24 +227,6 @@ def a_part_left_out(self, reduce=BlockTerms.reduce):
     reduce(self)
 
 
-def one_rank_more(self, term, half, rank):
-    """A term of another matrix."""
-    del term, half
-    return self.e.add(rank, 1)
-
-
-def one_rank_less(self, term, half, rank):
-    """Without the last term."""
-    del term, half
-    return self.e.sub(rank, 1)
-
-
-def without_terms(self, total, half, column, row):
-    """Outputs of the weights alone."""
-    del self, half, column, row
-    return total
-
-
 def no_row_of_v(self, tile, stage, present, to, row, fetch=Stream.fetch):
     """Tiles of V after the first are taken as zeros."""
     if self.wanted is not None and tile:
@@ -252,19 +234,19 @@ def no_row_of_v(self, tile, stage, present, to, row, fetch=Stream.fetch):
     fetch(self, tile, stage, present, to, row)
 
 
-def halves_exchanged(self, place, row, at, values=Columns.values):
-    """Odd values of U for even ones."""
-    return values(self, place, row, at)[::-1]
-
-
+# Whose function is another one.
 BROKEN = (
     (BlockTerms, "reduce", a_part_left_out),
-    (BlockTerms, "_rank_here", one_rank_more),
-    (BlockTerms, "_rank_here", one_rank_less),
-    (BlockTerms, "add", without_terms),
-    (Columns, "values", halves_exchanged),
+    # A term of another matrix is added; the last one is left out.
+    (BlockTerms, "_rank_here", lambda self, term, half, rank: self.e.add(rank, 1)),
+    (BlockTerms, "_rank_here", lambda self, term, half, rank: self.e.sub(rank, 1)),
+    # Outputs are of the weights alone.
+    (BlockTerms, "add", lambda self, total, half, column, row: total),
+    # Odd values of U for even ones.
+    (Columns, "values", lambda self, place, row, at, values=Columns.values:
+     values(self, place, row, at)[::-1]),
     (Stream, "fetch", no_row_of_v),
-)
+)  # fmt: skip
 
 
 class WrongKernelTest(KernelTestCase):
