@@ -23,14 +23,12 @@ from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.parts import DeltaNet
 from moejax.models.transformer import ChunkSpec
 from moejax.text.windows import Windowing
-from tests import slow, tiny_engine
+from tests import parity, slow, tiny_engine
+from tests.cached_runners import random_weights as pooled_weights
 from tests.hf_checkpoints import QWEN3_NEXT, reference_model, write_checkpoint
+from tests.numpy_model import RELATIVE_ERROR, relative_errors
 from tests.perplexity_test import reference_nats
-from tests.pooled_test import random_weights as pooled_weights
-from tests.transformers_parity_test import RELATIVE_ERROR, greedy_reference, relative_errors
 
-NUM_GREEDY = 64
-PROMPT_LENGTHS = (3, 17, 70)  # the last is more than one chunk of the rule
 # Not as tests do for speed. Without optimisation jax 0.10.2 rounds a float32 product of a chunk's
 # queries and keys in a way that depends on the rest of the program, and a scatter is a loop that
 # copies.
@@ -80,17 +78,9 @@ class ParityTest(Qwen3NextTestCase):
     @slow.repeats()
     @parameterized.parameters(*QWEN3_NEXT)
     def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
-        engine, model = self.load(name), self.reference(name)
-        tokens = random_tokens(2, 80)
-        with torch.no_grad():
-            expected = model(torch.as_tensor(tokens)).logits.numpy()
-        self.assertLess(relative_errors(engine.logits(tokens), expected).max(), RELATIVE_ERROR)
-        prompts = prompts_of(PROMPT_LENGTHS)
-        found = engine.generate(prompts, max_new_tokens=NUM_GREEDY, ignore_eos=True)
-        for prompt, answer in zip(prompts, found, strict=True):
-            expected, sure = greedy_reference(model, prompt, NUM_GREEDY)
-            self.assertGreater(sure, NUM_GREEDY / 2)
-            self.assertEqual(answer.tokens[:sure], expected[:sure])
+        reference = parity.of_transformers(self.reference(name))
+        lengths = (3, 17, 70)  # the last is more than one chunk of the rule
+        parity.check(self, self.load(name), reference, lengths=lengths, num_tokens=80)
 
     @pytest.mark.slow
     def test_perplexity(self):
