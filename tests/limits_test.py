@@ -66,21 +66,6 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(tokens(engine), RESIDENT)
 
     @pytest.mark.slow
-    def test_residency_is_invisible_in_the_demo_model(self):
-        resident, half = (
-            Engine.from_pretrained(
-                "demo", limits=Limits(slots=slots), dtype="float32", platform="cpu",
-                progress=False, batch=2, context=64,
-            )
-            for slots in (-1, 16)
-        )  # fmt: skip
-        prompts = ["Once upon a time", "The little dog said"]
-        said = [engine.generate(prompts, max_new_tokens=24) for engine in (resident, half)]
-        self.assertEqual(*([answer.tokens for answer in answers] for answers in said))
-        self.assertIsNone(resident.ledger)
-        self.assertGreater(totals(half)["evictions"], 100)
-
-    @pytest.mark.slow
     def test_slots_and_transients_are_those_asked_for(self):
         engine = limited(slots=3, transient=2, prefetch=1)
         self.assertEqual(tokens(engine), RESIDENT)

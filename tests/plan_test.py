@@ -181,6 +181,7 @@ class ContractTest(PlanCase):
         self.assertLessEqual(found, planned)
         self.assertLess(planned, 2 * found)
 
+    @slow.repeats()
     @parameterized.parameters((WIDE_ATTENTION, 1), (WIDE_EXPERTS, 4))
     def test_programs_take_no_more_than_planned_and_not_much_less(self, shape, batch):
         engine = self.engine(Limits(), shape, batch)
