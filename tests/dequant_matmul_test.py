@@ -278,20 +278,14 @@ class CheckTest(HostTestCase):
 class ChoiceTest(parameterized.TestCase):
     case = Case(Form(3), terms=(Terms(Form(3), (1, 2, 3), 3),))
 
-    @parameterized.parameters(sorted(HOST_CASES))
-    def test_triton_refuses_nothing_of_the_contract(self, name):
-        x, weights, _, low_rank = random_operands(HOST_CASES[name], seed(name))
-        for capability in CAPABILITIES:
-            target = Target("gpu", capability)
-            self.assertIsNone(
-                package.OPERATION.refusal("triton", x, weights, low_rank, target=target)
-            )
-
-    @parameterized.parameters(sorted(WHOLE))
-    def test_mosaic_refuses_nothing_whole(self, name):
-        x, weights, _, low_rank = random_operands(WHOLE[name], seed(name))
-        reason = package.OPERATION.refusal("mosaic", x, weights, low_rank, target=SIMULATED)
-        self.assertIsNone(reason)
+    def test_kernels_refuse_nothing_of_the_contract(self):
+        """Triton's takes all on every GPU, Mosaic's all that is whole."""
+        gpus = [("triton", Target("gpu", capability)) for capability in CAPABILITIES]
+        for name, case in HOST_CASES.items():
+            x, weights, _, low_rank = random_operands(case, seed(name))
+            for kernel, target in (*gpus, *[("mosaic", SIMULATED)] * (name in WHOLE)):
+                reason = package.OPERATION.refusal(kernel, x, weights, low_rank, target=target)
+                self.assertIsNone(reason, f"{kernel} {name}")
 
     def test_what_does_not_fit_is_refused(self):
         operands = random_operands(self.case, seed(self.id()))
