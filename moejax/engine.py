@@ -29,12 +29,16 @@ from moejax.inference.chunking import (
     longest_chunk,
 )
 from moejax.inference.compile_notice import CompileNotice
-from moejax.inference.generation import Chunk, Generation, GenerationSettings
-from moejax.inference.generation_defaults import read_generation_defaults, with_defaults
+from moejax.inference.generation import (
+    Chunk,
+    Generation,
+    GenerationSettings,
+    read_generation_defaults,
+    with_defaults,
+)
 from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.recorder import RecordSpec, recording
-from moejax.inference.runner import Runner
-from moejax.inference.session import settings_by_row
+from moejax.inference.runner import Runner, settings_by_row
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import KernelChoice, describe_packing
 from moejax.text.chat_template import ChatSettings, checked_messages

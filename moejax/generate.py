@@ -161,7 +161,7 @@ def _close(
     prompt_tokens: int,
     new_tokens: int,
 ) -> None:
-    from moejax.inference.generation_defaults import describe_defaults
+    from moejax.inference.generation import describe_defaults
 
     figures = report.closing_line(
         timing,

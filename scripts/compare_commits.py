@@ -91,7 +91,10 @@ def run(tree: Path, job: Job) -> dict[str, float]:
         rows, start = Path(folder) / "rows.jsonl", time.monotonic()
         module = module_of(tree, job)
         command = [sys.executable, "-m", module, *job.words, f"{job.output}={rows}"]
-        env = {**os.environ, "PYTHONPATH": str(tree.resolve())}
+        path = os.pathsep.join(
+            [str(tree.resolve()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        )
+        env = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
         if done.returncode:
             sys.exit(

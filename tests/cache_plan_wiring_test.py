@@ -20,6 +20,7 @@ from moejax.experts.residency import CacheSpec, empty
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference.runner import Runner
 from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.layer_index import layer_indices
 from moejax.models.routing import routing_of
 from moejax.weights import linear as ops
 from pallas_kernels import cache_plan, expert_fetch
@@ -78,12 +79,12 @@ def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
         cached, outputs = ExpertCacheSpec(None, ("stored",), (spec,)), []
         cache = ExpertCache((pool,), (), None)
         experts = CachedExperts(cached, CONFIG, cache, (store,), ("row",), kernels)
-        routings = [routing_of(layer, CONFIG) for layer in logits]
-        for layer, routing in enumerate(routings):
-            ahead = (lambda: routings[1]) if layer == 0 else None
-            found = experts(layer, x, routing, mask, ahead)
+        routings, carry = [routing_of(layer, CONFIG) for layer in logits], experts.init()
+        for layer, routing in zip(layer_indices(CONFIG), routings, strict=True):
+            ahead = (lambda: routings[1]) if layer.next_moe else None
+            found, carry, _ = experts(carry, layer, x, routing, mask, ahead, None)
             outputs.append(jnp.where(mask[:, None], found, 0.0))
-        return experts.finish().pools[0], outputs
+        return carry.cache.pools[0], outputs
 
     pool = ExpertPool(
         tuple(

@@ -13,8 +13,8 @@ from absl.testing import absltest, parameterized
 
 import moejax
 from moejax.errors import MoejaxError
-from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig
+from moejax.models.transformer import forward, merge_weights, model_definition
 from moejax.quantization.grid import Grid
 from moejax.quantization.pipeline.calibration import TEXT_PATH, calibration_tokens, shipped_text
 from moejax.quantization.pipeline.forward import LayerRun, file_backed

@@ -17,9 +17,8 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from moejax.errors import MoejaxError
-from moejax.models.config import weight_shapes
+from moejax.models.config import RouterRule, weight_shapes
 from moejax.models.hf.config import model_config, read_model_config, to_hf_config
-from moejax.models.parts import RouterRule
 from moejax.models.rope import scaled_frequencies
 from moejax.models.shapes import DEEPSEEK_MOE_16B, DEEPSEEK_V2_LITE
 from moejax.text.tokenizer import Tokenizer

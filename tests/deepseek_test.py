@@ -24,17 +24,22 @@ from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models import latent_attention
-from moejax.models.assembly import forward, merge_weights, model_definition
-from moejax.models.config import ModelConfig
+from moejax.models.attention import Attended
+from moejax.models.config import LatentAttention as Widths
+from moejax.models.config import ModelConfig, RopeScaling, RouterRule
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.latent_attention import is_expanded
 from moejax.models.layer_index import layer_indices
-from moejax.models.parts import LatentAttention as Widths
-from moejax.models.parts import RopeScaling, RouterRule
 from moejax.models.rope import model_angles
 from moejax.models.routing import prefetch_scores, routing_of
 from moejax.models.shapes import DEEPSEEK_V2_LITE
-from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.models.transformer import (
+    ChunkSpec,
+    Transformer,
+    forward,
+    merge_weights,
+    model_definition,
+)
 from moejax.policies.attention_importance import attention_received
 from moejax.weights.qtensor import Weight
 from tests import parity, slow, tiny_engine
@@ -182,7 +187,7 @@ def run_in_chunks(sizes: tuple[int, ...], *, expanded: bool = True) -> Any:
         model = merge_weights(definition, weights)
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(positions[None], tokens.shape)
-        return model(tokens, positions, mask[:, : tokens.shape[1]], cache, spec)
+        return model(tokens, positions, mask[:, : tokens.shape[1]], cache, spec)[:2]
 
     weights, start, found = tiny_weights(), 0, []
     cache = empty_cache(TINY, 2, SLOTS, jnp.float32)
@@ -310,7 +315,7 @@ class FormsTest(parameterized.TestCase):
 
     def shown_and_attended(
         self, expanded: bool, dtype: Any = jnp.float32
-    ) -> tuple[list[Any], jax.Array]:
+    ) -> tuple[Attended, jax.Array]:
         """In `dtype`, of numbers that bfloat16 has."""
 
         def as_dtype(array: Any) -> jax.Array:
@@ -318,7 +323,7 @@ class FormsTest(parameterized.TestCase):
 
         weights = jax.tree.map(as_dtype, tiny_weights())
         model = merge_weights(model_definition(TINY), weights)
-        rng, shown = np.random.default_rng(1), []
+        rng = np.random.default_rng(1)
         cache = jax.tree.map(
             lambda of: as_dtype(rng.standard_normal(of.shape)),
             empty_cache(TINY, 2, SLOTS, dtype),
@@ -326,25 +331,25 @@ class FormsTest(parameterized.TestCase):
         positions = jnp.broadcast_to(jnp.arange(9, 14, dtype=jnp.int32)[None], (2, 5))
         normed = as_dtype(rng.standard_normal((2, 5, TINY.model_dim)))
         spec, mask = ChunkSpec(SLOTS, False, "dense", "xla"), jnp.ones((2, 5), bool)
-        attend = model.attention_of(cache, positions, spec, lambda *of: shown.append(of), mask)
+        attend = model.attention_of(cache, positions, spec, mask, is_observed=True)
         index, angles = layer_indices(TINY)[2], model_angles(TINY, positions)
         with mock.patch.object(latent_attention, "is_expanded", lambda *_, **__: expanded):
-            return shown, model.attention(normed, index, angles, attend)
+            found = model.attention(normed, index, angles, attend)
+            return attend.take_attended(), found
 
     @pytest.mark.slow
     def test_absorbed_is_expanded(self):
-        (one,), expected = self.shown_and_attended(True)
-        (other,), found = self.shown_and_attended(False)
+        one, expected = self.shown_and_attended(True)
+        other, found = self.shown_and_attended(False)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-        self.assertEqual((one[1].shape, one[2].shape), ((2, 5, 4, 16), (2, SLOTS, 4, 16)))
-        self.assertEqual((other[1].shape, other[2].shape), ((2, 5, 4, 30), (2, SLOTS, 1, 30)))
+        self.assertEqual((one.q.shape, one.keys.shape), ((2, 5, 4, 16), (2, SLOTS, 4, 16)))
+        self.assertEqual((other.q.shape, other.keys.shape), ((2, 5, 4, 30), (2, SLOTS, 1, 30)))
         # Scores are those of the model's own scale, however wide what is shown is.
         received = [
             attention_received(q * (TINY.score_scale * q.shape[-1] ** 0.5), k, positions, mask)
-            for _, q, k, positions, mask in (one, other)
+            for q, k, positions, mask in (one, other)
         ]
         np.testing.assert_allclose(*received, rtol=1e-4, atol=1e-6)
-        self.assertEqual(one[0], 2)
 
     @pytest.mark.slow
     def test_both_round_as_far(self):

@@ -14,8 +14,8 @@ import transformers
 from absl.testing import absltest
 
 from moejax.checkpoints import load_weights
-from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.hf.config import read_model_config
+from moejax.models.transformer import forward, merge_weights, model_definition
 from scripts.demo_training import wikitext
 from tests.script_runs import ROOT, run_file
 

@@ -12,7 +12,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
-from moejax.models.parts import RopeScaling
+from moejax.models.config import RopeScaling
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 CONTEXT = 256

@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moejax.models import expert_products, grouped_experts, moe, routing
+from moejax.models import expert_products, moe, routing
 from pallas_kernels import expert_mlp
 from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
@@ -68,7 +68,7 @@ def run_experts(
         case "block":
             return moe.experts_by_block(x, routing, gate_up, down, layer, mask, 2**20)
         case "grouped":  # plain weights of half precision; float32 is refused
-            return grouped_experts.experts_grouped(
+            return expert_products.experts_grouped(
                 x, routing.ids, routing.weights, gate_up, down, layer, mask, "reference"
             )
     return expert_mlp.expert_mlp(

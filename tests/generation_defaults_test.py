@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.checkpoints.orbax_directory import save_orbax
 from moejax.errors import MoejaxError
-from moejax.inference.generation_defaults import describe_defaults, read_generation_defaults
+from moejax.inference.generation import describe_defaults, read_generation_defaults
 from tests.hf_checkpoints import TinyCheckpoint, reference_model, write_random_checkpoint
 
 QWEN3 = {

@@ -29,13 +29,12 @@ from moejax.experts.residency import CacheSpec, empty
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec, no_gate
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling
-from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import leaves_of
 from moejax.models.shapes import CONFIGS, with_layers
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
@@ -228,21 +227,21 @@ def decode_and_dense(
     state, *rest = decode_operands(config, batch)
     weights = weights_of(config, () if is_plain else leaves_of("attention"))
     dense = {leaf: shape for leaf, shape in weights.items() if leaf not in EXPERT_LEAVES}
-    return state, pool, dense, tuple(stores), *rest
+    return state, pool, steps.StepInputs(dense, tuple(stores)), *rest
 
 
 def compiled_prefill(config: ModelConfig, cached: Any, is_first: bool) -> jax.stages.Compiled:
     """A chunk of one sequence."""
     spec, pool, stores = cached
-    state, _, dense, *_ = decode_and_dense(config, 1, False, pool, stores)
+    state, _, inputs, *_ = decode_and_dense(config, 1, False, pool, stores)
     chunk = ChunkSpec(0 if is_first else CONTEXT, is_first, "grouped_kernel", "xla")
     definition = model_definition(config, ops.Kernels(GPU.target), holds_experts=False)
-    operands = (
-        state.cache, leaf_of((1, config.model_dim)), pool, dense, stores,
-        leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32),
-    )  # fmt: skip
+    first = steps.PrefillState(state.cache, leaf_of((1, config.model_dim)))
+    part = steps.Chunk(
+        leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32)
+    )
     step = functools.partial(steps.prefill_chunk, steps.Program(definition, spec), chunk)
-    return compiled(step, operands, (0, 1, 2), spec, True)
+    return compiled(step, (first, pool, inputs, part), (0, 1), spec, True)
 
 
 def compiled_resident(config: ModelConfig, batch: int) -> jax.stages.Compiled:
@@ -252,7 +251,7 @@ def compiled_resident(config: ModelConfig, batch: int) -> jax.stages.Compiled:
     step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
     state, *rest = decode_operands(config, batch)
     weights = weights_of(config, leaves_of("attention", "experts"))
-    return compiled(step, (state, None, weights, None, *rest), (0,))
+    return compiled(step, (state, None, steps.StepInputs(weights, None), *rest), (0,))
 
 
 def num_launches(text: str) -> int:

@@ -23,8 +23,7 @@ from moejax.inference.generation import GenerationSettings
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.models import layer_index, transformer
-from moejax.models.config import ModelConfig
-from moejax.models.parts import RouterRule
+from moejax.models.config import ModelConfig, RouterRule
 from moejax.models.transformer import Transformer
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation

@@ -20,7 +20,7 @@ from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models import kernel_choice
-from moejax.models.parts import LatentAttention
+from moejax.models.config import LatentAttention
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor

@@ -19,16 +19,16 @@ from moejax import Engine
 from moejax.inference.runner import Runner
 from moejax.models import attention, delta_net, kernel_choice, moe, norm
 from moejax.models import decode_layers as token_step
-from moejax.models.assembly import forward
+from moejax.models.config import LatentAttention, RopeScaling
+from moejax.models.experts import ResidentExperts, routing_record
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.parts import LatentAttention, RopeScaling
 from moejax.models.shapes import (
     DEEPSEEK_V2_LITE,
     MIXTRAL_8X7B,
     QWEN3_30B_A3B,
     QWEN3_NEXT_80B_A3B,
 )
-from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.models.transformer import ChunkSpec, Transformer, forward
 from moejax.weights import linear as ops
 from pallas_kernels import op
 from pallas_kernels.target import SIMULATED, Target
@@ -109,11 +109,14 @@ def interpreted() -> Iterator[dict[str, mock.Mock]]:
         yield found
 
 
-def stepping(model: Transformer, spec: ChunkSpec, run: Any = None) -> Any:
-    """`model.routed` compiled: of tokens, positions and the cache."""
+def stepping(model: Transformer, spec: ChunkSpec) -> Any:
+    """`model` compiled, with its routing: of tokens, positions and the cache."""
+    experts = ResidentExperts(model.moe, spec.experts, routing_record)
 
     def step(tokens: jax.Array, positions: jax.Array, cache: KVCache) -> Any:
-        return model.routed(tokens, positions, jnp.ones(tokens.shape, bool), cache, spec, run)
+        mask = jnp.ones(tokens.shape, bool)
+        cache, hidden, _, routing = model(tokens, positions, mask, cache, spec, experts)
+        return cache, hidden, routing
 
     return jax.jit(step)
 
@@ -201,9 +204,9 @@ class WiringTest(HostTestCase):
                 expected_cache, expected, others = by_xla(tokens, positions, expected_cache)
                 self.assertEqual((found.shape, found.dtype), (expected.shape, HALF))
                 self.assertLess(relative(found, expected), 0.03)
-                self.assertLen(routings, len(config.moe_layers))
-                for one, other in zip(routings, others, strict=True):
-                    self.assertLess(relative(one.probabilities, other.probabilities), 0.03)
+                self.assertLen(routings.ids, len(config.moe_layers))
+                for one, other in zip(routings.probabilities, others.probabilities, strict=True):
+                    self.assertLess(relative(one, other), 0.03)
                 for field in dataclasses.fields(cache):
                     new, old = getattr(cache, field.name), getattr(expected_cache, field.name)
                     if new is None:
@@ -251,14 +254,16 @@ class WiringTest(HostTestCase):
         def what_is_seen(kernels: ops.Kernels, spec: ChunkSpec) -> tuple[Any, Any]:
             layers, seen, model = [], [], small_model(QWEN, kernels)
 
-            def run(layer: int, x: jax.Array, routing: Any, mask: Any, ahead: Any) -> jax.Array:
-                layers.append(layer)
-                seen.append((x, routing.ids, ahead().ids if ahead else None))
-                return x
+            class Seeing(ResidentExperts):
+                def __call__(self, carry: Any, layer: Any, x: jax.Array, *inputs: Any) -> Any:
+                    routing, _, next_routing, _ = inputs
+                    layers.append(layer.mlp)
+                    seen.append((x, routing.ids, next_routing().ids if next_routing else None))
+                    return x, None, None
 
             def step(cache: KVCache) -> Any:
-                mask = jnp.ones((2, 1), bool)
-                return model.routed(tokens, positions, mask, cache, spec, run)[1], seen
+                mask, experts = jnp.ones((2, 1), bool), Seeing(None, "dense")
+                return model(tokens, positions, mask, cache, spec, experts)[1], seen
 
             found = jax.jit(step)(filled_cache(QWEN, 2))
             self.assertEqual(layers, [0, 1])

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from moejax.models.config import ModelConfig
-from moejax.models.parts import DeltaNet, LatentAttention, RopeScaling, RouterRule
+from moejax.models.config import DeltaNet, LatentAttention, ModelConfig, RopeScaling, RouterRule
 from tests.random_checkpoints import TINY
 
 # Standard attention; shared experts; the first layer dense.

@@ -12,11 +12,16 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from moejax.models import attention
-from moejax.models.assembly import flat_weights, forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.norm import rms_norm
 from moejax.models.rope import rotary_angles, rotate
-from moejax.models.transformer import Transformer
+from moejax.models.transformer import (
+    Transformer,
+    flat_weights,
+    forward,
+    merge_weights,
+    model_definition,
+)
 from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, TOLERANCE, assert_near

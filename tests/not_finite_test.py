@@ -23,7 +23,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.step_output import names_a_token
+from moejax.inference.sampling import names_a_token
 from tests import slow, tiny_engine
 from tests.serving_case import served, tiny_chat_engine
 

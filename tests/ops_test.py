@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.models import grouped_experts, moe
+from moejax.models import expert_products, moe
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor, Weight
 from pallas_kernels.op import Operation
@@ -243,7 +243,7 @@ def run_experts(
         return moe.experts_by_row(x, routing, gate_up, down, LAYER)
     mask = jnp.ones(len(x), bool)
     if impl == "grouped":
-        return grouped_experts.experts_grouped(
+        return expert_products.experts_grouped(
             x, routing.ids, routing.weights, gate_up, down, LAYER, mask, "reference"
         )
     return moe.experts_by_block(x, routing, gate_up, down, LAYER, mask, 2**12)
@@ -291,7 +291,7 @@ class ExpertsTest(HostTestCase):
 
     def test_grouped_leaves_padding_alone(self):
         (x, routing, gate_up, down), expected = operands("int3_ranks")
-        found = grouped_experts.experts_grouped(
+        found = expert_products.experts_grouped(
             x.at[1].set(jnp.nan), routing.ids, routing.weights, gate_up, down, LAYER,
             jnp.asarray([True, False]), "reference",
         )  # fmt: skip

@@ -14,8 +14,7 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
-from moejax.models.assembly import merge_weights, model_definition
-from moejax.models.transformer import Transformer
+from moejax.models.transformer import Transformer, merge_weights, model_definition
 from moejax.text.windows import PRESETS, Windowing, windows
 from tests import numpy_model, slow
 from tests.hf_checkpoints import reference_model, write_checkpoint

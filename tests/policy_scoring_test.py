@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,16 +29,16 @@ MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
 
 
 def total_chunk(
-    program: Any, spec: Any, cache: Any, total: jax.Array, pool: Any, weights: Any, store: Any,
-    tokens: jax.Array, start: jax.Array, lengths: jax.Array,
-) -> Any:  # fmt: skip
+    program: Any, spec: Any, state: Any, experts: Any, inputs: Any, chunk: steps.Chunk
+) -> steps.StepResult:
     """A step of `Runner.scan_windows`: the nats of each token at its own place."""
-    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    targets = jnp.where((start + places)[None] < lengths[:, None], tokens, -1)
-    cache, pool, nats, recorded = steps.score_chunk(
-        program, spec, cache, pool, weights, store, tokens, start, lengths, places, targets
-    )
-    return cache, total + nats.sum(), pool, recorded
+    cache, total = state
+    places = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)
+    wanted = (chunk.start + places)[None] < chunk.lengths[:, None]
+    targets = jnp.where(wanted, chunk.tokens, -1)
+    found = steps.score_chunk(program, spec, cache, experts, inputs, chunk, places, targets)
+    total += found.output.sum()
+    return steps.StepResult((found.state, total), found.experts, None, found.recorded)
 
 
 class PolicyScoringTest(parameterized.TestCase):

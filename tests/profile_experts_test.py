@@ -25,7 +25,7 @@ from moejax.errors import MoejaxError
 from moejax.evaluation.expert_profile import Counting, profile
 from moejax.inference import chunking as chunks
 from moejax.inference.runner import Runner
-from moejax.models.assembly import forward, merge_weights, model_definition
+from moejax.models.transformer import forward, merge_weights, model_definition
 from moejax.policies.buddy_gates import ENTROPY_BINS
 from moejax.policies.buddy_lists import alpha_schedule
 from moejax.policies.expert_activity import ExpertActivity

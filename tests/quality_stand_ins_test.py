@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest
 
-from moejax.models.assembly import merge_weights, model_definition
+from moejax.models.transformer import merge_weights, model_definition
 from scripts.studies.quality import stand_ins as quality_stand_ins
 from scripts.studies.quality.bench import Model, Windows
 
@@ -130,7 +130,8 @@ class RoutedTest(absltest.TestCase):
         chosen = np.take_along_axis(outputs, found.ids[0][..., None], axis=1)
         summed = (chosen * found.weights[0][..., None]).sum(1)
         whole = merge_weights(model_definition(model.config), model.weights)
-        ran, _ = whole.moe(jnp.asarray(found.x[0]), 0, jnp.ones(16, bool), "block")
+        x = jnp.asarray(found.x[0])
+        ran = whole.moe(x, whole.moe.route(x, 0), 0, jnp.ones(16, bool), "block")
         np.testing.assert_allclose(summed, ran, rtol=2e-4, atol=2e-5)
 
 

@@ -13,9 +13,9 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
-from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import KIND_OF_LEAF, KINDS, NEVER_PACKED, kind_of, layers_of
+from moejax.models.transformer import forward, merge_weights, model_definition
 from moejax.quantization.pipeline.forward import LayerRun
 from moejax.quantization.pipeline.inventory import take_inventory
 from moejax.quantization.pipeline.layer_steps import one_layer

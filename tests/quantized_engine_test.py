@@ -14,8 +14,8 @@ from moejax import Engine
 from moejax.inference import chunking as chunks
 from moejax.inference import runner, steps
 from moejax.models import kernel_choice, moe
-from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target

@@ -17,11 +17,9 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.evaluation.perplexity import log_likelihood
 from moejax.inference import runner, steps
-from moejax.models.assembly import forward, merge_weights, model_definition
-from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.config import DeltaNet, ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.parts import DeltaNet
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, forward, merge_weights, model_definition
 from moejax.text.windows import Windowing
 from tests import parity, slow, tiny_engine
 from tests.cached_runners import random_weights as pooled_weights
@@ -145,7 +143,7 @@ class CacheTest(Qwen3NextTestCase):
             positions = jnp.broadcast_to(first + jnp.arange(tokens.shape[1]), tokens.shape)
             model = merge_weights(definition, engine.weights)
             mask = jnp.ones(tokens.shape, bool)
-            cache, hidden = model(tokens, positions.astype(jnp.int32), mask, cache, spec)
+            cache, hidden, *_ = model(tokens, positions.astype(jnp.int32), mask, cache, spec)
             return cache, model.project_to_vocab(hidden)
 
         cache, found = step(cache, tokens[:, :num_first], 0, ChunkSpec(0, True, "dense", "xla"))
@@ -202,10 +200,11 @@ def compiled_chunk(
     cache = jax.eval_shape(functools.partial(long_cache, config, num_slots, batch))
     spec = ChunkSpec(num_slots, False, "block", "xla")
     step = functools.partial(steps.prefill_chunk, steps.Program(model_definition(config)), spec)
-    return jax.jit(step, donate_argnums=(0, 1)).lower(
-        cache, array((batch, config.model_dim), f32), None, weights, None,
-        array((batch, size), i32), array((), i32), array((batch,), i32),
-    ).compile(AS_USERS_COMPILE)  # fmt: skip
+    state = steps.PrefillState(cache, array((batch, config.model_dim), f32))
+    chunk = steps.Chunk(array((batch, size), i32), array((), i32), array((batch,), i32))
+    inputs = steps.StepInputs(weights, None)
+    lowered = jax.jit(step, donate_argnums=0).lower(state, None, inputs, chunk)
+    return lowered.compile(AS_USERS_COMPILE)
 
 
 class MemoryTest(Qwen3NextTestCase):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest
 
-from moejax.models.assembly import forward, merge_weights, model_definition
+from moejax.models.transformer import forward, merge_weights, model_definition
 from scripts.studies.quality import coactivation, routing, weights
 from scripts.studies.quality.bench import DOMAINS, Windows
 from scripts.studies.quality.demo import WIKI, Demo

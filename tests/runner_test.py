@@ -28,8 +28,7 @@ from moejax.inference.chunking import (
     prefill_chunks,
 )
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.runner import Runner
-from moejax.inference.session import Session
+from moejax.inference.runner import Runner, Session
 from moejax.models import kv_cache as cache
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import QWEN3_30B_A3B, SHAPES

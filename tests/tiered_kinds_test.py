@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from moejax.experts import cached_experts
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
-from moejax.models.parts import RouterRule
+from moejax.models.config import RouterRule
 from moejax.models.routing import routing_of, weights_of
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import BuddyLists

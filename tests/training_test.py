@@ -13,10 +13,9 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from moejax.errors import MoejaxError
-from moejax.models.assembly import flat_weights, forward, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.shapes import SHAPES
-from moejax.models.transformer import Transformer
+from moejax.models.transformer import Transformer, flat_weights, forward, model_definition
 from scripts.demo_training import corpus as corpus_lib
 from scripts.demo_training.batches import crop_source, sample_crops
 from scripts.demo_training.losses import balance_loss, expert_share, head_loss

@@ -11,8 +11,7 @@ from moejax.benchmarking.step_cost import distinct_experts
 from moejax.experts.ledger import Ledger, TierLedger
 from moejax.inference.batch import Batch, raise_errors, runs_whole
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.runner import Runner
-from moejax.inference.session import settings_by_row
+from moejax.inference.runner import Runner, settings_by_row
 from moejax.models.transformer import ChunkSpec
 
 Prompts = list[list[int]]

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from moejax.inference import steps
-from moejax.inference.runner import Runner
-from moejax.inference.session import Session
-from moejax.models.assembly import merge_weights, model_definition
+from moejax.inference.runner import Runner, Session
 from moejax.models.config import ModelConfig
+from moejax.models.experts import ResidentExperts
 from moejax.models.kernel_choice import EXPERT_LEAVES
-from moejax.models.transformer import ChunkSpec
+from moejax.models.routing import Routing
+from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.weights.qtensor import Weight
 
 
@@ -91,15 +91,16 @@ def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float
         state: steps.DecodeState, weights: steps.Weights
     ) -> tuple[steps.DecodeState, jax.Array]:
         model = merge_weights(definition, weights)
-        cache, _, routings = model.routed(
-            state.tokens[:, None], state.positions[:, None], ~state.done[:, None], state.cache, spec
-        )
         num_experts = runner.config.num_experts
-        counts = [
-            jnp.sum(jnp.zeros(num_experts, jnp.int32).at[routing.ids.reshape(-1)].max(1))
-            for routing in routings
-        ]
-        mean = jnp.mean(jnp.stack(counts).astype(jnp.float32))
+
+        def num_chosen(x: jax.Array, routing: Routing) -> jax.Array:
+            return jnp.sum(jnp.zeros(num_experts, jnp.int32).at[routing.ids.reshape(-1)].max(1))
+
+        cache, _, _, counts = model(
+            state.tokens[:, None], state.positions[:, None], ~state.done[:, None], state.cache,
+            spec, ResidentExperts(model.moe, spec.experts, num_chosen),
+        )  # fmt: skip
+        mean = jnp.mean(counts.astype(jnp.float32))
         return dataclasses.replace(state, cache=cache), mean
 
     _, mean = jax.jit(count, donate_argnums=0)(session.state, runner.weights)

@@ -15,12 +15,12 @@ from moejax.errors import MoejaxError
 from moejax.files import result_rows as results
 from moejax.inference import steps
 from moejax.inference.runner import Runner
-from moejax.models.assembly import merge_weights
 from moejax.models.expert_products import swiglu
+from moejax.models.experts import ResidentExperts
 from moejax.models.kv_cache import KVCache
 from moejax.models.moe import SparseMoe
 from moejax.models.routing import Routing
-from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.models.transformer import ChunkSpec, merge_weights
 from moejax.policies.expert_activity import (
     ExpertActivity,
     no_activity,
@@ -101,66 +101,44 @@ def profile(
 
 
 @functools.cache
-def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, None]]:
+def _step(counting: Counting) -> Callable[..., steps.StepResult[tuple[KVCache, ExpertActivity]]]:
     """Step for `Runner.scan_windows`; one object per setting, since functions are program keys."""
 
     def profile_chunk(
         program: steps.Program,
         spec: ChunkSpec,
-        cache: KVCache,
-        activity: ExpertActivity,
-        pool: steps.Pool,
-        weights: steps.Weights,
-        store: steps.Store,
-        tokens: jax.Array,
-        start: jax.Array,
-        lengths: jax.Array,
-    ) -> tuple[KVCache, ExpertActivity, None]:
-        del pool, store
-        if program.pool is not None:
+        state: tuple[KVCache, ExpertActivity],
+        experts: None,
+        inputs: steps.StepInputs,
+        chunk: steps.Chunk,
+    ) -> steps.StepResult[tuple[KVCache, ExpertActivity]]:
+        if experts is not None:
             raise ValueError("a profile needs a model that holds all its experts")
-        model = merge_weights(program.definition, weights)
-        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        mask = positions[None] < lengths[:, None]
+        cache, activity = state
+        model = merge_weights(program.definition, inputs.weights)
+        positions, mask = steps.chunk_positions(chunk)
         share = jnp.where(positions < counting.warmup, counting.warmup_weight, 1.0)
-        counted = jnp.where(mask, share[None].astype(jnp.float32), 0.0).reshape(-1)
-        seen = LayerInputs(model, spec)
-        places = jnp.broadcast_to(positions[None], tokens.shape)
-        cache, _, routings = model.routed(tokens, places, mask, cache, spec, seen, lengths=lengths)
-        for layer, routing in enumerate(routings):
+        counted = jnp.where(mask, share.astype(jnp.float32), 0.0).reshape(-1)
+
+        def record(x: jax.Array, routing: Routing) -> tuple[jax.Array | None, Routing]:
+            return x if counting.outputs else None, routing
+
+        run = ResidentExperts(model.moe, spec.experts, record)
+        cache, _, _, (x, (probabilities, _, ids)) = model(
+            chunk.tokens, positions, mask, cache, spec, run, chunk.lengths
+        )
+        for layer in range(len(ids)):
             activity = with_layer(
-                activity, layer, routing.probabilities, routing.ids, counted, counting.temperature
+                activity, layer, probabilities[layer], ids[layer], counted, counting.temperature
             )
             if layer > 0:
-                before = routings[layer - 1].ids
-                activity = with_following(activity, layer - 1, before, routing.ids, counted)
+                activity = with_following(activity, layer - 1, ids[layer - 1], ids[layer], counted)
             if counting.outputs:
-                x = seen.inputs[layer]
-                activity = _compared(activity, model.moe, layer, x, routing.ids, counted)
-        return cache, dataclasses.replace(activity, tokens=activity.tokens + counted.sum()), None
+                activity = _compared(activity, model.moe, layer, x[layer], ids[layer], counted)
+        activity = dataclasses.replace(activity, tokens=activity.tokens + counted.sum())
+        return steps.StepResult((cache, activity), None, None, None)
 
     return profile_chunk
-
-
-class LayerInputs:
-    """Runs the experts of a model as it would itself, and keeps their inputs."""
-
-    def __init__(self, model: Transformer, spec: ChunkSpec):
-        self._model, self._spec = model, spec
-        self.inputs: list[jax.Array] = []  # [N, D] of each sparse layer
-
-    def __call__(
-        self,
-        layer: ops.Index,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
-        ahead: Callable[[], Routing] | None,
-    ) -> jax.Array:
-        """See `models.run_experts.RunExperts`."""
-        del routing, ahead
-        self.inputs.append(x)
-        return self._model.moe(x, layer, token_mask, self._spec.experts)[0]
 
 
 def _compared(

@@ -8,8 +8,7 @@ router's choice: residency is invisible in the result. Where an expert is that i
 several tiers, DyMoE's rules say (`pallas_kernels.cache_plan.serve`). The host is never asked,
 except for experts that are on the disk alone (`PoolSpec.read`).
 
-`run_layer` takes the cache and returns it; `moejax.experts.cached_experts` carries it from layer to
-layer.
+`run_layer` takes the cache and returns it: that is the carry of `moejax.experts.cached_experts`.
 
 With prefetch, layers take turns between two banks of slots: what is copied for the next layer
 writes one array while this layer's products read the other, and where XLA runs the step as a CUDA
@@ -34,15 +33,17 @@ from moejax.experts.fetch import Fetching, Slots, from_host_together
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
-    Experts,
+    ExpertStacks,
     Pairs,
+    choose_for_tiers,
+    choose_grouped,
     combine,
     products_by_block,
     products_by_row,
     products_grouped,
     products_of_tiers,
 )
-from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
+from moejax.models.layer_index import LayerIndex
 from moejax.models.moe import STEP_BYTES, ExpertImpl
 from moejax.models.routing import Routing
 from moejax.policies.base import (
@@ -61,8 +62,8 @@ Wanted = Callable[[], jax.Array]  # int32[L], experts to prefetch for the next l
 class TierStep:
     """One tier's part of a step: functions from its slots to its slots, in one trace.
 
-    `turn` is the number of the layer that runs, but for a multiple of the banks; its bank is that
-    of `after` 0, the next layer's that of 1.
+    `turn` is `LayerIndex.turn` of the layer that runs; its bank is that of `after` 0, the next
+    layer's that of 1.
 
     Attributes:
       spec: static.
@@ -147,35 +148,30 @@ class TierStep:
         clock = pool.residency.clock - 1  # which the plan has advanced
         return dataclasses.replace(pool, used=used.at[layer, places].set(clock, mode="drop"))
 
-    def next_layer(self, layer: Index) -> Index:
-        """Index of the next layer; inside a loop the last one is its own."""
-        last = self.spec.cache.num_layers - 1
-        return layer + 1 if isinstance(layer, int) else jnp.minimum(layer + 1, last)
-
     def prefetch(
-        self, pool: ExpertPool, turn: int, layer: Index, mask: jax.Array, wanted: Wanted | None
+        self, pool: ExpertPool, layer: LayerIndex, mask: jax.Array, wanted: Wanted | None
     ) -> ExpertPool:
         """Prefetches the next layer's predicted experts beside this layer's products."""
         if not (wanted and self.most_ahead):
             return pool
-        ids, following = wanted(), self.next_layer(layer)
+        assert layer.next_moe is not None
+        ids, following = wanted(), layer.next_moe.mlp
         mask = mask.reshape(-1)
-        if not isinstance(layer, int):
-            mask &= layer + 1 < self.spec.cache.num_layers
+        if not isinstance(layer.mlp, int):
+            mask &= layer.mlp + 1 < self.spec.cache.num_layers
         state: State = (pool.residency, pool.counts)
         jobs, state = self.placing.expect(0, state, self.store.row_of, following, ids, mask)
         pool = dataclasses.replace(pool, residency=state[0], counts=state[1])
-        return self.copy_rows(pool, turn, following, jobs, 1, beside=True)
+        return self.copy_rows(pool, layer.turn, following, jobs, 1, beside=True)
 
     def products(
-        self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
+        self, pool: ExpertPool, layer: LayerIndex, x: jax.Array, ids: jax.Array,
         active: jax.Array, plan: Placed, mask: jax.Array, wanted: Wanted | None,
     ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
         """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
 
         Args:
           pool: donated.
-          layer: index among the sparse layers; int32[] inside a loop.
           x: [N, D], normed.
           ids: int32[N, A], experts.
           active: bool[N, A], pairs that run here.
@@ -184,25 +180,23 @@ class TierStep:
           wanted: gives the experts to prefetch after the waves.
         """
         if not self.num_waves(active.size):
-            return self._multiply(
-                x, *self.pairs_and_slots(pool, turn, layer, ids, active, plan)
-            ), pool
+            return self._multiply(x, *self.pairs_and_slots(pool, layer, ids, active, plan)), pool
         # Only chunks run in a loop, with a traced layer.
-        double = self.spec.cache.banks > 1 and not isinstance(layer, int)
+        double = self.spec.cache.banks > 1 and not isinstance(layer.mlp, int)
         run = self._stream_waves_double_buffered if double else self._stream_waves
-        products, pool = run(pool, turn, layer, x, plan, active)
+        products, pool = run(pool, layer.turn, layer.mlp, x, plan, active)
         # Comes last: anything that waits for slots of a wave would be copied.
-        return products, self.prefetch(pool, turn, layer, mask, wanted)
+        return products, self.prefetch(pool, layer, mask, wanted)
 
     def pairs_and_slots(
-        self, pool: ExpertPool, turn: int, layer: Index, ids: jax.Array, active: jax.Array,
+        self, pool: ExpertPool, layer: LayerIndex, ids: jax.Array, active: jax.Array,
         plan: Placed,
-    ) -> tuple[Pairs, Experts]:  # fmt: skip
+    ) -> tuple[Pairs, ExpertStacks]:  # fmt: skip
         """The pairs and their experts where there are no waves."""
         pairs = Pairs(plan.slot, active & (plan.wave == 0), plan.wave)
         if self.spec.emulated:
-            pairs = Pairs(self.store.row_of[layer][ids], active)
-        return pairs, self._experts(pool, turn, layer, plan, 0)
+            pairs = Pairs(self.store.row_of[layer.mlp][ids], active)
+        return pairs, self._experts(pool, layer.turn, layer.mlp, plan, 0)
 
     def _stream_waves(
         self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, plan: Placed,
@@ -287,7 +281,7 @@ class TierStep:
         products, read = jax.lax.optimization_barrier((products, self.bank(pool, turn, bank)))
         return products, self.with_bank(pool, turn, read, bank)
 
-    def _multiply(self, x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
+    def _multiply(self, x: jax.Array, pairs: Pairs, experts: ExpertStacks) -> jax.Array:
         """Multiplies the active pairs: [P, N, A, D]."""
         match self.impl:
             case "row":
@@ -303,7 +297,7 @@ class TierStep:
 
     def _experts(
         self, pool: ExpertPool, turn: int, layer: Index, plan: Placed, wave: Index, bank: int = 0
-    ) -> Experts:
+    ) -> ExpertStacks:
         """Returns slots as stacks, with the low-rank terms of their experts."""
         experts, slot, wave_of = plan.holders
         held, num_slots = self.bank(pool, turn, bank), self.spec.cache.num_slots
@@ -320,7 +314,7 @@ class TierStep:
             return dataclasses.replace(stacked, compensators=placed)
 
         (gate_up, down), (of_gate_up, of_down) = held, self.store.terms
-        return Experts(stack(gate_up, of_gate_up), stack(down, of_down), 0)
+        return ExpertStacks(stack(gate_up, of_gate_up), stack(down, of_down), 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -352,8 +346,7 @@ class CacheStep:
 def run_layer(
     step: CacheStep,
     cache: ExpertCache,
-    turn: int,
-    layer: Index,
+    layer: LayerIndex,
     x: jax.Array,
     routing: Routing,
     token_mask: jax.Array,
@@ -365,8 +358,6 @@ def run_layer(
 
     Args:
       cache: donated.
-      turn: see `TierStep`.
-      layer: index among the sparse layers; int32[] inside a loop.
       x: [N, D], normed.
       token_mask: bool[N], False for padding.
       decision: a policy's; None: the router's choice is run as it is, and no gate mass is counted.
@@ -386,28 +377,26 @@ def run_layer(
     tiers, pools = step.tiers, list(cache.pools)
     found, plans, gate, states = step.placing.plan(
         [(pool.residency, pool.counts) for pool in pools],
-        [tier.store.row_of for tier in tiers], cache.gate, layer, asked, token_mask,
+        [tier.store.row_of for tier in tiers], cache.gate, layer.mlp, asked, token_mask,
     )  # fmt: skip
     for i, (residency, counts) in enumerate(states):
         pools[i] = dataclasses.replace(pools[i], residency=residency, counts=counts)
     served = [found.tier == i for i in range(len(tiers))] if decision is not None else []
-    banks = [tier.bank(pool, turn) for tier, pool in zip(tiers, pools, strict=True)]
+    banks = [tier.bank(pool, layer.turn) for tier, pool in zip(tiers, pools, strict=True)]
     jobs = [plan.admitted for plan in plans]
     fetched = from_host_together([tier.fetching for tier in tiers], banks, jobs)
     for i, tier in enumerate(tiers):
-        pools[i] = tier.finish_fetch(pools[i], turn, layer, fetched[i], jobs[i])
+        pools[i] = tier.finish_fetch(pools[i], layer.turn, layer.mlp, fetched[i], jobs[i])
     if decision is None:
         served = [jnp.broadcast_to(token_mask[:, None], ids.shape)]
     for i, tier in enumerate(tiers):
-        pools[i] = tier.note_uses(pools[i], layer, ids, served[i])
+        pools[i] = tier.note_uses(pools[i], layer.mlp, ids, served[i])
     num_pairs, products = ids.size, []
     if decision is not None and step.is_grouped(num_pairs):
         slot, stacks = found.slot, []
         for i, tier in enumerate(tiers):
-            pools[i] = tier.prefetch(pools[i], turn, layer, token_mask, wanted(i, pools))
-            pairs, experts = tier.pairs_and_slots(
-                pools[i], turn, layer, ids, found.tier == i, plans[i]
-            )
+            pools[i] = tier.prefetch(pools[i], layer, token_mask, wanted(i, pools))
+            pairs, experts = tier.pairs_and_slots(pools[i], layer, ids, found.tier == i, plans[i])
             stacks.append(experts)
             if tier.spec.emulated:
                 slot = jnp.where(found.tier == i, pairs.expert, slot)
@@ -416,10 +405,10 @@ def run_layer(
         for i, tier in enumerate(tiers):
             ahead = wanted(i, pools)
             if not tier.num_waves(num_pairs):
-                pools[i] = tier.prefetch(pools[i], turn, layer, token_mask, ahead)
+                pools[i] = tier.prefetch(pools[i], layer, token_mask, ahead)
             mine = served[0] if decision is None else found.tier == i
             own, pools[i] = tier.products(
-                pools[i], turn, layer, x, ids, mine, plans[i], token_mask, ahead
+                pools[i], layer, x, ids, mine, plans[i], token_mask, ahead
             )
             products.append(own)
         total = _selected(products, found.tier)
@@ -429,7 +418,7 @@ def run_layer(
 
 
 def _products_of_tiers(
-    step: CacheStep, x: jax.Array, tier: jax.Array, slot: jax.Array, tiers: Sequence[Experts]
+    step: CacheStep, x: jax.Array, tier: jax.Array, slot: jax.Array, tiers: Sequence[ExpertStacks]
 ) -> jax.Array:
     """[P, N, A, D], one launch of gates and ups and one of downs for the pairs of all tiers."""
     stacks = [(experts.gate_up, experts.down) for experts in tiers]

@@ -1,14 +1,18 @@
-"""Settings of a generation, and its result."""
+"""Settings of a generation, a checkpoint's defaults for them, and the result."""
 
 import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from absl import logging
 
 from moejax.errors import MoejaxError
+from moejax.models.hf.config import read_json
+from moejax.models.hf.fields import flag
 from moejax.text.tokenizer import Tokenizer
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -192,3 +196,96 @@ def _possible_stop_length(text: str, stops: tuple[str, ...]) -> int:
                 longest = length
                 break
     return longest
+
+
+FILE = "generation_config.json"
+_TOP_K = 50  # of transformers, where a file asks for sampling and names none
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_ALSO_READ = ("repetition_penalty", "max_new_tokens")
+# Fields that change answers and are not supported, and the values that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "typical_p": (1,),
+    "top_h": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "exponential_decay_length_penalty": (),
+    "bad_words_ids": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "sequence_bias": ([], {}),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "watermarking_config": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "max_length": (20,),  # the default of transformers; the prompt counts in it
+    "max_time": (),
+}
+
+
+def read_generation_defaults(directory: Path) -> dict[str, Any]:
+    """Fields of `GenerationSettings` that a checkpoint's file decides; warns of those left out.
+
+    Without `do_sample` answers are greedy, whatever the temperature. A file that names nothing of
+    sampling decides nothing of it.
+
+    Raises:
+      MoejaxError: the file is broken, or a value is not allowed.
+    """
+    path = directory / FILE
+    if not path.exists() and not path.is_symlink():
+        return {}
+    fields = {name: value for name, value in read_json(path).items() if value is not None}
+    found = {name: fields[name] for name in (*_SAMPLING, *_ALSO_READ) if name in fields}
+    try:
+        if flag(fields, "do_sample"):
+            found = {"temperature": 1.0, "top_k": _TOP_K} | found
+        elif "do_sample" in fields or any(name in fields for name in _SAMPLING):
+            found["temperature"] = 0.0
+        if "stop_strings" in fields:
+            found["stop"] = fields["stop_strings"]
+        GenerationSettings.of(**found)
+    except MoejaxError as error:
+        raise MoejaxError(f"{path}: {error}") from error
+    left_out = [
+        f"{name}={fields[name]!r}"
+        for name, neutral in _NEUTRAL.items()
+        if name in fields and fields[name] not in neutral
+        if not (name == "max_length" and "max_new_tokens" in fields)  # which counts before it
+    ]
+    if left_out:
+        logging.warning("%s: not supported, left out: %s", path, ", ".join(left_out))
+    return found
+
+
+def describe_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Names the checkpoint's defaults that an answer takes, for people; "" for none.
+
+    Args:
+      defaults: from `read_generation_defaults`.
+      given: the caller's fields, which take precedence; None counts as omitted.
+    """
+    used = {name: value for name, value in defaults.items() if given.get(name) is None}
+    settings = GenerationSettings.of(**with_defaults(defaults, given))
+    if settings.temperature == 0:  # greedy: nothing is drawn
+        used = {n: v for n, v in used.items() if n == "temperature" or n not in _SAMPLING}
+    if not used:
+        return ""
+    return f"by {FILE}: " + ", ".join(f"{name} {value}" for name, value in used.items())
+
+
+def with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Completes the fields that a caller gave; None counts as omitted."""
+    return {**defaults, **{name: value for name, value in given.items() if value is not None}}

@@ -22,11 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.experts.tiered import ExpertCache
 from moejax.inference import steps
 from moejax.inference.chunking import MIN_PREFILL_LENGTH, length_bucket
-from moejax.inference.recorder import Recorded
 from moejax.inference.runner import Runner
-from moejax.models.assembly import merge_weights
 from moejax.models.kv_cache import KVCache
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.text.tokenizer import Tokenizer
@@ -124,24 +123,16 @@ def _scores(
 def likelihood_chunk(
     program: steps.Program,
     spec: ChunkSpec,
-    cache: KVCache,
-    places: Places,
-    pool: steps.Pool,
-    weights: steps.Weights,
-    store: steps.Store,
-    tokens: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
-) -> tuple[KVCache, Places, steps.Pool, Recorded | None]:
+    state: tuple[KVCache, Places],
+    experts: ExpertCache | None,
+    inputs: steps.StepInputs,
+    chunk: steps.Chunk,
+) -> steps.StepResult[tuple[KVCache, Places]]:
     """Step for `Runner.scan_windows`: runs a chunk and scores its positions."""
-    model = merge_weights(program.definition, weights)
-    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    positions = jnp.broadcast_to(start + offsets, tokens.shape)
-    mask = positions < lengths[:, None]
-    cache, pool, hidden, recorded = steps.run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
-    )
-    return cache, places.looked_up(model, hidden, start), pool, recorded
+    cache, places = state
+    model, found = steps.run_chunk(program, spec, cache, experts, inputs, chunk)
+    places = places.looked_up(model, found.output, chunk.start)
+    return steps.StepResult((found.state, places), found.experts, None, found.recorded)
 
 
 @dataclasses.dataclass(frozen=True)

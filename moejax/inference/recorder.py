@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.experts.cached_experts import initial_importance, token_importance
 from moejax.experts.tiering import STORED
 from moejax.files import result_rows as results
 from moejax.files.termination import delete_on_sigterm
-from moejax.models.attention import AttentionObserver
+from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
+from moejax.models.experts import Experts
 from moejax.models.kernel_choice import EXPERT_LEAVES
-from moejax.models.moe import ExpertImpl
+from moejax.models.layer_index import LayerIndex
+from moejax.models.moe import SparseMoe
 from moejax.models.routing import Routing, prefetch_scores
-from moejax.models.run_experts import HearsRouters, LoopedExperts, RunExperts
-from moejax.models.transformer import Transformer
-from moejax.policies.attention_importance import attention_received
 from moejax.routing.trace import DECODE, PREFILL, STEPS_PER_CALL, TIERS, TraceWriter, id_dtype
 from moejax.weights.linear import Index
 
@@ -87,196 +87,118 @@ def empty_record(spec: RecordSpec, config: ModelConfig, batch: int, length: int)
     )
 
 
-class _LayerRecord(NamedTuple):
-    """Fields of `Recorded` of N tokens and some layers: [N, layers, ...]."""
+class LayerRecord(NamedTuple):
+    """Fields of `Recorded` of N tokens: of one layer [N, ...], of M stacked [M, N, ...]."""
 
     ids: jax.Array
     weights: jax.Array
-    predicted_ids: jax.Array | None
+    predicted_ids: jax.Array | None  # after the last layer, of no meaning
     predicted_probabilities: jax.Array | None
     probabilities: jax.Array | None
     importance: jax.Array | None
 
 
-class RecordingExperts:
-    """Runs a step's experts as usual, and keeps the routing."""
+class _RecordingCarry(NamedTuple):
+    """Carry of what runs the experts, and float32[N], if some layers have no importance."""
+
+    inner: Any
+    importance: jax.Array | None
+
+
+class RecordingExperts(Experts):
+    """Runs a step's experts as usual, and records the routing."""
 
     def __init__(
-        self, spec: RecordSpec, model: Transformer, impl: ExpertImpl, run: RunExperts | None
+        self, spec: RecordSpec, config: ModelConfig, inner: Experts, num_prefilled: int | None
     ):
         """Prepares one trace.
 
         Args:
-          spec: what is kept.
-          run: runs experts that it does not hold.
+          inner: runs the experts.
+          num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
         """
-        self._spec, self._model, self._impl, self._run = spec, model, impl, run
-        self._routings: list[Routing] = []
-        self._foreseen: list[tuple[jax.Array, jax.Array]] = []
-        self._importance: list[jax.Array] = []
-        self._received: jax.Array | None = None  # by the tokens of the layer that comes next
-        self._looped: _LayerRecord | None = None
+        self._spec, self._config, self._inner = spec, config, inner
+        self._num_prefilled = num_prefilled
+        self._weighs = spec.importance and num_prefilled is not None
+        self.layers_per_iteration = inner.layers_per_iteration
+        self.observes_attention = inner.observes_attention or self._weighs
 
-    def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
-        """See `models.run_experts.HearsRouters`."""
-        run: object = self._run
-        return (
-            run.heard(layer, logits, is_ahead=is_ahead) if isinstance(run, HearsRouters) else logits
-        )
+    def init(self) -> _RecordingCarry:
+        """See `Experts`."""
+        importance = None
+        if self._weighs and self._num_prefilled is not None:
+            importance = initial_importance(self._config, self._num_prefilled)
+        return _RecordingCarry(self._inner.init(), importance)
 
-    def watching(
-        self, watch: AttentionObserver | None, num_tokens: int
-    ) -> AttentionObserver | None:
-        """Observes the attention of a prompt's chunk, and passes it to another observer.
-
-        Args:
-          watch: the other observer; None for none.
-          num_tokens: N of the chunk, padding too.
-        """
-        if not self._spec.importance:
-            return watch
-        config = self._model.config
-        if config.delta_net is not None:  # nobody has attended yet: all are alike
-            self._received = jnp.ones(num_tokens, jnp.float32)
-
-        def both(
-            layer: Index,
-            q: jax.Array,
-            keys: jax.Array,
-            positions: jax.Array,
-            token_mask: jax.Array,
-        ) -> None:
-            if watch is not None:
-                watch(layer, q, keys, positions, token_mask)
-            window, scale = config.sliding_window, config.score_scale
-            received = attention_received(
-                q, keys, positions, token_mask, sliding_window=window, scale=scale
-            )
-            places = jnp.minimum(positions, received.shape[1] - 1)
-            self._received = jnp.take_along_axis(received, places, axis=1).reshape(-1)
-
-        return both
+    def route(
+        self, carry: _RecordingCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
+        is_ahead: bool = False,
+    ) -> Routing:  # fmt: skip
+        """See `Experts`."""
+        return self._inner.route(carry.inner, moe, layer, x, is_ahead=is_ahead)
 
     def __call__(
         self,
-        layer: Index,
+        carry: _RecordingCarry,
+        layer: LayerIndex,
         x: jax.Array,
         routing: Routing,
         token_mask: jax.Array,
-        ahead: Callable[[], Routing] | None,
-    ) -> jax.Array:
-        """See `moejax.models.run_experts.RunExperts`."""
-        self._routings.append(routing)
-        if self._spec.importance:
-            none = jnp.zeros(len(routing.ids), jnp.float32)
-            self._importance.append(none if self._received is None else self._received)
-        if self._spec.foreseen and ahead is not None:
-            limit = min(self._spec.foreseen, routing.probabilities.shape[1])
-            scores = prefetch_scores(ahead(), self._model.config)
-            self._foreseen.append(jax.lax.top_k(scores, limit))
-        if self._run is not None:
-            return self._run(layer, x, routing, token_mask, ahead)
-        return self._model.moe(x, layer, token_mask, self._impl)[0]
+        next_routing: Callable[[], Routing] | None,
+        attended: Attended | None,
+    ) -> tuple[jax.Array, _RecordingCarry, LayerRecord]:
+        """See `Experts`."""
+        importance = carry.importance
+        if self._weighs and attended is not None:
+            importance = token_importance(attended, self._config)
+        record = self._record(routing, next_routing, importance)
+        kept = None if carry.importance is None else importance
+        out, inner, _ = self._inner(
+            carry.inner, layer, x, routing, token_mask, next_routing, attended
+        )
+        return out, _RecordingCarry(inner, kept), record
 
-    def recorded(self, positions: jax.Array, mask: jax.Array) -> Recorded:
-        """Routing of all layers, which have run, for int32[B, T] and bool[B, T]."""
-        of_layers = [
-            layers for layers in (self._looped, self._stack_layers()) if layers is not None
-        ]
-        said = of_layers[0]
-        if len(of_layers) > 1:
-            said = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *of_layers)
-        if said.predicted_ids is not None:  # in a loop the last layer foresees too
-            rest = len(self._model.config.moe_layers) - 1
-            assert said.predicted_probabilities is not None
-            said = said._replace(
-                predicted_ids=said.predicted_ids[:, :rest],
-                predicted_probabilities=said.predicted_probabilities[:, :rest],
-            )
-        shaped = jax.tree.map(lambda a: a.reshape(*positions.shape, *a.shape[1:]), said)
-        return Recorded(position=positions, active=mask, **shaped._asdict())
-
-    def _stack_layers(self) -> "_LayerRecord | None":
-        """Stacks the routing of the layers since `resume`; None if there were none."""
-        if not self._routings:
-            return None
-        spec, num_experts = self._spec, self._model.config.num_experts
-        kind = id_dtype(num_experts)
-
-        def stacked(arrays: list[jax.Array], dtype: Any) -> jax.Array:
-            return jnp.stack(arrays, axis=1).astype(dtype)
-
-        predicted: Any = (None, None)
-        if spec.foreseen and self._foreseen:
-            predicted = (
-                stacked([i for _, i in self._foreseen], kind),
-                stacked([p for p, _ in self._foreseen], jnp.float16),
-            )
-        elif spec.foreseen:  # the last layer alone
-            shape = (len(self._routings[0].ids), 0, min(spec.foreseen, num_experts))
-            predicted = jnp.zeros(shape, kind), jnp.zeros(shape, jnp.float16)
-        probabilities = None
-        if spec.probabilities:
-            probabilities = stacked([r.probabilities for r in self._routings], jnp.float16)
-        return _LayerRecord(
-            ids=stacked([r.ids for r in self._routings], kind),
-            weights=stacked([r.weights for r in self._routings], jnp.float16),
-            predicted_ids=predicted[0],
-            predicted_probabilities=predicted[1],
-            probabilities=probabilities,
-            importance=stacked(self._importance, jnp.float16) if spec.importance else None,
+    def _record(
+        self,
+        routing: Routing,
+        next_routing: Callable[[], Routing] | None,
+        importance: jax.Array | None,
+    ) -> LayerRecord:
+        spec, (num_tokens, num_experts) = self._spec, routing.probabilities.shape
+        kind, ids, chances = id_dtype(num_experts), None, None
+        if spec.foreseen:
+            limit = min(spec.foreseen, num_experts)
+            chances, ids = jnp.zeros((num_tokens, limit)), jnp.zeros((num_tokens, limit), jnp.int32)
+            if next_routing is not None:
+                chances, ids = jax.lax.top_k(prefetch_scores(next_routing(), self._config), limit)
+            chances, ids = chances.astype(jnp.float16), ids.astype(kind)
+        if spec.importance:
+            importance = jnp.zeros(num_tokens) if importance is None else importance
+            importance = importance.astype(jnp.float16)
+        return LayerRecord(
+            ids=routing.ids.astype(kind),
+            weights=routing.weights.astype(jnp.float16),
+            predicted_ids=ids,
+            predicted_probabilities=chances,
+            probabilities=routing.probabilities.astype(jnp.float16) if spec.probabilities else None,
+            importance=importance,
         )
 
 
-class LoopedRecording(RecordingExperts):
-    """Records in a loop over layers, for experts that can run in one."""
+def recorded_of(layers: LayerRecord, positions: jax.Array, mask: jax.Array) -> Recorded:
+    """The record of a call for tokens int32[B, T] and bool[B, T].
 
-    def __init__(
-        self, spec: RecordSpec, model: Transformer, impl: ExpertImpl, run: LoopedExperts | None
-    ):
-        """See `RecordingExperts`."""
-        super().__init__(spec, model, impl, run)
-        self._loop = run
+    Args:
+      layers: of all layers, [M, N, ...].
+    """
 
-    @property
-    def num_turns(self) -> int:
-        """See `moejax.models.run_experts.LoopedExperts`."""
-        return 1 if self._loop is None else self._loop.num_turns
+    def shaped(array: jax.Array) -> jax.Array:
+        return jnp.moveaxis(array, 0, 1).reshape(*positions.shape, len(array), *array.shape[2:])
 
-    @property
-    def state(self) -> tuple[Any, jax.Array | None]:
-        """Carry of what runs the experts; and the importance, if some layers have none."""
-        carries = self._spec.importance and self._model.config.delta_net is not None
-        of_run = None if self._loop is None else self._loop.state
-        return of_run, self._received if carries else None
-
-    def resume(self, state: tuple[Any, jax.Array | None]) -> None:
-        """See `moejax.models.run_experts.LoopedExperts`."""
-        self._routings, self._foreseen, self._importance = [], [], []
-        of_run, self._received = state
-        if self._loop is not None:
-            self._loop.resume(of_run)
-
-    def kept(self) -> Any:
-        """See `LoopedExperts`: the record, and the scan outputs of what runs the experts."""
-        mine = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), self._stack_layers())
-        return mine, None if self._loop is None else self._loop.kept()
-
-    def keep(self, kept: Any) -> None:
-        """See `moejax.models.run_experts.LoopedExperts`."""
-        mine, of_run = kept
-        self._looped = jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), mine)
-        if self._loop is not None:
-            self._loop.keep(of_run)
-
-
-def recording_experts(
-    spec: RecordSpec, model: Transformer, impl: ExpertImpl, run: RunExperts | None
-) -> RecordingExperts:
-    """Makes a step's recorder: a looped one if the experts can run in a loop."""
-    if run is None or isinstance(run, LoopedExperts):
-        return LoopedRecording(spec, model, impl, run)
-    return RecordingExperts(spec, model, impl, run)
+    predicted = (layers.predicted_ids, layers.predicted_probabilities)
+    predicted_ids, chances = jax.tree.map(lambda array: array[:-1], predicted)
+    layers = layers._replace(predicted_ids=predicted_ids, predicted_probabilities=chances)
+    return Recorded(positions, mask, *jax.tree.map(shaped, layers))
 
 
 class Recorder:

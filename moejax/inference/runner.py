@@ -1,8 +1,9 @@
 """Dispatches the compiled steps of one model: prefill in chunks, decode, logits."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -31,10 +32,9 @@ from moejax.inference.chunking import (
     slice_tokens,
 )
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.recorder import Recorded, Recorder
-from moejax.inference.session import Session, sampling_of, seeds_of, seen_tokens, settings_by_row
+from moejax.inference.recorder import Recorder
+from moejax.inference.sampling import Sampling, StepOutput
 from moejax.models import kernel_choice
-from moejax.models.assembly import model_definition
 from moejax.models.attention import (
     DecodeAttentionImpl,
     choose_cached,
@@ -45,11 +45,72 @@ from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import EXPERT_LEAVES, KernelChoice
 from moejax.models.kv_cache import KVCache
 from moejax.models.moe import ExpertImpl, default_expert_impl
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
 from pallas_kernels.target import Choice, target_of
+
+Put = Callable[[Any], jax.Array]  # an array of the host to the device
+
+
+@dataclasses.dataclass
+class Session:
+    """A batch in flight: device state, and what the host knows without a read."""
+
+    state: steps.DecodeState
+    sampling: Sampling
+    eos_ids: jax.Array  # int32[B, n]
+    all_greedy: bool
+    next_position: int  # largest position that the next step writes
+    emitted: StepOutput  # of the last call, at first int32[B, 1]; not waited for
+    top_logprobs: int = 0  # see `steps.Program`
+    since: int = 0  # see `ExpertMemory.begin_session`
+
+    @property
+    def first_tokens(self) -> jax.Array:
+        """First tokens int32[B, 1], before any decode."""
+        return self.emitted.tokens
+
+
+def settings_by_row(
+    settings: GenerationSettings | Sequence[GenerationSettings], batch: int
+) -> list[GenerationSettings]:
+    """Settings per row, each with its own seed."""
+    if not isinstance(settings, GenerationSettings):
+        return list(settings)
+    return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(batch)]
+
+
+def seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
+    """Seed of each row."""
+    return [row.seeds(1)[0] for row in rows]
+
+
+def seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
+    """bool[B, V], the tokens of each prompt, for the repetition penalty."""
+    seen = np.zeros((len(prompts), config.vocab_size), bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, prompt] = True
+    return put(seen)
+
+
+def sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
+    """Converts the settings of every sequence to arrays."""
+
+    def column(name: str, dtype: type[np.generic]) -> jax.Array:
+        return put(np.asarray([getattr(row, name) for row in rows], dtype))
+
+    return Sampling(
+        temperature=column("temperature", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
+    )
+
+
+State = TypeVar("State")
 
 
 class Runner:
@@ -170,17 +231,16 @@ class Runner:
         """
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, since = settings_by_row(settings, batch), self._begin_session()
-        cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
+        state, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         for start, size in self._prompt_chunks(batch, max(lengths), cache_length):
             is_first = start == 0 and size != self.short_chunk and not self.fixed
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
-            static = (self._program, spec)
-            inputs = self._put(slice_prompts(prompts, start, size)), self._put(np.int32(start))
-            cache, hidden = self._step(
-                since, num_between(lengths, start, size), steps.prefill_chunk, static,
-                (cache, hidden), *inputs, device_lengths,
-            )  # fmt: skip
+            chunk = self._chunk(slice_prompts(prompts, start, size), start, device_lengths)
+            num_tokens = num_between(lengths, start, size)
+            state, _ = self._step(
+                since, num_tokens, steps.prefill_chunk, (self._program, spec), state, chunk
+            )
         all_greedy = not any_settings and all(row.temperature == 0 for row in by_row)
         penalizes = any_settings or any(row.repetition_penalty != 1 for row in by_row)
         seen = seen_tokens(prompts, self.config, self._put) if penalizes else None
@@ -189,12 +249,12 @@ class Runner:
         ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
         eos_by_row = self._put(np.asarray(ends, np.int32))
         program = self._program._replace(top_logprobs=top_logprobs)
-        state, emitted = self._call(
-            steps.first_token, (program, all_greedy),
-            (cache, keys, seen), self.weights, hidden, device_lengths, sampling, eos_by_row,
+        decoding, emitted = self._call(
+            steps.first_token, (program, all_greedy), (state.cache, keys, seen), self.weights,
+            state.last_hidden, device_lengths, sampling, eos_by_row,
         )  # fmt: skip
         return Session(
-            state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
+            decoding, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
         )
 
     def not_finite(self) -> str:
@@ -231,7 +291,7 @@ class Runner:
         program = self._program._replace(top_logprobs=session.top_logprobs)
         static = (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole)
         session.state, session.emitted = self._step(
-            session.since, batch * num_steps, steps.decode, static, (session.state,),
+            session.since, batch * num_steps, steps.decode, static, session.state,
             session.sampling, session.eos_ids, self._put(np.int32(num_steps)),
         )  # fmt: skip
         session.next_position += num_steps
@@ -243,14 +303,11 @@ class Runner:
         if self.one_stream and batch > 1:
             return np.concatenate([self.logits(row[None]) for row in tokens])
         since, cache_length, cache = self._begin_windows(batch, length)
-        logits = []
+        logits, lengths = [], self._put(np.full(batch, length, np.int32))
         for start, size in self._read(since, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            chunk, numbers = slice_tokens(tokens, start, size), (np.int32(start), np.int32(length))
-            inputs = (self._put(chunk), *map(self._put, numbers))
-            cache, out = self._step(
-                since, batch * size, steps.chunk_logits, static, (cache,), *inputs
-            )
+            chunk = self._chunk(slice_tokens(tokens, start, size), start, lengths)
+            cache, out = self._step(since, batch * size, steps.chunk_logits, static, cache, chunk)
             with self.reading(since):
                 logits.append(np.asarray(out)[:, : length - start])
         return np.concatenate(logits, axis=1)
@@ -279,10 +336,10 @@ class Runner:
             wanted = slice_tokens(targets, start, size, -1)
             places = scored_columns(wanted)
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
             cache, nats = self._step(
-                since, num_between(lengths, start, size), steps.score_chunk, static, (cache,),
-                self._put(slice_tokens(tokens, start, size)), self._put(np.int32(start)),
-                device_lengths, self._put(places), self._put(wanted[:, places]),
+                since, num_between(lengths, start, size), steps.score_chunk, static, cache, chunk,
+                self._put(places), self._put(wanted[:, places]),
             )  # fmt: skip
             parts.append(nats)
         with self.reading(since):
@@ -293,7 +350,7 @@ class Runner:
     ) -> Any:
         """Runs windows int32[B, T], padded at the end, through a step with a carry.
 
-        `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
+        `function`: as `steps.chunk_logits`, with (cache, `carried`) as its state.
         Under `one_stream` it gets windows one at a time: what it carries has no axis of several. It
         waits for the end, so that a disk failure in the last step is reported.
         """
@@ -305,14 +362,14 @@ class Runner:
         if self.one_stream:
             length = int(lengths[0])
         since, cache_length, cache = self._begin_windows(*tokens.shape)
+        device_lengths = self._put(np.asarray(lengths, np.int32))
         for start, size in self._read(since, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            chunk = slice_tokens(tokens, start, size)
-            inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
-            cache, carried = self._step(
-                since, num_between(lengths, start, size), function, static, (cache, carried),
-                *inputs,
-            )  # fmt: skip
+            chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
+            num_tokens = num_between(lengths, start, size)
+            (cache, carried), _ = self._step(
+                since, num_tokens, function, static, (cache, carried), chunk
+            )
         with self.reading(since):
             return jax.block_until_ready(carried)
 
@@ -387,7 +444,7 @@ class Runner:
     def _kv_lengths(self, cache_length: int) -> tuple[int, ...]:
         return kv_buckets(cache_length) if self._chooses_kv_length else ()
 
-    def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
+    def _fresh(self, seeds: list[int], cache_length: int) -> tuple[steps.PrefillState, jax.Array]:
         self.planned.check(len(seeds), cache_length)
         if self._recorder is not None:
             self._recorder.begin(len(seeds))
@@ -401,24 +458,25 @@ class Runner:
         """A session of its own, the length of its cache, and the cache."""
         limit = max(length, self.planned.context or self.config.context_limit)
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, limit)
-        return self._begin_session(), cache_length, self._fresh([0] * batch, cache_length)[0]
+        state, _ = self._fresh([0] * batch, cache_length)
+        return self._begin_session(), cache_length, state.cache
 
     def _step(
-        self, since: int, num_tokens: int, function: Any, static: tuple[Any, ...],
-        donated: tuple[Any, ...], *arguments: Any,
-    ) -> Any:  # fmt: skip
-        """A step through the layers: `_call` with the weights, and what holds moving experts."""
+        self, since: int, num_tokens: int, function: Callable[..., steps.StepResult[State]],
+        static: tuple[Any, ...], state: State, *operands: Any,
+    ) -> tuple[State, Any]:  # fmt: skip
+        """Runs a step through the layers on its state, donated; returns state and output."""
         self.programs.check_open()
-        if (memory := self.memory) is None:
-            found = self._call(function, static, (*donated, None), self.weights, None, *arguments)
-        else:
-            with memory.step(since, max(1, num_tokens)):
-                held = (*donated, memory.pool)
-                found = self._call(function, static, held, self.weights, memory.store, *arguments)
-                memory.pool = found[len(donated)]
-        if self._recorder is not None and isinstance(found[-1], Recorded):
-            self._recorder.add(found[-1], is_decode=function is steps.decode)
-        return (*found[: len(donated)], *found[len(donated) + 1 : -1])
+        memory = self.memory
+        with memory.step(since, max(1, num_tokens)) if memory else contextlib.nullcontext():
+            experts, rows = (memory.pool, memory.store) if memory else (None, None)
+            inputs = steps.StepInputs(self.weights, rows)
+            found = self._call(function, static, (state, experts), inputs, *operands)
+            if memory:
+                memory.pool = found.experts
+        if self._recorder is not None and found.recorded is not None:
+            self._recorder.add(found.recorded, is_decode=function is steps.decode)
+        return found.state, found.output
 
     @contextlib.contextmanager
     def recorded_by(self, recorder: Recorder) -> Iterator[None]:
@@ -454,6 +512,9 @@ class Runner:
             attention=self._attention, tiers=self._tier_impls(batch * size),
             kv_lengths=() if is_first else self._kv_lengths(cache_length),
         )  # fmt: skip
+
+    def _chunk(self, tokens: np.ndarray, start: int, lengths: jax.Array) -> steps.Chunk:
+        return steps.Chunk(self._put(tokens), self._put(np.int32(start)), lengths)
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         return jax.device_put(array, self.device)

@@ -1,15 +1,14 @@
 """Compiled steps: prefill of a chunk, the first token, and several decode steps.
 
-Plain functions over a flat dict of weights; the engine jits them. Donated operands are returned
-first, in the order of the arguments (jax#39625). Where experts are pooled
-(`moejax.experts.cached_experts`), the pool goes through every step and the store is read; else both
-are None. The recorded routing (`moejax.inference.recorder`) is the last output; None without
-recording.
+Plain functions over a flat dict of weights; the engine jits them. A step through the layers takes,
+after what is static, what it donates: its own state and the expert cache (None where the weights
+hold all experts); then what it reads (`StepInputs`) and operands of its own. It gives a
+`StepResult`, donated operands first (jax#39625).
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +17,72 @@ from flax import nnx
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.expert_pool import ExpertStore
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
-from moejax.inference.recorder import Recorded, RecordSpec, empty_record, recording_experts
-from moejax.inference.sampling import Logprobs, Sampling, draw, logprobs_of, penalized
-from moejax.inference.step_output import (
+from moejax.inference.recorder import (
+    Recorded,
+    RecordingExperts,
+    RecordSpec,
+    empty_record,
+    recorded_of,
+)
+from moejax.inference.sampling import (
     NO_TOKEN,
     NOT_FINITE,
+    Logprobs,
+    Sampling,
     StepOutput,
+    draw,
     empty_step_output,
+    logprobs_of,
     names_a_token,
+    penalized,
 )
-from moejax.models.assembly import merge_weights
 from moejax.models.config import ModelConfig
+from moejax.models.experts import Experts, ResidentExperts
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.weights.qtensor import Weight
 
 Weights = Mapping[str, Weight]
 
-Pool = ExpertCache | None
-Store = tuple[ExpertStore, ...] | None
+State = TypeVar("State")
+
+
+class StepInputs(NamedTuple):
+    """What every step through the layers reads and does not donate."""
+
+    weights: Weights
+    rows: tuple[ExpertStore, ...] | None  # of the expert cache, of each tier
+
+
+class StepResult(NamedTuple, Generic[State]):
+    """What a step gives back; `state` and `experts` are those that it got, donated."""
+
+    state: State
+    experts: ExpertCache | None
+    output: Any
+    recorded: Recorded | None  # None without recording
+
+
+class Chunk(NamedTuple):
+    """Tokens `start`..`start + T` of B given texts."""
+
+    tokens: jax.Array  # int32[B, T], padded at the end
+    start: jax.Array  # int32[]
+    lengths: jax.Array  # int32[B], of the whole texts
+
+
+class PrefillState(NamedTuple):
+    """Carry of a prompt's chunks; donated."""
+
+    cache: KVCache
+    last_hidden: jax.Array  # [B, D], of each prompt's last token, once that has run
 
 
 class Program(NamedTuple):
     """Static facts that all steps of a model share."""
 
     definition: nnx.GraphDef[Transformer]
-    pool: ExpertCacheSpec | None = None  # None: the weights hold all experts
+    experts: ExpertCacheSpec | None = None  # None: the weights hold all experts
     record: RecordSpec | None = None  # None: nothing is recorded
     top_logprobs: int = 0  # likeliest tokens told beside each token, with its own; 0: nothing is
 
@@ -70,8 +109,8 @@ class DecodeState:
 
 def init_batch(
     config: ModelConfig, cache_length: int, dtype: jnp.dtype, seeds: jax.Array
-) -> tuple[KVCache, jax.Array, jax.Array]:
-    """Initial state of a batch: an empty cache, zero `last_hidden`, and a key per row.
+) -> tuple[PrefillState, jax.Array]:
+    """Initial state of a batch, before any token, and a key per row.
 
     Args:
       config: static.
@@ -82,162 +121,125 @@ def init_batch(
     batch = seeds.shape[0]
     hidden = jnp.zeros((batch, config.model_dim), dtype)
     keys = jax.vmap(jax.random.key)(seeds)
-    return empty_cache(config, batch, cache_length, dtype), hidden, keys
+    return PrefillState(empty_cache(config, batch, cache_length, dtype), hidden), keys
 
 
 def run_layers(
     program: Program,
     spec: ChunkSpec,
     model: Transformer,
+    cache: KVCache,
+    experts: ExpertCache | None,
+    inputs: StepInputs,
     tokens: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
-    cache: KVCache,
-    pool: Pool,
-    store: Store,
     lengths: jax.Array | None = None,
-) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """Runs the model, with its own or pooled experts; the record comes last.
+) -> StepResult[KVCache]:
+    """Runs the model, with its own or cached experts; the output is [B, T, D].
 
     `lengths`, int32[B], of the whole prompts, is used by some kinds of rope.
     """
-    is_prefill = tokens.shape[1] > 1
-    num_tokens = tokens.size if is_prefill else None
-    pooled = _pooled(program, spec, model, num_tokens, pool, store)
-    watch = pooled.watch if is_prefill and pooled is not None and pooled.spec.policy else None
-    if program.record is None:
-        cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch, lengths)
-        return cache, pooled.finish() if pooled else None, hidden, None
-    experts = recording_experts(program.record, model, spec.experts, pooled)
-    watch = experts.watching(watch, tokens.size) if is_prefill else None
-    cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch, lengths)
-    recorded = experts.recorded(positions, mask)
-    return cache, pooled.finish() if pooled else None, hidden, recorded
+    num_prefilled = tokens.size if tokens.shape[1] > 1 else None
+    run: Experts | None = None
+    if program.experts is not None:
+        assert experts is not None and inputs.rows is not None
+        run = CachedExperts(
+            program.experts, model.config, experts, inputs.rows, spec.tiers or (spec.experts,),
+            model.kernels, num_prefilled=num_prefilled,
+        )  # fmt: skip
+    if program.record is not None:
+        run = run or ResidentExperts(model.moe, spec.experts)
+        run = RecordingExperts(program.record, model.config, run, num_prefilled)
+    cache, hidden, carry, records = model(tokens, positions, mask, cache, spec, run, lengths)
+    recorded = None
+    if program.record is not None:
+        carry, recorded = carry.inner, recorded_of(records, positions, mask)
+    return StepResult(cache, carry.cache if program.experts else None, hidden, recorded)
 
 
-def _pooled(
+def run_chunk(
     program: Program,
     spec: ChunkSpec,
-    model: Transformer,
-    num_prefilled: int | None,
-    pool: Pool,
-    store: Store,
-) -> CachedExperts | None:
-    """Makes the experts' runner for a model that does not hold them; else None."""
-    if program.pool is None:
-        return None
-    assert pool is not None and store is not None
-    return CachedExperts(
-        program.pool, model.config, pool, store, spec.tiers or (spec.experts,), model.kernels,
-        num_prefilled=num_prefilled,
-    )  # fmt: skip
+    cache: KVCache,
+    experts: ExpertCache | None,
+    inputs: StepInputs,
+    chunk: Chunk,
+) -> tuple[Transformer, StepResult[KVCache]]:
+    """Runs `run_layers` on a chunk of given texts; returns the model too."""
+    model = merge_weights(program.definition, inputs.weights)
+    positions, mask = chunk_positions(chunk)
+    return model, run_layers(
+        program, spec, model, cache, experts, inputs, chunk.tokens, positions, mask, chunk.lengths
+    )
+
+
+def chunk_positions(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+    """int32[B, T], positions of a chunk's tokens; bool[B, T], False for padding."""
+    steps = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)
+    positions = jnp.broadcast_to(chunk.start + steps, chunk.tokens.shape)
+    return positions, positions < chunk.lengths[:, None]
 
 
 def prefill_chunk(
     program: Program,
     spec: ChunkSpec,
-    cache: KVCache,
-    last_hidden: jax.Array,
-    pool: Pool,
-    weights: Weights,
-    store: Store,
-    tokens: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
-) -> tuple[KVCache, jax.Array, Pool, Recorded | None]:
-    """Runs positions `start`..`start + T` of every prompt.
+    state: PrefillState,
+    experts: ExpertCache | None,
+    inputs: StepInputs,
+    chunk: Chunk,
+) -> StepResult[PrefillState]:
+    """Runs a chunk of every prompt, without an output.
 
     Args:
       program: static, of the model.
       spec: static, how the chunk stands to the cache.
-      cache: donated.
-      last_hidden: [B, D], donated; rows whose prompt ends in this chunk are filled.
-      pool: donated.
-      tokens: int32[B, T], padded at the end.
-      start: int32[].
-      lengths: int32[B], of the whole prompts.
-
-    Returns:
-      The cache, `last_hidden`, the pool, and what was recorded.
     """
-    model = merge_weights(program.definition, weights)
-    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    positions = jnp.broadcast_to(start + steps, tokens.shape)
-    mask = positions < lengths[:, None]
-    cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
-    )
-    last = lengths - 1 - start
-    ends_here = (last >= 0) & (last < tokens.shape[1])
-    chosen = jnp.take_along_axis(hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], 1)
-    return cache, jnp.where(ends_here[:, None], chosen[:, 0], last_hidden), pool, recorded
+    _, found = run_chunk(program, spec, state.cache, experts, inputs, chunk)
+    last, size = chunk.lengths - 1 - chunk.start, chunk.tokens.shape[1]
+    ends_here = (last >= 0) & (last < size)
+    chosen = jnp.take_along_axis(found.output, jnp.clip(last, 0, size - 1)[:, None, None], 1)
+    last_hidden = jnp.where(ends_here[:, None], chosen[:, 0], state.last_hidden)
+    state = PrefillState(found.state, last_hidden)
+    return StepResult(state, found.experts, None, found.recorded)
 
 
 def chunk_logits(
     program: Program,
     spec: ChunkSpec,
     cache: KVCache,
-    pool: Pool,
-    weights: Weights,
-    store: Store,
-    tokens: jax.Array,
-    start: jax.Array,
-    length: jax.Array,
-) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """Runs a chunk of rows of one length; returns logits float32[B, T, V] of every position."""
-    model = merge_weights(program.definition, weights)
-    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    positions = jnp.broadcast_to(start + steps, tokens.shape)
-    mask = positions < length
-    cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store,
-        jnp.broadcast_to(length, len(tokens)),
-    )  # fmt: skip
-    return cache, pool, model.project_to_vocab(hidden), recorded
+    experts: ExpertCache | None,
+    inputs: StepInputs,
+    chunk: Chunk,
+) -> StepResult[KVCache]:
+    """Runs a chunk; the output is the logits float32[B, T, V] of every position."""
+    model, found = run_chunk(program, spec, cache, experts, inputs, chunk)
+    return found._replace(output=model.project_to_vocab(found.output))
 
 
 def score_chunk(
     program: Program,
     spec: ChunkSpec,
     cache: KVCache,
-    pool: Pool,
-    weights: Weights,
-    store: Store,
-    tokens: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
+    experts: ExpertCache | None,
+    inputs: StepInputs,
+    chunk: Chunk,
     places: jax.Array,
     targets: jax.Array,
-) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """Runs `prefill_chunk` and sums the negative log-likelihood of scored targets.
+) -> StepResult[KVCache]:
+    """Runs a chunk and sums the negative log-likelihood of scored targets: float32[B] nats.
 
     The logits live on the device, `SCORED_BYTES` of them at a time.
 
     Args:
-      program: static, of the model.
-      spec: static, how the chunk stands to the cache.
-      cache: donated.
-      pool: donated.
-      tokens: int32[B, T], padded at the end.
-      start: int32[].
-      lengths: int32[B], inputs of each window.
       places: int32[P], positions in the chunk of which a row's target may count; P may be 0.
       targets: int32[B, P], the tokens after them; -1 does not count.
-
-    Returns:
-      The cache, the pool, float32[B] nats, and what was recorded.
     """
-    model = merge_weights(program.definition, weights)
-    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    positions = jnp.broadcast_to(start + steps, tokens.shape)
-    mask = positions < lengths[:, None]
-    cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
-    )
-    if not places.size:
-        return cache, pool, jnp.zeros(len(tokens), jnp.float32), recorded
-    nats = model.negative_log_likelihood(hidden[:, places], targets, SCORED_BYTES)
-    return cache, pool, nats, recorded
+    model, found = run_chunk(program, spec, cache, experts, inputs, chunk)
+    nats = jnp.zeros(len(targets), jnp.float32)
+    if places.size:
+        nats = model.negative_log_likelihood(found.output[:, places], targets, SCORED_BYTES)
+    return found._replace(output=nats)
 
 
 def _next_tokens(
@@ -325,13 +327,12 @@ def decode(
     buffer_length: int,
     fixed_trip_count: bool,
     state: DecodeState,
-    pool: Pool,
-    weights: Weights,
-    store: Store,
+    experts: ExpertCache | None,
+    inputs: StepInputs,
     sampling: Sampling,
     eos_ids: jax.Array,
     num_steps: jax.Array,
-) -> tuple[DecodeState, Pool, StepOutput, Recorded | None]:
+) -> StepResult[DecodeState]:
     """Runs several decode steps in one call; the host reads the tokens later.
 
     Args:
@@ -340,31 +341,27 @@ def decode(
       all_greedy: static, see `moejax.inference.sampling.draw`.
       buffer_length: static, most steps of a call.
       fixed_trip_count: static, runs steps beyond `num_steps` too, in which all rows rest: they take
-        time and advance the pool's clock, and change nothing else. If a loop's end is known, XLA's
-        host thread on a GPU does not wait for a look at its condition after each step, and the call
-        returns before the device is done.
-      state: donated.
-      pool: donated.
+        time and advance the expert cache's clock, and change nothing else. If a loop's end is
+        known, XLA's host thread on a GPU does not wait for a look at its condition after each step,
+        and the call returns before the device is done.
       sampling: settings of each row.
       eos_ids: int32[B, n], tokens that end each row; -1 matches none.
       num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.
 
     Returns:
-      The state, the pool, int32[B, buffer_length] new tokens, `NO_TOKEN` after a row's end
-      and beyond `num_steps`, and what was recorded.
+      The output is a `StepOutput` of `buffer_length` tokens, `NO_TOKEN` after a row's end and
+      beyond `num_steps`.
     """
-    model = merge_weights(program.definition, weights)
+    model = merge_weights(program.definition, inputs.weights)
 
-    def step(
-        index: jax.Array, carry: tuple[DecodeState, Pool, StepOutput, Recorded | None]
-    ) -> tuple[DecodeState, Pool, StepOutput, Recorded | None]:
-        state, pool, emitted, kept = carry
-        before = pool
+    def step(index: jax.Array, before: StepResult[DecodeState]) -> StepResult[DecodeState]:
+        state, kept = before.state, before.recorded
         tokens, positions = state.tokens[:, None], state.positions[:, None]
         rests = state.done | (index >= num_steps) if fixed_trip_count else state.done
-        cache, pool, hidden, recorded = run_layers(
-            program, spec, model, tokens, positions, ~rests[:, None], state.cache, pool, store
-        )
+        cache, experts, hidden, recorded = run_layers(
+            program, spec, model, state.cache, before.experts, inputs, tokens, positions,
+            ~rests[:, None],
+        )  # fmt: skip
         if recorded is not None and kept is not None:
             kept = recorded.at_position(kept, index)
         tokens, keys, seen, logprobs = _next_tokens(
@@ -372,23 +369,24 @@ def decode(
         )
         if fixed_trip_count:
             keys = jnp.where(index < num_steps, keys, state.keys)
-            if pool is not None and before is not None:
-                held = _tree_where(index < num_steps, pool.state, before.state)
-                pool = dataclasses.replace(pool, state=held)
+            if experts is not None and before.experts is not None:
+                held = _tree_where(index < num_steps, experts.state, before.experts.state)
+                experts = dataclasses.replace(experts, state=held)
             if seen is not None and state.seen is not None:
                 seen = jnp.where(index < num_steps, seen, state.seen)
         tokens = jnp.where(rests, state.tokens, tokens)
-        emitted = emitted.at_step(index, jnp.where(rests, NO_TOKEN, tokens), logprobs)
+        output = before.output.at_step(index, jnp.where(rests, NO_TOKEN, tokens), logprobs)
         positions = jnp.where(rests, state.positions, state.positions + 1)
         done = state.done | jnp.any(tokens[:, None] == eos_ids, axis=1) | (tokens < 0)
         tokens = jnp.maximum(tokens, 0)
-        return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted, kept
+        state = DecodeState(cache, tokens, positions, done, keys, seen)
+        return StepResult(state, experts, output, kept)
 
     batch, kept = state.tokens.shape[0], None
     if program.record is not None:
         kept = empty_record(program.record, model.config, batch, buffer_length)
     emitted = empty_step_output(batch, buffer_length, program.top_logprobs)
+    carry = StepResult(state, experts, emitted, kept)
     if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
-        return step(jnp.int32(0), (state, pool, emitted, kept))
-    end = buffer_length if fixed_trip_count else num_steps
-    return jax.lax.fori_loop(0, end, step, (state, pool, emitted, kept))
+        return step(jnp.int32(0), carry)
+    return jax.lax.fori_loop(0, buffer_length if fixed_trip_count else num_steps, step, carry)

@@ -181,26 +181,13 @@ def token_attention(
     return attended[:, None]
 
 
-class AttentionObserver(Protocol):
-    """Observes the queries and keys of a chunk, for a policy that weighs tokens."""
+class Attended(NamedTuple):
+    """Queries and keys of a layer's attention, from which a policy weighs tokens."""
 
-    def __call__(
-        self,
-        layer: Index,
-        q: jax.Array,
-        keys: jax.Array,
-        positions: jax.Array,
-        token_mask: jax.Array,
-    ) -> None:
-        """Called for each layer before its experts run.
-
-        Args:
-          layer: among all layers.
-          q: [B, T, H, C], rotated.
-          keys: [B, S, K, C], rotated, of positions 0..S - 1.
-          positions: int32[B, T], of the queries.
-          token_mask: bool[B, T], False for padding.
-        """
+    q: jax.Array  # [B, T, H, C], rotated
+    keys: jax.Array  # [B, S, K, C], rotated, of positions 0..S - 1
+    positions: jax.Array  # int32[B, T], of the queries
+    token_mask: jax.Array  # bool[B, T], False for padding
 
 
 class AttentionFn(Protocol):
@@ -223,10 +210,11 @@ class CachedAttention:
       impl: implementation among the new tokens.
       cached: implementation of decode attention over the cache.
       scale: factor on the scores; None: 1 / sqrt(C).
-      watch: observes queries and keys; None: no observer.
-      token_mask: bool[B, T], False for padding; with `watch` alone.
+      is_observed: whether `attended` is kept.
+      token_mask: bool[B, T], False for padding.
       is_for_cpu: see `KVCache.write_chunk`.
       kv_lengths: fewer slots than `kv_length`, rising, among which the positions choose.
+      attended: of the newest layer, until it is taken.
     """
 
     cache: KVCache
@@ -235,20 +223,21 @@ class CachedAttention:
     window: int | None
     impl: AttentionImpl
     cached: DecodeAttentionImpl
-    scale: float | None = None
-    watch: AttentionObserver | None = None
-    token_mask: jax.Array | None = None
+    scale: float | None
+    is_observed: bool
+    token_mask: jax.Array
     is_for_cpu: bool = False
     kv_lengths: tuple[int, ...] = ()
+    attended: Attended | None = None
 
     def __call__(self, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """See `AttentionFn`."""
         self.write(index, k, v)
-        if self.watch is not None:
+        if self.is_observed:
             seen = k
             if self.kv_length is not None:
                 seen = self.cache.read(index.mixer, self.kv_length)[0].swapaxes(1, 2)
-            self.notify(index, q, seen)
+            self.keep(q, seen)
         if self.kv_length is None:
             return causal_attention(q, k, v, self.window, self.impl, self.scale)
         if self.cached == "kernel" and q.shape[1] == 1:
@@ -266,10 +255,10 @@ class CachedAttention:
     def over_slots(self, attended: Callable[[int], jax.Array]) -> jax.Array:
         """Calls `attended` with the fewest slots that hold the positions.
 
-        An observer always gets `kv_length` of them.
+        Attention that is observed always gets `kv_length` of them.
         """
         assert self.kv_length is not None
-        if not self.kv_lengths or self.watch is not None:
+        if not self.kv_lengths or self.is_observed:
             return attended(self.kv_length)
         lengths = jnp.asarray(self.kv_lengths, self.positions.dtype)
         index = jnp.sum(jnp.max(self.positions) >= lengths, dtype=jnp.int32)
@@ -285,11 +274,15 @@ class CachedAttention:
                 index.mixer, k, v, self.positions[0, 0], is_for_cpu=self.is_for_cpu
             )
 
-    def notify(self, index: LayerIndex, q: jax.Array, keys: jax.Array) -> None:
-        """Passes q [B, T, H, C] and keys [B, S, K, C] to the observer, if there is one."""
-        if self.watch is not None:
-            assert self.token_mask is not None
-            self.watch(index.layer, q, keys, self.positions, self.token_mask)
+    def keep(self, q: jax.Array, keys: jax.Array) -> None:
+        """Keeps q [B, T, H, C] and keys [B, S, K, C] for `take_attended` if they are observed."""
+        if self.is_observed:
+            self.attended = Attended(q, keys, self.positions, self.token_mask)
+
+    def take_attended(self) -> Attended | None:
+        """Returns what the layers since the last call attended to; None if none did."""
+        attended, self.attended = self.attended, None
+        return attended
 
 
 class Heads(NamedTuple):

@@ -73,7 +73,7 @@ def states_in_place(
 
 
 class DeltaNet(nnx.Module):
-    """The G layers by a delta rule; see `parts.DeltaNet` for the widths.
+    """The G layers by a delta rule; see `config.DeltaNet` for the widths.
 
     A state and the convolution's last inputs go from chunk to chunk in the cache of a
     `CachedAttention`. Any other attention means whole sequences: both start at zero.

@@ -1,5 +1,8 @@
 """Products of each chosen expert for each token, before the weighted sum, in three forms.
 
+By row and by block they run as plain operations; grouped ones read weights as they are packed, by
+`pallas_kernels.grouped_dequant_matmul`.
+
 All take pairs (token n, a) and stacks of experts [M, E, ...] (a resident model) or [1, S, ...] (the
 slots of a pool), and yield parts [P, N, A, D] whose sums over P are down_e(silu(gate_e x_n) * up_e
 x_n). A pair's product does not depend on which other pairs are active, to the bit: a layer may run
@@ -14,10 +17,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moejax.models.config import ModelConfig
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import grouped_dequant_matmul
+from pallas_kernels.target import Choice
 
 
 class Pairs(NamedTuple):
@@ -28,7 +33,7 @@ class Pairs(NamedTuple):
     tier: jax.Array | None = None  # int32[N, A], where a plan has it: 0 where active, -1 elsewhere
 
 
-class Experts(NamedTuple):
+class ExpertStacks(NamedTuple):
     """Two stacks of matrices with equal leading axes, and an index of the first axis."""
 
     gate_up: Weight  # [M, E, 2F, D]
@@ -52,7 +57,7 @@ def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dt
     return grouped_dequant_matmul.combine(products, pairs.active, weights, dtype)
 
 
-def products_by_row(x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
+def products_by_row(x: jax.Array, pairs: Pairs, experts: ExpertStacks) -> jax.Array:
     """Unrolls one slice and two thin products per pair, active or not; `x.dtype`[1, N, A, D]."""
 
     def matrix(stacked: Weight, index: jax.Array) -> jax.Array:
@@ -74,7 +79,7 @@ def block_size(num_rows: int, num_experts: int) -> int:
 
 
 def products_by_block(
-    x: jax.Array, pairs: Pairs, experts: Experts, num_experts: int, step_bytes: int
+    x: jax.Array, pairs: Pairs, experts: ExpertStacks, num_experts: int, step_bytes: int
 ) -> jax.Array:
     """Sorts pairs by expert, pads them to blocks of one expert, and runs batched products.
 
@@ -134,14 +139,14 @@ def products_by_block(
 
 
 def products_grouped(
-    x: jax.Array, pairs: Pairs, experts: Experts, implementation: str
+    x: jax.Array, pairs: Pairs, experts: ExpertStacks, implementation: str
 ) -> jax.Array:
     """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
 
     Args:
       x: [N, D].
       experts: for which `ops.kernel_refusal` has no reason.
-      implementation: a kernel's name; see `grouped_experts.choose_grouped`.
+      implementation: a kernel's name; see `choose_grouped`.
     """
     tier = pairs.tier
     if tier is None:
@@ -153,7 +158,7 @@ def products_of_tiers(
     x: jax.Array,
     tier: jax.Array,
     expert: jax.Array,
-    tiers: Sequence[Experts],
+    tiers: Sequence[ExpertStacks],
     implementation: str,
 ) -> jax.Array:
     """Runs `products_grouped` on experts in several precisions, in as many launches as for one.
@@ -163,7 +168,7 @@ def products_of_tiers(
       tier: int32[N, A], which of the tiers a pair runs in; -1: it is not active.
       expert: int32[N, A], along the second axis of its tier's stacks.
       tiers: for which `ops.kernel_refusal` has no reason.
-      implementation: see `grouped_experts.choose_for_tiers`.
+      implementation: see `choose_for_tiers`.
     """
     return _grouped(
         x,
@@ -201,3 +206,90 @@ def _grouped(
         down_low_rank=[of.low_rank for of in downs],
         implementation=implementation,
     )
+
+
+def experts_grouped(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    layer: Index,
+    token_mask: jax.Array,
+    implementation: str,
+) -> jax.Array:
+    """Runs packed experts by the grouped kernel; M E slots of one tier.
+
+    y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n), e = ids[n, a].
+
+    Args:
+      x: [N, D].
+      ids: int32[N, A], the experts of each token.
+      weights: float32[N, A], theirs in the sum.
+      gate_up: [M, E, 2F, D].
+      down: [M, E, D, F].
+      layer: index among the sparse layers.
+      token_mask: bool[N], False for padding, which costs nothing and yields zero.
+      implementation: a kernel's name; see `choose_grouped`.
+
+    Returns:
+      [N, D] in `x.dtype`.
+    """
+    if (reason := _kernel_refusal((gate_up, down))) is not None:
+        raise ValueError(f"the grouped kernel refuses: {reason}")
+    pairs = Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
+    products = products_grouped(x, pairs, ExpertStacks(gate_up, down, layer), implementation)
+    return combine(products, pairs, weights, x.dtype)
+
+
+def _kernel_refusal(experts: Sequence[Weight]) -> str | None:
+    return "; ".join(dict.fromkeys(filter(None, map(ops.kernel_refusal, experts)))) or None
+
+
+def choose_grouped(
+    num_tokens: int,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    experts: Sequence[Weight],
+    kernels: ops.Kernels,
+) -> Choice:
+    """Chooses the grouped kernel's implementation for packed or plain experts.
+
+    Args:
+      experts: `moe.gate_up` and `moe.down`.
+
+    Returns:
+      `ops.DEQUANTIZED` with the reasons where none serves.
+    """
+    return choose_for_tiers(num_tokens, config, dtype, [experts], kernels)
+
+
+def choose_for_tiers(
+    num_tokens: int,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    tiers: Sequence[Sequence[Weight]],
+    kernels: ops.Kernels,
+) -> Choice:
+    """Chooses the grouped kernel for a layer whose experts have several precisions.
+
+    Args:
+      tiers: `moe.gate_up` and `moe.down` of each tier.
+    """
+    if reason := _kernel_refusal([weight for experts in tiers for weight in experts]):
+        return Choice(ops.DEQUANTIZED, {"every kernel": reason})
+    if kernels.implementation:
+        return Choice(kernels.implementation, {})
+    if kernels.target is None:
+        return Choice(ops.DEQUANTIZED, {"every kernel": "no target was named"})
+    x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), dtype)
+    shapes = [[jax.eval_shape(ops.operands, weight) for weight in experts] for experts in tiers]
+    chosen = grouped_dequant_matmul.OPERATION.choose(
+        x,
+        config.experts_per_token,
+        [gate_up.weights for gate_up, _ in shapes],
+        [down.weights for _, down in shapes],
+        [operands.low_rank for experts in shapes for operands in experts],
+        target=kernels.target,
+    )
+    return ops.kernel_or_dequantized(chosen)

@@ -1,7 +1,7 @@
 """Which implementation serves each product with stored matrices, for the record.
 
 The record is computed by the functions that choose while a program is traced (`ops.choose_product`,
-`models.grouped_experts.choose_grouped`, `models.moe.choose_routing`,
+`models.expert_products.choose_grouped`, `models.moe.choose_routing`,
 `models.decode_layers.choose_token_step`, `models.delta_net.choose_delta_step`), from the same
 shapes.
 """
@@ -16,7 +16,7 @@ from moejax.models.attention import decode_impl
 from moejax.models.config import ModelConfig
 from moejax.models.decode_layers import choose_token_step, is_plain
 from moejax.models.delta_net import choose_delta_step
-from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
+from moejax.models.expert_products import choose_for_tiers, choose_grouped
 from moejax.models.leaf_kinds import ALWAYS_KERNEL_LEAVES, leaves_of
 from moejax.models.leaf_kinds import EXPERT_LEAVES as EXPERT_LEAVES
 from moejax.models.moe import ExpertImpl, choose_routing, kernel_refusal

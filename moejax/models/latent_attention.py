@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models import parts
 from moejax.models.attention import (
     AttentionFn,
     CachedAttention,
@@ -21,6 +20,7 @@ from moejax.models.attention import (
     token_attention,
     visible_slots,
 )
+from moejax.models.config import LatentAttention as Widths
 from moejax.models.config import ModelConfig
 from moejax.models.layer_index import LayerIndex
 from moejax.models.norm import stacked_norm
@@ -53,7 +53,7 @@ class Latents(NamedTuple):
 
 
 def is_expanded(
-    of: parts.LatentAttention, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
+    of: Widths, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
 ) -> bool:
     """Whether T queries per sequence attend to S cache slots by expanded keys and values.
 
@@ -163,7 +163,7 @@ def _in_blocks(attend: Callable[..., jax.Array], num_slots: int, *of: jax.Array)
 
 
 class LatentAttention(nnx.Module):
-    """Projections of all layers; see `parts.LatentAttention` for the widths.
+    """Projections of all layers; see `config.LatentAttention` for the widths.
 
     `norm`, [L, D], precedes the mixing of every layer.
     """
@@ -273,7 +273,7 @@ class LatentAttention(nnx.Module):
                 lambda slots: self._over_slots(queries, new.key.dtype, index, attend, slots)
             )
         q, k, v = self.expand(queries, new, layer)
-        attend.notify(index, q, k)
+        attend.keep(q, k)
         if attend.impl == "cudnn":
             return causal_attention(q, k, v, attend.window, attend.impl, c.score_scale)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
@@ -297,7 +297,7 @@ class LatentAttention(nnx.Module):
         ):  # fmt: skip
             return self._absorbed(queries, seen, index, attend)
         q, k, v = self.expand(queries, seen, index.mixer)
-        attend.notify(index, q, k)
+        attend.keep(q, k)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
     def _token(
@@ -326,10 +326,10 @@ class LatentAttention(nnx.Module):
         c = self.config
         to_keys, to_values = self._to_heads(index.mixer, seen.latent.dtype)
         absorbed = jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys)
-        if attend.watch is not None:  # one key for all heads, of another width but the same scores
+        if attend.is_observed:  # one key for all heads, of another width but the same scores
             q = jnp.concatenate([absorbed, queries.rope], axis=-1)
             keys = jnp.concatenate([seen.latent, seen.key], axis=-1)
-            attend.notify(index, q, keys[:, :, None])
+            attend.keep(q, keys[:, :, None])
         mixed = absorbed_attention(
             Queries(absorbed, queries.rope), seen, attend.positions, attend.window, c.score_scale
         )

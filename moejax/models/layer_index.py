@@ -31,6 +31,7 @@ class LayerIndex(NamedTuple):
     is_delta: bool
     is_sparse: bool
     next_moe: NextMoeLayer | None  # None after the last sparse layer; in a loop that one itself
+    turn: int  # `mlp` where that is static; in a loop that of the first pass
 
 
 class Loop(NamedTuple):
@@ -60,7 +61,9 @@ def layer_indices(config: ModelConfig) -> tuple[LayerIndex, ...]:
         if mlp == "sparse" and index + 1 < len(sparse_layers):
             next_moe = NextMoeLayer(sparse_layers[index + 1], index + 1)
         found.append(
-            LayerIndex(layer, counts[mixer], index, mixer == "delta", mlp == "sparse", next_moe)
+            LayerIndex(
+                layer, counts[mixer], index, mixer == "delta", mlp == "sparse", next_moe, index
+            )
         )
         counts[mixer] += 1
         counts[mlp] += 1
@@ -98,4 +101,4 @@ def scanned_layer(config: ModelConfig, loop: Loop, turn: int, number: jax.Array)
         jnp.minimum(mlp + 1, len(config.moe_layers) - 1),
     )
     mixer = start.mixer + number * alike
-    return LayerIndex(layer, mixer, mlp, start.is_delta, start.is_sparse, next_moe)
+    return LayerIndex(layer, mixer, mlp, start.is_delta, start.is_sparse, next_moe, start.turn)

@@ -24,13 +24,14 @@ from flax import nnx
 
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.expert_products import (
-    Experts,
+    ExpertStacks,
     Pairs,
+    choose_grouped,
     combine,
+    experts_grouped,
     products_by_block,
     products_by_row,
 )
-from moejax.models.grouped_experts import choose_grouped, experts_grouped
 from moejax.models.parameter import stacked_parameter
 from moejax.models.routing import Routing, routing_of, scaled
 from moejax.weights import linear as ops
@@ -123,7 +124,7 @@ def experts_by_row(
 ) -> jax.Array:
     """Unrolls one slice and two thin products per assignment."""
     pairs = Pairs(routing.ids, jnp.ones(routing.ids.shape, bool))
-    products = products_by_row(x, pairs, Experts(gate_up, down, layer))
+    products = products_by_row(x, pairs, ExpertStacks(gate_up, down, layer))
     return combine(products, pairs, routing.weights, x.dtype)
 
 
@@ -150,7 +151,7 @@ def experts_by_block(
       [N, D] in `x.dtype`.
     """
     pairs = pairs_of(routing.ids, token_mask)
-    experts = Experts(gate_up, down, layer)
+    experts = ExpertStacks(gate_up, down, layer)
     products = products_by_block(x, pairs, experts, gate_up.shape[1], step_bytes)
     return combine(products, pairs, routing.weights, x.dtype)
 
@@ -249,7 +250,7 @@ class SparseMoe(nnx.Module):
         x: jax.Array,
         layer: Index,
         first_slot: jax.Array | None = None,
-        heard: Callable[[jax.Array], jax.Array] | None = None,
+        override: Callable[[jax.Array], jax.Array] | None = None,
     ) -> Routing:
         """Routes N tokens to experts.
 
@@ -257,12 +258,12 @@ class SparseMoe(nnx.Module):
           x: [N, D], normed.
           layer: the index among the sparse layers.
           first_slot: an offset that the products add to the ids; see `routing_by_kernel`.
-          heard: replaces the router's logits, float32[N, E], to replay a trace; None keeps them.
+          override: gives logits, float32[N, E], in place of the router's, to replay a trace.
         """
         wide = jnp.dtype(jnp.float32)
         logits = ops.linear(x, self.router[...], layer, wide, self.kernels, always_kernel=True)
-        if heard is not None:
-            logits = heard(logits)
+        if override is not None:
+            logits = override(logits)
         c = self.config
         if choose_routing(len(x), c, self.kernels).implementation == "triton":
             routing = routing_by_kernel(
@@ -273,52 +274,38 @@ class SparseMoe(nnx.Module):
         return routing_of(logits, c, bias)
 
     def __call__(
-        self, x: jax.Array, layer: Index, token_mask: jax.Array, impl: ExpertImpl
-    ) -> tuple[jax.Array, Routing]:
-        """Routes N tokens and runs their experts.
+        self, x: jax.Array, routing: Routing, layer: Index, token_mask: jax.Array, impl: ExpertImpl
+    ) -> jax.Array:
+        """Runs the chosen experts on N tokens: [N, D].
 
         Args:
           x: [N, D], normed.
           layer: index among the sparse layers.
           token_mask: bool[N], False for padding.
-
-        Returns:
-          [N, D] and the routing.
         """
         gate_up, down = self.gate_up[...], self.down[...]
-        first_slot = None
-        if impl == "grouped_kernel" and isinstance(layer, int) and layer:
-            first_slot = jnp.int32(layer * gate_up.shape[1])
-        routing = self.route(x, layer, first_slot)
         match impl:
             case "dense":
-                y = experts_dense(x, routing, gate_up, down, layer)
+                return experts_dense(x, routing, gate_up, down, layer)
             case "row":
-                y = experts_by_row(x, routing, gate_up, down, layer)
+                return experts_by_row(x, routing, gate_up, down, layer)
             case "block" | "block_in_cache":
-                y = experts_by_block(x, routing, gate_up, down, layer, token_mask, STEP_BYTES[impl])
+                size = STEP_BYTES[impl]
+                return experts_by_block(x, routing, gate_up, down, layer, token_mask, size)
             case "kernel":
                 if refusal := kernel_refusal(self.config, x.dtype, (gate_up, down)):
                     raise ValueError(f"the kernel refuses: {refusal}")
                 if not isinstance(layer, int):
                     raise ValueError("the kernel refuses: its layer is static")
-                y = expert_mlp.expert_mlp(
+                return expert_mlp.expert_mlp(
                     x, routing.ids, routing.weights, gate_up, down, layer=layer
                 )
             case "grouped_kernel":
                 chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
                 if chosen.implementation == ops.DEQUANTIZED:
                     raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
-                y = experts_grouped(
-                    x,
-                    routing.ids,
-                    routing.weights,
-                    gate_up,
-                    down,
-                    layer,
-                    token_mask,
+                return experts_grouped(
+                    x, routing.ids, routing.weights, gate_up, down, layer, token_mask,
                     chosen.implementation,
-                )
-            case _:
-                raise ValueError(f"impl {impl!r} is none of {get_args(ExpertImpl)}")
-        return y, routing
+                )  # fmt: skip
+        raise ValueError(f"impl {impl!r} is none of {get_args(ExpertImpl)}")

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.models.config import ModelConfig
-from moejax.models.parts import RopeScaling
+from moejax.models.config import ModelConfig, RopeScaling
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines, float32[B, T, R / 2]
 

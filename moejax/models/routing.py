@@ -5,8 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.models.config import ModelConfig
-from moejax.models.parts import RouterRule
+from moejax.models.config import ModelConfig, RouterRule
 
 # DeepSeek-V3's: keeps a sum of sigmoids away from zero.
 SUM_FLOOR = 1e-20

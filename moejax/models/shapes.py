@@ -3,8 +3,7 @@
 import dataclasses
 
 from moejax.errors import MoejaxError
-from moejax.models.config import ModelConfig
-from moejax.models.parts import PLAIN_ROUTER, DeltaNet, LatentAttention, RopeScaling
+from moejax.models.config import PLAIN_ROUTER, DeltaNet, LatentAttention, ModelConfig, RopeScaling
 
 QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",

@@ -1,7 +1,7 @@
-"""The decoder of every family, one module over layer-stacked weights."""
+"""The decoder of every family, one module over layer-stacked weights; its flat dict of weights."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,18 +9,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.models.attention import (
+    Attended,
     Attention,
     AttentionFn,
     AttentionImpl,
-    AttentionObserver,
     CachedAttention,
     DecodeAttentionImpl,
+    causal_attention,
     token_attention,
 )
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.decode_layers import is_plain, queries_and_cache, serves_token_step
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
+from moejax.models.experts import Experts, ResidentExperts, routing_record
 from moejax.models.kv_cache import KVCache
 from moejax.models.latent_attention import LatentAttention
 from moejax.models.layer_index import (
@@ -35,7 +37,6 @@ from moejax.models.norm import norm_of_sum, rounded, stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import Angles, model_angles
 from moejax.models.routing import Routing
-from moejax.models.run_experts import HearsRouters, LoopedExperts, RunExperts
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
@@ -121,46 +122,42 @@ class Transformer(nnx.Module):
         x: jax.Array,
         index: LayerIndex,
         token_mask: jax.Array,
-        impl: ExpertImpl,
-        run: RunExperts | None = None,
+        experts: Experts,
+        carry: Any,
+        attended: Attended | None = None,
         *,
         normed: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing | None]:
-        """Runs norm, then experts or dense MLP, on [B, T, D]; returns the routing of sparse layers.
+    ) -> tuple[jax.Array, Any, Any]:
+        """Runs norm, then experts or dense MLP, on [B, T, D]; returns carry and record too.
 
         Args:
           x: [B, T, D].
           token_mask: bool[B, T], False for padding.
-          run: runs experts that it does not hold.
+          carry: of `experts`.
+          attended: see `Experts`.
           normed: [N, D], x after the norm, where that is done.
         """
         flat = self._mlp_normed(x, index.layer) if normed is None else normed
         if not index.is_sparse:
-            return self.mlp(flat, index.mlp).reshape(x.shape), None
+            return self.mlp(flat, index.mlp).reshape(x.shape), carry, None
         mask = token_mask.reshape(-1)
-        if run is None:
-            out, routing = self.moe(flat, index.mlp, mask, impl)
-        else:
-            routing = self._route(flat, index.mlp, run)
-            out = run(index.mlp, flat, routing, mask, self._next_router(x, index, run))
+        routing = experts.route(carry, self.moe, index.mlp, flat)
+        ahead = self._next_routing(x, index, experts, carry)
+        out, carry, record = experts(carry, index, flat, routing, mask, ahead, attended)
         if self.config.shared_dim:
             out = out + self.shared(flat, index.mlp)
-        return out.reshape(x.shape), routing
+        return out.reshape(x.shape), carry, record
 
-    def _route(self, x: jax.Array, mlp: Index, run: RunExperts, is_ahead: bool = False) -> Routing:
-        heard = None
-        if isinstance(run, HearsRouters):
-            heard = functools.partial(run.heard, mlp, is_ahead=is_ahead)
-        return self.moe.route(x, mlp, heard=heard)
-
-    def _next_router(
-        self, x: jax.Array, index: LayerIndex, run: RunExperts
+    def _next_routing(
+        self, x: jax.Array, index: LayerIndex, experts: Experts, carry: Any
     ) -> Callable[[], Routing] | None:
         """Routes this layer's input by the next sparse layer's router (DyMoE eq. 6)."""
         if index.next_moe is None:
             return None
         layer, mlp = index.next_moe
-        return lambda: self._route(self._mlp_normed(x, layer), mlp, run, is_ahead=True)
+        return lambda: experts.route(
+            carry, self.moe, mlp, self._mlp_normed(x, layer), is_ahead=True
+        )
 
     def _mlp_normed(self, x: jax.Array, layer: Index) -> jax.Array:
         """Input of a layer's MLP for [B, T, D], as [N, D]."""
@@ -221,30 +218,28 @@ class Transformer(nnx.Module):
         positions: jax.Array,
         token_mask: jax.Array,
         attend: AttentionFn,
-        experts: ExpertImpl,
-        run: RunExperts | None = None,
+        experts: Experts,
         lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, list[Routing]]:
-        """Embeds tokens and runs all layers, with attention by `attend`.
+    ) -> tuple[jax.Array, Any, Any]:
+        """Embeds tokens and runs all layers one by one, with attention by `attend`.
 
         Args:
           tokens: int32[B, T].
           positions: int32[B, T].
           token_mask: bool[B, T], False for padding.
-          run: runs experts that the model does not hold.
           lengths: int32[B], see `rope.model_angles`.
 
         Returns:
-          The last layer's output [B, T, D], and the routing of each sparse layer.
+          The last layer's output [B, T, D], the experts' carry, and their records with the axis of
+          the M sparse layers in front.
         """
         angles = model_angles(self.config, positions, lengths)
-        x = ops.take_rows(self.embed[...], tokens, self.dtype)
-        routings = []
+        x, carry, records = ops.take_rows(self.embed[...], tokens, self.dtype), experts.init(), []
         for index in layer_indices(self.config):
-            x, routing = self._layer(x, index, angles, token_mask, attend, experts, run)
-            if routing is not None:
-                routings.append(routing)
-        return x, routings
+            x, carry, record = self._layer(x, index, angles, token_mask, attend, experts, carry)
+            if index.is_sparse:
+                records.append(record)
+        return x, carry, _stacked(records)
 
     def _layer(
         self,
@@ -253,14 +248,17 @@ class Transformer(nnx.Module):
         angles: Angles,
         token_mask: jax.Array,
         attend: AttentionFn,
-        experts: ExpertImpl,
-        run: RunExperts | None,
-    ) -> tuple[jax.Array, Routing | None]:
+        experts: Experts,
+        carry: Any,
+    ) -> tuple[jax.Array, Any, Any]:
         """Runs [B, T, D] through one layer."""
         x = x + self.mix(self.mix_norm(x, index), index, angles, token_mask, attend)
-        out, routing = self.mlp_block(x, index, token_mask, experts, run)
+        attended = None
+        if index.is_sparse and isinstance(attend, CachedAttention):
+            attended = attend.take_attended()
+        out, carry, record = self.mlp_block(x, index, token_mask, experts, carry, attended)
         x = x + out
-        return rounded(x) if x.shape[1] > 1 or self._is_for_cpu else x, routing
+        return rounded(x) if x.shape[1] > 1 or self._is_for_cpu else x, carry, record
 
     def __call__(
         self,
@@ -269,10 +267,9 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         cache: KVCache,
         spec: ChunkSpec,
-        run: RunExperts | None = None,
-        watch: AttentionObserver | None = None,
+        experts: Experts | None = None,
         lengths: jax.Array | None = None,
-    ) -> tuple[KVCache, jax.Array]:
+    ) -> tuple[KVCache, jax.Array, Any, Any]:
         """Runs T new tokens of each sequence, writing the cache.
 
         Layers of one kind may run in a loop, which compiles one layer instead of all. On a GPU,
@@ -286,35 +283,36 @@ class Transformer(nnx.Module):
           positions: int32[B, T]; consecutive, and the same start for all rows where T > 1.
           token_mask: bool[B, T], False for padding: it takes no part in the experts.
           cache: written at `positions`.
-
-          run: runs experts that the model does not hold.
-          watch: observes queries and keys.
+          experts: None: those that the model holds, by `spec.experts`.
           lengths: int32[B], see `rope.model_angles`.
 
         Returns:
-          The cache and the last layer's output [B, T, D], before the last norm.
+          The cache, the last layer's output [B, T, D] before the last norm, the experts' carry, and
+          their records with the axis of the M sparse layers in front.
         """
+        if experts is None:
+            moe = self.moe if self.config.moe_layers else None
+            experts = ResidentExperts(moe, spec.experts)
         is_unrolled = tokens.shape[1] == 1 and not self._is_for_cpu
-        if is_unrolled or not self.loops(spec.experts, run):
-            cache, hidden, _ = self.routed(
-                tokens, positions, token_mask, cache, spec, run, watch, lengths
-            )
-            return cache, hidden
-        assert run is None or isinstance(run, LoopedExperts)
-        return self._looped(tokens, positions, token_mask, cache, spec, run, watch, lengths)
+        if not is_unrolled and self.loops(spec.experts):
+            return self._looped(tokens, positions, token_mask, cache, spec, experts, lengths)
+        is_token = tokens.shape[1] == 1 and not spec.is_first
+        is_token &= spec.cached == "kernel" or not is_plain(self.config)
+        if is_token and serves_token_step(self.config, self.dtype, self.kernels):
+            return decode_layers(self, tokens, positions, token_mask, cache, spec, experts)
+        attend = self.attention_of(cache, positions, spec, token_mask, experts.observes_attention)
+        found = self.layers(tokens, positions, token_mask, attend, experts, lengths)
+        return attend.cache, *found
 
     @property
     def _is_for_cpu(self) -> bool:
         target = self.kernels.target
         return target is not None and target.platform != "gpu"
 
-    def loops(self, experts: ExpertImpl, run: RunExperts | None) -> bool:
+    def loops(self, experts: ExpertImpl) -> bool:
         """Whether a chunk's sparse layers run in a loop; their indices may be on the device."""
-        if experts == "kernel":  # whose layer is static
-            return False
-        if self._is_for_cpu and not self.holds_experts:
-            return False
-        return run is None or isinstance(run, LoopedExperts)
+        is_static = experts == "kernel"  # its layer is
+        return not is_static and not (self._is_for_cpu and not self.holds_experts)
 
     def _looped(
         self,
@@ -323,76 +321,60 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         cache: KVCache,
         spec: ChunkSpec,
-        run: LoopedExperts | None,
-        watch: AttentionObserver | None,
+        experts: Experts,
         lengths: jax.Array | None,
-    ) -> tuple[KVCache, jax.Array]:
+    ) -> tuple[KVCache, jax.Array, Any, Any]:
         """Runs `__call__` with layers in a loop; layers outside whole passes are unrolled."""
         c = self.config
         angles = model_angles(c, positions, lengths)
         # Alone on a CPU layers gain nothing from one another, and each takes time to compile.
         layers_a_pass = 1 if self._is_for_cpu else LAYERS_A_PASS
-        loop = scan_plan(c, run.num_turns if run else 1, layers_a_pass)
+        loop = scan_plan(c, experts.layers_per_iteration, layers_a_pass)
 
-        def one(x: jax.Array, index: LayerIndex, cache: KVCache) -> tuple[jax.Array, KVCache]:
-            attend = self.attention_of(cache, positions, spec, watch, token_mask)
-            x, _ = self._layer(x, index, angles, token_mask, attend, spec.experts, run)
-            return x, attend.cache
+        def some(carried: Any, indices: Iterable[LayerIndex]) -> tuple[Any, Any]:
+            x, cache, carry = carried
+            attend = self.attention_of(
+                cache, positions, spec, token_mask, experts.observes_attention
+            )
+            records = []
+            for index in indices:
+                x, carry, record = self._layer(x, index, angles, token_mask, attend, experts, carry)
+                if index.is_sparse:
+                    records.append(record)
+            return (x, attend.cache, carry), _stacked(records)
 
-        def some(carried: Any, number: jax.Array) -> tuple[Any, Any]:
-            x, cache, state = carried
-            if run:
-                run.resume(state)
-            for turn in range(loop.num_turns):
-                x, cache = one(x, scanned_layer(c, loop, turn, number), cache)
-            return (x, cache, run.state if run else None), run.kept() if run else None
+        def one_pass(carried: Any, number: jax.Array) -> tuple[Any, Any]:
+            turns = range(loop.num_turns)
+            return some(carried, (scanned_layer(c, loop, turn, number) for turn in turns))
 
         x = ops.take_rows(self.embed[...], tokens, self.dtype)
-        for index in layer_indices(c)[: loop.first]:
-            x, cache = one(x, index, cache)
+        carried, first = some((x, cache, experts.init()), layer_indices(c)[: loop.first])
+        looped = None
         if loop.num_passes:
             numbers = jnp.arange(loop.num_passes, dtype=jnp.int32)
-            carried = (x, cache, run.state if run else None)
-            (x, cache, state), kept = jax.lax.scan(some, carried, numbers)
-            if run:
-                run.resume(state)
-                num_looped = loop.end - loop.first
-                run.keep(jax.tree.map(lambda leaf: leaf.reshape(num_looped, *leaf.shape[2:]), kept))
-        for index in layer_indices(c)[loop.end :]:
-            x, cache = one(x, index, cache)
-        return cache, x
+            carried, looped = jax.lax.scan(one_pass, carried, numbers)
+            looped = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), looped)
+        (x, cache, carry), last = some(carried, layer_indices(c)[loop.end :])
+        parts = [part for part in (first, looped, last) if part is not None]
+        records = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts) if parts else None
+        return cache, x, carry, records
 
     def attention_of(
-        self, cache: KVCache, positions: jax.Array, spec: ChunkSpec,
-        watch: AttentionObserver | None, token_mask: jax.Array,
+        self, cache: KVCache, positions: jax.Array, spec: ChunkSpec, token_mask: jax.Array,
+        is_observed: bool = False,
     ) -> CachedAttention:  # fmt: skip
         """Builds the attention of a chunk's tokens to one another and to a cache."""
         length = None if spec.is_first else spec.kv_length
         how = (length, self.config.sliding_window, spec.attention, spec.cached)
-        scale = self.config.score_scale
         return CachedAttention(
-            cache, positions, *how, scale, watch, token_mask, self._is_for_cpu, spec.kv_lengths
-        )
+            cache, positions, *how, self.config.score_scale, is_observed, token_mask,
+            self._is_for_cpu, spec.kv_lengths,
+        )  # fmt: skip
 
-    def routed(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        token_mask: jax.Array,
-        cache: KVCache,
-        spec: ChunkSpec,
-        run: RunExperts | None = None,
-        watch: AttentionObserver | None = None,
-        lengths: jax.Array | None = None,
-    ) -> tuple[KVCache, jax.Array, list[Routing]]:
-        """Runs `__call__` unrolled and returns each sparse layer's routing."""
-        is_token = tokens.shape[1] == 1 and not spec.is_first
-        is_token &= spec.cached == "kernel" or not is_plain(self.config)
-        if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
-            return decode_layers(self, tokens, positions, token_mask, cache, spec, run)
-        attend = self.attention_of(cache, positions, spec, watch, token_mask)
-        found = self.layers(tokens, positions, token_mask, attend, spec.experts, run, lengths)
-        return attend.cache, *found
+
+def _stacked(records: Sequence[Any]) -> Any:
+    """Stacks records of layers; None without any."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *records) if records else None
 
 
 def decode_layers(
@@ -402,16 +384,16 @@ def decode_layers(
     token_mask: jax.Array,
     cache: KVCache,
     spec: ChunkSpec,
-    run: RunExperts | None,
-) -> tuple[KVCache, jax.Array, list[Routing]]:
-    """`Transformer.routed` of one token a sequence where `choose_token_step` says "triton"."""
+    experts: Experts,
+) -> tuple[KVCache, jax.Array, Any, Any]:
+    """`Transformer.__call__` of one token a sequence where `choose_token_step` says "triton"."""
     c = model.config
     angles = model_angles(c, positions)
-    x = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype)
+    x, carry = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype), experts.init()
     delta: jax.Array | None = None  # what the layer before adds to x
-    attend = model.attention_of(cache, positions, spec, None, token_mask)
+    attend = model.attention_of(cache, positions, spec, token_mask)
     norm = functools.partial(norm_of_sum, eps=c.norm_eps, zero_centred=c.zero_centred_norm)
-    routings = []
+    records = []
     for index in layer_indices(c):
         layer = jnp.int32(index.layer)
         x, normed = norm(x, delta, model.attention.norm[...], layer)
@@ -420,14 +402,14 @@ def decode_layers(
         else:
             delta = model.mix(normed[:, None], index, angles, token_mask, attend)[:, 0]
         x, normed = norm(x, delta, model.mlp_norm[...], layer)
-        out, routing = model.mlp_block(
-            x[:, None], index, token_mask, spec.experts, run, normed=normed
+        out, carry, record = model.mlp_block(
+            x[:, None], index, token_mask, experts, carry, normed=normed
         )
         delta = out[:, 0]
-        if routing is not None:
-            routings.append(routing)
+        if index.is_sparse:
+            records.append(record)
     hidden = x if delta is None else x + delta
-    return attend.cache, hidden[:, None], routings
+    return attend.cache, hidden[:, None], carry, _stacked(records)
 
 
 def _attended(
@@ -453,3 +435,72 @@ def _attended(
         kv_length=spec.kv_length, sliding_window=c.sliding_window, scale=c.score_scale,
     )  # fmt: skip
     return attention.output(attended, index.mixer)[:, 0]
+
+
+def forward(
+    model: Transformer,
+    tokens: jax.Array,
+    *,
+    experts: ExpertImpl = "dense",
+    attention: AttentionImpl = "xla",
+) -> tuple[jax.Array, Routing]:
+    """Runs whole sequences without a cache, differentiably: for training and analysis.
+
+    Args:
+      tokens: int32[B, T].
+
+    Returns:
+      The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
+      routing with a leading axis of M sparse layers: probabilities float32[M, N, E], weights
+      float32[M, N, A], ids int32[M, N, A], N = B T.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    mask = jnp.ones(tokens.shape, bool)
+
+    def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        del index
+        c = model.config
+        return causal_attention(q, k, v, c.sliding_window, attention, c.score_scale)
+
+    run = ResidentExperts(model.moe, experts, routing_record)
+    hidden, _, routings = model.layers(tokens, positions, mask, attend, run)
+    return hidden, routings
+
+
+def model_definition(
+    config: ModelConfig, kernels: ops.Kernels = ops.NO_KERNELS, *, holds_experts: bool = True
+) -> nnx.GraphDef[Transformer]:
+    """Builds the graph of a Transformer without weights; allocates nothing.
+
+    Args:
+      holds_experts: False where its experts come from elsewhere (`Experts`).
+    """
+
+    def build() -> Transformer:
+        return Transformer(config, rngs=nnx.Rngs(0), kernels=kernels, holds_experts=holds_experts)
+
+    abstract = nnx.eval_shape(build)
+    return nnx.split(abstract)[0]
+
+
+def merge_weights(
+    definition: nnx.GraphDef[Transformer], weights: Mapping[str, Weight]
+) -> Transformer:
+    """Builds a Transformer from a flat dict of weights, inside a jitted function.
+
+    Args:
+      definition: from `model_definition`.
+      weights: named and shaped as `weight_shapes`; matrices may be packed.
+    """
+    leaves: dict[Any, Any] = {
+        tuple(name.split(".")): nnx.Param(leaf) for name, leaf in weights.items()
+    }
+    return nnx.merge(definition, nnx.from_flat_state(leaves))
+
+
+def flat_weights(model: Transformer) -> dict[str, jax.Array]:
+    """Plain weights of a model as a flat dict, in the order of `weight_shapes`."""
+    flat = {
+        ".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
+    return {name: flat[name] for name in weight_shapes(model.config)}

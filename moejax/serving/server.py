@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from moejax.config.serve import ServeConfig
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.inference.generation_defaults import describe_defaults
+from moejax.inference.generation import describe_defaults
 from moejax.serving.app import Access, Api
 from moejax.serving.batcher import ENDING, Batcher
 from moejax.serving.connections import (

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.errors import MoejaxError
-from moejax.models.assembly import merge_weights
 from moejax.models.attention import Attention, AttentionImpl, Heads, causal_attention
 from moejax.models.config import ModelConfig
+from moejax.models.experts import ResidentExperts, routing_record
 from moejax.models.layer_index import LayerIndex, layer_indices
 from moejax.models.norm import rms_norm
 from moejax.models.rope import model_angles
 from moejax.models.routing import Routing
-from moejax.models.transformer import Transformer
+from moejax.models.transformer import Transformer, merge_weights
 from scripts.demo_training.corpus import UNKNOWN_ID
 from scripts.demo_training.losses import HEAD_CHUNK_TOKENS, balance_loss, expert_share, head_loss
 
@@ -70,7 +70,7 @@ def training_forward(
     dropout: float,
     dropout_key: jax.Array | None,
 ) -> tuple[jax.Array, Routing]:
-    """`assembly.forward` with dropout; the backward pass recomputes element-wise work.
+    """`transformer.forward` with dropout; the backward pass recomputes element-wise work.
 
     Args:
       model: a Transformer whose layers all attend, without a latent.
@@ -80,7 +80,7 @@ def training_forward(
       dropout_key: None turns dropout off.
 
     Returns:
-      As `assembly.forward`.
+      As `transformer.forward`.
     """
     c, mixer = model.config, model.attention
     require_trainable(c)
@@ -96,8 +96,11 @@ def training_forward(
     # arrays of the step, and the step is bound by memory traffic.
     keep_products = jax.checkpoint_policies.dots_saveable
 
+    experts = ResidentExperts(model.moe, "dense", routing_record)
+
     def mlp(index: LayerIndex, x: jax.Array) -> tuple[jax.Array, Routing | None]:
-        return model.mlp_block(x, index, mask, "dense")
+        out, _, routing = model.mlp_block(x, index, mask, experts, None)
+        return out, routing
 
     def project(index: LayerIndex, x: jax.Array) -> Heads:
         return mixer.project(model.mix_norm(x, index), index.mixer, cos, sin)

@@ -12,9 +12,8 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from moejax.errors import MoejaxError
-from moejax.models.assembly import flat_weights, model_definition
 from moejax.models.config import ModelConfig
-from moejax.models.transformer import Transformer
+from moejax.models.transformer import Transformer, flat_weights, model_definition
 from scripts.demo_training.batches import CropSource, sample_crops
 from scripts.demo_training.objective import Metrics, Objective, Weights, batch_loss
 from scripts.demo_training.optimizer import (

@@ -18,7 +18,7 @@ LATENT_EXPANDED_BYTES = 2**30
 
 
 class Latent(Protocol):
-    """Fields of a `moejax.models.parts.LatentAttention` that are read here."""
+    """Fields of a `moejax.models.config.LatentAttention` that are read here."""
 
     @property
     def kv_rank(self) -> int: ...
@@ -33,7 +33,7 @@ class Latent(Protocol):
 
 
 class Delta(Protocol):
-    """Fields of a `moejax.models.parts.DeltaNet` that are read here."""
+    """Fields of a `moejax.models.config.DeltaNet` that are read here."""
 
     @property
     def num_value_heads(self) -> int: ...

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
+from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, LatentAttention, ModelConfig, RouterRule
 from moejax.models.hf.fields import (
     flag,
     integer,
     number,
 )
 from moejax.models.hf.rope import KINDS, rope_fields, rope_scaling, rope_theta, unsupported
-from moejax.models.parts import LatentAttention, RouterRule
 
 ARCHITECTURES = {
     "deepseek": "DeepseekForCausalLM",

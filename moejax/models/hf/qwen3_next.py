@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
+from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, DeltaNet, ModelConfig
 from moejax.models.hf.defaults import DEFAULTS
 from moejax.models.hf.fields import (
     flag,
@@ -19,7 +19,6 @@ from moejax.models.hf.fields import (
     sparse_layers,
 )
 from moejax.models.hf.rope import rope_fields, rope_scaling, rope_theta, unsupported
-from moejax.models.parts import DeltaNet
 
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
 

@@ -7,10 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from moejax.errors import MoejaxError
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, RopeKind, RopeScaling
 from moejax.models.hf.defaults import DEFAULTS
 from moejax.models.hf.fields import ROPES, agreed, flag, integer, number, object_field, rope_field
-from moejax.models.parts import RopeKind, RopeScaling
 
 KINDS = ("default", *get_args(RopeKind))
 # Names of the fields of `RopeScaling` in an object, and the kinds that read them.

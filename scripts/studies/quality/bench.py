@@ -23,11 +23,13 @@ from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.ledger import Ledger
 from moejax.experts.residency import CacheSpec
 from moejax.inference.runner import Runner
-from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.attention import causal_attention
 from moejax.models.config import ModelConfig
-from moejax.models.expert_products import Experts, Pairs, combine, products_by_block
+from moejax.models.expert_products import ExpertStacks, Pairs, combine, products_by_block
+from moejax.models.experts import Experts
+from moejax.models.layer_index import LayerIndex
 from moejax.models.routing import Routing
+from moejax.models.transformer import merge_weights, model_definition
 from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.quantization.pipeline.calibration import shipped_text
 from moejax.quantization.pipeline.quantizers import Program, quantize_stack
@@ -35,6 +37,7 @@ from moejax.quantization.pipeline.recipe import Scheme
 from moejax.text.corpus import joined_rows
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights import linear as ops
+from moejax.weights.linear import Index
 
 EXPERTS = ("moe.gate_up", "moe.down")
 DOMAINS = ("books", "textbooks", "code", "math", "chinese")
@@ -256,11 +259,7 @@ class EachToken:
         c, inputs = self.model.config, tokens[:, :-1]
         rows_of_tier = self.model.num_layers * c.num_experts
 
-        def run(
-            layer: int, x: jax.Array, routing: Routing, mask: jax.Array, ahead: Any
-        ) -> jax.Array:
-            del ahead
-
+        def decided(layer: Index, routing: Routing) -> Decision:
             def alone(probabilities: jax.Array, ids: jax.Array, weights: jax.Array) -> Decision:
                 resident = jnp.ones((len(self.spec.tiers), c.num_experts), bool)
                 seen = Observation(
@@ -269,18 +268,24 @@ class EachToken:
                 )  # fmt: skip
                 return self.policy.decide(state, seen)[0]._replace(ahead=None)
 
-            found = jax.vmap(alone)(routing.probabilities, routing.ids, routing.weights)
-            ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
-            row = tier * rows_of_tier + layer * c.num_experts + ids
-            pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & mask[:, None])
-            experts = Experts(*stacks, 0)
-            kinds = len(self.spec.tiers) * c.num_experts
-            products = products_by_block(x, pairs, experts, kinds, 2**20)
-            return combine(products, pairs, share, x.dtype)
+            return jax.vmap(alone)(routing.probabilities, routing.ids, routing.weights)
 
+        class Decided(Experts):
+            def __call__(
+                self, carry: None, layer: LayerIndex, x: jax.Array, routing: Routing,
+                token_mask: jax.Array, *_: Any,
+            ) -> tuple[jax.Array, None, None]:  # fmt: skip
+                found = decided(layer.mlp, routing)
+                ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
+                row = tier * rows_of_tier + layer.mlp * c.num_experts + ids
+                pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
+                products = products_by_block(x, pairs, ExpertStacks(*stacks, 0), num_copies, 2**20)
+                return combine(products, pairs, share, x.dtype), None, None
+
+        num_copies = len(self.spec.tiers) * c.num_experts
         places = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None]
-        hidden, _ = model.layers(
+        hidden, _, _ = model.layers(
             inputs, places, jnp.ones(inputs.shape, bool),
-            lambda _, q, k, v: causal_attention(q, k, v, c.sliding_window, "xla"), "block", run,
+            lambda _, q, k, v: causal_attention(q, k, v, c.sliding_window, "xla"), Decided(),
         )  # fmt: skip
         return jnp.sum(model.negative_log_likelihood(hidden, tokens[:, 1:], 2**26))

@@ -38,51 +38,35 @@ class Compared(NamedTuple):
 def forced(
     program: steps.Program,
     spec: Any,
-    cache: KVCache,
-    compared: Compared,
-    pool: Any,
-    weights: Any,
-    store: Any,
-    tokens: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
-) -> tuple[KVCache, Compared, Any, None]:
+    state: tuple[KVCache, Compared],
+    experts: Any,
+    inputs: steps.StepInputs,
+    chunk: steps.Chunk,
+) -> steps.StepResult[tuple[KVCache, Compared]]:
     """Step for `Runner.scan_windows`: a window int32[1, T], T % 16 == 0, token by token."""
-    del start, lengths
+    cache, compared = state
     alone = spec._replace(is_first=False, kv_length=cache.length)
-    assert isinstance(program.pool, tiered.ExpertCacheSpec)
-    no_coming = jnp.zeros(
-        (program.pool.cache.num_layers, len(program.pool.pools), program.pool.cache.num_experts),
-        bool,
-    )
+    assert isinstance(program.experts, tiered.ExpertCacheSpec)
+    sizes = program.experts.cache
+    no_coming = jnp.zeros((sizes.num_layers, len(program.experts.pools), sizes.num_experts), bool)
 
     def token(carry: tuple[KVCache, Any], now: Any) -> tuple[tuple[KVCache, Any], jax.Array]:
-        cache, pool = carry
         token, position, exact = now
-        cache, pool, logits, _ = steps.chunk_logits(
-            program,
-            alone,
-            cache,
-            pool,
-            weights,
-            store,
-            token[None, None],
-            position,
-            position + 1,
-        )
+        one = steps.Chunk(token[None, None], position, position[None] + 1)
+        cache, experts, logits, _ = steps.chunk_logits(program, alone, *carry, inputs, one)
         found = jax.nn.log_softmax(logits[0, 0].astype(jnp.float32))
-        return (cache, pool), jnp.sum(jnp.exp(exact) * (exact - found))
+        return (cache, experts), jnp.sum(jnp.exp(exact) * (exact - found))
 
     def call(carry: tuple[KVCache, Any], now: Any) -> tuple[tuple[KVCache, Any], jax.Array]:
-        (cache, pool), kl = jax.lax.scan(token, carry, now)
-        pool, _ = tiered.ask(program.pool, pool, no_coming, jnp.int32(ROOM))
-        return (cache, pool), kl
+        (cache, experts), kl = jax.lax.scan(token, carry, now)
+        experts, _ = tiered.ask(program.experts, experts, no_coming, jnp.int32(ROOM))
+        return (cache, experts), kl
 
-    count = tokens.shape[1]
-    rows = (tokens[0], jnp.arange(count, dtype=jnp.int32), compared.exact)
+    count = chunk.tokens.shape[1]
+    rows = (chunk.tokens[0], jnp.arange(count, dtype=jnp.int32), compared.exact)
     rows = jax.tree.map(lambda a: a.reshape(-1, CALL_STEPS, *a.shape[1:]), rows)
-    (cache, pool), kl = jax.lax.scan(call, (cache, pool), rows)
-    return cache, Compared(compared.exact, kl.reshape(-1)), pool, None
+    (cache, experts), kl = jax.lax.scan(call, (cache, experts), rows)
+    return steps.StepResult((cache, Compared(compared.exact, kl.reshape(-1))), experts, None, None)
 
 
 class Exact:

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.attention import causal_attention
+from moejax.models.experts import ResidentExperts
+from moejax.models.layer_index import LayerIndex
 from moejax.models.routing import Routing
+from moejax.models.transformer import merge_weights, model_definition
 from moejax.policies.attention_importance import attention_received
 from scripts.studies.quality.bench import Windows
 from scripts.studies.quality.demo import WIKI, Demo, Finding, listed
@@ -62,7 +64,6 @@ def _program(demo: Demo) -> Callable[[Any, jax.Array], Seen]:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
         active = jnp.ones(tokens.shape, bool)
         received: list[jax.Array] = []
-        inputs: list[jax.Array] = []
         foreseen: list[jax.Array] = []
 
         def attend(layer: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -70,15 +71,16 @@ def _program(demo: Demo) -> Callable[[Any, jax.Array], Seen]:
             received.append(attention_received(q, k, positions, active))
             return causal_attention(q, k, v, config.sliding_window, "xla")
 
-        def run(
-            layer: Any, x: jax.Array, routing: Routing, token_mask: jax.Array, ahead: Any
-        ) -> jax.Array:
-            inputs.append(x / model.mlp_norm[layer][None])  # a multiple of the residual stream
-            if ahead is not None:
-                foreseen.append(ahead().ids)
-            return model.moe(x, layer, token_mask, "block")[0]
+        class Watched(ResidentExperts):
+            def __call__(self, carry: Any, layer: LayerIndex, *inputs: Any) -> Any:
+                if (next_routing := inputs[-2]) is not None:
+                    foreseen.append(next_routing().ids)
+                return super().__call__(carry, layer, *inputs)
 
-        _, routings = model.layers(tokens, positions, active, attend, "block", run)
+        experts = Watched(model.moe, "block", lambda *found: found)
+        _, _, (inputs, stacked) = model.layers(tokens, positions, active, attend, experts)
+        inputs = inputs / model.mlp_norm[...][:, None]  # multiples of the residual stream
+        routings = [Routing(*leaves) for leaves in zip(*stacked, strict=True)]
         num_heavy = round(HEAVY_SHARE * length)
         chosen, heavy = [], []
         for routing, share in zip(routings, received, strict=True):

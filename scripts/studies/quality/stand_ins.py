@@ -20,13 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.evaluation.expert_profile import LayerInputs
 from moejax.inference import steps
 from moejax.inference.runner import Runner
-from moejax.models.assembly import merge_weights
 from moejax.models.expert_products import swiglu
+from moejax.models.experts import ResidentExperts
 from moejax.models.kv_cache import KVCache
-from moejax.models.transformer import ChunkSpec
+from moejax.models.transformer import ChunkSpec, merge_weights
 from scripts.studies.quality.bench import Model, Windows
 from scripts.studies.quality.sections import CACHE_RATES, Bench, Point
 
@@ -113,25 +112,20 @@ def routed(model: Model, windows: Windows) -> Routed:
 def _collect(
     program: steps.Program,
     spec: ChunkSpec,
-    cache: KVCache,
-    carried: None,
-    pool: steps.Pool,
-    weights: steps.Weights,
-    store: steps.Store,
-    tokens: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
-) -> tuple[KVCache, Routed, None]:
+    state: tuple[KVCache, Any],
+    experts: None,
+    inputs: steps.StepInputs,
+    chunk: steps.Chunk,
+) -> steps.StepResult[tuple[KVCache, Routed]]:
     """A step for `Runner.scan_windows`, of windows that are one chunk."""
-    del carried, pool, store
-    model = merge_weights(program.definition, weights)
-    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    mask = positions[None] < lengths[:, None]
-    seen = LayerInputs(model, spec)
-    positions = jnp.broadcast_to(positions[None], tokens.shape)
-    cache, _, routings = model.routed(tokens, positions, mask, cache, spec, seen, lengths=lengths)
-    ids, chosen = ([getattr(r, name) for r in routings] for name in ("ids", "weights"))
-    return cache, Routed(jnp.stack(seen.inputs), jnp.stack(ids), jnp.stack(chosen)), None
+    model = merge_weights(program.definition, inputs.weights)
+    positions, mask = steps.chunk_positions(chunk)
+    run = ResidentExperts(model.moe, spec.experts, lambda *found: found)
+    cache, _, _, (x, routing) = model(
+        chunk.tokens, positions, mask, state[0], spec, run, chunk.lengths
+    )
+    found = Routed(x, routing.ids, routing.weights)
+    return steps.StepResult((cache, found), experts, None, None)
 
 
 def outputs_of(model: Model, layer: int, text: Routed, tier: str = "bf16") -> np.ndarray:

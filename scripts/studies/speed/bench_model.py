@@ -41,8 +41,7 @@ from moejax.engine import STEPS_PER_CALL
 from moejax.inference.batch import Batch
 from moejax.inference.chunking import kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.inference.generation import GenerationSettings, Timing
-from moejax.inference.runner import Runner
-from moejax.inference.session import Session, settings_by_row
+from moejax.inference.runner import Runner, Session, settings_by_row
 from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import leaves_of
 from moejax.models.shapes import CONFIGS, with_layers

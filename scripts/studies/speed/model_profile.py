@@ -14,8 +14,7 @@ from unittest import mock
 import jax
 
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.runner import Runner
-from moejax.inference.session import Session
+from moejax.inference.runner import Runner, Session
 
 
 def session_without_prefill(
@@ -23,7 +22,7 @@ def session_without_prefill(
 ) -> Session:
     """Session after `position` random tokens: no prefill is compiled or run."""
     prompts = [[0] * position] * batch
-    with mock.patch.object(runner, "_chunks", lambda *_: iter(())):
+    with mock.patch.object(runner, "_prompt_chunks", lambda *_: iter(())):
         session = runner.prefill(prompts, cache_length, settings, ())
     cache = session.state.cache
     drawn = [

@@ -11,8 +11,7 @@ import numpy as np
 
 from moejax.experts.ledger import Ledger
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.runner import Runner
-from moejax.inference.session import Session
+from moejax.inference.runner import Runner, Session
 from scripts.studies.speed.model_profile import (
     held_gib,
     largest_memory,
