@@ -3,14 +3,11 @@
     python -m scripts.bench_gpu results/                        # all; rows go to results/*.jsonl
     python -m scripts.bench_gpu results/ --part=models --part=memory
     python -m scripts.bench_gpu results/ --cards=0,1 --seconds=540     # and again, for the rest
-    python -m scripts.bench_gpu results/ --cards=0,1 --warm=160        # compile all at once first
     python -m scripts.bench_gpu results/ --list                 # what there is, what is finished
 
 Cards share a host, not their links or memory. What ended well is noted in results/finished.json and
 not run again; logs are in results/logs, compiled programs in results/programs, so that a job that
-was interrupted goes on quickly. A job that fails does not stop the others. Most of a job's time is
-compiling: with --warm as many jobs as the cards' memory holds run side by side first, for their
-programs, and their rows are thrown away (results/warm).
+was interrupted goes on quickly. A job that fails does not stop the others.
 `python -m scripts.merge_rows results/` brings the rows to where documents are made from.
 """
 
@@ -23,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -34,22 +30,17 @@ _PART = flags.DEFINE_multi_enum("part", [], list(PARTS), "parts; []: all")
 _ONLY = flags.DEFINE_multi_string("only", [], "jobs whose name has one of these; []: all")
 _CARDS = flags.DEFINE_list("cards", ["0"], "indices of the cards that measure")
 _SECONDS = flags.DEFINE_float("seconds", 0, "in which all must end; 0: as long as it takes")
-_WARM = flags.DEFINE_float("warm", 0, "seconds of jobs side by side before, for their programs")
 _EACH = flags.DEFINE_float("seconds_each", 600, "after which a job is interrupted")
 _PYTHON = flags.DEFINE_string("python", sys.executable, "that runs the jobs")
 _LIST = flags.DEFINE_bool("list", False, "say which jobs there are, and run none")
-WARM_SHARE = 0.97  # of a card's memory, for jobs side by side
-CONTEXT_GIB = 0.7  # of a process beside what JAX takes
-WARMED = 0.35  # of a job's seconds, where all its programs are compiled
 _PATIENCE = 20.0  # seconds from an interrupt to the end by force
 
 
 @dataclasses.dataclass
 class Place:
-    """A folder of rows, and what is finished there; and the folder of programs, "": in it."""
+    """A folder of rows, and what is finished there."""
 
     folder: Path
-    programs: str = ""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,7 +111,7 @@ def total_mib(card: str) -> float:
 def run(job: Job, place: Place, card: str, mib: float, end: float) -> str:
     """Runs a job on a card; in words, how it ended."""
     rows = str(place.folder)
-    words = [_PYTHON.value, *job.arguments(rows, place.programs or f"{rows}/programs")]
+    words = [_PYTHON.value, *job.arguments(rows, f"{rows}/programs")]
     log = place.folder / "logs" / (job.name.replace(" ", "_").replace(",", "") + ".txt")
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -147,50 +138,16 @@ def run(job: Job, place: Place, card: str, mib: float, end: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def packed(waiting: Sequence[Job], cards: Sequence[str], mib: float) -> list[tuple[Job, str]]:
-    """Which jobs run side by side to warm up, and on which card; longest first, as room is."""
-    room = dict.fromkeys(cards, WARM_SHARE * mib / 1024)
-    found = []
-    for job in sorted(waiting, key=lambda job: -job.seconds):
-        card = max(cards, key=lambda card: room[card])
-        if 0 < job.warm <= room[card]:
-            room[card] -= job.warm + CONTEXT_GIB
-            found.append((dataclasses.replace(job, memory=job.warm), card))
-    return found
-
-
-def warm_up(waiting: Sequence[Job], place: Place, cards: Sequence[str], seconds: float) -> None:
-    """Runs jobs side by side for their programs, until all are done or the seconds are over."""
-    mib, end = total_mib(cards[0]), time.monotonic() + seconds
-    beside = warmed(place)
-    beside.folder.mkdir(parents=True, exist_ok=True)
-
-    def one(job: Job, card: str) -> None:
-        print(f"card {card} | {job.name} | warms: {run(job, beside, card, mib, end)}", flush=True)
-
-    workers = [threading.Thread(target=one, args=pair) for pair in packed(waiting, cards, mib)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-
-
-def warmed(place: Place) -> Place:
-    """Where rows of jobs side by side go, with the programs of those that count."""
-    return Place(place.folder / "warm", f"{place.folder}/programs")
-
-
 def work(card: str, waiting: "queue.Queue[Job]", place: Place, end: float) -> None:
     """Runs job after job on a card, while there is time for the next one."""
-    mib, compiled = total_mib(card), warmed(place).finished
+    mib = total_mib(card)
     while True:
         try:
             job = waiting.get_nowait()
         except queue.Empty:
             return
-        seconds = job.seconds * (WARMED if job.name in compiled else 1)
-        if time.monotonic() + seconds > end:
-            print(f"card {card} | {job.name} | left: no time for {seconds:.0f} s", flush=True)
+        if time.monotonic() + job.seconds > end:
+            print(f"card {card} | {job.name} | left: no time for {job.seconds:.0f} s", flush=True)
             continue
         print(f"card {card} | {job.name} | begins", flush=True)
         print(f"card {card} | {job.name} | {run(job, place, card, mib, end)}", flush=True)
@@ -213,8 +170,6 @@ def main(argv: list[str]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     waiting: queue.Queue[Job] = queue.Queue()
     unfinished = [job for job in wanted if job.name not in finished]
-    if _WARM.value:
-        warm_up(unfinished, place, _CARDS.value, _WARM.value)
     for job in order(unfinished, len(_CARDS.value)):
         waiting.put(job)
     workers = [

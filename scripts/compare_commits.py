@@ -50,15 +50,13 @@ class Job:
     output: str = "--out"
 
 
-_MODEL = ("--shape=Qwen3-30B-A3B", "--bits=4", "--decode_only", "--prompt=512", "--context=1024",
-          "--steps_per_call=16", "--noprofile")  # fmt: skip
 _BENCHMARK = ("--config.attention_bits=4", "--config.context=1024", "--config.platform=gpu",
               "--config.compilation_cache=")  # fmt: skip
 _POLICY = ("--host_gib=4", "--nottft")
 _POLICIES = ("scripts.studies.speed.bench_policies", "scripts.bench_policies_gpu")
 JOBS: Mapping[str, Job] = {
     "resident": Job(
-        ("scripts.studies.speed.bench_model", "scripts.bench_model_gpu"), _MODEL, "--output"
+        ("moejax.benchmark",), ("--config.shape=Qwen3-30B-A3B", *_BENCHMARK), "--config.output"
     ),
     "slots": Job(
         ("moejax.benchmark",),
@@ -73,7 +71,6 @@ JOBS: Mapping[str, Job] = {
     "dynaexq": Job(_POLICIES, ("--section=dynaexq", "--host_gib=4")),
     "dymoe": Job(_POLICIES, ("--section=dymoe", "--gib=24", *_POLICY)),
     "buddymoe": Job(_POLICIES, ("--section=buddymoe", "--cache_rate=0.75", *_POLICY)),
-    "cost": Job(_POLICIES, ("--section=cost", "--host_gib=4")),
 }
 
 

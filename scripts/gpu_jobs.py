@@ -7,8 +7,6 @@ PARTS = ("tests", "models", "kernels", "policies", "quantizers", "benchmark", "b
 
 STUDIES = "scripts.studies"
 SPEED, KERNELS = f"{STUDIES}.speed", f"{STUDIES}.kernels"
-BENCH_MODEL = f"{SPEED}.bench_model"
-LARGE_GIB = 66.0  # of the largest resident model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +19,6 @@ class Job:
       seconds: that it took on an H200, with nothing compiled before; roughly.
       words: after `python`; `{rows}` is the folder of rows, `{programs}` that of programs.
       memory: GiB of the card that JAX may take, below 1 a share of it; 0: as it does by itself.
-      warm: GiB that it needs beside others, for its programs alone; 0: they are not worth it.
-      size: GiB of the model that it makes on the device, where its part's jobs make smaller ones.
     """
 
     part: str
@@ -30,8 +26,6 @@ class Job:
     seconds: float
     words: tuple[str, ...]
     memory: float = 0
-    warm: float = 0
-    size: float = 0
 
     def arguments(self, rows: str, programs: str) -> list[str]:
         """Arguments after `python`, for a folder of rows and one of compiled programs."""
@@ -39,16 +33,15 @@ class Job:
 
 
 def _job(
-    part: str, name: str, seconds: float, module: str, *words: str, file: str = "", gib: float = 0,
-    size: float = 0,
-) -> Job:  # fmt: skip
+    part: str, name: str, seconds: float, module: str, *words: str, file: str = "", gib: float = 0
+) -> Job:
     """Makes a job of `python -m module`; `file`: flags of rows and programs, and the rows' file."""
     kept: Sequence[str] = ()
     if file:
         out, programs, stem = file.split()
         kept = [f"--{out}={{rows}}/{stem}.jsonl"]
         kept = kept if programs == "-" else [*kept, f"--{programs}={{programs}}"]
-    return Job(part, name, seconds, ("-m", module, *words, *kept), gib, size=size)
+    return Job(part, name, seconds, ("-m", module, *words, *kept), gib)
 
 
 def _tests() -> Iterator[Job]:
@@ -72,44 +65,26 @@ def _tests() -> Iterator[Job]:
 
 
 def _models() -> Iterator[Job]:
-    of = "output cache packed_model"
-    decode = ("--decode_only", "--prompt=512", "--context=1024", "--steps_per_call=16")
+    """Resident models: decode at batch sizes, and a prompt of 2,048 tokens."""
     for shape, bits in (
-        ("Mixtral-8x7B", 3), ("Mixtral-8x7B", 4), ("Qwen3-30B-A3B", 4), ("Qwen3-30B-A3B", 3),
+        ("Mixtral-8x7B", 3), ("Mixtral-8x7B", 4), ("Qwen3-30B-A3B", 3), ("Qwen3-30B-A3B", 4),
+        ("DeepSeek-V2-Lite", 16), ("DeepSeek-V2-Lite", 4), ("Qwen3-Next-80B-A3B", 4),
     ):  # fmt: skip
-        model = (f"--shape={shape}", f"--bits={bits}")
-        name = f"{shape} INT{bits}"
-        batches = ("--batch=1", "--batch=4", "--batch=16", "--batch=32")
-        yield _job(
-            "models", f"decode, {name}", 130, BENCH_MODEL, *model, *decode, *batches,
-            file=of,
-        )  # fmt: skip
-        yield _job(
-            "models", f"prompts, {name}", 70, BENCH_MODEL, *model, "--prefill_only",
-            "--prompt=512", "--prompt=2048", file=of,
-        )  # fmt: skip
-        yield _job(
-            "models", f"prompts of one chunk, {name}", 60, BENCH_MODEL, *model,
-            "--prefill_only", "--prompt=512", "--prompt=2048", "--context=2112", file=of,
-        )  # fmt: skip
-    of = "output cache other_models"
-    for shape, bits, seconds, size in (
-        ("DeepSeek-V2-Lite", 16, 90, 0), ("DeepSeek-V2-Lite", 4, 90, 0),
-        ("Qwen3-Next-80B-A3B", 4, 130, LARGE_GIB),
-    ):  # fmt: skip
-        model = (f"--shape={shape}", f"--bits={bits}", "--expect_prefill=any")
-        yield _job(
-            "models", f"decode, {shape} {bits}", seconds, BENCH_MODEL, *model,
-            "--expect=any", "--batch=1", "--batch=8", *decode, file=of, size=size,
-        )  # fmt: skip
-        # Decode starts from a random cache: TTFT and what prompts take are of runs of their own.
-        prompts = ("--batch=1", "--batch=8", "--prompt=512", "--context=1024")
-        if size:
-            prompts = ("--prompt=2048", "--prompt=4096", "--prompt=8192")
-        yield _job(
-            "models", f"prompts, {shape} {bits}", 150 if size else 90, BENCH_MODEL,
-            *model, "--prefill_only", *prompts, file=of, size=size,
-        )  # fmt: skip
+        model = (f"--config.shape={shape}", f"--config.bits={bits}",
+                 f"--config.attention_bits={bits}")  # fmt: skip
+        batches = "--config.batches=(1,4,16,32)"
+        yield _users("models", f"decode, {shape} {bits}", 250, *model, batches)
+        prompts = ("--config.prompt_tokens=2048", "--config.new_tokens=2")
+        yield _users("models", f"prompts, {shape} {bits}", 120, *model, *prompts)
+
+
+def _users(part: str, name: str, seconds: float, *words: str, record: str = "") -> Job:
+    """A job of `moejax.benchmark`, as users run it; `record`: a file of everything beside rows."""
+    files = [f"{{rows}}/{record}.json"] * bool(record) + ["{rows}/benchmark.jsonl"]
+    return _job(
+        part, name, seconds, "moejax.benchmark", *words, f"--config.output={','.join(files)}",
+        "--config.compilation_cache={programs}", "--config.platform=gpu",
+    )  # fmt: skip
 
 
 def _kernels() -> Iterator[Job]:
@@ -151,8 +126,6 @@ def _policies() -> Iterator[Job]:
         )
     yield section("BuddyMoE", 350, section="buddymoe")
     yield section("a miss's time", 120, section="latency")
-    yield section("a policy's own cost", 190, section="cost")
-    yield section("all together under 16 GiB", 200, "--gib=16", section="compose", gib=28)
     yield section("DynaExq, bf16 and INT4", 330, section="dynaexq_wide", gib=130)
     yield section(
         "DynaExq, Qwen3-Next", 340, "--model=Qwen3-Next-80B-A3B", "--tiers=4,2", "--zipf=1",
@@ -163,10 +136,6 @@ def _policies() -> Iterator[Job]:
             f"BuddyMoE, V2-Lite, batch {batch}", 330, "--model=DeepSeek-V2-Lite", "--zipf=1",
             f"--batch={batch}", section="buddymoe",
         )  # fmt: skip
-    yield _job(
-        "policies", "sweep", 220, f"{SPEED}.bench_sweep", "--device=gpu", "--settings=1000",
-        "--nowarm", file="output - sweep",
-    )  # fmt: skip
 
 
 def _quantizers() -> Iterator[Job]:
@@ -186,11 +155,8 @@ def _benchmark() -> Iterator[Job]:
         "dynaexq": ("--config=configs/benchmark_dynaexq.py", "--config.num_prompts=32"),
         **{f"slots_{n}": (*qwen3, f"--config.memory.slots={n}") for n in (8, 24, 48, 80)},
     }.items():
-        output = f"--config.output={{rows}}/benchmark_{name}.json,{{rows}}/benchmark.jsonl"
-        yield _job(
-            "benchmark", f"benchmark, {name}", 300, "moejax.benchmark", *words, output,
-            "--config.compilation_cache={programs}", "--config.platform=gpu",
-        )  # fmt: skip
+        record = f"benchmark_{name}"
+        yield _users("benchmark", f"benchmark, {name}", 300, *words, record=record)
 
 
 def _baselines() -> Iterator[Job]:
@@ -208,20 +174,9 @@ def _baselines() -> Iterator[Job]:
             )  # fmt: skip
 
 
-WARM_GIB = {"kernels": 10.0, "models": 34.0, "policies": 26.0}  # by part
-MOST_WARM_GIB = 70.0  # what needs more compiles when it measures
-
-
-def _warmed(job: Job) -> Job:
-    """With what it needs to compile beside others."""
-    gib = job.memory or job.size or WARM_GIB.get(job.part, 0.0)
-    compiles = job.part in WARM_GIB and any("{programs}" in word for word in job.words)
-    return dataclasses.replace(job, warm=gib if compiles and gib <= MOST_WARM_GIB else 0.0)
-
-
 def jobs() -> list[Job]:
     """All, by part."""
     makers = (
         _tests, _models, _kernels, _policies, _quantizers, _benchmark, _baselines,
     )  # fmt: skip
-    return [_warmed(job) for make in makers for job in make()]
+    return [job for make in makers for job in make()]

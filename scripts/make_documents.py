@@ -1,21 +1,25 @@
-"""Writes what of docs/ is made from the code and from committed rows.
+"""Writes what of docs/ and RESULTS.md is made from the code and from committed rows.
 
     python -m scripts.make_documents
+    python -m scripts.make_documents --figures      # the figures of RESULTS.md too
 
-A region between `<!-- made: NAME -->` and `<!-- end -->` is replaced by what `REGIONS` makes under
-that name, and so is what stands between two such marks in one line; the rest of a page is written
-by hand. To be run again whenever a configuration, a public docstring or the rows change, which a
-test asks for.
+A region between `<!-- made: NAME -->` and `<!-- end -->` is replaced by what is made under that
+name, and so is what stands between two such marks in one line; the rest of a page is written by
+hand. To be run again whenever a configuration, a public docstring or the rows change, which a test
+asks for. Rows are `scripts/studies/*/*.jsonl` and `published.csv` beside them.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from absl import app
+from absl import app, flags
 
 from scripts.documents import api_reference, config_tables, measured, messages
 from scripts.documents.commands import ROOT
+from scripts.studies.tables import results
+from scripts.studies.tables.rows import Results
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configs": config_tables.tables,
@@ -23,23 +27,35 @@ REGIONS: dict[str, Callable[[], str]] = {
     "families": messages.families,
     **measured.REGIONS,
 }
+FIGURES = ROOT / "docs/figures"
 _REGION = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _IN_LINE = re.compile(r"(<!-- made: ([\w ]+) -->)(?!\n)[^\n]*?(<!-- end -->)")
+_FIGURES = flags.DEFINE_bool("figures", False, "draw the figures of RESULTS.md too")
 
 
 def pages() -> list[Path]:
-    """The pages of docs/ and the README."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """The pages of docs/, the README and RESULTS.md."""
+    return [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@functools.cache
+def _of_results() -> dict[str, str]:
+    return results.regions(Results(results.ROWS))
+
+
+def region(name: str) -> str:
+    """The text of a region.
+
+    Raises:
+      KeyError: there is none of that name.
+    """
+    return REGIONS[name]() if name in REGIONS else _of_results()[name]
 
 
 def made(text: str) -> str:
-    """A page with its regions made anew.
-
-    Raises:
-      KeyError: a region has a name that is not known.
-    """
-    text = _IN_LINE.sub(lambda match: f"{match[1]}{REGIONS[match[2]]()}{match[3]}", text)
-    return _REGION.sub(lambda match: f"{match[1]}\n{REGIONS[match[2]]()}\n\n{match[3]}", text)
+    """A page with its regions made anew."""
+    text = _IN_LINE.sub(lambda match: f"{match[1]}{region(match[2])}{match[3]}", text)
+    return _REGION.sub(lambda match: f"{match[1]}\n{region(match[2])}\n\n{match[3]}", text)
 
 
 def main(argv: list[str]) -> None:
@@ -51,6 +67,9 @@ def main(argv: list[str]) -> None:
         if new != text:
             page.write_text(new, encoding="utf-8")
             print(f"written: {page.relative_to(ROOT)}")
+    if _FIGURES.value:
+        drawn = results.draw(results.papers(Results(results.ROWS)), FIGURES)
+        print(f"{len(drawn)} figures: {sum(one.stat().st_size for one in drawn) / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

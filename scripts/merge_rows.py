@@ -1,7 +1,7 @@
 """Rows that were measured elsewhere, to where documents are made from; newer ones replace older.
 
     python -m scripts.merge_rows results/ --suffix=_h200
-    python -m scripts.make_results && python -m scripts.make_documents     # then
+    python -m scripts.make_documents --figures     # then
 
 A row replaces those of the same `what`. Commands are kept as one would type them: without the
 folder of compiled programs, and with the file in which the row now stands.

@@ -117,7 +117,8 @@ class Client:
         body = {**case.body, "stream": True, "stream_options": {"include_usage": True}}
         connection, response = self._post(case.path, json.dumps(body).encode())
         choices: dict[int, Choice] = {}
-        usage, is_first, ended = {}, True, False
+        usage: dict[str, int] = {}
+        is_first, ended = True, False
         try:
             if self._refused(response):
                 return

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from moejax.files import result_rows
 from scripts.stress_process import running_server
+from scripts.studies.measuring import Report
 
 _COMMAND = flags.DEFINE_string("guidellm", "guidellm", "its command, of an environment of its own")
 _STREAMS = flags.DEFINE_integer("streams", 8, "requests at once", lower_bound=1)
@@ -63,7 +63,10 @@ def run(port: int, path: str, report: Path) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     """Runs both endpoints, prints, appends rows."""
     del argv
-    faults, rows = [], []
+    faults = []
+    load = f"{_STREAMS.value} streams of 64 and 32 tokens, demo, float32, batches up to 8"
+    device = jax.devices("cpu")[0]
+    report = Report(device, "", _RESULTS.value, ("jax", "uvicorn", "starlette"))
     with tempfile.TemporaryDirectory() as place, running_server(Path(place) / "log") as server:
         compiled = server.metric("moejax_programs")
         for name, path in ENDPOINTS.items():
@@ -78,26 +81,10 @@ def main(argv: list[str]) -> None:
                 "output": (metrics["output_tokens_per_second"]["successful"]["mean"], "tokens/s"),
             }
             for figure, (value, unit) in figures.items():
-                print(f"{name:<14}{figure:<26}{value:>10.2f} {unit}", flush=True)
-                rows.append(
-                    result_rows.ResultRow(
-                        what=f"server, GuideLLM 0.8.1, {name}, {figure}: {_STREAMS.value} streams "
-                        "of 64 and 32 tokens, demo, float32, batches up to 8",
-                        figure=float(f"{value:.6g}"),
-                        unit=unit,
-                        baseline={},
-                        device=result_rows.describe_device(jax.devices("cpu")[0]),
-                        versions=result_rows.package_versions("jax", "uvicorn", "starlette"),
-                        date=result_rows.today(),
-                        command=result_rows.command_line(
-                            ["-m", "scripts.stress_guidellm", *sys.argv[1:]]
-                        ),
-                    )
-                )
+                what = f"server, GuideLLM 0.8.1, {name}, {figure}: {load}"
+                report.add(what, float(f"{value:.6g}"), unit)
         if compiled := server.metric("moejax_programs") - compiled:
             faults.append(f"{compiled:.0f} programs were compiled while clients waited")
-    if _RESULTS.value:
-        result_rows.append_rows(Path(_RESULTS.value), rows)
     for line in faults:
         print(f"FAULT {line}")
     sys.exit(1 if faults else 0)

@@ -27,11 +27,11 @@ import psutil
 from absl import app, flags
 
 from moejax import Engine
-from moejax.files import result_rows as results
 from scripts.stress_cases import Case, make_cases
 from scripts.stress_clients import Client, Tally
 from scripts.stress_fuzz import Fuzzer
 from scripts.stress_process import Server, running_server
+from scripts.studies.measuring import Report
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "as moejax.serve takes it")
 _SECONDS = flags.DEFINE_float("seconds", 300.0, "of the load that is measured", lower_bound=1)
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> None:
         _CHECKPOINT.value, dtype="float32", platform="cpu", progress=False
     ) as engine:
         cases = make_cases(engine, _CASES.value, _SEED.value)
-        device = results.describe_device(engine.device)
+        device = engine.device
     print(f"{len(cases)} cases; starting the server", flush=True)
     tally, mib = Tally(), list[float]()
     settings = (
@@ -142,9 +142,12 @@ def main(argv: list[str]) -> None:
         "resident memory": (statistics.median(mib), "MiB"),
         "resident memory, growth": (growth_percent(mib), "%"),
     }
+    fuzz = f" and {_FUZZERS.value} fuzzers" if _FUZZERS.value else ""
+    load = f"{_CLIENTS.value} clients{fuzz}, {elapsed:.0f} s, {_CHECKPOINT.value}, float32, batches"
+    report = Report(device, "", _RESULTS.value, ("jax", "uvicorn", "starlette"))
     for name, (figure, unit) in figures.items():
-        shown = f"{figure:.2e}" if 0 < figure < 0.01 else f"{figure:.2f}"
-        print(f"{name:<44}{shown:>12} {unit}")
+        what = f"server, {name}: {load} up to {_MAX_BATCH.value}"
+        report.add(what, float(f"{figure:.6g}"), unit)
     faults = [*tally.faults]
     if growth_percent(mib) > _GROWTH.value:
         faults.append(f"memory grew by {growth_percent(mib):.1f} %, over {_GROWTH.value} %")
@@ -154,8 +157,6 @@ def main(argv: list[str]) -> None:
         faults.append(f"{compiled:.0f} programs were compiled while clients waited")
     if not tally.outcomes["answered"]:
         faults.append("nothing was answered")
-    if _RESULTS.value:
-        append(figures, elapsed, device)
     for line in faults[:20]:
         print(f"FAULT {line}")
     sys.exit(1 if faults else 0)
@@ -166,27 +167,6 @@ def percentile(values: list[float], percent: int) -> float:
     if not values:
         return float("nan")
     return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
-
-
-def append(figures: dict[str, tuple[float, str]], elapsed: float, device: str) -> None:
-    """Appends a row for each figure."""
-    fuzz = f" and {_FUZZERS.value} fuzzers" if _FUZZERS.value else ""
-    load = f"{_CLIENTS.value} clients{fuzz}, {elapsed:.0f} s, {_CHECKPOINT.value}, float32"
-    load += f", batches up to {_MAX_BATCH.value}"
-    rows = [
-        results.ResultRow(
-            what=f"server, {name}: {load}",
-            figure=float(f"{figure:.6g}"),
-            unit=unit,
-            baseline={},
-            device=device,
-            versions=results.package_versions("jax", "uvicorn", "starlette"),
-            date=results.today(),
-            command=results.command_line(["-m", "scripts.stress_server", *sys.argv[1:]]),
-        )
-        for name, (figure, unit) in figures.items()
-    ]
-    results.append_rows(Path(_RESULTS.value), rows)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ import contextlib
 import http.client
 import json
 import statistics
-import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 from absl import app, flags
 
-from moejax.files import result_rows as results
 from scripts.stress_process import Server, running_server
+from scripts.studies.measuring import Report
 
 _ANSWERS = flags.DEFINE_integer("answers", 128, "n of the long request", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 500, "of each of its answers", lower_bound=1)
@@ -37,7 +37,7 @@ _RESULTS = flags.DEFINE_string(
 TIMEOUT_S = 900.0
 
 
-def ask(server: Server, address: str, body: dict[str, object]) -> float:
+def ask(server: Server, address: str, body: Mapping[str, object]) -> float:
     """Seconds until a client of an address has its whole answer."""
     started = time.monotonic()
     connection = http.client.HTTPConnection(
@@ -80,27 +80,15 @@ def main(argv: list[str]) -> None:
         "beside it, at most": max(took),
         "the long request": whole[0],
     }
-    for name, figure in figures.items():
-        print(f"{name:<40}{figure:>9.2f} s")
     print(f"short answers meanwhile: {len(took)}")
-    if _RESULTS.value:
-        fifo = {} if _FIFO.value is None else {"first in, first out": _FIFO.value}
-        load = f"n={_ANSWERS.value} of {_TOKENS.value} tokens, demo, float32"
-        load += f", batches up to {_MAX_BATCH.value}"
-        rows = [
-            results.ResultRow(
-                what=f"server in turns, {name}: {load}; 8 tokens of another client",
-                figure=float(f"{figure:.4g}"),
-                unit="s",
-                baseline=fifo if name.endswith("the first") else {},
-                device=results.describe_device(jax.devices("cpu")[0]),
-                versions=results.package_versions("jax", "uvicorn", "starlette"),
-                date=results.today(),
-                command=results.command_line(["-m", "scripts.stress_turns", *sys.argv[1:]]),
-            )
-            for name, figure in figures.items()
-        ]
-        results.append_rows(Path(_RESULTS.value), rows)
+    load = f"n={_ANSWERS.value} of {_TOKENS.value} tokens, demo, float32"
+    load += f", batches up to {_MAX_BATCH.value}; 8 tokens of another client"
+    device = jax.devices("cpu")[0]
+    report = Report(device, "", _RESULTS.value, ("jax", "uvicorn", "starlette"))
+    for name, figure in figures.items():
+        has_baseline = name.endswith("the first") and _FIFO.value is not None
+        beside = {"first in, first out": _FIFO.value} if has_baseline else {}
+        report.add(f"server in turns, {name}: {load}", float(f"{figure:.4g}"), "s", **beside)
 
 
 if __name__ == "__main__":

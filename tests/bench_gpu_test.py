@@ -22,8 +22,8 @@ def setUpModule():
     flags.FLAGS.mark_as_parsed()
 
 
-def job(name, program, *, seconds=1.0, memory=0.0, part="models", warm=0.0):
-    return Job(part, name, seconds, ("-c", program), memory, warm)
+def job(name, program, *, seconds=1.0, memory=0.0, part="models"):
+    return Job(part, name, seconds, ("-c", program), memory)
 
 
 class JobsTest(absltest.TestCase):
@@ -36,29 +36,6 @@ class JobsTest(absltest.TestCase):
             words = " ".join(one.arguments("ROWS", "PROGRAMS"))
             self.assertEqual("ROWS/" in words, one.part != "tests", words)
             self.assertNotIn("{", words)
-            self.assertLess(one.warm, 100)
-            if one.warm:
-                self.assertIn("PROGRAMS", words)
-        self.assertGreater(sum(one.warm > 0 for one in found), len(found) // 2)
-
-    def test_a_job_of_a_large_model_says_its_size(self):
-        found = {one.name: one for one in jobs()}
-        for name in ("decode, Qwen3-Next-80B-A3B 4", "prompts, Qwen3-Next-80B-A3B 4"):
-            self.assertEqual(found[name].warm, found[name].size)
-            self.assertGreater(found[name].warm, 48)
-        for bits in (16, 4):
-            words = found[f"prompts, DeepSeek-V2-Lite {bits}"].words
-            self.assertContainsSubset(("--prefill_only", "--batch=1", "--batch=8"), words)
-
-    def test_what_warms_up_fits_the_cards(self):
-        found = [job(f"job {i}", "", seconds=i, warm=i) for i in range(0, 60, 7)]
-        placed = bench_gpu.packed(found, ["a", "b"], 100 * 1024.0)
-        for card in "ab":
-            self.assertBetween(sum(one.memory for one, of in placed if of == card), 80, 97)
-        names = {one.name for one, _ in placed}
-        self.assertIn("job 56", names)
-        self.assertNotIn("job 0", names)
-        self.assertEmpty(bench_gpu.packed(found[:1], ["a"], 100 * 1024.0))
 
 
 class RunTest(absltest.TestCase):
@@ -66,14 +43,12 @@ class RunTest(absltest.TestCase):
         super().setUp()
         self.folder = Path(self.create_tempdir().full_path)
 
-    def run_jobs(self, *found, cards="0", seconds=0.0, each=600.0, warm=0.0):
+    def run_jobs(self, *found, cards="0", seconds=0.0, each=600.0):
         said = io.StringIO()
         with (
             mock.patch.object(bench_gpu, "jobs", return_value=list(found)),
             mock.patch.object(bench_gpu, "total_mib", return_value=100 * 1024.0),
-            flagsaver.flagsaver(
-                cards=cards.split(","), seconds=seconds, seconds_each=each, warm=warm
-            ),
+            flagsaver.flagsaver(cards=cards.split(","), seconds=seconds, seconds_each=each),
             contextlib.redirect_stdout(said),
         ):
             try:
@@ -84,17 +59,6 @@ class RunTest(absltest.TestCase):
 
     def logs(self):
         return {path.stem: path.read_text() for path in (self.folder / "logs").glob("*.txt")}
-
-    def test_jobs_warm_up_side_by_side_and_are_measured_after(self):
-        writes = "import sys; open('{rows}/x.jsonl', 'a').write('{programs}\\n')"
-        found = [job(f"job {i}", writes, warm=20 * (i < 2)) for i in range(3)]
-        said, error = self.run_jobs(*found, warm=30)
-        self.assertEqual(error, "")
-        self.assertEqual(said.count("| warms: "), 2)
-        self.assertLess(said.rindex("| warms: "), said.index("| begins"))
-        programs = f"{self.folder}/programs\n"
-        self.assertEqual((self.folder / "x.jsonl").read_text(), 3 * programs)
-        self.assertEqual((self.folder / "warm" / "x.jsonl").read_text(), 2 * programs)
 
     def test_what_is_finished_is_not_run_again_and_what_failed_is(self):
         flag = self.folder / "mended"

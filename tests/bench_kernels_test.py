@@ -14,39 +14,25 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.files.result_rows import ResultRow, read_rows
+from moejax.files.result_rows import read_rows
 from pallas_kernels.dequant_matmul import dequant_matmul
 from pallas_kernels.packed import dequantize
 from pallas_kernels.target import Choice, Target
 from scripts.studies.kernels import data, peers, timing
 from scripts.studies.kernels import running as run
+from scripts.studies.measuring import Report
 from tests import slow
 from tests.script_runs import run_module
 
 ROOT = Path(__file__).parents[1]
 HOPPER, AMPERE = Target("gpu", (9, 0)), Target("gpu", (8, 0))
 
-# XLA's text for an H100 (jax 0.11.2): two calls of two kernels in a loop of one graph.
-THUNKS = """\
-001: kCopy         [source       | next=003 (2)] kCopy
-002: kCustomKernel [source       | next=003 (1)] loop_broadcast_fusion grid: [16, 1, 1] threads
-003: kWhile        [prev=002 (1) | sink        ]
-condition:
-    004: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
-  body:
-    000: kCommandBuffer [source | sink]
-        005: kCustomKernel [source       | sink        ] loop_add_fusion grid: [1, 1, 1]
-        006: kCustomKernel [source       | next=007 (1)] expert_gate_up grid: [8, 96, 1]
-        007: kCustomKernel [prev=006 (1) | next=008 (1)] expert_down grid: [1, 256, 1]
-        008: kCustomKernel [prev=007 (1) | next=009 (1)] expert_gate_up__1 grid: [8, 96, 1]
-        009: kCublasLtMatmul [prev=008 (1) | sink        ] kCublasLtMatmul
-    010: kCopy [source | sink] kCopy
-"""
-
 
 def bench(target: Target = HOPPER, **settings) -> run.Bench:
     defaults = {"deadline": time.monotonic() + 1000, "implementations": run.IMPLEMENTATIONS}
-    return run.Bench(device=jax.devices()[0], target=target, **(defaults | settings))
+    return run.Bench(
+        report=Report(jax.devices()[0], "", ""), target=target, **(defaults | settings)
+    )
 
 
 def times(microseconds: float) -> timing.Timing:
@@ -127,15 +113,6 @@ class TimingTest(parameterized.TestCase):
         self.assertAlmostEqual(took, 10)
         self.assertLess(spread, 1)
 
-    def test_thunks(self):
-        found = timing.parse_thunks(THUNKS)
-        self.assertEqual(found.graphs, 1)
-        self.assertEqual(found.captured["expert_gate_up"], 2)
-        self.assertEqual(found.captured.total(), 5)
-        self.assertEqual(found.outside["kCopy"], 2)
-        self.assertEqual(found.total, 9)
-        self.assertIn("2 expert_gate_up", found.describe())
-
 
 class DataTest(parameterized.TestCase):
     @slow.repeats()
@@ -212,7 +189,7 @@ class FaultsTest(parameterized.TestCase):
         recorder = bench(bandwidth=1e15, rate=1e15)
         recorder.record("fast", times(1), [0.001, 0.004], 3e-3, 1e6, 1e6)
         recorder.record("none", times(1), [np.nan], 3e-3, 1e6, 1e6)
-        recorder.record("right", times(2), [0.001, 0.002], 3e-3, 1e6, 1e6, data.Bar(3, 1))
+        recorder.record("right", times(2), [0.001, 0.002], 3e-3, 1e6, 1e6)
         recorder.bandwidth = 1e12
         recorder.record("dropped", times(0.5), [0.001], 3e-3, 1e6, 1e6)
         self.assertLen(recorder.problems, 3)
@@ -222,7 +199,7 @@ class FaultsTest(parameterized.TestCase):
     def test_bounds(self):
         recorder = bench(bandwidth=4e12, rate=8e14)
         out = folder(self) / "rows.jsonl"
-        recorder.out = str(out)
+        recorder.report.output = str(out)
         recorder.record("case", times(10), [0.0], 3e-3, 20e6, 4e9)
         row = json.loads(out.read_text(encoding="utf-8"))
         self.assertAlmostEqual(row["baseline"]["bandwidth_bound_us"], 5)
@@ -283,10 +260,6 @@ class MainsTest(absltest.TestCase):
         for section in ("dense", "grouped", "compensator"):
             self.assertTrue(any(name.startswith(section) for name in names), names)
 
-        printed = script("tables", f"--rows={rows_path}")
-        self.assertEqual(printed.returncode, 0, printed.stderr)
-        self.assertIn("### dense | 256x96 int3g64 float", printed.stdout)
-
     @pytest.mark.slow
     def test_unexpected_kernel_fails_the_run(self):
         done = script("bench_kernels", "--smoke", "--only=dense", "--bits=3", "--m=1",
@@ -314,42 +287,6 @@ class MainsTest(absltest.TestCase):
         )  # fmt: skip
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("StreamTiles has no rowtiles", done.stderr)
-
-
-class TablesTest(absltest.TestCase):
-    def test_the_committed_rows_give_curves(self):
-        from scripts.studies.kernels import tables
-
-        results = Path(tables.__file__).parent / "kernels_h200.jsonl"
-        rows = tables.latest_rows(results)
-        curves = tables.beside_cublas(tables.read_curves(rows))
-        self.assertGreater(len(curves), 5)
-        for name, sizes in curves.items():
-            self.assertNotEmpty(sizes, name)
-
-    def test_bars(self):
-        from scripts.studies.kernels import (
-            tables,  # its flags are defined here alone
-        )
-
-        def row(what: str, figure: float, unit: str, **beside: float) -> ResultRow:
-            return ResultRow(
-                what=what, figure=figure, unit=unit, baseline=beside, device="d", versions={},
-                date="2026-11-21", command="c",
-            )  # fmt: skip
-
-        case = "dense | 4096x14336 int3g64 float | M 1"
-        marks = {"bar": 15.0, "moonshot": 9.0}
-        rows = [
-            row(f"{case} | triton", 18, "us", percent_of_bandwidth=33, **marks),
-            row(f"{case} | mosaic", 11, "us", percent_of_bandwidth=54, **marks),
-            row(f"{case} | humming", 8, "us"),
-            row("grouped | q | T 16 | speed-up over bf16", 3.5, "x", bar=2, moonshot=3),
-        ]
-        table = tables.bars_table(rows)
-        self.assertIn(f"| {case} | 11.0 us | mosaic | 15 | 9 | 54 % | bar |", table)
-        self.assertIn("3.5 x | speed-up over bf16 | 2 | 3 |  | moonshot |", table)
-        self.assertNotIn("humming", table)
 
 
 if __name__ == "__main__":

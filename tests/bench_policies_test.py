@@ -15,10 +15,8 @@ from moejax.benchmarking.routing import EXPONENTS, QWEN3_HIT_RATES, make_workloa
 from moejax.models.shapes import SHAPES, TINY
 from scripts.studies.buddymoe.measure_speed import one_miss_workload
 from scripts.studies.measuring import Report
-from scripts.studies.speed.lab import Lab
-from scripts.studies.speed.section_run import Options, Run
+from scripts.studies.speed.harness import Lab, Options, Run, Sizes
 from scripts.studies.speed.sections import SECTIONS
-from scripts.studies.speed.timing import Sizes
 from tests.made_up_routing_test import lru_hit_rate
 
 FEW_LAYERS = {
@@ -29,9 +27,8 @@ FEW_LAYERS = {
 SKEW = EXPONENTS["Qwen3-30B-A3B"]
 QWEN3, MIXTRAL = FEW_LAYERS["Qwen3-30B-A3B"], FEW_LAYERS["Mixtral-8x7B"]
 OPTIONS = Options(
-    batches=(1,), bits=4, tiers=(16, 4), gibs=(), cache_rates=(0.5,), n_hot=2, period=2, bulk=4,
-    requests=4, shift_every=4, shift_share=0.5, exponent=None, recall=0.85, retention=0.75,
-    split="high", ttft=False, limit_s=0,
+    batches=(1,), cache_rates=(0.5,), n_hot=2, period=2, bulk=4, requests=4, shift_every=4,
+    shift_share=0.5, ttft=False,
 )  # fmt: skip
 
 
@@ -117,7 +114,7 @@ class SectionTest(absltest.TestCase):
     def setUpClass(cls):
         super().setUpClass()
         sizes = Sizes(context=64, prompt=16, steps=16, per_call=4)
-        cls.lab = Lab(TINY, 16, jax.devices("cpu")[0], sizes)
+        cls.lab = Lab(TINY, "tiny", jax.devices("cpu")[0], sizes)
 
     def run_section(self, name: str, **options: Any) -> dict[str, Any]:
         report = Report(self.lab.device, name, "")
@@ -157,15 +154,10 @@ class SectionTest(absltest.TestCase):
             "dynaexq_wide", gibs=(0.01,), split="2,8", only=("uniform", "GiB"), ttft=True
         )
         low, narrow, steady, _, wide, high = self.ends(rows, "TPOT")
-        for resident, pool, name in ((low, narrow, "int4"), (high, wide, "bf16")):
+        for resident, name in ((low, "int4"), (high, "bf16")):
             self.assertIn(f"uniform {name}, resident model, TTFT", rows)
             over, _ = self.ends(rows, f"throughput over the resident {name} model")
             self.assertAlmostEqual(over.figure, 100 * resident.figure / steady.figure)
-            held = resident.baseline["memory_gib"]
-            self.assertGreater(held, resident.baseline["weights_gib"])
-            self.assertGreater(pool.baseline["memory_gib"], resident.baseline["weights_gib"])
-        self.assertGreater(high.baseline["step_gb"], low.baseline["step_gb"])
-        self.assertGreater(high.baseline["weights_gib"], low.baseline["weights_gib"])
         ratio, _ = self.ends(rows, "time over that of the bytes")
         share = ratio.baseline["hot_share"]
         self.assertBetween(share, 0.01, 0.99)
@@ -212,7 +204,7 @@ class SectionTest(absltest.TestCase):
     @pytest.mark.slow
     def test_buddymoe(self):
         rows = self.run_section(
-            "buddymoe", only=("original", "co-activation, c"), bits=2, batches=(2,),
+            "buddymoe", only=("original", "co-activation, c"), batches=(2,),
             ttft=True,
         )  # fmt: skip
         prompted = [row.what.split(",")[0] for row in self.ends(rows, "TTFT")]
@@ -244,21 +236,6 @@ class SectionTest(absltest.TestCase):
         )  # fmt: skip
         self.assertEqual(rows["one layer, buddy miss"].baseline["replaced_a_layer"], 1)
         self.assertEqual(rows["one layer, prefetch miss"].baseline["prefetched_a_step"], 1)
-
-    @pytest.mark.slow
-    def test_cost(self):
-        rows = self.run_section("cost", only=("pool alone", "rho 0", "nobody", "nothing hot"))
-        moved = self.ends(rows, "cost of an offloaded step")
-        self.assertLen(moved, 4)
-        for row in moved:
-            self.assertEqual(row.baseline["moved_over_no_policy"], 1)
-
-    @pytest.mark.slow
-    def test_compose(self):
-        rows = self.run_section("compose", gibs=(0.0062,), only=("cache", "dynaexq+dymoe+buddymoe"))
-        cache, found = self.ends(rows, "TPOT")
-        self.assertEqual(found.baseline["cache_ms"], cache.figure)
-        self.assertGreater(found.baseline["gate_int4"], 0)
 
     def test_what_fails_is_named(self):
         run = Run(self.lab, Report(self.lab.device, "x", ""), OPTIONS)

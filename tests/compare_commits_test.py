@@ -40,7 +40,9 @@ class CompareTest(absltest.TestCase):
 
     def test_a_tree_without_the_benchmark_is_named(self):
         tree = self.tree("old", 2.0, "other.py")
-        done = run_module("scripts.compare_commits", f"--old={tree}", f"--new={tree}", "--job=cost")
+        done = run_module(
+            "scripts.compare_commits", f"--old={tree}", f"--new={tree}", "--job=dymoe"
+        )
         self.assertEqual(done.returncode, 1)
         self.assertIn("old has none of scripts.studies.speed.bench_policies, ", done.stderr)
 

@@ -1,6 +1,7 @@
 """Scripts are named in a written page or used by another; rows are read by something."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -14,11 +15,12 @@ SCRIPTS = ROOT / "scripts"
 DATA = (".jsonl", ".csv", ".png")
 
 
-def pages() -> dict[Path, str]:
-    """Pages that people write or read, by path, without RESULTS.md, which names every row file."""
-    return {page: page.read_text("utf-8") for page in commands.pages()}
+def pages() -> str:
+    """Pages that people write or read, without RESULTS.md, which names every row file."""
+    return "\n".join(page.read_text("utf-8") for page in commands.pages())
 
 
+@functools.cache
 def imported() -> set[str]:
     """Modules of scripts that a file of scripts or tests imports."""
     found: set[str] = set()
@@ -31,29 +33,28 @@ def imported() -> set[str]:
     return found
 
 
-def unnamed(path: Path, texts: dict[Path, str], used: set[str]) -> bool:
-    """Whether nothing imports a script, and no page names it by path, module or beside it."""
+def words(text: str) -> set[str]:
+    """Paths, modules and other words of a text."""
+    return {word.strip(".") for word in re.findall(r"[\w./]+", text)}
+
+
+def unnamed(path: Path, said: set[str], used: set[str]) -> bool:
+    """Whether nothing imports a script, and no page names it by path, module or file name."""
     name = path.relative_to(ROOT).as_posix()
     module = name.removesuffix(".py").replace("/", ".")
-    if module in used:
-        return False
-    beside = texts.get(path.parent / "README.md", "")
-    if re.search(rf"(?<![\w/]){re.escape(path.name)}\b", beside):
-        return False
-    said = re.compile(rf"(?<![\w./]){re.escape(module)}\b|{re.escape(name)}\b|`{path.name}`")
-    return not any(said.search(text) for text in texts.values())
+    return module not in used and not said & {name, module, path.name}
 
 
 class ScriptsTest(absltest.TestCase):
     def test_every_script_is_named_or_used(self):
-        texts, used = pages(), imported()
+        said, used = words(pages()), imported()
         paths = [*SCRIPTS.rglob("*.py"), *SCRIPTS.rglob("*.sh")]
         self.assertGreater(len(paths), 50)
-        self.assertEmpty([str(path) for path in paths if unnamed(path, texts, used)])
+        self.assertEmpty([str(path) for path in paths if unnamed(path, said, used)])
 
     def test_an_unnamed_script_is_found(self):
-        self.assertTrue(unnamed(SCRIPTS / "studies/speed/other.py", pages(), imported()))
-        self.assertTrue(unnamed(SCRIPTS / "golden_old.py", pages(), imported()))
+        for name in ("studies/speed/other.py", "golden_old.py"):
+            self.assertTrue(unnamed(SCRIPTS / name, words(pages()), imported()))
 
     def test_every_file_of_data_is_linked_from_the_page_beside_it(self):
         found = [path for path in SCRIPTS.rglob("*") if path.suffix in DATA]

@@ -1,68 +1,28 @@
-"""Whether packed products run on the kernels that a measurement is to be of.
+"""Whether packed products run on kernels where the device has any.
 
 A benchmark that fell back to another implementation measures something else; it ends with one line
-before it measures. What is expected, in words:
-
-  * "auto": a kernel, if the device has any for packed weights; on Hopper, for shapes of which
-    every product fits it, Mosaic's. (Others have products that only Triton's take: inputs that are
-    no multiple of 256, as DeepSeek-V2-Lite's experts have.) An implementation that was forced,
-    where one was.
-  * "any": a kernel, wherever it runs. "mosaic", "triton": that one. "none": nothing.
+before it measures.
 """
 
 from collections.abc import Iterator, Mapping
 
 from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
-from moejax.models.config import weight_shapes
-from moejax.models.kernel_choice import KernelChoice, expected_kernel
-from moejax.models.leaf_kinds import leaves_of
-from moejax.models.shapes import CONFIGS
+from moejax.models.kernel_choice import KernelChoice
 from moejax.weights import linear as ops
 from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
-from pallas_kernels.layout import BLOCK
-from pallas_kernels.target import Target
 
 KERNELS = ("mosaic", "triton")
-EXPECTATIONS = ("auto", *KERNELS, "any", "none")
 EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops.choose_product`
-PACKED_LEAVES = leaves_of("attention", "experts", "shared_experts", "mlp")
 
 
-def allowed(wanted: str, kernels: ops.Kernels, shape: str = "") -> tuple[str, ...]:
-    """The implementations that packed products may run on; (): any at all, and none.
-
-    Args:
-      wanted: one of `EXPECTATIONS`.
-      kernels: of the run.
-      shape: name of the model's shape.
-    """
-    if wanted in KERNELS:
-        return (wanted,)
-    if wanted == "any":
-        return KERNELS
-    if wanted == "none":
-        return ()
+def allowed(kernels: ops.Kernels) -> tuple[str, ...]:
+    """The implementations that packed products may run on; (): any at all, and none."""
     if kernels.implementation:
         return (kernels.implementation,)
-    if not has_kernels(kernels.target):
-        return ()
-    best = expected_kernel(kernels.target)
-    return ("mosaic",) if best == "mosaic" and fits_mosaic(shape) else KERNELS
-
-
-def fits_mosaic(shape: str) -> bool:
-    """Whether every product of a shape that may be packed has inputs in whole blocks."""
-    if shape not in CONFIGS:
-        return False
-    sizes = weight_shapes(CONFIGS[shape])
-    return not any(sizes[leaf][-1] % BLOCK for leaf in PACKED_LEAVES if leaf in sizes)
-
-
-def has_kernels(target: Target | None) -> bool:
-    """Whether a device runs kernels for packed weights at all."""
+    target = kernels.target
     capability = None if target is None or target.platform != "gpu" else target.capability
-    return capability is not None and capability >= MIN_CAPABILITY
+    return KERNELS if capability is not None and capability >= MIN_CAPABILITY else ()
 
 
 def wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) -> list[str]:
@@ -81,50 +41,6 @@ def wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) ->
     ]
 
 
-def phases(
-    runner: Runner, batch: int, *, prompt: int = 0, context: int = 0
-) -> Iterator[tuple[str, int, dict[str, KernelChoice]]]:
-    """Phase, tokens of a call and what serves it: of a prompt's chunks, then of decode.
-
-    Args:
-      runner: of a model.
-      batch: B.
-      prompt: tokens of each prompt; 0: none is run.
-      context: slots of the cache; no matter without a prompt.
-    """
-    for size in sorted(
-        {size for _, size in runner.chunks(batch, prompt, context, runner.short_chunk)}
-    ):
-        yield "prefill", batch * size, runner.kernel_choices(batch * size, batch)
-    yield "decode", batch, runner.kernel_choices(batch, batch)
-
-
-def require_kernels(
-    runner: Runner, batch: int, wanted: str, *, shape: str = "", prompt: int = 0, context: int = 0
-) -> None:
-    """Ends a script where packed products of a run are served by what is not expected.
-
-    Args:
-      runner: of a model.
-      batch: B.
-      wanted: one of `EXPECTATIONS`.
-      shape: as in `allowed`.
-      prompt: as in `phases`.
-      context: likewise.
-
-    Raises:
-      SystemExit: with all of them in a line.
-    """
-    may = allowed(wanted, runner.kernels, shape)
-    wrong = [
-        f"{phase} {line}"
-        for phase, _, products in phases(runner, batch, prompt=prompt, context=context)
-        for line in wrong_kernels(products, may)
-    ]
-    if wrong:
-        raise SystemExit("not the expected kernel: " + "; ".join(wrong))
-
-
 def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int) -> None:
     """Nothing where a kernel serves every packed product of a device that has kernels.
 
@@ -133,15 +49,25 @@ def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int)
     Args:
       runner: of a model.
       batch: B.
-      prompt: as in `phases`.
-      context: likewise.
+      prompt: tokens of each prompt; 0: none is run.
+      context: slots of the cache; no matter without a prompt.
 
     Raises:
       MoejaxError: naming what runs on none, and why.
     """
-    may = allowed("auto", runner.kernels)
-    for phase, _, products in phases(runner, batch, prompt=prompt, context=context):
+    may = allowed(runner.kernels)
+    for phase, products in _phases(runner, batch, prompt, context):
         fit = {name: of for name, of in products.items() if EVERY_KERNEL not in of.refusals}
         if wrong := wrong_kernels(fit, may):
             said = "; ".join(wrong)
             raise MoejaxError(f"{phase} of packed weights would run on no kernel: {said}")
+
+
+def _phases(
+    runner: Runner, batch: int, prompt: int, context: int
+) -> Iterator[tuple[str, dict[str, KernelChoice]]]:
+    """What serves a prompt's chunks, then decode."""
+    chunks = runner.chunks(batch, prompt, context, runner.short_chunk)
+    for size in sorted({size for _, size in chunks}):
+        yield "prefill", runner.kernel_choices(batch * size, batch)
+    yield "decode", runner.kernel_choices(batch, batch)

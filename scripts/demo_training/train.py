@@ -21,6 +21,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from moejax.errors import MoejaxError
+from moejax.models.attention import AttentionImpl
 from moejax.models.config import ModelConfig
 from scripts.demo_training import corpus as corpus_lib
 from scripts.demo_training import plotting
@@ -52,7 +53,7 @@ def model_config(config: ml_collections.ConfigDict) -> ModelConfig:
 def step_config(config: ml_collections.ConfigDict, streams: list[str]) -> StepConfig:
     """The static part of the step; MoejaxError where the mixtures do not sum to 1."""
     on_gpu = jax.default_backend() == "gpu"
-    auto = "cudnn" if on_gpu and config.dtype == "bfloat16" else "xla"
+    auto: AttentionImpl = "cudnn" if on_gpu and config.dtype == "bfloat16" else "xla"
     mixtures = {}
     for name in ("mixture", "final_mixture"):
         mixtures[name] = tuple(float(config[name][stream]) for stream in streams)

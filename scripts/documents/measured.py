@@ -1,14 +1,14 @@
 """Tables of docs/ that come from committed rows, and a real plan."""
 
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 from moejax import cli, plan
 from moejax.experts.budget import describe
 from moejax.files.result_rows import ResultRow, read_rows
 from moejax.planning import budget_of, model_of, tiered_budget
 from scripts.documents.commands import ROOT
-from scripts.studies.kernels import tables
 
 STUDIES = ROOT / "scripts/studies"
 PLAN = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_bits=4",
@@ -22,16 +22,52 @@ TIERED = ("--config.policy.name=dynaexq", "--config.policy.tiers=int4,int2",
           "--config.platform=gpu")  # fmt: skip
 
 
+Rows = dict[str, ResultRow]  # by implementation
+Curves = dict[str, dict[int, Rows]]  # by "section | shape and form", then by rows of x or tokens
+
+
 def kernel_tables() -> str:
     """Times of packed products beside other libraries, from the rows of `bench_kernels`."""
     rows = read_rows(STUDIES / "kernels/kernels_h200.jsonl")
-    lines = [_of_whom(rows), ""]
-    for name, sizes in tables.beside_cublas(tables.read_curves(rows)).items():
+    lines, curves = [_of_whom(rows), ""], _curves(rows)
+    for name, sizes in curves.items():
         section, form = name.split(" | ")
+        # By every packed form stands the bf16 product of its shape by cuBLAS.
+        plain = curves.get(f"{section} | {form.split()[0]} bfloat16", {})
+        beside = {
+            size: {n: r for n, r in plain.get(size, {}).items() if n == "cublas"} | of
+            for size, of in sorted(sizes.items())
+        }
         what = "rows of x" if section == "dense" else "tokens"
-        lines += [f"**{section}, {form}**, microseconds by {what}:", ""]
-        lines += [tables.times_table(sizes), ""]
+        lines += [f"**{section}, {form}**, microseconds by {what}:", "", _times_table(beside), ""]
     return "\n".join(lines).rstrip()
+
+
+def _curves(rows: list[ResultRow]) -> Curves:
+    """The times of products and layers."""
+    found: Curves = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        parts = row.what.split(" | ")
+        size = re.fullmatch(r"[MT] (\d+)", parts[2]) if len(parts) == 4 else None
+        if row.unit == "us" and size:
+            found[" | ".join(parts[:2])][int(size[1])][parts[3]] = row
+    return found
+
+
+def _times_table(sizes: Mapping[int, Rows]) -> str:
+    """Microseconds by implementation and size, and what bytes and operations allow."""
+    lines = [f"| us | {' | '.join(map(str, sizes))} |", "| --- |" + " ---: |" * len(sizes)]
+    for name in dict.fromkeys(name for rows in sizes.values() for name in rows):
+        cells = [f"{rows[name].figure:.1f}" if name in rows else "" for rows in sizes.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    bounds = [f"{_bound(rows):.1f}" for rows in sizes.values()]
+    return "\n".join([*lines, f"| bound by bytes or operations | {' | '.join(bounds)} |"])
+
+
+def _bound(rows: Rows) -> float:
+    """Microseconds of the packed form: baselines beside it read more."""
+    packed = min(rows.values(), key=lambda row: row.baseline["bandwidth_bound_us"])
+    return max(packed.baseline[f"{kind}_bound_us"] for kind in ("bandwidth", "compute"))
 
 
 def small_kernel_tables() -> str:

@@ -1,11 +1,9 @@
 """Figures of a benchmark as they come, and how short runs on a device are timed."""
 
-import contextlib
-import fcntl
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +33,24 @@ class Report:
 
         Args:
           device: of JAX; its name where another library runs.
-          about: what goes for all figures.
+          about: what goes for all figures; "": nothing.
           output: a JSON Lines file, or "".
           packages: whose versions the rows state.
         """
-        self.device, self.about, self.output = device, about, output
-        self.packages = packages
+        self.device, self.output = device, output
+        self.end = f", {about}" if about else ""
         self.rows: list[ResultRow] = []
+        self._versions = package_versions(*packages)
 
-    def add(self, what: str, figure: float, unit: str, **baseline: float) -> None:
+    def add(self, what: str, figure: float, unit: str, **beside: Any) -> None:
         """Keeps, prints and writes one figure."""
         row = ResultRow(
-            what=f"{what}, {self.about}",
+            what=f"{what}{self.end}",
             figure=figure,
             unit=unit,
-            baseline=baseline,
+            baseline=beside,
             device=(self.device if isinstance(self.device, str) else describe_device(self.device)),
-            versions=package_versions(*self.packages),
+            versions=self._versions,
             date=today(),
             command=command_line(),
         )
@@ -74,20 +73,13 @@ class Report:
         return "\n".join(map(self._line, self.rows))
 
     def _line(self, row: ResultRow) -> str:
-        what = row.what.removesuffix(f", {self.about}")
-        beside = ", ".join(f"{name} {value:.4g}" for name, value in row.baseline.items())
-        return f"  {what:66s} {row.figure:11.4g} {row.unit:5s} {beside}"
+        what = row.what.removesuffix(self.end)
+        return f"  {what:66s} {row.figure:11.4g} {row.unit:5s} {_numbers(row.baseline)}"
 
 
-@contextlib.contextmanager
-def turn(path: str) -> Iterator[None]:
-    """Alone among the processes that were given the same file; "": no others."""
-    if not path:
-        yield
-        return
-    with Path(path).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _numbers(values: Mapping[str, Any]) -> str:
+    """The numbers among some values, without lists and texts."""
+    return ", ".join(f"{n} {v:.4g}" for n, v in values.items() if isinstance(v, float | int))
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:

@@ -1,33 +1,21 @@
-"""Sections `buddymoe`, `latency` and `cost`: substitution, a miss's time, a policy's time."""
+"""Sections `buddymoe` and `latency`: substitution, and a miss's time."""
 
 import dataclasses
-import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from moejax.benchmarking.routing import Workload
-from moejax.benchmarking.shape_memory import TierPlan, release, tier_name
+from moejax.benchmarking.shape_memory import TierPlan, tier_name
 from moejax.experts.cache import ExpertMemory
-from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
-from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
-from moejax.policies.dymoe import DyMoE
-from moejax.policies.dynaexq import DynaExq
-from moejax.policies.on_demand import OnDemand
 from scripts.studies.buddymoe.controls import RandomExpert
-from scripts.studies.speed.section_run import Run
-from scripts.studies.speed.timing import Measured
+from scripts.studies.speed.harness import Measured, Run, released
 
 CACHE_RATES = (0.75, 0.5, 0.375)
 BITS = 4
-# Gains of BuddyMoE's best setting over original (Tables 2 to 4), percent; and fewer bytes.
-BARS = {0.75: 7.4, 0.5: 5.8, 0.375: 10.3}
-BYTES_BAR = 17.0
-POOL, ROUNDS = "no policy, the pool alone", 5  # cost: what others stand beside, and how often
 # From `quality.sections.BUDDIES`, and the best of the paper's tables; the first one's program
 # serves all that differ in numbers alone.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -52,30 +40,29 @@ def buddymoe(run: Run) -> None:
     array that stands for them here has their shape and costs what they cost.
     """
     for batch in run.options.batches or (1,):
-        for rate in sorted(run.options.cache_rates or CACHE_RATES):  # so peaks are those of a rate
+        for rate in run.options.cache_rates or CACHE_RATES:
             _at_rate(run, batch, rate)
 
 
 def _at_rate(run: Run, batch: int, rate: float) -> None:
     """The rows of a cache rate."""
-    lab, work, bits = run.lab, run.workload(batch), run.options.bits
+    lab, work = run.lab, run.workload(batch)
     num_experts = lab.config.num_experts
     lists = run.buddies(work)
     depth = lists.ids.shape[-1]
     gains = np.full((lab.num_layers, num_experts, num_experts), 0.5)
     slots = round(rate * num_experts)
     plan = TierPlan(
-        bits=bits, slots=slots, first=work.hottest(slots),
+        bits=BITS, slots=slots, first=work.hottest(slots),
         transient=min(num_experts, batch * lab.config.experts_per_token),
     )  # fmt: skip
-    name = f"c {rate:g}, {slots} slots of {num_experts} in {tier_name(bits)}, batch {batch}"
+    name = f"c {rate:g}, {slots} slots of {num_experts} in {tier_name(BITS)}, batch {batch}"
     original = run.measured(
         f"original, {name}", lambda: lab.one_tier(plan), work, batch, ttft=run.options.ttft
     )
     if original is None:
         return
     run.tpot(f"original, {name}", original, batch, distinct_experts=work.distinct)
-    run.peak(f"original, {name}")
     for group in SETTINGS.values():
         policies = {}
         for said, given in group.items():
@@ -87,39 +74,31 @@ def _at_rate(run: Run, batch: int, rate: float) -> None:
         background = dataclasses.replace(plan, bulk=run.options.bulk)
         run.attempt(
             f"{next(iter(group))}, {name}",
-            lambda: _substituted(run, name, background, policies, original, rate, batch),  # noqa: B023
+            lambda: _substituted(run, name, background, policies, original, batch),  # noqa: B023
         )
 
 
 def _substituted(
     run: Run, name: str, plan: TierPlan, policies: dict[str, BuddyMoe], original: Measured,
-    rate: float, batch: int,
+    batch: int,
 ) -> bool:  # fmt: skip
     """Rows of policies that one program serves."""
     lab, work = run.lab, run.workload(batch)
-    memory = lab.tiered(next(iter(policies.values())), [plan])
-    try:
-        runner = Runner(lab.config, lab.dense, lab.device, memory=memory)
-        for said, policy in policies.items():
+    with released(lab.tiered(next(iter(policies.values())), [plan])) as memory:
+        runner = lab.runner(memory)
+        for i, (said, policy) in enumerate(policies.items()):
             memory.settle()
             memory.reset(policy)
-            is_first = policy is next(iter(policies.values()))
-            found = lab.remeasure(runner, work, batch, ttft=run.options.ttft and is_first)
+            found = lab.timed(runner, work, batch, ttft=run.options.ttft and not i)
             what, facts = f"{said}, {name}", found.facts
             run.tpot(what, found, batch, original_ms=1e3 * original.tpot)
-            if is_first:
-                run.peak(what)
-            bar = {"bar": BARS[rate]} if rate in BARS else {}
-            gain = 100 * (original.tpot / found.tpot - 1)
             run.report.add(
-                f"{what}: throughput over original", gain, "%", **bar,
+                f"{what}: throughput over original", 100 * (original.tpot / found.tpot - 1), "%",
                 replaced_share=facts["replaced_share"], gate_substituted=facts["gate_substituted"],
             )  # fmt: skip
             moved, before = facts["megabytes_a_step"], original.facts["megabytes_a_step"]
             fewer = 100 * (1 - moved / before) if before else 0.0
-            run.report.add(f"{what}: fewer bytes over the link", fewer, "%", bar=BYTES_BAR)
-    finally:
-        release(memory)
+            run.report.add(f"{what}: fewer bytes over the link", fewer, "%")
     return True
 
 
@@ -175,101 +154,11 @@ def _of_one_program(
     """Workloads on one memory, in their order."""
 
     def part() -> dict[str, Measured]:
-        memory = make()
-        try:
-            runner = Runner(run.lab.config, run.lab.dense, run.lab.device, memory=memory)
-            return {name: run.lab.remeasure(runner, work) for name, work in works.items()}
-        finally:
-            release(memory)
+        with released(make()) as memory:
+            runner = run.lab.runner(memory)
+            return {name: run.lab.timed(runner, work) for name, work in works.items()}
 
     return run.attempt(", ".join(works), part) or {}
-
-
-def cost(run: Run) -> None:
-    """Cost of deciding: policies whose decisions lead to the transfers of the pool alone.
-
-    All run every expert in INT4 from the same LRU slots: on_demand says so, DyMoE has all experts
-    critical (of one tier, and with INT2 beside it that nobody asks for), BuddyMoE may replace
-    nothing, or searches lists whole in which nobody is there (each expert stands in for itself),
-    DynaExq ranks by hotness, but has nothing hot in the tier beside it, bf16 as in the paper or
-    INT8. All are there at once and measured in turns, as a link is not always as fast: a cost is
-    the median over the rounds of what a round's median call takes longer than the pool's alone.
-    """
-    lab, work = run.lab, run.workload()
-    num_experts, width = lab.config.num_experts, lab.config.experts_per_token
-    plan = TierPlan(bits=BITS, slots=num_experts // 2, first=work.hottest(num_experts // 2))
-
-    def other(bits: int) -> TierPlan:
-        return TierPlan(bits=bits, slots=width, few_rows=True)
-
-    lists = run.buddies(work)
-    pivots = np.arange(num_experts, dtype=lists.ids.dtype)[None, :, None]
-    nobody = lists._replace(ids=np.where(lists.ids < 0, lists.ids, pivots))
-    policies: dict[str, tuple[AnyPolicy, list[TierPlan]]] = {
-        "on_demand": (OnDemand(), [plan]),
-        "dymoe, all critical, 4/0": (DyMoE(low="skip", retention=1.0, prefetch=0), [plan]),
-        "dymoe, all critical, 4/2": (DyMoE(retention=1.0, prefetch=0), [plan, other(2)]),
-        "buddymoe, rho 0": (
-            BuddyMoe(lists=lists, rho=0, background_bytes=0.0), [plan],
-        ),
-        "buddymoe, nobody there": (BuddyMoe(lists=nobody, background_bytes=0.0), [plan]),
-        "dynaexq, nothing hot": (DynaExq(n_hot=0), [other(16), plan]),
-        "dynaexq, nothing hot, INT8 beside": (DynaExq(n_hot=0), [other(8), plan]),
-    }  # fmt: skip
-    makes: dict[str, Callable[[], ExpertMemory]] = {POOL: lambda: lab.one_tier(plan)}
-    for name, (policy, plans) in policies.items():
-        makes[name] = functools.partial(lab.tiered, policy, plans)
-    runners: dict[str, Runner] = {}
-    try:
-        for name, make in makes.items():
-            if runner := run.attempt(name, lambda: _runner(run, make())):  # noqa: B023
-                runners[name] = runner
-        rounds = [_round(run, runners, work, i) for i in range(ROUNDS)]
-    finally:
-        for runner in runners.values():
-            release(runner.memory)
-    for name in runners:
-        pairs = [(one[name], one[POOL]) for one in rounds if name in one and POOL in one]
-        if not pairs:
-            continue
-        by_median = sorted((found for found, _ in pairs), key=lambda found: found.median)
-        run.tpot(name, by_median[len(pairs) // 2], rounds=len(pairs))
-        if name == POOL:
-            continue
-        more = [100 * (found.median / base.median - 1) for found, base in pairs]
-        run.report.add(
-            f"{name}: cost of an offloaded step", statistics.median(more), "%", bar=3.0,
-            lowest_round=min(more), highest_round=max(more), moved_over_no_policy=_ratio(*pairs[0]),
-        )  # fmt: skip
-        counts = [one.facts["launches_a_layer"] for one in pairs[0]]
-        run.report.add(
-            f"{name}: launches a layer over no policy", counts[0] - counts[1], "", bar=2.0
-        )
-
-
-def _runner(run: Run, memory: ExpertMemory) -> Runner:
-    return Runner(run.lab.config, run.lab.dense, run.lab.device, memory=memory)
-
-
-def _round(
-    run: Run, runners: dict[str, Runner], work: Workload, number: int
-) -> dict[str, Measured]:
-    """Each once; launches are counted in the first round."""
-    found = {}
-    for name, runner in runners.items():
-        one = run.attempt(
-            f"{name}, round {number}",
-            lambda: run.lab.remeasure(runner, work, profile=number == 0),  # noqa: B023
-        )
-        if one is not None:
-            found[name] = one
-    return found
-
-
-def _ratio(found: Measured, base: Measured) -> float:
-    """Ratio of the bytes over the link, which should be 1."""
-    before = base.facts["megabytes_a_step"]
-    return found.facts["megabytes_a_step"] / before if before else 1.0
 
 
 def one_miss_workload(

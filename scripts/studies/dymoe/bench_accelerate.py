@@ -282,7 +282,7 @@ def main(argv: list[str]) -> None:
         reports.append(report)
         give_back(device)
     for report in reports:
-        print(f"{report.about}\n{report.table()}")
+        print(report.table())
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
 """Sections `dynaexq` and `dynaexq_wide`: two precisions, against uniform ones in the same run."""
 
-import dataclasses
-from typing import Any
+import functools
 
 import jax
 
 from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.shape_memory import TierPlan, release, tier_name
-from moejax.benchmarking.step_cost import bytes_per_step
-from moejax.experts.cache import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.inference.runner import Runner
 from moejax.policies.dynaexq import DynaExq
-from scripts.studies.speed.section_run import Run
-from scripts.studies.speed.timing import Measured
-
-THROUGHPUT_BAR, HOT_BAR = 85.0, 50.0  # percent
+from scripts.studies.speed.harness import Measured, Run
 
 
 def dynaexq(run: Run) -> None:
@@ -26,20 +22,15 @@ def dynaexq(run: Run) -> None:
     lab, high, low = run.lab, 4, 2
     num_experts = lab.config.num_experts
     n_hot = min(run.options.n_hot, num_experts // 4)
-    packing = Packing(bits=low, attention_bits=lab.attention_bits)
-    resident = Runner(lab.config, random_weights(lab.config, packing, lab.device), lab.device)
+    packing = Packing(bits=low, attention_bits=16)
+    resident = lab.runner(None, random_weights(lab.config, packing, lab.device))
     full = lab.tier_memory(TierPlan(bits=low, slots=num_experts, few_rows=True))
-    uniform = Runner(lab.config, lab.dense, lab.device, memory=ExpertMemory([full]))
+    uniform = lab.runner(ExpertMemory([full]))
     for batch in run.options.batches or (1, 4, 16):
-        work = run.workload(batch, shifts=True)
-        name = f"batch {batch}"
-        whole = run.attempt(
-            f"resident, {name}",
-            lambda: lab.remeasure(resident, work, batch),  # noqa: B023
-        )
-        pooled = run.attempt(
-            f"uniform pool, {name}",
-            lambda: lab.remeasure(uniform, work, batch),  # noqa: B023
+        work, name = run.workload(batch, shifts=True), f"batch {batch}"
+        whole, pooled = (
+            run.attempt(f"{of}, {name}", lambda: lab.timed(runner, work, batch))  # noqa: B023
+            for of, runner in (("resident", resident), ("uniform pool", uniform))
         )
         if whole is None or pooled is None:
             continue
@@ -54,10 +45,9 @@ def dynaexq(run: Run) -> None:
 
         def measured() -> Measured:
             hot = lab.tier_memory(plan)  # noqa: B023
-            names = (tier_name(high), tier_name(low))
-            memory = lab.tiered(policy, [hot, full], names)  # noqa: B023
+            memory = lab.tiered(policy, [hot, full], (tier_name(high), tier_name(low)))  # noqa: B023
             try:
-                return lab.measure(memory, work, batch)  # noqa: B023
+                return lab.timed(lab.runner(memory), work, batch)  # noqa: B023
             finally:
                 release(hot)
 
@@ -76,12 +66,10 @@ def _rows_of_hot(
     promoted = found.facts["bulk_a_step"] / batch
     run.tpot(what, found, batch, promotions_a_token=promoted, **beside)
     for name, one in uniform.items():
-        run.report.add(
-            f"{what}: throughput over uniform INT2 ({name})", 100 * one.tpot / found.tpot, "%",
-            bar=THROUGHPUT_BAR,
-        )  # fmt: skip
+        share = 100 * one.tpot / found.tpot
+        run.report.add(f"{what}: throughput over uniform INT2 ({name})", share, "%")
     run.report.add(
-        f"{what}: gate mass of the hot tier", 100 * found.facts["gate_int4"], "%", bar=HOT_BAR,
+        f"{what}: gate mass of the hot tier", 100 * found.facts["gate_int4"], "%",
         promotions_a_token=promoted, experts=100 * found.facts["experts_int4"],
     )  # fmt: skip
 
@@ -94,87 +82,87 @@ def dynaexq_wide(run: Run) -> None:
     as resident models, too, which route as their random routers say. What is of high precision
     comes last, so that the peaks before are those of the budgets.
     """
-    lab, (high, low) = run.lab, run.options.tiers
-    num_experts = lab.config.num_experts
-    works = {"steady": run.workload(), "shifting": run.workload(shifts=True)}
-    residents = {low: _resident(run, low, works["steady"])}
-    full = lab.tier_memory(TierPlan(bits=low, slots=num_experts, few_rows=True))
-    uniform = _end(run, low, full, works["steady"])
+    high, low = run.options.tiers
+    steady = run.workload()
+    works = {"steady": steady, "shifting": run.workload(shifts=True)}
+    residents = {low: _resident(run, low, steady)}
+    full = _full(run, low)
+    uniform = _end(run, low, full, steady)
+    within: dict[str, Measured] = {}
     if uniform is None:
         release(full)
         return
-    within: dict[str, Measured] = {}
     for gib in sorted(run.options.gibs or (32.0, 48.0)):
-        found = run.attempt(f"{gib:g} GiB", lambda: _within(run, gib, works, full, uniform))  # noqa: B023
-        within |= found or {}
+        part = functools.partial(_within, run, gib, works, full, uniform)
+        within |= run.attempt(f"{gib:g} GiB", part) or {}
     release(full)
-    full = lab.tier_memory(TierPlan(bits=high, slots=num_experts, few_rows=True))
-    whole = _end(run, high, full, works["steady"])
+    full = _full(run, high)
+    whole = _end(run, high, full, steady)
     release(full)
-    residents[high] = _resident(run, high, works["steady"])
+    residents[high] = _resident(run, high, steady)
     for bits, resident in residents.items():
-        for what, found in within.items() if resident is not None else ():
+        if resident is None:
+            continue
+        for what, found in within.items():
             run.report.add(
                 f"{what}: throughput over the resident {tier_name(bits)} model",
                 100 * resident.tpot / found.tpot, "%", resident_ms=1e3 * resident.tpot,
             )  # fmt: skip
-    for what, found in within.items() if whole is not None else ():
+    if whole is None:
+        return
+    for what, found in within.items():
         share = found.facts[f"experts_{tier_name(high)}"]
         model = uniform.tpot + share * (whole.tpot - uniform.tpot)
         run.report.add(
-            f"{what}: time over that of the bytes", found.tpot / model, "x", bar=1.05,
-            hot_share=share, model_ms=1e3 * model, low_ms=1e3 * uniform.tpot,
-            high_ms=1e3 * whole.tpot,
+            f"{what}: time over that of the bytes", found.tpot / model, "x", hot_share=share,
+            model_ms=1e3 * model,
         )  # fmt: skip
 
 
-def _resident(run: Run, bits: int, work: Any) -> Measured | None:
+def _resident(run: Run, bits: int, work: Workload) -> Measured | None:
     """A model of one precision that holds its experts; all but these is as in the pools."""
     lab, name = run.lab, f"uniform {tier_name(bits)}, resident model"
 
-    def measured() -> tuple[Measured, dict[str, float]]:
-        packing = dataclasses.replace(lab.packing, bits=bits)
+    def measured() -> Measured:
+        packing = Packing(bits=bits, attention_bits=16)
         experts = random_weights(lab.config, packing, lab.device, dense=False)
-        weights = lab.dense | experts
         try:
-            found = lab.measure(None, work, weights=weights, ttft=run.options.ttft)
-            position = lab.sizes.position + lab.sizes.steps
-            step = bytes_per_step(lab.config, weights, 1, position, lab.config.experts_per_token)
-            held = sum(leaf.nbytes for leaf in weights.values())
-            return found, {"weights_gib": held / 2**30, "step_gb": step / 1e9}
+            runner = lab.runner(None, lab.dense | experts)
+            return lab.timed(runner, work, ttft=run.options.ttft)
         finally:
             for leaf in jax.tree.leaves(experts):
                 leaf.delete()
 
-    pair = run.attempt(name, measured)
-    if pair is None:
-        return None
-    found, beside = pair
-    run.tpot(name, found, **beside)
-    run.peak(name)
-    return found
+    return _row(run, name, run.attempt(name, measured))
 
 
-def _end(run: Run, bits: int, full: Any, work: Any) -> Measured | None:
+def _full(run: Run, bits: int) -> TierMemory:
+    plan = TierPlan(bits=bits, slots=run.lab.config.num_experts, few_rows=True)
+    return run.lab.tier_memory(plan)
+
+
+def _end(run: Run, bits: int, full: TierMemory, work: Workload) -> Measured | None:
     """A pool of one precision that holds every expert."""
     name = f"uniform {tier_name(bits)}, a pool of all experts"
-    runner = Runner(run.lab.config, run.lab.dense, run.lab.device, memory=ExpertMemory([full]))
-    found = run.attempt(name, lambda: run.lab.remeasure(runner, work, ttft=run.options.ttft))
+    runner: Runner = run.lab.runner(ExpertMemory([full]))
+    found = run.attempt(name, lambda: run.lab.timed(runner, work, ttft=run.options.ttft))
+    return _row(run, name, found)
+
+
+def _row(run: Run, name: str, found: Measured | None) -> Measured | None:
     if found is not None:
         run.tpot(name, found)
-        run.peak(name)
     return found
 
 
 def _within(
-    run: Run, gib: float, works: Any, full: Any, uniform: Measured
-) -> dict[str, Measured]:  # fmt: skip
+    run: Run, gib: float, works: dict[str, Workload], full: TierMemory, uniform: Measured
+) -> dict[str, Measured]:
     """The rows of one budget; what was measured, by what it is."""
     lab, num_experts, (high, low) = run.lab, run.lab.config.num_experts, run.options.tiers
     names = (tier_name(high), tier_name(low))
     asked = run.options.split
-    split = asked if "," in asked else "rule"
-    budget = lab.split((high, low), gib, split, bulk=run.options.bulk)
+    budget = lab.split((high, low), gib, asked if "," in asked else "rule", bulk=run.options.bulk)
     slots = [tier.slots for tier in budget.tiers]
     if slots[1] < num_experts or not 0 < slots[0] < num_experts:
         raise ValueError(
@@ -186,22 +174,17 @@ def _within(
     memory = lab.tiered(policy, [hot, full], names)
     measured = {}
     try:
-        runner = Runner(lab.config, lab.dense, lab.device, memory=memory)
+        runner = lab.runner(memory)
         for kind, work in works.items():
-            found = lab.remeasure(runner, work, ttft=run.options.ttft and kind == "steady")
+            found = lab.timed(runner, work, ttft=run.options.ttft and kind == "steady")
             what = (
                 f"dynaexq {'/'.join(names)}, {gib:g} GiB, {slots[0]} hot of {num_experts}, {kind}"
             )
-            promoted = found.facts["bulk_a_step"]
-            run.tpot(what, found, uniform_ms=1e3 * uniform.tpot, promotions_a_token=promoted)
-            run.report.add(
-                f"{what}: throughput over uniform {names[1]}", 100 * uniform.tpot / found.tpot,
-                "%", bar=THROUGHPUT_BAR,
-            )  # fmt: skip
-            run.report.add(
-                f"{what}: gate mass of the hot tier", 100 * found.facts[f"gate_{names[0]}"], "%",
-                bar=HOT_BAR, promotions_a_token=promoted,
-            )  # fmt: skip
+            run.tpot(what, found, uniform_ms=1e3 * uniform.tpot)
+            over = 100 * uniform.tpot / found.tpot
+            run.report.add(f"{what}: throughput over uniform {names[1]}", over, "%")
+            mass = 100 * found.facts[f"gate_{names[0]}"]
+            run.report.add(f"{what}: gate mass of the hot tier", mass, "%")
             run.peak(what, budget.total_device, gib)
             measured[what] = found
     finally:

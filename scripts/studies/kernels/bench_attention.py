@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
 from moejax.devices import choose_device
@@ -67,12 +66,6 @@ def parsed(text: str) -> AttentionTiles:
     return AttentionTiles(*map(int, found.groups()))
 
 
-def difference(a: Timing, b: Timing) -> float:
-    """Difference of the last call's outputs, as a share of the norm."""
-    x, y = (np.asarray(of.last).astype(np.float64) for of in (a, b))
-    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
-
-
 PLAIN_SHAPES = [name for name, config in SHAPES.items() if config.latent is None]
 
 
@@ -99,7 +92,7 @@ def measure(report: Report, name: str, batch: int, kv_length: int) -> None:
     xla = timed(by_xla)
     for tiles in (None, *map(parsed, _TILES.value)):
         ours = timed(by_kernel, tiles=tiles)
-        if difference(ours, xla) > MAX_DIFFERENCE:
+        if ours.difference(xla) > MAX_DIFFERENCE:
             raise RuntimeError(f"{name} batch {batch} kv {kv_length}: the results differ")
         report.add(
             f"attention of {name}, batch {batch}, {kv_length} slots"

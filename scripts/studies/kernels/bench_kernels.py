@@ -9,7 +9,7 @@
 Each figure is the median of microseconds a call, in chains that XLA captures in CUDA graphs, with
 weights rotated past the L2; torch's by CUDA graph replays of the same length. A row says bytes and
 operations, the bounds that follow from the plain sum and the large cuBLAS product of this run, the
-relative error against float64, and the bar and moonshot. What is wrong gets no figure.
+relative error against float64. What is wrong gets no figure.
 
 The run fails (exit code 1, the reasons printed last) when a kernel of ours fails, is wrong, or when
 `choose` gives another implementation than the device should have. It stops before --time_limit_s;
@@ -30,6 +30,7 @@ from scripts.studies.kernels.grouped import bench_grouped
 from scripts.studies.kernels.peers import versions
 from scripts.studies.kernels.running import IMPLEMENTATIONS, Bench, OutOfTime
 from scripts.studies.kernels.timing import compute_rate, empty_call, read_bandwidth
+from scripts.studies.measuring import Report
 
 SECTIONS = ("dense", "grouped", "compensator")
 _SHAPE_NAMES = (*(shape.name for shape in DENSE), *(moe.name for moe in MOE))
@@ -67,14 +68,13 @@ def make_bench(start: float) -> Bench:
     if unknown := set(names) - set(IMPLEMENTATIONS):
         raise app.UsageError(f"unknown implementations: {', '.join(sorted(unknown))}")
     bench = Bench(
-        device=device,
+        report=Report(device, "", _OUT.value, ("jax", "jaxlib", *versions())),
         target=current_target(),
         implementations=SMOKE_IMPLEMENTATIONS if smoke else names,
         expect=_EXPECT.value,
         repetitions=2 if smoke else _REPETITIONS.value,
         deadline=start + _LIMIT.value,
         longest=0.0 if smoke else 15.0,
-        out=_OUT.value,
         smoke=smoke,
         bandwidth=read_bandwidth(2**22 if smoke else 2**32),
         rate=compute_rate(128 if smoke else 8192),
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
     enable_compilation_cache(_CACHE.value)
     bench = make_bench(start)
-    print(f"{bench.device.device_kind}, {bench.target.describe()}, jax {jax.__version__}")
+    print(f"{bench.target.describe()}, jax {jax.__version__}")
     print(f"installed: {versions() or 'no other library'}", flush=True)
     try:
         run_sections(bench)

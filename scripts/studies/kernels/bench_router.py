@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
 from moejax.devices import choose_device
@@ -23,7 +22,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.routing import routing_of
 from moejax.models.shapes import SHAPES
 from pallas_kernels import router_topk
-from scripts.studies.kernels.timing import Chain, Timing, chain_for, compiled_launches, time_jax
+from scripts.studies.kernels.timing import Chain, chain_for, time_jax
 from scripts.studies.measuring import Report
 
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file that rows are appended to")
@@ -65,12 +64,6 @@ def alone(
     return route(logits, config)
 
 
-def difference(a: Timing, b: Timing) -> float:
-    """Difference of the last call's weights, as a share of the norm."""
-    x, y = (np.asarray(of.last).astype(np.float64) for of in (a, b))
-    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
-
-
 def measure(report: Report, name: str, num_tokens: int) -> None:
     """Two rows: the kernel beside XLA, with the product and without."""
     config = SHAPES[name]
@@ -94,12 +87,8 @@ def measure(report: Report, name: str, num_tokens: int) -> None:
         ours, xla = (
             time_jax(of, first, rest, chain, _REPEATS.value, options) for of in calls.values()
         )
-        if difference(ours, xla) > MAX_DIFFERENCE:
+        if ours.difference(xla) > MAX_DIFFERENCE:
             raise RuntimeError(f"{name}, {num_tokens} tokens, {what}: the results differ")
-        for route, of in calls.items():
-            found = None if _SMOKE.value else compiled_launches(of, first, rest, 0)
-            if found:
-                print(f"  {route.__name__}: {found.describe()}")
         report.add(
             f"{what} of {name}, {num_tokens} tokens", ours.microseconds, "us",
             spread=ours.spread, xla=xla.microseconds, xla_spread=xla.spread,

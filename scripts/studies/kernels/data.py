@@ -1,4 +1,4 @@
-"""Operands of the kernels' benchmark: shapes, random packed weights, float64 values, the bars.
+"""Operands of the kernels' benchmark: shapes, random packed weights, float64 values.
 
 Scales and zero points are multiples of powers of two that bf16 and fp16 both hold, so that every
 library multiplies by the same weights. Their products with codes are exact in float32.
@@ -64,39 +64,6 @@ MOE = (
 )
 SMOKE_DENSE = (Dense(256, 96),)
 SMOKE_MOE = (Moe("smoke", 4, 2, 128, 64, 4, (1, 3)),)
-
-
-class Bar(NamedTuple):
-    """The most that a product should take, and what it aims at beyond that; microseconds."""
-
-    bar: float
-    moonshot: float
-
-
-WITHIN_CUBLAS = math.nan  # the moonshot is 1.05 times what cuBLAS takes in the same run
-_UP, _DOWN = "4096x14336", "14336x4096"
-# By (shape, bits, rows of x). Bars of 64 rows and more are of both directions.
-DENSE_BARS: dict[tuple[str, int, int], Bar] = {
-    (_UP, 3, 1): Bar(15, 9),
-    (_UP, 3, 4): Bar(15, 9),
-    (_UP, 3, 16): Bar(16, 10),
-    (_DOWN, 3, 1): Bar(15, 9),
-    (_DOWN, 3, 16): Bar(17, 10.5),
-    **{(shape, 3, 64): Bar(25, 18) for shape in (_UP, _DOWN)},
-    **{(shape, 3, 1024): Bar(200, WITHIN_CUBLAS) for shape in (_UP, _DOWN)},
-    **{(shape, 3, 4096): Bar(760, WITHIN_CUBLAS) for shape in (_UP, _DOWN)},
-    (_UP, 4, 1): Bar(14, 10.5),
-    (_UP, 4, 16): Bar(15, 10.5),
-    (_UP, 2, 1): Bar(13, 7.5),
-    (_UP, 2, 16): Bar(14, 7.5),
-}
-MOE_BARS: dict[tuple[str, int], Bar] = {("qwen3-30b", 1): Bar(25, 12), ("mixtral", 1): Bar(70, 45)}
-# Speed-ups over the better of our bf16 grouped kernel and torch's grouped product.
-MOE_SPEEDUPS: dict[tuple[str, int], Bar] = {
-    ("qwen3-30b", 16): Bar(2, 3),
-    ("qwen3-30b", 64): Bar(2, 3),
-}
-COMPENSATOR_BAR = Bar(10, 4)  # percent more
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "rows", "inputs", "bits", "zeros"))

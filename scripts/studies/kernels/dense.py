@@ -1,6 +1,5 @@
 """Single products: ours, cuBLAS, unpack-then-cuBLAS, other libraries; compensators on and off."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +11,8 @@ import numpy as np
 from pallas_kernels.dequant_matmul import OPERATION, dequant_matmul
 from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices, dequantize
 from scripts.studies.kernels.data import (
-    COMPENSATOR_BAR,
-    DENSE_BARS,
     ERROR_LIMIT,
     PEER_ERROR_LIMIT,
-    WITHIN_CUBLAS,
-    Bar,
     Dense,
     Sample,
     as_bf16,
@@ -26,8 +21,8 @@ from scripts.studies.kernels.data import (
     random_stack,
     random_terms,
 )
-from scripts.studies.kernels.peers import PEERS, SYMMETRIC, Calls, peer_calls, to_numpy, to_torch
-from scripts.studies.kernels.running import OWN, Bench, percent_more
+from scripts.studies.kernels.peers import PEERS, Calls, peer_calls, to_numpy, to_torch
+from scripts.studies.kernels.running import OWN, Bench
 from scripts.studies.kernels.timing import CUBLAS, Chain, Options, time_jax, time_torch
 
 KERNELS = (*OWN, "reference")
@@ -111,14 +106,6 @@ def _checked(chain: Chain) -> tuple[int, int]:
     return 0, (chain.num_calls - 1) % chain.num_slots
 
 
-def _bar(product: Product, m: int) -> Bar | None:
-    bar = DENSE_BARS.get((product.shape.name, product.bits, m))
-    if bar is None or bar.moonshot == bar.moonshot:
-        return bar
-    cublas = product.bench.figures.get(f"dense | {product.shape.name} bfloat16 | M {m} | cublas")
-    return Bar(bar.bar, WITHIN_CUBLAS if cublas is None else 1.05 * cublas)
-
-
 def _kernel(
     product: Product, name: str, x: jax.Array, chain: Chain, samples: Sequence[Sample]
 ) -> None:
@@ -168,7 +155,7 @@ def _record(
     found = (np.asarray(timing.first), np.asarray(timing.last))
     errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
     need = product.bytes_and_operations(m, product.weights)
-    bench.record(f"{product.label(m)} | {name}", timing, errors, limit, *need, _bar(product, m))
+    bench.record(f"{product.label(m)} | {name}", timing, errors, limit, *need)
 
 
 def _peer(
@@ -176,9 +163,6 @@ def _peer(
 ) -> None:
     if name not in product.peers:
         product.peers[name] = peer_calls(name, product.weights)
-    if name in SYMMETRIC:
-        symmetric = dataclasses.replace(product.weights, zeros=None)
-        samples = [dense_sample(x, symmetric, slot) for slot in _checked(chain)]
     m, bench = x.shape[0], product.bench
     calls = product.peers[name][: chain.num_slots]
     timing = time_torch(calls, to_torch(x), chain, bench.repetitions)
@@ -232,5 +216,4 @@ def _with_and_without(
         bench.record(row, timing, errors, ERROR_LIMIT, num_bytes, operations)
     pair = [bench.figures.get(f"{what}, {label} | {name}") for label in ("rank 32", "without")]
     if pair[0] is not None and pair[1] is not None:
-        more = percent_more(pair[0], pair[1])
-        bench.add(f"{what}, more | {name}", more, "%", **COMPENSATOR_BAR._asdict())
+        bench.add(f"{what}, more | {name}", 100 * (pair[0] / pair[1] - 1), "%")

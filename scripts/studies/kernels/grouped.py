@@ -14,8 +14,6 @@ from pallas_kernels.grouped_dequant_matmul import OPERATION, Assignments, moe_la
 from pallas_kernels.packed import PackedMatrices, dequantize, plain
 from scripts.studies.kernels.data import (
     LAYER_ERROR_LIMIT,
-    MOE_BARS,
-    MOE_SPEEDUPS,
     PEER_ERROR_LIMIT,
     Moe,
     Sample,
@@ -25,13 +23,10 @@ from scripts.studies.kernels.data import (
     routing,
 )
 from scripts.studies.kernels.peers import grouped_torch, peer_torch, to_numpy, to_torch
-from scripts.studies.kernels.running import OWN, Bench, mean_distinct
+from scripts.studies.kernels.running import OWN, Bench
 from scripts.studies.kernels.timing import (
     SERIAL,
     Chain,
-    Launches,
-    compiled_launches,
-    profiled_kernels,
     time_jax,
     time_torch,
 )
@@ -112,12 +107,17 @@ def as_assignments(slots: np.ndarray, weights: np.ndarray) -> tuple[Assignments,
     return tuple(Assignments(jnp.zeros_like(slot), slot, weight) for slot, weight in pairs)
 
 
+def _distinct(slots: np.ndarray) -> float:
+    """How many distinct slots a call of int32[calls, T, A] reads, in the mean."""
+    return float(np.mean([len(np.unique(call)) for call in slots]))
+
+
 def make_assignments(
     bench: Bench, moe: Moe, num_tokens: int
 ) -> tuple[tuple[Assignments, ...], float]:
     """Assignments of each call of a chain, and the mean number of matrices that a call reads."""
     slots, weights = deal(bench, moe, num_tokens)
-    return as_assignments(slots, weights), mean_distinct([set(call.flat) for call in slots])
+    return as_assignments(slots, weights), _distinct(slots)
 
 
 def make_case(layer: Layer, num_tokens: int) -> Case:
@@ -125,7 +125,6 @@ def make_case(layer: Layer, num_tokens: int) -> Case:
     bench, moe = layer.bench, layer.moe
     slots, weights = deal(bench, moe, num_tokens)
     num_calls = len(slots)
-    distinct = mean_distinct([set(call.flat) for call in slots])
     x = random_rows(num_tokens, (num_tokens, moe.model_dim))
     case = Case(
         layer=layer,
@@ -139,7 +138,7 @@ def make_case(layer: Layer, num_tokens: int) -> Case:
             moe_sample(x, slots[-1], weights[-1], layer.gate_up, layer.down, CHECKED_TOKENS),
         ),
         num_pairs=num_tokens * moe.width,
-        distinct=distinct,
+        distinct=_distinct(slots),
     )
     if bench.smoke:
         return case
@@ -153,7 +152,7 @@ def _packed_bytes(layer: Layer) -> int:
 
 
 def bench_grouped(bench: Bench, models: Sequence[Moe], tokens: Sequence[int]) -> None:
-    """All implementations at all numbers of tokens; then what a layer launches."""
+    """All implementations at all numbers of tokens."""
     for moe in models:
         layer = Layer(bench, moe)
         for num_tokens in (t for t in moe.tokens if not tokens or t in tokens):
@@ -167,10 +166,6 @@ def bench_grouped(bench: Bench, models: Sequence[Moe], tokens: Sequence[int]) ->
                 if name in (*KERNELS, *BF16):
                     part = functools.partial(_one, case, name)
                     bench.attempt(f"{label} | {name}", part, ours=name not in BF16)
-            _speedup(case)
-            if choice.implementation in bench.implementations:
-                part = functools.partial(_launches, case, choice.implementation)
-                bench.attempt(f"{label} | launches", part, ours=True)
 
 
 def _bf16_kernels(bench: Bench) -> tuple[str, ...]:
@@ -179,10 +174,9 @@ def _bf16_kernels(bench: Bench) -> tuple[str, ...]:
 
 
 def _one(case: Case, name: str) -> None:
-    bench, x, what = case.layer.bench, case.x, f"{case.layer.label(case.x.shape[0])} | {name}"
+    bench, what = case.layer.bench, f"{case.layer.label(case.x.shape[0])} | {name}"
     limit = PEER_ERROR_LIMIT if name in BF16 else LAYER_ERROR_LIMIT
     num_bytes = case.num_bytes(_packed_bytes(case.layer))
-    bar = MOE_BARS.get((case.layer.moe.name, x.shape[0])) if name in OWN else None
     if name == "torch_grouped":
         timing = _torch_timing(case)
         found = [to_numpy(y) for y in (timing.first, timing.last)]
@@ -196,7 +190,7 @@ def _one(case: Case, name: str) -> None:
     if name in BF16:
         num_bytes = case.num_bytes(6.0 * case.layer.moe.model_dim * case.layer.moe.expert_dim)
     errors = [sample.error(y) for sample, y in zip(case.samples, found, strict=True)]
-    bench.record(what, timing, errors, limit, num_bytes, case.operations, bar)
+    bench.record(what, timing, errors, limit, num_bytes, case.operations)
 
 
 def _layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], jax.Array, Any]:
@@ -245,40 +239,3 @@ def _torch_timing(case: Case) -> Any:
     )
     calls = grouped_torch(x, case.slots, case.weights, gate_up, down)
     return time_torch(calls, x, case.chain, case.layer.bench.repetitions)
-
-
-def _speedup(case: Case) -> None:
-    """Over the better of our own bf16 kernels and torch's grouped product."""
-    bench, label = case.layer.bench, case.layer.label(case.x.shape[0])
-    ours, theirs = bench.best(label, OWN), bench.best(label, BF16)
-    if ours is not None and theirs is not None:
-        bar = MOE_SPEEDUPS.get((case.layer.moe.name, case.x.shape[0]))
-        beside = {} if bar is None else bar._asdict()
-        bench.add(f"{label} | speed-up over bf16", theirs / ours, "x", **beside)
-
-
-def _launches(case: Case, name: str) -> None:
-    """Counts what one layer launches, from XLA's thunks and in a profile; prints the evidence."""
-    run = _layer_call(case, name)
-    if isinstance(run, str):
-        return
-    call, x, held = run
-    gate_up, down, assignments = held
-    one = jax.jit(lambda x, held: call(x, held, 0))
-    operands = (gate_up, down, assignments[:1])
-    found: Launches | None = compiled_launches(one, x, operands)
-    what = f"launches | {case.layer.moe.name} {gate_up.describe()} | T {x.shape[0]} | {name}"
-    if found is None:
-        print(f"  {what}: XLA wrote no list of thunks for {case.layer.bench.target.platform}")
-        return
-    print(f"  {what}: {found.describe()}", flush=True)
-    compiled = one.lower(x, operands).compile()
-    jax.block_until_ready(compiled(x, operands))
-    seen = profiled_kernels(lambda: compiled(x, operands))
-    for kernel, (count, spent) in seen.items():
-        print(f"      {count} x {kernel[:90]} {spent:.1f} us in all", flush=True)
-    case.layer.bench.add(
-        what, float(found.total), "launches", graphs=float(found.graphs),
-        captured=float(found.captured.total()),
-        profiled=float(sum(count for count, _ in seen.values())),
-    )  # fmt: skip

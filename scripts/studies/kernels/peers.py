@@ -16,8 +16,7 @@ import numpy as np
 from pallas_kernels import layout
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 
-PEERS = ("torch_bf16", "torch", "humming", "gemlite", "marlin")
-SYMMETRIC = ("marlin",)  # these multiply codes minus 2^(bits - 1), without our zero points
+PEERS = ("torch_bf16", "torch", "humming", "gemlite")
 
 Calls = list[Callable[[Any], Any]]  # one a slot: x [M, K] to [M, N], torch tensors
 
@@ -29,7 +28,7 @@ class Missing(Exception):
 def versions() -> dict[str, str]:
     """Versions of the libraries that are installed."""
     found = {}
-    for name in ("torch", "triton", "humming-kernels", "gemlite", "vllm"):
+    for name in ("torch", "triton", "humming-kernels", "gemlite"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -80,7 +79,7 @@ def peer_calls(name: str, weights: PackedMatrices) -> Calls:
         raise Missing("serves packed weights only")
     if weights.zeros is None or weights.scales is None:
         raise Missing("measured with float zero points only")
-    build = {"torch": _torch_int4, "humming": _humming, "gemlite": _gemlite, "marlin": _marlin}
+    build = {"torch": _torch_int4, "humming": _humming, "gemlite": _gemlite}
     return [build[name](weights, slot) for slot in range(weights.num_slots)]
 
 
@@ -155,41 +154,6 @@ def _gemlite(weights: PackedMatrices, slot: int) -> Callable[[Any], Any]:
     codes, scales, zeros = _tensors(weights, slot)
     form = (weights.bits, weights.group_size)
     return helper.A16Wn(device="cuda:0").from_weights(codes.contiguous(), scales, zeros, *form)
-
-
-def _marlin(weights: PackedMatrices, slot: int) -> Callable[[Any], Any]:
-    """Marlin by vLLM: the same codes and scales, its zero points are 8 (see `SYMMETRIC`)."""
-    import torch
-
-    folder = "vllm.model_executor.layers.quantization.utils"
-    try:
-        ops = importlib.import_module("vllm._custom_ops")
-        tools = importlib.import_module(f"{folder}.marlin_utils")
-        tests = importlib.import_module(f"{folder}.marlin_utils_test")
-        form = importlib.import_module("vllm.scalar_type").scalar_types.uint4b8
-    except ImportError as error:
-        raise Missing(f"vllm cannot be imported ({error})") from error
-    if weights.bits != 4:
-        raise Missing("measured with INT4")
-    codes, scales, _ = _tensors(weights, slot)
-    k, n = weights.num_inputs, weights.num_outputs
-    order = tests.get_weight_perm(4).to(codes.device)
-    tiles = tests.marlin_permute_weights(codes.T.to(torch.int64).contiguous(), k, n, order)
-    shifts = 4 * torch.arange(8, device=codes.device)
-    words = (tiles.unflatten(1, (-1, 8)) << shifts).sum(-1)
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    scales = tools.marlin_permute_scales(scales.T.contiguous(), k, n, weights.group_size)
-    workspace = tools.marlin_make_workspace_new(codes.device)
-    none = tools.marlin_make_empty_g_idx(codes.device)
-
-    def call(x: Any) -> Any:
-        return ops.marlin_gemm(
-            x, None, words, None, scales, None, None, None, none, none, workspace, form,
-            x.shape[0], n, k, is_k_full=True, use_atomic_add=False, use_fp32_reduce=True,
-            is_zp_float=False,
-        )  # fmt: skip
-
-    return call
 
 
 def grouped_torch(

@@ -1,27 +1,15 @@
 """The recorder of the kernel benchmark: rows as they come, the clock, what is a fault."""
 
 import dataclasses
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Collection
-from pathlib import Path
 
-import jax
-
-from moejax.files.result_rows import (
-    ResultRow,
-    append_rows,
-    command_line,
-    describe_device,
-    package_versions,
-    today,
-)
 from pallas_kernels.packed import PLAIN_BITS
 from pallas_kernels.target import Choice, Target
-from scripts.studies.kernels.data import Bar
-from scripts.studies.kernels.peers import PEERS, Missing, versions
+from scripts.studies.kernels.peers import PEERS, Missing
 from scripts.studies.kernels.timing import Chain, Timing, chain_for
+from scripts.studies.measuring import Report
 
 OWN = ("mosaic", "triton")  # kernels of ours that read packed weights, by `implementation=`
 BASELINES = ("cublas", "unpack", "expert_mlp", "torch_grouped")
@@ -39,13 +27,12 @@ class Bench:
     """State that all sections share.
 
     Attributes:
-      device: that measures.
+      report: where rows go.
       target: what kernels are chosen for.
       implementations: those asked for.
       expect: the implementation that `choose` should give; "auto" for the target's.
       repetitions: pairs of queues a figure.
       deadline: `time.monotonic` at which to have stopped.
-      out: JSON Lines file, or "".
       smoke: tiny shapes on a CPU.
       bandwidth: bytes a second of a plain sum.
       rate: operations a second of a large product by cuBLAS.
@@ -53,13 +40,12 @@ class Bench:
       figures: microseconds by row.
     """
 
-    device: jax.Device
+    report: Report
     target: Target
     implementations: Collection[str]
     expect: str = "auto"
     repetitions: int = 11
     deadline: float
-    out: str = ""
     smoke: bool = False
     bandwidth: float = 1.0
     rate: float = 1.0
@@ -127,7 +113,6 @@ class Bench:
         limit: float,
         num_bytes: float,
         operations: float,
-        bar: Bar | None = None,
     ) -> None:
         """Keeps a time, unless the values are wrong: that is a problem and no row."""
         error = max(errors)
@@ -153,34 +138,12 @@ class Bench:
             "percent_of_bandwidth": 1e8 * num_bytes / self.bandwidth / timing.microseconds,
             "percent_of_compute": 1e8 * operations / self.rate / timing.microseconds,
         }
-        if bar is not None:
-            beside |= bar._asdict()
         self.add(what, timing.microseconds, "us", **beside)
 
     def add(self, what: str, figure: float, unit: str, **beside: float) -> None:
         """Keeps, prints and writes one row."""
         self.figures[what] = figure
-        row = ResultRow(
-            what=what,
-            figure=figure,
-            unit=unit,
-            baseline=beside,
-            device=describe_device(self.device),
-            versions=package_versions("jax", "jaxlib") | versions(),
-            date=today(),
-            command=command_line(),
-        )
-        shown = ("relative_error", "spread_us", "percent_of_bandwidth", "percent_of_compute")
-        tail = [f"{name} {beside[name]:.2g}" for name in shown if name in beside]
-        tail += [f"{k} {v:.4g}" for k, v in beside.items() if k in ("bar", "moonshot")]
-        print(f"  {what:58s} {figure:10.2f} {unit:8s} {', '.join(tail)}", flush=True)
-        if self.out:
-            append_rows(Path(self.out), [row])
-
-    def best(self, prefix: str, implementations: Collection[str]) -> float | None:
-        """The least figure of some implementations' rows "<prefix> | <implementation>"."""
-        found = [self.figures.get(f"{prefix} | {name}") for name in implementations]
-        return min((figure for figure in found if figure is not None), default=None)
+        self.report.add(what, figure, unit, **beside)
 
 
 def expected_implementations(target: Target, bits: int) -> tuple[str, ...]:
@@ -190,13 +153,3 @@ def expected_implementations(target: Target, bits: int) -> tuple[str, ...]:
     if target.capability != (9, 0):
         return ("triton",)
     return ("mosaic", "triton") if bits == PLAIN_BITS else ("mosaic",)
-
-
-def percent_more(with_it: float, without: float) -> float:
-    """How much longer, in percent."""
-    return 100 * (with_it / without - 1)
-
-
-def mean_distinct(slots: list[set[int]]) -> float:
-    """How many distinct slots a call reads, in the mean."""
-    return statistics.fmean(len(found) for found in slots)

@@ -1,4 +1,4 @@
-"""How a kernel is timed: in-jit chains for JAX, graph replays for torch; ceilings; graph evidence.
+"""How a kernel is timed: in-jit chains for JAX, graph replays for torch; ceilings.
 
 A figure is microseconds a call of a chain of calls that XLA captures in one CUDA graph a round. The
 calls take different slots of a stack of weights, so that none finds its own in the L2. Chains of
@@ -6,21 +6,16 @@ different lengths are subtracted, so that dispatch and the wait at the end are i
 the graph of a round stays in: `empty_call` measures what a call that does nothing costs like this.
 """
 
-import collections
 import math
-import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-
-from scripts.studies.speed.model_profile import launches
 
 # Serial: left alone XLA orders the nodes of a graph by their buffers, and calls that share none may
 # overlap, which the products of a decoder cannot. Without Triton: `jnp.dot` is cuBLAS.
@@ -42,6 +37,11 @@ class Timing(NamedTuple):
     spread: float  # half the distance of the quartiles, microseconds
     first: Any  # the output of call 0
     last: Any  # the output of the last call
+
+    def difference(self, other: "Timing") -> float:
+        """Difference of the last outputs, as a share of the other's norm."""
+        x, y = (np.asarray(of.last).astype(np.float64) for of in (self, other))
+        return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 
 
 class Chain(NamedTuple):
@@ -188,67 +188,3 @@ def compute_rate(size: int) -> float:
     x, w = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     timing = time_jax(lambda x, w, _: jnp.dot(x, w.T), x, w, Chain(1, 4, 1), 5, CUBLAS)
     return 2 * size**3 / timing.microseconds * 1e6
-
-
-class Launches(NamedTuple):
-    """Launches of a program, from XLA's own list of thunks."""
-
-    graphs: int  # CUDA graphs (command buffers)
-    captured: collections.Counter[str]  # launches inside them, by name
-    outside: collections.Counter[str]  # launches of their own
-
-    @property
-    def total(self) -> int:
-        """Kernels, library calls, copies and fills."""
-        return self.captured.total() + self.outside.total()
-
-    def describe(self) -> str:
-        """One line."""
-        inside = ", ".join(f"{count} {name}" for name, count in self.captured.items())
-        apart = ", ".join(f"{count} {name}" for name, count in self.outside.items())
-        return (
-            f"{self.total} launches; in {self.graphs} CUDA graphs: {inside or 'none'}; "
-            f"apart: {apart or 'none'}"
-        )
-
-
-THUNK = re.compile(r"^(\s*)\d+: (k\w+)\s+\[[^]]*\]\s*(\S*)")
-CONTROL = ("kCommandBuffer", "kWhile", "kConditional", "kSequential")
-
-
-def parse_thunks(text: str) -> Launches:
-    """Reads `*thunk_sequence_after_thunk_passes.txt`, where captured thunks are indented."""
-    graphs, depth = 0, -1  # the indent of the graph that is being read
-    captured: collections.Counter[str] = collections.Counter()
-    outside: collections.Counter[str] = collections.Counter()
-    for line in text.splitlines():
-        found = THUNK.match(line)
-        if not found:
-            continue
-        indent, kind, name = len(found[1]), found[2], found[3]
-        if indent <= depth:
-            depth = -1
-        if kind == "kCommandBuffer":
-            graphs, depth = graphs + 1, indent
-        elif kind not in CONTROL:
-            (captured if depth >= 0 else outside)[re.sub(r"__\d+$", "", name) or kind] += 1
-    return Launches(graphs, captured, outside)
-
-
-def compiled_launches(function: Callable[..., Any], *args: Any) -> Launches | None:
-    """The launches of a jitted function on a GPU; None where XLA wrote no list of thunks."""
-    with tempfile.TemporaryDirectory() as folder:
-        options: Options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        jax.jit(function).lower(*args).compile(compiler_options=options)
-        paths = sorted(Path(folder).glob("*thunk_sequence*.txt"))
-        texts = [path.read_text(encoding="utf-8") for path in paths if "after" in path.name]
-        texts = texts or [path.read_text(encoding="utf-8") for path in paths]
-    return parse_thunks(max(texts, key=len)) if texts else None
-
-
-def profiled_kernels(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
-    """Count and microseconds of what a profile sees on the GPU's streams, by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        return launches(Path(folder))

@@ -50,6 +50,7 @@ from scripts.studies.kernels.dense import Product
 from scripts.studies.kernels.grouped import Layer, make_assignments
 from scripts.studies.kernels.running import Bench
 from scripts.studies.kernels.timing import Call, Chain, read_bandwidth, time_jax
+from scripts.studies.measuring import Report
 
 OPERATIONS = ("dense", "gate_up", "down")
 _OP = flags.DEFINE_enum("op", "dense", OPERATIONS, "which call")
@@ -294,7 +295,7 @@ def main(argv: list[str]) -> None:
     kind = getattr(importlib.import_module(module), name)
     deadline = start + _LIMIT.value
     bench = Bench(
-        device=device,
+        report=Report(device, "", ""),
         target=current_target(),
         implementations=(),
         deadline=deadline,

@@ -1,12 +1,11 @@
 """MiLo's Figures 2 to 5 and 8 to 11 from our rows."""
 
-from scripts.studies.milo.claims import FULL, HQQ, PASSES, curve, demo, kernel, of_weights
+from scripts.studies.milo.rows import FULL, HQQ, KINDS, PASSES, curve, demo, kernel, of_weights
 from scripts.studies.tables.drawing import BARS, STYLES, Canvas, heat, lines
-from scripts.studies.tables.page import NOT_MEASURED, OURS, Page
+from scripts.studies.tables.paper import NOT_MEASURED, OURS, Paper
 from scripts.studies.tables.rows import Found
 
 LAYERS = 7
-KINDS = ("attention", "experts")
 MATRICES = ("attention, q", "experts, gate")
 STORED = ("INT3", "INT4", "INT3 and rank 32")
 RANKS = ("2", "4", "8", "16", "32")
@@ -27,21 +26,21 @@ KERNELS = {
 }
 
 
-def write(page: Page) -> None:
+def write(paper: Paper) -> None:
     """All figures."""
-    _figures_2_and_4(page)
-    _figure_3(page)
-    _figure_5(page)
-    _figure_8(page)
-    _figure_9(page)
-    _figure_10(page)
-    _figure_11(page)
+    _figures_2_and_4(paper)
+    _figure_3(paper)
+    _figure_5(paper)
+    _figure_8(paper)
+    _figure_9(paper)
+    _figure_10(paper)
+    _figure_11(paper)
 
 
-def spectra(page: Page) -> None:
+def spectra(paper: Paper) -> None:
     """Singular values of what INT3 leaves, which Table 2 counts."""
     what = "spectrum of the INT3 residual, first quarter | {} | layer 1"
-    found = {matrix: of_weights(page.results, what.format(matrix)) for matrix in MATRICES}
+    found = {matrix: of_weights(paper.results, what.format(matrix)) for matrix in MATRICES}
 
     def draw(canvas: Canvas) -> None:
         (panel,) = canvas.panels(1, 1)
@@ -52,24 +51,19 @@ def spectra(page: Page) -> None:
             curves[matrix] = ([100 * i / len(values) for i in range(len(values))], values)
         lines(panel, curves, xlabel="% of the singular values", ylabel="of the largest")
 
-    page.figure(
-        "milo_figure_spectrum",
-        "Ours: singular values of the residual of INT3 HQQ, mean over the matrices of layer 1 of "
-        "the demo model; of a query projection few are large, so a low rank serves it better.",
-        draw, list(found.values()),
-    )  # fmt: skip
+    paper.figure("figure spectrum", draw, list(found.values()))
     rows = [
-        [matrix, OURS, page.shown(one, "{:.0f} %"), "demo model on a CPU"]
+        [matrix, OURS, paper.shown(one, "{:.0f} %"), "demo model on a CPU"]
         for matrix, one in found.items()
     ]
-    head = ["energy of the residual in the first quarter", "whose", "share", "what differs"]
-    page.table(head, rows)
+    head = ["energy of the residual in the first quarter", "whose", "share"]
+    paper.table("spectra", head, rows)
 
 
-def _figures_2_and_4(page: Page) -> None:
+def _figures_2_and_4(paper: Paper) -> None:
     found = {
         (matrix, stored): of_weights(
-            page.results, f"overlap of histograms, {stored} | {matrix} | layer 1"
+            paper.results, f"overlap of histograms, {stored} | {matrix} | layer 1"
         )
         for matrix in MATRICES
         for stored in STORED
@@ -87,27 +81,20 @@ def _figures_2_and_4(page: Page) -> None:
             panel.set(title=matrix, xlabel="weight", ylabel="% of weights")
             panel.legend(fontsize=7)
 
-    page.heading("Figures 2 and 4: weights as trained and as stored")
-    page.figure(
-        "milo_figure_2",
-        "Figures 2 and 4, ours: a query projection and an expert's gate of layer 1 of the demo "
-        "model, groups of 64 (the paper: Mixtral). Rank 32 is an eighth of the width, its factors "
-        "in INT3.",
-        draw, list(found.values()),
-    )  # fmt: skip
+    paper.figure("figure 2", draw, list(found.values()))
     rows = [
         [
-            matrix, OURS, *(page.shown(found[matrix, stored], "{:.1f} %") for stored in STORED),
+            matrix, OURS, *(paper.shown(found[matrix, stored], "{:.1f} %") for stored in STORED),
             "demo model on a CPU; the paper: pictures of Mixtral",
         ]
         for matrix in MATRICES
     ]  # fmt: skip
-    page.table(["overlap of the two histograms", "whose", *STORED, "what differs"], rows)
+    paper.table("overlap", ["overlap of the two histograms", "whose", *STORED], rows)
 
 
-def _figure_3(page: Page) -> None:
+def _figure_3(paper: Paper) -> None:
     found = [
-        page.results.get(f"routing | counts | wikitext-2 | layer {layer} | demo")
+        paper.results.get(f"routing | counts | wikitext-2 | layer {layer} | demo")
         for layer in range(LAYERS)
     ]
 
@@ -118,18 +105,12 @@ def _figure_3(page: Page) -> None:
         ]
         heat(canvas, panel, shares, "% of assignments", xlabel="expert", ylabel="layer")
 
-    page.heading("Figure 3: how often experts are activated")
-    page.figure(
-        "milo_figure_3",
-        "Figure 3, ours: demo model, 10,240 tokens of WikiText-2 (the paper: Mixtral-8x7B, nearly "
-        "even, and DeepSeek-MoE, the most used expert of a layer 11.7 times the least "
-        "used).", draw, found,
-    )  # fmt: skip
+    paper.figure("figure 3", draw, found)
 
 
-def _figure_5(page: Page) -> None:
+def _figure_5(paper: Paper) -> None:
     found = {
-        kind: of_weights(page.results, f"kurtosis and error, correlation | {kind} | layer 1")
+        kind: of_weights(paper.results, f"kurtosis and error, correlation | {kind} | layer 1")
         for kind in KINDS
     }
 
@@ -142,17 +123,12 @@ def _figure_5(page: Page) -> None:
         panel.set(xlabel="excess kurtosis", ylabel="|W - W'|_F / |W|_F by INT3 HQQ")
         panel.legend(fontsize=7)
 
-    page.heading("Figure 5: kurtosis and error")
-    page.figure(
-        "milo_figure_5",
-        "Figure 5, ours: each matrix of layer 1 of the demo model (the paper: of layer 1 of "
-        "DeepSeek-MoE).", draw, list(found.values()),
-    )  # fmt: skip
+    paper.figure("figure 5", draw, list(found.values()))
 
 
-def _figure_8(page: Page) -> None:
+def _figure_8(paper: Paper) -> None:
     found = {
-        label: [demo(page.results, label, quantity) for quantity in ("quantizing", "perplexity")]
+        label: [demo(paper.results, label, quantity) for quantity in ("quantizing", "perplexity")]
         for label in TIMED
     }
 
@@ -173,40 +149,28 @@ def _figure_8(page: Page) -> None:
         panel.margins(x=0.5)
         panel.set(xscale="log", xlabel="seconds of quantizing", ylabel="perplexity, WikiText-2")
 
-    page.heading("Figure 8: time of quantizing")
-    page.figure(
-        "milo_figure_8",
-        "Figure 8, ours: the demo model in INT3 on an H200, without compiling and without the "
-        "forward passes of calibrated methods (the paper: Mixtral, time against MMLU).", draw,
-        [one for pair in found.values() for one in pair],
-    )  # fmt: skip
+    paper.figure("figure 8", draw, [one for pair in found.values() for one in pair])
 
 
 def _tflops(found: Found) -> float:
     return float(found.more["operations"]) / found.figure / 1e6
 
 
-def _figure_9(page: Page) -> None:
+def _figure_9(paper: Paper) -> None:
     rows = []
     found: dict[str, list[Found | None]] = {name: [] for name in KERNELS}
     for shape in SHAPES:
         for name, (weights, serves) in KERNELS.items():
-            ones = [kernel(page.results, shape, weights, count, serves) for count in ROWS]
+            ones = [kernel(paper.results, shape, weights, count, serves) for count in ROWS]
             cells = [
-                NOT_MEASURED if one is None else f"{_tflops(one):.1f} {page.cite(one)}"
+                NOT_MEASURED if one is None else f"{_tflops(one):.1f} {paper.cite(one)}"
                 for one in ones
             ]
             rows.append([f"{shape}, {name}", OURS, *cells, "H200; the paper: A100"])
             if shape == SHAPES[0]:
                 found[name] = ones
-    page.heading(
-        "Figure 9: TFLOPS of products",
-        "The paper's picture prints no numbers; GPTQ3bit and MARLIN do not run here, our INT4 "
-        "kernel and Humming's stand in their place. Ours need no compensator here. Mixtral's "
-        "matrices, H200. What is not measured was not run with that matrix and number of rows.",
-    )
     head = [f"{count} row{'s' * (count > 1)}" for count in ROWS]
-    page.table(["matrix, kernel", "whose", *head, "what differs"], rows)
+    paper.table("tflops", ["matrix, kernel", "whose", *head], rows)
 
     def draw(canvas: Canvas) -> None:
         (panel,) = canvas.panels(1, 1, size=(6.0, 3.2))
@@ -220,13 +184,12 @@ def _figure_9(page: Page) -> None:
         panel.set(yscale="log", ylabel="TFLOP/s", title=SHAPES[0])
         panel.legend(fontsize=7)
 
-    caption = "Figure 9, ours: one matrix of the table; what is missing there is missing here."
     drawn = [one for ones in found.values() for one in ones if one]
-    page.figure("milo_figure_9", caption, draw, drawn or [None])
+    paper.figure("figure 9", draw, drawn or [None])
 
 
-def _figure_10(page: Page) -> None:
-    found = {kind: curve(page.results, kind) for kind in KINDS}
+def _figure_10(paper: Paper) -> None:
+    found = {kind: curve(paper.results, kind) for kind in KINDS}
 
     def draw(canvas: Canvas) -> None:
         for panel, (kind, ones) in zip(canvas.panels(1, 2), found.items(), strict=True):
@@ -234,25 +197,23 @@ def _figure_10(page: Page) -> None:
             lines(panel, {kind: (list(range(1, PASSES + 1)), y)}, xlabel="iteration",
                   ylabel="mean of |W - UV - W'|_F / |W|_F")  # fmt: skip
 
-    page.heading("Figure 10: error by iteration")
-    caption = "Figure 10, ours: the demo model on an H200, Uniform ranks of an eighth of the width."
-    page.figure("milo_figure_10", caption, draw, [one for ones in found.values() for one in ones])
+    paper.figure("figure 10", draw, [one for ones in found.values() for one in ones])
 
 
-def _figure_11(page: Page) -> None:
+def _figure_11(paper: Paper) -> None:
     series = {
         f"{method}, INT{bits} factors": f"INT3 {method}, Uniform-{{}}, INT{bits} factors"
         for method, bits in (("milo", 8), ("milo", 3), ("milo+, symmetric zero", 3))
     }
     found = {
         name: [
-            (demo(page.results, label.format(rank), "bits per weight", "ranks"),
-             demo(page.results, label.format(rank), "perplexity", "ranks"))
+            (demo(paper.results, label.format(rank), "bits per weight", "ranks"),
+             demo(paper.results, label.format(rank), "perplexity", "ranks"))
             for rank in RANKS
         ]
         for name, label in series.items()
     }  # fmt: skip
-    ends = [demo(page.results, label) for label in (HQQ, FULL)]
+    ends = [demo(paper.results, label) for label in (HQQ, FULL)]
 
     def draw(canvas: Canvas) -> None:
         (panel,) = canvas.panels(1, 1, size=(5.5, 3.6))
@@ -268,10 +229,5 @@ def _figure_11(page: Page) -> None:
             panel, curves, xlabel="bits a weight, factors counted", ylabel="perplexity, WikiText-2"
         )
 
-    page.heading("Figure 11: rank, memory, perplexity")
-    page.figure(
-        "milo_figure_11",
-        f"Figure 11, ours: the demo model on an H200, Uniform ranks of {', '.join(RANKS)} (the "
-        "paper: memory of the compensators against perplexity, Mixtral).", draw,
-        [one for pairs in found.values() for pair in pairs for one in pair] + ends,
-    )  # fmt: skip
+    drawn = [one for pairs in found.values() for pair in pairs for one in pair]
+    paper.figure("figure 11", draw, [*drawn, *ends])

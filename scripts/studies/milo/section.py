@@ -1,245 +1,395 @@
-"""MiLo's Tables 1 to 7 and Figures 2 to 5 and 8 to 11 beside what we measured."""
+"""MiLo's claims and Tables 1 to 7 beside what we measured."""
 
-from scripts.studies.milo import claims as milo_claims
-from scripts.studies.milo import figures as milo_figures
-from scripts.studies.milo.claims import (
-    BATCHES,
+import itertools
+
+from scripts.studies.milo import figures
+from scripts.studies.milo.rows import (
+    DENSE,
     FULL,
     HQQ,
-    RANKS,
+    KINDS,
+    S1,
+    S2,
+    curve,
     demo,
+    kernel,
     of_weights,
-    recovered,
-    recovered_printed,
-    tpot,
 )
 from scripts.studies.tables import protocol
-from scripts.studies.tables.page import NOT_MEASURED, OURS, PAPER, Page
-from scripts.studies.tables.published import Published
-from scripts.studies.tables.rows import Results
+from scripts.studies.tables.paper import (
+    NOT_MEASURED,
+    NOT_MET,
+    OTHER,
+    OURS,
+    PAPER,
+    Judged,
+    Paper,
+)
+from scripts.studies.tables.resident import resident
+from scripts.studies.tables.rows import Found
 
-TITLE = "MiLo: Efficient Quantized MoE Inference with Mixture of Low-Rank Compensators"
+NOISE = 0.2  # of a perplexity of the demo model between runs and programs
+CONVERGED = 1e-3  # the last pass of twenty changes the error by less: our reading of "nearly"
+FASTER = 1.27  # INT3 than INT4 (4.3)
+BATCHES = (1, 16, 32)
+RANKS = ("8", "16", "32")  # of Uniform, in the places of Table 5's
 PUBLISHED = "published, not run: no real weights"
 DEMO = "demo model, H200"
-KINDS = ("attention", "experts")
 # Recipes in the places of the paper's s1 and s2, and what else there is to compare.
 TABLE_3 = {
     "RTN": "INT3 rtn",
     "GPTQ": "INT3 gptq",
     "AutoRound": "INT3 autoround",
-    "HQQ": "INT3 hqq",
+    "HQQ": HQQ,
     "HQQ, groups of 32": "INT3 hqq, group 32",
     "HQQ, groups of 16": "INT3 hqq, group 16",
-    "MiLo, Dense-25%": "INT3 milo, Dense-25%, INT3 factors",
-    "MiLo, as s1: Dense-25% + Kurtosis-8": milo_claims.S1,
-    "MiLo, as s2: Dense-50% + Sparse-16": milo_claims.S2,
+    "MiLo, Dense-25%": DENSE,
+    "MiLo, as s1: Dense-25% + Kurtosis-8": S1,
+    "MiLo, as s2: Dense-50% + Sparse-16": S2,
     "milo+, Dense-25% + Sparse-4": "INT3 milo+, Dense-25% + Sparse-4, INT3 factors",
     "milo+, symmetric, Dense-50% + Sparse-12": (
         "INT3 milo+, symmetric zero, Dense-50% + Sparse-12, INT3 factors"
     ),
     "INT4 RTN": "INT4 rtn",
 }
-POLICIES = {
+STRATEGIES = {
     "650 KB": ("Uniform-8 within 650 KB", "Dense-8 within 650 KB", "Sparse-8 within 650 KB"),
     "on Dense-25%": ("Dense-25% + Sparse-8", "Dense-25% + Kurtosis-8", "Dense-25% + Frequency-8"),
 }
 BELOW = "singular values of the INT3 residual below tau of the largest"
 
 
-def build(results: Results, figures: str) -> Page:
-    """The section of RESULTS.md."""
-    page = Page(TITLE, results, Published("milo"), figures)
-    page.first_line(protocol.of_quantizers(page))
-    milo_claims.write(page)
-    _table_1(page)
-    _table_2(page)
-    _table_3(page)
-    _table_4(page)
-    _table_5(page)
-    _table_6(page)
-    _table_7(page)
-    milo_figures.write(page)
-    page.heading(
-        "Where the paper contradicts itself",
-        "Table 1's GPTQ INT3 (4.61, 7.08) is Table 3's HQQ; Table 3's GPTQ has 4.7304 and 6.8234. "
-        '"Over 87 %" is 3.42 / 3.91, a ratio of perplexities: of HQQ\'s loss s2 brings back 59 %. '
-        "Table 2 counts singular values smaller than tau of the largest and calls that the rank; "
-        "the text's use of it fits the larger ones, so both are shown. Kurtosis is printed without "
-        "the -3 that negative values need. Codes of eq. 13 reach 8, which three bits do not hold. "
-        "The table of rank strategies is printed as Figure 7 and cited as Table 7; its right half "
-        "stands on Dense-512. 4.1 has 1.4 % more memory for s1 where 20.8 over 20.5 GB is 1.5 %, "
-        "and its 10 % more zero-shot accuracy is 5 % by Table 3 (0.7956 over 0.7559). Figure 9's "
-        "Dequant + GeMM beats MiLo at batch 1, by 4.3.",
+def write(paper: Paper) -> None:
+    """All regions."""
+    paper.say("protocol", protocol.of_quantizers(paper))
+    _quality_claims(paper)
+    _speed_claims(paper)
+    _weight_claims(paper)
+    _table_1(paper)
+    _table_2(paper)
+    _table_3(paper)
+    _table_4(paper)
+    _table_5(paper)
+    _table_6(paper)
+    _table_7(paper)
+    figures.write(paper)
+
+
+def _recovered(paper: Paper, label: str) -> str:
+    """Share of HQQ's loss of perplexity that a recipe recovers."""
+    rows = [demo(paper.results, name) for name in (HQQ, FULL, label)]
+    return paper.derived("{:.0f} %", lambda hqq, full, own: 100 * (hqq - own) / (hqq - full), *rows)
+
+
+def _recovered_printed(paper: Paper, model: str, method: str) -> str:
+    """Share that the paper's Tables 1 and 3 recover."""
+    number = paper.published.number
+    hqq, own = (number("Table 3", f"{model}, {name}", "Wikitext2 PPL") for name in ("HQQ", method))
+    full = number("Table 1", f"{model}, RTN", "FP16")
+    return f"{100 * (hqq - own) / (hqq - full):.1f} %"
+
+
+def _strategy(paper: Paper, name: str) -> Found | None:
+    """A strategy of ranks in one pass."""
+    return demo(paper.results, f"INT3 milo, {name}, INT8 factors, 1 pass", part="policies")
+
+
+def _factors(paper: Paper, rank: str, quantity: str = "perplexity") -> list[Found | None]:
+    """Uniform ranks with factors in INT8, and in INT3."""
+    labels = (f"INT3 milo, Uniform-{rank}, INT{bits} factors" for bits in (8, 3))
+    return [demo(paper.results, label, quantity, "ranks") for label in labels]
+
+
+def _quality_claims(paper: Paper) -> None:
+    def bits(label: str) -> str:
+        return paper.shown(demo(paper.results, label, "bits per weight"))
+
+    printed = {n: _recovered_printed(paper, "Mixtral-8x7B", f"MiLo-{n}") for n in ("s1", "s2")}
+    paper.claim(
+        f"of HQQ's loss of perplexity on Mixtral s1 brings back {printed['s1']}, s2 "
+        f"{printed['s2']}, for 1.5 and 2.4 % more memory", "4.1, Table 3",
+        [demo(paper.results, label) for label in (HQQ, FULL, DENSE, S1, S2)],
+        lambda *rows: (
+            f"demo: Dense-25% {_recovered(paper, DENSE)} at {bits(DENSE)} bits, as s1 "
+            f"{_recovered(paper, S1)}, as s2 {_recovered(paper, S2)} (HQQ: {bits(HQQ)} bits); of "
+            "small matrices factors weigh more",
+            OTHER,
+        ),
     )  # fmt: skip
-    return page
+
+    def of_factors(*rows: Found) -> Judged:
+        pairs = list(zip(rows[::2], rows[1::2], strict=True))
+        more = [
+            paper.derived("{:+.1f} %", lambda a, b: 100 * (a / b - 1), three, eight)
+            for eight, three in pairs
+        ]
+        said = f"demo, Uniform ranks of {', '.join(RANKS)}: {', '.join(more)} (what is under "
+        near = all(abs(three.figure - eight.figure) <= NOISE for eight, three in pairs)
+        return f"{said}{NOISE} of perplexity, 1 %, says nothing)", near
+
+    paper.claim(
+        "factors in INT3 cost 0.2 % more perplexity than in INT8, in 37.5 % of their memory",
+        "4.2, Table 5", [row for rank in RANKS for row in _factors(paper, rank)], of_factors,
+    )  # fmt: skip
+
+    def in_one_memory(uniform: Found, dense: Found, sparse: Found) -> Judged:
+        said = ", ".join(map(paper.shown, (dense, uniform, sparse)))
+        return f"demo, 650 KB: {said}", dense.figure + NOISE < min(uniform.figure, sparse.figure)
+
+    def on_dense(even: Found, kurtosis: Found, frequency: Found) -> Judged:
+        others = min(even.figure, frequency.figure)
+        finding = (
+            f"demo, kurtosis {paper.shown(kurtosis)}, even {paper.shown(even)}, frequency "
+            f"{paper.shown(frequency)}: what is under {NOISE} says nothing"
+        )
+        if abs(kurtosis.figure - others) <= NOISE:
+            return finding, OTHER
+        return finding, kurtosis.figure < others
+
+    for said, names, judge in (
+        ("in one memory, Dense is far better than Uniform and Sparse", STRATEGIES["650 KB"],
+         in_one_memory),
+        ("on top of Dense, ranks by kurtosis are the best", STRATEGIES["on Dense-25%"], on_dense),
+    ):  # fmt: skip
+        paper.claim(said, "4.2, Table 7", [_strategy(paper, name) for name in names], judge)
 
 
-def _table_1(page: Page) -> None:
-    paper = page.published
-    columns = paper.columns("Table 1")
-    rows = [
-        [row, PAPER, *(paper("Table 1", row, c) for c in columns), PUBLISHED]
-        for row in paper.rows("Table 1")
-    ]
+def _speed_claims(paper: Paper) -> None:
+    results = paper.results
+
+    def of_quantizing(milo: Found, gptq: Found, layer: Found) -> Judged:
+        return (
+            f"one matrix of Mixtral: MiLo {paper.shown(milo, '{:.0f}', scale=1e3)} ms, GPTQ "
+            f"{paper.shown(gptq, '{:.0f}')} ms without the forward passes that its Hessian takes; "
+            f"MiLo {paper.shown(layer, '{:.1f}', 'faster')} times as fast as the hqq library's",
+            OTHER,
+        )
+
+    paper.claim(
+        "quantizes 3 times as fast as GPTQ", "4.2, Figure 8",
+        [
+            results.get(f"{what}, INT3 group 64")
+            for what in (
+                "MiLo 14336x4096, kernel", "GPTQ 14336x4096, Hessian not counted",
+                "MiLo, Mixtral-8x7B, one whole layer",
+            )
+        ],
+        of_quantizing,
+    )  # fmt: skip
+
+    def of_decode(*rows: Found) -> Judged:
+        pairs = list(zip(rows[::2], rows[1::2], strict=True))
+        gains = ", ".join(paper.ratio(four, three) for four, three in pairs)
+        reached = all(four.figure / three.figure >= FASTER for four, three in pairs)
+        return f"over our own INT4 kernels: {gains} times at batch 1, 16, 32", reached
+
+    paper.claim(
+        "Mixtral in INT3 is 1.27 to 1.32 times as fast as MARLIN's INT4, end to end",
+        "4.3, Table 6",
+        [
+            resident(results, "TPOT", "Mixtral-8x7B", bits, batch)
+            for batch in BATCHES
+            for bits in ("INT4", "INT3")
+        ],
+        of_decode,
+    )  # fmt: skip
+
+    def of_unpacking(*rows: Found) -> Judged:
+        over = [paper.ratio(rows[i], rows[i + 1], "{:.1f}") for i in (0, 2)]
+        return (
+            f"here the fused kernel wins: unpacking takes {over[0]} times as long at 1 row, "
+            f"{over[1]} at 16",
+            NOT_MET,
+        )
+
+    paper.claim(
+        "at batch 1 unpacking first and a plain product is faster than the fused kernel; above, "
+        "not", "4.3, Figure 9",
+        [
+            kernel(results, "4096x14336", "int3g64 float", rows, name)
+            for rows in (1, 16)
+            for name in ("unpack", "mosaic")
+        ],
+        of_unpacking,
+    )  # fmt: skip
+
+
+def _weight_claims(paper: Paper) -> None:
+    results = paper.results
+
+    def converges(*rows: Found) -> Judged:
+        said, good = [], []
+        for i, kind in enumerate(KINDS):
+            ones = rows[i * len(rows) // 2 : (i + 1) * len(rows) // 2]
+            errors = [one.figure for one in ones]
+            falls = all(a >= b for a, b in itertools.pairwise(errors))
+            good.append(falls and 1 - errors[-1] / errors[-2] < CONVERGED)
+            ends = ", ".join(paper.shown(one, "{:.4f}") for one in (ones[0], ones[-1]))
+            said.append(f"{kind} {ends}")
+        return f"relative error after the first and the last pass: {'; '.join(said)}", all(good)
+
+    paper.claim(
+        "the error falls monotonically and converges in about 20 passes", "4.2, Figure 10",
+        [row for kind in KINDS for row in curve(results, kind)], converges,
+    )  # fmt: skip
+    paper.claim(
+        "dense layers have heavier tails than experts", "3.1.1, Table 2",
+        [of_weights(results, f"excess kurtosis | {kind}") for kind in KINDS],
+        lambda dense, experts: (
+            f"excess kurtosis {paper.shown(dense)} and {paper.shown(experts)}",
+            dense.figure > experts.figure,
+        ),
+    )  # fmt: skip
+    paper.claim(
+        "a matrix's kurtosis and its relative error by INT3 go together", "3.2.4, Figure 5",
+        [of_weights(results, "kurtosis and error, correlation | both | layer 1")],
+        lambda both: (
+            f"correlation over layer 1's 100 matrices {paper.shown(both)}", both.figure > 0,
+        ),
+    )  # fmt: skip
+
+    def keeps_outliers(one: Found) -> Judged:
+        tenths = one.more["relative error by tenth of size"]
+        return (
+            f"error over size, a query projection: {tenths[0]:.2f} of the smallest tenth of the "
+            f"weights, {tenths[-1]:.2f} of the largest {paper.cite(one)}",
+            tenths[0] > tenths[-1],
+        )
+
+    paper.claim(
+        "INT3 keeps outliers and loses small values", "3.1.1, Figure 2",
+        [of_weights(results, "overlap of histograms, INT3 | attention, q | layer 1")],
+        keeps_outliers,
+    )  # fmt: skip
+
+    def of_use(*rows: Found) -> Judged:
+        key = "most over least"
+        least, *_, most = sorted(rows, key=lambda one: one.more[key])
+        return (
+            f"{paper.shown(least, '{:.1f}', key)} to {paper.shown(most, '{:.0f}', key)} times by "
+            "layer, WikiText-2",
+            OTHER,
+        )
+
+    counts = results.every(r"routing \| counts \| wikitext-2 \| layer \d+ \| demo")
+    paper.claim(
+        "the most used expert of a layer is used up to 11.7 times as often as the least "
+        "(DeepSeek-MoE)", "3.1.1, Figure 3", [one for _, one in counts] or [None], of_use,
+    )  # fmt: skip
+
+
+def _table_1(paper: Paper) -> None:
+    rows = paper.theirs("Table 1", PUBLISHED)
     for method in ("rtn", "gptq"):
-        whats = (f"INT3 {method}", FULL, f"INT4 {method}", f"INT3 {method}")
-        seconds = page.shown(demo(page.results, whats[0], "quantizing"))
-        cells = [page.shown(demo(page.results, what), "{:.3f}") for what in whats[1:]]
+        seconds = paper.shown(demo(paper.results, f"INT3 {method}", "quantizing"))
+        labels = (FULL, f"INT4 {method}", f"INT3 {method}")
+        cells = [paper.shown(demo(paper.results, label), "{:.3f}") for label in labels]
         only = "; GPTQ was run in INT3 alone" if method == "gptq" else ""
         rows.append([f"demo, {method.upper()}", OURS, seconds, *cells, f"{DEMO}{only}"])
-    page.heading(
-        "Table 1: existing methods",
-        "Seconds, and perplexity of WikiText-2; ours of its whole test text in windows of 2,048.",
-    )
-    page.table(["model, method", "whose", *columns, "what differs"], rows)
-    rows = [
-        [name, OURS, page.ours(f"MiLo, {what}, INT3 group 64", "{:.0f}"),
-         page.ours(f"MiLo, {what}, INT3 group 64", "{:.0f}", "library_s"),
-         "random weights, H200, extrapolated from one layer"]
-        for name, what in (
-            ("Mixtral-8x7B, MiLo, 20 passes, rank 32", "Mixtral-8x7B, 32 layers extrapolated"),
-            ("Qwen3-30B-A3B, MiLo, 20 passes, rank 32", "Qwen3-30B-A3B, 48 layers extrapolated"),
-        )
-    ]  # fmt: skip
-    page.table(
-        ["whole model", "whose", "ours, s", "hqq library and svd_lowrank, s", "what differs"], rows
-    )
-
-
-def _table_2(page: Page) -> None:
-    paper = page.published
-    columns = paper.columns("Table 2")
-    rows = [
-        [row, PAPER, *(paper("Table 2", row, c) for c in columns), PUBLISHED]
-        for row in paper.rows("Table 2")
-    ]
-    page.heading("Table 2: kurtosis and residual rank")
-    page.table(["", "whose", *columns, "what differs"], rows)
+    paper.table("table 1", ["model, method", "whose", *paper.published.columns("Table 1")], rows)
     rows = []
+    for model, layers in (("Mixtral-8x7B", 32), ("Qwen3-30B-A3B", 48)):
+        what = f"MiLo, {model}, {layers} layers extrapolated, INT3 group 64"
+        cells = [paper.ours(what, "{:.0f}", key) for key in ("", "library_s")]
+        differs = "random weights, H200, extrapolated from one layer"
+        rows.append([f"{model}, MiLo, 20 passes, rank 32", OURS, *cells, differs])
+    head = ["whole model", "whose", "ours, s", "hqq library and svd_lowrank, s"]
+    paper.table("whole models", head, rows)
+
+
+def _table_2(paper: Paper) -> None:
+    head = ["", "whose", *paper.published.columns("Table 2")]
+    paper.table("table 2", head, paper.theirs("Table 2", PUBLISHED))
+    rows, key = [], "share of all, percent"
     for kind in KINDS:
-        found = of_weights(page.results, f"{BELOW} | {kind}")
-        key = "share of all, percent"
-        larger = (
-            NOT_MEASURED if found is None else f"{100 - found.more[key]:.0f} % {page.cite(found)}"
-        )
+        found = of_weights(paper.results, f"{BELOW} | {kind}")
+        larger = NOT_MEASURED
+        kurtosis = paper.shown(of_weights(paper.results, f"excess kurtosis | {kind}"))
+        if found is not None:
+            larger = f"{100 - found.more[key]:.0f} % {paper.cite(found)}"
+        error = of_weights(paper.results, f"relative error, INT3 hqq | {kind}")
         rows.append([
-            "demo, "
-            f"{kind}", OURS, page.shown(of_weights(page.results, f"excess kurtosis | {kind}")),
-            page.shown(found, "{:.0f}"), page.shown(found, "{:.0f} %", key), larger,
-            page.shown(of_weights(page.results, f"relative error, INT3 hqq | {kind}"), "{:.3f}"),
+            f"demo, {kind}", OURS, kurtosis, paper.shown(found, "{:.0f}"),
+            paper.shown(found, "{:.0f} %", key), larger, paper.shown(error, "{:.3f}"),
             "demo model on a CPU: widths of 256 and 64",
         ])  # fmt: skip
-    page.table(
+    paper.table(
+        "residuals",
         ["", "whose", "kurtosis", "singular values under half the largest", "of all",
-         "at least half", "relative error by INT3", "what differs"], rows,
+         "at least half", "relative error by INT3"], rows,
     )  # fmt: skip
-    milo_figures.spectra(page)
+    figures.spectra(paper)
 
 
-def _table_3(page: Page) -> None:
-    paper, rows = page.published, []
-    tasks = [c for c in paper.columns("Table 3") if c not in ("Memory", "Wikitext2 PPL")]
-    for row in paper.rows("Table 3"):
+def _table_3(paper: Paper) -> None:
+    columns = ["Memory", "Wikitext2 PPL"]
+    tasks = [c for c in paper.published.columns("Table 3") if c not in columns]
+    rows = []
+    for row, whose, memory, perplexity, *rest in paper.theirs(
+        "Table 3", PUBLISHED, [*columns, *tasks]
+    ):
         model, method = row.split(", ")
-        share = recovered_printed(paper, model, method) if method.startswith("MiLo") else ""
-        memory, perplexity = (paper("Table 3", row, c) for c in ("Memory", "Wikitext2 PPL"))
-        scores = [paper("Table 3", row, task) for task in tasks]
-        rows.append([row, PAPER, f"{memory} GB", perplexity, share, *scores, PUBLISHED])
+        share = _recovered_printed(paper, model, method) if method.startswith("MiLo") else ""
+        rows.append([row, whose, f"{memory} GB", perplexity, share, *rest])
     none = [""] * len(tasks)
     for name, label in TABLE_3.items():
-        bits = page.shown(demo(page.results, label, "bits per weight"), "{:.3f}")
-        share = "" if label == HQQ else recovered(page, label)
-        perplexity = page.shown(demo(page.results, label), "{:.3f}")
+        bits = paper.shown(demo(paper.results, label, "bits per weight"), "{:.3f}")
+        share = "" if label == HQQ else _recovered(paper, label)
+        perplexity = paper.shown(demo(paper.results, label), "{:.3f}")
         rows.append([f"demo, {name}", OURS, f"{bits} bits", perplexity, share, *none, DEMO])
-    whole = page.shown(demo(page.results, FULL), "{:.3f}")
+    whole = paper.shown(demo(paper.results, FULL), "{:.3f}")
     rows.append(["demo, unquantized", OURS, "16 bits", whole, "", *none, DEMO])
-    page.heading(
-        "Table 3: main results",
-        "INT3, groups of 64 where nothing else is said. Memory of ours is in bits a quantized "
-        "weight, scales, zeros and factors counted; the demo model is at chance on tasks. "
-        f"Perplexity of one recipe moves by up to {milo_claims.NOISE} between programs. milo+ is "
-        "ours: codes are fitted by least squares to quantized factors; symmetric zeros where it "
-        "says so.",
-    )  # fmt: skip
-    page.table(
-        ["model, method", "whose", "memory", "WikiText-2 PPL", "HQQ's loss recovered", *tasks,
-         "what differs"], rows,
-    )  # fmt: skip
+    head = ["model, method", "whose", "memory", "WikiText-2 PPL", "HQQ's loss recovered", *tasks]
+    paper.table("table 3", head, rows)
 
 
-def _table_4(page: Page) -> None:
-    paper = page.published
-    rows = [
-        [row, PAPER, paper("Table 4", row, "rank strategy"), PUBLISHED]
-        for row in paper.rows("Table 4")
-    ]
+def _table_4(paper: Paper) -> None:
+    rows = paper.theirs("Table 4", PUBLISHED, ["rank strategy"])
     for name, strategy in (("s1", "Dense-25% + Kurtosis-8"), ("s2", "Dense-50% + Sparse-16")):
         rows.append([f"demo, as {name}", OURS, strategy, DEMO])
-    page.heading("Table 4: rank strategies", "A rank in percent is of a matrix's smaller side.")
-    page.table(["model, setting", "whose", "strategy", "what differs"], rows)
+    paper.table("table 4", ["model, setting", "whose", "strategy"], rows)
 
 
-def _table_5(page: Page) -> None:
-    paper, rows = page.published, []
-    columns = paper.columns("Table 5")
-    for row in paper.rows("Table 5"):
-        memory = [f"{paper('Table 5', row, c)} MB" for c in columns[:2]]
-        rows.append(
-            [row, PAPER, *memory, *(paper("Table 5", row, c) for c in columns[2:]), "Mixtral"]
-        )
-    for rank in RANKS:
-        labels = [f"INT3 milo, Uniform-{rank}, INT{bits} factors" for bits in (8, 3)]
-        bits = [
-            page.shown(demo(page.results, one, "bits per weight", "ranks"), "{:.3f} bits")
-            for one in labels
-        ]
-        found = [page.shown(demo(page.results, one, part="ranks"), "{:.3f}") for one in labels]
-        rows.append([f"demo, Uniform-{rank}", OURS, *bits, *found, DEMO])
-    page.heading("Table 5: factors in INT8 and in INT3")
-    page.table(
-        ["rank", "whose", "INT8, memory", "INT3, memory", "INT8, PPL", "INT3, PPL", "what differs"],
-        rows,
-    )
-
-
-def _table_6(page: Page) -> None:
-    paper = page.published
+def _table_5(paper: Paper) -> None:
     rows = [
-        [row, PAPER, *(paper("Table 6", row, f"batch {b}") for b in BATCHES), "A100 40 GB; seconds"]
-        for row in paper.rows("Table 6")
+        [row, whose, f"{wide} MB", f"{narrow} MB", *rest]
+        for row, whose, wide, narrow, *rest in paper.theirs("Table 5", "Mixtral")
     ]
+    for rank in RANKS:
+        bits = [paper.shown(one, "{:.3f} bits") for one in _factors(paper, rank, "bits per weight")]
+        found = [paper.shown(one, "{:.3f}") for one in _factors(paper, rank)]
+        rows.append([f"demo, Uniform-{rank}", OURS, *bits, *found, DEMO])
+    head = ["rank", "whose", "INT8, memory", "INT3, memory", "INT8, PPL", "INT3, PPL"]
+    paper.table("table 5", head, rows)
+
+
+def _table_6(paper: Paper) -> None:
+    columns = [f"batch {batch}" for batch in BATCHES]
+    rows = paper.theirs("Table 6", "A100 40 GB; seconds", columns)
     for bits, name in (("INT4", "in MARLIN's place"), ("INT3", "in MiLo's place")):
-        times = [page.shown(tpot(page.results, bits, b), "{:.5f}", scale=1e-3) for b in BATCHES]
-        rows.append([f"our {bits}, {name}", OURS, *times,
-                     "TPOT, H200, random weights, no compensators, attention too"])  # fmt: skip
-    page.heading(
-        "Table 6: latency of Mixtral-8x7B",
-        "The paper does not say what its seconds are of; ours are of a decode step.",
-    )
-    page.table(["kernel", "whose", *(f"batch {b}" for b in BATCHES), "what differs"], rows)
-    compensated = [
-        page.ours(f"compensator | 4096x14336 int3g64 float | M {m}, more | mosaic", "{:.0f} %")
+        times = [resident(paper.results, "TPOT", "Mixtral-8x7B", bits, b) for b in BATCHES]
+        cells = [paper.shown(one, "{:.5f}", scale=1e-3) for one in times]
+        differs = "TPOT, H200, random weights, no compensators, attention too"
+        rows.append([f"our {bits}, {name}", OURS, *cells, differs])
+    paper.table("table 6", ["kernel", "whose", *columns], rows)
+    more = [
+        paper.ours(f"compensator | 4096x14336 int3g64 float | M {m}, more | mosaic", "{:.0f} %")
         for m in (1, 16)
     ]
-    page.text(
-        "A compensator of rank 32 adds to our INT3 product of 4096 x 14336: "
-        f"{compensated[0]} at 1 row, {compensated[1]} at 16."
-    )
+    paper.say("compensator", f"{more[0]} at 1 row, {more[1]} at 16")
 
 
-def _table_7(page: Page) -> None:
-    paper = page.published
+def _table_7(paper: Paper) -> None:
     rows = []
-    for row in paper.rows("Table 7"):
-        column = next(c for c in paper.columns("Table 7") if paper("Table 7", row, c))
-        rows.append([row, PAPER, column, paper("Table 7", row, column), "one pass, INT3"])
-    for memory, names in POLICIES.items():
+    for row in paper.published.rows("Table 7"):
+        for column in paper.published.columns("Table 7"):
+            if value := paper.published("Table 7", row, column):
+                rows.append([row, PAPER, column, value, "one pass, INT3"])
+                break
+    for memory, names in STRATEGIES.items():
         for name in names:
-            label = f"INT3 milo, {name}, INT8 factors, 1 pass"
-            shown = page.shown(demo(page.results, label, part="policies"), "{:.3f}")
+            shown = paper.shown(_strategy(paper, name), "{:.3f}")
             rows.append([f"demo, {name}", OURS, memory, shown, f"one pass, INT8 factors, {DEMO}"])
-    rows.append(
-        ["demo, HQQ", OURS, "baseline", page.shown(demo(page.results, HQQ), "{:.3f}"), DEMO]
-    )
-    page.heading("Table 7 (printed as Figure 7): where rank goes")
-    page.table(["strategy", "whose", "memory", "WikiText-2 PPL", "what differs"], rows)
+    hqq = paper.shown(demo(paper.results, HQQ), "{:.3f}")
+    rows.append(["demo, HQQ", OURS, "baseline", hqq, DEMO])
+    paper.table("table 7", ["strategy", "whose", "memory", "WikiText-2 PPL"], rows)

@@ -174,8 +174,8 @@ class Served:
     def __init__(self, model: Model, policy: AnyPolicy, tiers: Sequence[str], slots: Sequence[int]):
         """Tables of `slots` of a layer in each tier."""
         config, self.model, self.tiers, self.slots = model.config, model, tiers, tuple(slots)
-        places = np.arange(model.num_layers * config.num_experts)
-        places = places.reshape(model.num_layers, config.num_experts)
+        shape = (model.num_layers, config.num_experts)
+        places = np.arange(model.num_layers * config.num_experts).reshape(shape)
         memories = []
         for name, count in zip(tiers, slots, strict=True):
             cache = CacheSpec(
@@ -279,9 +279,10 @@ class EachToken:
                 ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
                 row = tier * rows_of_tier + layer.mlp * c.num_experts + ids
                 pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
-                products = products_by_block(x, pairs, ExpertStacks(*stacks, 0), num_copies, 2**20)
+                products = products_by_block(x, pairs, held, num_copies, 2**20)
                 return combine(products, pairs, share, x.dtype), None, None
 
+        held = ExpertStacks(stacks[0], stacks[1], 0)
         num_copies = len(self.spec.tiers) * c.num_experts
         places = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None]
         hidden, _, _ = model.layers(

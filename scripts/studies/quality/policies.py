@@ -6,9 +6,7 @@
 DIR holds eval/wikitext2.test.raw.xz and valid/{books,textbooks,code,math,chinese}.jsonl.xz.
 Sections: `dynaexq` (its Figure 4), `dymoe` (Table 2, Figures 3, 5 and 11), `buddymoe` (Tables 2 to
 4), `domains` (buddy lists of one domain, used on another), `shift` (prose, then code, then maths),
-`compose` (policies together against each alone, at equal memory: time of a token against KL),
-`foresight` (which promotions DynaExq saw coming), `stand_ins` (what of an absent expert's output
-another gives back).
+`stand_ins` (what of an absent expert's output another gives back).
 
 Runs are teacher-forced, through the engine's steps, with tables in place of slots
 (`bench.py`); low precisions are HQQ in groups of 64. Prompts of DyMoE go one at a
@@ -25,16 +23,7 @@ import jax
 from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.files.result_rows import (
-    ResultRow,
-    append_rows,
-    command_line,
-    describe_device,
-    package_versions,
-    today,
-)
-from scripts.studies.quality import compose as quality_compose
-from scripts.studies.quality import foresight as quality_foresight
+from scripts.studies.measuring import Report
 from scripts.studies.quality import sections as quality_sections
 from scripts.studies.quality import stand_ins as quality_stand_ins
 from scripts.studies.quality.bench import DOMAINS, Model, Texts
@@ -46,8 +35,6 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Point]]] = {
     "buddymoe": quality_sections.buddymoe,
     "domains": quality_sections.domains,
     "shift": quality_sections.shift,
-    "compose": quality_compose.compose,
-    "foresight": quality_foresight.foresight,
     "stand_ins": quality_stand_ins.stand_ins,
 }
 
@@ -86,27 +73,6 @@ def main(argv: list[str]) -> None:
     )
     sizes = {text.name: text.num_targets for text in (bench.wiki, bench.mixed, bench.calibration)}
     print(f"{_CHECKPOINT.value}, windows of {_WINDOW.value} tokens, scored: {sizes}")
-    for name in _SECTIONS.value:
-        print(f"\n{name}\n{HEADER}")
-        for point in SECTIONS[name](bench):
-            print(line(point), flush=True)
-            if _OUTPUT.value:
-                append_rows(Path(_OUTPUT.value), [row(name, point, device)])
-        print(f"{name}: {time.perf_counter() - clock:.0f} s so far", flush=True)
-
-
-HEADER = f"{'section':24s} {'text':12s} {'what':34s} {'at':>6s} {'perplexity':>11s}"
-
-
-def line(point: Point) -> str:
-    """Formats a line of the table."""
-    shown = ", ".join(f"{n} {v:.4g}" for n, v in point.more.items() if isinstance(v, float | int))
-    head = f"{point.section:24s} {point.text:12s} {point.series:34s} {point.x:6.3f}"
-    return f"{head} {point.perplexity:11.4f}  {shown}"
-
-
-def row(section: str, point: Point, device: jax.Device) -> ResultRow:
-    """Makes a row of the results."""
     scored = {
         "window": _WINDOW.value,
         "windows of wikitext-2": _WIKI.value,
@@ -115,16 +81,13 @@ def row(section: str, point: Point, device: jax.Device) -> ResultRow:
         "windows of calibration": _CALIBRATION.value,
         "quantizer": f"{_METHOD.value}, groups of 64",
     }
-    return ResultRow(
-        what=f"{section} | {point.section} | {point.text} | {point.series} | {point.x:g}",
-        figure=point.perplexity,
-        unit=point.unit,
-        baseline=json.loads(json.dumps(scored | point.more)),
-        device=describe_device(device),
-        versions=package_versions("moejax", "jax", "jaxlib"),
-        date=today(),
-        command=command_line(),
-    )
+    report = Report(device, "", _OUTPUT.value, ("moejax", "jax", "jaxlib"))
+    for name in _SECTIONS.value:
+        for point in SECTIONS[name](bench):
+            what = f"{name} | {point.section} | {point.text} | {point.series} | {point.x:g}"
+            more = json.loads(json.dumps(scored | point.more))
+            report.add(what, point.perplexity, point.unit, **more)
+        print(f"{name}: {time.perf_counter() - clock:.0f} s so far", flush=True)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ def _program(demo: Demo) -> Callable[[Any, jax.Array], Seen]:
         received: list[jax.Array] = []
         foreseen: list[jax.Array] = []
 
-        def attend(layer: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            del layer
+        def attend(index: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            del index
             received.append(attention_received(q, k, positions, active))
             return causal_attention(q, k, v, config.sliding_window, "xla")
 

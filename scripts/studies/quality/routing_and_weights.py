@@ -10,7 +10,6 @@ Figure 3, BuddyMoE's Figure 6; heavy hitters and neighbouring layers: DyMoE's Fi
 2 and Figures 2, 4 and 5). Takes one to two minutes on two cores.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,14 +18,7 @@ import jax
 from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.files.result_rows import (
-    ResultRow,
-    append_rows,
-    command_line,
-    describe_device,
-    package_versions,
-    today,
-)
+from scripts.studies.measuring import Report
 from scripts.studies.quality import coactivation, routing, weights
 from scripts.studies.quality.bench import Texts
 from scripts.studies.quality.demo import Demo, Finding
@@ -57,27 +49,12 @@ def main(argv: list[str]) -> None:
     demo = Demo.load(_CHECKPOINT.value, device)
     demo.texts = Texts(Path(_TEXTS.value), demo.tokenizer, _WINDOW.value)
     demo.num_windows = _WINDOWS.value
+    report = Report(device, "", _OUTPUT.value, ("moejax", "jax", "jaxlib"))
     for name in _SECTIONS.value:
         for found in SECTIONS[name](demo):
-            print(f"  {found.what:60s} {found.figure:10.4g} {found.unit}", flush=True)
-            if _OUTPUT.value:
-                append_rows(Path(_OUTPUT.value), [row(name, found, device)])
+            what = f"{name} | {found.what} | {_CHECKPOINT.value}"
+            report.add(what, found.figure, found.unit, **found.more)
         print(f"{name}: {time.perf_counter() - clock:.0f} s so far", flush=True)
-
-
-def row(section: str, found: Finding, device: jax.Device) -> ResultRow:
-    """Makes a row of the results."""
-    what = f"{section} | {found.what} | {_CHECKPOINT.value}"
-    return ResultRow(
-        what=what,
-        figure=found.figure,
-        unit=found.unit,
-        baseline=found.more,
-        device=describe_device(device),
-        versions=package_versions("moejax", "jax", "jaxlib"),
-        date=today(),
-        command=command_line(["-m", "scripts.studies.quality.routing_and_weights", *sys.argv[1:]]),
-    )
 
 
 if __name__ == "__main__":

@@ -144,69 +144,49 @@ def sensitivities(bench: Bench, tier: str, low: str, windows: Windows) -> list[f
 def dymoe(bench: Bench) -> Iterator[Point]:
     """Table 2 and Figures 3, 5 and 11: prompts by heavy hitters, tokens by the gate."""
     tiers, experts = ("int4", "int2"), bench.model.config.num_experts
-    loss = sensitivities(bench, *tiers, bench.calibration)
-    for layer, nats in enumerate(loss):
+    width, layers = bench.model.config.experts_per_token, bench.model.num_layers
+    for layer, nats in enumerate(sensitivities(bench, *tiers, bench.calibration)):
         factor = float(np.exp(nats))
         yield Point("dymoe layers", "calibration", "times the perplexity", layer, factor)
-    sensitivity = tuple(max(nats, 0.0) for nats in loss)
-    settings: list[tuple[str, float, dict[str, Any]]] = []
-    for low, label in (("", "4/2"), ("skip", "4/0")):
-        settings += [(label, r, {"low": low, "retention": r}) for r in RETENTIONS]
-        settings += [
-            (f"{label} {schedule}", 0.75, {"low": low, "retention": 0.75, "schedule": schedule})
-            for schedule in ("linear", "equal", "sensitivity")
-        ]
+    settings: list[tuple[str, float, dict[str, Any]]] = [
+        (label, r, {"low": low}) for low, label in (("", "4/2"), ("skip", "4/0"))
+        for r in RETENTIONS
+    ]  # fmt: skip
     settings += [
-        ("4/0 renormalised", r, {"low": "skip", "retention": r, "renormalise": True})
-        for r in RETENTIONS[:2]
+        (f"figure 3 {kind}", r, curve)
+        for kind, curve in FIGURE_3.items()
+        for r in (0.5, 0.625, 0.75, 0.875)
     ]
-    settings += [("4/2 ceil", r, {"retention": r, "rounding": "ceil"}) for r in RETENTIONS[:2]]
-    for kind, curve in FIGURE_3.items():
-        settings += [
-            (f"figure 3 {kind}", r, curve | {"retention": r}) for r in (0.5, 0.625, 0.75, 0.875)
-        ]
-    share_settings = [
-        (f"4/2, {share:g} heavy", 0.75, {"heavy_share": share}) for share in (0.02, 0.05, 0.3, 1.0)
-    ]
-    for kind, label in (("critical", "prefill"), ("load", "prefill by load"), ("random", "")):
-        base = DyMoE(prefetch=0, selection=kind)
+    for selection in ("critical", "random"):
+        base = DyMoE(prefetch=0, selection=selection)
         served = Served(bench.model, base, tiers, (experts, experts))
-        each = EachToken(bench.model, base, tiers) if kind != "load" else None
-        for name, r, given in [*settings, *share_settings]:
-            if given.get("selection", "critical") != (kind if kind == "random" else "critical"):
+        each = EachToken(bench.model, base, tiers)
+        for name, r, given in settings:
+            if given.get("selection", "critical") != selection:
                 continue
-            if kind == "load" and (name not in ("4/2", "4/0")):
-                continue
-            how = {**given, "selection": kind, "prefetch": 0}
-            if how.get("schedule") == "sensitivity":
-                how["sensitivity"] = sensitivity
-            policy = DyMoE(**how)
+            policy = DyMoE(**{**given, "selection": selection, "retention": r, "prefetch": 0})
+            realised = {
+                count: {"realised mean": float(policy.counts(layers, count).mean() / count)}
+                for count in (experts, width)
+            }
             for windows in bench.both:
                 served.begin(policy)
                 run = served.run(windows, 1)
-                label_ = label or "prefill"
-                realised = policy.counts(bench.model.num_layers, experts).mean() / experts
-                more = {"realised mean": float(realised)} | of_gate(run)
-                yield Point(f"dymoe {label_}", windows.name, name, r, run.perplexity, more)
-                if each is not None and (name, r, given) not in share_settings:
-                    width = bench.model.config.experts_per_token
-                    realised = policy.counts(bench.model.num_layers, width).mean() / width
-                    found = each.perplexity(policy, windows)
-                    yield Point(
-                        "dymoe token by token", windows.name, name, r, found,
-                        {"realised mean": float(realised)},
-                    )  # fmt: skip
+                more = realised[experts] | of_gate(run)
+                yield Point("dymoe prefill", windows.name, name, r, run.perplexity, more)
+                found, more = each.perplexity(policy, windows), realised[width]
+                yield Point("dymoe token by token", windows.name, name, r, found, more)
 
 
-def profiled(bench: Bench, windows: Windows, *, outputs: bool = True, **how: Any) -> BuddyProfile:
-    """A profile, with the outputs compared or not."""
+def profiled(bench: Bench, windows: Windows, **how: Any) -> BuddyProfile:
+    """A profile of a text, outputs compared."""
     model = bench.model
     activity = profile(
         Runner(model.config, model.weights, model.device),
         windows.tokens[:, :-1].reshape(-1),
         windows.tokens.shape[1] - 1,
         BATCH,
-        Counting(outputs=outputs),
+        Counting(outputs=True),
     )
     given: dict[str, Any] = {"source": "coactivations", "alpha": 0.95, "max_buddies": 31}
     return profile_of(activity, {}, smoothing=1.0, percentile=10.0, **(given | how))
@@ -226,7 +206,6 @@ BUDDIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("outputs, rho 1 on the last", "outputs", {"rho": 1, "spend_on": "last"}),
     ("co-activation, gains", "coactivations", {"gains": True}),
     ("outputs, gains", "outputs", {"gains": True}),
-    ("outputs, eta 30", "outputs", {"eta": 30.0}),
     (
         "outputs, gains, rho 1 on the last",
         "outputs",
@@ -294,7 +273,7 @@ def _buddy_rows(
         runs = {}
         for kind, (made_of, own) in kinds.items():
             policy = made_of(lists=found.lists, gains=own, background_bytes=0.0, **how)
-            key = (slots, made_of, own is None, how.get("spend_on"), how.get("eta"))
+            key = (slots, made_of, own is None, how.get("spend_on"))
             if key not in made:
                 made[key] = Served(bench.model, policy, ("bf16",), (slots,))
             done = (policy, windows.name) if own is None else None
@@ -354,13 +333,9 @@ def shift(bench: Bench) -> Iterator[Point]:
     never = 2**30
     choices = {
         "dynaexq, T 512": DynaExq(period=512, n_hot=SHIFT_HOT, max_requests=512),
-        "dynaexq, T 512, fixed tau": DynaExq(
-            period=512, n_hot=SHIFT_HOT, max_requests=512, tau="fixed"
-        ),
         "static, hottest of the prose": DynaExq(
             period=never, alpha=1 - 1 / 4096, warmup=512, n_hot=SHIFT_HOT, max_requests=512
         ),
-        "random": DynaExq(period=512, n_hot=SHIFT_HOT, max_requests=512, choice="random"),
     }
     slots = (num_experts - 1, num_experts)
     served = Served(bench.model, choices["dynaexq, T 512"], (high, low), slots)
@@ -368,19 +343,13 @@ def shift(bench: Bench) -> Iterator[Point]:
         served.begin(policy, (_nothing(bench.model), None))
         served.run(warm, 1)
         for segment, windows in segments.items():
-            heat, nats, promoted, hot = [], [], 0, 0.0
+            nats, hot = [], 0.0
             for row in windows.tokens:
                 run = served.run(dataclasses.replace(windows, tokens=row[None]), 1)
                 nats.append(run.nats)
                 hot += run.shares[high] / len(windows.tokens)
-                heat.append(np.asarray(served.memory.pool.state.scores[-1]).tolist())
-            promoted = run.promoted
             perplexity = float(np.exp(np.concatenate(nats).sum() / windows.num_targets))
-            more = {
-                "gate int4": hot,
-                "promoted so far": promoted,
-                "last layer's hotness": heat,
-            }
             worst, best = ends[segment, low], ends[segment, high]
-            more["recovered"] = float(np.log(worst / perplexity) / np.log(worst / best))
+            recovered = float(np.log(worst / perplexity) / np.log(worst / best))
+            more = {"gate int4": hot, "promoted so far": run.promoted, "recovered": recovered}
             yield Point("shift", segment, name, 0, perplexity, more)

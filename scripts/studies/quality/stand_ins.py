@@ -37,9 +37,9 @@ _RIDGE = 1e-3  # of the mean of the diagonal, for what is fitted
 class Routed(NamedTuple):
     """Tokens of a text at every sparse layer: x float32[M, N, D], ids int32[M, N, A], weights."""
 
-    x: np.ndarray
-    ids: np.ndarray
-    weights: np.ndarray
+    x: Any
+    ids: Any
+    weights: Any
 
 
 class Products(NamedTuple):

@@ -8,19 +8,6 @@ dequantize, torch.svd_lowrank of what is left, two power iterations), in one run
 matrices: Student-t weights (5 degrees of freedom, deviation 0.02) whose columns have log-normal
 scales. Without torch or hqq there is nothing beside. A part that fails prints its error, and the
 others go on. `--platform=cpu --small` tries the script.
-
-Predictions for 14336 x 4096 on an H200 (132 SMs, 4.28 TB/s), from the compiled kernel's SASS:
-  * HQQ solve, one pass: 235 MB of weights and 59 MB of codes, 0.07 ms of bandwidth; 292 warp
-    instructions a step for 1024 weights, 20 steps, four issued a clock and SM: 0.36 ms at 1.75
-    GHz. Arithmetic is the wall; with launch, start and tail 0.45 ms. The long loop (errors above
-    0.17 in a group, rare in trained layers) issues 1380: 1.7 ms.
-  * with W - UV formed in the kernel, rank 32: 85 instructions a rank more, 0.17 ms.
-  * a MiLo pass: the solve, 0.6 ms; what is left, dequantized and subtracted, 0.13 ms; three
-    products with 40 columns in float32, 4.7 GFLOP each, 0.15 ms each; Cholesky QR of tall columns
-    four times, 0.1 ms each; eigh of 40 x 40, 1 ms: about 3 ms. 20 passes: 60 ms, where the
-    library's recipe takes about 0.57 s.
-  * eigh: beyond 32 columns JAX calls cuSOLVER's syevd matrix by matrix, up to 32 its batched
-    Jacobi: 128 experts cost 128 times as much at 40 columns, and about as much as one at 32.
 """
 
 import dataclasses
@@ -33,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
@@ -44,11 +30,8 @@ from moejax.quantization.grid import Codes, Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq
 from moejax.quantization.kernel_hqq import kernel_hqq
 from moejax.quantization.least_squares import least_squares
-from moejax.quantization.low_rank import OVERSAMPLE, orthonormal, subspace_svd
 from moejax.quantization.milo import MiloSettings, milo
 from moejax.quantization.rtn import rtn
-from pallas_kernels.hqq_solve import SolveSettings, hqq_solve
-from pallas_kernels.hqq_solve.tiles import Tiles
 from scripts.studies.measuring import Report, seconds
 from scripts.studies.quantizers.hqq_library import HqqLibrary
 
@@ -59,14 +42,11 @@ _CACHE = flags.DEFINE_string("cache", "", "persistent compilation cache")
 _RANK = flags.DEFINE_integer("rank", 32, "of MiLo's compensators")
 _PASSES = flags.DEFINE_integer("passes", 20, "of MiLo")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "timed runs of what is short; the median is taken")
-_PARTS = flags.DEFINE_list("parts", "solve,quantizers,svd,milo,layers", "which parts to run")
+_PARTS = flags.DEFINE_list("parts", "quantizers,milo,layers", "which parts to run")
 _WHEELS = flags.DEFINE_string("wheels", ".whl", "folder of hqq_src and wheels, if not installed")
 _SAMPLE = flags.DEFINE_integer("sample", 8, "experts of a layer that the library quantizes")
 
 GRID = Grid(bits=3, group_size=64, zero_kind="float")
-SOLVE = SolveSettings(bits=3, group_size=64, max_steps=20, norm=0.7, beta=10.0, round_start=False)
-SHORT_LOOP, LONG_LOOP, A_RANK = 292, 1380, 85  # warp instructions for 1024 weights, from SASS
-TILES = (Tiles(8, 16, 1), Tiles(16, 16, 1), Tiles(32, 16, 1), Tiles(16, 32, 1), Tiles(32, 16, 2))
 
 Shape = tuple[int, ...]
 
@@ -114,58 +94,6 @@ def milo_error(weights: jax.Array, codes: Codes, u: jax.Array, v: jax.Array) -> 
     return jnp.mean(relative_error(weights, dequantize(codes, GRID) + product))
 
 
-def issue_bound(num_weights: int, steps: int, instructions: int, rank: int = 0) -> float:
-    """Seconds that an H100 or H200 takes to issue the kernel's instructions, at 1.755 GHz."""
-    warps = num_weights / 1024
-    return warps * (steps * instructions + rank * A_RANK) / (132 * 4 * 1.755e9)
-
-
-def bench_solve(report: Report, shape: Shape) -> None:
-    """The kernel: bandwidth, issue bound, both loops, the low-rank term, tiles."""
-    interpret = _PLATFORM.value == "cpu"
-    count, name = math.prod(shape), "x".join(map(str, shape))
-    steps = jnp.int32(SOLVE.max_steps)
-    key = jax.random.key(1)
-    u = 1e-3 * jax.random.normal(key, (shape[0], _RANK.value))
-    v = jax.random.normal(key, (_RANK.value, shape[1]))
-
-    def solve(
-        weights: jax.Array, factors: Any = None, tiles: Any = None, stop: bool = False
-    ) -> Any:
-        how = functools.partial(hqq_solve, settings=SOLVE, tiles=tiles, interpret=interpret)
-        run = jax.jit(lambda w, s, f: how(w, low_rank=f, steps=s))
-        return lambda: run(weights, None if stop else steps, factors)
-
-    narrow, wide = matrix(shape), matrix(shape, deviation=1.0)
-    cases = {
-        "short loop": (solve(narrow), SHORT_LOOP, 0),
-        "short loop, library's stop": (solve(narrow, stop=True), SHORT_LOOP, 0),
-        f"short loop, W - UV of rank {_RANK.value}": (
-            solve(narrow, (u, v)),
-            SHORT_LOOP,
-            _RANK.value,
-        ),
-        "long loop": (solve(wide), LONG_LOOP, 0),
-    }
-    for case, (run, instructions, rank) in cases.items():
-        took = seconds(run, _REPEATS.value)
-        bound = issue_bound(count, SOLVE.max_steps, instructions, rank)
-        report.add(
-            f"HQQ kernel {name}, {case}", 1e3 * took, "ms", issue_bound=1e3 * bound,
-            share_of_issue_bound=bound / took, tb_per_s=5 * count / took / 1e12,
-        )  # fmt: skip
-    errors = np.asarray(solve(narrow)().errors)
-    fell = int(np.argmin(np.append(np.diff(errors) < 0, False)))
-    report.add(f"HQQ {name}, steps before the mean error first does not fall", fell + 1, "steps")
-    for tiles in TILES if shape[0] > shape[1] and not interpret else ():
-        report.attempt(_bench_tiles, name, tiles, solve(narrow, tiles=tiles))
-
-
-def _bench_tiles(report: Report, name: str, tiles: Tiles, run: Callable[[], Any]) -> None:
-    label = f"{tiles.rows}x{tiles.columns}, {tiles.num_warps} warps"
-    report.add(f"HQQ kernel {name}, tiles {label}", 1e3 * seconds(run, _REPEATS.value), "ms")
-
-
 def bench_quantizers(report: Report, shape: Shape, library: HqqLibrary | None) -> None:
     """One matrix by each calibration-free quantizer, by GPTQ and by the library's HQQ."""
     weights, name = matrix(shape), "x".join(map(str, shape))
@@ -201,49 +129,6 @@ def _bench_gptq(report: Report, name: str, weights: jax.Array) -> None:
         f"GPTQ {name}, Hessian not counted", 1e3 * seconds(run, 1), "ms",
         relative_error=float(codes_error(weights, run())),
     )  # fmt: skip
-
-
-def bench_svd(report: Report, shape: Shape, library: HqqLibrary | None, extra: int) -> None:
-    """Times the parts of a pass's decomposition, with some columns more than the rank."""
-    residual, name = matrix(shape), "x".join(map(str, shape))
-    width = min(_RANK.value + extra, *shape)
-    basis = jax.random.normal(jax.random.key(2), (width, shape[1]))
-    tall = jax.block_until_ready(residual @ basis.T)
-    gram = jax.block_until_ready(tall.T @ tall)
-    lower = jnp.linalg.cholesky(gram)
-    solve = functools.partial(jax.lax.linalg.triangular_solve, lower=True, transpose_a=True)
-    eye = jnp.eye(width)
-    implementation = jax.lax.linalg.EighImplementation.JACOBI
-    jacobi = functools.partial(jax.lax.linalg.eigh, implementation=implementation)
-    parts: dict[str, tuple[Any, ...]] = {
-        "subspace_svd, one iteration": (lambda a, b: subspace_svd(a, b, 1), residual, basis),
-        "W B, float32": (lambda a, b: jnp.matmul(a, b.T, precision="highest"), residual, basis),
-        "B W, float32": (lambda a, b: jnp.matmul(b.T, a, precision="highest"), residual, tall),
-        "W B, TF32": (lambda a, b: jnp.matmul(a, b.T, precision="high"), residual, basis),
-        "orthonormal": (orthonormal, tall),
-        "Gram": (lambda a: jnp.matmul(a.T, a, precision="highest"), tall),
-        "triangular solve of the tall one": (solve, lower, tall),
-        "inverse of the small, then product": (
-            lambda a, b: jnp.matmul(b, solve(a, eye), precision="highest"), lower, tall,
-        ),
-    }  # fmt: skip
-    for count in (1, 8, 128):
-        grams = jnp.broadcast_to(gram, (count, width, width))
-        parts[f"eigh of {count}"] = (jnp.linalg.eigh, grams)
-        parts[f"eigh of {count}, Jacobi"] = (jacobi, grams)
-        parts[f"Cholesky of {count}"] = (jnp.linalg.cholesky, grams)
-    for label, (function, *operands) in parts.items():
-        run = functools.partial(jax.jit(function), *operands)
-        report.attempt(_bench_one, f"SVD {name}: {label}, {width} columns", run)
-    if library is not None:
-        tensor = library.tensor(residual)
-        library.svd_lowrank(tensor)
-        took, _ = library.timed(lambda: library.svd_lowrank(tensor), _REPEATS.value)
-        report.add(f"SVD {name}: torch.svd_lowrank of rank {_RANK.value}", 1e3 * took, "ms")
-
-
-def _bench_one(report: Report, label: str, run: Callable[[], Any]) -> None:
-    report.add(label, 1e3 * seconds(run, _REPEATS.value), "ms")
 
 
 def bench_milo(report: Report, shape: Shape, library: HqqLibrary | None) -> None:
@@ -310,7 +195,7 @@ def bench_layer(report: Report, name: str, config: ModelConfig, library: HqqLibr
         if library is not None:
             sample = [library.tensor(w) for w in weights[: _SAMPLE.value]]
             library.milo(sample[0])
-            spent, values = library.timed(lambda s=sample: [library.milo(w) for w in s], 1)
+            spent, values = library.timed(functools.partial(_milo_of_each, library, sample), 1)
             pairs = zip(sample, values, strict=True)
             error = statistics.mean(library.error(*pair) for pair in pairs)
             whole = spent * shape[0] / len(sample)
@@ -324,6 +209,10 @@ def bench_layer(report: Report, name: str, config: ModelConfig, library: HqqLibr
     layers = config.num_layers
     extrapolated = {"library_s": theirs * layers} if library is not None else {}
     report.add(f"MiLo, {name}, {layers} layers extrapolated", ours * layers, "s", **extrapolated)
+
+
+def _milo_of_each(library: HqqLibrary, sample: list[Any]) -> list[Any]:
+    return [library.milo(weights) for weights in sample]
 
 
 def _library(report: Report) -> HqqLibrary:
@@ -342,14 +231,14 @@ def main(argv: list[str]) -> None:
     models = {"Mixtral-8x7B": SHAPES["Mixtral-8x7B"], "Qwen3-30B-A3B": SHAPES["Qwen3-30B-A3B"]}
     if _SMALL.value:
         shapes = [(96, 128), (64, 192)]
-        small = {"model_dim": 128, "expert_dim": 64, "num_experts": 3, "num_heads": 2}
-        small |= {"num_kv_heads": 1, "head_dim": 64}
-        models = {"Mixtral-8x7B": dataclasses.replace(models["Mixtral-8x7B"], **small)}
+        small = dataclasses.replace(
+            models["Mixtral-8x7B"], model_dim=128, expert_dim=64, num_experts=3, num_heads=2,
+            num_kv_heads=1, head_dim=64,
+        )  # fmt: skip
+        models = {"Mixtral-8x7B": small}
     started = time.perf_counter()
     parts: dict[str, list[tuple[Any, ...]]] = {
-        "solve": [(bench_solve, shape) for shape in shapes],
         "quantizers": [(bench_quantizers, shape, library) for shape in shapes],
-        "svd": [(bench_svd, shapes[0], library, extra) for extra in (OVERSAMPLE, 0)],
         "milo": [(bench_milo, shape, library) for shape in shapes],
         "layers": [(bench_layer, name, config, library) for name, config in models.items()],
     }

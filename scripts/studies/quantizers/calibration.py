@@ -52,6 +52,7 @@ def calibrate(
     for layer in range(config.num_layers):
         named = _layer_weights(config, weights, layer)
         captured = run.capture(named)
+        wanted: list[tuple[str, tuple[int, ...], int | None]]
         wanted = [(leaf, (layer,), None) for leaf in ("attention.qkv_proj", "attention.o_proj")]
         if layer in config.moe_layers:
             i = config.moe_layers.index(layer)

@@ -28,14 +28,7 @@ from absl import app, flags
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.reader import load_weights
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.files.result_rows import (
-    ResultRow,
-    append_rows,
-    command_line,
-    describe_device,
-    package_versions,
-    today,
-)
+from moejax.files.result_rows import describe_device
 from moejax.quantization.grid import Grid
 from moejax.quantization.milo import MiloSettings, milo
 from moejax.quantization.pipeline.calibration import calibration_tokens
@@ -46,9 +39,9 @@ from scripts.demo_training.scoring import (
     make_scorer,
     score_windows,
 )
+from scripts.studies.measuring import Report
 from scripts.studies.quantizers.calibration import calibrate
 from scripts.studies.quantizers.methods import (
-    HEADER,
     Measured,
     Quantized,
     Quantizer,
@@ -56,7 +49,7 @@ from scripts.studies.quantizers.methods import (
     make_stacks,
     plan_ranks,
 )
-from scripts.studies.quantizers.recipes import FULL, HQQ, POLICIES, RANKS, TABLE, verdicts
+from scripts.studies.quantizers.recipes import FULL, HQQ, POLICIES, RANKS, TABLE
 
 WINDOW = 2048
 SECTIONS = {"table": TABLE, "ranks": RANKS, "policies": POLICIES}
@@ -195,40 +188,26 @@ def main(argv: list[str]) -> None:
         f"{describe_device(device)}; ready after {time.perf_counter() - clock:.0f} s"
     )
 
+    report = Report(device, "", _OUTPUT.value, ("jax", "jaxlib", "flax"))
+
     def write(section: str, label: str, figures: dict[str, tuple[float, str]]) -> None:
-        if not _OUTPUT.value:
-            return
-        rows = [
-            ResultRow(
-                what=f"{section} | {label} | {name}",
-                figure=figure,
-                unit=unit,
-                baseline={"windows": len(bench.windows.tokens), "tokens": scored},
-                device=describe_device(device),
-                versions=package_versions("jax", "jaxlib", "flax"),
-                date=today(),
-                command=command_line(),
-            )
-            for name, (figure, unit) in figures.items()
-        ]
-        append_rows(Path(_OUTPUT.value), rows)
+        for name, (figure, unit) in figures.items():
+            report.add(
+                f"{section} | {label} | {name}", figure, unit, tokens=scored,
+                windows=len(bench.windows.tokens),
+            )  # fmt: skip
 
     bench.prepare(_chosen())
     done: dict[Recipe, Measured] = {}
     for section, recipes in _chosen().items():
-        print(f"\n{section}\n{HEADER}", flush=True)
         for recipe in recipes:
             if recipe not in done:
                 done[recipe] = bench.measure(recipe)
-            print(done[recipe].text(), flush=True)
             write(section, recipe.label, done[recipe].figures())
     if "curve" in _SECTIONS.value:
-        print(f"\nmean of |W - U V - W'| / |W| by pass, {CURVE_POLICY}, HQQ")
         for kind, errors in bench.curve(CURVE_POLICY).items():
-            print(f"{kind:12s}", " ".join(f"{error:.5f}" for error in errors), flush=True)
             points = {f"pass {i}": (float(error), "") for i, error in enumerate(errors, 1)}
             write("curve", f"{kind}, {CURVE_POLICY}", points)
-    print("\n" + "\n".join(verdicts(list(done.values()))))
     print(f"all of it: {time.perf_counter() - clock:.0f} s")
 
 

@@ -48,8 +48,6 @@ class Recipe:
     policy: str = ""  # of ranks; "": no compensators
     factor_bits: int = 8
     passes: int = 20
-    # Ranks of projections of the attention by name ("v"), instead of the policy's.
-    named_ranks: tuple[tuple[str, int], ...] = ()
 
     @property
     def label(self) -> str:
@@ -62,8 +60,7 @@ class Recipe:
         if self.group_size != 64:
             parts.append(f"group {self.group_size}")
         if self.policy:
-            named = "".join(f" + {name}-{rank}" for name, rank in self.named_ranks)
-            parts.append(f"{self.policy}{named}, INT{self.factor_bits} factors")
+            parts.append(f"{self.policy}, INT{self.factor_bits} factors")
         if self.passes != 20:
             parts.append(f"{self.passes} pass{'es' * (self.passes > 1)}")
         return ", ".join(parts)
@@ -111,18 +108,6 @@ class Measured(NamedTuple):
     model_bits_per_weight: float  # over the whole model, what is not quantized in bfloat16
     quantized: Quantized
 
-    def text(self) -> str:
-        """One line."""
-        q = self.quantized
-        notes = [f"{kind} {error:.4f}" for kind, error in q.relative_error.items()]
-        notes += [f"{q.num_surged} surged"] * (q.num_surged > 0)
-        notes += [f"{q.num_starved} starved"] * (q.num_starved > 0)
-        return (
-            f"{self.recipe.label:60s} {self.bits_per_weight:7.4f} {self.model_bits_per_weight:7.4f}"
-            f" {self.perplexity:9.4f} {self.bits_per_byte:8.5f} {q.seconds:8.2f}  "
-            + ", ".join(notes)
-        )
-
     def figures(self) -> dict[str, tuple[float, str]]:
         """Figures that are written: (figure, unit) by name."""
         q = self.quantized
@@ -137,23 +122,17 @@ class Measured(NamedTuple):
         } | {f"relative error {kind}": (error, "") for kind, error in q.relative_error.items()}
 
 
-HEADER = (
-    f"{'':60s} {'bits/w':>7s} {'model':>7s} {'perpl.':>9s} {'bits/B':>8s} {'seconds':>8s}  "
-    "relative error"
-)
-
-
 def make_stacks(
     config: ModelConfig,
     weights: Mapping[str, jax.Array],
-    frequencies: np.ndarray | None,
+    frequencies: np.ndarray,
 ) -> list[Stack]:
     """The attention, expert and MLP matrices of a model, as the checkpoint names them.
 
     Args:
       config: of the model.
       weights: float32 leaves of `weight_shapes(config)`.
-      frequencies: float64[M, E], share of a layer's assignments that each expert gets, or None.
+      frequencies: float64[M, E], share of a layer's assignments that each expert gets.
     """
     groups: dict[tuple[str, tuple[int, ...]], list[Placement]] = defaultdict(list)
     for place in placements(config, published_spelling(config.family)):
@@ -167,7 +146,7 @@ def make_stacks(
         kurtosis = np.asarray(excess_kurtosis(jnp.asarray(stacked)))
         found = []
         for place, value in zip(places, kurtosis, strict=True):
-            is_expert = kind == "experts" and frequencies is not None
+            is_expert = kind == "experts"
             found.append(
                 ranks_lib.Matrix(
                     name=place.name,
@@ -175,7 +154,7 @@ def make_stacks(
                     num_rows=shape[0],
                     num_inputs=shape[1],
                     layer=place.index[0],
-                    expert=place.index[1] if kind == "experts" else None,
+                    expert=place.index[1] if is_expert else None,
                     kurtosis=float(value),
                     frequency=float(frequencies[place.index]) if is_expert else None,
                 )
@@ -193,13 +172,8 @@ def plan_ranks(recipe: Recipe, stacks: Sequence[Stack], multiple: int) -> list[n
     plan = ranks_lib.assign_ranks(
         policy, matrices, factor_bits=recipe.factor_bits, multiple=multiple
     )
-    ranks = np.array(plan.ranks, np.int32)
-    for i, matrix in enumerate(matrices):
-        for name, rank in recipe.named_ranks:
-            if matrix.name.endswith(f"{name}_proj.weight") and matrix.kind == "attention":
-                ranks[i] = min(rank, matrix.max_rank)
     ends = np.cumsum([len(stack.places) for stack in stacks])[:-1]
-    return np.split(ranks, ends)
+    return np.split(np.array(plan.ranks, np.int32), ends)
 
 
 class Quantizer:

@@ -6,9 +6,6 @@
     XLA_CLIENT_MEM_FRACTION=0.2 python -m scripts.studies.speed.bench_policies --section=dymoe \
         --gib=16
     python -m scripts.studies.speed.bench_policies --section=buddymoe --section=latency
-    python -m scripts.studies.speed.bench_policies --section=cost
-    XLA_CLIENT_MEM_FRACTION=0.2 python -m scripts.studies.speed.bench_policies \
-        --section=compose --gib=16
 
 Sections, each described by `measure_speed.py` of its paper:
 
@@ -17,14 +14,12 @@ Sections, each described by `measure_speed.py` of its paper:
     the bytes take, and the resident models of either precision.
   * dymoe: Mixtral-8x7B, the rows of DyMoE's Table 3 under 16 and 24 GiB, or `--gib`.
   * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates. latency: BuddyMoE's Table 1.
-  * cost: what policies take that decide what the pool does without them.
-  * compose: Mixtral-8x7B, policies alone and together under one budget.
 
 What the routers say is made up (`moejax.benchmarking.routing` says how) and the same for all rows
 of a section, but for the resident model, which has no pool to replay it. Steps are timed by calls
 of `--per_call`; a TPOT is their mean, so that what promotions take is in it, the median beside it.
-Everything but the experts is bf16, as in the papers (`--attention_bits`). Where packed experts run
-on another kernel than they should (`--expect`), the script ends before it measures.
+Everything but the experts is bf16, as in the papers. Where packed experts would run on no kernel
+the section fails before it measures.
 `--model=tiny --device=cpu --context=128 --prompt=16 --steps=16 --per_call=4` tries a section; with
 budgets also `--gib=0.0085 --split=2,8 --bulk=4`.
 """
@@ -33,46 +28,31 @@ import traceback
 
 from absl import app, flags
 
-from moejax.benchmarking.expected_kernels import EXPECTATIONS
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.models.shapes import CONFIGS, with_layers
+from moejax.models.shapes import CONFIGS
 from scripts.studies.measuring import Report
-from scripts.studies.speed.lab import Lab
-from scripts.studies.speed.section_run import Options, Run
+from scripts.studies.speed.harness import Lab, Options, Run, Sizes
 from scripts.studies.speed.sections import PROMPTED, SECTIONS
-from scripts.studies.speed.timing import Sizes
 
 _SECTION = flags.DEFINE_multi_enum("section", [], list(SECTIONS), "what to measure")
 _MODEL = flags.DEFINE_enum("model", "", ["", *sorted(CONFIGS)], "shape; '': the section's")
-_ATTENTION = flags.DEFINE_enum("attention_bits", "16", ["2", "3", "4", "8", "16"], "of projections")
 _BATCH = flags.DEFINE_multi_integer("batch", [], "sequences, each a measurement; []: the section's")
-_BITS = flags.DEFINE_enum("expert_bits", "4", ["2", "3", "4", "8", "16"], "buddymoe: of experts")
 _TIERS = flags.DEFINE_list("tiers", ["16", "4"], "dynaexq_wide: bits of both precisions")
 _GIB = flags.DEFINE_multi_float("gib", [], "of device memory; []: the section's")
 _RATE = flags.DEFINE_multi_float("cache_rate", [], "buddymoe: c; []: 0.75, 0.5, 0.375")
-_HOT = flags.DEFINE_integer("n_hot", 32, "dynaexq: experts of a layer in high precision")
-_PERIOD = flags.DEFINE_integer("period", 64, "dynaexq: T, in steps: of the tokens of a batch")
 _BULK = flags.DEFINE_integer("bulk", 32, "experts on their way between steps at once")
-_REQUESTS = flags.DEFINE_integer("requests", 16, "dynaexq: demotions and promotions asked a call")
-_EVERY = flags.DEFINE_integer("shift_every", 256, "steps between the shifts of a layer")
-_SHARE = flags.DEFINE_float("shift_share", 0.25, "of the experts that exchange ranks in a shift")
 _HOST = flags.DEFINE_float("host_gib", 0, "of a precision's rows, shared by experts; 0: all rows")
 _ZIPF = flags.DEFINE_float("zipf", -1, "exponent of the popularity; -1: the shape's, or 0")
-_RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
-_RETENTION = flags.DEFINE_float("retention", 0.75, "dymoe: r")
 _SPLIT = flags.DEFINE_string("split", "high", "slots of two tiers: high, rule, or such as 4,0")
 _TTFT = flags.DEFINE_bool("ttft", True, "buddymoe, dymoe, dynaexq_wide: prompts too")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
 _STEPS = flags.DEFINE_integer("steps", 0, "decode steps a measurement; 0: the section's")
 _PER_CALL = flags.DEFINE_integer("per_call", 8, "decode steps of a call")
-_EXPECT = flags.DEFINE_enum("expect", "auto", EXPECTATIONS, "what must serve packed weights")
 _WHERE = flags.DEFINE_string("device", "gpu", "gpu; cpu only tries the script")
 _FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
 _PROGRAMS = flags.DEFINE_string("programs", "", "persistent compilation cache")
-_DEPTH = flags.DEFINE_integer("depth", 0, "fewer layers than the real ones; 0: all")
 _ONLY = flags.DEFINE_multi_string("only", [], "measurements whose name has one of these; []: all")
-_LIMIT = flags.DEFINE_float("limit", 0, "seconds after which a section begins nothing; 0: none")
 
 
 def main(argv: list[str]) -> None:
@@ -83,15 +63,12 @@ def main(argv: list[str]) -> None:
     device = choose_device(_WHERE.value)
     enable_compilation_cache(_PROGRAMS.value)
     options = Options(
-        batches=_BATCH.value, bits=int(_BITS.value), tiers=[int(bits) for bits in _TIERS.value],
-        gibs=_GIB.value, cache_rates=_RATE.value, n_hot=_HOT.value, period=_PERIOD.value,
-        bulk=_BULK.value, requests=_REQUESTS.value, shift_every=_EVERY.value,
-        shift_share=_SHARE.value, exponent=None if _ZIPF.value < 0 else _ZIPF.value,
-        recall=_RECALL.value, retention=_RETENTION.value, split=_SPLIT.value, ttft=_TTFT.value,
-        limit_s=_LIMIT.value, only=_ONLY.value,
+        batches=_BATCH.value, tiers=[int(bits) for bits in _TIERS.value], gibs=_GIB.value,
+        cache_rates=_RATE.value, bulk=_BULK.value, split=_SPLIT.value, ttft=_TTFT.value,
+        exponent=None if _ZIPF.value < 0 else _ZIPF.value, only=_ONLY.value,
     )  # fmt: skip
     failed: list[str] = []
-    lab, made_for = None, None
+    lab: Lab | None = None
     for name in _SECTION.value:
         section, model, steps = SECTIONS[name]
         model = _MODEL.value or model
@@ -99,14 +76,10 @@ def main(argv: list[str]) -> None:
         prompts = options.ttft and name in PROMPTED
         if prompts and sizes.prompt + sizes.num_replayed > sizes.context:
             raise SystemExit("--context has no room for the prompt and the steps after it")
-        if lab is None or made_for != model:
-            config = with_layers(CONFIGS[model], _DEPTH.value)
-            lab = Lab(config, int(_ATTENTION.value), device, sizes, _HOST.value)
-            lab.shape, lab.expect = model, _EXPECT.value
-            made_for = model
+        if lab is None or lab.shape != model:
+            lab = Lab(CONFIGS[model], model, device, sizes, _HOST.value)
         lab.sizes = sizes
-        attention = "bf16" if lab.attention_bits == 16 else f"INT{lab.attention_bits}"
-        about = f"{name}, {model}, {lab.config.num_layers} layers, attention {attention}"
+        about = f"{name}, {model}, {lab.config.num_layers} layers, attention bf16"
         run = Run(lab, Report(device, about, _FILE.value), options)
         print(f"== {about}", flush=True)
         try:

@@ -1,10 +1,9 @@
 """The sections of `scripts.studies.speed.bench_policies`, by name."""
 
-from scripts.studies.buddymoe.measure_speed import buddymoe, cost, latency
-from scripts.studies.dymoe.measure_speed import compose, dymoe
+from scripts.studies.buddymoe.measure_speed import buddymoe, latency
+from scripts.studies.dymoe.measure_speed import dymoe
 from scripts.studies.dynaexq.measure_speed import dynaexq, dynaexq_wide
 
-PROMPTED = ("buddymoe", "dymoe", "dynaexq_wide")  # which measure prompts, where they are asked to
 QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
 # Of each section: what runs it, its shape, and decode steps of a measurement.
 SECTIONS = {
@@ -13,6 +12,5 @@ SECTIONS = {
     "dymoe": (dymoe, MIXTRAL, 64),
     "buddymoe": (buddymoe, QWEN3, 128),
     "latency": (latency, QWEN3, 64),
-    "cost": (cost, QWEN3, 128),
-    "compose": (compose, MIXTRAL, 64),
 }
+PROMPTED = ("buddymoe", "dymoe", "dynaexq_wide")  # which measure prompts, where they are asked to

@@ -1,15 +1,15 @@
 """How the perplexities of a section are taken: two scales that are not to be compared."""
 
-from scripts.studies.tables.page import Page
+from scripts.studies.tables.paper import Paper
 
 POLICIES = "dynaexq | dynaexq bf16/int4 | wikitext-2 | uniform | 0"
 QUANTIZED = "table | unquantized | perplexity"
 QUANTIZED_WINDOW = 2048  # scripts/studies/quantizers/demo_quantization.py
 
 
-def of_policies(page: Page) -> str:
+def of_policies(paper: Paper) -> str:
     """Protocol of the rows of `scripts/studies/quality/policies.py`."""
-    found = page.results.get(POLICIES)
+    found = paper.results.get(POLICIES)
     if found is None:
         return ""
     window, wiki, each = (
@@ -20,22 +20,22 @@ def of_policies(page: Page) -> str:
         f"Perplexities of this section: the demo model on a CPU, WikiText-2's test text in {wiki} "
         f"windows of {window} tokens ({wiki * window:,}), mixed text in {each} windows of {window} "
         f"of each of {len(domains)} domains ({each * len(domains) * window:,}: "
-        f"{', '.join(domains)}); unquantized WikiText-2 has {page.shown(found)}. MiLo's section "
+        f"{', '.join(domains)}); unquantized WikiText-2 has {paper.shown(found)}. MiLo's section "
         "scores the whole test text in longer windows, so that its perplexities are of another "
         "scale."
     )
 
 
-def of_quantizers(page: Page) -> str:
+def of_quantizers(paper: Paper) -> str:
     """Protocol of the rows of `scripts/studies/quantizers/demo_quantization.py`."""
-    found = page.results.get(QUANTIZED)
+    found = paper.results.get(QUANTIZED)
     if found is None:
         return ""
     windows, tokens = found.more["windows"], found.more["tokens"]
     return (
-        f"Perplexities of this section: the demo model on an H200, the whole test text of "
+        "Perplexities of this section: the demo model on an H200, the whole test text of "
         f"WikiText-2 in {windows} windows of {QUANTIZED_WINDOW} tokens that do not overlap "
-        f"({tokens:,} scored tokens); unquantized it has {page.shown(found, '{:.3f}')}. The other "
+        f"({tokens:,} scored tokens); unquantized it has {paper.shown(found, '{:.3f}')}. The other "
         "papers' sections score a few windows of 512, so that their perplexities are of another "
         "scale."
     )

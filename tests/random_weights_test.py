@@ -1,10 +1,6 @@
-"""The model benchmark: its random weights, its bytes, and that it insists on the kernel."""
+"""Random weights of a benchmark's shapes: how wide they are, and the bytes that a step reads."""
 
 import dataclasses
-import json
-import subprocess
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +12,14 @@ from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
-from moejax.models.shapes import TINY as TINY_SHAPE
 from moejax.weights.qtensor import QTensor, dense
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY
 from tests.packed_weights import num_bytes
-from tests.script_runs import run_module
 
 CONFIG = dataclasses.replace(
     TINY, model_dim=128, expert_dim=64, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=32
 )
-
-
-def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    return run_module("scripts.studies.speed.bench_model", "--shape=tiny", "--platform=cpu", *flags)
 
 
 class WeightsTest(HostTestCase):
@@ -99,63 +89,6 @@ class _Sized:
 
     def __init__(self, leaf: jax.ShapeDtypeStruct):
         self.nbytes = leaf.size * leaf.dtype.itemsize
-
-
-class ScriptTest(parameterized.TestCase):
-    @pytest.mark.slow
-    def test_it_measures_and_says_what_ran(self):
-        with tempfile.TemporaryDirectory() as directory:
-            output = Path(directory) / "rows.jsonl"
-            done = run(
-                "--bits=3", "--head_bits=8", "--batch=2", "--prompt=20", "--repeats=1",
-                "--new_tokens=9", "--steps_per_call=4", "--implementation=reference",
-                f"--output={output}",
-            )  # fmt: skip
-            self.assertEqual(done.returncode, 0, done.stderr[-2000:])
-            rows = [json.loads(line) for line in output.read_text().splitlines()]
-        found = {row["what"].split(", tiny")[0]: row for row in rows}
-        tpot = found["batch 2 prompt 20 TPOT, calls of 4"]
-        self.assertGreater(tpot["figure"], 0)
-        self.assertIn("INT3 g64 float, attention INT3, head INT8", tpot["what"])
-        self.assertIn("decode by reference and reference", tpot["what"])
-        experts = found["batch 2 prompt 20 experts a layer that a step reads"]["figure"]
-        self.assertBetween(experts, 2, 4)
-        self.assertGreater(found["batch 2 prompt 20 bytes a step at least"]["figure"], 0)
-        self.assertIn("decode of 2 tokens, head: reference, int8g", done.stdout)
-
-    @parameterized.parameters("prefill", "decode")
-    @pytest.mark.slow
-    def test_prompts_or_decode_alone_say_what_their_programs_take(self, phase):
-        with tempfile.TemporaryDirectory() as directory:
-            output = Path(directory) / "rows.jsonl"
-            done = run(
-                f"--{phase}_only", "--batch=2", "--prompt=90", "--context=128", "--repeats=1",
-                "--new_tokens=4", "--steps_per_call=4", "--noprofile", f"--output={output}",
-            )  # fmt: skip
-            self.assertEqual(done.returncode, 0, done.stderr[-2000:])
-            rows = [json.loads(line) for line in output.read_text().splitlines()]
-        found = {row["what"].split(", tiny")[0]: row for row in rows}
-        row = found[f"batch 2 prompt 90 memory of {phase} by XLA's plan"]
-        parts = row["baseline"]
-        held = parts["weights_gib"] + parts["cache_gib"]
-        more = parts["temp_gib"] + parts["output_gib"] - parts["alias_gib"]
-        self.assertGreater(more, 0)
-        self.assertAlmostEqual(row["figure"], held + more)
-        self.assertGreater(parts["argument_gib"], parts["cache_gib"])
-        # The cache comes in and goes out in one place.
-        self.assertGreaterEqual(parts["alias_gib"], parts["cache_gib"])
-        c = TINY_SHAPE
-        numbers = 2 * c.num_layers * 2 * 128 * c.num_kv_heads * c.head_dim
-        self.assertEqual(parts["cache_gib"] * 2**30, 2 * numbers)  # bfloat16
-        self.assertEqual("batch 2 prompt 90 TTFT" in found, phase == "prefill")
-
-    @pytest.mark.slow
-    def test_an_unexpected_kernel_ends_it(self):
-        done = run("--bits=4", "--expect=mosaic", "--expect_prefill=any")
-        self.assertNotEqual(done.returncode, 0)
-        self.assertIn("not the expected kernel: prefill attention.qkv_proj: dequ", done.stderr)
-        self.assertRegex(done.stderr, "decode experts: dequantized.*mosaic: ")
-        self.assertNotIn("TTFT", done.stdout)
 
 
 if __name__ == "__main__":
