@@ -281,19 +281,6 @@ class ChunksTest(parameterized.TestCase):
         errors = relative_errors(np.asarray(found), np.asarray(expected))
         self.assertLess(errors.max(), RELATIVE_ERROR)
 
-    @parameterized.parameters(
-        ((CHUNK,) * 3, True), ((CHUNK,) * 3, False), ((LENGTH - 4, 1, 1, 1, 1), True)
-    )
-    @pytest.mark.slow
-    def test_chunks_and_decode_are_a_prompt_at_once(self, sizes, expanded):
-        found, cache = run_in_chunks(sizes, expanded=expanded)
-        expected, whole = run_whole()
-        self.check_near(found, expected)
-        for part, other in ((cache.keys, whole.keys), (cache.values, whole.values)):
-            self.check_near(part[..., :LENGTH, :], other[..., :LENGTH, :])
-        self.assertEqual(cache.keys.shape, (6, 2, 1, SLOTS, 6))
-        self.assertEqual(cache.values.shape, (6, 2, 1, SLOTS, 24))
-
     def test_layers_unrolled_and_queries_in_blocks(self):
         with (
             mock.patch.object(Transformer, "loops", lambda *_: False),

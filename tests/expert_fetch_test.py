@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
-from jax.experimental import topologies
 
 from pallas_kernels import expert_fetch as package
 from pallas_kernels.expert_fetch import CopyTiles, api, copying, fetch, fetch_all, triton
@@ -357,44 +356,6 @@ class LoweringTest(parameterized.TestCase):
         self.assertEqual(aliased, [*"012345"])
         donated = re.findall(r"tf\.aliasing_output = (\d+)", text)
         self.assertEqual(donated, [*"012345"])
-
-
-class CompilationTest(parameterized.TestCase):
-    """The whole compiler; with JAX's CUDA plugin it needs no GPU."""
-
-    def compile(self, run: Any, *operands: Any) -> tuple[Any, str]:
-        """Memory and program of a function whose first argument is donated."""
-        self.enter_context(mock.patch.object(api, "current_target", lambda: H100.target))
-        try:
-            topology = topologies.get_topology_desc(
-                platform="cuda",
-                topology_name="1x1x1",
-                topology="1x1x1",
-                target_config=H100.description,
-            )
-        except NotImplementedError:
-            self.skipTest(
-                "needs JAX's CUDA plugin, and without a GPU JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"
-            )
-        # Programs of a topology cannot be read back from the cache.
-        name = "jax_persistent_cache_min_compile_time_secs"
-        self.addCleanup(jax.config.update, name, jax.config.values[name])
-        jax.config.update(name, 1e9)
-        mesh = jax.sharding.Mesh(np.array(topology.devices), "x")
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        jitted = jax.jit(run, donate_argnums=0, in_shardings=everywhere, out_shardings=everywhere)
-        with gpu_targets.described(H100):
-            lowered = jitted.trace(*operands).lower()
-        program = lowered.compile()
-        return program.memory_analysis(), program.as_text()
-
-    def test_the_pools_alias_and_nothing_is_copied(self):
-        operands = abstract(512, 1024, 8)
-        memory, text = self.compile(fetch, *operands)
-        num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in operands.pools)
-        self.assertEqual(memory.alias_size_in_bytes, num_bytes)
-        self.assertLess(memory.temp_size_in_bytes, 4096)
-        self.assertNotRegex(text, COPY)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="tiles")

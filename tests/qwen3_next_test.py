@@ -19,7 +19,7 @@ from moejax.evaluation.perplexity import log_likelihood
 from moejax.inference import runner, steps
 from moejax.models.config import DeltaNet, ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.transformer import ChunkSpec, forward, merge_weights, model_definition
+from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.text.windows import Windowing
 from tests import parity, slow, tiny_engine
 from tests.cached_runners import random_weights as pooled_weights
@@ -108,14 +108,6 @@ class ParityTest(Qwen3NextTestCase):
 
 class CacheTest(Qwen3NextTestCase):
     @pytest.mark.slow
-    def test_a_prompt_in_chunks_is_the_prompt_whole(self):
-        engine, tokens = self.load(), random_tokens(2, 72)
-        whole = engine.logits(tokens)
-        with mock.patch.object(runner, "longest_chunk", lambda *_: 16):
-            cut = engine.logits(tokens)
-        self.assertLess(relative_errors(cut, whole).max(), RELATIVE_ERROR)
-
-    @pytest.mark.slow
     def test_unequal_prompts_in_chunks(self):
         engine, prompts = self.load(), prompts_of((41, 5, 70))
         how = {"max_new_tokens": 12, "ignore_eos": True}
@@ -123,36 +115,6 @@ class CacheTest(Qwen3NextTestCase):
         with mock.patch.object(runner, "longest_chunk", lambda *_: 16):
             together = engine.generate(prompts, **how)
         self.assertEqual([answer.tokens for answer in together], alone)
-
-    @pytest.mark.slow
-    def test_token_by_token_is_the_whole_at_once(self):
-        engine = self.load("next_dense_shared24_fused")
-        tokens, num_first = random_tokens(2, 24), 15
-        definition = model_definition(engine.config)
-
-        @jax.jit
-        def at_once(tokens):
-            model = merge_weights(definition, engine.weights)
-            return model.project_to_vocab(forward(model, tokens)[0])
-
-        whole = at_once(tokens)
-        cache = empty_cache(engine.config, 2, 32, jnp.dtype("float32"))
-
-        @functools.partial(jax.jit, static_argnums=3)
-        def step(cache, tokens, first, spec):
-            positions = jnp.broadcast_to(first + jnp.arange(tokens.shape[1]), tokens.shape)
-            model = merge_weights(definition, engine.weights)
-            mask = jnp.ones(tokens.shape, bool)
-            cache, hidden, *_ = model(tokens, positions.astype(jnp.int32), mask, cache, spec)
-            return cache, model.project_to_vocab(hidden)
-
-        cache, found = step(cache, tokens[:, :num_first], 0, ChunkSpec(0, True, "dense", "xla"))
-        parts, spec = [found], ChunkSpec(32, False, "dense", "xla")
-        for at in range(num_first, tokens.shape[1]):
-            cache, found = step(cache, tokens[:, at : at + 1], at, spec)
-            parts.append(found)
-        found = np.concatenate(parts, axis=1)
-        self.assertLess(relative_errors(found, np.asarray(whole)).max(), RELATIVE_ERROR)
 
     @pytest.mark.slow
     def test_rows_that_end_early_change_nothing(self):

@@ -171,16 +171,33 @@ KEPT_FORMS = (
 
 
 class KernelTest(HostTestCase):
-    def operands(self, form: packed_operands.Form, rows: int, shape: tuple[int, int]):
+    def operands(
+        self, form: packed_operands.Form, rows: int, shape: tuple[int, int], dtype: str = "bfloat16"
+    ) -> tuple[np.ndarray, PackedMatrices]:
         rng = np.random.default_rng(seed(self.id()))
         weights = packed_operands.random_matrices(rng, form, num_slots=2, shape=shape, used={1})
-        return packed_operands.random_activations(rng, (rows, shape[1]), "bfloat16"), weights
+        return packed_operands.random_activations(rng, (rows, shape[1]), dtype), weights
 
     def violation(self, x: np.ndarray, weights: PackedMatrices, tiles: StreamTiles) -> str | None:
         dtype = np.dtype(np.float32)
         y = mosaic_decode.dense(x, weights, np.int32(1), dtype, tiles, interpret=True)
         expected = packed_operands.product(x, weights, 1)
-        return packed_operands.violation(np.asarray(y), *expected, "bfloat16")
+        return packed_operands.violation(np.asarray(y), *expected, x.dtype.name)
+
+    @parameterized.product(bits=(2, 3, 4, 8), size=(1e-3, 1e-4))
+    def test_small_fp16_activations_lose_nothing(self, bits, size):
+        x, weights = self.operands(packed_operands.Form(bits), 2, (32, 512), "float16")
+        x = (np.float16(size) * x).astype(np.float16)
+        self.assertIsNone(self.violation(x, weights, StreamTiles(1, 1, 4)))
+
+    @parameterized.parameters(
+        (packed_operands.Form(3, 256), 256), (packed_operands.Form(3, 128, "integer"), 256),
+        (packed_operands.Form(4, 512, "integer"), 512),
+    )  # fmt: skip
+    def test_the_last_rows_of_the_last_slot_read_nothing_behind_them(self, form, inputs):
+        # The simulator raises for a load beyond an array.
+        x, weights = self.operands(form, 1, (16, inputs))
+        self.assertIsNone(self.violation(x, weights, StreamTiles(1, 1, 4)))
 
     @slow.repeats()
     @parameterized.parameters(*BROKEN)
