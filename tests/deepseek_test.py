@@ -27,7 +27,7 @@ from moejax.models import latent_attention
 from moejax.models.attention import Attended
 from moejax.models.config import LatentAttention as Widths
 from moejax.models.config import ModelConfig, RopeScaling, RouterRule
-from moejax.models.kv_cache import KVCache, empty_cache
+from moejax.models.kv_cache import empty_cache
 from moejax.models.latent_attention import is_expanded
 from moejax.models.layer_index import layer_indices
 from moejax.models.rope import model_angles
@@ -73,7 +73,7 @@ TINY = dataclasses.replace(
         kind="yarn", factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.5
     ),
 )  # fmt: skip
-LENGTH, CHUNK, SLOTS = 24, 8, 32
+LENGTH, SLOTS = 24, 32
 
 
 def sigmoid_router(config: ModelConfig) -> ModelConfig:
@@ -176,36 +176,20 @@ def tiny_weights(config: ModelConfig = TINY) -> dict[str, Weight]:
     return {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(config).items()}
 
 
-def run_in_chunks(sizes: tuple[int, ...], *, expanded: bool = True) -> Any:
-    """Outputs [2, LENGTH, D] of a prompt by chunks of these sizes, and the cache after it."""
-    definition = model_definition(TINY)
+def run_whole() -> jax.Array:
+    """Outputs [2, LENGTH, D] of a prompt at once, in expanded form."""
+    definition, mask = model_definition(TINY), jnp.ones((2, LENGTH), bool)
     tokens = np.random.default_rng(5).integers(0, TINY.vocab_size, (2, LENGTH), np.int32)
-    mask = jnp.ones((2, LENGTH), bool)
-
-    @functools.partial(jax.jit, static_argnames="spec")
-    def run(weights: Any, cache: Any, tokens: jax.Array, start: jax.Array, spec: ChunkSpec) -> Any:
-        model = merge_weights(definition, weights)
-        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        positions = jnp.broadcast_to(positions[None], tokens.shape)
-        return model(tokens, positions, mask[:, : tokens.shape[1]], cache, spec)[:2]
-
-    weights, start, found = tiny_weights(), 0, []
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
     cache = empty_cache(TINY, 2, SLOTS, jnp.float32)
-    with mock.patch.object(
-        latent_attention, "is_expanded", lambda *_, length, **__: expanded and length > 1
-    ):
-        for size in sizes:
-            spec = ChunkSpec(SLOTS if start else 0, start == 0, "dense", "xla")
-            part = tokens[:, start : start + size]
-            cache, hidden = run(weights, cache, part, jnp.int32(start), spec)
-            found.append(hidden)
-            start += size
-    return jnp.concatenate(found, axis=1), cache
 
+    @jax.jit
+    def run(weights: Any, cache: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        model = merge_weights(definition, weights)
+        return model(tokens, positions, mask, cache, ChunkSpec(0, True, "dense", "xla"))[1]
 
-@functools.cache
-def run_whole() -> tuple[jax.Array, KVCache]:
-    return run_in_chunks((LENGTH,))
+    with mock.patch.object(latent_attention, "is_expanded", lambda *_, **__: True):
+        return run(tiny_weights(), cache, tokens, positions)
 
 
 class FurtherLayersTest(parameterized.TestCase):
@@ -274,7 +258,7 @@ class FurtherLayersTest(parameterized.TestCase):
             dataclasses.replace(TINY, rope_theta=1.0)
 
 
-class ChunksTest(parameterized.TestCase):
+class PromptTest(parameterized.TestCase):
     """Six layers: one dense, four in a loop whose layer is a number on the device, and one more."""
 
     def check_near(self, found: jax.Array, expected: jax.Array) -> None:
@@ -286,15 +270,15 @@ class ChunksTest(parameterized.TestCase):
             mock.patch.object(Transformer, "loops", lambda *_: False),
             mock.patch.object(latent_attention, "SCORE_BYTES", 4 * 2 * 4 * LENGTH * 7),
         ):
-            found, _ = run_in_chunks((LENGTH,))
-        self.check_near(found, run_whole()[0])
+            found = run_whole()
+        self.check_near(found, run_whole())
 
     @pytest.mark.slow
     def test_without_a_cache(self):
         tokens = np.random.default_rng(5).integers(0, TINY.vocab_size, (2, LENGTH), np.int32)
         model = merge_weights(model_definition(TINY), tiny_weights())
         found, _ = forward(model, tokens)
-        self.check_near(found, run_whole()[0])
+        self.check_near(found, run_whole())
 
 
 class FormsTest(parameterized.TestCase):

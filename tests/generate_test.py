@@ -20,7 +20,6 @@ from absl.testing import absltest, parameterized
 from moejax import cli, generate
 from moejax.demo import DEMO_DIRECTORY
 from moejax.engine import Engine
-from tests import slow
 from tests.hf_checkpoints import write_checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -93,8 +92,8 @@ class TinyCheckpointTest(parameterized.TestCase):
         _, together, _ = run_in_process(*common, "--prompt=a b c d e f", "--prompt=xy")
         self.assertEqual(together, f"=== 1 of 2 ===\n{alone[0]}=== 2 of 2 ===\n{alone[1]}")
 
-    @slow.where(lambda tiers: tiers == "()")
     @parameterized.parameters(("('int2',)", 1e-3, 10), ("()", -1e-6, 1e-6))
+    @pytest.mark.slow
     def test_an_answer_is_compared_with_the_exact_models(self, tiers, least, most):
         common = (
             f"--config.checkpoint={self.checkpoint}", "--config.max_new_tokens=8", "--prompt=abc",

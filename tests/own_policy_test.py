@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from absl import flags
 from absl.testing import absltest, parameterized
 
@@ -89,6 +90,7 @@ class OwnPolicyTest(parameterized.TestCase):
             # A token's first expert has more than half of its weight, of two.
             self.assertBetween(engine.ledger.shares["int4"], 0.5, 0.99)
 
+    @pytest.mark.slow
     def test_a_sweep_replays_it(self):
         trace = random_trace(step_sizes=[5, *[1] * 12], num_layers=2, num_experts=8, width=2)
         write_trace(self.folder / "x.trace", trace)

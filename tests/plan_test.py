@@ -189,8 +189,8 @@ class ContractTest(PlanCase):
         self.check_programs(engine)
 
     # With waves and wide experts, XLA on a CPU copies the slots around the loop over blocks.
-    @slow.repeats()
     @parameterized.parameters((3, WIDE_ATTENTION, 4), (8, WIDE_EXPERTS, 1))
+    @pytest.mark.slow
     def test_pooled_runs_allocate_and_take_what_was_planned(self, slots, shape, batch):
         engine = self.engine(Limits(slots=slots, transient=2), shape, batch)
         planned = dict(engine.budget.device)

@@ -20,7 +20,7 @@ from moejax.experts.tiering import Tiering
 from moejax.inference import steps
 from moejax.inference.chunking import next_chunk
 from moejax.text.windows import Windowing
-from tests import slow, tiny_engine
+from tests import tiny_engine
 
 TEXT = "".join(f"the {a} fox jumps over {b} dogs. " for a in "abcdefgh" for b in "xyz")
 DYNAEXQ = {"policy": "dynaexq", "settings": {"period": 24}, "slots": (3, 8)}
@@ -60,8 +60,8 @@ class PolicyScoringTest(parameterized.TestCase):
         how = {"batch_size": batch_size}
         return log_likelihood(ids, Windowing(50, 50), engine.score, **how).nats
 
-    @slow.repeats()
     @parameterized.parameters(DYNAEXQ, DYMOE)
+    @pytest.mark.slow
     def test_one_figure_at_every_batch_size_in_real_and_emulated_slots(self, **policy):
         found = []
         for emulate, batch_size in ((False, 1), (False, 8), (True, 8)):
@@ -136,6 +136,7 @@ class PolicyScoringTest(parameterized.TestCase):
             self.assertEqual(cli.exit_status(command, ["x", *arguments, *flags]), 0, err.getvalue())
         return out.getvalue(), err.getvalue()
 
+    @pytest.mark.slow
     def test_evaluate_gives_one_perplexity_and_says_how_it_read(self):
         self.engine(**DYNAEXQ)
         found = []
@@ -153,6 +154,7 @@ class PolicyScoringTest(parameterized.TestCase):
             found.append(record["perplexity"])
         self.assertEqual(*found)
 
+    @pytest.mark.slow
     def test_a_run_too_short_for_the_policy_says_so(self):
         self.engine(**DYNAEXQ)
         _, err = self.run_main(generate.COMMAND, "--prompt=the fox", max_new_tokens=4)

@@ -239,6 +239,7 @@ class StressTest(parameterized.TestCase):
 
 
 PLAN = jax.jit(plan_needed, static_argnums=(0, 4))
+PREDICT = jax.jit(predict_needed, static_argnums=(0, 4))
 
 
 def mask(num_experts: int, *experts: int) -> jax.Array:
@@ -293,7 +294,7 @@ class RulesTest(parameterized.TestCase):
                 _, state, counts = planned(one, state, experts, layer=layer, counts=counts)
             else:
                 wanted = mask(8, *experts)
-                _, state, counts = predict_needed(one, state, layer, wanted, 2, counts)
+                _, state, counts = PREDICT(one, state, layer, wanted, 2, counts)
         gone = jnp.asarray(rng.random((5, 8)) < 0.5)
         found, told = residency.release_everywhere(state, gone, counts)
         found.check(one)

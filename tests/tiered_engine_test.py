@@ -99,6 +99,7 @@ class EngineTest(parameterized.TestCase):
         served = np.stack(steps)[..., :3].sum(axis=-1)
         np.testing.assert_allclose(served[:5], np.stack(whole)[:5], rtol=1e-5)
 
+    @pytest.mark.slow
     def test_emulated_slots_give_the_tokens_of_real_ones(self):
         how = dict(policy="dymoe", settings={"retention": 0.75, "heavy_count": 2}, **MADE)
         real, emulated = (self.engine(slots=(3, 8), emulate=e, **how) for e in (False, True))
@@ -200,6 +201,7 @@ class EngineTest(parameterized.TestCase):
         tokens = [answer.tokens for answer in said]
         self.assertEqual(tokens[:2], tokens[2:])
 
+    @pytest.mark.slow
     def test_a_tier_of_another_checkpoint(self):
         other = self.folder / "other"
         tiny_engine.load_tiny_engine(other)
