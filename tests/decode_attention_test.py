@@ -4,7 +4,6 @@ Expectations are float64 numpy, one head at a time; the tolerance follows from t
 """
 
 import functools
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from moejax.models import attention
 from pallas_kernels import decode_attention as package
 from pallas_kernels.decode_attention import Latent, tiles, triton
 from pallas_kernels.target import Target
-from tests import gpu_programs, gpu_targets, slow
+from tests import slow
 from tests.host_test_case import HostTestCase
 from tests.kernel_contract import (
     ROUNDOFF,
@@ -385,17 +384,6 @@ class RefusalTest(HostTestCase):
         found = tiles.default_tiles(batch * num_kv, 16, kv_length, 128, 2, target)
         found.check()
         self.assertEqual(found.splits, splits)
-
-
-class LoweringTest(HostTestCase):
-    """Programs for CUDA, made without a GPU."""
-
-    @parameterized.parameters((1, 4, 2), (16, 4, 2), (32, 4, 1), (1, 8, 2), (32, 8, 1))
-    def test_one_launch_or_two_and_nothing_else(self, batch, num_kv, launches):
-        program = gpu_programs.attention(batch, num_kv)
-        text = program.lower(gpu_targets.GPUS["H100"]).as_text()
-        self.assertEqual(re.findall(r"stablehlo\.(\w+)", text), ["custom_call"] * launches)
-        self.assertIn(f"decode_attention_bfloat16_{32 // num_kv}x128_", text)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 Expectations are float64 numpy; the choice is that of `jax.lax.top_k` of the probabilities found.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import router_topk as package
 from pallas_kernels.router_topk import triton
-from tests import gpu_programs, gpu_targets, slow
+from tests import slow
 from tests.host_test_case import HostTestCase
 from tests.kernel_contract import (
     UNIT_ROUNDOFF,
@@ -276,17 +275,6 @@ class RefusalTest(HostTestCase):
         how = {"logits": jnp.zeros((2, 8)), "k": 2, "normalise": True, "implementation": "triton"}
         with self.assertRaisesRegex(ValueError, said):
             package.top_k(**(how | changed), interpret=True)
-
-
-class LoweringTest(HostTestCase):
-    """Programs for CUDA, made without a GPU."""
-
-    @parameterized.parameters((1, 128, 8), (2048, 128, 8), (4, 8, 2), (5, 60, 5))
-    def test_one_launch_and_nothing_else(self, num_tokens, num_experts, chosen):
-        program = gpu_programs.router(num_tokens, num_experts, chosen)
-        text = program.lower(gpu_targets.GPUS["H100"]).as_text()
-        self.assertEqual(re.findall(r"stablehlo\.(\w+)", text), ["custom_call"])
-        self.assertIn(f"router_topk_{num_experts}x{chosen}n", text)
 
 
 @pytest.mark.gpu
