@@ -66,7 +66,7 @@ def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int)
 def _phases(
     runner: Runner, batch: int, prompt: int, context: int
 ) -> Iterator[tuple[str, dict[str, KernelChoice]]]:
-    """What serves a prompt's chunks, then decode."""
+    """Kernels of a prompt's chunks, then of decode."""
     chunks = runner.chunks(batch, prompt, context, runner.short_chunk)
     for size in sorted({size for _, size in chunks}):
         yield "prefill", runner.kernel_choices(batch * size, batch)

@@ -48,14 +48,14 @@ State = TypeVar("State")
 
 
 class StepInputs(NamedTuple):
-    """What every step through the layers reads and does not donate."""
+    """Operands that every step through the layers reads and does not donate."""
 
     weights: Weights
     rows: tuple[ExpertStore, ...] | None  # of the expert cache, of each tier
 
 
 class StepResult(NamedTuple, Generic[State]):
-    """What a step gives back; `state` and `experts` are those that it got, donated."""
+    """Results of a step; `state` and `experts` reuse the donated operands."""
 
     state: State
     experts: ExpertCache | None
