@@ -20,7 +20,7 @@ from moejax.benchmarking.requests import read_prompt_file
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation.record import check_output
-from moejax.experts.machine import let_jax_pin
+from moejax.experts.machine import raise_pinned_limit
 from moejax.files.result_rows import check_rows
 
 
@@ -39,7 +39,7 @@ def benchmark(config: BenchmarkConfig, values: flags.FlagValues) -> None:
     file = None
     if config.prompts:
         file = read_prompt_file(cli.user_path(config.prompts), config.split)
-    if said := let_jax_pin(config.platform):
+    if said := raise_pinned_limit(config.platform):
         logging.warning("%s", said)
     # JAX is imported here: --help and mistakes need not wait for it.
     from moejax.benchmarking import record, running

@@ -209,7 +209,7 @@ class Engine:
     def ledger(self) -> Ledger | None:
         """Ledger of expert movement so far; None if all experts are among the weights."""
         memory = self._runner.memory
-        return memory.settle() if memory else None
+        return memory.read_counters() if memory else None
 
     @property
     def compile_seconds(self) -> float:
@@ -253,7 +253,7 @@ class Engine:
         if memory := self._runner.memory:
             for name, tier in zip(bits.experts_nbytes, memory.tiers, strict=True):
                 stored |= {f"{leaf} in {name}": stack for leaf, stack in tier.stacks().items()}
-        packing = describe_packing(stored, self._products())
+        packing = describe_packing(stored, self._runner.products)
         return f"{bits.nbytes / 1e6:.1f} MB, {bits.describe()}{packing}"
 
     @property
@@ -261,7 +261,8 @@ class Engine:
         """Kernel choice of each product: {"decode attention.o_proj": "mosaic, int4g64 float", ...}.
 
         The choices are those of the calls so far, the last of a phase if they differ; before the
-        first call, those for a batch of one. If a kernel refused, its reason follows.
+        first call, those for a batch of one, which is traced. If a kernel refused, its reason
+        follows.
         """
         return {
             f"{phase} {name}": of.describe()
@@ -270,11 +271,12 @@ class Engine:
         }
 
     def _products(self) -> dict[str, dict[str, KernelChoice]]:
-        first = {
-            "prefill": self._runner.kernel_choices(MAX_PREFILL_LENGTH, 1),
-            "decode": self._runner.kernel_choices(1, 1),
+        found = self._runner.products
+        sizes = {"prefill": MAX_PREFILL_LENGTH, "decode": 1}
+        return {
+            phase: found.get(phase) or self._runner.kernel_choices(size, 1)
+            for phase, size in sizes.items()
         }
-        return first | self._runner.products
 
     @property
     def experts_used(self) -> list[str]:

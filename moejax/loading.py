@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moejax import cli
 from moejax.config.commands import EvaluateConfig, GenerateConfig, MemoryConfig
 from moejax.errors import print_stderr
-from moejax.experts.machine import let_jax_pin
+from moejax.experts.machine import raise_pinned_limit
 from moejax.inference import report
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _load(
     from moejax.experts.tiering import verify_all
 
     limits = config.memory.limits() if config.memory != MemoryConfig() else None
-    if (policy or limits) and (said := let_jax_pin(config.platform)):
+    if (policy or limits) and (said := raise_pinned_limit(config.platform)):
         print_stderr(said)
     if config.verify:
         print_stderr(*verify_all(checkpoint, config.memory.disk_path, policy))

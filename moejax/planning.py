@@ -8,20 +8,20 @@ import jax
 import numpy as np
 
 from moejax.checkpoints.experts import open_experts
-from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
 from moejax.config.commands import PlanConfig
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
-from moejax.experts.budget import Budget, Tier, make_budget
+from moejax.experts.budget import Budget, RunSizes, Tier, make_budget
 from moejax.experts.disk_reader import check_waiting
 from moejax.experts.load import budget_of_tiers, disk_source, plan_experts, tier_of
-from moejax.experts.tiering import STORED, Tiering, named
+from moejax.experts.tiering import STORED, Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
+from moejax.weights.qtensor import CodesKind
 
 
 def tiered_budget(config: PlanConfig, tiering: Tiering) -> Budget:
@@ -45,19 +45,14 @@ def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> Budget:
     """Plans a named shape's budget; tiers have the bits that their names say."""
     if tiering.emulate:
         raise MoejaxError("a shape takes no policy.emulate")
-    assert isinstance(tiering.policy, str)
     _, model, own, itemsize = model_of(config)
-    tiers = []
+    run, tiers = _run(config, model, own, itemsize), []
     for tier in tiering.stored():
         group = config.group_size if tier.name == STORED else tiering.group_size
         sizes = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
         tiers.append(Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes))
-    context, chunk = _sizes(config, model)
-    return budget_of_tiers(
-        named(tiering.policy, tiering.settings, None, model).policy, model, own.weights_nbytes,
-        tiers, slots=tiering.slots, limits=config.memory.limits(), batch=config.batch,
-        context=context, chunk=chunk, itemsize=itemsize, device=_device(config),
-    )  # fmt: skip
+    policy = choose(tiering, None, model).policy
+    return budget_of_tiers(policy, run, tiers, tiering.slots, config.memory.limits())
 
 
 def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: int) -> Budget:
@@ -69,20 +64,9 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
     Raises:
       MoejaxError: the configuration cannot run.
     """
-    context, chunk = _sizes(config, model)
     limits = config.memory.limits()
     source = None if config.shape else disk_source(open_checkpoint(config.checkpoint), limits)
-    budget = make_budget(
-        model,
-        sizes.weights_nbytes,
-        [tier_of(sizes)],
-        batch=config.batch,
-        context=context,
-        chunk=chunk,
-        limits=limits,
-        platform=platform_of(config),
-        itemsize=itemsize,
-    )
+    budget = make_budget(_run(config, model, sizes, itemsize), [tier_of(sizes)], limits)
     if source is not None and budget.tiers[0].host_share < 1:
         with open_experts(source, dtype=config.dtype, device=_device(config)) as reader:
             check_waiting(reader, _device(config), str(source.directory))
@@ -94,6 +78,14 @@ def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[Tier]) -> str:
     num_experts = len(model.moe_layers) * model.num_experts
     experts = {tier.name: num_experts * tier.expert_nbytes for tier in tiers if num_experts}
     return f"weights: {bits_of_sizes(model, sizes.weights_nbytes, experts).describe()}"
+
+
+def _run(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: int) -> RunSizes:
+    context, chunk = _sizes(config, model)
+    return RunSizes(
+        config=model, weights_nbytes=sizes.weights_nbytes, batch=config.batch, context=context,
+        chunk=chunk, platform=platform_of(config), itemsize=itemsize,
+    )  # fmt: skip
 
 
 def _sizes(config: PlanConfig, model: ModelConfig) -> tuple[int, int]:

@@ -29,11 +29,6 @@ def triton_call(
 
     Args:
       body: takes one ref per operand, then one per output.
-      name: operation, dtype and tile, shown in profiles.
-      out_shape: shape of the output, or of each of several.
-      num_warps: warps per program.
-      num_stages: stages of Triton's software pipeline.
-      interpret: runs the body on the CPU, for tests.
       aliases: operand -> output that takes its place in memory; the operand must be donated, or XLA
         copies it. The body writes the output's ref.
     """
@@ -68,11 +63,7 @@ def mosaic_call(
 
     Args:
       body: takes the MLIR reference of each operand, output and scratch buffer.
-      name: operation, form and tile, shown in profiles.
       num_blocks: thread blocks, or clusters of them; each block reads its index from ctaid.x.
-      out_shape: shape of the output, or of each of several.
-      scratch: shared memory, as `plgpu.SMEM` types.
-      num_warpgroups: warpgroups per block; 128 threads each.
       cluster: neighbouring blocks that reach each other's shared memory.
     """
 
@@ -111,10 +102,6 @@ def mosaic_pipeline_call(
 
     Args:
       body: takes one ref per operand, then one per output, then the scratch by name.
-      name: operation, form and tile, shown in profiles.
-      num_blocks: thread blocks, axis "block".
-      out_shape: shape of the output, or of each of several.
-      scratch: shared memory and barriers.
       num_warpgroups: warpgroups per block, axis "warpgroup"; 128 threads each.
       alias: the operand whose memory the only output reuses, see `aliases` of `triton_call`.
     """

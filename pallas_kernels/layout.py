@@ -58,10 +58,6 @@ def num_words(num_codes: int, bits: int) -> int:
 def num_groups(num_codes: int, group_size: int) -> int:
     """Quantization groups of a row; the last may be shorter.
 
-    Args:
-      num_codes: K.
-      group_size: 1..K; K is one group a row (per channel).
-
     Raises:
       ValueError: the group size is not positive or longer than the row.
     """
@@ -111,7 +107,6 @@ def unpack(words: Any, bits: int, num_codes: int) -> Any:
     Args:
       words: uint32[..., num_words(num_codes, bits)].
       bits: 2, 3, 4 or 8.
-      num_codes: K.
 
     Returns:
       uint8[..., K].

@@ -47,10 +47,6 @@ class Operation:
     ) -> str | None:
         """Returns all reasons why an implementation refuses, in one line, or None.
 
-        Args:
-          abstract: the result of the attribute `abstract`.
-          target: None for the default device.
-
         Raises:
           ValueError: there is no such implementation.
         """
@@ -85,8 +81,6 @@ class Operation:
         Args:
           implementation: one of `names`; None for the one that `choose` names.
           tiles: a kernel's; None for its own. The reference has none.
-          interpret: runs a kernel on the CPU, for tests.
-          static: arguments that a program is compiled for.
 
         Raises:
           ValueError: there is no such implementation, or it refuses; with all reasons.

@@ -169,7 +169,7 @@ def _expected_tokens(
     return found
 
 
-def add_told(choices: dict[int, Choice], told: dict[str, Any], case: Case) -> None:
+def add_answer(choices: dict[int, Choice], told: dict[str, Any], case: Case) -> None:
     """Adds a choice of an answer, or of a chunk of a stream, to what its index had before.
 
     Raises:

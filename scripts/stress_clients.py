@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from scripts.stress_cases import Case, Choice, add_told
+from scripts.stress_cases import Case, Choice, add_answer
 
 TIMEOUT_S = 120.0  # no answer within it is a lost one
 MALFORMED: tuple[bytes, ...] = (
@@ -109,7 +109,7 @@ class Client:
             connection.close()
         choices: dict[int, Choice] = {}
         for told in answer["choices"]:
-            add_told(choices, told, case)
+            add_answer(choices, told, case)
         self._compare(case, choices, answer["usage"], started)
 
     def _ask_stream(self, case: Case) -> None:
@@ -128,7 +128,7 @@ class Client:
                     break
                 usage = chunk["usage"] or usage
                 for told in chunk["choices"]:
-                    add_told(choices, told, case)
+                    add_answer(choices, told, case)
                     if is_first and choices[told["index"]].text:
                         with self._tally.lock:
                             self._tally.first_seconds.append(time.monotonic() - started)

@@ -14,10 +14,9 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.benchmarking.random_weights import Packing
 from moejax.benchmarking.step_cost import bytes_per_step
-from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
-from moejax.experts.budget import GIB, BudgetError, Limits, plan_tier
+from moejax.experts.budget import GIB, BudgetError, Limits, RunSizes, make_budget
 from moejax.experts.budget.allocation import STATES
 from moejax.experts.load import tier_of
 from moejax.models.config import weight_shapes
@@ -25,6 +24,7 @@ from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import kind_of
 from moejax.models.shapes import SHAPES, with_layers
 from moejax.policies.attention_importance import importance_nbytes
+from moejax.weights.qtensor import CodesKind
 from tests import model_kinds
 from tests.random_checkpoints import TINY, write_random_checkpoint
 
@@ -36,10 +36,11 @@ BF16 = np.dtype(np.float16)  # of its size
 def budget_of(name, *, batch=1, context=4096, chunk=1024, kind=INT4, **limits):
     config = SHAPES[name]
     sizes = shape_sizes(config, BF16, expert_kind=kind)
-    return plan_tier(
-        config, sizes.weights_nbytes, tier_of(sizes), batch=batch, context=context, chunk=chunk,
-        limits=Limits(**limits), platform="gpu",
+    run = RunSizes(
+        config=config, weights_nbytes=sizes.weights_nbytes, batch=batch, context=context,
+        chunk=chunk, platform="gpu",
     )  # fmt: skip
+    return make_budget(run, [tier_of(sizes)], Limits(**limits)).tiers[0]
 
 
 class PartsTest(parameterized.TestCase):

@@ -13,18 +13,16 @@ from moejax.experts.budget import (
     BudgetError,
     Limits,
     Machine,
+    RunSizes,
     Tier,
     describe,
     gib_above,
     make_budget,
-    n_hot,
-    plan_tier,
     table_nbytes,
     warnings,
 )
-from moejax.experts.budget.tables import RING_BLOCKS
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.budget.planned import RING_BLOCKS
+from moejax.experts.residency import CacheSpec, empty, no_counts
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.shapes import SHAPES
@@ -51,16 +49,11 @@ def int4(config):
 
 def run_budget(config=QWEN, *, batch=1, context=4096, chunk=1024, platform="gpu", **limits):
     """A run without a policy."""
-    return make_budget(
-        config,
-        weights_nbytes(config),
-        [int4(config)],
-        batch=batch,
-        context=context,
-        chunk=chunk,
-        limits=Limits(**limits),
-        platform=platform,
-    )
+    run = RunSizes(
+        config=config, weights_nbytes=weights_nbytes(config), batch=batch, context=context,
+        chunk=chunk, platform=platform,
+    )  # fmt: skip
+    return make_budget(run, [int4(config)], Limits(**limits))
 
 
 def budget_of(config=QWEN, **how):
@@ -81,31 +74,30 @@ class PartsTest(parameterized.TestCase):
         expert = int4(QWEN).expert_nbytes
         self.assertEqual(budget.device["expert slots"], 48 * 5 * expert)
         self.assertEqual(budget.device["transient slots"], 7 * expert)
-        self.assertEqual(budget.num_slots, 48 * 5 + 7)
         self.assertEqual(budget.host, {"experts": 48 * 128 * expert})
         self.assertEmpty(budget.disk)
         self.assertEqual(budget.total_device, sum(budget.device.values()))
 
-    @parameterized.parameters((3, 8, 2, 1), (1, 4, 0, 1), (48, 128, 65, 3))
-    def test_tables_are_those_of_residency_and_counters(self, layers, experts, slots, tiers):
+    @parameterized.parameters((3, 8, 2), (1, 4, 0), (48, 128, 65))
+    def test_tables_are_those_of_residency_and_counters(self, layers, experts, slots):
         spec = CacheSpec(num_layers=layers, num_experts=experts, slots=slots, transient=1)
-        held = jax.eval_shape(lambda: (empty(spec), no_counts(layers, tiers)))
+        held = jax.eval_shape(lambda: (empty(spec), no_counts(layers)))
         row_of = 4 * layers * experts
-        self.assertEqual(table_nbytes(layers, experts, slots, tiers), _nbytes(held) + row_of)
+        self.assertEqual(table_nbytes(layers, experts, slots), _nbytes(held) + row_of)
 
     def test_low_rank_factors_stay_on_the_device(self):
         weights = {**weights_nbytes(QWEN), f"moe{LOW_RANK}": 1000}
-        limits = Limits(slots=2)
-        budget = plan_tier(
-            QWEN, weights, int4(QWEN), batch=1, context=64, chunk=16, limits=limits, platform="gpu"
+        run = RunSizes(
+            config=QWEN, weights_nbytes=weights, batch=1, context=64, chunk=16, platform="gpu"
         )
+        budget = make_budget(run, [int4(QWEN)], Limits(slots=2))
         self.assertEqual(budget.device["low-rank factors of experts"], 1000)
         self.assertNotIn(f"weights moe{LOW_RANK}", budget.device)
 
     def test_without_limits_all_experts_are_among_the_weights(self):
         budget = budget_of()
         self.assertFalse(budget.pooled)
-        self.assertEqual((budget.slots, budget.transient, budget.num_slots), (128, 0, 0))
+        self.assertEqual((budget.slots, budget.transient), (128, 0))
         self.assertEqual(budget.device["experts"], 48 * 128 * int4(QWEN).expert_nbytes)
         self.assertEqual((budget.total_host, budget.link_nbytes(10)), (0, 0))
         machine = Machine(host_nbytes=0, pinned_nbytes=0)
@@ -124,17 +116,16 @@ class PartsTest(parameterized.TestCase):
 
     def test_a_model_without_experts(self):
         config = dataclasses.replace(QWEN, moe_layers=())
-        budget = make_budget(
-            config, weights_nbytes(config), [Tier(name="none", expert_nbytes=0)], batch=1,
-            context=64, chunk=16, limits=Limits(device_gib=40), platform="gpu",
+        run = RunSizes(
+            config=config, weights_nbytes=weights_nbytes(config), batch=1, context=64, chunk=16,
+            platform="gpu",
         )  # fmt: skip
+        none = [Tier(name="none", expert_nbytes=0)]
+        budget = make_budget(run, none, Limits(device_gib=40))
         self.assertFalse(budget.pooled)
         self.assertIn("no sparse layer", describe(budget)[-1])
         with self.assertRaisesRegex(BudgetError, "no experts to move"):
-            plan_tier(
-                config, weights_nbytes(config), Tier(name="none", expert_nbytes=0), batch=1,
-                context=64, chunk=16, limits=Limits(device_gib=1), platform="gpu",
-            )  # fmt: skip
+            make_budget(run, none, Limits(device_gib=1))
 
     def test_a_gpu_takes_a_host_row_as_it_is_but_not_the_disk(self):
         part = "experts on their way in a step"
@@ -329,59 +320,6 @@ class AdviceTest(parameterized.TestCase):
             sum(n for place, part, n in rows if place == "device" and part != "total"),
             budget.total_device,
         )
-
-
-class HotExpertsTest(parameterized.TestCase):
-    @parameterized.parameters(*range(20))
-    def test_most_that_the_inequality_allows(self, seed):
-        """Counted one expert at a time, in rounds over the layers."""
-        rng = np.random.default_rng(seed)
-        layers, experts = int(rng.integers(1, 6)), int(rng.integers(1, 10))
-        cold = int(rng.integers(1, 20))
-        hot = cold + int(rng.integers(1, 40))
-        budget = layers * experts * cold + int(rng.integers(0, layers * experts * hot))
-        counts = [0] * layers
-        taken = layers * experts * cold
-        for place in range(layers * experts):
-            if taken + hot - cold > budget:
-                break
-            taken += hot - cold
-            counts[place % layers] += 1
-        found = n_hot(
-            num_layers=layers, num_experts=experts, hot_nbytes=hot, cold_nbytes=cold,
-            budget_nbytes=budget,
-        )  # fmt: skip
-        self.assertEqual(list(found), counts)
-
-    def test_numbers_of_the_paper(self):
-        """DynaExq, section 4: Qwen3-30B takes 57 GB in FP16 and 17 in INT4, of 48 and 32 GB.
-
-        Half a byte a weight is the least that INT4 takes, which leaves most for hot ones.
-        """
-        sizes = {"num_layers": 48, "num_experts": 128}
-        hot = 3 * 2048 * 768 * 2
-        sizes |= {"hot_nbytes": hot, "cold_nbytes": hot // 4}
-        shared = sum(weights_nbytes(QWEN).values())
-        self.assertAlmostEqual((48 * 128 * hot + shared) / GIB, 57, delta=0.5)
-        self.assertAlmostEqual((48 * 128 * hot // 4 + shared) / 1e9, 17, delta=0.6)
-        all_hot = 48 * 128 * hot
-        self.assertEqual(n_hot(**sizes, budget_nbytes=all_hot), (128,) * 48)
-        self.assertEqual(n_hot(**sizes, budget_nbytes=10 * all_hot), (128,) * 48)
-        self.assertEqual(n_hot(**sizes, budget_nbytes=all_hot // 4), (0,) * 48)
-        # Shared weights are 3.08 GB. By hand, of a layer: (48 - 3.08) GB / 48 - 128 x 2.359 MB is
-        # 633.8 MB, over 7.078 MB 89.5; with 32 GB 300.5 MB, over 7.078 MB 42.4.
-        for gigabytes, expected in ((48, 89), (32, 42)):
-            found = n_hot(**sizes, budget_nbytes=gigabytes * 10**9 - shared)
-            self.assertEqual(found[-1], expected)
-            self.assertEqual(sorted(found, reverse=True), list(found))
-            self.assertLessEqual(max(found) - min(found), 1)
-
-    def test_too_little_for_low_precision(self):
-        sizes = {"num_layers": 2, "num_experts": 4, "hot_nbytes": 2 * GIB, "cold_nbytes": GIB}
-        with self.assertRaisesRegex(BudgetError, "in low precision alone they take 8.00 GiB"):
-            n_hot(**sizes, budget_nbytes=7 * GIB)
-        with self.assertRaises(ValueError):
-            n_hot(**{**sizes, "hot_nbytes": GIB}, budget_nbytes=9 * GIB)
 
 
 def _nbytes(tree):

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from moejax.experts.ledger import EVENTS
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import EVENTS, CacheSpec
 
 ROW = ("slot_of", "owner", "last_use", "prefetched")
 

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts import residency
-from moejax.experts.ledger import EVENTS, Counts, no_counts
-from moejax.experts.residency import CacheSpec, Residency
+from moejax.experts.residency import COLUMNS, CacheSpec, Counts, Residency, no_counts
 from pallas_kernels import cache_plan as package
 
-COLUMNS = {name: i for i, name in enumerate(EVENTS)}
 START = 2**31 - 60  # of the clock: it wraps
 
 
@@ -107,22 +105,22 @@ class Given(NamedTuple):
     arrives: Any  # int32[T], an expert for each tier, -1: none
 
 
-def forms(case: Case) -> tuple[package.Form, ...]:
+def forms(case: Case) -> tuple[package.TierShape, ...]:
     found = []
     for i, slots in enumerate(case.slots):
         pairs = case.tokens * case.width
         transient = case.transient or (1 if slots else pairs)
         has_waves = not case.policy or not slots or len(case.slots) == 1
         found.append(
-            package.Form(
+            package.TierShape(
                 slots=slots,
                 banks=case.banks,
                 transient=transient,
                 waves=has_waves * package.num_waves(min(pairs, case.experts), slots, transient),
                 is_full=slots == case.experts,
                 is_complete=slots == case.experts and not case.cold,
-                is_fixed=case.fixed and i == 0,
-                is_fed=case.fed,
+                static_in_step=case.fixed and i == 0,
+                may_be_promoted_elsewhere=case.fed,
             )
         )
     return tuple(found)
@@ -213,7 +211,7 @@ def plan(case: Case, given: Given, tables: Any, row_of: Any, *, by_pairs: bool, 
         by: Any = package.Wishes(given.tier, given.at_least)
         if case.rule and by_pairs:
             copies = jnp.stack([of.table[given.layer, : case.experts] >= 0 for of in tables])
-            serves = package.serving(copies, [form.is_full for form in forms(case)])
+            serves = package.servable(copies, [form.is_full for form in forms(case)])
             by = wishes_pair_by_pair(case, given, serves)
         elif case.rule:
             by = rule_of(case, given)
@@ -293,9 +291,11 @@ class ByExpert(NamedTuple):
     streamed: jax.Array  # int32[W, B]
 
 
-def form_of(spec: CacheSpec, max_needed: int) -> package.Form:
+def form_of(spec: CacheSpec, max_needed: int) -> package.TierShape:
     waves = package.num_waves(max_needed, spec.slots, spec.transient)
-    return package.Form(slots=spec.slots, banks=spec.banks, transient=spec.transient, waves=waves)
+    return package.TierShape(
+        slots=spec.slots, banks=spec.banks, transient=spec.transient, waves=waves
+    )
 
 
 def plan_needed(

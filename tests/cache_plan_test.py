@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.experts.ledger import EVENTS
+from moejax.experts.residency import EVENTS
 from pallas_kernels import cache_plan
 from pallas_kernels.target import Target
 from tests import cache_plan_contract as contract
@@ -58,25 +58,28 @@ class ApiTest(parameterized.TestCase):
         return [tier], jnp.zeros((2, gate)), 0, asked, jnp.ones(1, bool)
 
     def plan(self, *operands, form=None, **how):
-        form = form or cache_plan.Form(slots=3)
+        form = form or cache_plan.TierShape(slots=3)
         return cache_plan.plan(*operands, forms=[form], columns=contract.COLUMNS, **how)
 
     def test_operands_that_do_not_fit_are_named(self):
         with self.assertRaisesRegex(ValueError, "gate is float32.*of 1 tiers"):
             self.plan(*self.operands(gate=5))
         with self.assertRaisesRegex(ValueError, "tier 0 is not full: it has 3 slots"):
-            self.plan(*self.operands(), form=cache_plan.Form(slots=3, is_full=True))
+            self.plan(*self.operands(), form=cache_plan.TierShape(slots=3, is_full=True))
         (tier,), *rest = self.operands(gate=5)
         with self.assertRaisesRegex(ValueError, "tier 1 is fixed: the first one may be"):
-            forms = [cache_plan.Form(slots=3), cache_plan.Form(slots=3, is_fixed=True)]
+            forms = [
+                cache_plan.TierShape(slots=3),
+                cache_plan.TierShape(slots=3, static_in_step=True),
+            ]
             cache_plan.plan([tier, tier], *rest, forms=forms, columns=contract.COLUMNS)
         with self.assertRaisesRegex(ValueError, "table of tier 0 is .*of 2 slots"):
-            self.plan(*self.operands(), form=cache_plan.Form(slots=2))
+            self.plan(*self.operands(), form=cache_plan.TierShape(slots=2))
         with self.assertRaisesRegex(ValueError, "0 slots, 0 waves of 1"):
-            self.plan(*self.operands(slots=0), form=cache_plan.Form(slots=0))
+            self.plan(*self.operands(slots=0), form=cache_plan.TierShape(slots=0))
         tiers, gate, layer, asked, active = self.operands(gate=5)
         with self.assertRaisesRegex(ValueError, "2 tiers, and nobody says which"):
-            forms = [cache_plan.Form(slots=3)] * 2
+            forms = [cache_plan.TierShape(slots=3)] * 2
             given = (tiers * 2, gate, layer, asked._replace(by=None), active)
             cache_plan.plan(*given, forms=forms, columns=contract.COLUMNS)
         with self.assertRaisesRegex(ValueError, "none of triton, reference"):
@@ -84,16 +87,16 @@ class ApiTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "there are no slots"):
             cache_plan.predict(
                 self.operands(slots=0)[0][0], 0, jnp.zeros(2, jnp.int32), active,
-                form=cache_plan.Form(slots=0, waves=1), columns=contract.COLUMNS,
+                form=cache_plan.TierShape(slots=0, waves=1), columns=contract.COLUMNS,
             )  # fmt: skip
 
     def test_refusals(self):
-        gpu = Target("gpu", (9, 0))
-        self.assertIsNone(cache_plan.refusal("triton", 128, 8, 2, gpu))
-        self.assertRegex(cache_plan.refusal("triton", 128, 8, 5, gpu), "5 tiers")
-        self.assertRegex(cache_plan.refusal("triton", 1024, 300, 1, gpu), "1024 experts.*300")
-        self.assertIsNotNone(cache_plan.refusal("triton", 8, 8, 1, Target("cpu", None)))
-        self.assertIsNone(cache_plan.refusal("reference", 1024, 300, 9))
+        refusal, gpu = cache_plan.PLAN.refusal, Target("gpu", (9, 0))
+        self.assertIsNone(refusal("triton", 128, 8, 2, target=gpu))
+        self.assertRegex(refusal("triton", 128, 8, 5, target=gpu), "5 tiers")
+        self.assertRegex(refusal("triton", 1024, 300, 1, target=gpu), "1024 experts.*300")
+        self.assertIsNotNone(refusal("triton", 8, 8, 1, target=Target("cpu", None)))
+        self.assertIsNone(refusal("reference", 1024, 300, 9, target=gpu))
 
     def test_nothing_else_is_written(self):
         operands = self.operands()

@@ -15,8 +15,7 @@ from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.cache_step import TierStep
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.residency import CacheSpec, empty, no_counts
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference.runner import Runner
 from moejax.models.kernel_choice import EXPERT_LEAVES
@@ -142,7 +141,7 @@ class WiringTest(parameterized.TestCase):
         cache = CacheSpec(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
 
         def lines(kernels: ops.Kernels, read: Any) -> list[str]:
-            tier = TierMemory.of_rows(PoolSpec(cache, 0, read), *hosts, row_of, cpu)
+            tier = TierMemory(PoolSpec(cache, 0, read), *hosts, row_of, cpu)
             memory = ExpertMemory([tier])
             remarks = Runner(CONFIG, weights, cpu, kernels=kernels, memory=memory).kernel_warnings()
             return [line for line in remarks if "found and placed" in line]

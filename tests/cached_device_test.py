@@ -113,7 +113,7 @@ def tier_of(
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     hosts = jax.tree.map(lambda leaf: jax.device_put(leaf[:held], pinned), rows)
     row_of = np.where(number < held, number, -1).reshape(-1, NUM_EXPERTS)
-    return TierMemory.of_rows(PoolSpec(cache, prefetch, read), *hosts, row_of, device)
+    return TierMemory(PoolSpec(cache, prefetch, read), *hosts, row_of, device)
 
 
 def memory_of(
@@ -199,7 +199,7 @@ class InvisibleTest(DeviceTestCase):
         places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tier.pool.banks)]
         np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
         self.check_answers(runner, resident, prompts)
-        events = memory.settle().as_dict()["totals"]
+        events = memory.read_counters().as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)
         self.assertEqual(events["streamed"] > 0, slots < NUM_EXPERTS)
         self.assertEqual(events["prefetched"] > 0, prefetch > 0)
@@ -218,7 +218,7 @@ class InvisibleTest(DeviceTestCase):
         resident = Runner(config, weights, jax.devices("gpu")[0])
         prompts, _ = inputs(config, (9, 70))
         self.check_answers(runner_of(config, weights, memory), resident, prompts)
-        waits = memory.settle().as_dict()["totals"]["waits"]
+        waits = memory.read_counters().as_dict()["totals"]["waits"]
         self.assertEqual(waits, len(asked))
         self.assertGreater(waits, 0)
 
@@ -240,7 +240,7 @@ class TiersTest(DeviceTestCase):
             runner = runner_of(config, weights[0], memory)
             logits = runner.logits(tokens)
             found.append((logits.tobytes(), answers(runner, prompts)))
-            ledger = memory.settle().as_dict()
+            ledger = memory.read_counters().as_dict()
             self.check_memory(runner)
         self.assertTrue(np.isfinite(logits).all())
         self.assertEqual(found[0], found[1])
@@ -278,7 +278,7 @@ class TiersTest(DeviceTestCase):
             logits = runner.logits(tokens)
             self.assertTrue(np.isfinite(logits).all())
             found.append((logits.tobytes(), answers(runner, prompts)))
-            gate = memory.settle().shares
+            gate = memory.read_counters().shares
             self.assertAlmostEqual(sum(gate[t] for t in ("int4", "int2", "skipped")), 1, places=3)
         self.assertEqual(found[0], found[1])
 

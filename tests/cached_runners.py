@@ -110,7 +110,7 @@ def tier_memory(
     row_of = np.where(number < held, number, -1).reshape(num_layers, num_experts)
     spec = PoolSpec(cache, prefetch, None if read is None else from_disk, emulated=emulated)
     hosts = jax.tree.map(lambda leaf: leaf[:held], rows)
-    memory = TierMemory.of_rows(spec, *hosts, row_of, CPU, terms)
+    memory = TierMemory(spec, *hosts, row_of, CPU, terms)
     count = (num_experts if slots == num_experts else 0) if first < 0 else first
     if count:
         experts = np.tile(np.arange(count, dtype=np.int32), (num_layers, 1))

@@ -13,11 +13,10 @@ from absl.testing import absltest, parameterized
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from moejax.checkpoints import load_weights, open_checkpoint, resolve_checkpoint, stored_dtype
+from moejax.checkpoints import open_checkpoint, resolve_checkpoint, stored_dtype
 from moejax.demo import DEMO_DIRECTORY
 from moejax.errors import MoejaxError
-from moejax.models.hf.config import read_model_config
-from tests.hf_checkpoints import write_checkpoint
+from tests.hf_checkpoints import load_leaves, write_checkpoint
 
 
 def edit_tensors(path, edit):
@@ -41,7 +40,7 @@ class FaultTest(parameterized.TestCase):
     def assert_refused(self, path, *messages):
         """Loading says all of the messages in one line."""
         with self.assertRaises(MoejaxError) as caught:
-            load_weights(path, read_model_config(path), dtype=jnp.float32, progress=False)
+            load_leaves(path)
         for message in messages:
             self.assertIn(message, str(caught.exception))
         self.assertNotIn("\n", str(caught.exception))
@@ -244,7 +243,7 @@ class FaultTest(parameterized.TestCase):
         tensors[name].view(-1)[0] = 1e6
         save_file(tensors, file)
         with self.assertRaisesRegex(MoejaxError, f"{name} does not fit float16.*bfloat16"):
-            load_weights(path, read_model_config(path), dtype=jnp.float16, progress=False)
+            load_leaves(path, jnp.float16)
 
 
 class ResolveTest(parameterized.TestCase):

@@ -110,14 +110,14 @@ class HuggingFaceTest(WritingTest):
     def test_half_written_is_no_checkpoint(self):
         config, weights = self._load(write_checkpoint("qwen3", self.directory))
 
-        def save_twice_only(tensors, path, metadata):
+        def save_twice_only(path, tensors):
             if path.name.startswith("model-00003"):
                 raise OSError("disk full")
             path.write_bytes(b"")
 
         for _ in ("into nothing", "over a checkpoint"):
             with (
-                mock.patch.object(save, "save_file", save_twice_only),
+                mock.patch.object(save, "write_safetensors", save_twice_only),
                 self.assertRaisesRegex(OSError, "disk full"),
             ):
                 save_hf_checkpoint(

@@ -17,12 +17,12 @@ import transformers
 from absl.testing import absltest, parameterized
 from safetensors.torch import load_file, save_file
 
-from moejax.checkpoints import load_weights, open_checkpoint, reader, stored_dtype
+from moejax.checkpoints import open_checkpoint, reader, stored_dtype
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import read_model_config
 from moejax.models.hf.names import Spelling, find_spelling, placements, published_spelling
 from tests import slow
-from tests.hf_checkpoints import CHECKPOINTS, reference_model, write_checkpoint
+from tests.hf_checkpoints import CHECKPOINTS, load_leaves, reference_model, write_checkpoint
 
 
 def reference_leaves(model: transformers.PreTrainedModel, config: ModelConfig) -> dict:
@@ -70,8 +70,7 @@ class LoadTest(parameterized.TestCase):
         cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
 
     def _assert_loads(self, path, dtype=jnp.float32):
-        config = read_model_config(path)
-        weights = load_weights(path, config, dtype=dtype, progress=False)
+        config, weights = read_model_config(path), load_leaves(path, dtype)
         expected = reference_leaves(reference_model(path), config)
         self.assertEqual({k: v.shape for k, v in weights.items()}, weight_shapes(config))
         self.assertSameElements(weights, expected)
@@ -130,25 +129,22 @@ class LoadTest(parameterized.TestCase):
     def test_rotary_buffers_are_ignored(self):
         name = "model.layers.0.self_attn.rotary_emb.inv_freq"
         path = self._with_tensors("mixtral", lambda _: {name: torch.ones(4)})
-        config = read_model_config(path)
-        self.assertLen(load_weights(path, config, dtype=jnp.float32, progress=False), 10)
+        self.assertLen(load_leaves(path), 10)
 
     def test_mixtral_with_the_module_renamed(self):
         path = self._with_tensors("mixtral", lambda _: {})
         tensors = load_file(path / "model.safetensors")
         renamed = {k.replace("block_sparse_moe", "mlp"): v for k, v in tensors.items()}
         save_file(renamed, path / "model.safetensors")
-        config = read_model_config(path)
-        weights = load_weights(path, config, dtype=jnp.float32, progress=False)
+        weights = load_leaves(path)
         expected = tensors["model.layers.1.block_sparse_moe.experts.2.w2.weight"]
         np.testing.assert_array_equal(weights["moe.down"][1, 2], expected)
 
     def test_progress_bar(self):
         path = write_checkpoint("qwen3", self.directory)
-        config = read_model_config(path)
         for progress in (True, False):
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
-                load_weights(path, config, dtype=jnp.bfloat16, progress=progress)
+                load_leaves(path, jnp.bfloat16, progress=progress)
             self.assertEqual("100%" in stderr.getvalue(), progress)
 
     def _with_tensors(self, name, more):
@@ -173,13 +169,7 @@ class HostMemoryTest(parameterized.TestCase):
         with tempfile.TemporaryDirectory() as parent:
             path = write_checkpoint("mixtral_gqa1_tied_fp16", Path(parent))
             with mock.patch.object(reader, "aligned_empty", recorded):
-                weights = load_weights(
-                    path,
-                    read_model_config(path),
-                    dtype=jnp.bfloat16,
-                    device=jax.devices("cpu")[0],
-                    progress=False,
-                )
+                weights = load_leaves(path, jnp.bfloat16)
         self.assertEqual(
             [weight.unsafe_buffer_pointer() for weight in weights.values()],
             [memory.ctypes.data for memory in filled],
@@ -202,10 +192,10 @@ class HostMemoryTest(parameterized.TestCase):
                 )
             ).to(torch.bfloat16).save_pretrained(path)
             config = read_model_config(path)
-            load_weights(path, config, dtype=jnp.float32, progress=False)  # imports, caches
+            load_leaves(path)  # imports, caches
             with mock.patch.object(reader, "_is_host", return_value=is_host):
                 tracemalloc.start()
-                weights = load_weights(path, config, dtype=jnp.float32, progress=False)
+                weights = load_leaves(path)
                 peak_bytes = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
         tensor_bytes = 2 * config.vocab_size * config.model_dim  # embeddings, bfloat16

@@ -57,18 +57,18 @@ class WholeCallsTest(absltest.TestCase):
         runner, memory = cached_runner(None, (16,), (4,))
         runner._whole_calls = True
         session = runner.prefill([random_tokens(7), random_tokens(5)], 64, GenerationSettings(), ())
-        first = memory.settle().total("steps")
+        first = memory.read_counters().total("steps")
         self.assertEqual(first, QWEN.num_layers)
         runner.decode(session, 3, 8)  # five steps more pad the call
-        self.assertEqual(memory.settle().total("steps") - first, 3 * QWEN.num_layers)
+        self.assertEqual(memory.read_counters().total("steps") - first, 3 * QWEN.num_layers)
         state = dataclasses.replace(session.state, done=np.asarray([True, False]))
         session.state = jax.device_put(state, runner.device)
         runner.decode(session, 2, 8)
-        self.assertEqual(memory.settle().total("steps") - first, 5 * QWEN.num_layers)
+        self.assertEqual(memory.read_counters().total("steps") - first, 5 * QWEN.num_layers)
         state = dataclasses.replace(session.state, done=np.ones(2, bool))
         session.state = jax.device_put(state, runner.device)
         runner.decode(session, 8, 8)
-        self.assertEqual(memory.settle().total("steps") - first, 5 * QWEN.num_layers)
+        self.assertEqual(memory.read_counters().total("steps") - first, 5 * QWEN.num_layers)
 
     @pytest.mark.slow
     def test_an_answer_of_which_much_would_be_waste_is_not_run_whole(self):

@@ -18,7 +18,6 @@ from safetensors.numpy import load_file, save_file
 
 from moejax import Engine
 from moejax.checkpoints import save_hf_checkpoint
-from moejax.checkpoints.reader import load_weights
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
@@ -45,7 +44,12 @@ from moejax.weights.qtensor import Weight
 from tests import parity, slow, tiny_engine
 from tests.cached_runners import CPU
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
-from tests.hf_checkpoints import DEEPSEEK_CHECKPOINTS, reference_model, write_checkpoint
+from tests.hf_checkpoints import (
+    DEEPSEEK_CHECKPOINTS,
+    load_leaves,
+    reference_model,
+    write_checkpoint,
+)
 from tests.numpy_model import RELATIVE_ERROR, relative_errors
 from tests.parity import Reference, choice_gap, of_transformers
 
@@ -206,21 +210,21 @@ class FurtherLayersTest(parameterized.TestCase):
         extra = f"model.layers.{config.num_layers}.enorm.weight"
         save_file(tensors | {extra: np.zeros(4, np.float32)}, file)
         with self.assertLogs("absl", "WARNING") as logs:
-            loaded = load_weights(path, config, dtype=jnp.bfloat16, device=CPU)
+            loaded = load_leaves(path, jnp.bfloat16)
         self.assertTrue(any(f"1 tensors ({extra}" in line for line in logs.output))
         self.assertEqual(loaded["moe.router_bias"].dtype, jnp.float32)
         second = extra.replace(f".{config.num_layers}.", f".{config.num_layers + 1}.")
         both = tensors | dict.fromkeys((extra, second), np.zeros(4, np.float32))
         save_file(both, file)
         with self.assertLogs("absl", "WARNING") as logs:
-            load_weights(path, config, dtype=jnp.bfloat16, device=CPU)
+            load_leaves(path, jnp.bfloat16)
         self.assertTrue(any("2 tensors" in line for line in logs.output))
         decoders = f"model.layers.{config.num_layers}.input_layernorm.weight"
         # The config may say too few layers: one of a decoder has no norm of an embedding.
         for wrong in ("model.layers.0.other", second, decoders):
             save_file(tensors | {wrong: np.zeros(4, np.float32)}, file)
             with self.assertRaisesRegex(MoejaxError, f"unexpected tensors.*{wrong}"):
-                load_weights(path, config, dtype=jnp.bfloat16, device=CPU)
+                load_leaves(path, jnp.bfloat16)
 
     def test_a_bias_decides_who_is_chosen_and_not_the_order(self):
         config = dataclasses.replace(

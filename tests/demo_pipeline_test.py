@@ -13,10 +13,10 @@ import torch
 import transformers
 from absl.testing import absltest
 
-from moejax.checkpoints import load_weights
 from moejax.models.hf.config import read_model_config
 from moejax.models.transformer import forward, merge_weights, model_definition
 from scripts.demo_training import wikitext
+from tests.hf_checkpoints import load_leaves
 from tests.script_runs import ROOT, run_file
 
 ARTICLE = (
@@ -160,7 +160,7 @@ class PipelineTest(absltest.TestCase):
             expected = theirs(torch.tensor([ids])).logits.numpy()
 
         model_config = read_model_config(out)
-        weights = load_weights(out, model_config, dtype=jnp.float32, device=None, progress=False)
+        weights = load_leaves(out)
         model = merge_weights(model_definition(model_config), weights)
         hidden, _ = forward(model, jnp.asarray([ids], jnp.int32))
         found = np.asarray(model.project_to_vocab(hidden))

@@ -29,7 +29,7 @@ AHEAD = jax.jit(lookahead.experts_ahead)
 def served(resident, decision, active):
     """The rules of the cache, of a policy's decision."""
     wishes = cache_plan.Wishes(decision.tier, decision.at_least)
-    return cache_plan.serve(resident, decision.ids, wishes, active)
+    return cache_plan.resolve_tiers(resident, decision.ids, wishes, active)
 
 
 def routed(ids, *, prefill: bool, weights=None, active=None, **more) -> Observation:

@@ -16,6 +16,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import expert_fetch as package
+from pallas_kernels import op
 from pallas_kernels.expert_fetch import CopyTiles, api, copying, fetch, fetch_all, triton
 from pallas_kernels.target import Target
 from tests import gpu_targets, slow
@@ -290,9 +291,8 @@ class RefusalTest(parameterized.TestCase):
 
     def test_every_reason_is_listed(self):
         row = ((2**20,), "uint8"), ((4,), "complex64")
-        reason = api.refusal(
-            "triton", self.shapes(4, *row), self.shapes(3000, *row), Target("cpu", None)
-        )
+        shapes = self.shapes(4, *row), self.shapes(3000, *row)
+        reason = api.OPERATION.refusal("triton", *shapes, target=Target("cpu", None))
         self.assertLen(reason.split("; "), 3)
         for part in ("runs on a GPU", "complex64, none of uint8", "2 to 4 Gi elements"):
             self.assertIn(part, reason)
@@ -321,7 +321,7 @@ class RefusalTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "'cuda' is none of triton, reference"):
             fetch(*operands, implementation="cuda")
         with (
-            mock.patch.object(api, "current_target", lambda: Target("cpu", None)),
+            mock.patch.object(op, "current_target", lambda: Target("cpu", None)),
             self.assertRaisesRegex(ValueError, "triton refuses: runs on a GPU"),
         ):
             fetch(*operands, implementation="triton")

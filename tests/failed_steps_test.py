@@ -43,7 +43,7 @@ class BadDisk:
         del last_uses
         return False
 
-    def read_since(self):
+    def counts_since(self):
         return {}
 
 
@@ -111,7 +111,7 @@ class SettleTest(absltest.TestCase):
             add(*counts, **disk)
 
         tier.ledger.add = added
-        memory.settle()
+        memory.read_counters()
         other.join()
         self.assertTrue(stepped.is_set())
 
@@ -130,7 +130,7 @@ class TransfersTest(TransfersTestCase):
     def test_what_landed_in_a_pool_that_is_lost_is_dropped(self):
         transfers = self.transfers()
         transfers.request(0, [3])  # two may land one after the other
-        self.advance(transfers, lambda: transfers._in(_State.LANDING))
+        self.advance(transfers, lambda: transfers._in(_State.INSERTING))
         for transfer in transfers._moving.values():
             transfer.result = Lost(), 0
         transfers.forget_steps()
@@ -142,9 +142,7 @@ class TransfersTest(TransfersTestCase):
     @pytest.mark.slow
     def test_a_thread_that_cannot_start_is_tried_again(self):
         reader = self.reader(self.source)
-        disk = DiskExperts(
-            reader, None, self.source.row, np.full((4, 8), -1, np.int32), most_kept=2, most_ahead=2
-        )
+        disk = DiskExperts(reader, None, most_kept=2, most_ahead=2)
         self.resources.callback(disk.close)
         transfers = self.transfers(disk)
         for layer, expert in ASK:

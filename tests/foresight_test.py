@@ -178,13 +178,13 @@ class EngineTest(parameterized.TestCase):
             prompt = [(37 * number + 5 * i) % tiny_engine.VOCAB_SIZE for i in range(8)]
             engine.generate([prompt], max_new_tokens=16, ignore_eos=True)
             hot = engine.ledger.tiers["high"]
-            if hot.disk_ahead_used:
+            if hot.disk["ahead_used"]:
                 break
-        self.assertGreater(hot.disk_ahead, 0)
-        self.assertGreater(hot.disk_ahead_used, 0)
-        self.assertLessEqual(hot.disk_ahead_used, hot.disk_ahead)
-        self.assertEqual(engine.ledger.tiers["low"].disk_ahead, 0)
-        self.assertIn(f"foreseen: {hot.disk_ahead} experts read", "".join(hot.describe()))
+        self.assertGreater(hot.disk["ahead"], 0)
+        self.assertGreater(hot.disk["ahead_used"], 0)
+        self.assertLessEqual(hot.disk["ahead_used"], hot.disk["ahead"])
+        self.assertEqual(engine.ledger.tiers["low"].disk["ahead"], 0)
+        self.assertIn(f"foreseen: {hot.disk['ahead']} experts read", "".join(hot.describe()))
 
     def test_profiles_that_do_not_say_it(self):
         profile = random_profile(LAYERS, EXPERTS)

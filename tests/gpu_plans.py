@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from moejax.experts import residency
 from moejax.experts.cache_plan import COLUMNS, tables_of
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSpec, no_counts
 from pallas_kernels import buddy_search, cache_plan
 from pallas_kernels.buddy_search import triton as buddy_triton
 from pallas_kernels.cache_plan import triton as plan_triton
@@ -41,11 +40,11 @@ def plan(
     layer = leaf(dtype="int32")
 
     def function(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
-        del target  # the same for all
         forms = [
-            cache_plan.Form(
+            cache_plan.TierShape(
                 slots=size, transient=8 if waves else pairs, waves=waves if size else 1,
-                is_full=size == num_experts, is_complete=size == num_experts, is_fed=not by_rule,
+                is_full=size == num_experts, is_complete=size == num_experts,
+                may_be_promoted_elsewhere=not by_rule,
             )
             for size in slots
         ]  # fmt: skip
@@ -58,7 +57,7 @@ def plan(
             by = cache_plan.Rule(critical, low - low, low, low > 1, at_least=True)
         return plan_triton.plan_triton(
             tuple(tiers), gate, layer, cache_plan.Asked(ids, weights, by, routed),
-            jnp.ones(tokens, bool), forms=forms, columns=COLUMNS, num_warps=None, interpret=False,
+            jnp.ones(tokens, bool), forms=forms, columns=COLUMNS, target=target,
         )  # fmt: skip
 
     return Program(function, (tiers, layer, ids, weights), (), 1)

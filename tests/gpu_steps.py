@@ -24,8 +24,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.residency import CacheSpec, empty, no_counts
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec, no_gate
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling

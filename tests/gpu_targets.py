@@ -4,10 +4,15 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
+from moejax.inference import runner
+from moejax.models import attention, decode_layers, delta_net, expert_products, moe, norm
+from moejax.weights import linear
+from pallas_kernels import op
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.target import Target
 
@@ -72,6 +77,21 @@ def described(gpu: Gpu) -> Iterator[None]:
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         yield
+
+
+@contextlib.contextmanager
+def pretended(target: Target) -> Iterator[None]:
+    """Runners and kernels choose as on a target, to be traced; the traces are forgotten."""
+    with (
+        mock.patch.object(runner, "target_of", lambda _: target),
+        mock.patch.object(op, "current_target", lambda: target),
+    ):
+        yield
+    for jitted in (
+        attention.token_attention, decode_layers.queries_and_cache, delta_net.states_in_place,
+        expert_products._grouped, linear._kernel_product, moe.routing_by_kernel, norm.norm_of_sum,
+    ):  # fmt: skip
+        jitted.clear_cache()
 
 
 class Program(NamedTuple):

@@ -15,7 +15,6 @@ from absl.testing import absltest, parameterized
 from pallas_kernels import grouped_dequant_matmul as package
 from pallas_kernels import launch
 from pallas_kernels.grouped_dequant_matmul import mosaic
-from pallas_kernels.grouped_dequant_matmul.shapes import SHAPES
 from pallas_kernels.mosaic_decode import launch_blocks
 from pallas_kernels.packed import PackedMatrices, plain
 from pallas_kernels.target import SIMULATED, Target, current_target
@@ -41,12 +40,13 @@ from tests.grouped_dequant_matmul_contract import (
     violation,
 )
 from tests.host_test_case import HostTestCase
+from tests.kernel_shapes import LAYERS
 from tests.packed_operands import seed
 from tests.poisoned_outputs import after_nan
 
 KERNELS = package.OPERATION.names[:-1]
-HOST_CASES = CASES | reduced(SHAPES)
-DEVICE_CASES = HOST_CASES | full(SHAPES)
+HOST_CASES = CASES | reduced(LAYERS)
+DEVICE_CASES = HOST_CASES | full(LAYERS)
 # Mosaic's kernels are not compiled but carried out by numpy, in a second or two each.
 INTERPRETED = sorted(
     (kernel, name)

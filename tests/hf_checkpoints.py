@@ -12,8 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 import transformers
+
+from moejax.checkpoints.reader import CheckpointReader
+from moejax.models.hf.config import read_model_config
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -298,3 +303,9 @@ def _rewrite_config_as_transformers_4(path: Path) -> None:
         config["full_attention_interval"] = kinds.index("full_attention") + 1
         config["rope_scaling"] = None
     path.write_text(json.dumps(config, indent=2))
+
+
+def load_leaves(path: Path, dtype=jnp.float32, *, progress=False):
+    """The leaves of a checkpoint as our reader gives them, on the CPU."""
+    reader = CheckpointReader(path, read_model_config(path), dtype=dtype)
+    return reader.load(jax.devices("cpu")[0], progress=progress)

@@ -17,7 +17,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.quantization.grid import Codes, Grid
-from moejax.quantization.kernel_hqq import kernel_hqq, kernel_refusal
+from moejax.quantization.hqq import kernel_hqq, kernel_refusal
 from moejax.quantization.milo import MiloSettings, milo
 from pallas_kernels import hqq_solve as package
 from pallas_kernels import op

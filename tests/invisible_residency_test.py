@@ -165,7 +165,7 @@ class InvisibleTest(parameterized.TestCase):
         for a, b in zip(found.cache, expected.cache, strict=True):
             np.testing.assert_array_equal(a, b)
         np.testing.assert_array_equal(runner.logits(tokens), logits)
-        memory.settle()
+        memory.read_counters()
         events = memory.tiers[0].ledger.as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)
         self.assertEqual(events["misses"], events["admitted"] + events["streamed"])
@@ -201,9 +201,9 @@ class InvisibleTest(parameterized.TestCase):
         came = []
         session = runner.prefill(PROMPTS[:1], 64, SETTINGS, ())
         for _ in range(2):
-            came.append(memory.settle().total("prefetched"))
+            came.append(memory.read_counters().total("prefetched"))
             runner.decode(session, 4, 4)
-        came.append(memory.settle().total("prefetched"))
+        came.append(memory.read_counters().total("prefetched"))
         self.assertEqual(came[0] > 0, phase == "prefill")
         self.assertEqual(came[2] > came[0], phase == "decode")
 

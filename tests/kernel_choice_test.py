@@ -18,15 +18,18 @@ from moejax.benchmarking.expected_kernels import (
 from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
-from moejax.models import kernel_choice
+from moejax.models import kernel_choice, moe
 from moejax.models.config import LatentAttention
+from moejax.models.expert_products import choose_grouped
 from moejax.models.shapes import DEEPSEEK_V2_LITE
+from moejax.weights import choices
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
-from tests import tiny_engine
+from tests import gpu_targets, tiny_engine
 from tests.packed_weights import Spec, draw
 
+EXPANDING_LEAF = "attention.kv_b"
 HOPPER, AMPERE = Target("gpu", (9, 0)), Target("gpu", (8, 0))
 # Heads whose `kv_b` [H (n + v), R] kernels take.
 LATENT = dataclasses.replace(
@@ -47,10 +50,12 @@ class LatentTest(absltest.TestCase):
         return weight
 
     def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> kernel_choice.KernelChoice:
-        return kernel_choice.kernel_choices(
-            LATENT, {kernel_choice.EXPANDING_LEAF: weight}, jnp.dtype("bfloat16"),
-            ops.Kernels(target), num_tokens=num_tokens, num_sequences=2, expert_impl="dense",
-        )[kernel_choice.EXPANDING_LEAF]  # fmt: skip
+        plain = tiny_engine.random_weights(LATENT)
+        weights = {name: jnp.asarray(a, "bfloat16") for name, a in plain.items()}
+        weights[EXPANDING_LEAF] = weight
+        with gpu_targets.pretended(target):
+            runner = Runner(LATENT, weights, jax.devices("cpu")[0], kernels=ops.Kernels(target))
+            return runner.kernel_choices(num_tokens, 2)[EXPANDING_LEAF]
 
     def test_packed_it_is_dequantized_at_decode(self):
         weight = self.packed()
@@ -59,8 +64,8 @@ class LatentTest(absltest.TestCase):
             decode = self.of(weight, target, 2)
             self.assertEqual(decode.implementation, ops.DEQUANTIZED)
             self.assertRegex(decode.describe(), "^dequantized, int4g64 .*take its rows apart")
-            (line,) = kernel_choice.kernel_warnings(
-                {"kv_b": decode}, kernel_choice.expected_kernel(target)
+            (line,) = kernel_choice.phase_warnings(
+                "decode", {"kv_b": decode}, kernel_choice.expected_kernel(target)
             )
             self.assertIn(f"do not run on the {kernel} kernel: kv_b: dequantized", line)
 
@@ -74,7 +79,7 @@ class LatentTest(absltest.TestCase):
     def test_that_is_what_runs(self):
         """The kernel's product is traced in prompts alone, `ops.matrix` at decode alone."""
         weights = {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(LATENT).items()}
-        weights[kernel_choice.EXPANDING_LEAF] = self.packed()
+        weights[EXPANDING_LEAF] = self.packed()
         by_kernels = ops.Kernels(implementation="reference")
         runner = Runner(LATENT, weights, jax.devices("cpu")[0], kernels=by_kernels)
         expanded, taken, phase = set(), set(), "prefill"
@@ -104,7 +109,7 @@ class LatentTest(absltest.TestCase):
             jax.block_until_ready(runner.decode(session, 2, 2))
         self.assertEqual((expanded, taken), ({"prefill"}, {"decode"}))
         said = runner.products.items()
-        found = {of: products[kernel_choice.EXPANDING_LEAF].implementation for of, products in said}
+        found = {of: products[EXPANDING_LEAF].implementation for of, products in said}
         self.assertEqual(found, {"prefill": "reference", "decode": ops.DEQUANTIZED})
 
 
@@ -155,13 +160,15 @@ class ExpectedTest(parameterized.TestCase):
             (fit, HOPPER, "bfloat16"), (fit, AMPERE, "bfloat16"), (unfit, HOPPER, "bfloat16"),
             (fit, Target("cpu", None), "float32"), (fit, Target("gpu", (7, 5)), "bfloat16"),
         ):  # fmt: skip
-            refuse_dequantized(self.runner(weight, target, dtype), 2, **sizes)
-        wide = self.runner(fit, AMPERE, "float32")  # no kernel takes float32 activations
+            with gpu_targets.pretended(target):
+                refuse_dequantized(self.runner(weight, target, dtype), 2, **sizes)
         said = r"^prefill of packed weights would run on no kernel: attention.o_proj: dequantized, "
-        with self.assertRaisesRegex(MoejaxError, said + r".*triton: x is float32"):
-            refuse_dequantized(wide, 2, **sizes)
-        with self.assertRaisesRegex(MoejaxError, "^decode of packed"):
-            refuse_dequantized(wide, 2, prompt=0, context=64)
+        with gpu_targets.pretended(AMPERE):
+            wide = self.runner(fit, AMPERE, "float32")  # no kernel takes float32 activations
+            with self.assertRaisesRegex(MoejaxError, said + r".*triton: x is float32"):
+                refuse_dequantized(wide, 2, **sizes)
+            with self.assertRaisesRegex(MoejaxError, "^decode of packed"):
+                refuse_dequantized(wide, 2, prompt=0, context=64)
 
 
 class TiersTest(absltest.TestCase):
@@ -177,14 +184,14 @@ class TiersTest(absltest.TestCase):
         config = dataclasses.replace(LATENT, model_dim=256, expert_dim=256)
         high, low = (experts(Spec(bits=bits, group_size=64)) for bits in (8, 2))
         odd = experts(Spec(bits=2, group_size=64, permuted=True))
+        x = jnp.zeros((2, 256), bf16)
 
-        def of(
-            second: list[ops.Weight], impl: tuple[Any, ...]
-        ) -> dict[str, kernel_choice.KernelChoice]:
-            return kernel_choice.kernel_choices(
-                config, {}, bf16, ops.Kernels(AMPERE), num_tokens=2, num_sequences=2,
-                expert_impl=impl[0], tiers=[high, second], tier_impls=impl,
-            )  # fmt: skip
+        def of(second: list[ops.Weight], impl: tuple[Any, ...]) -> choices.Record:
+            with choices.recorded_choices() as found:
+                for tier, (form, stacks) in enumerate(zip(impl, (high, second), strict=True)):
+                    chosen = choose_grouped(2, config, bf16, stacks, ops.Kernels(AMPERE))
+                    moe.record_experts(tier, form, x, stacks, chosen)
+            return found
 
         found = of(low, ("grouped_kernel", "grouped_kernel"))
         self.assertEqual({n: f.implementation for n, f in found.items() if f.packed},
@@ -195,6 +202,17 @@ class TiersTest(absltest.TestCase):
         self.assertEqual(apart["experts, tier 2"].implementation, ops.DEQUANTIZED)
         (line,) = wrong_kernels(apart, ("mosaic", "triton"))
         self.assertStartsWith(line, "experts, tier 2: dequantized, ")
+
+    def test_a_program_from_a_cache_adds_nothing(self):
+        weights = {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(LATENT).items()}
+        runner = Runner(LATENT, weights, jax.devices("cpu")[0])
+        tokens = np.ones((1, 16), np.int32)
+        runner.logits(tokens)
+        self.assertEqual(runner.products["prefill"]["experts"].implementation, "row")
+        runner.products.clear()
+        runner.logits(tokens)
+        self.assertEmpty(runner.products)
+        self.assertEqual(runner.kernel_choices(16, 1)["experts"].implementation, "row")
 
 
 if __name__ == "__main__":

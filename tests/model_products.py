@@ -3,7 +3,7 @@
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.leaf_kinds import leaves_of
 from moejax.models.shapes import SHAPES
-from pallas_kernels.dequant_matmul import shapes
+from tests.kernel_shapes import PRODUCTS
 
 # All that is ever packed but for routed experts, which are products of their own, embeddings and
 # heads.
@@ -18,7 +18,7 @@ def products_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def _dense_shapes() -> dict[str, tuple[int, int]]:
     """The kernels' own table, and what models have beside it, each shape once beyond the table."""
-    found = dict(shapes.SHAPES)
+    found = dict(PRODUCTS)
     for model, config in SHAPES.items():
         for leaf, shape in products_of(config).items():
             if shape not in found.values():

@@ -16,7 +16,6 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, Tiering, cli, plan, planning
 from moejax.checkpoints import open_checkpoint, safetensors_reader
-from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.config.policy import PolicyConfig
@@ -29,6 +28,7 @@ from moejax.models.shapes import SHAPES
 from moejax.planning import bits_line
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.weights import LOW_RANK
+from moejax.weights.qtensor import CodesKind
 from tests import quantized_stores as stores
 from tests import slow
 from tests.random_checkpoints import TINY, write_random_checkpoint
@@ -218,7 +218,7 @@ class ContractTest(PlanCase):
         with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", longest):
             engine = self.engine(Limits(), shape, batch, policy)
         c, budget = engine.config, engine.budget
-        self.assertEqual(budget.tiers[0].chunk, longest)
+        self.assertEqual(budget.tiers[0].run.chunk, longest)
         importance = importance_nbytes(
             batch=batch, length=longest, num_keys=shape[1], num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, itemsize=4, platform="cpu",

@@ -90,7 +90,7 @@ class QTensorTest(parameterized.TestCase):
         rng = np.random.default_rng(0)
         tensor = random_tensor(rng, (2,), 8, 2048, bits, group_size, zero_kind)
         self.assertEqual(tensor.nbytes, sum(np.asarray(x).nbytes for x in jax.tree.leaves(tensor)))
-        self.assertEqual(tensor.bits_per_weight, expected)
+        self.assertEqual(8 * tensor.nbytes / tensor.size, expected)
 
     @pytest.mark.slow
     def test_index_of_leading_axes_inside_jit(self):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from absl.testing import absltest, parameterized
 
-from moejax.quantization.grid import Grid, dequantize, member_counts, relative_error
+from moejax.quantization.grid import Grid, dequantize, group_members, relative_error
 from moejax.quantization.hqq import HqqSettings, hqq, shrink
 from moejax.quantization.rtn import rtn
 
@@ -103,7 +103,8 @@ class HqqTest(parameterized.TestCase):
         np.testing.assert_array_equal(got.codes[:, 128:], tail.codes)
         np.testing.assert_allclose(got.zeros[:, 2:], tail.zeros, atol=1e-5)
         self.assertEqual(got.zeros.shape, (40, 3))
-        np.testing.assert_array_equal(member_counts(150, 64), [64, 64, 22])
+        counts = group_members(150, 64, 3)[1]
+        np.testing.assert_array_equal(counts, [[[64], [64], [22]]])
 
     def test_groups_of_one_value_as_the_library(self):
         weights = np.zeros((4, 128), np.float32)

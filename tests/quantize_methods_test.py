@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.checkpoints import load_weights, open_checkpoint
-from moejax.models.hf.config import read_model_config
+from moejax.checkpoints import open_checkpoint
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid
-from moejax.quantization.pipeline import calibration_pass as carry
 from moejax.quantization.pipeline import quantizers
+from moejax.quantization.pipeline.calibration_pass import CalibrationRun
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.weights.qtensor import dense
 from pallas_kernels import layout, op
@@ -152,27 +151,27 @@ class MethodsTest(QuantizeTestCase):
         orders = []
 
         def spied(weights, hessian, grid, settings, num_tokens):
-            orders.append((settings.act_order, settings.static_groups))
+            orders.append(settings.act_order)
             return gptq(weights, hessian, grid, settings, num_tokens=num_tokens)
 
         with mock.patch.object(quantizers, "gptq", spied):
             job = self.job(method="gptq", text=TEXT, act_order=True)
             self.checked(quantize_checkpoint(job))
-        self.assertEqual(set(orders), {(True, True)})
+        self.assertEqual(set(orders), {True})
         self.assert_loads(job)
         self.assertEmpty([n for n in all_tensors(job.output) if n.endswith("permutation")])
 
     def test_starved_experts_are_counted(self):
         seen = {}
 
-        def calibrate(captured, entries):
-            found = real(captured, entries)
+        def calibrate(run, captured, entries):
+            found = real(run, captured, entries)
             counts = np.asarray(found.num_tokens)
             seen.update(zip((entry.name for entry in entries), counts, strict=True))
             return found
 
-        real = carry.Captured.calibrate
-        with mock.patch.object(carry.Captured, "calibrate", calibrate):
+        real = CalibrationRun.calibrate
+        with mock.patch.object(CalibrationRun, "calibrate", calibrate):
             manifest = self.checked(quantize_checkpoint(self.job(method="gptq", text=TEXT)))
         enough = GptqSettings().min_tokens_per_input * 64
         starved = {name for name, entry in manifest["tensors"].items() if entry.get("starved")}
@@ -232,9 +231,9 @@ class MethodsTest(QuantizeTestCase):
     def assert_loads(self, job):
         """The checkpoint as the engine reads it has the errors that the manifest says."""
         manifest = manifest_of(job.output)
-        original = load_weights(
-            self.source, read_model_config(self.source), dtype=jnp.float32, progress=False
-        )
+        cpu = jax.devices("cpu")[0]
+        source = open_checkpoint(str(self.source))
+        original = source.load(dtype="float32", device=cpu, progress=False)
         loaded = open_checkpoint(str(job.output)).load(
             dtype="float32", device=jax.devices("cpu")[0], progress=False
         )

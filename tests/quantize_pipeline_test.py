@@ -142,7 +142,7 @@ class WrittenTest(QuantizeTestCase):
     def test_small_stacks_and_parts_of_rows_change_nothing(self):
         expected = all_tensors(quantize_checkpoint(self.job()).output)
         with (
-            mock.patch("moejax.quantization.pipeline.batches.STACK_BYTES", 3 * 4 * 32 * 64),
+            mock.patch("moejax.quantization.pipeline.batches.BATCH_BYTES", 3 * 4 * 32 * 64),
             mock.patch("moejax.quantization.pipeline.batches.MATRIX_BYTES", 4 * 20 * 64),
         ):
             job = self.job("head: method=none", output=self.directory / "small")

@@ -57,7 +57,8 @@ class ResumeTest(QuantizeTestCase):
         with mock.patch.object(pipeline, "quantize_shard", side_effect=quantize_shard) as done:
             outcome = quantize_checkpoint(job)
         self.assertGreater(outcome.shards_before, 0)
-        self.assertEqual(done.call_count, outcome.num_shards - outcome.shards_before)
+        num_shards = len(list(job.output.glob("*.safetensors")))
+        self.assertEqual(done.call_count, num_shards - outcome.shards_before)
 
     @pytest.mark.slow
     def test_a_real_kill(self):

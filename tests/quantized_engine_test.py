@@ -19,7 +19,7 @@ from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
-from tests import slow, tiny_engine
+from tests import gpu_targets, slow, tiny_engine
 from tests.packed_weights import SPECS, draw, num_bytes
 from tests.runner_test import counted_compilations, recorded_programs, relative_error
 
@@ -150,8 +150,12 @@ class QuantizedEngineTest(parameterized.TestCase):
     def test_a_gpu_without_the_expected_kernel_is_remarked_on(self):
         packed, _ = engines("mixtral")
         on_gpu = ops.Kernels(target=Target("gpu", (9, 0)))
-        with self.assertLogs("absl", "WARNING") as logs:
+        with gpu_targets.pretended(Target("gpu", (9, 0))):
             serving = runner.Runner(packed.config, packed.weights, packed.device, kernels=on_gpu)
+            found = serving.kernel_choices(1, 1)
+        with self.assertLogs("absl", "WARNING") as logs:
+            serving._record_choices("decode", found)
+            serving._record_choices("decode", found)
         self.assertLen(logs.output, len(serving.kernel_warnings()))
         told = "\n".join(logs.output)
         self.assertIn("decode: packed weights do not run on the mosaic kernel: ", told)
@@ -163,9 +167,9 @@ class QuantizedEngineTest(parameterized.TestCase):
     def test_the_expected_kernel_is_not_remarked_on(self):
         found = {"a": kernel_choice.KernelChoice("triton", "int4g64 float", True, {"mosaic": "no"})}
         found["b"] = kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {})
-        self.assertEqual(kernel_choice.kernel_warnings(found, "triton"), [])
-        self.assertEqual(kernel_choice.kernel_warnings(found, None), [])
-        (line,) = kernel_choice.kernel_warnings(found, "mosaic")
+        self.assertEqual(kernel_choice.phase_warnings("prefill", found, "triton"), [])
+        self.assertEqual(kernel_choice.phase_warnings("prefill", found, None), [])
+        (line,) = kernel_choice.phase_warnings("prefill", found, "mosaic")
         self.assertEndsWith(line, "mosaic kernel: a: triton, int4g64 float (mosaic: no)")
         for target, expected in (
             (Target("cpu", None), None),
@@ -231,7 +235,8 @@ class QuantizedEngineTest(parameterized.TestCase):
         self.assertLess(packed.weights_nbytes, plain.weights_nbytes / 2)
         self.assertRegex(plain.weights_summary, r"MB, 32\.00 bits a weight, none packed$")
         self.assertIn("head: FP8 in blocks of 128 x 128", packed.weights_summary)
-        self.assertIn("dequantized for each product", packed.weights_summary)
+        packed.logits(np.asarray([prompt(16)]))
+        self.assertIn("prefill: dequantized for each product", packed.weights_summary)
 
     @pytest.mark.slow
     def test_the_norms_say_what_the_activations_are(self):

@@ -2,12 +2,11 @@
 
 import json
 
-import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import Tiering, generate, loading
-from moejax.checkpoints import load_weights, open_checkpoint
+from moejax.checkpoints import open_checkpoint
 from moejax.config.commands import EvaluateConfig, GenerateConfig
 from moejax.errors import MoejaxError
 from moejax.experts.tiering import verify_all
@@ -85,12 +84,6 @@ class FaultTest(LoadingTestCase):
         store.is_plain = lambda placement: True
         store.write(self.directory)
         self.assert_refused(store, "quant_method 'gptq', but no tensor is quantized; take the")
-
-    def test_plain_loading_names_the_quantized_tensors(self):
-        store = Gptq(QWEN)
-        store.write(self.directory)
-        with self.assertRaisesRegex(MoejaxError, "is quantized"):
-            load_weights(self.directory, QWEN, dtype=jnp.float32, progress=False)
 
 
 class ManifestTest(LoadingTestCase):

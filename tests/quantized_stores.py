@@ -19,12 +19,9 @@ import ml_dtypes
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.checkpoints.formats import (
-    matrix_tensors,
-    quantization_config,
-)
 from moejax.checkpoints.formats.interfaces import Tensors
-from moejax.checkpoints.formats.native import whole_compensator
+from moejax.checkpoints.formats.manifest import quantization_config
+from moejax.checkpoints.formats.native import matrix_tensors, whole_compensator
 from moejax.checkpoints.formats.registry import open_format
 from moejax.checkpoints.reader import CheckpointReader
 from moejax.checkpoints.safetensors_reader import stored_tensors
@@ -303,7 +300,7 @@ class FormatTestCase(parameterized.TestCase):
         files.write(self.directory / "model.safetensors", named)
         stored = Tensors(stored_tensors(self.directory))
         found = open_format(self.directory, config).find(prefix, shape, stored)
-        stored.faults.check(self.directory)
+        stored.check(self.directory)
         self.assertIsNotNone(found)
         return found
 

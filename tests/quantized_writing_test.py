@@ -1,30 +1,29 @@
 """Written quantized matrices: our format there and back, GPTQ v2, compressed-tensors."""
 
 import dataclasses
+import json
 
 import jax
 import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.checkpoints.formats import (
+from moejax.checkpoints.formats.manifest import MANIFEST_FILE, quantization_config
+from moejax.checkpoints.formats.native import matrix_tensors, whole_compensator
+from moejax.checkpoints.formats.writers import (
     ExportedKind,
     compressed_tensors_config,
     compressed_tensors_tensors,
     gptq_config,
     gptq_tensors,
-    matrix_from_tensors,
-    matrix_tensors,
 )
-from moejax.checkpoints.formats.native import whole_compensator
-from moejax.checkpoints.formats.registry import open_format
 from moejax.errors import MoejaxError
 from moejax.weights.qtensor import from_codes
 from tests import quantized_files as files
 from tests.quantized_stores import FormatTestCase, dequantized
 
 
-class OwnTest(parameterized.TestCase):
+class OwnTest(FormatTestCase):
     @parameterized.product(
         bits=[2, 3, 4, 8],
         zero_kind_and_factor_bits=[
@@ -66,7 +65,12 @@ class OwnTest(parameterized.TestCase):
             words = (64 + 128) * factor_bits // 32  # rows are padded to 32 codes
             num_bytes += rank * (4 * words + 2 * (1 + 2))
         self.assertEqual(sum(tensor.nbytes for tensor in tensors.values()), num_bytes)
-        found = matrix_from_tensors("a.b", tensors, num_inputs=100, group_size=group_size)
+        entry = {"shape": shape, "bits": bits, "group_size": group_size, "zero_kind": zero_kind}
+        config = quantization_config()
+        manifest = {"layout": config["layout"], "tensors": {"a.b.weight": entry}, "files": {}}
+        (self.directory / MANIFEST_FILE).write_text(json.dumps(manifest))
+        named = {name.removeprefix("a.b."): tensor for name, tensor in tensors.items()}
+        found = self.read(config, named, shape)
         self.assertEqual(found.zero_kind, zero_kind)
         bare = [dataclasses.replace(m, compensators=()) for m in (found, matrix)]
         np.testing.assert_array_equal(dequantized(bare[0]), dequantized(bare[1]))
@@ -124,13 +128,17 @@ def files_matrix(stored, bits, symmetric=False):
     return dataclasses.replace(matrix, permutation=order)
 
 
+def kind_of(matrix):
+    """The settings of a matrix as configs have them."""
+    per_channel = matrix.group_size == matrix.num_inputs
+    return ExportedKind(matrix.bits, -1 if per_channel else matrix.group_size, matrix.zeros is None)
+
+
 class WriterTest(FormatTestCase):
     @parameterized.product(bits=[2, 3, 4, 8], symmetric=[True, False], group_size=[32, 96])
     def test_gptq(self, bits, symmetric, group_size):
-        shape, act_order = (32, 96), group_size == 32
-        stored = files.random_matrix(
-            shape, bits=bits, group_size=group_size, symmetric=symmetric, act_order=act_order
-        )
+        shape = (32, 96)
+        stored = files.random_matrix(shape, bits=bits, group_size=group_size, symmetric=symmetric)
         matrix = files_matrix(stored, bits, symmetric)
         tensors = {k.removeprefix("a.b."): v for k, v in gptq_tensors("a.b", matrix).items()}
         expected = files.gptq(stored, bits, is_v1=False)
@@ -138,7 +146,7 @@ class WriterTest(FormatTestCase):
         for name, tensor in tensors.items():
             np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
             self.assertEqual(tensor.dtype, expected[name].dtype)
-        config = gptq_config({"a.b": ExportedKind.of(matrix)}, [])
+        config = gptq_config({"a.b": kind_of(matrix)}, [])
         again = self.read(config, tensors, shape)
         np.testing.assert_array_equal(dequantized(again), stored.weights)
 
@@ -154,13 +162,17 @@ class WriterTest(FormatTestCase):
         for name, tensor in tensors.items():
             np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
             self.assertEqual(tensor.dtype, expected[name].dtype)
-        config = compressed_tensors_config({"a.b": ExportedKind.of(matrix)}, [])
+        config = compressed_tensors_config({"a.b": kind_of(matrix)}, [])
         again = self.read(config, tensors, shape)
         np.testing.assert_array_equal(dequantized(again), stored.weights)
 
     def test_configs_name_what_differs(self):
-        usual = ExportedKind(bits=4, group_size=64, num_inputs=128, zero_kind="symmetric")
-        odd = ExportedKind(bits=8, group_size=128, num_inputs=128, zero_kind="integer")
+        stores = {
+            4: files.random_matrix((32, 128), bits=4, group_size=64, symmetric=True),
+            8: files.random_matrix((32, 128), bits=8, group_size=128),
+        }
+        matrices = {bits: files_matrix(stored, bits, bits == 4) for bits, stored in stores.items()}
+        usual, odd = (kind_of(matrix) for matrix in matrices.values())
         kinds = {f"m.{i}.up": usual for i in range(12)} | {f"m.{i}.q": odd for i in range(3)}
         kinds["m.3.q"] = usual
         config = gptq_config(kinds, [f"m.{i}.gate" for i in range(12)] + ["lm_head"])
@@ -169,14 +181,13 @@ class WriterTest(FormatTestCase):
             config["dynamic"],
             [r"-:^m\.\d+\.gate$", "-:^lm_head$", *(rf"+:^m\.{i}\.q$" for i in range(3))],
         )
-        rules = open_format(self.directory, config).rules
-        self.assertEqual(rules.of("m.2.q"), (8, None, False))
-        self.assertEqual(rules.of("m.3.q"), (4, 64, True))
-        packed = open_format(self.directory, compressed_tensors_config(kinds, ["lm_head"]))
-        found = max(packed.schemes, key=lambda s: s.specificity("m.2.q"))
-        self.assertEqual((found.bits, found.group_size, found.symmetric), (8, None, False))
-        found = max(packed.schemes, key=lambda s: s.specificity("m.3.q"))
-        self.assertEqual((found.bits, found.group_size, found.symmetric), (4, 64, True))
+        packed = compressed_tensors_config(kinds, ["lm_head"])
+        for written, write in ((config, gptq_tensors), (packed, compressed_tensors_tensors)):
+            for prefix, bits in (("m.2.q", 8), ("m.3.q", 4)):
+                tensors = write("a", matrices[bits])
+                named = {name.removeprefix("a."): tensor for name, tensor in tensors.items()}
+                again = self.read(written, named, (32, 128), prefix)
+                np.testing.assert_array_equal(dequantized(again), stores[bits].weights)
 
     @parameterized.parameters(gptq_tensors, compressed_tensors_tensors)
     def test_what_does_not_fit_is_refused_with_every_reason(self, write):
@@ -211,10 +222,11 @@ class WriterTest(FormatTestCase):
             with self.assertRaisesRegex(MoejaxError, "a zero point of 16, beyond 4 bits"):
                 write("a.b", matrix)
 
-    def test_compressed_tensors_refuses_act_order(self):
-        stored = files.random_matrix((8, 64), bits=4, group_size=32, act_order=True)
+    @parameterized.parameters(gptq_tensors, compressed_tensors_tensors)
+    def test_act_order_is_refused(self, write):
+        stored = files.random_matrix((32, 64), bits=4, group_size=32, act_order=True)
         with self.assertRaisesRegex(MoejaxError, "act-order"):
-            compressed_tensors_tensors("a.b", files_matrix(stored, 4))
+            write("a.b", files_matrix(stored, 4))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def replay(spec: CacheSpec, max_needed: int, decisions: Decision) -> Any:
         outcome, *carry = jax.lax.switch(given.kind, branches, *carry, given)
         return carry, (outcome, *carry)
 
-    start = [residency.empty(spec), ledger.no_counts(spec.num_layers)]
+    start = [residency.empty(spec), residency.no_counts(spec.num_layers)]
     return jax.lax.scan(decide, start, decisions)[1]
 
 
@@ -156,7 +156,7 @@ def fields_of(outcome: Outcome) -> dict[str, np.ndarray]:
     return {**outcome.plan._asdict(), **prefetch, "brought": outcome.slots}
 
 
-def rows_of(state: Residency, counts: ledger.Counts) -> np.ndarray:
+def rows_of(state: Residency, counts: residency.Counts) -> np.ndarray:
     """int[LENGTH, M, ...], rows of `CacheModel.row`."""
     return np.concatenate([*(getattr(state, name) for name in ROW), counts.events], axis=2)
 
@@ -229,7 +229,7 @@ class StressTest(parameterized.TestCase):
             one = Decision(*(field[i] for field in given))
             self.fail(f"{name}, decision {i}: {found[i]}, expected {wanted[i]}; {one}")
 
-    def books_balance(self, state: Residency, counts: ledger.Counts) -> None:
+    def books_balance(self, state: Residency, counts: residency.Counts) -> None:
         np.testing.assert_array_equal(counts.needed, counts.hits + counts.misses)
         np.testing.assert_array_equal(counts.misses, counts.admitted + counts.streamed)
         np.testing.assert_array_equal(counts.unserved, 0)
@@ -247,7 +247,7 @@ def mask(num_experts: int, *experts: int) -> jax.Array:
 
 
 def planned(spec, state, needed, max_needed=4, layer=0, counts=None):
-    counts = counts or ledger.no_counts(spec.num_layers)
+    counts = counts or residency.no_counts(spec.num_layers)
     needed = mask(spec.num_experts, *needed)
     return PLAN(spec, state, layer, needed, max_needed, counts)
 
@@ -261,7 +261,7 @@ class RulesTest(parameterized.TestCase):
         def step(carry, needed):
             return plan_needed(one, carry[0], 0, needed, 1, carry[1])[1:], None
 
-        start = residency.empty(one), ledger.no_counts(1)
+        start = residency.empty(one), residency.no_counts(1)
         (_, counts), _ = jax.lax.scan(step, start, jnp.eye(12, dtype=bool)[trace])
         book, hits = collections.OrderedDict(), 0
         for expert in trace.tolist():
@@ -277,7 +277,7 @@ class RulesTest(parameterized.TestCase):
         one = spec(2, 8, 3, 1)
         state = residency.seeded(one, np.array([[5, 1, 2], [1, 2, 3]]))
         gone = jnp.stack([mask(8, 1, 2, 7), mask(8)])
-        state, counts = residency.release_everywhere(state, gone, ledger.no_counts(2))
+        state, counts = residency.release_everywhere(state, gone, residency.no_counts(2))
         state.check(one)
         np.testing.assert_array_equal(state.owner, [[5, -1, -1], [1, 2, 3]])
         np.testing.assert_array_equal(counts.evictions, [2, 0])
@@ -287,7 +287,7 @@ class RulesTest(parameterized.TestCase):
 
     def test_all_layers_release_at_once(self):
         one, rng = spec(5, 8, 3, 1), np.random.default_rng(0)
-        state, counts = residency.empty(one), ledger.no_counts(5)
+        state, counts = residency.empty(one), residency.no_counts(5)
         for step in range(16):
             layer, experts = step % 5, rng.choice(8, 2, replace=False)
             if step % 3:
@@ -322,24 +322,29 @@ class RulesTest(parameterized.TestCase):
     def test_more_than_the_bound_is_counted_and_stops_the_run(self):
         one = spec(1, 8, 3, 2)
         tables = residency.empty(one)
-        counts = ledger.no_counts(1)
+        counts = residency.no_counts(1)
         tier = cache_plan.Tier(
             cache_plan.Tables(tables.table, tables.clock, counts.events, counts.gate),
             jnp.zeros((1, 8), jnp.int32),
         )
         asked = cache_plan.Asked(jnp.arange(5, dtype=jnp.int32)[None], jnp.zeros((1, 5)))
-        columns = {name: i for i, name in enumerate(ledger.EVENTS)}
         [after], _, _ = cache_plan.plan(
-            [tier], None, 0, asked, jnp.ones(1, bool), forms=[form_of(one, 3)], columns=columns
+            [tier],
+            None,
+            0,
+            asked,
+            jnp.ones(1, bool),
+            forms=[form_of(one, 3)],
+            columns=residency.COLUMNS,
         )
-        counts = ledger.Counts(after.events, after.gate)
+        counts = residency.Counts(after.events, after.gate)
         self.assertEqual(int(counts.unserved[0]), 2)
         with self.assertRaisesRegex(RuntimeError, "2 needed experts had no slot"):
             ledger.TierLedger(expert_bytes=1).add(counts)
 
     def test_tables_are_updated_in_place(self):
         one = spec(48, 128, 80, 16)
-        args = residency.empty(one), ledger.no_counts(48)
+        args = residency.empty(one), residency.no_counts(48)
         step = jax.jit(
             lambda state, counts, needed: plan_needed(one, state, 3, needed, 8, counts)[1:],
             donate_argnums=(0, 1),

@@ -16,7 +16,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
-from moejax.experts.budget import workspace_nbytes
+from moejax.experts.budget import RunSizes, workspace_nbytes
 from moejax.inference import chunking as chunks
 from moejax.inference import steps
 from moejax.inference.chunking import (
@@ -107,10 +107,11 @@ class BucketTest(parameterized.TestCase):
         def nbytes(batch, context, chunk):
             wide, plain = shape.state_values
             cached = itemsize * (context * shape.cached_values + plain)
-            return batch * (cached + 4 * wide) + workspace_nbytes(
-                shape, batch=batch, context=context, chunk=chunk, itemsize=itemsize,
-                platform=platform,
+            run = RunSizes(
+                config=shape, weights_nbytes={}, batch=batch, context=context, chunk=chunk,
+                itemsize=itemsize, platform=platform,
             )  # fmt: skip
+            return batch * (cached + 4 * wide) + workspace_nbytes(run)
 
         for batch, context in itertools.product((1, 4, 16), (512, 2048, 4096, 16384)):
             chunk = longest_chunk(shape, batch, context)

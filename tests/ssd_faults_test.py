@@ -26,10 +26,10 @@ class FaultTest(SsdTestCase):
         source = Source([fault, None, fault, fault, None])
         reader = self.reader(source, retries=2)
         for expert in (0, 1):
-            self.request(reader, 0, expert)
-        for ticket, arrays in self.finished(reader, 2):
+            reader.request((0, expert))
+        for ticket in self.finished(reader, 2):
             self.assertIsNone(ticket.error)
-            self.assert_value(source, ticket, arrays)
+            self.assert_value(source, ticket)
         counters = reader.counters
         self.assertEqual((counters.reads, counters.retries, counters.errors), (2, 3, 0))
 
@@ -37,13 +37,11 @@ class FaultTest(SsdTestCase):
         source = Source([OSError(5, "Input/output error")] * 3)
         reader = self.reader(source, ring_blocks=1, retries=2)
         for expert in (0, 1):
-            self.request(reader, 0, expert)
-        (failed, nothing), (read, arrays) = self.finished(reader, 2)
+            reader.request((0, expert))
+        failed, read = self.finished(reader, 2)
         self.assertIn("Input/output error", failed.error)
-        self.assertIsNone(nothing)
-        with self.assertRaisesRegex(ValueError, "holds no bytes"):
-            reader.views(failed)
-        self.assert_value(source, read, arrays)
+        self.assertIsNone(failed.row)
+        self.assert_value(source, read)
         reader.release(failed)
         reader.release(read)
         counters = reader.counters
@@ -53,43 +51,37 @@ class FaultTest(SsdTestCase):
     def test_a_slow_disk(self):
         source = Source()
         source.gate.clear()
-        reader = self.reader(source, queue_length=1)
-        slow = self.request(reader, 0, 0)
+        reader = self.reader(source)
+        slow = reader.request((0, 0))
         self.assertTrue(source.began.acquire(timeout=SECONDS))
-        queued = self.request(reader, 0, 1)
+        queued = reader.request((0, 1))
         start = time.monotonic()
-        self.assertFalse(reader.wait(slow, MOMENT))
+        self.assertFalse(self.is_read(slow, MOMENT))
         self.assertEqual(reader.done(), [])
-        self.assertIsNone(reader.request(0, 2))
         with self.assertLogs("absl", "WARNING") as logs:
             reader.close(MOMENT)
         self.assertLess(time.monotonic() - start, SECONDS / 2)
         self.assertIn("left behind", logs.output[0])
         self.assertEqual(queued.state, State.OVER)
-        for call in (lambda: reader.request(0, 0), lambda: reader.read_now(0, 0)):
+        for call in (lambda: reader.request((0, 0)), lambda: reader.read_now((0, 0))):
             with self.assertRaisesRegex(ValueError, "is closed"):
                 call()
 
-    def test_closing_ends_waits_and_threads(self):
+    def test_closing_ends_requests_and_the_thread(self):
         source = Source()
         reader = self.reader(source, ring_blocks=1)
-        self.request(reader, 0, 0)
-        starving = self.request(reader, 0, 1)  # nobody releases the block
-        found = []
-        waiter = threading.Thread(target=lambda: found.append(reader.wait(starving, SECONDS)))
-        waiter.start()
+        reader.request((0, 0))
+        starving = reader.request((0, 1))  # nobody releases the block
         self.finished(reader)
         reader.close()
         reader.close()
-        waiter.join(SECONDS)
-        self.assertLen(found, 1)
         self.assertEqual(starving.state, State.OVER)
-        self.assertEmpty([t for t in reader._threads if t.is_alive()])
+        self.assertFalse(reader._thread.is_alive())
 
     def test_a_retry_does_not_hold_up_closing(self):
         source = Source([OSError("disk")] * 100)
         reader = self.reader(source, retries=99)
-        self.request(reader, 0, 0)
+        reader.request((0, 0))
         self.assertTrue(source.began.acquire(timeout=SECONDS))
         start = time.monotonic()
         reader.close(SECONDS)
@@ -98,9 +90,8 @@ class FaultTest(SsdTestCase):
     def test_stress(self):
         """Callers and threads at random, a read in eight fails: all ends, no byte is wrong.
 
-        How many requests find the queue full, are cancelled in time or fail twice hangs on
-        what else the machine does: the expert that never can be read makes errors certain,
-        and counters are held against what the callers saw.
+        How many requests are cancelled in time or fail twice hangs on what else the machine
+        does: the expert that never can be read makes errors certain.
         """
 
         class Flaky(Source):
@@ -115,24 +106,24 @@ class FaultTest(SsdTestCase):
 
         rng, lock = np.random.default_rng(0), threading.Lock()
         source = Flaky()
-        reader = self.reader(source, ring_blocks=3, queue_length=4, retries=1, num_threads=3)
-        wrong, ended = [], []
+        reader = self.reader(source, ring_blocks=3, retries=1)
+        wrong, ended, cancelled = [], [], []
 
         def call(seed):
             own = np.random.default_rng(seed)
             for _ in range(150):
                 layer, expert = int(own.integers(4)), int(own.integers(8))
-                ticket = reader.request(layer, expert, urgent=bool(own.random() < 0.3))
-                if ticket is not None and own.random() < 0.3:
-                    reader.cancel(ticket)
+                ticket = reader.request((layer, expert), urgent=bool(own.random() < 0.3))
+                if own.random() < 0.3:
+                    cancelled.append(reader.cancel(ticket))
                 if own.random() < 0.1:
                     with contextlib.suppress(MoejaxError):
-                        row = reader.read_now(layer, expert)
+                        row = reader.read_now((layer, expert))
                         wrong.extend(a for a in row if (a != source.value(layer, expert)).any())
-                for ticket, arrays in reader.done():
-                    if arrays is not None:
-                        value = source.value(ticket.layer, ticket.expert)
-                        wrong.extend(a for a in arrays if (np.array(a) != value).any())
+                for ticket in reader.done():
+                    if ticket.row is not None:
+                        value = source.value(*ticket.expert)
+                        wrong.extend(a for a in ticket.row if (a != value).any())
                     elif "disk" not in ticket.error:
                         wrong.append(ticket.error)
                     reader.release(ticket)
@@ -149,16 +140,13 @@ class FaultTest(SsdTestCase):
         counters = reader.counters
         self.assertGreater(counters.reads, 50)
         self.assertGreater(counters.errors, 0)
-        self.assertGreater(counters.cancelled, 0)
-        self.assertGreater(counters.refused, 0)
-        # Nothing is lost: every block can be had again.
-        for ticket, _ in reader.done():
-            reader.release(ticket)
+        self.assertTrue(any(cancelled))
+        # Nothing is lost: every request is read, and every block can be had again.
         end = time.monotonic() + SECONDS
-        while len(reader._free) < 3 and time.monotonic() < end:
-            for ticket, _ in reader.done():
+        while (reader._queue or len(reader._free) < 3) and time.monotonic() < end:
+            for ticket in reader.done():
                 reader.release(ticket)
-        self.assertCountEqual(reader._free, range(3))
+        self.assertLen(reader._free, 3)
 
 
 class CheckpointTest(SsdTestCase):
@@ -175,13 +163,13 @@ class CheckpointTest(SsdTestCase):
     @parameterized.parameters(Own, Gptq)
     def test_rows(self, kind):
         source = self.open(kind(QWEN))
-        reader = self.reader(source, ring_blocks=6, num_threads=2)
+        reader = self.reader(source, ring_blocks=6)
         for index in np.ndindex(2, 3):
-            self.request(reader, *index)
-        for ticket, arrays in self.finished(reader, 6):
+            reader.request(index)
+        for ticket in self.finished(reader, 6):
             row = source.empty_row()
-            source.read(ticket.layer, ticket.expert, row)
-            for found, expected in zip(arrays, row, strict=True):
+            source.read(*ticket.expert, row)
+            for found, expected in zip(ticket.row, row, strict=True):
                 np.testing.assert_array_equal(found, expected)
 
     @parameterized.parameters(1, 100)
@@ -200,15 +188,15 @@ class CheckpointTest(SsdTestCase):
                 destination.reshape(-1).view(np.uint8)[3] ^= 4
 
         with mock.patch.object(TensorFiles, "read", corrupt):
-            self.request(reader, 1, 1)
-            ((ticket, arrays),) = self.finished(reader)
+            reader.request((1, 1))
+            (ticket,) = self.finished(reader)
         counters = reader.counters
         self.assertEqual(counters.retries, 1)
         if num_corrupt == 1:
-            for found, array in zip(arrays, expected, strict=True):
+            for found, array in zip(ticket.row, expected, strict=True):
                 np.testing.assert_array_equal(found, array)
             return
-        self.assertIsNone(arrays)
+        self.assertIsNone(ticket.row)
         self.assertRegex(ticket.error, "expert 1 of sparse layer 1 is not what was read before")
         self.assertEqual((counters.errors, counters.reads), (1, 0))
 

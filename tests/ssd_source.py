@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.experts.disk_reader import SsdReader
+from moejax.experts.disk_reader import DiskReader, State
 
 SECONDS = 20.0  # for what must happen
 MOMENT = 0.05  # for what must not
@@ -54,19 +54,19 @@ class SsdTestCase(parameterized.TestCase):
         self.enter_context(jax.default_device(self.device))
         self.resources = self.enter_context(contextlib.ExitStack())
 
-    def reader(self, source, *, ring_blocks=2, queue_length=8, **kwargs):
-        reader = SsdReader(
-            source, self.device, ring_blocks=ring_blocks, queue_length=queue_length, **kwargs
-        )
+    def reader(self, source, *, ring_blocks=2, **kwargs):
+        reader = DiskReader(source, ring_blocks=ring_blocks, **kwargs)
         self.resources.callback(reader.close)
         if isinstance(source, Source):
             self.resources.callback(source.gate.set)  # before the reader is closed
         return reader
 
-    def request(self, reader, layer, expert, **kwargs):
-        ticket = reader.request(layer, expert, **kwargs)
-        self.assertIsNotNone(ticket)
-        return ticket
+    def is_read(self, ticket, seconds=SECONDS):
+        """Whether a ticket is read, failed or cancelled within this time."""
+        end = time.monotonic() + seconds
+        while ticket.state in (State.QUEUED, State.READING) and time.monotonic() < end:
+            time.sleep(0.001)
+        return ticket.state not in (State.QUEUED, State.READING)
 
     def finished(self, reader, count=1):
         """Waits until `done` has returned `count` results, and returns them."""
@@ -78,8 +78,8 @@ class SsdTestCase(parameterized.TestCase):
         self.assertLen(found, count)
         return found
 
-    def assert_value(self, source, ticket, arrays):
-        expected = source.value(ticket.layer, ticket.expert)
-        for array, part in zip(arrays, source.row, strict=True):
+    def assert_value(self, source, ticket):
+        expected = source.value(*ticket.expert)
+        for array, part in zip(ticket.row, source.row, strict=True):
             self.assertEqual((array.shape, array.dtype), (part.shape, part.dtype))
-            self.assertTrue((np.array(array) == expected).all(), (np.array(array), expected))
+            self.assertTrue((array == expected).all(), (array, expected))

@@ -16,10 +16,10 @@ from pallas_kernels import grouped_dequant_matmul as grouped
 from pallas_kernels import mosaic_decode
 from pallas_kernels.grouped_dequant_matmul import mosaic
 from pallas_kernels.mosaic_decode import tiles
+from pallas_kernels.mosaic_decode.accumulate import _Accumulation
 from pallas_kernels.mosaic_decode.jobs import JobList, Pairs
 from pallas_kernels.mosaic_decode.product import Lane
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
-from pallas_kernels.mosaic_decode.walk import _Walk
 from pallas_kernels.testing import simulator
 from pallas_kernels.testing.simulator import Simulator
 from tests import slow
@@ -142,7 +142,7 @@ CASES = {
 }  # fmt: skip
 
 
-def next_item_stays_behind(self, unit, base, to, fetch=_Walk.fetch):
+def next_item_stays_behind(self, unit, base, to, fetch=_Accumulation.fetch):
     """Copies of the next item are those of this one."""
     row = self.next_item and self.stream.rows[0]
     next_item = self.next_item and dataclasses.replace(self.next_item, row=row)
@@ -150,7 +150,7 @@ def next_item_stays_behind(self, unit, base, to, fetch=_Walk.fetch):
         fetch(self, unit, base, to)
 
 
-def ring_does_not_run_on(self, *rest, run=_Walk.run):
+def ring_does_not_run_on(self, *rest, run=_Accumulation.run):
     """The next item looks for its first tile where the ring begins."""
     totals, _ = run(self, *rest)
     return totals, self.ring_at
@@ -181,8 +181,8 @@ def one_item_fewer(self, e, found, block, shares=JobList._shares):
 
 
 BROKEN = (
-    (_Walk, "fetch", next_item_stays_behind),
-    (_Walk, "run", ring_does_not_run_on),
+    (_Accumulation, "fetch", next_item_stays_behind),
+    (_Accumulation, "run", ring_does_not_run_on),
     (JobList, "job", one_pair_fewer),
     (JobList, "job", job_of_another),
     (JobList, "_shares", one_item_fewer),

@@ -13,11 +13,11 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import mosaic_decode
 from pallas_kernels.mosaic_decode import experts, fragments, product
-from pallas_kernels.mosaic_decode.fragments import Form
+from pallas_kernels.mosaic_decode.accumulate import Totals
+from pallas_kernels.mosaic_decode.fragments import CodeFormat
 from pallas_kernels.mosaic_decode.matrix import matrix_of, stage_parts, tile_bytes
 from pallas_kernels.mosaic_decode.product import Lane, Stream
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
-from pallas_kernels.mosaic_decode.walk import Totals
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.testing.simulator import Simulator
 from tests import packed_operands, slow
@@ -52,7 +52,7 @@ class StageTest(parameterized.TestCase):
     @parameterized.parameters(
         (form, span)
         for form, span in itertools.product(FORMS, (1, 2, 4))
-        if span <= Form(form.bits, "bf16").longest_span
+        if span <= CodeFormat(form.bits, "bf16").longest_span
     )
     def test_lanes_read_their_words(self, form, span):
         rng = np.random.default_rng(seed(self.id()))

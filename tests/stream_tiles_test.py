@@ -11,14 +11,13 @@ from absl.testing import absltest, parameterized
 
 from moejax.models.shapes import SHAPES
 from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, mosaic_decode
-from pallas_kernels.dequant_matmul import shapes as dense_shapes
-from pallas_kernels.grouped_dequant_matmul import shapes as grouped_shapes
 from pallas_kernels.mosaic_decode.matrix import matrix_of, tile_bytes
 from pallas_kernels.mosaic_decode.tiles import MOST_KEPT, SHARED_BYTES, StreamTiles, fitted
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.target import SIMULATED
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import random_operands
+from tests.kernel_shapes import LAYERS, PRODUCTS
 from tests.model_products import DENSE_SHAPES
 from tests.packed_operands import seed
 
@@ -44,8 +43,8 @@ class ShapesTest(parameterized.TestCase):
     def test_experts_of_every_named_model_are_among_those_of_the_contracts(self, name):
         c = SHAPES[name]
         layer = (c.model_dim, c.expert_dim, c.experts_per_token)
-        self.assertIn(layer, grouped_shapes.SHAPES.values())
-        dense = set(dense_shapes.SHAPES.values())
+        self.assertIn(layer, LAYERS.values())
+        dense = set(PRODUCTS.values())
         self.assertLessEqual({(c.model_dim, 2 * c.expert_dim), (c.expert_dim, c.model_dim)}, dense)
 
 
@@ -96,7 +95,7 @@ class TilesTest(parameterized.TestCase):
     @parameterized.parameters(*STORED)
     def test_experts(self, *stored):
         numbers = (1, 4, 9, grouped_dequant_matmul.mosaic.MOST_STREAMED)
-        for shape, tokens in itertools.product(grouped_shapes.SHAPES.values(), numbers):
+        for shape, tokens in itertools.product(LAYERS.values(), numbers):
             model_dim, expert_dim, width = shape
             for gated, size in ((True, (2 * expert_dim, model_dim)), (False, shape[:2])):
                 mine, plain = shape_of(*stored, *size, 4), shape_of(16, 0, *size)

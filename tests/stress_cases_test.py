@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from absl.testing import absltest, parameterized
 
-from scripts.stress_cases import NUM_TOP, TOLERANCE, Case, Choice, add_told, make_cases
+from scripts.stress_cases import NUM_TOP, TOLERANCE, Case, Choice, add_answer, make_cases
 from tests.serving_case import Served, served, tiny_chat_engine
 
 pytestmark = pytest.mark.slow  # what a server answers is asked of it in `serve_api_test`
@@ -47,7 +47,7 @@ def ask(case: Case, stream: bool) -> tuple[dict[int, Choice], int]:
         told = part.to_dict()
         usage = told.get("usage") or usage
         for choice in told["choices"]:
-            add_told(found, choice, case)
+            add_answer(found, choice, case)
     assert usage is not None
     return found, usage["completion_tokens"]
 

@@ -16,7 +16,7 @@ from moejax import Engine, cli, evaluate, generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.experts import cache
-from moejax.experts.budget import BudgetError, Limits, PolicyDemands, Tier, make_budget
+from moejax.experts.budget import BudgetError, Limits, PolicyDemands, RunSizes, Tier, make_budget
 from moejax.experts.tiering import Tiering
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy
@@ -105,7 +105,8 @@ class EngineTest(parameterized.TestCase):
         real, emulated = (self.engine(slots=(3, 8), emulate=e, **how) for e in (False, True))
         tokens = np.asarray([PROMPT])
         np.testing.assert_allclose(emulated.logits(tokens), real.logits(tokens), rtol=0, atol=1e-5)
-        self.assertEqual(real.ledger.layers, emulated.ledger.layers)
+        for name, tier in real.ledger.tiers.items():
+            self.assertEqual(tier.layers, emulated.ledger.tiers[name].layers)
 
     @parameterized.parameters(("on_demand", (4,), 2), ("dymoe", (3, 8), 0), ("dymoe", (3, 4), 2))
     @pytest.mark.slow
@@ -273,10 +274,12 @@ class CommandTest(parameterized.TestCase):
 class BudgetTest(parameterized.TestCase):
     def budget(self, gib: float, slots=(), names=("int4", "int2"), nbytes=(2**26, 2**25)):
         tiers = [Tier(name=n, expert_nbytes=b) for n, b in zip(names, nbytes, strict=True)]
-        return make_budget(
-            CONFIG, {"embed": 1000}, tiers, policy=PolicyDemands(slots=slots, bulk=2), batch=1,
-            context=64, chunk=16, limits=Limits(device_gib=gib), platform="cpu",
+        run = RunSizes(
+            config=CONFIG, weights_nbytes={"embed": 1000}, batch=1, context=64, chunk=16,
+            platform="cpu",
         )  # fmt: skip
+        demands = PolicyDemands(slots=slots, bulk=2)
+        return make_budget(run, tiers, Limits(device_gib=gib), demands)
 
     def test_the_low_tier_is_whole_where_the_first_has_what_a_token_needs(self):
         whole = self.budget(0)

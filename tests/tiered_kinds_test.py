@@ -77,7 +77,7 @@ class ImportanceTest(parameterized.TestCase):
             mock.patch.object(cached_experts, "attention_received", counted),
         ):
             runner.logits(TOKENS)
-        memory.settle()
+        memory.read_counters()
         return told, computed
 
     @pytest.mark.slow
@@ -117,7 +117,7 @@ class ImportanceTest(parameterized.TestCase):
         runner, memory = cached_runner(policy, (4, 2), (3, 8), config=THREE, emulated=True)
         prompts = np.random.default_rng(1).integers(0, 160, (8, 13)).tolist()
         trace = recorded(runner, prompts, 4)
-        memory.settle()
+        memory.read_counters()
         run = Run(policy=policy, tiers=("int4", "int2"), expert_bytes=(2, 1), slots=(3, 8))
 
         def counts(trace: Trace) -> np.ndarray:
@@ -150,7 +150,7 @@ class PoliciesTest(parameterized.TestCase):
         slots = [num_experts if of is None else of for of in slots]
         runner, memory = cached_runner(policy, bits, slots, config=config, **how)
         self.assertLen(answers(runner, [[1, 2, 3]], 8)[0], 8)
-        memory.settle()
+        memory.read_counters()
         shares = memory.ledger.shares
         self.assertAlmostEqual(sum(shares.values()) - shares.get("substituted", 0), 1, places=5)
         for event in ("unserved", "hits", "prefetched"):
@@ -186,7 +186,7 @@ class WeightsTest(parameterized.TestCase):
         config = model_kinds.config_of("shared", router=SCALED)
         runner, memory = runner_of(config)
         runner.logits(TOKENS)
-        memory.settle()
+        memory.read_counters()
         shares = memory.ledger.shares
         self.assertAlmostEqual(shares["int4"] + shares["int2"] + shares["skipped"], 1, places=5)
         # Two sparse layers of 16 tokens: each has two of four experts, times 2.5.

@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
-from moejax.experts.tiering import Tiering, choose, named
+from moejax.experts.tiering import Tiering, choose
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.routing.profile_file import BuddyProfile, load_buddies, save_buddies
@@ -18,6 +18,10 @@ from tests.buddy_profiles import random_profile
 
 M, E = 2, 8
 CONFIG = tiny_engine.CONFIG
+
+
+def chosen(policy: str, settings: dict[str, Any]) -> Any:
+    return choose(Tiering(policy=policy, settings=settings))
 
 
 def profile(**how: Any) -> BuddyProfile:
@@ -82,19 +86,19 @@ class ProfileTest(parameterized.TestCase):
 
     def test_by_name_alone(self):
         save_buddies(self.path, profile())
-        policy = named("compose", {"parts": "dymoe+buddymoe", "lists": str(self.path)}).policy
+        policy = chosen("compose", {"parts": "dymoe+buddymoe", "lists": str(self.path)}).policy
         assert isinstance(policy, Compose)
         assert isinstance(policy.buddies, BuddyMoe)
         self.assertEqual(policy.buddies.lists.ids.shape, (M, E, 4))
         with self.assertRaisesRegex(MoejaxError, "needs a profile: lists=FILE"):
-            named("buddymoe", {})
+            chosen("buddymoe", {})
         with self.assertRaisesRegex(MoejaxError, "lists=None must be those of a profile"):
-            named("buddymoe", {"lists": None})
+            chosen("buddymoe", {"lists": None})
         for gains in (0.5, (1, 2)):
             with self.assertRaisesRegex(MoejaxError, "gains=.* must be an array, as a profile"):
-                named("buddymoe", {"lists": str(self.path), "gains": gains})
+                chosen("buddymoe", {"lists": str(self.path), "gains": gains})
         with self.assertRaisesRegex(MoejaxError, "links=5 must be an array, as a profile"):
-            named("dynaexq", {"foresight": 2, "foresee_by": "links", "links": 5})
+            chosen("dynaexq", {"foresight": 2, "foresee_by": "links", "links": 5})
 
     def test_what_a_profile_counted(self):
         policy = {"tae_tau": "profile"}

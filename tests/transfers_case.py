@@ -10,8 +10,8 @@ import numpy as np
 
 from moejax.experts import residency
 from moejax.experts.expert_pool import ExpertPool
-from moejax.experts.host_store import HeldRows
-from moejax.experts.ledger import no_counts
+from moejax.experts.host_store import HostStore
+from moejax.experts.residency import no_counts
 from moejax.experts.transfers import Transfers
 from moejax.programs import CompiledPrograms
 from tests.ssd_source import SECONDS, Source, SsdTestCase
@@ -34,10 +34,12 @@ class TransfersTestCase(SsdTestCase):
         )  # fmt: skip
 
     def held(self):
-        row_of = np.arange(32, dtype=np.int32).reshape(4, 8)
-        return HeldRows(
-            row_of, lambda row: [np.full(p.shape, row + 1, p.dtype) for p in self.source.row]
-        )
+        store = HostStore(self.source, 32, self.device)
+        store.row_of[...] = np.arange(32).reshape(4, 8)
+        for row in range(32):
+            for part in store.rows(row):
+                part[...] = row + 1
+        return store
 
     def transfers(self, supply=None, **how):
         how = {"in_flight": 3, "queue_length": 4} | how

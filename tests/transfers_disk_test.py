@@ -32,14 +32,13 @@ class Uses:
 
 class DiskTest(TransfersTestCase):
     def disk(self, num_rows, *, ring=2, **how):
-        row_of, store = np.full((4, 8), -1, np.int32), None
+        store = None
         if num_rows:
-            store = HostStore.allocate(self.source, num_rows, self.device)
+            store = HostStore(self.source, num_rows, self.device)
             store.fill(progress=False)
-            row_of = store.row_of
             self.rows = store.rows
         reader = self.reader(self.source, ring_blocks=ring, **how)
-        disk = DiskExperts(reader, store, self.source.row, row_of, most_kept=2, most_ahead=ring)
+        disk = DiskExperts(reader, store, most_kept=2, most_ahead=ring)
         self.resources.callback(disk.close)
         self.asked = []
         return disk
@@ -77,9 +76,9 @@ class DiskTest(TransfersTestCase):
         disk = self.disk(3)  # of (0, 0), (0, 1), (0, 2)
         uses = np.zeros((4, 8), np.int32)
         uses[0, :3] = 9, 7, 8
-        self.assertIsNone(disk.borrow((3, 3)))
+        self.assertIsNone(disk.acquire((3, 3)))
         ticket = disk._tickets[3, 3]
-        self.assertTrue(disk.reader.wait(ticket, SECONDS))
+        self.assertTrue(self.is_read(ticket))
         self.assertFalse(self.step(disk, uses))
         self.assertFalse(self.step(disk, uses, ready=False))
         self.assertGreaterEqual(disk.row_of[0, 1], 0)
@@ -98,12 +97,12 @@ class DiskTest(TransfersTestCase):
     def test_a_row_that_is_being_copied_is_nobodys(self):
         disk = self.disk(1)
         uses = np.zeros((4, 8), np.int32)
-        self.assertIsNotNone(disk.borrow((0, 0)))
+        self.assertIsNotNone(disk.acquire((0, 0)))
         disk.read(1, np.array([5]))
         for _ in range(5):
             self.step(disk, uses)
         self.assertEqual(disk.row_of[0, 0], 0)
-        disk.give_back((0, 0))
+        disk.release((0, 0))
         disk.read(1, np.array([5]))
         for _ in range(5):
             self.step(disk, uses)
@@ -135,13 +134,13 @@ class DiskTest(TransfersTestCase):
             read(layer, expert, into, **how)
 
         with mock.patch.object(self.source, "read", fails_in_the_ring):
-            self.assertIsNone(disk.borrow((1, 4)))
+            self.assertIsNone(disk.acquire((1, 4)))
             ticket = disk._tickets[1, 4]
             disk.read(1, np.array([4]))  # a step cannot wait for the ring
-            self.assertIsNotNone(disk.borrow((1, 4)))
-            disk.give_back((1, 4))
+            self.assertIsNotNone(disk.acquire((1, 4)))
+            disk.release((1, 4))
             may_fail.set()
-            self.assertTrue(disk.reader.wait(ticket, SECONDS))
+            self.assertTrue(self.is_read(ticket))
         for _ in range(5):
             self.step(disk, uses)
         self.assertEqual(disk.row_of[1, 4], 0)
@@ -149,32 +148,32 @@ class DiskTest(TransfersTestCase):
         for _ in range(5):
             self.step(disk, uses)
         self.assertEqual(disk.row_of[1, 4], -1)
-        self.assertIsNone(disk.borrow((1, 4)))  # read again, not refused for what was long ago
+        self.assertIsNone(disk.acquire((1, 4)))  # read again, not refused for what was long ago
 
-    def foresees(self, disk, *experts):
+    def prefetch(self, disk, *experts):
         """Says so, and goes on until all that is read has its row."""
         uses = np.zeros((4, 8), np.int32)
-        disk.foresee(experts)
+        disk.prefetch(experts)
         for _ in range(16):
             self.step(disk, uses)
             for ticket in list(disk._tickets.values()):
-                disk.reader.wait(ticket, SECONDS)
+                self.assertTrue(self.is_read(ticket))
 
     def test_what_is_foreseen_is_read_ahead(self):
         disk = self.disk(6)  # of (0, 0) to (0, 5)
-        self.foresees(disk, (1, 4), (0, 0), (2, 5), (3, 7))
+        self.prefetch(disk, (1, 4), (0, 0), (2, 5), (3, 7))
         for expert in ((1, 4), (0, 0), (2, 5)):
             self.assert_row(disk, expert)
         self.assertEqual(disk.row_of[3, 7], -1)  # more than half of the rows
         self.assertEqual(disk.reader.counters.reads, 2)  # (0, 0) was there, and stayed
-        told = disk.read_since()
+        told = disk.counts_since()
         self.assertEqual((told["ahead"], told["ahead_used"]), (2, 0))
-        self.assertIsNotNone(disk.borrow((1, 4)))
-        disk.give_back((1, 4))
-        self.assertIsNotNone(disk.borrow((1, 4)))  # a second use of the same is none
-        disk.give_back((1, 4))
-        self.assertIsNotNone(disk.borrow((0, 0)))  # was not read ahead
-        told = disk.read_since()
+        self.assertIsNotNone(disk.acquire((1, 4)))
+        disk.release((1, 4))
+        self.assertIsNotNone(disk.acquire((1, 4)))  # a second use of the same is none
+        disk.release((1, 4))
+        self.assertIsNotNone(disk.acquire((0, 0)))  # was not read ahead
+        told = disk.counts_since()
         self.assertEqual((told["ahead"], told["ahead_used"], told["reads"]), (0, 1, 0))
 
     def test_what_is_foreseen_waits_for_what_is_asked_for(self):
@@ -187,11 +186,11 @@ class DiskTest(TransfersTestCase):
             read(layer, expert, into, **how)
 
         with mock.patch.object(self.source, "read", noted):
-            disk.foresee([(2, 1), (2, 2), (2, 3), (2, 4), (2, 5)])
+            disk.prefetch([(2, 1), (2, 2), (2, 3), (2, 4), (2, 5)])
             self.step(disk, uses)
             self.assertEqual(list(disk._tickets), [(2, 1), (2, 2), (2, 3)])  # one place is left
-            self.assertIsNone(disk.borrow((3, 6)))
-            self.assertIsNone(disk.borrow((2, 3)))  # was only foreseen: asked for anew
+            self.assertIsNone(disk.acquire((3, 6)))
+            self.assertIsNone(disk.acquire((2, 3)))  # was only foreseen: asked for anew
             self.assertEqual(list(disk._tickets)[2:], [(3, 6), (2, 3)])
             self.step(disk, uses)
             self.assertLen(disk._tickets, 4)  # nothing more is read ahead
@@ -199,23 +198,23 @@ class DiskTest(TransfersTestCase):
             for _ in range(24):
                 self.step(disk, uses)
                 for ticket in list(disk._tickets.values()):
-                    disk.reader.wait(ticket, SECONDS)
+                    self.assertTrue(self.is_read(ticket))
         order.remove((2, 1))  # which the thread may have begun
         self.assertEqual(order[:3], [(3, 6), (2, 3), (2, 2)])
         for expert in ((2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (3, 6)):
             self.assert_row(disk, expert)
-        self.assertEqual(disk.read_since()["ahead"], 4)  # all but (3, 6) and (2, 3)
-        self.assertEqual((disk._ahead, disk._foreseen), (set(), {}))
+        self.assertEqual(disk.counts_since()["ahead"], 4)  # all but (3, 6) and (2, 3)
+        self.assertEqual((disk._tickets, disk._prefetches), ({}, {}))
 
     def test_a_failure_of_what_was_only_foreseen_is_nobodys(self):
         disk = self.disk(4, retries=0)  # of (0, 0) to (0, 3)
         self.source.faults = [OSError(5, "Input/output error")]
         with self.assertLogs("absl", "ERROR"):
-            self.foresees(disk, (1, 4))
+            self.prefetch(disk, (1, 4))
         self.assertEqual(disk.row_of[1, 4], -1)
         self.assertEqual((disk.failures, disk._failed), (0, {}))
-        self.assertIsNone(disk.borrow((1, 4)))  # asked for: read again
-        self.assertEqual(disk.read_since()["ahead"], 0)
+        self.assertIsNone(disk.acquire((1, 4)))  # asked for: read again
+        self.assertEqual(disk.counts_since()["ahead"], 0)
 
     def test_a_slow_disk_holds_nobody_up(self):
         disk = self.disk(2, ring=1)  # of (0, 0), (0, 1)
@@ -225,10 +224,10 @@ class DiskTest(TransfersTestCase):
         transfers.request(0, [0])
         self.advance(transfers, lambda: transfers.num_pending == 2)
         self.assertEqual(self.resident(), {(0, 0)})
-        self.assertEqual(transfers.cancel(1, [4]), [4])  # while it is read
         self.source.gate.set()
-        self.drain(transfers)
-        self.assertEqual(self.resident(), {(0, 0), (1, 5)})
+        uses = np.zeros((4, 8), np.int32)
+        self.advance(transfers, lambda: self.step(disk, uses) is None or not transfers.num_pending)
+        self.assertEqual(self.resident(), {(0, 0), (1, 4), (1, 5)})
 
     def test_closed_while_the_disk_reads(self):
         disk = self.disk(0)

@@ -2,7 +2,7 @@
 
 from absl.testing import absltest, parameterized
 
-from moejax.experts.budget import workspace_nbytes
+from moejax.experts.budget import RunSizes, workspace_nbytes
 from moejax.inference.chunking import longest_chunk
 from moejax.models.shapes import QWEN3_30B_A3B
 
@@ -22,10 +22,11 @@ class PeakTest(parameterized.TestCase):
     def test_what_compiling_tries_is_in_the_bound(self, batch, peak, planned, workspace, steps):
         """The peaks were above the plan: XLA tries the largest product, two results at once."""
         replayed = 2 * 4 * steps * LAYERS * batch * EXPERTS / 2**30
-        bound = workspace_nbytes(
-            QWEN3_30B_A3B, batch=batch, context=CONTEXT, itemsize=2, platform="gpu", num_tiers=2,
+        run = RunSizes(
+            config=QWEN3_30B_A3B, weights_nbytes={}, batch=batch, context=CONTEXT, platform="gpu",
             chunk=longest_chunk(QWEN3_30B_A3B, batch, CONTEXT),
-        ) / 2**30  # fmt: skip
+        )  # fmt: skip
+        bound = workspace_nbytes(run, num_tiers=2) / 2**30
         spare = planned - workspace + bound + replayed - peak
         self.assertBetween(spare, 0, 0.125)  # of which the allocator's reserve is most
 

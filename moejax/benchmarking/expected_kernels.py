@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 
 from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
-from moejax.models.kernel_choice import KernelChoice
+from moejax.models.kernel_choice import KERNELS, KernelChoice
 from moejax.weights import linear as ops
 from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
 
-KERNELS = ("mosaic", "triton")
 EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops.choose_product`
 
 
@@ -55,7 +54,8 @@ def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int)
     Raises:
       MoejaxError: naming what runs on none, and why.
     """
-    may = allowed(runner.kernels)
+    if not (may := allowed(runner.kernels)):
+        return
     for phase, products in _phases(runner, batch, prompt, context):
         fit = {name: of for name, of in products.items() if EVERY_KERNEL not in of.refusals}
         if wrong := wrong_kernels(fit, may):

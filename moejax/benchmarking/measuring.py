@@ -114,7 +114,7 @@ class Bench:
         warmup_s = time.perf_counter() - start - (programs.seconds - compiled)
         distinct = self._distinct(batches[0], count) if self.runner.memory is None else None
         if self.runner.memory is not None:
-            self.runner.memory.settle()  # what warming up moved counts for nothing
+            self.runner.memory.read_counters()  # what warming up moved counts for nothing
             fresh = fresh_ledger(self.runner.memory.ledger)
             self._ledgers = {"prefill": fresh, "decode": copy.deepcopy(fresh)}
         early, found, walls = programs.seconds, [], []
@@ -169,7 +169,7 @@ class Bench:
             return
         install(memory, self._ledgers[name])
         yield
-        memory.settle()
+        memory.read_counters()
 
     def _with_all_programs(self, batches: Sequence[Prompts]) -> list[Prompts]:
         """The fewest batches, of the first ones, that between them need every program."""

@@ -17,8 +17,8 @@ from moejax.config.benchmark import BenchmarkConfig
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import limits_on, room_nbytes
-from moejax.experts.budget import Budget, Limits, Tier, make_budget, require_room
+from moejax.experts.allocator import check_room, device_limits, room_nbytes
+from moejax.experts.budget import Budget, Limits, RunSizes, Tier, make_budget
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
 from moejax.experts.tiering import Tiering, choose
@@ -177,7 +177,7 @@ class ShapeModels:
             self._whole = None
             gc.collect()
         planned = sum(self._dense_nbytes.values())
-        limits = limits_on(self.device, asked, planned_nbytes=planned)
+        limits = device_limits(self.device, asked, planned_nbytes=planned)
         with plain_memory_errors(self.device):
             if self._tiering is None:
                 found = self._plain(batch, context, limits)
@@ -191,17 +191,14 @@ class ShapeModels:
         nbytes = self._memories.expert_nbytes(self._packing.bits)
         work = self._routing(batch)
         ahead = 4 * limits.prefetch * work.work.ids[..., 0, 0].size
-        parts = self._dense_nbytes | {REPLAYED: work.work.probabilities.nbytes + ahead}
-        budget = make_budget(
-            self.config, parts, [Tier(name="experts", expert_nbytes=nbytes)], limits=limits,
-            **self._sizes(batch, context),
-        )  # fmt: skip
+        run = self._run(batch, context, work.work.probabilities.nbytes + ahead)
+        budget = make_budget(run, [Tier(name="experts", expert_nbytes=nbytes)], limits)
         if budget.pooled:
             plan = self._memories.plan_of(self._packing.bits, budget.tiers[0])
             return self._moving(self._memories.one_tier(plan), work, batch, budget)
         room = room_nbytes(self.device, sum(self._dense_nbytes.values()))
         if not limits.device_gib:
-            require_room(budget.device, room)
+            check_room(budget.device, room)
         experts = random_weights(self.config, self._packing, self.device, dense=False)
         weights = jax.block_until_ready(self._memories.dense | experts)
         runner = Runner(self.config, weights, self.device)
@@ -220,12 +217,8 @@ class ShapeModels:
         ]
         nbytes = work.work.probabilities.nbytes
         nbytes += work.work.predicted.nbytes if policy.needs.predicted else 0
-        sizes = self._sizes(batch, context)
-        del sizes["platform"]
-        budget = budget_of_tiers(
-            policy, self.config, self._dense_nbytes | {REPLAYED: nbytes}, tiers,
-            slots=tiering.slots, limits=limits, device=self.device, **sizes,
-        )  # fmt: skip
+        run = self._run(batch, context, nbytes)
+        budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
         assert isinstance(tiering.policy, str)
         by_profile = "buddymoe" in parts_of(tiering.policy, tiering.settings)
         memories, held = [], 0
@@ -266,10 +259,13 @@ class ShapeModels:
         name = Path(asked.trace).name
         return routing.of_trace(self.config, self._trace, batch, name=name, **how)
 
-    def _sizes(self, batch: int, context: int) -> dict[str, Any]:
+    def _run(self, batch: int, context: int, replayed_nbytes: int) -> RunSizes:
+        parts = self._dense_nbytes | {REPLAYED: replayed_nbytes}
         chunk = min(context, longest_chunk(self.config, batch, context))
-        return {"batch": batch, "context": context, "chunk": chunk, "itemsize": BFLOAT16_BYTES,
-                "platform": self.device.platform}  # fmt: skip
+        return RunSizes(
+            config=self.config, weights_nbytes=parts, batch=batch, context=context, chunk=chunk,
+            platform=self.device.platform, itemsize=BFLOAT16_BYTES,
+        )  # fmt: skip
 
     def _policy(self, tiering: Tiering, work: Any) -> AnyPolicy:
         """The policy; without a profile, buddies are by the co-activations of what is replayed."""

@@ -19,9 +19,8 @@ from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.experts.budget import BOTH, TierBudget
-from moejax.experts.cache import ExpertMemory, TierMemory, preloaded_pool
+from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.host_store import HeldRows
 from moejax.experts.residency import CacheSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
@@ -131,20 +130,15 @@ class ShapeMemories:
             transient=transient, banks=2 if plan.prefetch else 1,
         )  # fmt: skip
         spec = PoolSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
-        memory = TierMemory.of_rows(spec, *rows.stacks, rows.row_of, self.device)
+        memory = TierMemory(spec, *rows.stacks, rows.row_of, self.device)
         first = plan.first
         if is_full:
             first = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))
         if first is not None and first.shape[1]:
-            memory.pool = preloaded_pool(
-                memory, self.config, ops.Kernels(target_of(self.device)), first
-            )
-        if is_full:  # as an engine's knows
-            memory.spec = dataclasses.replace(memory.spec, is_complete=True)
+            preload(memory, self.config, ops.Kernels(target_of(self.device)), first)
         if plan.bulk:
-            supply = HeldRows(rows.row_of, rows.store.rows)
             memory.transfers = Transfers(
-                cache, memory.pool, supply, self.device, in_flight=plan.bulk
+                cache, memory.pool, rows.store, self.device, in_flight=plan.bulk
             )
         return memory
 

@@ -47,12 +47,12 @@ class SyntheticRows:
         if host_gib:
             num_rows = max(1, int(host_gib * 2**30) // self.row_nbytes)
         num_rows = min(num_rows or total, total)
-        store = self.store = HostStore.allocate(self, num_rows, device)
+        store = self.store = HostStore(self, num_rows, device)
         store.fill(progress=False)
-        self.nbytes, self.row_of = store.nbytes, store.row_of
-        if num_rows < total:
-            shared = np.arange(total, dtype=np.int32) % num_rows
-            self.row_of = shared.reshape(self.num_layers, self.num_experts)
+        self.nbytes, self.row_of = num_rows * self.row_nbytes, store.row_of
+        self.row_of[...] = (
+            np.arange(total).reshape(self.row_of.shape) % num_rows
+        )  # few rows are shared
         self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)
 
     def read(

@@ -114,19 +114,14 @@ class ExpertReader:
       gate_up: the form of `moe.gate_up`: a ShapeDtypeStruct [M, E, 2F, D] where it is plain, a
         QTensor with such leaves [M, E, ...] where it is packed, without its compensators.
       down: the form of `moe.down`.
-      row: the arrays of one expert, in the order of `jax.tree.leaves((gate_up, down))`, without
-        the axes M and E.
-      row_nbytes: bytes of these arrays.
+      row: the arrays of one expert, in the order of `jax.tree.leaves((gate_up, down))`.
+      row_nbytes: their bytes.
       uses_jax: whether JAX's CPU device converts what is read. Only plain experts and those of the
         package's own format lie in the files as rows hold them.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
-        """Opens the files, each leaf of `reader` being checked before.
-
-        Raises:
-          MoejaxError: the experts have a form of which there are no slots.
-        """
+        """Opens the files; raises MoejaxError if there are no slots for the experts' form."""
         self._leaves = [reader.leaves[leaf] for leaf in EXPERT_LEAVES]
         for plan in self._leaves:
             if plan.refusal is not None:
@@ -182,7 +177,6 @@ class ExpertReader:
 
         Args:
           layer: index among the sparse layers.
-          expert: of that layer.
           into: arrays of `row`'s shapes and dtypes, contiguous; undefined after an error.
           check: compute the row's checksum and compare it with that of the first checked read of
             files that nobody wrote to. An expert that is read only once needs none.
@@ -219,16 +213,10 @@ class ExpertReader:
     def load_compensators(
         self, device: jax.Device, *, progress: bool = False
     ) -> tuple[tuple[Compensator, ...], tuple[Compensator, ...]]:
-        """Loads the low-rank terms of all experts, for `gate_up` and for `down`.
+        """Loads the low-rank terms of all experts, for `gate_up` and for `down`, if there are any.
 
         They are what the leaves of a whole load have, `start` and `rank` int32[M, E] by layer and
-        expert. Empty where there are none. Only their own bytes are read.
-
-        Args:
-          progress: show a bar over the matrices read on stderr.
-
-        Raises:
-          MoejaxError: a file cannot be read or ended early.
+        expert. Only their own bytes are read; `progress` shows a bar on stderr.
         """
         total = sum(len(pool.owners) for plan in self._leaves for pool in plan.factor_pools)
         with tqdm.tqdm(total=total, desc="low-rank terms", disable=not (progress and total)) as bar:
@@ -286,15 +274,12 @@ def open_experts(
     """Opens a reader of the experts that `checkpoint.load(..., experts=False)` leaves out.
 
     Args:
-      checkpoint: any but an Orbax directory.
-      dtype: type of plain experts, as in `Checkpoint.load`.
-      device: computes with the experts; "auto" depends on it.
-      verify_checksums: of the package's own format: first read every file whole and compare its
-        SHA-256 with the manifest's.
+      dtype: type of plain experts, as in `Checkpoint.load`; "auto" depends on `device`.
+      verify_checksums: see `open_format`.
 
     Raises:
-      MoejaxError: the model has no experts, or they have a form of which there are no slots (FP8,
-        act-order); else as `Checkpoint.load`.
+      MoejaxError: the checkpoint is an Orbax directory; the model has no experts, or they have a
+        form of which there are no slots (FP8, act-order); else as `Checkpoint.load`.
     """
     if checkpoint.is_orbax:
         raise checkpoint.orbax_is_whole()

@@ -17,27 +17,30 @@ import ml_dtypes
 import numpy as np
 
 from moejax.checkpoints.formats.interfaces import (
-    CodesKind,
-    FactorsKind,
+    FactorKinds,
     Format,
     Fp8Kind,
     Kind,
     StoredMatrix,
     Tensors,
 )
-from moejax.checkpoints.formats.native_reader import BF16_BITS
 from moejax.checkpoints.formats.registry import open_format, quantization_fields
 from moejax.checkpoints.safetensors_reader import StoredTensor, check_floats
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.hf.names import Placement, find_spelling, ignored, placements
 from moejax.models.leaf_kinds import EXPERT_LEAVES
-from moejax.weights.qtensor import FP8_BLOCK, Compensator, Fp8Tensor, QTensor, Weight
-from pallas_kernels import layout
+from moejax.weights.qtensor import (
+    FP8_BLOCK,
+    ZERO_KINDS,
+    CodesKind,
+    Compensator,
+    Fp8Tensor,
+    Weight,
+)
 
 _MOST_MISSING = 20_000  # tensors that are listed though they are not there
 _HEAD = "lm_head.weight"
-_ZERO_KINDS = ("symmetric", "integer", "float")  # each can be written as the next one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,47 +69,32 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlan:
-    """The stored form of a leaf, and the parts that fill it.
+    """The stored form of a leaf, and the parts that fill it."""
 
-    Attributes:
-      name: key in `weight_shapes`.
-      shape: [..., N, K], or a vector's.
-      dtype: type of a plain leaf.
-      kind: how its matrices are packed; None: it is plain.
-      parts: fill the leaf; empty for a model without a checkpoint.
-      mixture: why packed matrices are dequantized to a plain leaf; "" where none are.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    kind: Kind | None = None
-    parts: Sequence[Part] = ()
-    mixture: str = ""
+    name: str  # key in `weight_shapes`
+    shape: tuple[int, ...]  # [..., N, K], or a vector's
+    dtype: np.dtype  # of a plain leaf
+    kind: Kind | None = None  # how its matrices are packed; None: it is plain
+    parts: Sequence[Part] = ()  # empty for a model without a checkpoint
+    mixture: str = ""  # why packed matrices are dequantized to a plain leaf, if they are
 
     @functools.cached_property
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays that hold the leaf, by field of `QTensor` or `Fp8Tensor`; "array" if plain."""
-        *lead, rows, inputs = self.shape if len(self.shape) > 1 else (1, *self.shape)
         if self.kind is None:
-            found = {"array": (self.shape, self.dtype)}
-        elif isinstance(self.kind, Fp8Kind):
+            return {"array": jax.ShapeDtypeStruct(self.shape, self.dtype)}
+        if isinstance(self.kind, Fp8Kind):
+            *lead, rows, inputs = self.shape
             blocks = (*lead, -(-rows // FP8_BLOCK), -(-inputs // FP8_BLOCK))
-            found = {
-                "values": (self.shape, np.dtype(ml_dtypes.float8_e4m3fn)),
-                "scales": (blocks, np.dtype(np.float32)),
+            return {
+                "values": jax.ShapeDtypeStruct(self.shape, np.dtype(ml_dtypes.float8_e4m3fn)),
+                "scales": jax.ShapeDtypeStruct(blocks, np.dtype(np.float32)),
             }
-        else:
-            words = (*lead, rows, layout.num_words(inputs, self.kind.bits))
-            groups = (*lead, rows, layout.num_groups(inputs, self.kind.group_size))
-            scale_dtype = np.dtype(self.kind.scale_dtype)
-            found = {"words": (words, np.dtype(np.uint32)), "scales": (groups, scale_dtype)}
-            if self.kind.zero_kind != "symmetric":
-                is_integer = self.kind.zero_kind == "integer"
-                found["zeros"] = (groups, np.dtype(np.uint8) if is_integer else scale_dtype)
-            if self.has_order:
-                found["permutation"] = ((*lead, inputs), np.dtype(np.int32))
-        return {name: jax.ShapeDtypeStruct(*array) for name, array in found.items()}
+        found = self.kind.arrays(self.shape)
+        if self.has_order:
+            *lead, _, inputs = self.shape
+            found["permutation"] = jax.ShapeDtypeStruct((*lead, inputs), np.dtype(np.int32))
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -141,12 +129,12 @@ class LeafPlan:
     @functools.cached_property
     def factor_pools(self) -> tuple["FactorPool", ...]:
         """Low-rank factors beside packed matrices: a pool for equal rows and kinds of factors."""
-        owners: dict[tuple[int, FactorsKind], list[Part]] = {}
+        owners: dict[tuple[int, FactorKinds], list[Part]] = {}
         for part in self.parts if isinstance(self.kind, CodesKind) else ():
             matrix = part.matrix
             if matrix is not None and matrix.factors is not None and matrix.rank:
                 owners.setdefault((part.placement.start, matrix.factors), []).append(part)
-        return tuple(FactorPool(kind, self.shape, found) for (_, kind), found in owners.items())
+        return tuple(FactorPool(kinds, self.shape, found) for (_, kinds), found in owners.items())
 
     def rows(self, name: str, array: np.ndarray, part: Part) -> np.ndarray:
         """View of a part's rows of `array`, which is `arrays[name]` at its index."""
@@ -176,23 +164,14 @@ class LeafPlan:
             fp8 = Fp8Tensor(**arrays)
             fp8.check()
             return fp8
-        fields: dict[str, Any] = {"zeros": None, **arrays}
-        codes = QTensor(
-            **fields,
-            compensators=compensators,
-            num_inputs=self.shape[-1],
-            bits=self.kind.bits,
-            group_size=self.kind.group_size,
-        )
-        codes.check()
-        return codes
+        return self.kind.tensor(self.shape[-1], arrays, compensators)
 
 
 @dataclasses.dataclass(frozen=True)
 class FactorPool:
     """The low-rank factors of one kind of the matrices that lie at the same rows of a leaf."""
 
-    kind: FactorsKind
+    kinds: FactorKinds
     shape: tuple[int, ...]  # of the leaf
     owners: Sequence[Part]
 
@@ -208,18 +187,10 @@ class FactorPool:
 
     def factor(self, name: str) -> LeafPlan:
         """Leaf plan of one factor's pool, "u" or "v": a row for each rank."""
-        length = self.num_rows if name == "u" else self.shape[-1]
-        group_size = self.kind.u_group_size if name == "u" else self.kind.v_group_size
-        kind = None
-        if self.kind.bits != BF16_BITS:
-            kind = CodesKind(
-                bits=self.kind.bits,
-                group_size=group_size,
-                zero_kind="symmetric",
-                scale_dtype=self.kind.scale_dtype,
-            )
-        shape = (sum(self.ranks), length)
-        return LeafPlan(name=name, shape=shape, dtype=np.dtype(ml_dtypes.bfloat16), kind=kind)
+        i = "uv".index(name)
+        shape = (sum(self.ranks), (self.num_rows, self.shape[-1])[i])
+        dtype = np.dtype(ml_dtypes.bfloat16)
+        return LeafPlan(name=name, shape=shape, dtype=dtype, kind=self.kinds[i])
 
     @property
     def nbytes(self) -> int:
@@ -262,16 +233,8 @@ def plan_leaves(
     """Plans every leaf of `weight_shapes(config)`, for plain and quantized checkpoints.
 
     A leaf is packed where all its matrices are stored in one kind (bits, group size, act-order),
-    plain where none is quantized. Where they differ they are dequantized.
-
-    Args:
-      directory: gives the quantization_config, and its name for errors.
-      dtype: type of leaves that are not quantized.
-      verify_checksums: see `open_format`.
-
-    Raises:
-      MoejaxError: the format cannot be read; tensors are missing, unexpected, wrongly shaped or of
-        types that do not fit.
+    plain, in `dtype`, where none is quantized. Where they differ they are dequantized. MoejaxError
+    if the format cannot be read, or tensors do not fit config.json.
     """
     fields = quantization_fields(directory)
     form = None
@@ -292,19 +255,12 @@ def plan_leaves(
 
 
 def _plan_leaf(name: str, shape: tuple[int, ...], dtype: np.dtype, parts: list[Part]) -> LeafPlan:
-    kind = common_kind(parts) if any(part.matrix is not None for part in parts) else None
-    mixture = kind if isinstance(kind, str) else ""
-    return LeafPlan(
-        name=name,
-        shape=shape,
-        dtype=dtype,
-        kind=None if isinstance(kind, str) else kind,
-        parts=parts,
-        mixture=mixture,
-    )
+    found = _common_kind(parts) if any(part.matrix is not None for part in parts) else None
+    kind, mixture = (None, found) if isinstance(found, str) else (found, "")
+    return LeafPlan(name=name, shape=shape, dtype=dtype, kind=kind, parts=parts, mixture=mixture)
 
 
-def common_kind(parts: Sequence[Part]) -> Kind | str:
+def _common_kind(parts: Sequence[Part]) -> Kind | str:
     """Returns a kind that holds all parts without loss, or why there is none.
 
     Scales become float32 where some are, and zero points integers or floats where some are.
@@ -331,7 +287,8 @@ def common_kind(parts: Sequence[Part]) -> Kind | str:
         return "some of its matrices have an act-order and some a compensator"
     return dataclasses.replace(
         codes[0],
-        zero_kind=max((kind.zero_kind for kind in codes), key=_ZERO_KINDS.index),
+        # Each kind of zero point can be written as the one before it.
+        zero_kind=min((kind.zero_kind for kind in codes), key=ZERO_KINDS.index),
         scale_dtype=max(kind.scale_dtype for kind in codes),  # "float16" < "float32"
     )
 
@@ -347,15 +304,15 @@ def _plan_parts(
     is_broken = False
     for placement in _expected_placements(directory, config, tensors.stored):
         prefix, matrix = placement.name.removesuffix(".weight"), None
-        num_faults = tensors.faults.count
+        num_faults = tensors.num_faults
         if form is not None and len(placement.shape) > 1:
             matrix = form.find(prefix, placement.shape, tensors)
         if matrix is not None:
             used.update(matrix.names)
-            extras.update(form.extras(prefix) if form is not None else ())
+            extras.update(prefix + end for end in (form.extras if form is not None else ()))
             num_bytes = sum(tensors[name].num_bytes for name in matrix.names)
             parts[placement.leaf].append(Part(placement, matrix, num_bytes))
-        elif num_faults < tensors.faults.count:
+        elif num_faults < tensors.num_faults:
             is_broken = True
         else:
             used.add(placement.name)
@@ -365,7 +322,7 @@ def _plan_parts(
                 parts[placement.leaf].append(Part(placement, tensor, tensor.num_bytes))
     left_out = ignored(config, tensors.stored)
     # With a tensor of a quantized matrix missing or misshaped, its others were not asked for.
-    tensors.faults.unexpected.extend(
+    tensors.faults["unexpected tensors"].extend(
         f"{name} {list(tensor.shape)}"
         for name, tensor in tensors.stored.items()
         if not is_broken
@@ -374,7 +331,7 @@ def _plan_parts(
         and not _is_tied_head(config, tensor)
         and not (name in extras and _is_without_effect(name, tensors))
     )
-    tensors.faults.check(directory)
+    tensors.check(directory)
     check_floats(plain)
     return parts
 
@@ -384,8 +341,7 @@ def _expected_placements(
 ) -> Iterator[Placement]:
     """The placements of a checkpoint with tensors of these names.
 
-    Raises:
-      MoejaxError: config.json asks for so many more tensors that listing them would take long.
+    Raises MoejaxError where listing what config.json asks for would take long.
     """
     spelling = find_spelling(config.family, names)
     experts = 0 if spelling.fused else 3 * config.num_experts

@@ -42,11 +42,8 @@ class Checkpoint:
         Args:
           dtype: name of a float type, or "auto": float32 on a CPU, the stored one elsewhere.
           progress: show a bar on stderr (not for an Orbax directory).
-          experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`.
-
-        Raises:
-          MoejaxError: as `CheckpointReader` and `load_orbax`; an Orbax directory without its
-            experts.
+          experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`. An Orbax
+            directory is loaded whole (MoejaxError).
         """
         chosen = self.choose_dtype(dtype, device)
         if self.is_orbax:
@@ -69,11 +66,7 @@ class Checkpoint:
         )
 
     def choose_dtype(self, name: str, device: jax.Device) -> jnp.dtype:
-        """The type of a name, "auto" included, as `load` takes it.
-
-        Raises:
-          MoejaxError: there is no such type, or no weights to see it from.
-        """
+        """The type of a name, "auto" included; raises MoejaxError if there is none."""
         if name in DTYPES:
             return jnp.dtype(name)
         if name != "auto":
@@ -88,8 +81,7 @@ class Checkpoint:
 def open_checkpoint(name: str) -> Checkpoint:
     """Opens the checkpoint of a name; see `resolve_checkpoint`.
 
-    Raises:
-      MoejaxError: it is not there, or what describes it is broken or not supported.
+    Raises MoejaxError where what describes it is broken or not supported.
     """
     directory = resolve_checkpoint(name)
     fields = None

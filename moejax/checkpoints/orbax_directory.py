@@ -41,15 +41,12 @@ def save_orbax(
     *,
     tokenizer_from: Path | None = None,
 ) -> None:
-    """Writes what `load_weights` returned, to be restored without conversion.
+    """Writes what `Checkpoint.load` returned, to be restored without conversion.
 
     Args:
       directory: made if need be; what `save_orbax` wrote there before is replaced.
-      weights: leaves of one dtype.
+      weights: plain leaves (MoejaxError otherwise) of one dtype.
       tokenizer_from: a checkpoint whose tokenizer and eos tokens are kept beside the weights.
-
-    Raises:
-      MoejaxError: a leaf is packed; a quantized directory already loads without conversion.
     """
     plain = {n: leaf for n, leaf in weights.items() if isinstance(leaf, jax.Array)}
     if packed := [name for name in weights if name not in plain]:
@@ -83,11 +80,7 @@ def save_orbax(
 
 
 def read_orbax_description(directory: Path) -> tuple[ModelConfig, jnp.dtype]:
-    """Shape and stored dtype of the model in `directory`.
-
-    Raises:
-      MoejaxError: moejax.json is missing, broken, or of another version.
-    """
+    """Shape and stored dtype of a model; raises MoejaxError if moejax.json is not understood."""
     fields = read_json(directory / _DESCRIPTION)
     if fields.get("format") != _FORMAT:
         raise MoejaxError(
@@ -103,15 +96,9 @@ def read_orbax_description(directory: Path) -> tuple[ModelConfig, jnp.dtype]:
 def load_orbax(
     directory: Path, *, dtype: jnp.dtype | None = None, device: jax.Device | None = None
 ) -> tuple[ModelConfig, dict[str, jax.Array]]:
-    """Restores what `save_orbax` wrote.
+    """Restores what `save_orbax` wrote, in the stored dtype and on JAX's device by default.
 
-    Args:
-      directory: as given to `save_orbax`.
-      dtype: None means the stored one.
-      device: None means JAX's default device.
-
-    Raises:
-      MoejaxError: a file is missing or broken, or the leaves do not fit moejax.json.
+    MoejaxError if a file is missing or broken, or the leaves do not fit moejax.json.
     """
     config, stored = read_orbax_description(directory)
     sharding = jax.sharding.SingleDeviceSharding(device or choose_device("auto"))

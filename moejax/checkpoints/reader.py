@@ -37,10 +37,8 @@ from moejax.checkpoints.safetensors_reader import (
     stored_tensors,
     without_masks,
 )
-from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
-from moejax.models.hf.config import read_json
 from moejax.models.hf.names import multi_token
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.weights.qtensor import Compensator, Fp8Tensor, QTensor, Weight
@@ -55,11 +53,7 @@ Advance = Callable[[int], Any]  # called with the bytes of the files that were r
 
 
 class CheckpointReader:
-    """The weights of a directory of safetensors, read by one plan of its leaves.
-
-    Attributes:
-      leaves: a plan of each leaf of `weight_shapes(config)`.
-    """
+    """The weights of a directory of safetensors, read by one plan of its leaves."""
 
     def __init__(
         self,
@@ -69,23 +63,15 @@ class CheckpointReader:
         dtype: Any,
         verify_checksums: bool = False,
     ) -> None:
-        """Reads little but headers; arguments and errors are those of `plan_leaves`.
-
-        Raises:
-          MoejaxError: a file is missing or broken, or as `plan_leaves`.
-        """
+        """Reads little but headers; arguments and errors are those of `plan_leaves`."""
         self.directory, self.config = directory, config
         self.stored = stored_tensors(directory)
-        self.leaves: Mapping[str, LeafPlan] = plan_leaves(
+        self.leaves: Mapping[str, LeafPlan] = plan_leaves(  # by name of `weight_shapes(config)`
             directory, config, self.stored, dtype=dtype, verify_checksums=verify_checksums
         )
 
     def check_left_out(self) -> None:
-        """Logs the tensors that are left out.
-
-        Raises:
-          MoejaxError: a head that is stored beside tied embeddings differs from them.
-        """
+        """Logs what is left out; raises MoejaxError if a head differs from tied embeddings."""
         if further := multi_token(self.config, tuple(self.stored)):
             logging.warning(
                 "%s: left out %d tensors (%s, ...) of the head that predicts further tokens at "
@@ -106,9 +92,8 @@ class CheckpointReader:
     ) -> dict[str, Weight]:
         """Loads all leaves; those whose matrices are of one kind stay packed.
 
-        Args:
-          progress: show a bar over the bytes read on stderr.
-          experts: whether `EXPERT_LEAVES` are loaded; they are checked in either case.
+        `EXPERT_LEAVES` are checked even without `experts`. `progress` shows a bar over the bytes on
+        stderr.
 
         Raises:
           MoejaxError: a file ended early or has not its checksums; a value does not fit float16.
@@ -123,14 +108,7 @@ class CheckpointReader:
             return {leaf: self.read_leaf(leaf, device, bar.update) for leaf in leaves}
 
     def read_leaf(self, name: str, device: jax.Device, advance: Advance | None = None) -> Weight:
-        """Loads one leaf to `device`.
-
-        Args:
-          advance: called with the bytes of each part that was read.
-
-        Raises:
-          MoejaxError: as `load`.
-        """
+        """Loads one leaf to `device`; `advance` is called with the bytes of each part."""
         plan = self.leaves[name]
         if plan.mixture:
             logging.warning(
@@ -162,45 +140,10 @@ class CheckpointReader:
             logging.info("%.2f %% of the parameters are quantized", 100 * packed / total)
 
 
-def load_weights(
-    directory: Path,
-    config: ModelConfig,
-    *,
-    dtype: jnp.dtype,
-    device: jax.Device | None = None,
-    progress: bool = True,
-) -> dict[str, jax.Array]:
-    """The leaves of a plain checkpoint; `open_checkpoint` opens quantized ones too.
-
-    Args:
-      directory: holds safetensors, one file or several with an index.
-      config: what config.json says.
-      dtype: float32, bfloat16 or float16.
-      device: None means JAX's default device.
-      progress: show a bar over the bytes read on stderr.
-
-    Raises:
-      MoejaxError: the checkpoint is quantized, or as `CheckpointReader` and its `load`.
-    """
-    path = directory / "config.json"
-    if path.is_file() and (quantization := read_json(path).get("quantization_config")):
-        raise MoejaxError(
-            f"{path}: the checkpoint is quantized ({quantization}); open it with open_checkpoint, "
-            "which reads such ones too"
-        )
-    reader = CheckpointReader(directory, config, dtype=dtype)
-    weights: Any = reader.load(device or choose_device("auto"), progress=progress)
-    return dict(weights)
-
-
 def stored_dtype(directory: Path, *, is_quantized: bool = False) -> np.dtype:
-    """The dtype of most of a checkpoint's bytes.
+    """The dtype of most of a checkpoint's bytes; if quantized, of norms, embeddings and the like.
 
-    Args:
-      is_quantized: count only unquantized tensors, such as norms and embeddings.
-
-    Raises:
-      MoejaxError: a file is missing, broken or empty, or holds other types than floats.
+    MoejaxError if a file is missing, broken or empty, or holds other types than floats.
     """
     num_bytes: dict[np.dtype, int] = defaultdict(int)
     tensors: Iterable[StoredTensor] = stored_tensors(directory).values()
@@ -259,10 +202,8 @@ class _LeafMemory:
 
 
 def _allocate(plan: LeafPlan, device: jax.Device, *, is_stacked: bool) -> dict[str, _LeafMemory]:
-    return {
-        name: _LeafMemory(array, device, is_stacked=is_stacked)
-        for name, array in plan.arrays.items()
-    }
+    arrays = plan.arrays.items()
+    return {name: _LeafMemory(array, device, is_stacked=is_stacked) for name, array in arrays}
 
 
 def _is_host(device: jax.Device) -> bool:
@@ -278,14 +219,10 @@ def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array
 def fill_part(
     plan: LeafPlan, part: Part, arrays: Mapping[str, np.ndarray], read: ReadTensor
 ) -> None:
-    """Reads a part into its rows of the arrays that hold its leaf.
+    """Reads a part into its rows of `arrays`, those of `plan.arrays` at the part's index.
 
-    Args:
-      arrays: those of `plan.arrays`, each at the part's index.
-      read: reads the tensors that lie in the files as arrays hold them.
-
-    Raises:
-      MoejaxError: a tensor cannot be read, or a value does not fit the dtype.
+    `read` reads the tensors that lie in the files as arrays hold them. MoejaxError if a tensor
+    cannot be read, or a value does not fit the dtype.
     """
     rows = {name: plan.rows(name, array, part) for name, array in arrays.items()}
     stored = part.stored
@@ -309,14 +246,7 @@ def fill_part(
 def read_compensators(
     plan: LeafPlan, device: jax.Device, advance: Callable[[Part], Any] | None = None
 ) -> tuple[Compensator, ...]:
-    """Loads the low-rank terms of a leaf's matrices from their own tensors alone.
-
-    Args:
-      advance: called with each part whose factors were read.
-
-    Raises:
-      MoejaxError: a file cannot be read or ended early.
-    """
+    """Loads the low-rank terms of a leaf's matrices; `advance` is called with each part."""
     return tuple(_read_pool(pool, device, advance) for pool in plan.factor_pools)
 
 
@@ -364,11 +294,7 @@ def _dequantized(matrix: QTensor | Fp8Tensor) -> jax.Array:
 
 
 def read_checked(tensor: StoredTensor, destination: np.ndarray) -> None:
-    """Reads a tensor; see `ReadTensor`.
-
-    Raises:
-      MoejaxError: as `read_tensor`, or a value is NaN, infinite or huge.
-    """
+    """Reads a tensor (`ReadTensor`); raises MoejaxError if it is broken or out of range."""
     read_tensor(tensor, destination)
     check_range(tensor, destination)
 
@@ -384,11 +310,7 @@ def _read_floats(tensor: StoredTensor, rows: np.ndarray, read: ReadTensor) -> No
 
 
 def convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
-    """Copies `values` into `rows`, converting to its dtype.
-
-    Raises:
-      MoejaxError: a value is too large for that.
-    """
+    """Copies `values` into `rows`; raises MoejaxError if one is too large for its dtype."""
     with np.errstate(over="ignore"):
         np.copyto(rows, values, casting="unsafe")
     if not in_range(without_masks(name, rows)):

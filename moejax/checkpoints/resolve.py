@@ -16,14 +16,11 @@ _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def resolve_checkpoint(name: str, *, cache_dir: Path | None = None) -> Path:
-    """The directory of a checkpoint, downloaded if need be.
+    """The directory of a checkpoint, downloaded if need be (MoejaxError if nobody has it).
 
     Args:
       name: "demo", a directory, or a name on the Hugging Face hub such as "Qwen/Qwen3-30B-A3B".
       cache_dir: cache of `huggingface_hub`; None: its default.
-
-    Raises:
-      MoejaxError: there is no such directory, or the hub does not give it.
     """
     if name == DEMO:
         return DEMO_DIRECTORY

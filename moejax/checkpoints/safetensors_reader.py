@@ -102,12 +102,7 @@ class StoredTensor:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Returns the weight files: one, or those that the index names.
-
-    Raises:
-      MoejaxError: the directory, the weights or one of the shards is missing, or one of these is
-        no file.
-    """
+    """Returns the weight files, one or those of the index; raises MoejaxError if one is missing."""
     if not directory.is_dir():
         raise MoejaxError(f"no such directory: {directory}")
     whole = directory / WEIGHTS_FILE
@@ -123,9 +118,8 @@ def weight_files(directory: Path) -> list[Path]:
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint by name, from the headers alone.
 
-    Raises:
-      MoejaxError: a file is missing, truncated, or no safetensors file; two files hold the same
-        tensor, or not what the index says; there are more than `MOST_TENSORS`.
+    MoejaxError if a file is missing, truncated, or no safetensors file; if two files hold the same
+    tensor, or not what the index says; if there are more than `MOST_TENSORS`.
     """
     headers, num_bytes, num_tensors = {}, 0, 0
     for path in weight_files(directory):
@@ -170,11 +164,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """The file's name by the tensor's name, from the index.
-
-    Raises:
-      MoejaxError: there is no index, or its map is missing or broken.
-    """
+    """The file's name by the tensor's name, from the index."""
     index = directory / INDEX_FILE
     if not _is_there(index):
         pickles = sorted(path.name for kind in _PICKLES for path in directory.glob(kind))
@@ -254,8 +244,7 @@ def read_array(tensor: StoredTensor) -> np.ndarray:
 def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
     """Reads a tensor into contiguous memory of its own size and dtype.
 
-    Raises:
-      MoejaxError: the file ended early, or holds other bytes than its checksum is of.
+    Raises MoejaxError where the file ended early, or holds other bytes than its checksum is of.
     """
     with tensor.path.open("rb", buffering=0) as file:
         read_values(tensor, destination, file.fileno())
@@ -267,13 +256,7 @@ def read_values(
 ) -> None:
     """Reads the values of a tensor from number `first` on, by position, so that threads may.
 
-    Args:
-      destination: contiguous memory of its dtype, which is filled.
-      descriptor: open file of the tensor.
-      first: number of values to skip.
-
-    Raises:
-      MoejaxError: the file ended early.
+    `destination` is contiguous memory of its dtype, which is filled. MoejaxError if the file ended.
     """
     view = destination.reshape(-1).view(np.uint8).data
     offset = tensor.offset + first * tensor.dtype.itemsize
@@ -296,15 +279,10 @@ def _read_at(descriptor: int, view: memoryview, offset: int) -> int:
 def read_finite(
     tensor: StoredTensor, first_row: int = 0, num_rows: int | None = None
 ) -> Iterator[np.ndarray]:
-    """The values of a tensor, or of some of its rows, flat, in pieces.
+    """Yields the values of a tensor, or of `num_rows` from `first_row` on, flat, in pieces.
 
-    Args:
-      first_row: the first that is wanted.
-      num_rows: how many are wanted; None: all.
-
-    Raises:
-      MoejaxError: the file ends too soon, a value is NaN or infinite, or the whole was read and has
-        not the checksum that the file says.
+    MoejaxError if the file ends too soon, a value is NaN or infinite, or the whole was read and has
+    not the checksum that the file says.
     """
     found = Checksum()
     width = math.prod(tensor.shape[1:])
@@ -325,15 +303,10 @@ def read_finite(
 def read_matrix(
     tensor: StoredTensor, rows: np.ndarray | None = None, first_row: int = 0
 ) -> np.ndarray:
-    """A matrix, or the rows from `first_row` on that fill `rows`, as float32.
+    """Reads a matrix, or the rows from `first_row` on that fill `rows`, as float32.
 
-    Args:
-      tensor: [N, K].
-      rows: float32[n, K], contiguous, filled and returned; None: new memory for all.
-      first_row: the first that is read.
-
-    Raises:
-      MoejaxError: as `read_finite`.
+    `rows` is float32[n, K], contiguous, filled and returned; None: new memory for all. MoejaxError
+    as `read_finite`.
     """
     if rows is None:
         rows = np.empty(tensor.shape, np.float32)
@@ -347,9 +320,7 @@ def read_matrix(
 def check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
     """Raises MoejaxError naming the first value that is NaN or infinite, but for `without_masks`.
 
-    Args:
-      values: float[n], values `first`.. of it.
-      first: how many of its values are before these.
+    `values`, float[n], are numbers `first`.. of the tensor's.
     """
     values = without_masks(tensor.name, values)
     # One pass without a mask of the size of the values: a sum is finite only if all are.
@@ -366,10 +337,7 @@ def check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> No
 
 
 def check_range(tensor: StoredTensor, values: np.ndarray) -> None:
-    """Raises OutOfRangeError where a weight, as it was read, is NaN, infinite or huge.
-
-    Routers' biases may hold -inf, see `without_masks`.
-    """
+    """Raises OutOfRangeError where a weight, but for `without_masks`, is NaN, infinite or huge."""
     if not in_range(without_masks(tensor.name, values)):
         raise OutOfRangeError(
             f"{tensor.path}: {tensor.name} holds NaN, infinite or huge values (2^63 or more), with "
@@ -378,12 +346,7 @@ def check_range(tensor: StoredTensor, values: np.ndarray) -> None:
 
 
 def without_masks(name: str, values: np.ndarray) -> np.ndarray:
-    """The values, with 0 for the -inf by which a router's bias keeps an expert from being chosen.
-
-    Args:
-      name: of the tensor; the values of all but such biases are returned as they are.
-      values: floats.
-    """
+    """Replaces by 0 the -inf by which a router's bias keeps an expert from being chosen."""
     if not name.endswith(_CHOOSING_BIAS):
         return values
     return np.where(values == -np.inf, values.dtype.type(0), values)
@@ -402,17 +365,12 @@ def in_range(values: np.ndarray) -> bool:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file by name.
-
-    Format: 8 bytes little-endian header length, JSON header, data without gaps.
-
-    Raises:
-      MoejaxError: the file is truncated or no safetensors file.
-    """
+    """The tensors of one file by name; raises MoejaxError if it is no whole safetensors file."""
     return _parse_header(path, _read_header(path))
 
 
 def _read_header(path: Path) -> bytes:
+    """JSON of a file: 8 bytes of its length, little-endian, itself, then data without gaps."""
     found = path.stat()
     check_regular(path, found.st_mode)
     file_bytes = found.st_size
@@ -458,11 +416,7 @@ def _parse_header(path: Path, content: bytes) -> dict[str, StoredTensor]:
 
 
 def _check_layout(header: dict[str, Any]) -> int:
-    """Returns the bytes of the data, which the tensors must cover in turn.
-
-    Raises:
-      ValueError: offsets or a shape are no lists of integers from 0, or data overlap or leave gaps.
-    """
+    """Returns the bytes of the data; raises ValueError unless the tensors cover them in turn."""
     for name, entry in header.items():
         for field in ("data_offsets", "shape"):
             numbers = entry[field]

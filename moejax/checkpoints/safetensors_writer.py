@@ -21,15 +21,11 @@ Tensor = np.ndarray | StoredTensor
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], mend: str = ROOM) -> WrittenFile:
-    """Writes a safetensors file.
+    """Writes a safetensors file, which appears at `path` only when it is whole.
 
     Args:
-      path: the file appears there only when it is whole.
       tensors: arrays, or tensors of another file, which are copied as they are stored.
-      mend: what to do where the disk is full.
-
-    Raises:
-      MoejaxError: the file cannot be written, or a copied tensor holds NaN or infinity.
+      mend: what to do where the disk is full (MoejaxError).
     """
     # Wide types first, so that every tensor is aligned, as the library has them.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))

@@ -1,13 +1,11 @@
 """Writes a Hugging Face directory that transformers and the other readers load.
 
-Tensors carry their published names, one an expert and projection. Every file is written beside
-its place and renamed when all are whole; config.json, without which nothing counts as a
-checkpoint, goes first and comes back last.
+Tensors carry their published names, one an expert and projection. config.json, without which
+nothing counts as a checkpoint, goes first and comes back last.
 """
 
 import json
 import math
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
-from moejax.files.checksums import checksum, checksum_fields
+from moejax.checkpoints.safetensors_writer import write_safetensors
+from moejax.files.whole import write_whole
 from moejax.models.config import ModelConfig, leaf_dtype
 from moejax.models.hf.config import to_hf_config
 from moejax.models.hf.names import Placement, placements, published_spelling
 
-_PARTIAL = ".partial"
 _CONFIG_FILE = "config.json"
 
 
@@ -41,9 +38,8 @@ def save_hf_checkpoint(
 
     Args:
       directory: made if need be; weights of an earlier checkpoint there are replaced.
-      weights: leaves as `load_weights` returns them.
+      weights: leaves as `Checkpoint.load` returns them.
       dtype: type in the file: bfloat16, float16 or float32.
-      max_shard_bytes: no file is larger, unless a single tensor is.
       token_ids: "bos_token_id", "eos_token_id", "pad_token_id", as far as there are any.
       extra_files: contents by file name: tokenizer.json, tokenizer_config.json, a card.
     """
@@ -52,18 +48,14 @@ def save_hf_checkpoint(
     fields = to_hf_config(config, dtype=dtype.name, **token_ids)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / _CONFIG_FILE).unlink(missing_ok=True)
-
     names = _write_shards(directory, config, weights, dtype, max_shard_bytes)
-    others = {"generation_config.json": _json(token_ids), **(extra_files or {})}
-    others[_CONFIG_FILE] = _json(fields)  # last
-    for name, content in others.items():
-        (directory / (name + _PARTIAL)).write_bytes(content)
-
     stale = {WEIGHTS_FILE, INDEX_FILE, *(p.name for p in directory.glob("model-*.safetensors"))}
     for name in stale - set(names):
         (directory / name).unlink(missing_ok=True)
-    for name in (*names, *others):
-        (directory / (name + _PARTIAL)).replace(directory / name)
+    others = {"generation_config.json": _json(token_ids), **(extra_files or {})}
+    others[_CONFIG_FILE] = _json(fields)  # last
+    for name, content in others.items():
+        write_whole(directory / name, content)
 
 
 def _write_shards(
@@ -73,37 +65,26 @@ def _write_shards(
     dtype: np.dtype,
     max_shard_bytes: int,
 ) -> list[str]:
-    """Writes the weights under partial names; returns their final names."""
+    """Writes the weights, with an index if they are several files; returns the names."""
     host = {leaf: np.asarray(weight) for leaf, weight in weights.items()}
     shards = _shards(config, dtype, max_shard_bytes)
+    ids = range(1, len(shards) + 1)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in ids]
     if len(shards) == 1:
         names = [WEIGHTS_FILE]
-    else:
-        ids = range(1, len(shards) + 1)
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in ids]
-    weight_map: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
         tensors = {
             p.name: np.ascontiguousarray(p.rows(host[p.leaf][p.index]), leaf_dtype(p.leaf, dtype))
             for p in shard
         }
-        _save_file(tensors, directory / (name + _PARTIAL))
-        weight_map |= dict.fromkeys(tensors, name)
-    if len(shards) > 1:
-        num_bytes = sum(_num_bytes(p, dtype) for shard in shards for p in shard)
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        (directory / (INDEX_FILE + _PARTIAL)).write_bytes(_json(index))
-        names.append(INDEX_FILE)
-    return names
-
-
-def _save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """A safetensors file with the permissions of any new file; the library gives it 0600."""
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    checksums = {name: checksum([tensor]) for name, tensor in tensors.items()}
-    save_file(tensors, path, metadata={"format": "pt", **checksum_fields(checksums)})
-    path.chmod(mode)
+        write_safetensors(directory / name, dict(sorted(tensors.items())))
+    if len(shards) == 1:
+        return names
+    weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for p in shard}
+    num_bytes = sum(_num_bytes(p, dtype) for shard in shards for p in shard)
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    write_whole(directory / INDEX_FILE, _json(index))
+    return [*names, INDEX_FILE]
 
 
 def _shards(config: ModelConfig, dtype: np.dtype, max_shard_bytes: int) -> list[list[Placement]]:

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.leaves import LeafPlan
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.reader import CheckpointReader
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
 from moejax.weights import LOW_RANK
+from moejax.weights.qtensor import CodesKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,7 @@ class Sizes:
 def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype) -> Sizes:
     """Sizes of the leaves that `Checkpoint.load` gives; of a plain checkpoint no file is opened.
 
-    Args:
-      dtype: type of plain leaves.
-
-    Raises:
-      MoejaxError: as `Checkpoint.load`, but for what only reading the weights shows.
+    Raises MoejaxError as `Checkpoint.load`, but for what only reading the weights shows.
     """
     config, directory = checkpoint.config, checkpoint.directory
     if not checkpoint.is_quantized:
@@ -54,13 +50,9 @@ def shape_sizes(
     attention_kind: CodesKind | None = None,
     shared_kind: CodesKind | None = None,
 ) -> Sizes:
-    """Sizes of a model without a checkpoint.
+    """Sizes of a model without a checkpoint; kinds are None where leaves are plain, in `dtype`.
 
-    Args:
-      dtype: type of plain leaves.
-      expert_kind: how the experts and dense MLPs are packed; None: not at all.
-      attention_kind: the same for the projections of attention, or of a delta rule.
-      shared_kind: the same for the experts that every token takes.
+    `expert_kind` is that of dense MLPs too, `attention_kind` that of a delta rule too.
     """
     kinds = dict.fromkeys(leaves_of("experts", "mlp"), expert_kind)
     kinds |= dict.fromkeys(leaves_of("attention"), attention_kind)

@@ -17,13 +17,8 @@ def verify_checkpoint(name: str) -> str:
     """Reads every weight file and compares it with a SHA-256 or with checksums, if there are any.
 
     A SHA-256 is looked for in quantization.json, then in the names of the hub's cache, which keeps
-    a large file under its own; checksums are those of `moejax.files.checksums`.
-
-    Returns:
-      One line: by which of them the checkpoint was verified, or that nothing could be compared.
-
-    Raises:
-      MoejaxError: the checkpoint is not there, or a file is not what was written.
+    a large file under its own; checksums are those of `moejax.files.checksums`. Returns a line that
+    says which of them there were; raises MoejaxError where a file is not what was written.
     """
     directory = resolve_checkpoint(name)
     if is_orbax_directory(directory):

@@ -47,7 +47,7 @@ class BitsPerWeight:
         return found | {"rest": 8 * self.rest_nbytes / (self.num_weights - self.num_expert_weights)}
 
     def describe(self, digits: int = 2) -> str:
-        """Describes the sizes by `describe_bits`."""
+        """Describes the sizes in a line."""
         return describe_bits(self.overall, self.parts, digits)
 
 
@@ -55,11 +55,6 @@ def describe_bits(overall: float, parts: Mapping[str, float], digits: int = 2) -
     """Describes sizes in a line.
 
     Such as "9.36 bits a weight (experts: int4 4.50 and int2 2.50 together; the rest 32.00)".
-
-    Args:
-      overall: see `BitsPerWeight`.
-      parts: see `BitsPerWeight`.
-      digits: digits after the point.
     """
     said = f"{overall:.{digits}f} bits a weight"
     if not parts:
@@ -74,11 +69,7 @@ def bits_of(
     weights: Mapping[str, Weight],
     memory: ExpertMemory | None = None,
 ) -> BitsPerWeight:
-    """Sizes of a model that is loaded.
-
-    Args:
-      memory: holds the experts where `weights` lack them.
-    """
+    """Sizes of a loaded model; `memory` holds the experts where `weights` lack them."""
     tiers = dict(zip(memory.spec.names, memory.tiers, strict=True)) if memory else {}
     num_experts = len(config.moe_layers) * config.num_experts
     experts = {
@@ -92,12 +83,7 @@ def bits_of(
 def bits_of_sizes(
     config: ModelConfig, weights_nbytes: Mapping[str, int], experts_nbytes: Mapping[str, int]
 ) -> BitsPerWeight:
-    """Sizes of a model by the bytes of its parts.
-
-    Args:
-      weights_nbytes: bytes of leaves that do not move, by name.
-      experts_nbytes: bytes of all experts in each form in which they move; {} for none.
-    """
+    """Sizes of a model by the bytes of leaves that do not move, and of each form of experts."""
     sizes = {name: math.prod(shape) for name, shape in weight_shapes(config).items()}
     in_experts = sum(sizes.get(name, 0) for name in EXPERT_LEAVES)
     return BitsPerWeight(

@@ -7,7 +7,6 @@ one tier, and what a step needs is fetched on demand.
 import contextlib
 import dataclasses
 import functools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,13 @@ from moejax.experts.cache_step import TierStep
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.host_store import Expert
-from moejax.experts.ledger import Ledger, TierLedger, no_counts
+from moejax.experts.ledger import Ledger, TierLedger
 from moejax.experts.tiered import Asked, ExpertCache, ExpertCacheSpec, ask, no_gate
 from moejax.experts.tiering import STORED
-from moejax.experts.transfer_programs import is_ready, last_uses
+from moejax.experts.transfer_programs import is_ready
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig
-from moejax.policies.base import AnyPolicy, PolicySpec, Requests
+from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.make import with_kernels
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
@@ -40,8 +39,9 @@ from moejax.weights.qtensor import Compensator, Weight
 UNKNOWN_TOKENS = 2**30  # more than any policy rests for
 POLL_S = 2e-4  # between looks at transfers that are waited for
 
+_copied = jax.jit(jnp.copy)  # ready when every step so far is over; its operand is not donated
 
-@dataclasses.dataclass
+
 class TierMemory:
     """Experts of one model in one stored form; `ExpertMemory` guards it by its lock.
 
@@ -49,65 +49,59 @@ class TierMemory:
       spec: static facts, part of every compiled step.
       pool: the device's state; replaced after each step, to which it is donated.
       store: operands of the steps.
-      ledger: sums of what the steps counted, as of the last `ExpertMemory.settle`.
+      ledger: sums of what the steps counted, as of the last `ExpertMemory.read_counters`.
       disk: reads experts that the store lacks; None where it has all.
       transfers: move experts between steps; None where none are planned.
       fill: gives a new pool its first experts; None: it starts empty.
     """
 
-    spec: PoolSpec
-    pool: ExpertPool
-    store: ExpertStore
-    ledger: TierLedger
-    disk: DiskExperts | None = None
-    transfers: Transfers | None = None
-    fill: Callable[["TierMemory"], ExpertPool] | None = None
-    _forgotten: int = 0  # failures of the disk of which nothing is cached any more
-
-    @classmethod
-    def of_rows(
-        cls,
+    def __init__(
+        self,
         spec: PoolSpec,
         gate_up: Weight,
         down: Weight,
         row_of: np.ndarray,
         device: jax.Device,
         terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ()),
-    ) -> "TierMemory":
-        """Wraps a filled store; allocates the pool, empty, on the device.
-
-        Args:
-          gate_up: [R, 2F, D], rows of the host store, without low-rank terms.
-          down: [R, D, F].
-          row_of: int32[M, E], row of each expert; -1 for those on the disk alone.
-          terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
-        """
-        pool = _empty_pool(spec, (gate_up, down), device)
+        disk: DiskExperts | None = None,
+    ) -> None:
+        """Wraps a filled store (fields as of `ExpertStore`); allocates an empty pool."""
         rows = jax.device_put(np.asarray(row_of, np.int32), device)
-        expert_bytes = sum(
-            math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(pool.banks[0])
-        )
-        return cls(spec, pool, ExpertStore(gate_up, down, rows, terms), TierLedger(expert_bytes))
+        self.spec, self.store = spec, ExpertStore(gate_up, down, rows, terms)
+        self.pool = self._empty_pool()
+        slots = jax.tree.leaves(self.pool.banks[0])
+        self.ledger = TierLedger(sum(leaf.nbytes // len(leaf) for leaf in slots))
+        self.disk = disk
+        self.transfers: Transfers | None = None
+        self.fill: Callable[[TierMemory], ExpertPool] | None = None
+        self._forgotten = 0  # failures of the disk of which nothing is cached any more
+
+    def _empty_pool(self) -> ExpertPool:
+        cache, device = self.spec.cache, self.store.row_of.device
+
+        def slots(row: Any) -> jax.Array:
+            return jnp.zeros((cache.num_slots, *row.shape[1:]), row.dtype, device=device)
+
+        used = None
+        if self.spec.read is not None:
+            used = jnp.zeros((cache.num_layers, cache.num_experts), jnp.int32, device=device)
+        rows = self.store.gate_up, self.store.down
+        banks = tuple(jax.tree.map(slots, rows) for _ in range(cache.banks))
+        state = (residency.empty(cache), residency.no_counts(cache.num_layers))
+        tables, counts = jax.device_put(state, device)
+        return ExpertPool(banks, tables, counts, used)
 
     def stacks(self) -> dict[str, Weight]:
         """Shapes of a bank as leaves [1, S, ...], with low-rank terms."""
         found = {}
-        names = ("moe.gate_up", "moe.down")
-        for name, slots, terms in zip(names, self.pool.banks[0], self.store.terms, strict=True):
-            stack = jax.eval_shape(lambda s: jax.tree.map(lambda leaf: leaf[None], s), slots)
-            if terms:
-                num_slots = self.spec.cache.num_slots
-                placed = [
-                    dataclasses.replace(
-                        jax.eval_shape(lambda t: t, term),
-                        start=jax.ShapeDtypeStruct((1, num_slots), "int32"),
-                        rank=jax.ShapeDtypeStruct((1, num_slots), "int32"),
-                    )
-                    for term in terms
-                ]
-                stack = dataclasses.replace(stack, compensators=tuple(placed))
-            found[name] = stack
+        by_slot = jax.ShapeDtypeStruct((1, self.spec.cache.num_slots), "int32")
+        slots, terms = jax.eval_shape(
+            lambda bank, terms: (jax.tree.map(lambda leaf: leaf[None], bank), terms),
+            self.pool.banks[0], self.store.terms,
+        )  # fmt: skip
+        for name, stack, own in zip(("moe.gate_up", "moe.down"), slots, terms, strict=True):
+            placed = tuple(dataclasses.replace(term, start=by_slot, rank=by_slot) for term in own)
+            found[name] = dataclasses.replace(stack, compensators=placed) if own else stack
         return found
 
     @property
@@ -122,7 +116,7 @@ class TierMemory:
 
     def advance(self) -> None:
         """Moves experts read from disk to host rows, and advances transfers."""
-        if self.disk is not None and self.disk.advance(lambda: _last_uses(self.pool)):
+        if self.disk is not None and self.disk.advance(lambda: _copied(self.pool.used)):
             place = self.store.row_of.sharding
             row_of = jax.device_put(self.disk.row_of.copy(), place)
             self.store = dataclasses.replace(self.store, row_of=row_of)
@@ -143,36 +137,34 @@ class TierMemory:
         except jax.errors.JaxRuntimeError:
             self.reallocate()
         self._forgotten = self.failures
-        empty = residency.empty(self.spec.cache)
-        place = self.pool.residency.clock.sharding
         used = None if self.pool.used is None else np.zeros(self.pool.used.shape, np.int32)
-        residency_, used = jax.device_put((empty, used), place)
-        self.pool = dataclasses.replace(self.pool, residency=residency_, used=used)
+        state = {"residency": residency.empty(self.spec.cache), "used": used}
+        state = jax.device_put(state, self.pool.residency.clock.sharding)
+        self.pool = dataclasses.replace(self.pool, **state)
 
     def reallocate(self) -> None:
         """Allocates a new pool, filled by `fill`; unread counts are lost."""
         if self.transfers is not None:
             self.transfers.forget_steps()
         if self.disk is not None:
-            self.disk.read_since()  # what steps read whose counts are lost
+            self.disk.counts_since()  # what steps read whose counts are lost
         for leaf in jax.tree.leaves(self.pool):
             if not leaf.is_deleted():
                 leaf.delete()  # there may be no room for two
-        device = self.store.row_of.device
-        self.pool = _empty_pool(self.spec, (self.store.gate_up, self.store.down), device)
+        self.pool = self._empty_pool()
         if self.fill is not None:
             self.pool = self.fill(self)
 
-    def settle(self) -> None:
+    def read_counters(self) -> None:
         """Adds the counts of all steps so far to the ledger; waits for them."""
         counts = jax.device_get(self.pool.counts)
         place = self.pool.counts.events.sharding
-        fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
+        fresh = residency.no_counts(self.spec.cache.num_layers)
         # First: what is added may be an error, and is not to be added again.
         self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
         if self.transfers is not None:
             self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
-        self.ledger.add(counts, disk=self.disk.read_since() if self.disk else {})
+        self.ledger.add(counts, disk=self.disk.counts_since() if self.disk else {})
 
     def close(self) -> None:
         """Ends transfers and reading; a step that needs the disk afterwards is an error."""
@@ -182,22 +174,13 @@ class TierMemory:
             self.disk.close()
 
 
-_last_uses = jax.jit(last_uses)
-
-
 @dataclasses.dataclass
 class _PollingBackoff:
-    """Tokens that may pass before the policy is asked again.
+    """Tokens that may pass before the policy is asked again."""
 
-    Attributes:
-      in_flight: experts in flight when the policy was asked.
-      tokens: tokens that may pass (`Policy.tokens_until_change`).
-      passed: upper bound on the tokens since then.
-    """
-
-    in_flight: Any = None
-    tokens: int = 0
-    passed: int = 0
+    in_flight: Any = None  # experts in flight when the policy was asked
+    tokens: int = 0  # that may pass (`Policy.tokens_until_change`)
+    passed: int = 0  # upper bound on the tokens since then
 
 
 class ExpertMemory:
@@ -205,8 +188,8 @@ class ExpertMemory:
 
     Attributes:
       spec: static facts, part of every compiled step.
-      tiers: in order of falling fidelity; their pools are those of `pool`.
-      ledger: sums of what the steps counted, as of the last `settle`.
+      tiers: in order of falling fidelity.
+      ledger: sums of what the steps counted, as of the last `read_counters`.
     """
 
     def __init__(
@@ -220,12 +203,8 @@ class ExpertMemory:
         """Joins the memories of one model's tiers; the policy's state is fresh.
 
         Args:
-          policy: runs its kernels on a GPU (`with_kernels`). None: the router alone decides, with
-            one tier.
+          policy: None: the router alone decides, with one tier.
           width: A, experts a token; for the policy.
-
-        Raises:
-          MoejaxError: the policy's settings do not suit the tiers.
         """
         if policy is None and len(tiers) != 1:
             raise ValueError(f"{len(tiers)} tiers and no policy that chooses among them")
@@ -233,8 +212,12 @@ class ExpertMemory:
         self.tiers = tuple(tiers)
         self.device: jax.Device = next(iter(tiers[0].store.row_of.devices()))
         if policy is not None:
-            policy = with_kernels(policy, self.device.platform)
-            self._policy_spec = policy_spec(names, tiers, width)
+            policy, cache = with_kernels(policy, self.device.platform), tiers[0].spec.cache
+            self._policy_spec = PolicySpec(
+                num_layers=cache.num_layers, num_experts=cache.num_experts, width=width,
+                tiers=tuple(names), expert_bytes=tuple(tier.ledger.expert_bytes for tier in tiers),
+                slots=tuple(tier.spec.cache.slots for tier in tiers),
+            )  # fmt: skip
             between = policy.transfer_tiers(self._policy_spec)
             pools = tuple(
                 dataclasses.replace(pool, between_steps=i in between)
@@ -246,10 +229,9 @@ class ExpertMemory:
         self.programs = CompiledPrograms()
         self._answer: Asked | None = None
         self._counts = False  # whether tokens had run when that was asked
-        self._num_asked = 0  # since the last `settle`
+        self._num_asked = 0  # since the last `read_counters`
         self._backoff = _PollingBackoff()
-        self._in_flight_on_device: dict[Any, jax.Array] = {}
-        self._room: dict[int, jax.Array] = {}
+        self._in_flight_on_device: tuple[Any, Any] = None, None  # what it is of, and the arrays
         self._lock = threading.RLock()
         self.asks, self._is_emulated = False, any(pool.emulated for pool in pools)
         if policy is None:
@@ -349,12 +331,7 @@ class ExpertMemory:
     def reading(self, since: int | None = None) -> Iterator[None]:
         """Wraps the host's reading of results, which are valid if this returns.
 
-        Args:
-          since: see `step`.
-
-        Raises:
-          MoejaxError: an expert could not be read from the disk since then; the next step starts
-            with an empty cache.
+        After a failure of the disk, a MoejaxError, the next step starts with an empty cache.
         """
         try:
             yield
@@ -366,11 +343,11 @@ class ExpertMemory:
             raise
         self.check_failures(since)
 
-    def settle(self) -> Ledger:
+    def read_counters(self) -> Ledger:
         """Waits for all steps so far and returns the ledger."""
         with self._lock, self.reading():  # a step of another thread would take the pool, or be lost
             for tier in self.tiers:
-                tier.settle()
+                tier.read_counters()
             if self._gate is not None:
                 self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
                 self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.device)
@@ -391,31 +368,22 @@ class ExpertMemory:
         Called between the chunks of a text that is scored, so that what a policy promotes, and
         when, is not left to the clock.
 
-        Args:
-          since: see `begin_session`.
-
         Returns:
           Tokens before which it asks for nothing more (`Policy.tokens_until_change`).
         """
         with self._lock, self.reading(since):
-            has_run, self._answer = self._backoff.passed > 0, None
-            self._num_asked += has_run
-            last: Any = None
-            while True:
+            self._num_asked += self._backoff.passed > 0
+            self._answer, last, repeats = None, np.zeros(0), True
+            while repeats:
                 self._wait_for_transfers(since)
                 self.pool, answer = self._dispatch_question()
-                moved, ahead, idle = jax.device_get(answer)
-                self._request(moved)
-                self._read_ahead(ahead)
-                rows = np.stack(moved)
-                if rows.max(initial=-1) < 0 or not self._policy.repeats_requests:
-                    break
-                if np.array_equal(rows, last):
-                    break  # what could not be moved
+                rows, idle = self._carry_out(answer)
+                repeats = self._policy.repeats_requests and rows.max(initial=-1) >= 0
+                repeats = repeats and not np.array_equal(rows, last)  # what could not be moved
                 last = rows
             self._wait_for_transfers(since)
-            self._backoff = _PollingBackoff(self._in_flight(), max(1, int(idle)))
-            return int(idle)
+            self._backoff = _PollingBackoff(self._in_flight(), max(1, idle))
+            return idle
 
     @property
     def _policy(self) -> AnyPolicy:
@@ -454,10 +422,7 @@ class ExpertMemory:
             answer, self._answer = self._answer, None
             self._num_asked += self._counts
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
-                moved, ahead, idle = jax.device_get(answer)
-                self._request(moved)
-                self._read_ahead(ahead)
-                backoff.tokens = int(idle)
+                _, backoff.tokens = self._carry_out(answer)
         in_flight = self._in_flight()
         if backoff.passed >= backoff.tokens or in_flight != backoff.in_flight:
             self.pool, self._answer = self._dispatch_question()
@@ -467,19 +432,18 @@ class ExpertMemory:
             self._backoff = backoff = _PollingBackoff(in_flight)
         backoff.passed += num_tokens
 
-    def _request(self, requests: Requests) -> None:
-        rows = zip(*(np.asarray(numbers).tolist() for numbers in requests), strict=True)
-        for layer, expert, tier in rows:
+    def _carry_out(self, answer: Asked) -> tuple[np.ndarray, int]:
+        """Requests transfers and disk prefetches; returns int32[3, R] transfers and idle tokens."""
+        moved, ahead, idle = jax.device_get(answer)
+        for layer, expert, tier in np.stack(moved, axis=1).tolist():
             if layer >= 0 and (transfers := self.tiers[tier].transfers) is not None:
                 transfers.request(layer, [expert])
-
-    def _read_ahead(self, requests: Requests) -> None:
-        """Passes the policy's disk prefetches to the reader, if there is one."""
-        rows = np.stack([np.asarray(numbers) for numbers in requests], axis=1)
-        for i, tier in enumerate(self.tiers):
-            found = rows[(rows[:, 0] >= 0) & (rows[:, 2] == i), :2].tolist()
-            if tier.disk is not None and found:
-                tier.disk.foresee([(layer, expert) for layer, expert in found])
+        rows = np.stack(ahead, axis=1).tolist()
+        for i, one in enumerate(self.tiers):
+            experts = [(layer, expert) for layer, expert, of in rows if layer >= 0 and of == i]
+            if one.disk is not None and experts:
+                one.disk.prefetch(experts)
+        return np.stack(moved), int(idle)
 
     def _in_flight(self) -> tuple[tuple[Expert, ...], ...]:
         """Experts of each tier that are between host and slots."""
@@ -491,18 +455,22 @@ class ExpertMemory:
         Copied to the device where they differ from those of the last time: a copy waits for the
         step before, and what waits for it begins later.
         """
-        free = [tier.transfers.num_free for tier in self.tiers if tier.transfers]
-        room, in_flight = min(free, default=np.iinfo(np.int32).max), self._in_flight()
-        if room not in self._room:
-            self._room = {room: jax.device_put(np.int32(room), self.device)}
-        if in_flight not in self._in_flight_on_device:
-            cache = self.spec.cache
+        in_flight = self._in_flight()
+        if in_flight != self._in_flight_on_device[0]:
+            free = [
+                max(0, tier.transfers.most_in_flight - len(experts))
+                for tier, experts in zip(self.tiers, in_flight, strict=True)
+                if tier.transfers
+            ]
+            room, cache = min(free, default=np.iinfo(np.int32).max), self.spec.cache
             mask = np.zeros((cache.num_layers, len(self.tiers), cache.num_experts), bool)
             for i, experts in enumerate(in_flight):
                 for layer, expert in experts:
                     mask[layer, i, expert] = True
-            self._in_flight_on_device = {in_flight: jax.device_put(mask, self.device)}
-        return self._in_flight_on_device[in_flight], self._room[room]
+            operands = jax.device_put((mask, np.int32(room)), self.device)
+            self._in_flight_on_device = in_flight, operands
+        operands = self._in_flight_on_device[1]
+        return operands
 
     def _init_policy(self, policy: AnyPolicy | None) -> tuple[Any, jax.Array | None]:
         """A policy's state and gate mass before any token; nothing without a policy."""
@@ -546,43 +514,27 @@ class ExpertMemory:
                 tier.pool = dataclasses.replace(tier.pool, residency=content)
 
 
-def policy_spec(names: Sequence[str], tiers: Sequence[TierMemory], width: int) -> PolicySpec:
-    """Returns the static facts that a policy gets."""
-    cache = tiers[0].spec.cache
-    return PolicySpec(
-        num_layers=cache.num_layers,
-        num_experts=cache.num_experts,
-        width=width,
-        tiers=tuple(names),
-        expert_bytes=tuple(tier.ledger.expert_bytes for tier in tiers),
-        slots=tuple(tier.spec.cache.slots for tier in tiers),
-    )
-
-
 def preload(
     memory: TierMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
 ) -> None:
-    """Fills the pool as `preloaded_pool`, and again whenever it is lost.
+    """Fills an empty memory's slots with its initial experts, and again whenever they are lost.
 
     A pool that holds every expert from now on is complete (`PoolSpec.is_complete`): to be called
     before the spec is used.
+
+    Args:
+      kernels: those that may copy.
+      experts: int32[M, n], in host rows, n at most the slots of a layer, different ones in a row.
     """
-    memory.pool = preloaded_pool(memory, config, kernels, experts)
-    memory.fill = lambda lost: preloaded_pool(lost, config, kernels, experts)
+    memory.pool = _preloaded_pool(memory, config, kernels, experts)
+    memory.fill = lambda lost: _preloaded_pool(lost, config, kernels, experts)
     if experts.shape[1] == memory.spec.cache.num_experts and not memory.spec.emulated:
         memory.spec = dataclasses.replace(memory.spec, is_complete=True)
 
 
-def preloaded_pool(
+def _preloaded_pool(
     memory: TierMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
 ) -> ExpertPool:
-    """Returns the pool with its initial experts in slots.
-
-    Args:
-      memory: empty; its host rows hold these experts.
-      kernels: those that may copy.
-      experts: int32[M, n], n at most the slots of a layer, different ones in a row.
-    """
     spec, store = dataclasses.replace(memory.spec, is_complete=False), memory.store
     cache = spec.cache
     content = jax.device_put(residency.seeded(cache, experts), next(iter(store.row_of.devices())))
@@ -600,19 +552,3 @@ def preloaded_pool(
 
     pool = jax.jit(fill, donate_argnums=0)(memory.pool, store)
     return dataclasses.replace(pool, residency=content)
-
-
-def _empty_pool(spec: PoolSpec, rows: tuple[Weight, Weight], device: jax.Device) -> ExpertPool:
-    def slots(row: Any) -> jax.Array:
-        return jnp.zeros((spec.cache.num_slots, *row.shape[1:]), row.dtype, device=device)
-
-    used = None
-    if spec.read is not None:
-        size = (spec.cache.num_layers, spec.cache.num_experts)
-        used = jnp.zeros(size, jnp.int32, device=device)
-    return ExpertPool(
-        tuple(jax.tree.map(slots, rows) for _ in range(spec.cache.banks)),
-        jax.device_put(residency.empty(spec.cache), device),
-        jax.device_put(no_counts(spec.cache.num_layers), device),
-        used,
-    )

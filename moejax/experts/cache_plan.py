@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.ledger import EVENTS, Counts
-from moejax.experts.residency import Residency
+from moejax.experts.residency import COLUMNS, Counts, Residency
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator
 from pallas_kernels import cache_plan
-from pallas_kernels.cache_plan import Asked, Form, LayerPlan, Tables, Tier
+from pallas_kernels.cache_plan import Asked, LayerPlan, Tables, Tier, TierShape
 from pallas_kernels.target import Target
 
-COLUMNS = {name: column for column, name in enumerate(EVENTS)}
 State = tuple[Residency, Counts]
 
 
@@ -70,23 +68,25 @@ class Placing:
         if len(self.pools) > 1 and any(form.later_waves for form in self.forms(num_asked)):
             return "of several tiers one streams experts in waves"
         num_experts = self.pools[0].cache.num_experts
-        return cache_plan.refusal("triton", num_experts, num_asked, len(self.pools), self.target)
+        sizes = num_experts, num_asked, len(self.pools)
+        return cache_plan.PLAN.refusal("triton", *sizes, target=self.target)
 
-    def forms(self, num_pairs: int) -> tuple[Form, ...]:
+    def forms(self, num_pairs: int) -> tuple[TierShape, ...]:
         """Returns each tier's static form, for a layer of so many pairs."""
         return tuple(
-            Form(
+            TierShape(
                 slots=pool.cache.slots,
                 banks=pool.cache.banks,
                 transient=pool.cache.transient,
                 waves=self.num_waves(i, num_pairs),
                 is_full=pool.cache.slots == pool.cache.num_experts,
                 is_complete=pool.is_complete,
-                is_fixed=i == 0
+                static_in_step=i == 0
                 and pool.between_steps
                 and pool.cache.slots > 0
                 and not pool.is_complete,
-                is_fed=self.moves or any(better.prefetch for better in self.pools[:i]),
+                may_be_promoted_elsewhere=self.moves
+                or any(better.prefetch for better in self.pools[:i]),
             )
             for i, pool in enumerate(self.pools)
         )
@@ -212,13 +212,13 @@ def _by(by_kernel: bool) -> str:
 # Jitted, with the layer an operand: all layers share a trace and the kernel.
 @functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
 def _planned(
-    *operands: Any, forms: tuple[Form, ...], by_kernel: bool
+    *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     how = _by(by_kernel)
     return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
-def _predicted(*operands: Any, form: Form, by_kernel: bool) -> tuple[Tables, cache_plan.Fetch]:
+def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, cache_plan.Fetch]:
     how = _by(by_kernel)
     return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)

@@ -5,8 +5,8 @@ which expert runs each pair, in which tier, with which weight. The plan says whi
 slots, and where the others go; one launch copies those from the host store; the pairs are
 multiplied by what lies in the slots, and the products are combined once, in the order of the
 router's choice: residency is invisible in the result. Where an expert is that is asked for in
-several tiers, DyMoE's rules say (`pallas_kernels.cache_plan.serve`). The host is never asked,
-except for experts that are on the disk alone (`PoolSpec.read`).
+several tiers, DyMoE's rules say (`pallas_kernels.cache_plan.resolve_tiers`). The host is never
+asked, except for experts that are on the disk alone (`PoolSpec.read`).
 
 `run_layer` takes the cache and returns it: that is the carry of `moejax.experts.cached_experts`.
 
@@ -44,7 +44,7 @@ from moejax.models.expert_products import (
     products_of_tiers,
 )
 from moejax.models.layer_index import LayerIndex
-from moejax.models.moe import STEP_BYTES, ExpertImpl
+from moejax.models.moe import STEP_BYTES, ExpertImpl, record_experts
 from moejax.models.routing import Routing
 from moejax.policies.base import (
     SKIPPED,
@@ -71,6 +71,7 @@ class TierStep:
       impl: "row", "block", "block_in_cache" or "grouped_kernel".
       kernels: those that may run packed experts.
       is_prefill: whether the step is one of prompts.
+      number: in the order of the tiers.
     """
 
     spec: PoolSpec
@@ -79,6 +80,7 @@ class TierStep:
     impl: ExpertImpl
     kernels: ops.Kernels
     is_prefill: bool = False
+    number: int = 0
 
     @property
     def fetching(self) -> Fetching:
@@ -283,6 +285,9 @@ class TierStep:
 
     def _multiply(self, x: jax.Array, pairs: Pairs, experts: ExpertStacks) -> jax.Array:
         """Multiplies the active pairs: [P, N, A, D]."""
+        stacks = (experts.gate_up, experts.down)
+        chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
+        record_experts(self.number, self.impl, x, stacks, chosen)
         match self.impl:
             case "row":
                 return products_by_row(x, pairs, experts)
@@ -290,8 +295,6 @@ class TierStep:
                 size = STEP_BYTES[self.impl]
                 return products_by_block(x, pairs, experts, self.spec.cache.num_experts, size)
             case "grouped_kernel":
-                stacks = (experts.gate_up, experts.down)
-                chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
                 return products_grouped(x, pairs, experts, chosen.implementation)
         raise ValueError(f"experts of a cache cannot run by {self.impl!r}")
 
@@ -425,6 +428,8 @@ def _products_of_tiers(
     chosen = choose_for_tiers(len(x), step.config, x.dtype, stacks, step.kernels)
     if chosen.implementation == ops.DEQUANTIZED:
         raise ValueError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
+    for of, experts in zip(step.tiers, stacks, strict=True):
+        record_experts(of.number, of.impl, x, experts, chosen)
     return products_of_tiers(x, tier, slot, tiers, chosen.implementation)
 
 

@@ -82,8 +82,8 @@ class CachedExperts(Experts):
             policy is not None and self._is_prefill and policy.needs.importance
         )
         tiers = tuple(
-            TierStep(pool, config, rows, form, kernels, self._is_prefill)
-            for pool, rows, form in zip(spec.pools, store, impl, strict=True)
+            TierStep(pool, config, rows, form, kernels, self._is_prefill, number)
+            for number, (pool, rows, form) in enumerate(zip(spec.pools, store, impl, strict=True))
         )
         placing = Placing(spec.pools, kernels.target, moves)
         self.step = CacheStep(spec, config, tiers, placing, kernels)
@@ -173,7 +173,7 @@ class CachedExperts(Experts):
             ids=routing.ids,
             weights=routing.weights,
             active=token_mask,
-            resident=cache_plan.serving(self._resident(pools, layer.mlp), self.spec.full),
+            resident=cache_plan.servable(self._resident(pools, layer.mlp), self.spec.full),
             importance=importance,
             predicted=predicted,
             tables=pools[0].residency.table if len(pools) == 1 else None,

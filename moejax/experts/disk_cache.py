@@ -1,8 +1,8 @@
 """Reads experts that are on the disk alone, and keeps them in host rows.
 
-Three ways lead here. A transfer asks for an expert (`DiskExperts.borrow`), which a thread reads
+Three ways lead here. A transfer asks for an expert (`DiskExperts.acquire`), which a thread reads
 while steps run. Or a running step needs one NOW, calls `DiskExperts.read` and goes on with what it
-returns: the waiting mode. Or a policy foresees that it will be asked for (`DiskExperts.foresee`),
+returns: the waiting mode. Or a policy expects that it will be asked for (`DiskExperts.prefetch`),
 and it is read while the disk has nothing else to do. In each case the expert then takes a row of
 the host store, which is a cache of the disk, least recently used first, and steps to come fetch it
 from there.
@@ -25,29 +25,29 @@ import jax
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.experts.disk_reader import SsdReader, State, Ticket
+from moejax.experts.disk_reader import Counters, DiskReader, State, Ticket
 from moejax.experts.host_store import Expert, HostCache, HostStore, copy_row
 from moejax.experts.transfer_programs import is_ready
 
 
 @dataclasses.dataclass(eq=False)
-class _Arrival:
+class _PendingRow:
     """An expert that was read and has no row yet.
 
     Attributes:
       parts: the bytes; they lie in the reader's ring where there is a ticket.
       ticket: to be released; None where the bytes have memory of their own.
       is_wanted: whether a transfer asked for the bytes and has not read them yet.
-      is_borrowed: whether a transfer is reading them.
-      has_row: whether a row is reserved.
+      is_acquired: whether a transfer is reading them.
+      row: reserved for it; None where none is.
       written: the bytes on their way to it.
     """
 
     parts: Sequence[np.ndarray]
     ticket: Ticket | None = None
     is_wanted: bool = False
-    is_borrowed: bool = False
-    has_row: bool = False
+    is_acquired: bool = False
+    row: int | None = None
     written: concurrent.futures.Future[None] | None = None
 
 
@@ -65,94 +65,82 @@ class DiskExperts:
     """
 
     def __init__(
-        self,
-        reader: SsdReader,
-        store: HostStore | None,
-        row: Any,
-        row_of: np.ndarray,
-        most_kept: int,
-        most_ahead: int = 1,
+        self, reader: DiskReader, store: HostStore | None, *, most_kept: int, most_ahead: int
     ):
         """Starts on an open reader.
 
         Args:
-          store: host rows; None for none.
-          row: the arrays of one expert, shapes and dtypes.
-          row_of: int32[M, E] of the store; -1 everywhere where there is none.
           most_kept: experts that a step waited for and that have no row yet; more are read again.
           most_ahead: experts that the reader is asked for at once.
         """
-        self._most_kept, self._most_ahead = most_kept, most_ahead
-        self.reader, self._store, self._row = reader, store, row
-        self.cache = None
-        if store is not None and store.in_place:
-            self.cache = HostCache(row_of, store.num_rows)
-        self.row_of = row_of
+        self.reader, self._most_kept, self._most_ahead = reader, most_kept, most_ahead
+        self._store, self.cache = store, None
+        shape = (reader.source.num_layers, reader.source.num_experts)
+        self.row_of = np.full(shape, -1, np.int32)
+        if store is not None:
+            self.row_of = store.row_of
+            self.cache = HostCache(store.row_of, store.num_rows)
         self.failures, self.error = 0, ""
-        self._told: dict[str, Any] = {}
-        self._arrived: dict[Expert, _Arrival] = {}
+        self._counted = Counters()  # by the last `counts_since`
+        self._arrived: dict[Expert, _PendingRow] = {}
         self._tickets: dict[Expert, Ticket] = {}
         self._failed: dict[Expert, str] = {}
-        self._foreseen: dict[Expert, None] = {}  # in order; of which nothing was begun
-        self._ahead: set[Expert] = set()  # of the tickets, those that nobody waits for
-        self._brought: set[Expert] = set()  # read ahead, and not asked for since
-        self._num_ahead = self._num_ahead_used = 0
-        self._wait_seconds = 0.0  # that steps spent in `read`
+        self._prefetches: dict[Expert, None] = {}  # in order; of which nothing was begun
+        self._prefetched: set[Expert] = set()  # read ahead, and not asked for since
         self._uses: jax.Array | None = None  # a copy of last uses that is not applied yet
-        self._seen = np.zeros(row_of.shape, np.int32)
+        self._seen = np.zeros(self.row_of.shape, np.int32)
         self._lock = threading.RLock()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "moejax-rows")
 
     def read(self, layer: Any, experts: Any) -> tuple[np.ndarray, ...]:
-        """Returns the rows of experts (-1: none), stacked [J, ...]; steps call it.
-
-        Args:
-          layer: int32[].
-          experts: int32[J].
+        """Returns the rows of experts, int32[J] (-1: none), stacked [J, ...]; steps call it.
 
         An error would end the step with more than one line, and take its donated arrays with it:
         it is counted in `failures`. The time is counted too: the step waits for it.
         """
         start = time.monotonic()
         try:
-            found = [np.zeros((len(experts), *part.shape), part.dtype) for part in self._row]
+            row = self.reader.source.row
+            found = [np.zeros((len(experts), *part.shape), part.dtype) for part in row]
             wanted = np.asarray(experts)
             for place in np.flatnonzero(wanted >= 0):
                 self._read((int(layer), int(wanted[place])), [array[place] for array in found])
         except BaseException as error:  # the host raises it where it reads results
-            self._count(error)
+            # The text alone: an error that is kept keeps the frames that it went through.
+            reason = str(error) if isinstance(error, MoejaxError) else repr(error)
+            with self._lock:
+                self.error, self.failures = reason, self.failures + 1
             # Without memory of their own: the lack of it may be what failed.
             found = [
                 np.broadcast_to(part.dtype.type(0), (len(experts), *part.shape))
-                for part in self._row
+                for part in self.reader.source.row
             ]
-        with self._lock:
-            self._wait_seconds += time.monotonic() - start
+        self.reader.count(wait_seconds=time.monotonic() - start)
         return tuple(found)
-
-    def _count(self, error: BaseException) -> None:
-        # The text alone: an error that is kept keeps the frames that it went through.
-        reason = str(error) if isinstance(error, MoejaxError) else repr(error)
-        with self._lock:
-            self.error, self.failures = reason, self.failures + 1
 
     def _read(self, expert: Expert, into: list[np.ndarray]) -> None:
         with self._lock:  # while bytes are copied, nobody may release a block or give a row away
             self._collect()
-            if (arrival := self._arrived.get(expert)) is not None:
-                return copy_row(into, arrival.parts)
-            if self.cache is not None and self.row_of[expert] >= 0:  # since the step was dispatched
-                assert self._store is not None
-                return copy_row(into, self._store.rows(int(self.row_of[expert])))
-        parts = self.reader.read_now(*expert)
+            if (pending := self._arrived.get(expert)) is not None:
+                return copy_row(into, pending.parts)
+            if self.row_of[expert] >= 0:  # since the step was dispatched
+                return copy_row(into, self._row(int(self.row_of[expert])))
+        parts = self.reader.read_now(expert)
         copy_row(into, parts)
         with self._lock:
-            kept = sum(arrival.ticket is None for arrival in self._arrived.values())
-            is_there = expert in self._arrived or self.row_of[expert] >= 0
-            if self.cache is not None and kept < self._most_kept and not is_there:
-                self._arrived[expert] = _Arrival(parts)
+            kept = sum(pending.ticket is None for pending in self._arrived.values())
+            if self.cache is not None and kept < self._most_kept and not self._has(expert):
+                self._arrived[expert] = _PendingRow(parts)
 
-    def foresee(self, experts: Sequence[Expert]) -> None:
+    def _row(self, row: int) -> list[np.ndarray]:
+        assert self._store is not None
+        return self._store.rows(row)
+
+    def _has(self, expert: Expert) -> bool:
+        """Whether an expert was read or has a row."""
+        return expert in self._arrived or bool(self.row_of[expert] >= 0)
+
+    def prefetch(self, experts: Sequence[Expert]) -> None:
         """Reads experts ahead into host rows while no transfer waits for the disk.
 
         Args:
@@ -162,50 +150,42 @@ class DiskExperts:
         """
         with self._lock:
             most = self._store.num_rows // 2 if self._store is not None else 0
-            self._foreseen = dict.fromkeys(experts[:most])
+            self._prefetches = dict.fromkeys(experts[:most])
             if self.cache is not None:
-                for expert in reversed(self._foreseen):
+                for expert in reversed(self._prefetches):
                     self.cache.touch(expert)
 
-    def borrow(self, expert: Expert) -> Sequence[np.ndarray] | None:
-        """See `host_store.RowSupply`; asks the reader where the expert is nowhere else."""
+    def acquire(self, expert: Expert) -> Sequence[np.ndarray] | None:
+        """Returns arrays that stay until `release`, or None while the disk is asked for them.
+
+        Raises:
+          MoejaxError: they cannot be had; the next call tries once more.
+        """
         with self._lock:
             self._count_use(expert)
             if self.row_of[expert] >= 0:
-                assert self._store is not None
                 self._withdraw(expert)
                 if self.cache is not None:
                     self.cache.pin(expert)
-                return self._store.rows(int(self.row_of[expert]))
+                return self._row(int(self.row_of[expert]))
             self._collect()
-            if (arrival := self._arrived.get(expert)) is not None:
+            if (pending := self._arrived.get(expert)) is not None:
                 self._withdraw(expert)
-                arrival.is_borrowed = True
-                return arrival.parts
+                pending.is_acquired = True
+                return pending.parts
             if (error := self._failed.pop(expert, None)) is not None:
                 raise MoejaxError(error)
             if expert not in self._tickets and len(self._tickets) < self._most_ahead:
-                ticket = self.reader.request(*expert, urgent=True)
-                if ticket is not None:
-                    self._tickets[expert] = ticket
+                self._tickets[expert] = self.reader.request(expert, urgent=True)
             return None
 
-    def give_back(self, expert: Expert) -> None:
-        """See `host_store.RowSupply`."""
+    def release(self, expert: Expert) -> None:
+        """Releases an expert whose arrays `acquire` returned."""
         with self._lock:
             if self.cache is not None:
                 self.cache.unpin(expert)
-            if (arrival := self._arrived.get(expert)) is not None:
-                arrival.is_wanted = arrival.is_borrowed = False
-                if self.cache is None:
-                    self._drop(expert)
-
-    def forget(self, expert: Expert) -> None:
-        """See `host_store.RowSupply`; what was read already stays where there are rows for it."""
-        with self._lock:
-            self._withdraw(expert)
-            if (arrival := self._arrived.get(expert)) is not None:
-                arrival.is_wanted = False
+            if (pending := self._arrived.get(expert)) is not None:
+                pending.is_wanted = pending.is_acquired = False
                 if self.cache is None:
                     self._drop(expert)
 
@@ -224,29 +204,23 @@ class DiskExperts:
             if self.cache is None:
                 return False
             self._read_ahead()
-            changed = self._publish()
+            changed = self._publish(self.cache)
             if self._uses is not None and is_ready(self._uses):
                 uses, self._uses = self._uses, None
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a pool that is lost
-                    self._touch(jax.device_get(uses))
+                    self._touch(self.cache, jax.device_get(uses))
                     self._write()
-                    changed |= self._reserve()
-            if self._uses is None and any(a.written is None for a in self._arrived.values()):
+                    changed |= self._reserve(self.cache)
+            if self._uses is None and any(p.written is None for p in self._arrived.values()):
                 self._uses = last_uses()
                 self._uses.copy_to_host_async()
             return changed
 
-    def read_since(self) -> dict[str, float]:
-        """Returns the counts since the last call.
-
-        By the names of `ssd.Counters`; "ahead" and "ahead_used" as `Ledger.disk_ahead` and
-        `disk_ahead_used`; "wait_seconds" that steps spent in `read`.
-        """
-        told, self._told = self._told, dataclasses.asdict(self.reader.counters)
-        with self._lock:
-            self._told |= {"ahead": self._num_ahead, "ahead_used": self._num_ahead_used}
-            self._told["wait_seconds"] = self._wait_seconds
-        return {name: n - told.get(name, 0) for name, n in self._told.items() if name != "seconds"}
+    def counts_since(self) -> dict[str, float]:
+        """Counts since the last call, by the names of `disk_reader.Counters`."""
+        before, self._counted = self._counted, dataclasses.replace(self.reader.counters)
+        now = dataclasses.asdict(self._counted)
+        return {name: n - getattr(before, name) for name, n in now.items()}
 
     def close(self) -> None:
         """Ends the threads; a step that needs the disk afterwards fails."""
@@ -256,110 +230,92 @@ class DiskExperts:
     def _withdraw(self, expert: Expert) -> None:
         """Cancels a request that nobody waits for; its failure is not reported."""
         self._failed.pop(expert, None)
-        self._ahead.discard(expert)
         ticket = self._tickets.get(expert)
         if ticket is not None and self.reader.cancel(ticket):
             del self._tickets[expert]
 
     def _collect(self) -> None:
         """Takes what the reader has finished."""
-        for ticket, arrays in self.reader.done():
-            expert = (ticket.layer, ticket.expert)
-            wanted, ahead = self._tickets.get(expert) is ticket, False
-            if wanted:
+        for ticket in self.reader.done():
+            expert = ticket.expert
+            is_open = self._tickets.get(expert) is ticket
+            if is_open:
                 del self._tickets[expert]
-                ahead = expert in self._ahead
-                self._ahead.discard(expert)
-            if arrays is None:
-                if wanted and not ahead:
+            if ticket.row is None:
+                if is_open and ticket.urgent:
                     self._failed[expert] = ticket.error or "it was not read"
                 self.reader.release(ticket)
-            elif expert in self._arrived or self.row_of[expert] >= 0:
+            elif self._has(expert):
                 self.reader.release(ticket)  # a step has read it meanwhile
             else:
-                wanted = wanted and not ahead
-                self._arrived[expert] = _Arrival(self.reader.views(ticket), ticket, wanted)
-                if ahead:
-                    self._num_ahead += 1
-                    self._brought.add(expert)
+                self._arrived[expert] = _PendingRow(ticket.row, ticket, is_open and ticket.urgent)
+                if is_open and not ticket.urgent:
+                    self.reader.count(ahead=1)
+                    self._prefetched.add(expert)
 
     def _read_ahead(self) -> None:
-        """Requests foreseen experts while nobody waits; leaves one block free."""
-        if len(self._tickets) > len(self._ahead):
+        """Requests experts to prefetch while nobody waits; leaves one block free."""
+        if any(ticket.urgent for ticket in self._tickets.values()):
             return
         most = max(1, self._most_ahead - 1)
-        most -= sum(arrival.ticket is not None for arrival in self._arrived.values())
-        while self._foreseen and len(self._tickets) < most:
-            expert = next(iter(self._foreseen))
-            known = expert in self._arrived or expert in self._tickets
-            if not (known or self.row_of[expert] >= 0):
-                ticket = self.reader.request(*expert)
-                if ticket is None:
-                    return
-                self._tickets[expert] = ticket
-                self._ahead.add(expert)
-            del self._foreseen[expert]
+        most -= sum(pending.ticket is not None for pending in self._arrived.values())
+        while self._prefetches and len(self._tickets) < most:
+            expert = next(iter(self._prefetches))
+            del self._prefetches[expert]
+            if not (self._has(expert) or expert in self._tickets):
+                self._tickets[expert] = self.reader.request(expert)
 
     def _count_use(self, expert: Expert) -> None:
         """Counts a use of an expert that may have been read ahead."""
-        self._foreseen.pop(expert, None)
-        if expert in self._ahead:  # nobody waited for it: where it has not begun it is asked anew
-            self._ahead.discard(expert)
-            ticket = self._tickets[expert]
+        self._prefetches.pop(expert, None)
+        ticket = self._tickets.get(expert)
+        if ticket is not None and not ticket.urgent:  # where it has not begun it is asked anew
+            ticket.urgent = True
             if ticket.state is State.QUEUED and self.reader.cancel(ticket):
                 del self._tickets[expert]
-        if expert in self._brought:
-            self._brought.discard(expert)
-            self._num_ahead_used += expert in self._arrived or bool(self.row_of[expert] >= 0)
+        if expert in self._prefetched:
+            self._prefetched.discard(expert)
+            self.reader.count(ahead_used=self._has(expert))
 
-    def _touch(self, uses: np.ndarray) -> None:
+    def _touch(self, cache: HostCache, uses: np.ndarray) -> None:
         """Marks experts used since the last copy, in the order of their last uses."""
-        assert self.cache is not None
         layers, experts = np.nonzero((uses != self._seen) & (uses > 0))
         order = np.argsort(uses[layers, experts], kind="stable")
         for layer, expert in zip(layers[order].tolist(), experts[order].tolist(), strict=True):
-            self.cache.touch((layer, expert))
+            cache.touch((layer, expert))
         self._seen = uses
 
-    def _reserve(self) -> bool:
-        """Reserves rows for arrivals; their former owners are evicted."""
-        assert self.cache is not None
-        changed = False
-        for expert, arrival in list(self._arrived.items()):
-            if arrival.has_row:
-                continue
-            evictions = self.cache.evictions
-            if self.cache.reserve(expert) is not None:
-                arrival.has_row = True
-                changed |= self.cache.evictions > evictions
-            elif not (arrival.is_wanted or arrival.is_borrowed):
-                self._drop(expert)  # every row is taken: it is read again when it is needed
-        return changed
+    def _reserve(self, cache: HostCache) -> bool:
+        """Reserves rows for pending experts; their former owners are evicted."""
+        evictions = cache.evictions
+        for expert, pending in list(self._arrived.items()):
+            if pending.row is None:
+                pending.row = cache.reserve(expert)
+                if pending.row is None and not (pending.is_wanted or pending.is_acquired):
+                    self._drop(expert)  # every row is taken: it is read again when it is needed
+        return cache.evictions > evictions
 
     def _write(self) -> None:
         """Writes bytes to reserved rows that no step reads any more."""
-        assert self._store is not None
-        assert self.cache is not None
-        for expert, arrival in self._arrived.items():
-            if arrival.has_row and arrival.written is None:
-                rows = self._store.rows(self.cache.reserved_row(expert))
-                arrival.written = self._writer.submit(copy_row, rows, arrival.parts)
+        for pending in self._arrived.values():
+            if pending.row is not None and pending.written is None:
+                rows = self._row(pending.row)
+                pending.written = self._writer.submit(copy_row, rows, pending.parts)
 
-    def _publish(self) -> bool:
-        assert self.cache is not None
+    def _publish(self, cache: HostCache) -> bool:
         changed = False
-        for expert, arrival in list(self._arrived.items()):
-            if arrival.written is None or not arrival.written.done() or arrival.is_borrowed:
+        for expert, pending in list(self._arrived.items()):
+            if pending.written is None or not pending.written.done() or pending.is_acquired:
                 continue
-            if arrival.written.exception() is None:
-                self.cache.publish(expert)
+            if pending.written.exception() is None:
+                cache.publish(expert)
                 changed = True
             else:
-                self.cache.cancel(expert)
+                cache.cancel(expert)
             self._drop(expert)
         return changed
 
     def _drop(self, expert: Expert) -> None:
-        arrival = self._arrived.pop(expert)
-        if arrival.ticket is not None and arrival.ticket.state is not State.OVER:
-            self.reader.release(arrival.ticket)
+        pending = self._arrived.pop(expert)
+        if pending.ticket is not None:
+            self.reader.release(pending.ticket)

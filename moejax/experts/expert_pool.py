@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.experts.budget.limits import BOTH, DECODE, PREFILL
-from moejax.experts.ledger import Counts
-from moejax.experts.residency import CacheSpec, Residency
+from moejax.experts.residency import CacheSpec, Counts, Residency
 from moejax.weights.qtensor import Compensator, Weight
 
 # Before buffers are assigned XLA counts pools twice, as donated and as given back, and the rows of
@@ -91,7 +90,7 @@ class ExpertPool:
     Attributes:
       banks: each bank's slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
         low-rank terms.
-      counts: events since the ledger was settled.
+      counts: events since the counters were read.
     """
 
     banks: tuple[tuple[Weight, Weight], ...]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import io_callback
 
 from moejax.experts.cache_plan import Jobs
-from moejax.experts.disk_callback import with_disk_rows
 from moejax.experts.expert_pool import ExpertStore, PoolSpec
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
@@ -65,14 +65,30 @@ class Fetching:
         return expert_fetch.fetch(*job, implementation=how, tiles=tiles, after=beside)
 
     def from_disk(self, pools: Slots, layer: Index, jobs: Jobs) -> tuple[Slots, jax.Array | None]:
-        """Returns slots with experts fetched from the disk, and their int32[] count."""
+        """Returns slots with experts fetched from the disk, and their int32[] count.
+
+        The step waits for the host where there are some.
+        """
         rows, slots, experts = jobs
         if self.spec.read is None or not rows.size or self.spec.is_still:
             return pools, None
         assert experts is not None
         absent = (experts >= 0) & (rows < 0)
-        pools = with_disk_rows(pools, self.spec.read, layer, experts, slots, absent)
-        return pools, jnp.sum(absent)
+        read_rows = self.spec.read
+        leaves, tree = jax.tree.flatten(pools)
+        shapes = [jax.ShapeDtypeStruct((len(experts), *p.shape[1:]), p.dtype) for p in leaves]
+
+        def read() -> list[jax.Array]:
+            asked = jnp.where(absent, experts, -1)
+            return list(io_callback(read_rows, tuple(shapes), jnp.int32(layer), asked))
+
+        def nothing() -> list[jax.Array]:
+            return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+
+        found = jax.lax.cond(jnp.any(absent), read, nothing)
+        places = jnp.where(absent, slots, len(leaves[0]))
+        filled = [p.at[places].set(new, mode="drop") for p, new in zip(leaves, found, strict=True)]
+        return jax.tree.unflatten(tree, filled), jnp.sum(absent)
 
 
 def from_host_together(

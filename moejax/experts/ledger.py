@@ -8,101 +8,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from moejax.experts.budget import size_text
+from moejax.experts.budget import LINK_GIB_PER_S, size_text
+from moejax.experts.disk_reader import Counters
+from moejax.experts.residency import EVENTS, Counts
 
-# Counts of experts, but for `steps`; the order is that of the columns of `Counts.events`.
-EVENTS = (
-    "steps",  # times that the layer ran for some token; of a tier, that it served some pair
-    "needed",  # experts that its tokens were routed to
-    "hits",  # of them, those in a slot already
-    "misses",  # of them, those that were not: admitted, streamed or unserved
-    "admitted",  # misses fetched into a slot of the cache
-    "streamed",  # misses fetched into a transient slot
-    "unserved",  # misses for which there was no slot: a broken contract, see `TierLedger.add`
-    "evictions",  # experts that left a slot for another one
-    "prefetched",  # experts that a prediction brought
-    "bulk",  # experts that a bulk transfer brought
-    "prefetch_hits",  # of what was brought ahead, experts whose first use found them there
-    "prefetch_waste",  # of what was brought ahead, experts that went unused
-    "waits",  # experts that the step asked the host for, which read them or had them by then
-)
-LINK_GIB_PER_S = 50  # of PCIe 5 x16: the link's part of stalls is estimated by it
-DISK_TROUBLE = ("retries", "errors", "refused")  # of what a reader counts
-_COLUMN = {name: i for i, name in enumerate(EVENTS)}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """Events of the layers since the last reading; two arrays, to be donated.
-
-    Invariants (`check`):
-      * `events` is int32[M, len(EVENTS)]; a step adds to one row at once, one operation a layer;
-      * `gate` is float32[M, 1 + T]: gate mass of all, then of each tier.
-
-    Every name in `EVENTS` is also a property, int32[M].
-    """
-
-    events: jax.Array
-    gate: jax.Array
-
-    def check(self) -> None:
-        """Raises ValueError when an invariant does not hold."""
-        if self.events.ndim != 2 or self.events.shape[1] != len(EVENTS):
-            raise ValueError(f"events have shape {self.events.shape}, expected [M, {len(EVENTS)}]")
-        if self.gate.ndim != 2 or self.gate.shape[0] != self.events.shape[0]:
-            raise ValueError(f"gate has shape {self.gate.shape}, events {self.events.shape}")
-        if self.events.dtype != jnp.int32 or self.gate.dtype != jnp.float32:
-            raise ValueError(f"events are {self.events.dtype}, gate {self.gate.dtype}")
-
-    def __getattr__(self, name: str) -> jax.Array:
-        if name not in _COLUMN:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        return self.events[..., _COLUMN[name]]
-
-    @property
-    def gate_mass(self) -> jax.Array:
-        """float32[M], the gates of all (token, expert) pairs."""
-        return self.gate[..., 0]
-
-    def add(self, layer: int | jax.Array, **amounts: jax.Array | int) -> "Counts":
-        """Adds to events of one layer.
-
-        Args:
-          layer: int or int32[].
-          **amounts: int32[] or int by the names of `EVENTS`.
-        """
-        return dataclasses.replace(self, events=self.events.at[layer].add(_columns(amounts)))
-
-    def add_everywhere(self, **amounts: jax.Array | int) -> "Counts":
-        """Adds to events of every layer; amounts as of `add`, or int32[M]."""
-        return dataclasses.replace(self, events=self.events + _columns(amounts))
-
-    def add_gate_mass(self, layer: int | jax.Array, by_tier: jax.Array) -> "Counts":
-        """Adds gate mass of one layer: float32[T]; the mass of all is their sum."""
-        row = jnp.concatenate([by_tier.sum(keepdims=True), by_tier])
-        return dataclasses.replace(self, gate=self.gate.at[layer].add(row))
-
-
-def _columns(amounts: Mapping[str, jax.Array | int]) -> jax.Array:
-    """int32[..., len(EVENTS)], in the order of `EVENTS`."""
-    unknown = sorted(set(amounts) - set(EVENTS))
-    if unknown:
-        raise ValueError(f"no events {', '.join(unknown)}; there are {', '.join(EVENTS)}")
-    given = (jnp.asarray(amounts.get(name, 0), jnp.int32) for name in EVENTS)
-    return jnp.stack(jnp.broadcast_arrays(*given), axis=-1)
-
-
-def no_counts(num_layers: int, num_tiers: int = 1) -> Counts:
-    """Zeros for M layers and T tiers."""
-    return Counts(
-        jnp.zeros((num_layers, len(EVENTS)), jnp.int32),
-        jnp.zeros((num_layers, 1 + num_tiers), jnp.float32),
-    )
+DISK_TROUBLE = ("retries", "errors")  # of what is counted of the disk
 
 
 @dataclasses.dataclass
@@ -113,41 +25,28 @@ class TierLedger:
       expert_bytes: bytes of one expert as it crosses the link.
       layers: for each of the M layers a sum by the names of `EVENTS`.
       gate_mass: the router's, over all layers.
-      disk_bytes: read from the disk, told by the reader.
-      disk_reads: experts read from the disk.
-      disk_waits: of them, those that a step waited for.
-      disk_wait_seconds: that steps spent in the host's answers to what no row of host memory held,
-        by its clock: reading, repeating what failed, and copying to what it answers.
-      disk_ahead: experts that were read since a policy foresaw them; not of `disk_waits`, and
-        without those that a transfer asked for while they were being read.
-      disk_ahead_used: of them, those that were then asked for and still in host memory.
-      disk_trouble: tries that had to be repeated and requests that came to nothing, by name.
+      disk: sums by the names of `disk_reader.Counters`.
       bulk_requests: what became of requests between steps, by name, told by the transfers.
     """
 
     expert_bytes: int
     layers: list[dict[str, int]] = dataclasses.field(default_factory=list)
     gate_mass: float = 0.0
-    disk_bytes: int = 0
-    disk_reads: int = 0
-    disk_waits: int = 0
-    disk_wait_seconds: float = 0.0
-    disk_ahead: int = 0
-    disk_ahead_used: int = 0
-    disk_trouble: dict[str, int] = dataclasses.field(default_factory=dict)
+    disk: dict[str, float] = dataclasses.field(
+        default_factory=lambda: dataclasses.asdict(Counters())
+    )
     bulk_requests: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, counts: Counts, *, disk: Mapping[str, float] | None = None) -> None:
         """Adds the counts of a call, after which the next one starts from `no_counts`.
 
         Args:
-          counts: of numpy arrays, or of arrays that are fetched here.
-          disk: what was counted of the disk for the call (`DiskExperts.read_since`), by name.
+          disk: counted of the disk for the call (`DiskExperts.counts_since`).
 
         Raises:
           ValueError: counts of another number of layers, or a negative one (overflow).
           RuntimeError: an expert was needed and had no slot, so that the tokens are wrong: more
-            experts were needed than `max_needed` said or more slots pinned than the spec allows.
+            experts were needed than `max_needed` said.
         """
         events = np.asarray(counts.events)
         if self.layers and len(self.layers) != len(events):
@@ -158,16 +57,9 @@ class TierLedger:
         for total, row in zip(self.layers, events.tolist(), strict=True):
             for name, amount in zip(EVENTS, row, strict=True):
                 total[name] += amount
-        self.gate_mass += float(np.asarray(counts.gate_mass, np.float64).sum())
-        told = disk or {}
-        self.disk_bytes += int(told.get("bytes", 0))
-        self.disk_reads += int(told.get("reads", 0))
-        self.disk_waits += int(told.get("waits", 0))
-        self.disk_wait_seconds += told.get("wait_seconds", 0.0)
-        self.disk_ahead += int(told.get("ahead", 0))
-        self.disk_ahead_used += int(told.get("ahead_used", 0))
-        for name in DISK_TROUBLE:
-            self.disk_trouble[name] = self.disk_trouble.get(name, 0) + int(told.get(name, 0))
+        self.gate_mass += float(np.asarray(counts.gate[..., 0], np.float64).sum())
+        for name, amount in (disk or {}).items():
+            self.disk[name] += amount
         if counts.unserved.any():
             raise RuntimeError(f"{int(counts.unserved.sum())} needed experts had no slot")
 
@@ -190,7 +82,7 @@ class TierLedger:
     def host_hit_rate(self) -> float:
         """Share of step fetches that were in host memory; NaN without fetches."""
         fetched = self.total("admitted") + self.total("streamed") + self.total("prefetched")
-        return _share(fetched - self.disk_waits, fetched)
+        return _share(fetched - int(self.disk["waits"]), fetched)
 
     @property
     def bytes_by_cause(self) -> dict[str, int]:
@@ -198,34 +90,37 @@ class TierLedger:
         causes = {"demand": "admitted", "stream": "streamed", "prefetch": "prefetched"}
         causes["bulk"] = "bulk"
         found = {cause: self.total(name) * self.expert_bytes for cause, name in causes.items()}
-        return {**found, "disk": self.disk_bytes}
+        return {**found, "disk": int(self.disk["bytes"])}
 
     @property
     def link_bytes(self) -> int:
         """Bytes from host to device, for whatever cause."""
         return sum(amount for cause, amount in self.bytes_by_cause.items() if cause != "disk")
 
-    def link_stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
+    @property
+    def link_stall_seconds(self) -> float:
         """Estimated seconds that steps waited for the link, for all they fetched."""
         causes = self.bytes_by_cause
-        return (causes["demand"] + causes["stream"]) / (link_gib_per_s * 2**30)
+        return (causes["demand"] + causes["stream"]) / (LINK_GIB_PER_S * 2**30)
 
-    def stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
+    @property
+    def stall_seconds(self) -> float:
         """Seconds that steps waited for experts: link's estimated, disk's measured.
 
         Experts from the disk cross the link as well, and count in both parts. Experts read or sent
         beside the steps (in bulk, foreseen, predicted) count in neither.
         """
-        return self.link_stall_seconds(link_gib_per_s) + self.disk_wait_seconds
+        return self.link_stall_seconds + self.disk["wait_seconds"]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; a rate of nothing is None."""
+        disk = self.disk
         return {
             "stall_seconds": {
-                "estimate": self.stall_seconds(),
-                "link_estimate": self.link_stall_seconds(),
+                "estimate": self.stall_seconds,
+                "link_estimate": self.link_stall_seconds,
                 "link_gib_per_s": LINK_GIB_PER_S,
-                "disk_measured": self.disk_wait_seconds,
+                "disk_measured": disk["wait_seconds"],
             },
             "expert_bytes": self.expert_bytes,
             "totals": {name: self.total(name) for name in EVENTS},
@@ -234,11 +129,8 @@ class TierLedger:
             "host_hit_rate": _or_none(self.host_hit_rate),
             "bytes": self.bytes_by_cause,
             "gate_mass": {"resident": self.gate_mass},
-            "disk_reads": self.disk_reads,
-            "disk_waits": self.disk_waits,
-            "disk_ahead": self.disk_ahead,
-            "disk_ahead_used": self.disk_ahead_used,
-            "disk_trouble": dict(self.disk_trouble),
+            **{f"disk_{name}": disk[name] for name in ("reads", "waits", "ahead", "ahead_used")},
+            "disk_trouble": {name: disk[name] for name in DISK_TROUBLE},
             "bulk_requests": dict(self.bulk_requests),
             "layers": [dict(layer) for layer in self.layers],
         }
@@ -259,26 +151,26 @@ class TierLedger:
             )
         causes = [f"{name} {size_text(n)}" for name, n in self.bytes_by_cause.items() if n]
         lines.append(f"moved: {', '.join(causes) or 'nothing'}")
-        if self.stall_seconds():
-            disk = f" and {1e3 * w:.3g} ms for the disk" if (w := self.disk_wait_seconds) else ""
-            link = f"{1e3 * self.link_stall_seconds():.3g} ms"
+        if self.stall_seconds:
+            seconds = self.disk["wait_seconds"]
+            disk = f" and {1e3 * seconds:.3g} ms for the disk" if seconds else ""
+            link = f"{1e3 * self.link_stall_seconds:.3g} ms"
             lines.append(f"stalls: about {link}, if the link moves {LINK_GIB_PER_S} GiB/s{disk}")
-        if self.disk_waits or self.disk_reads:
+        of = self.disk
+        if of["waits"] or of["reads"]:
             lines.append(
-                f"disk: {self.disk_reads} experts read; steps waited for {self.disk_waits} of them;"
-                f" host memory had {_percent(self.host_hit_rate)} of what they fetched"
+                f"disk: {of['reads']} experts read; steps waited for {of['waits']} of them; host "
+                f"memory had {_percent(self.host_hit_rate)} of what they fetched"
             )
-        if self.disk_ahead:
+        if of["ahead"]:
             lines.append(
-                f"foreseen: {self.disk_ahead} experts read ahead from the disk, "
-                f"{self.disk_ahead_used} of them asked for later"
+                f"foreseen: {of['ahead']} experts read ahead from the disk, {of['ahead_used']} of "
+                "them asked for later"
             )
-        if any(self.disk_trouble.values()):
-            said = (f"{name} {n}" for name, n in self.disk_trouble.items() if n)
-            lines.append(f"disk requests: {', '.join(said)}")
-        if any(self.bulk_requests.values()):
-            said = (f"{name} {n}" for name, n in self.bulk_requests.items() if n)
-            lines.append(f"bulk requests: {', '.join(said)}")
+        trouble = {name: of[name] for name in DISK_TROUBLE}
+        for what, requests in (("disk", trouble), ("bulk", self.bulk_requests)):
+            if said := [f"{name} {n}" for name, n in requests.items() if n]:
+                lines.append(f"{what} requests: {', '.join(said)}")
         if count("unserved"):
             lines.append(f"WRONG: {count('unserved')} needed experts had no slot")
         return lines
@@ -308,11 +200,7 @@ class Ledger:
     asked: int | None = None
 
     def add(self, gate: np.ndarray) -> None:
-        """Adds a call's gate mass, float64[M, T + 3].
-
-        Raises:
-          RuntimeError: mass is missing: a pair was neither served nor skipped.
-        """
+        """Adds a call's gate mass, float64[M, T + 3]; RuntimeError where some is missing."""
         self.gate = gate if self.gate is None else self.gate + gate
         served, total = gate[:, : len(self.tiers) + 1].sum(axis=1), gate[:, -1]
         if not np.allclose(served, total, rtol=1e-3, atol=1e-3):
@@ -334,14 +222,6 @@ class Ledger:
             return dict.fromkeys(names, float("nan"))
         return dict(zip(names, (row[:-1] / row[-1]).tolist(), strict=True))
 
-    @property
-    def layers(self) -> list[dict[str, int]]:
-        """Counts of each layer by the names of `EVENTS`, over all tiers."""
-        return [
-            {name: sum(one[name] for one in of_layer) for name in of_layer[0]}
-            for of_layer in zip(*(tier.layers for tier in self.tiers.values()), strict=True)
-        ]
-
     def total(self, event: str) -> int:
         """Total count of one of `EVENTS` over all layers and tiers."""
         return sum(tier.total(event) for tier in self.tiers.values())
@@ -349,8 +229,7 @@ class Ledger:
     @property
     def hit_rate(self) -> float:
         """Share of needed experts that were in a slot of their tier; NaN before any."""
-        needed = self.total("needed")
-        return self.total("hits") / needed if needed else float("nan")
+        return _share(self.total("hits"), self.total("needed"))
 
     @property
     def link_bytes(self) -> int:
@@ -365,8 +244,8 @@ class Ledger:
         return {
             "tiers": {name: tier.as_dict() for name, tier in self.tiers.items()},
             "asked": self.asked,
-            "hit_rate": None if np.isnan(self.hit_rate) else self.hit_rate,
-            "gate_shares": {n: None if np.isnan(s) else s for n, s in self.shares.items()},
+            "hit_rate": _or_none(self.hit_rate),
+            "gate_shares": {n: _or_none(s) for n, s in self.shares.items()},
             "gate_shares_by_layer": self.shares_by_layer,
         }
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,31 +11,31 @@ import numpy as np
 from absl import logging
 
 from moejax.checkpoints.experts import ExpertReader, open_experts
-from moejax.checkpoints.open import Checkpoint, open_checkpoint
+from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import check_room, limits_on, room_nbytes
+from moejax.experts.allocator import check_room, device_limits, room_nbytes
 from moejax.experts.budget import (
     Budget,
     Limits,
     PolicyDemands,
+    RunSizes,
     Tier,
     TierBudget,
     default_bulk,
     make_budget,
     unused,
 )
-from moejax.experts.budget.tables import RING_BLOCKS
+from moejax.experts.budget.planned import RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.disk_reader import SsdReader, check_waiting
+from moejax.experts.disk_reader import DiskReader, check_waiting
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.host_store import HeldRows, HostStore, RowSupply
+from moejax.experts.host_store import HostStore
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSpec
-from moejax.experts.tiering import STORED, StoredTier, Tiering, choose
+from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like
 from moejax.experts.transfers import Transfers
-from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.policies.base import AnyPolicy, PolicySpec, moves_between_steps
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
@@ -44,8 +44,6 @@ from moejax.quantization.pipeline.recipe import Scheme
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import target_of
-
-QUEUE_LENGTH = 64  # requests of a reader that wait
 
 
 def tier_of(sizes: Sizes) -> Tier:
@@ -69,9 +67,9 @@ def load_limited(
 
     Args:
       checkpoint: any; an Orbax directory only if it fits and no policy decides.
-      tiering: the policy and the tiers; None: the router decides, of one tier.
+      tiering: None: the router decides, of one tier.
       dtype: of plain weights and activations, or "auto".
-      context: slots of the KV cache of each.
+      context: slots of the KV cache of each sequence.
       chunk: tokens of one sequence that a prefill step takes.
       progress: show bars on stderr.
 
@@ -82,69 +80,52 @@ def load_limited(
       MoejaxError: the limits are too tight (the text names the least that would do), the
         checkpoint or a tier cannot be read, or the policy's settings do not suit the tiers.
     """
-    config, limits = checkpoint.config, limits_on(device, limits)
+    limits = device_limits(device, limits)
     policy, activations, stored, sources, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk,
     )  # fmt: skip
-    check_room(device, limits, budget.device)
+    if not limits.device_gib:
+        check_room(budget.device, room_nbytes(device))
     for line in unused(budget):
         logging.warning("%s", line)
+    load = functools.partial(checkpoint.load, dtype=dtype, device=device, progress=progress)
     if not budget.pooled:
-        weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
-        return weights, None, budget
+        return load(), None, budget
     check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
-    weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
+    weights = load(experts=False)
     memories, held = [], 0
     for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
-        packed = None
-        if tiering is not None and tier.bits:
-            packed = functools.partial(_quantized, tier=tier, tiering=tiering)
-        memory = load_experts(
-            source, part, dtype=dtype, device=device, progress=progress, packed=packed
+        memory = _load_tier(
+            source, part, tier, tiering, dtype=dtype, device=device, progress=progress
         )
+        if tiering is not None:
+            if tiering.emulate:
+                memory = emulated(memory, device)
+            if (first := _initial_experts(activations, part, memory, held)) is not None:
+                held += first.shape[1]
+                preload(memory, checkpoint.config, ops.Kernels(target_of(device)), first)
         memories.append(memory)
-        if tiering is None:
-            continue
-        if tiering.emulate:
-            memories[-1] = memory = emulated(memory, device)
-        if (first := _initial_experts(activations, part, memory, held)) is not None:
-            held += first.shape[1]
-            preload(memory, config, ops.Kernels(target_of(device)), first)
-    names, width = [tier.name for tier in stored], config.experts_per_token
+    names, width = [tier.name for tier in stored], checkpoint.config.experts_per_token
     return weights, ExpertMemory(memories, names, policy, width=width), budget
 
 
 def load_whole(
     checkpoint: Checkpoint, *, dtype: str, device: jax.Device, progress: bool
 ) -> Mapping[str, Weight]:
-    """Loads a model to the device without a plan; arguments as in `load_limited`.
-
-    Raises:
-      MoejaxError: the device's allocator cannot hold the weights, or they cannot be read.
-    """
-    if room_nbytes(device) is not None:
+    """Loads a model to the device without a plan; MoejaxError where it has no room for it."""
+    room = room_nbytes(device)
+    if room is not None:
         chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
         sizes, config = checkpoint_sizes(checkpoint, chosen), checkpoint.config
         experts = len(config.moe_layers) * config.num_experts * sizes.expert_nbytes
-        check_room(device, Limits(), {**sizes.weights_nbytes, "experts": experts})
+        check_room({**sizes.weights_nbytes, "experts": experts}, room)
     return checkpoint.load(dtype=dtype, device=device, progress=progress)
 
 
 def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
-    """Returns the checkpoint whose files experts are read from.
-
-    Raises:
-      MoejaxError: `limits.disk_path` is no checkpoint, or one of another model.
-    """
-    if not limits.disk_path:
-        return checkpoint
-    source = open_checkpoint(limits.disk_path)
-    if source.config != checkpoint.config:
-        raise MoejaxError(
-            f"memory.disk_path={limits.disk_path} holds another model than {checkpoint.directory}"
-        )
-    return source
+    """Returns the checkpoint whose files experts are read from; errors as of `open_like`."""
+    return open_like(limits.disk_path, checkpoint, "memory.disk_path=")
 
 
 class Planned(NamedTuple):
@@ -172,179 +153,131 @@ def plan_experts(
     config = checkpoint.config
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
     own = checkpoint_sizes(checkpoint, chosen)
-    sizes: dict[str, Any] = {
-        "batch": batch, "context": context, "chunk": chunk, "itemsize": chosen.itemsize,
-    }  # fmt: skip
-    if tiering is None:
-        source = disk_source(checkpoint, limits)  # what is wrong with it is said first
-        budget = make_budget(
-            config,
-            own.weights_nbytes,
-            [tier_of(own)],
-            limits=limits,
-            platform=device.platform,
-            **sizes,
-        )
+    run = RunSizes(
+        config=config, weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
+        platform=device.platform, itemsize=chosen.itemsize,
+    )  # fmt: skip
+    policy: AnyPolicy | None = None
+    activations, sources = None, [checkpoint]
+    stored: tuple[StoredTier, ...] = (StoredTier(STORED, ""),)
+    if tiering is not None:
+        if not config.moe_layers:
+            raise MoejaxError(f"{checkpoint.directory}: the model has no experts for a policy")
+        if tiering.emulate and limits.device_gib:
+            raise MoejaxError(
+                "policy.emulate keeps every expert on the device, which memory.device_gib would "
+                "bound: leave one of them out"
+            )
+        stored = tiering.stored()
+        policy, activations = choose(tiering, checkpoint.directory, config)
+        sources = [open_like(tier.source, checkpoint, "policy.tiers: ") for tier in stored]
+    disks = [disk_source(source, limits) for source in sources]  # what is wrong is said first
+    if tiering is None or policy is None:
+        budget = make_budget(run, [tier_of(own)], limits)
         if budget.pooled and own.refusal:
             raise MoejaxError(f"the experts do not fit and cannot move: {own.refusal}")
-        if budget.tiers[0].host_share < 1:
-            with open_experts(source, dtype=dtype, device=device) as reader:
-                check_waiting(reader, device, str(source.directory))
-        return Planned(None, None, (StoredTier(STORED, ""),), [checkpoint], budget)
-    if not config.moe_layers:
-        raise MoejaxError(f"{checkpoint.directory}: the model has no experts for a policy")
-    if tiering.emulate and limits.device_gib:
-        raise MoejaxError(
-            "policy.emulate keeps every expert on the device, which memory.device_gib would bound: "
-            "leave one of them out"
-        )
-    stored = tiering.stored()
-    policy, activations = choose(tiering, checkpoint.directory, config)
-    sources = [tier.checkpoint(checkpoint) for tier in stored]
-    for source in sources:
-        disk_source(source, limits)
-    tiers = [
-        _sizes(tier, source, tiering, dtype, device)
-        for tier, source in zip(stored, sources, strict=True)
-    ]
-    budget = budget_of_tiers(
-        policy, config, own.weights_nbytes, tiers, slots=tiering.slots, limits=limits,
-        device=device, **sizes,
-    )  # fmt: skip
-    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
+    else:
+        tiers = [
+            _sizes(tier, source, tiering, dtype, device)
+            for tier, source in zip(stored, sources, strict=True)
+        ]
+        budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
+    for tier, disk, part in zip(stored, disks, budget.tiers, strict=True):
         if part.host_share < 1:
-            with open_experts(disk_source(source, limits), dtype=dtype, device=device) as reader:
-                rows = _quantized(reader, tier=tier, tiering=tiering) if tier.bits else reader
-                check_waiting(rows, device, f"tier {tier.name}")
+            with open_experts(disk, dtype=dtype, device=device) as reader:
+                rows = _rows_of(tier, tiering, reader)
+                name = str(disk.directory) if tiering is None else f"tier {tier.name}"
+                check_waiting(rows, device, name)
     return Planned(policy, activations, stored, sources, budget)
 
 
 def budget_of_tiers(
-    policy: AnyPolicy,
-    config: ModelConfig,
-    weights_nbytes: Mapping[str, int],
-    tiers: Sequence[Tier],
-    *,
-    slots: Sequence[int],
-    limits: Limits,
-    batch: int,
-    context: int,
-    chunk: int,
-    itemsize: int,
-    device: jax.Device,
+    policy: AnyPolicy, run: RunSizes, tiers: Sequence[Tier], slots: Sequence[int], limits: Limits
 ) -> Budget:
     """Makes a budget with a policy's prefetch, transfers and parts of its own.
 
-    The other arguments are those of `make_budget`. Limits on prefetch and transfers that are stated
-    take precedence over the policy's.
+    Limits on prefetch and transfers that are stated take precedence over the policy's.
 
     Raises:
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
     """
-    _check_suits(policy, tiers, config)
-    num_layers, num_experts = len(config.moe_layers), config.num_experts
-    state = jax.eval_shape(lambda: policy.init(_spec(tiers, config)))
+    config = run.config
+    num_layers, num_experts = run.num_layers, run.num_experts
+    spec = PolicySpec(  # as if all were resident
+        num_layers=num_layers, num_experts=num_experts, width=config.experts_per_token,
+        tiers=tuple(tier.name for tier in tiers), slots=(num_experts,) * len(tiers),
+        expert_bytes=tuple(tier.expert_nbytes for tier in tiers),
+    )  # fmt: skip
+    _check_suits(policy, tiers, spec)
+    state = jax.eval_shape(lambda: policy.init(spec))
     asks = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
+    ahead = 0  # experts of the next layer that a decode step may prefetch
+    if policy.needs.predicted:
+        asked = int(getattr(policy, "prefetch", -1))
+        ahead = asked if asked >= 0 else config.experts_per_token
     bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if asks else 0
     demands = PolicyDemands(
         slots=slots,
-        prefetch=limits.prefetch or _ahead(policy, config.experts_per_token),
+        prefetch=limits.prefetch or ahead,
         bulk=limits.bulk or min(bulk, num_layers * num_experts),
-        device=_policy_parts(policy, config, batch, context, chunk, itemsize, device),
+        device=_policy_parts(policy, run),
         first_alone=not asks and policy.high_serves_low,
     )
-    return make_budget(
-        config,
-        weights_nbytes,
-        tiers,
-        batch=batch,
-        context=context,
-        chunk=chunk,
-        limits=limits,
-        platform=device.platform,
-        itemsize=itemsize,
-        policy=demands,
-    )
+    return make_budget(run, tiers, limits, demands)
 
 
-def load_experts(
+def _load_tier(
     checkpoint: Checkpoint,
     budget: TierBudget,
+    tier: StoredTier,
+    tiering: Tiering | None,
     *,
     dtype: str,
     device: jax.Device,
     progress: bool,
-    packed: Callable[[ExpertReader], Any] | None = None,
 ) -> TierMemory:
-    """Fills host rows, allocates an empty pool, opens the disk if rows are few.
-
-    Args:
-      checkpoint: its experts are read here, or from `budget.limits.disk_path` where that is given.
-      budget: a pooled one.
-      dtype: as in `load_limited`, as are device and progress.
-      packed: reads rows of another form from a reader of the checkpoint's.
-    """
-    source = disk_source(checkpoint, budget.limits)
-    reader: Any = open_experts(source, dtype=dtype, device=device)
+    """Fills host rows, allocates an empty pool, opens the disk if rows are few."""
+    limits = budget.limits
+    reader: Any = open_experts(disk_source(checkpoint, limits), dtype=dtype, device=device)
     with open_experts(checkpoint, dtype=dtype, device=device) as own:
         terms = own.load_compensators(device, progress=progress)
         forms: list[Any] = [jax.tree.structure((r.gate_up, r.down)) for r in (own, reader)]
         if own.row != reader.row or forms[0] != forms[1]:
             raise MoejaxError(
-                f"memory.disk_path={budget.limits.disk_path} holds experts of another form than "
+                f"memory.disk_path={limits.disk_path} holds experts of another form than "
                 f"{checkpoint.directory}: give a copy of it"
             )
-    if packed is not None:
-        reader = packed(reader)
-    num_layers, num_experts = reader.num_layers, reader.num_experts
-    waits = budget.host_rows < num_layers * num_experts
-    if waits:
-        check_waiting(reader, device, str(source.directory))
-    store, row_of = None, np.full((num_layers, num_experts), -1, np.int32)
+    reader = _rows_of(tier, tiering, reader)
+    store, disk = None, None
     arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)
     if budget.host_rows:
-        store = HostStore.allocate(reader, budget.host_rows, device)
+        store = HostStore(reader, budget.host_rows, device)
         store.fill(progress=progress)
-        row_of, arrays = store.row_of, store.arrays
-    disk = None
-    if waits:
+        arrays = store.arrays
+    if budget.host_share < 1:
         # Experts that steps waited for get the bytes of the ring that transfers do not need.
-        blocks = RING_BLOCKS // 2 if budget.limits.bulk else 1
-        ring = SsdReader(reader, device, ring_blocks=blocks, queue_length=QUEUE_LENGTH)
-        disk = DiskExperts(
-            ring, store, reader.row, row_of, most_kept=RING_BLOCKS - blocks, most_ahead=blocks
-        )
+        blocks = RING_BLOCKS // 2 if limits.bulk else 1
+        ring = DiskReader(reader, ring_blocks=blocks)
+        disk = DiskExperts(ring, store, most_kept=RING_BLOCKS - blocks, most_ahead=blocks)
     else:
         reader.close()
+    supply = disk or store
+    assert supply is not None
     gate_up, down = jax.tree.unflatten(jax.tree.structure((reader.gate_up, reader.down)), arrays)
     cache = CacheSpec(
-        num_layers=num_layers, num_experts=num_experts, slots=budget.slots,
+        num_layers=budget.num_layers, num_experts=budget.num_experts, slots=budget.slots,
         transient=budget.transient, banks=budget.banks,
     )  # fmt: skip
-    limits = budget.limits
     read = disk.read if disk else None
     spec = PoolSpec(cache, limits.prefetch, read, prefetch_in=limits.prefetch_in)
-    memory = TierMemory.of_rows(spec, gate_up, down, row_of, device, terms)
-    memory.disk = disk
-    if budget.limits.bulk:
-        supply: RowSupply
-        if disk is not None:
-            supply = disk
-        else:
-            assert store is not None
-            supply = HeldRows(row_of, store.rows)
-        memory.transfers = Transfers(
-            cache, memory.pool, supply, device, in_flight=budget.limits.bulk
-        )
+    memory = TierMemory(spec, gate_up, down, supply.row_of, device, terms, disk)
+    if limits.bulk:
+        memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
 
 
 def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
-    """Moves all rows to the device; slots become tables only.
-
-    Raises:
-      MoejaxError: rows are missing.
-    """
+    """Moves all rows to the device; slots become tables only."""
     row_of = np.asarray(memory.store.row_of)
     if (row_of < 0).any():
         raise MoejaxError("policy.emulate holds every expert: set memory.host_gib=0")
@@ -352,11 +285,15 @@ def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
     kind = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
     gate_up, down = jax.device_put((memory.store.gate_up, memory.store.down), kind)
     spec = dataclasses.replace(memory.spec, emulated=True, read=None)
-    return TierMemory.of_rows(spec, gate_up, down, row_of, device, memory.store.terms)
+    return TierMemory(spec, gate_up, down, row_of, device, memory.store.terms)
 
 
-def _quantized(reader: ExpertReader, *, tier: StoredTier, tiering: Tiering) -> QuantizedRows:
-    assert tier.bits is not None
+def _rows_of(
+    tier: StoredTier, tiering: Tiering | None, reader: ExpertReader
+) -> ExpertReader | QuantizedRows:
+    """Returns the reader of a tier's rows, which may be quantized while they are read."""
+    if tiering is None or tier.bits is None:
+        return reader
     scheme = Scheme(
         method=tiering.quantizer,
         bits=tier.bits,
@@ -371,14 +308,10 @@ def _quantized(reader: ExpertReader, *, tier: StoredTier, tiering: Tiering) -> Q
 def _sizes(
     tier: StoredTier, source: Checkpoint, tiering: Tiering, dtype: str, device: jax.Device
 ) -> Tier:
-    """Bytes of an expert of a tier.
-
-    Raises:
-      MoejaxError: it has no form in which experts move.
-    """
+    """Bytes of an expert of a tier; MoejaxError where it has no form in which experts move."""
     if tier.bits:
         with open_experts(source, dtype=dtype, device=device) as reader:
-            rows = _quantized(reader, tier=tier, tiering=tiering)
+            rows = _rows_of(tier, tiering, reader)
             return Tier(name=tier.name, expert_nbytes=rows.row_nbytes)
     sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
     if sizes.refusal:
@@ -386,26 +319,14 @@ def _sizes(
     return Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes)
 
 
-def _spec(tiers: Sequence[Tier], config: Any) -> PolicySpec:
-    """Returns a policy's spec with every expert resident."""
-    return PolicySpec(
-        num_layers=len(config.moe_layers),
-        num_experts=config.num_experts,
-        width=config.experts_per_token,
-        tiers=tuple(tier.name for tier in tiers),
-        expert_bytes=tuple(tier.expert_nbytes for tier in tiers),
-        slots=(config.num_experts,) * len(tiers),
-    )
-
-
-def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> None:
+def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], spec: PolicySpec) -> None:
     """Raises MoejaxError before anything is read, if the policy refuses the tiers."""
     nbytes = [tier.expert_nbytes for tier in tiers]
     if sorted(nbytes, reverse=True) != nbytes:
         said = ", ".join(f"{tier.name} {tier.expert_nbytes}" for tier in tiers)
         raise MoejaxError(f"policy.tiers must be of falling fidelity; bytes of an expert: {said}")
     try:
-        policy.init(_spec(tiers, config))
+        policy.init(spec)
     except MoejaxError as error:
         if len(tiers) > 1 or "tier" not in str(error):
             raise
@@ -414,30 +335,19 @@ def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> None:
         ) from error
 
 
-def _policy_parts(
-    policy: AnyPolicy, c: ModelConfig, batch: int, context: int, chunk: int, itemsize: int,
-    device: jax.Device,
-) -> dict[str, int]:  # fmt: skip
+def _policy_parts(policy: AnyPolicy, run: RunSizes) -> dict[str, int]:
     """Bytes by part that steps take on the device because the policy asks for it."""
     if not policy.needs.importance:
         return {}
     nbytes = max(
         importance_nbytes(
-            batch=batch, length=chunk, num_keys=context, num_heads=c.num_heads,
-            num_kv_heads=num_kv_heads, head_dim=head_dim, itemsize=itemsize,
-            platform=device.platform,
+            batch=run.batch, length=run.chunk, num_keys=run.context,
+            num_heads=run.config.num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            itemsize=run.itemsize, platform=run.platform,
         )
-        for num_kv_heads, head_dim in c.watched_heads
+        for num_kv_heads, head_dim in run.config.watched_heads
     )  # fmt: skip
     return {"importance of tokens": nbytes}
-
-
-def _ahead(policy: AnyPolicy, width: int) -> int:
-    """Experts of the next layer that a decode step may prefetch."""
-    if not policy.needs.predicted:
-        return 0
-    asked = int(getattr(policy, "prefetch", -1))
-    return asked if asked >= 0 else width
 
 
 def _initial_experts(

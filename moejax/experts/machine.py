@@ -9,25 +9,18 @@ _DEFAULT_PINNED_GIB = 64  # XLA's own
 
 
 def this_machine(platform: str) -> Machine:
-    """Reads the memory that is left, and how much a run could pin.
-
-    Args:
-      platform: "gpu", or one whose host memory is not pinned.
-    """
+    """Reads the memory that is left, and how much a run on the platform could pin."""
     available = available_nbytes()
     if platform != "gpu":
         return Machine(host_nbytes=available)
     limit = pinned_limit_nbytes()
-    if PINNED_LIMIT not in os.environ:  # `let_jax_pin` would set it
+    if PINNED_LIMIT not in os.environ:  # `raise_pinned_limit` would set it
         limit = max(limit, available or 0)
     return Machine(host_nbytes=available, pinned_nbytes=limit)
 
 
-def let_jax_pin(platform: str) -> str | None:
+def raise_pinned_limit(platform: str) -> str | None:
     """Lets JAX pin the memory left, unless a limit is set; before it finds devices.
-
-    Args:
-      platform: as a main was given it: "auto", "gpu" or "cpu".
 
     Returns:
       A line that says what was set; None where XLA's own limit does.

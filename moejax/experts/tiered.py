@@ -125,16 +125,16 @@ def ask(
     if not len(requests.layer):
         return dataclasses.replace(pool, state=state), Asked(requests, ahead, rests)
     pools = tuple(
-        _without_better(p, i, requests) if not is_full and len(pool.pools) > 1 else p
+        _drop_higher_copies(p, i, requests) if not is_full and len(pool.pools) > 1 else p
         for i, (p, is_full) in enumerate(zip(pool.pools, spec.full, strict=True))
     )
     if any(of.emulated for of in spec.pools):
-        pools = _all_landed(spec, pools, requests)
+        pools = _insert_all_emulated(spec, pools, requests)
     rests = jnp.where(jnp.any(requests.layer >= 0), 0, rests)
     return dataclasses.replace(pool, pools=pools, state=state), Asked(requests, ahead, rests)
 
 
-def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPool:
+def _drop_higher_copies(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPool:
     """Evicts from a tier's pool the experts requested in a lower tier."""
     shape = (len(pool.residency.table), pool.residency.num_experts)
     layer = jnp.where((requests.layer >= 0) & (requests.tier > tier), requests.layer, shape[0])
@@ -143,7 +143,7 @@ def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPo
     return dataclasses.replace(pool, residency=residency, counts=counts)
 
 
-def _all_landed(
+def _insert_all_emulated(
     spec: ExpertCacheSpec, pools: tuple[ExpertPool, ...], requests: Requests
 ) -> tuple[ExpertPool, ...]:
     """Admits requested experts to emulated pools, in the order of requests."""
@@ -154,14 +154,16 @@ def _all_landed(
         for i, of in enumerate(spec.pools):
             if of.emulated:
                 comes = jnp.where((layer >= 0) & (tier == i), expert, -1)
-                found[i] = _landed(of.cache, found[i], jnp.maximum(layer, 0), comes[None])
+                found[i] = _insert_emulated(of.cache, found[i], jnp.maximum(layer, 0), comes[None])
         return tuple(found)
 
     return jax.lax.fori_loop(0, len(requests.layer), one, pools)
 
 
-def _landed(cache: CacheSpec, pool: ExpertPool, layer: jax.Array, experts: jax.Array) -> ExpertPool:
-    """Admits experts as `moejax.experts.transfer_programs.land` does, without bytes."""
+def _insert_emulated(
+    cache: CacheSpec, pool: ExpertPool, layer: jax.Array, experts: jax.Array
+) -> ExpertPool:
+    """Admits experts as `moejax.experts.transfer_programs.insert_experts` does, without bytes."""
     if not cache.slots:
         return pool
     _, residency, counts = tables.admit(cache, pool.residency, layer, experts, pool.counts)

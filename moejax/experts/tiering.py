@@ -59,11 +59,7 @@ class Tiering:
             raise MoejaxError(f"policy.tiers: {', '.join(names)} has a name twice")
 
     def stored(self) -> tuple["StoredTier", ...]:
-        """The tiers.
-
-        Raises:
-          MoejaxError: an entry is neither NAME nor NAME=CHECKPOINT.
-        """
+        """The tiers; MoejaxError for an entry that is neither NAME nor NAME=CHECKPOINT."""
         found = []
         for entry in self.tiers or (STORED,):
             name, _, source = entry.partition("=")
@@ -79,11 +75,11 @@ class Tiering:
                     "another form is NAME=CHECKPOINT, and several are ('int4','int2')"
                 )
             found.append(StoredTier(name, source))
-        if sum(not tier.source and tier.bits is None for tier in found) > 1:
-            bare = ", ".join(t.name for t in found if not t.source and t.bits is None)
+        bare = [tier.name for tier in found if not tier.source and tier.bits is None]
+        if len(bare) > 1:
             raise MoejaxError(
-                f"policy.tiers: {bare} all mean the checkpoint as it is; {', '.join(MADE)} can be "
-                "made at load, another form is NAME=CHECKPOINT"
+                f"policy.tiers: {', '.join(bare)} all mean the checkpoint as it is; "
+                f"{', '.join(MADE)} can be made at load, another form is NAME=CHECKPOINT"
             )
         return tuple(found)
 
@@ -105,9 +101,6 @@ class StoredTier:
 
         Args:
           stored: bits of a tier that stands for the checkpoint as it is.
-
-        Raises:
-          MoejaxError: the tier has a checkpoint, or its name says no bits.
         """
         if self.source:
             raise MoejaxError(
@@ -121,32 +114,19 @@ class StoredTier:
             )
         return named[self.name]
 
-    def checkpoint(self, own: Checkpoint) -> Checkpoint:
-        """Returns the name of the checkpoint that it is read from.
 
-        Args:
-          own: the run's own checkpoint.
-
-        Raises:
-          MoejaxError: it cannot be opened, or is of another model.
-        """
-        if not self.source:
-            return own
-        found = open_checkpoint(self.source)
-        if found.config != own.config:
-            raise MoejaxError(
-                f"policy.tiers: {self.source} holds another model than {own.directory}"
-            )
-        return found
+def open_like(source: str, own: Checkpoint, option: str) -> Checkpoint:
+    """Opens a checkpoint of the run's own model ("": its own); errors begin with `option`."""
+    if not source:
+        return own
+    found = open_checkpoint(source)
+    if found.config != own.config:
+        raise MoejaxError(f"{option}{source} holds another model than {own.directory}")
+    return found
 
 
-def verify_all(checkpoint: str, disk_path: str, tiering: "Tiering | None") -> list[str]:
-    """Verifies every checkpoint of a run: its own, the disk copy, the tiers'.
-
-    Args:
-      disk_path: a copy of the checkpoint; "" for none.
-      tiering: None for none.
-    """
+def verify_all(checkpoint: str, disk_path: str, tiering: Tiering | None) -> list[str]:
+    """Verifies every checkpoint of a run: its own, the disk copy ("": none), the tiers'."""
     names = [checkpoint, disk_path, *(t.source for t in (tiering.stored() if tiering else ()))]
     return [verify_checkpoint(name) for name in dict.fromkeys(filter(None, names))]
 
@@ -158,48 +138,24 @@ class Chosen(NamedTuple):
     activations: Any = None
 
 
-def choose(tiering: Tiering, directory: Path, config: ModelConfig) -> Chosen:
-    """Chooses the policy of a run.
+def choose(
+    tiering: Tiering, directory: Path | None = None, config: ModelConfig | None = None
+) -> Chosen:
+    """Makes the policy of a run, with its profile where it reads one.
 
     Args:
-      tiering: names it.
       directory: the checkpoint's, where a profile may lie.
-
-    Raises:
-      MoejaxError: the policy, a setting, or the profile that it needs is not there.
+      config: of the model; None: any.
     """
     if not isinstance(tiering.policy, str):
         return Chosen(tiering.policy)
-    return named(tiering.policy, tiering.settings, directory, config)
-
-
-def named(
-    name: str,
-    settings: Mapping[str, Any],
-    directory: Path | None = None,
-    config: ModelConfig | None = None,
-) -> Chosen:
-    """Makes a policy by name, with its profile where it reads one.
-
-    Args:
-      name: key in `policies.make.POLICIES`, or "module:Class".
-      settings: see `Tiering`.
-      directory: the checkpoint's, where a profile may lie; None: there is none.
-      config: of the model; None: any.
-
-    Raises:
-      MoejaxError: see `choose`.
-    """
-    given = dict(settings)
+    name, given = tiering.policy, dict(tiering.settings)
     parts = parts_of(name, given)
     if "dynaexq" in parts and isinstance(given.get("links", ""), str):
         _take_links(given, directory, config)
     if "buddymoe" not in parts or not isinstance(given.get("lists", ""), str):
         return Chosen(make_policy(name, **given))
-    path = Path(given.pop("lists", "")).expanduser()
-    if not path.name and directory is None:
-        raise MoejaxError("buddymoe needs a profile: lists=FILE of moejax.profile_experts")
-    profile = load_buddies(path if path.name else directory or path, config, directory)
+    profile = _load_profile(given.pop("lists", ""), "buddymoe", "lists", directory, config)
     if isinstance(given.get("tae_tau"), str) and given["tae_tau"] == "profile":
         _take_temperature(given, profile)
     for setting, value in (("gains", profile.gains), ("tae_tau", profile.tau)):
@@ -217,29 +173,32 @@ def named(
 def _take_links(given: dict[str, Any], directory: Path | None, config: ModelConfig | None) -> None:
     """Replaces a profile's path by its cross-layer shares, where they are used."""
     text = given.pop("links", "")
-    path = Path(text).expanduser()
     if not given.get("foresight") or given.get("foresee_by") != "links":
         if text:
-            raise MoejaxError(f"links={path} is for foresight above 0 with foresee_by=links")
+            raise MoejaxError(f"links={text} is for foresight above 0 with foresee_by=links")
         return
-    if not text and directory is None:
-        raise MoejaxError("foresee_by=links needs a profile: links=FILE of moejax.profile_experts")
-    links = load_buddies(path if text else directory or path, config, directory).links
-    if links is None:
+    profile = _load_profile(text, "foresee_by=links", "links", directory, config)
+    if profile.links is None:
         raise MoejaxError(
-            f"{path if text else directory}: the profile does not say which experts follow "
-            "which; profile the model again (python -m moejax.profile_experts)"
+            f"{text or directory}: the profile does not say which experts follow which; profile "
+            "the model again (python -m moejax.profile_experts)"
         )
-    given["links"] = links
+    given["links"] = profile.links
+
+
+def _load_profile(
+    text: str, who: str, setting: str, directory: Path | None, config: ModelConfig | None
+) -> BuddyProfile:
+    """Reads the profile at a path; "": that beside the checkpoint."""
+    path = Path(text).expanduser() if text else directory
+    if path is None:
+        raise MoejaxError(f"{who} needs a profile: {setting}=FILE of moejax.profile_experts")
+    return load_buddies(path, config, directory)
 
 
 def of_grid(name: str) -> Callable[..., AnyPolicy]:
-    """Makes the policy of this name by settings as `simulation.grid` reads them."""
-
-    def make(**settings: Any) -> AnyPolicy:
-        return named(name, settings).policy
-
-    return make
+    """Makes the policy of this name by settings as `config.grid` reads them."""
+    return lambda **settings: choose(Tiering(policy=name, settings=settings)).policy
 
 
 def _take_temperature(given: dict[str, Any], profile: BuddyProfile) -> None:

@@ -1,16 +1,16 @@
 """Bulk transfers on the device: layout of a blob, programs between steps.
 
 An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
-whatever the number of arrays that an expert has. The program that writes its bytes (`land`) chooses
-its slot: until then the slot keeps its old owner, and no step ever sees a slot whose bytes are in
-flight.
+whatever the number of arrays that an expert has. The program that writes its bytes
+(`insert_experts`) chooses its slot: until then the slot keeps its old owner, and no step ever sees
+a slot whose bytes are in flight.
 
 Axes: n experts of one call, W words of an expert, C slots of a layer, S slots of the pool.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,7 @@ import numpy as np
 
 from moejax.experts import residency as tables
 from moejax.experts.expert_pool import ExpertPool
-from moejax.experts.ledger import no_counts
-from moejax.experts.residency import CacheSpec
-from moejax.experts.residency.tables import first_slot
+from moejax.experts.residency import CacheSpec, first_slot, no_counts
 
 WORD_NBYTES = 4
 
@@ -38,71 +36,61 @@ class BlobLayout:
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> "BlobLayout":
-        """Returns the layout of arrays, or of their shapes and dtypes.
-
-        Raises:
-          ValueError: an array of numbers that are not of 1, 2 or 4 bytes.
-        """
+        """Returns the layout of arrays; ValueError for numbers not of 1, 2 or 4 bytes."""
         found = cls(tuple((tuple(part.shape), str(np.dtype(part.dtype))) for part in row))
         for _, dtype in found.row:
             if jnp.dtype(dtype).itemsize not in (1, 2, 4):
                 raise ValueError(f"experts of {dtype} do not go into words of {WORD_NBYTES} bytes")
         return found
 
+    def spans(self) -> Iterator[tuple[slice, tuple[int, ...], Any]]:
+        """Words, shape and dtype of each array."""
+        start = 0
+        for shape, dtype in self.row:
+            end = start - (-math.prod(shape) * jnp.dtype(dtype).itemsize // WORD_NBYTES)
+            yield slice(start, end), shape, jnp.dtype(dtype)
+            start = end
+
     @property
     def num_words(self) -> int:
         """Number of words, W."""
-        return sum(_num_words(shape, dtype) for shape, dtype in self.row)
+        return max(words.stop for words, _, _ in self.spans())
 
     def views(self, memory: np.ndarray) -> list[np.ndarray]:
         """The arrays of an expert in words of the host, uint32[W]; to be written to."""
-        views, start = [], 0
-        for shape, dtype in self.row:
-            end = start + _num_words(shape, dtype)
-            flat = memory[start:end].view(jnp.dtype(dtype))
-            views.append(flat[: math.prod(shape)].reshape(shape))
-            start = end
-        return views
+        return [
+            memory[words].view(dtype)[: math.prod(shape)].reshape(shape)
+            for words, shape, dtype in self.spans()
+        ]
 
     def parts(self, blob: jax.Array) -> list[jax.Array]:
         """The arrays of an expert out of its words on the device, uint32[W]."""
-        parts, start = [], 0
-        for shape, dtype in self.row:
-            end = start + _num_words(shape, dtype)
-            numbers = jax.lax.bitcast_convert_type(blob[start:end], jnp.dtype(dtype))
+        parts = []
+        for words, shape, dtype in self.spans():
+            numbers = jax.lax.bitcast_convert_type(blob[words], dtype)
             parts.append(numbers.reshape(-1)[: math.prod(shape)].reshape(shape))
-            start = end
         return parts
 
 
-def _num_words(shape: tuple[int, ...], dtype: str) -> int:
-    return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // WORD_NBYTES)
-
-
-def probe(pool: ExpertPool, what: jax.Array) -> jax.Array:
-    """bool[n], whether experts are in a slot.
-
-    Args:
-      pool: not donated.
-      what: int32[2, n], layers and experts; -1 for none.
-    """
+def is_resident(pool: ExpertPool, what: jax.Array) -> jax.Array:
+    """bool[n], whether experts are in a slot; `what` is int32[2, n], layers and experts or -1."""
     layers, experts = jnp.maximum(what, 0)
     return (pool.residency.slot_of[layers, experts] >= 0) & (what[0] >= 0)
 
 
-def size_of(number: int, largest: int) -> int:
+def bucket(number: int, largest: int) -> int:
     """Returns the capacity of the smallest program for so many experts."""
     return min(1 << (number - 1).bit_length(), largest)
 
 
-def padded(experts: Sequence[tuple[int, int]], size: int) -> np.ndarray:
+def pad_ids(experts: Sequence[tuple[int, int]], size: int) -> np.ndarray:
     """int32[2, size], layers and experts, filled up with -1."""
     what = np.full((2, size), -1, np.int32)
     what[:, : len(experts)] = np.asarray(experts, np.int32).reshape(-1, 2).T
     return what
 
 
-def land(
+def insert_experts(
     spec: CacheSpec,
     layout: BlobLayout,
     pool: ExpertPool,
@@ -115,20 +103,18 @@ def land(
     link for nothing, and count as `bulk` and as `prefetch_waste`.
 
     Args:
-      spec: static, of the pool.
-      layout: static, of the blobs.
+      layout: static, as is the spec.
       pool: donated.
       blobs: n of uint32[W].
-      what: int32[2, n], layers and experts, no expert twice. Layer -1: no such transfer, its blob
-        is any; expert -1: the transfer was cancelled on its way, and is counted alone.
+      what: int32[2, n], layers and experts, no expert twice; -1: no such transfer, its blob is any.
 
     Returns:
-      The pool, and int32[n] global slots, -1 where nothing landed.
+      The pool, and int32[n] global slots, -1 where none was had.
     """
     layers, experts = what
     residency, counts = pool.residency, pool.counts
     sized = dataclasses.replace(spec, num_layers=1, banks=1)
-    empty = no_counts(1, counts.gate.shape[1] - 1)
+    empty = no_counts(1)
 
     def one(table: jax.Array, mine: jax.Array) -> Any:
         row = dataclasses.replace(residency, table=table[None])
@@ -166,20 +152,6 @@ def land(
         banks.append(jax.tree.unflatten(tree, leaves))
     pool = dataclasses.replace(pool, banks=tuple(banks), residency=residency, counts=counts)
     return pool, slots
-
-
-def last_uses(pool: ExpertPool) -> jax.Array:
-    """A copy of `pool.used`, int32[M, E]; ready when every step so far is over. Not donated."""
-    assert pool.used is not None
-    return jnp.copy(pool.used)
-
-
-def is_found(found: jax.Array, place: int) -> bool:
-    """Reads the answer of `probe`; False where it ran behind a failed step."""
-    try:
-        return bool(jax.device_get(found)[place])
-    except jax.errors.JaxRuntimeError:
-        return False
 
 
 def is_ready(array: jax.Array) -> bool:

@@ -7,11 +7,11 @@
 Each request passes through a pinned block of the host:
 
 1. a thread copies the expert's row into a block, while steps run; where no row has it, the disk is
-   asked first (`RowSupply`);
+   asked first (`DiskExperts`);
 2. before a step, the block is put on the device: one DMA that overlaps that step, since a put waits
-   for what was enqueued before it and overlaps what is enqueued after (`probe` has told by then
+   for what was enqueued before it and overlaps what is enqueued after (by then `is_resident` says
    whether the expert is in a slot already, for which nothing crosses the link);
-3. before a later step, once the bytes are there, `landing.land` chooses a slot, writes it and
+3. before a later step, once the bytes are there, `insert_experts` chooses a slot, writes it and
    publishes it, in one program. Until then the slot's old owner serves.
 
 The host never waits. A call costs a step at most three dispatches, and none without requests.
@@ -31,23 +31,23 @@ import numpy as np
 from absl import logging
 
 from moejax.errors import MoejaxError
+from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.expert_pool import ExpertPool
-from moejax.experts.host_store import Expert, RowSupply, copy_row
-from moejax.experts.pinned_memory import allocate_blocks
+from moejax.experts.host_store import Expert, HostStore, copy_row
+from moejax.experts.pinned_memory import allocate_host_arrays
 from moejax.experts.residency import CacheSpec
 from moejax.experts.transfer_programs import (
     BlobLayout,
-    is_found,
+    bucket,
+    insert_experts,
     is_ready,
-    land,
-    padded,
-    probe,
-    size_of,
+    is_resident,
+    pad_ids,
 )
 from moejax.programs import CompiledPrograms
 
 QUEUE_LENGTH = 1024  # requests that wait
-LANDING = 8  # experts that land in one call
+MOST_INSERTED = 8  # experts that get their slots in one call
 _LOOKED_AT = 64  # requests, of those that wait, before a step
 
 
@@ -58,7 +58,6 @@ class TransferCounters:
     requested: int = 0  # accepted
     refused: int = 0  # that found the queue full
     repeated: int = 0  # of what is on its way already
-    cancelled: int = 0  # before they had a slot
     needless: int = 0  # of what was in a slot before anything crossed the link
     failed: int = 0  # of which the bytes could not be read
     moved: int = 0  # experts that were sent over the link
@@ -69,33 +68,34 @@ class TransferCounters:
 class _State(enum.Enum):
     COPYING = "being copied to a block"
     FLYING = "on the link"
-    LANDING = "being written to a slot"
+    INSERTING = "being written to a slot"
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Transfer:
     expert: Expert
-    state: _State = _State.COPYING  # once it has a block
-    cancelled: bool = False
-    block: int = -1
-    copied: concurrent.futures.Future[None] | None = None
+    block: int
+    copied: concurrent.futures.Future[None]
+    state: _State = _State.COPYING
     staged: jax.Array | None = None  # the block's words on the device
-    result: tuple[jax.Array, int] | None = None  # of `probe`, then of `land`, and the place in it
+    # Of `is_resident`, then of `insert_experts`; and the place in it.
+    result: tuple[jax.Array, int] | None = None
 
 
 class Transfers:
-    """The requests of one model. `request` and `cancel` may be called by any thread.
+    """The requests of one model. `request` may be called by any thread.
 
     Attributes:
       counters: sums of requests and transfers.
-      programs: `probe` and some sizes of `land`, compiled by the constructor.
+      most_in_flight: experts at once between their row and their slot.
+      programs: `is_resident` and some sizes of `insert_experts`, compiled by the constructor.
     """
 
     def __init__(
         self,
         cache: CacheSpec,
         pool: ExpertPool,
-        supply: RowSupply,
+        supply: HostStore | DiskExperts,
         device: jax.Device,
         *,
         in_flight: int,
@@ -109,26 +109,20 @@ class Transfers:
           in_flight: experts at once between their row and their slot: so many blocks of host
             memory, and at most so many experts on the device beside the pool.
           queue_length: most requests that wait; more are refused.
-
-        Raises:
-          MoejaxError: memory for the blocks cannot be had.
         """
-        if in_flight < 1 or queue_length < 1 or not cache.slots:
-            raise ValueError("transfers need a cache, a queue and one expert in flight")
-        self.counters = TransferCounters()
+        self.counters, self.most_in_flight = TransferCounters(), in_flight
         self.programs = CompiledPrograms()
         self._cache, self._supply, self._queue_length = cache, supply, queue_length
         rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]
         self._layout = BlobLayout.of(rows)
         words = jax.ShapeDtypeStruct((self._layout.num_words,), np.uint32)
-        blocks = allocate_blocks([words], in_flight, device, "set memory.bulk=0")
-        self._blocks = [block for (block,) in blocks]
+        self._blocks = allocate_host_arrays([words] * in_flight, device)
         self._free = list(range(in_flight))
-        self._batch = min(in_flight, LANDING)
+        self._batch = min(in_flight, MOST_INSERTED)
         # The device's own memory: a put of a pinned array by device alone might move nothing.
         kind = device.default_memory().kind
         self._place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-        self._queue: dict[Expert, _Transfer] = {}  # in order of the requests
+        self._queue: dict[Expert, None] = {}  # in order of the requests
         self._moving: dict[Expert, _Transfer] = {}  # those that have a block
         self._lock = threading.Lock()
         self._copier = _copier()
@@ -137,79 +131,32 @@ class Transfers:
 
     @property
     def num_pending(self) -> int:
-        """Requests that are accepted and not over."""
-        with self._lock:
-            return len(self._queue) + len(self._moving)
-
-    @property
-    def num_free(self) -> int:
-        """Number of experts whose transfer could start at once."""
-        return max(0, len(self._blocks) - self.num_pending)
+        """Number of requests that are accepted and not over."""
+        return len(self.pending)
 
     @property
     def pending(self) -> list[Expert]:
-        """Experts that are accepted and neither over nor cancelled."""
+        """Experts that are accepted and not over."""
         with self._lock:
-            both = [*self._queue.values(), *self._moving.values()]
-            return [transfer.expert for transfer in both if not transfer.cancelled]
+            return [*self._queue, *self._moving]
 
-    def request(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Asks for experts of a layer, the most urgent first.
-
-        Returns:
-          Experts in flight after the call; the others are refused, since the queue is full.
-
-        Raises:
-          ValueError: there is no such expert, or the transfers are closed.
-        """
-        accepted = []
+    def request(self, layer: int, experts: Iterable[int]) -> None:
+        """Asks for experts of a layer, the most urgent first; refused where the queue is full."""
         with self._lock:
             if self._is_closed:
                 raise ValueError("the transfers are closed")
             for number in experts:
                 expert = (int(layer), int(number))
-                if not self._cache.has(*expert):
+                sizes = (self._cache.num_layers, self._cache.num_experts)
+                if not all(0 <= i < size for i, size in zip(expert, sizes, strict=True)):
                     raise ValueError(f"no expert {expert[1]} of sparse layer {expert[0]}")
-                if self._accepts(expert):
-                    accepted.append(expert[1])
-        return accepted
-
-    def _accepts(self, expert: Expert) -> bool:
-        found = self._queue.get(expert) or self._moving.get(expert)
-        if found is not None and not found.cancelled:
-            self.counters.repeated += 1
-            return True
-        if found is not None and found.state is not _State.LANDING:
-            found.cancelled = False
-        elif found is not None or len(self._queue) >= self._queue_length:
-            self.counters.refused += 1
-            return False
-        else:
-            self._queue[expert] = _Transfer(expert=expert)
-        self.counters.requested += 1
-        return True
-
-    def cancel(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Cancels requests; experts on the link are dropped on arrival.
-
-        Returns:
-          Experts whose requests are cancelled.
-        """
-        cancelled = []
-        with self._lock:
-            for number in experts:
-                expert = (int(layer), int(number))
-                transfer = self._queue.pop(expert, None)
-                if transfer is not None:
-                    self._supply.forget(expert)
+                if expert in self._queue or expert in self._moving:
+                    self.counters.repeated += 1
+                elif len(self._queue) >= self._queue_length:
+                    self.counters.refused += 1
                 else:
-                    transfer = self._moving.get(expert)
-                    if transfer is None or transfer.cancelled or transfer.state is _State.LANDING:
-                        continue
-                    transfer.cancelled = True
-                self.counters.cancelled += 1
-                cancelled.append(expert[1])
-        return cancelled
+                    self._queue[expert] = None
+                    self.counters.requested += 1
 
     def advance(self, pool: ExpertPool) -> ExpertPool:
         """Advances transfers between two steps without waiting; `send` does the rest.
@@ -219,7 +166,7 @@ class Transfers:
         with self._lock:
             if self._is_closed or not (self._queue or self._moving):
                 return pool
-            self._finish_landings()
+            self._finish_inserts()
             flying = self._in(_State.FLYING)
             batch = [t for t in flying if t.staged is not None and is_ready(t.staged)]
             batch = batch[: self._batch]
@@ -248,11 +195,11 @@ class Transfers:
         Landing transfers end as if they had found no slot. Those not on the link yet are sent.
         """
         with self._lock:
-            for transfer in self._in(_State.LANDING):
+            for transfer in self._in(_State.INSERTING):
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     jax.block_until_ready(transfer.result)  # it may read the block until then
                 self._end(transfer)
-                self.counters.dropped += not transfer.cancelled
+                self.counters.dropped += 1
             for transfer in self._in(_State.COPYING):
                 transfer.result = None
 
@@ -262,51 +209,50 @@ class Transfers:
             if self._is_closed:
                 return
             self._is_closed = True
-            queue, self._queue = self._queue, {}
             copying = self._in(_State.COPYING)
-            self._moving = {}
+            self._queue, self._moving = {}, {}
         self._copier.shutdown(wait=True, cancel_futures=True)
-        for expert in queue:
-            self._supply.forget(expert)
         for transfer in copying:
-            self._supply.give_back(transfer.expert)
+            self._supply.release(transfer.expert)
 
     def _dispatch(
         self, pool: ExpertPool, batch: list[_Transfer], started: list[_Transfer]
     ) -> ExpertPool:
-        """Dispatches one put, one landing and one probe, each only if needed."""
-        landing = [(t.expert[0], -1 if t.cancelled else t.expert[1]) for t in batch]
-        asked = [padded(landing, size_of(len(landing), self._batch))] if landing else []
+        """Dispatches one put, one insertion and one look-up, each only if needed."""
+        asked = []
+        if batch:
+            asked.append(pad_ids([t.expert for t in batch], bucket(len(batch), self._batch)))
         if started:
-            asked.append(padded([t.expert for t in started], self._batch))
+            asked.append(pad_ids([t.expert for t in started], self._batch))
         put = jax.device_put(asked, self._place)
         if started:
-            found = self._program(probe, (), (pool, put[-1]), 0)(pool, put[-1])
+            found = self._program(is_resident, (), (pool, put[-1]), 0)(pool, put[-1])
             found.copy_to_host_async()
             for place, transfer in enumerate(started):
                 transfer.result = (found, place)
         if batch:
-            pool = self._land(pool, batch, put[0])
+            pool = self._insert(pool, batch, put[0])
         return pool
 
-    def _land(self, pool: ExpertPool, batch: list[_Transfer], what: jax.Array) -> ExpertPool:
+    def _insert(self, pool: ExpertPool, batch: list[_Transfer], what: jax.Array) -> ExpertPool:
         blobs = [transfer.staged for transfer in batch]
         blobs += [blobs[0]] * (what.shape[1] - len(blobs))  # of layer -1: nothing is read of them
         arguments = (pool, tuple(blobs), what)
         try:
-            pool, slots = self._program(land, (self._cache, self._layout), arguments, 1)(*arguments)
+            program = self._program(insert_experts, (self._cache, self._layout), arguments, 1)
+            pool, slots = program(*arguments)
         except BaseException:
             for transfer in batch:
                 self._end(transfer)
             raise
         slots.copy_to_host_async()
         for place, transfer in enumerate(batch):
-            transfer.state, transfer.result = _State.LANDING, (slots, place)
+            transfer.state, transfer.result = _State.INSERTING, (slots, place)
         return pool
 
-    def _finish_landings(self) -> None:
-        """Frees the blocks of landed experts, which are read no more."""
-        for transfer in self._in(_State.LANDING):
+    def _finish_inserts(self) -> None:
+        """Frees the blocks of inserted experts, which are read no more."""
+        for transfer in self._in(_State.INSERTING):
             assert transfer.result is not None
             slots, place = transfer.result
             if not is_ready(slots):
@@ -314,62 +260,63 @@ class Transfers:
             try:
                 slot = jax.device_get(slots)[place]
             except jax.errors.JaxRuntimeError:  # the pool is lost with it
-                for other in self._in(_State.LANDING):
+                for other in self._in(_State.INSERTING):
                     self._end(other)
                 raise
             self._end(transfer)
             if slot >= 0:
                 self.counters.landed += 1
-            elif not transfer.cancelled:
+            else:
                 self.counters.dropped += 1
 
     def _finish_copies(self) -> list[_Transfer]:
         """Returns transfers that are copied to a block and not in a slot."""
         ready = []
         for transfer in self._in(_State.COPYING):
-            assert transfer.copied is not None
-            # Without a probe, whose dispatch failed, it is sent.
+            # Without a look-up, whose dispatch failed, it is sent.
             found, place = transfer.result or (None, 0)
             if not (transfer.copied.done() and (found is None or is_ready(found))):
                 continue
-            self._supply.give_back(transfer.expert)
+            self._supply.release(transfer.expert)
             error = transfer.copied.exception()
-            is_there = found is not None and is_found(found, place)
-            if not (error or transfer.cancelled or is_there):
+            is_there = False
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it ran behind a failed step
+                is_there = found is not None and bool(jax.device_get(found)[place])
+            if error is None and not is_there:
                 ready.append(transfer)
                 continue
             self._end(transfer)
             if error is not None:
                 self._report(transfer.expert, error)
-            elif not transfer.cancelled:
+            else:
                 self.counters.needless += 1
         return ready
 
     def _start(self) -> list[_Transfer]:
         """Gives blocks to requests of which the bytes are in host memory."""
         started: list[_Transfer] = []
-        for transfer in list(itertools.islice(self._queue.values(), _LOOKED_AT)):
+        for expert in list(itertools.islice(self._queue, _LOOKED_AT)):
             if not self._free or len(started) == self._batch:
                 break
             try:
-                row = self._supply.borrow(transfer.expert)
+                row = self._supply.acquire(expert)
             except MoejaxError as error:
-                del self._queue[transfer.expert]
-                self._report(transfer.expert, error)
+                del self._queue[expert]
+                self._report(expert, error)
                 continue
             if row is None:
                 continue
-            memory = self._blocks[self._free[-1]].view
-            assert memory is not None
+            block = self._free[-1]
             try:
-                transfer.copied = self._copier.submit(copy_row, self._layout.views(memory), row)
+                into = self._layout.views(self._blocks[block].view)
+                copied = self._copier.submit(copy_row, into, row)
             except RuntimeError:  # no thread: it waits where it was, and this copy must never run
                 self._copier = _copier()
-                self._supply.give_back(transfer.expert)
+                self._supply.release(expert)
                 raise
-            self._moving[transfer.expert] = self._queue.pop(transfer.expert)
-            transfer.state, transfer.block = _State.COPYING, self._free.pop()
-            started.append(transfer)
+            del self._queue[expert]
+            self._moving[expert] = _Transfer(expert=expert, block=self._free.pop(), copied=copied)
+            started.append(self._moving[expert])
         return started
 
     def _report(self, expert: Expert, error: BaseException) -> None:
@@ -391,11 +338,11 @@ class Transfers:
         def shape(dims: tuple[int, ...], dtype: Any) -> Any:
             return jax.ShapeDtypeStruct(dims, dtype, sharding=self._place)
 
-        self._program(probe, (), (pool, shape((2, self._batch), np.int32)), 0)
+        self._program(is_resident, (), (pool, shape((2, self._batch), np.int32)), 0)
         blob = shape((self._layout.num_words,), np.uint32)
-        for size in sorted({size_of(n, self._batch) for n in range(1, self._batch + 1)}):
+        for size in sorted({bucket(n, self._batch) for n in range(1, self._batch + 1)}):
             arguments = (pool, (blob,) * size, shape((2, size), np.int32))
-            self._program(land, (self._cache, self._layout), arguments, 1)
+            self._program(insert_experts, (self._cache, self._layout), arguments, 1)
 
     def _program(self, function: Any, static: tuple[Any, ...], inputs: Any, donated: int) -> Any:
         return self.programs.get(function, static, inputs, num_donated=donated)

@@ -62,11 +62,7 @@ def checksum_fields(by_name: Mapping[str, int]) -> dict[str, str]:
 
 
 def stored_checksums(metadata: Any) -> dict[str, int]:
-    """Reads checksums by tensor name from a file's metadata; empty if there are none.
-
-    Raises:
-      ValueError: the field is malformed.
-    """
+    """Reads checksums by tensor name from a file's metadata, if any; ValueError if malformed."""
     if not isinstance(metadata, dict) or CHECKSUMS not in metadata:
         return {}
     try:

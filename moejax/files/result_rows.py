@@ -21,29 +21,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResultRow:
-    """One figure, with all that is needed to measure it again.
+    """One figure, with all that is needed to measure it again."""
 
-    Attributes:
-      what: the quantity and its subject, such as "TPOT, demo, float32, batch 1".
-      figure: its value, in `unit`.
-      unit: "ms", "tokens/s", "GB/s", "x" (a ratio) ...
-      baseline: the quantity of the systems compared, by name, in the same unit.
-      device: the chip, and how much of it (`describe_device`).
-      versions: of the packages that matter (`package_versions`).
-      date: the day, ISO 8601.
-      command: what to type to measure it again (`command_line`).
-      flaw: a fault of the figure found after it was measured; omitted from the file if empty.
-    """
-
-    what: str
+    what: str  # the quantity and its subject, such as "TPOT, demo, float32, batch 1"
     figure: float
-    unit: str
-    baseline: Mapping[str, float]
-    device: str
-    versions: Mapping[str, str]
-    date: str
-    command: str
-    flaw: str = ""
+    unit: str  # "ms", "tokens/s", "GB/s", "x" (a ratio) ...
+    baseline: Mapping[str, float]  # the quantity of the systems compared, by name
+    device: str  # the chip, and how much of it (`describe_device`)
+    versions: Mapping[str, str]  # of the packages that matter (`package_versions`)
+    date: str  # the day, ISO 8601
+    command: str  # what to type to measure it again (`command_line`)
+    flaw: str = ""  # a fault found after it was measured; omitted from the file if empty
 
 
 def row_fields(row: ResultRow) -> dict[str, Any]:

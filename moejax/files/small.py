@@ -26,8 +26,7 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Reads a regular file, or the one that a link leads to.
 
     Raises:
-      MoejaxError: it is not a regular file, and might never end, it is too large, or it is a link
-        that leads nowhere.
+      MoejaxError: it is too large, no regular file, or a link that leads nowhere.
       OSError: it cannot be read; FileNotFoundError if it is missing.
     """
     check_link(path)
@@ -45,15 +44,7 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def parse_json(content: bytes, most_values: int = MOST_VALUES) -> Any:
-    """Parses a JSON value of bounded size.
-
-    Args:
-      content: its text.
-      most_values: that it may hold, about.
-
-    Raises:
-      ValueError: it is not JSON, too large, or nested deeper than Python reads.
-    """
+    """Parses a JSON value of bounded size; ValueError if it is none, or nested too deeply."""
     num_values = sum(map(content.count, (b",", b"[", b"{")))
     if num_values > most_values:
         raise ValueError(f"it holds {num_values:,} values, expected at most {most_values:,}")

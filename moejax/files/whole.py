@@ -25,15 +25,7 @@ class WrittenFile(NamedTuple):
 
 @contextlib.contextmanager
 def write_errors(path: Path, mend: str = ROOM) -> Iterator[None]:
-    """Turns an OSError into a MoejaxError that names `path`.
-
-    Args:
-      path: the file written inside the context.
-      mend: advice for a full disk.
-
-    Raises:
-      MoejaxError: in place of an OSError.
-    """
+    """Turns an OSError into a MoejaxError that names `path`; `mend` is advice for a full disk."""
     try:
         yield
     except OSError as error:
@@ -45,17 +37,13 @@ def write_errors(path: Path, mend: str = ROOM) -> Iterator[None]:
 def write_whole(
     path: Path, content: str | bytes | Iterable[bytes | memoryview], mend: str = ROOM
 ) -> WrittenFile:
-    """Replaces a file whole; on failure the old content stays.
+    """Replaces a file whole; on failure the old content stays, and MoejaxError is raised.
 
     It is written beside its place, synced and renamed, so that it lasts through a power cut.
 
     Args:
-      path: its place.
       content: all of it, or its pieces in turn.
       mend: what to do where the disk is full.
-
-    Raises:
-      MoejaxError: it cannot be written.
     """
     if isinstance(content, str):
         content = content.encode()
@@ -99,11 +87,7 @@ def file_digest(path: Path) -> WrittenFile:
 
 
 def append(path: Path, text: str) -> None:
-    """Appends all of a text to a file, or nothing; creates the file if needed.
-
-    Raises:
-      MoejaxError: it cannot be written.
-    """
+    """Appends all of a text to a file, or nothing (MoejaxError); creates the file if needed."""
     with write_errors(path):
         before = path.stat().st_size if path.exists() else None
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -13,10 +14,11 @@ from moejax.devices import plain_memory_errors
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.cache_plan import Placing
 from moejax.experts.expert_pool import compiler_options
+from moejax.experts.tiered import ExpertCache
 from moejax.inference import steps
 from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
-    MAX_PREFILL_LENGTH,
+    MIN_KV_LENGTH,
     MIN_PREFILL_LENGTH,
     FixedSizes,
     PlannedSizes,
@@ -34,7 +36,6 @@ from moejax.inference.chunking import (
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.recorder import Recorder
 from moejax.inference.sampling import Sampling, StepOutput
-from moejax.models import kernel_choice
 from moejax.models.attention import (
     DecodeAttentionImpl,
     choose_cached,
@@ -42,11 +43,12 @@ from moejax.models.attention import (
     default_attention_impl,
 )
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import EXPERT_LEAVES, KernelChoice
-from moejax.models.kv_cache import KVCache
+from moejax.models.kernel_choice import EXPERT_LEAVES, expected_kernel, phase_warnings
+from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.moe import ExpertImpl, default_expert_impl
-from moejax.models.transformer import ChunkSpec, model_definition
+from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.programs import CompiledPrograms
+from moejax.weights import choices
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
 from pallas_kernels.target import Choice, target_of
@@ -123,7 +125,7 @@ class Runner:
       dtype: of the activations and the cache; that of the norms, which are never packed.
       kernels: which may serve products with packed weights.
       experts_used: which forms ran the experts so far.
-      products: what served each product so far, by phase ("prefill", "decode") and name.
+      products: kernel choices of the programs so far, by phase ("prefill", "decode") and part.
       planned: sizes of calls, where limits of the device's memory hold them.
       fixed: the sizes to which prompts and decode steps are padded; None: buckets of `chunking`.
       one_stream: whether given tokens (`score`, `logits`, `scan_windows`) are read one sequence at
@@ -144,7 +146,7 @@ class Runner:
         decode_impl: DecodeAttentionImpl | None = None,
         whole_calls: bool | None = None,
     ):
-        """Compiles nothing yet; logs what packed weights do not run on the expected kernel.
+        """Compiles nothing yet.
 
         Args:
           config: the model's shape.
@@ -182,39 +184,75 @@ class Runner:
         self._stored = dict(weights) | (memory.stacks() if memory else {})
         self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
         self._tiers = [[*tier.stacks().values()] for tier in (memory.tiers if memory else ())]
-        self._tier_forms: dict[int, tuple[ExpertImpl, ...]] = {}
-        self.products: dict[str, dict[str, KernelChoice]] = {}
-        self._forms: dict[tuple[str, int, int], ExpertImpl] = {}  # of calls so far
-        for line in self.kernel_warnings():
-            logging.warning("%s", line)
+        self._forms: dict[int, tuple[ExpertImpl, tuple[ExpertImpl, ...]]] = {}
+        self.products: dict[str, choices.Record] = {}
+        self._warned: set[str] = set()
+        self._warn()
 
-    def kernel_choices(self, num_tokens: int, num_sequences: int) -> dict[str, KernelChoice]:
-        """Chooses the kernel of each product of a call; see `kernel_choice.kernel_choices`."""
-        products = kernel_choice.kernel_choices(
-            self.config, self._stored, self.dtype, self.kernels, num_tokens=num_tokens,
-            num_sequences=num_sequences, expert_impl=self.expert_impl(num_tokens),
-            tiers=self._tiers, tier_impls=self._tier_impls(num_tokens),
-        )  # fmt: skip
-        is_token = num_tokens == num_sequences
-        attention = self._cached if is_token else Choice(self._attention, {})
-        return products | kernel_choice.attention_choices(
-            attention, self.config, self.dtype, self.kernels, is_token=is_token
-        )
+    def kernel_choices(self, num_tokens: int, num_sequences: int) -> choices.Record:
+        """Kernel choices of a call of this size, by part: it is traced, and nothing runs.
+
+        Rows of one token each are a decode step, others a prompt's first chunk; with the head.
+        """
+        self.programs.check_open()
+        batch, length = num_sequences, num_tokens // num_sequences
+        if length == 1:
+            phase, cache_length, spec = "decode", MIN_KV_LENGTH, self._decode_spec(batch)
+        else:
+            phase, cache_length = "prefill", length
+            spec = self._chunk_spec(batch, 0, length, length, is_first=True)
+
+        def call(inputs: steps.StepInputs, experts: ExpertCache | None) -> jax.Array:
+            model = merge_weights(self._program.definition, inputs.weights)
+            tokens = jnp.zeros((batch, length), jnp.int32)
+            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+            cache = empty_cache(self.config, batch, cache_length, self.dtype)
+            found = steps.run_layers(
+                self._program, spec, model, cache, experts, inputs, tokens, positions, tokens == 0,
+                jnp.full(batch, length, jnp.int32),
+            )  # fmt: skip
+            return model.project_to_vocab(found.output[:, -1])
+
+        experts, rows = (self.memory.pool, self.memory.store) if self.memory else (None, None)
+        with choices.recorded_choices() as found:
+            jax.eval_shape(call, steps.StepInputs(self.weights, rows), experts)
+        return self._attention_choices(phase) | found
+
+    def _attention_choices(self, phase: str) -> choices.Record:
+        """Choices made with the runner; norms and cache writes by XLA come with attention by it."""
+        choice = self._cached if phase == "decode" else Choice(self._attention, {})
+        names = ["attention"]
+        if phase == "decode" and decode_impl(choice) == "xla":
+            names.append("norms and writes")
+        with choices.recorded_choices() as found:
+            for name in names:
+                choices.record(name, choice, str(self.dtype))
+        return found
 
     def kernel_warnings(self) -> list[str]:
-        """Warnings for a batch of one, one per part that runs without its kernel."""
-        decode, prefill = self.kernel_choices(1, 1), self.kernel_choices(MAX_PREFILL_LENGTH, 1)
-        expected = kernel_choice.expected_kernel(self.kernels.target)
-        lines = [f"decode: {line}" for line in kernel_choice.kernel_warnings(decode, expected)]
-        lines += [f"prefill: {line}" for line in kernel_choice.kernel_warnings(prefill, expected)]
-        lines += [
-            f"decode: {line}" for line in kernel_choice.plain_kernel_warnings(decode, expected)
-        ]
+        """Warnings, one per part that runs without its kernel in the programs so far."""
+        expected = expected_kernel(self.kernels.target)
+        lines = []
+        for phase, found in self.products.items():
+            lines += phase_warnings(phase, found, expected)
         if expected and self.memory:
             placing = Placing(self.memory.spec.pools, self.kernels.target)
             if reason := placing.refusal(self.config.experts_per_token):
                 lines.append(f"decode: experts are found and placed without their kernel: {reason}")
         return lines
+
+    def _record_choices(self, phase: str, found: choices.Record) -> None:
+        """Keeps the choices of a program that was just traced; logs warnings, each once."""
+        if phase not in self.products:
+            self.products[phase] = self._attention_choices(phase)
+        self.products[phase].update(found)
+        self._warn()
+
+    def _warn(self) -> None:
+        for line in self.kernel_warnings():
+            if line not in self._warned:
+                self._warned.add(line)
+                logging.warning("%s", line)
 
     def prefill(
         self,
@@ -281,13 +319,10 @@ class Runner:
     ) -> jax.Array:
         """Dispatches decode steps (see `steps.decode`); int32[B, buffer_length], not waited for."""
         batch, cache_length = session.state.cache.batch_size, session.state.cache.length
-        spec = ChunkSpec(
+        spec = self._decode_spec(batch)._replace(
             kv_length=self.kv_length(session.next_position + num_steps, cache_length),
-            is_first=False,
-            experts=self._record_expert_impl("decode", batch, batch), attention=self._attention,
-            cached=decode_impl(self._cached), tiers=self._tier_impls(batch),
             kv_lengths=self._kv_lengths(cache_length),
-        )  # fmt: skip
+        )
         program = self._program._replace(top_logprobs=session.top_logprobs)
         static = (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole)
         session.state, session.emitted = self._step(
@@ -381,23 +416,12 @@ class Runner:
             pooled=self.memory is not None,
         )  # fmt: skip
 
-    def _tier_impls(self, num_tokens: int) -> tuple[ExpertImpl, ...]:
-        """Forms that run the experts of each tier; () without tiers."""
-        if num_tokens not in self._tier_forms:
-            forms = [self.expert_impl(num_tokens, stacks) for stacks in self._tiers]
-            self._tier_forms[num_tokens] = tuple(forms)
-        return self._tier_forms[num_tokens]
-
-    def _record_expert_impl(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertImpl:
-        """Form that runs the experts of a call, which is recorded."""
-        key = (phase, num_tokens, num_sequences)
-        if (impl := self._forms.get(key)) is None:
-            impl = self._forms[key] = self.expert_impl(num_tokens)
-            self.products.setdefault(phase, {}).update(
-                self.kernel_choices(num_tokens, num_sequences)
-            )
-        self.experts_used.add(impl)
-        return impl
+    def _expert_impls(self, num_tokens: int) -> tuple[ExpertImpl, tuple[ExpertImpl, ...]]:
+        """Forms that run the experts of so many tokens, and of each tier; () without tiers."""
+        if num_tokens not in self._forms:
+            tiers = tuple(self.expert_impl(num_tokens, stacks) for stacks in self._tiers)
+            self._forms[num_tokens] = self.expert_impl(num_tokens), tiers
+        return self._forms[num_tokens]
 
     def _read(
         self, since: int, batch: int, length: int, cache_length: int
@@ -467,6 +491,7 @@ class Runner:
     ) -> tuple[State, Any]:  # fmt: skip
         """Runs a step through the layers on its state, donated; returns state and output."""
         self.programs.check_open()
+        self.experts_used.add(static[1].experts)
         memory = self.memory
         with memory.step(since, max(1, num_tokens)) if memory else contextlib.nullcontext():
             experts, rows = (memory.pool, memory.store) if memory else (None, None)
@@ -497,7 +522,10 @@ class Runner:
     ) -> Any:
         arguments = (*donated, *arguments)
         with plain_memory_errors(self.device):
-            program = self.programs.get(function, static, arguments, num_donated=len(donated))
+            with choices.recorded_choices() as found:  # empty unless the program is traced now
+                program = self.programs.get(function, static, arguments, num_donated=len(donated))
+            if found:
+                self._record_choices("decode" if function is steps.decode else "prefill", found)
             return program(*arguments)
 
     def _chunk_spec(
@@ -505,12 +533,19 @@ class Runner:
     ) -> ChunkSpec:
         """`is_first`: whether it attends to itself alone; None: where it starts at 0."""
         is_first = start == 0 if is_first is None else is_first
+        experts, tiers = self._expert_impls(batch * size)
         return ChunkSpec(
             kv_length=0 if is_first else self.kv_length(start + size, cache_length),
-            is_first=is_first,
-            experts=self._record_expert_impl("prefill", batch * size, batch),
-            attention=self._attention, tiers=self._tier_impls(batch * size),
+            is_first=is_first, experts=experts, attention=self._attention, tiers=tiers,
             kv_lengths=() if is_first else self._kv_lengths(cache_length),
+        )  # fmt: skip
+
+    def _decode_spec(self, batch: int) -> ChunkSpec:
+        """A decode step's, up to the slots that it reads."""
+        experts, tiers = self._expert_impls(batch)
+        return ChunkSpec(
+            kv_length=MIN_KV_LENGTH, is_first=False, experts=experts, attention=self._attention,
+            cached=decode_impl(self._cached), tiers=tiers,
         )  # fmt: skip
 
     def _chunk(self, tokens: np.ndarray, start: int, lengths: jax.Array) -> steps.Chunk:

@@ -13,7 +13,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, cache_shape
 from moejax.models.layer_index import LayerIndex
 from moejax.models.norm import stacked_norm
-from moejax.models.parameter import stacked_parameter
+from moejax.models.parameter import StackedModule, stacked_parameter
 from moejax.models.rope import Angles, rotate
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
@@ -294,11 +294,13 @@ class Heads(NamedTuple):
     gate: jax.Array | None  # [B, T, H, C], before the sigmoid; where outputs have one
 
 
-class Attention(nnx.Module):
+class Attention(StackedModule):
     """Projections, biases and head norms of all U layers that attend.
 
     `norm`, [L, D], is that before the mixing of every layer, whatever it mixes by.
     """
+
+    part = "attention"
 
     def __init__(
         self,
@@ -329,8 +331,6 @@ class Attention(nnx.Module):
 
         Args:
           normed: [B, T, D].
-          angles: from `rope.model_angles`.
-          attend: attends to the keys that the tokens see.
         """
         q, k, v, gate = self.project(normed, index.mixer, *angles)
         return self.output(attend(index, q, k, v), index.mixer, gate)
@@ -340,7 +340,6 @@ class Attention(nnx.Module):
 
         Args:
           normed: [B, T, D].
-          layer: among those that attend.
           cos: float32[B, T, R / 2].
           sin: float32[B, T, R / 2].
         """
@@ -366,7 +365,7 @@ class Attention(nnx.Module):
 
     def product(self, normed: jax.Array, layer: Index) -> jax.Array:
         """Applies the fused projection: [B, T, D] to [B, T, (H + 2K) C], not rotated."""
-        qkv = ops.linear(normed, self.qkv_proj[...], layer, kernels=self.kernels)
+        qkv = self.linear(normed, "qkv_proj", layer)
         if self.config.attention_bias:
             qkv = qkv + self.qkv_bias[layer][None, None]
         return qkv
@@ -376,7 +375,7 @@ class Attention(nnx.Module):
         if gate is not None:
             attended = attended * jax.nn.sigmoid(gate)
         flat = attended.reshape(*attended.shape[:2], -1)
-        out = ops.linear(flat, self.o_proj[...], layer, kernels=self.kernels)
+        out = self.linear(flat, "o_proj", layer)
         if self.config.attention_bias:
             out = out + self.o_bias[layer][None, None]
         return out

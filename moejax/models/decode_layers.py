@@ -7,7 +7,6 @@ takes queries, keys and values from their product to attention and the cache.
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +17,23 @@ from moejax.weights import linear as ops
 from pallas_kernels import qkv_to_cache, residual_norm
 from pallas_kernels.target import Choice, Target
 
-if TYPE_CHECKING:
-    pass
-
 
 def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
-    """Chooses norms, rotation and cache writes of a decode step, with refusals.
+    """Chooses norms, rotation and cache writes of a decode step; see `linear.choose_part`.
 
     Where one kernel takes queries, keys and values to the cache depends on attention
     (`choose_cache_writes`); layers by a delta rule and latent attention write for themselves.
-
-    Args:
-      kernels: the permitted implementations; a reference means XLA here.
-
-    Returns:
-      "triton", all that the model needs, or "xla".
     """
-    if kernels.implementation == ops.REFERENCE:
-        return Choice("xla", {})
-    if kernels.target is None:
-        return Choice("xla", {"triton": "no target was named"})
-    x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
-    found = [residual_norm.OPERATION.choose(x, target=kernels.target)]
-    if is_plain(config):
-        found.append(choose_cache_writes(config, dtype, kernels.target))
-    reasons = dict.fromkeys(choice.refusals["triton"] for choice in found if choice.refusals)
-    return Choice("xla", {"triton": "; ".join(reasons)}) if reasons else Choice("triton", {})
+
+    def choose(target: Target) -> Choice:
+        x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
+        found = [residual_norm.OPERATION.choose(x, target=target)]
+        if is_plain(config):
+            found.append(choose_cache_writes(config, dtype, target))
+        reasons = dict.fromkeys(choice.refusals["triton"] for choice in found if choice.refusals)
+        return Choice("xla", {"triton": "; ".join(reasons)}) if reasons else Choice("triton", {})
+
+    return ops.choose_part("norms and writes", str(dtype), kernels, choose)
 
 
 def is_plain(config: ModelConfig) -> bool:
@@ -61,11 +51,6 @@ def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -
     qkv = jax.ShapeDtypeStruct((1, config.qkv_dim), dtype)
     keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
     return qkv_to_cache.OPERATION.choose(qkv, keys, target=target)
-
-
-def serves_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> bool:
-    """Whether `decode_layers` may run."""
-    return choose_token_step(config, dtype, kernels).implementation == "triton"
 
 
 @functools.partial(jax.jit, static_argnames="eps")

@@ -13,7 +13,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.delta_rule import Tokens, causal_convolution, delta_rule
 from moejax.models.kv_cache import KVCache
 from moejax.models.layer_index import LayerIndex
-from moejax.models.parameter import stacked_parameter
+from moejax.models.parameter import StackedModule, stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from pallas_kernels import delta_step as kernel
@@ -32,25 +32,16 @@ class Projected(NamedTuple):
 
 
 def choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
-    """Chooses the delta rule's implementation in a decode step.
-
-    Args:
-      kernels: the permitted implementations; a reference means XLA here.
-
-    Returns:
-      "triton", the kernel that changes states in place, or "xla" and why not the kernel.
-    """
+    """Chooses the delta rule's implementation in a decode step; see `linear.choose_part`."""
     of = config.delta_net
     assert of is not None
-    if kernels.implementation == ops.REFERENCE:
-        return Choice("xla", {})
-    if kernels.target is None:
-        return Choice("xla", {"triton": "no target was named"})
     size = (1, 1, of.num_value_heads, of.key_dim, of.value_dim)
     states = jax.ShapeDtypeStruct(size, jnp.float32)
     tails = jax.ShapeDtypeStruct((1, 1, of.conv_width - 1, of.conv_dim), dtype)
-    chosen = kernel.OPERATION.choose(states, tails, target=kernels.target)
-    return chosen if chosen.implementation == "triton" else Choice("xla", chosen.refusals)
+    return ops.choose_part(
+        "delta rule", str(dtype), kernels,
+        lambda target: kernel.OPERATION.choose(states, tails, target=target),
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames="eps")
@@ -72,12 +63,14 @@ def states_in_place(
     return opened, dataclasses.replace(cache, states=states, tails=tails)
 
 
-class DeltaNet(nnx.Module):
+class DeltaNet(StackedModule):
     """The G layers by a delta rule; see `config.DeltaNet` for the widths.
 
     A state and the convolution's last inputs go from chunk to chunk in the cache of a
     `CachedAttention`. Any other attention means whole sequences: both start at zero.
     """
+
+    part = "delta"
 
     def __init__(
         self,
@@ -108,7 +101,6 @@ class DeltaNet(nnx.Module):
           normed: [B, T, D].
           token_mask: bool[B, T], False for padding, which comes after a row's tokens; it leaves
             state and tail as they are.
-          attend: a `CachedAttention` has the cache.
         """
         layer = index.mixer
         cached = attend if isinstance(attend, CachedAttention) else None
@@ -137,13 +129,13 @@ class DeltaNet(nnx.Module):
             kernel.Projection(rows[:, 0], b_and_a[:, 0]), cached.cache, weights, jnp.int32(layer),
             token_mask[:, 0], eps=self.config.norm_eps,
         )  # fmt: skip
-        return ops.linear(opened[:, None], self.o_proj[...], layer, kernels=self.kernels)
+        return self.linear(opened[:, None], "o_proj", layer)
 
     def _products(self, normed: jax.Array, layer: Index) -> tuple[jax.Array, jax.Array]:
         """Projects [B, T, D] to queries, keys, values and gates, and to float32 b and a."""
-        rows = ops.linear(normed, self.qkvz_proj[...], layer, kernels=self.kernels)
+        rows = self.linear(normed, "qkvz_proj", layer)
         wide = jnp.dtype(jnp.float32)
-        ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels, always_kernel=True)
+        ba = self.linear(normed, "ba_proj", layer, wide, always_kernel=True)
         return rows, ba
 
     def project(self, rows: jax.Array, ba: jax.Array) -> Projected:
@@ -177,7 +169,7 @@ class DeltaNet(nnx.Module):
         normed = read * jax.lax.rsqrt(squares + self.config.norm_eps) * scale
         opened = normed * jax.nn.silu(gate.astype(jnp.float32))
         flat = opened.reshape(*opened.shape[:2], -1).astype(gate.dtype)
-        return ops.linear(flat, self.o_proj[...], layer, kernels=self.kernels)
+        return self.linear(flat, "o_proj", layer)
 
     def _fresh(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Zero state and tail for each sequence of [B, T, D]."""

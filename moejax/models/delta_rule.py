@@ -35,7 +35,6 @@ def delta_rule(tokens: Tokens, active: jax.Array, state: jax.Array) -> tuple[jax
     """Applies the rule to T tokens of each sequence and returns the next state.
 
     Args:
-      tokens: any T.
       active: bool[B, T].
       state: float32[B, H, key dim, value dim], before the first token.
 

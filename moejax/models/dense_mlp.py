@@ -6,13 +6,15 @@ from flax import nnx
 
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import swiglu
-from moejax.models.parameter import stacked_parameter
+from moejax.models.parameter import StackedModule, stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 
 
-class DenseMlp(nnx.Module):
+class DenseMlp(StackedModule):
     """The MLPs of all N layers that have no experts."""
+
+    part = "mlp"
 
     def __init__(
         self,
@@ -28,16 +30,18 @@ class DenseMlp(nnx.Module):
 
     def __call__(self, x: jax.Array, layer: Index) -> jax.Array:
         """[N, D] to [N, D]; `layer` is the index among the dense layers."""
-        hidden = swiglu(ops.linear(x, self.gate_up[...], layer, kernels=self.kernels))
-        return ops.linear(hidden, self.down[...], layer, kernels=self.kernels)
+        hidden = swiglu(self.linear(x, "gate_up", layer))
+        return self.linear(hidden, "down", layer)
 
 
-class SharedExpert(nnx.Module):
+class SharedExpert(StackedModule):
     """The experts of all M sparse layers that every token takes, as one MLP a layer.
 
     Always on the device, with a precision of its own; policies never see it. It is multiplied by
     the sigmoid of a product of its own where the model has one.
     """
+
+    part = "shared"
 
     def __init__(
         self,
@@ -55,10 +59,10 @@ class SharedExpert(nnx.Module):
 
     def __call__(self, x: jax.Array, layer: Index) -> jax.Array:
         """[N, D] to [N, D]; `layer` is the index among the sparse layers."""
-        hidden = swiglu(ops.linear(x, self.gate_up[...], layer, kernels=self.kernels))
-        out = ops.linear(hidden, self.down[...], layer, kernels=self.kernels)
+        hidden = swiglu(self.linear(x, "gate_up", layer))
+        out = self.linear(hidden, "down", layer)
         if not hasattr(self, "gate"):
             return out
         wide = jnp.dtype(jnp.float32)
-        opening = ops.linear(x, self.gate[...], layer, wide, self.kernels, always_kernel=True)
+        opening = self.linear(x, "gate", layer, wide, always_kernel=True)
         return out * jax.nn.sigmoid(opening).astype(out.dtype)

@@ -87,8 +87,6 @@ def products_by_block(
     are gathered once a block, `step_bytes` at a time.
 
     Args:
-      x: [N, D].
-      experts: stacks of S along the second axis.
       num_experts: E, different ones that the pairs may have; at most S.
       step_bytes: bytes of weights gathered per scan step; at least one block's.
 
@@ -141,13 +139,7 @@ def products_by_block(
 def products_grouped(
     x: jax.Array, pairs: Pairs, experts: ExpertStacks, implementation: str
 ) -> jax.Array:
-    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
-
-    Args:
-      x: [N, D].
-      experts: for which `ops.kernel_refusal` has no reason.
-      implementation: a kernel's name; see `choose_grouped`.
-    """
+    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D]."""
     tier = pairs.tier
     if tier is None:
         tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
@@ -164,11 +156,8 @@ def products_of_tiers(
     """Runs `products_grouped` on experts in several precisions, in as many launches as for one.
 
     Args:
-      x: [N, D].
       tier: int32[N, A], which of the tiers a pair runs in; -1: it is not active.
       expert: int32[N, A], along the second axis of its tier's stacks.
-      tiers: for which `ops.kernel_refusal` has no reason.
-      implementation: see `choose_for_tiers`.
     """
     return _grouped(
         x,
@@ -222,16 +211,6 @@ def experts_grouped(
 
     y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n), e = ids[n, a].
 
-    Args:
-      x: [N, D].
-      ids: int32[N, A], the experts of each token.
-      weights: float32[N, A], theirs in the sum.
-      gate_up: [M, E, 2F, D].
-      down: [M, E, D, F].
-      layer: index among the sparse layers.
-      token_mask: bool[N], False for padding, which costs nothing and yields zero.
-      implementation: a kernel's name; see `choose_grouped`.
-
     Returns:
       [N, D] in `x.dtype`.
     """
@@ -255,9 +234,6 @@ def choose_grouped(
 ) -> Choice:
     """Chooses the grouped kernel's implementation for packed or plain experts.
 
-    Args:
-      experts: `moe.gate_up` and `moe.down`.
-
     Returns:
       `ops.DEQUANTIZED` with the reasons where none serves.
     """
@@ -271,11 +247,7 @@ def choose_for_tiers(
     tiers: Sequence[Sequence[Weight]],
     kernels: ops.Kernels,
 ) -> Choice:
-    """Chooses the grouped kernel for a layer whose experts have several precisions.
-
-    Args:
-      tiers: `moe.gate_up` and `moe.down` of each tier.
-    """
+    """Chooses the grouped kernel for a layer whose experts have several precisions."""
     if reason := _kernel_refusal([weight for experts in tiers for weight in experts]):
         return Choice(ops.DEQUANTIZED, {"every kernel": reason})
     if kernels.implementation:

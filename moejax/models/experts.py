@@ -34,13 +34,7 @@ class Experts(Protocol):
     def route(
         self, carry: Any, moe: SparseMoe, layer: Index, x: jax.Array, *, is_ahead: bool = False
     ) -> Routing:
-        """Routes N tokens by a layer's router.
-
-        Args:
-          layer: index among the sparse layers.
-          x: [N, D], normed.
-          is_ahead: x is the input of the layer before, to prefetch.
-        """
+        """Routes N tokens by a layer's router."""
         return moe.route(x, layer)
 
     def __call__(
@@ -56,8 +50,6 @@ class Experts(Protocol):
         """Runs the chosen experts on N tokens.
 
         Args:
-          x: [N, D], normed.
-          token_mask: bool[N], False for padding.
           next_routing: routes x by the next sparse layer's router (DyMoE eq. 6), a prediction; None
             after the last. In a loop never None: the last layer's is of itself, to be ignored.
           attended: of the layer; None of one without attention, and if it is not observed.

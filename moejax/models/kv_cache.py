@@ -71,7 +71,6 @@ class KVCache:
         """Writes T consecutive positions from `start` on, the same for all sequences.
 
         Args:
-          layer: index among the attention layers.
           keys: [B, T, K, C]; `start + T <= S`, or XLA would move the write.
           values: [B, T, K, C].
           start: int32[].

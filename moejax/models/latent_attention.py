@@ -24,10 +24,11 @@ from moejax.models.config import LatentAttention as Widths
 from moejax.models.config import ModelConfig
 from moejax.models.layer_index import LayerIndex
 from moejax.models.norm import stacked_norm
-from moejax.models.parameter import stacked_parameter
+from moejax.models.parameter import StackedModule, stacked_parameter
 from moejax.models.rope import Angles, rotate
 from moejax.weights import linear as ops
 from pallas_kernels.decode_attention import Latent
+from pallas_kernels.target import Choice
 
 # Epsilon of latents' norms, not `ModelConfig.norm_eps`: transformers and the published code
 # leave theirs at the default.
@@ -36,6 +37,9 @@ LATENT_NORM_EPS = 1e-6
 SCORE_BYTES = 256 * 2**20
 # Bytes of expanded keys and values for a later chunk of a prompt.
 EXPANDED_BYTES = 2**30
+# Why no kernel multiplies by `kv_b` where queries are absorbed.
+ABSORBED = "one token's heads take its rows apart, which is no product with rows of outputs"
+PLAIN = Choice(ops.PLAIN, {})
 
 
 class Queries(NamedTuple):
@@ -63,11 +67,6 @@ def is_expanded(
     is less for any S. It takes memory for S slots of all heads, which absorbing does not.
 
     Args:
-      of: the widths.
-      num_heads: H.
-      batch: B.
-      length: T.
-      slots: S, at least T.
       itemsize: bytes of a number.
     """
     both = of.nope_dim + of.value_dim
@@ -118,7 +117,6 @@ def absorbed_attention(
 
     Args:
       queries: with `nope` absorbed: [B, T, H, R].
-      seen: of positions 0..S - 1.
       positions: int32[B, T].
       window: tokens that a query sees, itself included; None: all.
 
@@ -162,11 +160,13 @@ def _in_blocks(attend: Callable[..., jax.Array], num_slots: int, *of: jax.Array)
     return joined.reshape(batch, num_blocks * block, *joined.shape[3:])[:, :length]
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(StackedModule):
     """Projections of all layers; see `config.LatentAttention` for the widths.
 
     `norm`, [L, D], precedes the mixing of every layer.
     """
+
+    part = "attention"
 
     def __init__(
         self,
@@ -199,8 +199,6 @@ class LatentAttention(nnx.Module):
 
         Args:
           normed: [B, T, D].
-          angles: from `rope.model_angles`.
-          attend: what the tokens see; a `CachedAttention` has a cache.
         """
         layer = index.mixer
         queries = self.queries(normed, layer, *angles)
@@ -210,7 +208,7 @@ class LatentAttention(nnx.Module):
         else:
             attended = self._by(attend, index, *self.expand(queries, new, layer))
         flat = attended.reshape(*attended.shape[:2], -1)
-        return ops.linear(flat, self.o_proj[...], layer, kernels=self.kernels)
+        return self.linear(flat, "o_proj", layer)
 
     def queries(
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
@@ -218,11 +216,11 @@ class LatentAttention(nnx.Module):
         """Projects [B, T, D] to queries, directly or through a latent (eq. 12 to 15)."""
         c = self.config
         if self.widths.query_rank is None:
-            q = ops.linear(normed, self.q_proj[...], layer, kernels=self.kernels)
+            q = self.linear(normed, "q_proj", layer)
         else:
-            narrow = ops.linear(normed, self.q_a[...], layer, kernels=self.kernels)
+            narrow = self.linear(normed, "q_a", layer)
             narrow = self._latent_norm(narrow, self.q_a_norm[...], layer)
-            q = ops.linear(narrow, self.q_b[...], layer, kernels=self.kernels)
+            q = self.linear(narrow, "q_b", layer)
         q = q.reshape(*q.shape[:2], c.num_heads, c.head_dim)
         nope, rope = jnp.split(q, [self.widths.nope_dim], axis=-1)
         return Queries(nope, rotate(rope, cos, sin, interleaved=c.interleaved_rope))
@@ -231,7 +229,7 @@ class LatentAttention(nnx.Module):
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
     ) -> Latents:
         """Projects [B, T, D] to the shared key and latent (eq. 9 and 15)."""
-        both = ops.linear(normed, self.kv_a[...], layer, kernels=self.kernels, always_kernel=True)
+        both = self.linear(normed, "kv_a", layer, always_kernel=True)
         latent, key = jnp.split(both, [self.widths.kv_rank], axis=-1)
         interleaved = self.config.interleaved_rope
         key = rotate(key[:, :, None], cos, sin, interleaved=interleaved)[:, :, 0]
@@ -245,7 +243,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Expands queries [B, T, H, C], keys [B, S, H, C] and values [B, S, H, V] of every head."""
         c = self.config
-        both = ops.linear(seen.latent, self.kv_b[...], layer, kernels=self.kernels)
+        both = self.linear(seen.latent, "kv_b", layer)
         both = both.reshape(*both.shape[:2], c.num_heads, -1)
         nope, values = jnp.split(both, [self.widths.nope_dim], axis=-1)
         shared = jnp.broadcast_to(seen.key[:, :, None], (*nope.shape[:3], self.widths.rope_dim))
@@ -315,6 +313,9 @@ class LatentAttention(nnx.Module):
 
     def _to_heads(self, layer: ops.Index, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Projections from a latent to keys and values of heads: [H, nope, R] and [H, V, R]."""
+        packed = ops.packing(self.kv_b[...]) is not None
+        absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED}) if packed else PLAIN
+        ops.record_choice("attention.kv_b", absorbed, self.kv_b[...])
         kv_b = ops.matrix(self.kv_b[...], (layer,), dtype)
         kv_b = kv_b.reshape(self.config.num_heads, -1, self.widths.kv_rank)
         to_keys, to_values = jnp.split(kv_b, [self.widths.nope_dim], axis=1)

@@ -79,7 +79,6 @@ def scan_plan(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A
 
     Args:
       num_turns: a pass has a multiple of so many layers.
-      layers_a_pass: and of so many.
     """
     first = max(config.dense_layers, default=-1) + 1
     kinds = [index.is_delta for index in layer_indices(config)[first:]]

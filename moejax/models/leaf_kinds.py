@@ -37,10 +37,6 @@ KIND_OF_LEAF: Mapping[str, str] = types.MappingProxyType({
     "head": "head",
 })  # fmt: skip
 
-# Leaves with too few rows for a kernel to be faster, which use one in prompts all the same:
-# `ops.linear`.
-ALWAYS_KERNEL_LEAVES = ("moe.router", "attention.kv_a", "delta.ba_proj", "shared.gate")
-
 
 def leaves_of(*kinds: str) -> tuple[str, ...]:
     """Leaves of some kinds, over all families."""

@@ -11,7 +11,9 @@ whole layer-stacked arrays and a layer index, so that no layer's slab is ever co
   * `experts_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
     packed. For decode and prefill on a GPU, of packed weights (and plain ones, when asked by name).
 
-With packed weights, the first three read matrices through `moejax.weights.linear`.
+With packed weights, the first three read matrices through `moejax.weights.linear`. Shapes: x
+[N, D], gate_up [M, E, 2F, D], down [M, E, D, F]; the token mask, bool[N], is False for padding,
+which costs nothing and yields zero.
 """
 
 import functools
@@ -32,13 +34,14 @@ from moejax.models.expert_products import (
     products_by_block,
     products_by_row,
 )
-from moejax.models.parameter import stacked_parameter
+from moejax.models.parameter import StackedModule, stacked_parameter
 from moejax.models.routing import Routing, routing_of, scaled
+from moejax.weights import choices
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import expert_mlp, router_topk
-from pallas_kernels.target import Choice
+from pallas_kernels.target import Choice, Target
 
 ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "kernel", "grouped_kernel"]
 
@@ -54,24 +57,15 @@ STEP_BYTES: dict[ExpertImpl, int] = {"block": 512 * 2**20, "block_in_cache": 2**
 
 
 def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
-    """Chooses the implementation of routing, with the kernel's refusals.
+    """Chooses the implementation of routing `num_tokens`; see `linear.choose_part`."""
 
-    Args:
-      num_tokens: N of a call.
-      kernels: the permitted implementations; a reference means XLA here.
+    def choose(target: Target) -> Choice:
+        if not config.router.is_plain:
+            return Choice("xla", {"triton": "its experts are no top-k of one softmax"})
+        logits = jax.ShapeDtypeStruct((num_tokens, config.num_experts), jnp.float32)
+        return router_topk.OPERATION.choose(logits, config.experts_per_token, target=target)
 
-    Returns:
-      "triton", the kernel, or "xla".
-    """
-    if kernels.implementation == ops.REFERENCE:
-        return Choice("xla", {})
-    if kernels.target is None:
-        return Choice("xla", {"triton": "no target was named"})
-    if not config.router.is_plain:
-        return Choice("xla", {"triton": "its experts are no top-k of one softmax"})
-    logits = jax.ShapeDtypeStruct((num_tokens, config.num_experts), jnp.float32)
-    chosen = router_topk.OPERATION.choose(logits, config.experts_per_token, target=kernels.target)
-    return chosen if chosen.implementation == "triton" else Choice("xla", chosen.refusals)
+    return ops.choose_part("routing", "float32", kernels, choose)
 
 
 @functools.partial(jax.jit, static_argnames=("num_chosen", "normalise"))
@@ -84,8 +78,6 @@ def routing_by_kernel(
       logits: float32[N, E].
       first: int32[], an offset that the caller adds to the ids later; the kernel adds it and it is
         subtracted here, so that XLA cancels both and needs no launch. None for 0.
-      num_chosen: A.
-      normalise: the chosen weights are divided by their sum.
     """
     found = Routing(
         *router_topk.top_k(logits, num_chosen, normalise, first=first, implementation="triton")
@@ -97,12 +89,6 @@ def experts_dense(
     x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
 ) -> jax.Array:
     """Runs every expert on every token, masked by choice: two large products.
-
-    Args:
-      x: [N, D].
-      gate_up: [M, E, 2F, D].
-      down: [M, E, D, F].
-      layer: index among the sparse layers.
 
     Returns:
       [N, D] in `x.dtype`.
@@ -140,11 +126,6 @@ def experts_by_block(
     """Runs assignments sorted by expert, in blocks; see `products_by_block`.
 
     Args:
-      x: [N, D].
-      gate_up: [M, E, 2F, D].
-      down: [M, E, D, F].
-      layer: index among the sparse layers.
-      token_mask: bool[N], False for padding, which costs nothing and yields zero.
       step_bytes: bytes of weights gathered per scan step; at least one block's.
 
     Returns:
@@ -201,9 +182,7 @@ def default_expert_impl(
     """Chooses the form that runs experts for `num_tokens` tokens on `platform`.
 
     Args:
-      num_tokens: N of a call.
       platform: "cpu" or "gpu".
-      experts: as in `kernel_refusal`.
       pooled: the experts are slots of a pool, which `pallas_kernels.expert_mlp` does not read.
     """
     if experts:
@@ -224,8 +203,36 @@ def default_expert_impl(
     return "block_in_cache" if platform == "cpu" else "block"
 
 
-class SparseMoe(nnx.Module):
+def record_experts(
+    tier: int, impl: ExpertImpl, x: jax.Array, experts: Sequence[Weight], grouped: Choice
+) -> None:
+    """Records the form that runs experts, or the grouped kernel's implementation.
+
+    Args:
+      grouped: the choice for the grouped kernel, with its refusals where another form runs.
+    """
+    if not choices.is_recording():
+        return
+    forms = " and ".join(dict.fromkeys(map(ops.form, experts)))
+    packed = bool(_packings(experts))
+    if impl == "grouped_kernel":
+        choice = grouped
+    elif packed:
+        choice, forms = Choice(ops.DEQUANTIZED, grouped.refusals), f"{forms}, {impl}"
+    elif impl == "kernel":
+        choice = Choice("expert_mlp", {})
+    else:
+        gate_up, down = (ops.matrix(weight, (), x.dtype) for weight in experts)
+        refusal = expert_mlp.refusal(x, gate_up, down)
+        choice = Choice(impl, {"expert_mlp": refusal} if refusal else {})
+    name = f"experts, tier {tier + 1}" if tier else "experts"
+    choices.record(name, choice, forms, packed=packed)
+
+
+class SparseMoe(StackedModule):
     """Routers and experts of all M sparse layers."""
+
+    part = "moe"
 
     def __init__(
         self,
@@ -255,13 +262,11 @@ class SparseMoe(nnx.Module):
         """Routes N tokens to experts.
 
         Args:
-          x: [N, D], normed.
-          layer: the index among the sparse layers.
           first_slot: an offset that the products add to the ids; see `routing_by_kernel`.
           override: gives logits, float32[N, E], in place of the router's, to replay a trace.
         """
         wide = jnp.dtype(jnp.float32)
-        logits = ops.linear(x, self.router[...], layer, wide, self.kernels, always_kernel=True)
+        logits = self.linear(x, "router", layer, wide, always_kernel=True)
         if override is not None:
             logits = override(logits)
         c = self.config
@@ -276,14 +281,10 @@ class SparseMoe(nnx.Module):
     def __call__(
         self, x: jax.Array, routing: Routing, layer: Index, token_mask: jax.Array, impl: ExpertImpl
     ) -> jax.Array:
-        """Runs the chosen experts on N tokens: [N, D].
-
-        Args:
-          x: [N, D], normed.
-          layer: index among the sparse layers.
-          token_mask: bool[N], False for padding.
-        """
+        """Runs the chosen experts on N tokens: [N, D]."""
         gate_up, down = self.gate_up[...], self.down[...]
+        chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
+        record_experts(0, impl, x, (gate_up, down), chosen)
         match impl:
             case "dense":
                 return experts_dense(x, routing, gate_up, down, layer)
@@ -301,7 +302,6 @@ class SparseMoe(nnx.Module):
                     x, routing.ids, routing.weights, gate_up, down, layer=layer
                 )
             case "grouped_kernel":
-                chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
                 if chosen.implementation == ops.DEQUANTIZED:
                     raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
                 return experts_grouped(

@@ -21,7 +21,6 @@ def rms_norm(
     Args:
       x: [..., D], any float dtype.
       weight: [D], the dtype of `x`.
-      eps: added to the mean square.
       zero_centred: times 1 + weight, and rounded last (Qwen3-Next).
 
     Returns:
@@ -54,9 +53,7 @@ def stacked_norm(
     Args:
       x: [..., D].
       scales: [L, D] of all layers, the dtype of `x`.
-      eps: as in `rms_norm`.
       kernels: the permitted implementations; a reference means XLA here.
-      zero_centred: as in `rms_norm`.
     """
     flat = x.reshape(-1, x.shape[-1])
     asked_for_none = kernels.implementation == ops.REFERENCE or kernels.target is None

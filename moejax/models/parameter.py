@@ -1,12 +1,37 @@
-"""Creates a weight leaf: its shape from `weight_shapes`, its start from its role."""
+"""Weight leaves of a module: their start values, and products with them."""
+
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.weights import linear as ops
 
 INIT_STD = 0.02
+
+
+class StackedModule(nnx.Module):
+    """Weights of one part of all layers, named as in `weight_shapes`."""
+
+    part: ClassVar[str]
+    kernels: ops.Kernels
+
+    def linear(
+        self,
+        x: jax.Array,
+        name: str,
+        layer: ops.Index,
+        out_dtype: jnp.dtype | None = None,
+        *,
+        always_kernel: bool = False,
+    ) -> jax.Array:
+        """Runs `weights.linear.linear` with the weight of a name."""
+        return ops.linear(
+            x, getattr(self, name)[...], layer, out_dtype, self.kernels,
+            leaf=f"{self.part}.{name}", always_kernel=always_kernel,
+        )  # fmt: skip
 
 
 def stacked_parameter(

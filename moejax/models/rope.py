@@ -18,10 +18,6 @@ def rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
     a compiled program XLA's power gives a third of the frequencies another value: by one float32
     step where C is a power of two, by up to 17 at C = 96. One step moved logits of a tiny Mixtral
     by 1.2e-4 of their norm within 2,500 positions (jax 0.10.2 against torch 2.13, CPU).
-
-    Args:
-      head_dim: C, even.
-      theta: base of the frequencies.
     """
     return np.float32(1) / _powers(head_dim, theta)
 
@@ -34,8 +30,6 @@ def scaled_frequencies(
     "dynamic" gives the unscaled frequencies of a sequence within the trained positions.
 
     Args:
-      head_dim: C, even.
-      theta: base of the frequencies.
       is_long: the sequence exceeds the original positions; matters to "longrope" alone.
     """
     plain = rotary_frequencies(head_dim, theta)
@@ -141,8 +135,6 @@ def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> Angles:
 
     Args:
       positions: int32[B, T].
-      head_dim: C, even.
-      theta: base of the frequencies.
 
     Returns:
       Two float32[B, T, C / 2].
@@ -165,7 +157,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = 
       x: [B, T, H, C].
       cos: float32[B, T, R / 2].
       sin: float32[B, T, R / 2].
-      interleaved: pairs are neighbours.
 
     Returns:
       [B, T, H, C] in `x.dtype`; the products are float32.

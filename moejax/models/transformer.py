@@ -19,7 +19,7 @@ from moejax.models.attention import (
     token_attention,
 )
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.decode_layers import is_plain, queries_and_cache, serves_token_step
+from moejax.models.decode_layers import choose_token_step, is_plain, queries_and_cache
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
 from moejax.models.experts import Experts, ResidentExperts, routing_record
@@ -57,7 +57,11 @@ class ChunkSpec(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """Mixture-of-Experts decoder with the leaves of `weight_shapes(config)`."""
+    """Mixture-of-Experts decoder with the leaves of `weight_shapes(config)`.
+
+    Tokens and positions are int32[B, T]; the token mask, bool[B, T], is False for padding, which
+    takes no part in the experts and changes no state.
+    """
 
     def __init__(
         self,
@@ -102,13 +106,7 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         attend: AttentionFn,
     ) -> jax.Array:
-        """Runs a layer's attention or delta rule; returns its residual addition, [B, T, D].
-
-        Args:
-          normed: [B, T, D].
-          angles: from `rope.model_angles`.
-          token_mask: bool[B, T], False for padding, which does not change states.
-        """
+        """Runs a layer's attention or delta rule; returns its residual addition, [B, T, D]."""
         if index.is_delta:
             return self.delta(normed, index, token_mask, attend)
         return self.attention(normed, index, angles, attend)
@@ -131,10 +129,6 @@ class Transformer(nnx.Module):
         """Runs norm, then experts or dense MLP, on [B, T, D]; returns carry and record too.
 
         Args:
-          x: [B, T, D].
-          token_mask: bool[B, T], False for padding.
-          carry: of `experts`.
-          attended: see `Experts`.
           normed: [N, D], x after the norm, where that is done.
         """
         flat = self._mlp_normed(x, index.layer) if normed is None else normed
@@ -172,7 +166,10 @@ class Transformer(nnx.Module):
     def project_to_vocab(self, hidden: jax.Array) -> jax.Array:
         """Applies the last norm and the head: [..., D] to float32[..., V]."""
         wide = jnp.dtype(jnp.float32)
-        return ops.product(self._last_norm(hidden), self._stored_head(), wide, self.kernels)
+        leaf = "embed" if self.config.tied_embeddings else "head"
+        return ops.product(
+            self._last_norm(hidden), self._stored_head(), wide, self.kernels, leaf=leaf
+        )
 
     def _last_norm(self, hidden: jax.Array) -> jax.Array:
         return self._norm(hidden, self.final_norm[...][None], 0)
@@ -224,9 +221,6 @@ class Transformer(nnx.Module):
         """Embeds tokens and runs all layers one by one, with attention by `attend`.
 
         Args:
-          tokens: int32[B, T].
-          positions: int32[B, T].
-          token_mask: bool[B, T], False for padding.
           lengths: int32[B], see `rope.model_angles`.
 
         Returns:
@@ -279,10 +273,8 @@ class Transformer(nnx.Module):
         longer, and compiling it 2.2 s of processor time, not 6.9 (jax 0.10.2, 2026-11-24).
 
         Args:
-          tokens: int32[B, T].
           positions: int32[B, T]; consecutive, and the same start for all rows where T > 1.
           token_mask: bool[B, T], False for padding: it takes no part in the experts.
-          cache: written at `positions`.
           experts: None: those that the model holds, by `spec.experts`.
           lengths: int32[B], see `rope.model_angles`.
 
@@ -296,9 +288,7 @@ class Transformer(nnx.Module):
         is_unrolled = tokens.shape[1] == 1 and not self._is_for_cpu
         if not is_unrolled and self.loops(spec.experts):
             return self._looped(tokens, positions, token_mask, cache, spec, experts, lengths)
-        is_token = tokens.shape[1] == 1 and not spec.is_first
-        is_token &= spec.cached == "kernel" or not is_plain(self.config)
-        if is_token and serves_token_step(self.config, self.dtype, self.kernels):
+        if self._has_token_step(tokens, spec):
             return decode_layers(self, tokens, positions, token_mask, cache, spec, experts)
         attend = self.attention_of(cache, positions, spec, token_mask, experts.observes_attention)
         found = self.layers(tokens, positions, token_mask, attend, experts, lengths)
@@ -313,6 +303,14 @@ class Transformer(nnx.Module):
         """Whether a chunk's sparse layers run in a loop; their indices may be on the device."""
         is_static = experts == "kernel"  # its layer is
         return not is_static and not (self._is_for_cpu and not self.holds_experts)
+
+    def _has_token_step(self, tokens: jax.Array, spec: ChunkSpec) -> bool:
+        """Whether kernels run norms and cache writes."""
+        is_token = tokens.shape[1] == 1 and not spec.is_first
+        if not is_token or (spec.cached == "xla" and is_plain(self.config)):
+            return False
+        chosen = choose_token_step(self.config, self.dtype, self.kernels)
+        return chosen.implementation == "triton"
 
     def _looped(
         self,
@@ -489,7 +487,6 @@ def merge_weights(
     """Builds a Transformer from a flat dict of weights, inside a jitted function.
 
     Args:
-      definition: from `model_definition`.
       weights: named and shaped as `weight_shapes`; matrices may be packed.
     """
     leaves: dict[Any, Any] = {

@@ -2,7 +2,7 @@
 
 For each layer a number of critical experts (`dymoe_schedule`, eq. 4 and 5) is chosen by importance
 (`expert_importance`, eq. 1 to 3), the next layer's are prefetched (`lookahead`, eq. 6 to 8), and a
-resident copy of higher precision than requested serves (`cache_plan.serve`).
+resident copy of higher precision than requested serves (`cache_plan.resolve_tiers`).
 """
 
 import dataclasses

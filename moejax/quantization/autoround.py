@@ -23,11 +23,7 @@ from moejax.quantization.rtn import range_grid
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoRoundSettings:
-    """Settings of the descent.
-
-    Invariants (ValueError otherwise): `iterations` is at least 1, `damping` is not negative,
-    `0 < least_range <= 1`.
-    """
+    """Settings of the descent; ValueError where one is out of its range."""
 
     iterations: int = 200  # the step size falls linearly from 1 / iterations to 0
     least_range: float = 0.5  # of the factors on a group's smallest and largest value; most is 1

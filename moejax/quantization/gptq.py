@@ -16,35 +16,22 @@ import numpy as np
 from moejax.quantization.grid import Codes, Grid, split_groups
 from moejax.quantization.hessian import inverse_factor
 from moejax.quantization.hqq import hqq
-from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import range_grid, rtn
 from pallas_kernels import layout
-
-FALLBACKS = ("hqq", "rtn")
-GRID_FITS = ("rtn", "hqq", "least_squares")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptqSettings:
-    """Settings of GPTQ.
-
-    Invariants (ValueError otherwise): `damping` is positive, `block_size` is at least 1,
-    `min_tokens_per_input` is not negative, `grid_fit` is one of `GRID_FITS` ("hqq" for float zeros
-    alone), `fallback` is one of `FALLBACKS`.
-    """
+    """Settings of GPTQ; ValueError where one is out of its range."""
 
     damping: float = 0.01  # share of H's mean diagonal added to it; raised until H factors
     block_size: int = 128  # columns whose errors reach the columns behind them in one product
-    act_order: bool = False  # columns by falling H_kk
-    static_groups: bool = False  # groups are runs of the unpermuted columns, fitted beforehand
-    # Fit of a group's scale and zero: "rtn", its range, is the paper's. On the demo model's
-    # experts (INT3, groups of 64, error on other text than that of the Hessians, over HQQ's)
-    # least squares leaves .54 in gate_up and .78 in down where "rtn" leaves .73 and 1.04.
-    grid_fit: str = "rtn"
-    # A matrix that saw fewer tokens than this times K is starved and takes the fallback: in the
-    # same experiment GPTQ was 1.44 times as bad as HQQ below 2 tokens an input, .95 at 2 to 4.
+    act_order: bool = (
+        False  # columns by falling H_kk; groups are those of the inputs, fitted before
+    )
+    # A matrix that saw fewer tokens than this times K is starved and takes the fallback: on the
+    # demo's experts GPTQ was 1.44 times as bad as HQQ below 2 tokens an input, .95 at 2 to 4.
     min_tokens_per_input: float = 2.0
-    fallback: str = "hqq"  # needs float zeros: other zero kinds take "rtn"
 
     def __post_init__(self) -> None:
         if not self.damping > 0:
@@ -53,17 +40,12 @@ class GptqSettings:
             raise ValueError(f"block_size {self.block_size} is not positive")
         if self.min_tokens_per_input < 0:
             raise ValueError(f"min_tokens_per_input {self.min_tokens_per_input} is negative")
-        if self.grid_fit not in GRID_FITS:
-            raise ValueError(f"grid_fit {self.grid_fit!r} is none of {', '.join(GRID_FITS)}")
-        if self.fallback not in FALLBACKS:
-            raise ValueError(f"fallback {self.fallback!r} is none of {', '.join(FALLBACKS)}")
 
 
 class GptqResult(NamedTuple):
-    """A quantized matrix, its permutation and diagnostics."""
+    """A quantized matrix and diagnostics."""
 
-    codes: Codes  # in the order of `permutation`, if there is one
-    permutation: jax.Array | None  # int32[K]: code k belongs to input permutation[k]
+    codes: Codes
     starved: jax.Array  # bool[]: too few tokens, or a Hessian that is not finite: the fallback
     damping: jax.Array  # float32[], share of the mean diagonal that was needed; NaN: none was found
 
@@ -73,7 +55,7 @@ class _Columns(NamedTuple):
 
     place: np.ndarray  # int32[P]: column at each place, K where there is none
     block: int  # columns of a block
-    span: int  # places of a group, a multiple of `block`; P where groups are static
+    span: int  # places of a group, a multiple of `block`; P where groups are fixed
 
 
 class _State(NamedTuple):
@@ -93,28 +75,25 @@ def gptq(
 ) -> GptqResult:
     """Quantizes one matrix by GPTQ (Frantar et al. 2023, Algorithm 1); vmap it over experts.
 
-    A group's scale and zero are fitted to its columns as they stand, with all errors of the columns
-    before it, when the first of them is reached. Inputs that were never active (H_kk = 0)
-    have their weights set to zero. Where the matrix is starved the codes are the fallback's.
+    A group's scale and zero span the range of its columns: as they stand, with all errors of the
+    columns before it, when the first of them is reached, or of the original ones under act-order.
+    Inputs that were never active (H_kk = 0) have their weights set to zero. Where the matrix is
+    starved the codes are those of HQQ, or RTN's where the zeros are not floats.
 
     Args:
       weights: [N, K], any float dtype, finite.
       hessian: float32[K, K], running mean of 2 x x^T; its scale does not matter.
       num_tokens: int32[], tokens behind `hessian`; None: enough of them, unless H is all zero.
-
-    Returns:
-      Codes, the permutation under act-order (None with static groups, whose codes are back in
-      the order of the inputs), whether it was starved, and the damping used.
     """
     weights = weights.astype(jnp.float32)
     num_inputs = weights.shape[1]
     diagonal = jnp.diagonal(hessian)
     dead = diagonal == 0
+    alive = jnp.where(dead[None], 0.0, weights)
+    filled = hessian + jnp.diag(dead.astype(jnp.float32))
     order = jnp.arange(num_inputs, dtype=jnp.int32)
     if settings.act_order:
         order = jnp.argsort(-diagonal, stable=True).astype(jnp.int32)
-    alive = jnp.where(dead[None], 0.0, weights)
-    filled = hessian + jnp.diag(dead.astype(jnp.float32))
     upper, damping = inverse_factor(filled[order][:, order], settings.damping)
 
     starved = jnp.all(dead) | jnp.isnan(damping)
@@ -122,52 +101,35 @@ def gptq(
         starved |= num_tokens < math.ceil(settings.min_tokens_per_input * num_inputs)
     upper = jnp.where(starved, jnp.eye(num_inputs, dtype=jnp.float32), upper)
 
-    start = _fit(alive, grid, settings.grid_fit) if settings.static_groups else None
-    codes = _solve(alive[:, order], upper, grid, settings, order, start)
-    permuted = settings.act_order and not settings.static_groups
-    if settings.act_order and settings.static_groups:
+    fixed = range_grid(split_groups(alive, grid.group_size), grid) if settings.act_order else None
+    codes = _solve(alive[:, order], upper, grid, settings.block_size, order, fixed)
+    if settings.act_order:
         codes = codes._replace(codes=codes.codes[:, jnp.argsort(order)])
-    plain = hqq if settings.fallback == "hqq" and grid.zero_kind == "float" else rtn
-    fallback = plain(weights[:, order] if permuted else weights, grid)
+    fallback = (hqq if grid.zero_kind == "float" else rtn)(weights, grid)
     codes = Codes(*(jnp.where(starved, *both) for both in zip(fallback, codes, strict=True)))
-    return GptqResult(codes, order if permuted else None, starved, damping)
-
-
-def _fit(weights: jax.Array, grid: Grid, grid_fit: str) -> tuple[jax.Array, jax.Array]:
-    """Fits scales and zeros float32[N, G] to float32[N, K]."""
-    if grid_fit == "rtn":
-        return range_grid(split_groups(weights, grid.group_size), grid)
-    found = {"hqq": hqq, "least_squares": least_squares}[grid_fit](weights, grid)
-    return found.scales, found.zeros
+    return GptqResult(codes, starved, damping)
 
 
 def _solve(
     weights: jax.Array,
     upper: jax.Array,
     grid: Grid,
-    settings: GptqSettings,
+    block_size: int,
     order: jax.Array,
-    start: tuple[jax.Array, jax.Array] | None,
+    fixed: tuple[jax.Array, jax.Array] | None,
 ) -> Codes:
-    """Runs Algorithm 1's loops over blocks of columns.
+    """Runs Algorithm 1's loops over blocks of the columns, float32[N, K], in the order of visiting.
 
-    Args:
-      weights: float32[N, K], columns in the order of visiting.
-      upper: float32[K, K], of `inverse_factor`, in the same order.
-      order: int32[K], the input of each column.
-      start: static groups' scales and zeros [N, G], by groups of inputs; None: fitted along the
-        way.
+    `order` is the input of each column; `fixed` scales and zeros are by groups of inputs.
     """
     num_rows, num_inputs = weights.shape
-    columns = _padded_columns(
-        num_inputs, num_inputs if start else grid.group_size, settings.block_size
-    )
+    columns = _padded_columns(num_inputs, num_inputs if fixed else grid.group_size, block_size)
     exists = columns.place < num_inputs
     upper = jnp.pad(upper, (0, 1))[columns.place][:, columns.place]
     upper = upper + jnp.diag((~exists).astype(np.float32))
-    if start:
+    if fixed:
         groups = jnp.pad(order // grid.group_size, (0, 1))[columns.place]
-        scales, zeros = start[0].T, start[1].T
+        scales, zeros = fixed[0].T, fixed[1].T
     else:
         groups = jnp.arange(len(columns.place), dtype=jnp.int32) // columns.span
         num_groups = layout.num_groups(num_inputs, grid.group_size)
@@ -181,8 +143,8 @@ def _solve(
 
     def step(block_id: jax.Array, state: _State) -> _State:
         first = block_id * columns.block
-        if not start:
-            state = _enter_group(state, first, columns, exists, grid, settings.grid_fit)
+        if not fixed:
+            state = _enter_group(state, first, columns, exists, grid)
         return _quantize_block(state, first, columns.block, upper, groups, grid)
 
     num_blocks = len(columns.place) // columns.block
@@ -203,12 +165,7 @@ def _padded_columns(num_inputs: int, group_size: int, block_size: int) -> _Colum
 
 
 def _enter_group(
-    state: _State,
-    first: jax.Array,
-    columns: _Columns,
-    exists: np.ndarray,
-    grid: Grid,
-    grid_fit: str,
+    state: _State, first: jax.Array, columns: _Columns, exists: np.ndarray, grid: Grid
 ) -> _State:
     """Fits scale and zero if column `first` is the first of a group."""
     span = columns.span
@@ -217,9 +174,9 @@ def _enter_group(
         part = jax.lax.dynamic_slice_in_dim(state.weights, first, span)
         real = jax.lax.dynamic_slice_in_dim(jnp.asarray(exists), first, span)
         part = jnp.where(real[:, None], part, part[:1])  # padding must not widen the range
-        scale, zero = _fit(part.T, dataclasses.replace(grid, group_size=span), grid_fit)
+        scale, zero = range_grid(part.T, grid)
         group = first // span
-        return state.scales.at[group].set(scale[:, 0]), state.zeros.at[group].set(zero[:, 0])
+        return state.scales.at[group].set(scale), state.zeros.at[group].set(zero)
 
     scales, zeros = jax.lax.cond(first % span == 0, fit, lambda: (state.scales, state.zeros))
     return state._replace(scales=scales, zeros=zeros)
@@ -238,7 +195,7 @@ def _quantize_block(
         weights, errors, codes = carry  # [B, N] each
         group = groups[first + i]
         scale, zero = state.scales[group], state.zeros[group]
-        code = jnp.clip(jnp.round(weights[i] / scale + zero), 0, grid.max_code)
+        code = grid.round(weights[i] / scale + zero)
         error = (weights[i] - (code - zero) * scale) / local[i, i]
         weights = weights - local[i][:, None] * error[None]
         return weights, errors.at[i].set(error), codes.at[i].set(code.astype(jnp.uint8))

@@ -13,11 +13,10 @@ from pallas_kernels import layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Static choices of a quantizer.
+    """Static choices of a quantizer; ValueError where one is not allowed.
 
-    Invariants (checked when made): `bits` is one of `layout.BITS`; `group_size` is at least 1;
-    `zero_kind` is one of `qtensor.ZERO_KINDS`. `layout.num_groups` checks that `group_size` is at
-    most K, once K is known; K itself means one group a row.
+    `layout.num_groups` checks that `group_size` is at most K, once K is known; K itself means one
+    group a row.
     """
 
     bits: int
@@ -42,6 +41,10 @@ class Grid:
         """Zero point of symmetric grids, 2^(bits - 1)."""
         return 2 ** (self.bits - 1)
 
+    def round(self, steps: jax.Array) -> jax.Array:
+        """Chooses the code of each step w / s + z, as float32; every quantizer does by it."""
+        return jnp.clip(jnp.round(steps), 0, self.max_code)
+
 
 class Codes(NamedTuple):
     """Quantized matrices: w = (codes - zeros) scales, group by group.
@@ -58,10 +61,8 @@ class Codes(NamedTuple):
 def split_groups(x: jax.Array, group_size: int) -> jax.Array:
     """Splits [..., K] into [..., G, group_size]; pads a short last group with its last value.
 
-    Padding changes no minimum and no maximum; sums exclude it by `member_mask`.
-
-    Raises:
-      ValueError: the group size is longer than the row.
+    Padding changes no minimum and no maximum; sums exclude it by `group_members`. Raises ValueError
+    where the group size is longer than the row.
     """
     num_inputs = x.shape[-1]
     num_groups = layout.num_groups(num_inputs, group_size)
@@ -76,20 +77,20 @@ def merge_groups(x: jax.Array, num_inputs: int) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])[..., :num_inputs]
 
 
-def member_mask(num_inputs: int, group_size: int) -> np.ndarray:
-    """Mask of unpadded values, float32[G, group_size], or [1, 1] if all groups are full."""
+def group_members(num_inputs: int, group_size: int, ndim: int) -> tuple[jax.Array, jax.Array]:
+    """Mask and number of the unpadded values of `split_groups`, with `ndim` axes as its result.
+
+    Returns:
+      float32[..., G, group_size], or [..., 1, 1] if all groups are full; and float32[..., G, 1].
+    """
     num_groups = layout.num_groups(num_inputs, group_size)
-    if num_groups * group_size == num_inputs:
-        return np.ones((1, 1), np.float32)
     places = np.arange(num_groups * group_size).reshape(num_groups, group_size)
-    return (places < num_inputs).astype(np.float32)
-
-
-def member_counts(num_inputs: int, group_size: int) -> np.ndarray:
-    """Number of the row's values in each group, float32[G]."""
-    counts = np.full(layout.num_groups(num_inputs, group_size), group_size, np.float32)
-    counts[-1] -= len(counts) * group_size - num_inputs
-    return counts
+    mask = (places < num_inputs).astype(np.float32)
+    counts = mask.sum(axis=-1, keepdims=True)
+    if mask.all():
+        mask = mask[:1, :1]
+    lead = (1,) * (ndim - 2)
+    return jnp.asarray(mask.reshape(*lead, *mask.shape)), jnp.asarray(counts.reshape(*lead, -1, 1))
 
 
 def nearest_codes(weights: jax.Array, scales: jax.Array, zeros: jax.Array, grid: Grid) -> Codes:
@@ -99,11 +100,9 @@ def nearest_codes(weights: jax.Array, scales: jax.Array, zeros: jax.Array, grid:
       weights: float32[..., N, K].
       scales: float32[..., N, G], none of them 0; negative ones are allowed.
       zeros: float32[..., N, G].
-      grid: bits and group size.
     """
     groups = split_groups(weights, grid.group_size)
-    steps = jnp.round(groups / scales[..., None] + zeros[..., None])
-    codes = jnp.clip(steps, 0, grid.max_code).astype(jnp.uint8)
+    codes = grid.round(groups / scales[..., None] + zeros[..., None]).astype(jnp.uint8)
     return Codes(merge_groups(codes, weights.shape[-1]), scales, zeros)
 
 
@@ -115,15 +114,7 @@ def dequantize(codes: Codes, grid: Grid) -> jax.Array:
 
 
 def relative_error(weights: jax.Array, approximation: jax.Array) -> jax.Array:
-    """Relative error |W - W'|_F / |W|_F of each matrix, 0 if W and W' are both 0.
-
-    Args:
-      weights: float32[..., N, K].
-      approximation: of the same shape.
-
-    Returns:
-      float32[...].
-    """
+    """Relative error |W - W'|_F / |W|_F of matrices [..., N, K]: float32[...], 0 if both are 0."""
     lost = jnp.sum(jnp.square(weights - approximation), axis=(-2, -1))
     whole = jnp.sum(jnp.square(weights), axis=(-2, -1))
     return jnp.where(lost > 0, jnp.sqrt(lost / jnp.where(whole > 0, whole, 1.0)), 0.0)

@@ -9,12 +9,7 @@ MAX_RAISES = 8  # of the damping, each tenfold; the last one drowns any Hessian
 
 
 def damped(hessian: jax.Array, damping: jax.Array | float) -> jax.Array:
-    """Damps a Hessian: H + damping mean(diag H) I (GPTQ, section 3.3, step 3).
-
-    Args:
-      hessian: float32[K, K].
-      damping: a share of the mean diagonal.
-    """
+    """Damps float32[K, K]: H + damping mean(diag H) I (GPTQ, section 3.3, step 3)."""
     added = damping * jnp.mean(jnp.diagonal(hessian))
     return hessian + added * jnp.eye(hessian.shape[0], dtype=hessian.dtype)
 
@@ -28,7 +23,6 @@ def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.A
 
     Args:
       hessian: float32[K, K], without zeros on its diagonal.
-      damping: positive, a share of the mean diagonal.
 
     Returns:
       U float32[K, K], and the damping used, float32[]: NaN if none sufficed, and U is invalid.
@@ -59,22 +53,12 @@ def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.A
 
 @functools.partial(jax.jit, donate_argnums=0)
 def add_outer_products(total: jax.Array, x: jax.Array) -> jax.Array:
-    """Adds the sum of x x^T to `total`, in float32.
-
-    Args:
-      total: float32[K, K]; donated.
-      x: [n, K], any float dtype; rows of zeros add nothing.
-    """
+    """Adds x x^T of rows [n, K] to `total`, float32[K, K], which is donated."""
     x = x.astype(jnp.float32)
     return total + jnp.einsum("nk,nj->kj", x, x, precision="highest")
 
 
 def mean_hessian(total: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """Scales a sum of x x^T by 2 / n; zero if n is 0.
-
-    Args:
-      total: float32[..., K, K].
-      num_tokens: int32[...].
-    """
+    """Scales sums of x x^T, float32[..., K, K], by 2 / n; zero if n, int32[...], is 0."""
     count = jnp.maximum(num_tokens, 1).astype(jnp.float32)
     return total * (2 / count)[..., None, None]

@@ -1,7 +1,8 @@
 """Half-quadratic quantization (HQQ): the zero point that minimises a sparse error.
 
 Badri and Shaji 2023, as MiLo's subproblem 1 (section 3.2.2) states it, and with the choices of the
-hqq library's default solver where the texts leave them open.
+hqq library's default solver where the texts leave them open. `kernel_hqq` is the GPU kernel, which
+reads the weights once.
 """
 
 import dataclasses
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 from moejax.quantization.grid import (
     Codes,
     Grid,
-    member_counts,
-    member_mask,
+    group_members,
     merge_groups,
     split_groups,
 )
+from pallas_kernels.hqq_solve import OPERATION, SolveSettings, hqq_solve
+from pallas_kernels.target import SIMULATED, Target
 
 MIN_RANGE = 1e-4  # of a group; a narrower one takes scale 1
 MAX_INVERSE_SCALE = 2e4  # the scale stays within float16
@@ -26,19 +28,12 @@ State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # steps done, zeros, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HqqSettings:
-    """Static choices of the solver.
+    """Static choices of the solver."""
 
-    Attributes:
-      iterations: most half-quadratic steps.
-      norm: p of the error's l_p norm.
-      beta: weight of the quadratic term.
-      round_start: rounds the zero that the solver starts with, as the library does for 4 bits when
-        it is given no choice.
-    """
-
-    iterations: int = 20
-    norm: float = 0.7
-    beta: float = 10.0
+    iterations: int = 20  # most half-quadratic steps
+    norm: float = 0.7  # p of the error's l_p norm
+    beta: float = 10.0  # weight of the quadratic term
+    # Rounds the zero that the solver starts with, as the library does for 4 bits by default.
     round_start: bool = False
 
     @property
@@ -56,10 +51,7 @@ def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -
 
     Args:
       weights: float32[..., N, K], finite; each matrix stops by itself.
-      grid: its zero is "float".
-
-    Raises:
-      ValueError: another kind of zero.
+      grid: its zero is "float"; ValueError otherwise.
     """
     if grid.zero_kind != "float":
         raise ValueError(f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}")
@@ -68,10 +60,7 @@ def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -
     inverse, start = _range_grid(groups, grid)
     if settings.round_start:
         start = jnp.round(start)
-    lead = (1,) * (groups.ndim - 2)
-    members = member_mask(num_inputs, grid.group_size)
-    mask = jnp.asarray(members.reshape(*lead, *members.shape))
-    counts = jnp.asarray(member_counts(num_inputs, grid.group_size).reshape(*lead, -1, 1))
+    mask, counts = group_members(num_inputs, grid.group_size, groups.ndim)
     num_weights = weights.shape[-2] * num_inputs
 
     def step(zeros: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -125,4 +114,49 @@ def _range_grid(groups: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
 
 def _codes(groups: jax.Array, inverse: jax.Array, zeros: jax.Array, grid: Grid) -> jax.Array:
-    return jnp.clip(jnp.round(groups * inverse + zeros), 0, grid.max_code)
+    return grid.round(groups * inverse + zeros)
+
+
+def kernel_refusal(
+    weights: jax.Array | jax.ShapeDtypeStruct, grid: Grid, target: Target | None = None
+) -> str | None:
+    """Reason why `kernel_hqq` cannot take such weights, or None; `hqq` takes all."""
+    if grid.zero_kind != "float":
+        return f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}"
+    return OPERATION.refusal("triton", weights, None, grid.bits, grid.group_size, target=target)
+
+
+def kernel_hqq(
+    weights: jax.Array,
+    u: jax.Array,
+    v: jax.Array,
+    grid: Grid,
+    settings: HqqSettings = HqqSettings(),
+    *,
+    interpret: bool = False,
+) -> Codes:
+    """Computes `hqq(weights - u v, grid)`, except for ties; a `MiloSettings.solver` on a GPU.
+
+    Args:
+      weights: [..., N, K] in float32, bfloat16 or float16, finite.
+      u: float32[..., N, R].
+      v: float32[..., R, K].
+      interpret: runs the kernel on the CPU, for tests.
+    """
+    if reason := kernel_refusal(weights, grid, SIMULATED if interpret else None):
+        raise ValueError(reason)
+    solution = hqq_solve(
+        weights,
+        SolveSettings(
+            bits=grid.bits,
+            group_size=grid.group_size,
+            max_steps=settings.iterations,
+            norm=settings.norm,
+            beta=settings.beta,
+            round_start=settings.round_start,
+        ),
+        low_rank=(u, v) if u.shape[-1] else None,
+        implementation="triton",
+        interpret=interpret,
+    )
+    return Codes(solution.codes, solution.scales, solution.zeros)

@@ -17,8 +17,7 @@ import numpy as np
 from moejax.quantization.grid import (
     Codes,
     Grid,
-    member_counts,
-    member_mask,
+    group_members,
     nearest_codes,
     split_groups,
 )
@@ -29,17 +28,12 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # scales, zeros, what they expla
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeastSquaresSettings:
-    """Static choices of the search.
+    """Static choices of the search."""
 
-    Attributes:
-      iterations: alternations from each start.
-      cuts: shares that the starts leave out of the range at its low and high end; all pairs.
-      signed: lets the scales of a symmetric grid be negative, so that the level that only one side
-        has, -2^(b - 1), may serve either sign.
-    """
-
-    iterations: int = 5
-    cuts: tuple[float, ...] = (0.0, 0.08, 0.16)
+    iterations: int = 5  # alternations from each start
+    cuts: tuple[float, ...] = (0.0, 0.08, 0.16)  # shares of the range left out at each end
+    # Lets the scales of a symmetric grid be negative, so that the level that only one side has,
+    # -2^(b - 1), may serve either sign.
     signed: bool = False
 
     def starts(self) -> np.ndarray:
@@ -64,19 +58,14 @@ def least_squares(
       weights: float32[..., N, K], finite.
     """
     groups = split_groups(weights, grid.group_size)
-    lead = (1,) * (groups.ndim - 2)
-    mask = member_mask(weights.shape[-1], grid.group_size)
-    counts = member_counts(weights.shape[-1], grid.group_size)
-    counted = jnp.asarray(mask.reshape(*lead, *mask.shape))
-    mean = jnp.sum(groups * counted, axis=-1, keepdims=True) / counts.reshape(*lead, -1, 1)
+    mask, counts = group_members(weights.shape[-1], grid.group_size, groups.ndim)
+    mean = jnp.sum(groups * mask, axis=-1, keepdims=True) / counts
     if grid.zero_kind != "float":
         mean = jnp.zeros_like(mean)
     # Without the mean the sums lose no digits, and the fit has one unknown less.
     groups = groups - mean
     low, high = jnp.min(groups, -1, keepdims=True), jnp.max(groups, -1, keepdims=True)
-    step = functools.partial(
-        _step, groups, counted, jnp.asarray(counts.reshape(*lead, -1, 1)), grid
-    )
+    step = functools.partial(_step, groups, mask, counts, grid)
 
     def body(best: State, start: jax.Array) -> tuple[State, None]:
         first = _start(low, high, start, grid)
@@ -112,13 +101,11 @@ def _start(low: jax.Array, high: jax.Array, start: jax.Array, grid: Grid) -> Sta
     return scales, jnp.round(zeros) if grid.zero_kind == "integer" else zeros, nothing
 
 
-def _step(
-    groups: jax.Array, counted: jax.Array, counts: jax.Array, grid: Grid, state: State
-) -> State:
+def _step(groups: jax.Array, mask: jax.Array, counts: jax.Array, grid: Grid, state: State) -> State:
     """Runs one alternation; a state's third part is the explained share of sum(w^2)."""
     scales, zeros, _ = state
-    total = lambda x: jnp.sum(x * counted, axis=-1, keepdims=True)  # noqa: E731
-    codes = jnp.clip(jnp.round(groups / scales + zeros), 0, grid.max_code)
+    total = lambda x: jnp.sum(x * mask, axis=-1, keepdims=True)  # noqa: E731
+    codes = grid.round(groups / scales + zeros)
     # Sums of codes less a constant are exact, and small enough to subtract their squares.
     steps = codes - grid.middle
     sum_codes, product, square = total(steps), total(steps * groups), total(steps * steps)

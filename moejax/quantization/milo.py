@@ -12,7 +12,7 @@ from moejax.quantization.factors import factor_grid, quantize_factor
 from moejax.quantization.grid import Codes, Grid, dequantize
 from moejax.quantization.hqq import hqq
 from moejax.quantization.least_squares import LeastSquaresSettings, least_squares
-from moejax.quantization.low_rank import balanced, sketch, subspace_svd, truncated_svd
+from moejax.quantization.low_rank import balanced, sketch, subspace_svd
 from moejax.quantization.rtn import rtn
 
 # Quantizes weights - u v: (float32[..., N, K], float32[..., N, R], float32[..., R, K], grid).
@@ -25,40 +25,26 @@ BASES: dict[str, Callable[[jax.Array, Grid], Codes]] = {
 }
 WINDOW = 3  # passes that eq. 15 averages over
 FIRST_ITERATIONS = 3  # of the decomposition that starts from random rows
+# How far U V moves towards the error's decomposition in a refitting pass. Codes ignore small moves,
+# so that overshooting saves passes: 1.1 lowers the error by 0.3 to 0.6 % on the demo's matrices,
+# and raises it by as much if the rank is half of the width; 1.5 raises it by 14 % there (INT3,
+# groups of 64).
+STEP = 1.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiloSettings:
-    """Static settings of `milo`; the defaults are the paper's.
+    """Static settings of `milo`; the defaults are the paper's."""
 
-    Attributes:
-      max_rank: components that the results have room for, at most N and K.
-      max_passes: most passes.
-      tolerance: a matrix stops when the mean error of three passes falls by less than this share
-        (eq. 15).
-      base: quantizer of W - U V, one of `BASES`.
-      solver: in place of `base`, such as a kernel that never writes W - U V; a pure function.
-      svd: "randomized" (each pass starts from the one before) or "exact".
-      refit: quantizes the factors in every pass and fits the codes to the remainder. Without it the
-        factors are returned unquantized, and the caller's rounding adds to the error.
-      factor_bits: of the factors, if `refit`.
-      factor_group_size: of the factors, if `refit`.
-      factor_scale: of the factors, if `refit`: see `quantize_factor`.
-      step: how far U V moves towards the error's decomposition, if `refit`. Beyond 1 it overshoots:
-        codes ignore small moves, and fewer passes are needed.
-    """
-
-    max_rank: int
+    max_rank: int  # components that the results have room for, at most N and K
     max_passes: int = 20
-    tolerance: float = 1e-4
-    base: str = "hqq"
-    solver: Solver | None = None
-    svd: str = "randomized"
+    tolerance: float = 1e-4  # share by which the mean error of three passes must fall (eq. 15)
+    base: str = "hqq"  # quantizer of W - U V, one of `BASES`
+    solver: Solver | None = None  # in place of `base`, such as a kernel that never writes W - U V
+    # Quantizes the factors in every pass and fits the codes to the remainder. Without it they are
+    # returned unquantized, and the caller's rounding adds to the error.
     refit: bool = False
-    factor_bits: int = 3
-    factor_group_size: int = 64
-    factor_scale: str = "fitted"
-    step: float = 1.0
+    factor_bits: int = 3  # if `refit`
 
     def __post_init__(self) -> None:
         if self.base not in BASES:
@@ -68,18 +54,13 @@ class MiloSettings:
 
 
 def milo_plus(max_rank: int, factor_bits: int = 3, max_passes: int = 20) -> MiloSettings:
-    """Settings of milo+: least squares, factors quantized in the loop, overshooting steps.
-
-    A step of 1.1 lowers the error by 0.3 to 0.6 % on the demo's matrices, and raises it by as much
-    if the rank is half of the width; 1.5 raises it by 14 % there (INT3, groups of 64).
-    """
+    """Settings of milo+: least squares, factors quantized in the loop, overshooting steps."""
     return MiloSettings(
         max_rank=max_rank,
         max_passes=max_passes,
         base="least_squares",
         refit=True,
         factor_bits=factor_bits,
-        step=1.1,
     )
 
 
@@ -98,10 +79,10 @@ class MiloResult(NamedTuple):
     codes: Codes
     u: jax.Array
     v: jax.Array
-    errors: jax.Array  # float32[..., max_passes], eq. 14 of each pass, 0 for those that did not run
-    passes: jax.Array  # int32[...], how many ran
     u_codes: Codes | None
     v_codes: Codes | None
+    errors: jax.Array  # float32[..., max_passes], eq. 14 of each pass, 0 for those that did not run
+    passes: jax.Array  # int32[...], how many ran
 
 
 class _Pass(NamedTuple):
@@ -109,7 +90,7 @@ class _Pass(NamedTuple):
 
     codes: Codes
     factors: Factors
-    basis: jax.Array  # float32[..., R, K], what the next randomized decomposition starts from
+    basis: jax.Array  # float32[..., R, K], what the next decomposition starts from
     error: jax.Array  # float32[...]
 
 
@@ -134,13 +115,10 @@ def milo(
 
     Args:
       weights: float32[..., N, K], finite.
-      rank: int32[...], components of each matrix, at most `settings.max_rank`; or one for all.
-
-    Raises:
-      ValueError: `max_rank` is larger than N or K.
+      rank: int32[...], components of each matrix, at most `settings.max_rank`, which N and K bound.
     """
     rank = jnp.broadcast_to(jnp.asarray(rank, jnp.int32), weights.shape[:-2])
-    run = refit_pass if settings.refit else paper_pass
+    run = _refit_pass if settings.refit else _paper_pass
     first = _first(weights, grid, settings)
     errors = jnp.zeros((*rank.shape, settings.max_passes), jnp.float32)
     start = _State(
@@ -162,25 +140,13 @@ def milo(
         return _State(state.done + 1, found, best, errors, passes, active)
 
     end = jax.lax.while_loop(again, body, start)
-    return MiloResult(
-        end.best.codes,
-        end.best.factors.u,
-        end.best.factors.v,
-        end.errors,
-        end.passes,
-        end.best.factors.u_codes,
-        end.best.factors.v_codes,
-    )
+    return MiloResult(end.best.codes, *end.best.factors, end.errors, end.passes)
 
 
-def paper_pass(
-    weights: jax.Array,
-    grid: Grid,
-    settings: MiloSettings,
-    rank: jax.Array,
-    last: _Pass,
+def _paper_pass(
+    weights: jax.Array, grid: Grid, settings: MiloSettings, rank: jax.Array, last: _Pass,
     iterations: jax.Array,
-) -> _Pass:
+) -> _Pass:  # fmt: skip
     """Runs one pass of Algorithm 1: eq. 4-9, then eq. 10-12, then eq. 14."""
     codes = _solve(weights, last.factors, grid, settings)
     missed = weights - dequantize(codes, grid)
@@ -189,14 +155,10 @@ def paper_pass(
     return _Pass(codes, Factors(u, v, None, None), basis, error)
 
 
-def refit_pass(
-    weights: jax.Array,
-    grid: Grid,
-    settings: MiloSettings,
-    rank: jax.Array,
-    last: _Pass,
+def _refit_pass(
+    weights: jax.Array, grid: Grid, settings: MiloSettings, rank: jax.Array, last: _Pass,
     iterations: jax.Array,
-) -> _Pass:
+) -> _Pass:  # fmt: skip
     """Runs one pass that ends with the codes: factors, their codes, then W's.
 
     The error of quantizing the factors is part of W - U V when that is quantized, so that it costs
@@ -204,7 +166,7 @@ def refit_pass(
     """
     product = _product(last.factors.u, last.factors.v)
     missed = weights - dequantize(last.codes, grid) - product
-    target = product + settings.step * missed
+    target = product + STEP * missed
     u, v, basis = _decompose(target, last.basis, settings, rank, iterations)
     factors = _quantized(u, v, settings)
     codes = _solve(weights, factors, grid, settings)
@@ -244,24 +206,19 @@ def _decompose(
     """Computes U and V, truncated to each rank, and the next basis."""
     if settings.max_rank == 0:
         return matrix[..., :, :0], matrix[..., :0, :], basis
-    if settings.svd == "randomized":
-        columns, rows = subspace_svd(matrix, basis, iterations)
-        u, v = balanced(columns, rows, settings.max_rank)
-        basis = rows
-    else:
-        u, v = truncated_svd(matrix, settings.max_rank, settings.svd)
+    columns, rows = subspace_svd(matrix, basis, iterations)
+    u, v = balanced(columns, rows, settings.max_rank)
     shape = (*rank.shape, settings.max_rank)
     used = jax.lax.broadcasted_iota(jnp.int32, shape, rank.ndim) < rank[..., None]
-    return jnp.where(used[..., None, :], u, 0.0), jnp.where(used[..., :, None], v, 0.0), basis
+    return jnp.where(used[..., None, :], u, 0.0), jnp.where(used[..., :, None], v, 0.0), rows
 
 
 def _quantized(u: jax.Array, v: jax.Array, settings: MiloSettings) -> Factors:
-    size = settings.factor_group_size
     parts, values = [], []
     for part in (jnp.swapaxes(u, -1, -2), v):
-        codes = quantize_factor(part, settings.factor_bits, size, settings.factor_scale)
+        codes = quantize_factor(part, settings.factor_bits, fitted=True)
         parts.append(codes)
-        values.append(dequantize(codes, factor_grid(settings.factor_bits, part.shape[-1], size)))
+        values.append(dequantize(codes, factor_grid(settings.factor_bits, part.shape[-1])))
     return Factors(jnp.swapaxes(values[0], -1, -2), values[1], parts[0], parts[1])
 
 

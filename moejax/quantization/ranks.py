@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pallas_kernels import layout
+from moejax.weights.qtensor import FACTOR_GROUP_SIZE, CodesKind
 
 DENSE_KINDS = ("attention", "shared_experts", "mlp")
 SPARSE_KINDS = ("experts",)
@@ -60,8 +60,6 @@ class Matrix:
     kind: str  # "attention" | "shared_experts" | "mlp" | "experts" | "router" | "embed" | "head"
     num_rows: int  # N
     num_inputs: int  # K
-    layer: int | None = None
-    expert: int | None = None
     kurtosis: float | None = None  # excess kurtosis of its weights
     frequency: float | None = None  # share of its layer's assignments that its expert gets
 
@@ -88,9 +86,9 @@ class RankPolicy(NamedTuple):
     terms: tuple[Term, ...]
     budget_bytes: int | None = None
 
-    def __str__(self) -> str:
-        within = "" if self.budget_bytes is None else f" within {self.budget_bytes} B"
-        return " + ".join(map(str, self.terms)) + within
+    def needs(self, statistic: str) -> bool:
+        """Whether ranks follow the "kurtosis" of weights or the "frequency" of experts."""
+        return any(term.policy == statistic for term in self.terms)
 
 
 class RankPlan(NamedTuple):
@@ -114,10 +112,8 @@ class _Problem(NamedTuple):
 def parse_policy(text: str) -> RankPolicy:
     """Reads "Dense-512 + Kurtosis-16", "mixtral-s1" or "Uniform-5% within 200 MB".
 
-    Case and spaces do not matter. Units: B, KB, MB, GB (powers of 1000), KiB, MiB, GiB.
-
-    Raises:
-      ValueError: naming the term, and what is known.
+    Case and spaces do not matter. Units: B, KB, MB, GB (powers of 1000), KiB, MiB, GiB. ValueError
+    names a term that is not known, and what is.
     """
     body, within, budget = text.lower().partition(" within ")
     body = NAMED_POLICIES.get(body.strip(), body).lower()
@@ -146,21 +142,17 @@ def _parse_term(part: str, text: str) -> Term:
     return term
 
 
-def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int, *, group_size: int = 64) -> int:
+def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int) -> int:
     """Bytes of one rank: a column of U and a row of V, packed, with their fp16 scales.
 
-    Args:
-      num_rows: N.
-      num_inputs: K.
-      factor_bits: 2, 3, 4, 8, or 16 for bfloat16 without scales.
+    `factor_bits` is 2, 3, 4, 8, or 16 for bfloat16 without scales.
     """
     if factor_bits == 16:
         return 2 * (num_rows + num_inputs)
-    return sum(
-        4 * layout.num_words(length, factor_bits)
-        + 2 * layout.num_groups(length, min(group_size, length))
-        for length in (num_rows, num_inputs)
-    )
+    lengths = (num_rows, num_inputs)
+    sizes = [min(FACTOR_GROUP_SIZE, length) for length in lengths]
+    kinds = [CodesKind(bits=factor_bits, group_size=size) for size in sizes]
+    return sum(kind.num_bytes((1, n)) for kind, n in zip(kinds, lengths, strict=True))
 
 
 def assign_ranks(
@@ -173,10 +165,8 @@ def assign_ranks(
     the budget, and all ranks are multiples (or min(N, K)).
 
     Args:
-      policy: from `parse_policy`.
       matrices: all of the model's, since averages run over all sparse ones.
       factor_bits: of the factors; a rank costs `rank_bytes`.
-      multiple: positive.
 
     Raises:
       ValueError: a term concerns no matrix, or lacks the kurtosis or frequency of one.
@@ -212,11 +202,7 @@ def _problem(matrices: Sequence[Matrix], factor_bits: int) -> _Problem:
 
 
 def _real_ranks(term: Term, problem: _Problem) -> np.ndarray:
-    """Ranks float64[n] of a term before rounding; fixed terms round percentages.
-
-    Raises:
-      ValueError: as `assign_ranks`.
-    """
+    """Ranks float64[n] of a term before rounding; fixed terms round percentages."""
     concerned = {
         "uniform": problem.is_dense | problem.is_sparse,
         "dense": problem.is_dense,

@@ -5,15 +5,10 @@ import jax.numpy as jnp
 
 
 def excess_kurtosis(weights: jax.Array) -> jax.Array:
-    """Excess kurtosis E[(x - mean)^4] / var^2 - 3 of each matrix: 0 for a Gaussian.
+    """Excess kurtosis E[(x - mean)^4] / var^2 - 3 of matrices [..., N, K]: 0 for a Gaussian.
 
-    MiLo 3.1.1 prints the formula without the 3, but its Table 2 is negative for flat weights.
-
-    Args:
-      weights: float[..., N, K].
-
-    Returns:
-      float32[...]; 0 for a constant matrix.
+    MiLo 3.1.1 prints the formula without the 3, but its Table 2 is negative for flat weights. A
+    constant matrix has 0.
     """
     x = weights.astype(jnp.float32)
     x = x - jnp.mean(x, axis=(-2, -1), keepdims=True)

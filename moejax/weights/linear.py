@@ -11,12 +11,14 @@ Axes: N outputs (rows), K inputs; leading axes are layers, then experts.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.weights import choices
 from moejax.weights.qtensor import (
     FP8_BLOCK,
     Compensator,
@@ -45,16 +47,10 @@ MAX_TRITON_ROWS = 32  # of x, times a plain matrix
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Kernels that may multiply packed weights; static.
+    """Kernels that may multiply packed weights; static."""
 
-    Attributes:
-      target: where the program runs; None: unknown, so no kernel is used.
-      implementation: forces one of `pallas_kernels`; None: the first that does not refuse on
-        `target`.
-    """
-
-    target: Target | None = None
-    implementation: str | None = None
+    target: Target | None = None  # where the program runs; None: unknown, so no kernel is used
+    implementation: str | None = None  # forced; None: the first that does not refuse on `target`
 
 
 NO_KERNELS = Kernels()
@@ -99,11 +95,7 @@ def kernel_refusal(weight: Weight) -> str | None:
 
 
 def operands(weight: Weight) -> Operands:
-    """Flattens a weight's leading axes to S slots, without a copy.
-
-    Args:
-      weight: [..., N, K], for which `kernel_refusal` has no reason.
-    """
+    """Flattens the leading axes to S slots, without a copy; `kernel_refusal` has no reason."""
     assert not isinstance(weight, Fp8Tensor)
     if not isinstance(weight, QTensor):
         return Operands(_matrices(weight), ())
@@ -138,6 +130,46 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
     )
 
 
+def choose_part(
+    name: str, form: str, kernels: Kernels, choose: Callable[[Target], Choice]
+) -> Choice:
+    """Chooses and records "triton", a part's kernel, or "xla" with the kernel's refusals.
+
+    Args:
+      name: of the part in the record.
+      form: what it computes in.
+      kernels: the permitted implementations; a reference means XLA here.
+      choose: for a target.
+    """
+    if kernels.implementation == REFERENCE:
+        choice = Choice("xla", {})
+    elif kernels.target is None:
+        choice = Choice("xla", {"triton": "no target was named"})
+    else:
+        choice = choose(kernels.target)
+        if choice.implementation != "triton":
+            choice = Choice("xla", choice.refusals)
+    choices.record(name, choice, form)
+    return choice
+
+
+def form(weight: Weight) -> str:
+    """Describes how a weight is stored, in a few words."""
+    if isinstance(weight, jax.Array):
+        return str(weight.dtype)
+    if kernel_refusal(weight):
+        return packing(weight) or str(weight)
+    of = jax.eval_shape(operands, weight)
+    ranks = "".join(f" + U V {terms.v.describe()}" for terms in of.low_rank)
+    return of.weights.describe() + ranks
+
+
+def record_choice(leaf: str, choice: Choice, weight: Weight) -> None:
+    """Records what multiplies by a leaf; nothing for ""."""
+    if leaf and choices.is_recording():
+        choices.record(leaf, choice, form(weight), packed=packing(weight) is not None)
+
+
 def choose_product(
     num_rows: int,
     dtype: jnp.dtype,
@@ -148,11 +180,8 @@ def choose_product(
 ) -> Choice:
     """Chooses the implementation of x [num_rows, K] times matrices [..., N, K].
 
-    `always_kernel`: see `linear`.
-
-    Returns:
-      An implementation of `pallas_kernels.dequant_matmul`, `PLAIN`, or `DEQUANTIZED` with the
-      reasons why every kernel refuses.
+    One of `pallas_kernels.dequant_matmul`, `PLAIN`, or `DEQUANTIZED` with the reasons why every
+    kernel refuses. `always_kernel`: see `linear`.
     """
     if not isinstance(weight, QTensor | Fp8Tensor):
         return _choose_plain(num_rows, dtype, weight, kernels, always_kernel)
@@ -231,9 +260,6 @@ def matrix(weight: Weight, index: tuple[Index, ...], dtype: jnp.dtype) -> jax.Ar
       index: one integer or integer[z] for each of the first axes, such as (layer,) or (layer,
         expert_ids); () for all.
       dtype: of the result where the weight is packed; a plain one keeps its own.
-
-    Returns:
-      [N, K], or [z, N, K] for integers[z], with the remaining axes before N.
     """
     if index:
         weight = weight[index]
@@ -243,13 +269,7 @@ def matrix(weight: Weight, index: tuple[Index, ...], dtype: jnp.dtype) -> jax.Ar
 def expert_matrix(
     stacked: Weight, layer: Index, expert_id: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
-    """Returns [N, K], the matrix of an expert whose id is known on the device only.
-
-    Args:
-      stacked: [M, E, N, K].
-      layer: index among the sparse layers.
-      expert_id: int32[], in 0..E - 1.
-    """
+    """Returns [N, K] of [M, E, N, K]; `expert_id`, int32[], is known on the device only."""
     if isinstance(stacked, QTensor | Fp8Tensor):
         return matrix(stacked, (layer, expert_id), dtype)
     zero = jnp.zeros_like(expert_id)
@@ -264,53 +284,43 @@ def linear(
     out_dtype: jnp.dtype | None = None,
     kernels: Kernels = NO_KERNELS,
     *,
+    leaf: str = "",
     always_kernel: bool = False,
 ) -> jax.Array:
-    """Computes x W^T with one layer's matrix.
+    """Computes x W^T [..., N] of x [..., K] with one layer's matrix of `weight` [L, N, K].
 
-    Args:
-      x: [..., K].
-      weight: [L, N, K].
-      layer: index into L.
-      always_kernel: many rows use a kernel, however small the matrix: XLA's tiles depend on the
-        rest of the program.
-
-    Returns:
-      [..., N].
+    `leaf` names the weight in the record of choices, if it is recorded. With `always_kernel` many
+    rows use a kernel, however small the matrix: XLA's tiles depend on the rest of the program.
     """
     if isinstance(weight, RecordedInput):
         weight.record(x)
         weight = weight.weight
-    y = _by_kernel(x, weight, layer, out_dtype, kernels, always_kernel)
+    y = _by_kernel(x, weight, layer, out_dtype, kernels, leaf, always_kernel)
     return _product(x, weight[layer], out_dtype) if y is None else y
 
 
 def product(
-    x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None, kernels: Kernels = NO_KERNELS
+    x: jax.Array,
+    weight: Weight,
+    out_dtype: jnp.dtype | None = None,
+    kernels: Kernels = NO_KERNELS,
+    *,
+    leaf: str = "",
 ) -> jax.Array:
-    """Computes x W^T with one matrix.
-
-    Args:
-      x: [..., K].
-      weight: [N, K].
-      out_dtype: of the result and its sums; None: `x.dtype`.
-
-    Returns:
-      [..., N].
-    """
-    y = _by_kernel(x, weight, 0, out_dtype, kernels)
+    """Computes x W^T [..., N] of x [..., K] with one matrix [N, K]; sums are in `out_dtype`."""
+    y = _by_kernel(x, weight, 0, out_dtype, kernels, leaf)
     return _product(x, weight, out_dtype) if y is None else y
 
 
 def _by_kernel(
     x: jax.Array, weight: Weight, slot: Index, out_dtype: jnp.dtype | None, kernels: Kernels,
-    always_kernel: bool = False,
+    leaf: str, always_kernel: bool = False,
 ) -> jax.Array | None:  # fmt: skip
     """Computes [..., N] by a kernel, or returns None if every kernel refuses."""
     num_rows = math.prod(x.shape[:-1])
-    chosen = choose_product(
-        num_rows, x.dtype, weight, kernels, always_kernel=always_kernel
-    ).implementation
+    choice = choose_product(num_rows, x.dtype, weight, kernels, always_kernel=always_kernel)
+    record_choice(leaf, choice, weight)
+    chosen = choice.implementation
     if chosen in (PLAIN, DEQUANTIZED):
         return None
     y = _kernel_product(
@@ -372,15 +382,7 @@ def _row_block(
 
 
 def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Takes rows of one matrix, for embeddings; no other row is dequantized.
-
-    Args:
-      weight: [N, K].
-      ids: int32[...], in 0..N - 1.
-
-    Returns:
-      [..., K].
-    """
+    """Takes rows `ids`, int32[...], of one matrix [N, K]; no other row is dequantized."""
     if isinstance(weight, Fp8Tensor):
         inputs = np.arange(weight.shape[1]) // FP8_BLOCK
         scales = weight.scales[ids // FP8_BLOCK][..., inputs]

@@ -7,7 +7,7 @@ of low-rank factors. Leading axes (layers, experts) are written `...`.
 import dataclasses
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,53 @@ from pallas_kernels import layout
 
 FP8_BLOCK = 128
 ZERO_KINDS = ("float", "integer", "symmetric")
+FACTOR_GROUP_SIZE = 64  # of packed low-rank factors; shorter rows are one group
 
 
 def _static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodesKind:
+    """Stored form of packed matrices; those of one kind can lie in one stack."""
+
+    bits: int
+    group_size: int
+    zero_kind: str = "symmetric"  # one of `ZERO_KINDS`
+    scale_dtype: str = "float16"  # or "float32"
+
+    def arrays(self, shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Arrays of matrices [..., N, K] by field of `QTensor`, without a permutation."""
+        *lead, inputs = shape
+        words = (*lead, layout.num_words(inputs, self.bits))
+        groups = (*lead, layout.num_groups(inputs, self.group_size))
+        scales = jax.ShapeDtypeStruct(groups, np.dtype(self.scale_dtype))
+        found = {"words": jax.ShapeDtypeStruct(words, np.dtype(np.uint32)), "scales": scales}
+        if self.zero_kind != "symmetric":
+            is_integer = self.zero_kind == "integer"
+            found["zeros"] = (
+                jax.ShapeDtypeStruct(groups, np.dtype(np.uint8)) if is_integer else scales
+            )
+        return found
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of `arrays`."""
+        return sum(array.size * array.dtype.itemsize for array in self.arrays(shape).values())
+
+    def tensor(
+        self,
+        num_inputs: int,
+        arrays: Mapping[str, Any],
+        compensators: tuple["Compensator", ...] = (),
+    ) -> "QTensor":
+        """Matrices of this kind from their arrays; checked (`QTensor.check`)."""
+        fields: dict[str, Any] = {"zeros": None, **arrays, "compensators": compensators}
+        tensor = QTensor(
+            **fields, num_inputs=num_inputs, bits=self.bits, group_size=self.group_size
+        )
+        tensor.check()
+        return tensor
 
 
 @jax.tree_util.register_dataclass
@@ -75,11 +118,6 @@ class QTensor:
     def nbytes(self) -> int:
         """Bytes of codes, scales, zeros, permutation and compensators."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of all parts over the number of weights."""
-        return 8 * self.nbytes / self.size
 
     def check(self) -> None:
         """Raises ValueError naming the invariant that does not hold."""
@@ -248,11 +286,6 @@ class Fp8Tensor:
         """Bytes of values and scales."""
         return self.values.nbytes + self.scales.nbytes
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of all parts over the number of weights."""
-        return 8 * self.nbytes / self.size
-
     def check(self) -> None:
         """Raises ValueError naming the invariant that does not hold."""
         *lead, rows, inputs = self.shape
@@ -278,17 +311,13 @@ Weight = jax.Array | QTensor | Fp8Tensor
 
 @dataclasses.dataclass(frozen=True)
 class RecordedInput:
-    """A plain weight [L, N, K] that records the inputs it multiplies; for calibration.
+    """A plain weight that records the inputs it multiplies, for calibration.
 
     It replaces the weight in a module, within one trace.
-
-    Attributes:
-      weight: the replaced one.
-      record: called with x [..., K] of every `linear`.
     """
 
-    weight: jax.Array
-    record: Callable[[jax.Array], None]
+    weight: jax.Array  # [L, N, K], the replaced one
+    record: Callable[[jax.Array], None]  # called with x [..., K] of every `linear`
 
     def __getitem__(self, index: types.EllipsisType) -> "RecordedInput":
         """Returns itself: indexing single layers would record nothing."""
@@ -318,32 +347,20 @@ def from_codes(
       codes: uint8[..., N, K].
       scales: float[..., N, G].
       zeros: float[..., N, G] in units of codes; ignored where `zero_kind` is "symmetric".
-      bits: 2, 3, 4 or 8.
-      group_size: 1..K.
       zero_kind: one of `ZERO_KINDS`; "integer" rounds and stores uint8.
-      scale_dtype: float16 or float32, of scales and float zeros.
 
     Raises:
       ValueError: an unknown zero kind, or shapes that do not fit (`QTensor.check`).
     """
     if zero_kind not in ZERO_KINDS:
         raise ValueError(f"zero_kind {zero_kind!r} is none of {', '.join(ZERO_KINDS)}")
-    stored = None
+    arrays = {}
     if zero_kind != "symmetric":
         assert zeros is not None
         xp = jnp if isinstance(zeros, jax.Array) else np
-        stored = (
-            xp.round(zeros).astype(xp.uint8)
-            if zero_kind == "integer"
-            else zeros.astype(scale_dtype)
+        is_integer = zero_kind == "integer"
+        arrays["zeros"] = (
+            xp.round(zeros).astype(xp.uint8) if is_integer else zeros.astype(scale_dtype)
         )
-    tensor = QTensor(
-        words=layout.pack(codes, bits),
-        scales=scales.astype(scale_dtype),
-        zeros=stored,
-        num_inputs=codes.shape[-1],
-        bits=bits,
-        group_size=group_size,
-    )
-    tensor.check()
-    return tensor
+    arrays |= {"words": layout.pack(codes, bits), "scales": scales.astype(scale_dtype)}
+    return CodesKind(bits=bits, group_size=group_size).tensor(codes.shape[-1], arrays)

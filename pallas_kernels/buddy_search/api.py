@@ -50,23 +50,14 @@ def search(
       gate: None: all allowed tokens pass.
       replaced: int32[M, E], counts to which the replaced pairs of each expert are added; donate it.
         None: no counts.
-      last_first: visits ranks from the least weight on.
       implementation: "triton" or "reference"; None for the first that does not refuse.
-      interpret: runs the kernel on the CPU, for tests.
 
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     reasons = []
-    if (
-        ids.ndim != 2
-        or ids.dtype != jnp.int32
-        or allowed.shape
-        not in (
-            ids.shape[:1],
-            ids.shape,
-        )
-    ):
+    fits = allowed.shape in (ids.shape[:1], ids.shape)
+    if ids.ndim != 2 or ids.dtype != jnp.int32 or not fits:
         reasons.append(f"ids are {ids.dtype}{ids.shape}, allowed {allowed.shape}")
     if lists.ndim != 3 or lists.dtype != jnp.int32 or not _is_of(resident, lists):
         reasons.append(f"lists are {lists.dtype}{lists.shape}, resident {resident.shape}")

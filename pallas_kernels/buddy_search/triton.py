@@ -15,6 +15,7 @@ from pallas_kernels import launch
 from pallas_kernels.buddy_search.reference import LEAST, Found, Gate
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
+from pallas_kernels.triton.elements import iota, power_above
 
 Ref = Any
 MAX_WIDTH = 32
@@ -31,10 +32,6 @@ def refusal(width: int, places: int, target: Target) -> str | None:
     if places > MAX_PLACES:
         reasons.append(f"{places} places of a list, more than {MAX_PLACES}")
     return "; ".join(filter(None, reasons)) or None
-
-
-def _iota(count: int) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, (1 << (count - 1).bit_length(),), 0)
 
 
 def _among(values: jax.Array, those: jax.Array) -> jax.Array:
@@ -57,7 +54,7 @@ def _is_sure(
 ) -> jax.Array:
     """Whether the gate lets a token of several experts pass, by their probabilities."""
     width = of["ids"].shape[1]
-    lanes = _iota(width)
+    lanes = iota(power_above(width))
     inside = lanes < width
     place = of["probabilities"].at[token, jnp.maximum(ids, 0)]
     chosen = pltriton.load(place, mask=inside, other=LEAST)
@@ -85,7 +82,7 @@ def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
     ids_ref, lists_ref, resident_ref = of["ids"], of["lists"], of["resident"]
     token, width, size = pl.program_id(0), ids_ref.shape[1], lists_ref.shape[2]
     layer, depth, budget = of["layer"][()], of["depth"][()], of["budget"][()]
-    lanes, places = _iota(width), _iota(size)
+    lanes, places = iota(power_above(width)), iota(power_above(size))
     inside = lanes < width
     ids = pltriton.load(ids_ref.at[token, lanes], mask=inside, other=NOBODY)
     there = _held(resident_ref, layer, ids, inside, other=True)

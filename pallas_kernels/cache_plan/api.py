@@ -1,4 +1,4 @@
-"""The public calls: which implementation runs, and why one is refused."""
+"""Public calls of the cache plan, and their operations."""
 
 from collections.abc import Sequence
 
@@ -12,38 +12,31 @@ from pallas_kernels.cache_plan.operands import (
     Asked,
     Columns,
     Fetch,
-    Form,
     LayerPlan,
     Rule,
     Tables,
     Tier,
+    TierShape,
     Wishes,
 )
 from pallas_kernels.cache_plan.reference import plan_reference, predict_reference
-from pallas_kernels.target import SIMULATED, Target, current_target
+from pallas_kernels.op import Implementation, Operation
 
-IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
-
-
-def refusal(
-    implementation: str,
-    num_experts: int,
-    num_asked: int,
-    num_tiers: int = 1,
-    target: Target | None = None,
-) -> str | None:
-    """Why an implementation cannot serve on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      num_experts: E.
-      num_asked: pairs of a plan, N A, or experts of a prediction, L.
-      num_tiers: T.
-      target: None for the default device.
-    """
-    if implementation == "reference":
-        return None
-    return triton.refusal(num_experts, num_asked, num_tiers, target or current_target())
+# A choice is for E experts, pairs of a plan (N A) or experts of a prediction (L), and T tiers.
+PLAN = Operation(
+    "cache_plan.plan",
+    kernels=(Implementation("triton", triton.refusal, triton.plan_triton),),
+    reference=plan_reference,
+    abstract=lambda tiers, gate, layer, asked, *_, **__: (
+        tiers[0].row_of.shape[-1], asked.ids.size, len(tiers)
+    ),
+)  # fmt: skip
+PREDICT = Operation(
+    "cache_plan.predict",
+    kernels=(Implementation("triton", triton.refusal, triton.predict_triton),),
+    reference=predict_reference,
+    abstract=lambda tier, layer, ids, *_, **__: (tier.row_of.shape[-1], ids.size, 1),
+)
 
 
 def plan(
@@ -53,17 +46,16 @@ def plan(
     asked: Asked,
     active: jax.Array,
     *,
-    forms: Sequence[Form],
+    forms: Sequence[TierShape],
     columns: Columns,
     implementation: str | None = None,
-    num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     """Where each pair of a layer runs, and what is fetched for that.
 
-    Of several tiers `reference.serve` says which one serves an expert. A copy leaves a tier that is
-    not full when its expert comes in another one, or is in a better one. Then in each tier misses,
-    in order of id, take the victims: free slots, then those of experts that are not needed, of
+    Of several tiers `reference.resolve_tiers` says which one serves an expert. A copy leaves a tier
+    that is not full when its expert comes in another one, or is in a better one. Then in each tier
+    misses, in order of id, take the victims: free slots, then those of experts not needed, of
     longest ago, then of least number. With waves, where there are fewer victims than misses, misses
     take the free slots alone and the rest is streamed (a scan evicts nothing). What was used gets
     the clock, which then advances.
@@ -77,8 +69,6 @@ def plan(
       active: bool[N], tokens that count.
       columns: of `Tables.events`, by the names of `PLAN_EVENTS`.
       implementation: "triton" or "reference"; None for the kernel where it does not refuse.
-      num_warps: of the kernel; None for a number that goes with the sizes.
-      interpret: runs the kernel on the CPU, for tests.
 
     Returns:
       The tables of each tier and the gate mass, in the same places in memory if they were donated,
@@ -90,14 +80,12 @@ def plan(
     reasons = _misfits(tiers, gate, asked, active, forms)
     if missing := sorted(set(PLAN_EVENTS) - set(columns)):
         reasons.append(f"no column for {', '.join(missing)}")
-    sizes = (tiers[0].row_of.shape[-1], asked.ids.size, len(tiers)) if tiers else (0, 0, 0)
-    chosen = _chosen("plan", reasons, implementation, sizes, interpret)
-    given = (tuple(tiers), gate, jnp.asarray(layer, jnp.int32), asked, active)
-    if chosen == "reference":
-        return plan_reference(*given, forms=forms, columns=columns)
-    return triton.plan_triton(
-        *given, forms=forms, columns=columns, num_warps=num_warps, interpret=interpret
-    )
+    if reasons:
+        raise ValueError(f"cache_plan.plan: {'; '.join(reasons)}")
+    return PLAN(
+        tuple(tiers), gate, jnp.asarray(layer, jnp.int32), asked, active, forms=forms,
+        columns=columns, implementation=implementation, interpret=interpret,
+    )  # fmt: skip
 
 
 def predict(
@@ -106,10 +94,9 @@ def predict(
     ids: jax.Array,
     active: jax.Array,
     *,
-    form: Form,
+    form: TierShape,
     columns: Columns,
     implementation: str | None = None,
-    num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[Tables, Fetch]:
     """Admits experts that a layer to come will probably need, ahead of its `plan`.
@@ -119,13 +106,9 @@ def predict(
 
     Args:
       tier: donate its tables; C > 0.
-      layer: the layer to come.
       ids: int32[L], experts; -1: none.
       active: bool[N]; nothing is admitted if no token is.
       columns: of `Tables.events`, by the names of `PREDICT_EVENTS`.
-      implementation: as in `plan`.
-      num_warps: as in `plan`.
-      interpret: as in `plan`.
 
     Returns:
       The tables, and what to fetch before that layer's products.
@@ -140,32 +123,15 @@ def predict(
         reasons.append("there are no slots")
     if missing := sorted(set(PREDICT_EVENTS) - set(columns)):
         reasons.append(f"no column for {', '.join(missing)}")
-    sizes = (tier.row_of.shape[-1], ids.size, 1)
-    chosen = _chosen("predict", reasons, implementation, sizes, interpret)
-    given = (tier, jnp.asarray(layer, jnp.int32), ids, active)
-    if chosen == "reference":
-        return predict_reference(*given, form=form, columns=columns)
-    return triton.predict_triton(
-        *given, form=form, columns=columns, num_warps=num_warps, interpret=interpret
-    )
-
-
-def _chosen(
-    call: str, reasons: list[str], asked: str | None, sizes: tuple[int, int, int], interpret: bool
-) -> str:
-    """The implementation; raises ValueError for what does not fit, or is refused."""
     if reasons:
-        raise ValueError(f"cache_plan.{call}: {'; '.join(reasons)}")
-    refused = refusal("triton", *sizes, SIMULATED if interpret else current_target())
-    chosen = asked or ("reference" if refused else "triton")
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    if chosen == "triton" and refused:
-        raise ValueError(f"cache_plan.{call} by triton refuses: {refused}")
-    return chosen
+        raise ValueError(f"cache_plan.predict: {'; '.join(reasons)}")
+    return PREDICT(
+        tier, jnp.asarray(layer, jnp.int32), ids, active, form=form, columns=columns,
+        implementation=implementation, interpret=interpret,
+    )  # fmt: skip
 
 
-def _misfits_of_tier(i: int, tier: Tier, form: Form, shape: tuple[int, ...]) -> list[str]:
+def _misfits_of_tier(i: int, tier: Tier, form: TierShape, shape: tuple[int, ...]) -> list[str]:
     if len(shape) != 2:
         return [f"row_of of tier {i} is {tier.row_of.shape}, not [M, E]"]
     (num_layers, num_experts), reasons = shape, []
@@ -193,7 +159,7 @@ def _misfits(
     gate: jax.Array | None,
     asked: Asked,
     active: jax.Array,
-    forms: Sequence[Form],
+    forms: Sequence[TierShape],
 ) -> list[str]:
     reasons = []
     if not tiers or len(forms) != len(tiers):
@@ -205,7 +171,7 @@ def _misfits(
         reasons += _misfits_of_tier(i, tier, form, shape)
         if form.waves < 0 or form.transient < 1 or (form.streams and not form.waves):
             reasons.append(f"tier {i}: {form.slots} slots, {form.waves} waves of {form.transient}")
-        if form.is_fixed and (i or not form.slots):
+        if form.static_in_step and (i or not form.slots):
             reasons.append(f"tier {i} is fixed: the first one may be, with slots")
         if (form.is_full or form.is_complete) and form.slots < shape[-1]:
             reasons.append(f"tier {i} is not full: it has {form.slots} slots")

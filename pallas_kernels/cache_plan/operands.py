@@ -38,7 +38,7 @@ class Tables(NamedTuple):
 
 
 class Tier(NamedTuple):
-    """One of T; its `Form` is given apart.
+    """One of T; its `TierShape` is given apart.
 
     Attributes:
       tables: changed in place.
@@ -50,7 +50,7 @@ class Tier(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
+class TierShape:
     """Static facts of a tier.
 
     Attributes:
@@ -62,11 +62,11 @@ class Form:
       is_full: it has a slot for every expert, and no copy leaves it for that the expert is in
         another tier.
       is_complete: every expert is in its slot for ever: nothing is fetched, and its table stays.
-      is_fixed: the first tier alone: its slots change between steps only, and nobody asks for what
-        they do not hold.
-      is_fed: a tier that is neither full nor the first: an expert that has a slot here may have
-        come to a tier of higher fidelity by other means than such plans. If it has where this is
-        False, its copy here serves nobody, and stays until its slot is taken.
+      static_in_step: the first tier alone: its slots change between steps only, and nobody asks for
+        what they do not have.
+      may_be_promoted_elsewhere: a tier that is neither full nor the first: an expert with a slot
+        here may have come to a tier of higher fidelity by other means than such plans. If it has
+        where this is False, its copy here serves nobody, and stays until its slot is taken.
     """
 
     slots: int
@@ -75,8 +75,8 @@ class Form:
     waves: int = 0
     is_full: bool = False
     is_complete: bool = False
-    is_fixed: bool = False
-    is_fed: bool = True
+    static_in_step: bool = False
+    may_be_promoted_elsewhere: bool = True
 
     @property
     def streams(self) -> bool:
@@ -86,12 +86,12 @@ class Form:
     @property
     def changes(self) -> bool:
         """Whether a step changes who has its slots of layers."""
-        return not (self.is_complete or self.streams or self.is_fixed)
+        return not (self.is_complete or self.streams or self.static_in_step)
 
     @property
     def fetches(self) -> bool:
         """Whether a step may copy experts to it."""
-        return not (self.is_complete or self.is_fixed)
+        return not (self.is_complete or self.static_in_step)
 
     @property
     def later_waves(self) -> int:

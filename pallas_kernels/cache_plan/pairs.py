@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.cache_plan import slots as vectors
-from pallas_kernels.cache_plan.operands import Form
+from pallas_kernels.cache_plan.operands import TierShape
 from pallas_kernels.cache_plan.slots import Refs, iota, matches, some
 from pallas_kernels.triton.elements import quotient, remainder
 
@@ -28,7 +28,7 @@ class Pairs(NamedTuple):
     strict: jax.Array  # no better one will do
 
 
-class State(NamedTuple):
+class TierEntries(NamedTuple):
     """Entries of a tier's tables for the pairs' experts, read before any write."""
 
     of: Refs
@@ -41,8 +41,8 @@ class State(NamedTuple):
 
 
 def load(
-    of: Refs, tiers: Sequence[Refs], forms: Sequence[Form], layer: jax.Array, at_least: bool
-) -> tuple[Pairs, list[State]]:
+    of: Refs, tiers: Sequence[Refs], forms: Sequence[TierShape], layer: jax.Array, at_least: bool
+) -> tuple[Pairs, list[TierEntries]]:
     """All that is read but slots: loads wait for each other nowhere else but in the addresses."""
     num_pairs = of["ids"].shape[0]
     width = num_pairs // of["active"].shape[0]
@@ -58,11 +58,11 @@ def load(
         resident = local >= 0
         serves = resident if form.is_full else resident & ~better
         better |= resident
-        is_used = form.changes or form.is_fixed
+        is_used = form.changes or form.static_in_step
         ahead = vectors.load_ahead(tables, layer, local) if is_used else None
         events = vectors.load_events(tables, layer)
         mass = tuple(tables["gate"][layer, column] for column in range(2))
-        states.append(State(tables, tables["clock"][()], local, serves, ahead, events, mass))
+        states.append(TierEntries(tables, tables["clock"][()], local, serves, ahead, events, mass))
     if "high" in of:
         tier, strict = _by_rule(of, layer, ids, states, at_least)
         asks = active & (tier >= 0)
@@ -89,7 +89,7 @@ def load(
 
 
 def _by_rule(
-    of: Refs, layer: jax.Array, ids: jax.Array, states: Sequence[State], at_least: bool
+    of: Refs, layer: jax.Array, ids: jax.Array, states: Sequence[TierEntries], at_least: bool
 ) -> tuple[jax.Array, jax.Array]:
     """int32[P], the tiers that pairs ask for; bool[P], no better one will do."""
     critical = ids < -1
@@ -106,7 +106,7 @@ def _by_rule(
     return tier, critical if at_least else ids >= 0
 
 
-def serve(pairs: Pairs, states: Sequence[State]) -> tuple[jax.Array, jax.Array]:
+def resolve_tiers(pairs: Pairs, states: Sequence[TierEntries]) -> tuple[jax.Array, jax.Array]:
     """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
     if len(states) == 1:  # whatever is asked for, the one tier serves
         asks = pairs.ids >= 0

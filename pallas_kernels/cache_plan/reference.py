@@ -16,11 +16,11 @@ from pallas_kernels.cache_plan.operands import (
     Asked,
     Columns,
     Fetch,
-    Form,
     LayerPlan,
     Rule,
     Tables,
     Tier,
+    TierShape,
     Wishes,
     num_slots,
 )
@@ -133,7 +133,7 @@ def departures(before: Row, after: Row) -> dict[str, jax.Array]:
     }
 
 
-class Served(NamedTuple):
+class ResolvedTiers(NamedTuple):
     """Tiers, misses and reuse of a layer's experts in a step.
 
     Attributes:
@@ -149,7 +149,7 @@ class Served(NamedTuple):
     leaving: jax.Array
 
 
-def serving(copies: jax.Array, full: Sequence[bool]) -> jax.Array:
+def servable(copies: jax.Array, full: Sequence[bool]) -> jax.Array:
     """bool[T, E], copies that may serve: none that leaves because a better one has come.
 
     Look-ahead and transfers bring an expert while it is still in a tier of lower fidelity; that
@@ -166,7 +166,9 @@ def serving(copies: jax.Array, full: Sequence[bool]) -> jax.Array:
     return jnp.stack(rows)
 
 
-def serve(resident: jax.Array, ids: jax.Array, wishes: Wishes, active: jax.Array) -> Served:
+def resolve_tiers(
+    resident: jax.Array, ids: jax.Array, wishes: Wishes, active: jax.Array
+) -> ResolvedTiers:
     """Which tier serves each expert, by the rules of DyMoE's mixed-precision cache (section 4.4.2).
 
       * No duplication: an expert is stored in one format only.
@@ -175,14 +177,14 @@ def serve(resident: jax.Array, ids: jax.Array, wishes: Wishes, active: jax.Array
       * Conservative reuse: high precision is there, low is asked for: a hit, the high copy serves.
 
     Args:
-      resident: bool[T, E], of `serving`.
+      resident: bool[T, E], of `servable`.
       ids: int32[N, A].
       wishes: of each pair. A copy of higher fidelity serves where all active pairs of the tier
         that an expert is asked for in allow it (`at_least`).
       active: bool[N].
 
     Returns:
-      See `Served`; no expert is both reused and fetched.
+      See `ResolvedTiers`; no expert is both reused and fetched.
     """
     num_tiers, num_experts = resident.shape
     expert, tier = _iota(num_experts), _iota(num_tiers)[:, None]
@@ -196,13 +198,13 @@ def serve(resident: jax.Array, ids: jax.Array, wishes: Wishes, active: jax.Array
     reused = jnp.any(better, axis=0) & ~exact
     there = jnp.max(jnp.where(better, tier, -1), axis=0)
     fetched = (asked >= 0) & ~exact & ~reused
-    return Served(jnp.where(reused, there, asked), fetched, reused, resident & fetched[None])
+    return ResolvedTiers(jnp.where(reused, there, asked), fetched, reused, resident & fetched[None])
 
 
 def wishes_of(
     rule: Rule, ids: jax.Array, active: jax.Array, layer: jax.Array, resident: jax.Array
 ) -> Wishes:
-    """The wishes of a rule; `resident` bool[T, E], of `serving`."""
+    """The wishes of a rule; `resident` bool[T, E], of `servable`."""
     num_experts, width = resident.shape[1], ids.shape[1]
     critical = jnp.zeros(num_experts, bool)
     if rule.critical is not None:
@@ -229,7 +231,7 @@ class _OneTier(NamedTuple):
 
 
 def _plan_one(
-    tier: Tier, layer: jax.Array, needed: jax.Array, size: int, form: Form, columns: Columns
+    tier: Tier, layer: jax.Array, needed: jax.Array, size: int, form: TierShape, columns: Columns
 ) -> _OneTier:
     """Slots for the experts of one tier that a layer needs, bool[E]; at most `size` of them."""
     tables, row_of = tier
@@ -284,7 +286,7 @@ def plan_reference(
     asked: Asked,
     active: jax.Array,
     *,
-    forms: Sequence[Form],
+    forms: Sequence[TierShape],
     columns: Columns,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     """See `api.plan`."""
@@ -294,17 +296,17 @@ def plan_reference(
     chosen, gone = jnp.where(active[:, None], 0, jnp.full_like(ids, -1)), None
     if asked.by is not None:
         copies = jnp.stack([tier.tables.table[layer, :num_experts] >= 0 for tier in tiers])
-        resident = serving(copies, [form.is_full for form in forms])
+        resident = servable(copies, [form.is_full for form in forms])
         wishes = asked.by
         if isinstance(wishes, Rule):
             wishes = wishes_of(wishes, ids, active, layer, resident)
-        found = serve(resident, ids, wishes, active)
+        found = resolve_tiers(resident, ids, wishes, active)
         chosen = jnp.where(active[:, None] & (wishes.tier >= 0), found.tier[ids], -1)
         better = [jnp.any(copies[:i], axis=0) for i in range(num_tiers)]
         gone = [copies[i] & (found.fetched | better[i]) for i in range(num_tiers)]
     slot, wave, after, fetch, streamed = jnp.full_like(ids, -1), jnp.full_like(ids, -1), [], [], []
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
-        if gone is not None and num_tiers > 1 and not (form.is_full or form.is_fixed):
+        if gone is not None and num_tiers > 1 and not (form.is_full or form.static_in_step):
             tier = tier._replace(tables=_released(tier.tables, layer, gone[i], columns))
         mine = chosen == i
         made = _plan_one(tier, layer, marked(ids, mine, num_experts), size, form, columns)
@@ -328,7 +330,13 @@ def plan_reference(
 
 
 def predict_reference(
-    tier: Tier, layer: jax.Array, ids: jax.Array, active: jax.Array, *, form: Form, columns: Columns
+    tier: Tier,
+    layer: jax.Array,
+    ids: jax.Array,
+    active: jax.Array,
+    *,
+    form: TierShape,
+    columns: Columns,
 ) -> tuple[Tables, Fetch]:
     """See `api.predict`."""
     tables, num_experts = tier.tables, tier.row_of.shape[1]

@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.cache_plan.operands import Columns
+from pallas_kernels.triton.elements import power_above
 
 Ref = Any
 Refs = Mapping[str, Ref]
@@ -44,14 +45,9 @@ class Slots(NamedTuple):
     age: jax.Array  # since the last use, of signed numbers in the order of unsigned ones
 
 
-def power_of_two(size: int) -> int:
-    """The least that is not below `size`."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def iota(size: int) -> jax.Array:
     """int32, 0, 1, ... of the least power of two that is not below `size`."""
-    return jax.lax.iota(jnp.int32, power_of_two(size))
+    return jax.lax.iota(jnp.int32, power_above(size))
 
 
 def matches(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -14,27 +14,26 @@ from pallas_kernels.cache_plan.operands import (
     Asked,
     Columns,
     Fetch,
-    Form,
     LayerPlan,
     Rule,
     Tables,
     Tier,
+    TierShape,
     Wishes,
 )
-from pallas_kernels.cache_plan.pairs import MAX_TIERS, Pairs, State, load, serve
+from pallas_kernels.cache_plan.pairs import MAX_TIERS, Pairs, TierEntries, load, resolve_tiers
 from pallas_kernels.cache_plan.slots import (
     Ref,
     Refs,
     iota,
     matches,
     pick,
-    power_of_two,
     some,
     together,
 )
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
-from pallas_kernels.triton.elements import quotient, remainder
+from pallas_kernels.triton.elements import power_above, quotient, remainder
 
 MAX_PAIRS = 256
 MAX_EXPERTS = 512
@@ -42,7 +41,7 @@ ELEMENTS = 32  # of the largest comparison of pairs, a thread's: with 64 registe
 
 
 def refusal(num_experts: int, num_pairs: int, num_tiers: int, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    """Reason why this implementation refuses, or None."""
     reasons = [platform_refusal(target)]
     if num_experts > MAX_EXPERTS:
         reasons.append(f"{num_experts} experts a layer, more than {MAX_EXPERTS}")
@@ -62,8 +61,8 @@ def default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
     """
     if num_tiers > 1 and num_pairs > 128:
         return 8
-    asked = power_of_two(num_pairs)
-    most = asked * max(asked, power_of_two(slots))
+    asked = power_above(num_pairs)
+    most = asked * max(asked, power_above(slots))
     return min(32, max(4, most // (32 * ELEMENTS)))
 
 
@@ -87,9 +86,9 @@ class _Moved(NamedTuple):
 class _Tier(NamedTuple):
     """A tier in the kernel: what its branches read."""
 
-    states: Sequence[State]
+    states: Sequence[TierEntries]
     number: int
-    form: Form
+    form: TierShape
     layer: jax.Array
     pairs: Pairs
     runs: jax.Array  # bool[P], the pairs that run in it
@@ -98,7 +97,7 @@ class _Tier(NamedTuple):
     interpret: bool
 
     @property
-    def state(self) -> State:
+    def state(self) -> TierEntries:
         return self.states[self.number]
 
     @property
@@ -120,14 +119,14 @@ class _Tier(NamedTuple):
 def _leaving(tier: _Tier) -> jax.Array:
     """bool[P], the copy in a tier leaves: its expert comes in another, or is in a better one."""
     leaves = tier.fetched
-    for state in tier.states[: tier.number] if tier.form.is_fed else ():
+    for state in tier.states[: tier.number] if tier.form.may_be_promoted_elsewhere else ():
         leaves |= state.local >= 0
     return leaves & (tier.state.local >= 0)
 
 
 def _has_better(tier: _Tier, loaded: vectors.Loaded) -> jax.Array | None:
     """bool[C], owners that are in a tier of higher fidelity; None where none can be."""
-    if not tier.number or not tier.form.is_fed:
+    if not tier.number or not tier.form.may_be_promoted_elsewhere:
         return None
     expert, better = jnp.maximum(loaded.owner, 0), loaded.owner < -1
     for state in tier.states[: tier.number]:
@@ -136,13 +135,13 @@ def _has_better(tier: _Tier, loaded: vectors.Loaded) -> jax.Array | None:
     return better
 
 
-def _moves(tier: _Tier, forms: Sequence[Form]) -> jax.Array:
+def _moves(tier: _Tier, forms: Sequence[TierShape]) -> jax.Array:
     """bool[], whether experts come to a tier, or copies leave it."""
     if not tier.releases:
         return tier.num_misses > 0
     moves = some((tier.runs & tier.fetched) | _leaving(tier))
     for better, of in zip(tier.states[: tier.number], forms[: tier.number], strict=True):
-        if tier.form.is_fed and not of.streams:
+        if tier.form.may_be_promoted_elsewhere and not of.streams:
             owners = vectors.load_owners(better.of, tier.layer)
             moves |= some(vectors.load_local(tier.state.of, tier.layer, owners) >= 0)
     return moves
@@ -269,7 +268,7 @@ def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
 
 
 def _store_gate(
-    of: Refs, states: Sequence[State], layer: jax.Array, pairs: Pairs, tier: jax.Array,
+    of: Refs, states: Sequence[TierEntries], layer: jax.Array, pairs: Pairs, tier: jax.Array,
     total: jax.Array, weights: jax.Array, routed: jax.Array | None,
 ) -> None:  # fmt: skip
     """Adds the router's mass by what became of it; and to each tier's own count."""
@@ -289,8 +288,8 @@ def _store_gate(
 
 
 def _plan_body(
-    *refs: Ref, names: tuple[str, ...], forms: tuple[Form, ...], columns: Columns, at_least: bool,
-    interpret: bool,
+    *refs: Ref, names: tuple[str, ...], forms: tuple[TierShape, ...], columns: Columns,
+    at_least: bool, interpret: bool,
 ) -> None:  # fmt: skip
     # The outputs come last: of what changes, they take the place of the operands.
     of = dict(zip(names, refs, strict=True))
@@ -304,7 +303,7 @@ def _plan_body(
     total, routed = _load_gate(of, layer) if "mass" in of else None, None
     if "routed_ids" in of:
         routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
-    tier, fetched = serve(pairs, states)
+    tier, fetched = resolve_tiers(pairs, states)
     parts, counts, moves = [], [], []
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
         runs = tier == i
@@ -362,7 +361,7 @@ def _plan_body(
 
 
 def _predict_body(
-    *refs: Ref, names: tuple[str, ...], form: Form, columns: Columns, interpret: bool
+    *refs: Ref, names: tuple[str, ...], form: TierShape, columns: Columns, interpret: bool
 ) -> None:
     of = dict(zip(names, refs, strict=True))
     layer, clock = of["layer"][()], of["clock"][()]
@@ -403,10 +402,9 @@ def plan_triton(
     asked: Asked,
     active: jax.Array,
     *,
-    forms: Sequence[Form],
+    forms: Sequence[TierShape],
     columns: Columns,
-    num_warps: int | None,
-    interpret: bool,
+    target: Target,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     """See `api.plan`."""
     num_pairs, num_experts = asked.ids.size, tiers[0].row_of.shape[1]
@@ -426,7 +424,7 @@ def plan_triton(
         sizes["wave"] = num_pairs
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
         operands[f"row_of{i}"] = tier.row_of
-        if form.changes or form.is_fixed:
+        if form.changes or form.static_in_step:
             changed[f"table{i}"] = tier.tables.table
             most = max(most, form.slots) if form.changes else most
         else:
@@ -437,11 +435,12 @@ def plan_triton(
             sizes[f"streamed{i}"] = form.later_waves * form.transient
         rest = tier.tables._asdict()
         changed |= {f"{name}{i}": rest[name] for name in ("clock", "events", "gate")}
+    interpret = target.simulated
     body = functools.partial(
         _plan_body, forms=tuple(forms), columns=columns, at_least=at_least, interpret=interpret
     )
     name = f"cache_plan_{num_pairs}_of_{num_experts}_in_{'_'.join(str(f.slots) for f in forms)}"
-    num_warps = num_warps or default_num_warps(most, num_pairs, len(tiers))
+    num_warps = default_num_warps(most, num_pairs, len(tiers))
     found = operands | _launch(body, name, operands, changed, sizes, num_warps, interpret)
     tables, fetch, streamed = [], [], []
     for i, form in enumerate(forms):
@@ -471,19 +470,18 @@ def predict_triton(
     ids: jax.Array,
     active: jax.Array,
     *,
-    form: Form,
+    form: TierShape,
     columns: Columns,
-    num_warps: int | None,
-    interpret: bool,
+    target: Target,
 ) -> tuple[Tables, Fetch]:
     """See `api.predict`."""
-    tables, row_of = tier
+    (tables, row_of), interpret = tier, target.simulated
     operands = {
         "layer": layer, "ids": ids, "active": active, "row_of": row_of, "clock": tables.clock,
     }  # fmt: skip
     changed = {"table": tables.table, "events": tables.events}
     sizes = {"rows": len(ids), "slots": len(ids)}
-    num_warps = num_warps or default_num_warps(form.slots, len(ids))
+    num_warps = default_num_warps(form.slots, len(ids))
     body = functools.partial(_predict_body, form=form, columns=columns, interpret=interpret)
     name = f"cache_predict_{len(ids)}_of_{row_of.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)

@@ -72,7 +72,6 @@ def decode_attention(
       scale: factor on the scores; None: 1 / sqrt(C), with a latent 1 / sqrt(C + P). Static.
       implementation: "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the heuristic's; only with the kernel.
-      interpret: runs the kernel on the CPU, for tests.
 
     Returns:
       [B, H, C] in `q.dtype`.

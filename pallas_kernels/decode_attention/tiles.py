@@ -4,6 +4,7 @@ import dataclasses
 
 from pallas_kernels.dequant_matmul.tiles import LEAST_SHARED_BYTES, RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.target import Target
+from pallas_kernels.triton.elements import power_above
 
 MIN_BLOCK = 16  # slots; the least that Triton's matrix product takes
 BLOCK = 64
@@ -51,15 +52,11 @@ def default_tiles(
     A second launch then adds the splits: it costs as much as reading some 30 KB by one program.
 
     Args:
-      num_heads: kv heads of all sequences, B K.
-      rows: query heads that a program holds.
-      kv_length: slots looked at.
-      head_dim: C.
       num_bytes: bytes per element.
       target: gives the number of multiprocessors, and their shared memory.
       more_dim: P, where keys of C + P numbers have their values among them.
     """
-    block = min(BLOCK, max(MIN_BLOCK, 1 << (kv_length - 1).bit_length()))
+    block = min(BLOCK, max(MIN_BLOCK, power_above(kv_length)))
     room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES
     room -= rows * (head_dim + more_dim) * num_bytes  # of q, which lies in shared memory too
     # Triton keeps n - 1 of n stages in shared memory. Two programs of a multiprocessor have room

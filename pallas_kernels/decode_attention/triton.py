@@ -22,7 +22,7 @@ from pallas_kernels.decode_attention.reference import Latent
 from pallas_kernels.decode_attention.tiles import AttentionTiles, default_tiles
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
-from pallas_kernels.triton.elements import quotient, remainder
+from pallas_kernels.triton.elements import iota, power_above, quotient, remainder
 
 Ref = Any
 Operand = jax.Array | jax.ShapeDtypeStruct
@@ -48,11 +48,7 @@ def refusal(q: Operand, keys: Operand, more_dim: int, target: Target) -> str | N
 
 def _rows(group: int) -> int:
     """Rows of a matrix product that hold the query heads of a kv head."""
-    return max(MIN_ROWS, 1 << (group - 1).bit_length())
-
-
-def _iota(count: int) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
+    return max(MIN_ROWS, power_above(group))
 
 
 def _seen(position: jax.Array, kv_length: int, window: int | None) -> tuple[Any, jax.Array]:
@@ -86,22 +82,22 @@ def _attend_body(
     first, end = _seen(positions_ref[b], kv_length, window)
     first_block, count = _blocks(first, end, block)
     count = quotient(jnp.maximum(count - split, 0) + (tiles.splits - 1), tiles.splits)
-    columns, heads = _iota(head_dim)[None, :], _iota(rows)
+    columns, heads = iota(head_dim)[None, :], iota(rows)
     # Rows beyond the group repeat its last head.
     own = kv_head * group + jnp.minimum(heads, group - 1)
     q = q_ref[b, own[:, None], columns]
-    more = [ref[b, own[:, None], _iota(ref.shape[2])[None, :]] for ref in more_refs[:1]]
+    more = [ref[b, own[:, None], iota(ref.shape[2])[None, :]] for ref in more_refs[:1]]
     to_log2 = scale * math.log2(math.e)
 
     def load(ref: Ref, slots: jax.Array, seen: jax.Array) -> jax.Array:
         width = ref.shape[4]
         mask = jnp.broadcast_to(seen[:, None], (block, width))
-        where = (layer, b, kv_head, slots[:, None], _iota(width)[None, :])
+        where = (layer, b, kv_head, slots[:, None], iota(width)[None, :])
         return pltriton.load(ref.at[where], mask=mask, other=0.0)
 
     def step(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         acc, top, total = state
-        slots = (first_block + split + i * tiles.splits) * block + _iota(block)
+        slots = (first_block + split + i * tiles.splits) * block + iota(block)
         seen = (slots >= first) & (slots < end)
         k = load(keys_ref, slots, seen)
         v = k if is_latent else load(values_ref, slots, seen)
@@ -143,13 +139,13 @@ def _combine_body(
 ) -> None:  # fmt: skip
     """Program (b, h): the sum of a head's parts, each scaled to the largest score of all."""
     b, head = pl.program_id(0), pl.program_id(1)
-    head_dim, parts = out_ref.shape[2], _iota(tiles.splits)
+    head_dim, parts = out_ref.shape[2], iota(tiles.splits)
     _, count = _blocks(*_seen(positions_ref[b], kv_length, window), tiles.block)
     live = parts < count
     tops = pltriton.load(tops_ref.at[b, head, parts], mask=live, other=-jnp.inf)
     totals = pltriton.load(totals_ref.at[b, head, parts], mask=live, other=0.0)
     mask = jnp.broadcast_to(live[:, None], (tiles.splits, head_dim))
-    columns = _iota(head_dim)
+    columns = iota(head_dim)
     acc = pltriton.load(parts_ref.at[b, head, parts[:, None], columns[None, :]], mask=mask, other=0)
     scales = jnp.exp2(tops - jnp.max(tops))
     out = jnp.sum(acc * scales[:, None], axis=0) / jnp.sum(totals * scales)

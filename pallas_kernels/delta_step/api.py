@@ -51,13 +51,10 @@ def delta_step(
       states: float32[G, B, H, key dim, value dim], whole: S of each head. The kernel writes it in
         place where the caller's program may (it is donated); else XLA copies it.
       tails: [G, B, W - 1, channels], the convolution's last inputs; likewise.
-      weights: those of all layers, indexed inside the kernel.
       layer: int or int32[] in 0..G - 1; an array lets all layers share a trace.
       active: bool[B]; other sequences keep state and tail, and their results are meaningless.
-      eps: added to the mean square of o; static.
       floor: added to the sum of squares of queries and keys; static.
       implementation: "triton" or "reference"; None for the first that does not refuse.
-      interpret: runs the kernel on the CPU, for tests.
 
     Returns:
       [B, H value dim] in the dtype of the rows, states and tails.

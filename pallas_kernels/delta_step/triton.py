@@ -16,6 +16,7 @@ from pallas_kernels import launch
 from pallas_kernels.delta_step.reference import DeltaWeights, Projection, Widths, widths_of
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
+from pallas_kernels.triton.elements import iota
 
 Ref = Any
 Operand = jax.Array | jax.ShapeDtypeStruct
@@ -40,10 +41,6 @@ def refusal(states: Operand, tails: Operand, target: Target) -> str | None:
     return "; ".join(filter(None, reasons)) or None
 
 
-def _iota(count: int) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
-
-
 def _silu(x: jax.Array) -> jax.Array:
     return x * jax.lax.logistic(x)
 
@@ -63,8 +60,8 @@ def _mixing_body(
         (of.key_dim, key_width + head * of.key_dim, of.key_dim, 1.0),
         (2 * of.key_dim, 2 * key_width + head * values, values, None),
     ):
-        channels = first + _iota(count)
-        token = rows_ref[b, head * of.stride + start + _iota(count)]
+        channels = first + iota(count)
+        token = rows_ref[b, head * of.stride + start + iota(count)]
         inputs = [tails_ref[layer, b, tap, channels] for tap in range(num_kept)] + [token]
         total = jnp.zeros((count,), jnp.float32)
         for tap, x in enumerate(inputs):
@@ -91,7 +88,7 @@ def _state_body(
     b, head, wide = pl.program_id(0), pl.program_id(1), jnp.float32
     layer, active = layer_ref[()], active_ref[b] != 0
     of_key, number = head // of.repeats, head % of.repeats
-    rows, columns = _iota(of.key_dim), _iota(of.value_dim)
+    rows, columns = iota(of.key_dim), iota(of.value_dim)
     at = (layer, b, head, rows[:, None], columns[None])
     state = states_ref[at]
     key_width = of.num_keys * of.key_dim

@@ -42,11 +42,9 @@ def dequant_matmul(
       x: [M, K] in bfloat16 or float16 (the reference takes float32 too).
       weights: S matrices [N, K].
       slot: int or int32[] in 0..S - 1, the matrix. The kernel indexes the stack without a copy.
-      low_rank: terms of the matrices, any number of row ranges.
       out_dtype: None for `x.dtype`.
       implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the measured or the heuristic ones; only with a kernel.
-      interpret: runs the kernel on the CPU, for tests.
 
     Returns:
       [M, N] in `out_dtype`.

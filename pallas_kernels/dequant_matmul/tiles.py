@@ -9,6 +9,7 @@ from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 from pallas_kernels.target import Target
 from pallas_kernels.triton import product as triton_product
+from pallas_kernels.triton.elements import power_above
 
 MAX_DECODE_ROWS = 32  # rows of x up to which one tile holds them all
 MAX_ROW_OUTPUTS = 1023  # of products by `RowTiles`; more outputs fill a device with large tiles
@@ -105,14 +106,7 @@ def is_measured_form(weights: PackedMatrices) -> bool:
 def measured(
     num_rows: int, weights: PackedMatrices, target: Target, kinds: tuple[type, ...]
 ) -> Tiles | None:
-    """Looks up `MEASURED` tiles of one of the kinds; None if there are none.
-
-    Args:
-      num_rows: M.
-      weights: arrays, their shapes or refs.
-      target: the measurements' card; an interpreter has none.
-      kinds: classes of tiles.
-    """
+    """Looks up `MEASURED` tiles of one of the kinds; None if there are none."""
     if target.simulated or target.capability is None or not is_measured_form(weights):
         return None
     shape = (power_above(num_rows), weights.num_outputs, weights.num_inputs)
@@ -121,13 +115,7 @@ def measured(
 
 
 def row_tiles(num_rows: int, weights: PackedMatrices, target: Target) -> RowTiles | None:
-    """Chooses row tiles for few rows of x and few plain outputs; else None.
-
-    Args:
-      num_rows: M.
-      weights: arrays, their shapes or refs.
-      target: gives the number of multiprocessors.
-    """
+    """Chooses row tiles for few rows of x and few plain outputs; else None."""
     few = num_rows <= MAX_DECODE_ROWS and weights.num_outputs <= MAX_ROW_OUTPUTS
     padded = power_above(weights.num_inputs)
     if weights.bits != PLAIN_BITS or not few or padded > MAX_ROW_VALUES:
@@ -146,10 +134,7 @@ def triton_tiles(
     """Chooses tiles, measured or by rule: small programs at decode, else large tiles.
 
     Args:
-      num_rows: M.
-      weights: arrays, their shapes or refs.
       target: gives the number of multiprocessors, and their shared memory.
-      has_terms: there are low-rank terms.
     """
     found = measured(num_rows, weights, target, (TritonTiles,))
     if isinstance(found, TritonTiles):
@@ -171,11 +156,6 @@ def triton_tiles(
         num_stages=3,
     )  # fmt: skip
     return fitted(tiles, [weights], 1, target)
-
-
-def power_above(size: int) -> int:
-    """Smallest power of two that is not below `size`."""
-    return 1 << (size - 1).bit_length()
 
 
 def decode_step(tiers: Sequence[PackedMatrices]) -> int:
@@ -213,7 +193,6 @@ def fitted(
     """Limits stages to shared memory, `num_stages` at most; then reduces rows of x.
 
     Args:
-      tiers: matrices that a program may read.
       num_halves: 2 for gate and up, whose tiles a program multiplies at once; else 1.
     """
     room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES

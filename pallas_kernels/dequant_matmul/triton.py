@@ -18,13 +18,13 @@ from pallas_kernels.dequant_matmul.tiles import (
     RowTiles,
     Tiles,
     TritonTiles,
-    power_above,
     triton_tiles,
 )
 from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices
 from pallas_kernels.target import Target
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
+from pallas_kernels.triton.elements import power_above
 from pallas_kernels.triton.product import Columns, Span
 
 Ref = Any
@@ -161,7 +161,7 @@ def _thin(
     x: jax.Array, slot: jax.Array, low_rank: tuple[LowRank, ...], interpret: bool
 ) -> jax.Array:
     num_rows = x.shape[0]
-    block_m = min(THIN_ROWS, max(8, 1 << (num_rows - 1).bit_length()))
+    block_m = min(THIN_ROWS, max(8, power_above(num_rows)))
     parts = triton_low_rank.thin_parts(low_rank, num_rows)
     rows = triton_low_rank.thin_rows(low_rank)
     leaves, treedef = jax.tree.flatten((x, slot, low_rank))

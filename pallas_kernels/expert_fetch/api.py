@@ -1,4 +1,4 @@
-"""The public calls: which implementation runs, and why others refuse."""
+"""Public calls of the expert fetch, and their operation."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -8,33 +8,26 @@ import jax.numpy as jnp
 
 from pallas_kernels.expert_fetch import triton
 from pallas_kernels.expert_fetch.reference import fetch_reference
-from pallas_kernels.expert_fetch.tiles import CopyTiles, default_tiles
-from pallas_kernels.target import Choice, Target, current_target
+from pallas_kernels.expert_fetch.tiles import CopyTiles
+from pallas_kernels.op import Implementation, Operation
+from pallas_kernels.target import Choice, Target
 
 Arrays = TypeVar("Arrays")  # a pytree of arrays
 
-IMPLEMENTATIONS = ("triton", "reference")  # in order of preference
-
-
-def refusal(
-    implementation: str, pools: Arrays, hosts: Arrays, target: Target | None = None
-) -> str | None:
-    """Why an implementation cannot copy between arrays of these shapes on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      pools: as in `fetch`, arrays or their shapes.
-      target: None for the default device.
-    """
-    if implementation == "reference":
-        return None
-    return triton.refusal(*_leaves(pools, hosts), target or current_target())
+# A choice is for the leaves of pools and those of stores, of all jobs.
+OPERATION = Operation(
+    "expert_fetch",
+    kernels=(Implementation("triton", triton.refusal, triton.fetch_triton),),
+    reference=lambda copies, after: [fetch_reference(*of) for of in copies],
+    abstract=lambda copies, after: (
+        [pool for of in copies for pool in of.pools], [host for of in copies for host in of.hosts]
+    ),
+)  # fmt: skip
 
 
 def choose(pools: Arrays, hosts: Arrays, target: Target | None = None) -> Choice:
     """The first implementation in the order of preference that does not refuse."""
-    reason = refusal("triton", pools, hosts, target)
-    return Choice("reference", {"triton": reason}) if reason else Choice("triton", {})
+    return OPERATION.choose(*_leaves(pools, hosts), target=target)
 
 
 def fetch(
@@ -105,7 +98,7 @@ def fetch_all(
 
     Args:
       jobs: of pools that are all different; one without indices leaves its pools as they are.
-      implementation: as in `fetch`, and so are the rest; None for "triton" where none refuses.
+      implementation: as in `fetch`, and so are the rest.
 
     Returns:
       The pools of each.
@@ -113,35 +106,18 @@ def fetch_all(
     Raises:
       ValueError: as `fetch`.
     """
-    leaves = [_check(*job) for job in jobs]
-    chosen = implementation or _chosen(jobs)
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    for job in jobs:
-        if reason := refusal(chosen, job.pools, job.hosts, _target(interpret)):
-            raise ValueError(f"{chosen} refuses: {reason}")
+    copies = [triton.Copies(*_check(*job), job.src, job.dst) for job in jobs]
     some = [i for i, job in enumerate(jobs) if job.src.shape[0]]
-    copies = [triton.Copies(*leaves[i], jobs[i].src, jobs[i].dst) for i in some]
     pools = [job.pools for job in jobs]
-    if not copies:
+    if not some:
         return pools
-    if chosen == "reference":
-        found = [fetch_reference(*of) for of in copies]
-    else:
-        tiles = tiles or default_tiles()
-        found = triton.fetch_triton(copies, tiles, interpret, jax.tree.leaves(after))
+    found = OPERATION(
+        [copies[i] for i in some], jax.tree.leaves(after), implementation=implementation,
+        tiles=tiles, interpret=interpret,
+    )  # fmt: skip
     for i, new in zip(some, found, strict=True):
         pools[i] = jax.tree.unflatten(jax.tree.structure(pools[i]), new)
     return pools
-
-
-def _chosen(jobs: Sequence[Job]) -> str:
-    each = {choose(job.pools, job.hosts).implementation for job in jobs}
-    return "reference" if "reference" in each else "triton"
-
-
-def _target(interpret: bool) -> Target:
-    return Target("gpu", None) if interpret else current_target()
 
 
 def _leaves(pools: Arrays, hosts: Arrays) -> tuple[list[Any], list[Any]]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.expert_fetch.tiles import CopyTiles
+from pallas_kernels.triton.elements import power_above
 
 Ref = Any
 
@@ -31,7 +32,7 @@ class Jobs(NamedTuple):
 
 def load_jobs(src_ref: Ref, dst_ref: Ref, host_ref: Ref, pool_ref: Ref) -> Jobs:
     """The jobs between arrays [R, ...] and [S, ...]; of all stores before any is copied."""
-    lanes = jax.lax.iota(jnp.int32, power_of_two_above(src_ref.shape[0]))
+    lanes = jax.lax.iota(jnp.int32, power_above(src_ref.shape[0]))
     src, dst = _load(src_ref, lanes), _load(dst_ref, lanes)
     valid = _valid(src, dst, host_ref.shape[0], pool_ref.shape[0])
     return Jobs(src, dst, valid, jnp.sum(valid.astype(jnp.int32)))
@@ -109,7 +110,7 @@ def _copy_row(
     """Copies this program's blocks of one row; returns the blocks dealt out, modulo programs."""
     row_shape = pool_ref.shape[1:]
     length = math.prod(row_shape)
-    block = min(tiles.block_bytes // pool_ref.dtype.itemsize, power_of_two_above(length))
+    block = min(tiles.block_bytes // pool_ref.dtype.itemsize, power_above(length))
     num_blocks, programs = -(-length // block), tiles.num_programs
     first = jax.lax.rem(program + programs - dealt, jnp.int32(programs))
     mine = jax.lax.div(num_blocks - first + (programs - 1), jnp.int32(programs))
@@ -141,8 +142,3 @@ def _unravel(place: jax.Array, shape: Sequence[int]) -> tuple[jax.Array, ...]:
     if shape:
         indices.append(place)
     return tuple(reversed(indices))
-
-
-def power_of_two_above(size: int) -> int:
-    """The least power of two that is not below `size`."""
-    return 1 << (size - 1).bit_length()

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.expert_fetch.copying import copy_jobs, load_jobs
-from pallas_kernels.expert_fetch.tiles import CopyTiles
+from pallas_kernels.expert_fetch.tiles import CopyTiles, default_tiles
 from pallas_kernels.target import Target
 
 Ref = Any
@@ -21,7 +21,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def refusal(pools: Sequence[Operand], hosts: Sequence[Operand], target: Target) -> str | None:
-    """Why the kernel cannot copy between arrays of these shapes, or None."""
+    """Reason why this implementation refuses, or None."""
     reasons = []
     if target.platform != "gpu":
         reasons.append(f"runs on a GPU, this is {target.describe()}")
@@ -50,11 +50,13 @@ class Copies(NamedTuple):
 
 def fetch_triton(
     copies: Sequence[Copies],
-    tiles: CopyTiles,
-    interpret: bool,
     after: Sequence[jax.Array] = (),
+    *,
+    tiles: CopyTiles | None = None,
+    target: Target,
 ) -> list[tuple[jax.Array, ...]]:
     """See `api.fetch_all`; one launch."""
+    tiles = tiles or default_tiles()
     sizes = [len(of.pools) for of in copies]
     num, pools = sum(sizes), [pool for of in copies for pool in of.pools]
     read = [x for of in copies for x in (of.src, of.dst, *of.hosts)]
@@ -78,7 +80,7 @@ def fetch_triton(
             out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
             num_warps=tiles.num_warps,
             num_stages=1,
-            interpret=interpret,
+            interpret=target.simulated,
             aliases={len(read) + len(after) + i: i for i in range(num)},
         )(*read, *after, *pools)
     )

@@ -52,9 +52,6 @@ def expert_mlp(
       weights: float32[N, A].
       gate_up: [M, E, 2F, D], gate rows first.
       down: [M, E, D, F].
-      layer: index into M; static.
-      tiles: None for the heuristic's.
-      interpret: runs the kernels on the CPU, for tests.
 
     Returns:
       [N, D] in `x.dtype`.

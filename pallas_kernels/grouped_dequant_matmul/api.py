@@ -106,11 +106,8 @@ def moe_layer(
       assignments: tier, slot and weight of each of the A pairs of a token.
       gate_up_tiers: for each tier S matrices [2F, D], gate rows first.
       down_tiers: for each tier S matrices [D, F] in equal slots.
-      gate_up_low_rank: each tier's terms; None for none.
-      down_low_rank: each tier's terms; None for none.
       implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the measured or the heuristic ones; only with a kernel.
-      interpret: runs the kernels on the CPU, for tests.
 
     Returns:
       [T, D] in `x.dtype`. The hidden values between the products are rounded to `x.dtype`.

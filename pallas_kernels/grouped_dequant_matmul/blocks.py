@@ -28,9 +28,7 @@ def make_blocks(assignments: Assignments, tiers: Sequence[PackedMatrices], rows:
     """Sorts pairs by tier and slot, those of one matrix in their order, skipped ones last.
 
     Args:
-      assignments: T tokens' A pairs each.
       tiers: arrays or their shapes; only the numbers of slots matter.
-      rows: rows per block.
     """
     tier, slot = (part.reshape(-1) for part in (assignments.tier, assignments.slot))
     num_pairs = tier.shape[0]

@@ -50,10 +50,6 @@ def for_each_job(
     The last program takes the first pair or block: idle programs then start first.
 
     Args:
-      source: refs in place of arrays.
-      axis: axis of the grid.
-      columns: pairs per job.
-      num_pairs: P.
       run: called once, under a condition or in a loop.
       alone: no search for other pairs of the same matrix; for one token.
     """
@@ -105,7 +101,6 @@ def gathered_columns(x: Ref, sums: Ref | None, rows: jax.Array, mask: jax.Array)
     """Gathers rows of x [R, K] by index; zero where masked.
 
     Args:
-      x: ref.
       sums: ref of float32[G, R], or None.
       rows: int32[columns].
       mask: bool[columns].

@@ -8,7 +8,6 @@ from pallas_kernels.dequant_matmul.tiles import (
     decode_step,
     fitted,
     is_measured_form,
-    power_above,
     prefill_tiles,
     split_to_fill,
 )
@@ -16,6 +15,7 @@ from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.target import Target
+from pallas_kernels.triton.elements import power_above
 
 MAX_DECODE_PAIRS = 256  # up to which programs find the pairs of their matrix by themselves
 MAX_BLOCK_ROWS = 128
@@ -50,11 +50,6 @@ def measured(
 
     Args:
       op: "gate_up" or "down".
-      num_tokens: T.
-      width: A.
-      tiers: arrays, their shapes or refs.
-      target: the measurements' card; an interpreter has none.
-      kinds: classes of tiles.
     """
     if len(tiers) > 1 or target.simulated or target.capability is None:
         return None
@@ -79,9 +74,6 @@ def gate_up_tiles(
     """Chooses tiles by rule; block_n counts rows of gate, and as many of up.
 
     Args:
-      num_tokens: T.
-      width: A.
-      tiers: arrays, their shapes or refs.
       target: gives the number of multiprocessors, and their shared memory.
     """
     found = measured("gate_up", num_tokens, width, tiers, target, (TritonTiles,))

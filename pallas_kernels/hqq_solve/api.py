@@ -94,7 +94,6 @@ def hqq_solve(
       steps: int32[...], number of steps, up to `settings.max_steps`; None for the stop rule.
       implementation: "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the heuristic's; only with the kernel.
-      interpret: runs the kernel on the CPU, for tests.
 
     Raises:
       ValueError: the asked implementation refuses; with all reasons.

@@ -115,7 +115,6 @@ class Arithmetic:
         Compilers do not find it if two operands are constants.
 
         Args:
-          mask: a constant.
           how: "or" for (a & mask) | b; "select" for (a & mask) | (b & ~mask).
         """
         table = {"or": 0xEA, "select": 0xE2}[how]

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_decode.accumulate import Ring, SharedAccumulators, Totals, accumulate
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
-from pallas_kernels.mosaic_decode.fused_low_rank import Joined
+from pallas_kernels.mosaic_decode.fused_low_rank import FusedStream
 from pallas_kernels.mosaic_decode.launch_blocks import launch_blocks
 from pallas_kernels.mosaic_decode.low_rank import BlockTerms
 from pallas_kernels.mosaic_decode.low_rank_spec import (
@@ -29,7 +30,6 @@ from pallas_kernels.mosaic_decode.matrix import (
 )
 from pallas_kernels.mosaic_decode.product import Lane, Stream
 from pallas_kernels.mosaic_decode.tiles import StreamTiles, dense_share
-from pallas_kernels.mosaic_decode.walk import Ring, SharedAccumulators, Totals, accumulate
 from pallas_kernels.packed import LowRank, PackedMatrices
 
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
@@ -106,7 +106,7 @@ def _body(
     local = e.mul(warp_n, ROWS * tiles.row_tiles)
     starts = [e.add(first_row, local)]
     tiles_at = range(0, ROWS * tiles.row_tiles, ROWS)
-    stream: Stream | Joined
+    stream: Stream | FusedStream
     stream = Stream(e, matrix, slot, starts, lane, tiles.span, tiles_at=tiles_at)
     x = []
     for first in range(0, columns, COLUMNS):
@@ -123,8 +123,8 @@ def _body(
     )  # fmt: skip
     begin = functools.partial(extra.begin, x, lane)
     if tiles.thin:
-        stream = extra.join(stream, lane, sharer, min(tiles.depth, tiles.row_tiles))
-        begin = functools.partial(extra.begin_joined, stream, lane)
+        stream = extra.fuse(stream, lane, sharer, min(tiles.depth, tiles.row_tiles))
+        begin = functools.partial(extra.begin_fused, stream, lane)
     pitch = tiles.pitch
     mine = e.add(e.mul(warp_k, columns * pitch), local)
     sums = Totals.here(e, e.add(parts, e.mul(mine, 4)), lane, pitch)
@@ -136,8 +136,8 @@ def _body(
     first, step = e.add(e.mul(warp_k, tiles.cluster), part), tiles.warps_k * tiles.cluster
     totals = accumulate(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)
 
-    if isinstance(stream, Joined):
-        extra.end_joined(stream, lane)
+    if isinstance(stream, FusedStream):
+        extra.end_fused(stream, lane)
     if tiles.sharers > 1:
         e.cluster_arrive()  # the parts of V x are there
     e.copies_wait(0)

@@ -59,7 +59,6 @@ class Mlir(Arithmetic):
         """Loads 1, 2 or 4 words of read-only global memory at base + imm (bytes).
 
         Args:
-          base: i64 address.
           imm: constant bytes.
           num_words: 1, 2 or 4; the address is aligned to as much.
           streamed: read once, so not kept in the L1 cache, and kept in order.

@@ -12,6 +12,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_decode.accumulate import (
+    NextItem,
+    Ring,
+    SharedAccumulators,
+    Totals,
+    accumulate,
+    accumulate_pipelined,
+    preload_x,
+    start_copies,
+)
 from pallas_kernels.mosaic_decode.dense import KINDS
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.mosaic_decode.expert_plan import Plan
@@ -35,16 +45,6 @@ from pallas_kernels.mosaic_decode.matrix import (
 )
 from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
-from pallas_kernels.mosaic_decode.walk import (
-    NextItem,
-    Ring,
-    SharedAccumulators,
-    Totals,
-    accumulate,
-    accumulate_pipelined,
-    preload_x,
-    start_copies,
-)
 from pallas_kernels.packed import LowRank, PackedMatrices
 
 LOG2_E = 1.4426950408889634
@@ -70,9 +70,6 @@ def expert_products(
       slot: int32[P].
       tiers: matrices [2 F, K] if gated, else [N, K].
       gated: yields silu(gate) up (Shazeer 2020, eq. 6).
-      tiles: rows are those of the outputs.
-      interpret: on the CPU, for tests.
-      low_rank: terms of each tier; empty for none.
 
     Returns:
       [P, F] in `x.dtype`, zero for skipped pairs; or float32[P, N], undefined for them.

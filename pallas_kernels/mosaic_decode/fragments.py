@@ -33,7 +33,7 @@ class Field(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class CodeFormat:
     """Facts of a stored form for the kernel; `kind`, of x, is "bf16" or "f16"."""
 
     bits: int
@@ -103,16 +103,12 @@ def pair(kind: str, power: int, negative: bool = False) -> int:
     return half * 0x10001
 
 
-def prepare(e: Mlir, form: Form, raw: list[Value], high: Value) -> list[Value]:
+def prepare(e: Mlir, form: CodeFormat, raw: list[Value], high: Value) -> list[Value]:
     """Converts a row's registers for `values`; only INT3's change.
 
     Words of INT3's planes are merged into nibbles: first the even positions of the two-bit plane,
     then the odd ones. Bit 2p of the one-bit plane's word j is the lowest bit of position p of word
-    j, bit 2p + 1 that of word j + 8, which lanes with t >= 2 hold.
-
-    Args:
-      raw: words as loaded.
-      high: i32, 1 in lanes with t >= 2, else 0.
+    j, bit 2p + 1 that of word j + 8, which lanes with t >= 2 have.
     """
     if form.bits != 3:
         return raw
@@ -125,8 +121,8 @@ def prepare(e: Mlir, form: Form, raw: list[Value], high: Value) -> list[Value]:
     return even + odd
 
 
-def values(e: Mlir, form: Form, prepared: list[Value], step: int) -> list[Value]:
-    """Unpacks four words of pairs: offset + q 2^exponent (`Form.field`), or plain weights."""
+def values(e: Mlir, form: CodeFormat, prepared: list[Value], step: int) -> list[Value]:
+    """Unpacks four words of pairs: offset + q 2^exponent (`CodeFormat.field`), or plain weights."""
     field = form.field(step)
     words = prepared[4 * field.chunk : 4 * field.chunk + 4]
     if form.bits == PLAIN_BITS:

@@ -1,4 +1,4 @@
-"""Streams V's row tiles of a low-rank term among its matrix's: one walk, ring and x."""
+"""Streams V's row tiles of a low-rank term among its matrix's: one pass, ring and x."""
 
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -9,7 +9,7 @@ from pallas_kernels.mosaic_decode.product import BlockOfX, Stream
 _Totals = TypeVar("_Totals")
 
 
-class Joined(Generic[_Totals]):
+class FusedStream(Generic[_Totals]):
     """A stream with another's tiles among its own, as a warp copies and multiplies them.
 
     The other tiles come after some of the stream's own, so that the values their addresses depend
@@ -21,14 +21,10 @@ class Joined(Generic[_Totals]):
         self, stream: Stream, make: Callable[[], Stream], count: int, after: int, totals: _Totals,
         pause: Callable[[], None],
     ):  # fmt: skip
-        """Joins two streams without running a step.
+        """Fuses two streams without running a step.
 
         Args:
-          stream: the first stream.
-          make: makes the other stream, of `count` tiles; called once, by `meet` or the first copy.
-          count: static.
-          after: number of own tiles before it.
-          totals: storage of the other stream's totals.
+          make: makes the other stream, of `count` tiles; called once, at the first use.
           pause: called once among the tiles; `paused` records whether it was.
         """
         self.e, self.matrix, self.span = stream.e, stream.matrix, stream.span
@@ -40,7 +36,7 @@ class Joined(Generic[_Totals]):
         self.operands, self.prepare_x = stream.operands, stream.prepare_x
         self.other: Stream | None = None
 
-    def meet(self) -> Stream:
+    def other_stream(self) -> Stream:
         """Makes the other stream; at its first use, all threads must see its values."""
         if self.other is None:
             self.other = self.make()
@@ -53,7 +49,7 @@ class Joined(Generic[_Totals]):
         return (True, tile - self.after) if tile < self.after + self.count else (
             False, tile - self.count)  # fmt: skip
 
-    def between(self, tile: int, depth: int) -> None:
+    def after_tile(self, tile: int, depth: int) -> None:
         """Runs after a tile of the only stage; copies before tile `depth` are then complete."""
         if not self.paused and tile >= max(self.after + self.count - 1, depth):
             self.paused = True
@@ -61,7 +57,7 @@ class Joined(Generic[_Totals]):
 
     def _of(self, tile: int) -> tuple[Stream, int]:
         other, number = self.number(tile)
-        return self.meet() if other else self.stream, number
+        return self.other_stream() if other else self.stream, number
 
     def fetch(
         self, tile: int, stage: Value, present: Value, to: Value, row: Value | None = None

@@ -46,9 +46,6 @@ def job_of_pair(
     Every warp writes the members to one place, so that none has to wait for another.
 
     Args:
-      pairs: all pairs of the launch.
-      pair: i32.
-      columns: most pairs of a job.
       at: i32, shared memory: i32[columns].
     """
     tier, slot = pairs.load(e, pair)
@@ -150,10 +147,7 @@ class JobList:
         """Finds all jobs and the block's work per tier; has block barriers.
 
         Args:
-          pairs: all pairs of the launch.
-          warp: i32, index in the block.
           block: i32 in 0..workers - 1.
-          at: i32, shared memory: `num_bytes`.
         """
         planes, masks, _ = (e.add(at, place) for place in self._places)
         below = e.sub(e.shl(1, lane.index), 1)

@@ -29,12 +29,8 @@ def launch_blocks(
 
     Args:
       body: takes the instructions, then references to operands, outputs and the scratch.
-      name: shown in profiles.
-      num_blocks: thread blocks, or clusters of more than one.
       num_warps: warps per block; a multiple of 4.
       shared_floats: float32 of the one scratch buffer in shared memory.
-      interpret: simulates on the CPU, for tests.
-      cluster: blocks per cluster.
     """
     if not interpret:
         call = launch.mosaic_call(

@@ -11,13 +11,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
+from pallas_kernels.mosaic_decode.accumulate import Ring, Totals, accumulate
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
-from pallas_kernels.mosaic_decode.fused_low_rank import Joined
+from pallas_kernels.mosaic_decode.fused_low_rank import FusedStream
 from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
 from pallas_kernels.mosaic_decode.matrix import ROWS
 from pallas_kernels.mosaic_decode.product import Lane, Stream
 from pallas_kernels.mosaic_decode.u_factor import Columns
-from pallas_kernels.mosaic_decode.walk import Ring, Totals, accumulate
 
 CHAINS = 4  # sums of these that do not wait for each other
 
@@ -57,12 +57,7 @@ class BlockTerms:
         """Loads the ranks.
 
         Args:
-          terms: terms with addresses.
-          slot: i32, which matrix.
-          firsts: i32 for each half: its first matrix row.
           at: i32, shared memory: `share.room(terms)` bytes.
-          thread: i32, of the block.
-          sharers: blocks of the cluster that split V, if it is joined.
         """
         self.at, self.sharers, self.placed = at, sharers, []
         self.e, self.share, self.firsts, self.thread = e, share, firsts, thread
@@ -110,11 +105,7 @@ class BlockTerms:
         return e.select(e.both(above, e.compare(first, "lt", end)), rank, 0)
 
     def begin(self, x: Sequence[Value], lane: Lane) -> None:
-        """Computes every warp's part of V x, and copies U; a block barrier must follow.
-
-        Args:
-          x: as in `accumulate`.
-        """
+        """Computes every warp's part of V x, and copies U; a block barrier must follow."""
         e, most = self.e, self.e.const(0)
         for placed in self.placed:
             most = e.bor(most, placed.rank)
@@ -139,14 +130,8 @@ class BlockTerms:
             for half in placed.u:
                 self._unpack_u(placed, half, lane)
 
-    def join(self, stream: Stream, lane: Lane, sharer: Value, after: int) -> Joined[Totals]:
-        """Joins a warp's rows of the matrix with its share of V's rows of the only term.
-
-        Args:
-          stream: the matrix's rows.
-          sharer: i32, which block of the cluster.
-          after: row tiles before those of V.
-        """
+    def fuse(self, stream: Stream, lane: Lane, sharer: Value, after: int) -> FusedStream[Totals]:
+        """Joins a warp's rows of the matrix with its share of V's rows of the only term."""
         e, share = self.e, self.share
         tiles = [e.add(sharer, number * self.sharers) for number in range(share.thin)]
 
@@ -157,16 +142,16 @@ class BlockTerms:
         mine = e.add(self.at, e.mul(e.shr(self.thread, 5), share.part_bytes(self.term)))
         totals = Totals.here(e, mine, lane, share.part_pitch(self.term))
         unpack = functools.partial(self.unpack, lane)
-        return Joined(stream, make, share.thin, after, totals, unpack)
+        return FusedStream(stream, make, share.thin, after, totals, unpack)
 
-    def begin_joined(self, stream: Joined[Totals], lane: Lane) -> None:
+    def begin_fused(self, stream: FusedStream[Totals], lane: Lane) -> None:
         """Replaces `begin` if V's rows are among the matrix's."""
-        stream.meet()
+        stream.other_stream()
         self.start_u_copies(lane)
 
-    def end_joined(self, stream: Joined[Totals], lane: Lane) -> None:
-        """Completes the joined tiles after the walk; a block barrier must follow."""
-        self._read()  # in branches of the walk, where no value leaves
+    def end_fused(self, stream: FusedStream[Totals], lane: Lane) -> None:
+        """Completes the fused tiles after the pass; a block barrier must follow."""
+        self._read()  # in branches of the pass, where no value leaves
         if not stream.paused:
             self.e.copies_commit()  # U's words, if no tile was copied after them
             self.e.copies_wait(0)
@@ -298,14 +283,7 @@ class BlockTerms:
         return total
 
     def add(self, total: Value, half: int, column: Value, row: Value) -> Value:
-        """Adds the terms of one output to a total.
-
-        Args:
-          total: float32.
-          half: static.
-          column: i32, of x.
-          row: i32, of the block's rows of a half.
-        """
+        """Adds the terms of one output to a total."""
         e = self.e
         for placed in self.placed:
             if half not in placed.u:

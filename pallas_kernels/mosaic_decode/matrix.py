@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pallas_kernels.mosaic_decode.fragments import Form
+from pallas_kernels.mosaic_decode.fragments import CodeFormat
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 
 ROWS = 16  # of a row tile
@@ -18,7 +18,7 @@ HALF_LINE = 64  # bytes that four lanes read of a row
 class Matrix:
     """One matrix [N, K] in a kernel: static facts, and addresses of the operands."""
 
-    form: Form
+    form: CodeFormat
     num_rows: int
     num_inputs: int
     num_words: int  # of a row (plain: pairs)
@@ -51,7 +51,7 @@ class Matrix:
 
 def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
     """Static facts of a matrix; addresses are set when the kernel is lowered."""
-    form = Form(weights.bits, kind)
+    form = CodeFormat(weights.bits, kind)
     width = weights.words.shape[2]
     return Matrix(
         form=form,

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
-from pallas_kernels.mosaic_decode.fragments import STEP, Form, pair, prepare, values
+from pallas_kernels.mosaic_decode.fragments import STEP, CodeFormat, pair, prepare, values
 from pallas_kernels.mosaic_decode.matrix import (
     HALF_LINE,
     ROWS,
@@ -61,8 +61,6 @@ class Stream:
         """Computes the addresses that this lane copies from.
 
         Args:
-          matrix: matrix with addresses.
-          slot: i32, index in the stack.
           first_rows: i32 each, where a row tile begins, or some of them; a multiple of 16. At most
             2^32 rows of all slots have an address.
           span: blocks of a stage; divides those of a row.
@@ -99,9 +97,6 @@ class Stream:
         """Starts copying a tile's stage into shared memory; zeros if `present` (i32) is 0.
 
         Args:
-          tile: static.
-          present: i32.
-          to: i32, shared memory.
           row: i32, of all slots' rows, in place of the first of `rows`.
         """
         e, copied = self.e, [part for part in self.parts if part.copied]
@@ -202,7 +197,6 @@ class Stream:
 
         Args:
           x: i64 for each column tile: this lane's column, plus 16 t bytes.
-          block: i32, of K.
           in_order: keeps the order with copies; else the compiler chooses.
         """
         e, form = self.e, self.matrix.form
@@ -216,7 +210,6 @@ class Stream:
         """Scales a block of x and sums it over every group.
 
         Args:
-          words: the result of `operands`.
           sums_at: i32, shared memory for the sums (`x_sums_bytes`) plus 16 t; None for registers. A
             warp barrier must precede their reads.
         """
@@ -248,11 +241,7 @@ class Stream:
         """Adds the product of a block of one tile to its totals.
 
         Args:
-          tile: static.
-          at: address of its stage in shared memory.
           block: static, in 0..span - 1.
-          x: the result of `prepare_x`.
-          totals: of the tile: float32, 4 a column tile, as c of `mma`.
         """
         e, m, form = self.e, self.matrix, self.matrix.form
         totals = list(totals)
@@ -321,7 +310,7 @@ def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
 
 
 def _products(
-    e: Mlir, form: Form, rows: list[list[Value]], steps: range, x: list[list[list[Value]]],
+    e: Mlir, form: CodeFormat, rows: list[list[Value]], steps: range, x: list[list[list[Value]]],
     acc: list[Value],
 ) -> list[Value]:  # fmt: skip
     """Adds products of some steps and every column tile to `acc`; rows are g and g + 8.

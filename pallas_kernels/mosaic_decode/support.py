@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_decode.fragments import STEP, Form
+from pallas_kernels.mosaic_decode.fragments import STEP, CodeFormat
 from pallas_kernels.mosaic_decode.low_rank_spec import MAX_RANK, MAX_TERMS
 from pallas_kernels.mosaic_decode.matrix import ROWS
 from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices
@@ -56,7 +56,7 @@ def _of_terms(x: Operand, low_rank: Sequence[LowRank]) -> list[str]:
 
 
 def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
-    found, form = [], Form(weights.bits, KINDS[x.dtype.name])
+    found, form = [], CodeFormat(weights.bits, KINDS[x.dtype.name])
     if weights.num_inputs % form.block:
         found.append(f"K {weights.num_inputs} is no multiple of {form.block}")
     if weights.bits == PLAIN_BITS:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.mosaic_decode.fragments import Form
+from pallas_kernels.mosaic_decode.fragments import CodeFormat
 from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
 from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, Matrix, tile_bytes, x_sums_bytes
 from pallas_kernels.packed import PLAIN_BITS
@@ -55,7 +55,7 @@ class StreamTiles:
         if self.num_warps % 4:
             raise ValueError(f"tiles {self.describe()} have {self.num_warps} warps, not 4, 8, ...")
 
-    def span_of(self, form: Form) -> int:
+    def span_of(self, form: CodeFormat) -> int:
         """Blocks per stage, limited to the form's longest."""
         return min(self.span, form.longest_span)
 
@@ -253,13 +253,6 @@ def even_tiles(
     """Chooses row tiles per warp for the fewest steps: waves times tiles per warp.
 
     Loading x costs a warp about as much as a row tile for each column tile, whatever its tiles.
-
-    Args:
-      tiles: tiles of 16 rows of a matrix.
-      warps_n: warps along the rows.
-      num_processors: blocks per wave.
-      column_tiles: column tiles of x.
-      most: row tiles of a warp that its registers hold.
     """
 
     def steps(row_tiles: int) -> int:

@@ -17,7 +17,7 @@ LANES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Segment:
     """Part of one array to copy: `count` words of every row, each with one entry or more."""
 
     of: str  # "words", "scales" or "zeros"
@@ -35,35 +35,35 @@ class Piece:
         return e.add(e.mul(row, self.row_bytes), byte)
 
 
-def pieces(matrix: Matrix, count: int) -> list[Piece]:
-    """Pieces of `count` neighbouring values of a row, wherever they begin."""
+def segments(matrix: Matrix, count: int) -> list[Segment]:
+    """Segments of `count` neighbouring values of a row, wherever they begin."""
     m, found, at = matrix, [], 0
     if m.form.bits == PLAIN_BITS:
-        return [Piece("words", 2 * m.num_inputs, 0, WORD, count // 2 + 1, 0)]
+        return [Segment("words", 2 * m.num_inputs, 0, WORD, count // 2 + 1, 0)]
     blocks = -(-(count - 1) // layout.BLOCK) + 1
     for plane in layout.planes(m.num_inputs, m.form.bits):
         words = min(plane.num_words, blocks * layout.BLOCK * plane.width // layout.WORD_BITS)
         row, first = WORD * m.num_words, WORD * plane.first_word
-        found.append(Piece("words", row, first, WORD, words, at, plane))
+        found.append(Segment("words", row, first, WORD, words, at, plane))
         at += words
     groups = min(m.num_groups, -(-(count - 1) // m.group_size) + 1)
     sizes = {"float": m.scale_bytes, "integer": 1}
     for of, size in (("scales", m.scale_bytes), ("zeros", sizes.get(m.zero_kind, 0))):
         if size:
-            found.append(Piece(of, size * m.num_groups, 0, size, groups, at))
+            found.append(Segment(of, size * m.num_groups, 0, size, groups, at))
             at += groups
     return found
 
 
 def row_words(matrix: Matrix, count: int) -> int:
     """Words copied per row; odd, so that rows begin at different banks."""
-    last = pieces(matrix, count)[-1]
+    last = segments(matrix, count)[-1]
     return (last.at + last.count) | 1
 
 
-def end_of(piece: Piece, matrix: Matrix) -> int:
-    """Bytes of a piece's array."""
-    return piece.row_bytes * matrix.num_rows
+def end_of(part: Segment, matrix: Matrix) -> int:
+    """Bytes of a part's array."""
+    return part.row_bytes * matrix.num_rows
 
 
 class PairPosition(NamedTuple):
@@ -82,20 +82,20 @@ class Columns:
 
     def __init__(self, e: Mlir, matrix: Matrix, first: Value, count: int):
         """Prepares the columns; `first`, i32 and even, may lie outside a row."""
-        self.e, self.matrix, self.pieces = e, matrix, pieces(matrix, count)
+        self.e, self.matrix, self.segments = e, matrix, segments(matrix, count)
         inside = e.select(e.compare(first, "gt", 0), first, 0)
         self.first = e.smaller(inside, matrix.num_inputs - 1)
         self.pitch = WORD * row_words(matrix, count)
 
-    def _first_byte(self, piece: Piece) -> Value:
+    def _first_byte(self, part: Segment) -> Value:
         """Byte of a row at which the first copied entry lies."""
         e = self.e
-        if piece.of != "words":
-            return e.mul(e.div(self.first, self.matrix.group_size), piece.each)
-        if piece.plane is None:
+        if part.of != "words":
+            return e.mul(e.div(self.first, self.matrix.group_size), part.each)
+        if part.plane is None:
             return e.mul(self.first, 2)
-        words = layout.BLOCK * piece.plane.width // layout.WORD_BITS
-        return e.add(e.mul(e.div(self.first, layout.BLOCK), WORD * words), piece.first)
+        words = layout.BLOCK * part.plane.width // layout.WORD_BITS
+        return e.add(e.mul(e.div(self.first, layout.BLOCK), WORD * words), part.first)
 
     def start_copy(
         self, row: Value, to: Value, rows: Value, places: Value, warp: Value, num_warps: int,
@@ -104,27 +104,24 @@ class Columns:
         """Starts copying a warp's rows warp, warp + num_warps, ...; ends no group of copies.
 
         Args:
-          row: i32, the first of the pool's.
           to: i32, shared memory, `pitch` bytes a row.
-          rows: i32, number of rows.
           places: i32, rows to fill: those after `rows` with zeros.
           warp: i32, in 0..num_warps - 1.
-          lane: i32, in the warp.
         """
         e, m = self.e, self.matrix
         bases = {"words": m.words, "scales": m.scales, "zeros": m.zeros}
-        count, chunks = self.pieces[-1].at + self.pieces[-1].count, []
+        count, chunks = self.segments[-1].at + self.segments[-1].count, []
         for start in range(0, count, LANES):
             slot = e.smaller(e.add(lane, start), count - 1)
             source: list[Value] = []
-            for piece in self.pieces:
-                if start < piece.at + piece.count and piece.at < start + LANES:
-                    mine = self._source(piece, slot, bases[piece.of])
-                    here = e.compare(slot, "ge", piece.at)
+            for part in self.segments:
+                if start < part.at + part.count and part.at < start + LANES:
+                    mine = self._source(part, slot, bases[part.of])
+                    here = e.compare(slot, "ge", part.at)
                     both = zip(mine, source or mine, strict=True)
                     source = [e.select(here, a, b) for a, b in both]
             chunks.append((e.add(to, e.mul(slot, WORD)), source))
-        whole = all(end_of(piece, m) % WORD == 0 for piece in self.pieces)
+        whole = all(end_of(part, m) % WORD == 0 for part in self.segments)
 
         last = e.sub(rows, 1)
 
@@ -143,15 +140,15 @@ class Columns:
 
         e.loop(warp, places, num_warps, [], one)
 
-    def _source(self, piece: Piece, slot: Value, base: Value) -> list[Value]:
-        """Source of a piece: its array, bytes per row, a slot's first byte in it, bytes of all."""
+    def _source(self, part: Segment, slot: Value, base: Value) -> list[Value]:
+        """Source of a part: its array, bytes per row, a slot's first byte in it, bytes of all."""
         e = self.e
-        byte = e.add(self._first_byte(piece), e.mul(e.sub(slot, piece.at), piece.each))
-        end = piece.row_bytes
-        if piece.plane is not None:
-            end = piece.first + WORD * piece.plane.num_words
-        byte = e.smaller(byte, end - (2 if self._plain else piece.each))
-        return [base, e.const(piece.row_bytes), byte, e.const(end_of(piece, self.matrix))]
+        byte = e.add(self._first_byte(part), e.mul(e.sub(slot, part.at), part.each))
+        end = part.row_bytes
+        if part.plane is not None:
+            end = part.first + WORD * part.plane.num_words
+        byte = e.smaller(byte, end - (2 if self._plain else part.each))
+        return [base, e.const(part.row_bytes), byte, e.const(end_of(part, self.matrix))]
 
     @property
     def _plain(self) -> bool:
@@ -160,11 +157,11 @@ class Columns:
     def position_of(self, index: Value) -> PairPosition:
         """Position of values index and index + 1; the first is even and copied."""
         e, planes = self.e, []
-        for piece in self.pieces:
-            if piece.plane is not None:
-                word, bit = self._word_and_bit(piece.plane, index)
-                byte = e.sub(e.add(e.mul(word, WORD), piece.first), self._first_byte(piece))
-                planes.append((e.add(byte, WORD * piece.at), bit, piece.plane))
+        for part in self.segments:
+            if part.plane is not None:
+                word, bit = self._word_and_bit(part.plane, index)
+                byte = e.sub(e.add(e.mul(word, WORD), part.first), self._first_byte(part))
+                planes.append((e.add(byte, WORD * part.at), bit, part.plane))
         shared = self.matrix.group_size % 2 == 0
         after = e.smaller(e.add(index, 1), self.matrix.num_inputs - 1)
         both = [] if self._plain else [index] if shared else [index, after]
@@ -190,12 +187,7 @@ class Columns:
         return word, e.mul(position, width)
 
     def values(self, position: PairPosition, row: Value, at: Value) -> list[Value]:
-        """Unpacks both values of a row as float32.
-
-        Args:
-          row: i32, of the pool's.
-          at: i32, shared memory address of the row's words.
-        """
+        """Unpacks both values of a row as float32."""
         e = self.e
         if self._plain:
             return [self._plain_value(e.add(position.index, i), row, at) for i in range(2)]
@@ -218,8 +210,8 @@ class Columns:
         return values
 
     def _plain_value(self, index: Value, row: Value, at: Value) -> Value:
-        e, (piece,) = self.e, self.pieces
-        first, mine = (piece.low(e, row, e.mul(i, 2)) for i in (self.first, index))
+        e, (part,) = self.e, self.segments
+        first, mine = (part.low(e, row, e.mul(i, 2)) for i in (self.first, index))
         word = e.sub(e.shr(mine, 2), e.shr(first, 2))
         found = e.load_shared(e.add(at, e.mul(word, WORD)), 0, "b32")
         found = e.band(e.shr(found, e.mul(e.band(mine, 2), 8)), 0xFFFF)
@@ -228,15 +220,15 @@ class Columns:
     def _constants(self, group: Value, row: Value, at: Value) -> list[Value]:
         """Reads the scale, and the zero point if one is stored, as float32."""
         e, m, found = self.e, self.matrix, []
-        for piece in self.pieces:
-            if piece.of == "words":
+        for part in self.segments:
+            if part.of == "words":
                 continue
             among = e.sub(group, e.div(self.first, m.group_size))
-            word = e.load_shared(e.add(at, e.mul(among, WORD)), WORD * piece.at, "b32")
-            low = e.band(piece.low(e, row, e.mul(group, piece.each)), WORD - 1)
-            word = word if piece.each == WORD else e.shr(word, e.mul(low, 8))
-            if piece.each == WORD:
+            word = e.load_shared(e.add(at, e.mul(among, WORD)), WORD * part.at, "b32")
+            low = e.band(part.low(e, row, e.mul(group, part.each)), WORD - 1)
+            word = word if part.each == WORD else e.shr(word, e.mul(low, 8))
+            if part.each == WORD:
                 found.append(e.f32_of_bits(word))
             else:
-                found.append(e.half_to_f32(word, 0) if piece.each == 2 else e.byte_to_f32(word, 0))
+                found.append(e.half_to_f32(word, 0) if part.each == 2 else e.byte_to_f32(word, 0))
         return found

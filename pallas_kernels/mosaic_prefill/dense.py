@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
 from pallas_kernels.mosaic_prefill import registers
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, Form, form_of
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, dense_tiles
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
@@ -66,7 +66,6 @@ def dense(
       weights: S matrices [N, K].
       slot: int32[], index of the matrix.
       out_dtype: bfloat16, float16 or float32.
-      tiles: None for the heuristic ones.
     """
     num_tokens, num_inputs = x.shape
     num_rows = weights.num_outputs
@@ -102,7 +101,7 @@ def dense(
 
 def _body(
     slot_ref: Any, x: Any, weights: Any, *rest: Any,
-    form: Form | None, tiles: WgmmaTiles, num_items: int, num_blocks: int, **rooms: Any,
+    form: MatrixFormat | None, tiles: WgmmaTiles, num_items: int, num_blocks: int, **rooms: Any,
 ) -> None:  # fmt: skip
     *constants, out = rest
     parts = pipeline(form, tiles, x, weights, constants, rooms)

@@ -42,8 +42,6 @@ def make_expert_blocks(
       tier: int32[T, A]; outside 0 .. tiers - 1 for pairs that are skipped.
       slot: int32[T, A]; clipped to the tier's, as JAX does.
       tiers: arrays or their shapes; only the numbers of slots matter.
-      rows: rows per block.
-      band: most blocks of a matrix processed together.
     """
     tier, slot = tier.reshape(-1), slot.reshape(-1)
     counts = [weights.num_slots for weights in tiers]

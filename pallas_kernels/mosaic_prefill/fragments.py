@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class MatrixFormat:
     """Static facts of packed matrices [N, K] of 2, 3, 4 or 8 bits."""
 
     bits: int
@@ -107,7 +107,6 @@ class Form:
         Args:
           constants: scales of both rows of the block, then zeros of both rows.
           row: 0 or 1.
-          group: in the block.
         """
         per_row = self._registers(self.scale_bytes)
         scale = _number(e, constants[row * per_row :], group, self.scale_bytes)
@@ -117,10 +116,10 @@ class Form:
         return scale, _number(e, rest, group, self.zero_bytes)
 
 
-def form_of(weights: PackedMatrices, kind: str, paired: bool = False) -> Form:
+def form_of(weights: PackedMatrices, kind: str, paired: bool = False) -> MatrixFormat:
     """Static facts of packed (not plain) matrices."""
     assert weights.scales is not None
-    return Form(
+    return MatrixFormat(
         bits=weights.bits,
         kind=kind,
         num_rows=weights.num_outputs,
@@ -143,7 +142,7 @@ def _number(e: Emitter, words: Sequence[Value], index: int, size: int) -> Value:
     return e.half_to_f32(words[word], within // 2)
 
 
-def lane_words(form: Form) -> list[tuple[int, int, int]]:
+def lane_words(form: MatrixFormat) -> list[tuple[int, int, int]]:
     """Words that a lane loads, the t-th from each (row 0 or 1, tile, first word).
 
     The order is that of `prepare`: rows outermost.
@@ -156,7 +155,7 @@ def lane_words(form: Form) -> list[tuple[int, int, int]]:
     ]
 
 
-def prepare(e: Emitter, form: Form, raw: Sequence[Value]) -> list[Value]:
+def prepare(e: Emitter, form: MatrixFormat, raw: Sequence[Value]) -> list[Value]:
     """Converts a block's words for `operand`: only INT3's change, to nibbles.
 
     Word j of the one-bit plane serves words j and j + 8 of the two-bit plane: its bit 2p the
@@ -187,7 +186,7 @@ class _Field(NamedTuple):
     exponent: int  # of the lowest bit then
 
 
-def field(form: Form, piece: int) -> _Field:
+def field(form: MatrixFormat, piece: int) -> _Field:
     """Position of 16 k, number `piece` of a block."""
     if form.bits == 3:
         position, part = divmod(piece, 2)
@@ -202,13 +201,9 @@ def field(form: Form, piece: int) -> _Field:
 
 
 def operand(
-    e: Emitter, form: Form, words: Sequence[Value], constants: Sequence[Value], stage: int
+    e: Emitter, form: MatrixFormat, words: Sequence[Value], constants: Sequence[Value], stage: int
 ) -> list[Value]:
     """Unpacks the register operand of 64 k: 16 words of pairs.
-
-    Args:
-      words: the block's, from `prepare`.
-      stage: 0..3, which 64 k of the block.
 
     Returns:
       For each 16 k: pairs of rows g and g + 8 at k 2t, 2t + 1, then both at k 2t + 8, 2t + 9.
@@ -232,7 +227,7 @@ def operand(
 
 
 def _factors(
-    e: Emitter, form: Form, scale: Value, zero: Value, exponent: int
+    e: Emitter, form: MatrixFormat, scale: Value, zero: Value, exponent: int
 ) -> tuple[Value, Value, Value]:
     """Factor of a code's number, and addends of the low and high half, float32."""
     step = 2.0**-exponent
@@ -247,7 +242,7 @@ def _factors(
 
 
 def _pair(
-    e: Emitter, form: Form, word: Value, where: _Field, factors: tuple[Value, Value, Value]
+    e: Emitter, form: MatrixFormat, word: Value, where: _Field, factors: tuple[Value, Value, Value]
 ) -> Value:
     scale, low_term, high_term = factors
     if form.bits == 8:

@@ -21,7 +21,7 @@ from pallas_kernels.mosaic_prefill.expert_blocks import (
     SLOT,
     make_expert_blocks,
 )
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, Form, form_of
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, grouped_tiles, grouped_tokens
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
@@ -71,9 +71,7 @@ def gate_up(
 
     Args:
       x: [T, D] in bfloat16 or float16.
-      assignments: of the T A pairs.
       tiers: for each tier S matrices [2F, D], gate rows first.
-      tiles: None for the heuristic ones.
     """
     call = _Call(assignments, tiers, tiles, target, paired=True)
     hidden = call.run(x[call.runs.order // assignments.slot.shape[1]], x.dtype)
@@ -92,10 +90,7 @@ def products(
 
     Args:
       rows: [T, A, K], or [T, K] if the pairs of a token share a row.
-      assignments: of the T A pairs.
       tiers: for each tier S matrices [N, K].
-      tiles: None for the heuristic ones.
-      dtype: the result's: float32, or that of the rows.
     """
     call = _Call(assignments, tiers, tiles, target, paired=False)
     order, width = call.runs.order, assignments.slot.shape[1]
@@ -173,7 +168,8 @@ class _Item(Item):
 
 def _body(
     order: Any, table: Any, first_block: Any, x: Any, weights: Any, *rest: Any,
-    tier: int, form: Form | None, tiles: WgmmaTiles, paired: bool, num_constants: int, **rooms: Any,
+    tier: int, form: MatrixFormat | None, tiles: WgmmaTiles, paired: bool, num_constants: int,
+    **rooms: Any,
 ) -> None:  # fmt: skip
     constants, out = rest[:num_constants], rest[-1]
     parts = pipeline(form, tiles, x, weights, constants, rooms, paired)

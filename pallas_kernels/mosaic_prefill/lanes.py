@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Value
 from pallas_kernels.mosaic_prefill.emit import Emitter
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, Form, lane_words, prepare
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, lane_words, prepare
 
 
 def place(e: Emitter) -> tuple[Value, Value, Value, Value]:
@@ -27,11 +27,10 @@ def _rows_before(e: Emitter, paired: bool) -> tuple[Value, Value]:
     return e.mul(warpgroup, ROWS), first
 
 
-def read_words(e: Emitter, form: Form, refs: Sequence[Value], rows: int) -> list[Value]:
+def read_words(e: Emitter, form: MatrixFormat, refs: Sequence[Value], rows: int) -> list[Value]:
     """Reads a block's words for `fragments.operand`, from `form.tiles` in shared memory.
 
     Args:
-      refs: reference to each tile.
       rows: rows per tile; if paired, those of the first half, then those of the second.
     """
     g, t, _, _ = place(e)
@@ -73,16 +72,14 @@ def read_plain(e: Emitter, ref: Value, rows: int) -> list[Value]:
 
 
 def read_constants(
-    e: Emitter, form: Form, slot: Value, first_row: Value, block: Value, refs: Sequence[Value]
+    e: Emitter,
+    form: MatrixFormat,
+    slot: Value,
+    first_row: Value,
+    block: Value,
+    refs: Sequence[Value],
 ) -> list[Value]:
-    """Reads a block's scales and zeros for `Form.constant`, from device memory.
-
-    Args:
-      slot: index in the stack.
-      first_row: the thread block's.
-      block: block of K.
-      refs: scales, and zeros if there are any.
-    """
+    """Reads a block's scales and zeros for `MatrixFormat.constant`, from device memory."""
     g, _, _, _ = place(e)
     group, first = _rows_before(e, form.paired)
     halves = 2 if form.paired else 1
@@ -139,15 +136,7 @@ def write_sums(
     ref: Value,
     shape: tuple[int, int],
 ) -> None:
-    """Writes a warpgroup's sums [64, n] to device memory, float32 [num_tokens, num_rows].
-
-    Args:
-      sums: as in `write_rounded`.
-      first_row: the thread block's.
-      first_token: the first column's.
-      ref: the output, or one part of it.
-      shape: the output's; values beyond it are not written.
-    """
+    """Writes a warpgroup's sums [64, n] to device memory, float32 [num_tokens, num_rows]."""
     num_tokens, num_rows = shape
     g, t, first, warpgroup = place(e)
     start = e.add(first_row, e.mul(warpgroup, ROWS))

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_prefill import registers
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, STAGE, STAGES, Form
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, STAGE, STAGES, MatrixFormat
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 
 COPIER_REGISTERS = 40
@@ -41,7 +41,7 @@ class Item:
 class Pipeline:
     """References of a kernel's body."""
 
-    form: Form | None  # None for plain weights
+    form: MatrixFormat | None  # None for plain weights
     paired: bool  # an item's rows are half `tiles.rows` of each half of the matrix
     tiles: WgmmaTiles
     x: Any  # [M, K]
@@ -60,7 +60,6 @@ class Pipeline:
         """Copies an item's operands as buffers become free.
 
         Args:
-          item: position of the operands.
           done: int32[], blocks of K copied before.
         """
         tiles, form = self.tiles, self.form
@@ -162,7 +161,7 @@ class Pipeline:
 
 
 def scratch(
-    form: Form | None, tiles: WgmmaTiles, x_dtype: Any, paired: bool = False
+    form: MatrixFormat | None, tiles: WgmmaTiles, x_dtype: Any, paired: bool = False
 ) -> dict[str, Any]:
     """Shared memory and barriers of a `Pipeline`, by name."""
     x_shape = (tiles.x_stages, tiles.tokens, STAGE)
@@ -193,7 +192,7 @@ def scratch(
 
 
 def pipeline(
-    form: Form | None,
+    form: MatrixFormat | None,
     tiles: WgmmaTiles,
     x: Any,
     weights: Any,
@@ -221,8 +220,6 @@ def work(
     """Runs a kernel's body: this block's items, in turn.
 
     Args:
-      num_items: items of all blocks.
-      item_of: position of the item with an index.
       store: stores an item's sums; called by the warpgroups that multiply.
     """
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")

@@ -18,14 +18,14 @@ from jaxlib.mlir.dialects import llvm, vector
 from pallas_kernels.mosaic_decode.emit import Value, i32
 from pallas_kernels.mosaic_prefill import fragments, lanes
 from pallas_kernels.mosaic_prefill.emit import Emitter
-from pallas_kernels.mosaic_prefill.fragments import ROWS, STAGE, Form
+from pallas_kernels.mosaic_prefill.fragments import ROWS, STAGE, MatrixFormat
 
 WARPGROUP = 128  # threads
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 ROW_OF_128 = plgpu.SwizzleTransform(128)
 
 
-def load_words(form: Form, tiles: Sequence[Any]) -> jax.Array:
+def load_words(form: MatrixFormat, tiles: Sequence[Any]) -> jax.Array:
     """Loads the lane's words of a block for `unpack`.
 
     Args:
@@ -42,7 +42,11 @@ def load_words(form: Form, tiles: Sequence[Any]) -> jax.Array:
 
 
 def load_constants(
-    form: Form, slot: jax.Array, first_row: jax.Array, block: jax.Array, operands: Sequence[Any]
+    form: MatrixFormat,
+    slot: jax.Array,
+    first_row: jax.Array,
+    block: jax.Array,
+    operands: Sequence[Any],
 ) -> jax.Array:
     """Loads the lane's scales and zeros of a block for `unpack`.
 
@@ -63,14 +67,8 @@ def load_constants(
     )(slot, first_row, block, *operands)
 
 
-def unpack(form: Form, words: jax.Array, constants: jax.Array, stage: int) -> jax.Array:
-    """Unpacks wgmma's register operand [64, 64] of one stage of a block.
-
-    Args:
-      words: the block's, from `load_words`.
-      constants: the block's, from `load_constants`.
-      stage: which 64 k of the block.
-    """
+def unpack(form: MatrixFormat, words: jax.Array, constants: jax.Array, stage: int) -> jax.Array:
+    """Unpacks wgmma's register operand [64, 64] of one stage of a block."""
 
     def make(_: Any, words: Any, constants: Any) -> mgpu.FragmentedArray:
         e = Emitter()
@@ -176,7 +174,7 @@ def _operand(pairs: Sequence[Value], kind: str) -> mgpu.FragmentedArray:
     )
 
 
-def _num_words(form: Form) -> int:
+def _num_words(form: MatrixFormat) -> int:
     return 16 if form.bits == 3 else form.num_raw
 
 

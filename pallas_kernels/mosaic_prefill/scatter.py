@@ -39,8 +39,6 @@ def scatter_hidden(
 
     Args:
       kind: the result's: "bf16" or "f16".
-      sums: paired.
-      place: destination in the half of the matrix.
       chunk: tokens that go through a room; a multiple of 32.
       num_columns: F of out [P, F].
       refs: the warpgroup's two rooms [chunk, 32] in shared memory, the order, the output.

@@ -53,14 +53,10 @@ def qkv_to_cache(
         queries, of keys, of values.
       keys: [L, B, K, S, C] in `qkv.dtype`, whole. The kernel writes it in place where the caller's
         program may (it is donated); else XLA copies it.
-      values: like keys.
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       positions: int32[B], where each token goes; outside 0..S - 1 it is dropped.
       cos: float32[B, C / 2], of each token's angles.
-      sin: like cos.
-      norms: of heads; None for none.
       implementation: "triton" or "reference"; None for the first that does not refuse.
-      interpret: runs the kernel on the CPU, for tests.
 
     Returns:
       Queries [B, H, C], keys and values [L, B, K, S, C], in `qkv.dtype`.

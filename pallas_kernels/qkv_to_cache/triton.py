@@ -16,6 +16,7 @@ from pallas_kernels import launch
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.qkv_to_cache.reference import HeadNorms
 from pallas_kernels.target import Target
+from pallas_kernels.triton.elements import iota
 
 Ref = Any
 Operand = jax.Array | jax.ShapeDtypeStruct
@@ -40,7 +41,7 @@ def _body(
     q_ref, keys_ref, values_ref = refs[-3:]
     num_heads, (num_kv, length, head_dim) = q_ref.shape[1], keys_ref.shape[2:]
     b, head, half = pl.program_id(0), pl.program_id(1), head_dim // 2
-    columns, layer, position = _iota(half), layer_ref[()], positions_ref[b]
+    columns, layer, position = iota(half), layer_ref[()], positions_ref[b]
     parts = [qkv_ref[b, head * head_dim + start + columns] for start in (0, half)]
     is_q, is_v = head < num_heads, head >= num_heads + num_kv
     first, second = (part.astype(jnp.float32) for part in parts)
@@ -68,10 +69,6 @@ def _body(
             (values_ref, (layer, b, v_head, slot, at), plain, fits & is_v),
         ):
             pltriton.store(ref.at[where], value, mask=jnp.broadcast_to(written, (half,)))
-
-
-def _iota(count: int) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
 
 
 def qkv_to_cache_triton(

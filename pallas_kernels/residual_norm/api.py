@@ -35,13 +35,10 @@ def residual_norm(
 
     Args:
       x: [N, D] in bfloat16 or float16 (the reference takes float32 too).
-      delta: like x; None for nothing.
       scales: [L, D] in `x.dtype`, whole: it is indexed inside the kernel, nothing is copied.
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
-      eps: added to the mean square; static.
       zero_centred: scales are added to one, and rounding comes last (Qwen3-Next); static.
       implementation: "triton" or "reference"; None for the first that does not refuse.
-      interpret: runs the kernel on the CPU, for tests.
 
     Returns:
       y and its norm, both [N, D] in `x.dtype`; y is x itself without a delta.

@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import launch
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
+from pallas_kernels.triton.elements import iota, power_above
 
 Ref = Any
 Operand = jax.Array | jax.ShapeDtypeStruct
@@ -27,16 +28,12 @@ def refusal(x: Operand, target: Target) -> str | None:
     return "; ".join(filter(None, reasons)) or None
 
 
-def _padded(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
 def _body(
     layer_ref: Ref, scales_ref: Ref, x_ref: Ref, *refs: Ref, eps: float, zero_centred: bool
 ) -> None:
     """Program n runs row n; `refs`: delta, the sum and the result, or the result alone."""
     row, width = pl.program_id(0), x_ref.shape[1]
-    columns = jax.lax.broadcasted_iota(jnp.int32, (_padded(width),), 0)
+    columns = iota(power_above(width))
     real = columns < width
 
     def load(ref: Ref, row: jax.Array) -> jax.Array:
@@ -79,7 +76,7 @@ def residual_norm_triton(
         name="_".join(filter(None, name)),
         grid=(num_rows,),
         out_shape=[out_shape] * len(operands),
-        num_warps=min(MAX_WARPS, max(1, _padded(width) // (32 * THREAD_VALUES))),
+        num_warps=min(MAX_WARPS, max(1, power_above(width) // (32 * THREAD_VALUES))),
         num_stages=1,
         interpret=target.simulated,
     )(layer, scales, *operands)

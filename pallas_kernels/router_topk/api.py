@@ -36,11 +36,9 @@ def top_k(
     Args:
       logits: float32[N, E].
       k: in 1..E; static.
-      normalise: the weights are divided by their sum; static.
       first: int32[], id of the first expert, such as its index among all layers' experts; None for
         0.
       implementation: "triton" or "reference"; None for the first that does not refuse.
-      interpret: runs the kernel on the CPU, for tests.
 
     Returns:
       p, float32[N, E]; the weights of the chosen, float32[N, k], by falling p; their ids,

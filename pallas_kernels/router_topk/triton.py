@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import launch
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
+from pallas_kernels.triton.elements import iota, power_above
 
 Ref = Any
 Operand = jax.Array | jax.ShapeDtypeStruct
@@ -36,14 +37,6 @@ def refusal(logits: Operand, k: int, target: Target) -> str | None:
     return "; ".join(filter(None, reasons)) or None
 
 
-def _padded(count: int) -> int:
-    return 1 << (count - 1).bit_length()
-
-
-def _iota(count: int) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
-
-
 def _keys(probabilities: jax.Array, real: jax.Array) -> jax.Array:
     """Keys int32 in the order of the probabilities; NaN is above all, as in `jax.lax.top_k`."""
     nan = jnp.full(probabilities.shape, jnp.nan, jnp.float32)  # whose sign bit is not set
@@ -57,7 +50,7 @@ def _body(
     """Program n runs row n; `refs`: the first id, if it is not 0, and the outputs."""
     probabilities_ref, weights_ref, ids_ref = refs[-3:]
     row, num_experts = pl.program_id(0), logits_ref.shape[1]
-    experts, places = _iota(_padded(num_experts)), _iota(_padded(k))
+    experts, places = iota(power_above(num_experts)), iota(power_above(k))
     real = experts < num_experts
     logits = pltriton.load(logits_ref.at[row, experts], mask=real, other=-jnp.inf)
     exps = jnp.exp(logits - jnp.max(logits))

@@ -38,12 +38,6 @@ def run_blocks(
 
     Args:
       body: takes a `Simulator`, then references to operands, outputs and scratch buffers.
-      num_blocks: thread blocks, or clusters of more than one.
-      num_threads: threads per block.
-      operands: arrays in global memory.
-      outputs: arrays that are written in place.
-      shared_floats: length of each float32 scratch buffer.
-      cluster: blocks that run together.
     """
     memory = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in operands]
     memory += [a.view(np.uint8).reshape(-1) for a in outputs]

@@ -104,7 +104,6 @@ class Codes:
         """Unpacks offset + q of one piece, as terms [rows, k] in x's dtype.
 
         Args:
-          planes: of one tile, from `words`.
           first_position: int32[] in the block, where the step begins.
         """
         codes = self._pairs(planes, piece, first_position)

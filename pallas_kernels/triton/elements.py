@@ -32,6 +32,16 @@ def remainder(a: Any, b: Any) -> Any:
     return jax.lax.rem(a, np.int32(b) if isinstance(b, int) else b)
 
 
+def power_above(size: int) -> int:
+    """Smallest power of two that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def iota(count: int) -> jax.Array:
+    """int32[count], 0, 1, ...; Triton wants a power of two."""
+    return jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
+
+
 def element_codes(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Array) -> jax.Array:
     """Codes uint32 at rows and k, int32 of two shapes that broadcast."""
     length = layout.padded_length(weights.num_inputs)

@@ -37,12 +37,7 @@ def thin_rows(low_rank: Sequence[LowRank]) -> int:
 
 
 def thin_parts(low_rank: Sequence[LowRank], num_columns: int) -> int:
-    """Parts of K: few enough to add in every program, enough to fill the device.
-
-    Args:
-      low_rank: terms of one matrix.
-      num_columns: rows of x; many of them fill the device alone.
-    """
+    """Parts of K: few enough to add in every program, enough to fill the device."""
     if num_columns > MAX_SPLIT_COLUMNS:
         return 1
     blocks = min(terms.v.num_inputs for terms in low_rank) // layout.BLOCK
@@ -64,13 +59,10 @@ def thin_products(
     """Program (tile, part) multiplies `TILE` rows of V by x over a part of K.
 
     Args:
-      columns: x.
-      low_rank: refs in place of arrays.
       slot: int32[].
       tile: int32[], of R' / TILE.
       part: int32[], of `parts`.
       store: called with float32[TILE, columns].
-      interpret: no inline assembly.
     """
     first_tile, step = 0, layout.BLOCK
     for terms in low_rank:
@@ -108,14 +100,11 @@ def add_terms(
 
     Args:
       acc: float32[rows, columns].
-      low_rank: refs in place of arrays.
       slot: int32[].
       rows: int32[rows], outputs of the tile.
-      thin: ref of the thin products.
       columns: int32[columns], rows of `thin`.
       columns_mask: bool[columns].
       within: outputs first .. last of all such tiles; terms of others are passed over.
-      interpret: a precision that the CPU has.
     """
     first = 0
     for terms in low_rank:

@@ -98,13 +98,9 @@ def product(
     """Multiplies each tile of rows: float32[rows, columns].
 
     Args:
-      columns: x.
-      weights: refs in place of arrays.
       slot: int32[].
       tiles: int32[rows] of each tile, none beyond the last; all of one length.
-      span: part of K.
       step: codes per step; a power of two in `min_step(bits)` .. 256.
-      interpret: no inline assembly.
     """
     shape = (tiles[0].shape[0], num_columns)
     kernel = _Product(columns, weights, slot, tiles, shape, step, interpret)

@@ -44,31 +44,14 @@ def on_host(function: Callable[_P, Any]) -> Callable[_P, np.ndarray]:
 @on_host
 @functools.partial(jax.jit, static_argnames=("bits", "num_codes"))
 def from_stream(words: Any, *, bits: int, num_codes: int) -> jax.Array:
-    """Codes of rows of a bit stream.
-
-    Args:
-      words: int32 or uint32[..., ceil(num_codes bits / 32)].
-      bits: 2, 3, 4 or 8.
-      num_codes: codes of a row.
-
-    Returns:
-      uint8[..., num_codes].
-    """
+    """Codes uint8[..., num_codes] of rows of a bit stream, int32 or uint32[..., W]."""
     return _from_stream(_unsigned(words), bits, num_codes)
 
 
 @on_host
 @functools.partial(jax.jit, static_argnames="bits")
 def to_stream(codes: Any, *, bits: int) -> jax.Array:
-    """Rows of codes as a bit stream.
-
-    Args:
-      codes: uint8[..., K], each below 2^bits.
-      bits: 2, 3, 4 or 8.
-
-    Returns:
-      int32[..., ceil(K bits / 32)], the type in which others store words.
-    """
+    """Bit stream of rows of codes uint8[..., K]; int32, the type in which others store words."""
     lead, num_codes = codes.shape[:-1], codes.shape[-1]
     padding = [(0, 0)] * len(lead) + [(0, -num_codes % WORD_BITS)]
     span_bits, shifts = _spans(bits)
@@ -93,17 +76,11 @@ def repacked_stream(
     num_codes: int,
     is_transposed: bool = False,
 ) -> jax.Array:
-    """Rows of a bit stream in the package's layout.
+    """Packs rows of a bit stream in the package's layout, uint32[..., N, num_words(K, bits)].
 
     Args:
-      words: int32[..., N, W]; [..., W, N] if `is_transposed`.
+      words: int32[..., N, W]; [..., W, N] if `is_transposed`, the stream running down the columns.
       permutation: int32[K], the inputs in the order in which they are stored; None: as they are.
-      bits: 2, 3, 4 or 8.
-      num_codes: K.
-      is_transposed: the stream runs down the columns.
-
-    Returns:
-      uint32[..., N, num_words(K, bits)].
     """
     rows = _unsigned(words)
     if is_transposed:
@@ -131,39 +108,14 @@ def unpacked(words: Any, *, bits: int, num_codes: int) -> jax.Array:
 @on_host
 @jax.jit
 def awq_codes(words: Any) -> jax.Array:
-    """Columns of AWQ words.
-
-    Args:
-      words: int32[R, N / 8].
-
-    Returns:
-      uint8[R, N].
-    """
-    return _awq_codes(words)
-
-
-@on_host
-@jax.jit
-def repacked_awq(words: Any) -> jax.Array:
-    """A matrix of AWQ words in the package's layout.
-
-    Args:
-      words: int32[K, N / 8].
-
-    Returns:
-      uint32[N, num_words(K, 4)].
-    """
-    return layout.pack(_awq_codes(words).T, 4)
+    """Columns uint8[R, N] of AWQ words int32[R, N / 8]."""
+    shifts = np.argsort(_AWQ_ORDER) * 4
+    codes = (_unsigned(words)[..., None] >> _last_axis(shifts, 3)) & np.uint32(15)
+    return codes.astype(jnp.uint8).reshape(words.shape[0], -1)
 
 
 def _unsigned(words: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.asarray(words), jnp.uint32)
-
-
-def _awq_codes(words: Any) -> jax.Array:
-    shifts = np.argsort(_AWQ_ORDER) * 4
-    codes = (_unsigned(words)[..., None] >> _last_axis(shifts, 3)) & np.uint32(15)
-    return codes.astype(jnp.uint8).reshape(words.shape[0], -1)
 
 
 def _from_stream(words: jax.Array, bits: int, num_codes: int) -> jax.Array:

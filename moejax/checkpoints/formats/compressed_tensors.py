@@ -13,33 +13,35 @@ Older versions hold 3-bit codes ten a word and not as a stream; the width of the
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from moejax.checkpoints.formats import bitstream
 from moejax.checkpoints.formats import config_fields as settings
-from moejax.checkpoints.formats.gptq import codes_matrix, read_permutation
 from moejax.checkpoints.formats.interfaces import (
     FLOATS,
-    CodesKind,
+    Format,
     StoredMatrix,
     Tensors,
     broken,
+    codes_matrix,
     digest,
+    read_permutation,
     scale_dtype,
 )
 from moejax.errors import MoejaxError
-from moejax.weights.qtensor import QTensor
+from moejax.weights.qtensor import CodesKind, QTensor
 from pallas_kernels import layout
 
 PACKED = "pack-quantized"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scheme:
+class _Scheme:
     """One group of the config: how its modules' weights are quantized."""
 
     targets: tuple[str, ...]  # names, "re:" and an expression, or classes such as "Linear"
@@ -58,72 +60,8 @@ class Scheme:
         return 1 if "Linear" in self.targets else 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompressedTensorsFormat:
-    """compressed-tensors with the settings of one checkpoint."""
-
-    schemes: tuple[Scheme, ...]
-
-    def extras(self, prefix: str) -> tuple[str, ...]:
-        """Allows no extra tensors."""
-        del prefix
-        return ()
-
-    def find(self, prefix: str, shape: tuple[int, ...], tensors: Tensors) -> StoredMatrix | None:
-        """See `Format`."""
-        packed, scale, zero_point, g_idx, stored_shape = (
-            f"{prefix}.weight_{x}" for x in ("packed", "scale", "zero_point", "g_idx", "shape")
-        )
-        if packed not in tensors:
-            return None
-        scheme = max(self.schemes, key=lambda scheme: scheme.specificity(prefix))
-        if not scheme.specificity(prefix):
-            raise MoejaxError(f"{prefix} is quantized, but no group of config_groups names it")
-        bits, (num_rows, num_inputs) = scheme.bits, shape
-        group_size = min(scheme.group_size or num_inputs, num_inputs)
-        num_groups = layout.num_groups(num_inputs, group_size)
-        num_words = _num_words(packed, num_rows, num_inputs, bits, tensors)
-        zero_words = bitstream.stream_words(num_rows, bits)
-        if zero_point in tensors and _is_sparse(tensors[zero_point].shape[0], num_rows, bits):
-            zero_words = tensors[zero_point].shape[0]
-        fits = [
-            tensors.fits(packed, (num_rows, num_words), ["int32"]),
-            tensors.fits(scale, (num_rows, num_groups), FLOATS),
-            scheme.symmetric or tensors.fits(zero_point, (zero_words, num_groups), ["int32"]),
-            g_idx not in tensors or tensors.fits(g_idx, (num_inputs,), ["int32", "int64"]),
-            stored_shape not in tensors or tensors.fits(stored_shape, (2,), ["int64", "int32"]),
-        ]
-        if not all(fits):
-            return None
-        order = digest(read_permutation(g_idx, group_size, tensors))
-        kind = CodesKind(
-            bits=bits,
-            group_size=group_size,
-            zero_kind="symmetric" if scheme.symmetric else "integer",
-            scale_dtype=scale_dtype(tensors[scale]),
-        )
-
-        def read() -> QTensor:
-            permutation = read_permutation(g_idx, group_size, tensors)
-            if stored_shape in tensors and tuple(tensors.read(stored_shape)) != shape:
-                said = tensors.read(stored_shape).tolist()
-                raise broken(tensors, stored_shape, f"says {said}, config.json {list(shape)}")
-            words = _dense(tensors.read(packed), bits, num_inputs)
-            words = bitstream.repacked_stream(words, permutation, bits=bits, num_codes=num_inputs)
-            found = None if scheme.symmetric else _zeros(zero_point, bits, num_rows, tensors)
-            return codes_matrix(kind, words, tensors.read(scale), found, permutation, num_inputs)
-
-        used = (packed, scale, stored_shape, g_idx) + (() if scheme.symmetric else (zero_point,))
-        names = tuple(name for name in used if name in tensors)
-        return StoredMatrix(names=names, kind=kind, read=read, order=order)
-
-
-def parse_compressed_tensors(fields: Mapping[str, Any]) -> CompressedTensorsFormat:
-    """The reader for the quantization_config of a compressed-tensors checkpoint.
-
-    Raises:
-      MoejaxError: something in it is not understood.
-    """
+def parse_compressed_tensors(fields: Mapping[str, Any]) -> Format:
+    """Reads the quantization_config of a compressed-tensors checkpoint; raises MoejaxError."""
     default = settings.text(fields, "format")
     schemes = []
     for name, group in settings.mapping(fields, "config_groups").items():
@@ -138,10 +76,10 @@ def parse_compressed_tensors(fields: Mapping[str, Any]) -> CompressedTensorsForm
         schemes.append(_scheme(name, group))
     if not schemes:
         raise MoejaxError("quantization_config has no config_groups")
-    return CompressedTensorsFormat(schemes=tuple(schemes))
+    return Format(functools.partial(_find, schemes))
 
 
-def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
+def _scheme(name: str, group: Mapping[str, Any]) -> _Scheme:
     weights = settings.mapping(group, "weights")
     strategy = settings.text(weights, "strategy")
     if settings.text(weights, "type", default="int") != "int" or strategy not in (
@@ -155,11 +93,64 @@ def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
     targets = group.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise MoejaxError(f"quantization_config.config_groups.{name} has targets {targets!r}")
-    return Scheme(
+    return _Scheme(
         targets=tuple(targets),
         bits=settings.bits(weights, "num_bits"),
         group_size=settings.group_size(weights) if strategy == "group" else None,
         symmetric=settings.flag(weights, "symmetric", default=True),
+    )
+
+
+def _find(
+    schemes: Sequence[_Scheme], prefix: str, shape: tuple[int, ...], tensors: Tensors
+) -> StoredMatrix | None:
+    packed, scale, zero_point, g_idx, stored_shape = (
+        f"{prefix}.weight_{x}" for x in ("packed", "scale", "zero_point", "g_idx", "shape")
+    )
+    if packed not in tensors:
+        return None
+    scheme = max(schemes, key=lambda scheme: scheme.specificity(prefix))
+    if not scheme.specificity(prefix):
+        raise MoejaxError(f"{prefix} is quantized, but no group of config_groups names it")
+    bits, (num_rows, num_inputs) = scheme.bits, shape
+    group_size = min(scheme.group_size or num_inputs, num_inputs)
+    num_groups = layout.num_groups(num_inputs, group_size)
+    num_words = _num_words(packed, num_rows, num_inputs, bits, tensors)
+    zero_words = bitstream.stream_words(num_rows, bits)
+    if zero_point in tensors and _is_sparse(tensors[zero_point].shape[0], num_rows, bits):
+        zero_words = tensors[zero_point].shape[0]
+    fits = [
+        tensors.fits(packed, (num_rows, num_words), ["int32"]),
+        tensors.fits(scale, (num_rows, num_groups), FLOATS),
+        scheme.symmetric or tensors.fits(zero_point, (zero_words, num_groups), ["int32"]),
+        g_idx not in tensors or tensors.fits(g_idx, (num_inputs,), ["int32", "int64"]),
+        stored_shape not in tensors or tensors.fits(stored_shape, (2,), ["int64", "int32"]),
+    ]
+    if not all(fits):
+        return None
+    kind = CodesKind(
+        bits=bits,
+        group_size=group_size,
+        zero_kind="symmetric" if scheme.symmetric else "integer",
+        scale_dtype=scale_dtype(tensors[scale]),
+    )
+
+    def read() -> QTensor:
+        permutation = read_permutation(g_idx, group_size, tensors)
+        if stored_shape in tensors and tuple(tensors.read(stored_shape)) != shape:
+            said = tensors.read(stored_shape).tolist()
+            raise broken(tensors, stored_shape, f"says {said}, config.json {list(shape)}")
+        words = _dense(tensors.read(packed), bits, num_inputs)
+        words = bitstream.repacked_stream(words, permutation, bits=bits, num_codes=num_inputs)
+        found = None if scheme.symmetric else _zeros(zero_point, bits, num_rows, tensors)
+        return codes_matrix(kind, num_inputs, words, tensors.read(scale), found, permutation)
+
+    used = (packed, scale, stored_shape, g_idx) + (() if scheme.symmetric else (zero_point,))
+    return StoredMatrix(
+        names=tuple(name for name in used if name in tensors),
+        kind=kind,
+        read=read,
+        order=digest(read_permutation(g_idx, group_size, tensors)),
     )
 
 

@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 
 from moejax.checkpoints.formats import bitstream
-from moejax.checkpoints.formats.gptq import codes_matrix
 from moejax.checkpoints.formats.interfaces import (
     FLOATS,
-    CodesKind,
+    Format,
     StoredMatrix,
     Tensors,
     broken,
+    codes_matrix,
     scale_dtype,
 )
 from moejax.errors import MoejaxError
-from moejax.weights.qtensor import QTensor
+from moejax.weights.qtensor import CodesKind, QTensor
 
 # Entries that the library's modules save beside codes, scales and zeros.
 _METADATA = (
@@ -76,58 +76,44 @@ _PACKINGS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HqqFormat:
-    """HQQ; each module's settings are stored beside it."""
-
-    def extras(self, prefix: str) -> tuple[str, ...]:
-        """The library's settings."""
-        return tuple(f"{prefix}.{name}" for name in _METADATA)
-
-    def find(self, prefix: str, shape: tuple[int, ...], tensors: Tensors) -> StoredMatrix | None:
-        """See `Format`."""
-        codes, scale, zero = (f"{prefix}.{x}" for x in ("W_q", "scale", "zero"))
-        if codes not in tensors:
-            return None
-        num_rows, num_inputs = shape
-        packing = _packing(prefix, tensors)
-        group_size = _group_size(prefix, shape, tensors)
-        num_groups = num_inputs // group_size
-        size = num_rows * num_groups
-        words = (math.ceil(size / packing.rows_a_word), group_size)
-        fits = [
-            tensors.fits(codes, words, [packing.dtype]),
-            tensors.fits(scale, (size, 1), FLOATS),
-            tensors.fits(zero, (size, 1), FLOATS),
-        ]
-        if not all(fits):
-            return None
-        is_half = {tensors[scale].dtype, tensors[zero].dtype} == {np.dtype(np.float16)}
-        kind = CodesKind(
-            bits=packing.bits,
-            group_size=group_size,
-            zero_kind="float",
-            scale_dtype=scale_dtype(tensors[scale]) if is_half else "float32",
-        )
-
-        def read() -> QTensor:
-            unpacked = packing.unpack(tensors.read(codes), size).reshape(shape)
-            return codes_matrix(
-                kind,
-                bitstream.packed(unpacked, bits=kind.bits),
-                tensors.read(scale).reshape(num_rows, num_groups),
-                tensors.read(zero).reshape(num_rows, num_groups),
-                None,
-                num_inputs,
-            )
-
-        return StoredMatrix(names=(codes, scale, zero), kind=kind, read=read)
+def parse_hqq(fields: Mapping[str, Any]) -> Format:
+    """Reads the quantization_config of an HQQ checkpoint; each module repeats its settings."""
+    del fields
+    return Format(_find, extras=tuple(f".{name}" for name in _METADATA))
 
 
-def parse_hqq(fields: Mapping[str, Any]) -> HqqFormat:
-    """The reader for the quantization_config of an HQQ checkpoint."""
-    del fields  # every module says again what it is
-    return HqqFormat()
+def _find(prefix: str, shape: tuple[int, ...], tensors: Tensors) -> StoredMatrix | None:
+    codes, scale, zero = (f"{prefix}.{x}" for x in ("W_q", "scale", "zero"))
+    if codes not in tensors:
+        return None
+    num_rows, num_inputs = shape
+    packing = _packing(prefix, tensors)
+    group_size = _group_size(prefix, shape, tensors)
+    num_groups = num_inputs // group_size
+    size = num_rows * num_groups
+    words = (math.ceil(size / packing.rows_a_word), group_size)
+    fits = [
+        tensors.fits(codes, words, [packing.dtype]),
+        tensors.fits(scale, (size, 1), FLOATS),
+        tensors.fits(zero, (size, 1), FLOATS),
+    ]
+    if not all(fits):
+        return None
+    is_half = {tensors[scale].dtype, tensors[zero].dtype} == {np.dtype(np.float16)}
+    kind = CodesKind(
+        bits=packing.bits,
+        group_size=group_size,
+        zero_kind="float",
+        scale_dtype=scale_dtype(tensors[scale]) if is_half else "float32",
+    )
+
+    def read() -> QTensor:
+        unpacked = packing.unpack(tensors.read(codes), size).reshape(shape)
+        words = bitstream.packed(unpacked, bits=kind.bits)
+        scales, zeros = (tensors.read(name).reshape(num_rows, num_groups) for name in (scale, zero))
+        return codes_matrix(kind, num_inputs, words, scales, zeros)
+
+    return StoredMatrix(names=(codes, scale, zero), kind=kind, read=read)
 
 
 def _packing(prefix: str, tensors: Tensors) -> _Packing:
@@ -148,11 +134,7 @@ def _packing(prefix: str, tensors: Tensors) -> _Packing:
 
 
 def _group_size(prefix: str, shape: tuple[int, ...], tensors: Tensors) -> int:
-    """Inputs of a group.
-
-    Raises:
-      MoejaxError: the groups are not runs of inputs of one output.
-    """
+    """Inputs of a group; raises MoejaxError unless groups are runs of inputs of one output."""
     if _scalar(f"{prefix}.axis", tensors) == 0:
         raise MoejaxError(
             f"{prefix} has HQQ's axis 0, groups of different outputs and inputs, which have no "

@@ -8,25 +8,15 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from moejax.checkpoints.safetensors_reader import StoredTensor, check_range, read_array
 from moejax.errors import MoejaxError
-from moejax.weights.qtensor import Compensator, Fp8Tensor, QTensor
+from moejax.weights.qtensor import CodesKind, Compensator, Fp8Tensor, QTensor
 
 FLOATS = ("float16", "bfloat16", "float32")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CodesKind:
-    """Settings that matrices of codes share to lie in one stack."""
-
-    bits: int
-    group_size: int
-    zero_kind: str
-    scale_dtype: str  # "float16" | "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +24,8 @@ class Fp8Kind:
     """FP8 values in blocks of 128 x 128."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FactorsKind:
-    """Settings that matrices' compensators share to lie in one pool."""
-
-    bits: int  # 16 is BF16
-    u_group_size: int  # 0 for BF16, as the others
-    v_group_size: int
-    scale_dtype: str
-
-
 Kind = CodesKind | Fp8Kind
+FactorKinds = tuple[CodesKind | None, CodesKind | None]  # of U and V; None is BF16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +35,7 @@ class StoredMatrix:
     names: tuple[str, ...]  # of all its tensors
     kind: Kind
     read: Callable[[], QTensor | Fp8Tensor]  # with numpy leaves
-    factors: FactorsKind | None = None  # of its compensator
+    factors: FactorKinds | None = None  # of its compensator
     rank: int = 0
     order: bytes = b""  # digest of its permutation, if any
     # The tensors of `words`, `scales`, `zeros` and `permutation`, as far as there are any, where
@@ -64,28 +45,28 @@ class StoredMatrix:
     read_factors: Callable[[], Compensator] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Faults:
-    """Differences between a checkpoint's tensors and its config.json."""
+class Tensors:
+    """A checkpoint's tensors, and where they differ from its config.json.
 
-    missing: list[str] = dataclasses.field(default_factory=list)
-    unexpected: list[str] = dataclasses.field(default_factory=list)
-    misshaped: list[str] = dataclasses.field(default_factory=list)
+    Attributes:
+      faults: by kind of difference; `fits` adds to them.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self.stored = stored
+        kinds = ("missing tensors", "unexpected tensors", "wrongly shaped tensors")
+        self.faults: dict[str, list[str]] = {kind: [] for kind in kinds}
 
     @property
-    def count(self) -> int:
+    def num_faults(self) -> int:
         """Faults of all kinds."""
-        return len(self.missing) + len(self.unexpected) + len(self.misshaped)
+        return sum(map(len, self.faults.values()))
 
     def check(self, directory: Path) -> None:
-        """Raises MoejaxError, with the first of each kind, if there are any."""
+        """Raises MoejaxError, with the first faults of each kind, if there are any."""
         said = [
             f"{kind} ({len(found)}): {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
-            for kind, found in (
-                ("missing tensors", self.missing),
-                ("unexpected tensors", self.unexpected),
-                ("wrongly shaped tensors", self.misshaped),
-            )
+            for kind, found in self.faults.items()
             if found
         ]
         if said:
@@ -94,14 +75,6 @@ class Faults:
                 "or mend config.json"
             )
 
-
-class Tensors:
-    """A checkpoint's tensors, and the faults found in them."""
-
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self.stored = stored
-        self.faults = Faults()
-
     def __contains__(self, name: str) -> bool:
         return name in self.stored
 
@@ -109,31 +82,19 @@ class Tensors:
         return self.stored[name]
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor of the file.
-
-        Raises:
-          MoejaxError: as `read_array`, or a value is NaN, infinite or huge.
-        """
+        """Reads a tensor; raises MoejaxError as `read_array` and `check_range`."""
         values = read_array(self.stored[name])
         check_range(self.stored[name], values)
         return values
 
     def fits(self, name: str, shape: Sequence[int], dtypes: Sequence[str] | None = None) -> bool:
-        """Whether a tensor is there in that shape; what is wrong is kept in `faults`.
-
-        Args:
-          shape: the expected one.
-          dtypes: names of the allowed types; None: any.
-
-        Raises:
-          MoejaxError: it is of another type.
-        """
+        """Whether a tensor has that shape, else a fault; MoejaxError if it has another dtype."""
         if name not in self.stored:
-            self.faults.missing.append(f"{name} {list(shape)}")
+            self.faults["missing tensors"].append(f"{name} {list(shape)}")
             return False
         tensor = self.stored[name]
         if tensor.shape != tuple(shape):
-            self.faults.misshaped.append(
+            self.faults["wrongly shaped tensors"].append(
                 f"{name} is {list(tensor.shape)} in the file, {list(shape)} by config.json"
             )
             return False
@@ -144,18 +105,18 @@ class Tensors:
         return True
 
 
-class Format(Protocol):
-    """A quantized format with the settings of one checkpoint."""
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A quantized format with the settings of one checkpoint.
 
-    def find(self, prefix: str, shape: tuple[int, ...], tensors: Tensors) -> StoredMatrix | None:
-        """Finds the matrix `prefix` [N, K] if it is quantized; faults go to `tensors.faults`.
+    Attributes:
+      find: returns the matrix PREFIX [N, K] if it is quantized; faults go to `Tensors.faults`.
+        Raises MoejaxError where it is stored in a way that cannot be read.
+      extras: ends of the names of tensors that may lie beside a matrix and are not needed.
+    """
 
-        Raises:
-          MoejaxError: it is stored in a way that cannot be read.
-        """
-
-    def extras(self, prefix: str) -> tuple[str, ...]:
-        """Tensors that may lie beside the matrix `prefix` and are not needed."""
+    find: Callable[[str, tuple[int, ...], Tensors], StoredMatrix | None]
+    extras: tuple[str, ...] = ()
 
 
 def digest(permutation: np.ndarray | None) -> bytes:
@@ -173,6 +134,38 @@ def broken(tensors: Tensors, name: str, reason: str) -> MoejaxError:
     return MoejaxError(f"{tensors[name].path}: {name} {reason}")
 
 
-def as_leaf(array: Any) -> Any:
-    """Returns a numpy leaf typed as jax.Array; copies nothing to a device."""
-    return array
+def read_permutation(name: str, group_size: int, tensors: Tensors) -> np.ndarray | None:
+    """The inputs in the order of their groups, int32[K], from the group of each.
+
+    None where the groups are runs of the inputs as they are, or `name` is not there; MoejaxError
+    where they are not of `group_size` inputs each, the last one aside.
+    """
+    if name not in tensors:
+        return None
+    groups = tensors.read(name)
+    order = np.argsort(groups, kind="stable").astype(np.int32)
+    expected = np.arange(groups.size) // group_size
+    if np.array_equal(groups, expected) or (groups == -1).all():
+        return None
+    if not np.array_equal(groups[order], expected):
+        raise broken(tensors, name, f"has groups that are not of {group_size} inputs each")
+    return order
+
+
+def codes_matrix(
+    kind: CodesKind,
+    num_inputs: int,
+    words: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    permutation: np.ndarray | None = None,
+) -> QTensor:
+    """A matrix of a kind, its scales and zeros in the types of that kind."""
+    arrays: dict[str, Any] = {"words": words, "scales": scales, "zeros": zeros}
+    stored = {
+        name: np.ascontiguousarray(arrays[name], array.dtype)
+        for name, array in kind.arrays((*words.shape[:-1], num_inputs)).items()
+    }
+    if permutation is not None:
+        stored["permutation"] = permutation
+    return kind.tensor(num_inputs, stored)

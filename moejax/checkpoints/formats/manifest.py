@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE
 from moejax.errors import MoejaxError
 from moejax.files.whole import file_digest
 from moejax.models.hf.config import read_json
-from moejax.weights.qtensor import ZERO_KINDS
+from moejax.weights.qtensor import FACTOR_GROUP_SIZE, ZERO_KINDS
 from pallas_kernels import layout
 
 MANIFEST_FILE = "quantization.json"
@@ -56,8 +55,7 @@ def quantization_config() -> dict[str, str]:
 def read_manifest(directory: Path, config: Mapping[str, Any]) -> Manifest:
     """The manifest that `config`, the quantization_config, names.
 
-    Raises:
-      MoejaxError: it is missing or broken, or its layout is not this version's.
+    MoejaxError if it is missing or broken, or its layout is not this version's.
     """
     name = config.get("manifest", MANIFEST_FILE)
     if not isinstance(name, str) or name != Path(name).name:
@@ -73,41 +71,28 @@ def read_manifest(directory: Path, config: Mapping[str, Any]) -> Manifest:
                 f"{directory / place}: the weights have layout {tag!r}, this version reads "
                 f"{layout.LAYOUT!r}; quantize the model again"
             )
-    matrices = _object(path, fields, "tensors")
-    files = _object(path, fields, "files")
-    return Manifest(
-        path=path,
-        matrices={name: _matrix_entry(path, name, entry) for name, entry in matrices.items()},
-        files={name: _file_entry(path, name, entry) for name, entry in files.items()},
-    )
+    entries = _object(path, fields, "tensors")
+    matrices = {name: matrix_entry(path, name, entry) for name, entry in entries.items()}
+    return Manifest(path=path, matrices=matrices, files=_file_entries(path, fields))
 
 
 def read_files(directory: Path) -> Manifest | None:
     """The manifest's files alone, of weights in any format that `moejax.quantize` writes.
 
-    Returns:
-      None where there is no manifest.
-
-    Raises:
-      MoejaxError: it is broken.
+    None where there is no manifest; raises MoejaxError where it is broken.
     """
     path = directory / MANIFEST_FILE
     if not path.exists():
         return None
-    files = _object(path, read_json(path), "files")
-    entries = {name: _file_entry(path, name, entry) for name, entry in files.items()}
-    return Manifest(path=path, matrices={}, files=entries)
+    return Manifest(path=path, matrices={}, files=_file_entries(path, read_json(path)))
 
 
 def check_files(manifest: Manifest, *, checksums: bool) -> None:
-    """Compares the files beside a manifest with what it says of them.
+    """Raises MoejaxError unless the files beside a manifest are what it says.
 
     Args:
       checksums: read all files whole and compare SHA-256 too. Else only sizes are compared, and
         only of the weights: who mends config.json or a tokenizer need not write a new manifest.
-
-    Raises:
-      MoejaxError: a file is missing, or of another size or content.
     """
     directory = manifest.path.parent
     for name, (size, sha256) in manifest.files.items():
@@ -128,7 +113,8 @@ def check_files(manifest: Manifest, *, checksums: bool) -> None:
             )
 
 
-def _matrix_entry(path: Path, name: str, entry: Any) -> MatrixEntry:
+def matrix_entry(path: Path, name: str, entry: Any) -> MatrixEntry:
+    """Reads an entry of "tensors"; raises MoejaxError where it is not understood."""
     try:
         found = MatrixEntry(
             shape=tuple(entry["shape"]),
@@ -146,15 +132,18 @@ def _matrix_entry(path: Path, name: str, entry: Any) -> MatrixEntry:
     return found
 
 
-def _file_entry(path: Path, name: str, entry: Any) -> tuple[int, str]:
-    if (
-        name != Path(name).name
-        or not isinstance(entry, dict)
-        or type(entry.get("size")) is not int
-        or not isinstance(entry.get("sha256"), str)
-    ):
-        raise MoejaxError(f"{path}: the entry of file {name} is not understood: {entry}")
-    return entry["size"], entry["sha256"]
+def _file_entries(path: Path, fields: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    found = {}
+    for name, entry in _object(path, fields, "files").items():
+        if (
+            name != Path(name).name
+            or not isinstance(entry, dict)
+            or type(entry.get("size")) is not int
+            or not isinstance(entry.get("sha256"), str)
+        ):
+            raise MoejaxError(f"{path}: the entry of file {name} is not understood: {entry}")
+        found[name] = entry["size"], entry["sha256"]
+    return found
 
 
 def _object(path: Path, fields: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -8,29 +8,38 @@
     PREFIX.u.words, PREFIX.u.scales, PREFIX.v.words, PREFIX.v.scales
                         rows of symmetric codes, again by the layout
 
-Bits and rank follow from the shapes; the group sizes are in the manifest.
+The manifest has each matrix's kind; ranks and the bits of factors follow from the shapes.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import functools
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from moejax.weights.qtensor import Compensator, Factor, QTensor
+from moejax.checkpoints.formats.interfaces import (
+    FactorKinds,
+    Format,
+    StoredMatrix,
+    Tensors,
+    digest,
+    scale_dtype,
+)
+from moejax.checkpoints.formats.manifest import Manifest, MatrixEntry
+from moejax.errors import MoejaxError
+from moejax.weights.qtensor import CodesKind, Compensator, Factor, QTensor
 from pallas_kernels import layout
 
-FACTOR_GROUP_SIZE = 64
 _BF16 = np.dtype(ml_dtypes.bfloat16)
+_SCALES = ("float16", "float32")
 
 
 def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
-    """Returns the tensors that store one matrix in a safetensors file.
+    """Returns the tensors that store the matrix PREFIX [N, K] in a safetensors file.
 
-    Args:
-      prefix: the Hugging Face name of the matrix without ".weight".
-      matrix: [N, K], with at most one compensator, which covers all rows. The file gets
-        only the rows of its factor pools that the matrix owns, and none where its rank is 0.
+    It has at most one compensator, of all rows. The file gets only the rows of the factor pools
+    that the matrix owns, and none where its rank is 0.
 
     Raises:
       ValueError: `matrix` is not whole (`QTensor.check`), a stack, or has more compensators.
@@ -48,91 +57,6 @@ def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
         f"{prefix}.{name}": np.ascontiguousarray(tensor)  # from the device as well
         for name, tensor in tensors.items()
     }
-
-
-def matrix_from_tensors(
-    prefix: str,
-    tensors: Mapping[str, np.ndarray],
-    *,
-    num_inputs: int,
-    group_size: int,
-    factor_group_size: int = FACTOR_GROUP_SIZE,
-) -> QTensor:
-    """Builds a matrix from its tensors, with numpy leaves; the reverse of `matrix_tensors`.
-
-    Args:
-      prefix: as in `matrix_tensors`.
-      tensors: by full name; those of other prefixes are left alone.
-      num_inputs: K.
-      group_size: inputs of a group of codes.
-      factor_group_size: inputs of a group of packed factors; shorter rows are one group.
-
-    Raises:
-      ValueError: the tensors do not fit each other.
-      KeyError: one is missing.
-    """
-    words = tensors[f"{prefix}.words"]
-    compensators: tuple[Compensator, ...] = ()
-    if f"{prefix}.u" in tensors or f"{prefix}.u.words" in tensors:
-        shape = (words.shape[0], num_inputs)
-        compensators = (compensator_from_tensors(prefix, tensors, shape, factor_group_size),)
-    matrix = QTensor(
-        words=_any(words),
-        scales=_any(tensors[f"{prefix}.scales"]),
-        zeros=_any(tensors.get(f"{prefix}.zeros")),
-        permutation=_any(tensors.get(f"{prefix}.permutation")),
-        compensators=compensators,
-        num_inputs=num_inputs,
-        bits=bits_of_words(words.shape[-1], num_inputs),
-        group_size=group_size,
-    )
-    matrix.check()
-    return matrix
-
-
-def compensator_from_tensors(
-    prefix: str,
-    tensors: Mapping[str, np.ndarray],
-    shape: tuple[int, int],
-    factor_group_size: int = FACTOR_GROUP_SIZE,
-) -> Compensator:
-    """Builds a [N, K] matrix's compensator from the tensors of its factors."""
-    u, v = (
-        _factor(f"{prefix}.{name}", tensors, length, factor_group_size)
-        for name, length in zip("uv", shape, strict=True)
-    )
-    return whole_compensator(u, v)
-
-
-def whole_compensator(u: Factor, v: Factor) -> Compensator:
-    """Builds the compensator of all rows of one matrix.
-
-    Args:
-      u: [r, N], U transposed.
-      v: [r, K].
-    """
-    rank, num_rows = u.shape
-    return Compensator(
-        u=u,
-        v=v,
-        start=_any(np.zeros((), np.int32)),
-        rank=_any(np.array(rank, np.int32)),
-        first_row=0,
-        num_rows=num_rows,
-        max_rank=rank,
-    )
-
-
-def bits_of_words(num_words: int, num_codes: int) -> int:
-    """Bits of the codes of which `num_codes` fill `num_words` words.
-
-    Raises:
-      ValueError: no width fits.
-    """
-    for bits in layout.BITS:
-        if layout.num_words(num_codes, bits) == num_words:
-            return bits
-    raise ValueError(f"{num_words} words hold {num_codes} codes of no width")
 
 
 def _factor_tensors(prefix: str, matrix: QTensor) -> dict[str, Any]:
@@ -156,22 +80,135 @@ def _factor_tensors(prefix: str, matrix: QTensor) -> dict[str, Any]:
     return tensors
 
 
-def _factor(name: str, tensors: Mapping[str, np.ndarray], length: int, group_size: int) -> Factor:
-    if name in tensors:
-        return _any(tensors[name])
-    words = tensors[f"{name}.words"]
-    factor = QTensor(
-        words=_any(words),
-        scales=_any(tensors[f"{name}.scales"]),
-        zeros=None,
-        num_inputs=length,
-        bits=bits_of_words(words.shape[-1], length),
-        group_size=min(group_size, length),
+def whole_compensator(u: Any, v: Any) -> Compensator:
+    """Builds the compensator of all rows of one matrix from U transposed, [r, N], and V, [r, K]."""
+    rank, num_rows = u.shape
+    owned: dict[str, Any] = {"start": np.zeros((), np.int32), "rank": np.array(rank, np.int32)}
+    return Compensator(u=u, v=v, **owned, first_row=0, num_rows=num_rows, max_rank=rank)
+
+
+def native_format(manifest: Manifest) -> Format:
+    """The reader of the matrices of a manifest."""
+    return Format(functools.partial(_find, manifest))
+
+
+def _find(
+    manifest: Manifest, prefix: str, shape: tuple[int, ...], tensors: Tensors
+) -> StoredMatrix | None:
+    if f"{prefix}.words" not in tensors:
+        return None
+    entry, num_inputs = _entry(manifest, prefix, shape), shape[1]
+    kind = CodesKind(bits=entry.bits, group_size=entry.group_size, zero_kind=entry.zero_kind)
+    dtypes = {
+        "words": ["uint32"],
+        "scales": _SCALES,
+        "zeros": ["uint8"] if entry.zero_kind == "integer" else _SCALES,
+    }
+    parts = {name: f"{prefix}.{name}" for name in kind.arrays(shape)}
+    fits = [
+        tensors.fits(parts[name], array.shape, dtypes[name])
+        for name, array in kind.arrays(shape).items()
+    ]
+    permutation = f"{prefix}.permutation"
+    if permutation in tensors:
+        fits.append(tensors.fits(permutation, (num_inputs,), ["int32"]))
+        parts["permutation"] = permutation
+    factor_names, rank, factors = _factors(prefix, shape, entry, tensors)
+    if not all(fits) or rank is None:
+        return None
+    path = tensors[parts["words"]].path
+
+    def read_factors() -> Compensator:
+        assert factors is not None
+        try:
+            u, v = (
+                _factor(f"{prefix}.{name}", kind, length, tensors)
+                for name, kind, length in zip("uv", factors, shape, strict=True)
+            )
+        except ValueError as error:
+            raise MoejaxError(f"{path}: {prefix}: {error}") from error
+        return whole_compensator(u, v)
+
+    def read() -> QTensor:
+        arrays = {name: tensors.read(tensor) for name, tensor in parts.items()}
+        compensators = (read_factors(),) if factor_names else ()
+        try:
+            return kind.tensor(num_inputs, arrays, compensators)
+        except ValueError as error:
+            raise MoejaxError(f"{path}: {prefix}: {error}") from error
+
+    as_held = {name: tensors[tensor] for name, tensor in parts.items()}
+    # Zero points of another float type than the scales are refused where the whole is read.
+    is_held = "zeros" not in parts or as_held["zeros"].dtype in (as_held["scales"].dtype, np.uint8)
+    return StoredMatrix(
+        names=(*parts.values(), *factor_names),
+        kind=dataclasses.replace(kind, scale_dtype=scale_dtype(as_held["scales"])),
+        read=read,
+        factors=factors,
+        rank=rank,
+        order=digest(tensors.read(permutation)) if permutation in tensors else b"",
+        as_held=as_held if is_held else None,
+        read_factors=read_factors,
     )
-    factor.check()
-    return factor
 
 
-def _any(array: Any) -> Any:
-    """Returns a numpy leaf typed as jax.Array; copies nothing to a device."""
-    return array
+def _entry(manifest: Manifest, prefix: str, shape: tuple[int, ...]) -> MatrixEntry:
+    entry = manifest.matrices.get(f"{prefix}.weight")
+    if entry is None:
+        raise MoejaxError(
+            f"{manifest.path} does not list {prefix}.weight; copy the whole checkpoint again"
+        )
+    if entry.shape != shape:
+        raise MoejaxError(
+            f"{manifest.path}: {prefix}.weight is {list(entry.shape)}, {list(shape)} by config.json"
+        )
+    if entry.group_size > shape[1]:
+        raise MoejaxError(
+            f"{manifest.path}: {prefix} has group_size {entry.group_size}, but {shape[1]} inputs"
+        )
+    return entry
+
+
+def _factors(
+    prefix: str, shape: tuple[int, ...], entry: MatrixEntry, tensors: Tensors
+) -> tuple[list[str], int | None, FactorKinds | None]:
+    """Names, rank and kinds of a matrix's factors; rank None where they are broken."""
+    lengths = {f"{prefix}.u": shape[0], f"{prefix}.v": shape[1]}
+    if found := [name for name in lengths if name in tensors]:
+        rank = (*tensors[found[0]].shape, 0)[0]
+        fits = [tensors.fits(name, (rank, size), ["bfloat16"]) for name, size in lengths.items()]
+        return list(lengths), rank if all(fits) else None, (None, None)
+    found = [name for name in lengths if f"{name}.words" in tensors]
+    if not found:
+        return [], 0, None
+    stored = tensors[f"{found[0]}.words"]
+    rank, num_words = (stored.shape[0], stored.shape[-1]) if stored.shape else (0, 0)
+    codes = lengths[found[0]]
+    widths = [bits for bits in layout.BITS if layout.num_words(codes, bits) == num_words]
+    if not widths:
+        raise MoejaxError(
+            f"{stored.path}: {stored.name}: {num_words} words hold {codes} codes of no width"
+        )
+    dtypes = {"words": ["uint32"], "scales": _SCALES}
+    kinds, names, fits = [], [], []
+    for name, size in lengths.items():
+        kind = CodesKind(bits=widths[0], group_size=min(entry.factor_group_size, size))
+        for part, array in kind.arrays((rank, size)).items():
+            names.append(f"{name}.{part}")
+            fits.append(tensors.fits(names[-1], array.shape, dtypes[part]))
+        kinds.append(kind)
+    if not all(fits):
+        return [], None, None
+    scales = [scale_dtype(tensors[f"{name}.scales"]) for name in lengths]
+    if scales[0] != scales[1]:
+        raise MoejaxError(f"{stored.path}: the factors of {prefix} have scales of two types")
+    u, v = (dataclasses.replace(kind, scale_dtype=scales[0]) for kind in kinds)
+    return names, rank, (u, v)
+
+
+def _factor(name: str, kind: CodesKind | None, length: int, tensors: Tensors) -> Factor:
+    if kind is None:
+        array: Any = tensors.read(name)
+        return array
+    parts = {part: tensors.read(f"{name}.{part}") for part in ("words", "scales")}
+    return kind.tensor(length, parts)

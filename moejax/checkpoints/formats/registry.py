@@ -8,11 +8,11 @@ from moejax.checkpoints.formats import config_fields as settings
 from moejax.checkpoints.formats.awq import parse_awq
 from moejax.checkpoints.formats.compressed_tensors import parse_compressed_tensors
 from moejax.checkpoints.formats.fp8 import parse_fp8
-from moejax.checkpoints.formats.gptq import GptqFormat, Rules, parse_gptq
+from moejax.checkpoints.formats.gptq import gptq_format, parse_gptq
 from moejax.checkpoints.formats.hqq import parse_hqq
 from moejax.checkpoints.formats.interfaces import Format
 from moejax.checkpoints.formats.manifest import METHOD, check_files, read_manifest
-from moejax.checkpoints.formats.native_reader import OwnFormat
+from moejax.checkpoints.formats.native import native_format
 from moejax.errors import MoejaxError
 from moejax.models.hf.config import read_json
 
@@ -30,11 +30,7 @@ SUPPORTED = (METHOD, *_PARSERS, "auto-round")
 
 
 def quantization_fields(directory: Path) -> dict[str, Any] | None:
-    """The quantization_config of a checkpoint; None where it is not quantized.
-
-    Raises:
-      MoejaxError: config.json is missing or broken, or the field is no object.
-    """
+    """The quantization_config of a checkpoint, MoejaxError if broken; None if there is none."""
     fields = read_json(directory / "config.json").get("quantization_config")
     if fields is None:
         for name, method in _OLD_FILES.items():
@@ -51,22 +47,16 @@ def quantization_fields(directory: Path) -> dict[str, Any] | None:
 def open_format(
     directory: Path, fields: Mapping[str, Any], *, verify_checksums: bool = False
 ) -> Format:
-    """Opens the reader of a checkpoint's format.
+    """Opens the reader of a format by its quantization_config; MoejaxError if it cannot be read.
 
-    Args:
-      fields: its quantization_config.
-      verify_checksums: of the package's own format: read every file whole and compare its SHA-256
-        with the manifest's. Sizes are always compared. The other formats have no checksums.
-
-    Raises:
-      MoejaxError: the format, or something that it has, cannot be read; a file is not what the
-        manifest says.
+    With `verify_checksums` every file of the package's own format is read whole and its SHA-256
+    compared with the manifest's. Sizes are always compared. The other formats have no checksums.
     """
     method = settings.text(fields, "quant_method")
     if method == METHOD:
         manifest = read_manifest(directory, fields)
         check_files(manifest, checksums=verify_checksums)
-        return OwnFormat(manifest=manifest)
+        return native_format(manifest)
     try:
         if method in _AUTOROUND:
             return _parse_autoround(fields)
@@ -100,9 +90,7 @@ def _parse_autoround(fields: Mapping[str, Any]) -> Format:
             # Names of modules; where they hold more than that, expressions.
             expression = f"(?:{name})$"
             overrides.append((settings.pattern("extra_config", expression), changed))
-    rules = Rules(default=fields, overrides=tuple(overrides))
-    rules.of("")
-    return GptqFormat(rules=rules, is_v1="gptq" in packing)
+    return gptq_format(fields, overrides, is_v1="gptq" in packing)
 
 
 def _old_fields(fields: dict[str, Any], method: str) -> dict[str, Any]:

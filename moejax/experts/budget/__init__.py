@@ -4,57 +4,27 @@ Axes as in `moejax.models.config`, and C slots of each sparse layer that cache e
 slots that all layers share, R rows of the host store.
 """
 
-from moejax.experts.budget.advice import PINNED_LIMIT, Machine, unused, warnings
-from moejax.experts.budget.allocation import plan_tier
-from moejax.experts.budget.limits import (
-    BOTH,
-    GIB,
-    PHASES,
-    PREFILL,
-    BudgetError,
-    Limits,
-    check_gib,
-    check_phase,
-    default_bulk,
-    gib_above,
-    narrowed,
-    require_room,
-    size_text,
-)
-from moejax.experts.budget.planned import Budget, Tier, TierBudget
-from moejax.experts.budget.precisions import n_hot
-from moejax.experts.budget.table import describe
-from moejax.experts.budget.tables import table_nbytes
-from moejax.experts.budget.tiers import PolicyDemands, make_budget
-from moejax.experts.budget.workspace import Model, workspace_nbytes
-
-__all__ = [
-    "BOTH",
-    "GIB",
-    "PHASES",
-    "PINNED_LIMIT",
-    "PREFILL",
-    "Budget",
-    "BudgetError",
-    "Limits",
-    "Machine",
-    "Model",
-    "PolicyDemands",
-    "Tier",
-    "TierBudget",
-    "check_gib",
-    "check_phase",
-    "default_bulk",
-    "describe",
-    "gib_above",
-    "make_budget",
-    "n_hot",
-    "narrowed",
-    "plan_tier",
-    "require_room",
-    "size_text",
-    "table_nbytes",
-    "unused",
-    "warnings",
-    "workspace_nbytes",
-]
+from moejax.experts.budget.advice import PINNED_LIMIT as PINNED_LIMIT
+from moejax.experts.budget.advice import Machine as Machine
+from moejax.experts.budget.advice import unused as unused
+from moejax.experts.budget.advice import warnings as warnings
+from moejax.experts.budget.limits import BOTH as BOTH
+from moejax.experts.budget.limits import GIB as GIB
+from moejax.experts.budget.limits import PREFILL as PREFILL
+from moejax.experts.budget.limits import BudgetError as BudgetError
+from moejax.experts.budget.limits import Limits as Limits
+from moejax.experts.budget.limits import check_gib as check_gib
+from moejax.experts.budget.limits import check_phase as check_phase
+from moejax.experts.budget.limits import default_bulk as default_bulk
+from moejax.experts.budget.limits import gib_above as gib_above
+from moejax.experts.budget.limits import size_text as size_text
+from moejax.experts.budget.planned import Budget as Budget
+from moejax.experts.budget.planned import RunSizes as RunSizes
+from moejax.experts.budget.planned import Tier as Tier
+from moejax.experts.budget.planned import TierBudget as TierBudget
+from moejax.experts.budget.planned import table_nbytes as table_nbytes
+from moejax.experts.budget.table import LINK_GIB_PER_S as LINK_GIB_PER_S
+from moejax.experts.budget.table import describe as describe
+from moejax.experts.budget.tiers import PolicyDemands as PolicyDemands
+from moejax.experts.budget.tiers import make_budget as make_budget
+from moejax.experts.budget.workspace import workspace_nbytes as workspace_nbytes

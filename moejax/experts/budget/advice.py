@@ -3,8 +3,7 @@
 import dataclasses
 
 from moejax.experts.budget.limits import PREFILL, Limits, gib_above
-from moejax.experts.budget.planned import Budget, TierBudget
-from moejax.experts.budget.tables import bulk_nbytes
+from moejax.experts.budget.planned import Budget, TierBudget, bulk_nbytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -35,10 +34,6 @@ def warnings(budget: Budget, machine: Machine) -> list[str]:
                 f"the disk; raise memory.host_gib to {gib_above(least)}"
             )
     return found
-
-
-def _ahead_in_decode(limits: Limits) -> bool:
-    return limits.prefetch > 0 and limits.prefetch_in != PREFILL
 
 
 def unused(budget: Budget) -> list[str]:
@@ -83,12 +78,13 @@ def _disk(budget: TierBudget) -> list[str]:
     least = gib_above(_all_nbytes(budget))
 
     def waited(num_tokens: int, share_cached: float) -> tuple[float, int]:
-        each = min(budget.num_experts, num_tokens * budget.experts_per_token)
-        return absent * (1 - share_cached) * budget.num_layers * each, budget.num_layers * each
+        needed = budget.num_layers * budget.num_needed(num_tokens)
+        return absent * (1 - share_cached) * needed, needed
 
-    cold, needed = waited(budget.batch, 0.0)
-    warm, _ = waited(budget.batch, budget.resident_share)
-    chunk, _ = waited(budget.batch * budget.chunk, budget.resident_share)
+    batch, cached = budget.run.batch, budget.slots / budget.num_experts
+    cold, needed = waited(batch, 0.0)
+    warm, _ = waited(batch, cached)
+    chunk, _ = waited(batch * budget.run.chunk, cached)
     said = (
         f"{100 * absent:.0f} % of the experts are not in host memory: a step in which one of them "
         f"is needed and has no slot waits for the disk (with even routing and an empty cache, "
@@ -110,8 +106,8 @@ def _all_nbytes(budget: TierBudget) -> int:
 def _slots(budget: TierBudget) -> list[str]:
     if not budget.pooled:
         return []
-    found = []
-    needed = min(budget.num_experts, budget.batch * budget.experts_per_token)
+    found, limits = [], budget.limits
+    needed = budget.num_needed(budget.run.batch)
     if budget.slots == 0:
         found.append("no expert is cached: every one that a step needs crosses the link")
     elif budget.slots < needed:
@@ -119,10 +115,10 @@ def _slots(budget: TierBudget) -> list[str]:
             f"a layer caches {budget.slots} experts, but a decode step can need {needed}: the "
             "others stream through the transient slots, and such a pass evicts nothing"
         )
-    elif _ahead_in_decode(budget.limits) and budget.slots < needed + budget.limits.prefetch:
+    elif limits.prefetch_in != PREFILL and budget.slots < needed + limits.prefetch:
         found.append(
-            f"a layer caches {budget.slots} experts: {budget.limits.prefetch} that are fetched "
-            f"ahead evict some of the {needed} that a step can need"
+            f"a layer caches {budget.slots} experts: {limits.prefetch} that are fetched ahead "
+            f"evict some of the {needed} that a step can need"
         )
     spare = budget.spare_device
     if spare is not None and budget.slots < budget.num_experts:

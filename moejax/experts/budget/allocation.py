@@ -12,16 +12,17 @@ from moejax.experts.budget.limits import (
     limit_nbytes,
     num_banks,
 )
-from moejax.experts.budget.planned import Tier, TierBudget
-from moejax.experts.budget.tables import (
+from moejax.experts.budget.planned import (
     RING_BLOCKS,
+    RunSizes,
+    Tier,
+    TierBudget,
     blocks_from_disk,
     bulk_nbytes,
     least_host_nbytes,
-    most_at_once,
     table_nbytes,
 )
-from moejax.experts.budget.workspace import Model, workspace_nbytes
+from moejax.experts.budget.workspace import workspace_nbytes
 from moejax.weights import LOW_RANK
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
@@ -35,107 +36,74 @@ STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
 
 
-def plan_tier(
-    config: Model,
-    weights_nbytes: Mapping[str, int],
-    tier: Tier,
-    *,
-    batch: int,
-    context: int,
-    chunk: int,
-    limits: Limits,
-    platform: str,
-    itemsize: int = 2,
-    num_tiers: int = 1,
-) -> TierBudget:
-    """Plans every byte of a run with one tier, and its slots.
+def plan_tier(run: RunSizes, tier: Tier, limits: Limits, num_tiers: int = 1) -> TierBudget:
+    """Plans every byte of a run with one tier of its `num_tiers`, and its slots.
 
     C = floor((limit - rest) / (M expert_nbytes)), at most E, where the rest holds B transient
     slots. If everything fits, experts are not pooled, unless `limits.slots` asks for it.
 
-    Args:
-      weights_nbytes: bytes of every leaf on the device but the experts; of the experts' low-rank
-        factors under names that end in `LOW_RANK`.
-      context: slots of a sequence's KV cache.
-      chunk: tokens of one sequence that a prefill step takes.
-      platform: "gpu" or "cpu".
-      itemsize: bytes of a number of the activations and of the KV cache.
-      num_tiers: tiers of the run, of which this is one.
-
     Raises:
       BudgetError: it does not fit; the text names the smallest limit that would do.
     """
-    run = _Run(
-        config, weights_nbytes, tier, batch, context, chunk, limits, platform, itemsize, num_tiers
-    )
-    run.check()
+    plan = _TierPlan(run, tier, limits, num_tiers)
+    plan.check()
     limit = limit_nbytes(limits.device_gib)
-    whole = run.unpooled()
+    whole = plan.unpooled()
     if not run.num_layers or (limits.slots < 0 and (limit is None or sum(whole.values()) <= limit)):
-        run.require(sum(whole.values()), limit, "the model, which has no experts to move")
-        return run.budget(pooled=False, slots=run.num_experts, transient=0, device=whole)
-    slots, transient = run.choose_slots(limit)
-    return run.budget(
-        pooled=True, slots=slots, transient=transient, device=run.pooled(slots, transient)
-    )
+        plan.require(sum(whole.values()), limit, "the model, which has no experts to move")
+        return plan.budget(pooled=False, slots=plan.num_experts, transient=0, device=whole)
+    slots, transient = plan.choose_slots(limit)
+    device = plan.pooled(slots, transient)
+    return plan.budget(pooled=True, slots=slots, transient=transient, device=device)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """The arguments of `plan_tier`."""
-
-    config: Model
-    weights_nbytes: Mapping[str, int]
+class _TierPlan:
+    run: RunSizes
     tier: Tier
-    batch: int
-    context: int
-    chunk: int
     limits: Limits
-    platform: str
-    itemsize: int
     num_tiers: int
 
     @property
     def num_layers(self) -> int:
-        return len(self.config.moe_layers)
+        return self.run.num_layers
 
     @property
     def num_experts(self) -> int:
-        return self.config.num_experts
+        return self.run.num_experts
 
     @property
     def is_packed(self) -> bool:
         """Whether the experts take less than plain ones."""
-        plain = 3 * self.config.model_dim * self.config.expert_dim * self.itemsize
+        config = self.run.config
+        plain = 3 * config.model_dim * config.expert_dim * self.run.itemsize
         return self.tier.expert_nbytes < plain
 
     def check(self) -> None:
         """Raises BudgetError for settings that no memory size could satisfy."""
-        slots, prefetch = self.limits.slots, self.limits.prefetch
-        check_gib(self.limits.device_gib, self.limits.host_gib)
-        if slots < -1 or min(self.limits.transient, prefetch) < 0 or prefetch > self.num_experts:
+        limits, most = self.limits, self.num_experts
+        slots, transient, prefetch, bulk = (
+            limits.slots, limits.transient, limits.prefetch, limits.bulk
+        )  # fmt: skip
+        check_gib(limits.device_gib, limits.host_gib)
+        if slots < -1 or min(transient, prefetch) < 0 or prefetch > most:
             raise BudgetError(
-                f"memory.slots={slots}, transient={self.limits.transient} and prefetch={prefetch} "
-                f"must be numbers of experts, at most {self.num_experts} (slots -1: as many as fit)"
+                f"memory.slots={slots}, transient={transient} and prefetch={prefetch} must be "
+                f"numbers of experts, at most {most} (slots -1: as many as fit)"
             )
-        check_phase(self.limits.prefetch_in)
-        if slots > self.num_experts:
+        check_phase(limits.prefetch_in)
+        for name, count in (("slots", slots), ("transient", transient)):
+            if count > most:
+                raise BudgetError(
+                    f"memory.{name}={count} is more than the {most} experts of a layer"
+                )
+        if bulk < 0 or (bulk and slots == 0):
             raise BudgetError(
-                f"memory.slots={slots} is more than the {self.num_experts} experts of a layer"
+                f"memory.bulk={bulk} must be 0 (none) or a number of experts, which need slots to "
+                f"go to, but memory.slots={slots}"
             )
-        if self.limits.transient > self.num_experts:
-            raise BudgetError(
-                f"memory.transient={self.limits.transient} is more than the {self.num_experts} "
-                "experts of a layer"
-            )
-        if self.limits.bulk < 0 or (self.limits.bulk and slots == 0):
-            raise BudgetError(
-                f"memory.bulk={self.limits.bulk} must be 0 (none) or a number of experts, which "
-                f"need slots to go to, but memory.slots={slots}"
-            )
-        if self.limits.bulk > (most := self.num_layers * self.num_experts):
-            said = f"memory.bulk={self.limits.bulk}"
-            raise BudgetError(f"{said} is more than the {most} experts of the model")
+        if bulk > (every := self.num_layers * most):
+            raise BudgetError(f"memory.bulk={bulk} is more than the {every} experts of the model")
         if slots >= 0 and prefetch > slots:
             raise BudgetError(
                 f"memory.prefetch={prefetch} needs as many slots a layer, but memory.slots={slots}"
@@ -143,76 +111,60 @@ class _Run:
 
     def dense(self) -> dict[str, int]:
         """Bytes by part, where experts' places make no difference."""
-        low_rank = {n: size for n, size in self.weights_nbytes.items() if n.endswith(LOW_RANK)}
-        parts = {f"weights {n}": s for n, s in self.weights_nbytes.items() if n not in low_rank}
+        run = self.run
+        low_rank = {n: size for n, size in run.weights_nbytes.items() if n.endswith(LOW_RANK)}
+        parts = {f"weights {n}": s for n, s in run.weights_nbytes.items() if n not in low_rank}
         if low_rank:
             parts["low-rank factors of experts"] = sum(low_rank.values())
-        cached = self.batch * self.context * self.config.cached_values
-        parts["KV cache"] = cached * self.itemsize
-        wide, plain = self.config.state_values
+        parts["KV cache"] = run.batch * run.context * run.config.cached_values * run.itemsize
+        wide, plain = run.config.state_values
         if wide:  # of a sequence, however long it is
-            parts[STATES] = self.batch * (4 * wide + plain * self.itemsize)
-        parts["activations and workspace"] = self.workspace()
-        if reserve := RESERVE_BYTES[self.platform]:
+            parts[STATES] = run.batch * (4 * wide + plain * run.itemsize)
+        parts["activations and workspace"] = workspace_nbytes(
+            run, num_banks(self.limits), num_tiers=self.num_tiers, is_packed=self.is_packed
+        )
+        if reserve := RESERVE_BYTES[run.platform]:
             parts["reserve of the allocator"] = reserve
         return parts
-
-    def workspace(self) -> int:
-        return workspace_nbytes(
-            self.config,
-            batch=self.batch,
-            context=self.context,
-            chunk=self.chunk,
-            itemsize=self.itemsize,
-            platform=self.platform,
-            num_turns=num_banks(self.limits),
-            num_tiers=self.num_tiers,
-            is_packed=self.is_packed,
-        )
 
     def unpooled(self) -> dict[str, int]:
         """Device bytes with all experts among the weights."""
         parts = self.dense()
+        if not self.num_layers:
+            return parts
         layer = self.num_experts * self.tier.expert_nbytes
-        if self.num_layers:
-            parts["experts"] = self.num_layers * layer
-        if self.platform == "gpu" and self.num_layers and not self.is_packed:
-            parts["experts gathered in a prefill step"] = min(GATHERED_BYTES, parts["experts"])
-        # A layer is staged on the device while it is loaded, before there is a cache.
-        later = parts["KV cache"] + parts.get(STATES, 0) + parts["activations and workspace"]
-        if self.platform == "gpu" and self.num_layers and layer > later:
-            parts["staging of a layer while it is loaded"] = layer - later
+        parts["experts"] = self.num_layers * layer
+        if self.run.platform == "gpu":
+            if not self.is_packed:
+                parts["experts gathered in a prefill step"] = min(GATHERED_BYTES, parts["experts"])
+            # A layer is staged on the device while it is loaded, before there is a cache.
+            later = parts["KV cache"] + parts.get(STATES, 0) + parts["activations and workspace"]
+            if layer > later:
+                parts["staging of a layer while it is loaded"] = layer - later
         return parts
 
     def pooled(self, slots: int, transient: int) -> dict[str, int]:
         """Device bytes with experts in slots."""
-        parts = self.dense()
+        parts, own = self.dense(), self.tier.expert_nbytes
         banks = num_banks(self.limits)
         layers = banks * -(-self.num_layers // banks)
-        parts["expert slots"] = layers * slots * self.tier.expert_nbytes
-        parts["transient slots"] = banks * transient * self.tier.expert_nbytes
+        parts["expert slots"] = layers * slots * own
+        parts["transient slots"] = banks * transient * own
         parts["residency tables"] = table_nbytes(
             self.num_layers, self.num_experts, slots, last_uses=self.reads_disk
         )
         if self.limits.bulk:  # the program that writes them to slots has one as an array of its own
-            own = self.tier.expert_nbytes
             parts["experts on their way between steps"] = self.bulk_nbytes + own
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
-        if self.platform == "cpu" or self.reads_disk:
-            at_once = self.at_once(slots, transient)
-            parts["experts on their way in a step"] = at_once * self.tier.expert_nbytes
+        if self.run.is_cpu or self.reads_disk:
+            parts["experts on their way in a step"] = self.run.most_at_once(slots, transient) * own
         return parts
 
     @property
     def bulk_nbytes(self) -> int:
         """Bytes of transfers between steps, on the device and again in host memory."""
         return bulk_nbytes(self.tier.expert_nbytes, self.limits.bulk)
-
-    def at_once(self, slots: int, transient: int) -> int:
-        """Experts that a step fetches at once for a layer, at most (`TierBudget.at_once`)."""
-        num_pairs = self.batch * self.chunk * self.config.experts_per_token
-        return most_at_once(self.num_experts, num_pairs, slots, transient)
 
     @property
     def reads_disk(self) -> bool:
@@ -221,35 +173,28 @@ class _Run:
         experts = self.num_layers * self.num_experts * self.tier.expert_nbytes
         return limit is not None and experts + self.bulk_nbytes > limit
 
-    def default_transient(self) -> int:
-        """Default of B: one token's experts, at least `TRANSIENT_BYTES`; 1 if none streams."""
-        if self.limits.slots == self.num_experts:
-            return 1
-        enough = -(-TRANSIENT_BYTES // self.tier.expert_nbytes)
-        return min(self.num_experts, max(self.config.experts_per_token, enough))
-
     def choose_slots(self, limit: int | None) -> tuple[int, int]:
-        """Chooses C, the slots of a layer, and B, the transient slots.
-
-        Raises:
-          BudgetError: the limit is too small.
-        """
+        """Chooses C, the slots of a layer, and B, the transient slots."""
         least = max(0, self.limits.slots, self.limits.prefetch, min(1, self.limits.bulk))  # of C
+        # By default one token's experts, of at least `TRANSIENT_BYTES`; 1 if none streams.
+        enough = max(
+            self.run.config.experts_per_token, -(-TRANSIENT_BYTES // self.tier.expert_nbytes)
+        )
+        if self.limits.slots == self.num_experts:
+            enough = 1
         asked = self.limits.transient
-        transient = asked or self.default_transient()
+        transient = asked or min(self.num_experts, enough)
         if limit is None:
             return least, transient
         smallest = sum(self.pooled(least, asked or 1).values())
-        said = f"{least} slots a layer and {asked or 1} transient ones"
-        self.require(smallest, limit, said)
+        self.require(smallest, limit, f"{least} slots a layer and {asked or 1} transient ones")
         while sum(self.pooled(least, transient).values()) > limit:
             transient -= 1
         if self.limits.slots >= 0:
             return least, transient
-        slots = least
         # Slots come with entries of tables and the like: the quotient may be too many by a few.
         room = limit - sum(self.pooled(least, transient).values())
-        slots = min(self.num_experts, slots + room // (self.num_layers * self.tier.expert_nbytes))
+        slots = min(self.num_experts, least + room // (self.num_layers * self.tier.expert_nbytes))
         while sum(self.pooled(slots, transient).values()) > limit:
             slots -= 1
         return slots, transient
@@ -259,8 +204,8 @@ class _Run:
         if limit is not None and nbytes > limit:
             raise BudgetError(
                 f"memory.device_gib={self.limits.device_gib:g} is too little for {what}: the "
-                f"smallest that would do is {gib_above(nbytes)} (batch {self.batch}, context "
-                f"{self.context})"
+                f"smallest that would do is {gib_above(nbytes)} (batch {self.run.batch}, context "
+                f"{self.run.context})"
             )
 
     def budget(
@@ -279,18 +224,13 @@ class _Run:
                 host["blocks of transfers between steps"] = self.bulk_nbytes
             if rows < num_experts:
                 host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
-                waited = blocks_from_disk(self.at_once(slots, transient)) - RING_BLOCKS
+                waited = blocks_from_disk(self.run.most_at_once(slots, transient)) - RING_BLOCKS
                 host[WAITED] = waited * nbytes
                 disk["experts"] = num_experts * nbytes
         return TierBudget(
             limits=self.limits,
+            run=self.run,
             tier=self.tier,
-            batch=self.batch,
-            context=self.context,
-            chunk=self.chunk,
-            num_layers=self.num_layers,
-            num_experts=self.num_experts,
-            experts_per_token=self.config.experts_per_token,
             pooled=pooled,
             slots=slots,
             transient=transient,
@@ -301,13 +241,12 @@ class _Run:
         )
 
     def host_rows(self, slots: int, transient: int) -> int:
-        """Host rows R: all experts, or those that fit beside the disk's blocks.
-
-        Raises:
-          BudgetError: not even that fits.
-        """
+        """Host rows R: all experts, or those that fit beside the disk's blocks."""
         limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
-        num_experts, at_once = self.num_layers * self.num_experts, self.at_once(slots, transient)
+        num_experts, at_once = (
+            self.num_layers * self.num_experts,
+            self.run.most_at_once(slots, transient),
+        )
         if limit is None or not self.reads_disk:
             return num_experts
         rows = (limit - self.bulk_nbytes) // nbytes - blocks_from_disk(at_once)

@@ -2,19 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moejax.errors import MoejaxError
 
 GIB = 2**30
 BOTH, PREFILL, DECODE = PHASES = ("both", "prefill", "decode")
 _MOST_GIB = 1e9  # far beyond any machine, and of bytes that a float still counts
-# Parts of a budget that a run may get by with less of: estimates, and the cache and the states of
-# contexts and sequences that the prompts may not need.
-AT_MOST = ("activations", "KV cache", "states", "reserve", "staging", "importance",
-           "experts gathered", "experts on their way")  # how they begin  # fmt: skip
-
-
 _LEAST_BULK, _MOST_BULK, _BULK_BYTES = 8, 32, 128 * 2**20
 
 
@@ -29,10 +23,9 @@ def size_text(num_bytes: float) -> str:
 
 
 def default_bulk(expert_bytes: Sequence[int]) -> int:
-    """Default of experts in flight between steps, for a policy that transfers.
+    """Default of experts in flight between steps, by the bytes of the largest form.
 
-    A copy takes some calls from asking to serving, so that few at once follow a shift slowly: as
-    many as the bytes of the largest form allow.
+    A copy takes some calls from asking to serving, so that few at once follow a shift slowly.
     """
     return max(_LEAST_BULK, min(_MOST_BULK, _BULK_BYTES // max(1, *expert_bytes)))
 
@@ -86,38 +79,3 @@ def gib_above(nbytes: int) -> str:
     gib = nbytes / GIB
     digits = 2 if gib >= 1 else 2 - math.floor(math.log10(max(gib, 1e-9)))
     return f"{math.ceil(gib * 10**digits) / 10**digits:.{digits}f} GiB"
-
-
-def narrowed(limits: Limits, room_nbytes: int | None) -> Limits:
-    """Lowers a stated device limit to the room that its allocator has.
-
-    Args:
-      room_nbytes: bytes that the allocator still gives; None: not known.
-    """
-    stated = limit_nbytes(limits.device_gib)
-    if room_nbytes is None or stated is None or stated <= room_nbytes:
-        return limits
-    return dataclasses.replace(limits, device_gib=max(1, room_nbytes) / GIB)
-
-
-def require_room(parts: Mapping[str, int], room_nbytes: int | None) -> None:
-    """Raises BudgetError if the parts exceed a device's room.
-
-    Args:
-      parts: bytes on the device.
-      room_nbytes: bytes that the allocator still gives; None: not known.
-
-    Raises:
-      BudgetError: weights and experts alone, without cache and workspace, are more.
-    """
-    least = sum(n for part, n in parts.items() if not part.startswith(AT_MOST))
-    if room_nbytes is not None and least > room_nbytes:
-        raise BudgetError(
-            f"the weights take {gib_above(least)}, but the device's allocator has "
-            f"{_gib_below(room_nbytes)} left: state memory.device_gib, up to which experts stay on "
-            "the device while the others move, or let JAX have more (XLA_CLIENT_MEM_FRACTION)"
-        )
-
-
-def _gib_below(nbytes: int) -> str:
-    return f"{math.floor(max(0, nbytes) / GIB * 1000) / 1000:g} GiB"

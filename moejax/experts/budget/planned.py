@@ -4,7 +4,49 @@ import dataclasses
 from collections.abc import Mapping
 
 from moejax.experts.budget.limits import Limits, limit_nbytes, num_banks
-from moejax.experts.budget.tables import most_at_once
+from moejax.models.config import ModelConfig
+
+NUM_EVENTS = 13  # that `moejax.experts.residency` counts in each layer
+RING_BLOCKS = 8  # each of an expert on its way from the disk
+_BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSizes:
+    """A run to be planned, whatever its tiers.
+
+    Attributes:
+      weights_nbytes: bytes of every leaf on the device but the experts; of the experts' low-rank
+        factors under names that end in `LOW_RANK`.
+    """
+
+    config: ModelConfig
+    weights_nbytes: Mapping[str, int]
+    batch: int  # sequences at once
+    context: int  # slots of a sequence's KV cache
+    chunk: int  # tokens of one sequence that a prefill step takes
+    platform: str  # "gpu" or "cpu"
+    itemsize: int = 2  # bytes of a number of the activations and of the KV cache
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it runs on a CPU."""
+        return self.platform == "cpu"
+
+    @property
+    def num_layers(self) -> int:
+        """Number of sparse layers, M."""
+        return len(self.config.moe_layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer, E."""
+        return self.config.num_experts
+
+    def most_at_once(self, slots: int, transient: int) -> int:
+        """Experts that a step fetches at once for a layer, to slots or in a wave."""
+        num_pairs = self.batch * self.chunk * self.config.experts_per_token
+        return max(min(self.num_experts, num_pairs, slots), transient)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,39 +58,13 @@ class Tier:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TierBudget:
-    """Every byte of a run with one tier.
-
-    Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B slots and R rows;
-    without, all are on the device as the other weights are, C is E, and B and R are 0.
-    """
+class _Parts:
+    """Bytes by place and part."""
 
     limits: Limits
-    tier: Tier
-    batch: int  # sequences at once
-    context: int  # slots of the KV cache of each
-    chunk: int  # tokens of each in a prefill step
-    num_layers: int  # M
-    num_experts: int  # E
-    experts_per_token: int  # A
-    pooled: bool
-    slots: int  # C
-    transient: int  # B
-    host_rows: int  # R
-    device: Mapping[str, int]  # bytes by part
+    device: Mapping[str, int]
     host: Mapping[str, int]
     disk: Mapping[str, int]
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots in all banks; 0 where there is no pool."""
-        layers = -(-self.num_layers // self.banks)
-        return self.banks * (layers * self.slots + self.transient) if self.pooled else 0
-
-    @property
-    def banks(self) -> int:
-        """Number of banks that layers use in turn; two with prefetch, else one."""
-        return num_banks(self.limits)
 
     @property
     def total_device(self) -> int:
@@ -57,8 +73,39 @@ class TierBudget:
 
     @property
     def total_host(self) -> int:
-        """Bytes of host memory for experts; pinned on a GPU, but for what steps wait for."""
+        """Bytes of host memory for experts; pinned on a GPU, but for what the disk gives."""
         return sum(self.host.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierBudget(_Parts):
+    """Every byte of a run with one tier.
+
+    Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B slots and R rows;
+    without, all are on the device as the other weights are, C is E, and B and R are 0.
+    """
+
+    run: RunSizes
+    tier: Tier
+    pooled: bool
+    slots: int  # C
+    transient: int  # B
+    host_rows: int  # R
+
+    @property
+    def num_layers(self) -> int:
+        """Number of sparse layers, M."""
+        return self.run.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer, E."""
+        return self.run.num_experts
+
+    @property
+    def banks(self) -> int:
+        """Number of banks that layers use in turn; two with prefetch, else one."""
+        return num_banks(self.limits)
 
     @property
     def spare_device(self) -> int | None:
@@ -69,13 +116,7 @@ class TierBudget:
     @property
     def at_once(self) -> int:
         """Experts that a step fetches at once for a layer; most in a prefill chunk."""
-        num_pairs = self.batch * self.chunk * self.experts_per_token
-        return most_at_once(self.num_experts, num_pairs, self.slots, self.transient)
-
-    @property
-    def resident_share(self) -> float:
-        """Share of a layer's experts that have a slot of their own layer."""
-        return self.slots / self.num_experts
+        return self.run.most_at_once(self.slots, self.transient)
 
     @property
     def host_share(self) -> float:
@@ -84,30 +125,25 @@ class TierBudget:
             return 1.0
         return min(1.0, self.host_rows / (self.num_layers * self.num_experts))
 
+    def num_needed(self, num_tokens: int) -> int:
+        """Experts of a layer that so many tokens can need."""
+        return min(self.num_experts, num_tokens * self.run.config.experts_per_token)
+
     def link_nbytes(self, num_tokens: int) -> int:
         """Bytes that cross the link in a step of so many tokens, when every expert is a miss."""
-        needed = min(self.num_experts, num_tokens * self.experts_per_token)
-        misses = min(needed, self.num_experts - self.slots)
+        misses = min(self.num_needed(num_tokens), self.num_experts - self.slots)
         return self.num_layers * misses * self.tier.expert_nbytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Every byte of a run, over all tiers.
+class Budget(_Parts):
+    """Every byte of a run, over all tiers; of several, each one's parts end in its name.
 
     Attributes:
       tiers: a budget of each as if it were alone, with its slots and host rows.
-      limits: of all together.
-      device: bytes by part; of several tiers each one's parts end in its name.
-      host: bytes by part, as in `device`.
-      disk: the same for tiers that host memory does not hold as a whole.
     """
 
     tiers: tuple[TierBudget, ...]
-    limits: Limits
-    device: Mapping[str, int]
-    host: Mapping[str, int]
-    disk: Mapping[str, int]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,22 +158,12 @@ class Budget:
     @property
     def batch(self) -> int:
         """Sequences at once."""
-        return self.tiers[0].batch
+        return self.tiers[0].run.batch
 
     @property
     def context(self) -> int:
         """Slots of the KV cache of each."""
-        return self.tiers[0].context
-
-    @property
-    def total_device(self) -> int:
-        """Bytes on the accelerator at the peak."""
-        return sum(self.device.values())
-
-    @property
-    def total_host(self) -> int:
-        """Bytes of host memory for experts; pinned on a GPU, but for what steps wait for."""
-        return sum(self.host.values())
+        return self.tiers[0].run.context
 
     def table(self) -> list[tuple[str, str, int]]:
         """(place, part, bytes) of every part, each place's total last."""
@@ -148,3 +174,35 @@ class Budget:
             if parts:
                 rows.append((place, "total", sum(parts.values())))
         return rows
+
+
+def bulk_nbytes(expert_nbytes: int, bulk: int) -> int:
+    """Bytes of `bulk` experts in flight between steps, padded to full words."""
+    return bulk * (expert_nbytes + _BLOB_PADDING)
+
+
+def blocks_from_disk(at_once: int) -> int:
+    """Experts in host memory without a row, where some are on the disk alone.
+
+    They are the ring's blocks, the rows that a callback returns to a step that waits, and the one
+    that it reads to copy from.
+    """
+    return RING_BLOCKS + at_once + 1
+
+
+def least_host_nbytes(expert_nbytes: int, num_experts: int, bulk: int, at_once: int) -> int:
+    """Smallest host memory: room for blocks from the disk, or for all experts."""
+    least = min(blocks_from_disk(at_once), num_experts)
+    return least * expert_nbytes + bulk_nbytes(expert_nbytes, bulk)
+
+
+def table_nbytes(num_layers: int, num_experts: int, slots: int, *, last_uses: bool = False) -> int:
+    """Bytes of the residency tables, of the counters and of the table of rows on the device.
+
+    `last_uses` includes the table of last uses, by which host memory evicts.
+    """
+    # The slot of an expert; owner, last use and flag of a slot. And the clock.
+    residency = num_layers * 4 * (num_experts + 3 * slots) + 4
+    rows = num_layers * num_experts * 4
+    counters = num_layers * 4 * (NUM_EVENTS + 2)
+    return residency + rows + counters + (rows if last_uses else 0)

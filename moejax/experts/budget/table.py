@@ -4,17 +4,19 @@ from moejax.experts.budget.limits import GIB, size_text
 from moejax.experts.budget.planned import Budget, TierBudget
 
 MIB = 2**20
-LINK_GIB_S = 50  # PCIe 5 x16 by DMA, measured on an H200 with jax 0.11.2, 2026-11-20
+LINK_GIB_PER_S = 50  # PCIe 5 x16 by DMA, measured on an H200 with jax 0.11.2, 2026-11-20
 
 
 def describe(budget: Budget) -> list[str]:
     """Table of all parts, then slots; for one tier also shares and link bytes."""
     first, is_alone = budget.tiers[0], len(budget.tiers) == 1
-    head = f"batch {budget.batch}, context {budget.context}, prefill by {first.chunk} tokens"
+    head = f"batch {budget.batch}, context {budget.context}, prefill by {first.run.chunk} tokens"
     lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]
     width = 40 if is_alone else 46  # a tier's name ends its parts
+    limits = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}
     for place, part, nbytes in budget.table():
-        gib = f" = {nbytes / GIB:.3f} GiB{_of_limit(budget, place)}" if part == "total" else ""
+        of = f" of {limit:g}" if (limit := limits.get(place)) else ""
+        gib = f" = {nbytes / GIB:.3f} GiB{of}" if part == "total" else ""
         lines.append(f"  {place:<7}{part:<{width}}{nbytes / MIB:>12.2f} MiB{gib}")
     if is_alone:
         return lines + _speed(first)
@@ -26,30 +28,26 @@ def describe(budget: Budget) -> list[str]:
     ]
 
 
-def _of_limit(budget: Budget, place: str) -> str:
-    """Text of the limit of a place's total; "" without a limit."""
-    gib = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}.get(place, 0)
-    return f" of {gib:g}" if gib else ""
-
-
 def _speed(budget: TierBudget) -> list[str]:
     if not budget.num_layers:
         return ["the model has no sparse layer, so no experts"]
     if not budget.pooled:
         return [f"all {budget.num_layers} x {budget.num_experts} experts stay on the device"]
+    share = 100 * budget.slots / budget.num_experts
     lines = [
         f"slots: {budget.slots} of {budget.num_experts} a layer "
-        f"({100 * budget.resident_share:.1f} % of the experts), and {budget.transient} transient",
+        f"({share:.1f} % of the experts), and {budget.transient} transient",
         f"host memory: {budget.host_rows} of {budget.num_layers * budget.num_experts} experts "
         f"({100 * budget.host_share:.1f} %)",
     ]
+    batch = budget.run.batch
     for what, num_tokens, each in (
-        ("a token of a decode step", budget.batch, budget.batch),
-        ("a full prefill chunk", budget.batch * budget.chunk, 1),
+        ("a token of a decode step", batch, batch),
+        ("a full prefill chunk", batch * budget.run.chunk, 1),
     ):
         nbytes = budget.link_nbytes(num_tokens) / each
         lines.append(
             f"over the link at worst: {size_text(nbytes)} {what}, "
-            f"{1e3 * nbytes / (LINK_GIB_S * GIB):.2f} ms at {LINK_GIB_S} GiB/s"
+            f"{1e3 * nbytes / (LINK_GIB_PER_S * GIB):.2f} ms at {LINK_GIB_PER_S} GiB/s"
         )
     return lines

@@ -1,14 +1,11 @@
 """Bytes and slots of a run, whose experts are stored in one tier or in several."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 from moejax.experts.budget.allocation import plan_tier
 from moejax.experts.budget.limits import BudgetError, Limits, check_gib, gib_above, limit_nbytes
-from moejax.experts.budget.planned import Budget, Tier, TierBudget
-from moejax.experts.budget.tables import least_host_nbytes
-from moejax.experts.budget.workspace import Model
+from moejax.experts.budget.planned import Budget, RunSizes, Tier, TierBudget, least_host_nbytes
 
 # Parts of a budget that each tier has of its own.
 OWN_PARTS = ("expert", "transient", "residency", "low-rank", "blocks", "ring")  # how they begin
@@ -37,17 +34,7 @@ class PolicyDemands:
 
 
 def make_budget(
-    config: Model,
-    weights_nbytes: Mapping[str, int],
-    tiers: Sequence[Tier],
-    *,
-    batch: int,
-    context: int,
-    chunk: int,
-    limits: Limits,
-    platform: str,
-    itemsize: int = 2,
-    policy: PolicyDemands | None = None,
+    run: RunSizes, tiers: Sequence[Tier], limits: Limits, policy: PolicyDemands | None = None
 ) -> Budget:
     """Plans every byte of a run, and the slots of each tier.
 
@@ -58,26 +45,20 @@ def make_budget(
     same number, or the first one has them all (`first_alone`).
 
     Args:
-      weights_nbytes: as in `plan_tier`, as are batch, context, chunk and itemsize.
       tiers: in order of falling fidelity.
       limits: of all tiers together; host memory is shared by their bytes.
-      platform: "gpu" or "cpu".
       policy: memory that the policy asks for; None: no policy decides.
 
     Raises:
       BudgetError: it does not fit, or slots are not possible; the text names what would do.
     """
-    run = functools.partial(
-        plan_tier, config, weights_nbytes, batch=batch, context=context, chunk=chunk,
-        platform=platform, itemsize=itemsize, num_tiers=len(tiers),
-    )  # fmt: skip
     if policy is None:
         (tier,) = tiers
-        only = run(tier, limits=limits)
+        only = plan_tier(run, tier, limits)
         return Budget(
             tiers=(only,), limits=limits, device=only.device, host=only.host, disk=only.disk
         )
-    num_experts, names = config.num_experts, tuple(tier.name for tier in tiers)
+    num_experts, names = run.config.num_experts, tuple(tier.name for tier in tiers)
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
 
     def alone(chosen: Sequence[int], host_gib: float) -> list[TierBudget]:
@@ -85,15 +66,12 @@ def make_budget(
         for tier, count in zip(tiers, chosen, strict=True):
             cached = 0 < count < num_experts
             own = dataclasses.replace(
-                limits,
-                device_gib=0.0,
-                host_gib=host_gib * tier.expert_nbytes / total_nbytes,
-                slots=count,
-                transient=1 if count == num_experts else limits.transient,
+                limits, device_gib=0.0, host_gib=host_gib * tier.expert_nbytes / total_nbytes,
+                slots=count, transient=1 if count == num_experts else limits.transient,
                 prefetch=min(policy.prefetch, count) if cached else 0,
                 bulk=policy.bulk if cached else 0,
-            )
-            budgets.append(run(tier, limits=own))
+            )  # fmt: skip
+            budgets.append(plan_tier(run, tier, own, len(tiers)))
         return budgets
 
     def made(chosen: Sequence[int]) -> Budget:
@@ -110,7 +88,7 @@ def make_budget(
         )
 
     check_gib(limits.device_gib, limits.host_gib)
-    limit = limit_nbytes(limits.device_gib)
+    limit, num_lower = limit_nbytes(limits.device_gib), len(tiers) - 1
     if slots := policy.slots:
         _check(slots, names, num_experts)
         if limits.slots >= 0:
@@ -121,15 +99,12 @@ def make_budget(
         return _within(made(slots), limit, policy.device)
     if limit is None:
         first = num_experts if limits.slots < 0 else limits.slots
-        return made([first] + [num_experts] * (len(tiers) - 1))
-    firsts = range(num_experts, config.experts_per_token - 1, -1)
-    choices = [[count] + [num_experts] * (len(tiers) - 1) for count in firsts]
-    choices += [
-        [count] + [0 if policy.first_alone else count] * (len(tiers) - 1)
-        for count in range(num_experts, -1, -1)
-    ]
-    for choice in choices:
-        found = made(choice)
+        return made([first] + [num_experts] * num_lower)
+    counts = range(num_experts, -1, -1)
+    choices = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
+    choices += [(n, 0 if policy.first_alone else n) for n in counts]
+    for first, lower in choices:
+        found = made([first] + [lower] * num_lower)
         if found.total_device <= limit:
             return found
     return _within(found, limit, policy.device)

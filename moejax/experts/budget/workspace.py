@@ -1,8 +1,9 @@
 """A bound on what the compiled steps take beside weights, pools and cache."""
 
-# ruff: noqa: D102 -- the members of `Model` are explained in `ModelConfig`.
+from typing import NamedTuple
 
-from typing import NamedTuple, Protocol
+from moejax.experts.budget.planned import RunSizes
+from moejax.models.config import LatentAttention
 
 # Sizes of `moejax.models.moe`, for the forms that run experts on a CPU.
 CPU_UNROLLED = 32
@@ -17,92 +18,8 @@ LATENT_SCORE_BYTES = 256 * 2**20
 LATENT_EXPANDED_BYTES = 2**30
 
 
-class Latent(Protocol):
-    """Fields of a `moejax.models.config.LatentAttention` that are read here."""
-
-    @property
-    def kv_rank(self) -> int: ...
-    @property
-    def query_rank(self) -> int | None: ...
-    @property
-    def nope_dim(self) -> int: ...
-    @property
-    def rope_dim(self) -> int: ...
-    @property
-    def value_dim(self) -> int: ...
-
-
-class Delta(Protocol):
-    """Fields of a `moejax.models.config.DeltaNet` that are read here."""
-
-    @property
-    def num_value_heads(self) -> int: ...
-    @property
-    def key_dim(self) -> int: ...
-    @property
-    def value_dim(self) -> int: ...
-    @property
-    def value_width(self) -> int: ...
-    @property
-    def conv_dim(self) -> int: ...
-
-
-class Model(Protocol):
-    """Fields of a `moejax.models.config.ModelConfig` that are read here."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def model_dim(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rotary_dim(self) -> int: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def experts_per_token(self) -> int: ...
-    @property
-    def expert_dim(self) -> int: ...
-    @property
-    def mlp_dim(self) -> int: ...
-    @property
-    def moe_layers(self) -> tuple[int, ...]: ...
-    @property
-    def shared_dim(self) -> int: ...
-    @property
-    def attention_layers(self) -> tuple[int, ...]: ...
-    @property
-    def qkv_dim(self) -> int: ...
-    @property
-    def cached_heads(self) -> int: ...
-    @property
-    def cached_dims(self) -> tuple[int, int]: ...
-    @property
-    def cached_values(self) -> int: ...
-    @property
-    def state_values(self) -> tuple[int, int]: ...
-    @property
-    def latent(self) -> Latent | None: ...
-    @property
-    def delta_net(self) -> Delta | None: ...
-
-
 def workspace_nbytes(
-    config: Model,
-    *,
-    batch: int,
-    context: int,
-    chunk: int,
-    itemsize: int,
-    platform: str,
-    num_turns: int = 1,
-    num_tiers: int = 1,
-    is_packed: bool = False,
+    run: RunSizes, num_turns: int = 1, *, num_tiers: int = 1, is_packed: bool = False
 ) -> int:
     """Peak bytes of a prefill chunk or of a decode step, the larger of them.
 
@@ -122,32 +39,21 @@ def workspace_nbytes(
     shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97.
 
     Args:
-      batch: B, sequences at once.
-      context: S, slots of the KV cache.
-      chunk: T, tokens of each sequence in a prefill step.
-      itemsize: bytes of a number of the activations.
-      platform: "gpu" or "cpu".
-      num_tiers: in which experts are stored; a layer has the products of all of them at once.
-      num_turns: arrays in which layers have their slots in turn (`Budget.banks`); where there are
-        two, XLA gives some of what products take and give a place of its own for each.
+      num_turns: arrays in which layers have their slots in turn (`TierBudget.banks`); where there
+        are two, XLA gives some of what products take and give a place of its own for each.
+      num_tiers: a layer has the products of all of them at once.
       is_packed: whether the experts are stored in codes; a CPU never unrolls the products of such.
     """
-    steps = _Steps(
-        config, batch, context, itemsize, platform == "cpu", num_turns, num_tiers, is_packed
-    )
+    steps = _Steps(run, num_turns, num_tiers, is_packed)
     # Six arrays like the logits: penalized, sorted with their places, summed.
-    sampling = 6 * 4 * batch * config.vocab_size
-    return max(steps.nbytes(chunk), steps.tried(chunk), steps.nbytes(1) + sampling)
+    sampling = 6 * 4 * run.batch * run.config.vocab_size
+    return max(steps.nbytes(run.chunk), steps.tried(run.chunk), steps.nbytes(1) + sampling)
 
 
 class _Steps(NamedTuple):
     """Steps of `tokens` tokens a sequence; bytes."""
 
-    config: Model
-    batch: int
-    context: int
-    itemsize: int
-    is_cpu: bool
+    run: RunSizes
     num_turns: int
     num_tiers: int
     is_packed: bool
@@ -155,8 +61,8 @@ class _Steps(NamedTuple):
     def nbytes(self, tokens: int) -> int:
         """Bytes that the layers of a step of so many tokens take at once."""
         # The residual stream, what a norm gives, what a layer adds; sines and cosines.
-        c, num_tokens = self.config, self.batch * tokens
-        stream = num_tokens * (4 * c.model_dim * self.itemsize + 4 * c.rotary_dim)
+        c, num_tokens = self.run.config, self.run.batch * tokens
+        stream = num_tokens * (4 * c.model_dim * self.run.itemsize + 4 * c.rotary_dim)
         apart = stream + self._values(tokens) + self._hidden(tokens) // 3
         more = (self.num_turns - 1) * apart if tokens > 1 else 0
         most = max(self._attention(tokens), self._delta_rule(tokens), self._experts(tokens))
@@ -164,101 +70,101 @@ class _Steps(NamedTuple):
 
     def tried(self, tokens: int) -> int:
         """Bytes of a chunk's largest product while it is compiled: two float32 results."""
-        return 0 if self.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
+        return 0 if self.run.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
 
     def _reads(self, tokens: int) -> int:
         """Bytes of keys and values read from the cache; for one query a GPU widens them."""
-        c = self.config
-        position = c.cached_heads * sum(c.cached_dims) * self.itemsize
-        read = self.batch * self.context * position
-        if self.is_cpu:
+        c = self.run.config
+        position = c.cached_heads * sum(c.cached_dims) * self.run.itemsize
+        read = self.run.batch * self.run.context * position
+        if self.run.is_cpu:
             return read * len(c.attention_layers)
         return 3 * read if tokens == 1 else read
 
     def _attention(self, tokens: int) -> int:
-        c = self.config
+        c = self.run.config
         if not c.attention_layers:
             return 0
         # Products in float32 and what the softmax gives; on a CPU its parts are not fused.
-        score_nbytes = 4 + self.itemsize + (4 if self.is_cpu else 0)
+        score_nbytes = 4 + self.run.itemsize + (4 if self.run.is_cpu else 0)
         expanded = self._expanded(c.latent, tokens) if c.latent else 0
         return self._values(tokens) + self._scores(tokens) * score_nbytes + expanded
 
     def _scores(self, tokens: int) -> int:
         """Number of attention scores at once."""
-        c = self.config
+        c = self.run.config
         if not c.attention_layers:
             return 0
-        row = self.batch * c.num_heads * self.context
+        row = self.run.batch * c.num_heads * self.run.context
         # Latent attention takes one block of queries after another.
         most = max(LATENT_SCORE_BYTES // 4, row) if c.latent else tokens * row
         return min(tokens * row, most)
 
     def _values(self, tokens: int) -> int:
-        c = self.config
+        c = self.run.config
         if c.latent:
             return self._latent_values(c.latent, tokens)
         values = 2 * c.qkv_dim + c.num_heads * c.head_dim
-        return self.batch * tokens * values * self.itemsize
+        return self.run.batch * tokens * values * self.run.itemsize
 
-    def _latent_values(self, of: Latent, tokens: int) -> int:
+    def _latent_values(self, of: LatentAttention, tokens: int) -> int:
         """Bytes of queries, latents, and the keys and values of new tokens.
 
         One token has no keys and values of heads: its queries, and what attention returns, have the
         latents' width instead.
         """
-        c = self.config
+        c = self.run.config
         latents = 2 * (of.kv_rank + of.rope_dim) + 2 * (of.query_rank or 0)
         queries = 2 * c.num_heads * c.head_dim
         heads = c.num_heads * (2 * of.nope_dim + of.rope_dim + 3 * of.value_dim)
         if tokens == 1:
             heads = c.num_heads * (2 * of.kv_rank + of.rope_dim + of.value_dim)
-        return self.batch * tokens * (latents + queries + heads) * self.itemsize
+        return self.run.batch * tokens * (latents + queries + heads) * self.run.itemsize
 
-    def _expanded(self, of: Latent, tokens: int) -> int:
+    def _expanded(self, of: LatentAttention, tokens: int) -> int:
         """Bytes of cached latents, expanded for a later chunk; a token expands none."""
         if tokens == 1:
             return 0
-        c = self.config
+        c, run = self.run.config, self.run
         slot = c.num_heads * (2 * of.nope_dim + of.rope_dim + of.value_dim)
-        expanded = min(self.batch * self.context * slot * self.itemsize, LATENT_EXPANDED_BYTES)
+        expanded = min(run.batch * run.context * slot * run.itemsize, LATENT_EXPANDED_BYTES)
         absorbed = tokens * c.num_heads * (2 * of.kv_rank + of.rope_dim)
-        return max(expanded, self.batch * absorbed * self.itemsize)
+        return max(expanded, run.batch * absorbed * run.itemsize)
 
     def _delta_rule(self, tokens: int) -> int:
         """Bytes of a delta rule: projections, convolution, the rule in float32."""
-        of = self.config.delta_net
+        of = self.run.config.delta_net
         if of is None:
             return 0
         blocks = -(-tokens // DELTA_BLOCK)
         length = blocks * DELTA_BLOCK if tokens > 1 else 1
-        projected = 2 * (of.conv_dim + of.value_width) * self.itemsize + 2 * 4 * of.conv_dim
+        projected = 2 * (of.conv_dim + of.value_width) * self.run.itemsize + 2 * 4 * of.conv_dim
         # Keys and values; both times the strength of writing; what the triangular system makes of
         # them; queries and keys with their decays; what is read.
         rule = 4 * of.num_value_heads * (5 * of.key_dim + 5 * of.value_dim)
         pairs = 4 * 4 * of.num_value_heads * DELTA_BLOCK if tokens > 1 else 0
         states = 3 * 4 * of.num_value_heads * of.key_dim * of.value_dim
-        return self.batch * (length * (projected + rule + pairs) + states)
+        return self.run.batch * (length * (projected + rule + pairs) + states)
 
     def _hidden(self, tokens: int) -> int:
-        c = self.config
-        return self.batch * tokens * c.experts_per_token * 3 * c.expert_dim * self.itemsize
+        c = self.run.config
+        return self.run.batch * tokens * c.experts_per_token * 3 * c.expert_dim * self.run.itemsize
 
     def _experts(self, tokens: int) -> int:
-        c = self.config
-        num_tokens = self.batch * tokens
+        c = self.run.config
+        num_tokens = self.run.batch * tokens
         pairs = num_tokens * c.experts_per_token
         routing = 3 * 4 * num_tokens * c.num_experts
         hidden = self._hidden(tokens)
         # Products of the pairs so far, of a further wave, and weighted. A further tier has its own
         # and those of the tiers up to it.
-        products = pairs * c.model_dim * (2 * self.itemsize + 4 + 8 * (self.num_tiers - 1))
-        sparse = routing + hidden + products + (self._matrices(tokens) if self.is_cpu else 0)
+        products = pairs * c.model_dim * (2 * self.run.itemsize + 4 + 8 * (self.num_tiers - 1))
+        sparse = routing + hidden + products + (self._matrices(tokens) if self.run.is_cpu else 0)
         if c.shared_dim:  # XLA may run it before, between or after the experts' products
             # Gates and ups, and their product; a CPU has the gates once more.
-            width = (4 if self.is_cpu else 3) * c.shared_dim + c.model_dim
-            sparse += num_tokens * width * self.itemsize
-        dense = num_tokens * 3 * c.mlp_dim * self.itemsize
+            width = (4 if self.run.is_cpu else 3) * c.shared_dim + c.model_dim
+            sparse += num_tokens * width * self.run.itemsize
+        dense = num_tokens * 3 * c.mlp_dim * self.run.itemsize
         has_dense = len(c.moe_layers) < c.num_layers
         return max(sparse if c.moe_layers else 0, dense if has_dense else 0)
 
@@ -270,11 +176,11 @@ class _Steps(NamedTuple):
         the most: a chunk of a prompt (at least `MIN_CHUNK` tokens where that divides the context),
         or a decode step of fewer sequences.
         """
-        c, num_tokens = self.config, self.batch * tokens
-        expert = 3 * c.model_dim * c.expert_dim * self.itemsize
+        c, num_tokens = self.run.config, self.run.batch * tokens
+        expert = 3 * c.model_dim * c.expert_dim * self.run.itemsize
         few = CPU_UNROLLED // c.experts_per_token
         is_some_unrolled = min(tokens, few) >= MIN_CHUNK or tokens < MIN_CHUNK
-        is_some_unrolled |= self.context % MIN_CHUNK > 0
+        is_some_unrolled |= self.run.context % MIN_CHUNK > 0
         unrolled = 0
         if is_some_unrolled and not self.is_packed:
             unrolled = min(few, num_tokens) * c.experts_per_token * expert

@@ -123,10 +123,6 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
 def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[str, Any]:
     """Writes config.json fields in both spellings, for transformers 4 and 5.
 
-    Args:
-      dtype: name of the stored type, for instance "bfloat16".
-      **token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`.
-
     Raises:
       ValueError: the family cannot express the config (a Mixtral with biases, for instance).
     """

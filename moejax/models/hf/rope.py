@@ -37,13 +37,7 @@ _REQUIRED: Mapping[tuple[str, ...], tuple[str, ...]] = {
 def unsupported(
     fields: Mapping[str, Any], *, ropes: Collection[str] = KINDS, partial: bool = False
 ) -> list[str]:
-    """Every reason why the model's rope cannot run as it does in transformers.
-
-    Args:
-      fields: of config.json, completed.
-      ropes: kinds of rotary embedding that the family supports.
-      partial: the family supports heads that are rotated in part.
-    """
+    """Every reason why the model's rope cannot run as it does in transformers."""
     reasons = []
     for name in ROPES:
         rope = object_field(fields, name)

@@ -1,8 +1,8 @@
-"""Batches of a shard's matrices: stacks of one shape and scheme, of a bounded size.
+"""Batches of a shard's matrices: of one shape and scheme, of a bounded size.
 
-Every stack of a program holds an equal number of matrices (the last one is padded with zeros), so
-that a program is compiled once. The content of a stack depends on the model and the recipe alone: a
-run that resumes after a kill forms equal stacks.
+Every batch of a program holds an equal number of matrices (the last one is padded with zeros), so
+that a program is compiled once. The content of a batch depends on the model and the recipe alone: a
+run that resumes after a kill forms equal batches.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ import numpy as np
 from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.quantization.pipeline.inventory import Entry
 from moejax.quantization.pipeline.quantizers import Program
-from moejax.quantization.pipeline.recipe import COMPENSATED, Scheme
+from moejax.quantization.pipeline.recipe import Scheme
 
-STACK_BYTES = 64 * 2**20  # of float32 weights, unless a single matrix has more
+BATCH_BYTES = 64 * 2**20  # of float32 weights, unless a single matrix has more
 # A matrix of more bytes than this is cut into parts of its rows where its method allows that.
 MATRIX_BYTES = 256 * 2**20
 # Methods to which a row is a problem of its own; hqq's stop is then the part's own.
@@ -26,109 +26,105 @@ _LEAST_RANK = 8  # of a program with compensators
 _MANY_MATRICES = 64  # fewer of a rank do not get a program of their own
 _CALL_MATRICES = 2  # a call costs as much as so many matrices
 
-Key = tuple[tuple[int, ...], Scheme]  # shape; scheme without its rank
+Shape = tuple[int, ...]
 
 
-class Task(NamedTuple):
+class MatrixTask(NamedTuple):
     """A matrix and its quantization."""
 
     entry: Entry
     scheme: Scheme
-    rank: int
+    rank: int  # of its compensator, or 0
+
+    @property
+    def key(self) -> tuple[Shape, Scheme]:
+        """Shape, and scheme without its rank."""
+        return self.entry.shape, dataclasses.replace(self.scheme, rank=None)
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of a matrix: all, unless it is very large."""
 
-    task: Task
+    task: MatrixTask
     first_row: int
     num_rows: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stack:
-    """Pieces that one compiled program quantizes together."""
+class Batch:
+    """Rows of matrices that one compiled program quantizes together."""
 
     program: Program
-    num_matrices: int  # C; pieces may be fewer
-    num_rows: int  # N of the program; pieces may have fewer
-    pieces: tuple[Piece, ...]
+    num_matrices: int  # C; ranges may be fewer
+    num_rows: int  # N of the program; ranges may have fewer
+    ranges: tuple[RowRange, ...]
 
     def read(self) -> np.ndarray:
-        """Reads float32[C, N, K], zeros beyond the last piece.
-
-        Raises:
-          MoejaxError: a file was cut short, or a value is NaN or infinite.
-        """
-        num_inputs = self.pieces[0].task.entry.shape[1]
+        """Reads float32[C, N, K], zeros beyond the last range; MoejaxError as `read_matrix`."""
+        num_inputs = self.ranges[0].task.entry.shape[1]
         weights = np.empty((self.num_matrices, self.num_rows, num_inputs), np.float32)
-        for piece, rows in zip(self.pieces, weights, strict=False):
-            rows[piece.num_rows :] = 0
-            read_matrix(piece.task.entry.source, rows[: piece.num_rows], piece.first_row)
-        weights[len(self.pieces) :] = 0
+        for part, rows in zip(self.ranges, weights, strict=False):
+            rows[part.num_rows :] = 0
+            read_matrix(part.task.entry.source, rows[: part.num_rows], part.first_row)
+        weights[len(self.ranges) :] = 0
         return weights
 
     def ranks(self) -> np.ndarray:
         """Ranks of the compensators: int32[C]."""
         ranks = np.zeros(self.num_matrices, np.int32)
-        ranks[: len(self.pieces)] = [piece.task.rank for piece in self.pieces]
+        ranks[: len(self.ranges)] = [part.task.rank for part in self.ranges]
         return ranks
 
 
-class Programs:
-    """Compiled programs of a model, chosen once for all shards.
+class BatchPlan:
+    """Compiled programs of a model, chosen once for the quantized matrices of all shards.
 
-    Compiling takes seconds, and a matrix takes the time of its program's rank and stack: matrices
-    of one shape and scheme share few ranks, and one size of stack serves all shards.
-
-    Args:
-      shards: the matrices of each shard that are quantized.
-      passes: cap of MiLo's iteration.
-      use_kernel: solve HQQ by the GPU kernel.
+    Compiling takes seconds, and a matrix takes the time of its program's rank and batch: matrices
+    of one shape and scheme share few ranks, and one size of batch serves all shards.
     """
 
     def __init__(
-        self, shards: Sequence[Sequence[Task]], passes: int, *, use_kernel: bool = False
+        self, shards: Sequence[Sequence[MatrixTask]], passes: int, *, use_kernel: bool
     ) -> None:
         self._passes, self._use_kernel = passes, use_kernel
-        ranks: dict[Key, list[int]] = defaultdict(list)
+        ranks: dict[tuple[Shape, Scheme], list[int]] = defaultdict(list)
         for task in (task for shard in shards for task in shard):
-            ranks[_key(task)].append(task.rank if task.scheme.method in COMPENSATED else 0)
+            ranks[task.key].append(task.rank)
         self._ranks = {key: _shared_ranks(found) for key, found in ranks.items()}
-        needed: dict[tuple[tuple[int, ...], Program], list[int]] = defaultdict(list)
+        needed: dict[tuple[Shape, Program], list[int]] = defaultdict(list)
         for shard in shards:
             for place, members in self._grouped(shard).items():
-                needed[place].append(len(_pieces(place[1], members)))
+                needed[place].append(len(_row_ranges(*place, members)))
         self._sizes = {
-            (shape, program): _stack_size(counts, 4 * _rows(shape, program) * shape[1])
+            (shape, program): _batch_size(counts, 4 * _num_rows(shape, program) * shape[1])
             for (shape, program), counts in needed.items()
         }
 
-    def stacks(self, tasks: Sequence[Task]) -> list[Stack]:
-        """Stacks of a shard, in the order of their first matrices."""
+    def batches(self, tasks: Sequence[MatrixTask]) -> list[Batch]:
+        """Batches of a shard, in the order of their first matrices."""
         found = []
         for (shape, program), members in self._grouped(tasks).items():
-            pieces, size = _pieces(program, members), self._sizes[shape, program]
+            ranges, size = _row_ranges(shape, program, members), self._sizes[shape, program]
             found += [
-                Stack(
+                Batch(
                     program=program,
                     num_matrices=size,
-                    num_rows=_rows(shape, program),
-                    pieces=tuple(pieces[first : first + size]),
+                    num_rows=_num_rows(shape, program),
+                    ranges=tuple(ranges[first : first + size]),
                 )
-                for first in range(0, len(pieces), size)
+                for first in range(0, len(ranges), size)
             ]
         return found
 
-    def _grouped(self, tasks: Sequence[Task]) -> dict[tuple[tuple[int, ...], Program], list[Task]]:
+    def _grouped(
+        self, tasks: Sequence[MatrixTask]
+    ) -> dict[tuple[Shape, Program], list[MatrixTask]]:
         """Groups tasks by shape and program, in the order of the first of each."""
-        found: dict[tuple[tuple[int, ...], Program], list[Task]] = defaultdict(list)
+        found: dict[tuple[Shape, Program], list[MatrixTask]] = defaultdict(list)
         for task in tasks:
-            key = _key(task)
-            rank = task.rank if task.scheme.method in COMPENSATED else 0
             program = Program(
-                scheme=key[1],
-                max_rank=next(shared for shared in self._ranks[key] if rank <= shared),
+                scheme=task.key[1],
+                max_rank=next(shared for shared in self._ranks[task.key] if task.rank <= shared),
                 passes=self._passes,
                 use_kernel=self._use_kernel,
             )
@@ -152,25 +148,21 @@ def _shared_ranks(ranks: Sequence[int]) -> list[int]:
     return [*found, max(ranks)] if max(ranks) else found
 
 
-def _stack_size(counts: Sequence[int], matrix_bytes: int) -> int:
-    """Matrices per stack: the least work over all shards within `STACK_BYTES`.
-
-    Args:
-      counts: matrices of each shard.
-    """
-    most = max(1, STACK_BYTES // matrix_bytes)
+def _batch_size(counts: Sequence[int], matrix_bytes: int) -> int:
+    """Matrices per batch: the least work over shards of `counts` each, within `BATCH_BYTES`."""
+    most = max(1, BATCH_BYTES // matrix_bytes)
     candidates = {-(-count // parts) for count in counts for parts in (1, 2, 3, 4, 6, 8)}
     candidates |= {-(-count // -(-count // most)) for count in counts} | {1}
 
     def work(size: int) -> tuple[int, int]:
-        stacks = sum(-(-count // size) for count in counts)
-        return stacks * (size + _CALL_MATRICES), -size
+        batches = sum(-(-count // size) for count in counts)
+        return batches * (size + _CALL_MATRICES), -size
 
     return min((size for size in candidates if size <= most), key=work)
 
 
-def _rows(shape: tuple[int, ...], program: Program) -> int:
-    """Rows of a piece: all, unless the matrix is very large."""
+def _num_rows(shape: Shape, program: Program) -> int:
+    """Rows of a range: all, unless the matrix is very large."""
     num_rows, num_inputs = shape
     parts = 1
     if program.scheme.method in _BY_ROWS:
@@ -178,15 +170,10 @@ def _rows(shape: tuple[int, ...], program: Program) -> int:
     return -(-num_rows // parts)
 
 
-def _pieces(program: Program, tasks: Sequence[Task]) -> list[Piece]:
-    shape = tasks[0].entry.shape
-    step = _rows(shape, program)
+def _row_ranges(shape: Shape, program: Program, tasks: Sequence[MatrixTask]) -> list[RowRange]:
+    step = _num_rows(shape, program)
     return [
-        Piece(task, first, min(step, shape[0] - first))
+        RowRange(task, first, min(step, shape[0] - first))
         for task in tasks
         for first in range(0, shape[0], step)
     ]
-
-
-def _key(task: Task) -> Key:
-    return task.entry.shape, dataclasses.replace(task.scheme, rank=None)

@@ -26,16 +26,13 @@ def calibration_tokens(
     num_samples: int = NUM_SAMPLES,
     length: int = 0,
 ) -> np.ndarray:
-    """Samples a text at even distances.
+    """Samples a text at even distances: int32[S, T].
 
     Args:
       text: the user's own, which must suffice for all samples; None: the text that ships, which
         gives as many samples as it has, at least one.
       num_samples: S.
       length: T; 0: SAMPLE_LENGTH, or the model's context if that is shorter.
-
-    Returns:
-      int32[S, T]; the text that ships may give fewer rows.
 
     Raises:
       MoejaxError: no tokenizer or not the model's, a text that is too short, or samples that do

@@ -18,27 +18,25 @@ from moejax.quantization.pipeline.forward import CapturedLayer, LayerRun
 from moejax.quantization.pipeline.inventory import Entry, Inventory, Shard
 from moejax.quantization.pipeline.progress import Meter
 from moejax.quantization.pipeline.quantizers import Calibration
+from moejax.quantization.pipeline.rank_planning import Frequencies
 from moejax.weights.qtensor import QTensor
 
-# On a host, where nothing else is to be held, and on an accelerator.
-_HESSIAN_BYTES = {"cpu": 512 * 2**20}
-_DEVICE_HESSIAN_BYTES = 4 * 2**30
+# Of experts, held at a time: on a host, and on an accelerator, where nothing else is to be held.
+_HOST_HESSIAN_BYTES, _DEVICE_HESSIAN_BYTES = 512 * 2**20, 4 * 2**30
 
 
 class CalibrationRun:
-    """Hidden states of the calibration text before the next layer.
+    """Hidden states of the text, int32[S, T], before the next layer.
 
-    Args:
-      tokens: int32[S, T].
-      device: runs the layers, in float32 on a CPU and bfloat16 elsewhere.
-      meter: counts seconds.
+    The layers run in float32 on a CPU and in bfloat16 elsewhere.
     """
 
     def __init__(
         self, inventory: Inventory, tokens: np.ndarray, *, device: jax.Device, meter: Meter
     ) -> None:
         self._inventory, self._device, self._meter = inventory, device, meter
-        self._dtype = np.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+        on_host = device.platform == "cpu"
+        self._dtype = np.dtype(jnp.float32 if on_host else jnp.bfloat16)
         embed = next(entry for entry in inventory.entries if entry.kind == "embed")
         self._run = LayerRun(
             inventory.config,
@@ -46,21 +44,23 @@ class CalibrationRun:
             read_matrix(embed.source).astype(self._dtype),
             dtype=self._dtype,
             device=device,
-            hessian_bytes=_HESSIAN_BYTES.get(device.platform, _DEVICE_HESSIAN_BYTES),
+            hessian_bytes=_HOST_HESSIAN_BYTES if on_host else _DEVICE_HESSIAN_BYTES,
         )
 
-    def capture(self, shard: Shard) -> "Captured":
+    def capture(self, shard: Shard) -> CapturedLayer:
         """Captures the inputs of the next layer's matrices, without advancing."""
         with self._meter.phase("calibrate"), plain_memory_errors(self._device):
-            weights = self._layer_weights(shard, {})
-            return Captured(self._run.capture(weights), self._meter)
+            return self._run.capture(self._layer_weights(shard, {}))
+
+    def calibrate(self, captured: CapturedLayer, entries: Sequence[Entry]) -> Calibration:
+        """Computes Hessians and token counts of a layer's matrices, in their order."""
+        with self._meter.phase("calibrate"):
+            found = [captured.hessian(entry.leaf, entry.expert) for entry in entries]
+            hessians = jnp.stack([hessian.mean for hessian in found])
+        return Calibration(hessians, jnp.asarray([h.num_tokens for h in found], jnp.int32))
 
     def advance(self, shard: Shard, matrices: Mapping[str, QTensor]) -> None:
-        """Runs the text through the next layer.
-
-        Args:
-          matrices: its quantized matrices, by name; the rest is plain.
-        """
+        """Runs the text through the next layer, with `matrices` by name in place of plain ones."""
         with self._meter.phase("calibrate"), plain_memory_errors(self._device):
             self._run.advance(self._layer_weights(shard, matrices))
 
@@ -85,32 +85,9 @@ class CalibrationRun:
         return leaves
 
 
-class Captured:
-    """Captured inputs of one layer's matrices."""
-
-    def __init__(self, layer: CapturedLayer, meter: Meter) -> None:
-        self._layer, self._meter = layer, meter
-
-    @property
-    def expert_tokens(self) -> np.ndarray | None:
-        """Tokens routed to each expert, int[E]; None in a dense layer."""
-        return self._layer.expert_tokens
-
-    def calibrate(self, entries: Sequence[Entry]) -> Calibration:
-        """Computes Hessians and token counts of matrices, in their order."""
-        with self._meter.phase("calibrate"):
-            found = [self._layer.hessian(entry.leaf, entry.expert) for entry in entries]
-            hessians = jnp.stack([hessian.mean for hessian in found])
-        return Calibration(hessians, jnp.asarray([h.num_tokens for h in found], jnp.int32))
-
-
-def router_frequencies(inventory: Inventory, run: CalibrationRun) -> dict[tuple[int, int], float]:
-    """Share of its layer's assignments per expert, by (layer, expert).
-
-    Args:
-      run: at the first layer; afterwards at the end.
-    """
-    found: dict[tuple[int, int], float] = {}
+def router_frequencies(inventory: Inventory, run: CalibrationRun) -> Frequencies:
+    """Share of its layer's assignments per expert, by (layer, expert); runs the text to the end."""
+    found: dict[tuple[int | None, int | None], float] = {}
     for shard in inventory.shards:
         if shard.layer is None:
             continue

@@ -15,25 +15,14 @@ from moejax.weights.qtensor import QTensor, Weight
 class QuantizedRows:
     """A `host_store.RowSource` over a reader of plain experts; its methods are thread-safe.
 
-    Attributes:
-      num_layers: M.
-      num_experts: E, of a layer.
-      gate_up: the form of what rows hold of the gates and ups, with leaves [M, E, ...] of shapes.
-      down: that of the downs.
-      row: the arrays of one expert.
-      row_nbytes: their bytes.
-      uses_jax: True: rows are computed, so that no disk can stand for host memory.
+    Its attributes are those of `ExpertReader`; rows are computed, so that no disk can stand for
+    host memory (`uses_jax`).
     """
 
     def __init__(self, reader: ExpertReader, program: Program):
-        """Reads nothing yet.
+        """Quantizes by `program`, without compensators; whoever opened `reader` closes it.
 
-        Args:
-          reader: of the plain experts; closed by whoever opened it.
-          program: how both matrices of an expert are quantized, without compensators.
-
-        Raises:
-          MoejaxError: the experts are packed already, or groups are longer than their rows.
+        MoejaxError if the experts are packed already, or groups are longer than their rows.
         """
         plain = (reader.gate_up, reader.down)
         if any(isinstance(part, QTensor) for part in plain):
@@ -51,16 +40,12 @@ class QuantizedRows:
         self.uses_jax = True
 
     def _form(self, shape: Sequence[int]) -> Weight:
-        group = self._program.scheme.group_size
-        if group > shape[-1]:
-            raise MoejaxError(f"groups of {group} are longer than an expert's row of {shape[-1]}")
-        stack = jax.ShapeDtypeStruct((shape[0] * shape[1], *shape[2:]), jnp.float32)
-        form = jax.eval_shape(lambda w: _packed(w, self._program), stack)
-        lead = tuple(shape[:2])
-        form_: QTensor = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape[1:]), leaf.dtype), form
-        )
-        return form_
+        kind = self._program.scheme.kind
+        if kind.group_size > shape[-1]:
+            raise MoejaxError(
+                f"groups of {kind.group_size} are longer than an expert's row of {shape[-1]}"
+            )
+        return kind.tensor(shape[-1], kind.arrays(shape))
 
     def read(
         self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
@@ -70,15 +55,11 @@ class QuantizedRows:
         self._reader.read(layer, expert, plain, check=check)
         cpu = jax.devices("cpu")[0]
         stacks = [jax.device_put(part[None].astype(np.float32), cpu) for part in plain]
-        packed = [_packed(stack, self._program) for stack in stacks]
+        no_rank = jnp.zeros(1, jnp.int32)
+        packed = [quantize_stack(s, no_rank, None, self._program).tensor for s in stacks]
         for view, leaf in zip(into, jax.tree.leaves(packed), strict=True):
             np.copyto(view, np.asarray(leaf)[0])
 
     def close(self) -> None:
         """Closes the reader."""
         self._reader.close()
-
-
-def _packed(stack: jax.Array, program: Program) -> QTensor:
-    """[C, N, K] in codes."""
-    return quantize_stack(stack, jnp.zeros(stack.shape[0], jnp.int32), None, program).tensor

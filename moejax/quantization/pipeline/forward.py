@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.models.attention import AttentionImpl, default_attention_impl
+from moejax.models.attention import default_attention_impl
 from moejax.models.config import ModelConfig, leaf_dtype
 from moejax.models.moe import default_expert_impl
 from moejax.quantization.hessian import mean_hessian
@@ -38,9 +38,6 @@ from moejax.quantization.pipeline.layer_steps import (
     watched_leaves,
 )
 from moejax.weights.qtensor import Weight, dense
-
-TOKENS_PER_STEP = 4096  # of whole sequences that run together; one sequence at least
-HESSIAN_BYTES = 4 * 2**30  # of experts, held at a time
 
 
 class Hessian(NamedTuple):
@@ -61,8 +58,8 @@ class LayerRun:
       tokens: int32[S, T], whole sequences of one length.
       embed: [V, D].
       dtype: of the activations and of the weights that meet them.
-      tokens_per_step: see TOKENS_PER_STEP.
-      hessian_bytes: see HESSIAN_BYTES; at least one expert's.
+      tokens_per_step: of whole sequences that run together; one sequence at least.
+      hessian_bytes: of experts, held at a time; at least one expert's.
     """
 
     def __init__(
@@ -73,64 +70,51 @@ class LayerRun:
         *,
         dtype: Any,
         device: jax.Device,
-        tokens_per_step: int = TOKENS_PER_STEP,
-        hessian_bytes: int = HESSIAN_BYTES,
+        tokens_per_step: int = 4096,
+        hessian_bytes: int = 4 * 2**30,
     ):
-        self.config = config
+        self.config, self._device, self._hessian_bytes = config, device, hessian_bytes
         self.layer = 0
         self._dtype = jnp.dtype(dtype)
-        self._device = device
-        self._hessian_bytes = hessian_bytes
         self._attention = default_attention_impl(config, self._dtype, device.platform)
         num_sequences, length = tokens.shape
         self._step = _sequences_per_step(num_sequences, max(1, tokens_per_step // length))
         table = embed if isinstance(embed, np.ndarray) else np.asarray(dense(embed, self._dtype))
         self.hidden = file_backed((*tokens.shape, table.shape[1]), self._dtype)
-        for part, ids in zip(
-            _steps(self.hidden, self._step), _steps(tokens, self._step), strict=True
-        ):
+        for part, ids in zip(self._steps(self.hidden), self._steps(tokens), strict=True):
             part[...] = table[ids].astype(self._dtype)
 
     def capture(self, weights: Mapping[str, Any]) -> "CapturedLayer":
         """Runs layer `self.layer` and keeps its matrices' inputs; does not advance."""
-        return CapturedLayer(
-            self._one_layer(),
-            self._placed(weights),
-            self.hidden,
-            step=self._step,
-            device=self._device,
-            attention=self._attention,
-            hessian_bytes=self._hessian_bytes,
-        )
+        return CapturedLayer(self, weights)
 
     def advance(self, weights: Mapping[str, Any]) -> None:
-        """Advances the hidden states through layer `self.layer`, with any weights.
-
-        Args:
-          weights: the layer's, original or quantized.
-        """
-        config, placed = self._one_layer(), self._placed(weights)
+        """Advances the hidden states through layer `self.layer`, with any weights of it."""
+        config, placed = self._one_layer(), self._place(weights)
         num_tokens = self._step * self.hidden.shape[1]
         experts = default_expert_impl(num_tokens, config, self._dtype, self._device.platform)
-        for part in _steps(self.hidden, self._step):
+        for part in self._steps(self.hidden):
             x = jax.device_put(part, self._device)
             part[...] = np.asarray(layer_step(placed, x, config, experts, self._attention))
         self.layer += 1
 
     def _one_layer(self) -> ModelConfig:
+        """Configuration of the next layer."""
         if self.layer >= self.config.num_layers:
             raise ValueError(f"the model has no layer {self.layer}")
         return one_layer(self.config, self.layer)
 
-    def _placed(self, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Moves plain arrays to the run's device, in the model's dtypes."""
+    def _steps(self, tokens: np.ndarray) -> list[np.ndarray]:
+        """Views of the sequences that run together; the last may have fewer."""
+        return [tokens[first : first + self._step] for first in range(0, len(tokens), self._step)]
 
-        def place(name: str, weight: Any) -> jax.Array:
-            weight = jax.device_put(weight, self._device)
+    def _place(self, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Moves weights to the run's device, plain, in the model's dtypes."""
+        placed = {}
+        for name, weight in weights.items():
             dtype = jnp.dtype(leaf_dtype(name, self._dtype))
-            return dense(weight, dtype).astype(dtype)
-
-        return {name: place(name, weight) for name, weight in weights.items()}
+            placed[name] = dense(jax.device_put(weight, self._device), dtype).astype(dtype)
+        return placed
 
 
 class CapturedLayer:
@@ -141,31 +125,18 @@ class CapturedLayer:
       expert_tokens: int[E], tokens routed to each expert; None in a dense layer.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Mapping[str, jax.Array],
-        hidden: np.ndarray,
-        *,
-        step: int,
-        device: jax.Device,
-        attention: AttentionImpl,
-        hessian_bytes: int,
-    ):
-        self._config, self._weights, self._device = config, weights, device
-        self._hessian_bytes, self._step = hessian_bytes, step
+    def __init__(self, run: LayerRun, weights: Mapping[str, Any]):
+        self._run, self._config, self._weights = run, run._one_layer(), run._place(weights)
         self._chunks: dict[str, tuple[int, jax.Array]] = {}  # leaf: first expert, float32[e, K, K]
-        self.num_tokens = hidden.shape[0] * hidden.shape[1]
+        self.num_tokens = run.hidden.shape[0] * run.hidden.shape[1]
         self.expert_tokens: np.ndarray | None = None
-        self._mlp_hidden = file_backed(hidden.shape, hidden.dtype)
-        self._totals = self._run(hidden, attention)
+        self._mlp_hidden = file_backed(run.hidden.shape, run.hidden.dtype)
+        self._totals = self._run_tokens()
 
     def hessian(self, leaf: str, expert: int | None = None) -> Hessian:
         """Returns the Hessian of one matrix; request experts in order, neighbours share a pass.
 
-        Args:
-          leaf: one of `layer_steps.watched_leaves`, "moe.gate_up" or "moe.down".
-          expert: for "moe.gate_up" and "moe.down".
+        `leaf` is one of `layer_steps.watched_leaves`, or "moe.gate_up" or "moe.down" of an expert.
         """
         if leaf in self._totals:
             return _mean(self._totals[leaf], self.num_tokens)
@@ -178,22 +149,19 @@ class CapturedLayer:
             first, totals = self._chunks[leaf] = self._expert_chunk(leaf, expert)
         return _mean(totals[expert - first], int(self.expert_tokens[expert]))
 
-    def _run(self, hidden: np.ndarray, attention: AttentionImpl) -> dict[str, jax.Array]:
+    def _run_tokens(self) -> dict[str, jax.Array]:
         """Runs attention and router over all tokens: fills `_mlp_hidden`, counts, sums x x^T."""
-        c = self._config
-        is_sparse = bool(c.moe_layers)
-        with jax.default_device(self._device):
+        c, run = self._config, self._run
+        with jax.default_device(run._device):
             widths = watched_leaves(c).items()
             totals = {leaf: jnp.zeros((k, k), jnp.float32) for leaf, k in widths}
             counts = jnp.zeros(c.num_experts, jnp.int32)
-        for part, out in zip(
-            _steps(hidden, self._step), _steps(self._mlp_hidden, self._step), strict=True
-        ):
-            x = jax.device_put(part, self._device)
-            x, totals = attention_step(self._weights, x, totals, c, attention)
+        for part, out in zip(run._steps(run.hidden), run._steps(self._mlp_hidden), strict=True):
+            x = jax.device_put(part, run._device)
+            x, totals = attention_step(self._weights, x, totals, c, run._attention)
             out[...] = np.asarray(x)
             totals, counts = mlp_step(self._weights, x, totals, counts, c)
-        if is_sparse:
+        if c.moe_layers:
             self.expert_tokens = np.asarray(counts)
         return totals
 
@@ -202,14 +170,14 @@ class CapturedLayer:
         c = self._config
         width = c.model_dim if leaf == "moe.gate_up" else c.expert_dim
         self._chunks.pop(leaf, None)  # before its successor is allocated
-        at_once = min(c.num_experts, max(1, self._hessian_bytes // 2 // (4 * width * width)))
+        at_once = min(c.num_experts, max(1, self._run._hessian_bytes // 2 // (4 * width * width)))
         at_once = -(-c.num_experts // -(-c.num_experts // at_once))
         # The last chunk overlaps the one before it: one shape, one program.
         first = min(expert // at_once * at_once, c.num_experts - at_once)
-        totals = jnp.zeros((at_once, width, width), jnp.float32, device=self._device)
-        start = jax.device_put(np.int32(first), self._device)
-        for part in _steps(self._mlp_hidden, self._step):
-            x = jax.device_put(part, self._device)
+        totals = jnp.zeros((at_once, width, width), jnp.float32, device=self._run._device)
+        start = jax.device_put(np.int32(first), self._run._device)
+        for part in self._run._steps(self._mlp_hidden):
+            x = jax.device_put(part, self._run._device)
             totals = expert_step(self._weights, x, totals, start, c, leaf)
         return first, totals
 
@@ -228,17 +196,10 @@ def _sequences_per_step(num_sequences: int, most: int) -> int:
 def file_backed(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Allocates zeros in a temporary file ($TMPDIR), deleted with the array.
 
-    Raises:
-      OSError: the disk has no room; it is reserved at once, since a page without room kills the
-        process.
+    The room is reserved at once (OSError), since a page without room kills the process.
     """
     with tempfile.TemporaryFile() as file:
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         return np.asarray(np.memmap(file, dtype, "w+", shape=shape))
-
-
-def _steps(hidden: np.ndarray, step: int) -> list[np.ndarray]:
-    """Views of `step` sequences each; the last may have fewer."""
-    return [hidden[first : first + step] for first in range(0, len(hidden), step)]

@@ -6,7 +6,6 @@ a matrix of transformers' fused experts is a slice of the source's file.
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,11 +48,6 @@ class Entry:
         """(N, K) of a matrix."""
         return self.source.shape
 
-    @property
-    def num_weights(self) -> int:
-        """N K."""
-        return math.prod(self.shape)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
@@ -82,8 +76,7 @@ class Inventory:
 def take_inventory(directory: Path) -> Inventory:
     """Every tensor of the checkpoint in `directory`, from its headers alone.
 
-    Raises:
-      MoejaxError: the checkpoint is broken, no Hugging Face directory, or quantized already.
+    MoejaxError if it is broken, no Hugging Face directory, or quantized already.
     """
     if is_orbax_directory(directory):
         raise MoejaxError(f"{directory} holds Orbax weights; give the Hugging Face directory")

@@ -29,6 +29,7 @@ from moejax.quantization.hessian import add_outer_products
 from moejax.weights.qtensor import RecordedInput
 
 Weights = Mapping[str, jax.Array]
+Sums = dict[str, jax.Array]  # of x x^T by leaf; a trace replaces them
 
 # Whose inputs are the same for all of a layer's tokens; those of experts are `expert_step`'s.
 _WATCHED_KINDS = ("attention", "shared_experts", "mlp", "router")
@@ -64,7 +65,8 @@ def layer_step(
     if not config.moe_layers:
         return x + _module(DenseMlp, "mlp.", weights, config)(flat, 0).reshape(x.shape)
     mask = jnp.ones(len(flat), bool)
-    out, _ = _module(SparseMoe, "moe.", weights, config)(flat, 0, mask, experts)
+    moe = _module(SparseMoe, "moe.", weights, config)
+    out = moe(flat, moe.route(flat, 0), 0, mask, experts)
     if config.shared_dim:
         out = out + _module(SharedExpert, "shared.", weights, config)(flat, 0)
     return x + out.reshape(x.shape)
@@ -74,47 +76,39 @@ def layer_step(
 def attention_step(
     weights: Weights,
     x: jax.Array,
-    totals: dict[str, jax.Array],
+    totals: Sums,
     config: ModelConfig,
     attention: AttentionImpl,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs the first half of the layer, attention or a delta rule.
+) -> tuple[jax.Array, Sums]:
+    """Runs the first half of the layer on x [B, T, D], attention or a delta rule.
 
-    Args:
-      x: [B, T, D], the residual stream.
-      totals: sums of x x^T by leaf; donated.
-
-    Returns:
-      [B, T, D] after attention, and the sums.
+    Returns [B, T, D] after it, and the sums of x x^T by leaf, `totals` (donated) with its inputs.
     """
-    sums = _Sums(totals)
+    sums = dict(totals)
     x = x + _mixed(weights, x, config, attention, sums)
-    return x, sums.totals
+    return x, sums
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("totals", "counts"))
 def mlp_step(
     weights: Weights,
     x: jax.Array,
-    totals: dict[str, jax.Array],
+    totals: Sums,
     counts: jax.Array,
     config: ModelConfig,
-) -> tuple[dict[str, jax.Array], jax.Array]:
+) -> tuple[Sums, jax.Array]:
     """Sums the inputs of the MLP's matrices but the experts', and counts experts' tokens.
 
-    Args:
-      x: [B, T, D] after attention.
-      totals: sums of x x^T by leaf; donated.
-      counts: int32[E]; donated.
+    `x` is [B, T, D] after attention; `totals`, by leaf, and `counts`, int32[E], are donated.
     """
-    flat, sums = _mlp_input(weights, x, config), _Sums(totals)
+    flat, sums = _mlp_input(weights, x, config), dict(totals)
     if not config.moe_layers:
         _module(DenseMlp, "mlp.", weights, config, sums)(flat, 0)
-        return sums.totals, counts
+        return sums, counts
     ids = _module(SparseMoe, "moe.", weights, config, sums).route(flat, 0).ids
     if config.shared_dim:
         _module(SharedExpert, "shared.", weights, config, sums)(flat, 0)
-    return sums.totals, counts + jnp.bincount(ids.reshape(-1), length=config.num_experts)
+    return sums, counts + jnp.bincount(ids.reshape(-1), length=config.num_experts)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "leaf"), donate_argnames="totals")
@@ -133,7 +127,6 @@ def expert_step(
     Args:
       x: [B, T, D] after attention.
       totals: float32[e, K, K], sums of x x^T; donated.
-      first: int32[].
       leaf: "moe.gate_up" (K = D) or "moe.down" (K = F).
     """
     flat = _mlp_input(weights, x, config)
@@ -163,16 +156,9 @@ def expert_step(
     return jax.lax.fori_loop(0, len(totals), expert, totals)
 
 
-class _Sums:
-    """Sums of x x^T by leaf, which a trace accumulates."""
-
-    def __init__(self, totals: Mapping[str, jax.Array]):
-        self.totals = dict(totals)
-
-    def add(self, leaf: str, inputs: jax.Array) -> None:
-        """Adds the inputs, rows [..., K], of a leaf's matrix."""
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        self.totals[leaf] = add_outer_products(self.totals[leaf], rows)
+def _add_inputs(sums: Sums, leaf: str, inputs: jax.Array) -> None:
+    """Adds the inputs, rows [..., K], of a leaf's matrix to its sum."""
+    sums[leaf] = add_outer_products(sums[leaf], inputs.reshape(-1, inputs.shape[-1]))
 
 
 def _mixed(
@@ -180,7 +166,7 @@ def _mixed(
     x: jax.Array,
     config: ModelConfig,
     impl: AttentionImpl,
-    sums: _Sums | None = None,
+    sums: Sums | None = None,
 ) -> jax.Array:
     """Residual addition of attention or the delta rule for [B, T, D]."""
     (index,) = layer_indices(config)
@@ -213,7 +199,7 @@ def _routing(weights: Weights, flat: jax.Array, config: ModelConfig) -> Routing:
 
 
 def _module(
-    kind: Any, prefix: str, weights: Weights, config: ModelConfig, sums: _Sums | None = None
+    kind: Any, prefix: str, weights: Weights, config: ModelConfig, sums: Sums | None = None
 ) -> Any:
     """Builds a module of `moejax.models` on the layer's weights, which record inputs in `sums`."""
 
@@ -221,7 +207,7 @@ def _module(
         stacked = weights[leaf][None]
         if sums is None or kind_of(leaf) not in _WATCHED_KINDS:
             return nnx.Param(stacked)
-        return nnx.Param(RecordedInput(stacked, functools.partial(sums.add, leaf)))
+        return nnx.Param(RecordedInput(stacked, functools.partial(_add_inputs, sums, leaf)))
 
     leaves: dict[Any, Any] = {
         (leaf.removeprefix(prefix),): param(leaf) for leaf in weights if leaf.startswith(prefix)

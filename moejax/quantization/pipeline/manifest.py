@@ -1,16 +1,15 @@
 """Files beside the quantized weights: quantization.json, the index, config.json."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE
-from moejax.checkpoints.safetensors_reader import INDEX_FILE
 from moejax.files.small import check_regular
-from moejax.files.whole import WrittenFile, write_json, write_whole
-from moejax.models.hf.config import read_json
+from moejax.files.whole import WrittenFile, write_whole
 from moejax.models.leaf_kinds import KINDS
 from moejax.text.tokenizer import TOKENIZER_FILES
 from pallas_kernels import layout
@@ -49,38 +48,17 @@ def copy_other_files(source: Path, output: Path) -> dict[str, WrittenFile]:
     }
 
 
-def write_index(output: Path, weight_map: Mapping[str, str], num_bytes: int) -> WrittenFile:
-    """Writes the index of tensors and files.
-
-    Args:
-      output: the directory of the shards.
-      weight_map: file's name by tensor's name.
-      num_bytes: bytes of all tensors.
-    """
-    fields = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
-    return write_json(output / INDEX_FILE, fields, RESUME)
-
-
-def config_fields(source: Path, quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """Source's config.json with a quantization_config."""
-    return {**read_json(source / CONFIG_FILE), "quantization_config": dict(quantization)}
-
-
 def totals(records: Mapping[str, Record]) -> dict[str, Any]:
-    """Totals over the whole model.
+    """Totals over the whole model, by the records of all tensors; plain ones have no "bits".
 
-    Args:
-      records: all tensors' by name; those not quantized have no "bits".
-
-    Returns:
-      Weights, quantized weights and their share, bytes, bits per weight with everything counted,
-      for all tensors and for the quantized ones; weights and bytes by class; number of matrices
-      with surging factors or too few tokens.
+    Weights, quantized weights and their share, bytes, bits per weight with everything counted,
+    for all tensors and for the quantized ones; weights and bytes by class; number of matrices
+    with surging factors or too few tokens.
     """
     by_class: dict[str, dict[str, int]] = defaultdict(lambda: {"weights": 0, "bytes": 0})
     for record in records.values():
         of_class = by_class[record["class"]]
-        of_class["weights"] += _num_weights(record)
+        of_class["weights"] += math.prod(record["shape"])
         of_class["bytes"] += record["bytes"]
     quantized = [record for record in records.values() if "bits" in record]
     all_weights, all_bytes = _sums(records.values())
@@ -106,12 +84,7 @@ def write_manifest(
     records: Mapping[str, Record],
     files: Mapping[str, WrittenFile],
 ) -> None:
-    """Writes quantization.json, a line for each tensor and file.
-
-    Args:
-      records: all tensors' by name.
-      files: every file but this one.
-    """
+    """Writes quantization.json, a line for each tensor and for each of `files`, but this one."""
     quantized = {name: record for name, record in records.items() if "bits" in record}
     plain = {name: record for name, record in records.items() if "bits" not in record}
     sizes = {name: file._asdict() for name, file in files.items()}
@@ -135,14 +108,7 @@ def _json(value: object) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
-def _num_weights(record: Record) -> int:
-    count = 1
-    for size in record["shape"]:
-        count *= size
-    return count
-
-
 def _sums(records: Iterable[Record]) -> tuple[int, int]:
     """Sums weights and bytes."""
-    counted = [(_num_weights(record), record["bytes"]) for record in records]
+    counted = [(math.prod(record["shape"]), record["bytes"]) for record in records]
     return sum(weights for weights, _ in counted), sum(num_bytes for _, num_bytes in counted)

@@ -22,11 +22,7 @@ _NO_MATPLOTLIB = "no plots: matplotlib is not installed (pip install '.[evaluati
 
 
 def histogram(weights: np.ndarray, matrix: QTensor) -> dict[str, Any]:
-    """Counts the weights of a matrix and its quantized values, over four deviations.
-
-    Args:
-      weights: float32[N, K].
-    """
+    """Counts weights float32[N, K] and their quantized values, over four deviations."""
     width = 4 * float(weights.std()) or 1.0
     values = np.asarray(jax.device_put(matrix).dequantize())
     counts = [

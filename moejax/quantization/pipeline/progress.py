@@ -12,12 +12,13 @@ class Meter:
     """Counts source bytes on a bar, and seconds by phase.
 
     Attributes:
+      bar: of `tqdm`, in bytes of the source; `expect` raises its total.
       seconds: of each phase so far, in the order in which they began.
     """
 
     def __init__(self, *, visible: bool) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._bar = tqdm.tqdm(
+        self.bar = tqdm.tqdm(
             total=0,
             desc="quantizing",
             unit="B",
@@ -35,19 +36,7 @@ class Meter:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def add(self, num_bytes: int) -> None:
-        """Adds so many bytes to the total."""
-        self._bar.total += num_bytes
-        self._bar.refresh()
-
-    def advance(self, num_bytes: int) -> None:
-        """Moves the bar by so many bytes of the source."""
-        self._bar.update(num_bytes)
-
-    def title(self, text: str) -> None:
-        """Sets the bar's description."""
-        self._bar.set_description_str(text)
-
-    def close(self) -> None:
-        """Ends the bar."""
-        self._bar.close()
+    def expect(self, num_bytes: int) -> None:
+        """Adds bytes to the total."""
+        self.bar.total += num_bytes
+        self.bar.refresh()

@@ -9,17 +9,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE
 from moejax.quantization.autoround import autoround
 from moejax.quantization.factors import MAX_GAIN_LOST, factor_grid, gain_lost, quantize_factor
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Codes, Grid, dequantize
-from moejax.quantization.hqq import hqq
-from moejax.quantization.kernel_hqq import kernel_hqq, kernel_refusal
+from moejax.quantization.hqq import hqq, kernel_hqq, kernel_refusal
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.milo import BASES, MiloSettings, milo, milo_plus
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Scheme
-from moejax.quantization.rtn import rtn
 from moejax.weights.qtensor import QTensor, from_codes
 
 # Bits that replace a matrix's surging INT3 factors (MiLo 4.2).
@@ -40,6 +37,10 @@ class Program:
         """Grid of the codes."""
         s = self.scheme
         return Grid(bits=s.bits, group_size=s.group_size, zero_kind=s.zero_kind)
+
+    def by_kernel(self, weights: jax.Array) -> bool:
+        """Whether the GPU kernel solves HQQ's part of such weights."""
+        return self.use_kernel and kernel_refusal(weights, self.grid) is None
 
     @property
     def surges(self) -> bool:
@@ -85,11 +86,7 @@ class _Solution(NamedTuple):
 
 
 def kernel_remarks(matrices: Iterable[tuple[tuple[int, ...], Scheme]]) -> list[str]:
-    """Remarks, one per reason why the GPU kernel refuses HQQ solves.
-
-    Args:
-      matrices: shape [N, K] and resolved scheme of each.
-    """
+    """Remarks, one per reason why the GPU kernel refuses HQQ solves of shapes and schemes."""
     reasons: dict[str, int] = defaultdict(int)
     for shape, scheme in matrices:
         if scheme.method in ("hqq", "milo"):
@@ -109,26 +106,23 @@ def quantize_stack(
     calibration: Calibration | None,
     program: Program,
 ) -> QuantizedStack:
-    """Quantizes and packs C matrices, and measures the error.
+    """Quantizes and packs C matrices, float32[C, N, K], and measures the error.
 
     Args:
-      weights: float32[C, N, K], finite.
       ranks: int32[C], of the compensators, at most `program.max_rank`.
       calibration: None for methods that need none.
     """
     method = program.scheme.method
     starved = surged = jnp.zeros(weights.shape[0], bool)
-    permutation = factors = safe_factors = None
+    factors = safe_factors = None
     if method in CALIBRATED:
         assert calibration is not None
-        codes, permutation, starved = _calibrated(weights, calibration, program)
+        codes, starved = _calibrated(weights, calibration, program)
     elif method in COMPENSATED and program.max_rank:
         codes, factors, safe_factors, surged = _compensated(weights, ranks, program)
     else:
         codes = _plain(weights, program)
-    tensor = _pack(codes, program)
-    if permutation is not None:
-        tensor = dataclasses.replace(tensor, permutation=permutation)
+    tensor = from_codes(*codes, **dataclasses.asdict(program.scheme.kind))
     values = tensor.dequantize()
     if factors is not None:
         product = _product(factors)
@@ -151,31 +145,29 @@ def _plain(weights: jax.Array, program: Program) -> Codes:
     """Quantizes without calibration or compensators; milo and milo+ of rank 0 are their bases."""
     method = program.scheme.method
     if method in ("hqq", "milo"):
-        if program.use_kernel and kernel_refusal(weights, program.grid) is None:
+        if program.by_kernel(weights):
             num_matrices, num_rows, num_inputs = weights.shape
             u = jnp.zeros((num_matrices, num_rows, 0), jnp.float32)
             return kernel_hqq(weights, u, jnp.zeros((num_matrices, 0, num_inputs)), program.grid)
         return hqq(weights, program.grid)
-    if method == "milo+":
-        return BASES["least_squares"](weights, program.grid)
-    return (rtn if method == "rtn" else least_squares)(weights, program.grid)
+    if method == "least_squares":
+        return least_squares(weights, program.grid)
+    return BASES["rtn" if method == "rtn" else "least_squares"](weights, program.grid)
 
 
 def _calibrated(
     weights: jax.Array, calibration: Calibration, program: Program
-) -> tuple[Codes, jax.Array | None, jax.Array]:
-    """Quantizes with calibration: codes, GPTQ's permutation if any, starved matrices."""
+) -> tuple[Codes, jax.Array]:
+    """Quantizes with calibration: codes, starved matrices."""
     grid = program.grid
     if program.scheme.method == "autoround":
         codes = jax.vmap(lambda w, h: autoround(w, h, grid))(weights, calibration.hessians)
-        return codes, None, calibration.num_tokens == 0
-    # Groups that are fixed beforehand need no permutation at run time, and every format holds them.
-    ordered = program.scheme.act_order
-    settings = GptqSettings(act_order=ordered, static_groups=ordered)
+        return codes, calibration.num_tokens == 0
+    settings = GptqSettings(act_order=program.scheme.act_order)
     found = jax.vmap(lambda w, h, n: gptq(w, h, grid, settings, num_tokens=n))(
         weights, calibration.hessians, calibration.num_tokens
     )
-    return found.codes, found.permutation, found.starved
+    return found.codes, found.starved
 
 
 def _compensated(
@@ -214,7 +206,6 @@ def _has_surged(weights: jax.Array, solution: _Solution, program: Program) -> ja
 
 def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: int) -> _Solution:
     grid, is_plus = program.grid, program.scheme.method == "milo+"
-    by_kernel = program.use_kernel and not is_plus and kernel_refusal(weights, grid) is None
     if is_plus and factor_bits < 16:
         settings = milo_plus(program.max_rank, factor_bits, program.passes)
     else:
@@ -222,47 +213,29 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
             max_rank=program.max_rank,
             max_passes=program.passes,
             base="least_squares" if is_plus else "hqq",
-            solver=kernel_hqq if by_kernel else None,
+            solver=kernel_hqq if not is_plus and program.by_kernel(weights) else None,
         )
-    settings = dataclasses.replace(settings, factor_group_size=FACTOR_GROUP_SIZE)
     found = milo(weights, grid, settings, ranks)
     parts = (jnp.swapaxes(found.u, -1, -2), found.v)
     left = weights - dequantize(found.codes, grid)
     if factor_bits == 16:
         factors = Factors(*(part.astype(jnp.bfloat16) for part in parts))
-    elif settings.refit:
-        assert found.u_codes is not None and found.v_codes is not None
-        coded = (found.u_codes, found.v_codes)
-        factors = _packed_factors(coded, parts, factor_bits)
     else:
-        coded = tuple(quantize_factor(part, factor_bits, FACTOR_GROUP_SIZE) for part in parts)
-        factors = _packed_factors(coded, parts, factor_bits)
+        found_codes = (found.u_codes, found.v_codes)
+        coded = [
+            quantize_factor(part, factor_bits) if codes is None else codes
+            for part, codes in zip(parts, found_codes, strict=True)
+        ]
+        factors = Factors(*map(functools.partial(_pack_factor, factor_bits), coded))
     lost, free_lost = _squares(left - _product(factors)), None
     if not settings.refit:
         free_lost = _squares(left - _product(Factors(*parts)))
     return _Solution(found.codes, factors, lost, free_lost)
 
 
-def _packed_factors(
-    coded: tuple[Codes, ...], parts: tuple[jax.Array, ...], factor_bits: int
-) -> Factors:
-    return Factors(
-        *(
-            _pack_factor(codes, part.shape[-1], factor_bits)
-            for codes, part in zip(coded, parts, strict=True)
-        )
-    )
-
-
-def _pack_factor(codes: Codes, length: int, factor_bits: int) -> QTensor:
-    return from_codes(
-        codes.codes,
-        codes.scales,
-        None,
-        bits=factor_bits,
-        group_size=factor_grid(factor_bits, length, FACTOR_GROUP_SIZE).group_size,
-        zero_kind="symmetric",
-    )
+def _pack_factor(factor_bits: int, codes: Codes) -> QTensor:
+    grid = factor_grid(factor_bits, codes.codes.shape[-1])
+    return from_codes(*codes, bits=factor_bits, group_size=grid.group_size, zero_kind="symmetric")
 
 
 def _product(factors: Factors) -> jax.Array:
@@ -272,17 +245,6 @@ def _product(factors: Factors) -> jax.Array:
         for factor in factors
     )
     return jnp.einsum("crn,crk->cnk", u, v, precision="highest")
-
-
-def _pack(codes: Codes, program: Program) -> QTensor:
-    scheme = program.scheme
-    return from_codes(
-        *codes,
-        bits=scheme.bits,
-        group_size=scheme.group_size,
-        zero_kind=scheme.zero_kind,
-        scale_dtype=jnp.dtype(scheme.scale_dtype),
-    )
 
 
 def _is_storable(tensor: QTensor) -> jax.Array:

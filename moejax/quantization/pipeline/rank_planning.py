@@ -9,41 +9,22 @@ import numpy as np
 from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.errors import MoejaxError
 from moejax.quantization import ranks
-from moejax.quantization.pipeline.batches import STACK_BYTES
+from moejax.quantization.pipeline.batches import BATCH_BYTES
 from moejax.quantization.pipeline.inventory import Entry, Inventory
 from moejax.quantization.pipeline.progress import Meter
 from moejax.quantization.pipeline.recipe import COMPENSATED, Scheme
 from moejax.quantization.statistics import excess_kurtosis
 
 # Share of the router's assignments in its layer that an expert got, by (layer, expert).
-Frequencies = Mapping[tuple[int, int], float]
-
-
-def needs_kurtosis(policy: ranks.RankPolicy) -> bool:
-    """Whether a policy needs the weights' kurtosis."""
-    return any(term.policy == "kurtosis" for term in policy.terms)
-
-
-def needs_frequency(policy: ranks.RankPolicy) -> bool:
-    """Whether a policy needs the router's frequencies on text."""
-    return any(term.policy == "frequency" for term in policy.terms)
+Frequencies = Mapping[tuple[int | None, int | None], float]
 
 
 def read_policy(text: str) -> ranks.RankPolicy:
-    """Parses a rank policy.
-
-    Raises:
-      MoejaxError: it cannot be read.
-    """
+    """Parses a rank policy; raises MoejaxError."""
     try:
         return ranks.parse_policy(text)
     except ValueError as error:
         raise MoejaxError(str(error)) from error
-
-
-def kurtosis_bytes(inventory: Inventory, schemes: Mapping[str, Scheme]) -> int:
-    """Bytes that `measure_kurtosis` reads."""
-    return sum(entry.source.num_bytes for entry in _sparse(inventory, schemes))
 
 
 def measure_kurtosis(
@@ -52,11 +33,13 @@ def measure_kurtosis(
     """Measures the excess kurtosis of every compensated expert matrix, by name."""
     found: dict[str, float] = {}
     by_shape: dict[tuple[int, ...], list[Entry]] = {}
-    for entry in _sparse(inventory, schemes):
-        by_shape.setdefault(entry.shape, []).append(entry)
+    for entry in _compensated(inventory, schemes):
+        if entry.kind == "experts":
+            by_shape.setdefault(entry.shape, []).append(entry)
+            meter.expect(entry.source.num_bytes)
     compute = jax.jit(excess_kurtosis)
     for shape, entries in by_shape.items():
-        count = max(1, min(len(entries), STACK_BYTES // (4 * shape[0] * shape[1])))
+        count = max(1, min(len(entries), BATCH_BYTES // (4 * shape[0] * shape[1])))
         for first in range(0, len(entries), count):
             members = entries[first : first + count]
             weights = np.zeros((count, *shape), np.float32)
@@ -66,7 +49,7 @@ def measure_kurtosis(
                 measured = np.asarray(compute(jax.device_put(weights, device)))
             named = zip(members, measured, strict=False)
             found |= {entry.name: float(value) for entry, value in named}
-            meter.advance(sum(entry.source.num_bytes for entry in members))
+            meter.bar.update(sum(entry.source.num_bytes for entry in members))
     return found
 
 
@@ -84,14 +67,12 @@ def plan_ranks(
     Args:
       schemes: by name; one with a rank of its own is left out of the policy's averages.
       factor_bits: for policies that count bytes.
-      kurtosis: from `measure_kurtosis`, if needed.
+      kurtosis: from `measure_kurtosis`, by name, if needed.
       frequencies: of the router, if needed.
 
     Returns:
-      "ranks" by name, and "capped": the names for which the policy exceeds min(N, K).
-
-    Raises:
-      MoejaxError: the policy does not fit the model.
+      "ranks" by name, and "capped": the names for which the policy exceeds min(N, K). MoejaxError
+      if the policy does not fit the model.
     """
     compensated = _compensated(inventory, schemes)
     fixed = {
@@ -102,7 +83,17 @@ def plan_ranks(
     others = [entry for entry in compensated if entry.name not in fixed]
     if not others:
         return {"ranks": fixed, "capped": []}
-    matrices = [_matrix(entry, kurtosis, frequencies) for entry in others]
+    matrices = [
+        ranks.Matrix(
+            name=entry.name,
+            kind=entry.kind,
+            num_rows=entry.shape[0],
+            num_inputs=entry.shape[1],
+            kurtosis=kurtosis.get(entry.name),
+            frequency=frequencies.get((entry.layer, entry.expert)),
+        )
+        for entry in others
+    ]
     try:
         plan = ranks.assign_ranks(policy, matrices, factor_bits=factor_bits)
     except ValueError as error:
@@ -112,26 +103,5 @@ def plan_ranks(
 
 
 def _compensated(inventory: Inventory, schemes: Mapping[str, Scheme]) -> Sequence[Entry]:
-    return [
-        entry
-        for entry in inventory.entries
-        if entry.name in schemes and schemes[entry.name].method in COMPENSATED
-    ]
-
-
-def _sparse(inventory: Inventory, schemes: Mapping[str, Scheme]) -> Sequence[Entry]:
-    return [entry for entry in _compensated(inventory, schemes) if entry.kind == "experts"]
-
-
-def _matrix(entry: Entry, kurtosis: Mapping[str, float], frequencies: Frequencies) -> ranks.Matrix:
-    at = None if entry.layer is None or entry.expert is None else (entry.layer, entry.expert)
-    return ranks.Matrix(
-        name=entry.name,
-        kind=entry.kind,
-        num_rows=entry.shape[0],
-        num_inputs=entry.shape[1],
-        layer=entry.layer,
-        expert=entry.expert,
-        kurtosis=kurtosis.get(entry.name),
-        frequency=None if at is None else frequencies.get(at),
-    )
+    methods = {name: scheme.method for name, scheme in schemes.items()}
+    return [entry for entry in inventory.entries if methods.get(entry.name) in COMPENSATED]

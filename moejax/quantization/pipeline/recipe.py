@@ -16,6 +16,7 @@ import re
 from moejax.errors import MoejaxError
 from moejax.models.leaf_kinds import KINDS, NEVER_PACKED
 from moejax.quantization.pipeline.inventory import Entry, Inventory
+from moejax.weights.qtensor import CodesKind
 from pallas_kernels import layout
 
 METHODS = ("none", "rtn", "hqq", "least_squares", "gptq", "autoround", "milo", "milo+")
@@ -56,6 +57,16 @@ class Scheme:
     rank: int | None = None  # None: what the rank policy says
     act_order: bool = False  # gptq visits inputs by falling Hessian, in groups fixed beforehand
 
+    @property
+    def kind(self) -> CodesKind:
+        """Stored form of the codes; of a resolved scheme."""
+        return CodesKind(
+            bits=self.bits,
+            group_size=self.group_size,
+            zero_kind=self.zero_kind,
+            scale_dtype=self.scale_dtype,
+        )
+
     def check(self) -> None:
         """Raises MoejaxError naming the first field whose value is not allowed."""
         for name, known in (
@@ -89,7 +100,17 @@ class Rule:
 
     def matches(self, entry: Entry) -> bool:
         """Whether the rule applies to a tensor."""
-        return any(_matches(pattern, entry) for pattern in self.patterns)
+        names = (entry.prefix, entry.name)
+        for pattern in self.patterns:
+            if pattern in KINDS:
+                found = entry.kind == pattern
+            elif pattern.startswith("re:"):
+                found = re.fullmatch(pattern[3:], entry.prefix) is not None
+            else:
+                found = any(fnmatch.fnmatchcase(name, pattern) for name in names)
+            if found:
+                return True
+        return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,23 +123,16 @@ class Recipe:
 
 
 def parse_rules(text: str) -> tuple[Rule, ...]:
-    """Parses rules, with ";" or line ends between them.
-
-    Raises:
-      MoejaxError: a rule cannot be read, naming the rule and what is known.
-    """
+    """Parses rules, with ";" or line ends between them; a MoejaxError names one not understood."""
     parts = [part.strip() for line in text.splitlines() for part in line.split(";")]
     return tuple(_parse_rule(part) for part in parts if part)
 
 
 def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
-    """Resolved scheme of every tensor by name; method "none" leaves it plain.
+    """Resolved schemes of the matrices that are quantized, by name; the others stay plain.
 
-    "auto" zero kinds are resolved, and group size 0 is K.
-
-    Raises:
-      MoejaxError: a rule matches no quantizable tensor; a group size does not fit its matrix; a
-        tensor does not support its method, or the format does not.
+    "auto" zero kinds are resolved, and group size 0 is K. MoejaxError names a rule that matches
+    nothing, and a matrix that its scheme or the format does not fit.
     """
     recipe.default.check()
     used: set[str] = set()
@@ -131,7 +145,8 @@ def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
         if rule.text not in used:
             raise _useless(rule, inventory)
     by_name = {entry.name: entry for entry in inventory.entries}
-    if all(scheme.method == "none" for scheme in found.values()):
+    found = {name: scheme for name, scheme in found.items() if scheme.method != "none"}
+    if not found:
         raise MoejaxError("the recipe leaves every matrix as it is; nothing is to be done")
     if recipe.default.act_order and all(scheme.method != "gptq" for scheme in found.values()):
         raise MoejaxError("act_order is gptq's, and no matrix takes method=gptq")
@@ -161,8 +176,6 @@ def _scheme_of(recipe: Recipe, entry: Entry, used: set[str]) -> Scheme:
 
 def _resolved(scheme: Scheme, entry: Entry, target: str) -> Scheme:
     """Spells out zero kind and group size."""
-    if scheme.method == "none":
-        return scheme
     if scheme.method in CALIBRATED and entry.kind in ("embed", "head", "router"):
         raise MoejaxError(
             f"{entry.prefix}: method={scheme.method} sees the inputs of attention, experts and "
@@ -239,15 +252,6 @@ def _parse_rule(text: str) -> Rule:
             except re.error as error:
                 raise MoejaxError(f"rule {text!r}: {pattern[3:]!r}: {error}") from error
     return Rule(text=text, patterns=patterns, changes=changes)
-
-
-def _matches(pattern: str, entry: Entry) -> bool:
-    if pattern in KINDS:
-        return entry.kind == pattern
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], entry.prefix) is not None
-    names = (entry.prefix, entry.name)
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _useless(rule: Rule, inventory: Inventory) -> MoejaxError:

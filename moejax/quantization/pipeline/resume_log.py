@@ -28,7 +28,7 @@ _RUN_FILE = "run.json"
 _MEND = "give a new directory as output"
 
 
-class Ledger:
+class ResumeLog:
     """Finished work in an output directory.
 
     Attributes:
@@ -44,8 +44,7 @@ class Ledger:
     def is_finished(self) -> bool:
         """Whether the directory holds the whole result of this run.
 
-        Raises:
-          MoejaxError: it holds another run's result, or a file of the result has changed.
+        Raises MoejaxError where it is another run's, or a file of it has changed.
         """
         config = self.directory / CONFIG_FILE
         if not config.exists():
@@ -70,11 +69,7 @@ class Ledger:
     def opened(self, own_files: Sequence[str]) -> Iterator[None]:
         """Locks the directory for this process; makes it and removes rests of a killed run.
 
-        Args:
-          own_files: names of the files the run writes.
-
-        Raises:
-          MoejaxError: it holds other files, or another process works in it.
+        MoejaxError if it holds other files than `own_files`, or another process works in it.
         """
         run_file = self._work / _RUN_FILE
         try:

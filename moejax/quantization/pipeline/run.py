@@ -6,6 +6,7 @@ alone, so a run that resumes after a kill ends with equal bytes.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +16,14 @@ import jax
 import numpy as np
 
 from moejax.checkpoints.formats.interfaces import Tensors
-from moejax.checkpoints.formats.manifest import MANIFEST_FILE, Manifest, check_files
+from moejax.checkpoints.formats.manifest import MANIFEST_FILE, check_files, read_files
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, read_header
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
-from moejax.files.whole import WrittenFile, json_text, write_whole
+from moejax.files.whole import WrittenFile, json_text, write_json, write_whole
 from moejax.models.hf.config import read_json
 from moejax.quantization.pipeline import manifest
-from moejax.quantization.pipeline.batches import Programs, Task
+from moejax.quantization.pipeline.batches import BatchPlan, MatrixTask
 from moejax.quantization.pipeline.calibration import NUM_SAMPLES, calibration_tokens
 from moejax.quantization.pipeline.calibration_pass import CalibrationRun, router_frequencies
 from moejax.quantization.pipeline.disk_space import check_space
@@ -37,19 +38,18 @@ from moejax.quantization.pipeline.plots import REPORT_FOLDER, draw_report
 from moejax.quantization.pipeline.progress import Meter
 from moejax.quantization.pipeline.quantizers import kernel_remarks
 from moejax.quantization.pipeline.rank_planning import (
-    kurtosis_bytes,
+    Frequencies,
     measure_kurtosis,
-    needs_frequency,
-    needs_kurtosis,
     plan_ranks,
     read_policy,
 )
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Recipe, Scheme, schemes
-from moejax.quantization.pipeline.resume_log import Ledger
+from moejax.quantization.pipeline.resume_log import ResumeLog
 from moejax.quantization.pipeline.shard import ShardResult, quantize_shard
 from moejax.quantization.ranks import RankPolicy
 from moejax.text.tokenizer import Tokenizer
-from moejax.weights.qtensor import QTensor
+
+Note = dict[str, Any]  # of a finished shard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,6 @@ class Outcome:
     output: Path
     was_done: bool  # before this run began
     shards_before: int  # that an earlier run had finished
-    num_shards: int
     records: Mapping[str, Mapping[str, Any]]  # of the manifest, by name
     totals: Mapping[str, Any]
     seconds: Mapping[str, float]  # of this run, by phase
@@ -96,25 +95,24 @@ def quantize_checkpoint(job: Job) -> Outcome:
     chosen = schemes(job.recipe, inventory)
     policy = read_policy(job.rank_policy)
     tokens = _calibration_tokens(job, inventory, chosen, policy)
-    ledger = Ledger(job.output, _identity(job, inventory, tokens))
-    if ledger.is_finished():
+    log = ResumeLog(job.output, _identity(job, inventory, tokens))
+    if log.is_finished():
         return _outcome_before(job.output, len(inventory.shards))
     files = [shard.file for shard in inventory.shards]
     others = [INDEX_FILE, manifest.CONFIG_FILE, MANIFEST_FILE, REPORT_FOLDER]
-    with ledger.opened([*files, *others, *manifest.COPIED_FILES]):
-        done = ledger.done_shards(files)
-        run = _Run(job, inventory, ledger, chosen, tokens)
+    with log.opened([*files, *others, *manifest.COPIED_FILES]):
+        done = log.done_shards(files)
+        run = _Run(job, inventory, log, chosen, tokens, Meter(visible=job.progress))
         try:
             notes, remarks = run.quantize(policy, done)
         finally:
-            run.meter.close()
-        ledger.close()
+            run.meter.bar.close()
+        log.close()
     records = _records(notes)
     return Outcome(
         output=job.output,
         was_done=False,
         shards_before=len(done),
-        num_shards=len(files),
         records=records,
         totals=manifest.totals(records),
         seconds=dict(run.meter.seconds),
@@ -122,32 +120,27 @@ def quantize_checkpoint(job: Job) -> Outcome:
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Run:
     """One run over a model, from the first unfinished shard."""
 
-    def __init__(
-        self,
-        job: Job,
-        inventory: Inventory,
-        ledger: Ledger,
-        chosen: Mapping[str, Scheme],
-        tokens: np.ndarray | None,
-    ) -> None:
-        self.job, self.inventory, self.ledger = job, inventory, ledger
-        self.chosen, self.tokens = chosen, tokens
-        self.meter = Meter(visible=job.progress)
+    job: Job
+    inventory: Inventory
+    log: ResumeLog
+    chosen: Mapping[str, Scheme]  # of the matrices that are quantized, by name
+    tokens: np.ndarray | None
+    meter: Meter
 
-    def quantize(
-        self, policy: RankPolicy, done: list[dict[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[str]]:
+    def quantize(self, policy: RankPolicy, done: list[Note]) -> tuple[list[Note], list[str]]:
         """Quantizes all shards; returns their notes, and remarks for people."""
-        self.meter.add(_quantized_bytes(self.inventory.shards[len(done) :], self.chosen))
-        plan = self.ledger.note("ranks")
+        todo = [entry for shard in self.inventory.shards[len(done) :] for entry in shard.entries]
+        self.meter.expect(sum(e.source.num_bytes for e in todo if e.name in self.chosen))
+        plan = self.log.note("ranks")
         if plan is None:
-            plan = self.ledger.keep("ranks", self._plan_ranks(policy))
+            plan = self.log.keep("ranks", self._plan_ranks(policy))
         notes = self._quantize_shards(plan["ranks"], done)
         with self.meter.phase("finish"):
-            remarks = _finish(self.job, self.inventory, self.ledger, notes)
+            remarks = self._finish(notes)
         if self.job.device.platform == "gpu":
             entries = (e for e in self.inventory.entries if e.name in self.chosen)
             remarks += kernel_remarks((e.shape, self.chosen[e.name]) for e in entries)
@@ -159,16 +152,15 @@ class _Run:
     def _plan_ranks(self, policy: RankPolicy) -> dict[str, Any]:
         """Plans the ranks, surveying the whole model if the policy needs it."""
         kurtosis: Mapping[str, float] = {}
-        frequencies: Mapping[tuple[int, int], float] = {}
+        frequencies: Frequencies = {}
         if not _is_compensated(self.chosen):
             return {"ranks": {}, "capped": []}
-        self.meter.title("survey")
-        if needs_kurtosis(policy):
-            self.meter.add(kurtosis_bytes(self.inventory, self.chosen))
+        self.meter.bar.set_description_str("survey")
+        if policy.needs("kurtosis"):
             kurtosis = measure_kurtosis(
                 self.inventory, self.chosen, device=self.job.device, meter=self.meter
             )
-        if needs_frequency(policy):
+        if policy.needs("frequency"):
             frequencies = router_frequencies(self.inventory, self._calibration_run())
         return plan_ranks(
             policy,
@@ -179,23 +171,17 @@ class _Run:
             frequencies=frequencies,
         )
 
-    def _quantize_shards(
-        self, ranks: Mapping[str, int], done: list[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
+    def _quantize_shards(self, ranks: Mapping[str, int], done: list[Note]) -> list[Note]:
         """Quantizes and writes unfinished shards; returns the notes of all."""
+        job, shards = self.job, self.inventory.shards
         tasks = {
-            entry.name: Task(entry, self.chosen[entry.name], ranks.get(entry.name, 0))
+            entry.name: MatrixTask(entry, self.chosen[entry.name], ranks.get(entry.name, 0))
             for entry in self.inventory.entries
-            if entry.name in self.chosen and self.chosen[entry.name].method != "none"
+            if entry.name in self.chosen
         }
-        shards = self.inventory.shards
-        check_space(self.job.output, self.job.source, shards[len(done) :], tasks)
-        by_shard = [
-            [tasks[entry.name] for entry in shard.entries if entry.name in tasks]
-            for shard in shards
-        ]
-        on_gpu = self.job.device.platform == "gpu"
-        programs = Programs(by_shard, self.job.passes, use_kernel=on_gpu)
+        check_space(job.output, job.source, shards[len(done) :], tasks)
+        by_shard = [[tasks[e.name] for e in shard.entries if e.name in tasks] for shard in shards]
+        plan = BatchPlan(by_shard, job.passes, use_kernel=job.device.platform == "gpu")
         calibrated = [
             i for i, own in enumerate(by_shard) if any(t.scheme.method in CALIBRATED for t in own)
         ]
@@ -203,97 +189,85 @@ class _Run:
         text = self._calibration_run() if len(done) <= last else None
         notes = list(done)
         for i, shard in enumerate(shards):
-            self.meter.title(shard.title)
+            self.meter.bar.set_description_str(shard.title)
             if i < len(done):
                 if text is not None and i < last:
-                    text.advance(shard, self._read_back(shard, notes[i]["records"]))
+                    path, target = job.output / shard.file, job.recipe.format
+                    tensors = Tensors(read_header(path))
+                    text.advance(shard, read_back(path, target, notes[i]["records"], tensors))
                 continue
+            calibrate = None
+            if text is not None and i in calibrated:
+                calibrate = functools.partial(text.calibrate, text.capture(shard))
             result = quantize_shard(
                 shard,
                 tasks,
-                programs,
-                device=self.job.device,
+                plan,
+                device=job.device,
                 meter=self.meter,
-                calibrate=text.capture(shard).calibrate if text and i in calibrated else None,
-                write_matrix=WRITERS[self.job.recipe.format],
+                calibrate=calibrate,
+                write_matrix=WRITERS[job.recipe.format],
             )
             notes.append(self._write(i, shard, result))
             if text is not None and i < last:
                 text.advance(shard, result.matrices)
         return notes
 
-    def _write(self, i: int, shard: Shard, result: ShardResult) -> dict[str, Any]:
+    def _write(self, i: int, shard: Shard, result: ShardResult) -> Note:
         """Writes a shard and marks it as done; returns its note."""
         with self.meter.phase("write"):
-            written = write_safetensors(
-                self.job.output / shard.file, result.tensors, manifest.RESUME
-            )
+            path = self.job.output / shard.file
+            written = write_safetensors(path, result.tensors, manifest.RESUME)
             note = {
-                "size": written.size,
-                "sha256": written.sha256,
+                **written._asdict(),
                 "tensors": list(result.tensors),
                 "records": result.records,
                 "histograms": result.histograms,
             }
-            return self.ledger.keep_shard(i, note)
-
-    def _read_back(self, shard: Shard, records: Mapping[str, Any]) -> dict[str, QTensor]:
-        """Reads the matrices of a finished shard."""
-        tensors = Tensors(read_header(self.job.output / shard.file))
-        target = self.job.recipe.format
-        return {
-            name: read_back(target, records, name, tensors)
-            for name, record in records.items()
-            if "bits" in record
-        }
+            return self.log.keep_shard(i, note)
 
     def _calibration_run(self) -> CalibrationRun:
         assert self.tokens is not None
         return CalibrationRun(self.inventory, self.tokens, device=self.job.device, meter=self.meter)
 
-
-def _finish(
-    job: Job, inventory: Inventory, ledger: Ledger, notes: list[dict[str, Any]]
-) -> list[str]:
-    """Writes the model's other files, config.json last; returns remarks for people."""
-    records = _records(notes)
-    files = {
-        shard.file: WrittenFile(note["size"], note["sha256"])
-        for shard, note in zip(inventory.shards, notes, strict=True)
-    }
-    weight_map = {
-        name: shard.file
-        for shard, note in zip(inventory.shards, notes, strict=True)
-        for name in note["tensors"]
-    }
-    num_bytes = sum(record["bytes"] for record in records.values())
-    files[INDEX_FILE] = manifest.write_index(job.output, weight_map, num_bytes)
-    files |= manifest.copy_other_files(job.source, job.output)
-    histograms = {name: found for note in notes for name, found in note["histograms"].items()}
-    missing = draw_report(job.output, records, histograms)
-    quantization = config_of(job.recipe.format, records)
-    config = json_text(manifest.config_fields(job.source, quantization)).encode()
-    files[manifest.CONFIG_FILE] = WrittenFile(len(config), hashlib.sha256(config).hexdigest())
-    made_of = {name: value for name, value in ledger.identity.items() if name != "versions"}
-    manifest.write_manifest(job.output, made_of=made_of, records=records, files=files)
-    write_whole(job.output / manifest.CONFIG_FILE, config, manifest.RESUME)
-    return [missing] if missing else []
+    def _finish(self, notes: list[Note]) -> list[str]:
+        """Writes the model's other files, config.json last; returns remarks for people."""
+        output, source, records = self.job.output, self.job.source, _records(notes)
+        files: dict[str, WrittenFile] = {}
+        weight_map: dict[str, str] = {}
+        histograms: dict[str, Any] = {}
+        for shard, note in zip(self.inventory.shards, notes, strict=True):
+            files[shard.file] = WrittenFile(note["size"], note["sha256"])
+            weight_map |= dict.fromkeys(note["tensors"], shard.file)
+            histograms |= note["histograms"]
+        num_bytes = sum(record["bytes"] for record in records.values())
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        files[INDEX_FILE] = write_json(output / INDEX_FILE, index, manifest.RESUME)
+        files |= manifest.copy_other_files(source, output)
+        missing = draw_report(output, records, histograms)
+        quantization = config_of(self.job.recipe.format, records)
+        fields = {**read_json(source / manifest.CONFIG_FILE), "quantization_config": quantization}
+        config = json_text(fields).encode()
+        files[manifest.CONFIG_FILE] = WrittenFile(len(config), hashlib.sha256(config).hexdigest())
+        made_of = {name: value for name, value in self.log.identity.items() if name != "versions"}
+        manifest.write_manifest(output, made_of=made_of, records=records, files=files)
+        write_whole(output / manifest.CONFIG_FILE, config, manifest.RESUME)
+        return [missing] if missing else []
 
 
-def _records(notes: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _records(notes: list[Note]) -> dict[str, dict[str, Any]]:
     return {name: record for note in notes for name, record in note["records"].items()}
 
 
 def _outcome_before(output: Path, num_shards: int) -> Outcome:
-    fields = read_json(output / MANIFEST_FILE)
-    files = {name: (said["size"], said["sha256"]) for name, said in fields["files"].items()}
-    made = Manifest(path=output / MANIFEST_FILE, matrices={}, files=files)
+    made = read_files(output)
+    assert made is not None
     check_files(made, checksums=True)
+    fields = read_json(made.path)
     return Outcome(
         output=output,
         was_done=True,
         shards_before=num_shards,
-        num_shards=num_shards,
         records={**fields["tensors"], **fields["plain"]},
         totals=fields["totals"],
         seconds={},
@@ -308,12 +282,8 @@ def _is_compensated(chosen: Mapping[str, Scheme]) -> bool:
 def _calibration_tokens(
     job: Job, inventory: Inventory, chosen: Mapping[str, Scheme], policy: RankPolicy
 ) -> np.ndarray | None:
-    """Encodes text to int32[S, T] if a method or the rank policy needs it.
-
-    Raises:
-      MoejaxError: as `calibration_tokens`.
-    """
-    by_policy = needs_frequency(policy) and _is_compensated(chosen)
+    """Encodes text to int32[S, T] if a method or the rank policy needs it."""
+    by_policy = policy.needs("frequency") and _is_compensated(chosen)
     if not by_policy and not any(scheme.method in CALIBRATED for scheme in chosen.values()):
         return None
     return calibration_tokens(
@@ -344,13 +314,3 @@ def _identity(job: Job, inventory: Inventory, tokens: np.ndarray | None) -> dict
         "calibration": text,
         "versions": {"jax": jax.__version__, "platform": job.device.platform},
     }
-
-
-def _quantized_bytes(shards: tuple[Shard, ...], chosen: Mapping[str, Scheme]) -> int:
-    """Source bytes of all matrices to quantize."""
-    return sum(
-        entry.source.num_bytes
-        for shard in shards
-        for entry in shard.entries
-        if entry.name in chosen and chosen[entry.name].method != "none"
-    )

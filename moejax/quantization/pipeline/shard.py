@@ -1,4 +1,4 @@
-"""Quantization of one shard, stack by stack, to the content of its file and manifest."""
+"""Quantization of one shard, batch by batch, to the content of its file and manifest."""
 
 import dataclasses
 import math
@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.checkpoints.formats import matrix_tensors
-from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE, whole_compensator
+from moejax.checkpoints.formats.native import whole_compensator
 from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.checkpoints.safetensors_writer import Tensor
 from moejax.devices import plain_memory_errors
 from moejax.errors import MoejaxError
-from moejax.quantization.pipeline.batches import Piece, Programs, Stack, Task
+from moejax.quantization.pipeline.batches import Batch, BatchPlan, MatrixTask, RowRange
 from moejax.quantization.pipeline.export import WriteMatrix
 from moejax.quantization.pipeline.inventory import Entry, Shard
 from moejax.quantization.pipeline.plots import MOST_WEIGHTS, histogram
@@ -27,8 +26,8 @@ from moejax.quantization.pipeline.quantizers import (
     QuantizedStack,
     quantize_stack,
 )
-from moejax.quantization.pipeline.recipe import COMPENSATED
-from moejax.weights.qtensor import QTensor
+from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED
+from moejax.weights.qtensor import FACTOR_GROUP_SIZE, QTensor
 
 # Computes the calibration of matrices.
 Calibrate = Callable[[Sequence[Entry]], Calibration]
@@ -43,32 +42,31 @@ class ShardResult(NamedTuple):
     histograms: dict[str, Any]  # by name, of the first matrix of each class
 
 
-class _Parts(NamedTuple):
+@dataclasses.dataclass
+class _Parts:
     """Parts of one matrix: its quantized row ranges, and their measurements."""
 
-    tensors: list[QTensor]
-    lost: list[float]
-    whole: list[float]
-    surged: bool
-    starved: bool
+    tensors: list[QTensor] = dataclasses.field(default_factory=list)
+    lost: list[float] = dataclasses.field(default_factory=list)
+    whole: list[float] = dataclasses.field(default_factory=list)
+    surged: bool = False
+    starved: bool = False
 
 
 def quantize_shard(
     shard: Shard,
-    tasks: Mapping[str, Task],
-    programs: Programs,
+    tasks: Mapping[str, MatrixTask],
+    plan: BatchPlan,
     *,
     device: jax.Device,
     meter: Meter,
-    calibrate: Calibrate | None = None,
-    write_matrix: WriteMatrix = matrix_tensors,
+    calibrate: Calibrate | None,
+    write_matrix: WriteMatrix,
 ) -> ShardResult:
-    """Quantizes a shard; only one stack of it is on the device at a time.
+    """Quantizes a shard; only one batch of it is on the device at a time.
 
     Args:
       tasks: matrices to quantize, by name; the rest is copied as stored.
-      programs: of the whole model.
-      calibrate: computes the input of calibrated methods.
       write_matrix: converts a matrix, named without ".weight", to the file's tensors.
 
     Raises:
@@ -76,119 +74,99 @@ def quantize_shard(
         memory.
     """
     own = [tasks[entry.name] for entry in shard.entries if entry.name in tasks]
-    found: dict[str, _Parts] = defaultdict(lambda: _Parts([], [], [], False, False))
-    for stack in programs.stacks(own):
-        result = _run(stack, device, meter, calibrate)
-        for i, piece in enumerate(stack.pieces):
-            _add(found, piece, result, i)
+    found: dict[str, _Parts] = defaultdict(_Parts)
+    for batch in plan.batches(own):
+        result = _run(batch, device, meter, calibrate)
+        for i, part in enumerate(batch.ranges):
+            _add(found[part.task.entry.name], part, result, i)
     total = ShardResult({}, {}, {}, {})
     seen: set[str] = set()
     for entry in shard.entries:
         if entry.name not in tasks:
             total.tensors[entry.name] = entry.source
-            total.records[entry.name] = _plain_record(entry)
+            dtype, num_bytes = entry.source.dtype.name, entry.source.num_bytes
+            total.records[entry.name] = {**_place(entry), "dtype": dtype, "bytes": num_bytes}
             continue
-        matrix = _joined(found[entry.name].tensors)
+        parts = found[entry.name]
+        matrix = parts.tensors[0]
+        if len(parts.tensors) > 1:
+            matrix = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts.tensors)
         tensors = write_matrix(entry.prefix, matrix)
         total.tensors.update(tensors)
         total.matrices[entry.name] = matrix
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        total.records[entry.name] = _record(tasks[entry.name], found[entry.name], num_bytes)
-        if entry.kind not in seen and entry.num_weights <= MOST_WEIGHTS:
+        total.records[entry.name] = _record(tasks[entry.name], parts, num_bytes)
+        if entry.kind not in seen and math.prod(entry.shape) <= MOST_WEIGHTS:
             total.histograms[entry.name] = histogram(read_matrix(entry.source), matrix)
             seen.add(entry.kind)
     return total
 
 
 def _run(
-    stack: Stack, device: jax.Device, meter: Meter, calibrate: Calibrate | None
+    batch: Batch, device: jax.Device, meter: Meter, calibrate: Calibrate | None
 ) -> QuantizedStack:
-    """Quantizes a stack; the result is in host memory."""
+    """Quantizes a batch; the result is in host memory."""
     with meter.phase("read"):
-        weights = stack.read()
+        weights = batch.read()
     calibration = None
-    if calibrate is not None and stack.program.scheme.method in ("gptq", "autoround"):
-        entries = [piece.task.entry for piece in stack.pieces]
-        calibration = _filled(calibrate(entries), stack.num_matrices)
+    if calibrate is not None and batch.program.scheme.method in CALIBRATED:
+        found = calibrate([part.task.entry for part in batch.ranges])
+        missing = batch.num_matrices - len(batch.ranges)
+        calibration = Calibration(
+            *(jnp.pad(part, ((0, missing), *((0, 0),) * (part.ndim - 1))) for part in found)
+        )
     with meter.phase("quantize"), plain_memory_errors(device), jax.default_device(device):
         placed = jax.device_put(weights, device)
-        ranks = jax.device_put(stack.ranks(), device)
+        ranks = jax.device_put(batch.ranks(), device)
         del weights
-        result = jax.device_get(quantize_stack(placed, ranks, calibration, stack.program))
-    sources = [piece.task.entry.source for piece in stack.pieces]
-    per_row = [math.prod(source.shape[1:]) * source.dtype.itemsize for source in sources]
-    rows = [piece.num_rows for piece in stack.pieces]
-    meter.advance(sum(a * b for a, b in zip(per_row, rows, strict=True)))
+        result = jax.device_get(quantize_stack(placed, ranks, calibration, batch.program))
+    for part in batch.ranges:
+        source = part.task.entry.source
+        meter.bar.update(part.num_rows * math.prod(source.shape[1:]) * source.dtype.itemsize)
     return result
 
 
-def _filled(calibration: Calibration, count: int) -> Calibration:
-    """Pads calibration to a full stack."""
-    missing = count - len(calibration.num_tokens)
-    return Calibration(
-        *(jnp.pad(part, ((0, missing), *((0, 0),) * (part.ndim - 1))) for part in calibration)
-    )
-
-
-def _add(found: dict[str, _Parts], piece: Piece, result: QuantizedStack, i: int) -> None:
-    """Adds matrix `i` of a stack's result to its matrix's parts."""
-    entry = piece.task.entry
+def _add(parts: _Parts, part: RowRange, result: QuantizedStack, i: int) -> None:
+    """Adds matrix `i` of a batch's result to its matrix's parts."""
+    entry = part.task.entry
     if not result.is_storable[i]:
         raise MoejaxError(
             f"{entry.prefix}: a scale or zero point of it does not fit "
-            f"{piece.task.scheme.scale_dtype}; take scale_dtype=float32 or another method for it"
+            f"{part.task.scheme.scale_dtype}; take scale_dtype=float32 or another method for it"
         )
     if not np.isfinite(result.lost[i]):
-        raise MoejaxError(f"{entry.prefix}: {piece.task.scheme.method} gave no finite result")
-    parts = found[entry.name]
-    tensor = _matrix(result.tensor, i, piece.num_rows)
+        raise MoejaxError(f"{entry.prefix}: {part.task.scheme.method} gave no finite result")
+    tensor = _first_rows(result.tensor, i, part.num_rows)
     surged = bool(result.surged[i])
     factors = result.safe_factors if surged else result.factors
-    if factors is not None and piece.task.rank:
-        u, v = (_factor(factor, i, piece.task.rank) for factor in factors)
+    if factors is not None and part.task.rank:
+        u, v = (_first_rows(factor, i, part.task.rank) for factor in factors)
         tensor = dataclasses.replace(tensor, compensators=(whole_compensator(u, v),))
     parts.tensors.append(tensor)
     parts.lost.append(float(result.lost[i]))
     parts.whole.append(float(result.whole[i]))
-    found[entry.name] = parts._replace(
-        surged=parts.surged or surged, starved=parts.starved or bool(result.starved[i])
-    )
+    parts.surged |= surged
+    parts.starved |= bool(result.starved[i])
 
 
-def _matrix(stack: QTensor, i: int, num_rows: int) -> QTensor:
-    """First rows of matrix `i`, with numpy leaves."""
-    cut: Any = lambda leaf: None if leaf is None else np.ascontiguousarray(leaf[i, :num_rows])  # noqa: E731
-    return dataclasses.replace(
-        stack,
-        words=cut(stack.words),
-        scales=cut(stack.scales),
-        zeros=cut(stack.zeros),
-        permutation=None if stack.permutation is None else stack.permutation[i],
-    )
+def _first_rows(stack: Any, i: int, num_rows: int) -> Any:
+    """First rows of matrix `i` of an array or a QTensor, with numpy leaves."""
+    return jax.tree.map(lambda leaf: np.ascontiguousarray(leaf[i, :num_rows]), stack)
 
 
-def _factor(factor: Any, i: int, rank: int) -> Any:
-    """First `rank` rows of matrix `i`'s factor."""
-    if isinstance(factor, QTensor):
-        return jax.tree.map(lambda leaf: np.ascontiguousarray(leaf[i, :rank]), factor)
-    return np.ascontiguousarray(factor[i, :rank])
+def _place(entry: Entry) -> dict[str, Any]:
+    """Class, place in the model, and shape of a tensor."""
+    place = {"class": entry.kind, "layer": entry.layer, "expert": entry.expert}
+    known = {name: value for name, value in place.items() if value is not None}
+    return {**known, "shape": list(entry.shape)}
 
 
-def _joined(parts: Sequence[QTensor]) -> QTensor:
-    """Joins parts of a matrix by rows."""
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def _record(task: Task, parts: _Parts, num_bytes: int) -> dict[str, Any]:
-    entry, scheme = task.entry, task.scheme
+def _record(task: MatrixTask, parts: _Parts, num_bytes: int) -> dict[str, Any]:
+    """Entry of a quantized matrix in the manifest."""
+    scheme = task.scheme
     lost, whole = math.fsum(parts.lost), math.fsum(parts.whole)
-    record: dict[str, Any] = {
-        "class": entry.kind,
-        "layer": entry.layer,
-        "expert": entry.expert,
-        "shape": list(entry.shape),
+    record = {
+        **_place(task.entry),
         "method": scheme.method,
         "bits": scheme.bits,
         "group_size": scheme.group_size,
@@ -205,16 +183,4 @@ def _record(task: Task, parts: _Parts, num_bytes: int) -> dict[str, Any]:
         record["surged"] = True
     if parts.starved:
         record["starved"] = True
-    return {name: value for name, value in record.items() if value is not None}
-
-
-def _plain_record(entry: Entry) -> dict[str, Any]:
-    record = {
-        "class": entry.kind,
-        "layer": entry.layer,
-        "expert": entry.expert,
-        "shape": list(entry.shape),
-        "dtype": entry.source.dtype.name,
-        "bytes": entry.source.num_bytes,
-    }
-    return {name: value for name, value in record.items() if value is not None}
+    return record

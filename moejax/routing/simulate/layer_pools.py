@@ -46,7 +46,7 @@ def serve(
     num_tiers, num_experts = key.shape
     active = observation.active
     wishes = Wishes(decision.tier, decision.at_least)
-    found = cache_plan.serve(key > 0, decision.ids, wishes, active)
+    found = cache_plan.resolve_tiers(key > 0, decision.ids, wishes, active)
     tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
     runs = found.tier[None] == tier  # bool[T, E]
     misses = runs & found.fetched[None]

@@ -1,7 +1,7 @@
 """Replays a trace through any policy: what runs in which tier, and bytes over the link.
 
 The policy's own functions decide. Around them are pools of each tier under LRU, DyMoE's rules for
-an expert that is in several tiers (`cache_plan.serve`), prefetch one layer ahead, and bulk
+an expert that is in several tiers (`cache_plan.resolve_tiers`), prefetch one layer ahead, and bulk
 transfers between calls, which arrive some calls after their request (`DELAY`) and of which a
 limited number is in flight. Settings run side by side (`vmap`), and so do the layers of a step if
 the policy's layers are independent (`moejax.policies.by_layer`), with equal results; else one after

@@ -30,7 +30,7 @@ class Original(BuddyMoe):
     def decide(
         self, state: BuddyState, observation: Observation, runs: jax.Array | None = None
     ) -> tuple[Decision, BuddyState]:
-        """See `BuddyMoe`; replaces nothing."""
+        """Decides to run every pair as the router chose it."""
         o = observation
         asked = jnp.broadcast_to(o.active[:, None], o.ids.shape)
         asked = asked if runs is None else asked & runs
@@ -63,7 +63,7 @@ class RandomExpert(BuddyMoe):
     def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
-        """See `BuddyMoe`."""
+        """Draws a resident expert for each wanted pair."""
         return substitute_randomly(
             o.ids, resident, wanted, state.settings.budget, self.draw_key(state, o)
         )
@@ -83,7 +83,7 @@ class MatchedRandom(RandomExpert):
     def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
-        """See `BuddyMoe`."""
+        """Draws resident experts for the pairs that `BuddyMoe` would replace."""
         found = BuddyMoe.search(self, state, o, resident, wanted)
         drawn = super().search(state, o, resident, found.replaced)
         return drawn._replace(searched=found.searched)
@@ -114,7 +114,7 @@ class SoftBuddies(BuddyMoe):
     def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
-        """See `BuddyMoe`; a buddy may come twice."""
+        """Searches the lists like `BuddyMoe`; a token may take a buddy twice."""
         return substitute_softly(
             o.ids, self.candidates(state, o, resident), wanted, state.settings.budget,
             jnp.float32(self.discount), last_first=self.spend_on == "last",
@@ -123,7 +123,7 @@ class SoftBuddies(BuddyMoe):
     def decide(
         self, state: BuddyState, observation: Observation, runs: jax.Array | None = None
     ) -> tuple[Decision, BuddyState]:
-        """See `BuddyMoe`; the weights of a buddy's pairs are added up in the first of them."""
+        """Decides like `BuddyMoe`; the first pair of a buddy takes the weights of its others."""
         decision, state = super().decide(state, observation, runs)
         ids, last_first = observation.ids, self.spend_on == "last"
         rank = first_ranks(decision.ids, decision.ids != ids, last_first=last_first)

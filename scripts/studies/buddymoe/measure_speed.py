@@ -87,7 +87,7 @@ def _substituted(
     with released(lab.tiered(next(iter(policies.values())), [plan])) as memory:
         runner = lab.runner(memory)
         for i, (said, policy) in enumerate(policies.items()):
-            memory.settle()
+            memory.read_counters()
             memory.reset(policy)
             found = lab.timed(runner, work, batch, ttft=run.options.ttft and not i)
             what, facts = f"{said}, {name}", found.facts

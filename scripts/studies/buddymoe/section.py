@@ -84,7 +84,7 @@ SHAPES = (OWN, Shape("DeepSeek-V2-Lite", 27, 8), QWEN3)
 
 def write(paper: Paper) -> None:
     """All regions."""
-    paper.say("protocol", protocol.of_policies(paper))
+    paper.inline("protocol", protocol.of_policies(paper))
     _throughput_claim(paper)
     _quality_claim(paper)
     _bytes_claim(paper)

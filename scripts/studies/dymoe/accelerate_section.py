@@ -103,7 +103,7 @@ def _finding(
 
 def figure_10(paper: Paper) -> None:
     """Figure 10 as ratios, the times of bf16 apart, and the picture."""
-    paper.say("memory", _memory(paper))
+    paper.inline("memory", _memory(paper))
     rows = paper.theirs("Figure 10", "", ["TTFT", "TPOT"])
     for row in rows:
         differs = "RTX 3090, real weights" if row[0].startswith("Accelerate") else "not run here"

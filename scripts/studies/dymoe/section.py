@@ -36,7 +36,7 @@ TABLE_3 = {
 
 def write(paper: Paper) -> None:
     """All regions."""
-    paper.say("protocol", protocol.of_policies(paper))
+    paper.inline("protocol", protocol.of_policies(paper))
     _speed_claims(paper)
     _quality_claims(paper)
     _observation_claims(paper)

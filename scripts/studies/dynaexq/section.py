@@ -38,7 +38,7 @@ PROMPT = 512  # tokens of the prompts under budgets
 
 def write(paper: Paper) -> None:
     """All regions."""
-    paper.say("protocol", protocol.of_policies(paper))
+    paper.inline("protocol", protocol.of_policies(paper))
     _claims(paper)
     _table_1(paper)
     _figure_1(paper)
@@ -179,16 +179,16 @@ def _throughput_claim(paper: Paper) -> None:
         for gib in GIBS
     ]
 
-    def said_of(rows: list[Found | None], places: list[str]) -> str:
+    def shares(rows: list[Found | None], places: list[str]) -> str:
         pairs = zip(rows, places, strict=True)
         return ", ".join(f"{paper.shown(one, '{:.0f} %')} {place}" for one, place in pairs)
 
     def judge(*rows: Found) -> Judged:
         met = sum(one.figure >= THROUGHPUT_BAR for one in rows)
         parts, alike = (
-            said_of(some, [f"at batch {batch}" for batch in BATCHES]) for some in (own, pooled)
+            shares(some, [f"at batch {batch}" for batch in BATCHES]) for some in (own, pooled)
         )
-        wider = said_of(wide, [f"under {gib} GiB" for gib in GIBS])
+        wider = shares(wide, [f"under {gib} GiB" for gib in GIBS])
         finding = (
             f"H200, while the workload shifts, of the resident INT2 model: {QWEN3} {parts}; {WIDE} "
             f"{wider}. The resident model routes as its own random router says; of INT2 in a pool, "

@@ -61,7 +61,7 @@ BELOW = "singular values of the INT3 residual below tau of the largest"
 
 def write(paper: Paper) -> None:
     """All regions."""
-    paper.say("protocol", protocol.of_quantizers(paper))
+    paper.inline("protocol", protocol.of_quantizers(paper))
     _quality_claims(paper)
     _speed_claims(paper)
     _weight_claims(paper)
@@ -376,7 +376,7 @@ def _table_6(paper: Paper) -> None:
         paper.ours(f"compensator | 4096x14336 int3g64 float | M {m}, more | mosaic", "{:.0f} %")
         for m in (1, 16)
     ]
-    paper.say("compensator", f"{more[0]} at 1 row, {more[1]} at 16")
+    paper.inline("compensator", f"{more[0]} at 1 row, {more[1]} at 16")
 
 
 def _table_7(paper: Paper) -> None:

@@ -183,7 +183,7 @@ class Served:
                 transient=1,
             )  # fmt: skip
             spec = PoolSpec(cache, emulated=True)
-            made = TierMemory.of_rows(spec, *model.experts[name], places, model.device)
+            made = TierMemory(spec, *model.experts[name], places, model.device)
             made.ledger.expert_bytes = model.nbytes(name)
             memories.append(made)
         width = config.experts_per_token
@@ -200,7 +200,7 @@ class Served:
             np.tile(first[:count], (self.model.num_layers, 1)) if one is None else one
             for one, count in zip(given, self.slots, strict=True)
         ]
-        self.memory.settle()
+        self.memory.read_counters()
         self.memory.reset(policy, content)
         names = dict.fromkeys(self.tiers)
         self.memory.ledger = Ledger(
@@ -211,14 +211,14 @@ class Served:
 
     def run(self, windows: Windows, batch: int) -> Measured:
         """Scores windows in their order, so many at once."""
-        self.memory.settle()
+        self.memory.read_counters()
         self.memory.ledger.gate = None
         nats = []
         for first in range(0, len(windows.tokens), batch):
             part = windows.tokens[first : first + batch]
             lengths = np.full(len(part), part.shape[1] - 1, np.int32)
             nats.append(self.runner.score(part[:, :-1], lengths, part[:, 1:]))
-        ledger = self.memory.settle()
+        ledger = self.memory.read_counters()
         return Measured(
             np.concatenate(nats), windows.num_targets, ledger.shares, ledger.total("bulk")
         )

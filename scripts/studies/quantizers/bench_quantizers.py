@@ -27,8 +27,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.quantization.gptq import gptq
 from moejax.quantization.grid import Codes, Grid, dequantize, relative_error
-from moejax.quantization.hqq import hqq
-from moejax.quantization.kernel_hqq import kernel_hqq
+from moejax.quantization.hqq import hqq, kernel_hqq
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.milo import MiloSettings, milo
 from moejax.quantization.rtn import rtn

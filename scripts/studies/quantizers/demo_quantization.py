@@ -26,13 +26,13 @@ import numpy as np
 from absl import app, flags
 
 from moejax.checkpoints.open import open_checkpoint
-from moejax.checkpoints.reader import load_weights
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.files.result_rows import describe_device
 from moejax.quantization.grid import Grid
 from moejax.quantization.milo import MiloSettings, milo
 from moejax.quantization.pipeline.calibration import calibration_tokens
 from moejax.text.tokenizer import Tokenizer
+from moejax.weights.qtensor import dense
 from scripts.demo_training.scoring import (
     Windows,
     cut_windows,
@@ -79,9 +79,8 @@ class Bench:
     def __init__(self, device: jax.Device):
         checkpoint = open_checkpoint(_CHECKPOINT.value)
         self.device, self.config = device, checkpoint.config
-        self.weights = load_weights(
-            checkpoint.directory, self.config, dtype=jnp.float32, device=device, progress=False
-        )
+        leaves = checkpoint.load(dtype="float32", device=device, progress=False)
+        self.weights = {name: dense(leaf, jnp.float32) for name, leaf in leaves.items()}
         tokenizer = Tokenizer.from_directory(checkpoint.directory)
         assert tokenizer is not None
         self.windows, self.text_bytes = _windows(tokenizer, _read_text(Path(_TEXT.value)))

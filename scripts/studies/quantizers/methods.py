@@ -153,8 +153,6 @@ def make_stacks(
                     kind=kind,
                     num_rows=shape[0],
                     num_inputs=shape[1],
-                    layer=place.index[0],
-                    expert=place.index[1] if is_expert else None,
                     kurtosis=float(value),
                     frequency=float(frequencies[place.index]) if is_expert else None,
                 )

@@ -24,6 +24,7 @@ from moejax.experts.budget import (
     BudgetError,
     Limits,
     PolicyDemands,
+    RunSizes,
     Tier,
     make_budget,
 )
@@ -111,13 +112,14 @@ class Lab(ShapeMemories):
         """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
         config, context = self.config, self.sizes.context
         tiers = [Tier(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
-        return make_budget(
-            config, {name: leaf.nbytes for name, leaf in self.dense.items()}, tiers,
-            policy=PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk),
+        run = RunSizes(
+            config=config, weights_nbytes={n: leaf.nbytes for n, leaf in self.dense.items()},
             batch=1, context=context, chunk=longest_chunk(config, 1, context),
-            limits=Limits(device_gib=gib, prefetch_in=prefetch_in),
             platform=self.device.platform,
         )  # fmt: skip
+        limits = Limits(device_gib=gib, prefetch_in=prefetch_in)
+        policy = PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk)
+        return make_budget(run, tiers, limits, policy)
 
     def split(self, bits: Sequence[int], gib: float, how: str, **more: Any) -> Budget:
         """The budget of two tiers whose slots are shared out by a rule, or as they say.
@@ -184,7 +186,7 @@ class Lab(ShapeMemories):
             )
         facts: dict[str, float] = {}
         if memory is not None:
-            memory.settle()
+            memory.read_counters()
             steps = (num_calls + PRIMING_CALLS) * sizes.per_call
             facts = facts_of(memory.ledger, steps)
             if replaced is not None:
@@ -243,7 +245,7 @@ def _forget_counts(memory: ExpertMemory | None) -> None:
     """Ends what goes on between steps, and begins to count anew."""
     if memory is None:
         return
-    memory.settle()
+    memory.read_counters()
     memory.ledger.gate = None
     for tier in memory.tiers:
         tier.ledger.layers, tier.ledger.gate_mass = [], 0.0

@@ -117,8 +117,8 @@ class Paper:
         """Verdicts of the claims, in their order."""
         return [claim[3] for claim in self.claims]
 
-    def say(self, region: str, text: str) -> None:
-        """A text with numbers, within a line."""
+    def inline(self, region: str, text: str) -> None:
+        """A text with numbers, within a line of the page."""
         self.regions[region] = text
 
     def table(self, region: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

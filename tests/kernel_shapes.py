@@ -1,7 +1,7 @@
-"""Products of real models."""
+"""Products and MoE layers of real models, which contracts of kernels go through."""
 
 # name -> K, N. gate_up is one matrix of 2F rows, its gate alone the shape of published tables.
-SHAPES: dict[str, tuple[int, int]] = {
+PRODUCTS: dict[str, tuple[int, int]] = {
     "mixtral_8x7b_gate": (4096, 14336),
     "mixtral_8x7b_gate_up": (4096, 28672),
     "mixtral_8x7b_down": (14336, 4096),
@@ -20,4 +20,12 @@ SHAPES: dict[str, tuple[int, int]] = {
     "deepseek_v2_lite_down": (1408, 2048),
     "qwen3_next_80b_a3b_gate_up": (2048, 1024),
     "qwen3_next_80b_a3b_down": (512, 2048),
+}
+
+# name -> D, F, A.
+LAYERS: dict[str, tuple[int, int, int]] = {
+    "qwen3_30b_a3b": (2048, 768, 8),
+    "mixtral_8x7b": (4096, 14336, 2),
+    "deepseek_v2_lite": (2048, 1408, 6),  # and DeepSeek-MoE-16B
+    "qwen3_next_80b_a3b": (2048, 512, 10),
 }

@@ -1,11 +1,11 @@
-"""A warp's walk along K: its ring of stages in shared memory, and its totals."""
+"""A warp's pass along K: its ring of stages in shared memory, and its totals."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
-from pallas_kernels.mosaic_decode.fused_low_rank import Joined
+from pallas_kernels.mosaic_decode.fused_low_rank import FusedStream
 from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, x_sums_bytes
 from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
 
@@ -65,9 +65,9 @@ class SharedAccumulators:
 
 @dataclasses.dataclass(frozen=True)
 class NextItem:
-    """Next walk of a row of walks: this one's first tiles are in flight, it starts the next's.
+    """Next pass of a row of passes: this one's first tiles are in flight, it starts the next's.
 
-    All walks have as many row tiles and stages, one after a first row, and one ring.
+    All passes have as many row tiles and stages, one after a first row, and one ring.
     """
 
     at: Value  # i32, where its first tile lies
@@ -75,11 +75,11 @@ class NextItem:
     present: Value  # i32, 0 if it is the last
 
 
-class _Walk:
-    """Walk over the warp's stages first, first + step, ... of a stream."""
+class _Accumulation:
+    """Pass over the warp's stages first, first + step, ... of a stream."""
 
     def __init__(
-        self, stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value],
+        self, stream: Stream | FusedStream[Totals], first: Value, step: int, x: Sequence[Value],
         ring: Ring, kept: SharedAccumulators | None = None, next_item: NextItem | None = None,
         of_row: bool = False,
     ):  # fmt: skip
@@ -90,11 +90,11 @@ class _Walk:
         self.rounds = -(-self.stages // step)
         self.stored = None if kept is None else kept.totals
         self.whole = self.stages % step == 0  # every warp has as many
-        # A ring holds tiles of this walk and the next, whose warps may have a stage fewer.
+        # A ring holds tiles of this pass and the next, whose warps may have a stage fewer.
         fewest = self.rounds - (of_row and self.rounds > UNROLLED and not self.whole)
         self.depth = min(ring.depth, fewest * stream.num_tiles)
         self.end = e.add(ring.at, self.depth * stream.tile_bytes)
-        # Where the walk begins in the ring is known, and so where each of its tiles lies.
+        # Where the pass begins in the ring is known, and so where each of its tiles lies.
         even = self.rounds * stream.num_tiles % self.depth == 0
         self.fixed = self.rounds <= UNROLLED and (even or not of_row)
         self.each = 4 * len(x)  # totals of a tile
@@ -110,22 +110,22 @@ class _Walk:
             self.fetch(unit, self.first, self.place(unit))
 
     def fetch(self, unit: int, base: Value, to: Value) -> None:
-        """Fetches tile `unit` of the stages from `base` on, or of the next walk's first ones."""
-        e, stream, next_walk = self.e, self.stream, self.next_item
+        """Fetches tile `unit` of the stages from `base` on, or of the next pass's first ones."""
+        e, stream, next_item = self.e, self.stream, self.next_item
         later, tile = divmod(unit, stream.num_tiles)
         stage, present, row = e.add(base, later * self.step), None, None
-        if next_walk is not None:
+        if next_item is not None:
             (row,) = stream.rows
             if self.rounds <= UNROLLED:  # then `base` is the first
                 if later >= self.rounds:
                     stage = e.sub(stage, self.rounds * self.step)
-                    present, row = next_walk.present, next_walk.row
+                    present, row = next_item.present, next_item.row
             else:
                 beyond = e.compare(stage, "ge", self.stages)
                 stage = e.select(beyond, e.sub(stage, self.passed), stage)
-                present = e.select(beyond, next_walk.present, 1)
-                row = e.select(beyond, next_walk.row, row)
-        if next_walk is None or not self.whole:
+                present = e.select(beyond, next_item.present, 1)
+                row = e.select(beyond, next_item.row, row)
+        if next_item is None or not self.whole:
             inside = e.select(e.compare(stage, "lt", self.stages), 1, 0)
             present = inside if present is None else e.band(inside, present)
             stage = e.smaller(stage, self.stages - 1)
@@ -133,7 +133,7 @@ class _Walk:
 
     @functools.cached_property
     def passed(self) -> Value:
-        """Distance from this walk's stages to the next one's: `step` times its stages."""
+        """Distance from this pass's stages to the next one's: `step` times its stages."""
         e = self.e
         if self.whole:
             return e.const(self.rounds * self.step)
@@ -171,12 +171,7 @@ class _Walk:
         """Computes a stage's products.
 
         Args:
-          stage: i32, its index.
-          at: i32, address of its first tile in the ring.
-          totals: in registers.
           left: stages after this one; None if unknown, for stages inside the matrix.
-          x: from `load_x`, if loaded.
-          preloaded: from `preload_x`, if there.
 
         Returns:
           The totals, and the address of the next stage's first tile.
@@ -205,8 +200,8 @@ class _Walk:
             if after >= self.depth:
                 e.warp_barrier()  # all lanes have read what is now overwritten
                 self.fetch(tile + self.depth, stage, at)
-            if isinstance(stream, Joined) and self.rounds == 1 and self.whole:
-                stream.between(tile, self.depth)
+            if isinstance(stream, FusedStream) and self.rounds == 1 and self.whole:
+                stream.after_tile(tile, self.depth)
             unit = None
             if self.fixed and left is not None:
                 unit = tiles * (self.rounds - left - 1) + tile
@@ -232,7 +227,7 @@ class _Walk:
 
     def kept_at(self, tile: int) -> tuple[Totals | None, int]:
         """Storage of a tile's totals, None for registers, and its number there."""
-        if not isinstance(self.stream, Joined):
+        if not isinstance(self.stream, FusedStream):
             return self.stored, tile
         other, number = self.stream.number(tile)
         return self.stream.totals if other else self.stored, number
@@ -245,7 +240,7 @@ class _Walk:
 
     def do(self, meanwhile: Callable[[], None]) -> None:
         """Runs `meanwhile` at once, or after the first tile if its inputs are known only then."""
-        if isinstance(self.stream, Joined) and self.rounds == 1 and self.whole:
+        if isinstance(self.stream, FusedStream) and self.rounds == 1 and self.whole:
             self.later = meanwhile
             if self.stored is None:  # else there is a branch, as `run_kept` says
                 self.e.warp_barrier()  # compilers move no load that it waits for beyond this
@@ -303,17 +298,14 @@ class _Walk:
 
 
 def accumulate(
-    stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
+    stream: Stream | FusedStream[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
     meanwhile: Callable[[], None] = lambda: None, kept: SharedAccumulators | None = None,
 ) -> list[Value]:  # fmt: skip
     """Multiplies stages first, first + step, ... of the matrix.
 
     Args:
-      stream: the matrix's rows.
       first: i32 in 0..step - 1.
-      step: static.
       x: i64 for each column tile: this lane's column of x, plus 16 t bytes.
-      ring: 1 or more tiles deep.
       meanwhile: runs once the first copies have started; may wait for later ones of its own.
       kept: shared memory for sums of x and maybe the totals; None for registers.
 
@@ -321,31 +313,31 @@ def accumulate(
       float32, 4 a row tile and column tile, row tiles outermost, as c of `mma`; none if
       these are kept.
     """
-    way = _Walk(stream, first, step, x, ring, kept)
-    if way.stored is not None:
-        way.run_kept(meanwhile)
+    sums = _Accumulation(stream, first, step, x, ring, kept)
+    if sums.stored is not None:
+        sums.run_kept(meanwhile)
         return []
-    way.start()
-    way.do(meanwhile)
-    if way.rounds > UNROLLED:
-        way.clear()
-    own = stream.own_tiles if isinstance(stream, Joined) else stream.num_tiles
-    return way.run([0.0] * (way.each * own))[0]
+    sums.start()
+    sums.do(meanwhile)
+    if sums.rounds > UNROLLED:
+        sums.clear()
+    own = stream.own_tiles if isinstance(stream, FusedStream) else stream.num_tiles
+    return sums.run([0.0] * (sums.each * own))[0]
 
 
 def preload_x(
     stream: Stream, first: Value, step: int, x: Sequence[Value], kept: SharedAccumulators | None
 ) -> list[BlockOfX] | None:
-    """Loads x of a warp with a single stage, for all walks along equal K and x."""
-    way = _Walk(stream, first, step, x, Ring(stream.e.const(0), 1), kept)
-    if way.rounds > 1:
+    """Loads x of a warp with a single stage, for all passes along equal K and x."""
+    sums = _Accumulation(stream, first, step, x, Ring(stream.e.const(0), 1), kept)
+    if sums.rounds > 1:
         return None
-    return way.prepare_x(way.load_x(stream.e.smaller(first, way.stages - 1)))
+    return sums.prepare_x(sums.load_x(stream.e.smaller(first, sums.stages - 1)))
 
 
 def start_copies(stream: Stream, first: Value, step: int, ring: Ring) -> None:
-    """Starts the copies of the first in a row of walks; see `accumulate_pipelined`."""
-    _Walk(stream, first, step, [], ring, of_row=True).start()
+    """Starts the copies of the first in a row of passes; see `accumulate_pipelined`."""
+    _Accumulation(stream, first, step, [], ring, of_row=True).start()
 
 
 def accumulate_pipelined(
@@ -353,20 +345,17 @@ def accumulate_pipelined(
     meanwhile: Callable[[], None], kept: SharedAccumulators | None,
     preloaded: list[BlockOfX] | None,
 ) -> tuple[list[Value], Value]:  # fmt: skip
-    """Multiplies like `accumulate`, one of a row of walks through which copies never pause.
+    """Multiplies like `accumulate`, one of a row of passes through which copies never pause.
 
     Args:
-      step: static.
-      next_item: position of this walk and of the next.
       kept: storage for sums of x; None for registers.
-      preloaded: from `preload_x`.
 
     Returns:
-      The totals, and the address of the next walk's first tile.
+      The totals, and the address of the next pass's first tile.
     """
-    way = _Walk(stream, first, step, x, ring, kept, next_item, of_row=True)
+    sums = _Accumulation(stream, first, step, x, ring, kept, next_item, of_row=True)
     meanwhile()
-    return way.run([0.0] * (way.each * stream.num_tiles), preloaded)
+    return sums.run([0.0] * (sums.each * stream.num_tiles), preloaded)
 
 
 def _ignore(_: object) -> None:

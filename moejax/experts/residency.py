@@ -1,0 +1,265 @@
+"""Residency of experts in slots, and counts of what happens to them: pure, of fixed shapes.
+
+Axes: M sparse layers, E experts of a layer, C cache slots of a layer, B transient slots that all
+layers share, S = M C + B slots of the device pool. The slot of (layer l, local slot c) is l C + c;
+transient slot b is M C + b. -1 stands for none.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cache_plan.reference import (
+    Row,
+    assigned,
+    departures,
+    index_of,
+    ordered_victims,
+    read_row,
+    without,
+    write_row,
+)
+
+# Counts of experts, but for `steps`; the order is that of the columns of `Counts.events`.
+EVENTS = (
+    "steps",  # times that the layer ran for some token; of a tier, that it served some pair
+    "needed",  # experts that its tokens were routed to
+    "hits",  # of them, those in a slot already
+    "misses",  # of them, those that were not: admitted, streamed or unserved
+    "admitted",  # misses fetched into a slot of the cache
+    "streamed",  # misses fetched into a transient slot
+    "unserved",  # misses for which there was no slot: a broken contract, see `TierLedger.add`
+    "evictions",  # experts that left a slot for another one
+    "prefetched",  # experts that a prediction brought
+    "bulk",  # experts that a bulk transfer brought
+    "prefetch_hits",  # of what was brought ahead, experts whose first use found them there
+    "prefetch_waste",  # of what was brought ahead, experts that went unused
+    "waits",  # experts that the step asked the host for, which read them or had them by then
+)
+COLUMNS = {name: column for column, name in enumerate(EVENTS)}
+
+Layer = int | jax.Array  # int or int32[], 0 <= layer < M
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Events of the layers since the last reading; two arrays, to be donated.
+
+    Every name in `EVENTS` is also a property, int32[M].
+
+    Attributes:
+      events: int32[M, len(EVENTS)]; a step adds to one row at once, one operation a layer.
+      gate: float32[M, 2], gate mass of all (token, expert) pairs, and of those of the tier.
+    """
+
+    events: jax.Array
+    gate: jax.Array
+
+    def __getattr__(self, name: str) -> jax.Array:
+        if name not in COLUMNS:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        return self.events[..., COLUMNS[name]]
+
+    def add(self, layer: Layer, **amounts: jax.Array | int) -> "Counts":
+        """Adds int32[] amounts to events of one layer, by the names of `EVENTS`."""
+        return dataclasses.replace(self, events=self.events.at[layer].add(_columns(amounts)))
+
+
+def _columns(amounts: Mapping[str, jax.Array | int]) -> jax.Array:
+    """int32[..., len(EVENTS)], in the order of `EVENTS`."""
+    unknown = sorted(set(amounts) - set(EVENTS))
+    if unknown:
+        raise ValueError(f"no events {', '.join(unknown)}; there are {', '.join(EVENTS)}")
+    given = (jnp.asarray(amounts.get(name, 0), jnp.int32) for name in EVENTS)
+    return jnp.stack(jnp.broadcast_arrays(*given), axis=-1)
+
+
+def no_counts(num_layers: int) -> Counts:
+    """Zeros for M layers."""
+    return Counts(
+        jnp.zeros((num_layers, len(EVENTS)), jnp.int32), jnp.zeros((num_layers, 2), jnp.float32)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Static sizes of a cache.
+
+    `banks`: arrays that the layers' slots lie in, layer l in bank l mod `banks`. A slot's global
+    number counts within its bank, which has the same number of slots as the others: with two, what
+    is copied into the next layer's slots touches no array that this layer's products read.
+    """
+
+    num_layers: int  # M
+    num_experts: int  # E
+    slots: int  # C, 0 for no cache
+    transient: int  # B
+    banks: int = 1
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a bank, S."""
+        return self.first_transient + self.transient
+
+    @property
+    def first_transient(self) -> int:
+        """First transient slot: ceil(M / banks) C."""
+        return -(-self.num_layers // self.banks) * self.slots
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.num_experts < 1:
+            raise ValueError(f"{self.num_layers} layers of {self.num_experts} experts")
+        if not 0 <= self.slots <= self.num_experts:
+            raise ValueError(f"{self.slots} slots for {self.num_experts} experts of a layer")
+        if self.transient < 1:
+            raise ValueError(f"{self.transient} transient slots; at least 1")
+        if self.banks < 1:
+            raise ValueError(f"{self.banks} banks; at least 1")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residency:
+    """Residency of every layer's slots; donated through steps with the pools.
+
+    `table` int32[M, E + 3 C] has, of each layer, the columns that the properties of these names
+    return; `clock` int32[] counts the steps of layers from 1 on and may wrap; `num_experts` is E.
+
+    Invariants (`check`): `slot_of` and `owner` are inverse to each other; a slot without an owner
+    is not `prefetched`.
+    """
+
+    table: jax.Array
+    clock: jax.Array
+    num_experts: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def slot_of(self) -> jax.Array:
+        """int32[M, E], local slot of an expert."""
+        return self._rows.slot_of
+
+    @property
+    def owner(self) -> jax.Array:
+        """int32[M, C], expert of a slot; -1 if it is free."""
+        return self._rows.owner
+
+    @property
+    def last_use(self) -> jax.Array:
+        """int32[M, C], clock of the last use; 0 never."""
+        return self._rows.last_use
+
+    @property
+    def prefetched(self) -> jax.Array:
+        """bool[M, C], brought by a prediction or a bulk transfer and not used yet."""
+        return self._rows.prefetched
+
+    @property
+    def _rows(self) -> Row:
+        return Row.of(self.table, self.num_experts)
+
+    def check(self, spec: CacheSpec) -> None:
+        """Raises ValueError naming the invariant that does not hold; for concrete arrays."""
+        num_layers, num_experts = spec.num_layers, spec.num_experts
+        shapes = {"table": (num_layers, num_experts + 3 * spec.slots), "clock": ()}
+        for name, shape in shapes.items():
+            leaf = getattr(self, name)
+            if leaf.dtype != np.int32 or leaf.shape != shape:
+                raise ValueError(f"{name} is {leaf.dtype}{leaf.shape}, expected int32{shape}")
+        owner, slots_of, prefetched = map(np.asarray, (self.owner, self.slot_of, self.prefetched))
+        for layer in range(num_layers):
+            experts = owner[layer][owner[layer] != -1]
+            if len(set(experts.tolist())) != len(experts):
+                raise ValueError(f"layer {layer}: an expert is twice in owner")
+            if len(experts) and not 0 <= experts.min() <= experts.max() < num_experts:
+                raise ValueError(f"layer {layer}: owner has no expert of the layer")
+            slot_of = np.full(num_experts, -1)
+            used = owner[layer] >= 0
+            slot_of[owner[layer][used]] = np.flatnonzero(used)
+            if not np.array_equal(slot_of, slots_of[layer]):
+                raise ValueError(f"layer {layer}: slot_of is not the inverse of owner")
+            if (~used & prefetched[layer]).any():
+                raise ValueError(f"layer {layer}: a slot without an owner is prefetched")
+
+
+def empty(spec: CacheSpec) -> Residency:
+    """Returns tables with nothing resident."""
+    return seeded(spec, np.zeros((spec.num_layers, 0), np.int32))
+
+
+def seeded(spec: CacheSpec, experts: np.ndarray | jax.Array) -> Residency:
+    """Returns tables in which local slot c of layer l owns experts[l, c], int32[M, n], n <= C."""
+    given = np.asarray(experts)
+    if given.ndim != 2 or given.shape[0] != spec.num_layers or given.shape[1] > spec.slots:
+        raise ValueError(
+            f"experts of shape {given.shape} for {spec.num_layers} layers of {spec.slots} slots"
+        )
+    if given.size and not 0 <= given.min() <= given.max() < spec.num_experts:
+        raise ValueError(f"an expert that is none of {spec.num_experts}")
+    if (np.diff(np.sort(given, axis=1), axis=1) == 0).any():
+        raise ValueError("an expert stands twice in a layer")
+    slot_of = np.full((spec.num_layers, spec.num_experts), -1, np.int32)
+    owner = np.full((spec.num_layers, spec.slots), -1, np.int32)
+    owner[:, : given.shape[1]] = given
+    slots = np.broadcast_to(np.arange(given.shape[1], dtype=np.int32), given.shape)
+    np.put_along_axis(slot_of, given.astype(np.int64), slots, axis=1)
+    unset = np.zeros_like(owner)
+    table = np.concatenate([slot_of, owner, unset, unset], axis=1)
+    return Residency(jnp.asarray(table), jnp.asarray(1, jnp.int32), spec.num_experts)
+
+
+def first_slot(spec: CacheSpec, layer: Layer) -> jax.Array:
+    """int32[], the global slot of a layer's local slot 0."""
+    return jnp.asarray(layer, jnp.int32) // spec.banks * spec.slots
+
+
+def admit(
+    spec: CacheSpec, residency: Residency, layer: Layer, experts: jax.Array, counts: Counts
+) -> tuple[jax.Array, Residency, Counts]:
+    """Admits experts whose bytes a bulk transfer brought, between steps.
+
+    Victims are those of a plan, never one that is itself in the list. Refused, with slot -1: an
+    expert that is resident already, and one for which there is no victim.
+
+    Args:
+      experts: int32[n], the most urgent first; -1 is skipped.
+
+    Returns:
+      Global slots int32[n], and residency and counts after it.
+    """
+    before, size = read_row(residency.table, layer, spec.num_experts), len(experts)
+    index = jnp.arange(size, dtype=jnp.int32)
+    same = experts[:, None] == jnp.arange(spec.num_experts, dtype=jnp.int32)[None]
+    first = jnp.where(same, index[:, None], size).min(axis=0, initial=size)
+    wanted = first < size
+    new = wanted & (before.slot_of < 0)
+    order = jnp.sum(new[None] & (first[None] < first[:, None]), axis=1, dtype=jnp.int32)
+    victims = ordered_victims(before, residency.clock, wanted)
+    coming, row = assigned(before, new, order, *victims)
+    taken = coming >= 0
+    bulk = jnp.sum(taken, dtype=jnp.int32)
+    counts = counts.add(layer, bulk=bulk, **departures(before, row))
+    row = row._replace(
+        last_use=jnp.where(taken, residency.clock, row.last_use),
+        prefetched=row.prefetched | taken,
+    )
+    # An expert that stands twice in the list gets its slot in the first place.
+    leads = (experts >= 0) & (first.at[experts].get(mode="clip") == index)
+    local = index_of(coming, jnp.where(leads, experts, -2))
+    slots = jnp.where(local >= 0, first_slot(spec, layer) + local, -1)
+    table = write_row(residency.table, layer, row)
+    return slots, dataclasses.replace(residency, table=table), counts
+
+
+def release_everywhere(
+    residency: Residency, experts: jax.Array, counts: Counts
+) -> tuple[Residency, Counts]:
+    """Frees the slots of experts, bool[M, E]; counts evictions and prefetch waste."""
+    before = Row.of(residency.table, residency.num_experts)
+    after = jax.vmap(without)(before, experts)
+    gone = _columns(jax.vmap(departures)(before, after))
+    counts = dataclasses.replace(counts, events=counts.events + gone)
+    return dataclasses.replace(residency, table=after.columns), counts
