@@ -343,7 +343,7 @@ class LoweringTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
-        self.enter_context(mock.patch.object(api, "current_target", lambda: H100.target))
+        self.enter_context(mock.patch.object(op, "current_target", lambda: H100.target))
 
     def test_one_launch_and_nothing_else(self):
         with gpu_targets.described(H100):
