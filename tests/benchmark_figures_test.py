@@ -199,7 +199,3 @@ class ConfigTest(parameterized.TestCase):
     def test_points_are_every_batch_under_every_budget(self):
         config = BenchmarkConfig(batches=(1, 4), budgets=(12.0, 0.0))
         self.assertEqual(config.points(), [(1, 12.0), (4, 12.0), (1, 0.0), (4, 0.0)])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -2,8 +2,6 @@
 
 import json
 import lzma
-import pathlib
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ from absl.testing import absltest, parameterized
 from moejax.benchmarking import requests
 from moejax.benchmarking.requests import RawPrompt, read_prompt_file
 from moejax.errors import MoejaxError
+from tests.folder_case import FolderTestCase
 
 SHAREGPT = [
     {"id": "a", "conversations": [
@@ -42,13 +41,9 @@ def spelt(ids: list[int]) -> str:
     return "".join(chr(i) if i else "^" for i in ids)
 
 
-class FileTest(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class FileTest(FolderTestCase):
     def read(self, name: str, text: str, split: str = "lines") -> requests.PromptFile:
-        path = self.folder / name
+        path = self.directory / name
         content = text.encode()
         path.write_bytes(lzma.compress(content) if name.endswith(".xz") else content)
         return read_prompt_file(path, split)
@@ -94,7 +89,7 @@ class FileTest(parameterized.TestCase):
 
     def test_no_file(self):
         with self.assertRaisesRegex(MoejaxError, "there is no prompt file"):
-            read_prompt_file(self.folder / "none.json", "lines")
+            read_prompt_file(self.directory / "none.json", "lines")
 
     def test_messages_go_through_the_template(self):
         file = self.read("x.json", json.dumps(SHAREGPT))
@@ -125,7 +120,3 @@ class LengthTest(absltest.TestCase):
         array = np.asarray(found.prompts)
         self.assertEqual(array.shape, (5, 50))
         self.assertEqual((array.min(), array.max()), (0, 6))
-
-
-if __name__ == "__main__":
-    absltest.main()

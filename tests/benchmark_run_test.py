@@ -1,21 +1,18 @@
 """The benchmark command on tiny models: what it counts, writes, replays and refuses."""
 
-import contextlib
 import csv
-import io
 import json
 import math
 import pathlib
 import re
-import tempfile
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
-from moejax import benchmark, cli
+from moejax import benchmark
 from moejax.benchmarking import models, running
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
@@ -23,27 +20,20 @@ from moejax.files import result_rows as results
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import TINY
 from moejax.routing.trace import trace_of_replay, write_trace
-from tests import tiny_engine
+from tests import commands, tiny_engine
+from tests.folder_case import FolderTestCase
 
 
 def run(*flags: str, **fields: Any) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the command, run here."""
     given = {"platform": "cpu", "runs": 2, "new_tokens": 9, "steps_per_call": 4, **fields}
-    arguments = [*flags, *(f"--config.{name}={value}" for name, value in given.items())]
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.exit_status(benchmark.COMMAND, ["benchmark", *arguments])
-    return status, out.getvalue(), err.getvalue()
+    return commands.run(benchmark.COMMAND, *flags, **given)
 
 
-class Case(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class Case(FolderTestCase):
     def record(self, *flags: str, **fields: Any) -> tuple[dict[str, Any], str]:
         """The JSON file and stdout of a run that succeeds."""
-        output = self.folder / "x.json"
+        output = self.directory / "x.json"
         status, out, err = run(*flags, output=output, **fields)
         self.assertEqual(status, 0, err)
         return json.loads(output.read_text()), out
@@ -53,7 +43,7 @@ class CheckpointTest(Case):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.home = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.home = cls.class_folder()
         cls.checkpoint = cls.home / "tiny"
         tiny_engine.load_tiny_engine(cls.checkpoint)
 
@@ -96,7 +86,7 @@ class CheckpointTest(Case):
         lengths = [3, 40, 5, 17, 20]
         prompts = self.home / "prompts.txt"
         prompts.write_text("\n".join("!" * n for n in lengths))
-        files = [self.folder / name for name in ("y.json", "y.csv", "y.jsonl")]
+        files = [self.directory / name for name in ("y.json", "y.csv", "y.jsonl")]
         status, out, err = run(
             checkpoint=self.checkpoint, prompts=prompts, batches="(2,)",
             output=",".join(map(str, files)),
@@ -133,7 +123,7 @@ class CheckpointTest(Case):
             self.assertEqual(json.loads(row["baseline"]), expected["baseline"])
             for name in ("what", "unit", "device", "date", "command"):
                 self.assertEqual(row[name], expected[name])
-        self.assertEmpty(list(self.folder.glob("*.part")))
+        self.assertEmpty(list(self.directory.glob("*.part")))
         lines = results.read_rows(as_lines)
         self.assertEqual([row.what for row in lines], [row["what"] for row in record["rows"]])
         ttft = next(row for row in record["rows"] if row["what"].startswith("TTFT median"))
@@ -216,7 +206,7 @@ class ShapeTest(Case):
     @pytest.mark.slow
     def test_decode_takes_the_experts_of_the_trace(self, turns, hit_rate):
         pairs = np.array([[0, 1], [2, 3], [4, 5]])[np.resize(turns, 30)]
-        trace = self.folder / "x.trace"
+        trace = self.directory / "x.trace"
         write_trace(trace, trace_of_replay(pairs[:, None].repeat(2, axis=1), 8))
         record, out = self.record(
             shape="tiny", trace=trace, prompt_tokens=16, **{"memory.slots": 2}
@@ -230,7 +220,7 @@ class ShapeTest(Case):
     @pytest.mark.slow
     def test_a_batch_reads_what_its_sequences_choose(self):
         ids = np.resize([0, 1, 2, 3], (32, 2, 2))  # always 0 and 1 in layer 0, 2 and 3 in layer 1
-        trace = self.folder / "x.trace"
+        trace = self.directory / "x.trace"
         write_trace(trace, trace_of_replay(ids, 8))
         record, _ = self.record(
             shape="tiny", trace=trace, prompt_tokens=16, batches="(4,)", **{"memory.slots": 8}
@@ -242,12 +232,12 @@ class ShapeTest(Case):
     @pytest.mark.slow
     def test_a_refused_budget_is_a_row_and_the_least_will_do(self):
         sizes = {"shape": "tiny", "prompt_tokens": 16}
-        lines = self.folder / "rows.jsonl"
+        lines = self.directory / "rows.jsonl"
         with mock.patch.object(running, "print", create=True) as said:
             # The file has a point as soon as it is known.
             said.side_effect = lambda *_, **__: seen.append(lines.exists())
             seen: list[bool] = []
-            json_name = self.folder / "x.json"
+            json_name = self.directory / "x.json"
             status, out, err = run(budgets="(0.0001, 1)", output=f"{json_name},{lines}", **sizes)
         self.assertEqual((status, seen), (0, [False, True]), err)
         record = json.loads(json_name.read_text())
@@ -312,7 +302,3 @@ class ShapeTest(Case):
         )
         figures = record["points"][0]["figures"]
         self.assertGreater(figures["gate mass of decode, substituted"]["value"], 5)
-
-
-if __name__ == "__main__":
-    absltest.main()

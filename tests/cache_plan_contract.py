@@ -181,7 +181,7 @@ def wishes_pair_by_pair(case: Case, given: Given, serves: jax.Array) -> package.
         for m, b in pairs if rule.critical is not None else ():
             same = given.active[m] & (given.ids[m, b] == given.ids[n, a])
             is_critical |= same & (b < rule.critical[given.layer])
-        is_high = is_critical | (rule.held & serves[rule.high, given.ids[n, a]])
+        is_high = is_critical | (rule.high_if_resident & serves[rule.high, given.ids[n, a]])
         tier = tier.at[n, a].set(jnp.where(is_high, rule.high, rule.low))
         at_least = at_least.at[n, a].set(~is_critical & rule.at_least)
     return package.Wishes(tier, at_least)

@@ -2,15 +2,13 @@
 
 import json
 import os
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints import (
     load_orbax,
@@ -23,13 +21,13 @@ from moejax.checkpoints import (
 from moejax.errors import MoejaxError
 from moejax.weights.qtensor import from_codes
 from tests import slow
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import CHECKPOINTS, reference_model, write_checkpoint
 
 
-class WritingTest(parameterized.TestCase):
+class WritingTest(FolderTestCase):
     def setUp(self):
         super().setUp()
-        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.written = self.directory / "written"
 
     def _load(self, path, dtype="float32"):
@@ -227,10 +225,5 @@ class OrbaxTest(WritingTest):
         for path in (self.written / "weights").rglob("*"):
             if path.is_file():
                 path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with self.assertRaisesRegex(MoejaxError, "cannot restore .*weights: ") as caught:
+        with self.assert_one_line("cannot restore ", "weights: "):
             load_orbax(self.written)
-        self.assertNotIn("\n", str(caught.exception))
-
-
-if __name__ == "__main__":
-    absltest.main()

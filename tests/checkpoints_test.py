@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import math
 import tempfile
-import tracemalloc
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.torch import load_file, save_file
 
 from moejax.checkpoints import open_checkpoint, reader, stored_dtype
@@ -22,6 +20,7 @@ from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import read_model_config
 from moejax.models.hf.names import Spelling, find_spelling, placements, published_spelling
 from tests import slow
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import CHECKPOINTS, load_leaves, reference_model, write_checkpoint
 
 
@@ -63,11 +62,11 @@ def reference_leaves(model: transformers.PreTrainedModel, config: ModelConfig) -
     return leaves
 
 
-class LoadTest(parameterized.TestCase):
+class LoadTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.directory = cls.class_folder()
 
     def _assert_loads(self, path, dtype=jnp.float32):
         config, weights = read_model_config(path), load_leaves(path, dtype)
@@ -155,63 +154,11 @@ class LoadTest(parameterized.TestCase):
         return path
 
 
-class HostMemoryTest(parameterized.TestCase):
-    SLACK_BYTES = 400_000  # Python's objects, headers
-
-    def test_leaves_are_the_memory_that_was_filled(self):
-        filled = []
-
-        def recorded(shape, dtype):
-            filled.append(aligned_empty(shape, dtype))
-            return filled[-1]
-
-        aligned_empty = reader.aligned_empty
-        with tempfile.TemporaryDirectory() as parent:
-            path = write_checkpoint("mixtral_gqa1_tied_fp16", Path(parent))
-            with mock.patch.object(reader, "aligned_empty", recorded):
-                weights = load_leaves(path, jnp.bfloat16)
-        self.assertEqual(
-            [weight.unsafe_buffer_pointer() for weight in weights.values()],
-            [memory.ctypes.data for memory in filled],
-        )
-
-    @slow.repeats()
-    @parameterized.parameters(True, False)
-    def test_peak_is_model_and_one_tensor(self, is_host):
-        with tempfile.TemporaryDirectory() as parent:
-            path = Path(parent) / "wide"
-            transformers.MixtralForCausalLM(
-                transformers.MixtralConfig(
-                    vocab_size=4096,
-                    hidden_size=256,
-                    intermediate_size=512,
-                    num_hidden_layers=4,
-                    num_attention_heads=4,
-                    num_key_value_heads=2,
-                    num_local_experts=4,
-                )
-            ).to(torch.bfloat16).save_pretrained(path)
-            config = read_model_config(path)
-            load_leaves(path)  # imports, caches
-            with mock.patch.object(reader, "_is_host", return_value=is_host):
-                tracemalloc.start()
-                weights = load_leaves(path)
-                peak_bytes = tracemalloc.get_traced_memory()[1]
-                tracemalloc.stop()
-        tensor_bytes = 2 * config.vocab_size * config.model_dim  # embeddings, bfloat16
-        slab_bytes = max(math.prod(weight.shape[1:]) for weight in weights.values()) * 4
-        model_bytes = sum(weight.nbytes for weight in weights.values())
-        held_bytes = model_bytes if is_host else 2 * weights["embed"].nbytes + slab_bytes
-        self.assertLess(peak_bytes, held_bytes + tensor_bytes + self.SLACK_BYTES)
-        if is_host:
-            self.assertGreater(peak_bytes, model_bytes)  # tracemalloc sees numpy's memory
-
-
-class NamesTest(parameterized.TestCase):
+class NamesTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.directory = cls.class_folder()
 
     @parameterized.product(name=list(CHECKPOINTS), fused=[True, False])
     def test_placements_fill_every_leaf_once(self, name, fused):
@@ -226,7 +173,3 @@ class NamesTest(parameterized.TestCase):
 
     def test_spelling_of_nothing_is_the_published_one(self):
         self.assertEqual(find_spelling("mixtral", []), published_spelling("mixtral"))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +23,8 @@ from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
 from moejax.inference import report
 from moejax.inference.generation import Chunk, Generation, Timing
+from tests import commands
+from tests.folder_case import FolderTestCase
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIMING = Timing(ttft_s=0.25, decode_s=1.5, num_decoded=3, compile_s=2.5)
@@ -68,14 +69,13 @@ class FakeEngine:
         ]
 
 
-class CliTest(parameterized.TestCase):
+class CliTest(FolderTestCase):
     def setUp(self):
         super().setUp()
         self.engine = FakeEngine()
         self.enter_context(mock.patch.object(generate, "load_engine", self._load))
         self.config: GenerateConfig | None = None
         self.num_prompts = 0
-        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
 
     def _load(self, config: GenerateConfig, num_prompts: int) -> FakeEngine:
         self.config, self.num_prompts = config, num_prompts
@@ -83,11 +83,9 @@ class CliTest(parameterized.TestCase):
 
     def run_main(self, *arguments: str, status: int = 0) -> tuple[str, str]:
         """Runs a command, checks its exit status, returns its stdout and stderr."""
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            got = cli.exit_status(generate.COMMAND, ["generate", *arguments])
-        self.assertEqual(got, status, err.getvalue())
-        return out.getvalue(), err.getvalue()
+        got, out, err = commands.run(generate.COMMAND, *arguments)
+        self.assertEqual(got, status, err)
+        return out, err
 
     def assert_fails(self, said: str, *arguments: str, status: int = 1) -> None:
         """The command prints nothing but one line on stderr."""
@@ -159,12 +157,12 @@ class CliTest(parameterized.TestCase):
         self.assertIn("--stats: nothing to count, as all experts are on the device", err)
 
     def test_before_a_model_is_loaded(self):
-        picture = self.folder / "x.png"
+        picture = self.directory / "x.png"
         picture.write_bytes(b"a picture")
         policy = ("--config.policy.name=dymoe", "--config.fidelity_share=0.5")
         for arguments, said in (
             ((f"--config.record_trace={picture}",), f"at {picture}: it is there and is no trace"),
-            ((f"--config.record_trace={self.folder}",), f"at {self.folder}: it is a directory"),
+            ((f"--config.record_trace={self.directory}",), f"{self.directory}: it is a directory"),
             (("--config.record_trace=no/such/x",), "lies in no/such, which is missing"),
             (("--config.record_trace=~nobody-here/x",), "no such place as ~nobody-here/x"),
             (policy, "fidelity_share=0.5 is measured under --stats"),
@@ -227,7 +225,7 @@ class CliTest(parameterized.TestCase):
         self.assertEqual(self.config, GenerateConfig(checkpoint="demo"))
 
     def test_several_prompts_make_one_batch(self):
-        path = self.folder / "p.txt"
+        path = self.directory / "p.txt"
         path.write_bytes("数\r\n".encode())
         out, err = self.run_main("--prompt=ab", "--prompt=c", f"--prompt_file={path}")
         self.assertEqual(out, "=== 1 of 3 ===\nAB\n=== 2 of 3 ===\nC\n=== 3 of 3 ===\n数\r\n\n")
@@ -310,12 +308,12 @@ class CliTest(parameterized.TestCase):
         self.assert_fails(f"'{text}' is no flag", "--prompt=a", "--", text, status=2)
 
     def test_byte_order_mark_of_a_prompt_file(self):
-        path = self.folder / "bom.txt"
+        path = self.directory / "bom.txt"
         path.write_bytes(b"\xef\xbb\xbfab")
         self.assertEqual(self.run_main(f"--prompt_file={path}")[0], "\x01AB\n")
 
     def test_prompt_file_that_is_not_utf8(self):
-        path = self.folder / "latin1.txt"
+        path = self.directory / "latin1.txt"
         path.write_bytes(b"caf\xe9")
         self.assert_fails(f"prompt file {path} is not UTF-8 at byte 3", f"--prompt_file={path}")
 
@@ -332,7 +330,7 @@ class CliTest(parameterized.TestCase):
         ),
     )
     def test_bad_config_file(self, source, said):
-        path = self.folder / "config.py"
+        path = self.directory / "config.py"
         path.write_text(source)
         # ml_collections runs every config file in the one module of this name.
         self.addCleanup(sys.modules.pop, "config_config", None)
@@ -376,11 +374,8 @@ class CliTest(parameterized.TestCase):
             (generate.COMMAND, [], never),
         ):
             body = mock.Mock(side_effect=KeyboardInterrupt)
-            err = io.StringIO()
-            with contextlib.redirect_stderr(err):
-                interrupted = dataclasses.replace(command, body=body)
-                self.assertEqual(cli.exit_status(interrupted, ["x", *arguments]), 130)
-            self.assertEqual(err.getvalue(), said)
+            interrupted = dataclasses.replace(command, body=body)
+            self.assertEqual(commands.run(interrupted, *arguments), (130, "", said))
 
     def test_a_bug_keeps_its_traceback(self):
         with (
@@ -426,14 +421,21 @@ class ProcessTest(absltest.TestCase):
         return subprocess.Popen(command, env=env, text=True, stderr=subprocess.PIPE, **how)
 
     def test_help_and_mistakes_do_not_wait_for_jax(self):
+        """Configurations of the benchmark and of sweeps import it."""
         probe = (
-            "import sys; from moejax import cli, generate\n"
-            "status = cli.exit_status(generate.COMMAND, ['generate', *sys.argv[1:]])\n"
-            "sys.exit(f'{status} {\"jax\" in sys.modules}')"
+            "import importlib, sys; from moejax import cli\n"
+            "for name in sys.argv[2:]:\n"
+            "    command = importlib.import_module(f'moejax.{name}').COMMAND\n"
+            "    status = cli.exit_status(command, ['main', sys.argv[1]])\n"
+            "    print(name, status, 'jax' in sys.modules, file=sys.stderr)"
         )
-        for flag, said in (("--help", "0 False"), ("--config.temperature=-1", "1 False")):
-            process = self.start("-c", probe, flag, stdout=subprocess.DEVNULL)
-            self.assertStartsWith(process.communicate()[1].splitlines()[-1], said)
+        mains = [name for name in cli.MAINS if name not in ("benchmark", "lm_eval", "sweep")]
+        for flag, names, status in (("--help", mains, 0), ("--temperature=-1", ["generate"], 1)):
+            process = self.start("-c", probe, flag, *names, stdout=subprocess.PIPE)
+            out, err = process.communicate()
+            self.assertEqual(out.count("--config.checkpoint "), len(mains) * (flag == "--help"))
+            for name in names:
+                self.assertIn(f"{name} {status} False\n", err)
 
     def test_the_installed_command(self):
         def moejax(*arguments: str) -> tuple[int, str, str]:
@@ -548,7 +550,3 @@ class ProcessTest(absltest.TestCase):
     def test_ctrl_c_after_the_end_changes_nothing(self):
         last = "atexit.register(lambda: (print('last', flush=True), time.sleep(1)))"
         self.assertEqual(self.interrupted("pass", last), (0, "last\n", ""))
-
-
-if __name__ == "__main__":
-    absltest.main()

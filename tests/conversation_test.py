@@ -7,22 +7,23 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from typing import Any
 from unittest import mock
 
-import jax
 import transformers
 from absl.testing import absltest
 
+from moejax import generate
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import compile_notice
 from moejax.inference.compile_notice import CompileNotice
-from tests.generate_test import run_in_process, write_tokenizer
+from tests import commands
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
+from tests.random_checkpoints import write_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Says what it is given: the system prompt, the roles, and whether the model is to think.
@@ -77,7 +78,7 @@ class Terminal:
             return process.wait(WAIT_S)
 
 
-class ConversationTest(absltest.TestCase):
+class ConversationTest(FolderTestCase):
     def terminal(self, *arguments: str, **environment: str) -> Terminal:
         """A process that does not outlive the test; what ends with it is hung up."""
         terminal = Terminal(*self.common, *arguments, **environment)
@@ -88,35 +89,29 @@ class ConversationTest(absltest.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
         cls.checkpoint = write_checkpoint("qwen3", cls.folder)
-        write_tokenizer(cls.checkpoint)
+        write_tokenizer(cls.checkpoint, 160)
         (cls.checkpoint / "chat_template.jinja").write_text(TEMPLATE)
         cls.common = (f"--config.checkpoint={cls.checkpoint}", "--config.max_new_tokens=6")
 
-    def piped(self, text: bytes, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
-        kept = jax.config.jax_compilation_cache_dir or ""
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": kept}
-        command = [sys.executable, "-m", "moejax.generate", *self.common, *arguments]
-        return subprocess.run(command, input=text, env=env, capture_output=True, check=False)
+    def piped(self, text: bytes, *arguments: str) -> tuple[int, str, str]:
+        return commands.run(generate.COMMAND, *self.common, *arguments, stdin=text)
 
     def answer(self, prompt: str) -> str:
-        status, out, err = run_in_process(*self.common, f"--prompt={prompt}")
-        self.assertEqual(status, 0, err)
+        out, _ = commands.succeed(generate.COMMAND, *self.common, f"--prompt={prompt}")
         return out.removesuffix("\n")
 
     def test_piped_lines_are_turns(self):
         lines = "ab\n\n/no_think\n/nothing\ncd\n/reset\nef\n/exit\nnever\n"
-        done = self.piped(lines.encode(), "--chat", "--config.system_prompt=Be brief")
+        status, out, err = self.piped(lines.encode(), "--chat", "--config.system_prompt=Be brief")
         first = self.answer("s:Be brief!u:ab!")
         second = self.answer(f"s:Be brief!u:ab!a:{first}!u:cd![False]")
         third = self.answer("s:Be brief!u:ef![False]")
-        self.assertEqual(done.stdout.decode(), f"{first}\n{second}\n{third}\n")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        said = done.stderr.decode()
-        self.assertIn("there is no command /nothing: /help, /reset,", said)
-        self.assertEqual(said.count("new tokens 6"), 3)
-        self.assertNotIn("> ", said + done.stdout.decode())
+        self.assertEqual((status, out), (0, f"{first}\n{second}\n{third}\n"), err)
+        self.assertIn("there is no command /nothing: /help, /reset,", err)
+        self.assertEqual(err.count("new tokens 6"), 3)
+        self.assertNotIn("> ", err + out)
 
     def test_what_is_piped_may_be_wrong(self):
         for text, arguments, said in (
@@ -125,13 +120,13 @@ class ConversationTest(absltest.TestCase):
             (b"", ("--prompt_file=-",), "standard input (prompt file -) is empty"),
             (b"x" * 600 + b"\ny\n", ("--chat",), "leaves no room"),
         ):
-            done = self.piped(text, *arguments)
-            self.assertEqual(done.returncode, 1)
-            self.assertIn(said, done.stderr.decode().splitlines()[-1])
+            status, _, err = self.piped(text, *arguments)
+            self.assertEqual(status, 1)
+            self.assertIn(said, err.splitlines()[-1])
 
     def test_a_prompt_from_standard_input(self):
-        done = self.piped(b"abc", "--prompt_file=-")
-        self.assertEqual(done.stdout.decode(), f"{self.answer('abc')}\n", done.stderr)
+        status, out, err = self.piped(b"abc", "--prompt_file=-")
+        self.assertEqual((status, out), (0, f"{self.answer('abc')}\n"), err)
 
     def test_on_a_terminal(self):
         """Ctrl-C ends an answer that is still being compiled, and at the prompt the session."""
@@ -153,10 +148,9 @@ class ConversationTest(absltest.TestCase):
         self.assertEqual(terminal.status(), 130)
 
     def test_a_prompt_is_shown_on_a_terminal(self):
-        kept = jax.config.jax_compilation_cache_dir or ""
-        terminal = self.terminal("--prompt=abc", JAX_COMPILATION_CACHE_DIR=kept)
-        self.assertEqual(terminal.status(), 0)
-        self.assertIn(f"\x1b[2mabc\x1b[0m{self.answer('abc')}\r\n", terminal.shown)
+        with mock.patch.dict(os.environ, TERM="xterm"):
+            out, _ = commands.succeed(generate.COMMAND, *self.common, "--prompt=abc", terminal=True)
+        self.assertEqual(out, f"\x1b[2mabc\x1b[0m{self.answer('abc')}\n")
 
     def test_from_python(self):
         messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "hi"}]
@@ -229,7 +223,3 @@ class CompileNoticeTest(absltest.TestCase):
         words, line = log.getvalue().splitlines()
         self.assertEqual(words, "an answer's first words")
         self.assertRegex(line, r"^compiling decode, 0 s so far; compiled programs are kept")
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -76,7 +76,3 @@ class FairQueueTest(absltest.TestCase):
                     since[other] += queue.has(other)
                 self.assertLess(since[one.client], len(clients) + 1)
                 since[one.client] = 0
-
-
-if __name__ == "__main__":
-    absltest.main()

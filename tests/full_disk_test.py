@@ -4,19 +4,20 @@ import contextlib
 import io
 import json
 import pathlib
-import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
 from absl.testing import absltest
 
-from moejax import cli, generate
+from moejax import generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import record
 from moejax.evaluation.answers import AnswerFile
 from moejax.files import whole as files
 from moejax.files.result_rows import ResultRow, append_rows, read_rows, write_rows
 from moejax.routing.trace import TraceWriter, write_trace
+from tests import commands
+from tests.folder_case import FolderTestCase
 from tests.simulated_traces import random_trace
 
 FULL = pathlib.Path("/dev/full")
@@ -41,23 +42,19 @@ def full_disk() -> Iterator[None]:
 
 
 @absltest.skipUnless(FULL.exists(), "this system has no /dev/full")
-class FullDiskTest(absltest.TestCase):
+class FullDiskTest(FolderTestCase):
     def setUp(self):
         super().setUp()
-        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-        self.path = self.folder / "x.out"
+        self.path = self.directory / "x.out"
 
     def assert_left(self, *names: str) -> None:
-        self.assertEqual(sorted(path.name for path in self.folder.iterdir()), sorted(names))
+        self.assertEqual(sorted(path.name for path in self.directory.iterdir()), sorted(names))
 
     @contextlib.contextmanager
     def refused(self, *more: str) -> Iterator[None]:
-        with full_disk(), self.assertRaises(MoejaxError) as caught:
+        said = f"{self.path}: No space left on device; make room"
+        with self.assert_one_line(said, *more), full_disk():
             yield
-        said = str(caught.exception)
-        for part in (f"{self.path}: No space left on device; make room", *more):
-            self.assertIn(part, said)
-        self.assertNotIn("\n", said)
 
     def test_traces(self):
         trace = random_trace(step_sizes=[1] * 4, num_layers=2, num_experts=4, width=2)
@@ -133,19 +130,10 @@ class FullDiskTest(absltest.TestCase):
         self.assertEqual(AnswerFile(self.path, {"task": "x"}).known, {0: {"index": 0}})
 
     def test_the_command(self):
-        err = io.StringIO()
         arguments = ["--prompt=Hi", "--max_new_tokens=2", f"--record_trace={self.path}"]
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(err),
-            full_disk(),
-        ):
-            status = cli.exit_status(generate.COMMAND, ["generate", *arguments])
+        with full_disk():
+            status, _, err = commands.run(generate.COMMAND, *arguments)
         self.assertEqual(status, 1)
         said = f"error: {self.path}: No space left on device; make room, or name a place that has"
-        self.assertIn(said, err.getvalue().splitlines()[-1])
+        self.assertIn(said, err.splitlines()[-1])
         self.assert_left()
-
-
-if __name__ == "__main__":
-    absltest.main()

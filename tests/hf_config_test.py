@@ -1,128 +1,202 @@
-"""config.json in both spellings, what is refused, and the way back."""
+"""config.json of every family in both spellings and back, what is refused, YaRN."""
 
 import dataclasses
 import json
-import tempfile
-from pathlib import Path
+import math
+from typing import Any
 
+import numpy as np
+import safetensors.numpy
+import torch
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
+from moejax import Engine
 from moejax.errors import MoejaxError
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models import shapes
+from moejax.models.config import RouterRule, weight_shapes
 from moejax.models.hf.config import model_config, read_model_config, to_hf_config
-from tests.hf_checkpoints import CHECKPOINTS, write_checkpoint
+from moejax.models.rope import scaled_frequencies
+from tests.deepseek_moe_torch import DeepseekMoe, Shape
+from tests.folder_case import FolderTestCase
+from tests.hf_checkpoints import CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, write_checkpoint
 
-# The fields, that bear on the model, of two published config.json files.
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
+# The fields, that bear on the model, of published config.json files.
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+    "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "vocab_size": 32000,
+}  # fmt: skip
+NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next",
+    "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
+    "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
+    "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False,
     "vocab_size": 151936,
-}
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mixtral",
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 32000,
+}  # fmt: skip
+MOE_16B: dict[str, Any] = {
+    "architectures": ["DeepseekForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10944,
+    "max_position_embeddings": 4096, "model_type": "deepseek", "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 28,
+    "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000,
+    "scoring_func": "softmax", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "vocab_size": 102400,
+}  # fmt: skip
+V2_LITE: dict[str, Any] = {
+    **MOE_16B, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
+    "kv_lora_rank": 512, "max_position_embeddings": 163840, "n_group": 1, "num_hidden_layers": 27,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
+}  # fmt: skip
+V3: dict[str, Any] = {
+    **V2_LITE, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
+    "topk_method": "noaux_tc", "vocab_size": 129280,
+    "rope_scaling": V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+PUBLISHED = {
+    "Qwen3-30B-A3B": (QWEN3, shapes.QWEN3_30B_A3B),
+    "Mixtral-8x7B": (MIXTRAL, shapes.MIXTRAL_8X7B),
+    "Qwen3-Next-80B-A3B": (NEXT, shapes.QWEN3_NEXT_80B_A3B),
+    "DeepSeek-MoE-16B": (MOE_16B, shapes.DEEPSEEK_MOE_16B),
+    "DeepSeek-V2-Lite": (V2_LITE, shapes.DEEPSEEK_V2_LITE),
 }
 
 
-class HfConfigTest(parameterized.TestCase):
+def as_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields after they were written and read; transformers changes what it is given."""
+    return json.loads(json.dumps(fields))
+
+
+def by_transformers(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields as transformers 5 writes them."""
+    return transformers.AutoConfig.for_model(**as_json(fields)).to_dict()
+
+
+class PublishedTest(parameterized.TestCase):
+    @parameterized.parameters(*PUBLISHED)
+    def test_fields_are_those_of_the_shape(self, name):
+        fields, expected = PUBLISHED[name]
+        self.assertEqual(model_config(fields), expected)
+        self.assertEqual(model_config(as_json(to_hf_config(expected, dtype="float32"))), expected)
+
+    @parameterized.parameters(
+        ("Qwen3-Next-80B-A3B", 79.7), ("DeepSeek-MoE-16B", 16.4), ("DeepSeek-V2-Lite", 15.7)
+    )
+    def test_sizes_are_those_of_the_papers(self, name, billions):
+        sizes = weight_shapes(PUBLISHED[name][1]).values()
+        self.assertAlmostEqual(sum(math.prod(shape) for shape in sizes) / 1e9, billions, delta=0.05)
+
+    def test_shapes_of_leaves(self):
+        of_qwen, of_next = map(weight_shapes, (shapes.QWEN3_30B_A3B, shapes.QWEN3_NEXT_80B_A3B))
+        self.assertEqual(of_qwen["moe.gate_up"], (48, 128, 1536, 2048))
+        self.assertEqual(of_next["delta.qkvz_proj"], (36, 12288, 2048))
+        self.assertEqual(of_next["attention.qkv_proj"], (12, 9216, 2048))
+        self.assertEqual(shapes.DEEPSEEK_V2_LITE.cached_values, 27 * (512 + 64))
+
+    def test_deepseek_v3(self):
+        v3 = model_config(V3)
+        rule = RouterRule(
+            scoring="sigmoid", scale=2.5, num_groups=8, top_groups=4, group_score="top2",
+            has_bias=True,
+        )  # fmt: skip
+        self.assertEqual((v3.router, v3.norm_topk_prob, v3.shared_dim), (rule, True, 2048))
+        latent = dataclasses.replace(shapes.DEEPSEEK_V2_LITE.latent, query_rank=1536)
+        self.assertEqual(v3.latent, latent)
+        self.assertEqual((v3.head_dim, v3.moe_layers), (192, tuple(range(3, 61))))
+
+    @parameterized.parameters(QWEN3, MIXTRAL, NEXT, V2_LITE, V3)
+    def test_transformers_5_writes_the_same_model(self, **fields):
+        written = by_transformers(fields)
+        self.assertIn("rope_parameters", written)
+        self.assertNotIn("rope_scaling", written)
+        self.assertEqual(model_config(written), model_config(fields))
+
+    @parameterized.parameters(V2_LITE, V3)
+    def test_transformers_builds_the_same_model_of_what_is_written(self, **fields):
+        expected = transformers.AutoConfig.for_model(**as_json(fields))
+        written = to_hf_config(model_config(fields), dtype="bfloat16")
+        found = transformers.AutoConfig.for_model(**as_json(written))
+        names = set(fields) - {"rope_scaling", "rope_theta", "torch_dtype", "first_k_dense_replace"}
+        for name in sorted(names):
+            self.assertEqual(getattr(found, name), getattr(expected, name), name)
+        for name, value in expected.rope_parameters.items():
+            self.assertEqual(found.rope_parameters[name], value, name)
+
+
+class WayBackTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.checkpoints = cls.class_folder()
 
-    def test_qwen3_30b_a3b(self):
-        config = model_config(QWEN3_30B_A3B)
-        self.assertEqual(
-            config,
-            ModelConfig(
-                family="qwen3_moe",
-                vocab_size=151936,
-                model_dim=2048,
-                num_layers=48,
-                num_heads=32,
-                num_kv_heads=4,
-                head_dim=128,
-                num_experts=128,
-                experts_per_token=8,
-                expert_dim=768,
-                mlp_dim=6144,
-                moe_layers=tuple(range(48)),
-                norm_topk_prob=True,
-                norm_eps=1e-6,
-                rope_theta=1e6,
-                max_positions=40960,
-                tied_embeddings=False,
-                qk_norm=True,
-                attention_bias=False,
-                sliding_window=None,
-            ),
-        )
-        self.assertEqual(weight_shapes(config)["moe.gate_up"], (48, 128, 1536, 2048))
-
-    def test_mixtral_8x7b(self):
-        config = model_config(MIXTRAL_8X7B)
-        self.assertEqual((config.head_dim, config.expert_dim, config.num_experts), (128, 14336, 8))
-        self.assertTrue(config.norm_topk_prob)
-        self.assertFalse(config.qk_norm)
-        self.assertEqual(config.max_positions, 32768)
-
-    @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B)
-    def test_transformers_5_writes_the_same_model(self, **fields):
-        written = transformers.AutoConfig.for_model(**fields).to_dict()
-        self.assertIn("rope_parameters", written)
-        self.assertEqual(model_config(written), model_config(fields))
-
-    @parameterized.parameters(*CHECKPOINTS)
-    def test_way_back(self, name):
-        config = read_model_config(write_checkpoint(name, self.directory))
-        fields = to_hf_config(config, dtype="bfloat16", eos_token_id=[3, 4])
-        self.assertEqual(model_config(json.loads(json.dumps(fields))), config)
+    @parameterized.parameters(*CHECKPOINTS, *DEEPSEEK_CHECKPOINTS, *QWEN3_NEXT)
+    def test_of_checkpoints(self, name):
+        config = read_model_config(write_checkpoint(name, self.checkpoints))
+        fields = as_json(to_hf_config(config, dtype="bfloat16", eos_token_id=[3, 4]))
+        self.assertEqual(model_config(fields), config)
         self.assertEqual(fields["eos_token_id"], [3, 4])
+        self.assertEqual(model_config(by_transformers(fields)), config)
 
-    def test_way_back_is_refused_where_it_would_lose_something(self):
-        config = dataclasses.replace(model_config(MIXTRAL_8X7B), attention_bias=True)
-        with self.assertRaisesRegex(ValueError, "mixtral config.json cannot express"):
-            to_hf_config(config, dtype="float32")
+    @parameterized.parameters(
+        (MOE_16B, {"moe_layer_freq": 2}),
+        (MOE_16B, {"first_k_dense_replace": 5, "moe_layer_freq": 3}),
+        (MOE_16B, {"n_shared_experts": None}),
+        (MOE_16B, {"first_k_dense_replace": 0, "norm_topk_prob": True}),
+        (NEXT, {"full_attention_interval": 1}),  # no delta rule
+    )
+    def test_of_other_fields(self, fields, changed):
+        config = model_config(fields | changed)
+        self.assertEqual(model_config(as_json(to_hf_config(config, dtype="float32"))), config)
+        self.assertIsNone(config.delta_net)
 
+    @parameterized.parameters(
+        (shapes.MIXTRAL_8X7B, {"attention_bias": True}),
+        (shapes.DEEPSEEK_V2_LITE, {"moe_layers": (1, 2, 5)}),
+        (shapes.DEEPSEEK_V2_LITE, {"shared_dim": 1000}),
+        (shapes.DEEPSEEK_V2_LITE, {"attention_bias": True}),
+        (shapes.DEEPSEEK_V2_LITE, {"sliding_window": 9}),
+        (shapes.DEEPSEEK_V2_LITE, {"interleaved_rope": False}),
+        (shapes.DEEPSEEK_V2_LITE, {"router": RouterRule(scoring="sigmoid")}),
+    )
+    def test_is_refused_where_it_would_lose_something(self, config, changed):
+        said = f"a?n? ?{config.family} config.json cannot express"
+        with self.assertRaisesRegex(ValueError, said):
+            to_hf_config(dataclasses.replace(config, **changed), dtype="float32")
+
+
+class FieldsTest(FolderTestCase):
     @parameterized.parameters(
         ({"decoder_sparse_step": 2}, (1, 3)),
         ({"mlp_only_layers": [0, 3]}, (1, 2)),
@@ -130,84 +204,178 @@ class HfConfigTest(parameterized.TestCase):
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (3,)),
     )
     def test_sparse_layers(self, changed, expected):
-        config = model_config({**QWEN3_30B_A3B, "num_hidden_layers": 4, **changed})
+        config = model_config({**QWEN3, "num_hidden_layers": 4, **changed})
         self.assertEqual(config.moe_layers, expected)
 
     @parameterized.parameters(
-        (QWEN3_30B_A3B, {"sliding_window": 4096}, None),
-        (QWEN3_30B_A3B, {"sliding_window": 4096, "use_sliding_window": True}, 4096),
-        (QWEN3_30B_A3B, {"use_sliding_window": True}, None),  # null is no window
-        (MIXTRAL_8X7B, {"sliding_window": 4096}, 4096),
+        (QWEN3, {"sliding_window": 4096}, None),
+        (QWEN3, {"sliding_window": 4096, "use_sliding_window": True}, 4096),
+        (QWEN3, {"use_sliding_window": True}, None),  # null is no window
+        (MIXTRAL, {"sliding_window": 4096}, 4096),
     )
     def test_sliding_window(self, fields, changed, expected):
         self.assertEqual(model_config({**fields, **changed}).sliding_window, expected)
 
-    def test_a_window_that_is_not_given_is_transformers_own(self):
-        fields = {**QWEN3_30B_A3B, "use_sliding_window": True}
-        del fields["sliding_window"]
-        self.assertEqual(
-            model_config(fields).sliding_window,
-            transformers.Qwen3MoeConfig(use_sliding_window=True).sliding_window,
-        )
-
     @parameterized.parameters("rope_scaling", "rope_parameters")
     def test_rope_theta_wherever_it_is_kept(self, name):
-        fields = {**QWEN3_30B_A3B, name: {"rope_type": "default", "rope_theta": 5e6}}
+        fields = {**QWEN3, name: {"rope_type": "default", "rope_theta": 5e6}}
         del fields["rope_theta"]
         self.assertEqual(model_config(fields).rope_theta, 5e6)
 
+    def test_every_second_layer(self):
+        path = self.directory / "second"
+        DeepseekMoe(Shape(num_hidden_layers=5, moe_layer_freq=2), seed=0).write(path)
+        self.assertEqual(read_model_config(path).moe_layers, (2, 4))
+
+    def test_the_head_for_further_tokens_is_left_out_and_named(self):
+        path = write_checkpoint("next", self.directory)
+        more = self.directory / "with_mtp"
+        more.mkdir()
+        for file in path.iterdir():
+            (more / file.name).write_bytes(file.read_bytes())
+        tensors = safetensors.numpy.load_file(more / "model.safetensors")
+        extra = {f"mtp.layers.0.{n}.weight": np.zeros((2, 2), np.float32) for n in "abc"}
+        safetensors.numpy.save_file(tensors | extra, more / "model.safetensors")
+        how = {"dtype": "float32", "platform": "cpu", "progress": False}
+        with self.assertLogs("absl", "WARNING") as logs:
+            found = Engine.from_pretrained(more, **how)
+        told = [line for line in logs.output if "mtp." in line]
+        self.assertLen(told, 1)
+        self.assertIn("left out 3 tensors", told[0])
+        expected = Engine.from_pretrained(path, **how).weights
+        self.assertEqual(found.weights.keys(), expected.keys())
+        for name, leaf in found.weights.items():
+            np.testing.assert_array_equal(leaf, expected[name])
+
+
+class RefusalTest(FolderTestCase):
     @parameterized.parameters(
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "'llama'.*'qwen3_moe'"),
-        ({"model_type": None}, "supported are 'mixtral'"),
-        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_scaling of type 'mrope'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "the factor of rope scaling of type 'llama"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"num_experts": None}, "num_experts is missing"),
-        ({"num_hidden_layers": "48"}, "num_hidden_layers is '48', expected a positive integer"),
-        ({"rms_norm_eps": -1}, "rms_norm_eps is -1, expected a positive finite number"),
-        ({"num_experts_per_tok": 129}, "experts_per_token 129 is not in 1..128"),
-        ({"rope_parameters": "x"}, "rope_parameters is 'x', expected a JSON object"),
-        ({"rope_parameters": [1]}, r"rope_parameters is \[1\], expected a JSON object"),
-        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected a JSON object"),
-        ({"quantization_config": "x"}, "quantization_config is 'x', expected a JSON object"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list of layers"),
-        ({"mlp_only_layers": ["a"]}, r"mlp_only_layers is \['a'\], expected a list of layers"),
-        ({"model_type": []}, r"model_type \[\] \(Qwen3MoeForCausalLM\) is not supported"),
-        ({"model_type": "x", "architectures": 5}, r"'x' \(5\) is not supported"),
-        ({"model_type": "x", "architectures": [5]}, r"'x' \(5\) is not supported"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, expected a positive finite number"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a positive finite number"),
-        ({"rope_theta": 10**400}, "rope_theta is 1000.*, expected a positive finite number"),
-        ({"num_local_experts": 64}, "num_local_experts says 64 but num_experts says 128"),
         (
+            QWEN3,
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            "'llama'.*'qwen3_moe'",
+        ),
+        (QWEN3, {"model_type": None}, "supported are 'mixtral'"),
+        (QWEN3, {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_scaling of type 'mrope'"),
+        (
+            QWEN3,
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "the factor of rope scaling of type 'llama",
+        ),
+        (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (QWEN3, {"hidden_size": None}, "hidden_size is missing"),
+        (QWEN3, {"num_experts": None}, "num_experts is missing"),
+        (
+            QWEN3,
+            {"num_hidden_layers": "48"},
+            "num_hidden_layers is '48', expected a positive integer",
+        ),
+        (QWEN3, {"rms_norm_eps": -1}, "rms_norm_eps is -1, expected a positive finite number"),
+        (QWEN3, {"num_experts_per_tok": 129}, "experts_per_token 129 is not in 1..128"),
+        (QWEN3, {"rope_parameters": "x"}, "rope_parameters is 'x', expected a JSON object"),
+        (QWEN3, {"rope_parameters": [1]}, r"rope_parameters is \[1\], expected a JSON object"),
+        (QWEN3, {"rope_scaling": "linear"}, "rope_scaling is 'linear', expected a JSON object"),
+        (QWEN3, {"quantization_config": "x"}, "quantization_config is 'x', expected a JSON object"),
+        (QWEN3, {"mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list of layers"),
+        (
+            QWEN3,
+            {"mlp_only_layers": ["a"]},
+            r"mlp_only_layers is \['a'\], expected a list of layers",
+        ),
+        (QWEN3, {"model_type": []}, r"model_type \[\] \(Qwen3MoeForCausalLM\) is not supported"),
+        (QWEN3, {"model_type": "x", "architectures": 5}, r"'x' \(5\) is not supported"),
+        (QWEN3, {"model_type": "x", "architectures": [5]}, r"'x' \(5\) is not supported"),
+        (
+            QWEN3,
+            {"rms_norm_eps": float("inf")},
+            "rms_norm_eps is inf, expected a positive finite number",
+        ),
+        (
+            QWEN3,
+            {"rms_norm_eps": float("nan")},
+            "rms_norm_eps is nan, expected a positive finite number",
+        ),
+        (QWEN3, {"rope_theta": 10**400}, "rope_theta is 1000.*, expected a positive finite number"),
+        (QWEN3, {"num_local_experts": 64}, "num_local_experts says 64 but num_experts says 128"),
+        (
+            QWEN3,
             {"rope_parameters": {"rope_theta": 1e4}},
             "rope_parameters.rope_theta says 10000.0 but rope_theta says 1000000.0",
         ),
         (
+            QWEN3,
             {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}},
             "rope_scaling.rope_theta says 10000.0 but rope_theta says 1000000.0",
         ),
         (
+            QWEN3,
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "rope_parameters apart for full_attention",
         ),
-        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', expected true or false"),
-        ({"sliding_window": "wide", "use_sliding_window": True}, "sliding_window is 'wide'"),
+        (QWEN3, {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        (
+            QWEN3,
+            {"tie_word_embeddings": "no"},
+            "tie_word_embeddings is 'no', expected true or false",
+        ),
+        (QWEN3, {"sliding_window": "wide", "use_sliding_window": True}, "sliding_window is 'wide'"),
+        (
+            NEXT,
+            {"layer_types": ["linear_attention"] * 3},
+            "layer_types is .*, expected a list of 48",
+        ),
+        (NEXT, {"layer_types": ["sliding_attention"] * 48}, "layer_types with 'sliding_attention'"),
+        (NEXT, {"full_attention_interval": 0}, "full_attention_interval is 0, expected a positive"),
+        (NEXT, {"linear_num_key_heads": 5}, "32 value heads are no multiple of 5 key heads"),
+        (NEXT, {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is missing"),
+        (NEXT, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        (NEXT, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        (NEXT, {"head_dim": 100}, "25 rotated dimensions of a head of 100"),
+        (NEXT, {"use_sliding_window": True}, "use_sliding_window"),
+        (NEXT, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (NEXT, {"rope_scaling": {"type": "mrope", "factor": 4.0}}, "rope_scaling of type 'mrope'"),
+        (NEXT, {"num_experts": 0}, "num_experts is 0"),
+        (V2_LITE, {"attention_bias": True}, "attention_bias true"),
+        (V2_LITE, {"mlp_bias": True}, "mlp_bias true"),
+        (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        (V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid', only 'softmax' is"),
+        (V2_LITE, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (V2_LITE, {"num_key_value_heads": 4}, "num_key_value_heads 4 of 16 heads"),
+        (V2_LITE, {"n_shared_experts": None}, "n_shared_experts None"),
+        (V2_LITE, {"rope_scaling": {"type": "mrope", "factor": 2}}, "rope_scaling of type 'mrop"),
+        (V2_LITE, {"rope_scaling": {"type": "yarn"}}, "the factor of rope scaling"),
+        (
+            V2_LITE,
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4}},
+            "rope_scaling.factor says 40 but rope_parameters.factor says 4;",
+        ),
+        (
+            V2_LITE,
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_scaling says 'yarn' but rope_parameters says 'default'",
+        ),
+        (V2_LITE, {"topk_method": "group_limited_greedy", "n_group": 7}, "1 of 7 groups do not"),
+        (V2_LITE, {"topk_method": "group_limited_greedy", "n_group": None}, "n_group is missing"),
+        (V2_LITE, {"q_lora_rank": 0}, "q_lora_rank is 0, expected a positive integer"),
+        (V2_LITE, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (V2_LITE, {"n_routed_experts": None}, "n_routed_experts is missing"),
+        (V3, {"scoring_func": "softmax"}, "scoring_func 'softmax', only 'sigmoid' is"),
+        (V3, {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        (V3, {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        (MOE_16B, {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling of type 'yarn'"),
+        (MOE_16B, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid', only 'softmax' is"),
+        (MOE_16B, {"hidden_size": 2050}, "hidden_size 2050 is no multiple of 16 heads"),
     )
-    def test_refused(self, changed, message):
-        path = self.directory / "refused"
-        path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, **changed}))
+    def test_fields(self, fields, changed, message):
+        (self.directory / "config.json").write_text(json.dumps(fields | changed))
         with self.assertRaisesRegex(MoejaxError, message) as caught:
-            read_model_config(path)
+            read_model_config(self.directory)
         self.assertIn("config.json", str(caught.exception))
         self.assertNotIn("\n", str(caught.exception))
 
     def test_every_reason_is_given(self):
-        fields = {**QWEN3_30B_A3B, "hidden_act": "gelu", "partial_rotary_factor": 0.5}
+        fields = {**QWEN3, "hidden_act": "gelu", "partial_rotary_factor": 0.5}
         with self.assertRaisesRegex(MoejaxError, "partial_rotary_factor.*hidden_act"):
             model_config(fields)
 
@@ -217,17 +385,49 @@ class HfConfigTest(parameterized.TestCase):
         ("[]", "expected a JSON object"),
     )
     def test_broken_file(self, text, message):
-        path = self.directory / f"broken_{text}"
-        path.mkdir()
         if text is not None:
-            (path / "config.json").write_text(text)
+            (self.directory / "config.json").write_text(text)
         with self.assertRaisesRegex(MoejaxError, message):
-            read_model_config(path)
+            read_model_config(self.directory)
 
     def test_missing_directory(self):
         with self.assertRaisesRegex(MoejaxError, "no such directory: .*nowhere"):
             read_model_config(self.directory / "nowhere")
 
+    @parameterized.product(
+        fields=(V2_LITE, V3, MOE_16B, MOE_16B | {"num_experts_per_tok": 1}),
+        name=("norm_topk_prob", "rope_interleave"),
+        value=("xxxxx", float("nan"), 1, [True]),
+    )
+    def test_flags_of_a_wrong_type(self, fields, name, value):
+        """Read where they change nothing, too."""
+        with self.assertRaisesRegex(MoejaxError, f"{name} is .*, expected true or false"):
+            model_config(fields | {name: value})
 
-if __name__ == "__main__":
-    absltest.main()
+
+class YarnTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (V2_LITE, {}), (V3, {}),
+        (V2_LITE, {"mscale": 1.0, "mscale_all_dim": 0.5, "factor": 3.7, "beta_fast": 17}),
+        (V2_LITE, {"mscale": 0.8, "mscale_all_dim": 0}),
+        (V2_LITE, {"mscale": 0, "mscale_all_dim": 0.8}),
+        (V2_LITE, {"attention_factor": 1.25}),
+        (V2_LITE, {"factor": 1.0}),
+        (V2_LITE, {"original_max_position_embeddings": 163840 * 10**4, "beta_slow": 0.001}),
+    )  # fmt: skip
+    def test_frequencies_and_scales_are_those_of_transformers(self, fields, changed):
+        rope = {**fields["rope_scaling"], **changed}
+        fields = fields | {"rope_scaling": rope}
+        config = model_config(fields)
+        theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(fields)))
+        v2 = fields["model_type"] == "deepseek_v2"
+        module = modeling_deepseek_v2 if v2 else modeling_deepseek_v3
+        name = "DeepseekV2" if v2 else "DeepseekV3"
+        rotary = getattr(module, f"{name}RotaryEmbedding")(theirs)
+        with torch.device("meta"):
+            attention = getattr(module, f"{name}Attention")(theirs, 0)
+        scaling = config.rope_scaling
+        found = scaled_frequencies(config.rotary_dim, config.rope_theta, scaling)
+        np.testing.assert_array_max_ulp(found, rotary.inv_freq.numpy(), maxulp=0)
+        np.testing.assert_allclose(scaling.rotation_scale, rotary.attention_scaling, rtol=1e-12)
+        np.testing.assert_allclose(config.score_scale, attention.scaling, rtol=1e-12)

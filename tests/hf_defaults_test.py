@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from huggingface_hub.errors import StrictDataclassError
 
 from moejax.errors import MoejaxError
@@ -181,6 +181,3 @@ class DefaultsTest(parameterized.TestCase):
 
 
 transformers.utils.logging.set_verbosity_error()
-
-if __name__ == "__main__":
-    absltest.main()

@@ -5,14 +5,13 @@ import os
 import resource
 import shutil
 import signal
-import tempfile
 import time
 from pathlib import Path
 from unittest import mock
 
 import jax
 import tokenizers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors import safe_open
 
 from moejax.checkpoints import open_checkpoint, safetensors_reader
@@ -24,6 +23,7 @@ from moejax.files.checksums import checksum_fields
 from moejax.files.small import MOST_VALUES
 from moejax.text.tokenizer import Tokenizer
 from tests import slow
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq, Own
 
@@ -39,10 +39,9 @@ def peak_bytes() -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-class HostileTestCase(parameterized.TestCase):
+class HostileTestCase(FolderTestCase):
     def setUp(self):
         super().setUp()
-        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.device = jax.devices("cpu")[0]
 
     def assert_refused(self, path, *said):
@@ -412,7 +411,3 @@ class PlanTest(HostileTestCase):
         with self.assertRaisesRegex(MoejaxError, "layers of 60,000 experts"):
             checkpoint_sizes(checkpoint, "float32")
         self.assertLess(time.process_time() - start, SECONDS)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -1,15 +1,14 @@
 """The import rules of the project, read with `ast` from every source file."""
 
 import ast
+import functools
 import graphlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from absl.testing import absltest, parameterized
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("moejax", "pallas_kernels", "configs", "scripts", "tests")
+from tests.source_files import ROOT, source_files
 
 # Pure parts do not know each other; they meet in the engine.
 PURE_PARTS = (
@@ -69,12 +68,11 @@ def breaches(path: str, source: str) -> list[str]:
       path: relative to the repository, such as "moejax/models/moe.py".
       source: its text.
     """
-    return [f"{path}: {said}" for said in _breaches(path, source)]
+    return [f"{path}: {said}" for said in _breaches(path, source, ast.parse(source, path))]
 
 
-def _breaches(path: str, source: str) -> Iterator[str]:
-    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    tree = ast.parse(source, path)
+def _breaches(path: str, source: str, tree: ast.Module) -> Iterator[str]:
+    module = module_of(path)
     for part in module.split("."):
         if part in CATCH_ALLS or part.rpartition("_")[2] in CATCH_ALLS:
             yield f"a module named {part} collects what has no place"
@@ -93,6 +91,10 @@ def _breaches(path: str, source: str) -> Iterator[str]:
             yield f"{name} belongs to {LAUNCH_FILE}"
         for name in sorted({_private_part(name) for name in used} - {""}):
             yield f"private {name} belongs to {LAUNCH_FILE}"
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _import_breaches(module: str, name: str) -> Iterator[str]:
@@ -156,16 +158,14 @@ def _within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+@functools.cache
 def module_imports() -> dict[str, set[str]]:
     """Modules of moejax that each of its modules imports, those for types alone counted."""
-    paths = {
-        path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__"): path
-        for path in (ROOT / "moejax").rglob("*.py")
-    }
-    modules = {name.replace("/", "."): path for name, path in paths.items()}
+    files = {path: tree for path, (_, tree) in source_files().items() if path[:7] == "moejax/"}
+    modules = {module_of(path): tree for path, tree in files.items()}
     found = {}
-    for module, path in modules.items():
-        names = {name for name, _ in _imports(ast.parse(path.read_text("utf-8")))}
+    for module, tree in modules.items():
+        names = {name for name, _ in _imports(tree)}
         known = {name if name in modules else name.rpartition(".")[0] for name in names}
         found[module] = known & set(modules) - {module}
     return found
@@ -213,11 +213,11 @@ class LayersTest(absltest.TestCase):
 
 class ImportsTest(parameterized.TestCase):
     def test_every_file_obeys(self):
-        paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-        self.assertGreater(len(paths), 20)
-        found = []
-        for path in paths:
-            found += breaches(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        found = [
+            f"{path}: {said}"
+            for path, (source, tree) in source_files().items()
+            for said in _breaches(path, source, tree)
+        ]
         self.assertEmpty(found, "\n".join(found))
 
     @parameterized.parameters(
@@ -268,7 +268,3 @@ class ImportsTest(parameterized.TestCase):
     )
     def test_what_is_allowed_passes(self, path, source):
         self.assertEmpty(breaches(path, source))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -1,20 +1,17 @@
 """`python -m moejax.plan`: what it prints is what a run then allocates, and nothing is loaded."""
 
-import contextlib
 import dataclasses
-import io
 import pathlib
 import re
-import tempfile
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
-from moejax import Engine, Tiering, cli, plan, planning
+from moejax import Engine, Tiering, plan, planning
 from moejax.checkpoints import open_checkpoint, safetensors_reader
 from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config.commands import MemoryConfig, PlanConfig
@@ -29,8 +26,9 @@ from moejax.planning import bits_line
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.weights import LOW_RANK
 from moejax.weights.qtensor import CodesKind
+from tests import commands
 from tests import quantized_stores as stores
-from tests import slow
+from tests.folder_case import FolderTestCase
 from tests.random_checkpoints import TINY, write_random_checkpoint
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -51,17 +49,11 @@ MANY_PRODUCTS = (
 WIDE_EXPERTS = ({"model_dim": 128, "expert_dim": 512, "num_heads": 1, "num_kv_heads": 1}, 64)
 
 
-class PlanCase(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.directory = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class PlanCase(FolderTestCase):
     def run_plan(self, *arguments, status=0):
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            got = cli.exit_status(plan.COMMAND, ["plan", *arguments])
-        self.assertEqual(got, status, err.getvalue())
-        return out.getvalue() if status == 0 else err.getvalue()
+        got, out, err = commands.run(plan.COMMAND, *arguments)
+        self.assertEqual(got, status, err)
+        return out if status == 0 else err
 
 
 class SizesTest(PlanCase):
@@ -158,20 +150,19 @@ class ContractTest(PlanCase):
         fields, context = shape
         fields = {**fields, "num_experts": 8, "num_layers": 2, "moe_layers": (0, 1)}
         write_random_checkpoint(self.directory, **fields)
-        engine = Engine.from_pretrained(
+        return Engine.from_pretrained(
             self.directory, dtype="float32", platform="cpu", context=context,
             compilation_cache="", progress=False, limits=limits, batch=batch,
             policy=policy,
         )  # fmt: skip
+
+    def check_programs(self, engine, context, batch):
         # Texts that are scored are read in chunks of the length that is planned for.
         engine._runner.short_chunk = 0
         prompts = np.random.default_rng(0).integers(0, TINY["vocab_size"], (batch, context - 8))
         engine.generate(prompts.tolist(), max_new_tokens=6)
         # Few pairs go another way on a CPU, and of plain experts they take more.
         engine.generate(prompts[:1, :9].tolist(), max_new_tokens=2)
-        return engine
-
-    def check_programs(self, engine):
         planned = engine.budget.device["activations and workspace"]
         for part, nbytes in engine.budget.device.items():
             if part.startswith(("experts on their way in a step", "importance of tokens")):
@@ -181,17 +172,21 @@ class ContractTest(PlanCase):
         self.assertLessEqual(found, planned)
         self.assertLess(planned, 2 * found)
 
-    @slow.repeats()
     @parameterized.parameters((WIDE_ATTENTION, 1), (WIDE_EXPERTS, 4))
     def test_programs_take_no_more_than_planned_and_not_much_less(self, shape, batch):
         engine = self.engine(Limits(), shape, batch)
         self.assertFalse(engine.budget.pooled)
-        self.check_programs(engine)
+        self.check_programs(engine, shape[1], batch)
 
     # With waves and wide experts, XLA on a CPU copies the slots around the loop over blocks.
     @parameterized.parameters((3, WIDE_ATTENTION, 4), (8, WIDE_EXPERTS, 1))
     @pytest.mark.slow
-    def test_pooled_runs_allocate_and_take_what_was_planned(self, slots, shape, batch):
+    def test_programs_of_pooled_runs_take_what_was_planned(self, slots, shape, batch):
+        engine = self.engine(Limits(slots=slots, transient=2), shape, batch)
+        self.check_programs(engine, shape[1], batch)
+
+    @parameterized.parameters((3, WIDE_ATTENTION, 4), (8, WIDE_EXPERTS, 1))
+    def test_pooled_runs_allocate_what_was_planned(self, slots, shape, batch):
         engine = self.engine(Limits(slots=slots, transient=2), shape, batch)
         planned = dict(engine.budget.device)
         for name, leaf in engine.weights.items():
@@ -206,7 +201,6 @@ class ContractTest(PlanCase):
         self.assertEqual(dict(engine.budget.host), {"experts": rows})
         left = {"KV cache", "activations and workspace", "experts on their way in a step"}
         self.assertEqual(set(planned), left)
-        self.check_programs(engine)
 
     # Chunks of a whole prompt and of part of one.
     @parameterized.parameters(
@@ -217,6 +211,7 @@ class ContractTest(PlanCase):
         policy = Tiering(policy="dymoe", tiers=("int4", "int2"), quantizer="rtn", group_size=16)
         with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", longest):
             engine = self.engine(Limits(), shape, batch, policy)
+            self.check_programs(engine, shape[1], batch)
         c, budget = engine.config, engine.budget
         self.assertEqual(budget.tiers[0].run.chunk, longest)
         importance = importance_nbytes(
@@ -225,7 +220,6 @@ class ContractTest(PlanCase):
         )  # fmt: skip
         self.assertEqual(budget.device["importance of tokens"], importance)
         self.assertIn("importance of tokens", "\n".join(describe(budget)))
-        self.check_programs(engine)
 
 
 class MainTest(PlanCase):
@@ -423,7 +417,3 @@ def _nbytes(tree):
 
 def _terms_nbytes(leaf):
     return _nbytes(getattr(leaf, "compensators", ()))
-
-
-if __name__ == "__main__":
-    absltest.main()

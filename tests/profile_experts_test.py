@@ -1,13 +1,7 @@
 """Profiles of experts on a tiny model: what is counted, the file, the command."""
 
-import contextlib
-import io
 import itertools
 import json
-import pathlib
-import subprocess
-import sys
-import tempfile
 from typing import Any
 from unittest import mock
 
@@ -15,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
-from moejax import cli, profile_experts
-from moejax.config.profile import ProfileConfig
+from moejax import profile_experts
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.evaluation.expert_profile import Counting, profile
@@ -32,26 +25,19 @@ from moejax.policies.expert_activity import ExpertActivity
 from moejax.routing import profile_file as buddies
 from moejax.routing.profile_file import load_buddies, profile_of, save_buddies
 from tests import buddymoe_reference as paper
-from tests import tiny_engine
+from tests import commands, tiny_engine
+from tests.folder_case import FolderTestCase
 
 TEXT = "the quick brown fox jumps over the lazy dog, and pack my box with jugs. " * 3
 WINDOW, BATCH = 32, 2
 EXPERTS = tiny_engine.CONFIG.num_experts
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the command, run here."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.exit_status(profile_experts.COMMAND, ["profile_experts", *arguments])
-    return status, out.getvalue(), err.getvalue()
-
-
-class ProfileTest(parameterized.TestCase):
+class ProfileTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
         cls.checkpoint = cls.folder / "tiny"
         cls.engine: Engine = tiny_engine.load_tiny_engine(cls.checkpoint)
         cls.runner = Runner(cls.engine.config, cls.engine.weights, cls.engine.device)
@@ -239,7 +225,7 @@ class ProfileTest(parameterized.TestCase):
 
     def run_main(self, **fields: Any) -> tuple[int, str, str]:
         fields = {"checkpoint": self.checkpoint, "text": self.text, "window": WINDOW, **fields}
-        return run(*(f"--config.{name}={value}" for name, value in fields.items()))
+        return commands.run(profile_experts.COMMAND, **fields)
 
     def test_the_command(self):
         status, out, err = self.run_main(
@@ -296,18 +282,3 @@ class ProfileTest(parameterized.TestCase):
         status, out, err = self.run_main(**fields)
         self.assertEqual((status, out), (1, ""))
         self.assertIn(said, err)
-
-    def test_help_is_fast(self):
-        code = (
-            "import sys; from moejax import cli, profile_experts as p\n"
-            "status = cli.exit_status(p.COMMAND, ['x', '--help'])\n"
-            "sys.exit(f'{status} {\"jax\" in sys.modules}')"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        self.assertEqual(done.stderr.strip(), "0 False")
-        self.assertIn("--config.alpha ", done.stdout)
-        self.assertEqual(ProfileConfig().alphas(3), 0.95)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.checkpoints import open_checkpoint
@@ -132,13 +132,17 @@ class QuantizeKindsTest(QuantizeTestCase):
             plain, was = np.asarray(dense(weight, jnp.float32)), np.asarray(original[leaf])
             error = np.linalg.norm(plain - was) / np.linalg.norm(was)
             self.assertLess(error, 0.25 if isinstance(weight, QTensor) else 1e-9, leaf)
-        if method == "rtn":
-            self.answers(output)
 
-    def answers(self, directory):
+    @parameterized.parameters("shared", "latent", "delta")
+    @pytest.mark.slow
+    def test_a_packed_model_answers(self, name):
         """A token or two, whatever they are."""
+        output = self.directory / "packed"
+        quantize_checkpoint(
+            self.job(source=self.source_of(name), output=output, bits=4, group_size=16)
+        )
         engine = Engine.from_pretrained(
-            directory, dtype="float32", platform="cpu", context=64, compilation_cache="",
+            output, dtype="float32", platform="cpu", context=64, compilation_cache="",
             progress=False,
         )  # fmt: skip
         (answer,) = engine.generate([[3, 1, 4]], max_new_tokens=2)
@@ -272,7 +276,3 @@ class CalibrationTest(parameterized.TestCase):
             numpy_model.assert_near(captured.hessian(leaf).mean, expected, factor=20)
         with self.assertRaisesRegex(ValueError, "no Hessian of attention.kv_b"):
             captured.hessian("attention.kv_b")
-
-
-if __name__ == "__main__":
-    absltest.main()

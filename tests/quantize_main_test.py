@@ -6,41 +6,36 @@ import io
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
-from moejax import cli, quantize
+from moejax import quantize
 from moejax.config.commands import QuantizeConfig
 from moejax.errors import MoejaxError
+from moejax.quantization.pipeline import run as pipeline
+from tests import commands
+from tests.folder_case import FolderTestCase
 from tests.random_checkpoints import write_random_checkpoint
 
 
-def run_in_process(*arguments: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the command, run here."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.exit_status(quantize.COMMAND, ["quantize", *arguments])
-    return status, out.getvalue(), err.getvalue()
-
-
-class QuantizeMainTest(parameterized.TestCase):
+class QuantizeMainTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        folder = cls.class_folder()
         cls.source = write_random_checkpoint(folder / "source")
 
     def setUp(self):
         super().setUp()
+        # Drawing takes longer than all the rest; `quantize_pipeline_test` does it.
+        self.enterContext(mock.patch.object(pipeline, "draw_report", return_value=None))
         self.output = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "out"
 
     def run_main(self, *arguments: str) -> tuple[int, str, str]:
-        return run_in_process(
-            f"--config.checkpoint={self.source}",
-            f"--config.output={self.output}",
-            "--config.platform=cpu",
-            *arguments,
-        )
+        where = {"checkpoint": self.source, "output": self.output, "platform": "cpu"}
+        flags = [f"--config.{name}={value}" for name, value in where.items()]
+        return commands.run(quantize.COMMAND, *flags, *arguments)
 
     def test_report(self):
         arguments = (
@@ -109,12 +104,3 @@ class QuantizeMainTest(parameterized.TestCase):
         self.assertIn(message, err)
         self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
         self.assertFalse(self.output.exists())
-
-    def test_help(self):
-        status, out, _ = run_in_process("--help")
-        self.assertEqual(status, 0)
-        self.assertIn("--config.group_size", out)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints import open_checkpoint
 from moejax.quantization.gptq import GptqSettings, gptq
@@ -285,7 +285,3 @@ class MethodsTest(QuantizeTestCase):
         job = self.job("embed, head, router: method=rtn bits=8")
         quantize_checkpoint(job)
         self.assert_loads(job)
-
-
-if __name__ == "__main__":
-    absltest.main()

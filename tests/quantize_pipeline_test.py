@@ -13,7 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoints import open_checkpoint
@@ -25,6 +25,7 @@ from moejax.quantization.pipeline import run as pipeline
 from moejax.quantization.pipeline.report import report_lines
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from pallas_kernels import layout
+from tests import slow
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 from tests.random_checkpoints import write_random_checkpoint
 
@@ -155,11 +156,8 @@ class WrittenTest(QuantizeTestCase):
 class RefusedTest(QuantizeTestCase):
     def refused_output(self, job, *messages):
         before = digests(job.output)
-        with self.assertRaises(MoejaxError) as caught:
+        with self.assert_one_line(*messages):
             quantize_checkpoint(job)
-        for message in messages:
-            self.assertIn(message, str(caught.exception))
-        self.assertNotIn("\n", str(caught.exception))
         self.assertEqual(digests(job.output), before)
 
     @pytest.mark.slow
@@ -250,6 +248,7 @@ class RefusedTest(QuantizeTestCase):
         with mock.patch.object(shutil, "disk_usage", return_value=usage):
             self.assert_refused(self.job(), "the result takes up to", "make room")
 
+    @slow.where(lambda changes: "method" in changes)
     @parameterized.parameters(
         ({},),
         ({"method": "milo", "factor_bits": 3, "rank": "Dense-25%"},),
@@ -306,7 +305,3 @@ class RefusedTest(QuantizeTestCase):
         self.assert_refused(self.job(source=damaged), "does not fit float16", "scale_dtype=float32")
         job = self.job("mlp: scale=float32", source=damaged, output=self.directory / "wide")
         quantize_checkpoint(job)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -11,7 +11,6 @@ from unittest import mock
 
 import jax
 import pytest
-from absl.testing import absltest
 
 from moejax.errors import MoejaxError
 from moejax.quantization.pipeline import run as pipeline
@@ -115,7 +114,3 @@ quantize_checkpoint(Job(
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
         with self.assertRaisesRegex(MoejaxError, f"{shard.name} is not what was written"):
             quantize_checkpoint(job)
-
-
-if __name__ == "__main__":
-    absltest.main()

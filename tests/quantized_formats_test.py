@@ -5,7 +5,7 @@ import warnings
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.checkpoints.formats.registry import open_format
@@ -380,7 +380,3 @@ class HqqTest(FormatTestCase):
         tensors, _ = self.quantized((16, 64), **params)
         with self.assertRaisesRegex(MoejaxError, message):
             self.read(self.CONFIG, tensors, (16, 64))
-
-
-if __name__ == "__main__":
-    absltest.main()

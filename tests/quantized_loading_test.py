@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from absl import logging
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints import open_checkpoint, reader
 from moejax.errors import MoejaxError
@@ -34,7 +34,9 @@ from tests.quantized_stores import (
     Gptq,
     Hqq,
     LoadingTestCase,
+    MixedBits,
     Own,
+    Plain,
 )
 
 ATTENTION = ("attention.qkv_proj", "attention.o_proj")
@@ -161,13 +163,7 @@ class ValuesTest(LoadingTestCase):
         self.assertIn("no multiples of 128 rows", "".join(logs.output))
 
     def test_mixed_bits_are_dequantized_and_said(self):
-        class Mixed(Gptq):
-            def matrix(self, prefix, shape):
-                self.bits = 8 if "layers.2.mlp" in prefix else 4
-                return super().matrix(prefix, shape)
-
-        store = Mixed(QWEN)
-        store.config["dynamic"] = {r"+:model\.layers\.2\.mlp\.": {"bits": 8}}
+        store = MixedBits(QWEN)
         store.write(self.directory)
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
             self.assert_loads(store, QTensor, (*ATTENTION, *MLP))
@@ -262,7 +258,8 @@ class OpenTest(LoadingTestCase):
 class HostMemoryTest(LoadingTestCase):
     SLACK_BYTES = 2_500_000  # Python's objects, headers, the plan
 
-    def test_leaves_are_the_memory_that_was_filled(self):
+    @parameterized.parameters(Own, Plain)
+    def test_leaves_are_the_memory_that_was_filled(self, make):
         filled = []
 
         def recorded(shape, dtype):
@@ -270,22 +267,24 @@ class HostMemoryTest(LoadingTestCase):
             return filled[-1]
 
         aligned_empty = reader.aligned_empty
-        store = Own(QWEN)
+        store = make(QWEN)
         store.write(self.directory)
         with mock.patch.object(reader, "aligned_empty", recorded):
             weights = self.load(store, device=jax.devices("cpu")[0])
         pointers = {memory.ctypes.data for memory in filled}
-        down = weights["moe.down"]
-        for leaf in (down.words, down.scales, down.zeros, weights["attention.norm"]):
+        leaves, down = list(weights.values()), weights["moe.down"]
+        if make is Own:
+            leaves = [down.words, down.scales, down.zeros, weights["attention.norm"]]
+        for leaf in leaves:
             self.assertIn(leaf.unsafe_buffer_pointer(), pointers)
 
-    @slow.repeats()
-    @parameterized.parameters(True, False)
-    def test_peak_is_model_and_one_tensor(self, is_host):
+    @slow.where(lambda make, is_host: not is_host)
+    @parameterized.product(make=(Awq, Plain), is_host=(True, False))
+    def test_peak_is_model_and_one_tensor(self, make, is_host):
         model = dataclasses.replace(
             MIXTRAL, model_dim=512, expert_dim=1024, num_experts=8, num_layers=3, vocab_size=512
         )
-        store = Awq(model)
+        store = make(model)
         store.write(self.directory)
         store.tensors, store.weights = {}, {}
         with mock.patch.object(reader, "_is_host", return_value=is_host):
@@ -302,7 +301,3 @@ class HostMemoryTest(LoadingTestCase):
         held_bytes = model_bytes if is_host else slab_bytes + plain_bytes
         self.assertLess(peak_bytes, held_bytes + matrix_bytes + self.SLACK_BYTES)
         self.assertGreater(model_bytes, 2 * (slab_bytes + plain_bytes))
-
-
-if __name__ == "__main__":
-    absltest.main()

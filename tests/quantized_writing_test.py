@@ -6,7 +6,7 @@ import json
 import jax
 import ml_dtypes
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE, quantization_config
 from moejax.checkpoints.formats.native import matrix_tensors, whole_compensator
@@ -227,7 +227,3 @@ class WriterTest(FormatTestCase):
         stored = files.random_matrix((32, 64), bits=4, group_size=32, act_order=True)
         with self.assertRaisesRegex(MoejaxError, "act-order"):
             write("a.b", files_matrix(stored, 4))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import logging
 import tempfile
@@ -42,6 +43,15 @@ def alone(prompt: str, **settings: Any) -> Any:
     return ENGINE.generate([prompt], **{"max_new_tokens": 12, **settings})[0]
 
 
+@functools.cache
+def seed_that_ends() -> int:
+    """A seed with which an answer meets an end of sequence."""
+    return next(
+        seed for seed in range(60)
+        if alone(PROMPT, temperature=1.0, seed=seed).finish_reason == "eos"
+    )  # fmt: skip
+
+
 def expected_logprobs(prompt: str, tokens: list[int]) -> np.ndarray:
     """float64[n, V] of the model at each new token, by the logits of all positions."""
     assert ENGINE.tokenizer is not None
@@ -77,10 +87,7 @@ class CompletionsTest(parameterized.TestCase):
         self.assertEqual([c.finish_reason for c in chunks], [None] * (len(chunks) - 1) + [reason])
 
     def test_goes_on_after_an_end_of_sequence_where_that_is_ignored(self):
-        seed = next(
-            seed for seed in range(60)
-            if alone(PROMPT, temperature=1.0, seed=seed).finish_reason == "eos"
-        )  # fmt: skip
+        seed = seed_that_ends()
         how: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0}
         with held_batches(ENGINE) as gate, concurrent.futures.ThreadPoolExecutor(3) as pool:
             ask = SERVER.client.completions.create
@@ -121,10 +128,7 @@ class CompletionsTest(parameterized.TestCase):
         self.assertEqual(found.choices[0].finish_reason, "stop")
 
     def test_ends_at_an_end_of_sequence(self):
-        seed = next(
-            seed for seed in range(60)
-            if alone(PROMPT, temperature=1.0, seed=seed).finish_reason == "eos"
-        )  # fmt: skip
+        seed = seed_that_ends()
         found = SERVER.client.completions.create(
             model=NAME, prompt=PROMPT, max_tokens=12, seed=seed, logprobs=1, temperature=1.0
         )
@@ -502,7 +506,3 @@ def ids(text: str) -> list[int]:
     """Encodes a text by the tiny tokenizer."""
     assert ENGINE.tokenizer is not None
     return ENGINE.tokenizer.encode(text)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -30,24 +30,19 @@ from tests.serving_case import (
     Served,
     held_batches,
     served,
+    shared_engine,
     slow_steps,
     tiny_chat_engine,
     wait_until,
 )
 
 ENGINE: Engine
-OPEN = contextlib.ExitStack()
 LONG = {"prompt": "the quick", "max_tokens": 200, "temperature": 0}
 
 
 def setUpModule():
     global ENGINE
-    directory = Path(OPEN.enter_context(tempfile.TemporaryDirectory()))
-    ENGINE = OPEN.enter_context(tiny_chat_engine(directory))
-
-
-def tearDownModule():
-    OPEN.close()
+    ENGINE = shared_engine()
 
 
 def outcomes(server: Served, outcome: str) -> float:
@@ -419,7 +414,3 @@ class LedgerTest(absltest.TestCase):
             found = metrics.registry.get_sample_value("moejax_gate_mass_total", {"tier": tier})
             self.assertEqual(found, mass, tier)
         self.assertIn('moejax_gate_mass_total{tier="low"} 3.0', metrics.text().decode())
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -3,9 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,20 +14,14 @@ from moejax import Engine
 from moejax.serving import bodies, requests
 from moejax.serving.bodies import LARGE_BYTES, MOST_BODIES, Bodies
 from moejax.serving.errors import ApiError
-from tests.serving_case import WAIT_S, served, tiny_chat_engine, wait_until
+from tests.serving_case import WAIT_S, served, shared_engine, wait_until
 
 ENGINE: Engine
-OPEN = contextlib.ExitStack()
 
 
 def setUpModule():
     global ENGINE
-    directory = Path(OPEN.enter_context(tempfile.TemporaryDirectory()))
-    ENGINE = OPEN.enter_context(tiny_chat_engine(directory))
-
-
-def tearDownModule():
-    OPEN.close()
+    ENGINE = shared_engine()
 
 
 class LargeTest(absltest.TestCase):
@@ -144,7 +136,3 @@ def post(size: int, waits: asyncio.Event | None = None) -> HttpRequest:
 
     headers = [(b"content-type", b"application/json")]
     return HttpRequest({"type": "http", "method": "POST", "headers": headers}, receive)
-
-
-if __name__ == "__main__":
-    absltest.main()

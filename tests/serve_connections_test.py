@@ -6,9 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,7 +15,7 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.serving.app import Access
 from moejax.serving.connections import ConnectionLimits
-from tests.serving_case import NAME, WAIT_S, Served, served, tiny_chat_engine, wait_until
+from tests.serving_case import NAME, WAIT_S, Served, served, shared_engine, wait_until
 
 ENGINE: Engine
 SERVER: Served
@@ -30,8 +28,7 @@ BODY = {"prompt": "a", "max_tokens": 1, "temperature": 0}
 
 def setUpModule():
     global ENGINE, SERVER
-    directory = Path(OPEN.enter_context(tempfile.TemporaryDirectory()))
-    ENGINE = OPEN.enter_context(tiny_chat_engine(directory))
+    ENGINE = shared_engine()
     SERVER = OPEN.enter_context(served(ENGINE, limits=LIMITS))
 
 
@@ -299,7 +296,3 @@ def options(server: Served, origin: str) -> tuple[int, dict[str, str]]:
         connection.request("OPTIONS", "/v1/completions", headers=headers)
         answer = connection.getresponse()
         return answer.status, {k.lower(): v for k, v in answer.headers.items()}
-
-
-if __name__ == "__main__":
-    absltest.main()

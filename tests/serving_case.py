@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +42,13 @@ def tiny_chat_engine(directory: Path, **how: Any) -> Engine:
     engine = load_tiny_engine(directory, **how)
     engine.tokenizer = Tokenizer.from_directory(directory)
     return engine
+
+
+@functools.cache
+def shared_engine() -> Engine:
+    """The tiny chat engine that all files of a process serve: most of the time is compiling."""
+    with tempfile.TemporaryDirectory() as directory:
+        return tiny_chat_engine(Path(directory))
 
 
 @dataclasses.dataclass

@@ -1,8 +1,6 @@
 """Sweeps: grids, the model of time, the front, and the main from a trace to rows and a picture."""
 
-import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import tempfile
@@ -12,7 +10,7 @@ from unittest import mock
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import cli, sweep
+from moejax import sweep
 from moejax.config.grid import axis, described, eighths, settings
 from moejax.config.sweep import PICTURES, check_picture
 from moejax.errors import MoejaxError
@@ -28,7 +26,9 @@ from moejax.routing.simulate.costs import (
 from moejax.routing.simulate.sweeping import Tiers
 from moejax.routing.simulate.sweeping import sweep as sweep_over
 from moejax.routing.trace import write_trace
+from tests import commands
 from tests.buddy_profiles import random_profile
+from tests.folder_case import FolderTestCase
 from tests.simulated_traces import random_trace
 
 FORMER = ResultRow(
@@ -145,35 +145,32 @@ class CeilingTest(parameterized.TestCase):
             self.assertLessEqual(figures["bound_ms"], figures["tpot_ms"])
 
 
-class MainTest(parameterized.TestCase):
+class MainTest(FolderTestCase):
     def setUp(self):
         super().setUp()
-        self.folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-        self.trace = self.folder / "x.trace"
+        self.trace = self.directory / "x.trace"
         trace = random_trace(
             step_sizes=[9, *[1] * 40], num_layers=2, num_experts=16, width=2, foreseen=2
         )
         write_trace(self.trace, dataclasses.replace(trace, facts={"tiers": "int4=1000000"}))
 
     def run_main(self, *arguments: str, status: int = 0) -> tuple[str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        argv = ["sweep", f"--config.trace={self.trace}", *arguments]
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            got = cli.exit_status(sweep.COMMAND, argv)
-        self.assertEqual(got, status, err.getvalue())
-        return out.getvalue(), err.getvalue()
+        got, *said = commands.run(sweep.COMMAND, f"--config.trace={self.trace}", *arguments)
+        self.assertEqual(got, status, said)
+        return tuple(said)
 
     def test_the_grid_follows_the_trace_where_none_is_given(self):
-        _, err = self.run_main("--links=50")
-        self.assertIn("lru: 8 settings over 40 decoded steps of 2 layers of 16 experts", err)
-        tiers = "--tiers=int4=1800,int2=1000"
-        _, err = self.run_main("--policy=dynaexq", tiers)
-        self.assertIn("dynaexq: 8 settings", err)
+        with mock.patch.object(sweeping, "sweep", side_effect=MoejaxError("enough")) as swept:
+            self.run_main("--links=50", status=1)
+            tiers = "--tiers=int4=1800,int2=1000"
+            self.run_main("--policy=dynaexq", tiers, status=1)
+        grids = [call.args[2] for call in swept.call_args_list]
+        self.assertEqual(grids, [eighths(16, 1), eighths(16, 2)])
         self.assertEqual(eighths(5, 2)[0], {"slots": (1, 1)})
         self.assertEqual([of["slots"] for of in eighths(32, 1)], [4, 8, 12, 16, 20, 24, 28, 32])
 
     def test_from_a_trace_to_rows_and_a_picture(self):
-        rows, plot = self.folder / "rows.jsonl", self.folder / "plot.png"
+        rows, plot = self.directory / "rows.jsonl", self.directory / "plot.png"
         append_rows(rows, [FORMER])
         plot.write_bytes(b"\x89PNG of a former sweep")
         out, err = self.run_main(
@@ -218,7 +215,7 @@ class MainTest(parameterized.TestCase):
         self.assertIn("| 100.0 | 0.0 | 0.0 | 0.0 |", full)
 
     def test_buddies_of_a_profile(self):
-        file = self.folder / "x.safetensors"
+        file = self.directory / "x.safetensors"
         save_buddies(file, random_profile(2, 16))
         out, _ = self.run_main(
             "--config.policy=buddymoe", "--config.links=('25',)",
@@ -227,7 +224,7 @@ class MainTest(parameterized.TestCase):
         self.assertIn(f"slots=8 lists={file} tae_tau=profile |", out)
 
     def test_a_calibration(self):
-        rows = self.folder / "measured.jsonl"
+        rows = self.directory / "measured.jsonl"
         facts = {"unit": "ms", "device": "x", "versions": {}, "date": "x", "command": "x"}
         what = "Qwen3, {} slots of 128, ahead {}, TPOT"
         append_rows(rows, [
@@ -241,7 +238,7 @@ class MainTest(parameterized.TestCase):
         self.assertIn("12 GiB/s", out)
 
     def test_a_calibration_by_a_benchmark(self):
-        rows = self.folder / "benchmark.jsonl"
+        rows = self.directory / "benchmark.jsonl"
         facts = {"baseline": {}, "device": "x", "versions": {}, "date": "x", "command": "x"}
 
         def add(model, batch, gib, moved):
@@ -257,16 +254,12 @@ class MainTest(parameterized.TestCase):
         add("Qwen3", 1, 8, 0.5)
         add("Qwen3", 1, 8.5, 0.25)
         add("Qwen3", 4, 8, 2.0)  # one of its kind tells no speed
-        out, err = self.run_main(f"--config.calibration={rows}", "--config.grid=('slots=4',)")
+        with mock.patch.object(sweeping, "sweep", side_effect=MoejaxError("enough")):
+            _, err = self.run_main(f"--config.calibration={rows}", status=1)
         self.assertIn("calibrated by 2 measurements: 3.000 ms a step, 50.0 GiB/s", err)
-        self.assertIn("12 GiB/s", out)
         add("Qwen3", 4, 12, 1.0)
         with self.assertRaisesRegex(MoejaxError, "has rows of 2 runs.*batch 1.*batch 4"):
             measured_rows(rows)
-
-    def test_help(self):
-        out, _ = self.run_main("--help")
-        self.assertIn("--config.grid", out)
 
     def test_files_of_another_kind_are_kept(self):
         row = json.dumps(row_fields(FORMER))
@@ -283,19 +276,19 @@ class MainTest(parameterized.TestCase):
             ("no/x.png", "plot", None, "lies in "),
             ("d.png", "plot", "folder", "is a directory"),
         ):
-            path = self.folder / name
+            path = self.directory / name
             if content == "folder":
                 path.mkdir()
             elif content is not None:
                 path.write_bytes(content)
-            before = path.read_bytes() if path.is_file() else sorted(self.folder.iterdir())
+            before = path.read_bytes() if path.is_file() else sorted(self.directory.iterdir())
             with mock.patch.object(sweeping, "sweep") as never:
                 _, err = self.run_main(f"--config.{field}={path}", status=1)
             self.assertRegex(err, rf"^error: {field} \S+ .*{said}.*\n\Z")
             self.assertFalse(never.called)
-            after = path.read_bytes() if path.is_file() else sorted(self.folder.iterdir())
+            after = path.read_bytes() if path.is_file() else sorted(self.directory.iterdir())
             self.assertEqual(after, before)
-        both = self.folder / "both.png"
+        both = self.directory / "both.png"
         _, err = self.run_main(f"--config.output={both}", f"--config.plot={both}", status=1)
         self.assertIn("name two files", err)
 
@@ -341,7 +334,3 @@ class MainTest(parameterized.TestCase):
         _, err = self.run_main(*arguments, status=1)
         self.assertIn(said, err)
         self.assertLen(err.strip().splitlines(), 1)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -19,30 +19,13 @@ from moejax.inference.batch import Batch, raise_errors
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig, weight_shapes
+from tests.random_checkpoints import TINY
 
-VOCAB_SIZE = 160
-CONFIG = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=VOCAB_SIZE,
-    model_dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    num_experts=8,
-    experts_per_token=2,
-    expert_dim=16,
-    mlp_dim=40,
-    moe_layers=(0, 1),
-    norm_topk_prob=True,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    max_positions=256,
-    tied_embeddings=False,
-    qk_norm=True,
-    attention_bias=False,
-    sliding_window=None,
-)
+VOCAB_SIZE = TINY["vocab_size"]
+CONFIG = ModelConfig(**TINY | {
+    "model_dim": 32, "num_layers": 2, "head_dim": 8, "num_experts": 8, "expert_dim": 16,
+    "mlp_dim": 40, "moe_layers": (0, 1),
+})  # fmt: skip
 CHARACTERS = [chr(code) for code in range(32, 127)]
 PAIRS = list(itertools.product(string.ascii_lowercase, repeat=2))[7::10][: VOCAB_SIZE - 95]
 

@@ -1,18 +1,17 @@
 """Encoding, streaming and chat templates, against transformers, with tokenizers trained here."""
 
 import json
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import tokenizers
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from moejax.errors import MoejaxError
 from moejax.text.chat_template import find_chat_template
 from moejax.text.tokenizer import Tokenizer, read_eos_ids
+from tests.folder_case import FolderTestCase
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1234 times faster, isn't it?",
@@ -79,11 +78,97 @@ MIXTRAL_LIKE = """\
     {% endif %}
 {% endfor %}
 """
+# In the manner of Qwen3-Next's: ChatML, with tools and calls.
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n\\nYou may call one or more functions.\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}
+                    {{- '\\n' }}
+                {%- endif %}
+                {%- if tool_call.function %}
+                    {%- set tool_call = tool_call.function %}
+                {%- endif %}
+                {{- '<tool_call>\\n{"name": "' }}
+                {{- tool_call.name }}
+                {{- '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}
+                    {{- tool_call.arguments }}
+                {%- else %}
+                    {{- tool_call.arguments | tojson }}
+                {%- endif %}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}
+        {{- content }}
+        {{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+# Published tokenizer_config.json of DeepSeek-V2-Lite-Chat.
+DEEPSEEK = (
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}"
+    "{% endif %}{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ 'User: ' + message['content'] + '\n\n' }}{% elif message['role'] == 'assistant' %}"
+    "{{ 'Assistant: ' + message['content'] + eos_token }}{% elif message['role'] == 'system' %}"
+    "{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "{{ 'Assistant:' }}{% endif %}"
+)
 CONVERSATION = [
     {"role": "user", "content": 'Hello & <welcome>, "you"!  '},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi. 你好"},
     {"role": "user", "content": "Again?"},
 ]
+WITH_TOOLS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 6 x 7? <ä&>"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "times", "arguments": {"a": 6, "b": 7}}}],
+    },
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "42."},
+    {"role": "user", "content": "And 6 x 8?"},
+]
+WITH_SYSTEM = [{"role": "system", "content": "Be brief."}, *CONVERSATION]
 
 
 def byte_level_tokenizer() -> tokenizers.Tokenizer:
@@ -131,15 +216,11 @@ def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-class TokenizerTestCase(parameterized.TestCase):
+class TokenizerTestCase(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         cls.tokenizers = {"bytes": byte_level_tokenizer(), "fallback": byte_fallback_tokenizer()}
-
-    def setUp(self):
-        super().setUp()
-        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def _write(self, name, fields):
         (self.directory / name).write_text(json.dumps(fields))
@@ -240,9 +321,8 @@ class TokenizerTest(TokenizerTestCase):
     @parameterized.parameters("", "{", "{}", '{"model": {"type": "Unheard"}}')
     def test_broken_tokenizer(self, text):
         (self.directory / "tokenizer.json").write_text(text)
-        with self.assertRaisesRegex(MoejaxError, "cannot read .*tokenizer.json.*again") as caught:
+        with self.assert_one_line("cannot read ", "tokenizer.json", "again"):
             Tokenizer.from_directory(self.directory)
-        self.assertNotIn("\n", str(caught.exception))
 
     def test_broken_tokenizer_config(self):
         self._tokenizer("bytes")
@@ -303,7 +383,10 @@ class EosTest(TokenizerTestCase):
 
 class ChatTemplateTest(TokenizerTestCase):
     @parameterized.product(
-        template=[QWEN3_LIKE, MIXTRAL_LIKE],
+        how=[
+            (QWEN3_LIKE, CONVERSATION), (MIXTRAL_LIKE, CONVERSATION), (CHATML, WITH_TOOLS),
+            (DEEPSEEK, WITH_SYSTEM), (DEEPSEEK, CONVERSATION[:1]),
+        ],
         variables=[
             {},
             {"enable_thinking": False},
@@ -311,20 +394,21 @@ class ChatTemplateTest(TokenizerTestCase):
             {"tools": [{"name": "f", "text": "<ä&>"}]},
         ],
         add_generation_prompt=[True, False],
-    )
-    def test_as_transformers(self, template, variables, add_generation_prompt):
+    )  # fmt: skip
+    def test_as_transformers(self, how, variables, add_generation_prompt):
+        template, messages = how
         tokenizer = self._tokenizer("bytes", chat_template=template)
         expected = self._reference().apply_chat_template(
-            CONVERSATION,
+            messages,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
         found = tokenizer.apply_chat_template(
-            CONVERSATION, add_generation_prompt=add_generation_prompt, **variables
+            messages, add_generation_prompt=add_generation_prompt, **variables
         )
         self.assertEqual(found, expected)
-        self.assertIn("Again?", found)
+        self.assertIn(messages[-1]["content"], found)
 
     def test_file_wins(self):
         tokenizer = self._tokenizer("bytes", chat_template="from tokenizer_config.json")
@@ -379,7 +463,3 @@ class ChatTemplateTest(TokenizerTestCase):
         with self.assertRaisesRegex(MoejaxError, message) as caught:
             tokenizer.apply_chat_template(CONVERSATION[1:])
         self.assertNotIn("\n", str(caught.exception))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -168,7 +168,9 @@ class Compose(ByContent, Policy[ComposeState]):
         if rule is None or hotness.hot != importance.high:
             return None
         # An expert left out stays out wherever a copy is, unless importance reuses it.
-        return dataclasses.replace(rule, held=rule.held | (rule.low != SKIPPED))
+        return dataclasses.replace(
+            rule, high_if_resident=rule.high_if_resident | (rule.low != SKIPPED)
+        )
 
     def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
         """See `Policy`; promotions and demotions come before fetches of replaced experts."""
