@@ -291,7 +291,7 @@ CONTRACT = Contract(
 
 
 class ContractTest(on_host(CONTRACT)):
-    """What may not be read is NaN."""
+    """Operands are NaN where nothing may be read."""
 
     @slow.repeats()
     @parameterized.parameters((16, 1), (16, 8), (64, 2), (32, 64))

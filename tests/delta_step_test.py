@@ -246,7 +246,7 @@ CONTRACT = Contract(
 
 
 class ContractTest(on_host(CONTRACT)):
-    """What else a sequence does not depend on."""
+    """A sequence does not depend on the others."""
 
     @pytest.mark.slow
     def test_a_sequence_is_the_same_in_any_company(self):

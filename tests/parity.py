@@ -25,7 +25,7 @@ def choice_gap(scores: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def softmax_gap(model: Any, place: int, logits: torch.Tensor) -> torch.Tensor:
-    """That of a router of Mixtral and Qwen3."""
+    """The gap of a router of Mixtral and Qwen3."""
     del place
     return choice_gap(logits.softmax(-1), model.config.num_experts_per_tok)
 
