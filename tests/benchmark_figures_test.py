@@ -33,7 +33,7 @@ class EndsTest(absltest.TestCase):
     def test_a_call_in_which_all_answers_ended_is_no_time_of_a_step(self):
         """Two answers of 9 tokens asked for, in calls of 4; both end in the second call."""
         calls = iter([[[2, 2, 2, 2], [2, 2, 0, -1]], [[0, -1, -1, -1], [-1] * 4], [[-1] * 4] * 2])
-        session = types.SimpleNamespace(since=0, emitted=StepOutput([[1], [1]], None))
+        session = types.SimpleNamespace(failures_before=0, emitted=StepOutput([[1], [1]], None))
 
         def decode(*_: Any) -> None:
             session.emitted = StepOutput(next(calls), None)

@@ -13,8 +13,8 @@ from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
@@ -92,7 +92,7 @@ def tier_of(
     `asked` takes the experts that are read from there.
     """
     device, (slots, transient, prefetch) = jax.devices("gpu")[0], place
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=config.num_layers, num_experts=NUM_EXPERTS, slots=slots, transient=transient,
         banks=2 if prefetch else 1,
     )  # fmt: skip
@@ -113,7 +113,7 @@ def tier_of(
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     hosts = jax.tree.map(lambda leaf: jax.device_put(leaf[:held], pinned), rows)
     row_of = np.where(number < held, number, -1).reshape(-1, NUM_EXPERTS)
-    return TierMemory(PoolSpec(cache, prefetch, read), *hosts, row_of, device)
+    return TierMemory(TierSpec(cache, prefetch, read), *hosts, row_of, device)
 
 
 def memory_of(
@@ -165,7 +165,7 @@ class DeviceTestCase(parameterized.TestCase):
 
         Of plain attention matrices that no kernel serves XLA copies each layer's out of the stack.
         """
-        banks = [pool.banks for pool in runner.memory.pool.pools]
+        banks = [pool.banks for pool in runner.memory.pool.tiers]
         attention = [leaf for name, leaf in runner.weights.items() if name in ATTENTION]
         served = [ops.choose_product(1, runner.dtype, w, runner.kernels) for w in attention]
         copied = [

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig, leaf_dtype
 from moejax.policies.base import AnyPolicy
@@ -89,7 +89,7 @@ def tier_memory(
     """
     num_layers, num_experts = len(config.moe_layers), config.num_experts
     slots, number = min(slots, num_experts), np.arange(num_layers * num_experts)
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=num_layers, num_experts=num_experts, slots=slots, transient=transient,
         banks=2 if prefetch else 1,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def tier_memory(
 
     held = len(number) if num_rows is None else num_rows
     row_of = np.where(number < held, number, -1).reshape(num_layers, num_experts)
-    spec = PoolSpec(cache, prefetch, None if read is None else from_disk, emulated=emulated)
+    spec = TierSpec(cache, prefetch, None if read is None else from_disk, emulated=emulated)
     hosts = jax.tree.map(lambda leaf: leaf[:held], rows)
     memory = TierMemory(spec, *hosts, row_of, CPU, terms)
     count = (num_experts if slots == num_experts else 0) if first < 0 else first

@@ -11,7 +11,7 @@ from absl.testing import absltest
 from moejax.errors import MoejaxError
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.tiered import Asked
+from moejax.experts.transfer_programs import TransferRequests
 from moejax.experts.transfers import _State
 from moejax.policies.base import Requests
 from moejax.policies.make import make_policy
@@ -63,10 +63,10 @@ class TiersTest(absltest.TestCase):
     def test_an_outage_of_several_tiers_ends_the_sessions_of_its_time_alone(self):
         for tier in self.memory.tiers:
             tier.disk = BadDisk()
-        before = self.memory.begin_session()
+        before = self.memory.failure_count()
         for tier in self.memory.tiers:
             tier.disk.failures += 1
-        since = self.memory.begin_session()
+        since = self.memory.failure_count()
         self.assertEqual([held(tier) for tier in self.memory.tiers], [0, 0])
         for around in (self.memory.step, self.memory.reading):
             for _ in range(2):
@@ -77,7 +77,7 @@ class TiersTest(absltest.TestCase):
 
     def test_what_ran_behind_a_failed_step_is_asked_for_again(self):
         lost = Requests(*[Lost()] * len(Requests._fields))
-        self.memory._answer = Asked(lost, lost, Lost())
+        self.memory._answer = TransferRequests(lost, lost, Lost())
         with self.memory.step():
             pass
         self.assertNotIsInstance(self.memory._answer.idle, Lost)

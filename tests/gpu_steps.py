@@ -23,9 +23,16 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
-from moejax.experts.residency import CacheSpec, empty, no_counts
-from moejax.experts.tiered import ExpertCache, ExpertCacheSpec, no_gate
+from moejax.experts.residency import CacheSizes, empty, no_counts
+from moejax.experts.state import (
+    CacheSpec,
+    ExpertCache,
+    HostRows,
+    TierSlots,
+    TierSpec,
+    compiler_options,
+    no_gate,
+)
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
@@ -127,10 +134,10 @@ def decode_operands(config: ModelConfig, batch: int) -> tuple[Any, ...]:
 
 def tier(
     config: ModelConfig, slots: int, bits: int = 4, *, transient: int, banks: int, ahead: int
-) -> tuple[PoolSpec, ExpertPool, ExpertStore]:
+) -> tuple[TierSpec, TierSlots, HostRows]:
     """The pool of a tier, and all rows of the host."""
     num = config.num_layers, config.num_experts
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=num[0], num_experts=num[1], slots=slots, transient=transient, banks=banks
     )
 
@@ -138,26 +145,26 @@ def tier(
         width, hidden = config.model_dim, config.expert_dim
         return packed((count, 2 * hidden, width), bits), packed((count, width, hidden), bits)
 
-    pool = ExpertPool(
+    pool = TierSlots(
         tuple(rows(cache.num_slots) for _ in range(banks)),
         jax.eval_shape(lambda: empty(cache)),
         jax.eval_shape(lambda: no_counts(num[0])),
     )
-    store = ExpertStore(*rows(num[0] * num[1]), leaf_of(num, jnp.int32))
-    return PoolSpec(cache, ahead, is_complete=slots == num[1]), pool, store
+    store = HostRows(*rows(num[0] * num[1]), leaf_of(num, jnp.int32))
+    return TierSpec(cache, ahead, is_complete=slots == num[1]), pool, store
 
 
 def under_no_policy(
     config: ModelConfig, slots: int, ahead: int
-) -> tuple[ExpertCacheSpec, ExpertCache, tuple[ExpertStore, ...]]:
+) -> tuple[CacheSpec, ExpertCache, tuple[HostRows, ...]]:
     spec, pool, store = tier(config, slots, transient=4, banks=2 if ahead else 1, ahead=ahead)
     spec = dataclasses.replace(spec, is_complete=False)
-    return ExpertCacheSpec(None, ("stored",), (spec,)), ExpertCache((pool,), (), None), (store,)
+    return CacheSpec(None, ("stored",), (spec,)), ExpertCache((pool,), (), None), (store,)
 
 
 def under_policy(
     case: Case, config: ModelConfig
-) -> tuple[ExpertCacheSpec, ExpertCache, tuple[ExpertStore, ...]]:
+) -> tuple[CacheSpec, ExpertCache, tuple[HostRows, ...]]:
     policy, names = case.policy, tuple(f"int{bits}" for bits, _ in case.tiers)
     how = {"transient": case.transient, "banks": case.banks}
     how["ahead"] = config.experts_per_token if case.banks > 1 else 0
@@ -175,10 +182,10 @@ def under_policy(
         jax.eval_shape(lambda: policy.init(about)),
         jax.eval_shape(lambda: no_gate(config.num_layers, len(case.tiers))),
     )
-    return ExpertCacheSpec(policy, names, tuple(specs)), pool, stores
+    return CacheSpec(policy, names, tuple(specs)), pool, stores
 
 
-def with_replay(store: ExpertStore, config: ModelConfig) -> ExpertStore:
+def with_replay(store: HostRows, config: ModelConfig) -> HostRows:
     """Adds a replay like `benchmarking.shape_memory.replay`."""
     said = leaf_of((REPLAYED, config.num_layers, 1, config.num_experts), jnp.float32)
     return dataclasses.replace(store, replay=said, replay_predicted=said)
@@ -186,7 +193,7 @@ def with_replay(store: ExpertStore, config: ModelConfig) -> ExpertStore:
 
 def compiled(
     step: Callable[..., Any], operands: Any, donated: tuple[int, ...],
-    spec: ExpertCacheSpec | None = None, is_prefill: bool = False,
+    spec: CacheSpec | None = None, is_prefill: bool = False,
 ) -> jax.stages.Compiled:  # fmt: skip
     """Compiles a step like `Runner`."""
     from jax.experimental import topologies
@@ -202,7 +209,7 @@ def compiled(
     with described(GPU):
         traced = jax.jit(step, donate_argnums=donated).trace(*operands)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    options = compiler_options(spec.pools, is_prefill) if spec else None
+    options = compiler_options(spec.tiers, is_prefill) if spec else None
     return lowered.compile(compiler_options=options)
 
 
@@ -283,7 +290,7 @@ def print_pools() -> None:
         kv = jax.eval_shape(lambda of=config: empty_cache(of, 1, CONTEXT, HALF))
         for (slots, ahead), is_first in zip(CHUNKS, (True, False), strict=True):
             cached = under_no_policy(config, slots, ahead)
-            bank = num_bytes(cached[1].pools[0].banks[0])
+            bank = num_bytes(cached[1].tiers[0].banks[0])
             label = f"{name}_{slots}_slots_{ahead}_ahead_chunk"
             show(label, compiled_prefill(config, cached, is_first), bank, (kv, cached[1]))
 

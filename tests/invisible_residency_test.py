@@ -195,8 +195,8 @@ class InvisibleTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_one_phase_alone_looks_ahead(self, phase):
         runner, memory, _ = self.cached("qwen3_moe", 16, PLACES["50 % and prefetch"])
-        pool = dataclasses.replace(memory.spec.pools[0], prefetch_in=phase)
-        memory.spec = dataclasses.replace(memory.spec, pools=(pool,))
+        pool = dataclasses.replace(memory.spec.tiers[0], prefetch_in=phase)
+        memory.spec = dataclasses.replace(memory.spec, tiers=(pool,))
         runner = Runner(QWEN, runner.weights, CPU, memory=memory)
         came = []
         session = runner.prefill(PROMPTS[:1], 64, SETTINGS, ())
@@ -318,14 +318,14 @@ def outcome(runner: Runner, memory: Any, record: RecordSpec | None = None) -> An
     if memory is None:
         return said, rows, None
     pools = []
-    for pool, spec in zip(memory.pool.pools, memory.spec.pools, strict=True):
+    for pool, spec in zip(memory.pool.tiers, memory.spec.tiers, strict=True):
         end, residency = spec.cache.first_transient, pool.residency
         if spec.is_complete:  # of such a pool nobody asks when a slot was used last
             table = residency.table.at[:, 2 * spec.cache.num_experts :].set(0)
             residency = dataclasses.replace(residency, table=table)
         banks = jax.tree.map(lambda a, end=end: a[:end], pool.banks)
         pools.append(dataclasses.replace(pool, banks=banks, residency=residency))
-    pool = dataclasses.replace(memory.pool, pools=tuple(pools))
+    pool = dataclasses.replace(memory.pool, tiers=tuple(pools))
     return said, rows, jax.device_get(pool)
 
 

@@ -151,7 +151,8 @@ class LimitsTest(parameterized.TestCase):
             jax.block_until_ready(runner.decode(sessions[1], 9, STEPS_PER_CALL, False))
         self.assertIsNotNone(engine.ledger)
         for session in sessions:
-            with self.assertRaisesRegex(MoejaxError, "is gone"), runner.reading(session.since):
+            failures = session.failures_before
+            with self.assertRaisesRegex(MoejaxError, "is gone"), runner.reading(failures):
                 pass
             with self.assertRaisesRegex(MoejaxError, "is gone"):
                 runner.decode(session, 9, STEPS_PER_CALL, False)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.experts import ledger, residency
-from moejax.experts.residency import CacheSpec, Residency
+from moejax.experts.residency import CacheSizes, Residency
 from pallas_kernels import cache_plan
 from tests import slow
 from tests.cache_model import ROW, CacheModel
@@ -25,8 +25,8 @@ LISTED = 3  # experts that a transfer brings
 KINDS = ("plan", "predict", "admit")
 
 
-def spec(layers: int, experts: int, slots: int, transient: int) -> CacheSpec:
-    return CacheSpec(num_layers=layers, num_experts=experts, slots=slots, transient=transient)
+def spec(layers: int, experts: int, slots: int, transient: int) -> CacheSizes:
+    return CacheSizes(num_layers=layers, num_experts=experts, slots=slots, transient=transient)
 
 
 # name: sizes, and how many experts a layer may need at once.
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def replay(spec: CacheSpec, max_needed: int, decisions: Decision) -> Any:
+def replay(spec: CacheSizes, max_needed: int, decisions: Decision) -> Any:
     """Outcome, residency and counts after each decision of a sequence, all stacked."""
     size = form_of(spec, max_needed).num_jobs(max_needed, spec.num_experts)
     none = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
@@ -115,7 +115,7 @@ def random_decisions(model: CacheModel, rng: np.random.Generator, skew: float) -
     )
 
 
-def blank(spec: CacheSpec, max_needed: int) -> dict[str, np.ndarray]:
+def blank(spec: CacheSizes, max_needed: int) -> dict[str, np.ndarray]:
     """The fields of `LENGTH` outcomes, by name, all -1."""
     form = form_of(spec, max_needed)
     size, waves = form.num_jobs(max_needed, spec.num_experts), form.later_waves
@@ -161,7 +161,7 @@ def rows_of(state: Residency, counts: residency.Counts) -> np.ndarray:
     return np.concatenate([*(getattr(state, name) for name in ROW), counts.events], axis=2)
 
 
-def follow_bytes(spec: CacheSpec, given: Decision, found: dict[str, np.ndarray]) -> None:
+def follow_bytes(spec: CacheSizes, given: Decision, found: dict[str, np.ndarray]) -> None:
     """Fetches what one is told to, and looks whether each needed expert's bytes are in its slot."""
     pool: dict[int, tuple[int, int]] = {}
     lists = {name: values.tolist() for name, values in found.items()}

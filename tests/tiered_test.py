@@ -13,9 +13,9 @@ from absl.testing import absltest, parameterized
 
 from moejax.experts import cache, cached_experts
 from moejax.experts import cache_plan as placing
-from moejax.experts.cache_plan import Placing
-from moejax.experts.cache_step import CacheStep
-from moejax.experts.tiered import ask
+from moejax.experts.cache_plan import CachePlanner
+from moejax.experts.cached_experts import CachedExperts
+from moejax.experts.transfer_programs import request_transfers
 from moejax.models import expert_products
 from moejax.policies.base import Policy, Requests
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -241,9 +241,9 @@ class BetweenStepsTest(parameterized.TestCase):
         for _ in range(3):
             runner.logits(TOKENS)
         memory.read_counters()
-        pool, said = ask(memory.spec, memory.pool, *memory._in_flight_and_room())
+        pool, said = request_transfers(memory.spec, memory.pool, *memory._in_flight_and_room())
         high = np.asarray(pool.state.high)
-        hot = np.asarray(pool.pools[0].residency.slot_of) >= 0
+        hot = np.asarray(pool.tiers[0].residency.slot_of) >= 0
         np.testing.assert_array_equal(hot, high)
         self.assertEqual(high.sum(), 3 * NUM_LAYERS)
         self.assertTrue((np.asarray(said.moved.layer) < 0).all() or cold_slots < NUM_EXPERTS)
@@ -267,7 +267,7 @@ class BetweenStepsTest(parameterized.TestCase):
             ):
                 for turn in range(12):
                     runner.logits((TOKENS + turn) % runner.config.vocab_size)
-            asked[says] = sum(call.args[0] is ask for call in programs.call_args_list)
+            asked[says] = sum(call.args[0] is request_transfers for call in programs.call_args_list)
             found[says] = memory.pool
         self.assertEqual(asked[False], 12)
         # First, when the warm-up is over, once more for what that led to; and so every period.
@@ -323,12 +323,14 @@ class AskTest(HostTestCase, parameterized.TestCase):
         coming = np.zeros((len(QWEN.moe_layers), 2, len(everyone)), bool)
         coming[:, COLD] = low_is_full  # the low tier has all of them, or will
         self.assertEqual(held.shape[0], len(QWEN.moe_layers))
-        pool, said = ask(memory.spec, memory.pool, jnp.asarray(coming), jnp.int32(room))
+        pool, said = request_transfers(
+            memory.spec, memory.pool, jnp.asarray(coming), jnp.int32(room)
+        )
         self.assertEqual(said.ahead.layer.shape, (0,))
         rows = np.stack([np.asarray(numbers) for numbers in said.moved], axis=1).tolist()
         wanted = [list(row) for row in ASKED[:carried_out]] + [[-1] * 3] * (6 - carried_out)
         self.assertEqual(rows, wanted)
-        hot = np.asarray(pool.pools[HOT].residency.table)[:, : len(everyone)] >= 0
+        hot = np.asarray(pool.tiers[HOT].residency.table)[:, : len(everyone)] >= 0
         expected = np.zeros_like(hot)
         expected[:, :first] = True
         for layer, expert, tier in ASKED[:carried_out]:
@@ -413,7 +415,7 @@ class ReplayTest(absltest.TestCase):
         given = replays(True)
         runner, memory = cached_runner(Looking(prefetch=2), (4, 2), (3, 3), prefetch=2)
         replayed(runner, memory.tiers[:1], given)
-        clock = int(memory.pool.pools[0].residency.clock)
+        clock = int(memory.pool.tiers[0].residency.clock)
         step = ((clock - 1) // NUM_LAYERS - 1) % 5  # the last one
         seen = jax.device_get(memory.pool.state)
         probabilities, predicted = (
@@ -459,8 +461,8 @@ class OneLaunchTest(parameterized.TestCase):
             options |= {"interpret": options["implementation"] == "triton"}
             return predict(*arguments, **options)
 
-        in_one, plan, predict = CacheStep.is_grouped, cache_plan.plan, cache_plan.predict
-        refusal = Placing.refusal
+        in_one, plan, predict = CachedExperts.is_grouped, cache_plan.plan, cache_plan.predict
+        refusal = CachePlanner.refusal
 
         def few(self, num_pairs):  # as if these were a GPU's
             return "waves" if any(form.later_waves for form in self.forms(num_pairs)) else None
@@ -477,8 +479,8 @@ class OneLaunchTest(parameterized.TestCase):
                 mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
                 mock.patch.object(cache_plan, "plan", interpreted),
                 mock.patch.object(cache_plan, "predict", predicted),
-                mock.patch.object(CacheStep, "is_grouped", separate),
-                mock.patch.object(Placing, "refusal", refuses),
+                mock.patch.object(CachedExperts, "is_grouped", separate),
+                mock.patch.object(CachePlanner, "refusal", refuses),
             ):
                 found.append((answers(runner, PROMPTS[:1], 6), memory.read_counters().as_dict()))
         for said, counted in found[1:]:

@@ -20,8 +20,8 @@ from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kernel_choice import EXPERT_LEAVES
@@ -125,11 +125,11 @@ class ShapeMemories:
         num_experts, rows = self.config.num_experts, self.rows(plan.bits, plan.few_rows)
         is_full = plan.slots == num_experts
         transient = plan.transient or (1 if is_full else self.config.experts_per_token)
-        cache = CacheSpec(
+        cache = CacheSizes(
             num_layers=self.num_layers, num_experts=num_experts, slots=plan.slots,
             transient=transient, banks=2 if plan.prefetch else 1,
         )  # fmt: skip
-        spec = PoolSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
+        spec = TierSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
         memory = TierMemory(spec, *rows.stacks, rows.row_of, self.device)
         first = plan.first
         if is_full:

@@ -133,21 +133,21 @@ class Batch:
             spent = programs.seconds - compiled
             return Timing(ttft_s, time.perf_counter() - started - spent - ttft_s, decoded, spent)
 
-        deltas = self._read(session.emitted, session.since)
+        deltas = self._read(session.emitted, session.failures_before)
         ttft_s = timing().decode_s
         self.timing = Timing(ttft_s, 0.0, 0, programs.seconds - compiled)
         yield deltas
         pending = dispatch()
         while pending is not None and not self._ended[: len(self._room)].all():
             following = dispatch()
-            deltas = self._read(pending, session.since)
+            deltas = self._read(pending, session.failures_before)
             decoded += max(len(delta.tokens) for delta in deltas if delta is not None)
             self.timing = timing()
             yield deltas
             pending = following
 
-    def _read(self, emitted: StepOutput, since: int) -> list[RowDelta | None]:
-        with self._runner.reading(since):
+    def _read(self, emitted: StepOutput, failures_before: int) -> list[RowDelta | None]:
+        with self._runner.reading(failures_before):
             tokens = np.asarray(emitted.tokens).tolist()
             told = emitted.logprobs
             values = [np.asarray(a) for a in (told.chosen, told.top, told.top_ids)] if told else []

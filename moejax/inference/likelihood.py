@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.experts.tiered import ExpertCache
+from moejax.experts.state import ExpertCache
 from moejax.inference import steps
 from moejax.inference.chunking import MIN_PREFILL_LENGTH, length_bucket
 from moejax.inference.runner import Runner

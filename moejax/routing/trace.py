@@ -417,7 +417,7 @@ def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
 
 
 def replay_of_trace(trace: Trace, sequence: int | None = None) -> np.ndarray:
-    """Decoded tokens as int32[steps, M, A], `ExpertStore.replay` without its token axis.
+    """Decoded tokens as int32[steps, M, A], `HostRows.replay` without its token axis.
 
     Args:
       sequence: which one; None if the trace decodes one token per step.
