@@ -46,30 +46,20 @@ class Batch:
     def __init__(
         self,
         runner: Runner,
-        tokenizer: Tokenizer | None,
-        prompts: Sequence[list[int]],
-        settings: Sequence[GenerationSettings],
-        cache_length: int,
-        eos_ids: tuple[int, ...],
+        tokenizer: Tokenizer | None,  # makes text of tokens; None: answers have none
+        prompts: Sequence[list[int]],  # token ids, none empty
+        settings: Sequence[GenerationSettings],  # of each prompt, with an integer seed
+        cache_length: int,  # S, longer than every prompt
+        eos_ids: tuple[int, ...],  # tokens that end a row, unless its settings ignore them
         *,
+        # rows that the programs have; the rest are empty. 0: as many as there are prompts.
         size: int = 0,
+        # likeliest tokens given with each new one, and its own logprob; 0: none
         top_logprobs: int = 0,
+        # decode steps of a call, at most, for which the programs are compiled
         steps_per_call: int = 1,
         any_settings: bool = False,
     ):
-        """Runs nothing yet.
-
-        Args:
-          tokenizer: makes text of tokens; None: answers have none.
-          prompts: token ids, none empty.
-          settings: of each prompt, with an integer seed.
-          cache_length: S, longer than every prompt.
-          eos_ids: tokens that end a row, unless its settings ignore them.
-          size: rows that the programs have; the rest are empty. 0: as many as there are prompts.
-          top_logprobs: likeliest tokens given with each new one, and its own logprob; 0: none.
-          steps_per_call: decode steps of a call, at most, for which the programs are compiled.
-          any_settings: see `Runner.prefill`.
-        """
         rest = max(size, len(prompts)) - len(prompts)
         self._runner = runner
         self._prompts = [*prompts, *[[]] * rest]
