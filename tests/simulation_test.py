@@ -2,17 +2,15 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.policies.on_demand import OnDemand
-from moejax.routing.simulate.ceilings import belady, next_uses
+from moejax.routing.simulate.ceilings import MAX_SEARCHED, belady, needed_experts
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
-from moejax.routing.simulate.workload import Workload, make_workload
 from tests.simulated_traces import random_trace
 
 # A prompt in two chunks, tokens one by one, a batch of three, another prompt, more tokens.
@@ -24,34 +22,28 @@ def run_of(slots: int, prefetch: int) -> Run:
     return Run(policy=policy, tiers=("stored",), expert_bytes=(1,), slots=(slots,))
 
 
-def on_device(workload: Workload) -> Workload:
-    return jax.tree.map(jnp.asarray, workload)
-
-
 class CeilingsTest(parameterized.TestCase):
     def test_belady_is_brute_force(self):
         for seed in range(6):
             trace = random_trace(
                 step_sizes=[1] * 9, num_layers=2, num_experts=5, width=2, seed=seed
             )
-            workload = make_workload(trace)
+            masks, is_decode = needed_experts(trace)
             slots = [0, 1, 2, 3, 5]
-            found = belady(on_device(workload), next_uses(workload), jnp.asarray(slots))
+            found = belady(masks, is_decode, jnp.asarray(slots))
             for k, layer in itertools.product(range(len(slots)), range(2)):
-                best = most_hits(workload.masks()[:, layer], slots[k])
+                best = most_hits(masks[:, layer], slots[k])
                 self.assertEqual(int(found.hits[1, layer, k]), best)
 
     @pytest.mark.slow
     def test_belady_is_a_literal_version_and_beats_lru(self):
         trace = random_trace(step_sizes=STEPS, num_layers=2, num_experts=64, width=6)
-        workload, slots = make_workload(trace), (0, 3, 8, 20, 40, 64)
-        self.assertGreater((workload.wide_at >= 0).sum(), 0)
-        found = belady(on_device(workload), next_uses(workload), jnp.asarray(slots))
-        masks = workload.masks()
+        (masks, is_decode), slots = needed_experts(trace), (0, 3, 8, 20, 40, 64)
+        self.assertGreater(masks.sum(2).max(), MAX_SEARCHED)
+        found = belady(masks, is_decode, jnp.asarray(slots))
         for layer in range(2):
             for k, size in enumerate(slots):
                 hits = literal_belady(masks[:, layer], size)
-                is_decode = workload.is_decode
                 expected = [hits[~is_decode].sum(), hits[is_decode].sum()]
                 np.testing.assert_array_equal(found.hits[:, layer, k], expected)
         runs = run_policies(trace, [run_of(size, 0) for size in slots[:-1]])
@@ -59,7 +51,7 @@ class CeilingsTest(parameterized.TestCase):
         best = np.asarray(found.hits).sum((0, 1))[:-1]
         self.assertTrue((lru <= best).all())
         self.assertTrue((lru < best).any())
-        needed = [masks[~workload.is_decode].sum(), masks[workload.is_decode].sum()]
+        needed = [masks[~is_decode].sum(), masks[is_decode].sum()]
         np.testing.assert_array_equal(found.needed[..., 0].sum(1), needed)
 
 
