@@ -15,8 +15,7 @@ from moejax.experts.transfer_programs import TransferRequests
 from moejax.experts.transfers import _State
 from moejax.policies.base import Requests
 from moejax.policies.make import make_policy
-from tests.pooled_test import random_weights
-from tests.tiered_case import CONFIG, tier_memory, tiered_runner
+from tests.cached_runners import QWEN, cached_runner, random_weights, tier_memory
 from tests.transfers_case import ASK, TransfersTestCase
 
 FAILURE = jax.errors.JaxRuntimeError("INTERNAL: the step failed")
@@ -58,7 +57,7 @@ class TiersTest(absltest.TestCase):
     def setUpClass(cls):
         super().setUpClass()
         policy = make_policy("dynaexq", period=16, max_requests=32)
-        _, cls.memory = tiered_runner(policy, (4, 2), (3, CONFIG.num_experts), emulated=True,
+        _, cls.memory = cached_runner(policy, (4, 2), (3, QWEN.num_experts), emulated=True,
                                        first=3)  # fmt: skip
 
     def test_an_outage_of_several_tiers_ends_the_sessions_of_its_time_alone(self):
@@ -97,7 +96,7 @@ class TiersTest(absltest.TestCase):
 
 class SettleTest(absltest.TestCase):
     def test_no_step_starts_between_reading_counts_and_clearing_them(self):
-        tier = tier_memory(CONFIG, random_weights(CONFIG), 2)
+        tier = tier_memory(QWEN, random_weights(QWEN), 2)
         memory, stepped, add = ExpertMemory([tier]), threading.Event(), tier.ledger.add
 
         def step():
