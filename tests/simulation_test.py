@@ -8,23 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
-from moejax.experts.residency import CacheSpec
 from moejax.experts.tiering import Tiering
 from moejax.policies.on_demand import OnDemand
 from moejax.routing.simulate.ceilings import belady, next_uses
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
 from moejax.routing.simulate.workload import Workload, make_workload
-from moejax.routing.trace import PREFILL, Trace, read_trace
-from tests.cache_model import CacheModel
+from moejax.routing.trace import read_trace
 from tests.simulated_traces import random_trace
 from tests.tiny_engine import load_tiny_engine
 
 # A prompt in two chunks, tokens one by one, a batch of three, another prompt, more tokens.
 STEPS = [40, 9, *[1] * 25, *[3] * 6, 30, *[1] * 25]
-GRID = ((0, 0), (1, 1), (3, 0), (5, 3), (9, 3), (16, 1))
 COUNTED = tuple(name for name in EVENTS if name not in ("reused", "bulk"))
 
 
@@ -37,59 +34,8 @@ def on_device(workload: Workload) -> Workload:
     return jax.tree.map(jnp.asarray, workload)
 
 
-def plain_python(trace: Trace, slots: int, prefetch: int) -> np.ndarray:
-    """int[2, n] of one setting by phase, one decision after the other, the layers in turn."""
-    num_layers, num_experts = trace.num_layers, trace.num_experts
-    spec = CacheSpec(
-        num_layers=num_layers, num_experts=num_experts, slots=slots, transient=num_experts
-    )
-    model, limit = CacheModel(spec, num_experts), min(prefetch, slots)
-    if slots == num_experts:  # such pools hold everything from the start
-        for layer in model.slots:
-            for expert, slot in enumerate(layer):
-                slot.owner = expert
-    found = np.zeros((2, len(COUNTED)), np.int64)
-    for step in np.unique(trace.step):
-        rows = trace.step == step
-        before = np.sum([[of[name] for name in COUNTED] for of in model.counts], axis=0)
-        for layer in range(num_layers):
-            if layer and limit:
-                model.predict(layer, foreseen(trace, rows, layer, limit), limit)
-            model.plan(layer, set(trace.ids[rows, layer].reshape(-1).tolist()))
-        after = np.sum([[of[name] for name in COUNTED] for of in model.counts], axis=0)
-        found[int(trace.phase[rows][0])] += after - before
-    return found
-
-
-def foreseen(trace: Trace, rows: np.ndarray, layer: int, limit: int) -> set[int]:
-    """DyMoE eq. 7 (prompts: how many tokens choose it) and eq. 8 (decode: its probability)."""
-    ids, mass = trace.predicted_ids[rows, layer - 1], trace.predicted_probabilities[rows, layer - 1]
-    demand = np.zeros(trace.num_experts, np.float32)
-    if trace.phase[rows][0] == PREFILL:
-        ids, mass = ids[:, : trace.width], np.ones((len(ids), trace.width))
-    np.add.at(demand, ids.reshape(-1), mass.reshape(-1))
-    first = np.argsort(-demand, kind="stable")[:limit].tolist()
-    return {expert for expert in first if demand[expert] > 0}
-
-
 class OnDemandTest(parameterized.TestCase):
-    """The replay of on_demand in one tier is the engine's cache, to the last count."""
-
-    @parameterized.parameters(
-        {"num_layers": 3, "num_experts": 16, "width": 3, "foreseen": 3},
-        {"num_layers": 2, "num_experts": 64, "width": 6, "foreseen": 6},
-    )
-    @pytest.mark.slow
-    def test_counts_are_those_of_plain_python(self, **shape):
-        trace = random_trace(step_sizes=STEPS, seed=len(shape), **shape)
-        for slots, prefetch in GRID:
-            [tallied] = run_policies(trace, [run_of(slots, prefetch)])
-            events = [tallied.events[:, EVENTS.index(name), 0] for name in COUNTED]
-            np.testing.assert_array_equal(
-                np.stack(events, axis=1),
-                plain_python(trace, slots, prefetch),
-                str((slots, prefetch)),
-            )
+    """The replay of on_demand is the engine's cache; `replay_test` has loops beside it."""
 
     @pytest.mark.slow
     def test_counts_are_those_of_the_engine(self):
@@ -194,7 +140,3 @@ def literal_lru(masks: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
             hits[i, layer] += len(set(needed) & set(order[:size]))
             order = needed[::-1] + [e for e in order if e not in needed]
     return hits
-
-
-if __name__ == "__main__":
-    absltest.main()
