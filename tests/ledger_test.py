@@ -59,13 +59,15 @@ class LedgerTest(parameterized.TestCase):
         expected = {"demand": 8, "stream": 2, "prefetch": 8, "bulk": 4, "disk": 3}
         self.assertEqual(self.book.bytes_by_cause, {k: n * MIB for k, n in expected.items()})
         self.assertEqual(self.book.link_bytes, 22 * MIB)
-        self.assertEqual(self.book.stall_seconds, 10 / 1024 / 50)  # of 10 MiB, at 50 GiB a second
+        self.assertEqual(self.book.stall_seconds(5 / 2**10), 2.0)  # of 10 MiB, at 5 a second
 
     def test_stalls_are_of_the_link_by_estimate_and_of_the_disk_as_measured(self):
         disk = {"bytes": 3 * MIB, "reads": 3, "waits": 3, "wait_seconds": 0.25}
         self.book.add(example(), disk=disk)
         self.book.add(example(), disk={**disk, "wait_seconds": 0.5})
         self.assertEqual(self.book.disk["wait_seconds"], 0.75)
+        self.assertEqual(self.book.link_stall_seconds(5 / 2**10), 2.0)
+        self.assertEqual(self.book.stall_seconds(5 / 2**10), 2.75)
         found = json.loads(json.dumps(self.book.as_dict(), allow_nan=False))["stall_seconds"]
         link = 10 / 1024 / 50
         self.assertEqual(

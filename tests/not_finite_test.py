@@ -22,7 +22,7 @@ from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.sampling import names_a_token
-from tests import commands, tiny_engine
+from tests import commands, slow, tiny_engine
 from tests.folder_case import FolderTestCase
 from tests.serving_case import served, tiny_chat_engine
 
@@ -69,6 +69,7 @@ class LoadTest(FolderTestCase):
         numbers[place] = value
         self.file.write_bytes(content)
 
+    @slow.repeats(lambda name: name)
     @parameterized.product(name=TENSORS, value=(np.nan, -np.inf, 1e30))
     def test_a_checkpoint_is_refused_by_the_tensors_name(self, name, value):
         self.put(name, value)
@@ -179,6 +180,7 @@ class LogitsTest(FolderTestCase):
         with self.assertRaisesRegex(MoejaxError, f"pair 1: {NO_TOKEN}"):
             engine.scorer.of_tokens([(PROMPT, [1, 2]), ([*PROMPT, BAD], [3])])
 
+    @slow.repeats()
     @parameterized.parameters(None, "dynaexq")
     def test_other_rows_of_a_batch_live_on(self, policy):
         how: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from moejax.checkpoints.experts import ExpertReader
 from moejax.errors import MoejaxError
 from moejax.experts import transfer_programs as programs
 from moejax.experts.budget import Limits
-from moejax.experts.expert_pool import ExpertPool
+from moejax.experts.state import TierSlots
 from moejax.experts.transfers import Transfers
 from tests.cache_plan_contract import predict_needed
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -81,7 +81,7 @@ class RequestTest(TransfersTestCase):
         slot = int(fetch.slots[0])
         first, second = self.pool.banks
         second = tuple(part.at[slot].set(self.source.value(1, 4)) for part in second)
-        self.pool = ExpertPool((first, second), tables, counts)
+        self.pool = TierSlots((first, second), tables, counts)
         self.drain(transfers)
         self.assertEqual(self.resident(), {(1, 4)})
         self.assertEqual(self.counts(), (1, 1, 0))

@@ -25,7 +25,9 @@ class TierLedger:
       expert_bytes: bytes of one expert as it crosses the link.
       layers: for each of the M layers a sum by the names of `EVENTS`.
       gate_mass: the router's, over all layers.
-      disk: sums by the names of `disk_reader.Counters`.
+      disk: sums by name: experts read (reads) and their bytes; those that a step waited for (waits)
+        and the seconds of it (wait_seconds); retries and errors of reads; experts that were read
+        since a policy foresaw them, and those that were then asked for (ahead, ahead_used).
       bulk_requests: what became of requests between steps, by name, told by the transfers.
     """
 
@@ -97,28 +99,26 @@ class TierLedger:
         """Bytes from host to device, for whatever cause."""
         return sum(amount for cause, amount in self.bytes_by_cause.items() if cause != "disk")
 
-    @property
-    def link_stall_seconds(self) -> float:
+    def link_stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
         """Estimated seconds that steps waited for the link, for all they fetched."""
         causes = self.bytes_by_cause
-        return (causes["demand"] + causes["stream"]) / (LINK_GIB_PER_S * 2**30)
+        return (causes["demand"] + causes["stream"]) / (link_gib_per_s * 2**30)
 
-    @property
-    def stall_seconds(self) -> float:
+    def stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
         """Seconds that steps waited for experts: link's estimated, disk's measured.
 
         Experts from the disk cross the link as well, and count in both parts. Experts read or sent
         beside the steps (in bulk, foreseen, predicted) count in neither.
         """
-        return self.link_stall_seconds + self.disk["wait_seconds"]
+        return self.link_stall_seconds(link_gib_per_s) + self.disk["wait_seconds"]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; a rate of nothing is None."""
         disk = self.disk
         return {
             "stall_seconds": {
-                "estimate": self.stall_seconds,
-                "link_estimate": self.link_stall_seconds,
+                "estimate": self.stall_seconds(),
+                "link_estimate": self.link_stall_seconds(),
                 "link_gib_per_s": LINK_GIB_PER_S,
                 "disk_measured": disk["wait_seconds"],
             },
@@ -151,10 +151,10 @@ class TierLedger:
             )
         causes = [f"{name} {size_text(n)}" for name, n in self.bytes_by_cause.items() if n]
         lines.append(f"moved: {', '.join(causes) or 'nothing'}")
-        if self.stall_seconds:
+        if self.stall_seconds():
             seconds = self.disk["wait_seconds"]
             disk = f" and {1e3 * seconds:.3g} ms for the disk" if seconds else ""
-            link = f"{1e3 * self.link_stall_seconds:.3g} ms"
+            link = f"{1e3 * self.link_stall_seconds():.3g} ms"
             lines.append(f"stalls: about {link}, if the link moves {LINK_GIB_PER_S} GiB/s{disk}")
         of = self.disk
         if of["waits"] or of["reads"]:
@@ -221,6 +221,14 @@ class Ledger:
         if row is None or not row[-1]:
             return dict.fromkeys(names, float("nan"))
         return dict(zip(names, (row[:-1] / row[-1]).tolist(), strict=True))
+
+    @property
+    def layers(self) -> list[dict[str, int]]:
+        """Counts of each layer by the names of `EVENTS`, over all tiers."""
+        return [
+            {name: sum(one[name] for one in of_layer) for name in of_layer[0]}
+            for of_layer in zip(*(tier.layers for tier in self.tiers.values()), strict=True)
+        ]
 
     def total(self, event: str) -> int:
         """Total count of one of `EVENTS` over all layers and tiers."""

@@ -42,21 +42,17 @@ class ComposeState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Compose(ByContent, Policy[ComposeState]):
-    """Two or three policies as one.
-
-    Attributes:
-      hotness: chooses, between steps, the experts of the high tier; with it, pairs run in high
-        precision if that copy is resident.
-      importance: chooses, in a step, the pairs that request high precision; with `hotness`, the
-        others run in it too if that copy is resident.
-      buddies: replace experts that are in no tier. A pair that `importance` leaves out is not
-        replaced.
-    """
+    """Two or three policies as one."""
 
     name: ClassVar[str] = "compose"
 
+    # chooses, between steps, the experts of the high tier; with it, pairs run in high precision if
+    # that copy is resident
     hotness: DynaExq | None = None
+    # chooses, in a step, the pairs that request high precision; with `hotness`, the others run in
+    # it too if that copy is resident
     importance: DyMoE | None = None
+    # replace experts that are in no tier. A pair that `importance` leaves out is not replaced.
     buddies: BuddyMoe | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +164,9 @@ class Compose(ByContent, Policy[ComposeState]):
         if rule is None or hotness.hot != importance.high:
             return None
         # An expert left out stays out wherever a copy is, unless importance reuses it.
-        return dataclasses.replace(rule, held=rule.held | (rule.low != SKIPPED))
+        return dataclasses.replace(
+            rule, high_if_resident=rule.high_if_resident | (rule.low != SKIPPED)
+        )
 
     def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
         """See `Policy`; promotions and demotions come before fetches of replaced experts."""

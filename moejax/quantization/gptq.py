@@ -26,9 +26,7 @@ class GptqSettings:
 
     damping: float = 0.01  # share of H's mean diagonal added to it; raised until H factors
     block_size: int = 128  # columns whose errors reach the columns behind them in one product
-    act_order: bool = (
-        False  # columns by falling H_kk; groups are those of the inputs, fitted before
-    )
+    act_order: bool = False  # columns by falling H_kk, in groups of inputs that are fitted before
     # A matrix that saw fewer tokens than this times K is starved and takes the fallback: on the
     # demo's experts GPTQ was 1.44 times as bad as HQQ below 2 tokens an input, .95 at 2 to 4.
     min_tokens_per_input: float = 2.0

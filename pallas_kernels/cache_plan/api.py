@@ -198,7 +198,8 @@ def _misfits(
 def _misfits_of_rule(rule: Rule, num_layers: int) -> list[str]:
     numbers = {
         "critical": (rule.critical, jnp.int32, (num_layers,)), "high": (rule.high, jnp.int32, ()),
-        "low": (rule.low, jnp.int32, ()), "held": (rule.held, jnp.bool_, ()),
+        "low": (rule.low, jnp.int32, ()),
+        "high_if_resident": (rule.high_if_resident, jnp.bool_, ()),
     }  # fmt: skip
     return [
         f"{name} is {of.dtype}{of.shape}, not {jnp.dtype(dtype).name}{shape}"

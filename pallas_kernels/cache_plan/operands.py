@@ -126,20 +126,21 @@ class Rule:
     """The wishes of all pairs by the rank of their expert and what is in slots.
 
     A pair is critical if its expert is among the first of some active token; it asks for `high`.
-    The others ask for `low`, or with `held` for `high` where that tier has a copy that serves.
+    The others ask for `low`, or with `high_if_resident` for `high` where that tier has a copy that
+    serves.
 
     Attributes:
       critical: int32[M], how many of a token's experts are critical; None: none.
       high: int32[], a tier.
       low: int32[], a tier, or -1: skipped.
-      held: bool[].
+      high_if_resident: bool[].
       at_least: static; a tier of higher fidelity serves too those that are not critical.
     """
 
     critical: jax.Array | None
     high: jax.Array
     low: jax.Array
-    held: jax.Array
+    high_if_resident: jax.Array
     at_least: bool = dataclasses.field(default=False, metadata={"static": True})
 
 

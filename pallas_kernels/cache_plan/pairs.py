@@ -99,10 +99,10 @@ def _by_rule(
         critical = (ids >= 0) & (rank < of["critical"][layer])
         if of["active"].shape[0] > 1:  # an expert is critical for all of its pairs
             critical = some(matches(ids, ids) & critical[None, :], axis=1)
-    high, held = of["high"][()], ids < -1
+    high, resident = of["high"][()], ids < -1
     for i, state in enumerate(states):
-        held |= state.serves & (high == i)
-    tier = jnp.where(critical | (held & of["held"][()]), high, of["low"][()])
+        resident |= state.serves & (high == i)
+    tier = jnp.where(critical | (resident & of["high_if_resident"][()]), high, of["low"][()])
     return tier, critical if at_least else ids >= 0
 
 

@@ -210,7 +210,7 @@ def wishes_of(
     if rule.critical is not None:
         first = active[:, None] & (_iota(width)[None] < rule.critical[layer])
         critical = marked(ids, first, num_experts)
-    high = critical | (rule.held & resident[rule.high])
+    high = critical | (rule.high_if_resident & resident[rule.high])
     return Wishes(jnp.where(high[ids], rule.high, rule.low), ~critical[ids] & rule.at_least)
 
 

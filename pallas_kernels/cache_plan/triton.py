@@ -413,7 +413,7 @@ def plan_triton(
     at_least = False
     if isinstance(asked.by, Rule):
         rule, at_least = asked.by, asked.by.at_least
-        operands |= {"high": rule.high, "low": rule.low, "held": rule.held}
+        operands |= {"high": rule.high, "low": rule.low, "high_if_resident": rule.high_if_resident}
         operands |= {} if rule.critical is None else {"critical": rule.critical}
     elif isinstance(asked.by, Wishes):
         by_pair |= asked.by._asdict()
