@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -182,7 +182,3 @@ class ExpertsTest(HostTestCase):
             self.assertEqual(chosen(num_tokens, platform=platform), impl)
         self.assertIsNotNone(moe.kernel_refusal(TINY, bf16))
         self.assertEqual(moe.default_expert_impl(1, TINY, bf16, "gpu"), "block")
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.quantization.low_rank import balanced, orthonormal, sketch, subspace_svd
 
@@ -87,7 +87,3 @@ class LowRankTest(parameterized.TestCase):
         for a, b, c in zip(whole, mapped, one, strict=True):
             np.testing.assert_allclose(np.abs(a), np.abs(b), atol=1e-3)
             np.testing.assert_allclose(np.abs(a[2]), np.abs(c), atol=1e-3)
-
-
-if __name__ == "__main__":
-    absltest.main()
