@@ -104,7 +104,7 @@ class CachedExperts(Experts):
         self._planner = CachePlanner(spec.tiers, kernels.target, moves)
 
     def init(self) -> CacheCarry:
-        """See `Experts`."""
+        """Makes the first carry, as `Experts.init`."""
         importance = replayed = None
         if self.observes_attention and self._num_prefilled is not None:
             importance = initial_importance(self.config, self._num_prefilled)
@@ -119,7 +119,7 @@ class CachedExperts(Experts):
         self, carry: CacheCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
         is_ahead: bool = False,
     ) -> Routing:  # fmt: skip
-        """See `Experts`; routes by replayed logits if there are any."""
+        """Routes tokens, as `Experts.route`; routes by replayed logits if there are any."""
         rows = self._rows[0]
         replay = rows.replay_predicted if is_ahead else rows.replay
         if replay is None or not self._replays(carry, len(x)):
@@ -142,7 +142,7 @@ class CachedExperts(Experts):
         next_routing: Callable[[], Routing] | None,
         attended: Attended | None,
     ) -> tuple[jax.Array, CacheCarry, None]:
-        """See `Experts`."""
+        """Runs a layer's experts, as `Experts`."""
         decision = rule = None
         if self.spec.policy is not None:
             importance = carry.importance

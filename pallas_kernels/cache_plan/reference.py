@@ -289,7 +289,7 @@ def plan_reference(
     forms: Sequence[TierShape],
     columns: Columns,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
-    """See `api.plan`."""
+    """Computes `api.plan` in plain JAX."""
     ids, weights = asked.ids, asked.weights
     num_experts, num_tiers = tiers[0].row_of.shape[1], len(tiers)
     size = min(ids.size, num_experts)
@@ -338,7 +338,7 @@ def predict_reference(
     form: TierShape,
     columns: Columns,
 ) -> tuple[Tables, Fetch]:
-    """See `api.predict`."""
+    """Computes `api.predict` in plain JAX."""
     tables, num_experts = tier.tables, tier.row_of.shape[1]
     before = read_row(tables.table, layer, num_experts)
     wanted = marked(ids, (ids >= 0) & jnp.any(active), num_experts)

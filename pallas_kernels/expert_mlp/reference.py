@@ -13,7 +13,7 @@ def expert_mlp_reference(
     *,
     layer: int,
 ) -> jax.Array:
-    """See `api.expert_mlp`."""
+    """Computes `api.expert_mlp` in plain JAX."""
     x32 = x.astype(jnp.float32)
     gate, up = jnp.split(gate_up[layer][ids].astype(jnp.float32), 2, axis=2)
     gate = jnp.einsum("nafd,nd->naf", gate, x32)

@@ -80,7 +80,7 @@ def expert_mlp_triton(
     tiles: Tiles,
     interpret: bool,
 ) -> jax.Array:
-    """See `api.expert_mlp`; two launches."""
+    """Computes `api.expert_mlp` by Triton; two launches."""
     num_tokens, model_dim = x.shape
     width, expert_dim = ids.shape[1], down.shape[3]
     hidden = launch.triton_call(
