@@ -34,7 +34,7 @@ class Experts(Protocol):
     def route(
         self, carry: Any, moe: SparseMoe, layer: Index, x: jax.Array, *, is_ahead: bool = False
     ) -> Routing:
-        """Routes N tokens by a layer's router."""
+        """Routes tokens, x [N, D], by a layer's router."""
         return moe.route(x, layer)
 
     def __call__(

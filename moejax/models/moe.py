@@ -211,21 +211,20 @@ def record_experts(
     Args:
       grouped: the choice for the grouped kernel, with its refusals where another form runs.
     """
-    if not choices.is_recording():
-        return
-    forms = " and ".join(dict.fromkeys(map(ops.form, experts)))
-    packed = bool(_packings(experts))
+    name, packed = f"experts, tier {tier + 1}" if tier else "experts", bool(_packings(experts))
     if impl == "grouped_kernel":
         choice = grouped
     elif packed:
-        choice, forms = Choice(ops.DEQUANTIZED, grouped.refusals), f"{forms}, {impl}"
+        choice = Choice(ops.DEQUANTIZED, grouped.refusals)
     elif impl == "kernel":
         choice = Choice("expert_mlp", {})
     else:
-        gate_up, down = (ops.matrix(weight, (), x.dtype) for weight in experts)
-        refusal = expert_mlp.refusal(x, gate_up, down)
-        choice = Choice(impl, {"expert_mlp": refusal} if refusal else {})
-    name = f"experts, tier {tier + 1}" if tier else "experts"
+        choice = Choice(impl, grouped.refusals)
+    if not choices.is_new(name, choice):
+        return
+    forms = " and ".join(dict.fromkeys(map(ops.form, experts)))
+    if packed and impl != "grouped_kernel":
+        forms += f", {impl}"
     choices.record(name, choice, forms, packed=packed)
 
 

@@ -70,8 +70,8 @@ class DyMoEState(NamedTuple):
     # int32[2, M], experts of the next layer that each layer prefetches, in decode and in prefill; 0
     # for the last
     ahead: jax.Array
-    high: jax.Array  # int32[], tiers; low may be `SKIPPED`
-    low: jax.Array  # int32[], tiers; low may be `SKIPPED`
+    high: jax.Array  # int32[], the tier of critical experts
+    low: jax.Array  # int32[], the other ones' tier, or `SKIPPED`
     renormalise: jax.Array  # bool[]
     reuse_skipped: jax.Array  # bool[], False where nothing is left out
     heavy_share: jax.Array  # float32[]

@@ -52,8 +52,8 @@ class DynaExqSettings(NamedTuple):
     hysteresis: jax.Array  # float32[]
     n_hot: jax.Array  # int32[M]
     cold_slots: jax.Array  # int32[], of a layer
-    hot: jax.Array  # int32[], tiers
-    cold: jax.Array  # int32[], tiers
+    hot: jax.Array  # int32[], the tier of high precision
+    cold: jax.Array  # int32[], the tier of low precision
 
 
 class DynaExqState(NamedTuple):

@@ -71,10 +71,10 @@ def write_row(table: jax.Array, layer: int | jax.Array, row: Row) -> jax.Array:
 
 
 def ordered_victims(row: Row, clock: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which slots, bool[C], may be given to others, and each one's place in that order, int32[C].
+    """Orders the slots that may be taken: masks them, bool[C], and numbers them, int32[C].
 
-    Free ones come first, then those of the oldest use, of the smallest expert. Places are right for
-    victims only.
+    Free ones come first, then the least recently used; ties go to the smaller expert id. Numbers
+    are right for victims only.
     """
     owned = row.owner >= 0
     victim = ~(owned & _at(needed, row.owner))
