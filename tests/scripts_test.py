@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ class ScriptsTest(absltest.TestCase):
             for path in SCRIPTS.rglob("*.py")
             if not path.name.startswith("colab_")  # a notebook runs when it is imported
         ]
-        importer = Path(self.create_tempdir()) / "importer.py"
+        importer = Path(self.enterContext(tempfile.TemporaryDirectory())) / "importer.py"
         importer.write_text("import importlib, sys\nimportlib.import_module(sys.argv[1])\n")
         for name in names:  # each in a process of its own: their flags have the same names
             with self.subTest(name):

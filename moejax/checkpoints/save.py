@@ -1,7 +1,8 @@
 """Writes a Hugging Face directory that transformers and the other readers load.
 
-Tensors carry their published names, one an expert and projection. Weights take their places when
-all are written; config.json, without which nothing counts as a checkpoint, comes back last.
+Tensors carry their published names, one an expert and projection. config.json, without which
+nothing counts as a checkpoint, goes first and comes back last; weights take their places when all
+are written.
 """
 
 import json
@@ -49,8 +50,8 @@ def save_hf_checkpoint(
     token_ids = dict(token_ids or {})
     fields = to_hf_config(config, dtype=dtype.name, **token_ids)
     directory.mkdir(parents=True, exist_ok=True)
-    names = _write_shards(directory, config, weights, dtype, max_shard_bytes)
     (directory / _CONFIG_FILE).unlink(missing_ok=True)
+    names = _write_shards(directory, config, weights, dtype, max_shard_bytes)
     for name in names:
         (directory / (name + _NEW)).replace(directory / name)
     stale = {WEIGHTS_FILE, INDEX_FILE, *(p.name for p in directory.glob("model-*.safetensors"))}
