@@ -17,10 +17,15 @@ themselves (a shift and a mask unpack it, nothing moves), adjacent k are the hal
 lies inside one quantization group of 32, 64 or 128. Rows stay rows: matrices that share K are
 concatenated by concatenating their words.
 
+Planes may also lie apart, each in an array of its own, so that the first ones are a narrower matrix
+(`PREFIXES`): the first B bits of a code q, with the scale a and zero point z that the first plane
+has, are the value f a (q - (alpha + beta z)), with the constants of `derivation(B)`.
+
 Functions take numpy or JAX arrays and return the same kind. Kernels use K for the inputs and N for
 the outputs of a product; here k counts inputs.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -33,6 +38,10 @@ BLOCK = 256
 WORD_BITS = 32
 PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 BITS = tuple(PLANES)
+BASE_BITS = 2  # of the first plane of matrices whose planes lie apart
+PREFIXES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (2, 2), 8: (2, 2, 4)}
+# Steps of a prefix that lie in one step of its first plane, times their size, over that step.
+_SPREAD = {2: 1.0, 3: 1.1, 4: 1.1, 8: 1.1}
 
 
 class Plane(NamedTuple):
@@ -42,6 +51,26 @@ class Plane(NamedTuple):
     shift: int  # of these bits in the code
     first_word: int  # in the row
     num_words: int
+
+
+class Derivation(NamedTuple):
+    """Scale and zero point of a prefix, from those of its first plane."""
+
+    scale_factor: float  # f: its scale is f a
+    zero_offset: float  # alpha: its zero point is alpha + beta z
+    zero_factor: float  # beta
+
+
+def derivation(bits: int) -> Derivation:
+    """Constants of the prefix of `bits` bits; the middle of its values is the first plane's."""
+    factor = _SPREAD[bits] * 2.0 ** (BASE_BITS - bits)
+    middle, base = (2.0**bits - 1) / 2, (2.0**BASE_BITS - 1) / 2
+    return Derivation(factor, middle - base / factor, 1 / factor)
+
+
+def plane_words(num_codes: int, width: int) -> int:
+    """Words of a row of a plane of `width` bits."""
+    return padded_length(num_codes) * width // WORD_BITS
 
 
 def padded_length(num_codes: int) -> int:
@@ -69,12 +98,19 @@ def num_groups(num_codes: int, group_size: int) -> int:
 def planes(num_codes: int, bits: int) -> tuple[Plane, ...]:
     """Positions of a row's planes."""
     _check_bits(bits)
-    found, first_word, shift = [], 0, bits
-    for width in PLANES[bits]:
+    found, first_word = [], 0
+    for plane in planes_apart(num_codes, PLANES[bits]):
+        found.append(plane._replace(first_word=first_word))
+        first_word += plane.num_words
+    return tuple(found)
+
+
+def planes_apart(num_codes: int, widths: Sequence[int]) -> tuple[Plane, ...]:
+    """Planes of a row where each lies in an array of its own."""
+    found, shift = [], sum(widths)
+    for width in widths:
         shift -= width
-        count = padded_length(num_codes) * width // WORD_BITS
-        found.append(Plane(width, shift, first_word, count))
-        first_word += count
+        found.append(Plane(width, shift, 0, plane_words(num_codes, width)))
     return tuple(found)
 
 
@@ -88,17 +124,28 @@ def pack(codes: Any, bits: int) -> Any:
     Returns:
       uint32[..., num_words(K, bits)].
     """
-    xp = _namespace(codes)
-    num_codes = codes.shape[-1]
+    xp, num_codes = _namespace(codes), codes.shape[-1]
+    return xp.concatenate(_pack(codes, planes(num_codes, bits)), axis=-1)
+
+
+def pack_apart(codes: Any, widths: Sequence[int]) -> list[Any]:
+    """Packs rows of codes [..., K] as planes, each in an array of its own: [..., words] each."""
+    xp, planes = _namespace(codes), planes_apart(codes.shape[-1], widths)
+    return [xp.concatenate(_pack(codes, [plane]), axis=-1) for plane in planes]
+
+
+def _pack(codes: Any, planes: Sequence[Plane]) -> list[Any]:
+    """Packs planes, one after the other: their blocks' words in order."""
+    xp, num_codes = _namespace(codes), codes.shape[-1]
     padding = [(0, 0)] * (codes.ndim - 1) + [(0, padded_length(num_codes) - num_codes)]
     padded = xp.pad(codes.astype(xp.uint8), padding)
     packed = []
-    for plane in planes(num_codes, bits):
+    for plane in planes:
         part = (padded >> xp.uint8(plane.shift)) & xp.uint8((1 << plane.width) - 1)
         for first, size, repeats in _blocks(num_codes):
             span = part[..., first : first + size * repeats]
             packed.append(_pack_blocks(span, plane.width, repeats, xp))
-    return xp.concatenate(packed, axis=-1)
+    return packed
 
 
 def unpack(words: Any, bits: int, num_codes: int) -> Any:
@@ -114,15 +161,19 @@ def unpack(words: Any, bits: int, num_codes: int) -> Any:
     Raises:
       ValueError: the rows have another number of words.
     """
-    xp = _namespace(words)
     if words.shape[-1] != num_words(num_codes, bits):
         raise ValueError(
             f"rows of {num_codes} codes of {bits} bits have {num_words(num_codes, bits)} words, "
             f"got {words.shape[-1]}"
         )
+    return unpack_apart([(words, plane) for plane in planes(num_codes, bits)], num_codes)
+
+
+def unpack_apart(stored: Sequence[tuple[Any, Plane]], num_codes: int) -> Any:
+    """Unpacks rows of codes uint8[..., K] from planes, each with the array that has its words."""
     codes = None
-    for plane in planes(num_codes, bits):
-        parts, first_word = [], plane.first_word
+    for words, plane in stored:
+        xp, parts, first_word = _namespace(words), list[Any](), plane.first_word
         for _, size, repeats in _blocks(num_codes):
             count = size * repeats * plane.width // WORD_BITS
             span = words[..., first_word : first_word + count]
