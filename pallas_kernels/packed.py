@@ -53,8 +53,8 @@ class PackedMatrices:
         float16 or float32 [S, N, G]; `zeros` is of the scales' dtype (float zero points), uint8
         (integer ones), or None (symmetric, 2^(bits - 1));
       * in planes that lie apart: `words` has the first plane, whose `scales` and float `zeros` give
-        the product's by `layout.derivation(bits)`; `refinements` has the other planes of
-        `layout.PREFIXES[bits]`, in order;
+        the product's by `layout.prefix_constants(bits)`; `refinements` has the other planes of
+        `layout.PREFIX_PLANES[bits]`, in order;
       * plain, bits == 16: `words` is bfloat16 or float16 [S, N, K]; no scales, no zeros.
     The arrays lie on the device, or in pinned host memory: rows of a host store, which kernels read
     in place.
@@ -95,12 +95,12 @@ class PackedMatrices:
     @property
     def widths(self) -> tuple[int, ...]:
         """Bits of each plane of a row, most significant first."""
-        return (layout.PREFIXES if self.refinements else layout.PLANES)[self.bits]
+        return (layout.PREFIX_PLANES if self.refinements else layout.PLANES)[self.bits]
 
     @property
-    def derivation(self) -> layout.Derivation | None:
+    def constants(self) -> layout.PrefixConstants | None:
         """Constants of scale and zero point, or None if these are the stored ones."""
-        return layout.derivation(self.bits) if self.refinements else None
+        return layout.prefix_constants(self.bits) if self.refinements else None
 
     @property
     def slot_nbytes(self) -> int:
@@ -138,7 +138,7 @@ class PackedMatrices:
         num_words = layout.num_words(self.num_inputs, self.bits)
         if self.refinements:
             self._check_refinements()
-            num_words = layout.plane_words(self.num_inputs, self.widths[0])
+            num_words = layout.num_plane_words(self.num_inputs, self.widths[0])
         words = (slots, rows, num_words)
         groups = (slots, rows, layout.num_groups(self.num_inputs, self.group_size))
         enough = self.words.shape[0] >= slots and self.words.shape[1:] == words[1:]
@@ -155,13 +155,13 @@ class PackedMatrices:
                 raise ValueError(f"zeros are {self.zeros.dtype}, not {self.scales.dtype} or uint8")
 
     def _check_refinements(self) -> None:
-        if len(layout.PREFIXES.get(self.bits, ())) != 1 + len(self.refinements):
+        if len(layout.PREFIX_PLANES.get(self.bits, ())) != 1 + len(self.refinements):
             planes = f"{1 + len(self.refinements)} planes that lie apart"
             raise ValueError(f"matrices of {self.bits} bits are not stored as {planes}")
         if self.zero_kind != "float":
             raise ValueError(f"matrices with refinements have {self.zero_kind} zeros, not float")
         for width, part in zip(self.widths[1:], self.refinements, strict=True):
-            words = (self.num_outputs, layout.plane_words(self.num_inputs, width))
+            words = (self.num_outputs, layout.num_plane_words(self.num_inputs, width))
             if part.words.dtype != jnp.uint32 or part.words.shape[1:] != words:
                 found = f"{part.words.dtype}{part.words.shape}"
                 raise ValueError(f"a refinement's words are {found}, not uint32[P, *{words}]")
@@ -230,7 +230,7 @@ def stored_planes(weights: PackedMatrices, slot: Any) -> list[StoredPlane]:
     if not weights.refinements:
         planes = layout.planes(weights.num_inputs, weights.bits)
         return [StoredPlane(plane, weights.words, slot) for plane in planes]
-    first, *others = layout.planes_apart(weights.num_inputs, weights.widths)
+    first, *others = layout.planes_apart(weights.num_inputs, weights.bits)
     found = [StoredPlane(first, weights.words, slot)]
     for plane, part in zip(others, weights.refinements, strict=True):
         found.append(StoredPlane(plane, part.words, part.slots[slot]))
@@ -251,7 +251,7 @@ def dequantize(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
     if weights.zeros is None:
         return (codes - np.float32(2 ** (weights.bits - 1))) * scales
     zeros = weights.zeros[slots].astype(jnp.float32)[..., group]
-    if (derived := weights.derivation) is not None:
+    if (derived := weights.constants) is not None:
         zeros = derived.zero_offset + derived.zero_factor * zeros
         scales = derived.scale_factor * scales
     return (codes - zeros) * scales
@@ -261,8 +261,8 @@ def _codes(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
     """Unpacks the codes of the matrices at int32[...] slots, uint8[..., N, K]."""
     if not weights.refinements:
         return layout.unpack(weights.words[slots], weights.bits, weights.num_inputs)
-    stored = [(of.words[of.slot], of.plane) for of in stored_planes(weights, slots)]
-    return layout.unpack_apart(stored, weights.num_inputs)
+    words = [of.words[of.slot] for of in stored_planes(weights, slots)]
+    return layout.unpack_planes(words, weights.bits, weights.num_inputs)
 
 
 def low_rank_factors(terms: LowRank, slots: jax.Array) -> tuple[jax.Array, jax.Array]:

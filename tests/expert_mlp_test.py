@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels import expert_mlp as package
 from pallas_kernels.expert_mlp import api, reference, tiles, triton
@@ -339,7 +339,3 @@ class LoweringTest(parameterized.TestCase):
 @pytest.mark.gpu
 class DeviceContractTest(on_device(CONTRACT)):
     """The kernel compiled."""
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -23,7 +23,7 @@ from tests.kernel_contract import UNIT_ROUNDOFF, outside
 
 WIDTHS = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,), 16: (16,)}  # of the planes
 APART = {3: (2, 1), 4: (2, 2), 8: (2, 2, 4)}  # where they lie apart
-SPREAD = 1.1  # 2^(B - 2) steps of a prefix of B bits, over one of its first plane
+STEPS = {3: 1.05, 4: 1.1, 8: 1.05}  # 2^(B - 2) steps of B bits, over one of the first plane
 # Half the distance from 1 to the next number.
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 FROBENIUS = {"bfloat16": 3e-3, "float16": 5e-4, "float32": 1e-5}  # relative error, by x's dtype
@@ -343,7 +343,7 @@ def _values_and_summands(
     if weights.zeros is not None:
         zeros = np.asarray(weights.zeros[slot, row]).astype(np.float64)[:, group]
     if weights.refinements:  # the value halfway between the first and the last code stays
-        finer = SPREAD / 2 ** (weights.bits - 2)
+        finer = STEPS[weights.bits] / 2 ** (weights.bits - 2)
         zeros = (2**weights.bits - 1) / 2 - (1.5 - zeros) / finer
         scales = scales * finer
     return (codes - zeros) * scales, (codes + np.abs(zeros) + offset) * np.abs(scales)

@@ -45,7 +45,7 @@ class CodeFormat:
         """Bits of each plane of a row."""
         if self.bits == PLAIN_BITS:
             return (PLAIN_BITS,)
-        return (layout.PREFIXES if self.apart else layout.PLANES)[self.bits]
+        return (layout.PREFIX_PLANES if self.apart else layout.PLANES)[self.bits]
 
     @property
     def block(self) -> int:

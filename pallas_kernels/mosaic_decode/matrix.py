@@ -31,7 +31,7 @@ class Matrix:
     zero_kind: str
     second_plane: int  # bytes from a row's start to INT3's second plane
     refined_words: int = 0  # of a row of a second plane that lies apart
-    derivation: layout.Derivation | None = None  # of scales and zeros; None: they are as stored
+    constants: layout.PrefixConstants | None = None  # of scales and zeros; None: they are as stored
     words: Any = None
     scales: Any = None
     zeros: Any = None
@@ -57,7 +57,7 @@ class Matrix:
 
     def scaled(self, e: Arithmetic, total: Value) -> Value:
         """Multiplies a sum over K by the factor of all scales, if they are derived."""
-        return total if self.derivation is None else e.fmul(total, self.derivation.scale_factor)
+        return total if self.constants is None else e.fmul(total, self.constants.scale_factor)
 
 
 def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
@@ -76,7 +76,7 @@ def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
         zero_kind=weights.zero_kind,
         second_plane=weights.num_inputs * 2 // 8,
         refined_words=sum(part.words.shape[2] for part in weights.refinements),
-        derivation=weights.derivation,
+        constants=weights.constants,
     )
 
 

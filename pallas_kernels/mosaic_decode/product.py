@@ -302,7 +302,7 @@ class Stream:
             for half in range(2):
                 part = column[step][2 * half : 2 * half + 2]
                 sums = self.e.mma(form.kind, [top, bottom, top, bottom], part, sums)
-        if (derived := self.matrix.derivation) is None:
+        if (derived := self.matrix.constants) is None:
             return sums
         # With alpha + beta zero in place of zero: alpha and beta are put into the sums.
         pairs = list(zip(sums[:2], sums[2:], strict=True))

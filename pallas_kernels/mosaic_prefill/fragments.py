@@ -62,7 +62,7 @@ class MatrixFormat:
     @property
     def widths(self) -> tuple[int, ...]:
         """Bits of each plane of a row."""
-        return (layout.PREFIXES if self.apart else layout.PLANES)[self.bits]
+        return (layout.PREFIX_PLANES if self.apart else layout.PLANES)[self.bits]
 
     @property
     def num_blocks(self) -> int:
@@ -78,7 +78,7 @@ class MatrixFormat:
     def tiles(self) -> tuple[Tile, ...]:
         """Tiles of a block's row, at most 32 words (128 bytes) each."""
         if self.apart:
-            planes = layout.planes_apart(self.num_inputs, self.widths)
+            planes = layout.planes_apart(self.num_inputs, self.bits)
         else:
             planes = layout.planes(self.num_inputs, self.bits)
         found = []
@@ -130,7 +130,7 @@ class MatrixFormat:
         zero = _number(e, rest, group, self.zero_bytes)
         if not self.apart:
             return scale, zero
-        derived = layout.derivation(self.bits)
+        derived = layout.prefix_constants(self.bits)
         zero = e.fma(zero, derived.zero_factor, derived.zero_offset)
         return e.fmul(scale, derived.scale_factor), zero
 

@@ -158,7 +158,7 @@ class _Product:
         if sums is not None:
             if zero is None:
                 negative = jnp.full(self.shape, -self._center(offset), jnp.float32)
-            elif (derived := self.weights.derivation) is None:
+            elif (derived := self.weights.constants) is None:
                 negative = spread(-(zero.astype(jnp.float32) + offset))
             else:
                 shift, factor = -(derived.zero_offset + offset), -derived.zero_factor
@@ -242,7 +242,7 @@ class _Product:
 
     def _scaled_by_factor(self, accs: list[jax.Array]) -> list[jax.Array]:
         """Multiplies by the factor of all scales, if they are derived."""
-        derived = self.weights.derivation
+        derived = self.weights.constants
         return accs if derived is None else [acc * derived.scale_factor for acc in accs]
 
     def _centered(self) -> bool:
