@@ -158,7 +158,7 @@ class HostMatrix(NamedTuple):
             return words[0].astype(np.float32)
         group = np.arange(self.num_inputs) // self.group_size
         scales = self.scales[rows].astype(np.float32)
-        zeros = np.float32(2 ** (self.bits - 1))
+        zeros = np.full((), 2 ** (self.bits - 1), np.float32)
         if self.zeros is not None:
             zeros = self.zeros[rows].astype(np.float32)
         if len(words) == 1:
