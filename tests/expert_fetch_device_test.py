@@ -22,7 +22,7 @@ from tests.expert_fetch_contract import (
     random_operands,
     violation,
 )
-from tests.expert_mlp_test import described_gpu
+from tests.gpu_targets import GPUS, described
 
 HOPPER = Target("gpu", (9, 0))
 COPY = r"= \S+ copy(-start)?\("
@@ -49,7 +49,7 @@ class LoweringTest(parameterized.TestCase):
         self.enter_context(mock.patch.object(api, "current_target", lambda: HOPPER))
 
     def test_one_launch_and_nothing_else(self):
-        with described_gpu():
+        with described(GPUS["H100"]):
             traced = jax.jit(fetch, donate_argnums=0).trace(*abstract(2048, 6144, 8))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         operations = re.findall(r"= stablehlo\.(\w+)", text)
@@ -109,7 +109,7 @@ class CompilationTest(parameterized.TestCase):
         mesh = jax.sharding.Mesh(np.array(topology.devices), "x")
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         jitted = jax.jit(run, donate_argnums=0, in_shardings=everywhere, out_shardings=everywhere)
-        with described_gpu():
+        with described(GPUS["H100"]):
             lowered = jitted.trace(*operands).lower()
         program = lowered.compile()
         return program.memory_analysis(), program.as_text()

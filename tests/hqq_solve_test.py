@@ -19,7 +19,7 @@ from pallas_kernels import op
 from pallas_kernels.hqq_solve import reference, settings, tiles, triton
 from pallas_kernels.target import SIMULATED, Target
 from tests import slow
-from tests.expert_mlp_test import described_gpu
+from tests.gpu_targets import GPUS, described
 from tests.host_test_case import HostTestCase
 from tests.hqq_solve_contract import (
     CASES,
@@ -234,7 +234,7 @@ class LoweringTest(parameterized.TestCase):
             )
 
         hopper = mock.patch.object(op, "current_target", return_value=Target("gpu", (9, 0)))
-        with described_gpu(), hopper:
+        with described(GPUS["H100"]), hopper:
             lowered = jax.jit(run).trace(weights, low_rank).lower(lowering_platforms=("cuda",))
         lines = lowered.as_text().splitlines()
         calls = [line for line in lines if "stablehlo.custom_call" in line]

@@ -287,7 +287,7 @@ class TierStep:
         """Multiplies the active pairs: [P, N, A, D]."""
         stacks = (experts.gate_up, experts.down)
         chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
-        record_experts(self.number, self.impl, x, stacks, chosen)
+        record_experts(self.number, self.impl, stacks, chosen)
         match self.impl:
             case "row":
                 return products_by_row(x, pairs, experts)
@@ -429,7 +429,7 @@ def _products_of_tiers(
     if chosen.implementation == ops.DEQUANTIZED:
         raise ValueError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
     for of, experts in zip(step.tiers, stacks, strict=True):
-        record_experts(of.number, of.impl, x, experts, chosen)
+        record_experts(of.number, of.impl, experts, chosen)
     return products_of_tiers(x, tier, slot, tiers, chosen.implementation)
 
 
