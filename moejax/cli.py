@@ -55,20 +55,14 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Generic[_Config]):
-    """A main: its help, configuration and body.
+    """A main: its help, configuration and body."""
 
-    Attributes:
-      doc: its help text, before the flags.
-      default: the configuration without flags.
-      define_flags: defines the flags beside `--config`.
-      body: runs it.
-      resumes: whether the command, run again after an interruption, resumes where it stopped.
-    """
-
-    doc: str
-    default: _Config
-    define_flags: Callable[[flags.FlagValues], None]
-    body: Callable[[_Config, flags.FlagValues], None]
+    doc: str  # its help text, before the flags
+    default: _Config  # the configuration without flags
+    body: Callable[[_Config, flags.FlagValues], None]  # runs it
+    # defines the flags beside `--config`
+    define_flags: Callable[[flags.FlagValues], None] = lambda values: None
+    # whether the command, run again after an interruption, resumes where it stopped
     resumes: Callable[[_Config], bool] = lambda config: False
 
 
@@ -226,12 +220,7 @@ class _Arguments:
 
 
 def _arguments(argv: Sequence[str], values: flags.FlagValues, default: RunConfig) -> _Arguments:
-    """Sorts a command line; `--flag value` is `--flag=value`, even if it begins with "-".
-
-    Raises:
-      MoejaxError: `--config.FIELD` names no field.
-      flags.Error: a flag is unknown or ambiguous, or has no value.
-    """
+    """Sorts a command line; `--flag value` is `--flag=value`, even if it begins with "-"."""
     found = _Arguments(list(argv[:1]), {})
     booleans = {name for name in values if values[name].boolean}
     booleans |= {f"config.{of.name}" for of in options(default) if isinstance(of.default, bool)}
@@ -269,12 +258,7 @@ def _arguments(argv: Sequence[str], values: flags.FlagValues, default: RunConfig
 
 
 def _flag_of(name: str, values: flags.FlagValues, default: RunConfig) -> str:
-    """Flag that a name means, "config.FIELD" for a field; "" for none.
-
-    Raises:
-      MoejaxError: "config.FIELD" names no field.
-      flags.Error: several fields' names end with it.
-    """
+    """Flag that a name means, "config.FIELD" for a field; "" for none."""
     if name == "config" or name in values:
         return name
     if name.startswith("config."):
@@ -298,11 +282,7 @@ def _near(name: str, values: flags.FlagValues, default: RunConfig) -> str:
 
 
 def _read_file(path: str, config_class: type[RunConfig]) -> config_dict.ConfigDict:
-    """Runs a config file's `get_config()`.
-
-    Raises:
-      MoejaxError: the file is missing, fails, or belongs to another command.
-    """
+    """Runs a config file's `get_config()`."""
     # Text after a colon is ml_collections' argument of get_config.
     if not Path(path.split(":", 1)[0]).is_file():
         raise MoejaxError(f"config file {path!r} does not exist")
@@ -328,11 +308,7 @@ def _read_file(path: str, config_class: type[RunConfig]) -> config_dict.ConfigDi
 
 
 def user_path(name: str) -> Path:
-    """Expands `~` and `~name` in a path, which no shell does behind a `=`.
-
-    Raises:
-      MoejaxError: there is no such user.
-    """
+    """Expands `~` and `~name` in a path, which no shell does behind a `=`."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:

@@ -58,11 +58,7 @@ def _why_none(platform: str, error: Exception) -> str:
 
 @contextlib.contextmanager
 def plain_memory_errors(device: jax.Device) -> Iterator[None]:
-    """Turns the runtime's out-of-memory error into one line.
-
-    Raises:
-      MoejaxError: the device ran out of memory inside the block.
-    """
+    """Turns the runtime's out-of-memory error into a MoejaxError of one line."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -76,11 +72,7 @@ def plain_memory_errors(device: jax.Device) -> Iterator[None]:
 
 
 def default_compilation_cache() -> Path:
-    """Default directory: $XDG_CACHE_HOME/moejax/xla, or in the home directory.
-
-    Raises:
-      RuntimeError: there is neither.
-    """
+    """Default directory: $XDG_CACHE_HOME/moejax/xla, or in the home directory, if there is one."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "moejax" / "xla"
 

@@ -28,7 +28,7 @@ from moejax.inference.chunking import (
     least_cache_length,
     longest_chunk,
 )
-from moejax.inference.compile_notice import CompileNotice
+from moejax.inference.compile_notice import compile_notice
 from moejax.inference.generation import (
     Chunk,
     Generation,
@@ -82,9 +82,7 @@ class Engine:
         """Makes an engine from weights on the device; `from_pretrained` reads them.
 
         Args:
-          config: the model's shape.
           weights: flat dict of layer-stacked leaves.
-          tokenizer: encodes prompts that are texts.
           eos_ids: tokens that end an answer.
           device: None for JAX's default one.
           context: cache length of every call, or 0.
@@ -175,7 +173,7 @@ class Engine:
         )  # fmt: skip
         engine.budget, engine._runner.planned = budget, sizes
         if progress:
-            engine._runner.programs.announce = CompileNotice()
+            engine._runner.programs.announce = compile_notice
         engine.load_seconds = time.perf_counter() - start
         return engine
 
@@ -341,7 +339,6 @@ class Engine:
 
         Args:
           messages: each with "role" (system, user or assistant) and "content".
-          enable_thinking: see `chat_prompt`.
           **settings: fields of `GenerationSettings`.
         """
         prompt = self.chat_prompt(messages, enable_thinking=enable_thinking)

@@ -25,11 +25,6 @@ from moejax.loading import check_recorded
 from moejax.text.corpus import load_text
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-    del values
-
-
 def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     """Measures, prints lines, writes the JSON file."""
     del values
@@ -52,7 +47,6 @@ def resumes(config: EvaluateConfig) -> bool:
 COMMAND = cli.Command(
     doc=__doc__,
     default=EvaluateConfig(),
-    define_flags=define_flags,
     body=evaluate,
     resumes=resumes,
 )

@@ -123,11 +123,7 @@ def stream_answer(
 
 
 def echoed(prompt: str, *, ends_line: bool) -> str:
-    """Returns the end of a prompt, faint, if stdout is a terminal; else nothing.
-
-    Args:
-      ends_line: whether the answer begins a line of its own.
-    """
+    """Returns the end of a prompt, faint, if stdout is a terminal; else nothing."""
     if not sys.stdout.isatty():
         return ""
     shown = prompt if len(prompt) <= MOST_ECHOED else f"...{prompt[-MOST_ECHOED:]}"

@@ -20,11 +20,7 @@ from moejax.errors import MoejaxError
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Registers the model and runs lm_eval's command line; our errors are one line on stderr.
-
-    Args:
-      argv: the program's name, then its arguments; None: the process's.
-    """
+    """Registers the model and runs lm_eval's command line; our errors are one line on stderr."""
     if argv is not None:
         sys.argv[:] = argv
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

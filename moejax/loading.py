@@ -76,12 +76,7 @@ def check_recorded(config: GenerateConfig | EvaluateConfig) -> None:
 def recorded(
     engine: "Engine", config: GenerateConfig | EvaluateConfig, text: str = ""
 ) -> contextlib.AbstractContextManager[Any]:
-    """Records the routing of the calls inside, if the configuration asks for a trace.
-
-    Args:
-      config: names the file and its parts.
-      text: description of the run, for readers of the trace.
-    """
+    """Records the routing of the calls inside, if the configuration names a file for a trace."""
     if not config.record_trace:
         return contextlib.nullcontext()
     from moejax.inference.recorder import facts

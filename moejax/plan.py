@@ -17,39 +17,25 @@ from moejax.experts.budget import describe, warnings
 from moejax.experts.machine import this_machine
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-
-
 def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     """Prints the table, its meaning for speed, and the warnings."""
     del values
     # They import JAX, which --help and mistakes need not wait for.
     from moejax.devices import PLATFORMS, check_dtype
-    from moejax.planning import bits_line, budget_of, model_of, platform_of, tiered_budget
+    from moejax.planning import bits_line, budget_of, model_of, platform_of
 
     if config.platform not in PLATFORMS:
         raise MoejaxError(f"platform {config.platform!r} is none of {', '.join(PLATFORMS)}")
     check_dtype(config.dtype, platform_of(config))
-    tiering = config.policy.tiering()
-    if tiering:
-        tiered = tiered_budget(config, tiering)
-        if config.shape:
-            print(f"{config.shape}, tiers without files, on a {platform_of(config)}")
-        found = warnings(tiered, this_machine(platform_of(config)))
-        _, model, sizes, _ = model_of(config)
-        lines = [*describe(tiered), bits_line(model, sizes, [t.tier for t in tiered.tiers])]
-        print("\n".join([*lines, *_warned(found, config, tiered.context)]))
-        return
-    name, model, sizes, itemsize = model_of(config)
-    budget = budget_of(config, model, sizes, itemsize)
-    if budget.pooled and sizes.refusal:
-        raise MoejaxError(f"the experts do not fit and cannot move: {sizes.refusal}")
-    print(f"{name}, experts in {sizes.expert_form}, on a {platform_of(config)}")
-    found = warnings(budget, this_machine(platform_of(config)))
+    budget = budget_of(config)
+    name, model, sizes, _ = model_of(config)
+    form = "tiers without files" if config.policy.name else f"experts in {sizes.expert_form}"
+    lines = [f"{name}, {form}, on a {platform_of(config)}"]
+    if config.policy.name and not config.shape:
+        lines = []
     bits = bits_line(model, sizes, [tier.tier for tier in budget.tiers])
-    for line in [*describe(budget), bits, *_warned(found, config, budget.context)]:
-        print(line)
+    found = warnings(budget, this_machine(platform_of(config)))
+    print("\n".join([*lines, *describe(budget), bits, *_warned(found, config, budget.context)]))
 
 
 def _warned(found: list[str], config: PlanConfig, context: int) -> list[str]:
@@ -58,7 +44,7 @@ def _warned(found: list[str], config: PlanConfig, context: int) -> list[str]:
     return [f"warning: {line}" for line in found]
 
 
-COMMAND = cli.Command(doc=__doc__, default=PlanConfig(), define_flags=define_flags, body=plan)
+COMMAND = cli.Command(doc=__doc__, default=PlanConfig(), body=plan)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

@@ -7,7 +7,6 @@ from typing import cast
 import jax
 import numpy as np
 
-from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
 from moejax.config.commands import PlanConfig
@@ -15,62 +14,40 @@ from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
 from moejax.experts.budget import Budget, RunSizes, Tier, make_budget
-from moejax.experts.disk_reader import check_waiting
-from moejax.experts.load import budget_of_tiers, disk_source, plan_experts, tier_of
-from moejax.experts.tiering import STORED, Tiering, choose
+from moejax.experts.load import budget_of_tiers, plan_experts, tier_of
+from moejax.experts.tiering import STORED, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.weights.qtensor import CodesKind
 
 
-def tiered_budget(config: PlanConfig, tiering: Tiering) -> Budget:
-    """Plans the budget of a configuration with a policy.
-
-    Raises:
-      MoejaxError: the configuration cannot run.
-    """
-    if config.shape:
-        return _budget_of_shape(config, tiering)
-    checkpoint = open_checkpoint(config.checkpoint)
-    context, chunk = _sizes(config, checkpoint.config)
-    planned = plan_experts(
-        checkpoint, config.memory.limits(), tiering, dtype=config.dtype, device=_device(config),
-        batch=config.batch, context=context, chunk=chunk,
+def budget_of(config: PlanConfig) -> Budget:
+    """Plans the budget of a configuration; tiers of a shape have the bits that their names say."""
+    tiering, limits = config.policy.tiering(), config.memory.limits()
+    _, model, own, itemsize = model_of(config)
+    context, chunk = _sizes(config, model)
+    if not config.shape:
+        planned = plan_experts(
+            open_checkpoint(config.checkpoint), limits, tiering, dtype=config.dtype,
+            device=_device(config), batch=config.batch, context=context, chunk=chunk,
+        )  # fmt: skip
+        return planned.budget
+    run = RunSizes(
+        config=model, weights_nbytes=own.weights_nbytes, batch=config.batch, context=context,
+        chunk=chunk, platform=platform_of(config), itemsize=itemsize,
     )  # fmt: skip
-    return planned.budget
-
-
-def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> Budget:
-    """Plans a named shape's budget; tiers have the bits that their names say."""
+    if tiering is None:
+        return make_budget(run, [tier_of(own)], limits)
     if tiering.emulate:
         raise MoejaxError("a shape takes no policy.emulate")
-    _, model, own, itemsize = model_of(config)
-    run, tiers = _run(config, model, own, itemsize), []
+    tiers = []
     for tier in tiering.stored():
         group = config.group_size if tier.name == STORED else tiering.group_size
-        sizes = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
-        tiers.append(Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes))
+        stored = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
+        tiers.append(Tier(name=tier.name, expert_nbytes=stored.expert_nbytes))
     policy = choose(tiering, None, model).policy
-    return budget_of_tiers(policy, run, tiers, tiering.slots, config.memory.limits())
-
-
-def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: int) -> Budget:
-    """Plans the budget of a configuration.
-
-    Args:
-      itemsize: bytes per number of the activations.
-
-    Raises:
-      MoejaxError: the configuration cannot run.
-    """
-    limits = config.memory.limits()
-    source = None if config.shape else disk_source(open_checkpoint(config.checkpoint), limits)
-    budget = make_budget(_run(config, model, sizes, itemsize), [tier_of(sizes)], limits)
-    if source is not None and budget.tiers[0].host_share < 1:
-        with open_experts(source, dtype=config.dtype, device=_device(config)) as reader:
-            check_waiting(reader, _device(config), str(source.directory))
-    return budget
+    return budget_of_tiers(policy, run, tiers, tiering.slots, limits)
 
 
 def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[Tier]) -> str:
@@ -78,14 +55,6 @@ def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[Tier]) -> str:
     num_experts = len(model.moe_layers) * model.num_experts
     experts = {tier.name: num_experts * tier.expert_nbytes for tier in tiers if num_experts}
     return f"weights: {bits_of_sizes(model, sizes.weights_nbytes, experts).describe()}"
-
-
-def _run(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: int) -> RunSizes:
-    context, chunk = _sizes(config, model)
-    return RunSizes(
-        config=model, weights_nbytes=sizes.weights_nbytes, batch=config.batch, context=context,
-        chunk=chunk, platform=platform_of(config), itemsize=itemsize,
-    )  # fmt: skip
 
 
 def _sizes(config: PlanConfig, model: ModelConfig) -> tuple[int, int]:

@@ -27,11 +27,6 @@ from moejax.text.corpus import Text, beginning, encode, load_text
 WINDOW = 2048
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-    del values
-
-
 def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
     """Profiles, writes the file, prints a line."""
     del values
@@ -107,9 +102,7 @@ def _text(config: ProfileConfig) -> Text:
     return Text(shipped_text(), "the calibration text that ships")
 
 
-COMMAND = cli.Command(
-    doc=__doc__, default=ProfileConfig(), define_flags=define_flags, body=profile_experts
-)
+COMMAND = cli.Command(doc=__doc__, default=ProfileConfig(), body=profile_experts)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

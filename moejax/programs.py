@@ -11,16 +11,6 @@ import jax
 from moejax.errors import MoejaxError
 
 Function = Callable[..., Any]
-Announce = Callable[[str], AbstractContextManager[None]]
-
-
-def _silently(name: str) -> AbstractContextManager[None]:
-    del name
-    return contextlib.nullcontext()
-
-
-def _no_options(function: Function) -> Mapping[str, str]:
-    return {}
 
 
 class CompiledPrograms:
@@ -28,24 +18,22 @@ class CompiledPrograms:
 
     A plain `jax.jit` would compile inside a timed call and retrace in silence when a dtype or a
     shape changes; here a mismatch is an error and the time is known.
-
-    Attributes:
-      seconds: spent in tracing, lowering and compiling so far.
-      num_traces: programs built so far; constant after warm-up.
-      history: function name and seconds of each, in order.
-      is_compiling: whether a thread is in XLA's compiler, which nothing interrupts.
-      announce: makes the context in which a program of a name is compiled.
     """
 
-    def __init__(self, options_of: Callable[[Function], Mapping[str, str]] = _no_options) -> None:
+    def __init__(
+        self, options_of: Callable[[Function], Mapping[str, str]] = lambda function: {}
+    ) -> None:
         """Starts without programs; `options_of` gives a function's XLA options."""
         self._options_of = options_of
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
-        self.seconds = 0.0
-        self.num_traces = 0
-        self.history: list[tuple[str, float]] = []
-        self.is_compiling = False
-        self.announce: Announce = _silently
+        self.seconds = 0.0  # spent in tracing, lowering and compiling so far
+        self.num_traces = 0  # programs built so far; constant after warm-up
+        self.history: list[tuple[str, float]] = []  # function name and seconds of each, in order
+        self.is_compiling = False  # whether a thread is in XLA's compiler, which nothing interrupts
+        # makes the context in which a program of a name is compiled
+        self.announce: Callable[[str], AbstractContextManager[None]] = lambda name: (
+            contextlib.nullcontext()
+        )
         self._is_closed = False
 
     def close(self) -> None:
@@ -73,9 +61,6 @@ class CompiledPrograms:
           static: hashable leading arguments, closed over.
           arguments: arrays or trees of them; their shapes and dtypes are part of the key.
           num_donated: how many of the first `arguments` are donated.
-
-        Raises:
-          MoejaxError: after `close`.
         """
         self.check_open()
         leaves, tree = jax.tree.flatten(arguments)

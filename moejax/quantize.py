@@ -21,11 +21,6 @@ if TYPE_CHECKING:  # it imports JAX
     from moejax.quantization.pipeline.run import Outcome
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-    del values
-
-
 def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
     """Quantizes the checkpoint and prints the report."""
     del values
@@ -81,11 +76,7 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
 
 
 def read_text(name: str) -> str | None:
-    """Reads a UTF-8 file; None for the text that ships.
-
-    Raises:
-      MoejaxError: the file is missing, or not UTF-8.
-    """
+    """Reads a UTF-8 file; None for the text that ships."""
     if name == "default":
         return None
     try:
@@ -97,7 +88,6 @@ def read_text(name: str) -> str | None:
 COMMAND = cli.Command(
     doc=__doc__,
     default=QuantizeConfig(),
-    define_flags=define_flags,
     body=quantize,
     resumes=lambda config: bool(config.output),
 )

@@ -21,11 +21,6 @@ from moejax.errors import MoejaxError
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-    del values
-
-
 def serve(config: ServeConfig, values: flags.FlagValues) -> None:
     """Loads the model and serves until a signal."""
     del values
@@ -43,11 +38,7 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
 
 
 def read_key(config: ServeConfig) -> str:
-    """Reads the clients' key from the command line or its file; "" for none.
-
-    Raises:
-      MoejaxError: the file cannot be read, or holds no key.
-    """
+    """Reads the clients' key from the command line or its file; "" for none."""
     if not config.api_key_file:
         return config.api_key
     path = cli.user_path(config.api_key_file)
@@ -61,7 +52,7 @@ def read_key(config: ServeConfig) -> str:
     return key
 
 
-COMMAND = cli.Command(doc=__doc__, default=ServeConfig(), define_flags=define_flags, body=serve)
+COMMAND = cli.Command(doc=__doc__, default=ServeConfig(), body=serve)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

@@ -12,7 +12,6 @@ bytes that it moves. The table on stdout has the settings on the Pareto front; a
 the JSON Lines file and the plot.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -21,15 +20,10 @@ from absl import flags
 from moejax import cli
 from moejax.config.grid import described, eighths, settings
 from moejax.config.sweep import SweepConfig, check_picture
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
 from moejax.evaluation.record import check_output
 from moejax.files import result_rows as results
 from moejax.routing.simulate.costs import Machine, calibrate, measured_rows
-
-
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines no flags beside `--config`."""
-    del values
 
 
 def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
@@ -47,7 +41,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     from moejax.devices import choose_device
     from moejax.experts.tiering import of_grid
     from moejax.routing.simulate import recommend as recommending
-    from moejax.routing.simulate import rows, sweeping, table
+    from moejax.routing.simulate import sweeping, table
     from moejax.routing.trace import read_trace
 
     trace = read_trace(path)
@@ -75,7 +69,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
         f"{config.policy}: {len(grid)} settings over {decoded} decoded steps of "
         f"{trace.num_layers} layers of {trace.num_experts} experts"
     )
-    print(f"{about}: {spent:.1f} s, compiling included, on {device}", file=sys.stderr)
+    print_stderr(f"{about}: {spent:.1f} s, compiling included, on {device}")
     figures = {m.link_gib_per_s: [one.figures(m) for one in swept] for m in chosen}
     names = [described(one.setting) for one in swept]
     for link, found in figures.items():
@@ -84,17 +78,13 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
         print(f"\n{link:.4g} GiB/s; {said}\n")
         print("\n".join(table.table(names, found, table.spread(found, best, config.rows))))
     if output:
-        results.append_rows(output, rows.rows(config.policy, names, swept, chosen))
+        results.append_rows(output, table.rows(config.policy, names, swept, chosen))
     if plot and (said := table.draw(plot, figures, about)):
-        print(said, file=sys.stderr)
+        print_stderr(said)
 
 
 def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
-    """Paths of the rows and the picture; None for none.
-
-    Raises:
-      MoejaxError: one cannot be written, or holds something else.
-    """
+    """Paths of the rows and the picture; None for none."""
     output = cli.user_path(config.output) if config.output else None
     plot = cli.user_path(config.plot) if config.plot else None
     if output:
@@ -109,20 +99,15 @@ def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
 
 
 def machines(config: SweepConfig) -> list[Machine]:
-    """Makes one machine for each speed of the link; a calibration's own comes first.
-
-    Raises:
-      MoejaxError: the calibration cannot be read or does not determine the link.
-    """
+    """Makes one machine for each speed of the link; a calibration's own comes first."""
     base_ms, fetch_ms, found = config.base_ms, config.fetch_ms, []
     if config.calibration:
         measured = measured_rows(cli.user_path(config.calibration))
         fitted = calibrate(measured, config.overlap, fetch_ms)
         base_ms, found = fitted.base_ms, [fitted]
-        print(
+        print_stderr(
             f"calibrated by {len(measured)} measurements: {base_ms:.3f} ms a step, "
-            f"{fitted.link_gib_per_s:.1f} GiB/s",
-            file=sys.stderr,
+            f"{fitted.link_gib_per_s:.1f} GiB/s"
         )
     for speed in config.speeds():
         machine = Machine(
@@ -132,7 +117,7 @@ def machines(config: SweepConfig) -> list[Machine]:
     return found
 
 
-COMMAND = cli.Command(doc=__doc__, default=SweepConfig(), define_flags=define_flags, body=sweep)
+COMMAND = cli.Command(doc=__doc__, default=SweepConfig(), body=sweep)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

@@ -47,7 +47,7 @@ from matplotlib.figure import Figure
 from moejax import Engine, MoejaxError
 from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.experts.budget import GIB, Limits, describe
-from moejax.planning import budget_of, model_of
+from moejax.planning import budget_of
 
 QUICK = os.environ.get("MOEJAX_QUICK") == "1"  # smaller numbers everywhere, for a test
 PICTURES = Path(os.environ.get("MOEJAX_PICTURES") or tempfile.mkdtemp(prefix="moejax_"))
@@ -80,8 +80,7 @@ def plan(gib: float, bits: int):
     """The budget of the real shape; a MoejaxError where it cannot run."""
     memory = MemoryConfig(device_gib=gib)
     config = PlanConfig(shape=MODEL, bits=bits, context=4096, platform="gpu", memory=memory)
-    _, model, sizes, itemsize = model_of(config)
-    return budget_of(config, model, sizes, itemsize)
+    return budget_of(config)
 
 
 print("\n".join(describe(plan(DEVICE_GIB, bits=4))))

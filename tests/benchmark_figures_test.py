@@ -33,7 +33,7 @@ class EndsTest(absltest.TestCase):
     def test_a_call_in_which_all_answers_ended_is_no_time_of_a_step(self):
         """Two answers of 9 tokens asked for, in calls of 4; both end in the second call."""
         calls = iter([[[2, 2, 2, 2], [2, 2, 0, -1]], [[0, -1, -1, -1], [-1] * 4], [[-1] * 4] * 2])
-        session = types.SimpleNamespace(since=0, emitted=StepOutput([[1], [1]], None))
+        session = types.SimpleNamespace(failures_before=0, emitted=StepOutput([[1], [1]], None))
 
         def decode(*_: Any) -> None:
             session.emitted = StepOutput(next(calls), None)
@@ -123,12 +123,12 @@ class BandwidthTest(parameterized.TestCase):
 
 
 class RoutingTest(parameterized.TestCase):
-    def of_trace(self, trace: Trace, batch: int) -> routing.Routing:
+    def of_trace(self, trace: Trace, batch: int) -> routing.Workload:
         return routing.of_trace(TINY, trace, batch, recall=0.85, seed=0, name="x")
 
     def test_a_trace_of_the_shape_is_replayed_as_it_is(self):
         ids = np.arange(40 * 2 * 2).reshape(40, 2, 2) % 8
-        found = self.of_trace(trace_of_replay(ids, 8), 2).work
+        found = self.of_trace(trace_of_replay(ids, 8), 2)
         self.assertEqual(found.ids.shape, (256, 2, 2, 2))
         np.testing.assert_array_equal(found.ids[:40, :, 0], ids)
         np.testing.assert_array_equal(found.ids[40:80, :, 0], ids)
@@ -143,7 +143,7 @@ class RoutingTest(parameterized.TestCase):
         trace = trace_of_replay(ids, 8)
         weights = np.tile(np.float16([0.25, 0.75]), (4, 2, 1))
         trace = Trace(**{**trace.tensors(), "weights": weights, "num_experts": 8})
-        found = self.of_trace(trace, 1).work
+        found = self.of_trace(trace, 1)
         np.testing.assert_array_equal(found.ids[0, 0, 0], [5, 3])
         chosen = found.probabilities[0, 0, 0, [5, 3]]
         self.assertAlmostEqual(chosen[0] / chosen.sum(), 0.75, delta=0.02)
@@ -152,14 +152,14 @@ class RoutingTest(parameterized.TestCase):
         ids = np.arange(30 * 1 * 1).reshape(30, 1, 1) % 4
         found = self.of_trace(trace_of_replay(ids, 4), 1)
         self.assertIn("scaled from 4 experts, gates made up", found.about)
-        self.assertEqual(found.work.ids.shape[1:], (2, 1, 2))
+        self.assertEqual(found.ids.shape[1:], (2, 1, 2))
         with self.assertRaisesRegex(MoejaxError, "does not suit the shape"):
             self.of_trace(trace_of_replay(ids, 5), 1)
 
     def test_skew_makes_some_popular(self):
         def most(exponent: float) -> float:
             how: dict[str, Any] = {"exponent": exponent, "recall": 0.85, "seed": 0, "shape": ""}
-            counts = routing.with_skew(TINY, 1, **how).work.activations()
+            counts = routing.with_skew(TINY, 1, **how).activations()
             return float((counts.max(1) / counts.sum(1)).mean())
 
         self.assertLess(most(0.0), 0.2)
@@ -175,7 +175,7 @@ class RoutingTest(parameterized.TestCase):
         of = dataclasses.replace(TINY, num_experts=128)  # which says nothing of the skew
         found = routing.with_skew(of, 8, shape=shape, exponent=exponent, recall=1.0, seed=0)
         self.assertIn(said, found.about)
-        counts = found.work.activations()
+        counts = found.activations()
         popular = (counts.max(1) / counts.sum(1)).mean()
         self.assertEqual(popular > 0.05, "even" not in said)
 
@@ -184,7 +184,7 @@ class ConfigTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"batches": (0,)}, "batches"), ({"batches": (1, 2000)}, "batches"),
         ({"budgets": (-1.0,)}, "budgets"), ({"runs": 0}, "runs=0 must be at least 1"),
-        ({"new_tokens": 0}, "new_tokens"), ({"shape": "Qwen"}, "shape='Qwen' is not there"),
+        ({"new_tokens": 0}, "new_tokens"), ({"shape": "Qwen"}, "shape='Qwen' must be one of"),
         ({"skew": "zipf:1"}, "skew is for random weights"),
         ({"shape": "tiny", "skew": "zipf"}, "uniform or zipf:S"),
         ({"shape": "tiny", "skew": "uniform", "trace": "x"}, "both say the routing"),

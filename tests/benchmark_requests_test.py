@@ -77,7 +77,7 @@ class FileTest(FolderTestCase):
         ("x.json", '[{"id": "q"}]', r"entry 0 \(id q\) has no prompt, text, messages or conv"),
         ("x.json", "[", "is not JSON"),
         ("x.json", "[" * 100_000, "is not JSON"),
-        ("x.jsonl", '{"prompt": "\\ud800 hi"}', "line 1 is not Unicode"),
+        ("x.jsonl", '{"prompt": "\\ud800 hi"}', "line 1 is not UTF-8"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt"}', "line 2 is not JSON"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": 3}', "line 2: prompt must be a text"),
         ("x.jsonl", '{"messages": [{"role": "user"}]}', "message 0 needs a role and a content"),

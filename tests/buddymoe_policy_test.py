@@ -108,6 +108,7 @@ class DecisionTest(parameterized.TestCase):
         np.testing.assert_array_equal(state.missed, counts.sum(axis=0))
         self.assertEqual(counts[0].sum() == 0, policy.rho == 0)
 
+    @pytest.mark.slow
     def test_weights_meet_where_a_buddy_serves_twice(self):
         ids = np.full((LAYERS, EXPERTS, 2), -1, np.int32)
         ids[:, 0], ids[:, 1] = (4, 5), (4, 6)
@@ -176,6 +177,7 @@ class DecisionTest(parameterized.TestCase):
         self.assertAlmostEqual(float(experts), exact, delta=2 / buddy_gates.DELTA_BINS)
         self.assertBetween(fetched / 75, 0.5 * budget, 1.25 * budget)  # of the second half
 
+    @pytest.mark.slow
     def test_draws_follow_the_seed(self):
         first, second = (MatchedRandom(lists=LISTS, seed=seed) for seed in (5, 6))
         decide = jax.jit(first.decide)

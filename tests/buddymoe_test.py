@@ -279,6 +279,7 @@ class SubstitutionTest(parameterized.TestCase):
             substitution.normalized_logits(np.float32([[0.5, 0.5]])).tolist(), [[0, 0]]
         )
 
+    @pytest.mark.slow
     def test_a_discount_lets_a_buddy_serve_twice(self):
         ids, resident = np.int32([[0, 1, 2, 3]]), np.arange(EXPERTS) >= 3
         listed = np.int32([[[4, 5], [4, 6], [6, 4], [-1, -1]]])
@@ -316,6 +317,7 @@ class SubstitutionTest(parameterized.TestCase):
             first_rank = controls.first_ranks(soft.ids, soft.replaced, last_first=last_first)
             self.assertEqual(int(first_rank.max()), -1)
 
+    @pytest.mark.slow
     def test_random_is_uniform_over_resident_experts_that_do_not_serve_yet(self):
         ids = np.tile(np.int32([[0, 1, 2, 3]]), (3000, 1))
         resident = np.zeros(EXPERTS, bool)

@@ -22,7 +22,7 @@ from moejax.experts.budget import (
     warnings,
 )
 from moejax.experts.budget.planned import RING_BLOCKS
-from moejax.experts.residency import CacheSpec, empty, no_counts
+from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.shapes import SHAPES
@@ -80,7 +80,7 @@ class PartsTest(parameterized.TestCase):
 
     @parameterized.parameters((3, 8, 2), (1, 4, 0), (48, 128, 65))
     def test_tables_are_those_of_residency_and_counters(self, layers, experts, slots):
-        spec = CacheSpec(num_layers=layers, num_experts=experts, slots=slots, transient=1)
+        spec = CacheSizes(num_layers=layers, num_experts=experts, slots=slots, transient=1)
         held = jax.eval_shape(lambda: (empty(spec), no_counts(layers)))
         row_of = 4 * layers * experts
         self.assertEqual(table_nbytes(layers, experts, slots), _nbytes(held) + row_of)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from moejax.experts.residency import EVENTS, CacheSpec
+from moejax.experts.residency import EVENTS, CacheSizes
 
 ROW = ("slot_of", "owner", "last_use", "prefetched")
 
@@ -21,7 +21,7 @@ class CacheModel:
     `pool` says for every global slot whose bytes lie there, as (layer, expert).
     """
 
-    def __init__(self, spec: CacheSpec, max_needed: int) -> None:
+    def __init__(self, spec: CacheSizes, max_needed: int) -> None:
         self.spec, self.max_needed = spec, max_needed
         self.slots = [[Slot() for _ in range(spec.slots)] for _ in range(spec.num_layers)]
         self.clock = 1

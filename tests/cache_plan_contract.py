@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts import residency
-from moejax.experts.residency import COLUMNS, CacheSpec, Counts, Residency, no_counts
+from moejax.experts.residency import COLUMNS, CacheSizes, Counts, Residency, no_counts
 from pallas_kernels import cache_plan as package
 
 START = 2**31 - 60  # of the clock: it wraps
@@ -191,7 +191,7 @@ def arrived(case: Case, given: Given, tables: Any) -> Any:
     """With what bulk transfers bring, in whatever tier the expert is already."""
     after = []
     for i, of in enumerate(tables):
-        spec = CacheSpec(
+        spec = CacheSizes(
             num_layers=case.layers, num_experts=case.experts, slots=case.slots[i], transient=1
         )
         state = Residency(of.table, of.clock, case.experts)
@@ -257,7 +257,9 @@ def replay(case: Case, steps: Given, how: Any, row_of: jax.Array) -> Any:
 
     start = []
     for slots, form in zip(case.slots, forms(case), strict=True):
-        spec = CacheSpec(num_layers=case.layers, num_experts=case.experts, slots=slots, transient=1)
+        spec = CacheSizes(
+            num_layers=case.layers, num_experts=case.experts, slots=slots, transient=1
+        )
         state, counts = residency.empty(spec), no_counts(case.layers)
         if form.is_complete:
             every = np.tile(np.arange(case.experts, dtype=np.int32)[::-1], (case.layers, 1))
@@ -291,7 +293,7 @@ class ByExpert(NamedTuple):
     streamed: jax.Array  # int32[W, B]
 
 
-def form_of(spec: CacheSpec, max_needed: int) -> package.TierShape:
+def form_of(spec: CacheSizes, max_needed: int) -> package.TierShape:
     waves = package.num_waves(max_needed, spec.slots, spec.transient)
     return package.TierShape(
         slots=spec.slots, banks=spec.banks, transient=spec.transient, waves=waves
@@ -299,7 +301,7 @@ def form_of(spec: CacheSpec, max_needed: int) -> package.TierShape:
 
 
 def plan_needed(
-    spec: CacheSpec,
+    spec: CacheSizes,
     state: Residency,
     layer: Any,
     needed: jax.Array,
@@ -335,7 +337,7 @@ def plan_needed(
 
 
 def predict_needed(
-    spec: CacheSpec, state: Residency, layer: Any, wanted: jax.Array, limit: int, counts: Counts
+    spec: CacheSizes, state: Residency, layer: Any, wanted: jax.Array, limit: int, counts: Counts
 ) -> tuple[package.Fetch, Residency, Counts]:
     """The reference's prediction of wanted experts, bool[E]; the first `limit` that are absent."""
     num_experts = spec.num_experts

@@ -12,11 +12,10 @@ from absl.testing import absltest, parameterized
 
 from moejax.experts import cache_plan as placing
 from moejax.experts.cache import ExpertMemory, TierMemory
-from moejax.experts.cache_step import TierStep
 from moejax.experts.cached_experts import CachedExperts
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
-from moejax.experts.residency import CacheSpec, empty, no_counts
-from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
+from moejax.experts.residency import CacheSizes, empty, no_counts
+from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec
+from moejax.experts.tier_step import TierStep
 from moejax.inference.runner import Runner
 from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.layer_index import layer_indices
@@ -57,7 +56,7 @@ def interpreted() -> Any:
 
 def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
     """Outputs of some steps of both layers, and the pool after them."""
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, slots=slots, transient=2,
         banks=2 if ahead else 1,
     )  # fmt: skip
@@ -67,15 +66,15 @@ def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    store = ExpertStore(
+    store = HostRows(
         normal(rows, 2 * WIDTH, WIDTH), normal(rows, WIDTH, WIDTH),
         jnp.asarray(rng.permutation(rows).reshape(NUM_LAYERS, -1), jnp.int32),
     )  # fmt: skip
-    spec = PoolSpec(cache, ahead)
+    spec = TierSpec(cache, ahead)
 
     @jax.jit
-    def step(pool: ExpertPool, x: jax.Array, logits: jax.Array, mask: jax.Array) -> Any:
-        cached, outputs = ExpertCacheSpec(None, ("stored",), (spec,)), []
+    def step(pool: TierSlots, x: jax.Array, logits: jax.Array, mask: jax.Array) -> Any:
+        cached, outputs = CacheSpec(None, ("stored",), (spec,)), []
         cache = ExpertCache((pool,), (), None)
         experts = CachedExperts(cached, CONFIG, cache, (store,), ("row",), kernels)
         routings, carry = [routing_of(layer, CONFIG) for layer in logits], experts.init()
@@ -83,9 +82,9 @@ def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
             ahead = (lambda: routings[1]) if layer.next_moe else None
             found, carry, _ = experts(carry, layer, x, routing, mask, ahead, None)
             outputs.append(jnp.where(mask[:, None], found, 0.0))
-        return carry.cache.pools[0], outputs
+        return carry.cache.tiers[0], outputs
 
-    pool = ExpertPool(
+    pool = TierSlots(
         tuple(
             tuple(jnp.zeros((cache.num_slots, n, WIDTH)) for n in (2 * WIDTH, WIDTH))
             for _ in range(cache.banks)
@@ -118,19 +117,19 @@ class WiringTest(parameterized.TestCase):
         jax.tree.map(np.testing.assert_array_equal, pool.banks, wanted_pool.banks)
 
     def test_what_the_kernel_does_not_plan(self):
-        cache = CacheSpec(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
+        cache = CacheSizes(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
         gpu, cpu = (ops.Kernels(Target(name, (9, 0))) for name in ("gpu", "cpu"))
 
-        def serves(spec: PoolSpec, kernels: ops.Kernels, pairs: int) -> bool:
+        def serves(spec: TierSpec, kernels: ops.Kernels, pairs: int) -> bool:
             nothing: Any = None
             tier = TierStep(spec, CONFIG, nothing, "row", kernels)
-            return tier.placing.refusal(pairs) is None
+            return tier.planner.refusal(pairs) is None
 
-        self.assertTrue(serves(PoolSpec(cache), gpu, 256))
-        self.assertFalse(serves(PoolSpec(cache), gpu, 257))
-        self.assertFalse(serves(PoolSpec(cache), cpu, 8))
-        self.assertFalse(serves(PoolSpec(cache), ops.NO_KERNELS, 8))
-        self.assertFalse(serves(PoolSpec(cache, read=lambda layer, experts: ()), gpu, 8))
+        self.assertTrue(serves(TierSpec(cache), gpu, 256))
+        self.assertFalse(serves(TierSpec(cache), gpu, 257))
+        self.assertFalse(serves(TierSpec(cache), cpu, 8))
+        self.assertFalse(serves(TierSpec(cache), ops.NO_KERNELS, 8))
+        self.assertFalse(serves(TierSpec(cache, read=lambda layer, experts: ()), gpu, 8))
 
     def test_an_engine_says_where_the_kernel_does_not_plan(self):
         cpu = jax.devices("cpu")[0]
@@ -138,10 +137,10 @@ class WiringTest(parameterized.TestCase):
         stacks = [weights.pop(name) for name in EXPERT_LEAVES]
         hosts = [stack.reshape(-1, *stack.shape[2:]) for stack in stacks]
         row_of = np.arange(2 * NUM_EXPERTS).reshape(2, NUM_EXPERTS)
-        cache = CacheSpec(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
+        cache = CacheSizes(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
 
         def lines(kernels: ops.Kernels, read: Any) -> list[str]:
-            tier = TierMemory(PoolSpec(cache, 0, read), *hosts, row_of, cpu)
+            tier = TierMemory(TierSpec(cache, 0, read), *hosts, row_of, cpu)
             memory = ExpertMemory([tier])
             remarks = Runner(CONFIG, weights, cpu, kernels=kernels, memory=memory).kernel_warnings()
             return [line for line in remarks if "found and placed" in line]

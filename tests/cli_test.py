@@ -250,7 +250,7 @@ class CliTest(FolderTestCase):
 
     @parameterized.parameters(
         ([], "no prompt: give --prompt"),
-        (["--prompt=a", "--config.thinking=yes"], "thinking='yes' is none of auto, on, off"),
+        (["--prompt=a", "--config.thinking=yes"], "thinking='yes' must be one of auto, on, off"),
         (["--prompt=a", "--config.thinking=on"], "are of conversations: give --chat, too"),
         (["--prompt=a", "--config.temprature=1"], "did you mean 'temperature'?"),
         (["--prompt=a", "--config.temperature=-1"], "temperature=-1.0 must be"),
@@ -406,7 +406,7 @@ class CliTest(FolderTestCase):
         ("--config.memory=5", "memory has no value of its own; it is a group: memory.device_gib"),
         ("--config.memory.device_gb=5", "did you mean 'memory.device_gib'?"),
         ("--config.slots=5", "did you mean 'memory.slots' or 'policy.slots'?"),
-        ("--config.memory.slots=-3", "memory.slots=-3 must be -1"),
+        ("--config.memory.slots=-3", "memory.slots=-3 must be at least -1"),
     )
     def test_mistakes_in_groups_are_named(self, argument, said):
         self.assert_fails(said, "--prompt=a", argument)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.policies.base import SKIPPED, Decision, Observation, PolicySpec
@@ -64,11 +65,13 @@ class SkippedPairsTest(parameterized.TestCase):
         decision, _ = decided(lists((), (3, 4), (3,)), form=form)
         self.assertEqual(decision.ids.tolist(), [[0, 3, 2]])
 
+    @pytest.mark.slow
     def test_are_drawn_for_by_nobody(self):
         decision, replaced = decided(lists((3,), (4,), (5,)), buddies=RandomExpert)
         self.assertEqual(replaced, [1, 1, 0, 0, 0, 0])
         self.assertEqual(decision.ids[0, 2].item(), 2)
 
+    @pytest.mark.slow
     def test_carry_no_weight_of_others(self):
         decision, replaced = decided(lists((3,), (3,), (3,)), buddies=SoftBuddies, discount=0.5)
         self.assertEqual(decision.ids.tolist(), [[0, 3, 2]])

@@ -144,7 +144,7 @@ class ConfigTest(parameterized.TestCase):
         ({"seed": {"slots": 1}}, "no config field 'seed.slots'; did you mean 'memory.slots'?"),
         ({"memory": 5}, "memory has no value of its own; it is a group: memory.device_gib, "),
         ({"memory": {"slots": 1.5}}, "memory.slots=1.5 must be of type int"),
-        ({"memory": {"slots": -2}}, "memory.slots=-2 must be -1"),
+        ({"memory": {"slots": -2}}, "memory.slots=-2 must be at least -1"),
         ({"memory": {"device_gib": -1}}, "memory.device_gib=-1.0 must be 0 (no limit)"),
         ({"memory": {"host_gib": float("inf")}}, "memory.host_gib=inf must be"),
         ({"memory": {"device_gib": float("nan")}}, "memory.device_gib=nan must be"),

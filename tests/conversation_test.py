@@ -19,7 +19,6 @@ from moejax import generate
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import compile_notice
-from moejax.inference.compile_notice import CompileNotice
 from tests import commands
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
@@ -217,7 +216,8 @@ class CompileNoticeTest(absltest.TestCase):
     def test_in_a_log_it_has_a_line_of_its_own(self):
         log = io.StringIO()
         print("an answer's first words", end="", file=log)
-        with mock.patch.object(compile_notice, "_LINE_S", 0.0), CompileNotice(log)("decode"):
+        wait = mock.patch.object(compile_notice, "_LINE_S", 0.0)
+        with wait, compile_notice.compile_notice("decode", log):
             while not log.getvalue().endswith("run\n"):
                 time.sleep(0.001)
         words, line = log.getvalue().splitlines()

@@ -16,8 +16,7 @@ from moejax.inference import batch, steps
 from moejax.inference.generation import GenerationSettings, Timing
 from moejax.inference.runner import Runner
 from moejax.policies.make import make_policy
-from tests.pooled_test import QWEN, pooled_runner, random_weights
-from tests.tiered_case import tiered_runner
+from tests.cached_runners import QWEN, cached_runner
 from tests.tiny_engine import VOCAB_SIZE, answers, load_tiny_engine
 
 CONTEXT = 256
@@ -55,8 +54,8 @@ class WholeCallsTest(absltest.TestCase):
 
     @pytest.mark.slow
     def test_rows_that_rest_are_no_steps_of_the_ledger(self):
-        runner = pooled_runner(QWEN, random_weights(QWEN), (4, 2, 0))
-        runner._whole_calls, memory = True, runner.memory
+        runner, memory = cached_runner(None, (16,), (4,))
+        runner._whole_calls = True
         session = runner.prefill([random_tokens(7), random_tokens(5)], 64, GenerationSettings(), ())
         first = memory.read_counters().total("steps")
         self.assertEqual(first, QWEN.num_layers)
@@ -88,7 +87,7 @@ class WholeCallsOfPoliciesTest(absltest.TestCase):
         policy = make_policy("dymoe", retention=0.5, selection="random", prefetch=0)
         found = []
         for whole in (False, True):
-            serving, memory = tiered_runner(policy, (4, 2), (QWEN.num_experts, QWEN.num_experts))
+            serving, memory = cached_runner(policy, (4, 2), (QWEN.num_experts, QWEN.num_experts))
             serving._whole_calls = whole
             session = serving.prefill([list(range(1, 8))], 64, GenerationSettings(), ())
             emitted = [np.asarray(serving.decode(session, n, 4))[:, :n] for n in (1, 3, 4, 2)]

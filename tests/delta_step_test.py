@@ -1,9 +1,11 @@
-"""The contract of a token's delta rule: reference, interpreted kernel, kernel on a GPU."""
+"""The contract of a token's delta rule: reference, interpreted kernel, kernel on a GPU.
+
+Expectations are float64 numpy, token by token as the rule is written; other layers, and sequences
+that rest, keep their bits.
+"""
 
 import functools
-import re
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +15,163 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import delta_step as package
 from pallas_kernels.delta_step import triton
-from tests import gpu_programs, gpu_targets, slow
-from tests.broken_kernels import BrokenKernels
-from tests.delta_step_contract import (
-    DTYPES,
-    GPU_SHAPES,
-    SHAPES,
-    Operands,
-    Shape,
-    random_operands,
-    violation,
-)
 from tests.host_test_case import HostTestCase
-from tests.poisoned_outputs import after_nan
+from tests.kernel_contract import (
+    ROUNDOFF,
+    Contract,
+    on_device,
+    on_host,
+    one_program_fewer,
+    outside,
+    tampered,
+    wrong_form,
+)
 
+IN_FLOAT32 = 2.0**-24 * 64  # sums of some hundred products, exponentials, roots
 STACKED = ("states", "tails", "conv", "dt_bias", "a_log", "norm")  # over layers
+
+
+class Shape(NamedTuple):
+    """Axes of the operation."""
+
+    batch: int
+    num_keys: int  # K
+    repeats: int  # R
+    key_dim: int
+    value_dim: int
+    taps: int = 4  # W
+    layers: int = 2
+    eps: float = 1e-6
+    floor: float = 1e-6
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_keys * self.repeats
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.num_keys * self.key_dim + self.num_heads * self.value_dim
+
+
+SHAPES = {
+    "qwen3_next_1": Shape(1, 16, 2, 128, 128),
+    "of_one_value_head": Shape(3, 3, 1, 16, 32),
+    "of_four_value_heads": Shape(2, 2, 4, 32, 16, taps=2, layers=1, floor=1e-2),
+    "resting": Shape(5, 2, 2, 16, 16, eps=1e-2),
+}
+GPU_SHAPES = SHAPES | {
+    "qwen3_next_8": Shape(8, 16, 2, 128, 128, layers=6),
+    "qwen3_next_64": Shape(64, 16, 2, 128, 128),
+    "wide_values": Shape(3, 4, 2, 64, 256, taps=3),
+}
+
+
+class Operands(NamedTuple):
+    """Arguments of `delta_step`, on the host."""
+
+    rows: np.ndarray
+    b_and_a: np.ndarray
+    states: np.ndarray
+    tails: np.ndarray
+    conv: np.ndarray
+    dt_bias: np.ndarray
+    a_log: np.ndarray
+    norm: np.ndarray
+    layer: int
+    active: np.ndarray
+
+
+def random_operands(shape: Shape, dtype: str, seed: int) -> Operands:
+    """Operands of the last layer; others' weights are NaN, every third sequence may rest."""
+    rng, s, kind = np.random.default_rng(seed), shape, jnp.dtype(dtype)
+    wide = np.dtype(np.float32)
+
+    def normal(*size: int, of: Any = wide) -> np.ndarray:
+        return rng.standard_normal(size, dtype=np.float32).astype(of)
+
+    def of_layers(*size: int, of: Any = wide) -> np.ndarray:
+        found = np.full((s.layers, *size), np.nan, of)
+        found[-1] = normal(*size, of=of)
+        return found
+
+    rows = s.num_keys * (2 * s.key_dim + 2 * s.repeats * s.value_dim)
+    states = normal(s.layers, s.batch, s.num_heads, s.key_dim, s.value_dim)
+    states[..., 0, 0] = -0.0  # the bits of which adding 0 changes
+    return Operands(
+        rows=normal(s.batch, rows, of=kind),
+        b_and_a=2 * normal(s.batch, 2 * s.num_heads),
+        states=states,
+        tails=normal(s.layers, s.batch, s.taps - 1, s.channels, of=kind),
+        conv=of_layers(s.channels, 1, s.taps, of=kind),
+        dt_bias=of_layers(s.num_heads), a_log=of_layers(s.num_heads),
+        norm=of_layers(s.value_dim, of=kind), layer=s.layers - 1,
+        active=np.arange(s.batch) % 3 != 2,
+    )  # fmt: skip
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """x times its logistic."""
+    return x / (1 + np.exp(-x))
+
+
+def expected_of(of: Operands, s: Shape, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Results of an active sequence: [H, value dim], states [H, key dim, value dim], tail."""
+    heads = of.rows[b].reshape(s.num_keys, -1)
+    ends = [s.key_dim, 2 * s.key_dim, 2 * s.key_dim + s.repeats * s.value_dim]
+    *parts, gates = np.split(heads, ends, axis=1)
+    token = np.concatenate([part.reshape(-1) for part in parts])
+    inputs = np.concatenate([of.tails[of.layer, b], token[None]])
+    taps = of.conv[of.layer, :, 0].astype(np.float64)
+    mixed = silu((inputs.astype(np.float64) * taps.T).sum(axis=0))
+    q, k, v = np.split(mixed, [s.num_keys * s.key_dim, 2 * s.num_keys * s.key_dim])
+    gates = gates.reshape(s.num_heads, s.value_dim).astype(np.float64)
+    outs, states = [], []
+    for head in range(s.num_heads):
+        key, number = divmod(head, s.repeats)
+        of_key = slice(key * s.key_dim, (key + 1) * s.key_dim)
+        of_head = slice(head * s.value_dim, (head + 1) * s.value_dim)
+        unit_q, unit_k = (x[of_key] / np.sqrt((x[of_key] ** 2).sum() + s.floor) for x in (q, k))
+        b_of, a_of = of.b_and_a[b].astype(np.float64).reshape(s.num_keys, 2, s.repeats)[key]
+        step = np.logaddexp(0, a_of[number] + of.dt_bias[of.layer, head].astype(np.float64))
+        decay = np.exp(-np.exp(of.a_log[of.layer, head].astype(np.float64)) * step)
+        beta = 1 / (1 + np.exp(-b_of[number]))
+        state = decay * of.states[of.layer, b, head].astype(np.float64)
+        state = state + np.outer(unit_k, beta * (v[of_head] - state.T @ unit_k))
+        read = state.T @ unit_q / np.sqrt(s.key_dim)
+        normed = read / np.sqrt((read * read).mean() + s.eps)
+        outs.append(normed * of.norm[of.layer].astype(np.float64) * silu(gates[head]))
+        states.append(state)
+    return np.array(outs), np.array(states), inputs[1:]
+
+
+def violation(found: Any, of: Operands, shape: Shape) -> str | None:
+    """THE check: why `found` is not the operation's value, or None."""
+    out, states, tails = (np.asarray(array) for array in found)
+    sizes = ((shape.batch, shape.num_heads * shape.value_dim), of.states.shape, of.tails.shape)
+    if reason := wrong_form(found, sizes, (of.rows.dtype, np.float32, of.rows.dtype)):
+        return reason
+    short = ROUNDOFF[of.rows.dtype.name]
+    for b in range(shape.batch):
+        if not of.active[b]:
+            for name, now, kept in (("state", states, of.states), ("tail", tails, of.tails)):
+                if now[of.layer, b].tobytes() != kept[of.layer, b].tobytes():
+                    return f"the {name} of sequence {b}, which rests, has changed"
+            continue
+        value, state, tail = expected_of(of, shape, b)
+        if tails[of.layer, b].tobytes() != tail.tobytes():
+            return f"the tail of sequence {b} is wrong"
+        slack = IN_FLOAT32 * max(1.0, np.abs(state).max())
+        if reason := outside(f"states of sequence {b}", states[of.layer, b], state, slack):
+            return reason
+        largest = np.abs(value).max(axis=1, keepdims=True)
+        slack = short * np.abs(value) * (1 + short) + 4 * IN_FLOAT32 * largest
+        if reason := outside(f"outputs of sequence {b}", out[b].reshape(value.shape), value, slack):
+            return reason
+    others = np.arange(len(of.states)) != of.layer
+    for name, now, kept in (("states", states, of.states), ("tails", tails, of.tails)):
+        if now[others].tobytes() != kept[others].tobytes():
+            return f"{name} of another layer have changed"
+    return None
 
 
 def call(
@@ -60,15 +204,49 @@ def traced_again(of: Operands, shape: Shape) -> Any:
     return run(call, of, shape, implementation="triton", interpret=True)
 
 
-class ContractTest(HostTestCase):
-    """On the host: the reference, and the kernel interpreted."""
+def taking_another_layer(of: Operands, shape: Shape) -> Any:
+    weights = {name: getattr(of, name)[::-1] for name in ("conv", "dt_bias", "a_log", "norm")}
+    return traced_again(of._replace(layer=0, **weights), shape)
 
-    @slow.repeats(lambda how, name, dtype: (name, dtype) if how is in_plain_jnp else (how, dtype))
-    @parameterized.product(how=(in_plain_jnp, interpreted), name=sorted(SHAPES), dtype=DTYPES)
-    def test_value_is_that_of_float64(self, how, name, dtype):
-        shape = SHAPES[name]
-        of = random_operands(shape, dtype, seed=len(name))
-        self.assertIsNone(violation(how(of, shape), of, shape))
+
+def b_for_a(of: Operands, shape: Shape) -> Any:
+    heads = of.b_and_a.reshape(shape.batch, shape.num_keys, 2, shape.repeats)
+    return traced_again(of._replace(b_and_a=heads[:, :, ::-1].reshape(of.b_and_a.shape)), shape)
+
+
+def heads_in_turn(of: Operands, shape: Shape) -> Any:
+    states = of.states.reshape(*of.states.shape[:2], shape.num_keys, shape.repeats, -1)
+    states = np.swapaxes(states, 2, 3).reshape(of.states.shape)
+    return traced_again(of._replace(states=states), shape)
+
+
+BROKEN = {
+    "forgets the layer": taking_another_layer,
+    "wakes those that rest": lambda of, shape: traced_again(
+        of._replace(active=np.ones_like(of.active)), shape
+    ),
+    "swaps b and a": b_for_a,
+    "turns the taps": lambda of, shape: traced_again(of._replace(conv=of.conv[..., ::-1]), shape),
+    "forgets the tail": lambda of, shape: (*traced_again(of, shape)[:2], of.tails),
+    "shares key heads in turn": heads_in_turn,
+    "leaves out a head": tampered(traced_again, triton.launch, "triton_call", one_program_fewer),
+    "forgets eps": lambda of, shape: traced_again(of, shape._replace(eps=0.0)),
+}
+
+
+def on_gpu(of: Operands, shape: Shape) -> Any:
+    return run(COMPILED, of, shape, implementation="triton")
+
+
+CONTRACT = Contract(
+    SHAPES, GPU_SHAPES, random_operands, violation, in_plain_jnp, (interpreted,), on_gpu,
+    fresh=traced_again, loosest=SHAPES["resting"]._replace(eps=1.0), broken=BROKEN,
+    spoiled=lambda of, shape: (of._replace(conv=of.conv[..., ::-1]), shape),
+)  # fmt: skip
+
+
+class ContractTest(on_host(CONTRACT)):
+    """A sequence does not depend on the others."""
 
     @pytest.mark.slow
     def test_a_sequence_is_the_same_in_any_company(self):
@@ -83,76 +261,6 @@ class ContractTest(HostTestCase):
         found = interpreted(alone, shape._replace(batch=1))
         for one, all_ in zip(found, (out[row], states[:, row], tails[:, row]), strict=True):
             np.testing.assert_array_equal(one, all_)
-
-
-def take_another_layer(of: Operands, shape: Shape) -> Any:
-    """A kernel that forgets the layer."""
-    weights = {name: getattr(of, name)[::-1] for name in ("conv", "dt_bias", "a_log", "norm")}
-    return traced_again(of._replace(layer=0, **weights), shape)
-
-
-def wake_those_that_rest(of: Operands, shape: Shape) -> Any:
-    """A kernel that takes every sequence as active."""
-    return traced_again(of._replace(active=np.ones_like(of.active)), shape)
-
-
-def swap_b_and_a(of: Operands, shape: Shape) -> Any:
-    """A kernel that takes one for the other."""
-    heads = of.b_and_a.reshape(shape.batch, shape.num_keys, 2, shape.repeats)
-    return traced_again(of._replace(b_and_a=heads[:, :, ::-1].reshape(of.b_and_a.shape)), shape)
-
-
-def turn_the_taps(of: Operands, shape: Shape) -> Any:
-    """A kernel that convolves the other way round."""
-    return traced_again(of._replace(conv=of.conv[..., ::-1]), shape)
-
-
-def forget_the_tail(of: Operands, shape: Shape) -> Any:
-    """A kernel that leaves the convolution's inputs as they were."""
-    out, states, _ = traced_again(of, shape)
-    return out, states, of.tails
-
-
-def share_by_the_wrong_heads(of: Operands, shape: Shape) -> Any:
-    """A kernel whose value heads take key heads in turn."""
-    states = of.states.reshape(*of.states.shape[:2], shape.num_keys, shape.repeats, -1)
-    states = np.swapaxes(states, 2, 3).reshape(of.states.shape)
-    return traced_again(of._replace(states=states), shape)
-
-
-def leave_out_a_head(of: Operands, shape: Shape) -> Any:
-    """A kernel that launches one program too few for each sequence."""
-    launch = triton.launch.triton_call
-
-    def fewer(body: Any, *, grid: tuple[int, int], **how: Any) -> Any:
-        return launch(body, grid=(grid[0], grid[1] - 1), **how)
-
-    with mock.patch.object(triton.launch, "triton_call", fewer):
-        return traced_again(of, shape)
-
-
-def forget_eps(of: Operands, shape: Shape) -> Any:
-    """A kernel that adds nothing to the mean square."""
-    return traced_again(of, shape._replace(eps=0.0))
-
-
-BROKEN = (
-    take_another_layer, wake_those_that_rest, swap_b_and_a, turn_the_taps, forget_the_tail,
-    share_by_the_wrong_heads, leave_out_a_head, forget_eps,
-)  # fmt: skip
-
-
-class CheckTest(BrokenKernels, HostTestCase):
-    """The check that accepts the kernel refuses every broken one."""
-
-    broken = BROKEN
-
-    def sound(self):
-        shape = SHAPES["resting"]._replace(eps=1.0)
-        return traced_again, random_operands(shape, "bfloat16", seed=5), shape
-
-    def violation(self, found, operands, shape):
-        return violation(found, operands, shape)
 
 
 class RefusalTest(HostTestCase):
@@ -176,34 +284,9 @@ class RefusalTest(HostTestCase):
             run(call, of, SHAPES["resting"], implementation="mosaic")
 
 
-class LoweringTest(HostTestCase):
-    """Programs for CUDA, made without a GPU."""
-
-    @parameterized.parameters(1, 8)
-    def test_two_launches_that_write_in_place(self, batch):
-        program = gpu_programs.delta(batch)
-        text = program.lower(gpu_targets.GPUS["H100"]).as_text()
-        launched = re.findall(r"stablehlo\.(custom_call|slice|dynamic_\w+|gather|scatter)", text)
-        self.assertEqual(launched, ["custom_call"] * 2)
-        self.assertIn("delta_step_bfloat16_16x128_32x128", text)
-        for operand in (4, 8):
-            alias = rf"output_tuple_indices = \[1\],\s+operand_index = {operand},"
-            self.assertRegex(text, alias)
-
-
 @pytest.mark.gpu
-class DeviceContractTest(parameterized.TestCase):
+class DeviceContractTest(on_device(CONTRACT)):
     """The kernel compiled."""
-
-    @parameterized.product(name=sorted(GPU_SHAPES), dtype=DTYPES)
-    def test_value_is_that_of_float64(self, name, dtype):
-        shape = GPU_SHAPES[name]
-        of = random_operands(shape, dtype, seed=len(name))
-        found = after_nan(lambda: run(COMPILED, of, shape, implementation="triton"))[0]
-        self.assertIsNone(violation(found, of, shape))
-        again = run(COMPILED, of, shape, implementation="triton")
-        for one, other in zip(found, again, strict=True):
-            self.assertEqual(np.asarray(one).tobytes(), np.asarray(other).tobytes())
 
     def test_donated_states_are_written_in_place(self):
         shape = GPU_SHAPES["qwen3_next_64"]

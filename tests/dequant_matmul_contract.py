@@ -267,89 +267,63 @@ def full(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Case]:
     return cases
 
 
-# Kernels with one mistake, as the operands from which a right one computes the same.
+def _with(operands: Operands, name: str, change: Callable[[Any], Any]) -> Operands:
+    part = change(np.asarray(getattr(operands.weights, name)))
+    return operands._replace(weights=dataclasses.replace(operands.weights, **{name: part}))
 
 
-def wrong_zero_by_one(operands: Operands) -> Operands:
-    """Zeros one too high."""
-    zeros = np.asarray(operands.weights.zeros)
-    return _with(operands, zeros=zeros + zeros.dtype.type(1))
-
-
-def swapped_halves(operands: Operands) -> Operands:
-    """Even codes for odd ones."""
-    words = np.asarray(operands.weights.words)
-    return _with(operands, words=words << np.uint32(16) | words >> np.uint32(16))
-
-
-def one_code_off(operands: Operands) -> Operands:
-    """One bit of one code of a row."""
-    words = np.array(operands.weights.words)
-    words[..., -1] ^= np.uint32(1)
-    return _with(operands, words=words)
-
-
-def dropped_last_block(operands: Operands) -> Operands:
-    """A loop over K that ends one block of 256 early."""
-    x = operands.x.copy()
-    x[:, (x.shape[1] - 1) // 256 * 256 :] = 0
-    return operands._replace(x=x)
-
-
-def shifted_groups(operands: Operands) -> Operands:
-    """The scales of the next group."""
-    return _with(operands, scales=np.roll(np.asarray(operands.weights.scales), 1, axis=2))
-
-
-def another_slot(operands: Operands) -> Operands:
-    """The next matrix of the stack."""
-    return operands._replace(slot=np.asarray((operands.slot + 1) % 3, np.int32))
-
-
-def row_off(operands: Operands) -> Operands:
-    """The row of x before."""
-    return operands._replace(x=np.roll(operands.x, 1, axis=0))
-
-
-def without_low_rank(operands: Operands) -> Operands:
-    """No terms."""
-    return operands._replace(low_rank=())
-
-
-def rank_one_less(operands: Operands) -> Operands:
-    """The last term of a matrix left out."""
-    return _with_terms(operands, lambda terms: {"rank": np.maximum(terms.rank - np.int32(1), 0)})
-
-
-def rank_one_more(operands: Operands) -> Operands:
-    """Another matrix's term taken in."""
-    return _with_terms(operands, lambda terms: {"rank": terms.rank + np.int32(1)})
-
-
-def terms_a_row_off(operands: Operands) -> Operands:
-    """Terms added to the rows before."""
-    return _with_terms(operands, lambda terms: {"first_row": terms.first_row - 1})
-
-
-BROKEN = {
-    wrong_zero_by_one: "int4g64_float",
-    swapped_halves: "int3g32_integer",
-    dropped_last_block: "low_rank_int3",
-    shifted_groups: "low_rank_int4",
-    another_slot: "low_rank_int3",
-    row_off: "low_rank_int4",
-    one_code_off: "every_code_int3_4_rows",
-    without_low_rank: "low_rank_int8",
-    rank_one_less: "low_rank_int4",
-    rank_one_more: "low_rank_int3",
-    terms_a_row_off: "low_rank_plain",
-}
-
-
-def _with(operands: Operands, **parts: Any) -> Operands:
-    return operands._replace(weights=dataclasses.replace(operands.weights, **parts))
-
-
-def _with_terms(operands: Operands, change: Callable[[LowRank], dict[str, Any]]) -> Operands:
-    changed = tuple(dataclasses.replace(terms, **change(terms)) for terms in operands.low_rank)
+def _with_terms(operands: Operands, name: str, change: Callable[[Any], Any]) -> Operands:
+    changed = tuple(
+        dataclasses.replace(terms, **{name: change(getattr(terms, name))})
+        for terms in operands.low_rank
+    )
     return operands._replace(low_rank=changed)
+
+
+def _one_code_off(words: np.ndarray) -> np.ndarray:
+    words = words.copy()
+    words[..., -1] ^= np.uint32(1)
+    return words
+
+
+def _without_the_last_block(x: np.ndarray) -> np.ndarray:
+    end = (x.shape[1] - 1) // 256 * 256
+    return np.concatenate([x[:, :end], np.zeros_like(x[:, end:])], axis=1)
+
+
+# Kernels with one mistake: the operands from which a right one computes the same, and a case.
+BROKEN: dict[str, tuple[Callable[[Operands], Operands], str]] = {
+    "zeros one too high": (
+        lambda of: _with(of, "zeros", lambda zeros: zeros + zeros.dtype.type(1)), "int4g64_float"
+    ),
+    "even codes for odd ones": (
+        lambda of: _with(of, "words", lambda w: w << np.uint32(16) | w >> np.uint32(16)),
+        "int3g32_integer",
+    ),
+    "one bit of one code of a row": (
+        lambda of: _with(of, "words", _one_code_off), "every_code_int3_4_rows"
+    ),
+    "a loop over K that ends a block early": (
+        lambda of: of._replace(x=_without_the_last_block(of.x)), "low_rank_int3"
+    ),
+    "the scales of the next group": (
+        lambda of: _with(of, "scales", lambda scales: np.roll(scales, 1, axis=2)), "low_rank_int4"
+    ),
+    "the next matrix of the stack": (
+        lambda of: of._replace(slot=np.asarray((of.slot + 1) % 3, np.int32)), "low_rank_int3"
+    ),
+    "the row of x before": (
+        lambda of: of._replace(x=np.roll(of.x, 1, axis=0)), "low_rank_int4"
+    ),
+    "no terms": (lambda of: of._replace(low_rank=()), "low_rank_int8"),
+    "the last term left out": (
+        lambda of: _with_terms(of, "rank", lambda rank: np.maximum(rank - np.int32(1), 0)),
+        "low_rank_int4",
+    ),
+    "another matrix's term": (
+        lambda of: _with_terms(of, "rank", lambda rank: rank + np.int32(1)), "low_rank_int3"
+    ),
+    "terms added to the rows before": (
+        lambda of: _with_terms(of, "first_row", lambda row: row - 1), "low_rank_plain"
+    ),
+}  # fmt: skip

@@ -11,12 +11,11 @@ from absl.testing import absltest
 from moejax.errors import MoejaxError
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.tiered import Asked
+from moejax.experts.transfer_programs import TransferRequests
 from moejax.experts.transfers import _State
 from moejax.policies.base import Requests
 from moejax.policies.make import make_policy
-from tests.pooled_test import random_weights
-from tests.tiered_case import CONFIG, tier_memory, tiered_runner
+from tests.cached_runners import QWEN, cached_runner, random_weights, tier_memory
 from tests.transfers_case import ASK, TransfersTestCase
 
 FAILURE = jax.errors.JaxRuntimeError("INTERNAL: the step failed")
@@ -58,16 +57,16 @@ class TiersTest(absltest.TestCase):
     def setUpClass(cls):
         super().setUpClass()
         policy = make_policy("dynaexq", period=16, max_requests=32)
-        _, cls.memory = tiered_runner(policy, (4, 2), (3, CONFIG.num_experts), emulated=True,
+        _, cls.memory = cached_runner(policy, (4, 2), (3, QWEN.num_experts), emulated=True,
                                        first=3)  # fmt: skip
 
     def test_an_outage_of_several_tiers_ends_the_sessions_of_its_time_alone(self):
         for tier in self.memory.tiers:
             tier.disk = BadDisk()
-        before = self.memory.begin_session()
+        before = self.memory.failure_count()
         for tier in self.memory.tiers:
             tier.disk.failures += 1
-        since = self.memory.begin_session()
+        since = self.memory.failure_count()
         self.assertEqual([held(tier) for tier in self.memory.tiers], [0, 0])
         for around in (self.memory.step, self.memory.reading):
             for _ in range(2):
@@ -78,7 +77,7 @@ class TiersTest(absltest.TestCase):
 
     def test_what_ran_behind_a_failed_step_is_asked_for_again(self):
         lost = Requests(*[Lost()] * len(Requests._fields))
-        self.memory._answer = Asked(lost, lost, Lost())
+        self.memory._answer = TransferRequests(lost, lost, Lost())
         with self.memory.step():
             pass
         self.assertNotIsInstance(self.memory._answer.idle, Lost)
@@ -97,7 +96,7 @@ class TiersTest(absltest.TestCase):
 
 class SettleTest(absltest.TestCase):
     def test_no_step_starts_between_reading_counts_and_clearing_them(self):
-        tier = tier_memory(CONFIG, random_weights(CONFIG), 2)
+        tier = tier_memory(QWEN, random_weights(QWEN), 2)
         memory, stepped, add = ExpertMemory([tier]), threading.Event(), tier.ledger.add
 
         def step():

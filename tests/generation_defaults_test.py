@@ -118,6 +118,7 @@ class EngineTest(parameterized.TestCase):
             self.directory, dtype="float32", platform="cpu", progress=False, **how
         )
 
+    @pytest.mark.slow
     def test_repetition_penalty_and_length_are_those_of_transformers(self):
         fields = {"repetition_penalty": 1.3, "max_new_tokens": 40, "temperature": 0.5}
         engine = self.load(fields)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from moejax.experts import residency
-from moejax.experts.cache_plan import COLUMNS, tables_of
-from moejax.experts.residency import CacheSpec, no_counts
+from moejax.experts.cache_plan import COLUMNS
+from moejax.experts.residency import CacheSizes, no_counts
 from pallas_kernels import buddy_search, cache_plan
 from pallas_kernels.buddy_search import triton as buddy_triton
 from pallas_kernels.cache_plan import triton as plan_triton
@@ -25,14 +25,17 @@ def plan(
     By a rule tiers hold nothing but by plans; else experts come by other ways too.
     """
     specs = [
-        CacheSpec(num_layers=num_layers, num_experts=num_experts, slots=size, transient=pairs)
+        CacheSizes(num_layers=num_layers, num_experts=num_experts, slots=size, transient=pairs)
         for size in slots
     ]
 
     def empty() -> list[Any]:
         states = [(residency.empty(spec), no_counts(num_layers)) for spec in specs]
         rows = jnp.zeros((num_layers, num_experts), jnp.int32)
-        return [cache_plan.Tier(tables_of(state), rows) for state in states]
+        return [
+            cache_plan.Tier(cache_plan.Tables(of.table, of.clock, counts.events, counts.gate), rows)
+            for of, counts in states
+        ]
 
     tiers = jax.eval_shape(empty)
     shape = tokens, pairs // tokens

@@ -5,7 +5,7 @@ are float64 here.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,80 +200,60 @@ def layer_violation(y: Any, operands: Operands, rounds_weights: bool = False) ->
     return packed_operands.violation(y, *expected, dtype, 1 + rounds_weights)
 
 
-# Kernels with one mistake, as the operands from which a right one computes the same.
+def _up_for_gate(stack: PackedMatrices) -> PackedMatrices:
+    parts = {name: getattr(stack, name) for name in ("words", "scales", "zeros")}
+    rolled = {
+        name: None if rows is None else np.roll(rows, rows.shape[1] // 2, axis=1)
+        for name, rows in parts.items()
+    }
+    return dataclasses.replace(stack, **rolled)
 
 
-def up_for_gate(operands: Operands) -> Operands:
-    """The halves of gate and up swapped."""
-    swapped = []
-    for stack in operands.gate_up:
-        parts = {}
-        for name in ("words", "scales", "zeros"):
-            rows = getattr(stack, name)
-            parts[name] = None if rows is None else np.roll(rows, rows.shape[1] // 2, axis=1)
-        swapped.append(dataclasses.replace(stack, **parts))
-    return operands._replace(gate_up=swapped)
-
-
-def the_next_slot(operands: Operands) -> Operands:
-    """An expert off by one."""
-    return operands._replace(slot=(operands.slot + 1) % np.int32(operands.gate_up[0].num_slots))
-
-
-def another_tier(operands: Operands) -> Operands:
-    """The slots of the other tier."""
-    return operands._replace(tier=np.where(operands.tier < 0, operands.tier, 1 - operands.tier))
-
-
-def skips_nothing(operands: Operands) -> Operands:
-    """Skipped pairs run the first expert."""
+def _skips_nothing(operands: Operands) -> Operands:
     skipped = operands.tier < 0
     weight = np.where(skipped, np.float32(0.5), operands.weight)
     tier, slot = (np.where(skipped, np.int32(0), part) for part in (operands.tier, operands.slot))
     return operands._replace(tier=tier, slot=slot, weight=weight)
 
 
-def skips_one_more(operands: Operands) -> Operands:
-    """The last pair of all left out."""
+def _skips_one_more(operands: Operands) -> Operands:
     tier = operands.tier.copy()
     tier[-1, -1] = -1
     return operands._replace(tier=tier)
 
 
-def the_row_before(operands: Operands) -> Operands:
-    """Rows of x gathered one off."""
-    return operands._replace(x=np.roll(operands.x, 1, axis=0))
-
-
-def even_weights(operands: Operands) -> Operands:
-    """A mean in place of the weighted combine."""
-    return operands._replace(weight=np.full_like(operands.weight, 1 / operands.weight.shape[1]))
-
-
-def weights_of_other_pairs(operands: Operands) -> Operands:
-    """Weights taken in the order of the sorted rows."""
-    return operands._replace(weight=np.roll(operands.weight, 1, axis=1))
-
-
-def terms_of_gate_alone(operands: Operands) -> Operands:
-    """Only the first range of low-rank terms."""
-    return operands._replace(gate_up_low_rank=[terms[:1] for terms in operands.gate_up_low_rank])
-
-
-def no_terms_of_down(operands: Operands) -> Operands:
-    """The last product without its low-rank terms."""
-    return operands._replace(down_low_rank=[() for _ in operands.down_low_rank])
-
-
-BROKEN = {
-    up_for_gate: "one_token",
-    the_next_slot: "one_expert_owns_all_rows",
-    another_tier: "a_tier_without_a_pair",
-    skips_nothing: "int4_int2_and_skipped",
-    skips_one_more: "prefill",
-    the_row_before: "prefill",
-    even_weights: "low_rank",
-    weights_of_other_pairs: "prefill",
-    terms_of_gate_alone: "low_rank",
-    no_terms_of_down: "low_rank_17_tokens",
-}
+# Kernels with one mistake: the operands from which a right one computes the same, and a case.
+BROKEN: dict[str, tuple[Callable[[Operands], Operands], str]] = {
+    "up for gate": (
+        lambda of: of._replace(gate_up=[_up_for_gate(stack) for stack in of.gate_up]), "one_token"
+    ),
+    "the next slot": (
+        lambda of: of._replace(slot=(of.slot + 1) % np.int32(of.gate_up[0].num_slots)),
+        "one_expert_owns_all_rows",
+    ),
+    "the other tier": (
+        lambda of: of._replace(tier=np.where(of.tier < 0, of.tier, 1 - of.tier)),
+        "a_tier_without_a_pair",
+    ),
+    "skipped pairs run the first expert": (_skips_nothing, "int4_int2_and_skipped"),
+    "the last pair left out": (_skips_one_more, "prefill"),
+    "rows of x gathered one off": (
+        lambda of: of._replace(x=np.roll(of.x, 1, axis=0)), "prefill"
+    ),
+    "a mean in place of the weighted combine": (
+        lambda of: of._replace(weight=np.full_like(of.weight, 1 / of.weight.shape[1])), "low_rank"
+    ),
+    "weights in the order of the sorted rows": (
+        lambda of: of._replace(weight=np.roll(of.weight, 1, axis=1)), "prefill"
+    ),
+    "the first range of terms alone": (
+        lambda of: of._replace(gate_up_low_rank=[terms[:1] for terms in of.gate_up_low_rank]),
+        "low_rank",
+    ),
+    "no terms of down": (
+        lambda of: of._replace(down_low_rank=[() for _ in of.down_low_rank]), "low_rank_17_tokens"
+    ),
+}  # fmt: skip
+LEAVES_A_PART_OUT = (
+    "the last pair left out", "the first range of terms alone", "no terms of down"
+)  # fmt: skip

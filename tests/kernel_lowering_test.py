@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import slow
+from tests import gpu_programs, slow
 from tests.gpu_programs import PROGRAMS
 from tests.gpu_targets import GPUS, SKIP_CHECKS, Program
 
@@ -23,6 +25,39 @@ EVERYWHERE = (
     "plan_qwen", "plan_tiers_qwen", "buddies_qwen",
 )  # fmt: skip
 MLIR_TYPES = {"uint32": "ui32", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+# One kernel's: its program's maker, launches, its name, and operands that outputs are written to.
+LAUNCHED: dict[str, Any] = {
+    "decode_attention": [
+        (partial(gpu_programs.attention, batch, num_kv), launches, f"{32 // num_kv}x128_", ())
+        for batch, num_kv, launches in (
+            (1, 4, 2), (16, 4, 2), (32, 4, 1), (1, 8, 2), (32, 8, 1)
+        )
+    ],
+    "delta_step": [
+        (partial(gpu_programs.delta, batch), 2, "16x128_32x128", ((1, 4), (1, 8)))
+        for batch in (1, 8)
+    ],
+    "qkv_to_cache": [
+        (
+            partial(gpu_programs.writing, batch, num_kv, has_norms=first > 5), 1,
+            f"32_{num_kv}x128", ((1, first), (2, first + 1)),
+        )
+        for batch, num_kv, first in ((1, 4, 7), (64, 4, 7), (16, 8, 5))
+    ],
+    "residual_norm": [
+        (partial(gpu_programs.norm, rows, width, **how), 1, str(width), ())
+        for rows, width, how in (
+            (1, 2048, {}), (64, 4096, {}), (3, 8192, {"has_delta": False}), (3, 200, {}),
+            (1, 2048, {"zero_centred": True}),
+        )
+    ],
+    "router_topk": [
+        (partial(gpu_programs.router, tokens, experts, chosen), 1, f"{experts}x{chosen}n", ())
+        for tokens, experts, chosen in ((1, 128, 8), (2048, 128, 8), (4, 8, 2), (5, 60, 5))
+    ],
+}  # fmt: skip
 
 
 def pairs_of_gpu_and_program() -> list[tuple[str, str]]:
@@ -54,6 +89,22 @@ class LoweringTest(parameterized.TestCase):
         launches = text.count("stablehlo.custom_call")
         self.assertBetween(launches, 1, program.max_launches)
         self.assertEmpty(stacks_touched(text, program))
+
+    @parameterized.parameters(*LAUNCHED)
+    def test_a_kernel_is_launched_and_nothing_else(self, kernel):
+        for make, launches, name, aliases in LAUNCHED[kernel]:
+            text = make().lower(GPUS["H100"]).as_text()
+            operations = re.findall(r"stablehlo\.(\w+)[ (]", text)
+            if kernel == "delta_step":  # between its launches arrays get other shapes
+                moves = ("slice", "dynamic_", "gather", "scatter", "custom_call")
+                operations = [of for of in operations if of.startswith(moves)]
+            self.assertEqual(operations, ["custom_call"] * launches)
+            dtype = "" if kernel == "router_topk" else "bfloat16_"
+            self.assertIn(f"{kernel}_{dtype}{name}", text)
+            for output, operand in aliases:
+                self.assertRegex(
+                    text, rf"output_tuple_indices = \[{output}\],\s+operand_index = {operand},"
+                )
 
     def test_a_copy_of_the_weights_is_seen(self):
         program = PROGRAMS["dense_decode_int3"]()

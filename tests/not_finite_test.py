@@ -24,7 +24,7 @@ from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.sampling import names_a_token
-from tests import tiny_engine
+from tests import slow, tiny_engine
 from tests.serving_case import served, tiny_chat_engine
 
 NO_TOKEN = "the model's logits are NaN or infinite"
@@ -76,6 +76,7 @@ class LoadTest(parameterized.TestCase):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
             return cli.exit_status(command, ["x", *arguments, *flags]), err.getvalue()
 
+    @slow.repeats(lambda name: name)
     @parameterized.product(name=TENSORS, value=(np.nan, -np.inf, 1e30))
     def test_a_checkpoint_is_refused_by_the_tensors_name(self, name, value):
         self.put(name, value)
@@ -158,6 +159,7 @@ class LogitsTest(parameterized.TestCase):
         equal_or_masked = jnp.asarray([[0.0, 0.0], [-jnp.inf, 0.0], [-jnp.inf, -jnp.inf]])
         np.testing.assert_array_equal(names_a_token(equal_or_masked), [True, True, False])
 
+    @slow.repeats()
     @parameterized.product(value=(np.nan, np.inf), temperature=(0.0, 1.0))
     def test_generate_and_stream_raise(self, value, temperature):
         engine = poisoned(self.engine(), value)
@@ -185,6 +187,7 @@ class LogitsTest(parameterized.TestCase):
         with self.assertRaisesRegex(MoejaxError, f"pair 1: {NO_TOKEN}"):
             engine.scorer.of_tokens([(PROMPT, [1, 2]), ([*PROMPT, BAD], [3])])
 
+    @slow.repeats()
     @parameterized.parameters(None, "dynaexq")
     def test_other_rows_of_a_batch_live_on(self, policy):
         how: dict[str, Any] = {}

@@ -11,6 +11,8 @@ from moejax.models.config import ModelConfig
 # Relative to the largest value: a few roundings of the dtype, and sums of some dozens of terms.
 TOLERANCE = {"float32": 3e-6, "float16": 4e-3, "bfloat16": 3e-2}
 
+RELATIVE_ERROR = 1e-4  # of logits in float32, by their norm
+
 TINY = ModelConfig(
     family="qwen3_moe",
     vocab_size=29,
@@ -43,6 +45,12 @@ def assert_near(
     found = np.asarray(found).astype(np.float64)
     bound = factor * TOLERANCE[dtype] * np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
+
+
+def relative_errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Norm of the error over the norm of what was expected, at each position."""
+    error = np.linalg.norm(found - expected, axis=-1)
+    return error / np.linalg.norm(expected, axis=-1)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from absl import flags
 from absl.testing import absltest, parameterized
 
@@ -80,18 +81,16 @@ class OwnPolicyTest(parameterized.TestCase):
 
     def test_the_engine_runs_it(self):
         model = tiny_engine.CONFIG
-        for count, high in ((0, 0.0), (model.experts_per_token, 1.0)):
-            engine = tiny_engine.load_tiny_engine(
-                self.folder / "model",
-                policy=Tiering(
-                    policy=NAME, settings={"count": count}, tiers=("int4", "int2"),
-                    slots=(model.num_experts,) * 2, quantizer="rtn", group_size=16,
-                ),
-            )  # fmt: skip
+        policy = Tiering(
+            policy=NAME, settings={"count": 1}, tiers=("int4", "int2"),
+            slots=(model.num_experts,) * 2, quantizer="rtn", group_size=16,
+        )  # fmt: skip
+        with tiny_engine.load_tiny_engine(self.folder / "model", policy=policy) as engine:
             engine.logits(np.arange(12)[None])
-            self.assertEqual(engine.ledger.shares["int4"], high)
-            engine.close()
+            # A token's first expert has more than half of its weight, of two.
+            self.assertBetween(engine.ledger.shares["int4"], 0.5, 0.99)
 
+    @pytest.mark.slow
     def test_a_sweep_replays_it(self):
         trace = random_trace(step_sizes=[5, *[1] * 12], num_layers=2, num_experts=8, width=2)
         write_trace(self.folder / "x.trace", trace)

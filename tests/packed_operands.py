@@ -19,9 +19,9 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.packed import LowRank, PackedMatrices
+from tests.kernel_contract import UNIT_ROUNDOFF, outside
 
 WIDTHS = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # of the planes
-UNIT_ROUNDOFF = 2.0**-24  # of float32, in which products and sums are
 # Half the distance from 1 to the next number.
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 FROBENIUS = {"bfloat16": 3e-3, "float16": 5e-4, "float32": 1e-5}  # relative error, by x's dtype
@@ -259,18 +259,12 @@ def violation(
     dtype = found.dtype.name
     if dtype not in ROUNDOFF:
         return f"a result in {dtype}"
-    error = np.abs(np.asarray(found).astype(np.float64) - expected)
     tolerance = slack + ROUNDOFF[dtype] * (np.abs(expected) + slack)
     # Below the normal numbers rounding is no longer relative.
     tolerance += float(ml_dtypes.finfo(dtype).smallest_subnormal)
-    outside = ~(error <= tolerance)
-    if outside.any():
-        excess = np.where(outside, np.nan_to_num(error / tolerance, nan=np.inf), 0)
-        worst = tuple(int(i) for i in np.unravel_index(excess.argmax(), excess.shape))
-        return (
-            f"{outside.sum()} of {outside.size} values are out of tolerance, the worst at {worst}: "
-            f"{error[worst]:.3g} from {expected[worst]:.3g}, allowed {tolerance[worst]:.3g}"
-        )
+    if reason := outside("values", found, expected, tolerance):
+        return reason
+    error = np.abs(np.asarray(found).astype(np.float64) - expected)
     size = float(np.linalg.norm(expected))
     relative = float(np.linalg.norm(error)) / max(size, 1e-300)
     allowed = FROBENIUS[x_dtype] * num_products**0.5

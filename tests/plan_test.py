@@ -322,7 +322,7 @@ class MainTest(PlanCase):
         self.assertIn("warning: no expert is cached", out)
 
     @parameterized.parameters(
-        ("--config.shape=Mixtral", "shape='Mixtral' is not there; there are: Qwen3-30B-A3B"),
+        ("--config.shape=Mixtral", "shape='Mixtral' must be one of Qwen3-30B-A3B"),
         ("--config.bits=5", "bits=5 must be one of 2, 3, 4, 8, 16"),
         ("--config.batch=0", "batch=0 must be at least 1"),
         ("--config.context=5000", "context=5000 is beyond the model's own 2048"),
@@ -342,7 +342,7 @@ class MainTest(PlanCase):
             shape=shape, policy=PolicyConfig(name="dynaexq", tiers=names), context=8192,
             memory=MemoryConfig(device_gib=gib),
         )  # fmt: skip
-        budget = planning.tiered_budget(config, config.policy.tiering())
+        budget = planning.budget_of(config)
         weights = {"Qwen3-Next-80B-A3B": 3 * 2048 * 512, "Qwen3-30B-A3B": 3 * 2048 * 768}[shape]
         # A group of 64 weights has a scale and a zero of 16 bits each.
         bits = {"bf16": 16, "int4": 4 + 0.5, "int2": 2 + 0.5}

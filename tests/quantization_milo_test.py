@@ -60,7 +60,8 @@ class MiloTest(parameterized.TestCase):
 
         def exact(matrix, basis, iterations):
             u, sigma, v = jnp.linalg.svd(matrix, full_matrices=False)
-            return u, sigma[:, None] * v
+            size = len(basis)
+            return u[:, :size], sigma[:size, None] * v[:size]
 
         with mock.patch.object(milo_module, "subspace_svd", exact):
             settings = MiloSettings(max_rank=6, max_passes=5)

@@ -23,6 +23,7 @@ from moejax.weights.qtensor import Fp8Tensor, QTensor, dense
 from tests import model_kinds, slow
 from tests import quantized_files as files
 from tests.hf_checkpoints import reference_model
+from tests.numpy_model import RELATIVE_ERROR, relative_errors
 from tests.quantized_stores import (
     MIXTRAL,
     QWEN,
@@ -37,7 +38,6 @@ from tests.quantized_stores import (
     Own,
     Plain,
 )
-from tests.transformers_parity_test import RELATIVE_ERROR, relative_errors
 
 ATTENTION = ("attention.qkv_proj", "attention.o_proj")
 EXPERTS = ("moe.gate_up", "moe.down")

@@ -19,16 +19,14 @@ from moejax.evaluation.perplexity import log_likelihood
 from moejax.inference import runner, steps
 from moejax.models.config import DeltaNet, ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.transformer import ChunkSpec, forward, merge_weights, model_definition
+from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.text.windows import Windowing
-from tests import slow, tiny_engine
+from tests import parity, slow, tiny_engine
+from tests.cached_runners import random_weights as pooled_weights
 from tests.hf_checkpoints import QWEN3_NEXT, reference_model, write_checkpoint
+from tests.numpy_model import RELATIVE_ERROR, relative_errors
 from tests.perplexity_test import reference_nats
-from tests.pooled_test import random_weights as pooled_weights
-from tests.transformers_parity_test import RELATIVE_ERROR, greedy_reference, relative_errors
 
-NUM_GREEDY = 64
-PROMPT_LENGTHS = (3, 17, 70)  # the last is more than one chunk of the rule
 # Not as tests do for speed. Without optimisation jax 0.10.2 rounds a float32 product of a chunk's
 # queries and keys in a way that depends on the rest of the program, and a scatter is a loop that
 # copies.
@@ -78,17 +76,9 @@ class ParityTest(Qwen3NextTestCase):
     @slow.repeats()
     @parameterized.parameters(*QWEN3_NEXT)
     def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
-        engine, model = self.load(name), self.reference(name)
-        tokens = random_tokens(2, 80)
-        with torch.no_grad():
-            expected = model(torch.as_tensor(tokens)).logits.numpy()
-        self.assertLess(relative_errors(engine.logits(tokens), expected).max(), RELATIVE_ERROR)
-        prompts = prompts_of(PROMPT_LENGTHS)
-        found = engine.generate(prompts, max_new_tokens=NUM_GREEDY, ignore_eos=True)
-        for prompt, answer in zip(prompts, found, strict=True):
-            expected, sure = greedy_reference(model, prompt, NUM_GREEDY)
-            self.assertGreater(sure, NUM_GREEDY / 2)
-            self.assertEqual(answer.tokens[:sure], expected[:sure])
+        reference = parity.of_transformers(self.reference(name))
+        lengths = (3, 17, 70)  # the last is more than one chunk of the rule
+        parity.check(self, self.load(name), reference, lengths=lengths, num_tokens=80)
 
     @pytest.mark.slow
     def test_perplexity(self):
@@ -118,14 +108,6 @@ class ParityTest(Qwen3NextTestCase):
 
 class CacheTest(Qwen3NextTestCase):
     @pytest.mark.slow
-    def test_a_prompt_in_chunks_is_the_prompt_whole(self):
-        engine, tokens = self.load(), random_tokens(2, 72)
-        whole = engine.logits(tokens)
-        with mock.patch.object(runner, "longest_chunk", lambda *_: 16):
-            cut = engine.logits(tokens)
-        self.assertLess(relative_errors(cut, whole).max(), RELATIVE_ERROR)
-
-    @pytest.mark.slow
     def test_unequal_prompts_in_chunks(self):
         engine, prompts = self.load(), prompts_of((41, 5, 70))
         how = {"max_new_tokens": 12, "ignore_eos": True}
@@ -133,36 +115,6 @@ class CacheTest(Qwen3NextTestCase):
         with mock.patch.object(runner, "longest_chunk", lambda *_: 16):
             together = engine.generate(prompts, **how)
         self.assertEqual([answer.tokens for answer in together], alone)
-
-    @pytest.mark.slow
-    def test_token_by_token_is_the_whole_at_once(self):
-        engine = self.load("next_dense_shared24_fused")
-        tokens, num_first = random_tokens(2, 24), 15
-        definition = model_definition(engine.config)
-
-        @jax.jit
-        def at_once(tokens):
-            model = merge_weights(definition, engine.weights)
-            return model.project_to_vocab(forward(model, tokens)[0])
-
-        whole = at_once(tokens)
-        cache = empty_cache(engine.config, 2, 32, jnp.dtype("float32"))
-
-        @functools.partial(jax.jit, static_argnums=3)
-        def step(cache, tokens, first, spec):
-            positions = jnp.broadcast_to(first + jnp.arange(tokens.shape[1]), tokens.shape)
-            model = merge_weights(definition, engine.weights)
-            mask = jnp.ones(tokens.shape, bool)
-            cache, hidden, *_ = model(tokens, positions.astype(jnp.int32), mask, cache, spec)
-            return cache, model.project_to_vocab(hidden)
-
-        cache, found = step(cache, tokens[:, :num_first], 0, ChunkSpec(0, True, "dense", "xla"))
-        parts, spec = [found], ChunkSpec(32, False, "dense", "xla")
-        for at in range(num_first, tokens.shape[1]):
-            cache, found = step(cache, tokens[:, at : at + 1], at, spec)
-            parts.append(found)
-        found = np.concatenate(parts, axis=1)
-        self.assertLess(relative_errors(found, np.asarray(whole)).max(), RELATIVE_ERROR)
 
     @pytest.mark.slow
     def test_rows_that_end_early_change_nothing(self):

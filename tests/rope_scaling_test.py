@@ -24,7 +24,7 @@ from moejax.models.hf.config import model_config, to_hf_config
 from moejax.models.rope import model_angles, scaled_frequencies
 from tests.hf_checkpoints import FAMILIES, TinyCheckpoint, reference_model, write_random_checkpoint
 from tests.hf_defaults_test import FULL
-from tests.transformers_parity_test import RELATIVE_ERROR, relative_errors
+from tests.numpy_model import RELATIVE_ERROR, relative_errors
 
 ORIGINAL = 32  # positions
 # max_position_embeddings: of the first three the scaled context, of the others the original one.

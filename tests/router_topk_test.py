@@ -1,9 +1,10 @@
-"""The contract of a router's softmax and top-k: reference, kernel interpreted, kernel on a GPU."""
+"""The contract of a router's softmax and top-k: reference, kernel interpreted, kernel on a GPU.
 
-import re
+Expectations are float64 numpy; the choice is that of `jax.lax.top_k` of the probabilities found.
+"""
+
 from collections.abc import Callable
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +16,107 @@ from hypothesis import strategies as st
 
 from pallas_kernels import router_topk as package
 from pallas_kernels.router_topk import triton
-from tests import gpu_programs, gpu_targets, slow
-from tests.broken_kernels import BrokenKernels
+from tests import slow
 from tests.host_test_case import HostTestCase
-from tests.router_topk_contract import (
-    GPU_SHAPES,
-    SHAPES,
-    Shape,
-    expected_and_share,
-    random_logits,
-    violation,
+from tests.kernel_contract import (
+    UNIT_ROUNDOFF,
+    Contract,
+    on_device,
+    on_host,
+    outside,
+    tampered,
+    wrong_form,
 )
 
+TINY = float(np.finfo(np.float32).tiny)  # below it, a GPU may take zero
+
+
+class Shape(NamedTuple):
+    """Axes of the operation, and what is done with the weights."""
+
+    num_tokens: int
+    num_experts: int
+    chosen: int
+    normalise: bool = True
+    deviation: float = 2.0  # of the logits
+
+
+SHAPES = {
+    "qwen3_30b_1": Shape(1, 128, 8),
+    "qwen3_30b_16": Shape(16, 128, 8, deviation=8.0),
+    "mixtral_1": Shape(1, 8, 2),
+    "mixtral_4": Shape(4, 8, 2),
+    "demo": Shape(3, 32, 4, normalise=False),
+    "odd": Shape(7, 60, 5),
+    "odd_raw": Shape(5, 97, 6, normalise=False),
+    "all_chosen": Shape(3, 12, 12),
+    "one_of_one": Shape(2, 1, 1),
+    "one_of_many": Shape(3, 65, 1),
+    "most": Shape(2, 1024, 32),
+    "far_apart": Shape(6, 64, 8, deviation=60.0),
+}
+GPU_SHAPES = SHAPES | {
+    "qwen3_30b_2048": Shape(2048, 128, 8),
+    "mixtral_1000": Shape(1000, 8, 2),
+    "many_rows": Shape(70001, 16, 2),
+}
+
+
+def random_logits(shape: Shape, seed: int) -> np.ndarray:
+    """float32[N, E]; every other row has equal logits, among them the largest and the smallest."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((shape.num_tokens, shape.num_experts), dtype=np.float32)
+    logits *= np.float32(shape.deviation)
+    coarse = np.round(logits[::2])
+    largest = coarse.max(axis=1, keepdims=True)
+    logits[::2] = np.where(rng.random(coarse.shape) < 0.1, largest, coarse)
+    return logits
+
+
+def expected_and_share(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64[N, E] of the softmax, and how far, as a share of it, a right value may be.
+
+    The difference from the largest logit is rounded once, which changes its exponential by that
+    much; exponential and division are good to 2 units in the last place (4 roundoffs) each,
+    and a sum of E terms in a tree to log2 E roundoffs, plus its terms' own.
+    """
+    wide = logits.astype(np.float64)
+    below = wide - wide.max(axis=1, keepdims=True)
+    exps = np.exp(below)
+    expected = exps / exps.sum(axis=1, keepdims=True)
+    own = np.abs(below) + 4
+    of_sum = (expected * own).sum(axis=1, keepdims=True) + np.log2(2 * logits.shape[1])
+    return expected, UNIT_ROUNDOFF * (own + of_sum + 4)
+
+
+def violation(found: Any, logits: np.ndarray, shape: Shape) -> str | None:
+    """THE check: why `found` is not the operation's value of finite logits, or None."""
+    num_tokens, num_experts, k = shape[:3]
+    sizes = ((num_tokens, num_experts), (num_tokens, k), (num_tokens, k))
+    if reason := wrong_form(found, sizes, ("float32", "float32", "int32")):
+        return reason
+    p, weights, ids = (np.asarray(of) for of in found)
+    expected, share = expected_and_share(logits)
+    if reason := outside("probabilities", p, expected, share * expected + TINY):
+        return reason
+    if (wrong := ids != chosen_of(p, k)).any():
+        row = int(np.argwhere(wrong)[0, 0])
+        return f"row {row} chose {ids[row]}, not {chosen_of(p, k)[row]}"
+    raw = np.take_along_axis(p, ids, axis=1).astype(np.float64)
+    if not shape.normalise:
+        return None if (weights == raw).all() else "the weights are not the probabilities"
+    wanted = raw / raw.sum(axis=1, keepdims=True)
+    # The sum is rounded k - 1 times, the quotient is good to 2 units in the last place.
+    return outside("weights", weights, wanted, UNIT_ROUNDOFF * (k + 4) * wanted + TINY)
+
+
+def chosen_of(probabilities: np.ndarray, k: int) -> np.ndarray:
+    """int32[N, k] of `jax.lax.top_k` on the CPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(jax.lax.top_k(jnp.asarray(probabilities), k)[1])
+
+
 CALL = jax.jit(package.top_k, static_argnames=("k", "normalise", "implementation", "interpret"))
-Call = Callable[[Any, Shape], Any]
 
 
 def in_plain_jnp(logits: Any, shape: Shape) -> Any:
@@ -47,7 +135,7 @@ def traced_again(logits: Any, shape: Shape) -> Any:
     return package.top_k(jnp.asarray(logits), shape.chosen, shape.normalise, **how)
 
 
-def on_device(logits: Any, shape: Shape) -> Any:
+def on_gpu(logits: Any, shape: Shape) -> Any:
     return CALL(logits, k=shape.chosen, normalise=shape.normalise, implementation="triton")
 
 
@@ -67,7 +155,7 @@ def unusual_rows(num_experts: int) -> np.ndarray:
 class UnusualRows:
     """Checks that hosts and devices share."""
 
-    def check_unusual_rows(self, call: Call, shape: Shape) -> None:
+    def check_unusual_rows(self, call: Any, shape: Shape) -> None:
         p, weights, ids = (np.asarray(of) for of in call(unusual_rows(shape.num_experts), shape))
         np.testing.assert_array_equal(ids, np.tile(np.arange(shape.chosen, dtype=np.int32), (7, 1)))
         np.testing.assert_array_equal(p[:5], np.nan)
@@ -78,18 +166,48 @@ class UnusualRows:
         np.testing.assert_allclose(weights[6], 1 / shape.chosen, rtol=1e-6)
 
 
-class ContractTest(HostTestCase, UnusualRows):
-    """On the host: the reference, and the kernel interpreted.
+def changed(change: Callable[..., Any]) -> Callable[[Any, Shape], Any]:
+    """The kernel, and `change` of its results."""
+    return lambda logits, shape: change(*traced_again(logits, shape))
 
-    The interpreter fills a kernel's outputs with NaN before it runs, so what is not written shows.
-    """
 
-    @slow.repeats(lambda call, name: name if call is in_plain_jnp else call)
-    @parameterized.product(call=(in_plain_jnp, interpreted), name=sorted(SHAPES))
-    def test_value_is_that_of_float64(self, call, name):
-        shape = SHAPES[name]
-        logits = random_logits(shape, seed=len(name))
-        self.assertIsNone(violation(call(logits, shape), logits, shape))
+def choose_the_last_of_equals(logits: Any, shape: Shape) -> Any:
+    p, weights, ids = traced_again(logits[:, ::-1], shape)
+    return p[:, ::-1], weights, shape.num_experts - 1 - ids
+
+
+BROKEN = {
+    "chooses the last of equals": choose_the_last_of_equals,
+    "forgets to normalise": lambda logits, shape: traced_again(
+        logits, shape._replace(normalise=False)
+    ),
+    "normalises by all": changed(
+        lambda p, _, ids: (p, jnp.take_along_axis(p, ids, axis=1), ids)
+    ),
+    "chooses one again": tampered(traced_again, triton, "TAKEN", np.int32(2**31 - 1)),
+    "counts the padding": tampered(
+        traced_again, triton.pltriton, "load",
+        lambda load, ref, *, mask, other: load(ref, mask=mask, other=0.0),
+    ),
+    "takes the first row": tampered(
+        traced_again, triton.pl, "program_id", lambda _, axis: jnp.int32(axis)
+    ),
+    "rounds its products": changed(
+        lambda p, weights, ids: (p, weights.astype(jnp.bfloat16).astype(jnp.float32), ids)
+    ),
+    "is four millionths off": changed(
+        lambda p, weights, ids: (p * np.float32(1 + 4e-6), weights, ids)
+    ),
+}  # fmt: skip
+CONTRACT = Contract(
+    SHAPES, GPU_SHAPES, lambda shape, _, seed: random_logits(shape, seed), violation, in_plain_jnp,
+    (interpreted,), on_gpu, fresh=traced_again, loosest=SHAPES["odd"], broken=BROKEN,
+    spoiled=lambda logits, shape: (logits, shape._replace(normalise=False)), dtypes=("float32",),
+)  # fmt: skip
+
+
+class ContractTest(on_host(CONTRACT), UnusualRows):
+    """Near the reference, rows without a value, equal logits, ids."""
 
     @slow.where(lambda name: name not in sorted(SHAPES)[:3])
     @parameterized.parameters(sorted(SHAPES))
@@ -132,75 +250,6 @@ class ContractTest(HostTestCase, UnusualRows):
         for one, all_rows in zip(alone, interpreted(logits, shape), strict=True):
             np.testing.assert_array_equal(one[0], all_rows[5])
 
-
-def choose_the_last_of_equals(logits: Any, shape: Shape) -> Any:
-    """A kernel that takes the highest id of equal probabilities."""
-    p, weights, ids = traced_again(logits[:, ::-1], shape)
-    return p[:, ::-1], weights, shape.num_experts - 1 - ids
-
-
-def forget_to_normalise(logits: Any, shape: Shape) -> Any:
-    """A kernel that returns the probabilities as weights."""
-    return traced_again(logits, shape._replace(normalise=False))
-
-
-def normalise_by_all(logits: Any, shape: Shape) -> Any:
-    """A kernel whose chosen weights are those of all experts' sum, but for a rounding."""
-    p, _, ids = traced_again(logits, shape)
-    return p, jnp.take_along_axis(p, ids, axis=1), ids
-
-
-def choose_one_again(logits: Any, shape: Shape) -> Any:
-    """A kernel that takes no expert out."""
-    with mock.patch.object(triton, "TAKEN", np.int32(2**31 - 1)):
-        return traced_again(logits, shape)
-
-
-def count_the_padding(logits: Any, shape: Shape) -> Any:
-    """A kernel that reads beyond a row's end."""
-    load = triton.pltriton.load
-    with mock.patch.object(
-        triton.pltriton, "load", lambda ref, *, mask, other: load(ref, mask=mask, other=0.0)
-    ):
-        return traced_again(logits, shape)
-
-
-def read_another_row(logits: Any, shape: Shape) -> Any:
-    """A kernel whose programs all take the first row."""
-    with mock.patch.object(triton.pl, "program_id", lambda axis: jnp.int32(axis)):
-        return traced_again(logits, shape)
-
-
-def round_the_products(logits: Any, shape: Shape) -> Any:
-    """A softmax in bfloat16: a loss that no choice shows."""
-    p, weights, ids = traced_again(logits, shape)
-    return p, weights.astype(jnp.bfloat16).astype(jnp.float32), ids
-
-
-def lose_a_few_bits(logits: Any, shape: Shape) -> Any:
-    """Probabilities that are four millionths off."""
-    p, weights, ids = traced_again(logits, shape)
-    return p * np.float32(1 + 4e-6), weights, ids
-
-
-BROKEN = (
-    choose_the_last_of_equals, forget_to_normalise, normalise_by_all, choose_one_again,
-    count_the_padding, read_another_row, round_the_products, lose_a_few_bits,
-)  # fmt: skip
-
-
-class CheckTest(BrokenKernels, HostTestCase):
-    """The check that accepts the kernel refuses every broken one."""
-
-    broken = BROKEN
-
-    def sound(self):
-        shape = SHAPES["odd"]
-        return traced_again, random_logits(shape, seed=5), shape
-
-    def violation(self, found, operands, shape):
-        return violation(found, operands, shape)
-
     def test_wrong_dtypes_and_shapes_fail(self):
         shape = SHAPES["odd"]
         logits = random_logits(shape, seed=6)
@@ -228,29 +277,9 @@ class RefusalTest(HostTestCase):
             package.top_k(**(how | changed), interpret=True)
 
 
-class LoweringTest(HostTestCase):
-    """Programs for CUDA, made without a GPU."""
-
-    @parameterized.parameters((1, 128, 8), (2048, 128, 8), (4, 8, 2), (5, 60, 5))
-    def test_one_launch_and_nothing_else(self, num_tokens, num_experts, chosen):
-        program = gpu_programs.router(num_tokens, num_experts, chosen)
-        text = program.lower(gpu_targets.GPUS["H100"]).as_text()
-        self.assertEqual(re.findall(r"stablehlo\.(\w+)", text), ["custom_call"])
-        self.assertIn(f"router_topk_{num_experts}x{chosen}n", text)
-
-
 @pytest.mark.gpu
-class DeviceContractTest(parameterized.TestCase, UnusualRows):
+class DeviceContractTest(on_device(CONTRACT), UnusualRows):
     """The kernel compiled."""
-
-    @parameterized.parameters(sorted(GPU_SHAPES))
-    def test_value_is_that_of_float64(self, name):
-        shape = GPU_SHAPES[name]
-        logits = random_logits(shape, seed=len(name))
-        found = on_device(logits, shape)
-        self.assertIsNone(violation(found, logits, shape))
-        for one, other in zip(found, on_device(logits, shape), strict=True):
-            self.assertEqual(np.asarray(one).tobytes(), np.asarray(other).tobytes())
 
     @parameterized.parameters(sorted(SHAPES))
     def test_is_within_a_millionth_of_the_reference(self, name):
@@ -258,7 +287,7 @@ class DeviceContractTest(parameterized.TestCase, UnusualRows):
         logits = random_logits(shape, seed=3)
         with jax.default_device(jax.devices("cpu")[0]):
             expected = in_plain_jnp(logits, shape)
-        found = on_device(logits, shape)
+        found = on_gpu(logits, shape)
         # Where logits are far apart a float32 exponential is only as good as its argument is: each
         # of the two may be off by what the contract allows.
         _, share = expected_and_share(logits)
@@ -271,13 +300,7 @@ class DeviceContractTest(parameterized.TestCase, UnusualRows):
 
     @parameterized.parameters(Shape(7, 16, 5), Shape(7, 13, 3), Shape(7, 128, 8), Shape(7, 8, 2))
     def test_rows_without_a_value(self, *shape):
-        self.check_unusual_rows(on_device, Shape(*shape))
-
-    def test_a_broken_kernel_fails(self):
-        shape = SHAPES["qwen3_30b_16"]
-        logits = random_logits(shape, seed=8)
-        found = on_device(logits, shape._replace(normalise=False))
-        self.assertIsNotNone(violation(found, logits, shape))
+        self.check_unusual_rows(on_gpu, Shape(*shape))
 
 
 if __name__ == "__main__":

@@ -76,12 +76,13 @@ class TilesTest(parameterized.TestCase):
         self.assertLessEqual(tiles.rows, outputs)
         self.assertGreaterEqual(tiles.depth, 1)
 
-    @parameterized.product(name=sorted(DENSE_SHAPES), stored=STORED)
-    def test_dense(self, name, stored):
-        inputs, outputs = DENSE_SHAPES[name]
-        weights = shape_of(*stored, outputs, inputs)
-        slot = jax.ShapeDtypeStruct((), jnp.int32)
-        for rows in (1, 8, 9, dequant_matmul.mosaic.MOST_STREAMED):
+    @parameterized.parameters(*STORED)
+    def test_dense(self, *stored):
+        slot, all_rows = (
+            jax.ShapeDtypeStruct((), jnp.int32), (1, 8, 9, dequant_matmul.mosaic.MOST_STREAMED)
+        )  # fmt: skip
+        for (inputs, outputs), rows in itertools.product(DENSE_SHAPES.values(), all_rows):
+            weights = shape_of(*stored, outputs, inputs)
             x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
             tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED)
 
@@ -91,17 +92,14 @@ class TilesTest(parameterized.TestCase):
             [how] = self.launches("dense", call, x, weights, slot)
             self.check(how, tiles, outputs)
 
-    @parameterized.product(name=sorted(LAYERS), stored=STORED)
-    def test_experts(self, name, stored):
-        model_dim, expert_dim, width = LAYERS[name]
-        plain = shape_of(16, 0, 2 * expert_dim, model_dim), shape_of(16, 0, model_dim, expert_dim)
-        mine = (
-            shape_of(*stored, 2 * expert_dim, model_dim, 4),
-            shape_of(*stored, model_dim, expert_dim, 4),
-        )
-        for tokens in (1, 4, 9, grouped_dequant_matmul.mosaic.MOST_STREAMED):
-            for part, gated in enumerate((True, False)):
-                for tiers in ((mine[part],), (mine[part], plain[part])):
+    @parameterized.parameters(*STORED)
+    def test_experts(self, *stored):
+        numbers = (1, 4, 9, grouped_dequant_matmul.mosaic.MOST_STREAMED)
+        for shape, tokens in itertools.product(LAYERS.values(), numbers):
+            model_dim, expert_dim, width = shape
+            for gated, size in ((True, (2 * expert_dim, model_dim)), (False, shape[:2])):
+                mine, plain = shape_of(*stored, *size, 4), shape_of(16, 0, *size)
+                for tiers in ((mine,), (mine, plain)):
                     self.one_product(tiers, tokens, width, gated)
 
     def one_product(self, tiers: Any, tokens: int, width: int, gated: bool) -> None:

@@ -28,6 +28,12 @@ from tests import tiny_engine
 from tests.tiny_engine import CONFIG
 
 PROMPT = list(range(40, 52))
+LISTS = buddy_lists(
+    conditional_coactivation(
+        np.random.default_rng(1).integers(0, 9, (2, CONFIG.num_experts, CONFIG.num_experts))
+    ),
+    0.9, 5,
+)  # fmt: skip
 MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
 
 
@@ -93,6 +99,7 @@ class EngineTest(parameterized.TestCase):
         served = np.stack(steps)[..., :3].sum(axis=-1)
         np.testing.assert_allclose(served[:5], np.stack(whole)[:5], rtol=1e-5)
 
+    @pytest.mark.slow
     def test_emulated_slots_give_the_tokens_of_real_ones(self):
         how = dict(policy="dymoe", settings={"retention": 0.75, "heavy_count": 2}, **MADE)
         real, emulated = (self.engine(slots=(3, 8), emulate=e, **how) for e in (False, True))
@@ -100,25 +107,22 @@ class EngineTest(parameterized.TestCase):
         np.testing.assert_allclose(emulated.logits(tokens), real.logits(tokens), rtol=0, atol=1e-5)
         self.assertEqual(real.ledger.layers, emulated.ledger.layers)
 
-    @parameterized.parameters(((3, 8), 0), ((3, 4), 2))
+    @parameterized.parameters(("on_demand", (4,), 2), ("dymoe", (3, 8), 0), ("dymoe", (3, 4), 2))
     @pytest.mark.slow
-    def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self, slots, prefetch):
-        settings = {"selection": "load", "prefetch": prefetch, "retention": 0.5}
-        engine = self.engine(policy="dymoe", settings=settings, slots=slots, emulate=True, **MADE)
-        path = self.folder / f"trace {prefetch}"
-        with engine.recording(path, probabilities=True, foreseen=CONFIG.num_experts):
-            for prompt in (PROMPT, PROMPT[::-1]):
-                engine.generate(prompt, max_new_tokens=20, ignore_eos=True)
-        run = Run(
-            policy=make_policy("dymoe", **settings), tiers=("int4", "int2"),
-            expert_bytes=(2, 1), slots=slots,
-        )  # fmt: skip
-        events = np.sum(run_policies(read_trace(path), [run])[0].events, axis=0)
+    def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(
+        self, policy, slots, prefetch
+    ):
+        settings = {"prefetch": prefetch}
+        if policy == "dymoe":
+            settings |= {"selection": "load", "retention": 0.5}
+        tiers = MADE["tiers"][: len(slots)]
+        engine, tallied = self.emulated(policy, settings, slots, tiers)
+        events = tallied.events.sum(axis=0)
         counted = ("needed", "hits", "misses", "admitted", "streamed", "prefetched",
                    "prefetch_hits")  # fmt: skip
         for i, ledger in enumerate(engine.ledger.tiers.values()):
             # A copy that leaves for a better one is an eviction to the engine alone.
-            for name in (*counted, *("evictions",) * (slots[1] == CONFIG.num_experts)):
+            for name in (*counted, *("evictions",) * (slots != (3, 4))):
                 self.assertEqual(ledger.total(name), events[EVENTS.index(name), i], name)
         self.assertGreater(engine.ledger.total("misses"), 10)
         self.assertEqual(engine.ledger.total("prefetched") > 0, prefetch > 0)
@@ -127,33 +131,19 @@ class EngineTest(parameterized.TestCase):
         ("dynaexq", {"period": 8, "max_requests": 8}, (3, 4)),
         ("dymoe", {"selection": "load", "prefetch": 0, "retention": 0.75}, (3, 4)),
         ("compose", {"selection": "load", "prefetch": 0, "period": 8}, (3, 8)),
+        ("buddymoe", {"lists": LISTS, "rho": 1, "form": "ranks", "max_requests": 2}, (4,)),
     )
     @pytest.mark.slow
     def test_hit_rates_of_a_trace_are_those_of_the_engine(self, policy, settings, slots):
-        engine, tallied = self.emulated(policy, settings, slots, ("int4", "int2"))
-        events = dict(zip(EVENTS, tallied.events.sum(axis=0), strict=True))
-        rate = events["hits"].sum() / events["needed"].sum()
-        self.assertBetween(rate, 0.3, 0.97)
-        self.assertAlmostEqual(rate, engine.ledger.hit_rate, delta=0.01)
-        shares = tallied.gate.sum(axis=0)
-        self.assertAlmostEqual(shares[0] / shares[-1], engine.ledger.shares["int4"], delta=0.01)
-
-    @pytest.mark.slow
-    def test_buddies_of_a_trace_are_those_of_the_engine(self):
-        counts = np.random.default_rng(1).integers(
-            0, 9, (2, CONFIG.num_experts, CONFIG.num_experts)
-        )
-        lists = buddy_lists(conditional_coactivation(counts), 0.9, 5)
-        settings = {"lists": lists, "rho": 1, "form": "ranks", "max_requests": 2}
-        engine, tallied = self.emulated("buddymoe", settings, (4,), ("int4",))
+        engine, tallied = self.emulated(policy, settings, slots, MADE["tiers"][: len(slots)])
         events = dict(zip(EVENTS, tallied.events.sum(axis=0), strict=True))
         rate = events["hits"].sum() / events["needed"].sum()
         self.assertBetween(rate, 0.3, 0.99)
         self.assertAlmostEqual(rate, engine.ledger.hit_rate, delta=0.01)
-        shares = tallied.gate.sum(axis=0)
-        replaced = engine.ledger.shares["substituted"]
-        self.assertGreater(replaced, 0.02)
-        self.assertAlmostEqual(shares[-2] / shares[-1], replaced, delta=0.01)
+        gate, place = tallied.gate.sum(axis=0), -2 if policy == "buddymoe" else 0
+        share = engine.ledger.shares["substituted" if policy == "buddymoe" else "int4"]
+        self.assertGreater(share, 0.02)
+        self.assertAlmostEqual(gate[place] / gate[-1], share, delta=0.01)
 
     @pytest.mark.slow
     def test_what_transfers_give_is_replayed_as_they_come(self):
@@ -211,6 +201,7 @@ class EngineTest(parameterized.TestCase):
         tokens = [answer.tokens for answer in said]
         self.assertEqual(tokens[:2], tokens[2:])
 
+    @pytest.mark.slow
     def test_a_tier_of_another_checkpoint(self):
         other = self.folder / "other"
         tiny_engine.load_tiny_engine(other)

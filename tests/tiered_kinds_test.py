@@ -5,7 +5,6 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,15 +23,11 @@ from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
 from moejax.routing.trace import DECODE, PREFILL, Trace, read_trace
 from tests import model_kinds, slow
-from tests.pooled_test import CPU, answers, random_weights
-from tests.tiered_case import tiered_runner
-from tests.tiered_looped_test import outcome
+from tests.cached_runners import CPU, answers, cached_runner, random_weights
+from tests.invisible_residency_test import FOUR
 
 DYMOE = {"retention": 0.5, "schedule": "linear", "heavy_count": 3, "prefetch": 0}
 TOKENS = np.random.default_rng(0).integers(0, 160, (1, 16)).astype(np.int32)
-# Two periods of a layer without attention and one with it: two passes of a loop.
-FOUR = model_kinds.config_of("delta", num_experts=8)
-FOUR = dataclasses.replace(FOUR, delta_net=dataclasses.replace(FOUR.delta_net, layers=(0, 2)))
 # The attention of the layer between is the importance of its own tokens and of the last layer's.
 THREE = model_kinds.config_of("delta", num_experts=8, num_layers=3, moe_layers=(0, 1, 2))
 THREE = dataclasses.replace(THREE, delta_net=dataclasses.replace(THREE.delta_net, layers=(0, 2)))
@@ -48,7 +43,7 @@ POLICIES = {
 def runner_of(config, **settings):
     slots = (3, config.num_experts)
     policy = make_policy("dymoe", **DYMOE, **settings)
-    return tiered_runner(policy, (4, 2), slots, config=config)
+    return cached_runner(policy, (4, 2), slots, config=config)
 
 
 def recorded(runner, prompts, num_tokens) -> Trace:
@@ -119,7 +114,7 @@ class ImportanceTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self):
         policy = make_policy("dymoe", **DYMOE)
-        runner, memory = tiered_runner(policy, (4, 2), (3, 8), config=THREE, emulated=True)
+        runner, memory = cached_runner(policy, (4, 2), (3, 8), config=THREE, emulated=True)
         prompts = np.random.default_rng(1).integers(0, 160, (8, 13)).tolist()
         trace = recorded(runner, prompts, 4)
         memory.read_counters()
@@ -135,32 +130,6 @@ class ImportanceTest(parameterized.TestCase):
         self.assertGreater(memory.tiers[0].ledger.total("misses"), 10)
         alike = dataclasses.replace(trace, importance=np.ones_like(trace.importance))
         self.assertTrue((counts(alike) != events).any())  # what is recorded decides
-
-    @pytest.mark.slow
-    def test_recorded_in_a_loop_as_unrolled(self):
-        found = []
-        for loops in (False, True):
-            runner, _ = runner_of(FOUR)
-            with mock.patch.object(Transformer, "loops", lambda *_, loops=loops: loops):
-                found.append(recorded(runner, TOKENS.tolist(), 1).importance)
-        self.assertTrue((found[0][:, 0] == 1).all())  # the layer without attention, then one with
-        np.testing.assert_array_equal(found[0][:, 1], found[0][:, 2])
-        self.assertGreater(np.abs(found[0][:, 3] - found[0][:, 2]).max(), 0.01)
-        np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
-
-    @pytest.mark.slow
-    def test_in_a_loop_as_unrolled(self):
-        found = []
-        for loops in (False, True):
-            runner, memory = runner_of(FOUR)
-            with mock.patch.object(Transformer, "loops", lambda *_, loops=loops: loops):
-                found.append(outcome(runner, memory, of_chunk=True))
-        for (path, a), (_, b) in zip(
-            *(jax.tree_util.tree_leaves_with_path(tree) for tree in found), strict=True
-        ):
-            # Between passes of a loop a sum of float32 may end in another last bit (places.py).
-            with self.subTest(jax.tree_util.keystr(path)):
-                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 class PoliciesTest(parameterized.TestCase):
@@ -179,7 +148,7 @@ class PoliciesTest(parameterized.TestCase):
             settings = {**settings, "lists": lists}
         policy = make_policy(name, **settings)
         slots = [num_experts if of is None else of for of in slots]
-        runner, memory = tiered_runner(policy, bits, slots, config=config, **how)
+        runner, memory = cached_runner(policy, bits, slots, config=config, **how)
         self.assertLen(answers(runner, [[1, 2, 3]], 8)[0], 8)
         memory.read_counters()
         shares = memory.ledger.shares

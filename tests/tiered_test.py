@@ -1,31 +1,43 @@
-"""Policies in the engine: one tier is what it was, several are a mixture, and nothing is missed."""
+"""Policies in a runner: tiers are a mixture, moved between steps, replayed, run in one launch."""
 
+import dataclasses
 import math
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts import cache, cached_experts
-from moejax.experts.tiered import ask
+from moejax.experts import cache_plan as placing
+from moejax.experts.cache_plan import CachePlanner
+from moejax.experts.cached_experts import CachedExperts
+from moejax.experts.transfer_programs import request_transfers
+from moejax.models import expert_products
+from moejax.policies.base import Policy, Requests
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
-from pallas_kernels import expert_fetch
+from moejax.policies.on_demand import OnDemand
+from moejax.policies.resident import as_routed
+from moejax.weights import linear as ops
+from pallas_kernels import cache_plan, expert_fetch, grouped_dequant_matmul
 from tests import buddymoe_reference as reference
 from tests import numpy_model, slow
-from tests.pooled_test import POLICIES, PROMPTS, answers, pooled_runner, random_weights
-from tests.tiered_case import CONFIG, plain, tiered_runner
+from tests.cached_runners import PROMPTS, QWEN, answers, cached_runner, plain, random_weights
+from tests.host_test_case import HostTestCase
 
-TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, 16)).astype(np.int32)
-NUM_LAYERS, NUM_EXPERTS = len(CONFIG.moe_layers), CONFIG.num_experts
+TOKENS = np.random.default_rng(0).integers(0, QWEN.vocab_size, (1, 16)).astype(np.int32)
+NUM_LAYERS, NUM_EXPERTS = len(QWEN.moe_layers), QWEN.num_experts
 
 
 def wide(bits: int) -> dict[str, np.ndarray]:
     """The weights of a tier in float64."""
-    stored = random_weights(CONFIG, bits)
+    stored = random_weights(QWEN, bits)
     return {name: np.asarray(plain(leaf), np.float64) for name, leaf in stored.items()}
 
 
@@ -47,38 +59,23 @@ def expected(stored, decide, tokens=TOKENS):
         tier, ids, weights = decide(m, routing, q, k)
         return mixture(x, tier, ids, weights, stored, m)
 
-    return numpy_model.forward(stored[0], CONFIG, tokens, run=run)[0]
+    return numpy_model.forward(stored[0], QWEN, tokens, run=run)[0]
 
 
 class OneTierTest(parameterized.TestCase):
     def test_policies_run_by_the_kernels_of_their_device(self):
         kernels = make_policy("on_demand", prefetch=1)
         with mock.patch.object(cache, "with_kernels", return_value=kernels) as asked:
-            _, memory = tiered_runner(make_policy("on_demand"), (4,), (4,), prefetch=1)
+            _, memory = cached_runner(make_policy("on_demand"), (4,), (4,), prefetch=1)
         self.assertIs(memory.spec.policy, kernels)
         self.assertEqual([call.args[1] for call in asked.call_args_list], ["cpu"])
-
-    @pytest.mark.slow
-    def test_on_demand_is_the_cache_to_the_bit(self):
-        slots, transient, prefetch = POLICIES["25 % and prefetch"]
-        plain = pooled_runner(CONFIG, random_weights(CONFIG), (slots, transient, prefetch))
-        policy = make_policy("on_demand", prefetch=prefetch)
-        runner, memory = tiered_runner(
-            policy, (16,), (slots,), transient=transient, prefetch=prefetch
-        )
-        np.testing.assert_array_equal(runner.logits(TOKENS), plain.logits(TOKENS))
-        self.assertEqual(answers(runner, PROMPTS[:1]), answers(plain, PROMPTS[:1]))
-        counted, found = plain.memory.read_counters(), memory.read_counters()
-        self.assertEqual(found.layers, counted.layers)
-        self.assertEqual(found.shares, {"int16": 1.0, "skipped": 0.0, "substituted": 0.0})
-        self.assertGreater(found.total("misses"), 0)
 
 
 class MixtureTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_dynaexq_runs_what_is_hot_in_high_precision(self):
         policy = make_policy("dynaexq", choice="first", n_hot=3)
-        runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS), first=3)
+        runner, memory = cached_runner(policy, (4, 2), (3, NUM_EXPERTS), first=3)
         stored = [wide(4), wide(2)]
 
         def decide(m, routing, q, k):
@@ -94,7 +91,7 @@ class MixtureTest(parameterized.TestCase):
     @parameterized.parameters(NUM_EXPERTS, 3)
     @pytest.mark.slow
     def test_dynaexq_fetches_for_no_tier_that_fills_between_steps(self, cold_slots):
-        runner, memory = tiered_runner(
+        runner, memory = cached_runner(
             make_policy("dynaexq", choice="first", n_hot=3), (4, 2), (3, cold_slots), first=3
         )
         with mock.patch.object(expert_fetch, "fetch", wraps=expert_fetch.fetch) as fetch:
@@ -109,7 +106,7 @@ class MixtureTest(parameterized.TestCase):
             "dymoe", low=low, retention=0.5, schedule="equal", heavy_count=3, prefetch=0
         )
         bits = (4,) if low else (4, 2)
-        runner, memory = tiered_runner(policy, bits, slots[: len(bits)])
+        runner, memory = cached_runner(policy, bits, slots[: len(bits)])
         stored = [wide(width) for width in bits]
         critical_experts = policy.counts(NUM_LAYERS, NUM_EXPERTS)
 
@@ -131,7 +128,7 @@ class MixtureTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_dymoe_decodes_by_the_gate(self):
         policy = make_policy("dymoe", retention=0.5, schedule="equal", prefetch=2, heavy_count=2)
-        runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS), prefetch=2)
+        runner, memory = cached_runner(policy, (4, 2), (3, NUM_EXPERTS), prefetch=2)
         stored, prompt = [wide(4), wide(2)], PROMPTS[2]
         found = answers(runner, [prompt], 5)[0]
         length = len(prompt)
@@ -153,7 +150,7 @@ class MixtureTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_decode_is_watched_by_nobody(self):  # or kernels of a token's step would not run
         policy = make_policy("dymoe", retention=0.5, schedule="equal", heavy_count=2, prefetch=0)
-        runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS))
+        runner, memory = cached_runner(policy, (4, 2), (3, NUM_EXPERTS))
         seen = []
 
         def importance(attended, *arguments):
@@ -163,14 +160,14 @@ class MixtureTest(parameterized.TestCase):
         own = cached_experts.token_importance
         with mock.patch.object(cached_experts, "token_importance", importance):
             answers(runner, PROMPTS[:1], 3)
-        self.assertLen(seen, CONFIG.num_layers)
+        self.assertLen(seen, QWEN.num_layers)
         self.assertGreater(min(seen), 1)
         self.assertGreater(memory.read_counters().total("needed"), 0)
 
     @pytest.mark.slow
     def test_dymoe_keeps_one_copy_of_an_expert(self):
         policy = make_policy("dymoe", retention=0.5, schedule="equal", prefetch=0)
-        runner, memory = tiered_runner(policy, (4, 2), (3, 3))
+        runner, memory = cached_runner(policy, (4, 2), (3, 3))
         answers(runner, PROMPTS[2:3], 40)
         ledger = memory.read_counters()
         self.assertGreater(min(tier.total("admitted") for tier in ledger.tiers.values()), 6)
@@ -211,7 +208,7 @@ class SubstitutionTest(parameterized.TestCase):
         counts = rng.integers(0, 9, (NUM_LAYERS, NUM_EXPERTS, NUM_EXPERTS))
         lists = buddy_lists(conditional_coactivation(counts), 0.7, 3)
         policy = BuddyMoe(lists=lists, fall_back="drop", rho=1, background_bytes=0.0)
-        runner, memory = tiered_runner(policy, (4,), (4,), first=4)
+        runner, memory = cached_runner(policy, (4,), (4,), first=4)
         on_gpu = np.arange(NUM_EXPERTS) < 4
         replaced_pairs = 0
 
@@ -233,20 +230,20 @@ class SubstitutionTest(parameterized.TestCase):
 
 
 class BetweenStepsTest(parameterized.TestCase):
-    @slow.repeats()
     @parameterized.parameters(NUM_EXPERTS, NUM_EXPERTS - 3)
+    @pytest.mark.slow
     def test_promotions_and_demotions_move_the_tables(self, cold_slots):
         policy = make_policy("dynaexq", period=16, max_requests=32)
-        runner, memory = tiered_runner(
+        runner, memory = cached_runner(
             policy, (4, 2), (3, cold_slots), emulated=True, first=3 if cold_slots < 8 else -1
         )
         self.assertTrue(memory.asks)
         for _ in range(3):
             runner.logits(TOKENS)
         memory.read_counters()
-        pool, said = ask(memory.spec, memory.pool, *memory._in_flight_and_room())
+        pool, said = request_transfers(memory.spec, memory.pool, *memory._in_flight_and_room())
         high = np.asarray(pool.state.high)
-        hot = np.asarray(pool.pools[0].residency.slot_of) >= 0
+        hot = np.asarray(pool.tiers[0].residency.slot_of) >= 0
         np.testing.assert_array_equal(hot, high)
         self.assertEqual(high.sum(), 3 * NUM_LAYERS)
         self.assertTrue((np.asarray(said.moved.layer) < 0).all() or cold_slots < NUM_EXPERTS)
@@ -261,7 +258,7 @@ class BetweenStepsTest(parameterized.TestCase):
         policy = make_policy("dynaexq", period=5 * TOKENS.size, warmup=TOKENS.size, max_requests=32)
         found, asked = {}, {}
         for says in (True, False):
-            runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS), emulated=True, first=3)
+            runner, memory = cached_runner(policy, (4, 2), (3, NUM_EXPERTS), emulated=True, first=3)
             step, get = memory.step, memory.programs.get
             how = {} if says else {"side_effect": lambda since, _, step=step: step(since)}
             with (
@@ -270,13 +267,229 @@ class BetweenStepsTest(parameterized.TestCase):
             ):
                 for turn in range(12):
                     runner.logits((TOKENS + turn) % runner.config.vocab_size)
-            asked[says] = sum(call.args[0] is ask for call in programs.call_args_list)
+            asked[says] = sum(call.args[0] is request_transfers for call in programs.call_args_list)
             found[says] = memory.pool
         self.assertEqual(asked[False], 12)
         # First, when the warm-up is over, once more for what that led to; and so every period.
         self.assertBetween(asked[True], 4, 7)
         for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+HOT, COLD = 0, 1
+# Each demotion makes room for the promotion after it; experts 0 to 3 are hot at first.
+ASKED = [(0, 0, COLD), (0, 5, HOT), (1, 2, COLD), (1, 6, HOT), (1, 3, HOT), (1, 1, COLD)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking(Policy[Any]):
+    """Asks for the same again and again."""
+
+    name: ClassVar[str] = "asking"
+    repeats_requests: bool = True
+
+    def init(self, spec):
+        return jnp.zeros((), jnp.int32)
+
+    def decide(self, state, observation):
+        return as_routed(observation, jnp.int32(COLD)), state
+
+    def transfers(self, state, resident):
+        layer, expert, tier = (
+            jnp.asarray(numbers, jnp.int32) for numbers in zip(*ASKED, strict=True)
+        )
+        return Requests(layer, expert, tier), state
+
+
+class AskTest(HostTestCase, parameterized.TestCase):
+    # Promotions of two pairs move bytes; where nothing is in any slot, all of them, and demotions.
+    @slow.repeats()
+    @parameterized.parameters(
+        (0, 0), (1, 2), (2, 4), (9, 6), (1, 2, False), (2, 2, False), (3, 4, False), (5, 6, False),
+    )  # fmt: skip
+    def test_pairs_set_out_while_there_is_room(self, room, carried_out, low_is_full=True):
+        self.check(Asking(), room, carried_out, low_is_full)
+
+    @parameterized.parameters(0, 1)
+    @pytest.mark.slow
+    def test_all_is_carried_out_of_a_policy_that_does_not_ask_again(self, room):
+        self.check(Asking(repeats_requests=False), room, len(ASKED), True)
+
+    def check(self, policy, room, carried_out, low_is_full):
+        first = 4 if low_is_full else 0
+        _, memory = cached_runner(policy, (4, 2), (4, QWEN.num_experts), first=first)
+        everyone = np.arange(QWEN.num_experts, dtype=np.int32)
+        held = memory.tiers[COLD].pool.residency.table[:, : len(everyone)]
+        coming = np.zeros((len(QWEN.moe_layers), 2, len(everyone)), bool)
+        coming[:, COLD] = low_is_full  # the low tier has all of them, or will
+        self.assertEqual(held.shape[0], len(QWEN.moe_layers))
+        pool, said = request_transfers(
+            memory.spec, memory.pool, jnp.asarray(coming), jnp.int32(room)
+        )
+        self.assertEqual(said.ahead.layer.shape, (0,))
+        rows = np.stack([np.asarray(numbers) for numbers in said.moved], axis=1).tolist()
+        wanted = [list(row) for row in ASKED[:carried_out]] + [[-1] * 3] * (6 - carried_out)
+        self.assertEqual(rows, wanted)
+        hot = np.asarray(pool.tiers[HOT].residency.table)[:, : len(everyone)] >= 0
+        expected = np.zeros_like(hot)
+        expected[:, :first] = True
+        for layer, expert, tier in ASKED[:carried_out]:
+            expected[layer, expert] &= tier == HOT
+        np.testing.assert_array_equal(hot, expected)
+
+
+class ResetTest(HostTestCase):
+    def test_a_policy_of_another_rule_is_refused(self):
+        policy = DyMoE(low="skip", prefetch=0)
+        _, memory = cached_runner(policy, (4,), (4,))
+        memory.reset(dataclasses.replace(policy, retention=0.9))
+        with self.assertRaisesRegex(ValueError, "renormalise=True.*has another rule"):
+            memory.reset(dataclasses.replace(policy, renormalise=True))
+        _, asked = cached_runner(dataclasses.replace(policy, renormalise=True), (4,), (4,))
+        asked.reset(policy)  # its programs ask the policy itself
+
+
+class Seen(NamedTuple):
+    """Routing of each layer's last decode step of one token."""
+
+    of: Any
+    probabilities: jax.Array  # float32[M, 1, E]
+    weights: jax.Array  # float32[M, 1, A]
+    predicted: jax.Array  # float32[M, 1, E], of the next layer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Looking(OnDemand):
+    """Keeps what it saw."""
+
+    def init(self, spec):
+        def zeros(size):
+            return jnp.zeros((spec.num_layers, 1, size), jnp.float32)
+
+        sizes = (spec.num_experts, spec.width, spec.num_experts)
+        return Seen(super().init(spec), *map(zeros, sizes))
+
+    def decide(self, state, observation):
+        decision, of = super().decide(state.of, observation)
+        if observation.is_prefill:
+            return decision, state._replace(of=of)
+        new = {"probabilities": observation.probabilities, "weights": observation.weights}
+        if observation.predicted is not None:
+            new["predicted"] = observation.predicted
+        place = observation.layer
+        kept = {name: getattr(state, name).at[place].set(what) for name, what in new.items()}
+        return decision, state._replace(of=of, **kept)
+
+    def transfers(self, state, resident):
+        requests, of = super().transfers(state.of, resident)
+        return requests, state._replace(of=of)
+
+
+def replays(with_predicted: bool) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(5)
+    shape = (5, NUM_LAYERS, 1, NUM_EXPERTS)
+    names = ["replay", "replay_predicted"][: 1 + with_predicted]
+    return {name: jnp.asarray(rng.standard_normal(shape, np.float32)) for name in names}
+
+
+def replayed(runner: Any, tiers: Any, given: dict[str, jax.Array]) -> list[list[int]]:
+    for memory in tiers:
+        memory.store = dataclasses.replace(memory.store, **given)
+    return answers(runner, PROMPTS[:1], 9)
+
+
+class ReplayTest(absltest.TestCase):
+    @pytest.mark.slow
+    def test_the_replayed_experts_run_and_are_counted(self):
+        found = []
+        for given in (replays(False), replays(False), {}):
+            runner, memory = cached_runner(make_policy("on_demand"), (16,), (3,))
+            said = replayed(runner, memory.tiers, given)
+            (ledger,) = memory.read_counters().tiers.values()
+            found.append((said, ledger.layers))
+        self.assertEqual(found[0], found[1])
+        self.assertNotEqual(found[0][0], found[2][0])
+
+    @pytest.mark.slow
+    def test_a_policy_sees_the_replayed_probabilities(self):
+        given = replays(True)
+        runner, memory = cached_runner(Looking(prefetch=2), (4, 2), (3, 3), prefetch=2)
+        replayed(runner, memory.tiers[:1], given)
+        clock = int(memory.pool.tiers[0].residency.clock)
+        step = ((clock - 1) // NUM_LAYERS - 1) % 5  # the last one
+        seen = jax.device_get(memory.pool.state)
+        probabilities, predicted = (
+            np.asarray(jax.nn.softmax(given[name][step])) for name in ("replay", "replay_predicted")
+        )
+        np.testing.assert_allclose(seen.probabilities, probabilities, rtol=1e-6)
+        np.testing.assert_allclose(seen.predicted[:-1], predicted[1:], rtol=1e-6)
+        chosen = -np.sort(-probabilities, axis=-1)[..., : QWEN.experts_per_token]
+        if QWEN.norm_topk_prob:
+            chosen = chosen / chosen.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(seen.weights, chosen, rtol=1e-6)
+
+
+DYMOE = {"retention": 0.5, "schedule": "linear", "heavy_count": 3}
+# The policy, slots of a layer in tiers of INT4 and INT2, experts ahead.
+CASES = {
+    "dymoe": (make_policy("dymoe", prefetch=2, **DYMOE), (3, 8), 2),
+    "dymoe in two caches": (make_policy("dymoe", prefetch=0, **DYMOE), (3, 3), 0),
+    "dynaexq": (make_policy("dynaexq", period=2), (3, 8), 0),
+    "dymoe ahead in two caches": (make_policy("dymoe", prefetch=2, **DYMOE), (4, 4), 2),
+}
+
+
+class OneLaunchTest(parameterized.TestCase):
+    @pytest.mark.slow
+    @parameterized.parameters(*CASES)
+    def test_all_tiers_at_once_give_what_each_alone_gives(self, name):
+        policy, slots, ahead = CASES[name]
+        runs = {"kernels": ops.Kernels(implementation="reference"), "expert_impl": "grouped_kernel"}
+        own, found, launched = grouped_dequant_matmul.moe_products, [], []
+
+        def counted(x, assignments, tiers, *arguments, **options):
+            launched[-1].append((len(x), len(tiers)))
+            return own(x, assignments, tiers, *arguments, **options)
+
+        def interpreted(*arguments, **options):
+            if options["implementation"] == "triton":
+                launched[-1].append("plan")
+                options |= {"interpret": True}
+            return plan(*arguments, **options)
+
+        def predicted(*arguments, **options):
+            options |= {"interpret": options["implementation"] == "triton"}
+            return predict(*arguments, **options)
+
+        in_one, plan, predict = CachedExperts.is_grouped, cache_plan.plan, cache_plan.predict
+        refusal = CachePlanner.refusal
+
+        def few(self, num_pairs):  # as if these were a GPU's
+            return "waves" if any(form.later_waves for form in self.forms(num_pairs)) else None
+
+        ways = ((lambda *_: False, refusal), (in_one, refusal), (in_one, few))
+        for separate, refuses in ways:
+            for jitted in (expert_products._grouped, placing._planned, placing._predicted):
+                jitted.clear_cache()  # of traces, in which the calls are
+            runner, memory = cached_runner(
+                policy, (4, 2), slots, prefetch=ahead, transient=8, runs=runs
+            )
+            launched.append([])
+            with (
+                mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
+                mock.patch.object(cache_plan, "plan", interpreted),
+                mock.patch.object(cache_plan, "predict", predicted),
+                mock.patch.object(CachedExperts, "is_grouped", separate),
+                mock.patch.object(CachePlanner, "refusal", refuses),
+            ):
+                found.append((answers(runner, PROMPTS[:1], 6), memory.read_counters().as_dict()))
+        for said, counted in found[1:]:
+            self.assertEqual(said, found[0][0])
+            self.assertEqual(counted["tiers"], found[0][1]["tiers"])
+        self.assertEqual({number for _, number in launched[0]}, {1})
+        self.assertIn((1, 2), launched[1])  # a chunk of these caches passes in waves
+        self.assertNotIn("plan", launched[1])
+        self.assertIn("plan", launched[2])
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts import residency
-from moejax.experts.expert_pool import ExpertPool
 from moejax.experts.host_store import HostStore
 from moejax.experts.residency import no_counts
+from moejax.experts.state import TierSlots
 from moejax.experts.transfers import Transfers
 from moejax.programs import CompiledPrograms
 from tests.ssd_source import SECONDS, Source, SsdTestCase
 
-CACHE = residency.CacheSpec(num_layers=4, num_experts=8, slots=2, transient=1, banks=2)
+CACHE = residency.CacheSizes(num_layers=4, num_experts=8, slots=2, transient=1, banks=2)
 PROGRAMS = CompiledPrograms()  # of all cases: compiling is what takes the time
 ASK = [(0, 3), (0, 5), (2, 3)]
 
@@ -28,7 +28,7 @@ class TransfersTestCase(SsdTestCase):
         self.enter_context(shared)
         self.source = Source()
         part, other = ((CACHE.num_slots, *part.shape) for part in self.source.row)
-        self.pool = ExpertPool(
+        self.pool = TierSlots(
             tuple((jnp.zeros(part, jnp.uint32), jnp.zeros(other, jnp.float16)) for _ in range(2)),
             jax.tree.map(jnp.copy, residency.empty(CACHE)), no_counts(CACHE.num_layers),
         )  # fmt: skip

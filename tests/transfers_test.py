@@ -18,7 +18,7 @@ from moejax.checkpoints.experts import ExpertReader
 from moejax.errors import MoejaxError
 from moejax.experts import transfer_programs as programs
 from moejax.experts.budget import Limits
-from moejax.experts.expert_pool import ExpertPool
+from moejax.experts.state import TierSlots
 from moejax.experts.transfers import Transfers
 from tests.cache_plan_contract import predict_needed
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -43,10 +43,11 @@ class RequestTest(TransfersTestCase):
 
     def test_a_landing_writes_the_pool_in_place(self):
         self.transfers()
-        programs = [p for key, p in PROGRAMS._programs.items() if key[0] is programs.insert_experts]
-        self.assertNotEmpty(programs)
+        insert, compiled = programs.insert_experts, PROGRAMS._programs
+        found = [program for key, program in compiled.items() if key[0] is insert]
+        self.assertNotEmpty(found)
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.pool))
-        for program in programs:
+        for program in found:
             self.assertGreaterEqual(program.memory_analysis().alias_size_in_bytes, pool)
 
     def test_old_owners_serve_until_the_bytes_are_there(self):
@@ -81,7 +82,7 @@ class RequestTest(TransfersTestCase):
         slot = int(fetch.slots[0])
         first, second = self.pool.banks
         second = tuple(part.at[slot].set(self.source.value(1, 4)) for part in second)
-        self.pool = ExpertPool((first, second), tables, counts)
+        self.pool = TierSlots((first, second), tables, counts)
         self.drain(transfers)
         self.assertEqual(self.resident(), {(1, 4)})
         self.assertEqual(self.counts(), (1, 1, 0))

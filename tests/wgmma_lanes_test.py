@@ -1,19 +1,23 @@
 """Reads, unpacking and writes of a warpgroup's lanes, carried out by numpy."""
 
+import itertools
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from pallas_kernels.mosaic_prefill import fragments, lanes, scatter
+from pallas_kernels.mosaic_prefill import fragments, lanes, scatter, tiles
 from pallas_kernels.mosaic_prefill.expert_blocks import make_expert_blocks
 from pallas_kernels.packed import plain
 from pallas_kernels.testing.simulator import KINDS, Simulator
 from tests import packed_operands, slow
+from tests.model_products import DENSE_SHAPES
 from tests.packed_operands import Form
 
 ROWS, BLOCK = 64, 256
+MOST_SHARED_BYTES = 227 * 1024  # that a block of threads may have on sm_90
 FORMS = [
     Form(bits, group, zero, dtype)
     for bits in (2, 3, 4, 8)
@@ -271,6 +275,28 @@ class RunsTest(parameterized.TestCase):
                 self.assertTrue((slot.reshape(-1)[pairs] == of_slot).all())
                 seen += pairs.tolist()
         self.assertEqual(sorted(seen), np.nonzero(runs.reshape(-1))[0].tolist())
+
+
+class TilesTest(parameterized.TestCase):
+    """Tiles of the kernels for many rows."""
+
+    @parameterized.parameters(2, 3, 4, 8, 16)
+    def test_heuristic_tiles_fit_shared_memory(self, bits):
+        numbers = (*range(17, 513), 1024, 4096)
+        for (inputs, outputs), rows in itertools.product(DENSE_SHAPES.values(), numbers):
+            found = tiles.dense_tiles(rows, outputs, inputs, bits, 132)
+            # Barriers and the alignment of buffers take the rest.
+            used = tiles.shared_bytes(found, bits) + 1024
+            self.assertLessEqual(used, MOST_SHARED_BYTES, (rows, found))
+            self.assertEqual(found.x_stages % 4, 0)
+
+    @parameterized.parameters(({"tokens": 12},), ({"x_stages": 6},), ({"word_blocks": 0},))
+    def test_others_are_refused(self, field):
+        # Tried among such tiles, one ended in an illegal access on the GPU.
+        sound = {"tokens": 64, "x_stages": 8, "word_blocks": 4}
+        tiles.WgmmaTiles(**sound)
+        with self.assertRaises(ValueError):
+            tiles.WgmmaTiles(**{**sound, **field})
 
 
 if __name__ == "__main__":

@@ -39,15 +39,10 @@ COPIED_BYTES = 2**28  # more than a last-level cache, and little beside a model
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidth:
-    """Bandwidth of a device's memory.
+    """Bandwidth of a device's memory."""
 
-    Attributes:
-      bytes_per_s: read; where it was copied, read and written together.
-      source: in words, "stated for NVIDIA H200" or "measured by a copy".
-    """
-
-    bytes_per_s: float
-    source: str
+    bytes_per_s: float  # read; where it was copied, read and written together
+    source: str  # in words, "stated for NVIDIA H200" or "measured by a copy"
 
 
 def stated(kind: str) -> float | None:

@@ -25,12 +25,7 @@ def allowed(kernels: ops.Kernels) -> tuple[str, ...]:
 
 
 def wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) -> list[str]:
-    """A line for each packed product that something else serves; empty where all is well.
-
-    Args:
-      products: of a phase, by name.
-      may: implementations, as `allowed` gives them.
-    """
+    """A line for each packed product that is served by none of `may`, as `allowed` gives them."""
     if not may:
         return []
     return [
@@ -41,7 +36,7 @@ def wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) ->
 
 
 def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int) -> None:
-    """Nothing where a kernel serves every packed product of a device that has kernels.
+    """Refuses packed products that run on no kernel of a device that has kernels.
 
     Forms that no kernel takes on any device (FP8, act-order; docs/kernels.md) may be dequantized.
 

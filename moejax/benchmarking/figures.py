@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,19 +17,19 @@ from moejax.models.kernel_choice import EXPERT_LEAVES
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A value, and what it spread over where there were several runs.
+    """A value, and what it spread over where there were several runs."""
 
-    Attributes:
-      value: the median over the runs, or the only one there is.
-      unit: "ms", "tokens/s", "MB" ...
-      low: of the runs the least; None where runs do not differ.
-      high: the largest.
-    """
+    value: float  # the median over the runs, or the only one there is
+    unit: str  # "ms", "tokens/s", "MB"
+    low: float | None = None  # of the runs the least; None where runs do not differ
+    high: float | None = None  # the largest
 
-    value: float
-    unit: str
-    low: float | None = None
-    high: float | None = None
+    @property
+    def spread(self) -> dict[str, float]:
+        """Least and largest run by name; {} where runs do not differ."""
+        if self.low is None or self.high is None:
+            return {}
+        return {"lowest_run": self.low, "highest_run": self.high}
 
 
 Figures = dict[str, Figure]
@@ -37,36 +37,38 @@ Figures = dict[str, Figure]
 
 def of_times(measured: Measured) -> Figures:
     """Latencies and throughputs, each a run's, of which the median stands."""
-    of_run: dict[str, tuple[Callable[[Sequence[BatchTimes]], float], str]] = {
-        "TTFT median": (lambda run: 1e3 * _quantile(_ttfts(run), 0.5), "ms"),
-        "TTFT p99": (lambda run: 1e3 * _quantile(_ttfts(run), 0.99), "ms"),
-        "TPOT median": (lambda run: 1e3 * _quantile(_tpots(run), 0.5), "ms"),
-        "TPOT p99": (lambda run: 1e3 * _quantile(_tpots(run), 0.99), "ms"),
-        "ITL median": (lambda run: 1e3 * _quantile(_itls(run), 0.5), "ms"),
-        "ITL p99": (lambda run: 1e3 * _quantile(_itls(run), 0.99), "ms"),
-        "prefill throughput": (
-            lambda run: _rate(sum(sum(b.prompt_tokens) for b in run), sum(b.ttft_s for b in run)),
-            "tokens/s",
-        ),
-        "decode throughput": (
-            lambda run: _rate(sum(b.num_decoded for b in run), sum(b.until_end_s for b in run)),
-            "tokens/s",
-        ),
-        "output throughput": (
-            lambda run: _rate(sum(sum(b.new_tokens) for b in run), _total_s(run)),
-            "tokens/s",
-        ),
-        "request throughput": (
-            lambda run: _rate(sum(len(b.new_tokens) for b in run), _total_s(run)),
-            "requests/s",
-        ),
-    }
+    runs = [_of_run(run) for run in measured.runs]
     found = {}
-    for name, (of, unit) in of_run.items():
-        values = [of(run) for run in measured.runs]
+    for name, (_, unit) in runs[0].items():
+        values = [run[name][0] for run in runs]
         if not any(map(math.isnan, values)):  # as are those of decode without a second token
             found[name] = Figure(statistics.median(values), unit, min(values), max(values))
     return found
+
+
+def _of_run(run: Sequence[BatchTimes]) -> dict[str, tuple[float, str]]:
+    """Value and unit of a run's figures; a request has its batch's TTFT and mean step, TPOT."""
+    total_s = sum(b.ttft_s + b.until_end_s for b in run)
+    seconds = {
+        "TTFT": [b.ttft_s for b in run for _ in b.prompt_tokens],
+        "TPOT": [b.decode_s / b.steps for b in run if b.steps for _ in b.prompt_tokens],
+        # Time of every step, the mean of its call.
+        "ITL": [s / n for b in run for s, n in b.calls if n for _ in range(n)],
+    }
+    prefill_s, decode_s = sum(b.ttft_s for b in run), sum(b.until_end_s for b in run)
+    num_prompt, num_decoded = (
+        sum(sum(b.prompt_tokens) for b in run), sum(b.num_decoded for b in run)
+    )  # fmt: skip
+    return {
+        f"{name} {which}": (1e3 * float(np.quantile(of, share)) if of else math.nan, "ms")
+        for name, of in seconds.items()
+        for which, share in (("median", 0.5), ("p99", 0.99))
+    } | {
+        "prefill throughput": (_rate(num_prompt, prefill_s), "tokens/s"),
+        "decode throughput": (_rate(num_decoded, decode_s), "tokens/s"),
+        "output throughput": (_rate(sum(sum(b.new_tokens) for b in run), total_s), "tokens/s"),
+        "request throughput": (_rate(sum(len(b.new_tokens) for b in run), total_s), "requests/s"),
+    }
 
 
 def of_ledgers(measured: Measured) -> Figures:
@@ -100,13 +102,7 @@ def of_ledgers(measured: Measured) -> Figures:
 
 
 def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figures:
-    """The least bytes that a decode step reads, their time, and its share of the TPOT.
-
-    Args:
-      measured: the runs.
-      runner: of the model.
-      bandwidth: of the device.
-    """
+    """The least bytes that a decode step reads, their time, and its share of the TPOT."""
     every = [batch for run in measured.runs for batch in run]
     steps = sum(b.steps for b in every)
     if not steps:
@@ -144,11 +140,7 @@ def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figure
 def positions(batch: BatchTimes, window: int | None = None) -> float:
     """Mean positions of the cache that a decode step reads, summed over the sequences.
 
-    Step i of a sequence (from 1 on) reads the prompt and the i tokens after it.
-
-    Args:
-      batch: its tokens.
-      window: positions that a query sees at most; None: all.
+    Step i of a sequence (from 1 on) reads the prompt and the i tokens after it, at most `window`.
     """
     total = 0
     for length, new in zip(batch.prompt_tokens, batch.new_tokens, strict=True):
@@ -159,14 +151,7 @@ def positions(batch: BatchTimes, window: int | None = None) -> float:
 def of_cost(
     measured: Measured, *, load_s: float, device_peak: int | None, host_peak: int
 ) -> Figures:
-    """Memory peaks of the process so far, and seconds that are in no other figure.
-
-    Args:
-      measured: the runs.
-      load_s: of loading the model, or making it.
-      device_peak: bytes; None where JAX does not count them.
-      host_peak: bytes.
-    """
+    """Memory peaks of the process so far, in bytes, and seconds that are in no other figure."""
     found = {"host memory peak": Figure(host_peak / 2**30, "GiB")}
     if device_peak is not None:
         found["device memory peak"] = Figure(device_peak / 2**30, "GiB")
@@ -183,28 +168,5 @@ def of_bits(bits: BitsPerWeight) -> Figures:
     return found | {f"bits a weight, {n}": Figure(of, "bits") for n, of in bits.parts.items()}
 
 
-def _ttfts(run: Sequence[BatchTimes]) -> list[float]:
-    """TTFT of every request."""
-    return [batch.ttft_s for batch in run for _ in batch.prompt_tokens]
-
-
-def _tpots(run: Sequence[BatchTimes]) -> list[float]:
-    """TPOT of every request: the time of its batch's steps over their number."""
-    return [b.decode_s / b.steps for b in run if b.steps for _ in b.prompt_tokens]
-
-
-def _itls(run: Sequence[BatchTimes]) -> list[float]:
-    """Time of every step, the mean of its call."""
-    return [s / n for batch in run for s, n in batch.calls if n for _ in range(n)]
-
-
-def _total_s(run: Sequence[BatchTimes]) -> float:
-    return sum(batch.ttft_s + batch.until_end_s for batch in run)
-
-
 def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds else math.nan
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return float(np.quantile(values, share)) if values else math.nan

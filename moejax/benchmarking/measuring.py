@@ -19,22 +19,15 @@ Prompts = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class BatchTimes:
-    """One batch in one run; compiling is in none of the times.
+    """One batch in one run; compiling is in none of the times."""
 
-    Attributes:
-      prompt_tokens: of each request.
-      new_tokens: likewise.
-      ttft_s: until the first tokens of all were on the host.
-      calls: (seconds, decode steps) between the ends of calls that decode, of those in which some
-        answer went on to the last step.
-      ended_s: of the others: their later steps are for nobody.
-    """
-
-    prompt_tokens: list[int]
+    prompt_tokens: list[int]  # of each request
     new_tokens: list[int]
-    ttft_s: float
+    ttft_s: float  # until the first tokens of all were on the host
+    # (seconds, decode steps) between the ends of calls that decode, of those in which some answer
+    # went on to the last step
     calls: list[tuple[float, int]]
-    ended_s: float = 0.0
+    ended_s: float = 0.0  # of the others: their later steps are for nobody
 
     @property
     def decode_s(self) -> float:
@@ -59,23 +52,15 @@ class BatchTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """All runs.
+    """All runs."""
 
-    Attributes:
-      runs: of each its batches.
-      wall_s: of each run, by the clock, compiling included.
-      ledgers: of "prefill" and "decode" over all runs; {} where all experts are on the device.
-      distinct: experts that a layer's step of decode reads, the mean; None: not known.
-      warmup_s: of the run before, compiling left out.
-      compile_s: of all programs; `late_compile_s` of it inside the runs that count.
-    """
-
-    runs: list[list[BatchTimes]]
-    wall_s: list[float]
+    runs: list[list[BatchTimes]]  # of each its batches
+    wall_s: list[float]  # of each run, by the clock, compiling included
+    # of "prefill" and "decode" over all runs; {} where all experts are on the device
     ledgers: dict[str, Ledger]
-    distinct: float | None
-    warmup_s: float
-    compile_s: float
+    distinct: float | None  # experts that a layer's step of decode reads, the mean; None: not known
+    warmup_s: float  # of the run before, compiling left out
+    compile_s: float  # of all programs; `late_compile_s` of it inside the runs that count
     late_compile_s: float
 
 
@@ -89,7 +74,6 @@ class Bench:
         """Runs nothing yet.
 
         Args:
-          runner: of the model.
           context: S, cache length of every batch.
           settings: how tokens are chosen, and how many.
           eos_ids: tokens that end an answer; () where none does.
@@ -102,10 +86,7 @@ class Bench:
     def measure(self, batches: Sequence[Prompts], *, runs: int, count: bool) -> Measured:
         """Warms up on batches that have each program, then runs all of them several times.
 
-        Args:
-          batches: of prompts.
-          runs: that count.
-          count: a whole model's distinct experts by one more program.
+        With `count` one more program counts a whole model's distinct experts.
         """
         programs = self.runner.programs
         compiled, start = programs.seconds, time.perf_counter()

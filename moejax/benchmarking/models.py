@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -21,10 +21,9 @@ from moejax.experts.allocator import check_room, device_limits, room_nbytes
 from moejax.experts.budget import Budget, Limits, RunSizes, Tier, make_budget
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
-from moejax.experts.tiering import Tiering, choose
+from moejax.experts.tiering import STORED, Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.runner import Runner
-from moejax.models.config import ModelConfig
 from moejax.models.shapes import CONFIGS, with_layers
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -45,60 +44,19 @@ BFLOAT16_BYTES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model that is ready.
-
-    Attributes:
-      runner: of the model.
-      budget: what was planned; None without limits.
-      routing: where decode steps' experts are from, for people.
-      load_s: seconds that it took; 0 where it was there already.
-      close: gives back what no other measurement uses.
-    """
+    """A model that is ready."""
 
     runner: Runner
-    budget: Budget | None
-    routing: str
-    load_s: float
-    close: Callable[[], None]
-
-
-class Models(Protocol):
-    """Gives models for batches and budgets.
-
-    Attributes:
-      config: of the model.
-      tokenizer: None where there is none.
-      eos_ids: tokens that end an answer.
-      device: where it runs.
-      about: the model, for people.
-    """
-
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    eos_ids: tuple[int, ...]
-    device: jax.Device
-    about: str
-
-    def load(self, batch: int, gib: float, context: int) -> Loaded:
-        """A model under a limit of the device, 0: none; BudgetError where it cannot run."""
-
-
-def models_of(config: BenchmarkConfig) -> "Models":
-    """Models that a configuration names.
-
-    Raises:
-      MoejaxError: there is no such model, device or trace.
-    """
-    device = choose_device(config.platform)
-    enable_compilation_cache(config.compilation_cache)
-    return ShapeModels(config, device) if config.shape else CheckpointModels(config, device)
+    budget: Budget | None  # what was planned; None without limits
+    routing: str  # where decode steps' experts are from, for people
+    load_s: float  # seconds that it took; 0 where it was there already
+    close: Callable[[], None]  # gives back what no other measurement uses
 
 
 class CheckpointModels:
-    """See `Models`; engines, each loaded for its batch and budget."""
+    """A checkpoint's engines, each loaded for its batch and budget."""
 
     def __init__(self, config: BenchmarkConfig, device: jax.Device):
-        """Reads what is small."""
         self._asked, self.device = config, device
         self._checkpoint = open_checkpoint(config.checkpoint)
         self.config, self.eos_ids = self._checkpoint.config, self._checkpoint.eos_ids
@@ -108,9 +66,11 @@ class CheckpointModels:
         self._whole: Engine | None = None
 
     def load(self, batch: int, gib: float, context: int) -> Loaded:
-        """See `Models`; without limits and policy one engine serves all batches."""
-        memory = dataclasses.replace(self._asked.memory, device_gib=gib)
-        limits = None if memory == type(memory)() else memory.limits()
+        """A model under a limit of the device, 0: none; BudgetError where it cannot run.
+
+        Without limits and policy one engine serves all batches.
+        """
+        limits = self._limits(gib)
         is_whole = limits is None and self._tiering is None
         if is_whole and self._whole is not None:
             runner = self._whole._runner  # the loop itself is timed
@@ -119,11 +79,7 @@ class CheckpointModels:
             self._whole.close()
             self._whole = None
         gc.collect()
-        engine = Engine.from_pretrained(
-            self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
-            context=context, compilation_cache=self._asked.compilation_cache, limits=limits,
-            policy=self._tiering, batch=batch, generation_config=False,
-        )  # fmt: skip
+        engine = self._engine(context, limits, policy=self._tiering, batch=batch)
         if is_whole:
             self._whole = engine
         runner = engine._runner
@@ -133,26 +89,34 @@ class CheckpointModels:
     def exact(self, context: int) -> Engine:
         """The model without a policy, under the largest budget that was asked for."""
         gibs = [gib for _, gib in self._asked.points()]
-        memory = dataclasses.replace(self._asked.memory, device_gib=0 if 0 in gibs else max(gibs))
+        limits = self._limits(0 if 0 in gibs else max(gibs))
+        return self._engine(context, limits, progress=False)
+
+    def _limits(self, gib: float) -> Limits | None:
+        memory = dataclasses.replace(self._asked.memory, device_gib=gib)
+        return None if memory == type(memory)() else memory.limits()
+
+    def _engine(self, context: int, limits: Limits | None, **more: Any) -> Engine:
         return Engine.from_pretrained(
             self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
-            context=context, compilation_cache=self._asked.compilation_cache, progress=False,
-            generation_config=False,
-            limits=None if memory == type(memory)() else memory.limits(),
+            context=context, compilation_cache=self._asked.compilation_cache, limits=limits,
+            generation_config=False, **more,
         )  # fmt: skip
 
 
 class ShapeModels:
-    """See `Models`; dense weights and rows of the host are made once."""
+    """Models of random weights; dense weights and rows of the host are made once."""
 
     def __init__(self, config: BenchmarkConfig, device: jax.Device):
-        """Makes the dense weights."""
         self._asked, self.device = config, device
         self._trace: Trace | None = read_trace(Path(config.trace)) if config.trace else None
         self._tiering = config.policy.tiering()
-        if self._tiering is not None:
-            self._bits = [tier.bits_of_shape(config.bits) for tier in self._tiering.stored()]
-            if self._tiering.emulate:
+        self._bits, self._by_profile = [config.bits], False
+        if (tiering := self._tiering) is not None:
+            assert isinstance(tiering.policy, str)
+            self._bits = [tier.bits_of_shape(config.bits) for tier in tiering.stored()]
+            self._by_profile = "buddymoe" in parts_of(tiering.policy, tiering.settings)
+            if tiering.emulate:
                 raise MoejaxError("a shape takes no policy.emulate")
         self.config = with_layers(CONFIGS[config.shape], config.layers)
         self.tokenizer: Tokenizer | None = None
@@ -170,7 +134,7 @@ class ShapeModels:
         self._whole: Runner | None = None
 
     def load(self, batch: int, gib: float, context: int) -> Loaded:
-        """See `Models`."""
+        """See `CheckpointModels.load`."""
         start = time.perf_counter()
         asked = dataclasses.replace(self._asked.memory, device_gib=gib, host_gib=0.0).limits()
         if self._whole is not None and (asked != Limits() or self._tiering is not None):
@@ -179,26 +143,46 @@ class ShapeModels:
         planned = sum(self._dense_nbytes.values())
         limits = device_limits(self.device, asked, planned_nbytes=planned)
         with plain_memory_errors(self.device):
-            if self._tiering is None:
-                found = self._plain(batch, context, limits)
-            else:
-                found = self._tiered(self._tiering, batch, context, limits)
+            found = self._loaded(batch, context, limits)
         return dataclasses.replace(found, load_s=time.perf_counter() - start)
 
-    def _plain(self, batch: int, context: int, limits: Limits) -> Loaded:
+    def _loaded(self, batch: int, context: int, limits: Limits) -> Loaded:
         if self._whole is not None:
             return Loaded(self._whole, None, NEAR_UNIFORM, 0.0, lambda: None)
-        nbytes = self._memories.expert_nbytes(self._packing.bits)
-        work = self._routing(batch)
-        ahead = 4 * limits.prefetch * work.work.ids[..., 0, 0].size
-        run = self._run(batch, context, work.work.probabilities.nbytes + ahead)
-        budget = make_budget(run, [Tier(name="experts", expert_nbytes=nbytes)], limits)
-        if budget.pooled:
-            plan = self._memories.plan_of(self._packing.bits, budget.tiers[0])
-            return self._moving(self._memories.one_tier(plan), work, batch, budget)
-        room = room_nbytes(self.device, sum(self._dense_nbytes.values()))
+        tiering, work = self._tiering, self._routing(batch)
+        policy = None if tiering is None else self._policy(tiering, work)
+        names = ["experts"] if tiering is None else [tier.name for tier in tiering.stored()]
+        tiers = [
+            Tier(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
+            for name, bits in zip(names, self._bits, strict=True)
+        ]
+        nbytes = work.probabilities.nbytes
+        if policy is None or tiering is None:
+            nbytes += 4 * limits.prefetch * work.ids[..., 0, 0].size
+            budget = make_budget(self._run(batch, context, nbytes), tiers, limits)
+            if not budget.pooled:
+                return self._resident(budget, limits)
+        else:
+            nbytes += work.predicted.nbytes if policy.needs.predicted else 0
+            run = self._run(batch, context, nbytes)
+            budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
+        memories, held = [], 0
+        for bits, part in zip(self._bits, budget.tiers, strict=True):
+            cached, first = 0 < part.slots < self.config.num_experts, None
+            if self._by_profile and cached:  # no expert in two tiers
+                end = min(held + part.slots, self.config.num_experts)
+                first, held = work.hottest(end)[:, held:], end
+            is_full = part.slots == self.config.num_experts
+            plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
+            memories.append(self._memories.tier_memory(plan))
+        width, stored = self.config.experts_per_token, [STORED] if policy is None else names
+        memory = ExpertMemory(memories, stored, policy, width=width)
+        return self._moving(memory, work, batch, budget)
+
+    def _resident(self, budget: Budget, limits: Limits) -> Loaded:
+        """A model whose experts are all on the device."""
         if not limits.device_gib:
-            check_room(budget.device, room)
+            check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
         experts = random_weights(self.config, self._packing, self.device, dense=False)
         weights = jax.block_until_ready(self._memories.dense | experts)
         runner = Runner(self.config, weights, self.device)
@@ -207,37 +191,10 @@ class ShapeModels:
         stated = budget if limits.device_gib else None
         return Loaded(runner, stated, NEAR_UNIFORM, 0.0, lambda: None)
 
-    def _tiered(self, tiering: Tiering, batch: int, context: int, limits: Limits) -> Loaded:
-        work = self._routing(batch)
-        policy = self._policy(tiering, work.work)
-        names = [tier.name for tier in tiering.stored()]
-        tiers = [
-            Tier(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
-            for name, bits in zip(names, self._bits, strict=True)
-        ]
-        nbytes = work.work.probabilities.nbytes
-        nbytes += work.work.predicted.nbytes if policy.needs.predicted else 0
-        run = self._run(batch, context, nbytes)
-        budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
-        assert isinstance(tiering.policy, str)
-        by_profile = "buddymoe" in parts_of(tiering.policy, tiering.settings)
-        memories, held = [], 0
-        for bits, part in zip(self._bits, budget.tiers, strict=True):
-            cached, first = 0 < part.slots < self.config.num_experts, None
-            if by_profile and cached:  # no expert in two tiers
-                end = min(held + part.slots, self.config.num_experts)
-                first, held = work.work.hottest(end)[:, held:], end
-            is_full = part.slots == self.config.num_experts
-            plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
-            memories.append(self._memories.tier_memory(plan))
-        width = self.config.experts_per_token
-        memory = ExpertMemory(memories, names, policy, width=width)
-        return self._moving(memory, work, batch, budget)
-
     def _moving(
-        self, memory: ExpertMemory, work: routing.Routing, batch: int, budget: Budget
+        self, memory: ExpertMemory, work: routing.Workload, batch: int, budget: Budget
     ) -> Loaded:
-        replay(memory, work.work, batch, self.device)
+        replay(memory, work, batch, self.device)
         runner = Runner(self.config, self._memories.dense, self.device, memory=memory)
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
         if gib := self._asked.memory.host_gib:
@@ -250,7 +207,7 @@ class ShapeModels:
 
         return Loaded(runner, budget, said, 0.0, close)
 
-    def _routing(self, batch: int) -> routing.Routing:
+    def _routing(self, batch: int) -> routing.Workload:
         asked = self._asked
         how: dict[str, Any] = {"recall": asked.recall, "seed": asked.seed}
         if self._trace is None:
@@ -267,12 +224,22 @@ class ShapeModels:
             platform=self.device.platform, itemsize=BFLOAT16_BYTES,
         )  # fmt: skip
 
-    def _policy(self, tiering: Tiering, work: Any) -> AnyPolicy:
+    def _policy(self, tiering: Tiering, work: routing.Workload) -> AnyPolicy:
         """The policy; without a profile, buddies are by the co-activations of what is replayed."""
         assert isinstance(tiering.policy, str)
         settings = dict(tiering.settings)
-        if "buddymoe" in parts_of(tiering.policy, settings) and "lists" not in settings:
+        if self._by_profile and "lists" not in settings:
             shares = conditional_coactivation(work.coactivations(), SMOOTHING)
             settings["lists"] = buddy_lists(shares, CFT_ALPHA, MOST_BUDDIES)
             return make_policy(tiering.policy, **settings)
         return choose(tiering, Path(), self.config).policy
+
+
+Models = CheckpointModels | ShapeModels
+
+
+def models_of(config: BenchmarkConfig) -> Models:
+    """Models that a configuration names."""
+    device = choose_device(config.platform)
+    enable_compilation_cache(config.compilation_cache)
+    return ShapeModels(config, device) if config.shape else CheckpointModels(config, device)

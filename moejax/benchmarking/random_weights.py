@@ -16,23 +16,14 @@ from pallas_kernels import layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Bits and groups of each part of a model.
+    """Bits and groups of each part of a model."""
 
-    Attributes:
-      bits: of routed experts and dense MLPs; 16 for bf16.
-      group_size: of every packed matrix.
-      zero_kind: "float", "integer" or "symmetric".
-      attention_bits: of the projections of attention, or of a delta rule; 16 for bf16.
-      shared_bits: of the experts that every token takes; 16 for bf16.
-      head_bits: of the head; 16 for bf16.
-    """
-
-    bits: int = 16
-    group_size: int = 64
-    zero_kind: str = "float"
-    attention_bits: int = 16
-    shared_bits: int = 16
-    head_bits: int = 16
+    bits: int = 16  # of routed experts and dense MLPs; 16 for bf16
+    group_size: int = 64  # of every packed matrix
+    zero_kind: str = "float"  # "float", "integer" or "symmetric"
+    attention_bits: int = 16  # of the projections of attention, or of a delta rule; 16 for bf16
+    shared_bits: int = 16  # of the experts that every token takes; 16 for bf16
+    head_bits: int = 16  # of the head; 16 for bf16
 
     def bits_of(self, leaf: str) -> int:
         """Bits of a leaf of `weight_shapes`; 16: plain."""
@@ -121,23 +112,16 @@ class _Drawing:
 
 def random_weights(
     config: ModelConfig,
-    packing: Packing,
+    packing: Packing,  # which matrices are packed; the others, and norms, are bf16
     device: jax.Device,
     *,
-    dense: bool = True,
-    experts: bool = True,
+    dense: bool = True,  # whether all but the experts are among the leaves
+    experts: bool = True,  # whether they are
 ) -> dict[str, Weight]:
     """Leaves made on the device: norms one, embeddings N(0, 1), matrices N(0, 1/fan_in) or so.
 
     Norms whose weights are centred on zero are zero, and so are decays' biases and logarithms and
     what is added to routers' scores.
-
-    Args:
-      config: of the model.
-      packing: which matrices are packed; the others, and norms, are bf16.
-      device: where.
-      dense: whether all but the experts are among the leaves.
-      experts: whether they are.
     """
     drawing = _Drawing(device)
     weights: dict[str, Weight] = {}

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.benchmarking.figures import Figure
-from moejax.benchmarking.measuring import Measured
 from moejax.benchmarking.running import Outcome, Point
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.config.options import to_config_dict
@@ -20,6 +18,7 @@ from moejax.inference.report import NO_COUNTS
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 REFUSED = "GiB, refused"  # unit of a row that says what did not run; its figure is the limit
+OF_BATCH = ("prompt_tokens", "new_tokens", "ttft_s", "decode_s", "calls")  # in the JSON file
 # Columns of the table: heading, figure, digits after the point.
 COLUMNS = (
     ("TTFT ms", "TTFT median", 1),
@@ -54,19 +53,10 @@ def rows_of(outcome: Outcome) -> list[ResultRow]:
             rows.append(ResultRow(what=what, figure=point.gib, unit=REFUSED, baseline={}, **common))
             continue
         about = f"{about}, {point.requests}; routing {point.routing}"
-        for name, figure in point.figures.items():
-            spread = {}
-            if figure.low is not None and figure.high is not None:
-                spread = {"lowest_run": figure.low, "highest_run": figure.high}
-            rows.append(
-                ResultRow(
-                    what=f"{name}, {about}",
-                    figure=figure.value,
-                    unit=figure.unit,
-                    baseline=spread,
-                    **common,
-                )
-            )
+        for name, of in point.figures.items():
+            row = ResultRow(what=f"{name}, {about}", figure=of.value, unit=of.unit,
+                            baseline=of.spread, **common)  # fmt: skip
+            rows.append(row)
     return rows
 
 
@@ -90,49 +80,28 @@ def _of_point(point: Point) -> dict[str, Any]:
     found: dict[str, Any] = {"batch": point.batch, "device_gib": point.gib}
     if point.refusal or point.measured is None:
         return {**found, "status": "refused", "reason": point.refusal}
+    measured = point.measured
+    every = [batch for run in measured.runs for batch in run]
     return {
         **found,
         "status": "measured",
         "requests": point.requests,
         "context": point.context,
         "routing": point.routing,
-        "placement": list(point.placement),
-        "figures": {name: _of_figure(figure) for name, figure in point.figures.items()},
+        "placement": point.placement,
+        "figures": {
+            name: {"value": of.value, "unit": of.unit, **of.spread}
+            for name, of in point.figures.items()
+        },
         "device_peak_is_older": point.peak_is_older,
         "kernels": point.kernels,
-        **_of_measured(point.measured),
-    }
-
-
-def _of_figure(figure: Figure) -> dict[str, Any]:
-    found: dict[str, Any] = {"value": figure.value, "unit": figure.unit}
-    if figure.low is not None:
-        found |= {"lowest_run": figure.low, "highest_run": figure.high}
-    return found
-
-
-def _of_measured(measured: Measured) -> dict[str, Any]:
-    every = [batch for run in measured.runs for batch in run]
-    return {
         "ledger": {phase: ledger.as_dict() for phase, ledger in measured.ledgers.items()},
         "requests_a_run": sum(len(batch.new_tokens) for batch in measured.runs[0]),
         "prompt_tokens": sum(sum(batch.prompt_tokens) for batch in every),
         "new_tokens": sum(sum(batch.new_tokens) for batch in every),
         "compile_s_inside_runs": measured.late_compile_s,
         "runs": [
-            {
-                "wall_s": wall,
-                "batches": [
-                    {
-                        "prompt_tokens": batch.prompt_tokens,
-                        "new_tokens": batch.new_tokens,
-                        "ttft_s": batch.ttft_s,
-                        "decode_s": batch.decode_s,
-                        "calls": [list(call) for call in batch.calls],
-                    }
-                    for batch in run
-                ],
-            }
+            {"wall_s": wall, "batches": [{of: getattr(b, of) for of in OF_BATCH} for b in run]}
             for run, wall in zip(measured.runs, measured.wall_s, strict=True)
         ],
     }
@@ -174,13 +143,7 @@ def csv_text(rows: Sequence[ResultRow]) -> str:
 
 
 def lines(config: BenchmarkConfig, outcome: Outcome, *, stats: bool) -> list[str]:
-    """Lines for stdout: the run, a table, then what moved under each point.
-
-    Args:
-      config: of the run.
-      outcome: measured.
-      stats: a line for each layer too.
-    """
+    """Lines for stdout: the run, a table, then what moved under each point; `stats`: by layer."""
     versions = ", ".join(f"{k} {v}" for k, v in results.package_versions("jax", "jaxlib").items())
     bandwidth = outcome.bandwidth
     found = [

@@ -1,16 +1,15 @@
 """Prompts of a file, or of a length, as token ids."""
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.text.corpus import decoded, unpacked
+from moejax.text.corpus import decoded, json_lines, unpacked
+from moejax.text.prompts import valid_text
 
 if TYPE_CHECKING:
     from moejax.text.tokenizer import Tokenizer
@@ -21,16 +20,11 @@ HUMAN = ("human", "user")  # who speaks first in ShareGPT's conversations
 
 @dataclasses.dataclass(frozen=True)
 class RawPrompt:
-    """One prompt as a file has it.
+    """One prompt as a file has it."""
 
-    Attributes:
-      text: to be continued; "" where there are messages.
-      messages: for the model's chat template.
-      plain: whether the message's text may stand alone where the model has no template.
-    """
-
-    text: str = ""
-    messages: tuple[Message, ...] = ()
+    text: str = ""  # to be continued; "" where there are messages
+    messages: tuple[Message, ...] = ()  # for the model's chat template
+    # whether the message's text may stand alone where the model has no template
     plain: bool = False
 
 
@@ -40,7 +34,6 @@ class PromptFile:
 
     prompts: list[RawPrompt]
     source: str  # the file's name
-    sha256: str  # of what it holds, unpacked
     num_skipped: int  # conversations in which nobody asks
 
 
@@ -75,25 +68,19 @@ def read_prompt_file(path: Path, split: str) -> PromptFile:
     """
     if not path.is_file():
         raise MoejaxError(f"there is no prompt file {path}")
-    content = unpacked(path)
-    text = decoded(path, content)
+    text = decoded(path, unpacked(path))
     kind = path.with_suffix("").suffix if path.suffix in (".xz", ".gz") else path.suffix
     if kind == ".json":
         found = [_entry(f"{path}, entry {i}", entry) for i, entry in enumerate(_list(path, text))]
     elif kind == ".jsonl":
-        found = [
-            _entry(f"{path}, line {number}", _object(f"{path}, line {number}", line))
-            for number, line in enumerate(text.split("\n"), start=1)
-            if line.strip()
-        ]
+        found = [_entry(where, row) for where, row in json_lines(path, text)]
     else:
         parts = text.split("\n") if split == "lines" else text.replace("\r", "").split("\n\n")
         found = [RawPrompt(part.strip()) for part in parts if part.strip()]
     prompts = [prompt for prompt in found if prompt is not None]
     if not prompts:
         raise MoejaxError(f"{path} holds no prompt")
-    digest = hashlib.sha256(content).hexdigest()
-    return PromptFile(prompts, path.name, digest, len(found) - len(prompts))
+    return PromptFile(prompts, path.name, len(found) - len(prompts))
 
 
 def _list(path: Path, text: str) -> list[Any]:
@@ -106,13 +93,6 @@ def _list(path: Path, text: str) -> list[Any]:
     return entries
 
 
-def _object(where: str, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MoejaxError(f"{where} is not JSON: {error}") from error
-
-
 def _entry(where: str, entry: Any) -> RawPrompt | None:
     """The prompt of an object; None of a conversation in which nobody asks."""
     if not isinstance(entry, dict):
@@ -123,21 +103,12 @@ def _entry(where: str, entry: Any) -> RawPrompt | None:
         if name in entry:
             if not isinstance(entry[name], str) or not entry[name].strip():
                 raise MoejaxError(f"{where}: {name} must be a text")
-            return RawPrompt(_text(where, entry[name]))
+            return RawPrompt(valid_text(entry[name], where))
     if "messages" in entry:
         return RawPrompt(messages=_messages(where, entry["messages"]))
     if "conversations" not in entry:
         raise MoejaxError(f"{where} has no prompt, text, messages or conversations")
     return _first_human_turn(where, entry["conversations"])
-
-
-def _text(where: str, text: str) -> str:
-    """Checks a text: JSON can hold half of a surrogate pair, which is none."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise MoejaxError(f"{where} is not Unicode: {error}") from error
-    return text
 
 
 def _messages(where: str, messages: Any) -> tuple[Message, ...]:
@@ -147,7 +118,7 @@ def _messages(where: str, messages: Any) -> tuple[Message, ...]:
         fields = message if isinstance(message, dict) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise MoejaxError(f"{where}: message {i} needs a role and a content, both texts")
-    return tuple({"role": m["role"], "content": _text(where, m["content"])} for m in messages)
+    return tuple({"role": m["role"], "content": valid_text(m["content"], where)} for m in messages)
 
 
 def _first_human_turn(where: str, turns: Any) -> RawPrompt | None:
@@ -158,17 +129,13 @@ def _first_human_turn(where: str, turns: Any) -> RawPrompt | None:
         if not all(isinstance(fields.get(name), str) for name in ("from", "value")):
             raise MoejaxError(f'{where}: turn {i} needs "from" and "value", both texts')
         if fields["from"] in HUMAN and fields["value"].strip():
-            message = {"role": "user", "content": _text(where, fields["value"])}
+            message = {"role": "user", "content": valid_text(fields["value"], where)}
             return RawPrompt(messages=(message,), plain=True)
     return None
 
 
 def encoded(prompt: RawPrompt, tokenizer: "Tokenizer") -> list[int]:
-    """Token ids of one prompt, through the chat template where it has messages.
-
-    Raises:
-      MoejaxError: messages, and the model has no template for them.
-    """
+    """Token ids of one prompt, through the chat template where it has messages."""
     if not prompt.messages:
         return tokenizer.encode(prompt.text)
     if prompt.plain and tokenizer.chat_template is None:
@@ -180,13 +147,7 @@ def encoded(prompt: RawPrompt, tokenizer: "Tokenizer") -> list[int]:
 def of_file(
     file: PromptFile, tokenizer: "Tokenizer", *, num_prompts: int, longest: int
 ) -> Requests:
-    """The first prompts of a file.
-
-    Args:
-      file: read.
-      tokenizer: of the model.
-      num_prompts: at most; 0: all.
-      longest: tokens; what is longer is cut at its end.
+    """The first prompts of a file (0: all), each cut at its end to `longest` tokens.
 
     Raises:
       MoejaxError: there are fewer, or one is empty.
@@ -210,15 +171,7 @@ def of_file(
 def of_text(
     text: str, tokenizer: "Tokenizer", *, num_prompts: int, length: int, name: str
 ) -> Requests:
-    """Prompts of one length, at even distances in a text that is begun again where it ends.
-
-    Args:
-      text: any.
-      tokenizer: of the model.
-      num_prompts: how many.
-      length: tokens of each.
-      name: of the text, for people.
-    """
+    """Prompts of one length, at even distances in a text that is begun again where it ends."""
     ids = np.asarray(tokenizer.encode(text, add_special_tokens=False))
     starts = np.arange(num_prompts) * len(ids) // num_prompts
     rows = ids[(starts[:, None] + np.arange(length)) % len(ids)]
@@ -226,18 +179,6 @@ def of_text(
 
 
 def at_random(vocab_size: int, *, num_prompts: int, length: int, seed: int) -> Requests:
-    """Prompts of random tokens.
-
-    Args:
-      vocab_size: V.
-      num_prompts: how many.
-      length: tokens of each.
-      seed: of the draws.
-    """
+    """Prompts of random tokens."""
     rows = np.random.default_rng(seed).integers(0, vocab_size, (num_prompts, length))
     return Requests(rows.tolist(), f"{num_prompts} prompts of {length} random tokens")
-
-
-def longest(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens of the longest."""
-    return max(map(len, prompts))

@@ -56,18 +56,14 @@ class Workload:
     """Router outputs of S steps of M layers and B sequences.
 
     Invariants: `ids` are the top A of `probabilities`, by falling probability, none twice.
-
-    Attributes:
-      ids: int32[S, M, B, A].
-      probabilities: float32[S, M, B, E].
-      predicted: float32[S, M, B, E], as the layer before expects them; of layer 0 nobody asks.
-      num_shifts: exchanges of ranks, over all layers.
     """
 
-    ids: np.ndarray
-    probabilities: np.ndarray
+    ids: np.ndarray  # int32[S, M, B, A]
+    probabilities: np.ndarray  # float32[S, M, B, E]
+    # float32[S, M, B, E], as the layer before expects them; of layer 0 nobody asks
     predicted: np.ndarray
-    num_shifts: int
+    num_shifts: int  # exchanges of ranks, over all layers
+    about: str = ""  # where the choices are from, for people
 
     @property
     def num_experts(self) -> int:
@@ -87,12 +83,9 @@ class Workload:
 
     def activations(self, steps: slice = slice(None)) -> np.ndarray:
         """int64[M, E], times that each expert was chosen."""
-        ids = self.ids[steps]
+        layers = np.moveaxis(self.ids[steps], 1, 0)
         return np.stack(
-            [
-                np.bincount(ids[:, layer].reshape(-1), minlength=self.num_experts)
-                for layer in range(ids.shape[1])
-            ]
+            [np.bincount(ids.reshape(-1), minlength=self.num_experts) for ids in layers]
         )
 
     def hottest(self, count: int, steps: slice = slice(None)) -> np.ndarray:
@@ -102,23 +95,11 @@ class Workload:
 
     def coactivations(self) -> np.ndarray:
         """float64[M, E, E], tokens that chose both; 0 on the diagonal (BuddyMoE eq. 4's M)."""
-        num_layers, num_experts = self.ids.shape[1], self.num_experts
-        counts = np.zeros((num_layers, num_experts, num_experts))
-        for layer in range(num_layers):
-            tokens = self.ids[:, layer].reshape(-1, self.ids.shape[-1])
-            marks = np.zeros((len(tokens), num_experts), np.float32)
-            np.put_along_axis(marks, tokens.astype(np.int64), 1, axis=1)
-            counts[layer] = marks.T @ marks
-            np.fill_diagonal(counts[layer], 0)
-        return counts
-
-
-@dataclasses.dataclass(frozen=True)
-class Routing:
-    """Choices that decode steps take in place of the router's, and their source."""
-
-    work: Workload
-    about: str
+        chosen = (self.ids[..., None] == np.arange(self.num_experts)).any(axis=3)
+        marks = np.moveaxis(chosen, 1, 0).reshape(self.ids.shape[1], -1, self.num_experts)
+        marks = marks.astype(np.float32)
+        counts = (marks.swapaxes(1, 2) @ marks).astype(np.float64)
+        return counts * (1 - np.eye(self.num_experts))
 
 
 def num_steps(batch: int) -> int:
@@ -130,21 +111,12 @@ def with_skew(
     config: ModelConfig,
     batch: int,
     *,
-    shape: str,
-    exponent: float | None,
-    recall: float,
+    shape: str,  # its name, which says what skew is known of it
+    exponent: float | None,  # s; None: the shape's of `EXPONENTS`, else 0
+    recall: float,  # share of the needed experts that look-ahead expects
     seed: int,
-) -> Routing:
-    """Made up, popularity like Zipf's law (the head of this file says how).
-
-    Args:
-      config: of the model.
-      batch: sequences.
-      shape: its name, which says what skew is known of it.
-      exponent: s; None: the shape's of `EXPONENTS`, else 0.
-      recall: share of the needed experts that look-ahead expects.
-      seed: of the draws.
-    """
+) -> Workload:
+    """Made up, popularity like Zipf's law (the head of this file says how)."""
     why = "as asked"
     if exponent is None:
         exponent = EXPONENTS.get(shape, 0.0)
@@ -155,36 +127,27 @@ def with_skew(
     )
     popularity = f"popularity of rank r as r^-{exponent:g}" if exponent else "even popularity"
     how = f"{popularity} ({why}), {steps} steps over and over{_said(recall)}"
-    return Routing(work, f"made up, {how}")
+    return dataclasses.replace(work, about=f"made up, {how}")
 
 
 def of_trace(
     config: ModelConfig, trace: Trace, batch: int, *, recall: float, seed: int, name: str
-) -> Routing:
+) -> Workload:
     """Replays the decoded tokens of a trace, each sequence from another place of it.
 
     A trace of another number of experts is scaled (`scaled_trace`), and its gates
     are made up; layers that it lacks are its layers again, from another place.
-
-    Args:
-      config: of the model.
-      trace: as recorded.
-      batch: sequences.
-      recall: as in `with_skew`.
-      seed: likewise.
-      name: of the trace, for people.
-
-    Raises:
-      MoejaxError: nothing was decoded, or the trace cannot be scaled to the shape.
     """
     ids, gates = _scaled(config, trace, name)
     steps = num_steps(batch)
-    work = workload_of(_spread(ids, batch, steps), _spread(gates, batch, steps), config.num_experts,
-                       recall=recall, seed=seed)  # fmt: skip
+    ids_by_row, gates_by_row = (_spread(of, batch, steps) for of in (ids, gates))
+    num_experts = config.num_experts
+    work = workload_of(ids_by_row, gates_by_row, num_experts, recall=recall, seed=seed)
     is_own = (trace.num_experts, trace.width) == (config.num_experts, config.experts_per_token)
     how = "its own gates" if is_own else f"scaled from {trace.num_experts} experts, gates made up"
     used = min(steps, len(ids))
-    return Routing(work, f"trace {name}, {how}, {used} steps over and over{_said(recall)}")
+    about = f"trace {name}, {how}, {used} steps over and over{_said(recall)}"
+    return dataclasses.replace(work, about=about)
 
 
 def make_workload(
@@ -192,24 +155,13 @@ def make_workload(
     *,
     num_steps: int,
     batch: int,
-    exponent: float = 0.0,
-    shift_every: int = 0,
-    shift_share: float = 0.5,
-    recall: float = 0.85,
+    exponent: float = 0.0,  # s; 0: experts are drawn evenly
+    shift_every: int = 0,  # N, steps between the shifts of a layer; 0: ranks stay
+    shift_share: float = 0.5,  # of the experts that exchange ranks
+    recall: float = 0.85,  # the probability that a needed expert is expected
     seed: int = 0,
 ) -> Workload:
-    """A workload of a model's shape.
-
-    Args:
-      config: of the model.
-      num_steps: S.
-      batch: B.
-      exponent: s; 0: experts are drawn evenly.
-      shift_every: N, steps between the shifts of a layer; 0: ranks stay.
-      shift_share: of the experts that exchange ranks.
-      recall: the probability that a needed expert is expected.
-      seed: of all draws.
-    """
+    """A workload of a model's shape."""
     num_experts, width = config.num_experts, config.experts_per_token
     num_layers = len(config.moe_layers)
     rng = np.random.default_rng(seed)
@@ -237,12 +189,7 @@ def workload_of(
 ) -> Workload:
     """Chosen experts and their weights as what routers say: `CHOSEN_MASS` is theirs.
 
-    Args:
-      ids: int32[S, M, B, A].
-      gates: float32[S, M, B, A], falling, sums of 1.
-      num_experts: E.
-      recall: as in `with_skew`.
-      seed: likewise.
+    `ids` are int32[S, M, B, A], `gates` float32 of that shape, falling, sums of 1.
     """
     rest = (1 - CHOSEN_MASS) / max(1, num_experts - ids.shape[-1])
     probabilities = np.full((*ids.shape[:-1], num_experts), rest, np.float32)
@@ -270,11 +217,8 @@ def lru_trace(
 
     Args:
       hit_rates: slots to the share of hits, both rising; all experts hit always.
-      num_steps: of the trace.
       num_layers: M, whose traces are independent.
-      num_experts: E.
       width: A, experts a token.
-      seed: of the draws.
 
     Returns:
       int32[num_steps, M, A], no expert twice in a token.
@@ -316,9 +260,7 @@ def scaled_trace(
     Args:
       trace: int32[steps, m, a], by falling probability.
       num_experts: e of the small model.
-      num_layers: M.
       of_experts: E; a multiple of e, or a divisor.
-      width: A.
 
     Returns:
       int32[steps, M, A], no expert twice in a token.
@@ -332,7 +274,7 @@ def scaled_trace(
     if copies * num_experts != of_experts * group or share * copies != width or share > taken:
         raise ValueError(f"{taken} of {num_experts} experts do not make {width} of {of_experts}")
     num_places = copies * -(-num_layers // layers)
-    scaled = np.zeros((steps, num_layers, width), np.int32)
+    scaled = np.zeros((steps, num_layers, width), trace.dtype)
     for layer in range(num_layers):
         for copy in range(copies):
             place = (layer // layers * copies + copy) * steps // num_places
@@ -421,7 +363,8 @@ def _scaled(config: ModelConfig, trace: Trace, name: str) -> tuple[np.ndarray, n
         gates = trace.weights[is_decoded & (trace.sequence == first)].astype(np.float32)
         order = np.argsort(-gates, axis=-1, kind="stable")
         pairs = (np.take_along_axis(rows, order, axis=-1) for rows in (ids, gates))
-        ids, gates = (_over_layers(rows, layers) for rows in pairs)
+        sizes = {"num_layers": layers, "of_experts": experts, "width": width}
+        ids, gates = (scaled_trace(rows, experts, **sizes) for rows in pairs)
         return ids, gates / gates.sum(axis=-1, keepdims=True)
     try:
         ids = scaled_trace(
@@ -442,16 +385,3 @@ def _spread(rows: np.ndarray, batch: int, steps: int) -> np.ndarray:
 
 def _said(recall: float) -> str:
     return f"; look-ahead expects {100 * recall:g} % of what is needed"
-
-
-def _over_layers(rows: np.ndarray, num_layers: int) -> np.ndarray:
-    """[S, m, A] with more layers, or fewer: those again, from other places of the trace."""
-    own = rows.shape[1]
-    turns = -(-num_layers // own)
-    return np.stack(
-        [
-            np.roll(rows[:, layer % own], -(layer // own * len(rows) // turns), axis=0)
-            for layer in range(num_layers)
-        ],
-        axis=1,
-    )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,12 @@ from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
 from moejax.benchmarking.expected_kernels import refuse_dequantized
 from moejax.benchmarking.figures import Figures
 from moejax.benchmarking.measuring import Bench, Measured
-from moejax.benchmarking.models import CheckpointModels, Loaded, Models, models_of
+from moejax.benchmarking.models import CheckpointModels, Models, models_of
 from moejax.benchmarking.requests import PromptFile, Requests
 from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import plain_memory_errors
 from moejax.engine import STEPS_PER_CALL
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
 from moejax.evaluation import fidelity
 from moejax.experts.bits import bits_of
 from moejax.experts.budget import BudgetError
@@ -33,34 +32,21 @@ NO_MEMORY = "is out of memory"  # of `devices.plain_memory_errors`
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One batch size under one budget.
+    """One batch size under one budget."""
 
-    Attributes:
-      batch: sequences at once.
-      gib: limit of the device; 0: none.
-      refusal: why it could not run; "" where it did.
-      figures: by name; {} where it was refused.
-      requests: what was asked, for people.
-      context: slots of the KV cache.
-      routing: where the experts of decode steps are from.
-      placement: where the experts are, lines.
-      peak_is_older: the device's peak is that of an earlier measurement: this one's is not above.
-      measured: the runs; None where it was refused.
-      kernels: what served each product.
-      predicted: what `fidelity` compares with the exact model; None once it is, or for nothing.
-    """
-
-    batch: int
-    gib: float
-    refusal: str = ""
-    figures: Figures = dataclasses.field(default_factory=dict)
-    requests: str = ""
-    context: int = 0
-    routing: str = ""
-    placement: tuple[str, ...] = ()
+    batch: int  # sequences at once
+    gib: float  # limit of the device; 0: none
+    refusal: str = ""  # why it could not run; "" where it did
+    figures: Figures = dataclasses.field(default_factory=dict)  # by name; {} where it was refused
+    requests: str = ""  # what was asked, for people
+    context: int = 0  # slots of the KV cache
+    routing: str = ""  # where the experts of decode steps are from
+    placement: tuple[str, ...] = ()  # where the experts are, lines
+    # the device's peak is that of an earlier measurement: this one's is not above
     peak_is_older: bool = False
-    measured: Measured | None = None
-    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    measured: Measured | None = None  # the runs; None where it was refused
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)  # what served each product
+    # what `fidelity` compares with the exact model; None once it is, or for nothing
     predicted: np.ndarray | None = None
 
     @property
@@ -86,13 +72,8 @@ def run(
     """Measures all points; what a budget or the device refuses is a point that says so.
 
     Args:
-      config: checked.
       file: of prompts; None: prompts of a length.
       known: told all points so far after each.
-
-    Raises:
-      MoejaxError: the model or the requests are wrong, or packed weights would run on no kernel of
-        a device that has some.
     """
     models = models_of(config)
     bandwidth = bandwidth_of(models.device)
@@ -106,7 +87,7 @@ def run(
     points: list[Point] = []
     outcome = Outcome(points, models.about, models.device, bandwidth, per_call)
     for batch, gib in config.points():
-        print(f"measuring batch {batch}, {gib or 'no'} GiB", file=sys.stderr, flush=True)
+        print_stderr(f"measuring batch {batch}, {gib or 'no'} GiB")
         try:
             points.append(_measured(config, models, asked[batch], batch, gib, bandwidth, per_call))
         except MoejaxError as error:
@@ -192,12 +173,31 @@ def _measured(
             measured = bench.measure(
                 asked.batches(batch), runs=config.runs, count=config.count_experts
             )
-        point = _point(models, asked, loaded, measured, batch, gib, context, bandwidth, before)
-        if config.fidelity_share:
-            point = dataclasses.replace(
-                point, predicted=_predicted(config, models, loaded.runner, asked)
-            )
-        return point
+        runner = loaded.runner
+        bits = bits_of(runner.config, runner.weights, runner.memory)
+        peak = report.device_peak_bytes(models.device)
+        found = figures.of_times(measured) | figures.of_ledgers(measured)
+        found |= figures.of_floor(measured, runner, bandwidth)
+        found |= figures.of_cost(
+            measured, load_s=loaded.load_s, device_peak=peak, host_peak=report.host_peak_bytes()
+        )
+        found |= figures.of_bits(bits)
+        if loaded.budget is not None:
+            planned = loaded.budget.total_device / 2**30
+            found["planned device memory"] = figures.Figure(planned, "GiB")
+        return Point(
+            batch, gib, figures=found, context=context, routing=loaded.routing,
+            requests=asked.about + (f", {asked.num_cut} of them cut" if asked.num_cut else ""),
+            placement=(f"weights: {bits.describe()}", *report.placement(loaded.budget)),
+            peak_is_older=peak is not None and peak == before,
+            measured=measured,
+            kernels={
+                f"{phase} {name}": of.describe()
+                for phase, products in runner.products.items()
+                for name, of in products.items()
+            },
+            predicted=_predicted(config, models, runner, asked) if config.fidelity_share else None,
+        )  # fmt: skip
     finally:
         loaded.close()
 
@@ -215,35 +215,6 @@ def _predicted(
         return None
 
 
-def _point(
-    models: Models, asked: Requests, loaded: Loaded, measured: Measured, batch: int, gib: float,
-    context: int, bandwidth: Bandwidth, peak_before: int | None,
-) -> Point:  # fmt: skip
-    peak = report.device_peak_bytes(models.device)
-    runner = loaded.runner
-    found = figures.of_times(measured) | figures.of_ledgers(measured)
-    found |= figures.of_floor(measured, runner, bandwidth)
-    found |= figures.of_cost(
-        measured, load_s=loaded.load_s, device_peak=peak, host_peak=report.host_peak_bytes()
-    )
-    bits = bits_of(runner.config, runner.weights, runner.memory)
-    found |= figures.of_bits(bits)
-    if loaded.budget is not None:
-        found["planned device memory"] = figures.Figure(loaded.budget.total_device / 2**30, "GiB")
-    about = asked.about + (f", {asked.num_cut} of them cut" if asked.num_cut else "")
-    kernels = {
-        f"{phase} {name}": of.describe()
-        for phase, products in runner.products.items()
-        for name, of in products.items()
-    }
-    return Point(
-        batch, gib, figures=found, requests=about, context=context, routing=loaded.routing,
-        placement=(f"weights: {bits.describe()}", *report.placement(loaded.budget)),
-        measured=measured, kernels=kernels,
-        peak_is_older=peak is not None and peak == peak_before,
-    )  # fmt: skip
-
-
 def _fidelity_figures(exact: np.ndarray, policy: np.ndarray) -> Figures:
     """Compares the predictions of both models on the same samples."""
     found = fidelity.compare(exact.astype(np.float64), policy.astype(np.float64))
@@ -258,4 +229,4 @@ def _fidelity_figures(exact: np.ndarray, policy: np.ndarray) -> Figures:
 
 def _print_unmeasured(error: MoejaxError) -> None:
     """Reports on stderr; the times stand without it."""
-    print(f"the KL of the exact model was not measured: {error}", file=sys.stderr, flush=True)
+    print_stderr(f"the KL of the exact model was not measured: {error}")

@@ -7,7 +7,6 @@ share rows of `FEW_GIB`, which is more than a processor's cache holds.
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,20 +16,24 @@ import numpy as np
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.routing import Workload
-from moejax.benchmarking.synthetic_rows import SyntheticRows
+from moejax.errors import print_stderr
 from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.residency import CacheSpec
+from moejax.experts.host_store import HostStore
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.shapes import one_layer_of
 from moejax.policies.base import AnyPolicy
 from moejax.weights import linear as ops
+from moejax.weights.qtensor import Weight
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
 FEW_GIB = 4.0
+NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own
 
 
 def tier_name(bits: int) -> str:
@@ -40,27 +43,47 @@ def tier_name(bits: int) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierPlan:
-    """One tier of a memory.
+    """One tier of a memory."""
 
-    Attributes:
-      bits: of the experts.
-      slots: of a layer; E: all experts are there from the start.
-      transient: slots for what passes.
-      prefetch: experts of the next layer that are brought ahead at most.
-      bulk: experts on their way between steps at most; 0: none ever.
-      first: int32[M, n], what the slots hold before any step; None: nothing, or all.
-      prefetch_in: the steps that bring experts ahead, one of `budget.PHASES`.
-      few_rows: the experts share a few rows of host memory.
-    """
-
-    bits: int
-    slots: int
-    transient: int = 0
-    prefetch: int = 0
-    bulk: int = 0
+    bits: int  # of the experts
+    slots: int  # of a layer; E: all experts are there from the start
+    transient: int = 0  # slots for what passes
+    prefetch: int = 0  # experts of the next layer that are brought ahead at most
+    bulk: int = 0  # experts on their way between steps at most; 0: none ever
+    # int32[M, n], what the slots hold before any step; None: nothing, or all
     first: np.ndarray | None = None
-    prefetch_in: str = BOTH
-    few_rows: bool = False
+    prefetch_in: str = BOTH  # the steps that bring experts ahead, one of `budget.PHASES`
+    few_rows: bool = False  # the experts share a few rows of host memory
+
+
+class SyntheticRows:
+    """All experts of a shape in host memory; a `moejax.experts.host_store.RowSource`."""
+
+    def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int):
+        self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
+        small = dataclasses.replace(one_layer_of(config, NUM_DRAWN), vocab_size=64)
+        drawn = random_weights(small, packing, device)
+        stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
+        leaves, self._tree = jax.tree.flatten(stacks)
+        self._drawn = [np.asarray(leaf)[0] for leaf in leaves]
+        self.row = tuple(jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for leaf in leaves)
+        self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
+        self.uses_jax = False
+        del drawn, stacks, leaves
+        total = self.num_layers * self.num_experts
+        store = self.store = HostStore(self, num_rows, device)
+        store.fill(progress=False)
+        self.nbytes, self.row_of = num_rows * self.row_nbytes, store.row_of
+        self.row_of[...] = np.arange(total).reshape(self.row_of.shape) % num_rows  # few are shared
+        self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)
+
+    def read(
+        self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
+    ) -> None:
+        """One of the drawn experts."""
+        del check
+        for part, drawn in zip(into, self._drawn, strict=True):
+            np.copyto(part, drawn[(layer * self.num_experts + expert) % NUM_DRAWN])
 
 
 class ShapeMemories:
@@ -69,12 +92,9 @@ class ShapeMemories:
     def __init__(
         self, config: ModelConfig, packing: Packing, device: jax.Device, host_gib: float = 0.0
     ):
-        """Makes the dense weights.
+        """Makes the dense weights, of `packing` but for the experts.
 
         Args:
-          config: of the model.
-          packing: of what is packed; its bits are those of dense MLPs alone.
-          device: where it runs.
           host_gib: of a precision's rows, which experts share where they are more; 0: no limit.
         """
         self.config, self.packing, self.device = config, packing, device
@@ -116,8 +136,10 @@ class ShapeMemories:
         assert made.row_nbytes == nbytes, (made.row_nbytes, nbytes)
         self._rows[bits, num_rows] = made
         spent = time.perf_counter() - start
-        print(f"{tier_name(bits)}: {num_rows} rows of {total} experts, {made.nbytes / 2**30:.1f} "
-              f"GiB, in {spent:.1f} s", file=sys.stderr, flush=True)  # fmt: skip
+        print_stderr(
+            f"{tier_name(bits)}: {num_rows} rows of {total} experts, {made.nbytes / 2**30:.1f} "
+            f"GiB, in {spent:.1f} s"
+        )
         return made
 
     def tier_memory(self, plan: TierPlan) -> TierMemory:
@@ -125,11 +147,11 @@ class ShapeMemories:
         num_experts, rows = self.config.num_experts, self.rows(plan.bits, plan.few_rows)
         is_full = plan.slots == num_experts
         transient = plan.transient or (1 if is_full else self.config.experts_per_token)
-        cache = CacheSpec(
+        cache = CacheSizes(
             num_layers=self.num_layers, num_experts=num_experts, slots=plan.slots,
             transient=transient, banks=2 if plan.prefetch else 1,
         )  # fmt: skip
-        spec = PoolSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
+        spec = TierSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
         memory = TierMemory(spec, *rows.stacks, rows.row_of, self.device)
         first = plan.first
         if is_full:
@@ -152,7 +174,6 @@ class ShapeMemories:
         """A memory under a policy, of tiers of falling fidelity.
 
         Args:
-          policy: who decides.
           plans: of the tiers, or memories that are there, which are taken over.
           names: of the tiers; () for those of plans.
         """

@@ -18,25 +18,17 @@ from moejax.weights.qtensor import Weight
 
 def floor_bytes(
     config: ModelConfig,
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, Weight],  # its leaves, those of experts or not
     *,
-    experts_nbytes: float,
-    positions: float,
-    itemsize: int,
-    batch: int,
+    experts_nbytes: float,  # of the distinct experts that the step's tokens chose, over all layers
+    positions: float,  # of the cache that are read, summed over the sequences
+    itemsize: int,  # bytes of a number of the cache
+    batch: int,  # sequences, each of which has states
 ) -> float:
     """Least bytes that one decode step reads: every dense leaf, the chosen experts, the cache.
 
     Codes, scales and zeros count; of embeddings that are not the head, nothing does. States of
     layers without attention are read and written.
-
-    Args:
-      config: of the model.
-      weights: its leaves, those of experts or not.
-      experts_nbytes: of the distinct experts that the step's tokens chose, over all layers.
-      positions: of the cache that are read, summed over the sequences.
-      itemsize: bytes of a number of the cache.
-      batch: sequences, each of which has states.
     """
     dense = sum(
         leaf.nbytes
@@ -53,20 +45,11 @@ def bytes_per_step(
     config: ModelConfig,
     weights: Mapping[str, Weight],
     batch: int,
-    positions: float,
-    distinct: float,
-    itemsize: int = 2,
+    positions: float,  # of the cache that each reads
+    distinct: float,  # experts that a layer's tokens chose, the mean over layers
+    itemsize: int = 2,  # bytes of a number of the cache
 ) -> int:
-    """`floor_bytes` of a model with all its experts.
-
-    Args:
-      config: of the model.
-      weights: all leaves.
-      batch: sequences.
-      positions: of the cache that each reads.
-      distinct: experts that a layer's tokens chose, the mean over layers.
-      itemsize: bytes of a number of the cache.
-    """
+    """`floor_bytes` of a model with all its experts."""
     experts = sum(weights[name].nbytes for name in EXPERT_LEAVES if name in weights)
     least = floor_bytes(
         config, weights, experts_nbytes=experts * distinct / config.num_experts,
@@ -78,12 +61,8 @@ def bytes_per_step(
 def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float:
     """Experts of a layer that one decode step of a session reads, the mean over layers.
 
-    The routing of the next step is counted on the device. The session is used up.
-
-    Args:
-      runner: of the session.
-      session: after a prefill or some steps; its cache is donated.
-      spec: of the step.
+    The routing of the next step is counted on the device. The session, after a prefill or some
+    steps, is used up: its cache is donated.
     """
     definition = model_definition(runner.config, runner.kernels)
 

@@ -3,7 +3,18 @@
 import dataclasses
 import re
 
-from moejax.config.commands import SHAPE_BITS, MemoryConfig, check_share
+from moejax.config.commands import (
+    ATTENTION_BITS,
+    BITS,
+    CHECKPOINT,
+    COMPILATION_CACHE,
+    GROUP_SIZE,
+    MEMORY,
+    PLATFORM,
+    POLICY,
+    SHARED_BITS,
+    MemoryConfig,
+)
 from moejax.config.options import RunConfig, option
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
@@ -21,40 +32,48 @@ class BenchmarkConfig(RunConfig):
 
     command = "moejax.benchmark"
 
-    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    checkpoint: str = CHECKPOINT
     shape: str = option(
-        "", f"in place of a checkpoint, random weights of a shape: {', '.join(CONFIGS)}"
-    )
-    layers: int = option(0, "fewer layers than the shape's; 0: all")
-    bits: int = option(4, "bits of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
-    attention_bits: int = option(16, "bits of a shape's attention or delta rule")
-    shared_bits: int = option(16, "bits of a shape's shared experts")
-    group_size: int = option(64, "inputs per scale in a packed shape")
+        "", f"in place of a checkpoint, random weights of a shape: {', '.join(CONFIGS)}",
+        choices=CONFIGS,
+    )  # fmt: skip
+    layers: int = option(0, "fewer layers than the shape's; 0: all", least=0)
+    bits: int = BITS
+    attention_bits: int = ATTENTION_BITS
+    shared_bits: int = SHARED_BITS
+    group_size: int = GROUP_SIZE
     trace: str = option("", "with a shape: a trace whose routing its decode steps replay")
     skew: str = option(
         "", "routing of a shape without a trace: zipf:S (popularity of rank r is r^-S) or uniform; "
         "'': zipf:0.85 for Qwen3-30B-A3B, uniform for others, whose skew is not published",
     )  # fmt: skip
     recall: float = option(
-        0.85, "share of needed experts that prefetch predicts, for made-up routing"
+        0.85, "share of needed experts that prefetch predicts, for made-up routing", least=0, most=1
     )
     prompts: str = option(
         "", "a file of prompts: text, JSON Lines, or ShareGPT's JSON; '': prompts of a length"
     )
-    split: str = option("lines", "how a text file is split: lines, or paragraphs (at empty lines)")
+    split: str = option(
+        "lines", "how a text file is split: lines, or paragraphs (at empty lines)", choices=SPLITS
+    )
     prompt_tokens: int = option(
         0,
         f"tokens per prompt, the most in a file; 0: {PROMPT_TOKENS}, or a file's prompts unchanged",
+        least=0,
     )
-    new_tokens: int = option(128, "tokens of each answer")
-    num_prompts: int = option(0, "requests; 0: all of a file, else a batch")
+    new_tokens: int = option(128, "tokens of each answer", least=1)
+    num_prompts: int = option(0, "requests; 0: all of a file, else a batch", least=0)
     ignore_eos: bool = option(True, "continue after a token that ends the answer")
     batches: tuple[int, ...] = option((1,), "batch sizes to measure")
     budgets: tuple[float, ...] = option(
         (0.0,), "memory budgets to measure, GiB on the accelerator; 0: memory.device_gib"
     )
-    runs: int = option(3, "runs of all requests, after an uncounted one; medians are reported")
-    steps_per_call: int = option(0, "decode steps per compiled call; 0: the engine's default")
+    runs: int = option(
+        3, "runs of all requests, after an uncounted one; medians are reported", least=1
+    )
+    steps_per_call: int = option(
+        0, "decode steps per compiled call; 0: the engine's default", least=0
+    )
     count_experts: bool = option(
         True, "compile one more program to count a whole model's distinct experts; else uniform "
         "routing is assumed",
@@ -62,26 +81,23 @@ class BenchmarkConfig(RunConfig):
     fidelity_share: float = option(
         0.0, "share of some prompts' tokens in which a checkpoint's policy is compared with the "
         "exact model (KL), which is loaded last, under the largest budget; 0: none",
+        least=0, most=1,
     )  # fmt: skip
-    context: int = option(0, "tokens that the KV cache holds; 0: what the requests need")
-    memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
-        MemoryConfig(), "memory limits"
-    )
-    policy: PolicyConfig = option(PolicyConfig(), "policy of experts")  # noqa: RUF009
-    seed: int = option(0, "seed of random prompts and routing")
+    context: int = option(0, "tokens that the KV cache holds; 0: what the requests need", least=0)
+    memory: MemoryConfig = MEMORY
+    policy: PolicyConfig = POLICY
+    seed: int = option(0, "seed of random prompts and routing", least=0)
     output: str = option(
         "", "files for the result, with commas between: x.json (all), x.csv and x.jsonl (rows; the "
         "latter are appended)",
     )  # fmt: skip
-    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    platform: str = PLATFORM
     dtype: str = option(
         "auto",
         "of a checkpoint: auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 "
         "or float16; a shape is bfloat16",
     )
-    compilation_cache: str = option(
-        "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
-    )
+    compilation_cache: str = COMPILATION_CACHE
 
     def points(self) -> list[tuple[int, float]]:
         """Pairs (batch, GiB) to measure, budgets first; 0 is no limit."""
@@ -100,34 +116,16 @@ class BenchmarkConfig(RunConfig):
 
     def check(self) -> None:
         """Checks fields; what needs the model is checked when it is there (`RunConfig.check`)."""
-        if not self.checkpoint:
-            raise MoejaxError("checkpoint='' must be a name or a directory")
-        if self.shape and self.shape not in CONFIGS:
-            raise MoejaxError(f"shape={self.shape!r} is not there; there are: {', '.join(CONFIGS)}")
-        for name in ("bits", "attention_bits", "shared_bits"):
-            if getattr(self, name) not in SHAPE_BITS:
-                said = ", ".join(map(str, SHAPE_BITS))
-                raise MoejaxError(f"{name}={getattr(self, name)} must be one of {said}")
-        for name in ("group_size", "new_tokens", "runs"):
-            if getattr(self, name) < 1:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("layers", "prompt_tokens", "num_prompts", "steps_per_call", "context", "seed"):
-            if getattr(self, name) < 0:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a positive number")
+        super().check()
         if not self.batches or not all(1 <= batch <= MAX_BATCH for batch in self.batches):
             raise MoejaxError(f"batches={self.batches} must be numbers from 1 to {MAX_BATCH}")
         if not self.budgets or not all(0 <= gib < 1e6 for gib in self.budgets):
             raise MoejaxError(f"budgets={self.budgets} must be 0 (no limit) or numbers of GiB")
-        check_share(self.fidelity_share)
         if self.fidelity_share and (self.shape or not self.policy.name):
             raise MoejaxError(
                 f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model of "
                 "a checkpoint: name policy.name and a checkpoint, or leave it out"
             )
-        if not 0 <= self.recall <= 1:
-            raise MoejaxError(f"recall={self.recall} must be from 0 to 1")
-        if self.split not in SPLITS:
-            raise MoejaxError(f"split={self.split!r} must be one of {', '.join(SPLITS)}")
         for name in self.outputs():
             if not name.endswith(FORMATS):
                 raise MoejaxError(f"output={name} must end with one of {', '.join(FORMATS)}")

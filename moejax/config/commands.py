@@ -5,7 +5,6 @@ once into one of these with `from_config_dict`; below the mains nothing sees a C
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from moejax.config.options import RunConfig, option
@@ -13,7 +12,7 @@ from moejax.config.options import to_config_dict as to_config_dict
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits, check_gib, check_phase
-from moejax.inference.generation import GenerationSettings
+from moejax.inference.generation import NUM_SEEDS, GenerationSettings
 from moejax.models.shapes import SHAPES
 from moejax.text.chat_template import ChatSettings
 from moejax.text.corpus import JOINS
@@ -21,13 +20,10 @@ from moejax.text.windows import PRESETS, Windowing
 
 SHAPE_BITS = (2, 3, 4, 8, 16)
 THINKING = {"auto": None, "on": True, "off": False}
-
-
 _TASKS_BY_LM_EVAL = (
     "python -m moejax.lm_eval --model moejax --model_args pretrained=CHECKPOINT --tasks NAME "
     "--data FOLDER (moejax.evaluate measures perplexity alone)"
 )
-VERIFY = "first compare the files of checkpoints with their SHA-256, or checksums, where known"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,13 +41,14 @@ class MemoryConfig(RunConfig):
         Limits.disk_path, "a copy of the checkpoint that experts are read from; '': itself"
     )
     slots: int = option(
-        Limits.slots, "cache slots per layer on the accelerator; -1: as many as fit"
+        Limits.slots, "cache slots per layer on the accelerator; -1: as many as fit", least=-1
     )
     transient: int = option(
         Limits.transient,
         "slots through which other experts stream; 0: enough to keep the link busy",
+        least=0,
     )
-    prefetch: int = option(Limits.prefetch, "experts of the next layer to prefetch")
+    prefetch: int = option(Limits.prefetch, "experts of the next layer to prefetch", least=0)
     prefetch_in: str = option(
         Limits.prefetch_in, "steps that prefetch: both, prefill (of prompts) or decode"
     )
@@ -59,6 +56,7 @@ class MemoryConfig(RunConfig):
         Limits.bulk,
         "most experts in flight to the accelerator between steps; 0: none, or 8 to 32 by their "
         "bytes for a policy that transfers experts",
+        least=0,
     )
 
     def limits(self) -> Limits:
@@ -67,19 +65,48 @@ class MemoryConfig(RunConfig):
 
     def check(self) -> None:
         """Checks fields; `make_budget` checks them with the model (`RunConfig.check`)."""
+        super().check()
         check_gib(self.device_gib, self.host_gib, "")
-        if self.slots < -1:
-            raise MoejaxError(f"slots={self.slots} must be -1 (as many as fit) or a number")
-        for name in ("transient", "prefetch", "bulk"):
-            if getattr(self, name) < 0:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of experts")
         check_phase(self.prefetch_in, "")
 
 
-def check_share(share: float) -> None:
-    """Raises MoejaxError for a `fidelity_share` outside its range."""
-    if not 0 <= share <= 1:
-        raise MoejaxError(f"fidelity_share={share} must be from 0 to 1")
+def sampling(name: str, meaning: str, default: Any = None, more: str = "") -> Any:
+    """Declares a setting of answers; not given, it is the checkpoint's or `default`."""
+    own = getattr(GenerationSettings, name)
+    default = own if default is None else default
+    said = f"{meaning}; None: the checkpoint's, or {default:g}{more}"
+    return option(None, said, kind=type(own))
+
+
+# Fields of several commands.
+CHECKPOINT = option(
+    "demo", "'demo', a directory, or a Hugging Face name (org/name)", needed="a name or a directory"
+)
+VERIFY = option(
+    False, "first compare the files of checkpoints with their SHA-256, or checksums, where known"
+)
+PLATFORM = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+DTYPE = option(
+    "auto", "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16"
+)
+COMPILATION_CACHE = option(
+    "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
+)
+ADD_SPECIAL_TOKENS = option(
+    GenerationSettings.add_special_tokens, "let the tokenizer add its special tokens (such as bos)"
+)
+JOIN = option(
+    "none", "none (a file as it stands), or wikitext (its lines joined as papers join the rows)",
+    choices=JOINS,
+)  # fmt: skip
+MEMORY = option(MemoryConfig(), "memory limits")
+POLICY = option(PolicyConfig(), "policy of experts")
+BITS = option(
+    4, "bits of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)", choices=SHAPE_BITS
+)
+ATTENTION_BITS = option(16, "bits of a shape's attention or delta rule", choices=SHAPE_BITS)
+SHARED_BITS = option(16, "bits of a shape's shared experts", choices=SHAPE_BITS)
+GROUP_SIZE = option(64, "inputs per scale in a packed shape", least=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +117,7 @@ class RecordConfig(RunConfig):
         "", "a file for a trace of the routing, which moejax.sweep replays; '': none"
     )
     record_foreseen: int = option(
-        8, "predicted experts of the next layer in a trace, for prefetch; 0: none"
+        8, "predicted experts of the next layer in a trace, for prefetch; 0: none", least=0
     )
     record_probabilities: bool = option(
         False, "record every router's whole softmax, which some policies need"
@@ -101,9 +128,7 @@ class RecordConfig(RunConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`."""
-        if self.record_foreseen < 0:
-            said = f"record_foreseen={self.record_foreseen}"
-            raise MoejaxError(f"{said} must be 0 (none) or a number of experts")
+        super().check()
         for field in () if self.record_trace else dataclasses.fields(RecordConfig):
             if (value := getattr(self, field.name)) != field.default:
                 raise MoejaxError(
@@ -118,21 +143,14 @@ class GenerateConfig(RecordConfig):
 
     command = "moejax.generate"
 
-    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
-    verify: bool = option(False, VERIFY)
-    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
-    dtype: str = option(
-        "auto",
-        "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
-    )
-    context: int = option(0, "tokens that the KV cache holds; 0: what the prompts need")
-    memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
-        MemoryConfig(), "memory limits"
-    )
-    policy: PolicyConfig = option(PolicyConfig(), "policy of experts")  # noqa: RUF009
-    compilation_cache: str = option(
-        "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
-    )
+    checkpoint: str = CHECKPOINT
+    verify: bool = VERIFY
+    platform: str = PLATFORM
+    dtype: str = DTYPE
+    context: int = option(0, "tokens that the KV cache holds; 0: what the prompts need", least=0)
+    memory: MemoryConfig = MEMORY
+    policy: PolicyConfig = POLICY
+    compilation_cache: str = COMPILATION_CACHE
     trace_dir: str = option(
         "", "a directory for a profiler trace of the answers (TensorBoard, Perfetto); '': none"
     )
@@ -141,66 +159,43 @@ class GenerateConfig(RecordConfig):
         "settings below that are None come from the checkpoint's generation_config.json, as in "
         "transformers; off: they keep the defaults named there",
     )
-    max_new_tokens: int | None = option(
-        None,
-        f"end after so many tokens; None: the checkpoint's, or {GenerationSettings.max_new_tokens}",
-        kind=int,
+    max_new_tokens: int | None = sampling("max_new_tokens", "end after so many tokens")
+    temperature: float | None = sampling("temperature", "temperature of sampling; 0 is greedy")
+    top_k: int | None = sampling("top_k", "sample among the k likeliest tokens; 0: all")
+    top_p: float | None = sampling(
+        "top_p", "sample among the likeliest tokens of this total probability"
     )
-    temperature: float | None = option(
-        None,
-        "temperature of sampling; 0 is greedy; None: the checkpoint's, or "
-        f"{GenerationSettings.temperature:g}",
-        kind=float,
+    min_p: float | None = sampling(
+        "min_p", "leave out tokens below this share of the likeliest one"
     )
-    top_k: int | None = option(
-        None,
-        "sample among the k likeliest tokens; 0: all; None: the checkpoint's, or "
-        f"{GenerationSettings.top_k}",
-        kind=int,
-    )
-    top_p: float | None = option(
-        None,
-        "sample among the likeliest tokens of this total probability; None: the checkpoint's, or "
-        f"{GenerationSettings.top_p:g}",
-        kind=float,
-    )
-    min_p: float | None = option(
-        None,
-        "leave out tokens below this share of the likeliest one; None: the checkpoint's, or "
-        f"{GenerationSettings.min_p:g}",
-        kind=float,
-    )
-    repetition_penalty: float | None = option(
-        None,
-        "penalty above 1 makes tokens already in the text rarer; None: the checkpoint's, or "
-        f"{GenerationSettings.repetition_penalty:g}",
-        kind=float,
+    repetition_penalty: float | None = sampling(
+        "repetition_penalty", "penalty above 1 makes tokens already in the text rarer"
     )
     fidelity_share: float = option(
         0.0,
         "share of answer tokens in which --stats compares a policy with the exact model (KL); "
         "the exact model is loaded beside it under equal limits; 0: none",
-    )
+        least=0, most=1,
+    )  # fmt: skip
     seed: int = option(
         0,
         "sampling seed; text is not reproducible if a policy transfers experts between steps (see "
         "policy.emulate)",
-    )
+        least=0, most=NUM_SEEDS - 1,
+    )  # fmt: skip
     stop: tuple[str, ...] = option(
         (),
         "string that ends an answer, not included; may be repeated; none: the checkpoint's",
         commas=False,
     )
-    add_special_tokens: bool = option(
-        GenerationSettings.add_special_tokens,
-        "let the tokenizer add its special tokens (such as bos)",
-    )
+    add_special_tokens: bool = ADD_SPECIAL_TOKENS
     system_prompt: str = option(
         "", "system message of conversations (--chat, the server) that lack one; '': none"
     )
     thinking: str = option(
         "auto",
         "enable_thinking of chat templates that know it: on or off; auto: the template's default",
+        choices=tuple(THINKING),
     )
 
     def chat_settings(self) -> ChatSettings:
@@ -215,21 +210,12 @@ class GenerateConfig(RecordConfig):
 
     def check(self) -> None:
         """Checks fields but `platform` and `dtype`, which the engine checks (`RunConfig.check`)."""
-        if not self.checkpoint:
-            raise MoejaxError("checkpoint='' must be a name or a directory")
-        if self.context < 0:
-            raise MoejaxError(f"context={self.context} must be 0 (as needed) or a number of tokens")
         super().check()
-        check_share(self.fidelity_share)
         if self.fidelity_share and not self.policy.name:
             raise MoejaxError(
                 f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model: "
                 "name policy.name, or leave it out"
             )
-        if not 0 <= self.seed < 2**32:
-            raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
-        if self.thinking not in THINKING:
-            raise MoejaxError(f"thinking={self.thinking!r} is none of {', '.join(THINKING)}")
         GenerationSettings.of(**self.request())
 
 
@@ -242,29 +228,15 @@ class PlanConfig(GenerateConfig):
 
     command = "moejax.plan"
 
-    shape: str = option("", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}")
-    bits: int = option(4, "bits of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
-    attention_bits: int = option(16, "bits of a shape's attention or delta rule")
-    shared_bits: int = option(16, "bits of a shape's shared experts")
-    group_size: int = option(64, "inputs per scale in a packed shape")
-    batch: int = option(1, "sequences per batch")
-    chunk: int = option(0, "prompt tokens per prefill step; 0: the engine's default")
-
-    def check(self) -> None:
-        """See `RunConfig.check`."""
-        super().check()
-        if self.shape and self.shape not in SHAPES:
-            raise MoejaxError(f"shape={self.shape!r} is not there; {_listed(SHAPES)}")
-        for name in ("bits", "attention_bits", "shared_bits"):
-            if getattr(self, name) not in SHAPE_BITS:
-                said = ", ".join(map(str, SHAPE_BITS))
-                raise MoejaxError(f"{name}={getattr(self, name)} must be one of {said}")
-        if self.group_size < 1:
-            raise MoejaxError(f"group_size={self.group_size} must be at least 1")
-        if self.batch < 1:
-            raise MoejaxError(f"batch={self.batch} must be at least 1")
-        if self.chunk < 0:
-            raise MoejaxError(f"chunk={self.chunk} must be 0 (the engine's) or a number of tokens")
+    shape: str = option(
+        "", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}", choices=SHAPES
+    )
+    bits: int = BITS
+    attention_bits: int = ATTENTION_BITS
+    shared_bits: int = SHARED_BITS
+    group_size: int = GROUP_SIZE
+    batch: int = option(1, "sequences per batch", least=1)
+    chunk: int = option(0, "prompt tokens per prefill step; 0: the engine's default", least=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,7 +245,7 @@ class QuantizeConfig(RunConfig):
 
     command = "moejax.quantize"
 
-    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    checkpoint: str = CHECKPOINT
     output: str = option("", "a new directory for the quantized checkpoint; must be given")
     format: str = option("moejax", "file format: moejax, gptq or compressed-tensors")
     method: str = option(
@@ -294,36 +266,26 @@ class QuantizeConfig(RunConfig):
         "optionally 'within 200 MB', or a set of the paper's such as mixtral-s1",
     )
     factor_bits: int = option(3, "bits of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
-    passes: int = option(20, "most passes of milo")
+    passes: int = option(20, "most passes of milo", least=1)
     act_order: bool = option(
         False, "gptq visits inputs by falling importance, in groups that are fixed beforehand"
     )
     calibration: str = option(
         "default",
         "text for gptq, autoround and Frequency-r: default (the one that ships), or a file",
+        needed="'default' or a text file",
     )
     calibration_samples: int = option(
-        0, "samples of the calibration text; 0: 128, or as many as it has"
+        0, "samples of the calibration text; 0: 128, or as many as it has", least=0
     )
-    calibration_length: int = option(0, "tokens per sample; 0: 2048 or the model's context")
+    calibration_length: int = option(
+        0, "tokens per sample; 0: 2048 or the model's context", least=0
+    )
     rules: str = option(
         "", "'PATTERN: KEY=VALUE ...; ...', such as 'head: method=rtn bits=8; *.o_proj: bits=4'"
     )
-    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
-    compilation_cache: str = option(
-        "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
-    )
-
-    def check(self) -> None:
-        """Checks fields; those of the recipe are checked with the model (`RunConfig.check`)."""
-        if not self.checkpoint:
-            raise MoejaxError("checkpoint='' must be a name or a directory")
-        if not self.calibration:
-            raise MoejaxError("calibration='' must be 'default' or a text file")
-        if min(self.calibration_samples, self.calibration_length) < 0:
-            raise MoejaxError("calibration_samples and calibration_length must be 0 or positive")
-        if self.passes < 1:
-            raise MoejaxError(f"passes={self.passes} must be at least 1")
+    platform: str = PLATFORM
+    compilation_cache: str = COMPILATION_CACHE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -332,44 +294,35 @@ class EvaluateConfig(RecordConfig):
 
     command = "moejax.evaluate"
 
-    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
-    verify: bool = option(False, VERIFY)
+    checkpoint: str = CHECKPOINT
+    verify: bool = VERIFY
     text: str = option(
-        "wikitext2", "a UTF-8 file (.txt, .xz, .gz), or wikitext2: the test rows from the Hub"
-    )
-    join: str = option(
-        "none", "none (a file as it stands), or wikitext (its lines joined as papers join the rows)"
-    )
-    preset: str = option("2048/2048", f"window/stride: {' or '.join(PRESETS)}")
-    window: int = option(0, "most tokens that a prediction sees; 0: the preset's")
-    stride: int = option(0, "tokens between windows, at most the window; 0: the preset's")
-    max_tokens: int = option(0, "score the first so many tokens; 0: all")
+        "wikitext2", "a UTF-8 file (.txt, .xz, .gz), or wikitext2: the test rows from the Hub",
+        needed="a file, or wikitext2",
+    )  # fmt: skip
+    join: str = JOIN
+    preset: str = option("2048/2048", f"window/stride: {' or '.join(PRESETS)}", choices=PRESETS)
+    window: int = option(0, "most tokens that a prediction sees; 0: the preset's", least=0)
+    stride: int = option(0, "tokens between windows, at most the window; 0: the preset's", least=0)
+    max_tokens: int = option(0, "score the first so many tokens; 0: all", least=0)
     seed: int = option(0, "seed of the tokens compared with the exact model")
     batch_size: int = option(
-        8, "sequences at once; the result does not depend on it, and under a policy it is 1"
-    )
-    memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
-        MemoryConfig(), "memory limits"
-    )
-    policy: PolicyConfig = option(PolicyConfig(), "policy of experts")  # noqa: RUF009
+        8, "sequences at once; the result does not depend on it, and under a policy it is 1",
+        least=1,
+    )  # fmt: skip
+    memory: MemoryConfig = MEMORY
+    policy: PolicyConfig = POLICY
     fidelity_share: float = option(
         0.05,
         "share of the windows in which a policy is compared with the exact model (KL), which is "
         "loaded beside it under equal limits; 0: none",
-    )
+        least=0, most=1,
+    )  # fmt: skip
     output: str = option("", "a JSON file for the result; '': none")
-    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
-    dtype: str = option(
-        "auto",
-        "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
-    )
-    compilation_cache: str = option(
-        "auto", "directory of compiled programs: auto (the user's cache), a path, '' (off)"
-    )
-    add_special_tokens: bool = option(
-        GenerationSettings.add_special_tokens,
-        "let the tokenizer add its special tokens (such as bos)",
-    )
+    platform: str = PLATFORM
+    dtype: str = DTYPE
+    compilation_cache: str = COMPILATION_CACHE
+    add_special_tokens: bool = ADD_SPECIAL_TOKENS
 
     def moved(self, name: str) -> str:
         """Names lm_eval for the tasks that this command had (`RunConfig.moved`)."""
@@ -396,21 +349,7 @@ class EvaluateConfig(RecordConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`."""
-        if not self.checkpoint:
-            raise MoejaxError("checkpoint='' must be a name or a directory")
-        if not self.text:
-            raise MoejaxError("text='' must be a file, or wikitext2")
-        if self.join not in JOINS:
-            raise MoejaxError(f"join={self.join!r} is not there; {_listed(JOINS)}")
-        if self.preset not in PRESETS:
-            raise MoejaxError(f"preset={self.preset!r} is not there; {_listed(PRESETS)}")
-        for name in ("window", "stride", "max_tokens"):
-            if getattr(self, name) < 0:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of tokens")
         super().check()
-        if self.batch_size < 1:
-            raise MoejaxError(f"batch_size={self.batch_size} must be at least 1")
-        check_share(self.fidelity_share)
         is_given = self.fidelity_share not in (0, EvaluateConfig.fidelity_share)
         if is_given and not self.policy.name:
             raise MoejaxError(
@@ -418,8 +357,3 @@ class EvaluateConfig(RecordConfig):
                 "name policy.name, or leave it out"
             )
         self.windowing().check()
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return f"there {'is' if len(names) == 1 else 'are'}: {', '.join(names)}"

@@ -35,9 +35,6 @@ def settings(axes: Iterable[str]) -> list[dict[str, Any]]:
 
     Args:
       axes: "name=values", see `axis`; a text without "=" is one more value of the axis before it.
-
-    Raises:
-      MoejaxError: an axis cannot be read, is given twice, or the grid is too large.
     """
     joined: list[str] = []
     for text in axes:
@@ -65,9 +62,6 @@ def axis(text: str) -> tuple[str, list[Any]]:
 
     A value is a number, true, false, none, numbers of several tiers, "24/104", or a word, such as a
     name, "dynaexq+dymoe", or the path of a file. A range includes its last value.
-
-    Raises:
-      MoejaxError: a value is none of these.
     """
     name, equals, values = text.partition("=")
     if not equals or not name.isidentifier() or not values:

@@ -4,7 +4,8 @@ import ast
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from ml_collections import config_dict
@@ -20,15 +21,27 @@ _BOOLEANS = {
 
 
 def option(
-    default: _T, meaning: str, *, commas: bool = True, kind: type[int | float] | None = None
+    default: _T,
+    meaning: str,
+    *,
+    commas: bool = True,
+    kind: type[int | float] | None = None,
+    least: float | None = None,
+    most: float = math.inf,
+    choices: Collection[Any] = (),
+    needed: str = "",
 ) -> _T:
-    """Declares a dataclass field with its `--help` line.
+    """Declares a dataclass field with its `--help` line and what `RunConfig.check` allows.
 
     Args:
       commas: whether commas divide a list's items on the command line; else each flag is one item.
       kind: type of a number whose None means "not given".
+      least: the least number; without it no number is refused.
+      choices: all values but the default; () for any.
+      needed: what a text must be that may not be empty.
     """
-    metadata = {"help": meaning, "commas": commas, "kind": kind}
+    metadata = {"help": meaning, "commas": commas, "kind": kind, "least": least, "most": most}
+    metadata |= {"choices": choices, "needed": needed}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -38,15 +51,23 @@ class RunConfig:
 
     A field whose default is a RunConfig is a group of fields, named `group.field` on the command
     line and in errors; groups are not nested.
-
-    Attributes:
-      command: the command that runs it, "" for a group.
     """
 
-    command: ClassVar[str] = ""
+    command: ClassVar[str] = ""  # the command that runs it, "" for a group
 
     def check(self) -> None:
-        """Raises MoejaxError naming the first field with a bad value, and its range."""
+        """Raises MoejaxError naming the first field with a bad value, and what it must be."""
+        for field in dataclasses.fields(self):
+            value, of = getattr(self, field.name), field.metadata
+            least, most, choices = of["least"], of["most"], of["choices"]
+            said = of["needed"] if value == "" else ""
+            if choices and value not in choices and value != field.default:
+                said = f"one of {', '.join(map(str, choices))}"
+            elif least is not None and not (least <= value <= most and value != math.inf):
+                said = f"from {least} to {most}" if most < math.inf else f"at least {least}"
+                said = "0 or more" if said == "at least 0" else said
+            if said:
+                raise MoejaxError(f"{field.name}={value!r} must be {said}")
 
     def moved(self, name: str) -> str:
         """Flag that replaces a field of an earlier version; "" for none."""
@@ -164,9 +185,6 @@ def value_of(option: Option, texts: Sequence[str]) -> Any:
     Args:
       texts: one for each use of its flag. The last counts; all of them for a list, which may also
         be written in Python's form: ('int4', 'int2').
-
-    Raises:
-      MoejaxError: a text is not a value of the field's type.
     """
     name, default, text = option.name, option.default, texts[-1]
     if option.kind is not None:

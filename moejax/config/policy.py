@@ -61,7 +61,7 @@ SETTINGS = {
     "background_bytes": "buddymoe: bytes of background transfers a step; None: 1/4 of an expert",
     "half_life": "buddymoe: steps after which a miss counts half",
     "least_misses": "buddymoe: misses before an expert is fetched in the background",
-    "form": "buddymoe: how Algorithm 1 is computed: table, ranks or kernel",
+    "form": "buddymoe: how Algorithm 1 is computed: ranks or kernel",
     "max_requests": "dynaexq, buddymoe: most transfers between two steps",
     "seed": "seed of random choices",
 }
@@ -116,11 +116,7 @@ class PolicyConfig(RunConfig):
         return [f"\nSettings of {self.name} and their defaults, for policy.settings:", *rows]
 
     def tiering(self) -> "Tiering | None":
-        """Builds the policy and its tiers for an engine; None for the router alone.
-
-        Raises:
-          MoejaxError: the policy or a setting is unknown, or a value is not allowed.
-        """
+        """Builds the policy and its tiers for an engine; None for the router alone."""
         if not self.name:
             return None
         from moejax.experts.tiering import Tiering
@@ -140,6 +136,7 @@ class PolicyConfig(RunConfig):
 
     def check(self) -> None:
         """Checks fields; settings are checked when the policy is made (`RunConfig.check`)."""
+        super().check()
         if self.name == "auto":
             raise MoejaxError(
                 "name='auto' is no longer a policy: moejax.sweep --config.trace=FILE "

@@ -1,11 +1,10 @@
 """Configuration of `python -m moejax.serve`."""
 
 import dataclasses
-import math
 import re
 from typing import Any
 
-from moejax.config.commands import GenerateConfig
+from moejax.config.commands import GenerateConfig, sampling
 from moejax.config.options import option
 from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
@@ -23,21 +22,22 @@ class ServeConfig(GenerateConfig):
 
     command = "moejax.serve"
 
-    max_new_tokens: int | None = option(
-        None,
-        "default of requests; an answer also ends at the end of the context; None: the "
-        f"checkpoint's, or {SERVED['max_new_tokens']}",
-        kind=int,
-    )
-    temperature: float | None = option(
-        None,
-        "default of requests; 0 is greedy; None: the checkpoint's, or "
-        f"{SERVED['temperature']:g}, like OpenAI's API",
-        kind=float,
-    )
+    max_new_tokens: int | None = sampling(
+        "max_new_tokens", "default of requests; an answer also ends at the end of the context",
+        SERVED["max_new_tokens"],
+    )  # fmt: skip
+    temperature: float | None = sampling(
+        "temperature", "default of requests; 0 is greedy", SERVED["temperature"],
+        ", like OpenAI's API",
+    )  # fmt: skip
     seed: int = option(0, "default seed of requests; 0: a random one")
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all, for everybody")
-    port: int = option(8000, "port to listen on; 0: any that is free, which is printed")
+    host: str = option(
+        "127.0.0.1", "address to listen on; 0.0.0.0: all, for everybody",
+        needed="an address; 127.0.0.1 is this machine alone",
+    )  # fmt: skip
+    port: int = option(
+        8000, "port to listen on; 0: any that is free, which is printed", least=0, most=65535
+    )
     allowed_hosts: tuple[str, ...] = option(
         (), "names in Host beside localhost and the address it listens on; '*': any"
     )
@@ -47,20 +47,24 @@ class ServeConfig(GenerateConfig):
     api_key: str = option("", "key that clients send as Authorization: Bearer; '': none")
     api_key_file: str = option("", "a file that holds api_key, which other users can see in `ps`")
     max_connections: int = option(
-        512, "most open connections; further ones get 503, or replace the longest idle one"
+        512, "most open connections; further ones get 503, or replace the longest idle one", least=1
     )
     model_name: str = option("", "model name for clients; '': the checkpoint's (last) name")
-    max_batch: int = option(8, "most answers computed together")
-    queue_limit: int = option(128, "answers that may wait for their turn; more are refused (429)")
-    max_answers: int = option(
-        32, "most answers of one request, n times its prompts; more are refused (400)"
+    max_batch: int = option(8, "most answers computed together", least=1)
+    queue_limit: int = option(
+        128, "answers that may wait for their turn; more are refused (429)", least=1
     )
-    deadline_s: float = option(0.0, "seconds after which a request is ended (504); 0: none")
-    max_body_bytes: int = option(4 * 2**20, "most bytes of a request's body (413)")
+    max_answers: int = option(
+        32, "most answers of one request, n times its prompts; more are refused (400)", least=1
+    )
+    deadline_s: float = option(
+        0.0, "seconds after which a request is ended (504); 0: none", least=0
+    )
+    max_body_bytes: int = option(4 * 2**20, "most bytes of a request's body (413)", least=1)
     warm_up: bool = option(
         True, "compile all programs before it is ready, so that no request waits for a compiler"
     )
-    grace_s: float = option(10.0, "seconds that answers may continue after SIGTERM")
+    grace_s: float = option(10.0, "seconds that answers may continue after SIGTERM", least=0)
 
     def settings(self, defaults: dict[str, Any]) -> GenerationSettings:
         """Settings of a request that gives none; `defaults` are the checkpoint's."""
@@ -69,23 +73,12 @@ class ServeConfig(GenerateConfig):
     def check(self) -> None:
         """See `RunConfig.check`."""
         super().check()
-        if not self.host:
-            raise MoejaxError("host='' must be an address; 127.0.0.1 is this machine alone")
-        if not 0 <= self.port < 2**16:
-            raise MoejaxError(f"port={self.port} must be from 0 (any) to 65535")
-        counts = ("max_batch", "queue_limit", "max_answers", "max_body_bytes", "max_connections")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be at least 1")
         if self.api_key and self.api_key_file:
             raise MoejaxError("api_key and api_key_file exclude each other: give one of them")
         check_key(self.api_key, "api_key")
         for name in ("allowed_hosts", "cors_origins"):
             if not all(getattr(self, name)):
                 raise MoejaxError(f"{name} holds an empty text: leave it out")
-        for name in ("deadline_s", "grace_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of seconds")
         for name in ("record_trace", "trace_dir", "fidelity_share"):
             if getattr(self, name):
                 raise MoejaxError(f"{name} is not for a server: use moejax.generate")

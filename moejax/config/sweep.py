@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from moejax.config.commands import PLATFORM
 from moejax.config.options import RunConfig, option
 from moejax.config.policy import NAMES
 from moejax.errors import MoejaxError
@@ -42,11 +43,12 @@ class SweepConfig(RunConfig):
     )
     device_gib: float = option(0.0, "recommend: accelerator memory for experts, GiB")
     floor: float = option(
-        0.95, "recommend: least share of the gate mass served like the first tier"
+        0.95, "recommend: least share of the gate mass served like the first tier", least=0, most=1
     )
     bulk: int = option(
-        -1, "most experts in flight between calls of 16 steps, like memory.bulk; -1: the engine's"
-    )
+        -1, "most experts in flight between calls of 16 steps, like memory.bulk; -1: the engine's",
+        least=-1,
+    )  # fmt: skip
     base_ms: float = option(0.0, "milliseconds of a decode step without misses")
     links: tuple[str, ...] = option(
         ("50", "12"), "GiB/s from host to device: PCIe 5 x16 about 50, PCIe 3 x16 about 12"
@@ -61,18 +63,17 @@ class SweepConfig(RunConfig):
     )
     output: str = option("", "a JSON Lines file to which every setting is appended; '': none")
     plot: str = option("", "a picture of time against memory (.png); '': none")
-    rows: int = option(40, "most settings in the printed table, spread over the Pareto front")
-    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    rows: int = option(
+        40, "most settings in the printed table, spread over the Pareto front", least=1
+    )
+    platform: str = PLATFORM
 
     def check(self) -> None:
         """Checks fields; trace, grid and machine are checked when read (`RunConfig.check`)."""
+        super().check()
         if self.policy not in POLICIES and ":" not in self.policy:
             known = ", ".join(POLICIES)
             raise MoejaxError(f"there is no policy {self.policy!r} to sweep over; known: {known}")
-        if self.bulk < -1:
-            raise MoejaxError(f"bulk={self.bulk} must be a number of experts, or -1: as the engine")
-        if self.rows < 1:
-            raise MoejaxError(f"rows={self.rows} must be at least 1")
         if not self.links and not self.calibration:
             raise MoejaxError("links=() must name a speed in GiB/s, or give a calibration")
         for link in self.links:
@@ -81,8 +82,6 @@ class SweepConfig(RunConfig):
             raise MoejaxError(f"device_gib={self.device_gib:g} must be a number of GiB")
         if self.recommend and not self.device_gib:
             raise MoejaxError("recommend needs --config.device_gib=GIB")
-        if not 0 <= self.floor <= 1:
-            raise MoejaxError(f"floor={self.floor:g} must be from 0 to 1")
         for tier in self.tiers:
             name, _, size = tier.partition("=")
             if not name or not size.isdigit() or not int(size):

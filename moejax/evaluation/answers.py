@@ -30,27 +30,18 @@ class AnswerFile:
     - the answers of a finished run with this head: replaced, the run begins anew.
 
     Nothing is written before the first new answer.
-
-    Attributes:
-      known: answers by document, those of the file first.
-      num_resumed: how many were there already.
     """
 
     def __init__(
         self,
-        path: Path | None,
+        path: Path | None,  # of the file; None keeps answers in memory only
+        # plain JSON values; answers are reused only by a run with an equal head
         head: dict[str, Any],
         *,
-        numbers: Sequence[str] = (),
-        anew: str = "",
+        numbers: Sequence[str] = (),  # names of each answer's finite numbers
+        anew: str = "",  # reason to reuse no answer; "": answers are reused
     ):
         """Reads the answers that exist.
-
-        Args:
-          path: of the file; None keeps answers in memory only.
-          head: plain JSON values; answers are reused only by a run with an equal head.
-          numbers: names of each answer's finite numbers.
-          anew: reason to reuse no answer; "": answers are reused.
 
         Raises:
           MoejaxError: the file belongs to another run, or is not a file of answers.
@@ -59,7 +50,7 @@ class AnswerFile:
         self._head = json.loads(json.dumps(head))
         self._begun = False
         self._aside = False
-        self.known: dict[int, Answer] = {}
+        self.known: dict[int, Answer] = {}  # answers by document, those of the file first
         if path is not None and (stored := _stored(path, numbers)):
             if not stored.finished:
                 self._go_on(path, stored, anew)
@@ -69,7 +60,7 @@ class AnswerFile:
                     "%s holds the answers of a finished run with other settings; they are kept in "
                     "%s", path, _free_name(path).name,
                 )  # fmt: skip
-        self.num_resumed = len(self.known)
+        self.num_resumed = len(self.known)  # how many were there already
 
     def add(self, answers: list[Answer]) -> None:
         """Keeps answers, each with its document's "index"."""

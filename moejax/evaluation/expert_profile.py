@@ -42,36 +42,24 @@ COMPARED_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Counting:
-    """How tokens are counted; static.
+    """How tokens are counted; static."""
 
-    Attributes:
-      warmup: first tokens of a window, which have seen little of the text.
-      warmup_weight: weight of one of them (BuddyMoE section 3.3), 0 to 1.
-      temperature: temperature of p~ in TAE.
-      outputs: whether the outputs of all experts are compared: each runs on every token.
-    """
-
-    warmup: int = 0
-    warmup_weight: float = 1.0
-    temperature: float = 1.0
+    warmup: int = 0  # first tokens of a window, which have seen little of the text
+    warmup_weight: float = 1.0  # weight of one of them (BuddyMoE section 3.3), 0 to 1
+    temperature: float = 1.0  # temperature of p~ in TAE
+    # whether the outputs of all experts are compared: each runs on every token
     outputs: bool = False
 
 
 def profile(
-    runner: Runner,
-    ids: np.ndarray,
-    window: int,
+    runner: Runner,  # its model holds its experts
+    ids: np.ndarray,  # integer[n], at least two; the last one is not fed, since nothing follows it
+    window: int,  # tokens that see each other
     batch_size: int,
     counting: Counting,
     on_batch: Callable[[int], None] = lambda num_tokens: None,
 ) -> ExpertActivity:
     """Counts the routing of a stream of tokens, in windows that do not overlap.
-
-    Args:
-      runner: its model holds its experts.
-      ids: integer[n], at least two; the last one is not fed, since nothing follows it.
-      window: tokens that see each other.
-      on_batch: called with the tokens of each batch.
 
     Returns:
       The counts, on the host.

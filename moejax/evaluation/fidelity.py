@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,23 +35,12 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """Divergence of a policy's predictions from the exact model's, over a sample's tokens.
+    """Divergence of a policy's predictions from the exact model's, over a sample's tokens."""
 
-    Attributes:
-      mean_kl: nats, of exact p and policy's q: sum p log(p / q).
-      largest_kl: the largest of one token.
-      same_choice: share of tokens whose likeliest next token is the same.
-      num_tokens: tokens compared.
-    """
-
-    mean_kl: float
-    largest_kl: float
-    same_choice: float
-    num_tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Fields for JSON."""
-        return dataclasses.asdict(self)
+    mean_kl: float  # nats, of exact p and policy's q: sum p log(p / q)
+    largest_kl: float  # the largest of one token
+    same_choice: float  # share of tokens whose likeliest next token is the same
+    num_tokens: int  # tokens compared
 
     def describe(self) -> str:
         """Describes the result in a line."""
@@ -63,11 +52,7 @@ class Fidelity:
 
 
 def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0) -> Sample:
-    """Samples windows spread over a stream, and random positions of each.
-
-    Args:
-      share: share of the windows, above 0; at least one is taken.
-    """
+    """Samples a share of the windows of a stream, one at least, and random positions of each."""
     stream = np.asarray(ids, np.int32)
     length = min(windowing.window, len(stream))
     num_windows = windowing.num_windows(len(stream))
@@ -80,12 +65,7 @@ def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0
 
 
 def sample_answer(ids: Sequence[int], num_prompt: int, share: float, seed: int = 0) -> Sample:
-    """Samples random positions of an answer, one window with its prompt.
-
-    Args:
-      ids: the prompt, then the answer, which is not empty.
-      share: share of the answer's tokens, above 0; at least one is taken.
-    """
+    """Samples random positions of a share of an answer, in one window with its prompt."""
     tokens = np.asarray(ids, np.int32)
     predicting = np.arange(max(0, num_prompt - 1), len(tokens) - 1)  # each the token after it
     count = math.ceil(share * len(predicting))
@@ -97,11 +77,7 @@ def sample_prompts(prompts: Sequence[list[int]], share: float) -> list[Sample]:
     """Some prompts, spread over all of them, and random tokens of each.
 
     Args:
-      prompts: token ids.
       share: of a prompt's tokens, above 0; at most `POSITIONS`, at least one.
-
-    Raises:
-      MoejaxError: no prompt has two tokens.
     """
     long = [prompt for prompt in prompts if len(prompt) > 1]
     if not long:

@@ -34,7 +34,6 @@ from moejax.loading import load_scoring_engine
 _ARGUMENTS = cli.Command(
     doc=__doc__ or "",
     default=EvaluateConfig(),
-    define_flags=lambda values: None,
     body=lambda config, values: None,
 )
 # Generation arguments, by lm_eval's names and by ours.
@@ -47,9 +46,6 @@ def read_arguments(arguments: dict[str, Any]) -> EvaluateConfig:
 
     Args:
       arguments: `pretrained`, `config` and fields of `EvaluateConfig`, groups by dots.
-
-    Raises:
-      MoejaxError: a field is unknown, or a value not allowed.
     """
     arguments = dict(arguments)
     argv = ["lm_eval"]
@@ -91,7 +87,6 @@ class MoejaxLM(TemplateLM):
         Args:
           pretrained: as `moejax.evaluate`'s `checkpoint`; None: its default.
           batch_size: sequences at once; None or "auto": its default.
-          max_batch_size: not used; lm_eval gives it.
           device: "cpu", "gpu", "cuda..." or None for any.
           max_gen_toks: most tokens of an answer, unless the task sets its own.
           **fields: fields of `EvaluateConfig`; see the module.

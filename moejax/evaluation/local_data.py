@@ -17,8 +17,9 @@ import datasets
 from lm_eval.api.task import ConfigurableTask
 
 from moejax.errors import MoejaxError
-from moejax.evaluation.rows import Row, read_rows
+from moejax.text.corpus import decoded, json_lines, unpacked
 
+Row = dict[str, Any]
 PART = "subject"  # names the part in a file of several
 _FILE = re.compile(r"(?P<name>.+)\.(?P<split>\w+)\.jsonl(\.xz|\.gz)?")
 
@@ -35,22 +36,13 @@ class Splits(datasets.DatasetDict):
 
 @dataclasses.dataclass(frozen=True)
 class LocalData:
-    """A folder of data sets.
+    """A folder of data sets."""
 
-    Attributes:
-      folder: of the files.
-      num_fewshot: examples before each document; None for the task's own number.
-    """
-
-    folder: Path
-    num_fewshot: int | None = None
+    folder: Path  # of the files
+    num_fewshot: int | None = None  # examples before each document; None for the task's own number
 
     def splits(self, task: Any) -> Splits:
-        """Reads the data set of one of lm_eval's tasks.
-
-        Raises:
-          MoejaxError: the folder, or a file of a split that the task needs, is missing.
-        """
+        """Reads the data set of one of lm_eval's tasks."""
         if not self.folder.is_dir():
             raise MoejaxError(f"--data {self.folder} is no folder; name one of JSON Lines files")
         part = task.dataset_name
@@ -85,7 +77,9 @@ def _plain(name: str) -> str:
 
 
 def _rows_of(path: Path, part: str | None, dataset: str) -> list[Row]:
-    rows = read_rows(path).rows
+    rows = [row for _, row in json_lines(path, decoded(path, unpacked(path)))]
+    if not rows:
+        raise MoejaxError(f"{path} holds no rows")
     if part and any(PART in row for row in rows):
         rows = [row for row in rows if _plain(str(row.get(PART))) == _plain(part)]
         if not rows:

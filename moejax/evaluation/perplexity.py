@@ -41,18 +41,12 @@ class WindowScore(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogLikelihood:
-    """Measured likelihood: nats over `num_scored` tokens, in `num_windows` windows.
+    """Measured likelihood: nats over `num_scored` tokens, in `num_windows` windows."""
 
-    Attributes:
-      nats: sum over all scored tokens.
-      num_scored: tokens.
-      num_windows: windows.
-      stderr: of `nats` / `num_scored`, by `STANDARD_ERROR`; None for a single window.
-    """
-
-    nats: float
-    num_scored: int
-    num_windows: int
+    nats: float  # sum over all scored tokens
+    num_scored: int  # tokens
+    num_windows: int  # windows
+    # of `nats` / `num_scored`, by `STANDARD_ERROR`; None for a single window
     stderr: float | None = None
 
     @classmethod

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from absl import logging
 
 from moejax.checkpoints import resolve_checkpoint
 from moejax.config.commands import EvaluateConfig
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
 from moejax.evaluation import fidelity, record
 from moejax.evaluation.answers import AnswerFile, beside, check_place
 from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
@@ -36,7 +35,11 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
         tiering = config.policy.tiering()
         engine = load_scoring_engine(config, directory, tiering)
         windowing = config.windowing()
-        check_window(engine, windowing)
+        if windowing.window > (longest := engine.config.context_limit):
+            raise MoejaxError(
+                f"window={windowing.window} is beyond the model's context of {longest}; set "
+                f"--config.window={longest} or less, and name it where the figure is printed"
+            )
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
         stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
@@ -47,59 +50,49 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
         answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=config.begins_anew())
         if answers.num_resumed:
             count = f"{answers.num_resumed} of {windowing.num_windows(len(stream.ids))} windows"
-            _tell(f"{count} are taken over from {place}")
+            print_stderr(f"{count} are taken over from {place}")
         started, compiled = time.perf_counter(), engine.compile_seconds
         with recorded(engine, config, config.text):
             measured = measure(engine, stream.ids, windowing, config.num_rows(), answers)
         seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
-        ledger = engine.ledger
-
-        def written(found: fidelity.Fidelity | None) -> dict[str, Any]:
-            result = record.perplexity_record(
-                engine,
-                head,
-                measured,
-                num_bytes=text.num_bytes,
-                stored=record.stored_bytes(directory),
-                seconds=seconds,
-                batch_size=config.num_rows(),
-                seed=config.seed,
-                num_resumed=answers.num_resumed,
-                ledger=ledger,
-                fidelity=found,
-            )
-            if output:
-                record.write_record(output, result)
-            return result
-
-        result = written(None)
-        answers.finish()
-        print(
-            "\n".join([record.summary(result), *(ledger.describe() if ledger else [])]), flush=True
+        result = record.perplexity_record(
+            engine,
+            head,
+            measured,
+            num_bytes=text.num_bytes,
+            stored=record.stored_bytes(directory),
+            seconds=seconds,
+            batch_size=config.num_rows(),
+            seed=config.seed,
+            num_resumed=answers.num_resumed,
         )
+        if output:
+            record.write_record(output, result)
+        answers.finish()
+        moved = engine.ledger.describe() if engine.ledger else []
+        print("\n".join([record.summary(result), *moved]), flush=True)
         if tiering and config.fidelity_share:
             chosen = fidelity.sample(stream.ids, windowing, config.fidelity_share, config.seed)
             # Both models read these windows; the exact one is loaded first.
             reading = 2 * seconds * chosen.tokens.size / max(1, measured.num_scored)
-            _tell(
+            print_stderr(
                 f"comparing with the exact model on {chosen.num_tokens} tokens: about "
                 f"{engine.load_seconds + reading:.0f} s and compiling; "
                 "--config.fidelity_share=0 leaves it out"
             )
             if found := _compared(config, directory, engine, chosen):
-                written(found)
+                if output:
+                    record.write_record(output, result | {"fidelity": dataclasses.asdict(found)})
                 print(found.describe())
-
-
-def _tell(line: str) -> None:
-    """Prints a line for people, beside the result."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def _head(
     config: EvaluateConfig, text: Text, stream: Stream, directory: Path, engine: "Engine"
 ) -> dict[str, Any]:
-    """Identity of a measurement: windows are reused only by a run with an equal one."""
+    """Identity of a measurement: windows are reused only by a run with an equal one.
+
+    The batch size is not part of it: a run may resume with another.
+    """
     return {
         "task": "perplexity",
         "text": {"source": text.source, "sha256": text.sha256},
@@ -111,7 +104,10 @@ def _head(
             "tokenizer_sha256": stream.tokenizer_sha256,
         },
         "checkpoint": {"name": config.checkpoint, **record.fingerprint(directory)},
-        **record.of_engine(engine, policy=config.policy, memory=config.memory),
+        "dtype": str(engine.dtype),
+        "device": engine.device.device_kind,
+        "policy": dataclasses.asdict(config.policy) if config.policy.name else None,
+        "memory": dataclasses.asdict(config.memory),
     }
 
 
@@ -126,16 +122,6 @@ def _compared(
     except MoejaxError as error:
         logging.error("the KL of the exact model was not measured: %s", error)
         return None
-
-
-def check_window(engine: "Engine", windowing: Windowing) -> None:
-    """Raises MoejaxError for a window longer than the model's context."""
-    longest = engine.config.context_limit
-    if windowing.window > longest:
-        raise MoejaxError(
-            f"window={windowing.window} is beyond the model's context of {longest}; set "
-            f"--config.window={longest} or less, and name it where the figure is printed"
-        )
 
 
 def measure(

@@ -1,6 +1,5 @@
 """Records of an evaluation: the figure, and all that is needed to measure it again."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -8,10 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax.checkpoints.safetensors_reader import stored_tensors
-from moejax.config.commands import MemoryConfig
-from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
-from moejax.evaluation.fidelity import Fidelity
 from moejax.evaluation.perplexity import RULE, STANDARD_ERROR, LogLikelihood
 from moejax.experts.bits import describe_bits
 from moejax.files import result_rows as results
@@ -20,7 +16,6 @@ from moejax.inference import report
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
-    from moejax.experts.ledger import Ledger
 
 
 def stored_bytes(directory: Path) -> int | None:
@@ -33,32 +28,18 @@ def stored_bytes(directory: Path) -> int | None:
 
 def perplexity_record(
     engine: "Engine",
-    head: dict[str, Any],
+    head: dict[str, Any],  # identity of the measurement (`answers.AnswerFile`)
     measured: LogLikelihood,
     *,
     num_bytes: int,
-    stored: int | None,
-    seconds: float,
+    stored: int | None,  # bytes of the checkpoint's tensors, None if not known
+    seconds: float,  # time of scoring without compiling
     batch_size: int,
     seed: int,
-    num_resumed: int,
-    ledger: "Ledger | None" = None,
-    fidelity: Fidelity | None = None,
+    num_resumed: int,  # windows that an earlier run scored; times and ledger are without them
 ) -> dict[str, Any]:
-    """Builds the result as JSON.
-
-    Args:
-      engine: the one that scored.
-      head: identity of the measurement (`answers.AnswerFile`).
-      num_bytes: bytes of the text.
-      stored: bytes of the checkpoint's tensors, None if not known.
-      seconds: time of scoring without compiling.
-      seed: seed of the tokens compared with the exact model.
-      num_resumed: windows that an earlier run scored; times and ledger are without them.
-      ledger: experts moved in this run.
-      fidelity: distance from the exact model, if it was compared.
-    """
-    mean = measured.nats / measured.num_scored
+    """Builds the result as JSON."""
+    mean, ledger = measured.nats / measured.num_scored, engine.ledger
     return {
         "task": head["task"],
         "checkpoint": head["checkpoint"]["name"],
@@ -85,14 +66,7 @@ def perplexity_record(
         "limits": head["memory"],
         "ledger": None if ledger is None else ledger.as_dict(),
         "resumed_windows": num_resumed,
-        "fidelity": None if fidelity is None else fidelity.as_dict(),
-        **_of_run(engine, stored, {"score": seconds}),
-    }
-
-
-def _of_run(engine: "Engine", stored: int | None, seconds: dict[str, float]) -> dict[str, Any]:
-    """Fields of every result: the model, and the run's cost."""
-    return {
+        "fidelity": None,  # where a policy is compared with the exact model, later
         "dtype": str(engine.dtype),
         "experts": engine.experts_used,
         "kernels": engine.kernels,
@@ -108,12 +82,14 @@ def _of_run(engine: "Engine", stored: int | None, seconds: dict[str, float]) -> 
             "device_peak_bytes": report.device_peak_bytes(engine.device),
             "host_peak_bytes": report.host_peak_bytes(),
         },
-        "seconds": {"load": engine.load_seconds, "compile": engine.compile_seconds, **seconds},
+        "seconds": {
+            "load": engine.load_seconds, "compile": engine.compile_seconds, "score": seconds,
+        },
         "device": results.describe_device(engine.device),
         "versions": results.package_versions("jax", "jaxlib", "flax", "numpy", "tokenizers"),
         "date": results.today(),
         "command": results.command_line(),
-    }
+    }  # fmt: skip
 
 
 def fingerprint(directory: Path) -> dict[str, Any]:
@@ -130,31 +106,11 @@ def fingerprint(directory: Path) -> dict[str, Any]:
     return {"sha256": small, "files": large}
 
 
-def of_engine(engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig) -> dict[str, Any]:
-    """Facts of an engine that decide scores, for the head of a file of answers.
-
-    The batch size is not among them: a run may resume with another.
-    """
-    return {
-        "dtype": str(engine.dtype),
-        "device": engine.device.device_kind,
-        "policy": dataclasses.asdict(policy) if policy.name else None,
-        "memory": dataclasses.asdict(memory),
-    }
-
-
-def _forms(record: dict[str, Any]) -> str:
-    return "/".join(record["experts"]) or "none (nothing was left to run)"
-
-
-def _bits(record: dict[str, Any]) -> str:
-    weights = record["weights"]
-    return describe_bits(weights["bits_per_weight"], weights["bits_per_weight_by_part"], 3)
-
-
 def summary(record: dict[str, Any]) -> str:
     """Summarises the result in one line, with its protocol."""
     protocol, weights = record["protocol"], record["weights"]
+    bits = describe_bits(weights["bits_per_weight"], weights["bits_per_weight_by_part"], 3)
+    forms = "/".join(record["experts"]) or "none (nothing was left to run)"
     stored = weights["stored_bits_per_weight"]
     in_files = "" if stored is None else f", {stored:.3f} in the files"
     stride = f"stride {protocol['stride']}" + (", one at a time" if record["policy"] else "")
@@ -164,8 +120,8 @@ def summary(record: dict[str, Any]) -> str:
         f"perplexity {record['perplexity']:.4f}{error}, {record['bits_per_byte']:.4f} bits a byte; "
         f"{record['tokens_scored']} of {record['tokens']} tokens scored, {record['bytes']} bytes "
         f"of {record['text']['source']}; window {protocol['window']}, {stride}, "
-        f"bos {protocol['bos'] or 'none'}; {_bits(record)} in memory"
-        f"{in_files}; {record['dtype']}, experts by {_forms(record)}, "
+        f"bos {protocol['bos'] or 'none'}; {bits} in memory"
+        f"{in_files}; {record['dtype']}, experts by {forms}, "
         f"{record['seconds']['score']:.1f} s"
     )
 

@@ -20,14 +20,13 @@ from absl import logging
 from moejax.errors import MoejaxError
 from moejax.experts import residency
 from moejax.experts.cache_plan import Jobs
-from moejax.experts.cache_step import TierStep
 from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.host_store import Expert
 from moejax.experts.ledger import Ledger, TierLedger
-from moejax.experts.tiered import Asked, ExpertCache, ExpertCacheSpec, ask, no_gate
+from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec, no_gate
+from moejax.experts.tier_step import TierStep
 from moejax.experts.tiering import STORED
-from moejax.experts.transfer_programs import is_ready
+from moejax.experts.transfer_programs import TransferRequests, is_ready, request_transfers
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy, PolicySpec
@@ -57,7 +56,7 @@ class TierMemory:
 
     def __init__(
         self,
-        spec: PoolSpec,
+        spec: TierSpec,
         gate_up: Weight,
         down: Weight,
         row_of: np.ndarray,
@@ -65,18 +64,18 @@ class TierMemory:
         terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ()),
         disk: DiskExperts | None = None,
     ) -> None:
-        """Wraps a filled store (fields as of `ExpertStore`); allocates an empty pool."""
+        """Wraps a filled store (fields as of `HostRows`); allocates an empty pool."""
         rows = jax.device_put(np.asarray(row_of, np.int32), device)
-        self.spec, self.store = spec, ExpertStore(gate_up, down, rows, terms)
+        self.spec, self.store = spec, HostRows(gate_up, down, rows, terms)
         self.pool = self._empty_pool()
         slots = jax.tree.leaves(self.pool.banks[0])
         self.ledger = TierLedger(sum(leaf.nbytes // len(leaf) for leaf in slots))
         self.disk = disk
         self.transfers: Transfers | None = None
-        self.fill: Callable[[TierMemory], ExpertPool] | None = None
+        self.fill: Callable[[TierMemory], TierSlots] | None = None
         self._forgotten = 0  # failures of the disk of which nothing is cached any more
 
-    def _empty_pool(self) -> ExpertPool:
+    def _empty_pool(self) -> TierSlots:
         cache, device = self.spec.cache, self.store.row_of.device
 
         def slots(row: Any) -> jax.Array:
@@ -89,7 +88,7 @@ class TierMemory:
         banks = tuple(jax.tree.map(slots, rows) for _ in range(cache.banks))
         state = (residency.empty(cache), residency.no_counts(cache.num_layers))
         tables, counts = jax.device_put(state, device)
-        return ExpertPool(banks, tables, counts, used)
+        return TierSlots(banks, tables, counts, used)
 
     def stacks(self) -> dict[str, Weight]:
         """Shapes of a bank as leaves [1, S, ...], with low-rank terms."""
@@ -223,11 +222,11 @@ class ExpertMemory:
                 dataclasses.replace(pool, between_steps=i in between)
                 for i, pool in enumerate(pools)
             )
-        self.spec = ExpertCacheSpec(policy, tuple(names), pools)
+        self.spec = CacheSpec(policy, tuple(names), pools)
         self._state, self._gate = self._init_policy(policy)
         self.ledger = Ledger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
         self.programs = CompiledPrograms()
-        self._answer: Asked | None = None
+        self._answer: TransferRequests | None = None
         self._counts = False  # whether tokens had run when that was asked
         self._num_asked = 0  # since the last `read_counters`
         self._backoff = _PollingBackoff()
@@ -237,7 +236,7 @@ class ExpertMemory:
         if policy is None:
             return
         operands = self.pool, *self._in_flight_and_room()
-        said = jax.eval_shape(functools.partial(ask, self.spec), *operands)[1]
+        said = jax.eval_shape(functools.partial(request_transfers, self.spec), *operands)[1]
         self.asks = len(said.moved.layer) + len(said.ahead.layer) > 0
         self.ledger.asked = 0 if self.asks else None
         if len(said.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
@@ -253,12 +252,12 @@ class ExpertMemory:
 
     @pool.setter
     def pool(self, pool: ExpertCache) -> None:
-        for tier, own in zip(self.tiers, pool.pools, strict=True):
+        for tier, own in zip(self.tiers, pool.tiers, strict=True):
             tier.pool = own
         self._state, self._gate = pool.state, pool.gate
 
     @property
-    def store(self) -> tuple[ExpertStore, ...]:
+    def store(self) -> tuple[HostRows, ...]:
         """Operands of the steps."""
         return tuple(tier.store for tier in self.tiers)
 
@@ -271,44 +270,44 @@ class ExpertMemory:
         """Times that the disk failed a step so far."""
         return sum(tier.failures for tier in self.tiers)
 
-    def begin_session(self) -> int:
+    def failure_count(self) -> int:
         """Returns `failures` now, against which `step` and `reading` compare."""
         with self._lock:
             for tier in self.tiers:
                 tier.forget_failed()
             return self.failures
 
-    def check_failures(self, since: int | None) -> None:
-        """Raises MoejaxError if the disk failed after `begin_session` gave `since`."""
-        if since is not None and self.failures != since:
+    def check_failures(self, failures_before: int | None) -> None:
+        """Raises MoejaxError if the disk failed after `failure_count` gave `failures_before`."""
+        if failures_before is not None and self.failures != failures_before:
             raise MoejaxError(next(t.disk.error for t in self.tiers if t.disk and t.failures))
 
     @contextlib.contextmanager
-    def step(self, since: int | None = None, num_tokens: int = 0) -> Iterator[None]:
+    def step(self, failures_before: int | None = None, num_tokens: int = 0) -> Iterator[None]:
         """Wraps the dispatch of a step, one step at a time.
 
         Experts read from the disk get their rows of host memory first, and transfers go on. If the
         step fails, empty slots and the policy's initial state replace those donated to it.
 
         Args:
-          since: returned by `begin_session`; None: the caller checks for failures of the disk.
+          failures_before: by `failure_count`; None: the caller checks for failures of the disk.
           num_tokens: tokens of the step with padding; 0: not known, and the policy is asked for
             transfers before the next step.
 
         Raises:
-          MoejaxError: a step since then could not read an expert.
+          MoejaxError: a step after that could not read an expert.
         """
         with self._lock, self._replacing_lost():
-            self._advance(since)
-            self._ask_policy(num_tokens or UNKNOWN_TOKENS)
+            self._advance(failures_before)
+            self._poll_policy(num_tokens or UNKNOWN_TOKENS)
             for tier in self.tiers:
                 tier.send()
             yield
 
-    def _advance(self, since: int | None) -> None:
+    def _advance(self, failures_before: int | None) -> None:
         for tier in self.tiers:  # each, before one is raised
             tier.forget_failed()
-        self.check_failures(since)
+        self.check_failures(failures_before)
         for tier in self.tiers:
             tier.advance()
 
@@ -328,7 +327,7 @@ class ExpertMemory:
             raise
 
     @contextlib.contextmanager
-    def reading(self, since: int | None = None) -> Iterator[None]:
+    def reading(self, failures_before: int | None = None) -> Iterator[None]:
         """Wraps the host's reading of results, which are valid if this returns.
 
         After a failure of the disk, a MoejaxError, the next step starts with an empty cache.
@@ -341,7 +340,7 @@ class ExpertMemory:
                     tier.reallocate()
                 self._reset_policy()
             raise
-        self.check_failures(since)
+        self.check_failures(failures_before)
 
     def read_counters(self) -> Ledger:
         """Waits for all steps so far and returns the ledger."""
@@ -362,7 +361,7 @@ class ExpertMemory:
             for tier in self.tiers:
                 tier.close()
 
-    def catch_up(self, since: int | None = None) -> int:
+    def catch_up(self, failures_before: int | None = None) -> int:
         """Carries out the policy's transfers now and waits until they end.
 
         Called between the chunks of a text that is scored, so that what a policy promotes, and
@@ -371,17 +370,17 @@ class ExpertMemory:
         Returns:
           Tokens before which it asks for nothing more (`Policy.tokens_until_change`).
         """
-        with self._lock, self.reading(since):
+        with self._lock, self.reading(failures_before):
             self._num_asked += self._backoff.passed > 0
             self._answer, last, repeats = None, np.zeros(0), True
             while repeats:
-                self._wait_for_transfers(since)
-                self.pool, answer = self._dispatch_question()
+                self._wait_for_transfers(failures_before)
+                self.pool, answer = self._dispatch_requests()
                 rows, idle = self._carry_out(answer)
                 repeats = self._policy.repeats_requests and rows.max(initial=-1) >= 0
                 repeats = repeats and not np.array_equal(rows, last)  # what could not be moved
                 last = rows
-            self._wait_for_transfers(since)
+            self._wait_for_transfers(failures_before)
             self._backoff = _PollingBackoff(self._in_flight(), max(1, idle))
             return idle
 
@@ -390,23 +389,23 @@ class ExpertMemory:
         assert self.spec.policy is not None
         return self.spec.policy
 
-    def _wait_for_transfers(self, since: int | None) -> None:
+    def _wait_for_transfers(self, failures_before: int | None) -> None:
         """Waits for the transfers in flight."""
         moving = [tier for tier in self.tiers if tier.transfers is not None]
         while any(tier.transfers and tier.transfers.num_pending for tier in moving):
             with self._replacing_lost():
-                self._advance(since)
+                self._advance(failures_before)
                 for tier in moving:
                     tier.send()
             time.sleep(POLL_S)
 
-    def _dispatch_question(self) -> tuple[ExpertCache, Asked]:
+    def _dispatch_requests(self) -> tuple[ExpertCache, TransferRequests]:
         """Dispatches the policy's choice of transfers; waits for nothing."""
         operands = (self.pool, *self._in_flight_and_room())
-        program = self.programs.get(ask, (self.spec,), operands, num_donated=1)
+        program = self.programs.get(request_transfers, (self.spec,), operands, num_donated=1)
         return program(*operands)
 
-    def _ask_policy(self, num_tokens: int) -> None:
+    def _poll_policy(self, num_tokens: int) -> None:
         """Requests the policy's last choice of transfers, and dispatches the next.
 
         It is not asked while it has said that nothing would come of it.
@@ -425,14 +424,14 @@ class ExpertMemory:
                 _, backoff.tokens = self._carry_out(answer)
         in_flight = self._in_flight()
         if backoff.passed >= backoff.tokens or in_flight != backoff.in_flight:
-            self.pool, self._answer = self._dispatch_question()
+            self.pool, self._answer = self._dispatch_requests()
             for numbers in jax.tree.leaves(self._answer):
                 numbers.copy_to_host_async()
             self._counts = backoff.passed > 0
             self._backoff = backoff = _PollingBackoff(in_flight)
         backoff.passed += num_tokens
 
-    def _carry_out(self, answer: Asked) -> tuple[np.ndarray, int]:
+    def _carry_out(self, answer: TransferRequests) -> tuple[np.ndarray, int]:
         """Requests transfers and disk prefetches; returns int32[3, R] transfers and idle tokens."""
         moved, ahead, idle = jax.device_get(answer)
         for layer, expert, tier in np.stack(moved, axis=1).tolist():
@@ -519,7 +518,7 @@ def preload(
 ) -> None:
     """Fills an empty memory's slots with its initial experts, and again whenever they are lost.
 
-    A pool that holds every expert from now on is complete (`PoolSpec.is_complete`): to be called
+    A pool that holds every expert from now on is complete (`TierSpec.is_complete`): to be called
     before the spec is used.
 
     Args:
@@ -534,12 +533,12 @@ def preload(
 
 def _preloaded_pool(
     memory: TierMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
-) -> ExpertPool:
+) -> TierSlots:
     spec, store = dataclasses.replace(memory.spec, is_complete=False), memory.store
     cache = spec.cache
     content = jax.device_put(residency.seeded(cache, experts), next(iter(store.row_of.devices())))
 
-    def fill(pool: ExpertPool, store: ExpertStore) -> ExpertPool:
+    def fill(pool: TierSlots, store: HostRows) -> TierSlots:
         tier = TierStep(spec, config, store, "block", kernels)
         for bank in range(cache.banks if not spec.emulated else 0):
             layers = np.arange(bank, cache.num_layers, cache.banks)

@@ -2,9 +2,13 @@
 
 Without a policy the router's choice is run as it is. Under one, it sees the routing and what is in
 the slots of each tier, and decides which expert runs each pair, in which tier, with which weight.
-`moejax.experts.cache_step` runs the layer after that.
+The plan says which experts are in slots, and where the others go; one launch copies those from the
+host rows; the pairs are multiplied by what lies in the slots (`moejax.experts.tier_step`), and the
+products are combined once, in the order of the router's choice: residency is invisible in the
+result. Where an expert is that is needed in several tiers, DyMoE's rules say
+(`pallas_kernels.cache_plan.resolve_tiers`).
 
-Axes: N tokens, M sparse layers, E experts, T tiers of falling fidelity.
+Axes: N tokens, P parts of a product; the rest as in `moejax.experts.state`.
 """
 
 import dataclasses
@@ -15,23 +19,35 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.experts.cache_plan import Placing
-from moejax.experts.cache_step import CacheStep, TierStep, Wanted, run_layer
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, in_place_of
-from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
+from moejax.experts.cache_plan import CachePlanner
+from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots
+from moejax.experts.tier_step import TierStep, Wanted, fetch_together
 from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
+from moejax.models.expert_products import (
+    ExpertStacks,
+    Pairs,
+    choose_for_tiers,
+    combine,
+    products_of_tiers,
+)
 from moejax.models.experts import Experts
 from moejax.models.layer_index import LayerIndex
-from moejax.models.moe import ExpertImpl, SparseMoe
+from moejax.models.moe import ExpertImpl, SparseMoe, record_experts
 from moejax.models.routing import Routing, prefetch_scores
 from moejax.policies.attention_importance import attention_received
-from moejax.policies.base import AnyPolicy, Decision, Observation, moves_between_steps
+from moejax.policies.base import (
+    SKIPPED,
+    AnyPolicy,
+    Decision,
+    Observation,
+    moves_between_steps,
+)
 from moejax.policies.by_layer import vmap_decide
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from pallas_kernels import cache_plan
-from pallas_kernels.cache_plan import Rule
+from pallas_kernels.cache_plan import Asked, Rule, Wishes
 
 
 class CacheCarry(NamedTuple):
@@ -51,10 +67,10 @@ class CachedExperts(Experts):
 
     def __init__(
         self,
-        spec: ExpertCacheSpec,
+        spec: CacheSpec,
         config: ModelConfig,
         cache: ExpertCache,
-        store: Sequence[ExpertStore],
+        rows: Sequence[HostRows],
         impl: Sequence[ExpertImpl],
         kernels: ops.Kernels,
         *,
@@ -65,38 +81,37 @@ class CachedExperts(Experts):
         Args:
           spec: static.
           cache: the slots of all tiers, before the first layer.
-          store: the host's rows of each.
+          rows: of the host, of each tier.
           impl: the form that runs the experts of each.
           kernels: those that may run packed experts.
           num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
         """
         self.spec, self.config = spec, config
-        self.layers_per_iteration = math.lcm(*(pool.cache.banks for pool in spec.pools))
-        self._cache, self._store = cache, tuple(store)
+        self.layers_per_iteration = math.lcm(*(pool.cache.banks for pool in spec.tiers))
+        self._cache, self._rows, self._kernels = cache, tuple(rows), kernels
         self._num_prefilled, self._is_prefill = num_prefilled, num_prefilled is not None
         policy, moves = spec.policy, True
         if policy is not None:
-            dims = spec.cache.num_layers, len(spec.pools), spec.cache.num_experts
+            dims = spec.cache.num_layers, len(spec.tiers), spec.cache.num_experts
             moves = moves_between_steps(policy, cache.state, dims)
         self.observes_attention = (
             policy is not None and self._is_prefill and policy.needs.importance
         )
-        tiers = tuple(
-            TierStep(pool, config, rows, form, kernels, self._is_prefill, number)
-            for number, (pool, rows, form) in enumerate(zip(spec.pools, store, impl, strict=True))
+        self._tiers = tuple(
+            TierStep(tier, config, of_tier, form, kernels, self._is_prefill, number)
+            for number, (tier, of_tier, form) in enumerate(zip(spec.tiers, rows, impl, strict=True))
         )
-        placing = Placing(spec.pools, kernels.target, moves)
-        self.step = CacheStep(spec, config, tiers, placing, kernels)
+        self._planner = CachePlanner(spec.tiers, kernels.target, moves)
 
     def init(self) -> CacheCarry:
         """See `Experts`."""
         importance = replayed = None
         if self.observes_attention and self._num_prefilled is not None:
             importance = initial_importance(self.config, self._num_prefilled)
-        if (replay := self._store[0].replay) is not None and not self._is_prefill:
+        if (replay := self._rows[0].replay) is not None and not self._is_prefill:
             # A pool's clock counts its layers from 1 on, those of prompts too. Read once a step:
             # whoever reads it after a layer has it copied before the next one counts.
-            step = (self._cache.pools[0].residency.clock - 1) // self.spec.cache.num_layers
+            step = (self._cache.tiers[0].residency.clock - 1) // self.spec.cache.num_layers
             replayed = step % len(replay)
         return CacheCarry(self._cache, importance, (), replayed)
 
@@ -105,16 +120,16 @@ class CachedExperts(Experts):
         is_ahead: bool = False,
     ) -> Routing:  # fmt: skip
         """See `Experts`; routes by replayed logits if there are any."""
-        store = self._store[0]
-        replay = store.replay_predicted if is_ahead else store.replay
+        rows = self._rows[0]
+        replay = rows.replay_predicted if is_ahead else rows.replay
         if replay is None or not self._replays(carry, len(x)):
             return moe.route(x, layer)
         replayed = replay[carry.replayed, layer]
-        return moe.route(x, layer, override=lambda logits: in_place_of(replayed, logits))
+        return moe.route(x, layer, override=lambda logits: _replay_after(logits, replayed))
 
     def _replays(self, carry: CacheCarry, num_tokens: int) -> bool:
         """Whether the store replays steps of so many tokens."""
-        replay = self._store[0].replay
+        replay = self._rows[0].replay
         return replay is not None and carry.replayed is not None and num_tokens == replay.shape[2]
 
     def __call__(
@@ -140,18 +155,106 @@ class CachedExperts(Experts):
                 carry, layer, routing, token_mask, next_routing, importance
             )
 
-        def wanted(tier: int, pools: Sequence[ExpertPool]) -> Wanted | None:
+        def wanted(tier: int, tiers: Sequence[TierSlots]) -> Wanted | None:
             if next_routing is None:
                 return None
             if decision is not None:
-                return self._candidates(layer, tier, decision.ahead, pools)
+                return self._candidates(layer, tier, decision.ahead, tiers)
             return lambda: self._predicted(carry, layer, next_routing(), token_mask)
 
-        out, cache = run_layer(
-            self.step, carry.cache, layer, x, routing, token_mask, decision, rule, wanted
-        )
+        out, cache = self._run(carry.cache, layer, x, routing, token_mask, decision, rule, wanted)
         carry = carry._replace(cache=cache)
         return out, carry if layer.next_moe else self._with_deferred_updates(carry), None
+
+    def is_grouped(self, num_pairs: int) -> bool:
+        """Whether one launch multiplies the pairs of all tiers."""
+        has_form = all(tier.impl == "grouped_kernel" for tier in self._tiers)
+        return has_form and not any(tier.num_waves(num_pairs) for tier in self._tiers)
+
+    def _has_fused_plan(self, num_pairs: int) -> bool:
+        """Whether one launch plans slots for so many pairs."""
+        return self.is_grouped(num_pairs) and self._planner.refusal(num_pairs) is None
+
+    def _run(
+        self,
+        cache: ExpertCache,
+        layer: LayerIndex,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        decision: Decision | None,
+        rule: Rule | None,
+        wanted: Callable[[int, Sequence[TierSlots]], Wanted | None],
+    ) -> tuple[jax.Array, ExpertCache]:
+        """Plans, fetches and multiplies; [N, D] and the donated cache after it.
+
+        Args:
+          decision: a policy's; None: the router's choice is run as it is, and no gate mass counted.
+          rule: gives the tiers in place of the decision's; None: the decision's are used.
+          wanted: of a tier the experts of the next layer to prefetch, by what is in all slots then.
+        """
+        gates = routing.weights.astype(jnp.float32)
+        if decision is None:
+            ids, weights, asked = routing.ids, routing.weights, Asked(routing.ids, gates)
+        else:
+            ids, weights = decision.ids, decision.weights
+            is_routed = ids is routing.ids
+            if rule is not None and is_routed:
+                weights = routing.weights
+            wishes = rule or Wishes(decision.tier, decision.at_least)
+            asked = Asked(ids, gates, wishes, None if is_routed else routing.ids)
+        steps, at = self._tiers, (layer.turn, layer.mlp)
+        found, plans, gate, tiers = self._planner.plan_layer(
+            cache.tiers, [rows.row_of for rows in self._rows], cache.gate, layer.mlp, asked,
+            token_mask,
+        )  # fmt: skip
+        served = [found.tier == i for i in range(len(tiers))] if decision is not None else []
+        banks = [step.bank(tier, layer.turn) for step, tier in zip(steps, tiers, strict=True)]
+        jobs = [plan.admitted for plan in plans]
+        banks = fetch_together(steps, banks, jobs)
+        for i, step in enumerate(steps):
+            tiers[i] = step.finish_fetch(tiers[i], *at, banks[i], jobs[i])
+        if decision is None:
+            served = [jnp.broadcast_to(token_mask[:, None], ids.shape)]
+        for i, step in enumerate(steps):
+            tiers[i] = step.note_uses(tiers[i], layer.mlp, ids, served[i])
+        if decision is not None and self.is_grouped(ids.size):
+            slot, stacks = found.slot, []
+            for i, step in enumerate(steps):
+                tiers[i] = step.prefetch(tiers[i], layer, token_mask, wanted(i, tiers))
+                mine = found.tier == i
+                pairs, experts = step.pairs_and_stacks(tiers[i], layer, ids, mine, plans[i])
+                stacks.append(experts)
+                if step.spec.emulated:
+                    slot = jnp.where(found.tier == i, pairs.expert, slot)
+            total = self._products_of_tiers(x, found.tier, slot, stacks)
+        else:
+            products = []
+            for i, step in enumerate(steps):
+                ahead = wanted(i, tiers)
+                if not step.num_waves(ids.size):
+                    tiers[i] = step.prefetch(tiers[i], layer, token_mask, ahead)
+                mine = served[0] if decision is None else found.tier == i
+                own, tiers[i] = step.products(
+                    tiers[i], layer, x, ids, mine, plans[i], token_mask, ahead
+                )
+                products.append(own)
+            total = _selected(products, found.tier)
+        runs = served[0] if decision is None else found.tier != SKIPPED
+        out = combine(total, Pairs(ids, runs), weights, x.dtype)
+        return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)
+
+    def _products_of_tiers(
+        self, x: jax.Array, tier: jax.Array, slot: jax.Array, tiers: Sequence[ExpertStacks]
+    ) -> jax.Array:
+        """[P, N, A, D], one launch of gates and ups and one of downs for the pairs of all tiers."""
+        stacks = [(experts.gate_up, experts.down) for experts in tiers]
+        chosen = choose_for_tiers(len(x), self.config, x.dtype, stacks, self._kernels)
+        if chosen.implementation == ops.DEQUANTIZED:
+            raise ValueError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
+        for of, experts in zip(self._tiers, stacks, strict=True):
+            record_experts(of.number, of.impl, experts, chosen)
+        return products_of_tiers(x, tier, slot, tiers, chosen.implementation)
 
     @property
     def _policy(self) -> AnyPolicy:
@@ -163,7 +266,7 @@ class CachedExperts(Experts):
         next_routing: Callable[[], Routing] | None, importance: jax.Array | None,
     ) -> tuple[Decision, Rule | None, CacheCarry]:  # fmt: skip
         """Returns the policy's decision, and its tier rule where a kernel applies it."""
-        cache, policy, pools = carry.cache, self._policy, carry.cache.pools
+        cache, policy, pools = carry.cache, self._policy, carry.cache.tiers
         predicted = None
         if policy.needs.predicted and next_routing is not None:
             predicted = prefetch_scores(next_routing(), self.config)
@@ -180,7 +283,7 @@ class CachedExperts(Experts):
             is_prefill=self._is_prefill,
         )
         rule = None
-        if self.step.has_fused_plan(routing.ids.size) and not self._is_prefill:
+        if self._has_fused_plan(routing.ids.size) and not self._is_prefill:
             rule = policy.decode_rule(cache.state)
         if rule is not None and self._defers_update(layer.mlp):
             deferred = (*carry.deferred, dataclasses.replace(seen, predicted=None))
@@ -190,7 +293,7 @@ class CachedExperts(Experts):
         decision, state = policy.decide(cache.state, seen)
         return decision, rule, carry._replace(cache=dataclasses.replace(cache, state=state))
 
-    def _resident(self, pools: Sequence[ExpertPool], layer: Index) -> jax.Array:
+    def _resident(self, pools: Sequence[TierSlots], layer: Index) -> jax.Array:
         """Returns bool[T, E], whether an expert has a slot in each tier."""
         num_experts = self.config.num_experts
         rows = [pool.residency.table[layer, :num_experts] for pool in pools]
@@ -202,7 +305,7 @@ class CachedExperts(Experts):
         That takes fewer launches than layer by layer. The rule says its tiers; what it would
         prefetch is not known before the step's end.
         """
-        looks_ahead = any(tier.most_ahead for tier in self.step.tiers)
+        looks_ahead = any(tier.most_ahead for tier in self._tiers)
         may_wait = self._policy.layer_axes is not None and not self._policy.substitutes
         return isinstance(layer, int) and may_wait and not looks_ahead
 
@@ -219,20 +322,20 @@ class CachedExperts(Experts):
         self, carry: CacheCarry, layer: LayerIndex, predicted: Routing, token_mask: jax.Array
     ) -> jax.Array:
         """Predicts the experts of the next layer's router (DyMoE eq. 6-8)."""
-        store, most_ahead = self._store[0], self.step.tiers[0].most_ahead
+        rows, most_ahead = self._rows[0], self._tiers[0].most_ahead
         scores = jnp.where(token_mask[:, None], prefetch_scores(predicted, self.config), 0.0)
         ids = jax.lax.top_k(jnp.sum(scores, axis=0), most_ahead)[1]
-        if store.replay_ahead is None or not self._replays(carry, len(token_mask)):
+        if rows.replay_ahead is None or not self._replays(carry, len(token_mask)):
             return ids
         assert layer.next_moe is not None
-        row = store.replay_ahead[carry.replayed, layer.next_moe.mlp, :most_ahead]
-        return in_place_of(row, ids[: len(row)])
+        row = rows.replay_ahead[carry.replayed, layer.next_moe.mlp, :most_ahead]
+        return _replay_after(ids[: len(row)], row)
 
     def _candidates(
-        self, layer: LayerIndex, tier: int, ahead: jax.Array | None, pools: Sequence[ExpertPool]
+        self, layer: LayerIndex, tier: int, ahead: jax.Array | None, pools: Sequence[TierSlots]
     ) -> Wanted | None:
         """Returns the prefetch candidates of a tier without a better copy, if any."""
-        limit = self.step.tiers[tier].most_ahead
+        limit = self._tiers[tier].most_ahead
         if ahead is None or not limit or layer.next_moe is None:
             return None
         following = layer.next_moe.mlp
@@ -261,3 +364,27 @@ def token_importance(
 def initial_importance(config: ModelConfig, num_tokens: int) -> jax.Array | None:
     """Importance carried into the first layer, all alike; None where every layer attends."""
     return None if config.delta_net is None else jnp.ones(num_tokens, jnp.float32)
+
+
+def _replay_after(own: jax.Array, replayed: jax.Array) -> jax.Array:
+    """Returns the replayed values, but not before the router's own exist.
+
+    If they were known from the start, XLA would fetch for a layer before an earlier one has read
+    the same slots, copy the slots for that, and leave the routers out. XLA cannot know that no
+    value of a router's is NaN and no id negative.
+    """
+    never = jnp.isnan(own) if jnp.issubdtype(own.dtype, jnp.floating) else own < 0
+    return jnp.where(never, own, replayed)
+
+
+def _selected(products: Sequence[jax.Array], tier: jax.Array) -> jax.Array:
+    """Selects each pair's product by tier: [P, N, A, D], with the largest P."""
+    if len(products) == 1:
+        return products[0]
+    wide = jnp.result_type(*products)
+    parts = max(len(one) for one in products)
+    chosen = jnp.zeros((parts, *products[0].shape[1:]), wide)
+    for i, one in enumerate(products):
+        filled = jnp.pad(one.astype(wide), ((0, parts - len(one)), (0, 0), (0, 0), (0, 0)))
+        chosen = jnp.where((tier == i)[None, :, :, None], filled, chosen)
+    return chosen

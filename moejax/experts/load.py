@@ -30,10 +30,10 @@ from moejax.experts.budget.planned import RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.disk_reader import DiskReader, check_waiting
-from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.host_store import HostStore
 from moejax.experts.pinned_memory import check_pinned_limit
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like
 from moejax.experts.transfers import Transfers
 from moejax.policies.attention_importance import importance_nbytes
@@ -264,12 +264,12 @@ def _load_tier(
     supply = disk or store
     assert supply is not None
     gate_up, down = jax.tree.unflatten(jax.tree.structure((reader.gate_up, reader.down)), arrays)
-    cache = CacheSpec(
+    cache = CacheSizes(
         num_layers=budget.num_layers, num_experts=budget.num_experts, slots=budget.slots,
         transient=budget.transient, banks=budget.banks,
     )  # fmt: skip
     read = disk.read if disk else None
-    spec = PoolSpec(cache, limits.prefetch, read, prefetch_in=limits.prefetch_in)
+    spec = TierSpec(cache, limits.prefetch, read, prefetch_in=limits.prefetch_in)
     memory = TierMemory(spec, gate_up, down, supply.row_of, device, terms, disk)
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)

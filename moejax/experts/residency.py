@@ -86,7 +86,7 @@ def no_counts(num_layers: int) -> Counts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheSpec:
+class CacheSizes:
     """Static sizes of a cache.
 
     `banks`: arrays that the layers' slots lie in, layer l in bank l mod `banks`. A slot's global
@@ -161,7 +161,7 @@ class Residency:
     def _rows(self) -> Row:
         return Row.of(self.table, self.num_experts)
 
-    def check(self, spec: CacheSpec) -> None:
+    def check(self, spec: CacheSizes) -> None:
         """Raises ValueError naming the invariant that does not hold; for concrete arrays."""
         num_layers, num_experts = spec.num_layers, spec.num_experts
         shapes = {"table": (num_layers, num_experts + 3 * spec.slots), "clock": ()}
@@ -185,12 +185,12 @@ class Residency:
                 raise ValueError(f"layer {layer}: a slot without an owner is prefetched")
 
 
-def empty(spec: CacheSpec) -> Residency:
+def empty(spec: CacheSizes) -> Residency:
     """Returns tables with nothing resident."""
     return seeded(spec, np.zeros((spec.num_layers, 0), np.int32))
 
 
-def seeded(spec: CacheSpec, experts: np.ndarray | jax.Array) -> Residency:
+def seeded(spec: CacheSizes, experts: np.ndarray | jax.Array) -> Residency:
     """Returns tables in which local slot c of layer l owns experts[l, c], int32[M, n], n <= C."""
     given = np.asarray(experts)
     if given.ndim != 2 or given.shape[0] != spec.num_layers or given.shape[1] > spec.slots:
@@ -211,13 +211,13 @@ def seeded(spec: CacheSpec, experts: np.ndarray | jax.Array) -> Residency:
     return Residency(jnp.asarray(table), jnp.asarray(1, jnp.int32), spec.num_experts)
 
 
-def first_slot(spec: CacheSpec, layer: Layer) -> jax.Array:
+def first_slot(spec: CacheSizes, layer: Layer) -> jax.Array:
     """int32[], the global slot of a layer's local slot 0."""
     return jnp.asarray(layer, jnp.int32) // spec.banks * spec.slots
 
 
 def admit(
-    spec: CacheSpec, residency: Residency, layer: Layer, experts: jax.Array, counts: Counts
+    spec: CacheSizes, residency: Residency, layer: Layer, experts: jax.Array, counts: Counts
 ) -> tuple[jax.Array, Residency, Counts]:
     """Admits experts whose bytes a bulk transfer brought, between steps.
 

@@ -1,4 +1,4 @@
-"""Bulk transfers on the device: layout of a blob, programs between steps.
+"""Programs between steps: a policy's requests, and bulk transfers that reach the device.
 
 An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
 whatever the number of arrays that an expert has. The program that writes its bytes
@@ -11,15 +11,16 @@ Axes: n experts of one call, W words of an expert, C slots of a layer, S slots o
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts import residency as tables
-from moejax.experts.expert_pool import ExpertPool
-from moejax.experts.residency import CacheSpec, first_slot, no_counts
+from moejax.experts.residency import CacheSizes, first_slot, no_counts
+from moejax.experts.state import CacheSpec, ExpertCache, TierSlots
+from moejax.policies.base import Requests, pairs_with_room
 
 WORD_NBYTES = 4
 
@@ -72,7 +73,7 @@ class BlobLayout:
         return parts
 
 
-def is_resident(pool: ExpertPool, what: jax.Array) -> jax.Array:
+def is_resident(pool: TierSlots, what: jax.Array) -> jax.Array:
     """bool[n], whether experts are in a slot; `what` is int32[2, n], layers and experts or -1."""
     layers, experts = jnp.maximum(what, 0)
     return (pool.residency.slot_of[layers, experts] >= 0) & (what[0] >= 0)
@@ -91,12 +92,12 @@ def pad_ids(experts: Sequence[tuple[int, int]], size: int) -> np.ndarray:
 
 
 def insert_experts(
-    spec: CacheSpec,
+    spec: CacheSizes,
     layout: BlobLayout,
-    pool: ExpertPool,
+    pool: TierSlots,
     blobs: tuple[jax.Array, ...],
     what: jax.Array,
-) -> tuple[ExpertPool, jax.Array]:
+) -> tuple[TierSlots, jax.Array]:
     """Admits arrived experts to slots, evicting by the rule of every step.
 
     An expert that meanwhile got a slot, or that finds no victim, is dropped: its bytes crossed the
@@ -157,3 +158,90 @@ def insert_experts(
 def is_ready(array: jax.Array) -> bool:
     """Whether an array is computed, so that reading it waits for nothing."""
     return bool(array.is_ready())  # type: ignore[attr-defined]
+
+
+class TransferRequests(NamedTuple):
+    """Requests of a policy between two steps.
+
+    Attributes:
+      moved: requests that are carried out, -1 in the place of the others.
+      ahead: experts to read from the disk (`Policy.disk_prefetch`).
+      idle: int32[], see `Policy.tokens_until_change`; 0 also where something is requested.
+    """
+
+    moved: Requests
+    ahead: Requests
+    idle: jax.Array
+
+
+def request_transfers(
+    spec: CacheSpec, cache: ExpertCache, in_flight: jax.Array, room: jax.Array
+) -> tuple[ExpertCache, TransferRequests]:
+    """Asks the policy for transfers before the next step, and applies its demotions.
+
+    A demotion frees the slot of the higher tier; `moejax.experts.transfers` fetches promoted
+    experts, but emulated tiers have them on return.
+
+    Args:
+      cache: donated.
+      in_flight: bool[M, T, E].
+      room: int32[], experts whose transfer may start now. Pairs of requests that a policy repeats
+        (`Policy.repeats_requests`) are carried out while there is room before them; else a demotion
+        would leave a slot empty for as long as its promotion waits. Other requests all are.
+    """
+    assert spec.policy is not None
+    num_experts = spec.cache.num_experts
+    slot_of = [tier.residency.table[:, :num_experts] for tier in cache.tiers]
+    resident = (jnp.stack(slot_of, axis=1) >= 0) | in_flight
+    requests, state = spec.policy.transfers(cache.state, resident)
+    ahead = spec.policy.disk_prefetch(state, resident)
+    idle = spec.policy.tokens_until_change(state, resident)
+    if len(requests.layer) and spec.policy.repeats_requests:
+        moves = (requests.layer >= 0) & ~resident[requests.layer, requests.tier, requests.expert]
+        sets_out = pairs_with_room(moves, room)
+        requests = Requests(*(jnp.where(sets_out, field, -1) for field in requests))
+    if not len(requests.layer):
+        return dataclasses.replace(cache, state=state), TransferRequests(requests, ahead, idle)
+    pools = tuple(
+        tier if is_full or len(cache.tiers) == 1 else _drop_higher_copies(tier, i, requests)
+        for i, (tier, is_full) in enumerate(zip(cache.tiers, spec.full, strict=True))
+    )
+    if any(of.emulated for of in spec.tiers):
+        pools = _insert_all_emulated(spec, pools, requests)
+    idle = jnp.where(jnp.any(requests.layer >= 0), 0, idle)
+    cache = dataclasses.replace(cache, tiers=pools, state=state)
+    return cache, TransferRequests(requests, ahead, idle)
+
+
+def _drop_higher_copies(pool: TierSlots, tier: int, requests: Requests) -> TierSlots:
+    """Evicts from a tier the experts requested in a lower one."""
+    shape = (len(pool.residency.table), pool.residency.num_experts)
+    layer = jnp.where((requests.layer >= 0) & (requests.tier > tier), requests.layer, shape[0])
+    gone = jnp.zeros(shape, bool).at[layer, requests.expert].set(True, mode="drop")
+    residency, counts = tables.release_everywhere(pool.residency, gone, pool.counts)
+    return dataclasses.replace(pool, residency=residency, counts=counts)
+
+
+def _insert_all_emulated(
+    spec: CacheSpec, pools: tuple[TierSlots, ...], requests: Requests
+) -> tuple[TierSlots, ...]:
+    """Admits requested experts to emulated tiers, in the order of requests."""
+
+    def one(index: jax.Array, pools: tuple[TierSlots, ...]) -> tuple[TierSlots, ...]:
+        layer, expert, tier = (numbers[index] for numbers in requests)
+        found = list(pools)
+        for i, of in enumerate(spec.tiers):
+            if of.emulated and of.cache.slots:
+                asked = jnp.where((layer >= 0) & (tier == i), expert, -1)
+                found[i] = _insert_emulated(of.cache, found[i], jnp.maximum(layer, 0), asked[None])
+        return tuple(found)
+
+    return jax.lax.fori_loop(0, len(requests.layer), one, pools)
+
+
+def _insert_emulated(
+    cache: CacheSizes, slots: TierSlots, layer: jax.Array, experts: jax.Array
+) -> TierSlots:
+    """Admits experts like `insert_experts`, without bytes."""
+    _, residency, counts = tables.admit(cache, slots.residency, layer, experts, slots.counts)
+    return dataclasses.replace(slots, residency=residency, counts=counts)

@@ -32,10 +32,10 @@ from absl import logging
 
 from moejax.errors import MoejaxError
 from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.expert_pool import ExpertPool
 from moejax.experts.host_store import Expert, HostStore, copy_row
 from moejax.experts.pinned_memory import allocate_host_arrays
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSlots
 from moejax.experts.transfer_programs import (
     BlobLayout,
     bucket,
@@ -93,8 +93,8 @@ class Transfers:
 
     def __init__(
         self,
-        cache: CacheSpec,
-        pool: ExpertPool,
+        cache: CacheSizes,
+        pool: TierSlots,
         supply: HostStore | DiskExperts,
         device: jax.Device,
         *,
@@ -158,7 +158,7 @@ class Transfers:
                     self._queue[expert] = None
                     self.counters.requested += 1
 
-    def advance(self, pool: ExpertPool) -> ExpertPool:
+    def advance(self, pool: TierSlots) -> TierSlots:
         """Advances transfers between two steps without waiting; `send` does the rest.
 
         `pool` is donated where something lands.
@@ -216,8 +216,8 @@ class Transfers:
             self._supply.release(transfer.expert)
 
     def _dispatch(
-        self, pool: ExpertPool, batch: list[_Transfer], started: list[_Transfer]
-    ) -> ExpertPool:
+        self, pool: TierSlots, batch: list[_Transfer], started: list[_Transfer]
+    ) -> TierSlots:
         """Dispatches one put, one insertion and one look-up, each only if needed."""
         asked = []
         if batch:
@@ -234,7 +234,7 @@ class Transfers:
             pool = self._insert(pool, batch, put[0])
         return pool
 
-    def _insert(self, pool: ExpertPool, batch: list[_Transfer], what: jax.Array) -> ExpertPool:
+    def _insert(self, pool: TierSlots, batch: list[_Transfer], what: jax.Array) -> TierSlots:
         blobs = [transfer.staged for transfer in batch]
         blobs += [blobs[0]] * (what.shape[1] - len(blobs))  # of layer -1: nothing is read of them
         arguments = (pool, tuple(blobs), what)
@@ -332,7 +332,7 @@ class Transfers:
         """Transfers with a block that are in this state."""
         return [transfer for transfer in self._moving.values() if transfer.state is state]
 
-    def _compile(self, pool: ExpertPool) -> None:
+    def _compile(self, pool: TierSlots) -> None:
         """Compiles both programs, so that no step waits for it."""
 
         def shape(dims: tuple[int, ...], dtype: Any) -> Any:

@@ -46,30 +46,20 @@ class Batch:
     def __init__(
         self,
         runner: Runner,
-        tokenizer: Tokenizer | None,
-        prompts: Sequence[list[int]],
-        settings: Sequence[GenerationSettings],
-        cache_length: int,
-        eos_ids: tuple[int, ...],
+        tokenizer: Tokenizer | None,  # makes text of tokens; None: answers have none
+        prompts: Sequence[list[int]],  # token ids, none empty
+        settings: Sequence[GenerationSettings],  # of each prompt, with an integer seed
+        cache_length: int,  # S, longer than every prompt
+        eos_ids: tuple[int, ...],  # tokens that end a row, unless its settings ignore them
         *,
+        # rows that the programs have; the rest are empty. 0: as many as there are prompts.
         size: int = 0,
+        # likeliest tokens given with each new one, and its own logprob; 0: none
         top_logprobs: int = 0,
+        # decode steps of a call, at most, for which the programs are compiled
         steps_per_call: int = 1,
         any_settings: bool = False,
     ):
-        """Runs nothing yet.
-
-        Args:
-          tokenizer: makes text of tokens; None: answers have none.
-          prompts: token ids, none empty.
-          settings: of each prompt, with an integer seed.
-          cache_length: S, longer than every prompt.
-          eos_ids: tokens that end a row, unless its settings ignore them.
-          size: rows that the programs have; the rest are empty. 0: as many as there are prompts.
-          top_logprobs: likeliest tokens given with each new one, and its own logprob; 0: none.
-          steps_per_call: decode steps of a call, at most, for which the programs are compiled.
-          any_settings: see `Runner.prefill`.
-        """
         rest = max(size, len(prompts)) - len(prompts)
         self._runner = runner
         self._prompts = [*prompts, *[[]] * rest]
@@ -133,21 +123,21 @@ class Batch:
             spent = programs.seconds - compiled
             return Timing(ttft_s, time.perf_counter() - started - spent - ttft_s, decoded, spent)
 
-        deltas = self._read(session.emitted, session.since)
+        deltas = self._read(session.emitted, session.failures_before)
         ttft_s = timing().decode_s
         self.timing = Timing(ttft_s, 0.0, 0, programs.seconds - compiled)
         yield deltas
         pending = dispatch()
         while pending is not None and not self._ended[: len(self._room)].all():
             following = dispatch()
-            deltas = self._read(pending, session.since)
+            deltas = self._read(pending, session.failures_before)
             decoded += max(len(delta.tokens) for delta in deltas if delta is not None)
             self.timing = timing()
             yield deltas
             pending = following
 
-    def _read(self, emitted: StepOutput, since: int) -> list[RowDelta | None]:
-        with self._runner.reading(since):
+    def _read(self, emitted: StepOutput, failures_before: int) -> list[RowDelta | None]:
+        with self._runner.reading(failures_before):
             tokens = np.asarray(emitted.tokens).tolist()
             told = emitted.logprobs
             values = [np.asarray(a) for a in (told.chosen, told.top, told.top_ids)] if told else []

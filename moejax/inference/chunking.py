@@ -55,17 +55,11 @@ def least_cache_length(config: ModelConfig, batch_size: int, itemsize: int) -> i
 
 @dataclasses.dataclass(frozen=True)
 class PlannedSizes:
-    """Call sizes that the memory limits were planned for; 0: any.
+    """Call sizes that the memory limits were planned for; 0: any."""
 
-    Attributes:
-      batch: sequences at once.
-      context: S, slots of the cache of each.
-      chunk: positions of each in a prefill step.
-    """
-
-    batch: int = 0
-    context: int = 0
-    chunk: int = 0
+    batch: int = 0  # sequences at once
+    context: int = 0  # S, slots of the cache of each
+    chunk: int = 0  # positions of each in a prefill step
 
     def check(self, batch: int, cache_length: int) -> None:
         """Raises MoejaxError for a call that exceeds the plan."""
@@ -82,15 +76,10 @@ class PlannedSizes:
 
 @dataclasses.dataclass(frozen=True)
 class FixedSizes:
-    """The few sizes to which a server pads its calls, so that few programs serve all requests.
+    """The few sizes to which a server pads its calls, so that few programs serve all requests."""
 
-    Attributes:
-      chunks: positions of prefill chunks, rising.
-      kv_lengths: slots of the cache that a call reads, rising; the last is S.
-    """
-
-    chunks: tuple[int, ...]
-    kv_lengths: tuple[int, ...]
+    chunks: tuple[int, ...]  # positions of prefill chunks, rising
+    kv_lengths: tuple[int, ...]  # slots of the cache that a call reads, rising; the last is S
 
     def prompt_chunks(self, length: int) -> Iterator[tuple[int, int]]:
         """(start, size) of the chunks of `length` positions; none reaches past the cache.
@@ -154,7 +143,6 @@ def prefill_chunks(
 
     Args:
       length: of the longest prompt.
-      cache_length: S.
       longest: positions of a chunk at most.
       short: positions of all chunks of what is no longer than four of them; 0: of none.
     """
@@ -172,11 +160,7 @@ def next_chunk(num_left: int, room: int, most: int) -> int:
     """Size of the next chunk of given tokens of which at most `most` may be read at once.
 
     It is a power of two, so that few programs serve any `most`; padding fills the last chunk alone.
-
-    Args:
-      num_left: tokens.
-      room: slots of the cache for them.
-      most: tokens.
+    `room` are slots of the cache for them.
     """
     if num_left <= most:
         return length_bucket(num_left, MIN_PREFILL_LENGTH, room)

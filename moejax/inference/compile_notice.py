@@ -14,24 +14,21 @@ _LINE_S = 5.0  # elsewhere one line is printed, once compiling takes longer than
 _BEGIN, _AGAIN, _END = "\x1b7\x1b[?7l", "\x1b8\x1b[K", "\x1b8\x1b[K\x1b[?7h"
 
 
-class CompileNotice:
-    """Explains a wait; a program that compiles quickly is not mentioned."""
+@contextlib.contextmanager
+def compile_notice(name: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Explains a wait while a program compiles; one that compiles quickly is not mentioned.
 
-    def __init__(self, stream: TextIO | None = None):
-        """`stream` is None for stderr as it is when a program is compiled."""
-        self._stream = stream
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Draws a notice while a program of this name compiles."""
-        stream, ended = self._stream or sys.stderr, threading.Event()
-        thread = threading.Thread(target=_tell, args=(stream, name, ended), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    `stream` is None for stderr as it is then.
+    """
+    ended = threading.Event()
+    arguments = (stream or sys.stderr, name, ended)
+    thread = threading.Thread(target=_tell, args=arguments, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _tell(stream: TextIO, name: str, ended: threading.Event) -> None:

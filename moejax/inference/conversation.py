@@ -29,15 +29,10 @@ Answer = Callable[[str, list["Chunk"]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Source of the user's words.
+    """Source of the user's words."""
 
-    Attributes:
-      lines: one per turn, without line ends.
-      is_terminal: whether somebody types them.
-    """
-
-    lines: Iterator[str]
-    is_terminal: bool
+    lines: Iterator[str]  # one per turn, without line ends
+    is_terminal: bool  # whether somebody types them
 
 
 def read_turns() -> Turns | None:
@@ -59,13 +54,8 @@ def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: A
     """Answers every turn with the whole conversation in view, until the lines end.
 
     Ctrl-C ends an answer; its text so far stays in the conversation. A turn without an answer,
-    because of Ctrl-C or an error, is forgotten. Where nobody types, both end the run.
-
-    Args:
-      turns: the user's.
-      tokenizer: with a chat template.
-      chat: the first settings that render prompts.
-      answer: see `Answer`.
+    because of Ctrl-C or an error, is forgotten. Where nobody types, both end the run. `chat` are
+    the first settings that render prompts.
     """
     if turns.is_terminal:
         print_stderr("/help lists the commands; end with Ctrl-D")

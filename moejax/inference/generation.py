@@ -202,37 +202,28 @@ FILE = "generation_config.json"
 _TOP_K = 50  # of transformers, where a file asks for sampling and names none
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _ALSO_READ = ("repetition_penalty", "max_new_tokens")
-# Fields that change answers and are not supported, and the values that ask for nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
-    "diversity_penalty": (0,),
-    "penalty_alpha": (0,),
-    "dola_layers": (),
-    "typical_p": (1,),
-    "top_h": (),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "exponential_decay_length_penalty": (),
-    "bad_words_ids": ([],),
-    "force_words_ids": ([],),
-    "constraints": ([],),
-    "sequence_bias": ([], {}),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "guidance_scale": (1,),
-    "watermarking_config": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "max_length": (20,),  # the default of transformers; the prompt counts in it
-    "max_time": (),
-}
+# Values that ask for nothing, and the fields that may have them: others of theirs would change
+# answers and are not supported. The 20 is the default of transformers; the prompt counts in it.
+_NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (1,),
+        "num_beams num_beam_groups num_return_sequences typical_p "
+        "encoder_repetition_penalty guidance_scale",
+    ),
+    (
+        (0,),
+        "diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff no_repeat_ngram_size "
+        "encoder_no_repeat_ngram_size min_length min_new_tokens",
+    ),
+    (
+        (),
+        "dola_layers top_h exponential_decay_length_penalty forced_bos_token_id "
+        "forced_eos_token_id watermarking_config max_time",
+    ),
+    (([],), "bad_words_ids force_words_ids constraints suppress_tokens begin_suppress_tokens"),
+    (([], {}), "sequence_bias"),
+    ((20,), "max_length"),
+)
 
 
 def read_generation_defaults(directory: Path) -> dict[str, Any]:
@@ -261,7 +252,8 @@ def read_generation_defaults(directory: Path) -> dict[str, Any]:
         raise MoejaxError(f"{path}: {error}") from error
     left_out = [
         f"{name}={fields[name]!r}"
-        for name, neutral in _NEUTRAL.items()
+        for neutral, names in _NEUTRAL
+        for name in names.split()
         if name in fields and fields[name] not in neutral
         if not (name == "max_length" and "max_new_tokens" in fields)  # which counts before it
     ]
@@ -271,12 +263,7 @@ def read_generation_defaults(directory: Path) -> dict[str, Any]:
 
 
 def describe_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Names the checkpoint's defaults that an answer takes, for people; "" for none.
-
-    Args:
-      defaults: from `read_generation_defaults`.
-      given: the caller's fields, which take precedence; None counts as omitted.
-    """
+    """Names the checkpoint's defaults that an answer takes beside `given` ones; "" for none."""
     used = {name: value for name, value in defaults.items() if given.get(name) is None}
     settings = GenerationSettings.of(**with_defaults(defaults, given))
     if settings.temperature == 0:  # greedy: nothing is drawn

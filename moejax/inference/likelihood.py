@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.experts.tiered import ExpertCache
+from moejax.experts.state import ExpertCache
 from moejax.inference import steps
 from moejax.inference.chunking import MIN_PREFILL_LENGTH, length_bucket
 from moejax.inference.runner import Runner
@@ -55,20 +55,13 @@ class Scored(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Positions and targets to look up in a batch of rows, and results so far; donated.
+    """Positions and targets to look up in a batch of rows, and results so far; donated."""
 
-    Attributes:
-      positions: int32[B, P] of the inputs, of which what comes next is scored.
-      targets: int32[B, P, N], the tokens that may come there, of N continuations of one input; -1
-        for none.
-      log_probabilities: float32[B, P, N].
-      likeliest: bool[B, P, N], whether the target is the model's first choice.
-    """
-
-    positions: jax.Array
+    positions: jax.Array  # int32[B, P] of the inputs, of which what comes next is scored
+    # int32[B, P, N], the tokens that may come there, of N continuations of one input; -1 for none
     targets: jax.Array
-    log_probabilities: jax.Array
-    likeliest: jax.Array
+    log_probabilities: jax.Array  # float32[B, P, N]
+    likeliest: jax.Array  # bool[B, P, N], whether the target is the model's first choice
 
     def looked_up(self, model: Transformer, hidden: jax.Array, start: jax.Array) -> "Places":
         """Adds a chunk's results: `hidden` [B, T, D] of the positions from `start` on."""
@@ -144,20 +137,16 @@ class _Row:
 
 
 class PairScorer:
-    """Scores continuations with one model.
-
-    Attributes:
-      prefix_id: stands for an empty context: bos, or eos; None if the model has neither.
-      max_length: most tokens that a prediction sees.
-    """
+    """Scores continuations with one model."""
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None, eos_ids: Sequence[int]):
         self._runner, self._tokenizer = runner, tokenizer
-        self.max_length = runner.config.context_limit
+        self.max_length = runner.config.context_limit  # most tokens that a prediction sees
         named = tokenizer.special_tokens if tokenizer else {}
         by_name = [named[name] for name in ("bos_token", "eos_token") if name in named]
         ids = [tokenizer.token_id(text) for text in by_name] if tokenizer else []
         known = [i for i in (*ids, *eos_ids) if i is not None]
+        # stands for an empty context: bos, or eos; None if the model has neither
         self.prefix_id = known[0] if known else None
 
     def of_texts(
@@ -323,14 +312,9 @@ def token_windows(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields (context, continuation) pairs that score each of the tokens once.
 
-    The first window predicts `max_length` tokens after `before`, later ones as many after the
-    token before them; the last, where it is not full, sees as much before it as fits (lm_eval's
-    rolling windows).
-
-    Args:
-      ids: at least one.
-      before: what the first one follows.
-      max_length: tokens that a prediction may see.
+    The first window predicts `max_length` tokens after `before`, later ones as many after the token
+    before them; the last, where it is not full, sees as much before it as fits (lm_eval's rolling
+    windows).
     """
     stream = [before, *ids]
     for first in range(1, len(stream), max_length):

@@ -202,14 +202,10 @@ def recorded_of(layers: LayerRecord, positions: jax.Array, mask: jax.Array) -> R
 
 
 class Recorder:
-    """Passes recorded steps to a writer, in the order of the calls.
-
-    Attributes:
-      spec: parts that steps record.
-    """
+    """Passes recorded steps to a writer, in the order of the calls."""
 
     def __init__(self, spec: RecordSpec, writer: TraceWriter):
-        self.spec = spec
+        self.spec = spec  # parts that steps record
         self._writer = writer
         self._waiting: collections.deque[tuple[Recorded, bool, int]] = collections.deque()
         self._num_steps = self._first_sequence = self._next_sequence = self._steps_per_call = 0
@@ -297,7 +293,6 @@ def recording(
     If anything fails there is no file. Steps recorded before the context are not in it.
 
     Args:
-      path: where to write the trace.
       spec: parts to record beside ids and weights.
       about: `facts`, for the file's metadata.
 

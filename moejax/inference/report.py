@@ -32,9 +32,7 @@ def closing_line(
 
     Args:
       timing: the whole call's; compiling is in none of its times, and is printed apart.
-      prompt_tokens: tokens of all prompts.
       new_tokens: tokens of all answers; tokens/s is these over the whole time, prefill included.
-      device_peak_bytes: see the function of this name.
       settings: defaults that the answer used; "" for none.
     """
     total_s = timing.ttft_s + timing.decode_s

@@ -12,9 +12,8 @@ from absl import logging
 
 from moejax.devices import plain_memory_errors
 from moejax.experts.cache import ExpertMemory
-from moejax.experts.cache_plan import Placing
-from moejax.experts.expert_pool import compiler_options
-from moejax.experts.tiered import ExpertCache
+from moejax.experts.cache_plan import CachePlanner
+from moejax.experts.state import ExpertCache, compiler_options
 from moejax.inference import steps
 from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
@@ -67,7 +66,7 @@ class Session:
     next_position: int  # largest position that the next step writes
     emitted: StepOutput  # of the last call, at first int32[B, 1]; not waited for
     top_logprobs: int = 0  # see `steps.Program`
-    since: int = 0  # see `ExpertMemory.begin_session`
+    failures_before: int = 0  # see `ExpertMemory.failure_count`
 
     @property
     def first_tokens(self) -> jax.Array:
@@ -165,7 +164,7 @@ class Runner:
         self.short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
         self._chooses_kv_length = is_cpu
         self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
-        pools = memory.spec.pools if memory and device.platform == "gpu" else ()
+        pools = memory.spec.tiers if memory and device.platform == "gpu" else ()
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
         self.programs = CompiledPrograms(lambda function: options[function is steps.decode])
         self.kernels = kernels or ops.Kernels(target_of(device))
@@ -236,8 +235,8 @@ class Runner:
         for phase, found in self.products.items():
             lines += phase_warnings(phase, found, expected)
         if expected and self.memory:
-            placing = Placing(self.memory.spec.pools, self.kernels.target)
-            if reason := placing.refusal(self.config.experts_per_token):
+            planner = CachePlanner(self.memory.spec.tiers, self.kernels.target)
+            if reason := planner.refusal(self.config.experts_per_token):
                 lines.append(f"decode: experts are found and placed without their kernel: {reason}")
         return lines
 
@@ -268,7 +267,7 @@ class Runner:
         `any_settings`: take the programs that sample and penalize, whether these rows ask or not.
         """
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
-        by_row, since = settings_by_row(settings, batch), self._begin_session()
+        by_row, failures = settings_by_row(settings, batch), self._failure_count()
         state, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         for start, size in self._prompt_chunks(batch, max(lengths), cache_length):
@@ -277,7 +276,7 @@ class Runner:
             chunk = self._chunk(slice_prompts(prompts, start, size), start, device_lengths)
             num_tokens = num_between(lengths, start, size)
             state, _ = self._step(
-                since, num_tokens, steps.prefill_chunk, (self._program, spec), state, chunk
+                failures, num_tokens, steps.prefill_chunk, (self._program, spec), state, chunk
             )
         all_greedy = not any_settings and all(row.temperature == 0 for row in by_row)
         penalizes = any_settings or any(row.repetition_penalty != 1 for row in by_row)
@@ -292,7 +291,14 @@ class Runner:
             state.last_hidden, device_lengths, sampling, eos_by_row,
         )  # fmt: skip
         return Session(
-            decoding, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
+            decoding,
+            sampling,
+            eos_by_row,
+            all_greedy,
+            max(lengths),
+            emitted,
+            top_logprobs,
+            failures,
         )
 
     def not_finite(self) -> str:
@@ -326,7 +332,7 @@ class Runner:
         program = self._program._replace(top_logprobs=session.top_logprobs)
         static = (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole)
         session.state, session.emitted = self._step(
-            session.since, batch * num_steps, steps.decode, static, session.state,
+            session.failures_before, batch * num_steps, steps.decode, static, session.state,
             session.sampling, session.eos_ids, self._put(np.int32(num_steps)),
         )  # fmt: skip
         session.next_position += num_steps
@@ -337,13 +343,15 @@ class Runner:
         batch, length = tokens.shape
         if self.one_stream and batch > 1:
             return np.concatenate([self.logits(row[None]) for row in tokens])
-        since, cache_length, cache = self._begin_windows(batch, length)
+        failures, cache_length, cache = self._begin_windows(batch, length)
         logits, lengths = [], self._put(np.full(batch, length, np.int32))
-        for start, size in self._read(since, batch, length, cache_length):
+        for start, size in self._read(failures, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = self._chunk(slice_tokens(tokens, start, size), start, lengths)
-            cache, out = self._step(since, batch * size, steps.chunk_logits, static, cache, chunk)
-            with self.reading(since):
+            cache, out = self._step(
+                failures, batch * size, steps.chunk_logits, static, cache, chunk
+            )
+            with self.reading(failures):
                 logits.append(np.asarray(out)[:, : length - start])
         return np.concatenate(logits, axis=1)
 
@@ -364,20 +372,20 @@ class Runner:
             return np.concatenate([self.score(tokens[i], lengths[i], targets[i]) for i in rows])
         if self.one_stream:
             length = int(lengths[0])
-        since, cache_length, cache = self._begin_windows(*tokens.shape)
+        failures, cache_length, cache = self._begin_windows(*tokens.shape)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         parts = []
-        for start, size in self._read(since, batch, length, cache_length):
+        for start, size in self._read(failures, batch, length, cache_length):
             wanted = slice_tokens(targets, start, size, -1)
             places = scored_columns(wanted)
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
             cache, nats = self._step(
-                since, num_between(lengths, start, size), steps.score_chunk, static, cache, chunk,
-                self._put(places), self._put(wanted[:, places]),
+                failures, num_between(lengths, start, size), steps.score_chunk, static, cache,
+                chunk, self._put(places), self._put(wanted[:, places]),
             )  # fmt: skip
             parts.append(nats)
-        with self.reading(since):
+        with self.reading(failures):
             return np.sum([np.zeros(batch), *(np.asarray(nats, np.float64) for nats in parts)], 0)
 
     def scan_windows(
@@ -396,16 +404,16 @@ class Runner:
             return carried
         if self.one_stream:
             length = int(lengths[0])
-        since, cache_length, cache = self._begin_windows(*tokens.shape)
+        failures, cache_length, cache = self._begin_windows(*tokens.shape)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self._read(since, batch, length, cache_length):
+        for start, size in self._read(failures, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
             num_tokens = num_between(lengths, start, size)
             (cache, carried), _ = self._step(
-                since, num_tokens, function, static, (cache, carried), chunk
+                failures, num_tokens, function, static, (cache, carried), chunk
             )
-        with self.reading(since):
+        with self.reading(failures):
             return jax.block_until_ready(carried)
 
     def expert_impl(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertImpl:
@@ -424,7 +432,7 @@ class Runner:
         return self._forms[num_tokens]
 
     def _read(
-        self, since: int, batch: int, length: int, cache_length: int
+        self, failures: int, batch: int, length: int, cache_length: int
     ) -> Iterator[tuple[int, int]]:
         """Yields `chunks` of given tokens; a policy's transfers finish before each chunk."""
         memory = self.memory
@@ -434,7 +442,7 @@ class Runner:
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
         start = 0
         while start < length:
-            rests = memory.catch_up(since) or MIN_PREFILL_LENGTH  # as often as decode asks
+            rests = memory.catch_up(failures) or MIN_PREFILL_LENGTH  # as often as decode asks
             size = next_chunk(length - start, cache_length - start, min(rests, longest))
             yield start, size
             start += size
@@ -475,25 +483,25 @@ class Runner:
         static = (self.config, cache_length, self.dtype)
         return self._call(steps.init_batch, static, (), self._put(np.asarray(seeds, np.uint32)))
 
-    def _begin_session(self) -> int:
-        return self.memory.begin_session() if self.memory else 0
+    def _failure_count(self) -> int:
+        return self.memory.failure_count() if self.memory else 0
 
     def _begin_windows(self, batch: int, length: int) -> tuple[int, int, KVCache]:
         """A session of its own, the length of its cache, and the cache."""
         limit = max(length, self.planned.context or self.config.context_limit)
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, limit)
         state, _ = self._fresh([0] * batch, cache_length)
-        return self._begin_session(), cache_length, state.cache
+        return self._failure_count(), cache_length, state.cache
 
     def _step(
-        self, since: int, num_tokens: int, function: Callable[..., steps.StepResult[State]],
+        self, failures: int, num_tokens: int, function: Callable[..., steps.StepResult[State]],
         static: tuple[Any, ...], state: State, *operands: Any,
     ) -> tuple[State, Any]:  # fmt: skip
         """Runs a step through the layers on its state, donated; returns state and output."""
         self.programs.check_open()
         self.experts_used.add(static[1].experts)
         memory = self.memory
-        with memory.step(since, max(1, num_tokens)) if memory else contextlib.nullcontext():
+        with memory.step(failures, max(1, num_tokens)) if memory else contextlib.nullcontext():
             experts, rows = (memory.pool, memory.store) if memory else (None, None)
             inputs = steps.StepInputs(self.weights, rows)
             found = self._call(function, static, (state, experts), inputs, *operands)
@@ -513,9 +521,9 @@ class Runner:
         finally:
             self._program, self._recorder = plain, None
 
-    def reading(self, since: int) -> contextlib.AbstractContextManager[None]:
-        """Context for reading results of steps; `since`: see `ExpertMemory.begin_session`."""
-        return self.memory.reading(since) if self.memory else contextlib.nullcontext()
+    def reading(self, failures: int) -> contextlib.AbstractContextManager[None]:
+        """Context for reading results of steps; `failures`: see `ExpertMemory.failure_count`."""
+        return self.memory.reading(failures) if self.memory else contextlib.nullcontext()
 
     def _call(
         self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any

@@ -166,7 +166,6 @@ def empty_step_output(batch: int, length: int, top_logprobs: int) -> StepOutput:
     """Empty output for `length` tokens of each row.
 
     Args:
-      batch: B.
       length: n.
       top_logprobs: N, likeliest tokens told beside each; 0: no logprobs at all.
     """

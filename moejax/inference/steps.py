@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.experts.cached_experts import CachedExperts
-from moejax.experts.expert_pool import ExpertStore
-from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
+from moejax.experts.state import CacheSpec, ExpertCache, HostRows
 from moejax.inference.recorder import (
     Recorded,
     RecordingExperts,
@@ -51,7 +50,7 @@ class StepInputs(NamedTuple):
     """Operands that every step through the layers reads and does not donate."""
 
     weights: Weights
-    rows: tuple[ExpertStore, ...] | None  # of the expert cache, of each tier
+    rows: tuple[HostRows, ...] | None  # of the expert cache, of each tier
 
 
 class StepResult(NamedTuple, Generic[State]):
@@ -82,7 +81,7 @@ class Program(NamedTuple):
     """Static facts that all steps of a model share."""
 
     definition: nnx.GraphDef[Transformer]
-    experts: ExpertCacheSpec | None = None  # None: the weights hold all experts
+    experts: CacheSpec | None = None  # None: the weights hold all experts
     record: RecordSpec | None = None  # None: nothing is recorded
     top_logprobs: int = 0  # likeliest tokens told beside each token, with its own; 0: nothing is
 

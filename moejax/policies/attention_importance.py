@@ -91,9 +91,9 @@ def importance_nbytes(
     num_keys: int,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    platform: str,
+    head_dim: int,  # C
+    itemsize: int,  # bytes of a number of queries and keys
+    platform: str,  # "gpu" or "cpu"
 ) -> int:
     """Bound on the workspace of `attention_received`, for any S up to `num_keys`.
 
@@ -101,16 +101,6 @@ def importance_nbytes(
     keys, the mask, and the sums; on a CPU scores and their powers apart. Compiled for an H100
     without one (jax 0.11.2, 2026-11-22), chunks of 64 to 1024 tokens over keys of 1024 to 32768 of
     Qwen3-30B and Mixtral shapes took 0.71 to 0.87 of this.
-
-    Args:
-      batch: B.
-      length: T.
-      num_keys: S.
-      num_heads: H.
-      num_kv_heads: K.
-      head_dim: C.
-      itemsize: bytes of a number of queries and keys.
-      platform: "gpu" or "cpu".
     """
     row = _scores_nbytes(batch, num_heads, num_keys)
     scores = min(length * row, max(BLOCK_BYTES, row))

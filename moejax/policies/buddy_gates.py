@@ -19,17 +19,14 @@ _LEAST = float(np.finfo(np.float32).tiny)
 def chosen_probabilities(
     probabilities: jax.Array, ids: jax.Array, temperature: jax.Array | float = 1.0
 ) -> jax.Array:
-    """Renormalises the router's probabilities over the chosen experts: p~.
+    """Renormalises the router's probabilities over the chosen experts: p~, float32[N, A].
 
-    With a temperature, softmax(z / T) restricted to them, which is p^(1/T) over its sum.
+    With a temperature (0.8 to 1.2 works well, says the paper), softmax(z / T) restricted to them,
+    which is p^(1/T) over its sum.
 
     Args:
       probabilities: float32[N, E], the full softmax.
       ids: int32[N, A].
-      temperature: T > 0; 0.8 to 1.2 works well, says the paper.
-
-    Returns:
-      float32[N, A].
     """
     chosen = jnp.take_along_axis(probabilities, ids, axis=-1, mode="clip")
     logits = jnp.log(jnp.maximum(chosen, _LEAST)) / temperature
@@ -40,11 +37,7 @@ def chosen_probabilities(
 def activating_entropy(chosen: jax.Array) -> jax.Array:
     """Eq. 1: TAE(x) = -sum_i p~(i|x) log p~(i|x) / log k, in [0, 1]; 0 where k = 1.
 
-    Args:
-      chosen: float32[N, A], p~.
-
-    Returns:
-      float32[N]; low for a token that prefers few of its experts.
+    Of p~ float32[N, A] as float32[N]; low for a token that prefers few of its experts.
     """
     width = chosen.shape[-1]
     if width == 1:
@@ -54,21 +47,14 @@ def activating_entropy(chosen: jax.Array) -> jax.Array:
 
 
 def probability_margin(chosen: jax.Array) -> jax.Array:
-    """Margin m(x) = p~_max - p~_2nd; 1 where k = 1.
-
-    Args:
-      chosen: float32[N, A], by falling probability.
-
-    Returns:
-      float32[N].
-    """
+    """Margin m(x) = p~_max - p~_2nd, float32[N], of falling p~ float32[N, A]; 1 where k = 1."""
     if chosen.shape[-1] == 1:
         return jnp.ones(chosen.shape[:-1], chosen.dtype)
     return chosen[..., 0] - chosen[..., 1]
 
 
 def tolerates(chosen: jax.Array, tau: jax.Array, margin: jax.Array) -> jax.Array:
-    """TAE gate: a token keeps its experts if TAE <= tau or its margin >= gamma.
+    """TAE gate, bool[N]: a token keeps its experts if TAE <= tau or its margin >= gamma.
 
     A high tau is the cautious one (section 3.1; 3.4 says the reverse).
 
@@ -76,34 +62,20 @@ def tolerates(chosen: jax.Array, tau: jax.Array, margin: jax.Array) -> jax.Array
       chosen: float32[N, A], p~ by falling probability.
       tau: float32[]; below 0 all pass.
       margin: float32[], gamma; above 1 all pass.
-
-    Returns:
-      bool[N].
     """
     return (activating_entropy(chosen) > tau) & (probability_margin(chosen) < margin)
 
 
 def requested_experts(ids: jax.Array, asked: jax.Array, num_experts: int) -> jax.Array:
-    """Requested experts R(B), bool[E].
-
-    Args:
-      ids: int32[N, A].
-      asked: bool[N, A], pairs that are to be computed.
-      num_experts: E.
-    """
+    """Requested experts R(B), bool[E]: those of the pairs `asked`, bool[N, A], of `ids`."""
     given = jnp.where(asked, ids, -1).reshape(-1)
     return jnp.any(given[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None], axis=0)
 
 
 def missing_share(requested: jax.Array, resident: jax.Array) -> jax.Array:
-    """Eq. 2: delta, the share of the requested experts that are not resident.
+    """Eq. 2: delta, float32[]: the share of the requested experts that are not resident.
 
-    Args:
-      requested: bool[E]; with several partitions, of one partition's experts.
-      resident: bool[E].
-
-    Returns:
-      float32[]; 0 where nothing is requested.
+    Both are bool[E], with several partitions of one partition's experts; 0 where none is requested.
     """
     asked = jnp.sum(requested, dtype=jnp.int32)
     missing = jnp.sum(requested & ~resident, dtype=jnp.int32)
@@ -119,14 +91,12 @@ def beta_within(missing: jax.Array, budget: jax.Array) -> jax.Array:
     """Smallest beta that keeps the fetches of bypassed layers within a budget (section 3.1).
 
     The gate bypasses replacement where delta >= beta, and every miss is then fetched: the mean of
-    n_cpu w over the layers with delta >= beta stays within B. Exact to a bin.
+    n_cpu w over the layers with delta >= beta stays within B. Exact to a bin; float32[], above 1
+    where even delta = 1 must not bypass.
 
     Args:
       missing: float32[DELTA_BINS + 1], experts missing in a mean step, by delta of their layer.
       budget: float32[], B / w, experts that a step may transfer.
-
-    Returns:
-      float32[]; above 1 where even delta = 1 must not bypass.
     """
     place = jnp.arange(DELTA_BINS + 1, dtype=jnp.int32)
     from_here = jnp.where(place[None] >= place[:, None], missing[None], 0.0)
@@ -143,13 +113,12 @@ def entropy_bin(entropy: jax.Array) -> jax.Array:
 def percentile_tau(histogram: np.ndarray, percentile: float) -> np.ndarray:
     """Threshold tau_l: the p-th percentile of each layer's TAE, up to which no buddy serves.
 
+    float32[M]: the upper edge of the first bin down to which p % of the tokens lie; -1 where p is 0
+    or a layer saw no token.
+
     Args:
       histogram: [M, bins], by `entropy_bin`; sums of tokens' weights.
       percentile: p in [0, 100]; the paper's range is 10 to 20. 0 lets all tokens pass.
-
-    Returns:
-      float32[M]: the upper edge of the first bin down to which p % of the tokens lie; -1 where p
-      is 0 or a layer saw no token.
     """
     if not 0 <= percentile <= 100:
         raise ValueError(f"percentile {percentile} is not in [0, 100]")

@@ -21,14 +21,10 @@ class BuddyLists(NamedTuple):
 
     Invariants: a list holds no expert twice, not its own pivot, and only shares above 0, by falling
     share; -1 and share 0 pad it.
-
-    Attributes:
-      ids: int32[M, E, K].
-      q: float32[M, E, K], the share q_(j|i) of each.
     """
 
-    ids: np.ndarray
-    q: np.ndarray
+    ids: np.ndarray  # int32[M, E, K]
+    q: np.ndarray  # float32[M, E, K], the share q_(j|i) of each
 
     def sizes(self) -> np.ndarray:
         """Lengths |B(i; alpha)|, int64[M, E]; the paper reports their distribution."""
@@ -38,13 +34,11 @@ class BuddyLists(NamedTuple):
 def conditional_coactivation(counts: np.ndarray, smoothing: float = 0.0) -> np.ndarray:
     """Eq. 4: q_(j|i) = M(i, j) / sum_j' M(i, j'), with q_(i|i) = 0; M + epsilon in place of M.
 
+    float64[M, E, E], rows that sum to 1; to 0 for a pivot that never co-occurred, if epsilon is 0.
+
     Args:
       counts: [M, E, E], binary or probability-weighted; the diagonal is not read.
       smoothing: epsilon >= 0 (Laplace, section 3.3).
-
-    Returns:
-      float64[M, E, E], rows that sum to 1; to 0 for a pivot that never co-occurred, if epsilon is
-      0.
     """
     if smoothing < 0:
         raise ValueError(f"smoothing {smoothing} is negative")
@@ -56,14 +50,12 @@ def output_similarity(cosines: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
     s(j|i) is the mean of cos(f_i(x), f_j(x)) over the tokens x that are routed to i, which is where
     i would be replaced; if i has no tokens, over those of j. Experts that point away (s <= 0) are
-    no buddies. Divided by its sum like eq. 4, so that eq. 5 applies.
+    no buddies. Divided by its sum like eq. 4, so that eq. 5 applies: rows of float64[M, E, E] sum
+    to 1, or to 0 where nothing is alike.
 
     Args:
       cosines: [M, E, E], sums over the tokens of i (second axis) of the cosines with each j.
       tokens: [M, E], number of tokens of each i.
-
-    Returns:
-      float64[M, E, E], rows that sum to 1, or to 0 where nothing is alike.
     """
     return _shares(output_gains(cosines, tokens))
 
@@ -72,13 +64,7 @@ def output_gains(cosines: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Gains max(0, s(j|i)), s of `output_similarity`: how well j approximates expert i.
 
     For outputs of equal length, the least squares choice of g in f_i ~ g f_j; not from the paper.
-
-    Args:
-      cosines: [M, E, E], as `output_similarity`.
-      tokens: [M, E].
-
-    Returns:
-      float64[M, E, E], in [0, 1].
+    float64[M, E, E], in [0, 1].
     """
     seen = tokens[:, :, None] > 0
     means = cosines.astype(np.float64) / np.maximum(tokens, 1e-30)[:, :, None]
@@ -95,15 +81,12 @@ def _shares(values: np.ndarray) -> np.ndarray:
 def buddy_lists(q: np.ndarray, alpha: float | np.ndarray, max_size: int) -> BuddyLists:
     """Eq. 5-6: the shortest prefix, by falling q, that covers alpha; at most `max_size` of it.
 
-    Equal shares stand in order of id.
+    Equal shares stand in order of id. Lists have K = min(max_size, E - 1) places, at least one.
 
     Args:
       q: [M, E, E].
       alpha: in (0, 1], one of all layers or [M].
       max_size: K_max >= 1.
-
-    Returns:
-      Lists of K = min(max_size, E - 1) places, at least one.
 
     Raises:
       ValueError: alpha or `max_size` is out of its range.
@@ -126,14 +109,8 @@ def buddy_lists(q: np.ndarray, alpha: float | np.ndarray, max_size: int) -> Budd
 
 
 def alpha_schedule(first: float, last: float, num_layers: int) -> np.ndarray:
-    """Linear alpha_l from the first sparse layer to the last (section 3.3).
+    """Linear alpha_l, float64[M], from the first sparse layer to the last (section 3.3).
 
-    Args:
-      first: in (0, 1]; early layers are the more redundant ones (section 3.2).
-      last: in (0, 1].
-      num_layers: M.
-
-    Returns:
-      float64[M].
+    Early layers are the more redundant ones (section 3.2).
     """
     return np.linspace(first, last, num_layers)

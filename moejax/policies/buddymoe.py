@@ -13,17 +13,24 @@ Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K plac
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.policies import buddy_gates, buddymoe_state, substitution
-from moejax.policies.base import SKIPPED, Decision, Observation, Policy, PolicySpec, Requests
+from moejax.policies import buddy_gates, substitution
+from moejax.policies.base import (
+    SKIPPED,
+    Decision,
+    Observation,
+    Policy,
+    PolicySpec,
+    Requests,
+    layer_axes_of,
+)
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.buddymoe_state import BuddyState, Settings, most_missed, with_missing
 from moejax.policies.resident import always
 from moejax.policies.settings import (
     ByContent,
@@ -38,9 +45,105 @@ from pallas_kernels.buddy_search import Gate
 from pallas_kernels.cache_plan import Rule
 
 FallBack = Literal["fetch", "drop"]
-
-
 NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.float32))
+
+
+class Settings(NamedTuple):
+    """Settings that a sweep may vary: leaves of the state."""
+
+    tau: jax.Array  # float32[M], of the TAE gate
+    margin: jax.Array  # float32[], gamma
+    temperature: jax.Array  # float32[], of p~
+    beta: jax.Array  # float32[], of the distribution gate
+    bypass_bytes: jax.Array  # float32[], from which beta follows where it is used
+    eta: jax.Array  # float32[], weight of the token's own logits in eq. 3.
+    kappa: jax.Array  # float32[], penalty of a hop in eq. 3.
+    budget: jax.Array  # int32[], rho
+    depth: jax.Array  # int32[], H
+    background_bytes: jax.Array  # float32[], of background transfers, a step
+    expert_bytes: jax.Array  # float32[], of one expert
+    retention: jax.Array  # float32[], of the counts of misses, a step
+    least_misses: jax.Array  # float32[], from which on an expert is brought
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BuddyState:
+    """State of BuddyMoE; shapes and dtypes never change."""
+
+    settings: Settings
+    lists: jax.Array  # int32[M, E, K]
+    q: jax.Array  # float32[M, E, K]
+    gains: jax.Array | None  # float32[M, E, E], or None
+    hops: jax.Array  # float32[E], partitions between an expert and the tokens' device
+    replaced: jax.Array  # int32[M, E], pairs of each expert that a buddy served, so far
+    dropped: jax.Array  # int32[M, E], pairs of each expert that nobody served, so far
+    counted: jax.Array  # int32[M, E], how many of both `missed` knows of
+    # float32[M, E], pairs replaced or dropped since the expert was last asked for, fading
+    missed: jax.Array
+    requested: jax.Array  # int32[], experts that background transfers were asked for
+    credit: jax.Array  # float32[], bytes of background transfers that are saved up
+    # float32[DELTA_BINS + 1], experts that decode steps asked for in vain, by the delta of their
+    # layer (`buddy_gates.delta_bin`), fading; 0 where beta does not follow from it
+    missing: jax.Array
+    steps: jax.Array  # float32[], the steps of that, fading alike
+
+
+def layer_axes(has_gains: bool) -> BuddyState:
+    """Layer axes of a state with gains, or without; see `Policy`."""
+    rows = dict.fromkeys(("lists", "q", "replaced", "dropped", *("gains",) * has_gains), 0)
+    shared: dict[str, Any] = {field.name: None for field in dataclasses.fields(BuddyState)}
+    return BuddyState(**shared | rows | {"settings": layer_axes_of(Settings, tau=0)})
+
+
+def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
+    """Counts a decode layer's misses among the pairs `asked`, as if no buddy replaced them."""
+    requested = buddy_gates.requested_experts(o.ids, asked, o.resident.shape[1])
+    count = jnp.sum(requested & ~o.resident[0], dtype=jnp.int32).astype(jnp.float32)
+    place = buddy_gates.delta_bin(buddy_gates.missing_share(requested, o.resident[0]))
+    bins = jnp.arange(buddy_gates.DELTA_BINS + 1, dtype=jnp.int32)
+    begins = (o.layer == 0) & jnp.any(o.active)
+    return dataclasses.replace(
+        state,
+        missing=state.missing + jnp.where(bins == place, count, 0.0),
+        steps=state.steps + begins.astype(jnp.float32),
+    )
+
+
+def most_missed(
+    state: BuddyState, resident: jax.Array, max_requests: int
+) -> tuple[Requests, BuddyState]:
+    """Requests the most missed experts, as many as the saved bytes allow; resident bool[M, 1, E].
+
+    A requested expert is counted from 0 again; credit beyond the cost of `max_requests` is lost.
+    """
+    settings, num_experts = state.settings, state.missed.shape[1]
+    size, limit = settings.expert_bytes, min(max_requests, state.missed.size)
+    credit = jnp.minimum(state.credit + settings.background_bytes, size * limit)
+    counted = state.replaced + state.dropped
+    new = (counted - state.counted).astype(jnp.float32)
+    missed = state.missed * settings.retention + new
+    eligible = (missed >= settings.least_misses) & (missed > 0) & ~jnp.any(resident, axis=1)
+    most, at = jax.lax.top_k(jnp.where(eligible, missed, 0.0).reshape(-1), limit)
+    affordable = jnp.floor(credit / size).astype(jnp.int32)
+    asked = (most > 0) & (jnp.arange(limit, dtype=jnp.int32) < affordable)
+    num_asked = jnp.sum(asked, dtype=jnp.int32)
+    cleared = missed.reshape(-1).at[jnp.where(asked, at, missed.size)].set(0.0, mode="drop")
+    at = jnp.where(asked, at.astype(jnp.int32), -1)
+    requests = Requests(
+        layer=jnp.where(asked, at // num_experts, -1),
+        expert=jnp.where(asked, at % num_experts, -1),
+        tier=jnp.where(asked, 0, -1),
+    )
+    return requests, dataclasses.replace(
+        state,
+        counted=counted,
+        missed=cleared.reshape(missed.shape),
+        requested=state.requested + num_asked,
+        credit=credit - size * num_asked.astype(jnp.float32),
+        missing=state.missing * settings.retention,
+        steps=state.steps * settings.retention,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,59 +153,42 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     All numbers but `max_requests`, which is a shape, are leaves of the state, and may be swept
     there; eta, kappa and beta only if they are not 0 (beta: not None) here, which compiles them
     into the program.
-
-    Attributes:
-      lists: of a profile (`python -m moejax.profile_experts`).
-      gains: float[M, E, E], what the weight of expert i is multiplied by where j serves, such as
-        `buddy_lists.output_gains`; None is the paper's rule, 1. With buddies that are hardly alike
-        the full weight does more harm than dropping the pair.
-      tae_tau: see eq. 1, one of all layers or [M], such as `percentile_tau` gives; below 0: off.
-      tae_margin: gamma; 2 is off.
-      tae_temperature: temperature of p~.
-      beta: see eq. 2; None is off, as in the paper's Tables 2 to 4.
-      bypass_bytes: in place of beta, B of section 3.1: what layers that the gate bypasses may fetch
-        in a decode step, on the mean; beta follows from what was missing so far.
-      eta: see eq. 3; not 0 costs two launches a layer more.
-      kappa: see eq. 3; the same.
-      hops: [E], of eq. 3; () is 0 for all, one partition.
-      rho: replacements of a token and layer at most; None is no limit.
-      spend_on: which pairs the budget goes to first, "first" ranks (Algorithm 1's order) or "last"
-        ones, of the least gate weight.
-      depth: H, places of a list that are searched; None is all.
-      fall_back: what happens to a pair without a buddy.
-      in_prefill: whether prompts are served by buddies as well.
-      background_bytes: of transfers in the background, each time the engine asks for them, which is
-        once a call of decode steps; None is a quarter of an expert.
-      half_life: such times after which a miss counts half.
-      least_misses: an expert is brought from so many on.
-      max_requests: most requests per step.
-      form: how Algorithm 1 is computed; the engine takes "kernel" on a GPU.
     """
 
     name: ClassVar[str] = "buddymoe"
     substitutes: ClassVar[bool] = True
     has_kernel: ClassVar[bool] = True  # a subclass with a `search` of its own has none
 
-    lists: BuddyLists = NO_LISTS
+    lists: BuddyLists = NO_LISTS  # of a profile (`python -m moejax.profile_experts`)
+    # float[M, E, E], what the weight of expert i is multiplied by where j serves, such as
+    # `buddy_lists.output_gains`; None is the paper's rule, 1. With buddies that are hardly alike
+    # the full weight does more harm than dropping the pair.
     gains: np.ndarray | None = None
+    # see eq. 1, one of all layers or [M], such as `percentile_tau` gives; below 0: off.
     tae_tau: float | np.ndarray = -1.0
-    tae_margin: float = 2.0
-    tae_temperature: float = 1.0
-    beta: float | None = None
+    tae_margin: float = 2.0  # gamma; 2 is off
+    tae_temperature: float = 1.0  # temperature of p~
+    beta: float | None = None  # see eq. 2; None is off, as in the paper's Tables 2 to 4.
+    # in place of beta, B of section 3.1: what layers that the gate bypasses may fetch in a decode
+    # step, on the mean; beta follows from what was missing so far
     bypass_bytes: float | None = None
-    eta: float = 0.0
-    kappa: float = 0.0
-    hops: tuple[float, ...] = ()
-    rho: int | None = None
+    eta: float = 0.0  # see eq. 3; not 0 costs two launches a layer more.
+    kappa: float = 0.0  # see eq. 3; the same.
+    hops: tuple[float, ...] = ()  # [E], of eq. 3; () is 0 for all, one partition.
+    rho: int | None = None  # replacements of a token and layer at most; None is no limit
+    # which pairs the budget goes to first, "first" ranks (Algorithm 1's order) or "last" ones, of
+    # the least gate weight
     spend_on: Literal["first", "last"] = "first"
-    depth: int | None = None
-    fall_back: FallBack = "fetch"
-    in_prefill: bool = True
+    depth: int | None = None  # H, places of a list that are searched; None is all
+    fall_back: FallBack = "fetch"  # what happens to a pair without a buddy
+    in_prefill: bool = True  # whether prompts are served by buddies as well
+    # of transfers in the background, each time the engine asks for them, which is once a call of
+    # decode steps; None is a quarter of an expert
     background_bytes: float | None = None
-    half_life: float = 256.0
-    least_misses: float = 2.0
-    max_requests: int = 4
-    form: Form = "ranks"
+    half_life: float = 256.0  # such times after which a miss counts half
+    least_misses: float = 2.0  # an expert is brought from so many on
+    max_requests: int = 4  # most requests per step
+    form: Form = "ranks"  # how Algorithm 1 is computed; the engine takes "kernel" on a GPU
 
     def __post_init__(self) -> None:
         """Raises MoejaxError naming the first setting that is out of its range."""
@@ -141,14 +227,10 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         """See `Policy`; all layers share a budget of bytes."""
         if self.bypass_bytes is not None:
             return None
-        return buddymoe_state.layer_axes(self.gains is not None)
+        return layer_axes(self.gains is not None)
 
     def init(self, spec: PolicySpec) -> BuddyState:
-        """Returns the state before any token.
-
-        Raises:
-          MoejaxError: the lists belong to another model, or there is more than one tier.
-        """
+        """Returns the state before any token."""
         shape = (spec.num_layers, spec.num_experts)
         if not self.lists.ids.size:
             raise MoejaxError("buddymoe needs the lists of a profile (moejax.profile_experts)")
@@ -216,9 +298,8 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     ) -> tuple[Decision, BuddyState]:
         """Decides which expert computes each pair of a layer.
 
-        Args:
-          runs: bool[N, A], pairs to compute; the others are not replaced, use no budget, and are
-            not counted. None: all of them.
+        Only pairs that `runs`, bool[N, A], has (None: all) are replaced, use budget and are
+        counted.
         """
         o = observation
         asked = jnp.broadcast_to(o.active[:, None], o.ids.shape)
@@ -313,12 +394,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
-        """Runs Algorithm 1 over the missing pairs of a layer.
-
-        Args:
-          resident: bool[E].
-          wanted: bool[N, A], pairs that may be replaced.
-        """
+        """Runs Algorithm 1 over the pairs of a layer that are `wanted`, bool[N, A]."""
         settings = state.settings
         return substitution.substitute(
             o.ids, self.candidates(state, o, resident), wanted, settings.budget,

@@ -19,13 +19,9 @@ from moejax.policies.base import AnyPolicy, Decision, Observation
 def vmap_decide(
     policy: AnyPolicy, axes: Any, state: Any, observations: Observation
 ) -> tuple[Decision, Any]:
-    """Decides all layers of a step at once, equal to deciding them in turn.
+    """Decides all layers of a step at once, [M, ...], equal to deciding them in turn.
 
-    Args:
-      observations: stacked, [M, ...]; `active` is the same of all layers.
-
-    Returns:
-      Decisions [M, ...], and the state.
+    `observations` are stacked, [M, ...]; `active` is the same of all layers.
     """
     o = observations
     shared: dict[str, Any] = {"layer": jnp.zeros((), jnp.int32), "active": o.active[0]}

@@ -42,21 +42,17 @@ class ComposeState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Compose(ByContent, Policy[ComposeState]):
-    """Two or three policies as one.
-
-    Attributes:
-      hotness: chooses, between steps, the experts of the high tier; with it, pairs run in high
-        precision if that copy is resident.
-      importance: chooses, in a step, the pairs that request high precision; with `hotness`, the
-        others run in it too if that copy is resident.
-      buddies: replace experts that are in no tier. A pair that `importance` leaves out is not
-        replaced.
-    """
+    """Two or three policies as one."""
 
     name: ClassVar[str] = "compose"
 
+    # chooses, between steps, the experts of the high tier; with it, pairs run in high precision if
+    # that copy is resident
     hotness: DynaExq | None = None
+    # chooses, in a step, the pairs that request high precision; with `hotness`, the others run in
+    # it too if that copy is resident
     importance: DyMoE | None = None
+    # replace experts that are in no tier. A pair that `importance` leaves out is not replaced.
     buddies: BuddyMoe | None = None
 
     def __post_init__(self) -> None:

@@ -63,76 +63,55 @@ class DyMoEState(NamedTuple):
     """State that `decide` reads; only `calls` changes.
 
     All of it may be swept, except `renormalise` in an engine whose policy has a rule.
-
-    Attributes:
-      decode: int32[M], t_l of eq. 5 with M = A.
-      prefill: int32[M], t_l with M = E.
-      ahead: int32[2, M], experts of the next layer that each layer prefetches, in decode and in
-        prefill; 0 for the last.
-      high, low: int32[], tiers; low may be `SKIPPED`.
-      renormalise: bool[].
-      reuse_skipped: bool[], False where nothing is left out.
-      heavy_share: float32[].
-      heavy_count: int32[].
-      seed: uint32[].
-      calls: int32[], layers decided so far, for `random` alone.
     """
 
-    decode: jax.Array
-    prefill: jax.Array
+    decode: jax.Array  # int32[M], t_l of eq. 5 with M = A.
+    prefill: jax.Array  # int32[M], t_l with M = E
+    # int32[2, M], experts of the next layer that each layer prefetches, in decode and in prefill; 0
+    # for the last
     ahead: jax.Array
-    high: jax.Array
-    low: jax.Array
-    renormalise: jax.Array
-    reuse_skipped: jax.Array
-    heavy_share: jax.Array
-    heavy_count: jax.Array
-    seed: jax.Array
-    calls: jax.Array
+    high: jax.Array  # int32[], tiers; low may be `SKIPPED`
+    low: jax.Array  # int32[], tiers; low may be `SKIPPED`
+    renormalise: jax.Array  # bool[]
+    reuse_skipped: jax.Array  # bool[], False where nothing is left out
+    heavy_share: jax.Array  # float32[]
+    heavy_count: jax.Array  # int32[]
+    seed: jax.Array  # uint32[]
+    calls: jax.Array  # int32[], layers decided so far, for `random` alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DyMoE(Policy[DyMoEState]):
-    """Mixed precision by importance.
-
-    Attributes:
-      high: the tier of critical experts; "": the first.
-      low: the tier of the others; "": the last; "skip": they are left out (4/0).
-      retention: r, the mean share of critical experts; 0.5 to 1, with schedule "equal" 0 to 1.
-      schedule: over depth; see `dymoe_schedule.retention_ratios`.
-      sensitivity: one per layer, for the schedule of that name.
-      rounding: "diffused", so that the mean is r, or "ceil", eq. 5's letter.
-      selection: "critical", by eq. 2 in prefill and eq. 3 in decode; "load": in prefill by all
-        tokens, without attention's importance; "random" (Figure 3).
-      aggregation: of the attention that a token receives (eq. 1): "mean", of the queries that see
-        it, "sum", or "last_query" alone.
-      heavy_share: of a prefill step's tokens that are heavy hitters, whatever prompts they are of;
-        the paper, of one prompt in one step, states no number.
-      heavy_count: their number, in place of the share; 0: the share.
-      renormalise: the weights of a token's remaining experts sum to what all summed to.
-      reuse_skipped: an expert to be left out runs if its high copy is resident, by the rule of
-        conservative reuse; the paper "entirely bypasses" it.
-      prefetch: t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier has slots.
-      seed: from `random`.
-    """
+    """Mixed precision by importance."""
 
     name: ClassVar[str] = "dymoe"
     high_serves_low: ClassVar[bool] = True
 
-    high: str = ""
-    low: str = ""
+    high: str = ""  # the tier of critical experts; "": the first
+    low: str = ""  # the tier of the others; "": the last; "skip": they are left out (4/0)
+    # r, the mean share of critical experts; 0.5 to 1, with schedule "equal" 0 to 1
     retention: float = 0.75
-    schedule: str = "cosine"
-    sensitivity: tuple[float, ...] = ()
-    rounding: str = "diffused"
+    schedule: str = "cosine"  # over depth; see `dymoe_schedule.retention_ratios`
+    sensitivity: tuple[float, ...] = ()  # one per layer, for the schedule of that name
+    rounding: str = "diffused"  # "diffused", so that the mean is r, or "ceil", eq. 5's letter.
+    # "critical", by eq. 2 in prefill and eq. 3 in decode; "load": in prefill by all tokens, without
+    # attention's importance; "random" (Figure 3).
     selection: str = "critical"
+    # of the attention that a token receives (eq. 1): "mean", of the queries that see it, "sum", or
+    # "last_query" alone.
     aggregation: str = "mean"
+    # of a prefill step's tokens that are heavy hitters, whatever prompts they are of; the paper, of
+    # one prompt in one step, states no number
     heavy_share: float = 0.1
-    heavy_count: int = 0
+    heavy_count: int = 0  # their number, in place of the share; 0: the share
+    # the weights of a token's remaining experts sum to what all summed to
     renormalise: bool = False
+    # an expert to be left out runs if its high copy is resident, by the rule of conservative reuse;
+    # the paper "entirely bypasses" it
     reuse_skipped: bool = False
+    # t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier has slots.
     prefetch: int = -1
-    seed: int = 0
+    seed: int = 0  # from `random`
 
     def __post_init__(self) -> None:
         check_text("high", self.high)
@@ -202,11 +181,7 @@ class DyMoE(Policy[DyMoEState]):
         )
 
     def decide(self, state: DyMoEState, observation: Observation) -> tuple[Decision, DyMoEState]:
-        """See `Policy`.
-
-        Raises:
-          ValueError: prefill without the importance of tokens.
-        """
+        """See `Policy`."""
         ids, weights, layer = observation.ids, observation.weights, observation.layer
         is_critical = self._critical(state, observation)
         is_low = ~is_critical & observation.active[:, None]

@@ -18,18 +18,14 @@ ROUNDINGS = ("diffused", "ceil")
 def retention_ratios(
     schedule: str, retention: float, num_layers: int, sensitivity: Sequence[float] = ()
 ) -> np.ndarray:
-    """Ratios r(l) of eq. 4, with mean `retention`.
+    """Ratios r(l) of eq. 4, float64[L], with mean `retention`.
 
     Args:
       schedule: "cosine" (the paper's), "linear" (falls from 1 to lambda), "sensitivity" (f
         proportional to what was measured, cut at 1), or "equal" (r in every layer).
       retention: r, 0.5 to 1; with "equal" 0 to 1.
-      num_layers: L.
       sensitivity: one per layer, such as the loss that its quantization alone causes (Figure 5);
         not negative.
-
-    Returns:
-      float64[L].
 
     Raises:
       MoejaxError: a ratio below 0.5, or sensitivities from which no profile can be made.
@@ -53,7 +49,7 @@ def retention_ratios(
 
 
 def critical_counts(ratios: np.ndarray, num_requested: int, rounding: str) -> np.ndarray:
-    """Number t_l of critical experts in each layer, eq. 5.
+    """Number t_l of critical experts in each layer, int64[L], eq. 5.
 
     Args:
       ratios: float64[L], r(l).
@@ -61,9 +57,6 @@ def critical_counts(ratios: np.ndarray, num_requested: int, rounding: str) -> np
       rounding: "ceil" is the paper's letter: it demotes almost nothing where M is small. "diffused"
         carries what rounding leaves on to the next layer, so that the first l layers together
         have round(M sum r), and all of them round(M r L).
-
-    Returns:
-      int64[L], 0..M.
     """
     wanted = np.asarray(ratios, np.float64) * num_requested
     # Sums of ratios that are exact on paper must not fall to the other side of an integer.

@@ -43,51 +43,31 @@ FORESEE_BY = ("scores", "links")
 
 
 class DynaExqSettings(NamedTuple):
-    """Settings that a sweep may vary; see `DynaExq` for the meanings.
+    """Settings that a sweep may vary; see `DynaExq` for the meanings."""
 
-    Attributes:
-      alpha: float32[].
-      period: int32[], T.
-      warmup: int32[].
-      fixed: bool[], whether tau is.
-      hysteresis: float32[].
-      n_hot: int32[M].
-      cold_slots: int32[], of a layer.
-      hot, cold: int32[], tiers.
-    """
-
-    alpha: jax.Array
-    period: jax.Array
-    warmup: jax.Array
-    fixed: jax.Array
-    hysteresis: jax.Array
-    n_hot: jax.Array
-    cold_slots: jax.Array
-    hot: jax.Array
-    cold: jax.Array
+    alpha: jax.Array  # float32[]
+    period: jax.Array  # int32[], T
+    warmup: jax.Array  # int32[]
+    fixed: jax.Array  # bool[], whether tau is
+    hysteresis: jax.Array  # float32[]
+    n_hot: jax.Array  # int32[M]
+    cold_slots: jax.Array  # int32[], of a layer
+    hot: jax.Array  # int32[], tiers
+    cold: jax.Array  # int32[], tiers
 
 
 class DynaExqState(NamedTuple):
-    """State of DynaExq.
+    """State of DynaExq."""
 
-    Attributes:
-      scores: float32[M, E], S of eq. 2.
-      high: bool[M, E], H of Algorithm 1; nothing before the warm-up has ended.
-      tau: float32[M], fixed when the warm-up ends, or the n_hot-th score at the last update.
-      tokens: int32[], since the last multiple of T at which H was updated; in the warm-up, all.
-      warm: bool[], whether the warm-up has ended.
-      is_fresh: bool[], whether H was chosen by the last `transfers`.
-      links: float32[M, E, E], constant, of `foresight.links_of`; None if not used.
-      settings: constant.
-    """
-
-    scores: jax.Array
-    high: jax.Array
+    scores: jax.Array  # float32[M, E], S of eq. 2.
+    high: jax.Array  # bool[M, E], H of Algorithm 1; nothing before the warm-up has ended
+    # float32[M], fixed when the warm-up ends, or the n_hot-th score at the last update
     tau: jax.Array
+    # int32[], since the last multiple of T at which H was updated; in the warm-up, all
     tokens: jax.Array
-    warm: jax.Array
-    is_fresh: jax.Array
-    links: jax.Array | None
+    warm: jax.Array  # bool[], whether the warm-up has ended
+    is_fresh: jax.Array  # bool[], whether H was chosen by the last `transfers`
+    links: jax.Array | None  # float32[M, E, E], constant, of `foresight.links_of`; None if not used
     settings: DynaExqSettings
 
 
@@ -97,48 +77,37 @@ class DynaExq(ByContent, Policy[DynaExqState]):
 
     The low tier always holds every expert where the spec gives it E slots a layer; then a demotion
     moves no bytes. Otherwise an expert is in one of the two, as in the paper.
-
-    Attributes:
-      hot: the tier of high precision; "": the first.
-      cold: the tier of low precision; "": the last.
-      period: T, tokens between updates of H.
-      alpha: see eq. 2; None: 1 - 1/T.
-      tau: "fixed" at the n_hot-th score when the warm-up ends (section 3.5), or "moving": the
-        n_hot-th score at each update, which leaves no slot empty after a shift.
-      n_hot: experts of each layer in high precision: a number, one of each layer, or None for the
-        slots of the hot tier; never more than those.
-      warmup: tokens before H is chosen for the first time; 0: T.
-      hysteresis: share by which a cold expert must exceed a hot one to take its place; the paper
-        has none.
-      max_requests: R of `Requests`, even; what is left over is asked for the next time.
-      foresight: experts per layer whose hot form is read from the disk to host memory whenever H is
-        chosen, since they may be hot next time; 0: none.
-      foresee_by: how such experts are predicted: by "scores", their own hotness, or by "links", the
-        hotness of the layer before through a profile's cross-layer activations (the paper's way).
-      links: float32[M, E, E] for the latter, of `foresight.links_of`.
-      choice: "hot"; or, for comparison, fixed choices that ignore frequencies: "random", or
-        "first", the smallest ids. (A static choice by the frequencies of the warm-up is "hot" with
-        a period that never ends, and an alpha of its own.)
-      seed: seed of "random".
     """
 
     name: ClassVar[str] = "dynaexq"
     repeats_requests: ClassVar[bool] = True
 
-    hot: str = ""
-    cold: str = ""
-    period: int = 256
-    alpha: float | None = None
+    hot: str = ""  # the tier of high precision; "": the first
+    cold: str = ""  # the tier of low precision; "": the last
+    period: int = 256  # T, tokens between updates of H
+    alpha: float | None = None  # see eq. 2; None: 1 - 1/T.
+    # "fixed" at the n_hot-th score when the warm-up ends (section 3.5), or "moving": the n_hot-th
+    # score at each update, which leaves no slot empty after a shift
     tau: str = "moving"
+    # experts of each layer in high precision: a number, one of each layer, or None for the slots of
+    # the hot tier; never more than those
     n_hot: int | tuple[int, ...] | None = None
-    warmup: int = 0
+    warmup: int = 0  # tokens before H is chosen for the first time; 0: T
+    # share by which a cold expert must exceed a hot one to take its place; the paper has none
     hysteresis: float = 0.0
-    max_requests: int = 64
+    max_requests: int = 64  # R of `Requests`, even; what is left over is asked for the next time
+    # experts per layer whose hot form is read from the disk to host memory whenever H is chosen,
+    # since they may be hot next time; 0: none
     foresight: int = 0
+    # how such experts are predicted: by "scores", their own hotness, or by "links", the hotness of
+    # the layer before through a profile's cross-layer activations (the paper's way)
     foresee_by: str = "scores"
-    links: np.ndarray | None = None
+    links: np.ndarray | None = None  # float32[M, E, E] for the latter, of `foresight.links_of`
+    # "hot"; or, for comparison, fixed choices that ignore frequencies: "random", or "first", the
+    # smallest ids. (A static choice by the frequencies of the warm-up is "hot" with a period that
+    # never ends, and an alpha of its own.)
     choice: str = "hot"
-    seed: int = 0
+    seed: int = 0  # seed of "random"
 
     def __post_init__(self) -> None:
         check_text("hot", self.hot)

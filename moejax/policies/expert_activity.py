@@ -18,37 +18,23 @@ _EXACT = jax.lax.Precision.HIGHEST  # a shorter product would round the counts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertActivity:
-    """Sums over tokens, each with a weight of its own; whole numbers are exact to 2^24.
+    """Sums over tokens, each with a weight of its own; whole numbers are exact to 2^24."""
 
-    Attributes:
-      tokens: float32[], sum of the weights.
-      activations: float32[M, E], A_l(i).
-      coactivations: float32[M, E, E], M_l(i, j), tokens that chose both; 0 where i = j.
-      weighted: float32[M, E, E], sums of min(p~_i, p~_j) in place of counts.
-      entropies: float32[M, bins], of TAE by `buddy_gates.entropy_bin`.
-      cosines: float32[M, E, E], over tokens that chose i, of cos(f_i(x), f_j(x)); None where
-        outputs are not compared.
-      following: float32[M, E, E], tokens that chose i in layer l and j in the next sparse one; 0
-        for the last layer. None in older profiles, which did not count it.
-    """
-
-    tokens: jax.Array
-    activations: jax.Array
-    coactivations: jax.Array
-    weighted: jax.Array
-    entropies: jax.Array
+    tokens: jax.Array  # float32[], sum of the weights
+    activations: jax.Array  # float32[M, E], A_l(i)
+    coactivations: jax.Array  # float32[M, E, E], M_l(i, j), tokens that chose both; 0 where i = j
+    weighted: jax.Array  # float32[M, E, E], sums of min(p~_i, p~_j) in place of counts
+    entropies: jax.Array  # float32[M, bins], of TAE by `buddy_gates.entropy_bin`
+    # float32[M, E, E], over tokens that chose i, of cos(f_i(x), f_j(x)); None where outputs are not
+    # compared
     cosines: jax.Array | None = None
+    # float32[M, E, E], tokens that chose i in layer l and j in the next sparse one; 0 for the last
+    # layer. None in older profiles, which did not count it.
     following: jax.Array | None = None
 
 
 def no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertActivity:
-    """Empty counts, before any token.
-
-    Args:
-      num_layers: M.
-      num_experts: E.
-      outputs: whether outputs will be compared.
-    """
+    """Empty counts, before any token; with `outputs`, outputs will be compared."""
     pairs = (num_layers, num_experts, num_experts)
     return ExpertActivity(
         tokens=jnp.zeros((), jnp.float32),
@@ -62,23 +48,14 @@ def no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertAc
 
 
 def with_layer(
-    activity: ExpertActivity,
-    layer: int,
-    probabilities: jax.Array,
-    ids: jax.Array,
-    token_weights: jax.Array,
-    temperature: float = 1.0,
+    activity: ExpertActivity,  # so far; donate it
+    layer: int,  # among the sparse ones
+    probabilities: jax.Array,  # float32[N, E]
+    ids: jax.Array,  # int32[N, A], by falling probability
+    token_weights: jax.Array,  # float32[N]; 0 for padding
+    temperature: float = 1.0,  # temperature of p~ in TAE
 ) -> ExpertActivity:
-    """Counts a layer's routing.
-
-    Args:
-      activity: so far; donate it.
-      layer: among the sparse ones.
-      probabilities: float32[N, E].
-      ids: int32[N, A], by falling probability.
-      token_weights: float32[N]; 0 for padding.
-      temperature: temperature of p~ in TAE.
-    """
+    """Counts a layer's routing."""
     num_experts = probabilities.shape[1]
     chosen = buddy_gates.chosen_probabilities(probabilities, ids)
     is_expert = (ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]).astype(
@@ -103,21 +80,13 @@ def with_layer(
 
 
 def with_following(
-    activity: ExpertActivity,
-    layer: int,
-    ids: jax.Array,
-    next_ids: jax.Array,
-    token_weights: jax.Array,
+    activity: ExpertActivity,  # so far, with `following`; donate it
+    layer: int,  # among the sparse ones, not the last
+    ids: jax.Array,  # int32[N, A], of the layer
+    next_ids: jax.Array,  # int32[N, A], of the next one
+    token_weights: jax.Array,  # float32[N]
 ) -> ExpertActivity:
-    """Counts pairs of choices in a layer and in the next sparse one.
-
-    Args:
-      activity: so far, with `following`; donate it.
-      layer: among the sparse ones, not the last.
-      ids: int32[N, A], of the layer.
-      next_ids: int32[N, A], of the next one.
-      token_weights: float32[N].
-    """
+    """Counts pairs of choices in a layer and in the next sparse one."""
     assert activity.following is not None
     expert = jnp.arange(activity.activations.shape[1], dtype=jnp.int32)
 
@@ -129,21 +98,13 @@ def with_following(
 
 
 def with_outputs(
-    activity: ExpertActivity,
-    layer: int,
-    outputs: jax.Array,
-    ids: jax.Array,
-    token_weights: jax.Array,
+    activity: ExpertActivity,  # so far, with `cosines`; donate it
+    layer: int,  # among the sparse ones
+    outputs: jax.Array,  # [E, N, D], f_e(x_n)
+    ids: jax.Array,  # int32[N, A]
+    token_weights: jax.Array,  # float32[N]
 ) -> ExpertActivity:
-    """Compares the outputs of all experts for the same tokens.
-
-    Args:
-      activity: so far, with `cosines`; donate it.
-      layer: among the sparse ones.
-      outputs: [E, N, D], f_e(x_n).
-      ids: int32[N, A].
-      token_weights: float32[N].
-    """
+    """Compares the outputs of all experts for the same tokens."""
     assert activity.cosines is not None
     wide = outputs.astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
@@ -160,14 +121,10 @@ def _products(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def shares(activity: ExpertActivity, source: Source, smoothing: float) -> np.ndarray:
-    """Shares q from the counts, float64[M, E, E].
+    """Shares q from the counts on the host, float64[M, E, E]; by outputs only if they are compared.
 
     Args:
-      activity: on the host.
       smoothing: epsilon of Laplace; outputs take none.
-
-    Raises:
-      ValueError: outputs were not compared.
     """
     if source == "outputs":
         if activity.cosines is None:

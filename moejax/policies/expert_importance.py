@@ -11,40 +11,24 @@ from moejax.policies.ordering import chosen_by, ranks
 
 
 def num_heavy(active: jax.Array, share: jax.Array, count: jax.Array) -> jax.Array:
-    """Number k of eq. 2, int32[]: `count`, or if 0 a share of the active tokens, rounded up.
-
-    Args:
-      active: bool[N].
-      share: float32[], 0 to 1.
-      count: int32[].
-    """
+    """Number k of eq. 2, int32[]: `count`, or if 0 a share of the active tokens, rounded up."""
     # A share such as 0.1 of 30 tokens is 3, whatever float32 makes of it.
     of_all = jnp.ceil(share * jnp.sum(active, dtype=jnp.float32) - 1e-4).astype(jnp.int32)
     return jnp.where(count > 0, count, of_all)
 
 
 def heavy_hitters(importance: jax.Array, active: jax.Array, num: jax.Array) -> jax.Array:
-    """Mask bool[N] of T_imp: the top `num` active tokens (eq. 1); ties to the earlier one.
-
-    Args:
-      importance: float32[N], s_i.
-      active: bool[N].
-      num: int32[].
-    """
+    """Mask bool[N] of T_imp: the top `num` active tokens (eq. 1); ties to the earlier one."""
     return (ranks(jnp.where(active, importance, -jnp.inf)) < num) & active
 
 
 def critical_by_tokens(
     observation: Observation, tokens: jax.Array, num_critical: jax.Array
 ) -> jax.Array:
-    """Mask bool[E] of the top t_l experts by assignments from these tokens (eq. 2).
+    """Mask bool[E] of the top t_l experts by assignments from `tokens`, bool[N], T_imp (eq. 2).
 
     Ties, which the paper does not mention, go to the expert with more tokens in all, since section
     3.3 finds the two loads correlated; then to the smaller id.
-
-    Args:
-      tokens: bool[N], T_imp.
-      num_critical: int32[], t_l.
     """
     ids, num_experts = observation.ids, observation.probabilities.shape[1]
     load = chosen_by(ids, _of_pairs(tokens, ids), num_experts)
@@ -58,11 +42,8 @@ def critical_pairs(
     """Mask bool[N, A] of pairs whose expert is in some active token's top t_l (eq. 3).
 
     The paper decodes one sequence. Where several tokens ask for one expert in different precision,
-    it is critical for all of them: an expert has one format (section 4.4.2).
-
-    Args:
-      importance: float32[N, A], of a token's experts to one another; their gate weights in eq. 3.
-      num_critical: int32[], t_l.
+    it is critical for all of them: an expert has one format (section 4.4.2). `importance` is of a
+    token's experts to one another; their gate weights in eq. 3.
     """
     own = (ranks(importance) < num_critical) & observation.active[:, None]
     ids = observation.ids

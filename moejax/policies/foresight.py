@@ -19,11 +19,10 @@ from moejax.policies.ordering import ranks
 def links_of(following: np.ndarray) -> np.ndarray:
     """Share float32[M, E, E] of tokens with expert i one layer earlier that choose j here.
 
+    Rows sum to 1; to 0 for an i that was never chosen, and for the first layer.
+
     Args:
       following: [M, E, E], of `ExpertActivity`: tokens that chose i in layer l and j in the next.
-
-    Returns:
-      Rows that sum to 1; to 0 for an i that was never chosen, and for the first layer.
     """
     counts = np.concatenate([np.zeros_like(following[:1]), following[:-1]]).astype(np.float64)
     total = counts.sum(axis=-1, keepdims=True)
@@ -33,9 +32,7 @@ def links_of(following: np.ndarray) -> np.ndarray:
 def expected(scores: jax.Array, links: jax.Array) -> jax.Array:
     """Hotness float32[M, E] predicted from the layer before; the first layer keeps its own.
 
-    Args:
-      scores: float32[M, E], S of eq. 2.
-      links: float32[M, E, E], of `links_of`.
+    `scores` are S of eq. 2, `links` those of `links_of`.
     """
     before = jnp.einsum("le,lef->lf", scores[:-1], links[1:], precision=jax.lax.Precision.HIGHEST)
     return jnp.concatenate([scores[:1], before])
@@ -46,15 +43,13 @@ def nearly_hot(
 ) -> Requests:
     """Requests the `count` most valuable experts of each layer that are not settled.
 
+    The first of every layer comes before the second of any.
+
     Args:
       worth: float32[M, E]; experts with 0 are never requested.
       settled: bool[M, E], experts that are hot or will be.
       tier: int32[], the hot tier.
-      count: static.
       is_due: bool[], whether to request anything.
-
-    Returns:
-      M * count requests, the first of every layer before the second of any.
     """
     num_layers, num_experts = worth.shape
     place = ranks(~settled, worth)

@@ -34,31 +34,20 @@ def num_active(observation: Observation) -> jax.Array:
 def smoothed(
     scores: jax.Array, means: jax.Array, num_tokens: jax.Array, alpha: jax.Array
 ) -> jax.Array:
-    """Applies eq. 2 to n tokens at once: S <- alpha^n S + (1 - alpha^n) mean(g).
+    """Applies eq. 2 to n tokens at once: S <- alpha^n S + (1 - alpha^n) mean(g), float32[E].
 
-    For one token it is eq. 2. It does not depend on the order of the tokens, and a prompt counts
-    as much as the same number of decoded ones.
-
-    Args:
-      scores: float32[E], S.
-      means: float32[E], of `gate_means`.
-      num_tokens: int32[], n.
-      alpha: float32[], 0 <= alpha < 1.
+    For one token it is eq. 2. It does not depend on the order of the tokens, and a prompt counts as
+    much as the same number of decoded ones.
     """
     kept = jnp.power(alpha, num_tokens.astype(jnp.float32))
     return kept * scores + (1 - kept) * means
 
 
 class HotSet(NamedTuple):
-    """Hot set and its threshold: lines 14 and 15 of Algorithm 1.
+    """Hot set and its threshold: lines 14 and 15 of Algorithm 1."""
 
-    Attributes:
-      high: bool[M, E], the set H.
-      last: float32[M], the n_hot-th score, tau_h = top(n_hot, S) of section 3.5.
-    """
-
-    high: jax.Array
-    last: jax.Array
+    high: jax.Array  # bool[M, E], the set H
+    last: jax.Array  # float32[M], the n_hot-th score, tau_h = top(n_hot, S) of section 3.5
 
 
 def hot_set(
@@ -86,14 +75,14 @@ def hot_set(
 
 
 def swaps(
-    scores: jax.Array,
-    high: jax.Array,
-    hot: jax.Array,
-    cold: jax.Array,
-    n_hot: jax.Array,
-    cold_slots: jax.Array,
-    tiers: tuple[jax.Array, jax.Array],
-    max_requests: int,
+    scores: jax.Array,  # float32[M, E]
+    high: jax.Array,  # bool[M, E], H, at most n_hot in a layer
+    hot: jax.Array,  # bool[M, E], experts of the hot tier once all transfers in flight have arrived
+    cold: jax.Array,  # bool[M, E], the cold tier
+    n_hot: jax.Array,  # int32[M], slots of the hot tier
+    cold_slots: jax.Array,  # int32[], slots of a layer in the cold tier
+    tiers: tuple[jax.Array, jax.Array],  # int32[] of the hot tier and of the cold one
+    max_requests: int,  # R, static and even
 ) -> Requests:
     """Demotions and promotions that lead to the hot set: lines 16 to 22 of Algorithm 1.
 
@@ -101,16 +90,6 @@ def swaps(
     are free, promotions take these first. Over the layers, the pair that gains the most hotness
     comes first. A demotion without a promotion needs room in the cold tier, if its expert is not
     there already.
-
-    Args:
-      scores: float32[M, E].
-      high: bool[M, E], H, at most n_hot in a layer.
-      hot: bool[M, E], experts of the hot tier once all transfers in flight have arrived.
-      cold: bool[M, E], the cold tier.
-      n_hot: int32[M], slots of the hot tier.
-      cold_slots: int32[], slots of a layer in the cold tier.
-      tiers: int32[] of the hot tier and of the cold one.
-      max_requests: R, static and even.
 
     Returns:
       R requests, a demotion and then its promotion, either of which may be none.

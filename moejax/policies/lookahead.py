@@ -8,19 +8,13 @@ from moejax.policies.ordering import chosen_by, ranks
 
 
 def experts_ahead(observation: Observation, limit: jax.Array) -> jax.Array | None:
-    """Chooses the experts of the next layer that its predicted routing wants most.
+    """Chooses the next layer's experts, bool[E], that its predicted routing wants most.
 
     Prefill: the top t by c_e, the number of tokens among whose predicted top A an expert is (eq.
     7). Decode: the top t by predicted probability (eq. 8), summed over the sequences of a batch, of
     which the paper has one. Ties go to the smaller id; an expert that no token is predicted to
-    choose is not prefetched.
-
-    Args:
-      observation: `predicted` is eq. 6.
-      limit: int32[], t; at most so many.
-
-    Returns:
-      bool[E]; None without a prediction.
+    choose is not prefetched. None without a prediction (`Observation.predicted`, eq. 6); `limit` is
+    int32[], t.
     """
     predicted = observation.predicted
     if predicted is None:

@@ -94,11 +94,7 @@ def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
 
 
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Policies that work inside one: itself, or the parts of `compose`.
-
-    Raises:
-      MoejaxError: a part is not one of dynaexq, dymoe and buddymoe.
-    """
+    """Policies that work inside one: itself, or the parts of `compose`."""
     if name != "compose":
         return (name,)
     parts = tuple(str(settings.get("parts", DEFAULT_PARTS)).split("+"))

@@ -25,31 +25,23 @@ from pallas_kernels.cache_plan import Rule
 
 
 class OnDemandState(NamedTuple):
-    """Tier and prefetch limits that `decide` reads.
+    """Tier and prefetch limits that `decide` reads."""
 
-    Attributes:
-      tier: int32[], in which all pairs run.
-      limit: int32[M], experts of the next layer that each layer prefetches; 0 for the last.
-    """
-
-    tier: jax.Array
+    tier: jax.Array  # int32[], in which all pairs run
+    # int32[M], experts of the next layer that each layer prefetches; 0 for the last
     limit: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnDemand(Policy[OnDemandState]):
-    """Runs the router's choice in one tier and fetches misses when they are needed.
-
-    Attributes:
-      tier: its name; "": the one of highest fidelity.
-      prefetch: t of DyMoE eq. 7 and 8, experts of the next layer to prefetch; at most as many as
-        the layer has slots.
-    """
+    """Runs the router's choice in one tier and fetches misses when they are needed."""
 
     name: ClassVar[str] = "on_demand"
     high_serves_low: ClassVar[bool] = True
 
-    tier: str = ""
+    tier: str = ""  # its name; "": the one of highest fidelity
+    # t of DyMoE eq. 7 and 8, experts of the next layer to prefetch; at most as many as the layer
+    # has slots.
     prefetch: int = 0
 
     def __post_init__(self) -> None:

@@ -12,11 +12,8 @@ UNROLLED = 16  # of an axis up to which places are counted without a reduction
 def ranks(*keys: jax.Array) -> jax.Array:
     """Rank of each element by falling first key, then the next, then rising index.
 
-    Args:
-      *keys: [..., n] of one shape each, numbers or bool, no NaN.
-
-    Returns:
-      int32[..., n], a permutation of 0..n - 1 along the last axis.
+    A permutation int32[..., n] of 0..n - 1 along the last axis, of keys of that shape each, numbers
+    or bool, no NaN.
     """
     index = jax.lax.broadcasted_iota(jnp.int32, keys[0].shape, keys[0].ndim - 1)
     if keys[0].shape[-1] <= UNROLLED:
@@ -47,13 +44,7 @@ def of_few(operation: Callable[[jax.Array, jax.Array], jax.Array], values: jax.A
 
 
 def chosen_by(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
-    """Counts the masked pairs of each expert, int32[E].
-
-    Args:
-      ids: int32[N, A].
-      mask: bool[N, A].
-      num_experts: E.
-    """
+    """Counts the masked pairs of each expert, int32[E], of ids and mask [N, A]."""
     expert = jax.lax.iota(jnp.int32, num_experts)
     pairs = (ids[None] == expert[:, None, None]) & mask[None]
     return jnp.sum(pairs, axis=(1, 2), dtype=jnp.int32)

@@ -27,15 +27,11 @@ class ResidentState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resident(Policy[ResidentState]):
-    """Runs the router's choice in one tier, without prefetch.
-
-    Attributes:
-      tier: its name; "": the one of highest fidelity.
-    """
+    """Runs the router's choice in one tier, without prefetch."""
 
     name: ClassVar[str] = "resident"
 
-    tier: str = ""
+    tier: str = ""  # its name; "": the one of highest fidelity
 
     def __post_init__(self) -> None:
         check_text("tier", self.tier)
@@ -66,11 +62,7 @@ def always(tier: jax.Array) -> Rule:
 
 
 def as_routed(observation: Observation, tier: jax.Array) -> Decision:
-    """Decision for the router's experts and weights, each pair in its given tier.
-
-    Args:
-      tier: int32[] or int32[N, A].
-    """
+    """Decision for the router's experts and weights, in a tier int32[] or one of each pair."""
     ids = observation.ids
     tiers = jnp.broadcast_to(tier, ids.shape)
     return Decision(

@@ -22,29 +22,20 @@ Form = Literal["ranks", "kernel"]
 
 
 class Candidates(NamedTuple):
-    """Possible buddies of each pair, before those of the token's other pairs are known.
+    """Possible buddies of each pair, before those of the token's other pairs are known."""
 
-    Attributes:
-      ids: int32[N, A, H], -1 for none.
-      priority: float32[N, A, H], the larger first, equal ones by place; None: by place.
-    """
-
-    ids: jax.Array
+    ids: jax.Array  # int32[N, A, H], -1 for none
+    # float32[N, A, H], the larger first, equal ones by place; None: by place
     priority: jax.Array | None = None
 
 
 class Substitution(NamedTuple):
-    """Result of the search, for every pair.
+    """Result of the search, for every pair."""
 
-    Attributes:
-      ids: int32[N, A], the buddy's where `replaced`, else the router's.
-      replaced: bool[N, A].
-      searched: bool[N, A], wanted, and the token's budget was not spent yet; where it is not
-        `replaced`, there is no buddy.
-    """
-
-    ids: jax.Array
-    replaced: jax.Array
+    ids: jax.Array  # int32[N, A], the buddy's where `replaced`, else the router's
+    replaced: jax.Array  # bool[N, A]
+    # bool[N, A], wanted, and the token's budget was not spent yet; where it is not `replaced`,
+    # there is no buddy
     searched: jax.Array
 
 
@@ -53,14 +44,13 @@ def candidates_of(
 ) -> jax.Array:
     """Finds each pair's listed buddies that are resident and not chosen (lines 15-17).
 
+    int32[N, A, H], -1 for none.
+
     Args:
       ids: int32[N, A], the router's choice.
       lists: int32[E, H], buddies of each expert, the best first; -1 pads.
       resident: bool[E].
       depth: int32[], how far lists are searched, at most H.
-
-    Returns:
-      int32[N, A, H], -1 for none.
     """
     listed = lists.at[ids].get(mode="clip")
     usable = (listed >= 0) & resident.at[listed].get(mode="clip")
@@ -73,13 +63,8 @@ def candidates_of(
 def normalized_logits(probabilities: jax.Array) -> jax.Array:
     """Normalised logits z^ of eq. 3: the router's, up to a constant, scaled to 0..1.
 
-    The paper names no norm; this one leaves 1 + eta z^ positive.
-
-    Args:
-      probabilities: float32[N, E].
-
-    Returns:
-      float32[N, E]; 0 where all are equal.
+    float32[N, E], 0 where all are equal. The paper names no norm; this one leaves 1 + eta z^
+    positive.
     """
     logits = jnp.log(jnp.maximum(probabilities, float(np.finfo(np.float32).tiny)))
     least = jnp.min(logits, axis=-1, keepdims=True)
@@ -88,25 +73,16 @@ def normalized_logits(probabilities: jax.Array) -> jax.Array:
 
 
 def buddy_score(
-    candidates: jax.Array,
-    q: jax.Array,
-    logits: jax.Array,
-    hops: jax.Array,
+    candidates: jax.Array,  # int32[N, A, H], of `candidates_of`
+    q: jax.Array,  # float32[N, A, H], of each candidate
+    logits: jax.Array,  # float32[N, E], of `normalized_logits`
+    hops: jax.Array,  # float32[E], partitions between the tokens' device and each expert's
     eta: jax.Array,
     kappa: jax.Array,
 ) -> jax.Array:
     """Score of eq. 3: Psi(j | i, x) = q_(j|i) (1 + eta z^_j(x)) (1 - kappa hop(j)).
 
-    Args:
-      candidates: int32[N, A, H], of `candidates_of`.
-      q: float32[N, A, H], of each candidate.
-      logits: float32[N, E], of `normalized_logits`.
-      hops: float32[E], partitions between the tokens' device and each expert's.
-      eta: float32[].
-      kappa: float32[].
-
-    Returns:
-      float32[N, A, H]; 0 where there is no candidate.
+    float32[N, A, H]; 0 where there is no candidate.
     """
     safe = jnp.maximum(candidates, 0)
     flat = safe.reshape(len(safe), -1)
@@ -118,8 +94,7 @@ def buddy_score(
 def in_order(candidates: Candidates) -> jax.Array:
     """Sorts candidates by falling priority, then by place; drops priorities <= 0.
 
-    Returns:
-      int32[N, A, H], -1 for none; by comparing all pairs of a list.
+    int32[N, A, H], -1 for none; by comparing all pairs of a list.
     """
     ids, value = candidates
     if value is None:
@@ -189,20 +164,15 @@ def search(
 ) -> tuple[Substitution, jax.Array]:
     """Finds candidates and substitutes them in one kernel launch, without priorities.
 
+    Returns the substitution, and the counts with its pairs.
+
     Args:
       ids: int32[N, A], by falling weight.
       lists: int32[M, E, H], of all layers.
-      layer: int32[].
       resident: bool[E], of that layer, or int32[M, K], as `Observation.tables`.
       allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced if the
         gate passes the token.
-      depth: int32[].
-      budget: int32[].
       replaced: int32[M, E], donate it.
-      last_first: see `substitute`.
-
-    Returns:
-      The substitution, and the counts with its pairs.
     """
     found = buddy_search.search(
         ids, lists, layer, resident, allowed, depth, budget, gate, replaced, last_first=last_first

@@ -38,19 +38,13 @@ _MEND = "profile the model again (python -m moejax.profile_experts)"
 
 @dataclasses.dataclass(frozen=True)
 class BuddyProfile:
-    """Profile of a model for BuddyMoE: buddy lists, thresholds and counts.
+    """Profile of a model for BuddyMoE: buddy lists, thresholds and counts."""
 
-    Attributes:
-      lists: for `policies.buddymoe.BuddyMoe`.
-      tau: float32[M], for `policies.buddymoe.BuddyMoe` too.
-      activity: counts, on the host; `profile_of` makes lists and tau with other options from them.
-      provenance: model, text, options, versions, date, command.
-    """
-
-    lists: BuddyLists
-    tau: np.ndarray
+    lists: BuddyLists  # for `policies.buddymoe.BuddyMoe`
+    tau: np.ndarray  # float32[M], for `policies.buddymoe.BuddyMoe` too
+    # counts, on the host; `profile_of` makes lists and tau with other options from them
     activity: ExpertActivity
-    provenance: dict[str, Any]
+    provenance: dict[str, Any]  # model, text, options, versions, date, command
 
     @property
     def links(self) -> np.ndarray | None:
@@ -80,7 +74,6 @@ def profile_of(
     """Makes lists and tau from counts.
 
     Args:
-      activity: on the host.
       provenance: without the options, which are added.
       source: where q comes from. By co-activations, an expert that was never chosen has an empty
         list.
@@ -143,7 +136,6 @@ def load_buddies(
 
     Args:
       path: the file, or the checkpoint directory that holds it.
-      config: the model that will use it.
 
     Raises:
       MoejaxError: the file is missing, is not a profile, is broken, or belongs to another model.
@@ -184,10 +176,8 @@ def _check_origin(
         raise MoejaxError(
             f"{path} is of {of}, a {family} model, and this is a {config.family} one; {_MEND}"
         )
-    hashed, found = (
-        provenance.get("config_sha256"),
-        config_sha256(directory) if directory else None,
-    )
+    hashed = provenance.get("config_sha256")
+    found = config_sha256(directory) if directory else None
     if None not in (hashed, found) and hashed != found:
         logging.warning("%s is of %s, whose config.json is not this model's", path, of)
 

@@ -31,7 +31,6 @@ import os
 import shutil
 import struct
 import tempfile
-import types
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -231,16 +230,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, num_experts: int, facts: Mapping[str, str] | None = None):
-        """Begins a trace.
-
-        Args:
-          path: the file to write; its directory exists.
-          num_experts: E.
-          facts: for people, into the metadata.
-
-        Raises:
-          MoejaxError: there can be no trace at `path` (`check_place`).
-        """
+        """Begins a trace at a path that `check_place` allows."""
         check_place(path)
         self.path, self.num_experts, self.facts = path, num_experts, dict(facts or {})
         self.num_rows = 0
@@ -332,12 +322,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -395,12 +380,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
-    """Makes a trace of one decoding sequence, with equal weights.
-
-    Args:
-      replay: int32[steps, M, A], experts of a token a step.
-      num_experts: E.
-    """
+    """Makes a trace of one sequence that decodes int32[steps, M, A], with equal weights."""
     rows, _, width = replay.shape
     count = np.arange(rows, dtype=np.int32)
     trace = Trace(
@@ -417,7 +397,7 @@ def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
 
 
 def replay_of_trace(trace: Trace, sequence: int | None = None) -> np.ndarray:
-    """Decoded tokens as int32[steps, M, A], `ExpertStore.replay` without its token axis.
+    """Decoded tokens as int32[steps, M, A], `HostRows.replay` without its token axis.
 
     Args:
       sequence: which one; None if the trace decodes one token per step.

@@ -22,13 +22,12 @@ from moejax.inference.generation import GenerationSettings
 from moejax.serving.answers import AnswerWriter, TokenTexts
 from moejax.serving.batcher import Batcher
 from moejax.serving.bodies import Bodies
-from moejax.serving.errors import ApiError, unavailable
+from moejax.serving.errors import ApiError, error_response, json_response, unavailable
 from moejax.serving.exchange import ClientGone, Exchange, outcome_of
 from moejax.serving.fields import read_object
 from moejax.serving.guards import AccessGuard, HostGuard
 from moejax.serving.metrics import Metrics
 from moejax.serving.requests import ModelFacts, Request, read_chat, read_completion
-from moejax.serving.responses import error_response, json_response
 from moejax.text.chat_template import ChatSettings
 
 _LOG = logging.getLogger(__name__)
@@ -37,19 +36,12 @@ Reader = Callable[[Mapping[str, Any], ModelFacts], Request]
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Conditions on the clients that may send requests.
+    """Conditions on the clients that may send requests."""
 
-    Attributes:
-      bound_to: the address or name that the server listens on.
-      hosts: further names by which it is called; `*` is any.
-      origins: origins of browser pages that may send requests; `*` is any.
-      key: API key that all clients give; "" for none.
-    """
-
-    bound_to: str
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    key: str = ""
+    bound_to: str  # the address or name that the server listens on
+    hosts: tuple[str, ...] = ()  # further names by which it is called; `*` is any
+    origins: tuple[str, ...] = ()  # origins of browser pages that may send requests; `*` is any
+    key: str = ""  # API key that all clients give; "" for none
 
     def middleware(self) -> list[Middleware]:
         """Guards around the routes, the outermost first."""
@@ -69,26 +61,17 @@ class Api:
     def __init__(
         self,
         batcher: Batcher,
-        metrics: Metrics,
+        metrics: Metrics,  # told how they end
         *,
-        model_name: str,
+        model_name: str,  # name by which clients call the model
+        # gives the settings of fields that requests leave out
         defaults: Callable[[Engine], GenerationSettings],
-        max_body_bytes: int,
-        most_answers: int,
-        access: Access,
+        max_body_bytes: int,  # longer bodies are refused
+        most_answers: int,  # requests of more answers are refused
+        access: Access,  # conditions on clients
+        # settings of conversations whose request leaves them out
         chat: ChatSettings = ChatSettings(),  # noqa: B008, frozen
     ):
-        """Answers once the batcher is ready.
-
-        Args:
-          metrics: told how they end.
-          model_name: name by which clients call the model.
-          defaults: gives the settings of fields that requests leave out.
-          max_body_bytes: longer bodies are refused.
-          most_answers: requests of more answers are refused.
-          access: conditions on clients.
-          chat: settings of conversations whose request leaves them out.
-        """
         self._batcher = batcher
         self._metrics = metrics
         self._model_name = model_name

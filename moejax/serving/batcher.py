@@ -27,35 +27,20 @@ RESERVE = 4  # this part of the queue's limit is kept beyond it for clients of w
 
 
 class Batcher:
-    """A queue of rows, and the thread that runs them.
-
-    Attributes:
-      engine: None until it is loaded.
-      load_error: why it could not be.
-    """
+    """A queue of rows, and the thread that runs them."""
 
     def __init__(
         self,
-        load: Callable[[], Engine],
-        metrics: Metrics,
+        load: Callable[[], Engine],  # gives the engine; called in the thread
+        metrics: Metrics,  # told what happens
         *,
-        max_batch: int,
-        queue_limit: int,
-        deadline_s: float,
-        warms_up: bool = True,
+        max_batch: int,  # most rows of a batch
+        queue_limit: int,  # most rows that wait
+        deadline_s: float,  # seconds from a row's arrival to its end; 0: no limit
+        warms_up: bool = True,  # whether all programs are compiled before the first row is taken
+        # called in the thread when `engine` or `load_error` is there
         on_loaded: Callable[[], None] = lambda: None,
     ):
-        """Starts nothing yet.
-
-        Args:
-          load: gives the engine; called in the thread.
-          metrics: told what happens.
-          max_batch: most rows of a batch.
-          queue_limit: most rows that wait.
-          deadline_s: seconds from a row's arrival to its end; 0: no limit.
-          warms_up: whether all programs are compiled before the first row is taken.
-          on_loaded: called in the thread when `engine` or `load_error` is there.
-        """
         self._load = load
         self._metrics = metrics
         self._max_batch = max_batch
@@ -70,8 +55,8 @@ class Batcher:
         self._is_draining = False
         self._is_cut = False
         self._batch_s = 1.0  # of the last batches, a moving mean
-        self.engine: Engine | None = None
-        self.load_error: Exception | None = None
+        self.engine: Engine | None = None  # None until it is loaded
+        self.load_error: Exception | None = None  # why it could not be
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
         metrics.queue_length.set_function(lambda: len(self._waiting))
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moejax.serving.errors import ApiError, unavailable
-from moejax.serving.responses import raw_error
+from moejax.serving.errors import ApiError, raw_error, unavailable
 
 BACKLOG = 256  # connections that the kernel keeps until they are accepted, many at a time
 MOST_REFUSED = 64  # connections over the limit that are told so; further ones are closed at once
@@ -22,32 +21,21 @@ OTHER_FILES = 256  # descriptors that checkpoints, logs and the event loop may t
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of one server.
+    """Limits of one server."""
 
-    Attributes:
-      most: open connections.
-      header_s: seconds for the headers of a request, from connecting or from their first byte.
-      idle_s: seconds between two requests of a connection.
-      write_s: seconds for which a client may not read what it was sent.
-    """
-
-    most: int
+    most: int  # open connections
+    # seconds for the headers of a request, from connecting or from their first byte
     header_s: float = 10.0
-    idle_s: float = 20.0
-    write_s: float = 60.0
+    idle_s: float = 20.0  # seconds between two requests of a connection
+    write_s: float = 60.0  # seconds for which a client may not read what it was sent
 
 
 class Connections:
-    """Open connections of one server; the longest idle one makes room for a new one.
-
-    Attributes:
-      limits: see `ConnectionLimits`.
-      num_refused: connections that were over the limit so far.
-    """
+    """Open connections of one server; the longest idle one makes room for a new one."""
 
     def __init__(self, limits: ConnectionLimits):
-        self.limits = limits
-        self.num_refused = 0
+        self.limits = limits  # see `ConnectionLimits`
+        self.num_refused = 0  # connections that were over the limit so far
         self._open: set[LimitedProtocol] = set()
         self._idle: dict[LimitedProtocol, None] = {}  # without a request, the longest first
         self._refused: set[LimitedProtocol] = set()

@@ -1,18 +1,15 @@
-"""Errors of the server, in the form that clients of OpenAI's API read."""
+"""Errors in the form that clients of OpenAI's API read, and JSON over HTTP."""
 
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
+
+from starlette.responses import Response
 
 
 class ApiError(Exception):
-    """An error that a client receives in place of an answer.
-
-    Attributes:
-      status: the HTTP status.
-      message: one line.
-      param: the field at fault, or None.
-      code: a word for programs, or None.
-      retry_after_s: seconds after which a retry may succeed, or None.
-    """
+    """An error that a client receives in place of an answer."""
 
     def __init__(
         self,
@@ -24,11 +21,11 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
     ):
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
+        self.status = status  # the HTTP status
+        self.message = message  # one line
+        self.param = param  # the field at fault, or None
+        self.code = code  # a word for programs, or None
+        self.retry_after_s = retry_after_s  # seconds after which a retry may succeed, or None
 
     def body(self) -> dict[str, Any]:
         """JSON object of the error."""
@@ -60,3 +57,28 @@ def deadline_passed(seconds: float) -> ApiError:
     """Error of a request that took longer than the server allows."""
     said = f"the request took longer than the server's deadline of {seconds:g} s"
     return ApiError(said, status=504, code="deadline_exceeded")
+
+
+def json_response(
+    body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A response in ASCII: texts of clients may hold what UTF-8 has no bytes for."""
+    text = json.dumps(body, allow_nan=False)
+    return Response(text, status, dict(headers or {}), "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """Response that reports an error."""
+    return json_response(error.body(), error.status, error.headers())
+
+
+def raw_error(error: ApiError) -> bytes:
+    """An error as the bytes of a whole HTTP/1.1 response, after which the connection closes."""
+    body = json.dumps(error.body()).encode()
+    headers = {
+        "content-type": "application/json", "content-length": str(len(body)),
+        "connection": "close", **error.headers(),
+    }  # fmt: skip
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+    lines += [f"{name.lower()}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -23,7 +23,6 @@ class Exchange:
 
         Args:
           receive: ASGI's, after the body was read; it reports when the client leaves.
-          client: see `FairQueue`.
         """
         self._loop = asyncio.get_running_loop()
         self._parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client is gone

@@ -10,11 +10,7 @@ from moejax.serving.errors import ApiError
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body.
-
-    Raises:
-      ApiError: it is none.
-    """
+    """The JSON object of a body, or an ApiError."""
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # of text that is not UTF-8, too
@@ -51,45 +47,42 @@ class Fields:
         """Raises an ApiError about a field's type."""
         self.refuse(name, f"must be {wanted}, not {_kind(value)}")
 
+    def _typed(self, name: str, kinds: Any, wanted: str) -> Any:
+        """A field of one of some types; None where it is absent. 1 is not True."""
+        value = self.take(name)
+        if value is not None and not (
+            isinstance(value, kinds) and isinstance(value, bool) == (kinds is bool)
+        ):
+            self.wrong_type(name, value, wanted)
+        return value
+
     def integer(self, name: str, default: Any, low: int, high: int) -> Any:
         """An int from `low` to `high`."""
-        value = self.take(name)
-        if value is None:
+        if isinstance(given := self.take(name), float) and given.is_integer():
+            self._values[name] = int(given)
+        if (value := self._typed(name, int, "an integer")) is None:
             return default
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool):
-            self.wrong_type(name, value, "an integer")
         if not low <= value <= high:
             self.refuse(name, f"{_short(value)} must be from {low} to {high}")
         return value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """A finite number from `low` to `high`."""
-        value = self.take(name)
-        if value is None:
+        if (value := self._typed(name, int | float, "a number")) is None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            self.wrong_type(name, value, "a number")
         if not low <= value <= high or not math.isfinite(value):
             self.refuse(name, f"{_short(value)} must be from {low:g} to {high:g}")
         return float(value)
 
     def boolean(self, name: str, default: Any) -> Any:
         """True or False."""
-        value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.wrong_type(name, value, "true or false")
-        return value
+        value = self._typed(name, bool, "true or false")
+        return default if value is None else value
 
     def text(self, name: str, default: Any) -> Any:
         """A text of valid Unicode."""
         value = self.take(name)
-        if value is None:
-            return default
-        return self.checked_text(name, value)
+        return default if value is None else self.checked_text(name, value)
 
     def checked_text(self, name: str, value: Any) -> str:
         """The value, if it is a text."""
@@ -103,12 +96,7 @@ class Fields:
 
     def mapping(self, name: str) -> dict[str, Any]:
         """An object; empty where it is absent."""
-        value = self.take(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            self.wrong_type(name, value, "an object")
-        return value
+        return self._typed(name, dict, "an object") or {}
 
     def refuse_but(self, neutral: Mapping[str, Collection[Any]], why: str) -> None:
         """Refuses fields that are not supported unless their value asks for nothing."""

@@ -5,87 +5,49 @@ OpenAI's own clients, and those of llama.cpp, vLLM, Ollama, SillyTavern, Open We
 
 from typing import Any
 
-# Values that ask for nothing are allowed: clients send such values on their own.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repeat_penalty": (1,),
-    "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "penalty_alpha": (0,),
-    "guidance_scale": (1,),
-    "negative_prompt": ("",),
-    "logit_bias": ({}, []),
-    "best_of": (1,),
-    "num_beams": (1,),
-    "suffix": ("",),
-    "min_tokens": (0,),
-    "min_length": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "banned_strings": ([],),
-    "custom_token_bans": ("",),
-    "ban_eos_token": (False,),
-    "allowed_token_ids": ([],),
-    "include_stop_str_in_output": (False,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "top_a": (0,),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "typical": (1,),
-    "typical_p": (1,),
-    "typ_p": (1,),
-    "top_n_sigma": (-1, 0),
-    "nsigma": (0,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "dynamic_temperature": (False,),
-    "dynatemp_range": (0,),
-    "smoothing_factor": (0,),
-    "skew": (0,),
-    "min_keep": (0, 1),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "samplers": ([],),
-    "logits_processors": ([],),
-    "add_bos_token": (True,),
-    "do_sample": (True,),
-    "max_tokens_second": (0,),
-    "t_max_predict_ms": (0,),
-    "n_probs": (0,),
-    "prompt_logprobs": (),
-    "return_tokens": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "documents": ([],),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "json_schema": ({},),
-    "grammar": ("",),
-    "grammar_string": ("",),
-    "lora": ([],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-}
+# Values that ask for nothing, which clients send on their own, and the fields that may have them.
+_NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (0,),
+        "frequency_penalty presence_penalty no_repeat_ngram_size penalty_alpha min_tokens "
+        "min_length top_a nsigma epsilon_cutoff eta_cutoff xtc_probability dry_multiplier "
+        "dynatemp_range smoothing_factor skew mirostat mirostat_mode max_tokens_second "
+        "t_max_predict_ms n_probs",
+    ),
+    (
+        (1,),
+        "repeat_penalty encoder_repetition_penalty guidance_scale best_of num_beams "
+        "length_penalty tfs tfs_z typical typical_p typ_p",
+    ),
+    (
+        ("",),
+        "negative_prompt suffix custom_token_bans guided_regex guided_grammar grammar "
+        "grammar_string",
+    ),
+    (
+        ([],),
+        "stop_token_ids bad_words banned_strings allowed_token_ids samplers "
+        "logits_processors documents guided_choice lora tools functions",
+    ),
+    (
+        (False,),
+        "ban_eos_token include_stop_str_in_output use_beam_search early_stopping "
+        "dynamic_temperature return_tokens return_token_ids store "
+        "return_tokens_as_token_ids continue_final_message",
+    ),
+    ((True,), "add_bos_token do_sample add_generation_prompt"),
+    ((), "prompt_logprobs guided_json audio prediction web_search_options"),
+    (({},), "structured_outputs json_schema"),
+    (("none", "auto"), "tool_choice function_call"),
+    (({}, []), "logit_bias"),
+    ((-1, 0), "top_n_sigma"),
+    ((0, 1), "min_keep"),
+    ((True, False), "parallel_tool_calls"),
+    (({"type": "text"},), "response_format"),
+    ((["text"],), "modalities"),
+    (("auto", "default"), "service_tier"),
+)
+NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
 # Settings of a method that only its own field in `NEUTRAL` switches on, so none has an effect.
 OF_METHODS_THAT_ARE_OFF = (
     "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",

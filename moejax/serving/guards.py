@@ -7,8 +7,7 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moejax.serving.errors import ApiError
-from moejax.serving.responses import error_response
+from moejax.serving.errors import ApiError, error_response
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/health",)  # a load balancer asks them without a key

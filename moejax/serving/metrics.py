@@ -1,5 +1,6 @@
 """Prometheus metrics of the server."""
 
+import functools
 from collections.abc import Iterator
 
 import prometheus_client
@@ -17,46 +18,33 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = prometheus_client.CollectorRegistry()
-        self.requests = prometheus_client.Counter(
-            "moejax_requests", "Requests that have ended.", ("endpoint", "outcome"),
-            registry=registry,
-        )  # fmt: skip
-        self.queue_length = prometheus_client.Gauge(
-            "moejax_queue_length", "Answers that wait for their turn.", registry=registry
+        counter = functools.partial(prometheus_client.Counter, registry=registry)
+        gauge = functools.partial(prometheus_client.Gauge, registry=registry)
+        histogram = functools.partial(prometheus_client.Histogram, registry=registry)
+        self.requests = counter(
+            "moejax_requests", "Requests that have ended.", ("endpoint", "outcome")
         )
-        self.running = prometheus_client.Gauge(
-            "moejax_running", "Answers that are being computed.", registry=registry
-        )
-        self.batch_size = prometheus_client.Histogram(
-            "moejax_batch_size", "Answers that a batch began with.", registry=registry,
+        self.queue_length = gauge("moejax_queue_length", "Answers that wait for their turn.")
+        self.running = gauge("moejax_running", "Answers that are being computed.")
+        self.batch_size = histogram(
+            "moejax_batch_size", "Answers that a batch began with.",
             buckets=(1, 2, 4, 8, 16, 32, 64, 128),
         )  # fmt: skip
-        self.ttft = prometheus_client.Histogram(
-            "moejax_ttft_seconds", "From a request's arrival to its first token.",
-            registry=registry, buckets=_SECONDS,
-        )  # fmt: skip
-        self.tpot = prometheus_client.Histogram(
-            "moejax_tpot_seconds", "A token of an answer after the first.",
-            registry=registry, buckets=_STEP_SECONDS,
-        )  # fmt: skip
-        self.prompt_tokens = prometheus_client.Counter(
-            "moejax_prompt_tokens", "Tokens of prompts that were run.", registry=registry
+        self.ttft = histogram(
+            "moejax_ttft_seconds", "From a request's arrival to its first token.", buckets=_SECONDS
         )
-        self.generated_tokens = prometheus_client.Counter(
-            "moejax_generated_tokens", "New tokens of answers.", registry=registry
+        self.tpot = histogram(
+            "moejax_tpot_seconds", "A token of an answer after the first.", buckets=_STEP_SECONDS
         )
-        self.connections = prometheus_client.Gauge(
-            "moejax_connections", "Connections that are open.", registry=registry
+        self.prompt_tokens = counter("moejax_prompt_tokens", "Tokens of prompts that were run.")
+        self.generated_tokens = counter("moejax_generated_tokens", "New tokens of answers.")
+        self.connections = gauge("moejax_connections", "Connections that are open.")
+        self.connections_refused = gauge(
+            "moejax_connections_refused", "Connections that were one too many, since the start."
         )
-        self.connections_refused = prometheus_client.Gauge(
-            "moejax_connections_refused", "Connections that were one too many, since the start.",
-            registry=registry,
-        )  # fmt: skip
-        self._programs = prometheus_client.Gauge(
-            "moejax_programs", "Programs compiled since the start.", registry=registry
-        )
-        self._compile_seconds = prometheus_client.Gauge(
-            "moejax_compile_seconds", "Spent in compiling since the start.", registry=registry
+        self._programs = gauge("moejax_programs", "Programs compiled since the start.")
+        self._compile_seconds = gauge(
+            "moejax_compile_seconds", "Spent in compiling since the start."
         )
         self._ledger: list[Metric] = []
         registry.register(self)

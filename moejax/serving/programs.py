@@ -5,11 +5,11 @@ program of its own: rows, prompts and caches are padded to a few sizes, and samp
 """
 
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 
 from moejax.engine import STEPS_PER_CALL, Engine
+from moejax.errors import print_stderr
 from moejax.inference.batch import Batch
 from moejax.inference.chunking import FixedSizes
 from moejax.inference.generation import GenerationSettings
@@ -23,15 +23,10 @@ KV_LENGTHS = {"cpu": (), "gpu": (1024,)}  # beside S; a CPU's programs choose am
 
 @dataclasses.dataclass(frozen=True)
 class ServerPrograms:
-    """The programs of one server.
+    """The programs of one server."""
 
-    Attributes:
-      rows: sizes of batches, rising.
-      sizes: sizes of prompts and caches.
-    """
-
-    rows: tuple[int, ...]
-    sizes: FixedSizes
+    rows: tuple[int, ...]  # sizes of batches, rising
+    sizes: FixedSizes  # sizes of prompts and caches
 
     @classmethod
     def of(cls, engine: Engine, max_batch: int) -> "ServerPrograms":
@@ -70,20 +65,15 @@ class ServerPrograms:
         started = time.monotonic()
         settings = GenerationSettings(ignore_eos=True, max_new_tokens=STEPS_PER_CALL + 3)
         for number, size in enumerate(self.rows):
-            print(
-                f"compiling for {size} row{'s' * (size > 1)} ({number + 1} of {len(self.rows)})",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            which = f"({number + 1} of {len(self.rows)})"
+            print_stderr(f"compiling for {size} row{'s' * (size > 1)} {which}")
             smaller = self.rows[number - 1] if number else 0
             for length in self.sizes.probes():
                 for wants_logprobs in (False, True):
                     prompts = [[0] * length] + [[0]] * smaller
                     live = self.begin(engine, prompts, [settings] * len(prompts), wants_logprobs)
                     _run(live, len(prompts))
-        print(
-            f"compiled {engine.num_traces} programs in {time.monotonic() - started:.0f} s",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        print_stderr(f"compiled {engine.num_traces} programs in {time.monotonic() - started:.0f} s")
 
 
 def _run(live: Batch, num_rows: int) -> None:

@@ -33,25 +33,17 @@ NOT_SUPPORTED = "this server does not support it"
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """Facts of the model that requests are checked against.
+    """Facts of the model that requests are checked against."""
 
-    Attributes:
-      name: clients call the model by it.
-      vocab_size: V.
-      defaults: stand for fields that a request leaves out.
-      check_prompt: raises MoejaxError where token ids leave no room to answer.
-      longest_prompt: tokens of a prompt that leaves room.
-      most_answers: answers that one request may ask for.
-      chat: settings for conversations whose request leaves them out.
-    """
-
-    name: str
+    name: str  # clients call the model by it
     tokenizer: Tokenizer
-    vocab_size: int
-    defaults: GenerationSettings
+    vocab_size: int  # V
+    defaults: GenerationSettings  # stand for fields that a request leaves out
+    # raises MoejaxError where token ids leave no room to answer
     check_prompt: Callable[[list[int]], None]
-    longest_prompt: int
-    most_answers: int = 2**31
+    longest_prompt: int  # tokens of a prompt that leaves room
+    most_answers: int = 2**31  # answers that one request may ask for
+    # settings for conversations whose request leaves them out
     chat: ChatSettings = ChatSettings()  # noqa: RUF009, frozen
 
     def check_count(self, num_prompts: int, count: int) -> None:
@@ -62,11 +54,7 @@ class ModelFacts:
             raise ApiError(said, param=field)
 
     def encode(self, prompt: str | list[int], field: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt that leaves room to answer.
-
-        Raises:
-          ApiError: naming the field: it is empty, holds what is no token, or is too long.
-        """
+        """Token ids of a prompt that leaves room to answer."""
         code = None
         if isinstance(prompt, str):
             self._refuse_early(prompt, field)
@@ -101,31 +89,18 @@ class ModelFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked request; choice i answers `prompts[i]` with `settings[i]`.
+    """A checked request; choice i answers `prompts[i]` with `settings[i]`."""
 
-    Attributes:
-      is_chat: whether it is for the chat endpoint.
-      prompts: token ids of each choice.
-      num_prompt_tokens: tokens of all prompts, those of several choices counted once.
-      settings: sampling settings of each choice.
-      echo: texts that completions begin with; "" for none.
-      stream: whether the answer is told as it comes.
-      include_usage: whether a stream ends with the counts of tokens.
-      continuous_usage: whether each of its chunks has the counts so far.
-      top_logprobs: likeliest tokens beside each token; None: no logprobs at all.
-      ignored: fields that the log is to name.
-    """
-
-    is_chat: bool
-    prompts: list[list[int]]
-    num_prompt_tokens: int
-    settings: list[GenerationSettings]
-    echo: list[str]
-    stream: bool
-    include_usage: bool
-    top_logprobs: int | None
-    continuous_usage: bool = False
-    ignored: tuple[str, ...] = ()
+    is_chat: bool  # whether it is for the chat endpoint
+    prompts: list[list[int]]  # token ids of each choice
+    num_prompt_tokens: int  # tokens of all prompts, those of several choices counted once
+    settings: list[GenerationSettings]  # sampling settings of each choice
+    echo: list[str]  # texts that completions begin with; "" for none
+    stream: bool  # whether the answer is told as it comes
+    include_usage: bool  # whether a stream ends with the counts of tokens
+    top_logprobs: int | None  # likeliest tokens beside each token; None: no logprobs at all
+    continuous_usage: bool = False  # whether each of its chunks has the counts so far
+    ignored: tuple[str, ...] = ()  # fields that the log is to name
 
 
 def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:

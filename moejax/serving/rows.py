@@ -26,28 +26,17 @@ class Part:
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """One prompt that wants one answer.
+    """One prompt that wants one answer."""
 
-    Attributes:
-      index: among the request's rows.
-      prompt: token ids.
-      settings: sampling settings, with an integer seed.
-      wants_logprobs: whether parts tell them.
-      stream: whether parts are told as they come; else one at the end.
-      deliver: takes parts, in the batcher's thread.
-      client: owner of the row, in whose turn it runs.
-      cancelled: set from any thread when nobody reads the answer any more.
-      arrived: seconds of `time.monotonic`.
-    """
-
-    index: int
-    prompt: list[int]
-    settings: GenerationSettings
-    wants_logprobs: bool
-    stream: bool
-    deliver: Callable[[Part], None]
-    client: str = ""
-    cancelled: bool = False
+    index: int  # among the request's rows
+    prompt: list[int]  # token ids
+    settings: GenerationSettings  # sampling settings, with an integer seed
+    wants_logprobs: bool  # whether parts tell them
+    stream: bool  # whether parts are told as they come; else one at the end
+    deliver: Callable[[Part], None]  # takes parts, in the batcher's thread
+    client: str = ""  # owner of the row, in whose turn it runs
+    cancelled: bool = False  # set from any thread when nobody reads the answer any more
+    # seconds of `time.monotonic`
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     first_token_at: float | None = None
     num_tokens: int = 0

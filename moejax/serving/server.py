@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from moejax.config.serve import ServeConfig
 from moejax.engine import Engine
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
 from moejax.inference.generation import describe_defaults
 from moejax.serving.app import Access, Api
 from moejax.serving.batcher import ENDING, Batcher
@@ -50,7 +50,7 @@ class _Server(uvicorn.Server):
         """See uvicorn."""
         if self._batcher.load_error is None:
             said = f"stopping: answers may go on for {self._grace_s:g} s"
-            print(said, file=sys.stderr, flush=True)
+            print_stderr(said)
         self._batcher.drain()
         late = asyncio.create_task(self._end_late())
         await super().shutdown(sockets)
@@ -77,7 +77,6 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
 
     Args:
       load: gives the engine; called in a thread while the server already answers /health.
-      key: clients give it; "" for none.
 
     Raises:
       MoejaxError: the port is taken, or the model cannot be loaded or has no tokenizer.
@@ -100,10 +99,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
         else:
             assert batcher.engine is not None
             said = describe_defaults(batcher.engine.defaults, config.request())
-            print(
-                f"ready: {_model_name(config)} at {url}{said and f'; {said}'}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            print_stderr(f"ready: {_model_name(config)} at {url}{said and f'; {said}'}")
 
     batcher = Batcher(
         checked_load, metrics, max_batch=config.max_batch, queue_limit=config.queue_limit,
@@ -119,9 +115,9 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
     )  # fmt: skip
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    print(f"listening at {url}", file=sys.stderr, flush=True)
+    print_stderr(f"listening at {url}")
     if not key and not listens_here_alone(host):
-        print(f"there is no api_key: whoever reaches {url} may use it", file=sys.stderr, flush=True)
+        print_stderr(f"there is no api_key: whoever reaches {url} may use it")
     counted = connections(config.max_connections, metrics)
     server = _Server(
         uvicorn_config(api.application(), counted), batcher, counted, config.grace_s
@@ -150,7 +146,7 @@ def connections(most: int, metrics: Metrics) -> Connections:
     """Counts connections up to so many, or to what the process may open."""
     if (may := most_connections(most)) < most:
         said = f"max_connections={most} is {may} here, by the limit of open files (ulimit -n)"
-        print(said, file=sys.stderr, flush=True)
+        print_stderr(said)
     found = Connections(ConnectionLimits(may))
     metrics.connections.set_function(lambda: len(found))
     metrics.connections_refused.set_function(lambda: found.num_refused)
@@ -174,11 +170,7 @@ def listens_here_alone(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-      MoejaxError: there is no such address, or the port is taken.
-    """
+    """A listening socket."""
     try:
         kind = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

@@ -1,6 +1,5 @@
 """Chat templates: Jinja sources of a checkpoint, rendered by a process with limits."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -9,7 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,14 +30,10 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings:
-    """Settings that render a conversation's prompts, beside its messages.
+    """Settings that render a conversation's prompts, beside its messages."""
 
-    Attributes:
-      system: the system prompt of conversations that begin without one; "": none.
-      thinking: `enable_thinking` of templates such as Qwen3's; None: their own default.
-    """
-
-    system: str = ""
+    system: str = ""  # the system prompt of conversations that begin without one; "": none
+    # `enable_thinking` of templates such as Qwen3's; None: their own default
     thinking: bool | None = None
 
     def messages(self, given: Sequence[dict[str, str]]) -> list[dict[str, str]]:
@@ -154,26 +149,24 @@ class _Worker:
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
-        with theirs, _plain_start():
-            self._process = subprocess.Popen(
-                # Not from its folder, in which modules have names like those of other packages.
-                [sys.executable, "-P", chat_worker.__file__, str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is not for it
-            )
+        # Not from its folder, in which modules have names like those of other packages.
+        command = [sys.executable, "-P", chat_worker.__file__, str(theirs.fileno())]
+        none = subprocess.DEVNULL
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    pass_fds=[theirs.fileno()], stdin=none, stdout=none, stderr=none,
+                    start_new_session=True,  # Ctrl-C in a terminal is not for it
+                )  # fmt: skip
+        except OSError as error:
+            raise MoejaxError(f"no process for chat templates can be started: {error}") from error
         self.end = weakref.finalize(self, _end, self._process, self._connection)
         self._receive(_START_S)
 
     def ask(self, request: bytes) -> dict[str, str]:
-        """Sends a request and returns the answer.
-
-        Raises:
-          MoejaxError: the process gave no answer and cannot be used any more.
-        """
+        """Sends a request and returns the answer."""
         try:
             self._connection.send_bytes(request)
         except OSError as error:
@@ -194,14 +187,6 @@ class _Worker:
                 f"the chat template failed: its process ended with status {status}"
             ) from error
         raise MoejaxError(f"the chat template failed: no answer in {seconds:g} s")
-
-
-@contextlib.contextmanager
-def _plain_start() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise MoejaxError(f"no process for chat templates can be started: {error}") from error
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -4,11 +4,12 @@ import dataclasses
 import gzip
 import hashlib
 import importlib
+import json
 import lzma
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moejax.errors import MoejaxError
 
@@ -101,11 +102,7 @@ def joined_rows(content: str) -> str:
 
 
 def unpacked(path: Path) -> bytes:
-    """Reads the bytes of a file, unpacking .xz and .gz.
-
-    Raises:
-      MoejaxError: the file is missing, unreadable or broken.
-    """
+    """Reads the bytes of a file, unpacking .xz and .gz."""
     try:
         stored = path.read_bytes()
     except FileNotFoundError as error:
@@ -136,12 +133,27 @@ def decoded(path: Path, content: bytes) -> str:
         ) from error
 
 
-def _hub_rows() -> list[str]:
-    """Loads the test rows, from the cache of `datasets` before the network.
+def json_lines(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the place of each line that is not blank, for errors, and its object.
 
     Raises:
-      MoejaxError: `datasets` is not installed, or the rows cannot be had.
+      MoejaxError: a line is not a JSON object.
     """
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise MoejaxError(f"{where} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise MoejaxError(f"{where} is no JSON object: {line.strip()[:60]}")
+        yield where, row
+
+
+def _hub_rows() -> list[str]:
+    """Loads the test rows, from the cache of `datasets` before the network."""
     mend = "give a file instead: --config.text=FILE (and --config.join=wikitext for the raw one)"
     try:
         datasets = importlib.import_module("datasets")

@@ -77,12 +77,7 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def token_ids_of(
     prompt: Prompt, tokenizer: "Tokenizer | None", vocab_size: int, *, add_special_tokens: bool
 ) -> list[int]:
-    """Encodes a prompt.
-
-    Args:
-      prompt: a text, or token ids.
-      tokenizer: encodes texts; None if the checkpoint has none.
-      vocab_size: V.
+    """Encodes a prompt, a text or token ids; without a tokenizer texts are refused.
 
     Raises:
       MoejaxError: the prompt has no tokens, or is not a prompt.

@@ -8,11 +8,10 @@ _NFC_SHRINKS = 3  # U+1FEF has three bytes in UTF-8 and is a grave accent, of on
 
 
 def most_token_bytes(serialized: str) -> int | None:
-    """Most bytes of text that a token can stand for; None if unlimited.
+    """Most bytes of text that a token of a tokenizer's JSON can stand for; None if unlimited.
 
-    Args:
-      serialized: the JSON of a tokenizer. BPE over bytes, or with all bytes as fallback, has a
-        limit if its normalizers and splits keep all of a text.
+    BPE over bytes, or with all bytes as fallback, has a limit if its normalizers and splits keep
+    all of a text.
     """
     parts = json.loads(serialized)
     normalizers = list(_flat(parts["normalizer"], "normalizers"))

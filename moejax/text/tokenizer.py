@@ -35,16 +35,13 @@ class Tokenizer:
     classes, such as Qwen2Tokenizer, the two fields mean nothing. A token that the post-processor
     adds is neither added twice nor, where its field is false, taken away, as transformers 4 would.
     transformers 5 reads neither field beside a tokenizer.json: it gives DeepSeek's prompts no bos.
-
-    Attributes:
-      special_tokens: text of "bos_token", "eos_token" and the like, for chat templates.
-      chat_template: Jinja source, or None.
     """
 
     def __init__(self, directory: Path, encoder: tokenizers.Tokenizer):
         encoder.no_truncation()  # a file may carry the settings of somebody's training run
         encoder.no_padding()
         self._encoder, self._failure = encoder, f"the tokenizer of {directory} failed"
+        # text of "bos_token", "eos_token" and the like, for chat templates
         self.special_tokens = _special_tokens(directory)
         own = self._encode("", add_special_tokens=True).ids  # of the post-processor alone
         bos, eos = (self._asked_for(directory, name) for name in ("bos_token", "eos_token"))
@@ -52,16 +49,12 @@ class Tokenizer:
         self._after = [i for i in eos if i not in own]
         with _plain_errors(self._failure):
             self._num_behind = _num_behind(encoder)
-        self.chat_template = find_chat_template(directory)
+        self.chat_template = find_chat_template(directory)  # Jinja source, or None
         self._renderer = ChatRenderer()
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
-        """Loads a checkpoint's tokenizer; None without a tokenizer.json.
-
-        Raises:
-          MoejaxError: the file, or one that belongs to it, is broken.
-        """
+        """Loads a checkpoint's tokenizer; None without a tokenizer.json."""
         path = directory / "tokenizer.json"
         if not path.exists() and not path.is_symlink():
             return None
@@ -69,11 +62,8 @@ class Tokenizer:
             content = read_file(path)
             fields = parse_json(content)
             check_depth(fields)
-        except (OSError, ValueError) as error:
-            raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
-        try:
             check_tokenizer(fields)
-        except MoejaxError as error:
+        except (OSError, ValueError, MoejaxError) as error:
             raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
         with _plain_errors(f"cannot read {path}"):
             encoder = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
@@ -92,9 +82,6 @@ class Tokenizer:
         Args:
           goes_on: more text follows, so special tokens are put before it and none behind it,
             neither by the post-processor nor by `add_eos_token`.
-
-        Raises:
-          MoejaxError: the tokenizer fails on it.
         """
         ids = self._encode(text, add_special_tokens=add_special_tokens).ids
         if not add_special_tokens:
@@ -109,11 +96,7 @@ class Tokenizer:
         return most_token_bytes(self._encoder.to_str())
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decodes token ids to text; ids without a token are left out.
-
-        Raises:
-          MoejaxError: the tokenizer fails on them.
-        """
+        """Decodes token ids to text; ids without a token are left out."""
         with _plain_errors(self._failure):
             return self._encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -156,11 +139,7 @@ class Tokenizer:
             return found
 
     def _asked_for(self, directory: Path, name: str) -> list[int]:
-        """Id of a special token that tokenizer_config.json puts around a text, or none.
-
-        Raises:
-          MoejaxError: a field has the wrong type, or names an unknown token.
-        """
+        """Id of a special token that tokenizer_config.json puts around a text, or none."""
         path = directory / "tokenizer_config.json"
         fields = _LLAMA_ADDS | _read_if_there(path)
         if fields.get("tokenizer_class") not in _LLAMA_CLASSES:

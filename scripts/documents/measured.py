@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from moejax import cli, plan
 from moejax.experts.budget import describe
 from moejax.files.result_rows import ResultRow, read_rows
-from moejax.planning import budget_of, model_of, tiered_budget
+from moejax.planning import budget_of, model_of
 from scripts.documents.commands import ROOT
 
 STUDIES = ROOT / "scripts/studies"
@@ -105,16 +105,11 @@ def memory_table() -> str:
 def a_plan() -> str:
     """Plan that `moejax.plan` prints of a shape, and of the demo in two tiers."""
     config, _ = cli.parse(plan.COMMAND, ["plan", *PLAN])
-    name, model, sizes, itemsize = model_of(config)
-    budget = budget_of(config, model, sizes, itemsize)
+    name, _, sizes, _ = model_of(config)
     head = f"{name}, experts in {sizes.expert_form}, on a gpu"
-    whole = "\n".join([*_command(PLAN), "", "```text", head, *describe(budget), "```"])
+    whole = "\n".join([*_command(PLAN), "", "```text", head, *describe(budget_of(config)), "```"])
     config, _ = cli.parse(plan.COMMAND, ["plan", *TIERED])
-    tiering = config.policy.tiering()
-    assert tiering is not None
-    tiered = tiered_budget(config, tiering)
-    assert tiered is not None
-    tiers = describe(tiered)
+    tiers = describe(budget_of(config))
     said = ["And of two tiers under a policy:", "", *_command(TIERED), "", "```text", *tiers, "```"]
     return "\n".join([whole, "", *said])
 
@@ -126,8 +121,7 @@ def recipe_plan() -> str:
     for gib in ("11", "12"):
         words = [*RECIPE, f"--config.memory.device_gib={gib}"]
         config, _ = cli.parse(plan.COMMAND, ["plan", *words])
-        _, model, sizes, itemsize = model_of(config)
-        plans.append("\n".join(describe(budget_of(config, model, sizes, itemsize))))
+        plans.append("\n".join(describe(budget_of(config))))
     for said, pattern in (
         ("device memory", r"device total .*= (.*) of \d+"),
         ("host memory for experts", r"host   total .*= (.*)"),

@@ -17,19 +17,13 @@ _BUDGET = re.compile(r"\d+ slots of \d+|, [\d.]+ GiB(?=,|$)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Model of a decode step, in milliseconds.
+    """Model of a decode step, in milliseconds."""
 
-    Attributes:
-      base_ms: a step without misses.
-      link_gib_per_s: from host to device; 1 GiB is 2^30 bytes.
-      fetch_ms: overhead of each fetching launch, beside its bytes.
-      overlap: share of a layer's own time that can hide a prefetch: 0 where the engine copies
-        between its launches, 1 where a copy engine works beside them.
-    """
-
-    base_ms: float
-    link_gib_per_s: float
-    fetch_ms: float = 0.0
+    base_ms: float  # a step without misses
+    link_gib_per_s: float  # from host to device; 1 GiB is 2^30 bytes
+    fetch_ms: float = 0.0  # overhead of each fetching launch, beside its bytes
+    # share of a layer's own time that can hide a prefetch: 0 where the engine copies between its
+    # launches, 1 where a copy engine works beside them
     overlap: float = 0.0
 
     def __post_init__(self) -> None:
@@ -49,25 +43,15 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Traffic of one setting in one phase, summed over steps and layers; T tiers.
-
-    Attributes:
-      num_layers: M.
-      steps: of the model.
-      fetches: times that a layer fetched misses.
-      misses: int[T].
-      ahead: int[n, T], how often a layer prefetched 0, 1, ... experts.
-      bulk: int[T], experts transferred between steps.
-      expert_bytes: int[T].
-    """
+    """Traffic of one setting in one phase, summed over steps and layers; T tiers."""
 
     num_layers: int
     steps: int
-    fetches: int
-    misses: np.ndarray
-    ahead: np.ndarray
-    bulk: np.ndarray
-    expert_bytes: np.ndarray
+    fetches: int  # times that a layer fetched misses
+    misses: np.ndarray  # int[T]
+    ahead: np.ndarray  # int[n, T], how often a layer prefetched 0, 1, ... experts.
+    bulk: np.ndarray  # int[T], experts transferred between steps
+    expert_bytes: np.ndarray  # int[T]
 
     @property
     def bytes_by_cause(self) -> dict[str, float]:
@@ -81,13 +65,10 @@ class Traffic:
 
 
 def step_ms(machine: Machine, traffic: Traffic) -> float:
-    """Milliseconds per step: compute, then waiting.
+    """Milliseconds per decode step: compute, then waiting.
 
     A layer waits for its misses, and for the part of its prefetch that exceeds `overlap` of its own
     time. Bulk transfers share the link; a step waits for them if the link has no time left.
-
-    Args:
-      traffic: decode's; prefill's needs a machine with that phase's base.
     """
     if not traffic.steps:
         return float("nan")

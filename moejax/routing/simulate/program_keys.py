@@ -25,12 +25,7 @@ class ProgramKeys:
         self._known: dict[Any, list[tuple[dict[Path, Any], tuple[str, ...]]]] = {}
 
     def key_of(self, policy: AnyPolicy, state: Any, spec: PolicySpec) -> tuple[str, ...]:
-        """Key of a policy's computation, state aside: equal keys may share a program.
-
-        Args:
-          policy: a dataclass.
-          state: of its `init`.
-        """
+        """Key of a policy's computation, state aside: equal keys may share a program."""
         leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state))
         key = (type(policy), jax.tree.structure(state), leaves, spec.tiers)
         for read, formula in self._known.setdefault(key, []):

@@ -46,19 +46,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recommended:
-    """Recommended candidate for one machine, and the best of each policy.
+    """Recommended candidate for one machine, and the best of each policy."""
 
-    Attributes:
-      candidate: the chosen one.
-      figures: the candidate's (`SweepPoint.figures`).
-      best: TPOT in ms of the fastest of each policy that reaches the floor.
-      why: the reason, in a line.
-    """
-
-    candidate: Candidate
-    figures: Mapping[str, float]
-    best: Mapping[str, float]
-    why: str
+    candidate: Candidate  # the chosen one
+    figures: Mapping[str, float]  # the candidate's (`SweepPoint.figures`)
+    best: Mapping[str, float]  # TPOT in ms of the fastest of each policy that reaches the floor
+    why: str  # the reason, in a line
 
 
 def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candidate]:
@@ -68,9 +61,6 @@ def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candid
       trace: its shape and contents limit what can be replayed.
       tiers: of falling fidelity; the first one and the last one are used.
       device_gib: memory for the slots of all layers.
-
-    Raises:
-      MoejaxError: not even one slot per layer fits.
     """
     room = int(device_gib * GIB) // trace.num_layers
     first, last = tiers.expert_bytes[0], tiers.expert_bytes[-1]
@@ -132,12 +122,8 @@ def recommend(
 ) -> Recommended:
     """Picks the fastest candidate that serves a gate mass share of at least `floor`.
 
-    Ties go to the most faithful, then to the first. The cache of the first tier reaches every
-    floor.
-
-    Args:
-      swept: the replay's result of each.
-      floor: share of the router's gate mass served as the first tier would.
+    The share is that which is served as the first tier would. Ties go to the most faithful, then to
+    the first. The cache of the first tier reaches every floor.
     """
     figures = [one.figures(machine) for one in swept]
     enough = [i for i, of in enumerate(figures) if fidelity(of) >= floor - 1e-9]

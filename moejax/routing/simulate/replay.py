@@ -23,8 +23,7 @@ from moejax.policies.base import (
     pairs_with_room,
 )
 from moejax.policies.by_layer import vmap_decide
-from moejax.routing.simulate import pools
-from moejax.routing.simulate.layer_pools import admit_each, prefetch_experts, serve
+from moejax.routing.simulate.pools import Moved, admit_each, initial, prefetch_experts, serve
 from moejax.routing.simulate.segments import LayerTokens, Tokens
 
 # int32[2, len(EVENTS), T] by phase and tier, names as in `moejax.experts.ledger`; `reused`: hits
@@ -81,44 +80,24 @@ class Running(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Static facts of a replay.
+    """Static facts of a replay."""
 
-    Attributes:
-      policy: whose functions run.
-      foreseen: P, experts whose probability the trace predicts for a token; 0: no prefetch.
-      one_by_one: runs the layers of a step in turn, even if the policy's are independent.
-      on_gpu: compiles what is fast on a GPU.
-      delay: calls from a request to its arrival; 0: it serves the next call.
-    """
-
-    policy: AnyPolicy
-    foreseen: int
-    delay: int = DELAY
+    policy: AnyPolicy  # whose functions run
+    foreseen: int  # P, experts whose probability the trace predicts for a token; 0: no prefetch
+    delay: int = DELAY  # calls from a request to its arrival; 0: it serves the next call
+    # runs the layers of a step in turn, even if the policy's are independent
     one_by_one: bool = False
-    on_gpu: bool = False
 
     @property
     def axes(self) -> Any:
         """Layer axes of the policy's state; None: layers run in turn."""
         return None if self.one_by_one else self.policy.layer_axes
 
-    def search(self, most: int, num_experts: int) -> pools.Search:
-        """Search for at most `most` admissions."""
-        by_pairs = self.on_gpu and self.axes is None
-        return pools.Search(min(most, num_experts), by_pairs, self.on_gpu)
-
 
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
-    """Replay state before any token.
-
-    Args:
-      state: of the policy's `init`.
-      slots: int32[T], of a layer.
-      num_layers: M.
-      num_experts: E.
-    """
+    """Replay state before any token: a policy's `init` state, and pools of `slots` int32[T]."""
     num_tiers = len(slots)
-    keys = pools.initial(slots, num_experts)
+    keys = initial(slots, num_experts)
     tally = Tally(
         jnp.zeros((2, len(EVENTS), num_tiers), jnp.int32),
         jnp.zeros(2, jnp.int32),
@@ -133,24 +112,15 @@ def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Ru
 
 @functools.partial(jax.jit, static_argnames=("replay", "is_prefill"), donate_argnames=("running",))
 def run_calls(
-    running: Running,
-    slots: jax.Array,
-    bulk: jax.Array,
-    tokens: Tokens,
+    running: Running,  # stacked, [K, ...]; donated
+    slots: jax.Array,  # int32[K, T]
+    bulk: jax.Array,  # int32[K], most experts in flight
+    tokens: Tokens,  # [calls, steps, ...]
     *,
     replay: Replay,
     is_prefill: bool,
 ) -> Running:
-    """Runs calls of several steps each, of K settings; bulk transfers precede each call.
-
-    Args:
-      running: stacked, [K, ...]; donated.
-      slots: int32[K, T].
-      bulk: int32[K], most experts in flight.
-      tokens: [calls, steps, ...].
-      replay: static.
-      is_prefill: static.
-    """
+    """Runs calls of several steps each, of K settings; bulk transfers precede each call."""
 
     def call(running: Running, now: Tokens, slots: jax.Array, bulk: jax.Array) -> Running:
         def step(running: Running, step: Tokens) -> tuple[Running, None]:
@@ -171,8 +141,84 @@ class _Layer(NamedTuple):
 
     keys: jax.Array
     events: jax.Array
-    brought: jax.Array
+    ahead: jax.Array
     gate: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One step of one setting."""
+
+    replay: Replay
+    is_prefill: bool
+    slots: jax.Array  # int32[T], of a layer
+    clock: jax.Array
+    tokens: Tokens
+
+    def one_by_one(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
+        """Runs all layers in turn; returns the policy's state and the layers' results."""
+        num_layers, _, num_experts = keys.shape
+        none = jnp.full(num_experts, -1, jnp.int32)  # tiers of what the next layer prefetches
+
+        def layer(carry: tuple[Any, jax.Array], now: tuple[Any, ...]) -> tuple[Any, _Layer]:
+            state, ahead = carry
+            index, key, of_layer = now
+            seen = self.observe(key, index, of_layer)
+            key, prefetched = self.prefetch(key, ahead, seen)
+            seen = dataclasses.replace(seen, resident=key > 0)
+            decision, state = self.replay.policy.decide(state, seen)
+            done = self.run(key, prefetched, decision, seen)
+            return (state, none if decision.ahead is None else decision.ahead), done
+
+        layers = jnp.arange(num_layers, dtype=jnp.int32), keys, self.tokens.by_layer()
+        (state, _), done = jax.lax.scan(layer, (state, none), layers)
+        return state, done
+
+    def side_by_side(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
+        """Runs `one_by_one` with all layers vmapped."""
+        num_layers, _, num_experts = keys.shape
+        decide = functools.partial(vmap_decide, self.replay.policy, self.replay.axes)
+        layers = jnp.arange(num_layers, dtype=jnp.int32)
+        seen = jax.vmap(self.observe)(keys, layers, self.tokens.by_layer())
+        ahead = jnp.full((num_layers, num_experts), -1, jnp.int32)
+        if self.replay.foreseen:  # what is prefetched does not depend on what is there
+            decision, _ = decide(state, seen)
+            if decision.ahead is not None:
+                ahead = jnp.concatenate([ahead[:1], decision.ahead[:-1]])
+        keys, prefetched = jax.vmap(self.prefetch)(keys, ahead, seen)
+        seen = dataclasses.replace(seen, resident=keys > 0)
+        decision, state = decide(state, seen)
+        return state, jax.vmap(self.run)(keys, prefetched, decision, seen)
+
+    def observe(self, key: jax.Array, layer: jax.Array, of_layer: LayerTokens) -> Observation:
+        """Builds the observation of a layer."""
+        ids, weights, probabilities, importance, predicted = of_layer.dense(key.shape[-1])
+        return Observation(
+            layer, probabilities, ids, weights, self.tokens.active, key > 0,
+            importance=importance if self.is_prefill else None,
+            predicted=predicted if self.replay.foreseen else None,
+            is_prefill=self.is_prefill,
+        )  # fmt: skip
+
+    def prefetch(
+        self, key: jax.Array, ahead: jax.Array, seen: Observation
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Runs `prefetch_experts` if the replay prefetches."""
+        if not self.replay.foreseen:
+            return key, {"prefetched": jnp.zeros(len(self.slots), jnp.int32)}
+        most = min(self.replay.foreseen * len(seen.ids), key.shape[-1])
+        return prefetch_experts(self.slots, key, ahead, self.clock, most)
+
+    def run(
+        self, key: jax.Array, prefetched: dict[str, jax.Array], decision: Decision,
+        seen: Observation,
+    ) -> _Layer:  # fmt: skip
+        """Runs `serve` and adds the counts of the prefetch."""
+        most = min(seen.ids.size, key.shape[-1])
+        key, events, gate = serve(self.slots, key, decision, seen, self.clock, most)
+        events = events | {name: events.get(name, 0) + n for name, n in prefetched.items()}
+        ahead = prefetched["prefetched"]
+        return _Layer(key, _row(events, ahead), ahead, gate)
 
 
 def _step(
@@ -180,12 +226,13 @@ def _step(
 ) -> Running:
     phase = int(not is_prefill)
     num_experts = running.keys.shape[-1]
-    through = _one_by_one if replay.axes is None else _side_by_side
-    state, done = through(replay, is_prefill, slots, running, tokens)
+    step = _Step(replay, is_prefill, slots, running.clock, tokens)
+    through = step.one_by_one if replay.axes is None else step.side_by_side
+    state, done = through(running.state, running.keys)
     t = running.tally
     ran = jnp.any(tokens.active).astype(jnp.int32)
     many = jnp.arange(num_experts + 1, dtype=jnp.int32)[:, None, None]
-    times = jnp.sum(done.brought[None] == many, axis=1, dtype=jnp.int32)
+    times = jnp.sum(done.ahead[None] == many, axis=1, dtype=jnp.int32)
     missed = jnp.sum(done.events[:, EVENTS.index("misses")], axis=1) > 0
     tally = Tally(
         events=t.events.at[phase].add(jnp.sum(done.events, axis=0)),
@@ -197,111 +244,9 @@ def _step(
     return Running(state, done.keys, running.coming, running.clock + 1, tally)
 
 
-def _one_by_one(
-    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
-) -> tuple[Any, _Layer]:
-    """Runs all layers in turn; returns the policy's state and the layers' results."""
-    num_layers, _, num_experts = running.keys.shape
-
-    def layer(carry: tuple[Any, jax.Array], now: tuple[Any, ...]) -> tuple[Any, _Layer]:
-        state, ahead = carry
-        index, key, of_layer = now
-        seen = _seen(replay, is_prefill, tokens.active, key, index, of_layer)
-        key, brought = _brought(replay, slots, running.clock, key, ahead, seen)
-        seen = dataclasses.replace(seen, resident=key > 0)
-        decision, state = replay.policy.decide(state, seen)
-        done = _served(replay, slots, running.clock, key, brought, decision, seen)
-        return (state, _following(decision, num_experts)), done
-
-    (state, _), done = jax.lax.scan(
-        layer,
-        (running.state, jnp.full(num_experts, -1, jnp.int32)),
-        (jnp.arange(num_layers, dtype=jnp.int32), running.keys, tokens.by_layer()),
-    )
-    return state, done
-
-
-def _side_by_side(
-    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
-) -> tuple[Any, _Layer]:
-    """Runs `_one_by_one` with all layers vmapped."""
-    num_layers, _, num_experts = running.keys.shape
-    keys, state = running.keys, running.state
-    see = functools.partial(_seen, replay, is_prefill, tokens.active)
-    seen = jax.vmap(see)(keys, jnp.arange(num_layers, dtype=jnp.int32), tokens.by_layer())
-    ahead = jnp.full((num_layers, num_experts), -1, jnp.int32)
-    if replay.foreseen:  # what is brought ahead does not depend on what is there
-        decision, _ = vmap_decide(replay.policy, replay.axes, state, seen)
-        if decision.ahead is not None:
-            ahead = jnp.concatenate([ahead[:1], decision.ahead[:-1]])
-    bring = functools.partial(_brought, replay, slots, running.clock)
-    keys, brought = jax.vmap(bring)(keys, ahead, seen)
-    seen = dataclasses.replace(seen, resident=keys > 0)
-    decision, state = vmap_decide(replay.policy, replay.axes, state, seen)
-    serve = functools.partial(_served, replay, slots, running.clock)
-    return state, jax.vmap(serve)(keys, brought, decision, seen)
-
-
-def _seen(
-    replay: Replay,
-    is_prefill: bool,
-    active: jax.Array,
-    key: jax.Array,
-    layer: jax.Array,
-    of_layer: LayerTokens,
-) -> Observation:
-    """Builds the observation of a layer."""
-    ids, weights, probabilities, importance, predicted = of_layer.dense(key.shape[-1])
-    return Observation(
-        layer=layer,
-        probabilities=probabilities,
-        ids=ids,
-        weights=weights,
-        active=active,
-        resident=key > 0,
-        importance=importance if is_prefill else None,
-        predicted=predicted if replay.foreseen else None,
-        is_prefill=is_prefill,
-    )
-
-
-def _brought(
-    replay: Replay,
-    slots: jax.Array,
-    clock: jax.Array,
-    key: jax.Array,
-    ahead: jax.Array,
-    seen: Observation,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs `prefetch_experts` if the replay prefetches."""
-    if not replay.foreseen:
-        return key, {"prefetched": jnp.zeros(len(slots), jnp.int32)}
-    how = replay.search(replay.foreseen * len(seen.ids), key.shape[-1])
-    return prefetch_experts(slots, key, ahead, clock, how)
-
-
-def _following(decision: Decision, num_experts: int) -> jax.Array:
-    """Tier, int32[E], in which to prefetch each expert of the next layer; -1 for none."""
-    none = jnp.full(num_experts, -1, jnp.int32)
-    return none if decision.ahead is None else decision.ahead
-
-
-def _served(
-    replay: Replay,
-    slots: jax.Array,
-    clock: jax.Array,
-    key: jax.Array,
-    brought: dict[str, jax.Array],
-    decision: Decision,
-    seen: Observation,
-) -> _Layer:
-    """Runs `serve` and adds the prefetch."""
-    how = replay.search(seen.ids.size, key.shape[-1])
-    key, events, gate = serve(slots, key, decision, seen, clock, how)
-    events = events | {name: events.get(name, 0) + n for name, n in brought.items()}
-    zero = jnp.zeros(len(slots), jnp.int32)
-    row = jnp.stack([events.get(name, zero) for name in EVENTS])
-    return _Layer(key, row, brought["prefetched"], gate)
+def _row(events: dict[str, jax.Array], like: jax.Array) -> jax.Array:
+    """Stacks counts in the order of `EVENTS`; those that are missing are 0."""
+    return jnp.stack([events.get(name, jnp.zeros_like(like)) for name in EVENTS])
 
 
 def _transfer(
@@ -338,11 +283,9 @@ def _transfer(
     arrived = coming == replay.delay + 1
     new = arrived & (keys == 0)
 
-    how = replay.search(num_experts, num_experts)
-
-    def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, pools.Moved]:
+    def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, Moved]:
         # Later than what the last step used, and before what the next one does.
-        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, how)
+        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, num_experts)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
     come = (keys > 0) & (arrived | wanted)
@@ -354,8 +297,7 @@ def _transfer(
         "evictions": moved.evictions,
         "prefetch_waste": moved.waste,
     }
-    zero = jnp.zeros_like(moved.admitted)
-    row = jnp.stack([jnp.sum(counts.get(name, zero), axis=0) for name in EVENTS])
+    row = jnp.sum(_row(counts, moved.admitted), axis=1)
     tally = running.tally._replace(events=running.tally.events.at[phase].add(row))
     return Running(state, keys, coming, running.clock, tally)
 

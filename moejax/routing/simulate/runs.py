@@ -1,7 +1,7 @@
 """Runs of many policy settings over one trace; those of one formula side by side."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.experts.budget import default_bulk
-from moejax.policies.base import AnyPolicy, Needs, PolicySpec
+from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.routing.simulate.program_keys import ProgramKeys
 from moejax.routing.simulate.replay import DELAY, Replay, Running, begin, run_calls
 from moejax.routing.simulate.segments import Segment, segments
@@ -23,21 +23,14 @@ _TEMPORARIES = 16  # arrays int32[M, T, E] of a setting that a step may hold at 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One policy setting and its pools.
+    """One policy setting and its pools."""
 
-    Attributes:
-      policy: with its own settings.
-      tiers: their names, of falling fidelity.
-      expert_bytes: bytes of one expert in each.
-      slots: slots per layer in each tier's pool.
-      bulk: most experts in flight between calls, like the engine's `memory.bulk`; None: the
-        engine's default.
-    """
-
-    policy: AnyPolicy
-    tiers: tuple[str, ...]
-    expert_bytes: tuple[int, ...]
-    slots: tuple[int, ...]
+    policy: AnyPolicy  # with its own settings
+    tiers: tuple[str, ...]  # their names, of falling fidelity
+    expert_bytes: tuple[int, ...]  # bytes of one expert in each
+    slots: tuple[int, ...]  # slots per layer in each tier's pool
+    # most experts in flight between calls, like the engine's `memory.bulk`; None: the engine's
+    # default
     bulk: int | None = None
 
 
@@ -104,7 +97,7 @@ def spec_of(trace: Trace, run: Run) -> PolicySpec:
 
 
 def _check_needs(trace: Trace, run: Run) -> None:
-    needs = getattr(run.policy, "needs", Needs())
+    needs = run.policy.needs
     if needs.predicted and trace.predicted_ids is None:
         raise MoejaxError(
             f"{run.policy.name} looks ahead, and the trace foresees nothing: record it with "
@@ -143,13 +136,7 @@ def block_bytes() -> int:
 
 
 def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
-    """Number of settings that run side by side, in equal blocks within `block_bytes`.
-
-    Args:
-      count: all settings.
-      state: one setting's.
-      num_tiers: T.
-    """
+    """Number of settings that run side by side, in equal blocks within `block_bytes`."""
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     each = _TEMPORARIES * 4 * trace.num_layers * num_tiers * trace.num_experts + 4 * own
     num_blocks = -(-count * each // block_bytes())
@@ -167,7 +154,7 @@ def _run_block(
     """Runs a block; a `Tally` of arrays [K, ...], on the host."""
     policy = runs[0].policy
     # Policies of a group that do not prefetch have a limit of 0 in their state.
-    looks = any(getattr(run.policy, "needs", Needs()).predicted for run in runs)
+    looks = any(run.policy.needs.predicted for run in runs)
     predicted = trace.predicted_ids
     foreseen = predicted.shape[2] if looks and predicted is not None else 0
     slots = jnp.asarray([run.slots for run in runs], jnp.int32)
@@ -179,16 +166,10 @@ def _run_block(
     )
     start = jax.vmap(begin, in_axes=(0, 0, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
-    platform = next(iter(slots.devices())).platform
-    replay = Replay(policy, foreseen, delay, one_by_one=one_by_one, on_gpu=platform == "gpu")
+    replay = Replay(policy, foreseen, delay, one_by_one)
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(
             running, slots, bulk, tokens, replay=replay, is_prefill=segment.is_prefill
         )
     return jax.device_get(running.tally)
-
-
-def by_name(result: RunResult, phase: int, events: Sequence[str]) -> Mapping[str, np.ndarray]:
-    """Counts int[T] of each event in a phase."""
-    return {name: result.events[phase, i] for i, name in enumerate(events)}

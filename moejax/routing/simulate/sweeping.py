@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,10 +18,7 @@ from moejax.policies.make import make_policy
 from moejax.routing.simulate import ceilings, replay
 from moejax.routing.simulate.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms
 from moejax.routing.simulate.runs import Run, RunResult, run_policies
-from moejax.routing.simulate.workload import Workload, make_workload
-from moejax.routing.trace import Trace
-
-DECODE_PHASE = 1
+from moejax.routing.trace import DECODE, Trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,29 +31,18 @@ class Tiers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """Decode results of one setting; shares are of needed experts or of gate mass.
+    """Decode results of one setting; shares are of needed experts or of gate mass."""
 
-    Attributes:
-      setting: its entry in the grid.
-      slots: slots per layer in each tier.
-      traffic: bytes and experts moved.
-      hit_rate: experts found in a slot.
-      gate: share of gate mass by tier, "skipped" and "substituted".
-      device_bytes: bytes of the pools.
-      best_hit_rate: of Belady's cache, if all these bytes hold experts of the cheapest tier,
-        without prefetch. nan if pairs were skipped or replaced, which needs fewer experts than the
-        trace.
-      least_bytes: bytes per step over the link, of such a cache; nan likewise.
-    """
-
-    setting: Mapping[str, Any]
-    slots: tuple[int, ...]
-    traffic: Traffic
-    hit_rate: float
-    gate: Mapping[str, float]
-    device_bytes: int
+    setting: Mapping[str, Any]  # its entry in the grid
+    slots: tuple[int, ...]  # slots per layer in each tier
+    traffic: Traffic  # bytes and experts moved
+    hit_rate: float  # experts found in a slot
+    gate: Mapping[str, float]  # share of gate mass by tier, "skipped" and "substituted"
+    device_bytes: int  # bytes of the pools
+    # of Belady's cache, if all these bytes hold experts of the cheapest tier, without prefetch. nan
+    # if pairs were skipped or replaced, which needs fewer experts than the trace.
     best_hit_rate: float
-    least_bytes: float
+    least_bytes: float  # bytes per step over the link, of such a cache; nan likewise
 
     def figures(self, machine: Machine) -> dict[str, float]:
         """Numbers for a table and a file, at a machine's speeds; ceilings only if not nan."""
@@ -95,7 +81,7 @@ def sweep(
     Raises:
       MoejaxError: a setting is unknown or not allowed, or the trace lacks what it needs.
     """
-    if not (trace.phase == DECODE_PHASE).any():
+    if not (trace.phase == DECODE).any():
         raise MoejaxError(
             "the trace holds no decoded token, so there is nothing to sweep over: it is of prompts "
             "alone, as moejax.evaluate scores them; record one with moejax.generate"
@@ -106,8 +92,8 @@ def sweep(
         policy = "on_demand"
     found = _sweep_policy(trace, policy, grid, slots, tiers, bulk)
     cheapest = min(tiers.expert_bytes)
-    sizes = [sum(map(_times, row, tiers.expert_bytes)) for row in slots]
-    best = _belady(make_workload(trace), [size // cheapest for size in sizes])
+    sizes = [sum(map(operator.mul, row, tiers.expert_bytes)) for row in slots]
+    best = _belady(trace, [size // cheapest for size in sizes])
     # Pools that hold all experts do so from the start (`pools.initial`).
     all_there = [sum(row) >= trace.num_experts for row in slots]
     best = [(n, n if whole else h) for (n, h), whole in zip(best, all_there, strict=True)]
@@ -173,15 +159,15 @@ def _sweep_policy(
 
 
 def _decode_result(trace: Trace, result: RunResult) -> Found:
-    event = dict(zip(replay.EVENTS, result.events[DECODE_PHASE], strict=True))
-    gate = result.gate[DECODE_PHASE]
+    event = dict(zip(replay.EVENTS, result.events[DECODE], strict=True))
+    gate = result.gate[DECODE]
     names = (*result.run.tiers, "skipped", "substituted")
     traffic = Traffic(
         num_layers=trace.num_layers,
-        steps=int(result.steps[DECODE_PHASE]),
-        fetches=int(result.fetches[DECODE_PHASE]),
+        steps=int(result.steps[DECODE]),
+        fetches=int(result.fetches[DECODE]),
         misses=event["misses"],
-        ahead=result.ahead[DECODE_PHASE],
+        ahead=result.ahead[DECODE],
         bulk=event["bulk"],
         expert_bytes=np.asarray(result.run.expert_bytes),
     )
@@ -189,19 +175,13 @@ def _decode_result(trace: Trace, result: RunResult) -> Found:
     return traffic, float(event["hits"].sum() / max(1, event["needed"].sum())), shares
 
 
-def _belady(workload: Workload, slots: Sequence[int]) -> list[tuple[int, int]]:
+def _belady(trace: Trace, slots: Sequence[int]) -> list[tuple[int, int]]:
     """Counts (needed, hits) in decode of the best cache with so many slots a layer."""
-    sizes = sorted({min(size, workload.num_experts) for size in slots})
-    coming = jax.tree.map(jnp.asarray, ceilings.next_uses(workload))
-    found = ceilings.belady(on_device(workload), coming, jnp.asarray(sizes, jnp.int32))
-    needed, hits = (np.asarray(part)[DECODE_PHASE].sum(axis=0) for part in found)
-    places = [sizes.index(min(size, workload.num_experts)) for size in slots]
+    sizes = sorted({min(size, trace.num_experts) for size in slots})
+    found = ceilings.belady(*ceilings.needed_experts(trace), jnp.asarray(sizes, jnp.int32))
+    needed, hits = (np.asarray(part)[DECODE].sum(axis=0) for part in found)
+    places = [sizes.index(min(size, trace.num_experts)) for size in slots]
     return [(int(needed[k]), int(hits[k])) for k in places]
-
-
-def on_device(workload: Workload) -> Workload:
-    """Converts the arrays to JAX."""
-    return jax.tree.map(jnp.asarray, workload)
 
 
 def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[int, ...]:
@@ -220,7 +200,3 @@ def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[
             f"a layer of this trace, such as slots=1:{num_experts}"
         )
     return row
-
-
-def _times(count: int, size: int) -> int:
-    return count * size

@@ -1,14 +1,17 @@
-"""Sweep results for people: the Pareto front, a table, a picture."""
+"""Results of a sweep: the Pareto front, a table, a picture, rows."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moejax.experts.budget import GIB, size_text
+from moejax.files import result_rows as results
 from moejax.files.whole import write_whole
+from moejax.routing.simulate.costs import Machine
+from moejax.routing.simulate.sweeping import SweepPoint
 
 _NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
 _MARKERS = "osD^vx"
@@ -25,9 +28,6 @@ def pareto(figures: Sequence[Mapping[str, float]]) -> list[int]:
 
     Fidelity is the gate mass of the first tier that is neither skipped nor substituted. The first
     of equal settings stays.
-
-    Args:
-      figures: of `SweepPoint.figures`, at one machine.
     """
     points = np.array([[f["tpot_ms"], f["device_gib"], -fidelity(f)] for f in figures])
     points = np.round(points, 9)
@@ -90,9 +90,6 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
     """Draws time against device memory, a colour per link; returns what is missing, if anything.
 
     Filled: on the Pareto front; lines: the bandwidth bound under Belady's cache.
-
-    Args:
-      by_link: figures of all settings at each speed of the link, GiB/s.
     """
     try:
         from matplotlib.figure import Figure  # not pyplot, which is the process's own
@@ -121,3 +118,30 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
     figure.savefig(picture, dpi=110, format=kind.removeprefix("."), metadata=_UNSAID.get(kind))
     write_whole(path, picture.getvalue())
     return ""
+
+
+def rows(
+    policy: str, names: Sequence[str], swept: Sequence[SweepPoint], machines: Sequence[Machine]
+) -> Iterator[results.ResultRow]:
+    """Yields a row for each setting and speed of the link.
+
+    Args:
+      names: the settings in text.
+      swept: the result of each.
+      machines: one per speed of the link.
+    """
+    versions = results.package_versions("moejax", "jax")
+    today, command = results.today(), results.command_line()
+    for machine in machines:
+        for name, one in zip(names, swept, strict=True):
+            found = one.figures(machine)
+            yield results.ResultRow(
+                what=f"sweep, {policy}, {name}, {machine.link_gib_per_s:.4g} GiB/s, TPOT",
+                figure=found.pop("tpot_ms"),
+                unit="ms",
+                baseline=found,
+                device="simulated",
+                versions=versions,
+                date=today,
+                command=command,
+            )

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.policies.base import SKIPPED, Decision, Observation
-from moejax.policies.buddymoe import BuddyMoe
-from moejax.policies.buddymoe_state import BuddyState
+from moejax.policies.buddymoe import BuddyMoe, BuddyState
 from moejax.policies.settings import check_number
 from moejax.policies.substitution import Candidates, Substitution
 from pallas_kernels.cache_plan import Rule

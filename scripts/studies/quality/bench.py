@@ -2,7 +2,7 @@
 
 A run is teacher-forced: windows of a text are fed chunk by chunk through the engine's own steps,
 with the policy's state and the tables of its slots carried from chunk to chunk. All copies of all
-experts stay in memory (`PoolSpec.emulated`): which copy serves is what the tables of the slots say,
+experts stay in memory (`TierSpec.emulated`): which copy serves is what the tables of the slots say,
 and the products are those of the same numbers, so perplexity is that of a run whose experts move.
 """
 
@@ -19,9 +19,9 @@ import numpy as np
 
 from moejax.checkpoints.open import open_checkpoint
 from moejax.experts.cache import ExpertMemory, TierMemory
-from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.ledger import Ledger
-from moejax.experts.residency import CacheSpec
+from moejax.experts.residency import CacheSizes
+from moejax.experts.state import TierSpec
 from moejax.inference.runner import Runner
 from moejax.models.attention import causal_attention
 from moejax.models.config import ModelConfig
@@ -178,11 +178,11 @@ class Served:
         places = np.arange(model.num_layers * config.num_experts).reshape(shape)
         memories = []
         for name, count in zip(tiers, slots, strict=True):
-            cache = CacheSpec(
+            cache = CacheSizes(
                 num_layers=model.num_layers, num_experts=config.num_experts, slots=count,
                 transient=1,
             )  # fmt: skip
-            spec = PoolSpec(cache, emulated=True)
+            spec = TierSpec(cache, emulated=True)
             made = TierMemory(spec, *model.experts[name], places, model.device)
             made.ledger.expert_bytes = model.nbytes(name)
             memories.append(made)

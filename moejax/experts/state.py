@@ -1,0 +1,176 @@
+"""The expert cache: its static facts, what it has on the device, and the rows that it reads.
+
+Axes: M sparse layers, E experts, C slots of a layer, B transient slots, S = ceil(M / banks) C + B
+slots of a bank, R rows of host memory, T tiers of falling fidelity.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax.experts.budget.limits import BOTH, DECODE, PREFILL
+from moejax.experts.residency import CacheSizes, Counts, Residency
+from moejax.policies.base import AnyPolicy
+from moejax.weights.qtensor import Compensator, Weight
+
+# Before buffers are assigned XLA counts pools twice, as donated and as given back, and the rows of
+# host memory too. Where pools fill the device it would compute much a second time, to no end: of 12
+# layers of Qwen3-30B's decode 2,423 instructions in place of 2,113 (jax 0.11.2, H100, not run).
+NO_REMATERIALIZATION = {"xla_gpu_memory_limit_slop_factor": "1000"}  # percent of the memory
+# By XLA's default the kernels of a graph run one after another, whatever their buffers are.
+IN_ORDER_OF_BUFFERS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TierSpec:
+    """Static facts of a tier: the experts in one stored form, and their slots.
+
+    Attributes:
+      cache: layers, experts and slots.
+      prefetch: most experts of the next layer that a layer prefetches; 0: none.
+      read: where experts may be on the disk alone: (layer, int32[J] experts or -1) to the arrays of
+        a slot, stacked [J, ...], called by the running step; None where the host store has all.
+      emulated: nothing is copied: tables and counts are those of slots that there are not, the
+        products read the store's rows, which are on the device.
+      is_complete: every expert is in its slot from before the first step on.
+      between_steps: experts are moved between steps alone (`Policy.transfer_tiers`), and no step
+        needs one that is not in a slot.
+      prefetch_in: the steps that prefetch, one of `budget.limits.PHASES`.
+    """
+
+    cache: CacheSizes
+    prefetch: int = 0
+    read: Callable[[Any, Any], tuple[Any, ...]] | None = None
+    emulated: bool = False
+    is_complete: bool = False
+    between_steps: bool = False
+    prefetch_in: str = BOTH
+
+    def looks_ahead(self, is_prefill: bool) -> bool:
+        """Whether prefill steps, or decode steps, prefetch for the next layer."""
+        return self.prefetch > 0 and self.prefetch_in in (BOTH, PREFILL if is_prefill else DECODE)
+
+    @property
+    def is_still(self) -> bool:
+        """Whether no step copies anything to the slots."""
+        return self.emulated or self.is_complete or self.between_steps
+
+    def __post_init__(self) -> None:
+        if self.is_complete and self.cache.slots < self.cache.num_experts:
+            raise ValueError(f"{self.cache.slots} slots for {self.cache.num_experts} experts")
+        if self.prefetch and self.cache.slots and self.cache.banks < 2:
+            raise ValueError(
+                "experts of the next layer are prefetched into a bank of its own: 2 banks"
+            )
+
+
+def compiler_options(tiers: Sequence[TierSpec], is_prefill: bool) -> dict[str, str]:
+    """XLA options of prefill or decode steps on a GPU; none without tiers.
+
+    Where a tier prefetches, copies run beside products; where steps of prompts alone do so, those
+    of decode do not: two kernels at once took 0.5 ms of a step's 3.6 (Mixtral, H200, jax 0.11.2).
+    """
+    if not tiers:
+        return {}
+    beside = any(tier.looks_ahead(is_prefill) for tier in tiers)
+    return NO_REMATERIALIZATION | (IN_ORDER_OF_BUFFERS if beside else {})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TierSlots:
+    """A tier's slots on the device, residency and counts; donated through every step.
+
+    Invariants: shapes never change; `residency` has the expert in each slot of a layer, transient
+    slots have none between layers.
+
+    Attributes:
+      banks: each bank's slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
+        low-rank terms.
+      counts: events since the counters were read.
+    """
+
+    banks: tuple[tuple[Weight, Weight], ...]
+    residency: Residency
+    counts: Counts
+    used: jax.Array | None = None  # int32[M, E], clock of the last use; with `TierSpec.read` alone
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HostRows:
+    """A tier's experts that a step reads: rows of host memory, and parts that do not move.
+
+    Attributes:
+      gate_up: [R, 2F, D], in pinned host memory on a GPU, without low-rank terms.
+      down: [R, D, F].
+      row_of: int32[M, E], rows; -1 for experts on the disk alone.
+      terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
+      replay: float32[steps, M, B, E], logits in place of the routers' in steps of B tokens, for
+        measurements; step s of the cache's life takes entry s modulo their number.
+      replay_ahead: int32[steps, M, t], experts of a layer that the one before predicts in such a
+        step, -1 for less than t; None for its router's prediction.
+      replay_predicted: float32[steps, M, B, E], under a policy the logits of a layer's router for
+        the input of the layer before; those of layer 0 are not read. None: its own.
+    """
+
+    gate_up: Weight
+    down: Weight
+    row_of: jax.Array
+    terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ())
+    replay: jax.Array | None = None
+    replay_ahead: jax.Array | None = None
+    replay_predicted: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """Static facts of an expert cache.
+
+    Attributes:
+      policy: None: the router alone decides, with one tier.
+      names: names of the tiers, in order of falling fidelity.
+      tiers: one for each, of the same layers and experts.
+    """
+
+    policy: AnyPolicy | None
+    names: tuple[str, ...]
+    tiers: tuple[TierSpec, ...]
+
+    @property
+    def cache(self) -> CacheSizes:
+        """Sizes of the tier of highest fidelity."""
+        return self.tiers[0].cache
+
+    @property
+    def full(self) -> tuple[bool, ...]:
+        """Whether each tier has a slot for every expert, never to be evicted."""
+        return tuple(tier.cache.slots >= tier.cache.num_experts for tier in self.tiers)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertCache:
+    """The slots of all tiers and the policy's state; donated through every step.
+
+    Invariants: shapes never change; an expert is in at most one of the tiers that are not `full`
+    while a layer runs.
+
+    Attributes:
+      state: the policy's; () without one.
+      gate: float32[M, T + 3], the router's gate mass that each tier served, that was skipped, that
+        another expert served (which is in its tier's too), and of all; since it was last taken.
+        None without a policy.
+    """
+
+    tiers: tuple[TierSlots, ...]
+    state: Any
+    gate: jax.Array | None
+
+
+def no_gate(num_layers: int, num_tiers: int) -> jax.Array:
+    """`ExpertCache.gate` before any token."""
+    return jnp.zeros((num_layers, num_tiers + 3), jnp.float32)

@@ -1,0 +1,354 @@
+"""A tier of the expert cache inside the compiled step: its slots are filled and multiplied.
+
+With prefetch, layers take turns between two banks of slots: what is copied for the next layer
+writes one array while this layer's products read the other, and where XLA runs the step as a CUDA
+graph whose order is that of its buffers (`state.compiler_options`), the two overlap. Where a layer
+can need more experts than it has slots, the rest passes through the transient slots in waves; the
+waves of a chunk take turns between the transient slots of both banks for the same end.
+
+The host is never asked, except for experts that are on the disk alone (`TierSpec.read`).
+
+Axes: N tokens, A experts a token, P parts of a product; the rest as in `moejax.experts.state`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import io_callback
+
+from moejax.experts.cache_plan import CachePlanner, Jobs, SlotPlan, terms_by_slot
+from moejax.experts.state import HostRows, TierSlots, TierSpec
+from moejax.models.config import ModelConfig
+from moejax.models.expert_products import (
+    ExpertStacks,
+    Pairs,
+    choose_grouped,
+    products_by_block,
+    products_by_row,
+    products_grouped,
+)
+from moejax.models.layer_index import LayerIndex
+from moejax.models.moe import STEP_BYTES, ExpertImpl, record_experts
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
+from moejax.weights.qtensor import Compensator, QTensor, Weight
+from pallas_kernels import expert_fetch
+
+Bank = tuple[Weight, Weight]  # of `TierSlots`
+Wanted = Callable[[], jax.Array]  # int32[L], experts to prefetch for the next layer; -1: none
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TierStep:
+    """One tier's part of a step: functions from its slots to its slots, in one trace.
+
+    `turn` is `LayerIndex.turn` of the layer that runs; its bank is that of `after` 0, the next
+    layer's that of 1.
+
+    Attributes:
+      impl: "row", "block", "block_in_cache" or "grouped_kernel".
+      kernels: those that may copy, and run packed experts.
+      number: in the order of the tiers.
+    """
+
+    spec: TierSpec
+    config: ModelConfig
+    rows: HostRows
+    impl: ExpertImpl
+    kernels: ops.Kernels
+    is_prefill: bool = False
+    number: int = 0
+
+    @property
+    def planner(self) -> CachePlanner:
+        """Plans this tier's slots alone."""
+        return CachePlanner((self.spec,), self.kernels.target)
+
+    @property
+    def most_ahead(self) -> int:
+        """Most experts of the next layer that a layer prefetches."""
+        if not self.spec.looks_ahead(self.is_prefill):
+            return 0
+        cache = self.spec.cache
+        return min(self.spec.prefetch, cache.slots, cache.num_experts)
+
+    def num_waves(self, num_pairs: int) -> int:
+        """Number of waves after the first fetch."""
+        still = self.spec.emulated or self.spec.between_steps
+        return 0 if still else self.planner.forms(num_pairs)[0].later_waves
+
+    def bank(self, slots: TierSlots, turn: int, after: int = 0) -> Bank:
+        """Returns a layer's bank."""
+        return slots.banks[(turn + after) % len(slots.banks)]
+
+    def with_bank(self, slots: TierSlots, turn: int, bank: Bank, after: int = 0) -> TierSlots:
+        """Replaces a layer's bank."""
+        banks = list(slots.banks)
+        banks[(turn + after) % len(banks)] = bank
+        return dataclasses.replace(slots, banks=tuple(banks))
+
+    def copy_rows(
+        self, slots: TierSlots, turn: int, layer: Index, jobs: Jobs, after: int = 0,
+        beside: bool = False,
+    ) -> TierSlots:  # fmt: skip
+        """Copies experts of a layer into donated slots, from host memory or from the disk.
+
+        Args:
+          layer: layer of the experts.
+          after: bank to fill, counted from the layer's own.
+          beside: whether products read the other bank meanwhile.
+        """
+        other = self.bank(slots, turn, 1 - after) if beside else None
+        bank = self._from_host(self.bank(slots, turn, after), jobs, other)
+        return self.finish_fetch(slots, turn, layer, bank, jobs, after)
+
+    def finish_fetch(
+        self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Jobs, after: int = 0
+    ) -> TierSlots:
+        """Puts a filled bank in its place, after fetching the rest from the disk."""
+        bank, waits = self._from_disk(bank, layer, jobs)
+        if waits is not None:
+            slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))
+        return self.with_bank(slots, turn, bank, after)
+
+    def _copy_job(self, bank: Bank, jobs: Jobs) -> expert_fetch.Job | None:
+        """Returns the copy from host memory; None where there is nothing to copy."""
+        if not jobs.rows.size or self.spec.is_still or not self.rows.gate_up.shape[0]:
+            return None
+        rows = (self.rows.gate_up, self.rows.down)
+        return expert_fetch.Job(bank, rows, jobs.rows, jobs.slots)
+
+    def _fetch_implementation(self, job: expert_fetch.Job) -> str:
+        """Name of the implementation that copies; ValueError if a GPU's kernel refuses."""
+        if self.kernels.target is None:
+            return "reference"
+        chosen = expert_fetch.choose(job.pools, job.hosts, self.kernels.target)
+        if self.kernels.target.platform == "gpu" and chosen.implementation == "reference":
+            raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
+        return chosen.implementation
+
+    def _from_host(self, bank: Bank, jobs: Jobs, beside: Bank | None = None) -> Bank:
+        """Copies host rows to a donated bank; `beside` is read by products meanwhile."""
+        if (job := self._copy_job(bank, jobs)) is None:
+            return bank
+        how = self._fetch_implementation(job)
+        if beside is None or how != "triton":
+            return expert_fetch.fetch(*job, implementation=how)
+        tiles = expert_fetch.default_tiles_beside()
+        return expert_fetch.fetch(*job, implementation=how, tiles=tiles, after=beside)
+
+    def _from_disk(self, bank: Bank, layer: Index, jobs: Jobs) -> tuple[Bank, jax.Array | None]:
+        """Copies experts from the disk, if any; returns their int32[] count."""
+        rows, slots, experts = jobs
+        if (read_rows := self.spec.read) is None or not rows.size or self.spec.is_still:
+            return bank, None
+        assert experts is not None
+        absent = (experts >= 0) & (rows < 0)
+        leaves, tree = jax.tree.flatten(bank)
+        shapes = [jax.ShapeDtypeStruct((len(experts), *p.shape[1:]), p.dtype) for p in leaves]
+
+        def read() -> list[jax.Array]:
+            asked = jnp.where(absent, experts, -1)
+            return list(io_callback(read_rows, tuple(shapes), jnp.int32(layer), asked))
+
+        def nothing() -> list[jax.Array]:
+            return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+
+        found = jax.lax.cond(jnp.any(absent), read, nothing)
+        places = jnp.where(absent, slots, len(leaves[0]))
+        filled = [p.at[places].set(new, mode="drop") for p, new in zip(leaves, found, strict=True)]
+        return jax.tree.unflatten(tree, filled), jnp.sum(absent)
+
+    def note_uses(
+        self, slots: TierSlots, layer: Index, ids: jax.Array, active: jax.Array
+    ) -> TierSlots:
+        """Notes the clock of experts that a layer used, by which host memory evicts."""
+        if (used := slots.used) is None:
+            return slots
+        places = jnp.where(active, ids, self.spec.cache.num_experts)
+        clock = slots.residency.clock - 1  # which the plan has advanced
+        return dataclasses.replace(slots, used=used.at[layer, places].set(clock, mode="drop"))
+
+    def prefetch(
+        self, slots: TierSlots, layer: LayerIndex, mask: jax.Array, wanted: Wanted | None
+    ) -> TierSlots:
+        """Prefetches the next layer's predicted experts beside this layer's products."""
+        if not (wanted and self.most_ahead):
+            return slots
+        assert layer.next_moe is not None
+        ids, following = wanted(), layer.next_moe.mlp
+        mask = mask.reshape(-1)
+        if not isinstance(layer.mlp, int):
+            mask &= layer.mlp + 1 < self.spec.cache.num_layers
+        jobs, slots = self.planner.plan_prefetch(slots, self.rows.row_of, following, ids, mask)
+        return self.copy_rows(slots, layer.turn, following, jobs, 1, beside=True)
+
+    def products(
+        self, slots: TierSlots, layer: LayerIndex, x: jax.Array, ids: jax.Array,
+        active: jax.Array, plan: SlotPlan, mask: jax.Array, wanted: Wanted | None,
+    ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
+        """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
+
+        Args:
+          slots: donated.
+          x: [N, D], normed.
+          ids: int32[N, A], experts.
+          active: bool[N, A], pairs that run here.
+          plan: of the layer; the experts of wave 0 are fetched.
+          mask: bool[N], tokens that are no padding.
+          wanted: gives the experts to prefetch after the waves.
+        """
+        if not self.num_waves(active.size):
+            return self._multiply(x, *self.pairs_and_stacks(slots, layer, ids, active, plan)), slots
+        # Only chunks run in a loop, with a traced layer.
+        double = self.spec.cache.banks > 1 and not isinstance(layer.mlp, int)
+        run = self._stream_waves_double_buffered if double else self._stream_waves
+        products, slots = run(slots, layer.turn, layer.mlp, x, plan, active)
+        # Comes last: anything that waits for slots of a wave would be copied.
+        return products, self.prefetch(slots, layer, mask, wanted)
+
+    def pairs_and_stacks(
+        self, slots: TierSlots, layer: LayerIndex, ids: jax.Array, active: jax.Array,
+        plan: SlotPlan,
+    ) -> tuple[Pairs, ExpertStacks]:  # fmt: skip
+        """The pairs and their experts where there are no waves."""
+        pairs = Pairs(plan.slot, active & (plan.wave == 0), plan.wave)
+        if self.spec.emulated:
+            pairs = Pairs(self.rows.row_of[layer.mlp][ids], active)
+        return pairs, self._stacks(slots, layer.turn, layer.mlp, plan, 0)
+
+    def _stream_waves(
+        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: SlotPlan,
+        active: jax.Array,
+    ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
+        """Computes [P, N, A, D] of all waves, each fetched after the one before."""
+        now = active & (plan.wave == 0)
+        products = self._multiply(
+            x, Pairs(plan.slot, now), self._stacks(slots, turn, layer, plan, 0)
+        )
+        outside = slots
+
+        def one(number: jax.Array, carried: Any) -> Any:
+            # Carries this layer's bank alone: a loop that carries both makes XLA copy them, unless
+            # each copy is ordered behind what reads its array (`_stream_waves_double_buffered`).
+            bank, counts, products = carried
+            slots = self.with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
+            products, slots = self._after(slots, turn, products)
+            jobs = jax.tree.map(lambda jobs: jobs[number], plan.streamed)
+            slots = self.copy_rows(slots, turn, layer, jobs)
+            mine = active & (plan.wave == number + 1)
+            experts = self._stacks(slots, turn, layer, plan, number + 1)
+            found = self._multiply(x, Pairs(plan.slot, mine), experts)
+            products = jnp.where(mine[None, :, :, None], found, products)
+            return self.bank(slots, turn), slots.counts, products
+
+        carried = (self.bank(slots, turn), outside.counts, products)
+        num_waves = len(plan.streamed.rows)
+        bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
+        slots = dataclasses.replace(outside, counts=counts)
+        return products, self.with_bank(slots, turn, bank)
+
+    def _stream_waves_double_buffered(
+        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: SlotPlan,
+        active: jax.Array,
+    ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
+        """Computes [P, N, A, D] of all waves, each fetched beside the one before.
+
+        Waves take turns between the transient slots of this layer's bank, in which those of wave 0
+        are, and of the other one. In a CUDA graph a copy waits for the products that read the array
+        which it overwrites, and for the copy before it, but not for those that read the other one.
+        """
+        num_waves = len(plan.streamed.rows)
+        beyond = (0, 1 + num_waves % 2), (0, 0)
+        streamed = jax.tree.map(lambda a: jnp.pad(a, beyond, constant_values=-1), plan.streamed)
+
+        def stage(
+            slots: TierSlots, wave: Index, bank: int, products: jax.Array | None
+        ) -> tuple[jax.Array, TierSlots]:
+            jobs = jax.tree.map(lambda jobs: jobs[wave], streamed)
+            slots = self.copy_rows(slots, turn, layer, jobs, 1 - bank, True)
+            mine, inputs = active & (plan.wave == wave), x
+            if products is not None:  # one after another, or XLA gathers the inputs of two waves
+                inputs, products = jax.lax.optimization_barrier((x, products))
+            experts = self._stacks(slots, turn, layer, plan, wave, bank)
+            found = self._multiply(inputs, Pairs(plan.slot, mine), experts)
+            if products is not None:
+                found = jnp.where(mine[None, :, :, None], found, products)
+            return self._after(slots, turn, found, bank)
+
+        products, slots = stage(slots, 0, 0, None)
+        outside = slots
+
+        def two(number: jax.Array, carried: Any) -> Any:
+            banks, counts, products = carried
+            slots = dataclasses.replace(outside, banks=banks, counts=counts)
+            products, slots = stage(slots, 2 * number + 1, 1, products)
+            products, slots = stage(slots, 2 * number + 2, 0, products)
+            return slots.banks, slots.counts, products
+
+        carried = (outside.banks, outside.counts, products)
+        banks, counts, products = jax.lax.fori_loop(0, (num_waves + 1) // 2, two, carried)
+        return products, dataclasses.replace(outside, banks=banks, counts=counts)
+
+    def _after(
+        self, slots: TierSlots, turn: int, products: jax.Array, bank: int = 0
+    ) -> tuple[jax.Array, TierSlots]:
+        """Returns the products; later copies wait for them.
+
+        They read the slots that the copy may overwrite, and XLA would copy the slots instead.
+        """
+        products, read = jax.lax.optimization_barrier((products, self.bank(slots, turn, bank)))
+        return products, self.with_bank(slots, turn, read, bank)
+
+    def _multiply(self, x: jax.Array, pairs: Pairs, experts: ExpertStacks) -> jax.Array:
+        """Multiplies the active pairs: [P, N, A, D]."""
+        stacks = (experts.gate_up, experts.down)
+        chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
+        record_experts(self.number, self.impl, stacks, chosen)
+        match self.impl:
+            case "row":
+                return products_by_row(x, pairs, experts)
+            case "block" | "block_in_cache":
+                size = STEP_BYTES[self.impl]
+                return products_by_block(x, pairs, experts, self.spec.cache.num_experts, size)
+            case "grouped_kernel":
+                return products_grouped(x, pairs, experts, chosen.implementation)
+        raise ValueError(f"experts of a cache cannot run by {self.impl!r}")
+
+    def _stacks(
+        self, slots: TierSlots, turn: int, layer: Index, plan: SlotPlan, wave: Index, bank: int = 0
+    ) -> ExpertStacks:
+        """Returns slots as stacks, with the low-rank terms of their experts."""
+        experts, slot, wave_of = plan.holders
+        held, num_slots = self.bank(slots, turn, bank), self.spec.cache.num_slots
+        if self.spec.emulated:
+            held, num_slots = (self.rows.gate_up, self.rows.down), self.rows.gate_up.shape[0]
+            slot, wave_of = self.rows.row_of[layer][experts], jnp.zeros_like(wave_of)
+        places = jnp.where(wave_of == wave, slot, num_slots)
+
+        def stack(weight: Weight, terms: tuple[Compensator, ...]) -> Weight:
+            stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
+            if not isinstance(stacked, QTensor) or not terms:
+                return stacked
+            placed = tuple(terms_by_slot(term, layer, experts, places, num_slots) for term in terms)
+            return dataclasses.replace(stacked, compensators=placed)
+
+        (gate_up, down), (of_gate_up, of_down) = held, self.rows.terms
+        return ExpertStacks(stack(gate_up, of_gate_up), stack(down, of_down), 0)
+
+
+def fetch_together(
+    tiers: Sequence[TierStep], banks: Sequence[Bank], jobs: Sequence[Jobs]
+) -> list[Bank]:
+    """Copies host rows to a bank of each tier, in one launch where the kernel takes several."""
+    wanted = list(zip(tiers, banks, jobs, strict=True))
+    made = {i: tier._copy_job(bank, of) for i, (tier, bank, of) in enumerate(wanted)}
+    some = {i: job for i, job in made.items() if job is not None}
+    if len(some) < 2 or any(tiers[i]._fetch_implementation(j) != "triton" for i, j in some.items()):
+        return [tier._from_host(bank, of) for tier, bank, of in wanted]
+    filled = expert_fetch.fetch_all(list(some.values()), implementation="triton")
+    found = dict(zip(some, filled, strict=True))
+    return [found.get(i, bank) for i, bank in enumerate(banks)]

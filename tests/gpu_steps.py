@@ -1,0 +1,346 @@
+"""Steps compiled for an H100 without one: a resident model's, and those of cached experts.
+
+    python -m tests.gpu_steps pools                # banks that are not copied
+    python -m tests.gpu_steps tiers                # temporary memory and launches under policies
+    python -m tests.gpu_steps Qwen3-Next-80B-A3B --layers=4 --batch=8   # of a resident model
+
+Attention and experts in INT4, all else as the shape has it. Needs JAX's CUDA plugin and no GPU.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import pkgutil
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from moejax.experts.residency import CacheSizes, empty, no_counts
+from moejax.experts.state import (
+    CacheSpec,
+    ExpertCache,
+    HostRows,
+    TierSlots,
+    TierSpec,
+    compiler_options,
+    no_gate,
+)
+from moejax.inference import steps
+from moejax.inference.sampling import Sampling
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.kv_cache import empty_cache
+from moejax.models.leaf_kinds import leaves_of
+from moejax.models.shapes import CONFIGS, with_layers
+from moejax.models.transformer import ChunkSpec, model_definition
+from moejax.policies.base import AnyPolicy, PolicySpec
+from moejax.policies.dymoe import DyMoE
+from moejax.policies.dynaexq import DynaExq
+from moejax.policies.on_demand import OnDemand
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import QTensor
+from pallas_kernels import layout, op
+from tests.cached_device_test import CONFIGS as SMALL
+from tests.gpu_targets import GPUS, SKIP_CHECKS, described
+
+GPU = GPUS["H100"]
+CONTEXT, STEPS, CHUNK = 512, 8, 64
+LAYERS, REPLAYED, MOST_BYTES = 4, 64, 2**20  # of tiers
+HALF = jnp.dtype("bfloat16")
+# Slots of a layer, experts ahead, sequences: served by the cache alone, and in waves. Last, whether
+# attention is in bf16, that of all layers of which XLA would copy at once.
+CASES = (
+    (8, 4, 1, False), (8, 4, 4, False), (8, 0, 1, False), (4, 2, 4, False), (0, 0, 1, False),
+    (8, 4, 1, True),
+)  # fmt: skip
+# Of a chunk, in waves: slots per layer, prefetched experts.
+CHUNKS = ((8, 4), (4, 0))
+LAUNCH = re.compile(
+    r" (fusion|custom-call|copy|dot|reduce|sort|scatter|dynamic-slice|dynamic-update-slice)\("
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Tiers under a policy.
+
+    Attributes:
+      shape: whose layers.
+      policy: who decides.
+      tiers: bits and slots of a layer.
+      transient: slots for what passes.
+      banks: 2 with look-ahead.
+    """
+
+    shape: str
+    policy: AnyPolicy
+    tiers: tuple[tuple[int, int], ...]
+    transient: int
+    banks: int = 1
+
+
+LOOKS_AHEAD = Case(
+    "Mixtral-8x7B", DyMoE(prefetch=-1, retention=0.75), ((4, 4), (2, 0)), transient=4, banks=2
+)
+QWEN3 = functools.partial(Case, "Qwen3-30B-A3B", transient=8)
+NO_POLICY = "on_demand"
+POLICIES = {
+    NO_POLICY: QWEN3(OnDemand(), ((4, 64),)),
+    "dymoe": QWEN3(DyMoE(prefetch=0), ((4, 64), (2, 8))),
+    "dynaexq": QWEN3(DynaExq(), ((4, 32), (2, 128))),
+}
+
+
+def leaf_of(shape: tuple[int, ...], dtype: Any = HALF) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def packed(shape: tuple[int, ...], bits: int = 4) -> QTensor:
+    groups = (*shape[:-1], layout.num_groups(shape[-1], 64))
+    return QTensor(
+        words=leaf_of((*shape[:-1], layout.num_words(shape[-1], bits)), jnp.uint32),
+        scales=leaf_of(groups, jnp.float16), zeros=leaf_of(groups, jnp.float16),
+        num_inputs=shape[-1], bits=bits, group_size=64,
+    )  # fmt: skip
+
+
+def weights_of(config: ModelConfig, are_packed: Sequence[str]) -> dict[str, Any]:
+    """Shapes of a model's leaves."""
+    return {
+        leaf: packed(shape) if leaf in are_packed and len(shape) > 2 else
+        leaf_of(shape, leaf_dtype(leaf, HALF))
+        for leaf, shape in weight_shapes(config).items()
+    }  # fmt: skip
+
+
+def decode_operands(config: ModelConfig, batch: int) -> tuple[Any, ...]:
+    """Shapes of what `steps.decode` takes: its state, then all after the weights and the rows."""
+    cache = jax.eval_shape(lambda: empty_cache(config, batch, CONTEXT, HALF))
+    keys = jax.eval_shape(lambda: jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32)))
+    each = functools.partial(leaf_of, (batch,))
+    state = steps.DecodeState(cache, each(jnp.int32), each(jnp.int32), each(bool), keys, None)
+    f32 = each(jnp.float32)
+    sampling = Sampling(f32, each(jnp.int32), f32, f32, f32)
+    return state, sampling, leaf_of((batch, 1), jnp.int32), leaf_of((), jnp.int32)
+
+
+def tier(
+    config: ModelConfig, slots: int, bits: int = 4, *, transient: int, banks: int, ahead: int
+) -> tuple[TierSpec, TierSlots, HostRows]:
+    """The pool of a tier, and all rows of the host."""
+    num = config.num_layers, config.num_experts
+    cache = CacheSizes(
+        num_layers=num[0], num_experts=num[1], slots=slots, transient=transient, banks=banks
+    )
+
+    def rows(count: int) -> tuple[QTensor, QTensor]:
+        width, hidden = config.model_dim, config.expert_dim
+        return packed((count, 2 * hidden, width), bits), packed((count, width, hidden), bits)
+
+    pool = TierSlots(
+        tuple(rows(cache.num_slots) for _ in range(banks)),
+        jax.eval_shape(lambda: empty(cache)),
+        jax.eval_shape(lambda: no_counts(num[0])),
+    )
+    store = HostRows(*rows(num[0] * num[1]), leaf_of(num, jnp.int32))
+    return TierSpec(cache, ahead, is_complete=slots == num[1]), pool, store
+
+
+def under_no_policy(
+    config: ModelConfig, slots: int, ahead: int
+) -> tuple[CacheSpec, ExpertCache, tuple[HostRows, ...]]:
+    spec, pool, store = tier(config, slots, transient=4, banks=2 if ahead else 1, ahead=ahead)
+    spec = dataclasses.replace(spec, is_complete=False)
+    return CacheSpec(None, ("stored",), (spec,)), ExpertCache((pool,), (), None), (store,)
+
+
+def under_policy(
+    case: Case, config: ModelConfig
+) -> tuple[CacheSpec, ExpertCache, tuple[HostRows, ...]]:
+    policy, names = case.policy, tuple(f"int{bits}" for bits, _ in case.tiers)
+    how = {"transient": case.transient, "banks": case.banks}
+    how["ahead"] = config.experts_per_token if case.banks > 1 else 0
+    tiers = [tier(config, slots, bits, **how) for bits, slots in case.tiers]
+    specs, pools, stores = zip(*tiers, strict=True)
+    about = PolicySpec(
+        num_layers=config.num_layers, num_experts=config.num_experts,
+        width=config.experts_per_token, tiers=names, slots=tuple(n for _, n in case.tiers),
+        expert_bytes=tuple(range(len(case.tiers), 0, -1)),
+    )  # fmt: skip
+    between = policy.transfer_tiers(about)
+    specs = [dataclasses.replace(s, between_steps=i in between) for i, s in enumerate(specs)]
+    pool = ExpertCache(
+        pools,
+        jax.eval_shape(lambda: policy.init(about)),
+        jax.eval_shape(lambda: no_gate(config.num_layers, len(case.tiers))),
+    )
+    return CacheSpec(policy, names, tuple(specs)), pool, stores
+
+
+def with_replay(store: HostRows, config: ModelConfig) -> HostRows:
+    """Adds a replay like `benchmarking.shape_memory.replay`."""
+    said = leaf_of((REPLAYED, config.num_layers, 1, config.num_experts), jnp.float32)
+    return dataclasses.replace(store, replay=said, replay_predicted=said)
+
+
+def compiled(
+    step: Callable[..., Any], operands: Any, donated: tuple[int, ...],
+    spec: CacheSpec | None = None, is_prefill: bool = False,
+) -> jax.stages.Compiled:  # fmt: skip
+    """Compiles a step like `Runner`."""
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=GPU.description
+    ).devices
+    mesh = jax.sharding.Mesh(devices, ("gpu",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    operands = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), operands
+    )
+    with described(GPU):
+        traced = jax.jit(step, donate_argnums=donated).trace(*operands)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    options = compiler_options(spec.tiers, is_prefill) if spec else None
+    return lowered.compile(compiler_options=options)
+
+
+def compiled_decode(
+    config: ModelConfig, cached: Any, batch: int = 1, is_plain: bool = True
+) -> jax.stages.Compiled:
+    """A call of eight steps with cached experts; attention plain or in INT4."""
+    spec, pool, stores = cached
+    impl = ("grouped_kernel",) * len(stores)
+    chunk = ChunkSpec(CONTEXT, False, impl[0], "xla", "kernel", tiers=impl if spec.policy else ())
+    definition = model_definition(config, ops.Kernels(GPU.target), holds_experts=False)
+    step = functools.partial(
+        steps.decode, steps.Program(definition, spec), chunk, True, STEPS, True
+    )
+    return compiled(step, decode_and_dense(config, batch, is_plain, pool, stores), (0, 1), spec)
+
+
+def decode_and_dense(
+    config: ModelConfig, batch: int, is_plain: bool, pool: Any, stores: Any
+) -> tuple[Any, ...]:
+    state, *rest = decode_operands(config, batch)
+    weights = weights_of(config, () if is_plain else leaves_of("attention"))
+    dense = {leaf: shape for leaf, shape in weights.items() if leaf not in EXPERT_LEAVES}
+    return state, pool, steps.StepInputs(dense, tuple(stores)), *rest
+
+
+def compiled_prefill(config: ModelConfig, cached: Any, is_first: bool) -> jax.stages.Compiled:
+    """A chunk of one sequence."""
+    spec, pool, stores = cached
+    state, _, inputs, *_ = decode_and_dense(config, 1, False, pool, stores)
+    chunk = ChunkSpec(0 if is_first else CONTEXT, is_first, "grouped_kernel", "xla")
+    definition = model_definition(config, ops.Kernels(GPU.target), holds_experts=False)
+    first = steps.PrefillState(state.cache, leaf_of((1, config.model_dim)))
+    part = steps.Chunk(
+        leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32)
+    )
+    step = functools.partial(steps.prefill_chunk, steps.Program(definition, spec), chunk)
+    return compiled(step, (first, pool, inputs, part), (0, 1), spec, True)
+
+
+def compiled_resident(config: ModelConfig, batch: int) -> jax.stages.Compiled:
+    """A call of eight steps of a resident model, attention and experts in INT4."""
+    program = steps.Program(model_definition(config, ops.Kernels(GPU.target)), None)
+    chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
+    step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
+    state, *rest = decode_operands(config, batch)
+    weights = weights_of(config, leaves_of("attention", "experts"))
+    return compiled(step, (state, None, steps.StepInputs(weights, None), *rest), (0,))
+
+
+def num_launches(text: str) -> int:
+    """Launches of the largest computation: the step, which a loop runs."""
+    computations = re.split(r"\n(?=\S[^\n]*\{\n)", text)
+    return max(sum(bool(LAUNCH.search(line)) for line in of.split("\n")) for of in computations)
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def print_pools() -> None:
+    """A line a case: name; temporary bytes and their bound; aliased ones, and those donated."""
+
+    def show(label: str, program: jax.stages.Compiled, bound: int, donated: Any) -> None:
+        memory = program.memory_analysis()
+        assert memory is not None
+        temporary, aliased = memory.temp_size_in_bytes, memory.alias_size_in_bytes
+        print(label, temporary, bound, aliased, num_bytes(donated), flush=True)
+
+    for name, config in SMALL.items():
+        config = dataclasses.replace(config, num_layers=3, moe_layers=(0, 1, 2))
+        for slots, ahead, batch, is_plain in CASES:
+            cached = under_no_policy(config, slots, ahead)
+            label = f"{name}_{slots}_slots_{ahead}_ahead_{batch}_sequences_{is_plain}"
+            show(label, compiled_decode(config, cached, batch, is_plain), MOST_BYTES, cached[1])
+        # In a loop; one layer is left after it where there are two banks.
+        config = dataclasses.replace(config, num_layers=5, moe_layers=tuple(range(5)))
+        kv = jax.eval_shape(lambda of=config: empty_cache(of, 1, CONTEXT, HALF))
+        for (slots, ahead), is_first in zip(CHUNKS, (True, False), strict=True):
+            cached = under_no_policy(config, slots, ahead)
+            bank = num_bytes(cached[1].tiers[0].banks[0])
+            label = f"{name}_{slots}_slots_{ahead}_ahead_chunk"
+            show(label, compiled_prefill(config, cached, is_first), bank, (kv, cached[1]))
+
+
+def print_tiers() -> None:
+    """A line a case: name; temporary bytes, and launches of a step."""
+    for name, case in {"ahead": LOOKS_AHEAD, **POLICIES}.items():
+        config = with_layers(CONFIGS[case.shape], LAYERS)
+        spec, pool, stores = under_policy(case, config)
+        replayed = (with_replay(stores[0], config), *stores[1:])
+        for way, rows in (("routed", stores), ("replayed", replayed)):
+            program = compiled_decode(config, (spec, pool, rows))
+            memory = program.memory_analysis()
+            assert memory is not None
+            launches = num_launches(program.as_text())
+            print(f"{name}_{way}", memory.temp_size_in_bytes, launches, flush=True)
+
+
+def print_resident(shape: str, layers: int, batch: int) -> None:
+    program = compiled_resident(with_layers(CONFIGS[shape], layers), batch)
+    memory = program.memory_analysis()
+    assert memory is not None
+    print(
+        f"{shape}, {layers} layers, batch {batch}: "
+        f"{num_launches(program.as_text())} launches a step, "
+        f"{memory.temp_size_in_bytes / 1e6:.1f} MB of temporary memory"
+    )
+
+
+def main() -> None:
+    """Prints one of the three."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["pools", "tiers", *sorted(CONFIGS)])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
+    given = parser.parse_args()
+    os.environ[SKIP_CHECKS] = "1"
+    mock.patch.object(op, "current_target", lambda: GPU.target).start()
+    for package in pkgutil.iter_modules(pallas_kernels.__path__):
+        if package.ispkg and importlib.util.find_spec(f"pallas_kernels.{package.name}.api"):
+            api = importlib.import_module(f"pallas_kernels.{package.name}.api")
+            if hasattr(api, "current_target"):
+                mock.patch.object(api, "current_target", lambda: GPU.target).start()
+    if given.what == "pools":
+        print_pools()
+    elif given.what == "tiers":
+        print_tiers()
+    else:
+        print_resident(given.what, given.layers, given.batch)
+
+
+if __name__ == "__main__":
+    main()
