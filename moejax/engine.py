@@ -269,12 +269,10 @@ class Engine:
         }
 
     def _products(self) -> dict[str, dict[str, KernelChoice]]:
-        found = self._runner.products
+        if found := self._runner.products:
+            return found
         sizes = {"prefill": MAX_PREFILL_LENGTH, "decode": 1}
-        return {
-            phase: found.get(phase) or self._runner.kernel_choices(size, 1)
-            for phase, size in sizes.items()
-        }
+        return {phase: self._runner.kernel_choices(size, 1) for phase, size in sizes.items()}
 
     @property
     def experts_used(self) -> list[str]:

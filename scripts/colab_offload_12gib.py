@@ -126,8 +126,7 @@ axes = figure.subplots()
 hits = np.linspace(0, 0.99, 100)
 for bits, style in ((16, "-"), (8, "--"), (4, "-."), (3, ":")):
     if plans[bits].pooled:
-        all_missed = plans[bits].num_layers * plans[bits].experts_per_token
-        fetched = (1 - hits) * all_missed * plans[bits].tier.expert_nbytes
+        fetched = (1 - hits) * plans[bits].link_nbytes(1)
         axes.plot(100 * hits, 1e3 * fetched / GIB / LINK_GIB_S, style, color="0.2",
                   label=f"{bits} bits")  # fmt: skip
 axes.set(

@@ -49,10 +49,10 @@ def _tests() -> Iterator[Job]:
     kernels = (
         "residual_norm", "router_topk", "buddy_search", "cache_plan",
         "decode_attention", "qkv_to_cache", "dequant_matmul",
-        "grouped_dequant_matmul", "hqq_solve", "expert_fetch_device",
+        "grouped_dequant_matmul", "hqq_solve", "expert_fetch",
         "bench_kernels", "delta_step",
     )  # fmt: skip
-    engines = ("pooled_device", "tiered_device", "host_store", "ssd", "checkpoints")
+    engines = ("cached_device", "host_store", "ssd", "checkpoints")
     common = ("-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider")
     for name, files, workers, fraction, of, seconds in (
         ("kernels", kernels, 18, 0.03, "not beyond", 320),

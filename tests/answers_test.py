@@ -89,7 +89,3 @@ class AnswersTest(absltest.TestCase):
         self.path.write_text('{"x": 1}\n')
         with self.assertRaisesRegex(MoejaxError, "is no file of answers"):
             AnswerFile(self.path, {"task": "a"})
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.quantization.autoround import AutoRoundSettings, autoround
 from moejax.quantization.grid import Codes, Grid, dequantize
@@ -151,7 +151,3 @@ class AutoRoundTest(parameterized.TestCase):
     def test_refused_settings(self, fields, said):
         with self.assertRaisesRegex(ValueError, said):
             AutoRoundSettings(**fields)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,13 +13,18 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.routing import EXPONENTS, QWEN3_HIT_RATES, make_workload
+from moejax.errors import MoejaxError
+from moejax.files.result_rows import read_rows
 from moejax.models.shapes import SHAPES, TINY
 from scripts.studies.buddymoe.measure_speed import one_miss_workload
 from scripts.studies.measuring import Report
+from scripts.studies.speed import harness
 from scripts.studies.speed.harness import Lab, Options, Run, Sizes
 from scripts.studies.speed.sections import SECTIONS
 from tests.made_up_routing_test import lru_hit_rate
+from tests.script_runs import run_module
 
 FEW_LAYERS = {
     name: dataclasses.replace(config, num_layers=3, moe_layers=(0, 1, 2))
@@ -131,6 +138,29 @@ class SectionTest(absltest.TestCase):
 
     def ends(self, rows: dict[str, Any], ending: str) -> list[Any]:
         return [row for what, row in rows.items() if what.endswith(ending)]
+
+    def test_products_on_no_kernel_are_not_timed(self):
+        report = Report(self.lab.device, "latency", "")
+        run = Run(self.lab, report, OPTIONS)
+        refused = mock.Mock(side_effect=MoejaxError("they run on no kernel"))
+        weights = random_weights(self.lab.config, Packing(bits=4), self.lab.device)
+        runner = self.lab.runner(None, weights)
+        with mock.patch.object(harness, "refuse_dequantized", refused):
+            found = run.attempt("x", lambda: self.lab.timed(runner, run.workload()))
+        self.assertIsNone(found)
+        self.assertNotEmpty(run.failed)
+        self.assertEmpty(report.rows)
+
+    @pytest.mark.slow
+    def test_the_command_writes_rows(self):
+        path = Path(self.enterContext(tempfile.TemporaryDirectory())) / "rows.jsonl"
+        done = run_module(
+            "scripts.studies.speed.bench_policies", "--model=tiny", "--device=cpu",
+            "--section=latency", "--context=64", "--prompt=16", "--steps=16", "--per_call=4",
+            f"--out={path}",
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertNotEmpty(read_rows(path))
 
     @pytest.mark.slow
     def test_dynaexq(self):

@@ -233,7 +233,7 @@ class ShapeTest(Case):
     def test_a_refused_budget_is_a_row_and_the_least_will_do(self):
         sizes = {"shape": "tiny", "prompt_tokens": 16}
         lines = self.directory / "rows.jsonl"
-        with mock.patch.object(running, "print", create=True) as said:
+        with mock.patch.object(running, "print_stderr") as said:
             # The file has a point as soon as it is known.
             said.side_effect = lambda *_, **__: seen.append(lines.exists())
             seen: list[bool] = []

@@ -1,19 +1,16 @@
 """Bits a weight, counted from what is stored, in every place that tells them."""
 
-import contextlib
-import io
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from absl.testing import absltest
+import pytest
 
 from moejax import benchmark, cli, evaluate, generate, plan
 from moejax.experts.bits import BitsPerWeight
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
-from tests import tiny_engine
+from tests import commands, tiny_engine
+from tests.folder_case import FolderTestCase
 
 CONFIG = tiny_engine.CONFIG
 POLICY = {"policy": "dymoe", "slots": (2, 8), "tiers": ("int4", "int2"), "quantizer": "rtn",
@@ -26,11 +23,11 @@ INT4, INT2 = ((2 * (bits + 2) + 2 * bits + 2) / 3 for bits in (4, 2))
 EXPERTS = 2 * 8 * 3 * CONFIG.expert_dim * CONFIG.model_dim
 
 
-class BitsTest(absltest.TestCase):
+class BitsTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
         cls.checkpoint = cls.folder / "model"
         plain = tiny_engine.load_tiny_engine(cls.checkpoint)
         cls.parameters = sum(leaf.size for leaf in plain.weights.values())
@@ -41,11 +38,7 @@ class BitsTest(absltest.TestCase):
 
     def run_main(self, command: cli.Command, *arguments: str, **fields: Any) -> tuple[str, str]:
         fields = {"checkpoint": self.checkpoint, **FLAGS, **fields}
-        flags = [f"--config.{name}={value}" for name, value in fields.items()]
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            self.assertEqual(cli.exit_status(command, ["x", *arguments, *flags]), 0, err.getvalue())
-        return out.getvalue(), err.getvalue()
+        return commands.succeed(command, *arguments, **fields)
 
     def assert_parts(self, found: dict[str, float]) -> None:
         self.assertEqual(list(found), ["int4", "int2", "rest"])
@@ -86,6 +79,7 @@ class BitsTest(absltest.TestCase):
         out, _ = self.run_main(
             evaluate.COMMAND, text=self.text, window=32, fidelity_share=0, output=output
         )
+        self.assertNotIn("KL of the exact model", out)
         weights = json.loads(output.read_text())["weights"]
         self.assertEqual(weights["parameters"], self.parameters)
         self.assertAlmostEqual(weights["bits_per_weight"], self.overall)
@@ -95,6 +89,7 @@ class BitsTest(absltest.TestCase):
         self.assertIn(f"{self.overall:.3f} bits a weight (experts: int4 {INT4:.3f} and int2", out)
         self.assertIn("32.000 in the files", out)
 
+    @pytest.mark.slow
     def test_benchmark(self):
         output = self.folder / "b.json"
         out, _ = self.run_main(
@@ -112,7 +107,3 @@ class BitsTest(absltest.TestCase):
         self.assertEqual(bits.nbytes, 170)
         self.assertEqual(bits.parts, {"a": 8, "b": 4, "rest": 16})
         self.assertEqual(bits.overall, 13.6)
-
-
-if __name__ == "__main__":
-    absltest.main()

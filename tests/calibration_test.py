@@ -251,7 +251,3 @@ class FileBackedTest(absltest.TestCase):
     def test_no_room_is_said_before_anything_is_written(self):
         with self.assertRaises(OSError):
             file_backed((2**50,), np.float32)
-
-
-if __name__ == "__main__":
-    absltest.main()

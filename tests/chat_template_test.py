@@ -12,6 +12,7 @@ from hypothesis import strategies
 from moejax.errors import MoejaxError
 from moejax.text import chat_worker
 from moejax.text.chat_template import ChatRenderer
+from tests import slow
 from tests.tokenizer_test import CONVERSATION, MIXTRAL_LIKE, QWEN3_LIKE
 
 # Like DeepSeek-V3's: a namespace, system messages first, several kinds of message in one loop.
@@ -85,6 +86,7 @@ class LimitsTest(parameterized.TestCase):
         peak_kb = int(status.partition("VmPeak:")[2].split()[0])
         self.assertLessEqual(1024 * peak_kb, chat_worker.MEMORY_BYTES)
 
+    @slow.where(lambda template: "lipsum" in template)  # a loop, as the first is
     @parameterized.parameters(*TOO_LONG)
     def test_time(self, template):
         said = failure(self.renderer, template)
@@ -207,7 +209,3 @@ class FuzzTest(absltest.TestCase):
     @pytest.mark.slow
     def test_no_template_takes_more_at_length(self):
         self._fuzz(500)
-
-
-if __name__ == "__main__":
-    absltest.main()

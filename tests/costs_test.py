@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.routing.simulate.costs import (
@@ -92,7 +92,3 @@ class CostsTest(parameterized.TestCase):
     def test_machines_that_cannot_be(self, fields, said):
         with self.assertRaisesRegex(MoejaxError, said):
             Machine(**{"base_ms": 1.0, "link_gib_per_s": 1.0} | fields)
-
-
-if __name__ == "__main__":
-    absltest.main()

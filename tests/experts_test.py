@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -174,7 +174,3 @@ class ExpertsTest(HostTestCase):
             (1, "gpu", "block"),
         ):
             self.assertEqual(chosen(num_tokens, platform=platform), impl)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -1,14 +1,12 @@
 """Predictions of hot experts, against loops; and their reads ahead from the disk."""
 
 import dataclasses
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
@@ -21,6 +19,7 @@ from moejax.policies.on_demand import OnDemand
 from moejax.routing.profile_file import FILE_NAME, save_buddies
 from tests import slow, tiny_engine
 from tests.buddy_profiles import random_profile
+from tests.folder_case import FolderTestCase
 from tests.policies_cases import SPEC, E, M
 
 EXPERTS, LAYERS = tiny_engine.CONFIG.num_experts, len(tiny_engine.CONFIG.moe_layers)
@@ -145,11 +144,11 @@ class PolicyTest(parameterized.TestCase):
         self.assertNotEqual(DynaExq(), DynaExq(period=3))
 
 
-class EngineTest(parameterized.TestCase):
+class EngineTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory())) / "model"
+        cls.folder = cls.class_folder() / "model"
 
     def engine(self, host_gib, **settings):
         tiering = Tiering(
@@ -199,7 +198,3 @@ class EngineTest(parameterized.TestCase):
         with self.assertLogs("absl", "WARNING") as said:
             self.engine(0, foresight=2)
         self.assertIn("the policy's foresight does nothing", "".join(said.output))
-
-
-if __name__ == "__main__":
-    absltest.main()

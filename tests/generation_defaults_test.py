@@ -1,8 +1,6 @@
 """A checkpoint's generation_config.json: what of it is used, and what a caller's own wins over."""
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +8,13 @@ import pytest
 import torch
 import transformers
 from absl import logging
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.checkpoints.orbax_directory import save_orbax
 from moejax.errors import MoejaxError
 from moejax.inference.generation import describe_defaults, read_generation_defaults
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import TinyCheckpoint, reference_model, write_random_checkpoint
 
 QWEN3 = {
@@ -26,11 +25,7 @@ QWEN3 = {
 OF_QWEN3 = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
-class FileTest(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class FileTest(FolderTestCase):
     def read(self, fields: Any) -> dict[str, Any]:
         (self.directory / "generation_config.json").write_text(json.dumps(fields))
         return read_generation_defaults(self.directory)
@@ -103,11 +98,11 @@ class FileTest(parameterized.TestCase):
         self.assertEqual(describe_defaults(defaults, {}), said)
 
 
-class EngineTest(parameterized.TestCase):
+class EngineTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory())) / "tiny"
+        cls.directory = cls.class_folder() / "tiny"
         spec = TinyCheckpoint(family="qwen3_moe", fields={"num_hidden_layers": 1})
         write_random_checkpoint(spec, cls.directory, seed=3)
         cls.path = cls.directory / "generation_config.json"
@@ -151,7 +146,3 @@ class EngineTest(parameterized.TestCase):
         saved = self.directory.parent / "orbax"
         save_orbax(saved, engine.config, engine.weights, tokenizer_from=self.directory)
         self.assertEqual(read_generation_defaults(saved), {"temperature": 3.0, "top_k": 30})
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid, dequantize
@@ -239,7 +239,3 @@ class GptqTest(parameterized.TestCase):
         w, h = map(jnp.asarray, self._problem())
         with self.assertRaisesRegex(ValueError, "group_size 97"):
             gptq(w, h, Grid(bits=3, group_size=97, zero_kind="float"))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -7,7 +7,9 @@ chunk's layers, which run in a loop, or unrolled. A case or two run by default.
 import dataclasses
 import functools
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -263,7 +265,7 @@ class Looped(NamedTuple):
     slots: tuple[int, ...] | None = None  # None: the model holds its experts
     policy: AnyPolicy | None = None
     dtype: Any = jnp.float32
-    how: dict[str, Any] = {}  # noqa: RUF012
+    how: Mapping[str, Any] = MappingProxyType({})
     record: RecordSpec | None = None
     # Between passes of a loop a sum of float32 may end in another last bit (layer_index.py).
     rtol: float = 0.0

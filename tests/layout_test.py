@@ -4,7 +4,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from pallas_kernels import layout
@@ -121,7 +121,3 @@ class LayoutTest(parameterized.TestCase):
             layout.num_groups(64, 128)
         with self.assertRaisesRegex(ValueError, "rows of 64 codes of 3 bits have 6 words, got 5"):
             layout.unpack(np.zeros((2, 5), np.uint32), 3, 64)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -1,19 +1,18 @@
 """Log-likelihoods of continuations: against transformers, token rules, windows, no retrace."""
 
 import dataclasses
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.inference import chunking as chunks
 from moejax.inference.likelihood import token_windows
 from tests import slow, tiny_engine
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import reference_model, write_checkpoint
 
 CONTEXT = 64  # tokens that the models may see
@@ -34,11 +33,11 @@ def reference(
     return total, greedy
 
 
-class TransformersTest(parameterized.TestCase):
+class TransformersTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        folder = cls.class_folder()
         path = write_checkpoint("qwen3", folder)
         how = {"dtype": "float32", "platform": "cpu", "progress": False}
         engine = Engine.from_pretrained(path, **how)
@@ -130,11 +129,11 @@ class TransformersTest(parameterized.TestCase):
             self.engine.loglikelihood([("", "b")])
 
 
-class TokenRulesTest(parameterized.TestCase):
+class TokenRulesTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        folder = cls.class_folder()
         cls.engine = tiny_engine.load_tiny_engine(folder, eos_ids=(3,))
         cls.scorer = cls.engine.scorer
 
@@ -170,7 +169,3 @@ class TokenRulesTest(parameterized.TestCase):
         self.assertEqual((whole.num_tokens, nothing), (len(ids), (0.0, True, 0)))
         [pair] = self.scorer.of_tokens([([3], ids)])
         self.assertAlmostEqual(whole.log_likelihood, pair.log_likelihood)
-
-
-if __name__ == "__main__":
-    absltest.main()

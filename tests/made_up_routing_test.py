@@ -1,7 +1,7 @@
 """Made-up traces have the hit rates that they state, and scaled ones recur as the small one."""
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.benchmarking.routing import QWEN3_HIT_RATES, lru_trace, scaled_trace
 
@@ -63,7 +63,3 @@ class TraceTest(parameterized.TestCase):
     def test_rates_that_no_trace_has_are_refused(self):
         with self.assertRaisesRegex(ValueError, "cannot have hit rates"):
             lru_trace({4: 0.9}, num_steps=1, num_layers=1, num_experts=128, width=8)
-
-
-if __name__ == "__main__":
-    absltest.main()

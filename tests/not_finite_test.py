@@ -1,8 +1,6 @@
 """Weights and logits that are NaN, infinite or huge: one error, and other rows live on."""
 
 import concurrent.futures
-import contextlib
-import io
 import itertools
 import tempfile
 from pathlib import Path
@@ -16,7 +14,7 @@ import safetensors.numpy
 import torch
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, benchmark, cli, evaluate, generate
+from moejax import Engine, benchmark, evaluate, generate
 from moejax.checkpoints import save_hf_checkpoint
 from moejax.checkpoints.safetensors_reader import in_range, stored_tensors
 from moejax.errors import MoejaxError
@@ -24,7 +22,8 @@ from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.sampling import names_a_token
-from tests import slow, tiny_engine
+from tests import commands, slow, tiny_engine
+from tests.folder_case import FolderTestCase
 from tests.serving_case import served, tiny_chat_engine
 
 NO_TOKEN = "the model's logits are NaN or infinite"
@@ -47,11 +46,11 @@ def poisoned(engine: Engine, value: float) -> Engine:
     return engine
 
 
-class LoadTest(parameterized.TestCase):
+class LoadTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
         tiny_engine.load_tiny_engine(cls.folder)
         cls.file = cls.folder / "model.safetensors"
         tensors = safetensors.numpy.load_file(cls.file)  # saved by others, without checksums
@@ -69,12 +68,6 @@ class LoadTest(parameterized.TestCase):
         numbers = np.frombuffer(content, tensor.dtype, tensor.num_bytes // 4, tensor.offset)
         numbers[place] = value
         self.file.write_bytes(content)
-
-    def run_main(self, command: cli.Command, *arguments: str, **fields: Any) -> tuple[int, str]:
-        flags = [f"--config.{n}={v}" for n, v in {"checkpoint": self.folder, **fields}.items()]
-        err = io.StringIO()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-            return cli.exit_status(command, ["x", *arguments, *flags]), err.getvalue()
 
     @slow.repeats(lambda name: name)
     @parameterized.product(name=TENSORS, value=(np.nan, -np.inf, 1e30))
@@ -111,7 +104,7 @@ class LoadTest(parameterized.TestCase):
             (benchmark.COMMAND, (), {"prompt_tokens": 8, "new_tokens": 4}),
             (evaluate.COMMAND, (), {"text": text, "window": 16}),
         ):
-            status, err = self.run_main(command, *arguments, **fields)
+            status, _, err = commands.run(command, *arguments, checkpoint=self.folder, **fields)
             self.assertEqual(status, 1)
             last = err.strip().splitlines()[-1]
             self.assertRegex(last, r"^error: .*(logits are NaN|gives nan nats|gives inf nats)")
@@ -131,11 +124,11 @@ class LoadTest(parameterized.TestCase):
         self.assertTrue(in_range(np.full(3, 2**31 - 1, np.int32)))
 
 
-class LogitsTest(parameterized.TestCase):
+class LogitsTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.folder = cls.class_folder()
 
     def engine(self, **how: Any) -> Engine:
         engine = tiny_engine.load_tiny_engine(self.folder, **how)
@@ -159,18 +152,18 @@ class LogitsTest(parameterized.TestCase):
         equal_or_masked = jnp.asarray([[0.0, 0.0], [-jnp.inf, 0.0], [-jnp.inf, -jnp.inf]])
         np.testing.assert_array_equal(names_a_token(equal_or_masked), [True, True, False])
 
-    @slow.repeats()
-    @parameterized.product(value=(np.nan, np.inf), temperature=(0.0, 1.0))
-    def test_generate_and_stream_raise(self, value, temperature):
-        engine = poisoned(self.engine(), value)
-        how = {"max_new_tokens": 3, "temperature": temperature}
-        with self.assertRaisesRegex(MoejaxError, f"^{NO_TOKEN}"):
-            engine.generate([[*PROMPT, BAD]], **how)
-        with self.assertRaisesRegex(MoejaxError, f"^prompt 2 of 2: {NO_TOKEN}"):
-            engine.generate([PROMPT, [*PROMPT, BAD]], **how)
-        with self.assertRaisesRegex(MoejaxError, NO_TOKEN):
-            list(engine.stream([*PROMPT, BAD], **how))
-        self.assertLen(engine.generate([PROMPT], **how)[0].tokens, 3)
+    def test_generate_and_stream_raise(self):
+        engine = self.engine()
+        for value, temperature in itertools.product((np.nan, np.inf), (0.0, 1.0)):
+            poisoned(engine, value)
+            how = {"max_new_tokens": 3, "temperature": temperature}
+            with self.assertRaisesRegex(MoejaxError, f"^{NO_TOKEN}"):
+                engine.generate([[*PROMPT, BAD]], **how)
+            with self.assertRaisesRegex(MoejaxError, f"^prompt 2 of 2: {NO_TOKEN}"):
+                engine.generate([PROMPT, [*PROMPT, BAD]], **how)
+            with self.assertRaisesRegex(MoejaxError, NO_TOKEN):
+                list(engine.stream([*PROMPT, BAD], **how))
+            self.assertLen(engine.generate([PROMPT], **how)[0].tokens, 3)
 
     def test_an_answer_that_meets_such_a_token_ends_there(self):
         plain = self.engine().generate([PROMPT], max_new_tokens=8, ignore_eos=True)[0].tokens
@@ -241,7 +234,3 @@ class ServerTest(absltest.TestCase):
                 text = found[place][1]["choices"][0]["text"]
                 self.assertEqual(text, alone["choices"][0]["text"])
             self.assertEqual(server.get("/health")[0], 200)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -2,21 +2,20 @@
 
 import dataclasses
 import math
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
 from moejax.models.transformer import Transformer, merge_weights, model_definition
 from moejax.text.windows import PRESETS, Windowing, windows
 from tests import numpy_model, slow
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import reference_model, write_checkpoint
 from tests.models_test import wide_weights
 from tests.numpy_model import TINY
@@ -141,11 +140,11 @@ class WindowsTest(parameterized.TestCase):
         self.assertIsNone(LogLikelihood.of([WindowScore(1e5, 1)] * 2).perplexity_stderr)
 
 
-class TransformersTest(parameterized.TestCase):
+class TransformersTest(FolderTestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        folder = cls.class_folder()
         cls.paths = {name: write_checkpoint(name, folder) for name in ("qwen3", "mixtral")}
 
     def _engine(self, name: str) -> Engine:
@@ -219,7 +218,3 @@ class LikelihoodTest(parameterized.TestCase):
         hidden, targets = jnp.zeros((2, 100, TINY.model_dim)), jnp.zeros((2, 100), jnp.int32)
         memory = jax.jit(nats).lower(weights, hidden, targets).compile().memory_analysis()
         self.assertLess(memory.temp_size_in_bytes, 4 * 2 * 100 * config.vocab_size / 2)
-
-
-if __name__ == "__main__":
-    absltest.main()

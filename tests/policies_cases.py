@@ -94,8 +94,8 @@ CASES = {
         "buddymoe",
         (
             {"lists": LISTS, "max_requests": 2, "least_misses": 1.0, "background_bytes": 90.0},
-            {"lists": LISTS, "max_requests": 2, "rho": 1, "depth": 2, "beta": 0.6},
-            {"lists": LISTS, "max_requests": 2, "eta": 0.5, "tae_tau": 0.6},
+            {"lists": LISTS, "max_requests": 2, "rho": 1, "depth": 2},
+            {"lists": LISTS, "max_requests": 2, "tae_tau": 0.6},
         ),
         ONE,
     ),

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.numpy import save_file
 
 from moejax import cli
@@ -74,7 +74,3 @@ def tensors_like_the_demo():
 def _header(path):
     with path.open("rb") as file:
         return file.read(int.from_bytes(file.read(8), "little"))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -267,7 +267,7 @@ class ProfileTest(FolderTestCase):
 
     @parameterized.parameters(
         ({"alpha": 0.0}, "alpha=0.0 must be above 0, at most 1"),
-        ({"alpha_last": 1.5}, "alpha_last=1.5 must be 0"),
+        ({"alpha_last": 1.5}, "alpha_last=1.5 must be from 0 to 1"),
         ({"source": "magic"}, "source='magic' must be one of coactivations, weighted, outputs"),
         ({"max_buddies": 0}, "max_buddies=0 must be at least 1"),
         ({"percentile": 101.0}, "percentile=101.0 must be from 0 to 100"),

@@ -5,14 +5,13 @@ import dataclasses
 import hypothesis
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from moejax.weights.qtensor import ZERO_KINDS, Compensator, Fp8Tensor, QTensor, dense, from_codes
+from moejax.weights.qtensor import ZERO_KINDS, Fp8Tensor, dense, from_codes
 from tests import slow
+from tests.packed_weights import SPECS, draw, num_bytes
 
 
 def random_parts(rng, lead, rows, inputs, bits, group_size, zero_kind):
@@ -92,25 +91,18 @@ class QTensorTest(parameterized.TestCase):
         self.assertEqual(tensor.nbytes, sum(np.asarray(x).nbytes for x in jax.tree.leaves(tensor)))
         self.assertEqual(8 * tensor.nbytes / tensor.size, expected)
 
-    @pytest.mark.slow
-    def test_index_of_leading_axes_inside_jit(self):
-        tensor = random_tensor(np.random.default_rng(1), (2, 3), 5, 100)
-        one = jax.jit(lambda t, i, j: t[i, j].dequantize())(tensor, jnp.int32(1), jnp.int32(2))
-        np.testing.assert_array_equal(one, tensor.dequantize()[1, 2])
-
-    @pytest.mark.slow
-    def test_permutation_says_which_input_a_code_belongs_to(self):
-        rng = np.random.default_rng(2)
-        plain = random_tensor(rng, (3,), 4, 96)
-        permutation = np.stack([rng.permutation(96) for _ in range(3)]).astype(np.int32)
-        tensor = dataclasses.replace(plain, permutation=jnp.asarray(permutation))
+    @slow.where(lambda name: name not in ("int2_int8_ranks", "int3_permuted", "fp8"))
+    @parameterized.parameters(*SPECS)
+    def test_every_kind_is_its_definition_whole_and_matrix_by_matrix(self, name):
+        rows, inputs = (130, 200) if name == "fp8" else (6, 40)
+        tensor, expected = draw(np.random.default_rng(1), (2, 3, rows, inputs), SPECS[name])
         tensor.check()
-        expected = np.zeros((3, 4, 96), np.float32)
-        for i in range(3):
-            for k in range(96):
-                expected[i, :, permutation[i, k]] = plain.dequantize()[i, :, k]
-        np.testing.assert_array_equal(tensor.dequantize(), expected)
-        np.testing.assert_array_equal(tensor[1].dequantize(), expected[1])
+        self.assertEqual(tensor.nbytes, num_bytes(tensor))
+        close = {"rtol": 1e-6, "atol": 1e-6 * np.abs(expected).max()}
+        np.testing.assert_allclose(tensor.dequantize(), expected, **close)
+        one = jax.jit(lambda t, i, j: t[i, j].dequantize())
+        for i, j in ((1, 2), (0, 1)):
+            np.testing.assert_allclose(one(tensor, i, j), expected[i, j], **close)
 
     def test_dense_of_a_plain_array_is_itself(self):
         array = jnp.ones((2, 3))
@@ -146,114 +138,44 @@ class QTensorTest(parameterized.TestCase):
 
 
 class CompensatorTest(parameterized.TestCase):
-    def with_ragged_ranks(self, factor_bits):
-        """Four matrices [6, 128] of ranks 4, 0, 8, 1 with terms on rows 2..5."""
-        rng = np.random.default_rng(5)
-        ranks, total = [4, 0, 8, 1], 13
-        u, v = (rng.normal(size=(total, n)).astype(np.float32) for n in (3, 128))
-        factors = [jnp.asarray(u, jnp.bfloat16), jnp.asarray(v, jnp.bfloat16)]
-        if factor_bits:
-            factors = [
-                random_tensor(rng, (), total, n, factor_bits, min(n, 64), "symmetric")
-                for n in (3, 128)
-            ]
-        compensator = Compensator(
-            u=factors[0],
-            v=factors[1],
-            start=jnp.asarray([0, 4, 4, 12], jnp.int32),
-            rank=jnp.asarray(ranks, jnp.int32),
-            first_row=2,
-            num_rows=3,
-            max_rank=8,
-        )
-        plain = random_tensor(rng, (4,), 6, 128)
-        return plain, dataclasses.replace(plain, compensators=(compensator,)), ranks
-
-    @slow.repeats()
-    @parameterized.parameters(0, 3, 4, 8)
-    def test_each_matrix_gets_its_own_terms(self, factor_bits):
-        plain, tensor, ranks = self.with_ragged_ranks(factor_bits)
-        tensor.check()
-        [compensator] = tensor.compensators
-        u, v = (np.asarray(dense(f, jnp.float32), np.float64) for f in compensator_pools(tensor))
-        expected = np.asarray(plain.dequantize(), np.float64)
-        largest = np.abs(expected).max()
-        start = 0
-        for i, rank in enumerate(ranks):
-            expected[i, 2:5] += u[start : start + rank].T @ v[start : start + rank]
-            largest = max(largest, np.max(np.abs(u).T @ np.abs(v)))
-            start += rank
-        bound = 4 * np.finfo(np.float32).eps * largest
-        np.testing.assert_allclose(tensor.dequantize(), expected, rtol=0, atol=bound)
-        one = jax.jit(lambda t, i: t[i].dequantize())
-        for i in range(4):
-            np.testing.assert_allclose(one(tensor, i), expected[i], rtol=0, atol=bound)
-        pools = compensator.u.nbytes + compensator.v.nbytes
-        self.assertEqual(tensor.nbytes - plain.nbytes, pools + 2 * 4 * 4)
+    def tensor(self):
+        """Four matrices [6, 40] of ragged ranks with terms on all rows."""
+        return draw(np.random.default_rng(5), (4, 6, 40), SPECS["int3_ranks"])[0]
 
     def test_rank_zero_everywhere_changes_nothing(self):
-        plain, tensor, _ = self.with_ragged_ranks(0)
+        tensor = self.tensor()
         [compensator] = tensor.compensators
+        none = jnp.zeros(4, jnp.int32)
         empty = dataclasses.replace(
-            compensator,
-            u=compensator.u[:0],
-            v=compensator.v[:0],
-            start=jnp.zeros(4, jnp.int32),
-            rank=jnp.zeros(4, jnp.int32),
-            max_rank=0,
+            compensator, u=compensator.u[:0], v=compensator.v[:0], start=none, rank=none, max_rank=0
         )
+        bare = dataclasses.replace(tensor, compensators=())
         tensor = dataclasses.replace(tensor, compensators=(empty,))
-        np.testing.assert_array_equal(tensor.dequantize(), plain.dequantize())
+        np.testing.assert_array_equal(tensor.dequantize(), bare.dequantize())
 
     @parameterized.parameters(
-        ({"first_row": 4}, "rows 4..7 of 6"),
-        ({"num_rows": 2}, "factors of 3 rows and 128 inputs, expected 2"),
+        ({"first_row": 4}, "rows 4..10 of 6"),
+        ({"num_rows": 2}, "factors of 6 rows and 40 inputs, expected 2"),
         ({"start": jnp.zeros(3, jnp.int32)}, "start is int32"),
-        ({"v": jnp.zeros((12, 128), jnp.bfloat16)}, "factors of shapes"),
+        ({"v": jnp.zeros((99, 40), jnp.bfloat16)}, "factors of shapes"),
     )
     def test_check(self, changes, said):
-        _, tensor, _ = self.with_ragged_ranks(0)
+        tensor = self.tensor()
         broken = dataclasses.replace(tensor.compensators[0], **changes)
         with self.assertRaisesRegex(ValueError, said):
             dataclasses.replace(tensor, compensators=(broken,)).check()
 
     def test_permutation_and_compensators_exclude_each_other(self):
-        _, tensor, _ = self.with_ragged_ranks(0)
-        identity = jnp.tile(jnp.arange(128, dtype=jnp.int32)[None], (4, 1))
+        tensor = self.tensor()
+        identity = jnp.tile(jnp.arange(40, dtype=jnp.int32)[None], (4, 1))
         with self.assertRaisesRegex(ValueError, "exclude"):
             dataclasses.replace(tensor, permutation=identity).check()
 
 
-def compensator_pools(tensor: QTensor):
-    [compensator] = tensor.compensators
-    return compensator.u, compensator.v
-
-
 class Fp8TensorTest(parameterized.TestCase):
-    @slow.repeats()
-    @parameterized.parameters((128, 256), (130, 64), (300, 129))
-    def test_blocks(self, rows, inputs):
-        rng = np.random.default_rng(6)
-        values = rng.normal(size=(2, rows, inputs)).astype(ml_dtypes.float8_e4m3fn)
-        blocks = (2, -(-rows // 128), -(-inputs // 128))
-        scales = rng.uniform(0.5, 2, blocks).astype(np.float32)
-        tensor = Fp8Tensor(values=jnp.asarray(values), scales=jnp.asarray(scales))
-        tensor.check()
-        expected = values.astype(np.float64)
-        for n in range(rows):
-            for k in range(inputs):
-                expected[:, n, k] *= scales[:, n // 128, k // 128]
-        np.testing.assert_allclose(tensor.dequantize(), expected, rtol=1e-6)
-        np.testing.assert_allclose(tensor[1].dequantize(), expected[1], rtol=1e-6)
-        self.assertEqual(tensor.nbytes, values.size + 4 * scales.size)
-
     def test_check(self):
         values = jnp.zeros((130, 64), jnp.float8_e4m3fn)
         with self.assertRaisesRegex(ValueError, r"scales have shape \(1, 1\), expected \(2, 1\)"):
             Fp8Tensor(values=values, scales=jnp.ones((1, 1))).check()
         with self.assertRaisesRegex(ValueError, "values are float32"):
             Fp8Tensor(values=jnp.zeros((128, 64)), scales=jnp.ones((1, 1))).check()
-
-
-if __name__ == "__main__":
-    absltest.main()

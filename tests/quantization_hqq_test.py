@@ -6,15 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.quantization.grid import Grid, dequantize, group_members, relative_error
 from moejax.quantization.hqq import HqqSettings, hqq, shrink
 from moejax.quantization.rtn import rtn
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of torch's own compiler, which the library imports
-    from hqq.core.quantize import Quantizer
 
 
 def gaussian(shape, seed):
@@ -32,6 +28,9 @@ def column_scaled(shape, seed):
 
 def library(weights, bits, group_size, round_zero=False):
     """Codes uint8[N, K], scales and zeros float32[N, G], by the library's default solver."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own compiler, which the library imports
+        from hqq.core.quantize import Quantizer  # takes seconds, also where no test runs
     codes, meta = Quantizer.quantize(
         torch.tensor(weights),
         nbits=bits,
@@ -145,7 +144,3 @@ class HqqTest(parameterized.TestCase):
     def test_other_zeros_are_refused(self):
         with self.assertRaisesRegex(ValueError, "zero_kind is 'integer'"):
             hqq(jnp.zeros((2, 64)), Grid(bits=3, group_size=64, zero_kind="integer"))
-
-
-if __name__ == "__main__":
-    absltest.main()

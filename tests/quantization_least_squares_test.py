@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.quantization.grid import Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq
@@ -117,7 +117,3 @@ class LeastSquaresTest(parameterized.TestCase):
         mapped = jax.vmap(lambda w: least_squares(w, grid))(weights)
         np.testing.assert_array_equal(mapped.codes, whole.codes)
         np.testing.assert_array_equal(least_squares(weights[1], grid).codes, whole.codes[1])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -10,7 +10,7 @@ import ml_dtypes  # noqa: F401  safetensors reads bfloat16 with it
 import numpy as np
 import pytest
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors import safe_open
 
 from moejax import demo
@@ -192,7 +192,3 @@ class MiloTest(parameterized.TestCase):
             MiloSettings(max_rank=4, base="gptq")
         with self.assertRaisesRegex(ValueError, "max_passes 0 is not positive"):
             MiloSettings(max_rank=4, max_passes=0)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.quantization import factors
 from moejax.quantization.grid import Codes, Grid, dequantize, nearest_codes, relative_error
@@ -186,7 +186,3 @@ class FactorsTest(parameterized.TestCase):
         np.testing.assert_allclose(
             factors.gain_lost(plain, free, rounded), [0.5, 0, 0, np.inf], rtol=1e-5
         )
-
-
-if __name__ == "__main__":
-    absltest.main()

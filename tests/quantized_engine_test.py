@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.inference import chunking as chunks
@@ -258,7 +258,3 @@ class QuantizedEngineTest(parameterized.TestCase):
         found = model.moe.gate_up[...]
         self.assertIsInstance(found, QTensor)
         self.assertIs(found.words, packed.weights["moe.gate_up"].words)
-
-
-if __name__ == "__main__":
-    absltest.main()

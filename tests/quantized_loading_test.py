@@ -299,5 +299,7 @@ class HostMemoryTest(LoadingTestCase):
         matrix_bytes = 4 * model.model_dim * model.expert_dim
         plain_bytes = 2 * weights["embed"].nbytes
         held_bytes = model_bytes if is_host else slab_bytes + plain_bytes
+        if is_host:  # or tracemalloc does not see numpy's memory
+            self.assertGreater(peak_bytes, 0.9 * model_bytes)
         self.assertLess(peak_bytes, held_bytes + matrix_bytes + self.SLACK_BYTES)
         self.assertGreater(model_bytes, 2 * (slab_bytes + plain_bytes))

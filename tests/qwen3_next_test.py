@@ -78,7 +78,9 @@ class ParityTest(Qwen3NextTestCase):
     def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
         reference = parity.of_transformers(self.reference(name))
         lengths = (3, 17, 70)  # the last is more than one chunk of the rule
-        parity.check(self, self.load(name), reference, lengths=lengths, num_tokens=80)
+        parity.check(
+            self, self.load(name), reference, lengths=lengths, num_tokens=80, least_sure=0.6
+        )
 
     @pytest.mark.slow
     def test_perplexity(self):

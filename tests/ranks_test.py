@@ -5,7 +5,7 @@ import dataclasses
 import hypothesis
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from moejax.models.shapes import MIXTRAL_8X7B
@@ -266,7 +266,3 @@ class RanksTest(parameterized.TestCase):
         got = excess_kurtosis(jnp.asarray(x, jnp.float32))
         np.testing.assert_allclose(got, expected, rtol=1e-2, atol=1e-4)
         np.testing.assert_array_equal(excess_kurtosis(jnp.ones((3, 4, 4))), np.zeros(3))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -67,7 +67,3 @@ class ResultsTest(absltest.TestCase):
         self.assertEqual(
             results.command_line([str(script), "--name=a b"]), "python scripts/x.py '--name=a b'"
         )
-
-
-if __name__ == "__main__":
-    absltest.main()

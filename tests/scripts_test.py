@@ -3,11 +3,14 @@
 import ast
 import functools
 import re
+import tempfile
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest
 
 from scripts.documents import commands
+from tests.script_runs import run_file
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -51,6 +54,20 @@ class ScriptsTest(absltest.TestCase):
         paths = [*SCRIPTS.rglob("*.py"), *SCRIPTS.rglob("*.sh")]
         self.assertGreater(len(paths), 50)
         self.assertEmpty([str(path) for path in paths if unnamed(path, said, used)])
+
+    @pytest.mark.slow
+    def test_every_script_can_be_imported(self):
+        names = [
+            path.relative_to(ROOT).as_posix().removesuffix(".py").replace("/", ".")
+            for path in SCRIPTS.rglob("*.py")
+            if not path.name.startswith("colab_")  # a notebook runs when it is imported
+        ]
+        importer = Path(self.enterContext(tempfile.TemporaryDirectory())) / "importer.py"
+        importer.write_text("import importlib, sys\nimportlib.import_module(sys.argv[1])\n")
+        for name in names:  # each in a process of its own: their flags have the same names
+            with self.subTest(name):
+                done = run_file(importer, name, cwd=ROOT, PYTHONPATH=str(ROOT))
+                self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_an_unnamed_script_is_found(self):
         for name in ("studies/speed/other.py", "golden_old.py"):

@@ -60,7 +60,3 @@ class MarksTest(absltest.TestCase):
                 "test_defaults1",
             },
         )  # fmt: skip
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -1,7 +1,5 @@
 """Policies as users ask for them: tiers made at load or from checkpoints, errors in one line."""
 
-import contextlib
-import io
 import tempfile
 import time
 from pathlib import Path
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, cli, evaluate, generate
+from moejax import Engine, evaluate, generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.experts import cache
@@ -24,7 +22,7 @@ from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
 from moejax.routing.trace import read_trace
 from moejax.text.windows import Windowing
-from tests import tiny_engine
+from tests import commands, tiny_engine
 from tests.tiny_engine import CONFIG
 
 PROMPT = list(range(40, 52))
@@ -263,11 +261,10 @@ class CommandTest(parameterized.TestCase):
         is_evaluation = "fidelity" in arguments[0]
         command = evaluate.COMMAND if is_evaluation else generate.COMMAND
         prompt = [] if is_evaluation else ["--prompt=Hi"]
-        with contextlib.redirect_stderr(io.StringIO()) as heard:
-            status = cli.exit_status(command, ["main", *prompt, *arguments])
+        status, _, err = commands.run(command, *prompt, *arguments)
         self.assertEqual(status, 1)
-        self.assertIn(said, heard.getvalue())
-        self.assertLen(heard.getvalue().strip().splitlines(), 1)
+        self.assertIn(said, err)
+        self.assertLen(err.strip().splitlines(), 1)
 
 
 class BudgetTest(parameterized.TestCase):

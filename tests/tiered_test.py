@@ -440,8 +440,8 @@ CASES = {
 
 
 class OneLaunchTest(parameterized.TestCase):
-    @pytest.mark.slow
     @parameterized.parameters(*CASES)
+    @pytest.mark.slow
     def test_all_tiers_at_once_give_what_each_alone_gives(self, name):
         policy, slots, ahead = CASES[name]
         runs = {"kernels": ops.Kernels(implementation="reference"), "expert_impl": "grouped_kernel"}

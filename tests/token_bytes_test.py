@@ -48,7 +48,7 @@ def limit(tokenizer: tokenizers.Tokenizer) -> int | None:
 
 
 class LimitTest(parameterized.TestCase):
-    @hypothesis.settings(max_examples=300, deadline=None, database=None)
+    @hypothesis.settings(max_examples=100, deadline=None, database=None)
     @hypothesis.given(strategies.text(max_size=60))
     def test_no_text_has_fewer_tokens(self, text):
         size = len(text.encode())
@@ -128,6 +128,3 @@ class Pauses:
 
 
 ALL = (byte_level(), byte_level(normalizers.NFC()), sentencepiece())
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,13 +6,11 @@ encodes "hello world" as [100000, 31539, 1843], and transformers 5.23 as [31539,
 """
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import tokenizers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from moejax.benchmarking.requests import RawPrompt, encoded
@@ -21,6 +19,7 @@ from moejax.inference.likelihood import PairScorer
 from moejax.text.corpus import Text, encode
 from moejax.text.prompts import token_ids_of
 from moejax.text.tokenizer import Tokenizer
+from tests.folder_case import FolderTestCase
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 LETTERS = "helowrd"
@@ -90,11 +89,7 @@ SHAPES = {
 }
 
 
-class BosTestCase(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class BosTestCase(FolderTestCase):
     def tokenizer(self, shape: str, **changed: Any) -> Tokenizer:
         backend, fields = SHAPES[shape]
         backend.save(str(self.directory / "tokenizer.json"))
@@ -227,7 +222,3 @@ class UseTest(BosTestCase):
         with mock.patch.object(scorer, "of_tokens", return_value=[None]) as scored:
             scorer.of_whole_texts(["hello world"])
         self.assertEqual(scored.call_args.args[0], [([0], [0, *HELLO_WORLD])])
-
-
-if __name__ == "__main__":
-    absltest.main()

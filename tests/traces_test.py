@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.routing.trace import (
@@ -25,17 +24,17 @@ from moejax.routing.trace import (
     trace_of_replay,
     write_trace,
 )
+from tests.folder_case import FolderTestCase
 from tests.simulated_traces import random_trace
 from tests.tiny_engine import CONFIG, load_tiny_engine
 
 SHAPE: dict[str, Any] = {"num_layers": 3, "num_experts": 16, "width": 3, "foreseen": 4}
 
 
-class FileTest(parameterized.TestCase):
+class FileTest(FolderTestCase):
     def setUp(self):
         super().setUp()
-        self.folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-        self.path = self.folder / "x.safetensors"
+        self.path = self.directory / "x.safetensors"
 
     def same(self, found: Trace, expected: Trace) -> None:
         self.assertEqual(found.num_experts, expected.num_experts)
@@ -60,7 +59,7 @@ class FileTest(parameterized.TestCase):
                 writer.append(**{n: array[rows] for n, array in trace.tensors().items()})
             self.assertFalse(self.path.exists())
         self.same(read_trace(self.path), trace)
-        self.assertEqual([p.name for p in self.folder.iterdir()], [self.path.name])
+        self.assertEqual([p.name for p in self.directory.iterdir()], [self.path.name])
 
     def test_it_is_small(self):
         replay = np.tile(np.arange(8, dtype=np.int32), (1000, 48, 1))
@@ -78,14 +77,14 @@ class FileTest(parameterized.TestCase):
             writer.append(**trace.tensors())
             writer.append(**{**trace.tensors(), "weights": trace.weights[..., :1]})
         with self.assertRaisesRegex(MoejaxError, "missing"):
-            TraceWriter(self.folder / "no" / "x", 16)
-        self.assertEmpty(list(self.folder.iterdir()))
+            TraceWriter(self.directory / "no" / "x", 16)
+        self.assertEmpty(list(self.directory.iterdir()))
 
     def test_only_a_former_trace_is_replaced(self):
         trace = random_trace(step_sizes=[1, 1], **SHAPE)
-        other = self.folder / "weights"
+        other = self.directory / "weights"
         safetensors.numpy.save_file(trace.tensors(), other)
-        text = self.folder / "text"
+        text = self.directory / "text"
         text.write_text("mine")
         for path in (other, text, Path(os.devnull)):
             before = path.read_bytes()
@@ -188,20 +187,16 @@ class FileTest(parameterized.TestCase):
             replay_of_trace(dataclasses.replace(mixed, phase=np.full(11, PREFILL, np.uint8)))
 
 
-class RecordingTest(absltest.TestCase):
+class RecordingTest(FolderTestCase):
     """Records a resident model; `simulation_test` records one whose experts move."""
-
-    def setUp(self):
-        super().setUp()
-        self.folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
 
     @pytest.mark.slow
     def test_what_the_routers_said(self):
-        engine = load_tiny_engine(self.folder / "model")
+        engine = load_tiny_engine(self.directory / "model")
         prompts = [list(range(20)), list(range(50, 57))]
         settings: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
         plain = engine.generate(prompts, **settings)
-        path = self.folder / "trace"
+        path = self.directory / "trace"
         what: dict[str, Any] = {"foreseen": 2, "probabilities": True, "importance": True}
         with engine.recording(path, about={"model": "tiny"}, **what):
             answers = engine.generate(prompts, **settings)
@@ -228,7 +223,7 @@ class RecordingTest(absltest.TestCase):
         self.assertGreater(np.ptp(received), 0.05)
         self.assertFalse(trace.importance[trace.phase == DECODE].any())
         self.check(engine, trace, trace.sequence == 0, [*prompts[0], *answers[0].tokens[:-1]])
-        lost = self.folder / "lost"
+        lost = self.directory / "lost"
         with self.assertRaises(KeyboardInterrupt), engine.recording(lost):
             raise KeyboardInterrupt
         engine.generate(prompts, **settings)  # recorded by nobody
@@ -243,20 +238,20 @@ class RecordingTest(absltest.TestCase):
             "    print('ready', flush=True); time.sleep(60)"
         )
         process = subprocess.Popen(
-            [sys.executable, "-c", probe, str(self.folder)], text=True, stdout=subprocess.PIPE,
+            [sys.executable, "-c", probe, str(self.directory)], text=True, stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[1],
         )  # fmt: skip
         assert process.stdout is not None
         self.assertEqual(process.stdout.readline(), "ready\n")
-        self.assertLen(list(self.folder.glob(".x.trace.*")), 1)
+        self.assertLen(list(self.directory.glob(".x.trace.*")), 1)
         process.send_signal(signal.SIGTERM)
         process.communicate()
         self.assertEqual(process.returncode, -signal.SIGTERM)
-        self.assertEqual([path.name for path in self.folder.iterdir()], ["model"])
+        self.assertEqual([path.name for path in self.directory.iterdir()], ["model"])
 
     def check(self, engine: Any, trace: Trace, mine: np.ndarray, ids: list[int]) -> None:
         """The rows of a sequence are what the model says of it in one pass."""
-        path = self.folder / "again"
+        path = self.directory / "again"
         with engine.recording(path, foreseen=2, probabilities=True):
             engine.logits([ids])
         whole = read_trace(path)
@@ -274,7 +269,3 @@ class RecordingTest(absltest.TestCase):
         np.testing.assert_allclose(chosen, top, atol=1e-3)
         weights = top / top.sum(-1, keepdims=True)
         np.testing.assert_allclose(whole.weights, weights, atol=2e-3)
-
-
-if __name__ == "__main__":
-    absltest.main()

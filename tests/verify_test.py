@@ -1,15 +1,14 @@
 """`verify`: compares files with whatever says what they should hold, or says that nothing does."""
 
 import hashlib
-import tempfile
 from pathlib import Path
 
-from absl.testing import absltest
 from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.checkpoints.verify import verify_checkpoint
 from moejax.errors import MoejaxError
+from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq
 
@@ -22,11 +21,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-class VerifyTest(absltest.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class VerifyTest(FolderTestCase):
     def test_nothing_to_compare_with_is_said(self):
         path = write_checkpoint("qwen3", self.directory)
         self.assertRegex(
@@ -72,7 +67,3 @@ class VerifyTest(absltest.TestCase):
         flip(blob)
         with self.assertRaisesRegex(MoejaxError, "is not what the hub holds .*download it again"):
             verify_checkpoint(str(path))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -1,6 +1,6 @@
 """The bound on what a step takes, beside peaks that were measured on a GPU."""
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.experts.budget import RunSizes, workspace_nbytes
 from moejax.inference.chunking import longest_chunk
@@ -29,7 +29,3 @@ class PeakTest(parameterized.TestCase):
         bound = workspace_nbytes(run, num_tiers=2) / 2**30
         spare = planned - workspace + bound + replayed - peak
         self.assertBetween(spare, 0, 0.125)  # of which the allocator's reserve is most
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -134,7 +134,7 @@ class ShapeModels:
         self._whole: Runner | None = None
 
     def load(self, batch: int, gib: float, context: int) -> Loaded:
-        """See `CheckpointModels.load`."""
+        """Loads an engine, as `CheckpointModels.load`."""
         start = time.perf_counter()
         asked = dataclasses.replace(self._asked.memory, device_gib=gib, host_gib=0.0).limits()
         if self._whole is not None and (asked != Limits() or self._tiering is not None):

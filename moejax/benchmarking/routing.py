@@ -95,11 +95,13 @@ class Workload:
 
     def coactivations(self) -> np.ndarray:
         """float64[M, E, E], tokens that chose both; 0 on the diagonal (BuddyMoE eq. 4's M)."""
-        chosen = (self.ids[..., None] == np.arange(self.num_experts)).any(axis=3)
-        marks = np.moveaxis(chosen, 1, 0).reshape(self.ids.shape[1], -1, self.num_experts)
-        marks = marks.astype(np.float32)
-        counts = (marks.swapaxes(1, 2) @ marks).astype(np.float64)
-        return counts * (1 - np.eye(self.num_experts))
+        counts = []
+        for ids in np.moveaxis(self.ids, 1, 0):  # a layer at a time: marks of all are gigabytes
+            tokens = ids.reshape(-1, ids.shape[-1])
+            marks = np.zeros((len(tokens), self.num_experts), np.float32)
+            np.put_along_axis(marks, tokens, 1, axis=1)
+            counts.append((marks.T @ marks).astype(np.float64))
+        return np.stack(counts) * (1 - np.eye(self.num_experts))
 
 
 def num_steps(batch: int) -> int:

@@ -322,13 +322,11 @@ def _plan_parts(
                 parts[placement.leaf].append(Part(placement, tensor, tensor.num_bytes))
     left_out = ignored(config, tensors.stored)
     # With a tensor of a quantized matrix missing or misshaped, its others were not asked for.
+    others = () if is_broken else tensors.stored.keys() - used - left_out
     tensors.faults["unexpected tensors"].extend(
-        f"{name} {list(tensor.shape)}"
-        for name, tensor in tensors.stored.items()
-        if not is_broken
-        and name not in used
-        and name not in left_out
-        and not _is_tied_head(config, tensor)
+        f"{name} {list(tensors.stored[name].shape)}"
+        for name in sorted(others)
+        if not (name == _HEAD and _is_tied_head(config, tensors.stored[name]))
         and not (name in extras and _is_without_effect(name, tensors))
     )
     tensors.check(directory)

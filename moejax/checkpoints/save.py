@@ -1,7 +1,8 @@
 """Writes a Hugging Face directory that transformers and the other readers load.
 
 Tensors carry their published names, one an expert and projection. config.json, without which
-nothing counts as a checkpoint, goes first and comes back last.
+nothing counts as a checkpoint, goes first and comes back last; weights take their places when all
+are written.
 """
 
 import json
@@ -22,6 +23,7 @@ from moejax.models.hf.config import to_hf_config
 from moejax.models.hf.names import Placement, placements, published_spelling
 
 _CONFIG_FILE = "config.json"
+_NEW = ".new"  # ends the names of weights until all are written
 
 
 def save_hf_checkpoint(
@@ -40,6 +42,7 @@ def save_hf_checkpoint(
       directory: made if need be; weights of an earlier checkpoint there are replaced.
       weights: leaves as `Checkpoint.load` returns them.
       dtype: type in the file: bfloat16, float16 or float32.
+      max_shard_bytes: no file is larger, unless a single tensor is.
       token_ids: "bos_token_id", "eos_token_id", "pad_token_id", as far as there are any.
       extra_files: contents by file name: tokenizer.json, tokenizer_config.json, a card.
     """
@@ -49,6 +52,8 @@ def save_hf_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / _CONFIG_FILE).unlink(missing_ok=True)
     names = _write_shards(directory, config, weights, dtype, max_shard_bytes)
+    for name in names:
+        (directory / (name + _NEW)).replace(directory / name)
     stale = {WEIGHTS_FILE, INDEX_FILE, *(p.name for p in directory.glob("model-*.safetensors"))}
     for name in stale - set(names):
         (directory / name).unlink(missing_ok=True)
@@ -65,7 +70,7 @@ def _write_shards(
     dtype: np.dtype,
     max_shard_bytes: int,
 ) -> list[str]:
-    """Writes the weights, with an index if they are several files; returns the names."""
+    """Writes the weights beside their places, with an index of several files; returns the names."""
     host = {leaf: np.asarray(weight) for leaf, weight in weights.items()}
     shards = _shards(config, dtype, max_shard_bytes)
     ids = range(1, len(shards) + 1)
@@ -77,13 +82,13 @@ def _write_shards(
             p.name: np.ascontiguousarray(p.rows(host[p.leaf][p.index]), leaf_dtype(p.leaf, dtype))
             for p in shard
         }
-        write_safetensors(directory / name, dict(sorted(tensors.items())))
+        write_safetensors(directory / (name + _NEW), dict(sorted(tensors.items())))
     if len(shards) == 1:
         return names
     weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for p in shard}
     num_bytes = sum(_num_bytes(p, dtype) for shard in shards for p in shard)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-    write_whole(directory / INDEX_FILE, _json(index))
+    write_whole(directory / (INDEX_FILE + _NEW), _json(index))
     return [*names, INDEX_FILE]
 
 

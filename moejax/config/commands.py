@@ -127,7 +127,7 @@ class RecordConfig(RunConfig):
     )
 
     def check(self) -> None:
-        """See `RunConfig.check`."""
+        """Checks the fields, as `RunConfig.check`."""
         super().check()
         for field in () if self.record_trace else dataclasses.fields(RecordConfig):
             if (value := getattr(self, field.name)) != field.default:
@@ -348,7 +348,7 @@ class EvaluateConfig(RecordConfig):
         return ""
 
     def check(self) -> None:
-        """See `RunConfig.check`."""
+        """Checks the fields, as `RunConfig.check`."""
         super().check()
         is_given = self.fidelity_share not in (0, EvaluateConfig.fidelity_share)
         if is_given and not self.policy.name:

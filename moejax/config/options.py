@@ -66,6 +66,8 @@ class RunConfig:
             elif least is not None and not (least <= value <= most and value != math.inf):
                 said = f"from {least} to {most}" if most < math.inf else f"at least {least}"
                 said = "0 or more" if said == "at least 0" else said
+                said += f" ({of['help']})" if least < 0 else ""  # what a number below 0 means
+                said += " and finite" if value == math.inf else ""
             if said:
                 raise MoejaxError(f"{field.name}={value!r} must be {said}")
 

@@ -22,7 +22,7 @@ SETTINGS = {
     "cold": "dynaexq: the tier of low precision; '': the last",
     "period": "dynaexq: tokens between updates, T",
     "alpha": "dynaexq: share of the old mean of gates in the new one (eq. 2); None: 1 - 1/period",
-    "tau": "dynaexq: how long a token counts: fixed or moving",
+    "tau": "dynaexq: the threshold of hotness: fixed after the warm-up, or moving",
     "n_hot": "dynaexq: experts of a layer in high precision; None: as many as there are slots",
     "warmup": "dynaexq: tokens before the first choice; 0: a period",
     "hysteresis": "dynaexq: share by which a cold expert must exceed a hot one",

@@ -67,7 +67,7 @@ class ProfileConfig(RunConfig):
         return alpha_schedule(self.alpha, self.alpha_last, num_layers)
 
     def check(self) -> None:
-        """See `RunConfig.check`."""
+        """Checks the fields, as `RunConfig.check`."""
         super().check()
         if not 0 < self.alpha <= 1:
             raise MoejaxError(f"alpha={self.alpha} must be above 0, at most 1")

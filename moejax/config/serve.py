@@ -71,7 +71,7 @@ class ServeConfig(GenerateConfig):
         return GenerationSettings.of(**SERVED | defaults | self.request())
 
     def check(self) -> None:
-        """See `RunConfig.check`."""
+        """Checks the fields, as `RunConfig.check`."""
         super().check()
         if self.api_key and self.api_key_file:
             raise MoejaxError("api_key and api_key_file exclude each other: give one of them")

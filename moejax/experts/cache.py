@@ -123,7 +123,7 @@ class TierMemory:
             self.pool = self.transfers.advance(self.pool)
 
     def send(self) -> None:
-        """See `Transfers.send`."""
+        """Sends one expert, as `Transfers.send`."""
         if self.transfers is not None:
             self.transfers.send()
 
@@ -262,7 +262,7 @@ class ExpertMemory:
         return tuple(tier.store for tier in self.tiers)
 
     def stacks(self) -> dict[str, Weight]:
-        """See `TierMemory.stacks`; of the first tier."""
+        """Gives the stacks, as `TierMemory.stacks`; of the first tier."""
         return self.tiers[0].stacks()
 
     @property

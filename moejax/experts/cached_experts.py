@@ -1,11 +1,11 @@
-"""The expert cache in the place of a model's experts: the carry of its layers.
+"""Runs a step's experts from the slots of a cache, layer by layer.
 
 Without a policy the router's choice is run as it is. Under one, it sees the routing and what is in
 the slots of each tier, and decides which expert runs each pair, in which tier, with which weight.
 The plan says which experts are in slots, and where the others go; one launch copies those from the
 host rows; the pairs are multiplied by what lies in the slots (`moejax.experts.tier_step`), and the
 products are combined once, in the order of the router's choice: residency is invisible in the
-result. Where an expert is that is needed in several tiers, DyMoE's rules say
+result. DyMoE's rules choose the tier of an expert that is needed in several
 (`pallas_kernels.cache_plan.resolve_tiers`).
 
 Axes: N tokens, P parts of a product; the rest as in `moejax.experts.state`.
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moejax.errors import MoejaxError
 from moejax.experts.cache_plan import CachePlanner
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots
 from moejax.experts.tier_step import TierStep, Wanted, fetch_together
@@ -104,7 +105,7 @@ class CachedExperts(Experts):
         self._planner = CachePlanner(spec.tiers, kernels.target, moves)
 
     def init(self) -> CacheCarry:
-        """See `Experts`."""
+        """Makes the first carry, as `Experts.init`."""
         importance = replayed = None
         if self.observes_attention and self._num_prefilled is not None:
             importance = initial_importance(self.config, self._num_prefilled)
@@ -119,7 +120,7 @@ class CachedExperts(Experts):
         self, carry: CacheCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
         is_ahead: bool = False,
     ) -> Routing:  # fmt: skip
-        """See `Experts`; routes by replayed logits if there are any."""
+        """Routes tokens, as `Experts.route`; routes by replayed logits if there are any."""
         rows = self._rows[0]
         replay = rows.replay_predicted if is_ahead else rows.replay
         if replay is None or not self._replays(carry, len(x)):
@@ -142,7 +143,7 @@ class CachedExperts(Experts):
         next_routing: Callable[[], Routing] | None,
         attended: Attended | None,
     ) -> tuple[jax.Array, CacheCarry, None]:
-        """See `Experts`."""
+        """Runs a layer's experts, as `Experts`."""
         decision = rule = None
         if self.spec.policy is not None:
             importance = carry.importance
@@ -251,7 +252,7 @@ class CachedExperts(Experts):
         stacks = [(experts.gate_up, experts.down) for experts in tiers]
         chosen = choose_for_tiers(len(x), self.config, x.dtype, stacks, self._kernels)
         if chosen.implementation == ops.DEQUANTIZED:
-            raise ValueError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
+            raise MoejaxError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
         for of, experts in zip(self._tiers, stacks, strict=True):
             record_experts(of.number, of.impl, experts, chosen)
         return products_of_tiers(x, tier, slot, tiers, chosen.implementation)

@@ -1,8 +1,7 @@
 """Residency of experts in slots, and counts of what happens to them: pure, of fixed shapes.
 
 Axes: M sparse layers, E experts of a layer, C cache slots of a layer, B transient slots that all
-layers share, S = M C + B slots of the device pool. The slot of (layer l, local slot c) is l C + c;
-transient slot b is M C + b. -1 stands for none.
+layers share; `CacheSizes` numbers the slots of a bank. -1 stands for none.
 """
 
 import dataclasses

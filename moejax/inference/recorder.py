@@ -124,7 +124,7 @@ class RecordingExperts(Experts):
         self.observes_attention = inner.observes_attention or self._weighs
 
     def init(self) -> _RecordingCarry:
-        """See `Experts`."""
+        """Makes the first carry, as `Experts.init`."""
         importance = None
         if self._weighs and self._num_prefilled is not None:
             importance = initial_importance(self._config, self._num_prefilled)
@@ -134,7 +134,7 @@ class RecordingExperts(Experts):
         self, carry: _RecordingCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
         is_ahead: bool = False,
     ) -> Routing:  # fmt: skip
-        """See `Experts`."""
+        """Routes tokens, as `Experts.route`."""
         return self._inner.route(carry.inner, moe, layer, x, is_ahead=is_ahead)
 
     def __call__(
@@ -147,7 +147,7 @@ class RecordingExperts(Experts):
         next_routing: Callable[[], Routing] | None,
         attended: Attended | None,
     ) -> tuple[jax.Array, _RecordingCarry, LayerRecord]:
-        """See `Experts`."""
+        """Runs a layer's experts, as `Experts`."""
         importance = carry.importance
         if self._weighs and attended is not None:
             importance = token_importance(attended, self._config)

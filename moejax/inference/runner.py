@@ -229,7 +229,7 @@ class Runner:
         return found
 
     def kernel_warnings(self) -> list[str]:
-        """Warnings, one per part that runs without its kernel in the programs so far."""
+        """Warnings, one per part whose newest program runs it without its kernel."""
         expected = expected_kernel(self.kernels.target)
         lines = []
         for phase, found in self.products.items():
@@ -464,7 +464,7 @@ class Runner:
     def kv_length(self, length: int, cache_length: int) -> int:
         """Slots that attention may look at, to see `length` of them.
 
-        On a CPU all: a program chooses among `chunks.kv_buckets` itself, since compiling one for
+        On a CPU all: a program chooses among `chunking.kv_buckets` itself, since compiling one for
         each takes seconds.
         """
         if self._chooses_kv_length:

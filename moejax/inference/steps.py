@@ -137,7 +137,8 @@ def run_layers(
 ) -> StepResult[KVCache]:
     """Runs the model, with its own or cached experts; the output is [B, T, D].
 
-    `lengths`, int32[B], of the whole prompts, is used by some kinds of rope.
+    `tokens` and `positions` are int32[B, T], `mask` bool[B, T]; `lengths`, int32[B], of the whole
+    prompts, is used by some kinds of rope.
     """
     num_prefilled = tokens.size if tokens.shape[1] > 1 else None
     run: Experts | None = None

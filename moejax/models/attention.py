@@ -231,7 +231,7 @@ class CachedAttention:
     attended: Attended | None = None
 
     def __call__(self, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `AttentionFn`."""
+        """Runs a layer's attention, as `AttentionFn`."""
         self.write(index, k, v)
         if self.is_observed:
             seen = k

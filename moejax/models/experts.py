@@ -34,7 +34,7 @@ class Experts(Protocol):
     def route(
         self, carry: Any, moe: SparseMoe, layer: Index, x: jax.Array, *, is_ahead: bool = False
     ) -> Routing:
-        """Routes N tokens by a layer's router."""
+        """Routes tokens, x [N, D], by a layer's router."""
         return moe.route(x, layer)
 
     def __call__(
@@ -81,7 +81,7 @@ class ResidentExperts(Experts):
     def route(
         self, carry: Any, moe: SparseMoe, layer: Index, x: jax.Array, *, is_ahead: bool = False
     ) -> Routing:
-        """See `Experts`."""
+        """Routes tokens, as `Experts.route`."""
         first_slot = None
         if self._impl == "grouped_kernel" and isinstance(layer, int) and layer and not is_ahead:
             first_slot = jnp.int32(layer * moe.gate_up.shape[1])
@@ -97,7 +97,7 @@ class ResidentExperts(Experts):
         next_routing: Callable[[], Routing] | None,
         attended: Attended | None,
     ) -> tuple[jax.Array, Any, Any]:
-        """See `Experts`."""
+        """Runs a layer's experts, as `Experts`."""
         assert self._moe is not None
         out = self._moe(x, routing, layer.mlp, token_mask, self._impl)
         return out, carry, self._record(x, routing)

@@ -12,7 +12,7 @@ from pallas_kernels.target import Target
 # Leaves of one product with all tokens; "kept" ones too, since other engines may pack them.
 LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
 KERNELS = ("mosaic", "triton")
-PARTS = ("experts", "attention", "norms and writes", "delta rule", "routing")
+PARTS = ("attention", "norms and writes", "delta rule", "routing")
 
 
 def expected_kernel(target: Target | None) -> str | None:
@@ -30,8 +30,8 @@ def phase_warnings(
     In decode, products with plain matrices of a stack should run by
     `pallas_kernels.dequant_matmul`, plain experts by `grouped_dequant_matmul`, attention by
     `decode_attention`, routing by `router_topk`, norms by `residual_norm`, cache writes by
-    `qkv_to_cache`, delta rules by `delta_step`. (Experts that move are planned by `cache_plan`:
-    `Placing.refusal`.)
+    `qkv_to_cache`, delta rules by `delta_step`. (`experts.cache_plan.CachePlanner.refusal` is of
+    experts that move.)
     """
     if expected is None:
         return []
@@ -47,8 +47,9 @@ def phase_warnings(
         return found
     return found + [
         f"{phase}: {name} run without their kernel: {choices[name].describe()}"
-        for name in (*PARTS, *LINEAR_LEAVES)
-        if name in choices and not choices[name].packed
+        for name in choices
+        if name.startswith("experts") or name in (*PARTS, *LINEAR_LEAVES)
+        if not choices[name].packed
         if choices[name].refusals and choices[name].implementation not in KERNELS
     ]
 
@@ -56,7 +57,7 @@ def phase_warnings(
 def describe_packing(
     weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, KernelChoice]]
 ) -> str:
-    """Describes packing and kernel choices, to follow the weights' size in a line."""
+    """Describes packing, and the kernels of programs traced so far, to follow a size in a line."""
     packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
     kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
     if not kinds:
@@ -67,4 +68,4 @@ def describe_packing(
         used = sorted({of.implementation for of in found.values() if of.packed})
         how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
         runs.append(f"{phase}: {how}")
-    return f" ({said}); {'; '.join(runs)}"
+    return "; ".join([f" ({said})", *runs])

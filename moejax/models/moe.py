@@ -186,17 +186,18 @@ def record_experts(tier: int, impl: ExpertImpl, experts: Sequence[Weight], group
     Args:
       grouped: the choice for the grouped kernel, with its refusals where another form runs.
     """
-    if not choices.is_recording():
-        return
-    forms = " and ".join(dict.fromkeys(map(ops.form, experts)))
-    packed = bool(_packings(experts))
+    name, packed = f"experts, tier {tier + 1}" if tier else "experts", bool(_packings(experts))
     if impl == "grouped_kernel":
         choice = grouped
     elif packed:
-        choice, forms = Choice(ops.DEQUANTIZED, grouped.refusals), f"{forms}, {impl}"
+        choice = Choice(ops.DEQUANTIZED, grouped.refusals)
     else:
         choice = Choice(impl, grouped.refusals if impl == "block" else {})
-    name = f"experts, tier {tier + 1}" if tier else "experts"
+    if not choices.is_new(name, choice):
+        return
+    forms = " and ".join(dict.fromkeys(map(ops.form, experts)))
+    if packed and impl != "grouped_kernel":
+        forms += f", {impl}"
     choices.record(name, choice, forms, packed=packed)
 
 

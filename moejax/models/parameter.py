@@ -27,7 +27,7 @@ class StackedModule(nnx.Module):
         *,
         always_kernel: bool = False,
     ) -> jax.Array:
-        """Runs `weights.linear.linear` with the weight of a name."""
+        """Multiplies x [N, K] by a name's weight of a layer: [N, O], as `weights.linear.linear`."""
         return ops.linear(
             x, getattr(self, name)[...], layer, out_dtype, self.kernels,
             leaf=f"{self.part}.{name}", always_kernel=always_kernel,

@@ -224,7 +224,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
 
     @property
     def layer_axes(self) -> Any:
-        """See `Policy`; all layers share a budget of bytes."""
+        """Names the state's layer axes; None where all layers share a budget of bytes."""
         if self.bypass_bytes is not None:
             return None
         return layer_axes(self.gains is not None)
@@ -330,7 +330,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         return decision, self._counted(state, o, found.replaced, dropped)
 
     def decode_rule(self, state: BuddyState) -> Rule | None:
-        """See `Policy`: all pairs run, unless some are dropped."""
+        """Gives the rule by which all pairs run, unless some are dropped."""
         del state
         if self.fall_back == "drop":
             return None

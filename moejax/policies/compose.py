@@ -61,12 +61,12 @@ class Compose(ByContent, Policy[ComposeState]):
 
     @property
     def needs(self) -> Needs:
-        """See `Policy`."""
+        """Names what the engine must compute, as `Policy.needs`."""
         return self.importance.needs if self.importance else Needs()
 
     @property
     def layer_axes(self) -> Any:
-        """See `Policy`."""
+        """Names the state's layer axes, as `Policy.layer_axes`."""
         parts = (self.hotness, self.importance, self.buddies)
         axes = [part.layer_axes if part is not None else None for part in parts]
         whole = all(a is not None for a, part in zip(axes, parts, strict=True) if part is not None)
@@ -74,7 +74,7 @@ class Compose(ByContent, Policy[ComposeState]):
 
     @property
     def substitutes(self) -> bool:
-        """See `Policy`."""
+        """Tells whether others serve, as `Policy.substitutes`."""
         return self.buddies is not None
 
     @property
@@ -83,7 +83,7 @@ class Compose(ByContent, Policy[ComposeState]):
         return self.importance.prefetch if self.importance else 0
 
     def init(self, spec: PolicySpec) -> ComposeState:
-        """See `Policy`."""
+        """Makes the first state, as `Policy.init`."""
         # Buddies see one tier: an expert is somewhere, or it is missing and comes in the lowest.
         one = dataclasses.replace(
             spec,
@@ -98,13 +98,13 @@ class Compose(ByContent, Policy[ComposeState]):
         )
 
     def max_prefetch(self, state: ComposeState) -> int:
-        """See `Policy`."""
+        """Bounds the look-ahead, as `Policy.max_prefetch`."""
         return self.importance.max_prefetch(state.importance) if self.importance else 0
 
     def decide(
         self, state: ComposeState, observation: Observation
     ) -> tuple[Decision, ComposeState]:
-        """See `Policy`."""
+        """Chooses tiers and experts, as `Policy.decide`."""
         o, decision = observation, None
         if self.importance is not None:
             decision, critical = self.importance.decide(state.importance, o)
@@ -140,23 +140,23 @@ class Compose(ByContent, Policy[ComposeState]):
 
     @property
     def repeats_requests(self) -> bool:
-        """See `Policy`; buddies count their own requests."""
+        """Tells whether requests repeat; buddies count their own."""
         return self.hotness is not None and self.buddies is None
 
     def tokens_until_change(self, state: ComposeState, resident: jax.Array) -> jax.Array:
-        """See `Policy`; buddies save up bytes between calls."""
+        """Counts tokens, as `Policy.tokens_until_change`; buddies save up bytes between calls."""
         if self.hotness is None or self.buddies is not None:
             return jnp.zeros((), jnp.int32)
         return self.hotness.tokens_until_change(state.hotness, resident)
 
     def disk_prefetch(self, state: ComposeState, resident: jax.Array) -> Requests:
-        """See `Policy`."""
+        """Requests reads of the disk, as `Policy.disk_prefetch`."""
         if self.hotness is None:
             return no_requests()
         return self.hotness.disk_prefetch(state.hotness, resident)
 
     def decode_rule(self, state: ComposeState) -> Rule | None:
-        """See `Policy`; hotness and importance share one high tier."""
+        """Gives the rule by which hotness and importance share one high tier."""
         hotness, importance = self.hotness, self.importance
         if hotness is None or importance is None or self.buddies is not None:
             return None
@@ -169,7 +169,7 @@ class Compose(ByContent, Policy[ComposeState]):
         )
 
     def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
-        """See `Policy`; promotions and demotions come before fetches of replaced experts."""
+        """Requests promotions and demotions, then fetches of replaced experts."""
         asked = [no_requests()]
         if self.hotness is not None:
             requests, of = self.hotness.transfers(state.hotness, resident)

@@ -70,8 +70,8 @@ class DyMoEState(NamedTuple):
     # int32[2, M], experts of the next layer that each layer prefetches, in decode and in prefill; 0
     # for the last
     ahead: jax.Array
-    high: jax.Array  # int32[], tiers; low may be `SKIPPED`
-    low: jax.Array  # int32[], tiers; low may be `SKIPPED`
+    high: jax.Array  # int32[], the tier of critical experts
+    low: jax.Array  # int32[], the other ones' tier, or `SKIPPED`
     renormalise: jax.Array  # bool[]
     reuse_skipped: jax.Array  # bool[], False where nothing is left out
     heavy_share: jax.Array  # float32[]
@@ -135,7 +135,7 @@ class DyMoE(Policy[DyMoEState]):
 
     @property
     def needs(self) -> Needs:
-        """See `Policy`."""
+        """Names what the engine must compute, as `Policy.needs`."""
         return Needs(
             importance=self.selection == "critical",
             aggregation=self.aggregation,
@@ -144,7 +144,7 @@ class DyMoE(Policy[DyMoEState]):
 
     @property
     def layer_axes(self) -> Any:
-        """See `Policy`; random draws are numbered from layer to layer."""
+        """Names the state's layer axes; None where random draws are numbered by layer."""
         if self.selection == "random":
             return None
         return layer_axes_of(DyMoEState, decode=0, prefill=0, ahead=1)
@@ -155,7 +155,7 @@ class DyMoE(Policy[DyMoEState]):
         return critical_counts(ratios, num_requested, self.rounding)
 
     def init(self, spec: PolicySpec) -> DyMoEState:
-        """See `Policy`."""
+        """Makes the first state, as `Policy.init`."""
         high = tier_id(spec, self.high, 0)
         low = SKIPPED if self.low == SKIP else tier_id(spec, self.low, -1)
         if low != SKIPPED and high >= low:
@@ -181,7 +181,7 @@ class DyMoE(Policy[DyMoEState]):
         )
 
     def decide(self, state: DyMoEState, observation: Observation) -> tuple[Decision, DyMoEState]:
-        """See `Policy`."""
+        """Chooses tiers and experts, as `Policy.decide`."""
         ids, weights, layer = observation.ids, observation.weights, observation.layer
         is_critical = self._critical(state, observation)
         is_low = ~is_critical & observation.active[:, None]
@@ -206,13 +206,13 @@ class DyMoE(Policy[DyMoEState]):
         return decision, state
 
     def decode_rule(self, state: DyMoEState) -> Rule | None:
-        """See `Policy`; the first of a token's experts by weight are critical."""
+        """Gives the rule by which a token's first experts by weight are critical."""
         if self.selection == "random" or (self.renormalise and self.low == SKIP):
             return None
         return Rule(state.decode, state.high, state.low, state.reuse_skipped, at_least=True)
 
     def max_prefetch(self, state: DyMoEState) -> int:
-        """See `Policy`."""
+        """Bounds the look-ahead, as `Policy.max_prefetch`."""
         return int(state.ahead[0].max())
 
     def _critical(self, state: DyMoEState, observation: Observation) -> jax.Array:

@@ -52,8 +52,8 @@ class DynaExqSettings(NamedTuple):
     hysteresis: jax.Array  # float32[]
     n_hot: jax.Array  # int32[M]
     cold_slots: jax.Array  # int32[], of a layer
-    hot: jax.Array  # int32[], tiers
-    cold: jax.Array  # int32[], tiers
+    hot: jax.Array  # int32[], the tier of high precision
+    cold: jax.Array  # int32[], the tier of low precision
 
 
 class DynaExqState(NamedTuple):
@@ -138,16 +138,16 @@ class DynaExq(ByContent, Policy[DynaExqState]):
 
     @property
     def layer_axes(self) -> Any:
-        """See `Policy`."""
+        """Names the state's layer axes, as `Policy.layer_axes`."""
         return layer_axes_of(DynaExqState, scores=0)
 
     def transfer_tiers(self, spec: PolicySpec) -> tuple[int, ...]:
-        """See `Policy`: all tiers but the cold one."""
+        """Names the tiers of transfers, as `Policy.transfer_tiers`: all tiers but the cold one."""
         cold = tier_id(spec, self.cold, -1)
         return tuple(tier for tier in range(len(spec.tiers)) if tier != cold)
 
     def init(self, spec: PolicySpec) -> DynaExqState:
-        """See `Policy`."""
+        """Makes the first state, as `Policy.init`."""
         hot, cold = tier_id(spec, self.hot, 0), tier_id(spec, self.cold, -1)
         if not hot < cold:
             raise MoejaxError(
@@ -196,7 +196,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         return decision, state._replace(scores=scores, tokens=tokens)
 
     def decode_rule(self, state: DynaExqState) -> Rule:
-        """See `Policy`."""
+        """Gives the rule of decode steps, as `Policy.decode_rule`."""
         return Rule(None, state.settings.hot, state.settings.cold, jnp.ones((), bool))
 
     def transfers(self, state: DynaExqState, resident: jax.Array) -> tuple[Requests, DynaExqState]:
@@ -227,14 +227,14 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
 
     def tokens_until_change(self, state: DynaExqState, resident: jax.Array) -> jax.Array:
-        """See `Policy`; nothing is requested in the warm-up, or while the pools hold H."""
+        """Counts the tokens until H is chosen, in the warm-up or while the pools hold H; else 0."""
         settings = state.settings
         rests = ~state.warm | jnp.all(state.high == resident[:, settings.hot])
         until = jnp.where(state.warm, settings.period, settings.warmup)
         return jnp.where(rests, jnp.maximum(until - state.tokens, 0), 0)
 
     def disk_prefetch(self, state: DynaExqState, resident: jax.Array) -> Requests:
-        """See `Policy`; requests experts when `transfers` has just chosen H.
+        """Requests nearly hot experts from the disk when `transfers` has just chosen H.
 
         An expert that has a slot still, and is to leave it, is likely to return.
         """

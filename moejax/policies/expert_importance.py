@@ -10,14 +10,22 @@ from moejax.policies.base import Observation
 from moejax.policies.ordering import chosen_by, ranks
 
 
-def num_heavy(active: jax.Array, share: jax.Array, count: jax.Array) -> jax.Array:
+def num_heavy(
+    active: jax.Array,  # bool[N]
+    share: jax.Array,  # float32[], 0 to 1
+    count: jax.Array,  # int32[]
+) -> jax.Array:
     """Number k of eq. 2, int32[]: `count`, or if 0 a share of the active tokens, rounded up."""
     # A share such as 0.1 of 30 tokens is 3, whatever float32 makes of it.
     of_all = jnp.ceil(share * jnp.sum(active, dtype=jnp.float32) - 1e-4).astype(jnp.int32)
     return jnp.where(count > 0, count, of_all)
 
 
-def heavy_hitters(importance: jax.Array, active: jax.Array, num: jax.Array) -> jax.Array:
+def heavy_hitters(
+    importance: jax.Array,  # float32[N]
+    active: jax.Array,  # bool[N]
+    num: jax.Array,  # int32[]
+) -> jax.Array:
     """Mask bool[N] of T_imp: the top `num` active tokens (eq. 1); ties to the earlier one."""
     return (ranks(jnp.where(active, importance, -jnp.inf)) < num) & active
 
@@ -37,7 +45,9 @@ def critical_by_tokens(
 
 
 def critical_pairs(
-    observation: Observation, importance: jax.Array, num_critical: jax.Array
+    observation: Observation,
+    importance: jax.Array,  # float32[N, A]
+    num_critical: jax.Array,  # int32[], t_l
 ) -> jax.Array:
     """Mask bool[N, A] of pairs whose expert is in some active token's top t_l (eq. 3).
 

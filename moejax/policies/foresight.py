@@ -32,7 +32,7 @@ def links_of(following: np.ndarray) -> np.ndarray:
 def expected(scores: jax.Array, links: jax.Array) -> jax.Array:
     """Hotness float32[M, E] predicted from the layer before; the first layer keeps its own.
 
-    `scores` are S of eq. 2, `links` those of `links_of`.
+    `scores`, float32[M, E], are S of eq. 2, `links`, float32[M, E, E], those of `links_of`.
     """
     before = jnp.einsum("le,lef->lf", scores[:-1], links[1:], precision=jax.lax.Precision.HIGHEST)
     return jnp.concatenate([scores[:1], before])

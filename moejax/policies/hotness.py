@@ -32,7 +32,10 @@ def num_active(observation: Observation) -> jax.Array:
 
 
 def smoothed(
-    scores: jax.Array, means: jax.Array, num_tokens: jax.Array, alpha: jax.Array
+    scores: jax.Array,  # float32[E], S
+    means: jax.Array,  # float32[E], of `gate_means`
+    num_tokens: jax.Array,  # int32[], n
+    alpha: jax.Array,  # float32[], 0 to 1, less than 1
 ) -> jax.Array:
     """Applies eq. 2 to n tokens at once: S <- alpha^n S + (1 - alpha^n) mean(g), float32[E].
 

@@ -50,16 +50,16 @@ class OnDemand(Policy[OnDemandState]):
 
     @property
     def needs(self) -> Needs:
-        """See `Policy`."""
+        """Names what the engine must compute, as `Policy.needs`."""
         return Needs(predicted=self.prefetch > 0)
 
     @property
     def layer_axes(self) -> Any:
-        """See `Policy`."""
+        """Names the state's layer axes, as `Policy.layer_axes`."""
         return layer_axes_of(OnDemandState, limit=0)
 
     def init(self, spec: PolicySpec) -> OnDemandState:
-        """See `Policy`."""
+        """Makes the first state, as `Policy.init`."""
         tier = tier_id(spec, self.tier, 0)
         limit = min(self.prefetch, spec.slots[tier])
         limits = jnp.full(spec.num_layers, limit, jnp.int32).at[-1].set(0)
@@ -68,7 +68,7 @@ class OnDemand(Policy[OnDemandState]):
     def decide(
         self, state: OnDemandState, observation: Observation
     ) -> tuple[Decision, OnDemandState]:
-        """See `Policy`."""
+        """Chooses tiers and experts, as `Policy.decide`."""
         decision = as_routed(observation, state.tier)
         ahead = experts_ahead(observation, state.limit[observation.layer])
         if ahead is not None:
@@ -76,9 +76,9 @@ class OnDemand(Policy[OnDemandState]):
         return decision, state
 
     def decode_rule(self, state: OnDemandState) -> Rule:
-        """See `Policy`."""
+        """Gives the rule of decode steps, as `Policy.decode_rule`."""
         return always(state.tier)
 
     def max_prefetch(self, state: OnDemandState) -> int:
-        """See `Policy`."""
+        """Bounds the look-ahead, as `Policy.max_prefetch`."""
         return int(state.limit.max())

@@ -38,21 +38,21 @@ class Resident(Policy[ResidentState]):
 
     @property
     def layer_axes(self) -> Any:
-        """See `Policy`."""
+        """Names the state's layer axes, as `Policy.layer_axes`."""
         return layer_axes_of(ResidentState)
 
     def init(self, spec: PolicySpec) -> ResidentState:
-        """See `Policy`."""
+        """Makes the first state, as `Policy.init`."""
         return ResidentState(jnp.asarray(tier_id(spec, self.tier, 0), jnp.int32))
 
     def decide(
         self, state: ResidentState, observation: Observation
     ) -> tuple[Decision, ResidentState]:
-        """See `Policy`."""
+        """Chooses tiers and experts, as `Policy.decide`."""
         return as_routed(observation, state.tier), state
 
     def decode_rule(self, state: ResidentState) -> Rule:
-        """See `Policy`."""
+        """Gives the rule of decode steps, as `Policy.decode_rule`."""
         return always(state.tier)
 
 

@@ -77,8 +77,8 @@ def buddy_score(
     q: jax.Array,  # float32[N, A, H], of each candidate
     logits: jax.Array,  # float32[N, E], of `normalized_logits`
     hops: jax.Array,  # float32[E], partitions between the tokens' device and each expert's
-    eta: jax.Array,
-    kappa: jax.Array,
+    eta: jax.Array,  # float32[]
+    kappa: jax.Array,  # float32[]
 ) -> jax.Array:
     """Score of eq. 3: Psi(j | i, x) = q_(j|i) (1 + eta z^_j(x)) (1 - kappa hop(j)).
 
@@ -169,6 +169,7 @@ def search(
     Args:
       ids: int32[N, A], by falling weight.
       lists: int32[M, E, H], of all layers.
+      layer, depth, budget: int32[].
       resident: bool[E], of that layer, or int32[M, K], as `Observation.tables`.
       allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced if the
         gate passes the token.

@@ -104,7 +104,10 @@ def _start(low: jax.Array, high: jax.Array, start: jax.Array, grid: Grid) -> Sta
 def _step(groups: jax.Array, mask: jax.Array, counts: jax.Array, grid: Grid, state: State) -> State:
     """Runs one alternation; a state's third part is the explained share of sum(w^2)."""
     scales, zeros, _ = state
-    total = lambda x: jnp.sum(x * mask, axis=-1, keepdims=True)  # noqa: E731
+
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(x * mask, axis=-1, keepdims=True)
+
     codes = grid.round(groups / scales + zeros)
     # Sums of codes less a constant are exact, and small enough to subtract their squares.
     steps = codes - grid.middle

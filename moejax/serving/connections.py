@@ -94,7 +94,7 @@ class LimitedProtocol(H11Protocol):
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio."""
+        """Counts a connection; asyncio calls it."""
         super().connection_made(transport)
         if self._all.admit(self):
             self._watch()
@@ -106,7 +106,7 @@ class LimitedProtocol(H11Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
+        """Reads a part; asyncio calls it."""
         if not self._is_refused:
             super().data_received(data)
             self._watch()
@@ -115,24 +115,24 @@ class LimitedProtocol(H11Protocol):
             self.transport.write(raw_error(unavailable("there are too many connections")))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Forgets a connection; asyncio calls it."""
         self._all.forget(self)
         for name in list(self._timers):
             self._stop(name)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """See uvicorn."""
+        """Ends an answer; uvicorn calls it."""
         super().on_response_complete()
         self._watch()
 
     def pause_writing(self) -> None:
-        """See asyncio."""
+        """Stops writing; asyncio calls it."""
         super().pause_writing()
         self._start("write", self._limits.write_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """See asyncio."""
+        """Goes on writing; asyncio calls it."""
         self._stop("write")
         super().resume_writing()
 

@@ -47,7 +47,7 @@ class _Server(uvicorn.Server):
         self._grace_s = grace_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
+        """Lets answers go on for the grace, then cuts them; uvicorn calls it."""
         if self._batcher.load_error is None:
             said = f"stopping: answers may go on for {self._grace_s:g} s"
             print_stderr(said)

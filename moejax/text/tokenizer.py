@@ -60,10 +60,13 @@ class Tokenizer:
             return None
         try:
             content = read_file(path)
+        except OSError as error:
+            raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
+        try:
             fields = parse_json(content)
             check_depth(fields)
             check_tokenizer(fields)
-        except (OSError, ValueError, MoejaxError) as error:
+        except (ValueError, MoejaxError) as error:
             raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
         with _plain_errors(f"cannot read {path}"):
             encoder = tokenizers.Tokenizer.from_str(content.decode("utf-8"))

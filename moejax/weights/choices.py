@@ -41,9 +41,13 @@ def recorded_choices() -> Iterator[Record]:
         _record.reset(token)
 
 
-def is_recording() -> bool:
-    """Whether a choice made now is recorded."""
-    return _record.get() is not None
+def is_new(name: str, choice: Choice) -> bool:
+    """Whether recording would change something: layers of a stack choose alike."""
+    if (found := _record.get()) is None:
+        return False
+    if (known := found.get(name)) is None:
+        return True
+    return (known.implementation, known.refusals) != (choice.implementation, choice.refusals)
 
 
 def record(name: str, choice: Choice, form: str, *, packed: bool = False) -> None:

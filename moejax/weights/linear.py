@@ -166,7 +166,7 @@ def form(weight: Weight) -> str:
 
 def record_choice(leaf: str, choice: Choice, weight: Weight) -> None:
     """Records what multiplies by a leaf; nothing for ""."""
-    if leaf and choices.is_recording():
+    if leaf and choices.is_new(leaf, choice):
         choices.record(leaf, choice, form(weight), packed=packing(weight) is not None)
 
 

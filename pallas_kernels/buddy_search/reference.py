@@ -68,7 +68,7 @@ def search_reference(
     *,
     last_first: bool,
 ) -> Found:
-    """See `api.search`."""
+    """Computes `api.search` in plain JAX."""
     if resident.ndim == 2:
         resident = resident[layer, : lists.shape[1]] >= 0
     allowed = allowed.reshape(len(ids), -1)  # of tokens or of pairs

@@ -145,7 +145,7 @@ def search_triton(
     last_first: bool,
     target: Target,
 ) -> Found:
-    """See `api.search`."""
+    """Computes `api.search` by Triton."""
     operands = {
         "ids": ids, "lists": lists, "layer": layer, "resident": resident, "allowed": allowed,
         "depth": depth, "budget": budget,

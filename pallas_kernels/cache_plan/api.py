@@ -55,10 +55,10 @@ def plan(
 
     Of several tiers `reference.resolve_tiers` says which one serves an expert. A copy leaves a tier
     that is not full when its expert comes in another one, or is in a better one. Then in each tier
-    misses, in order of id, take the victims: free slots, then those of experts not needed, of
-    longest ago, then of least number. With waves, where there are fewer victims than misses, misses
-    take the free slots alone and the rest is streamed (a scan evicts nothing). What was used gets
-    the clock, which then advances.
+    misses, in order of id, take the victims: free slots, then those of experts not needed, the
+    least recently used first; ties go to the smaller expert id. With waves, where there are fewer
+    victims than misses, misses take the free slots alone and the rest is streamed (a scan evicts
+    nothing). What was used gets the clock, which then advances.
 
     Args:
       tiers: of falling fidelity; donate their tables.

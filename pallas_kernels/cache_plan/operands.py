@@ -59,14 +59,13 @@ class TierShape:
       transient: B, slots of a bank after those of the layers.
       waves: W, in which experts that find no slot pass through the transient ones; 0: slots serve
         whatever a layer needs. One wave without slots of layers is fetched as admitted experts are.
-      is_full: it has a slot for every expert, and no copy leaves it for that the expert is in
-        another tier.
+      is_full: it has a slot for every expert; copies stay, even if the expert is in another tier.
       is_complete: every expert is in its slot for ever: nothing is fetched, and its table stays.
-      static_in_step: the first tier alone: its slots change between steps only, and nobody asks for
-        what they do not have.
-      may_be_promoted_elsewhere: a tier that is neither full nor the first: an expert with a slot
-        here may have come to a tier of higher fidelity by other means than such plans. If it has
-        where this is False, its copy here serves nobody, and stays until its slot is taken.
+      static_in_step: the first tier alone: transfers between steps alone change its slots, and
+        steps ask only for experts that are there.
+      may_be_promoted_elsewhere: of a tier that is neither full nor the first: transfers or
+        look-ahead may bring a better copy of an expert that has a slot here. Where this is False
+        and one came, the copy here serves nobody, and stays until its slot is taken.
     """
 
     slots: int

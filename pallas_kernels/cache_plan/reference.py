@@ -71,10 +71,10 @@ def write_row(table: jax.Array, layer: int | jax.Array, row: Row) -> jax.Array:
 
 
 def ordered_victims(row: Row, clock: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which slots, bool[C], may be given to others, and each one's place in that order, int32[C].
+    """Orders the slots that may be taken: masks them, bool[C], and numbers them, int32[C].
 
-    Free ones come first, then those of the oldest use, of the smallest expert. Places are right for
-    victims only.
+    Free ones come first, then the least recently used; ties go to the smaller expert id. Numbers
+    are right for victims only.
     """
     owned = row.owner >= 0
     victim = ~(owned & _at(needed, row.owner))
@@ -289,7 +289,7 @@ def plan_reference(
     forms: Sequence[TierShape],
     columns: Columns,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
-    """See `api.plan`."""
+    """Computes `api.plan` in plain JAX."""
     ids, weights = asked.ids, asked.weights
     num_experts, num_tiers = tiers[0].row_of.shape[1], len(tiers)
     size = min(ids.size, num_experts)
@@ -338,7 +338,7 @@ def predict_reference(
     form: TierShape,
     columns: Columns,
 ) -> tuple[Tables, Fetch]:
-    """See `api.predict`."""
+    """Computes `api.predict` in plain JAX."""
     tables, num_experts = tier.tables, tier.row_of.shape[1]
     before = read_row(tables.table, layer, num_experts)
     wanted = marked(ids, (ids >= 0) & jnp.any(active), num_experts)

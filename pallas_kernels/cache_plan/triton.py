@@ -406,7 +406,7 @@ def plan_triton(
     columns: Columns,
     target: Target,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
-    """See `api.plan`."""
+    """Computes `api.plan` by Triton."""
     num_pairs, num_experts = asked.ids.size, tiers[0].row_of.shape[1]
     operands = {"layer": layer, "active": active}
     by_pair = {"ids": asked.ids, "weights": asked.weights, "routed_ids": asked.routed_ids}
@@ -474,7 +474,7 @@ def predict_triton(
     columns: Columns,
     target: Target,
 ) -> tuple[Tables, Fetch]:
-    """See `api.predict`."""
+    """Computes `api.predict` by Triton."""
     (tables, row_of), interpret = tier, target.simulated
     operands = {
         "layer": layer, "ids": ids, "active": active, "row_of": row_of, "clock": tables.clock,

@@ -31,7 +31,7 @@ def decode_attention_reference(
     window: int | None,
     scale: float,
 ) -> jax.Array:
-    """See `api.decode_attention`."""
+    """Computes `api.decode_attention` in plain JAX."""
     batch, num_heads, head_dim = q.shape
     num_kv = keys.shape[2]
     grouped = q.reshape(batch, num_kv, num_heads // num_kv, head_dim).astype(jnp.float32)

@@ -165,7 +165,7 @@ def decode_attention_triton(
     target: Target,
     tiles: AttentionTiles | None = None,
 ) -> jax.Array:
-    """See `api.decode_attention`; one launch of one split, else two."""
+    """Computes `api.decode_attention` by Triton; one launch of one split, else two."""
     batch, num_heads, head_dim = q.shape
     num_kv, is_latent = keys.shape[2], isinstance(values, Latent)
     others = tuple(values) if isinstance(values, Latent) else (values,)

@@ -74,7 +74,7 @@ def delta_step_reference(
     eps: float,
     floor: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.delta_step`."""
+    """Computes `api.delta_step` in plain JAX."""
     of = widths_of(projection, states)
     batch, wide = len(projection.rows), jnp.float32
     heads = projection.rows.reshape(batch, of.num_keys, of.stride)

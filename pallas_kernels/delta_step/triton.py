@@ -122,7 +122,7 @@ def delta_step_triton(
     floor: float,
     target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.delta_step`; two launches."""
+    """Computes `api.delta_step` by Triton; two launches."""
     (rows, b_and_a), of = projection, widths_of(projection, states)
     batch, num_heads = len(rows), of.num_keys * of.repeats
     flags = active.astype(jnp.int32)

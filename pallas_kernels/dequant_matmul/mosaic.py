@@ -50,7 +50,7 @@ def dequant_matmul_mosaic(
     target: Target,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """See `api.dequant_matmul`."""
+    """Computes `api.dequant_matmul` by Mosaic GPU."""
     if tiles is None and not low_rank:
         tiles = measured(x.shape[0], weights, target, (StreamTiles, WgmmaTiles))
     if streams(x, tiles):

@@ -13,7 +13,7 @@ def dequant_matmul_reference(
     low_rank: tuple[LowRank, ...],
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """See `api.dequant_matmul`."""
+    """Computes `api.dequant_matmul` in plain JAX."""
     x32 = x.astype(jnp.float32)
     y = jnp.einsum("mk,nk->mn", x32, dequantize(weights, slot), precision="highest")
     for terms in low_rank:

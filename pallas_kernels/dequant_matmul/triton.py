@@ -186,7 +186,7 @@ def dequant_matmul_triton(
     target: Target,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """See `api.dequant_matmul`."""
+    """Computes `api.dequant_matmul` by Triton."""
     interpret = target.simulated
     if tiles is None:
         tiles = triton_tiles(x.shape[0], weights, target, has_terms=bool(low_rank))

@@ -37,7 +37,7 @@ def live_jobs(src: jax.Array, dst: jax.Array, num_rows: int, num_slots: int) -> 
 def fetch_reference(
     pools: Sequence[jax.Array], hosts: Sequence[jax.Array], src: jax.Array, dst: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """See `api.fetch`; pools and stores as equally long sequences of arrays."""
+    """Computes `api.fetch` in plain JAX; pools and stores as equally long sequences of arrays."""
     num_rows, num_slots = hosts[0].shape[0], pools[0].shape[0]
     live = live_jobs(src, dst, num_rows, num_slots)
     row = jnp.where(live, src, 0)

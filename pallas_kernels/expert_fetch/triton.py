@@ -55,7 +55,7 @@ def fetch_triton(
     tiles: CopyTiles | None = None,
     target: Target,
 ) -> list[tuple[jax.Array, ...]]:
-    """See `api.fetch_all`; one launch."""
+    """Computes `api.fetch_all` by Triton; one launch."""
     tiles = tiles or default_tiles()
     sizes = [len(of.pools) for of in copies]
     num, pools = sum(sizes), [pool for of in copies for pool in of.pools]

@@ -67,7 +67,7 @@ def gate_up_mosaic(
     tiles: Tiles | None,
     target: Target,
 ) -> jax.Array:
-    """See `api.gate_up`."""
+    """Computes `api.gate_up` by Mosaic GPU."""
     tokens, width = assignments.slot.shape
     if tiles is None and not any(low_rank):
         tiles = measured("gate_up", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
@@ -98,7 +98,7 @@ def down_mosaic(
     tiles: Tiles | None,
     target: Target,
 ) -> jax.Array:
-    """See `api.down_products`."""
+    """Computes `api.down_products` by Mosaic GPU."""
     tokens, width = assignments.slot.shape
     if tiles is None and not any(low_rank):
         tiles = measured("down", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))

@@ -58,7 +58,7 @@ def gate_up_reference(
     tiers: Sequence[PackedMatrices],
     low_rank: Sequence[tuple[LowRank, ...]],
 ) -> jax.Array:
-    """See `api.gate_up`."""
+    """Computes `api.gate_up` in plain JAX."""
     num_tokens, width = assignments.slot.shape
     rows = jnp.repeat(x, width, axis=0)
     flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
@@ -72,7 +72,7 @@ def down_reference(
     tiers: Sequence[PackedMatrices],
     low_rank: Sequence[tuple[LowRank, ...]],
 ) -> jax.Array:
-    """See `api.down_products`."""
+    """Computes `api.down_products` in plain JAX."""
     num_tokens, width, _ = hidden.shape
     flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
     rows = hidden.reshape(num_tokens * width, -1)

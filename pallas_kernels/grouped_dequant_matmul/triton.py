@@ -294,7 +294,7 @@ def gate_up_triton(
     tiles: Tiles | None,
     target: Target,
 ) -> jax.Array:
-    """See `api.gate_up`."""
+    """Computes `api.gate_up` by Triton."""
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.gate_up_tiles(num_tokens, width, tiers, target), tiers)
     call = _Call(x, assignments, tiers, low_rank, tiles, width, target.simulated)
@@ -315,7 +315,7 @@ def down_triton(
     tiles: Tiles | None,
     target: Target,
 ) -> jax.Array:
-    """See `api.down_products`."""
+    """Computes `api.down_products` by Triton."""
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.down_tiles(num_tokens, width, tiers, target), tiers)
     rows = hidden.reshape(num_tokens * width, -1)

@@ -12,7 +12,7 @@ def hqq_solve_reference(
     steps: jax.Array,
     settings: SolveSettings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """See `api.hqq_solve`; one matrix [N, K] or more, and the factors and steps to go with them."""
+    """Computes `api.hqq_solve` in plain JAX, of one matrix [N, K] or more."""
     w = weights.astype(jnp.float32)
     if low_rank is not None:
         u, v = low_rank

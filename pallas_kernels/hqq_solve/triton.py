@@ -139,7 +139,7 @@ def hqq_solve_triton(
     target: Target,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """See `api.hqq_solve`, with one leading axis; one launch.
+    """Computes `api.hqq_solve` by Triton, with one leading axis; one launch.
 
     The kernel writes scales and zeros as [B, G, N], so that a program's lie side by side.
     """

@@ -15,7 +15,6 @@ import numpy as np
 from pallas_kernels.packed import PackedMatrices
 
 SLOT, FIRST, END, BAND_FIRST, BAND_LENGTH = range(5)  # columns of `ExpertBlocks.table`
-NUM_COLUMNS = 5
 
 
 class ExpertBlocks(NamedTuple):

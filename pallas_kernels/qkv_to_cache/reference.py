@@ -24,7 +24,7 @@ def qkv_to_cache_reference(
     sin: jax.Array,
     norms: HeadNorms | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.qkv_to_cache`."""
+    """Computes `api.qkv_to_cache` in plain JAX."""
     batch, num_kv, length, head_dim = keys.shape[1:]
     heads = qkv.reshape(batch, -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv

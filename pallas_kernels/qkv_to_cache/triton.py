@@ -83,7 +83,7 @@ def qkv_to_cache_triton(
     *,
     target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.qkv_to_cache`; one launch."""
+    """Computes `api.qkv_to_cache` by Triton; one launch."""
     batch, num_kv, _, head_dim = keys.shape[1:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv
     scales = () if norms is None else (norms.q_scales, norms.k_scales)

@@ -12,7 +12,7 @@ def residual_norm_reference(
     eps: float,
     zero_centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.residual_norm`."""
+    """Computes `api.residual_norm` in plain JAX."""
     y = x if delta is None else x + delta
     wide = y.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)

@@ -65,7 +65,7 @@ def residual_norm_triton(
     zero_centred: bool,
     target: Target,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.residual_norm`; one launch."""
+    """Computes `api.residual_norm` by Triton; one launch."""
     num_rows, width = x.shape
     out_shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     operands = (x,) if delta is None else (x, delta)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 def top_k_reference(
     logits: jax.Array, k: int, normalise: bool, first: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.top_k`."""
+    """Computes `api.top_k` in plain JAX."""
     probabilities = jax.nn.softmax(logits, axis=-1)
     weights, ids = jax.lax.top_k(probabilities, k)
     if normalise:

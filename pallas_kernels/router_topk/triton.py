@@ -84,7 +84,7 @@ def top_k_triton(
     normalise: bool,
     target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.top_k`; one launch."""
+    """Computes `api.top_k` by Triton; one launch."""
     num_rows, num_experts = logits.shape
     chosen = (num_rows, k)
     probabilities, weights, ids = launch.triton_call(

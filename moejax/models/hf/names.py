@@ -56,11 +56,8 @@ def published_spelling(family: str) -> Spelling:
 
 def find_spelling(family: str, names: Collection[str]) -> Spelling:
     """Finds the spelling of a checkpoint with tensors of these `names`."""
-    modules = {
-        module
-        for module in ("mlp", "block_sparse_moe")
-        if any(f".{module}.experts." in name for name in names)
-    }
+    text = "\n".join(names)  # searched at once: a file may have a million names
+    modules = {module for module in ("mlp", "block_sparse_moe") if f".{module}.experts." in text}
     published = _MOE_MODULE.get(family, "mlp")
     return Spelling(
         moe_module="mlp" if modules == {"mlp"} else published,

@@ -142,7 +142,7 @@ def quantize_stack(
 
 
 def _plain(weights: jax.Array, program: Program) -> Codes:
-    """Quantizes without calibration or compensators; milo and milo+ of rank 0 are their bases."""
+    """Quantizes without calibration or compensators; without ranks, MiLo is its base."""
     method = program.scheme.method
     if method in ("hqq", "milo"):
         if program.by_kernel(weights):
@@ -152,7 +152,7 @@ def _plain(weights: jax.Array, program: Program) -> Codes:
         return hqq(weights, program.grid)
     if method == "least_squares":
         return least_squares(weights, program.grid)
-    return BASES["rtn" if method == "rtn" else "least_squares"](weights, program.grid)
+    return BASES[{"milo+": "least_squares"}.get(method, method)](weights, program.grid)
 
 
 def _calibrated(
@@ -163,6 +163,8 @@ def _calibrated(
     if program.scheme.method == "autoround":
         codes = jax.vmap(lambda w, h: autoround(w, h, grid))(weights, calibration.hessians)
         return codes, calibration.num_tokens == 0
+    if program.scheme.method != "gptq":
+        raise ValueError(f"no calibrated quantizer is called {program.scheme.method}")
     settings = GptqSettings(act_order=program.scheme.act_order)
     found = jax.vmap(lambda w, h, n: gptq(w, h, grid, settings, num_tokens=n))(
         weights, calibration.hessians, calibration.num_tokens

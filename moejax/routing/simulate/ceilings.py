@@ -10,6 +10,7 @@ import numpy as np
 from moejax.routing.trace import DECODE, Trace
 
 NEVER = np.int32(2**31 - 1)
+_BLOCK_BYTES = 2**26  # of the next uses of the layers that run side by side
 MAX_SEARCHED = 32  # steps that need more experts of a layer sort instead of searching
 
 
@@ -47,8 +48,14 @@ def belady(masks: np.ndarray, is_decode: np.ndarray, slots: jax.Array) -> Needed
     """
     counts = masks.sum(axis=2).max(axis=1)
     narrow = counts <= MAX_SEARCHED
-    steps = jax.tree.map(jnp.asarray, (masks, next_uses(masks), is_decode, ~narrow))
-    return _scan(steps, slots, most=int(counts[narrow].max(initial=1)), sorts=not narrow.all())
+    num_steps, num_layers, num_experts = masks.shape
+    block, parts = max(1, _BLOCK_BYTES // (4 * num_steps * num_experts)), []
+    for first in range(0, num_layers, block):
+        some = masks[:, first : first + block]
+        steps = jax.tree.map(jnp.asarray, (some, next_uses(some), is_decode, ~narrow))
+        most = int(counts[narrow].max(initial=1))
+        parts.append(_scan(steps, slots, most=most, sorts=not narrow.all()))
+    return jax.tree.map(lambda *of: jnp.concatenate(of, axis=1), *parts)
 
 
 @functools.partial(jax.jit, static_argnames=("most", "sorts"))

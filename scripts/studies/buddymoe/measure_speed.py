@@ -1,6 +1,7 @@
 """Sections `buddymoe` and `latency`: substitution, and a miss's time."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,7 @@ def _at_rate(run: Run, batch: int, rate: float) -> None:
         background = dataclasses.replace(plan, bulk=run.options.bulk)
         run.attempt(
             f"{next(iter(group))}, {name}",
-            lambda: _substituted(run, name, background, policies, original, batch),  # noqa: B023
+            functools.partial(_substituted, run, name, background, policies, original, batch),
         )
 
 

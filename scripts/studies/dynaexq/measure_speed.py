@@ -29,7 +29,7 @@ def dynaexq(run: Run) -> None:
     for batch in run.options.batches or (1, 4, 16):
         work, name = run.workload(batch, shifts=True), f"batch {batch}"
         whole, pooled = (
-            run.attempt(f"{of}, {name}", lambda: lab.timed(runner, work, batch))  # noqa: B023
+            run.attempt(f"{of}, {name}", functools.partial(lab.timed, runner, work, batch))
             for of, runner in (("resident", resident), ("uniform pool", uniform))
         )
         if whole is None or pooled is None:
@@ -43,15 +43,8 @@ def dynaexq(run: Run) -> None:
         )  # fmt: skip
         policy = DynaExq(period=run.options.period * batch, max_requests=run.options.requests)
 
-        def measured() -> Measured:
-            hot = lab.tier_memory(plan)  # noqa: B023
-            memory = lab.tiered(policy, [hot, full], (tier_name(high), tier_name(low)))  # noqa: B023
-            try:
-                return lab.timed(lab.runner(memory), work, batch)  # noqa: B023
-            finally:
-                release(hot)
-
-        found = run.attempt(f"dynaexq, {name}", measured)
+        timed = functools.partial(_with_hot, run, plan, low, full, policy, work, batch)
+        found = run.attempt(f"dynaexq, {name}", timed)
         if found is not None:
             what = f"dynaexq int4/int2, {n_hot} hot of {num_experts}, {name}"
             _rows_of_hot(run, what, found, batch, {"pool": pooled, "resident": whole})
@@ -72,6 +65,24 @@ def _rows_of_hot(
         f"{what}: gate mass of the hot tier", 100 * found.facts["gate_int4"], "%",
         promotions_a_token=promoted, experts=100 * found.facts["experts_int4"],
     )  # fmt: skip
+
+
+def _with_hot(
+    run: Run,
+    plan: TierPlan,
+    low: int,
+    full: TierMemory,
+    policy: DynaExq,
+    work: Workload,
+    batch: int,
+) -> Measured:
+    """Times a policy over a hot tier made by `plan`, which goes afterwards, and `full`."""
+    hot, names = run.lab.tier_memory(plan), (tier_name(plan.bits), tier_name(low))
+    try:
+        memory = run.lab.tiered(policy, [hot, full], names)
+        return run.lab.timed(run.lab.runner(memory), work, batch)
+    finally:
+        release(hot)
 
 
 def dynaexq_wide(run: Run) -> None:
