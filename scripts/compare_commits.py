@@ -5,11 +5,11 @@
     python -m scripts.compare_commits --old=old --new=. --job=mixtral --turns=3
 
 Each job is a benchmark with small settings: TPOT of a resident Qwen3-30B in INT4,
-of the same with 24 slots a layer, of Mixtral under 24 GiB, and of DynaExq, DyMoE and BuddyMoE. The
-trees take turns (old, new, new, old, ...), each in a process of its own, so that a drift of the
-clocks falls on both. A row is compared by the median over turns; times of whole processes, which
-compile without a cache, are printed beside. Exits with 1 where a time is longer by more than
-`--most_percent`.
+of the same with 24 slots a layer, of Mixtral under 24 GiB, and one row each of DynaExq, DyMoE and
+BuddyMoE. The trees take turns (old, new, new, old, ...), each in a process of its own, so that a
+drift of the clocks falls on both. A row is compared by the median over turns; times of whole
+processes, which compile without a cache, are printed beside. Exits with 1 where a time is longer by
+more than `--most_percent`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from moejax.files.result_rows import read_rows
 
 _OLD = flags.DEFINE_string("old", None, "folder of the old tree", required=True)
 _NEW = flags.DEFINE_string("new", ".", "folder of the new tree")
-_JOB = flags.DEFINE_string("job", "", "jobs whose name has this word; '': all")
+_JOB = flags.DEFINE_multi_string("job", [], "name of a job; []: all")
 _TURNS = flags.DEFINE_integer("turns", 2, "runs of each tree", lower_bound=1)
 _MOST = flags.DEFINE_float("most_percent", 2.0, "a time may be longer by so much")
 
@@ -68,9 +68,18 @@ JOBS: Mapping[str, Job] = {
         ("--config.shape=Mixtral-8x7B", "--config.budgets=(24,)", *_BENCHMARK),
         "--config.output",
     ),
-    "dynaexq": Job(_POLICIES, ("--section=dynaexq", "--host_gib=4")),
-    "dymoe": Job(_POLICIES, ("--section=dymoe", "--gib=24", *_POLICY)),
-    "buddymoe": Job(_POLICIES, ("--section=buddymoe", "--cache_rate=0.75", *_POLICY)),
+    "dynaexq": Job(_POLICIES, ("--section=dynaexq", "--batch=1", "--host_gib=4")),
+    "dymoe": Job(_POLICIES, ("--section=dymoe", "--gib=24", "--only=cache, 4/2, 24", *_POLICY)),
+    "buddymoe": Job(
+        _POLICIES,
+        (
+            "--section=buddymoe",
+            "--cache_rate=0.75",
+            "--only=original",
+            "--only=co-activation, c",
+            *_POLICY,
+        ),
+    ),
 }
 
 
@@ -118,9 +127,9 @@ def compared(
 def main(argv: list[str]) -> None:
     """Runs the jobs and prints a table of each."""
     del argv
-    names = [name for name in JOBS if _JOB.value in name]
-    if not names:
-        sys.exit(f"--job={_JOB.value}: no job has it in its name; there are {', '.join(JOBS)}")
+    names = _JOB.value or list(JOBS)
+    if unknown := set(names) - set(JOBS):
+        sys.exit(f"--job={unknown.pop()}: no such job; there are {', '.join(JOBS)}")
     trees = {"old": Path(_OLD.value), "new": Path(_NEW.value)}
     for tree in trees.values():
         if not (tree / "scripts").is_dir():
