@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.models import expert_products, moe
 from moejax.weights import linear as ops
@@ -365,7 +365,3 @@ class ExpertsTest(HostTestCase):
         self.assertEqual({spec.zero_kind for spec in kinds}, {"float", "integer", "symmetric"})
         self.assertEqual({bits for spec in kinds for bits in spec.factors}, {3, 4, 8, 16})
         self.assertIsInstance(kinds[0], Spec)
-
-
-if __name__ == "__main__":
-    absltest.main()
