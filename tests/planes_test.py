@@ -24,11 +24,14 @@ from moejax.quantization.hqq import hqq, kernel_refusal
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.milo import MiloSettings, milo
 from moejax.quantization.pipeline.recipe import parse_planes
+from moejax.quantization.pipeline.report import report_lines
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.quantization.rtn import rtn
-from moejax.weights.linear import linear, take_rows
+from moejax.weights.linear import DEQUANTIZED, Kernels, choose_product, linear, take_rows
 from moejax.weights.qtensor import dense, from_codes
 from pallas_kernels import layout
+from pallas_kernels.target import SIMULATED
+from tests import slow
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 
 TEXT = "".join(chr(32 + i * i % 95) for i in range(300))
@@ -206,6 +209,11 @@ class PlanesTensorTest(parameterized.TestCase):
         x = matrix(3, 64)
         expected = np.asarray(x, np.float64) @ np.asarray(tensor.dequantize(), np.float64)[1].T
         np.testing.assert_allclose(linear(x, tensor, 1), expected, rtol=1e-4, atol=1e-3)
+        for kernels in (Kernels(implementation="reference"), Kernels(SIMULATED)):
+            choice = choose_product(3, jnp.dtype(jnp.float16), tensor, kernels)
+            self.assertNotEqual(choice.implementation, DEQUANTIZED)
+        by_slots = linear(x, tensor, 1, kernels=Kernels(implementation="reference"))
+        np.testing.assert_allclose(by_slots, expected, rtol=1e-4, atol=1e-3)
         rows = take_rows(tensor[0], jnp.asarray([4, 1]), jnp.float32)
         np.testing.assert_allclose(rows, tensor.dequantize()[0, [4, 1]], rtol=1e-6)
 
@@ -263,6 +271,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
                 np.testing.assert_allclose(said, error, rtol=2e-4)
             self.assertEqual(leaves["attention.o_proj"].bits, bits)
 
+    @slow.where(lambda how: how["method"] != "rtn")
     @parameterized.parameters(
         ({"method": "rtn"},),
         ({"method": "hqq", "planes": (2, 3)},),
@@ -274,6 +283,8 @@ class PlanesCheckpointTest(QuantizeTestCase):
         job = self.planes_job(**how)
         outcome = quantize_checkpoint(job)
         self.assert_reads(job.output, job.recipe.default.planes)
+        for bits in job.recipe.default.planes[:-1]:
+            self.assertIn(f"read_bits={bits} reads {bits} bits", "\n".join(report_lines(outcome)))
         if how["method"] != "milo":
             bits = job.recipe.default.bits + 32 / 32  # scales and zeros of fp16, groups of 32
             self.assertAlmostEqual(outcome.totals["quantized_bits_per_weight"], bits)
@@ -311,6 +322,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
         leaves, _ = self.load(job.output)
         self.assertEqual(leaves["moe.down"].bits, 4)
 
+    @pytest.mark.slow
     def test_a_run_that_was_killed(self):
         job = self.planes_job(output=self.directory / "undisturbed")
         with mock.patch("os.fsync") as fsync:
@@ -322,6 +334,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
             with self.assertRaises(Killed), stopped_after(stopped, Killed()):
                 quantize_checkpoint(job)
             self.assertGreater(quantize_checkpoint(job).shards_before, 0)
+            self.assertTrue(quantize_checkpoint(job).was_done)
             self.assertEqual(digests(job.output), expected)
 
     def test_bad_input_is_one_line(self):
