@@ -267,6 +267,19 @@ class SectionTest(absltest.TestCase):
         self.assertEqual(rows["one layer, buddy miss"].baseline["replaced_a_layer"], 1)
         self.assertEqual(rows["one layer, prefetch miss"].baseline["prefetched_a_step"], 1)
 
+    @pytest.mark.slow
+    def test_cost(self):
+        for rate in (1.0, 0.5):
+            rows = self.run_section("cost", cache_rates=(rate,))
+            times, costs = self.ends(rows, "TPOT"), self.ends(rows, "cost of a step")
+            self.assertLen(times, 7)
+            self.assertLen(costs, 7)
+            for row in costs:
+                facts = row.baseline
+                self.assertBetween(row.figure, facts["lowest_round"], facts["highest_round"])
+                self.assertEqual(facts["misses_a_step"], facts["pool_misses_a_step"], row.what)
+                self.assertEqual(facts["misses_a_step"] > 0, rate < 1, row.what)
+
     def test_what_fails_is_named(self):
         run = Run(self.lab, Report(self.lab.device, "x", ""), OPTIONS)
         self.assertIsNone(run.attempt("division", lambda: 1 // 0))

@@ -216,7 +216,7 @@ class ContractTest(HostTestCase):
 
         with mock.patch.object(triton.launch, "triton_call", counted):
             found = fetch_all(
-                [api.Job(*operands) for operands in given],
+                [api.CopyJob(*operands) for operands in given],
                 implementation=how, tiles=SMALL_BLOCKS, interpret=how == "triton",
             )  # fmt: skip
         self.assertLen(launched, how == "triton")
@@ -227,7 +227,7 @@ class ContractTest(HostTestCase):
         given = [random_operands(Case(), seed) for seed in (5, 6)]
         given[0] = given[0]._replace(src=given[0].src[:0], dst=given[0].dst[:0])
         found = fetch_all(
-            [api.Job(*operands) for operands in given], implementation="triton", interpret=True
+            [api.CopyJob(*operands) for operands in given], implementation="triton", interpret=True
         )
         for pools, operands in zip(found, given, strict=True):
             self.assertIsNone(violation(pools, operands))

@@ -51,7 +51,7 @@ class BatchTimes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurement:
     """All runs."""
 
     runs: list[list[BatchTimes]]  # of each its batches
@@ -83,7 +83,7 @@ class Bench:
         self._eos_ids, self._per_call = eos_ids, steps_per_call
         self._ledgers: dict[str, Ledger] = {}
 
-    def measure(self, batches: Sequence[Prompts], *, runs: int, count: bool) -> Measured:
+    def measure(self, batches: Sequence[Prompts], *, runs: int, count: bool) -> Measurement:
         """Warms up on batches that have each program, then runs all of them several times.
 
         With `count` one more program counts a whole model's distinct experts.
@@ -106,7 +106,7 @@ class Bench:
         for ledger in self._ledgers.values():
             forget_requests(ledger)
         _say_asked_once(self._ledgers)
-        return Measured(
+        return Measurement(
             found, walls, self._ledgers, distinct, warmup_s, programs.seconds - compiled,
             programs.seconds - early,
         )  # fmt: skip

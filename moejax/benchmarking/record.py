@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.benchmarking.running import Outcome, Point
+from moejax.benchmarking.running import BenchmarkResult, Point
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.config.options import to_config_dict
 from moejax.files import result_rows as results
@@ -38,7 +38,7 @@ COLUMNS = (
 )
 
 
-def rows_of(outcome: Outcome) -> list[ResultRow]:
+def rows_of(outcome: BenchmarkResult) -> list[ResultRow]:
     """A row a figure; of a refused point one row, whose `what` says why."""
     device = results.describe_device(outcome.device)
     common: dict[str, Any] = {
@@ -60,7 +60,7 @@ def rows_of(outcome: Outcome) -> list[ResultRow]:
     return rows
 
 
-def record_of(config: BenchmarkConfig, outcome: Outcome, rows: Sequence[ResultRow]) -> dict:
+def record_of(config: BenchmarkConfig, outcome: BenchmarkResult, rows: Sequence[ResultRow]) -> dict:
     """Everything as JSON has it."""
     return {
         "benchmark": {
@@ -115,7 +115,7 @@ class Files:
         self._paths, self._config = paths, config
         self._num_appended = 0
 
-    def write(self, outcome: Outcome) -> None:
+    def write(self, outcome: BenchmarkResult) -> None:
         """Writes the points so far."""
         rows = rows_of(outcome)
         for path in self._paths:
@@ -142,7 +142,7 @@ def csv_text(rows: Sequence[ResultRow]) -> str:
     return out.getvalue()
 
 
-def lines(config: BenchmarkConfig, outcome: Outcome, *, stats: bool) -> list[str]:
+def lines(config: BenchmarkConfig, outcome: BenchmarkResult, *, stats: bool) -> list[str]:
     """Lines for stdout: the run, a table, then what moved under each point; `stats`: by layer."""
     versions = ", ".join(f"{k} {v}" for k, v in results.package_versions("jax", "jaxlib").items())
     bandwidth = outcome.bandwidth

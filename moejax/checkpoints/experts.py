@@ -21,7 +21,7 @@ import numpy as np
 import tqdm
 from absl import logging
 
-from moejax.checkpoints.leaves import LeafPlan, Part, split_experts
+from moejax.checkpoints.leaves import LeafPart, LeafPlan, split_experts
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.reader import CheckpointReader, fill_part, read_compensators
 from moejax.checkpoints.safetensors_reader import (
@@ -291,9 +291,9 @@ def open_experts(
     return ExpertReader(reader)
 
 
-def _parts_by_expert(plan: LeafPlan) -> Mapping[tuple[int, ...], Sequence[Part]]:
+def _parts_by_expert(plan: LeafPlan) -> Mapping[tuple[int, ...], Sequence[LeafPart]]:
     """The parts of each matrix of [M, E] by layer and expert."""
-    found: dict[tuple[int, ...], list[Part]] = defaultdict(list)
+    found: dict[tuple[int, ...], list[LeafPart]] = defaultdict(list)
     for whole in plan.parts:
         for part in split_experts(whole):
             found[part.index].append(part)

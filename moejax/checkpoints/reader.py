@@ -21,8 +21,8 @@ from absl import logging
 from moejax.checkpoints.formats.bitstream import on_host
 from moejax.checkpoints.leaves import (
     FactorPool,
+    LeafPart,
     LeafPlan,
-    Part,
     group_by_layer,
     plan_leaves,
 )
@@ -217,7 +217,7 @@ def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array
 
 
 def fill_part(
-    plan: LeafPlan, part: Part, arrays: Mapping[str, np.ndarray], read: ReadTensor
+    plan: LeafPlan, part: LeafPart, arrays: Mapping[str, np.ndarray], read: ReadTensor
 ) -> None:
     """Reads a part into its rows of `arrays`, those of `plan.arrays` at the part's index.
 
@@ -244,14 +244,14 @@ def fill_part(
 
 
 def read_compensators(
-    plan: LeafPlan, device: jax.Device, advance: Callable[[Part], Any] | None = None
+    plan: LeafPlan, device: jax.Device, advance: Callable[[LeafPart], Any] | None = None
 ) -> tuple[Compensator, ...]:
     """Loads the low-rank terms of a leaf's matrices; `advance` is called with each part."""
     return tuple(_read_pool(pool, device, advance) for pool in plan.factor_pools)
 
 
 def _read_pool(
-    pool: FactorPool, device: jax.Device, advance: Callable[[Part], Any] | None
+    pool: FactorPool, device: jax.Device, advance: Callable[[LeafPart], Any] | None
 ) -> Compensator:
     lead = pool.shape[:-2]
     starts, ranks = np.zeros(lead, np.int32), np.zeros(lead, np.int32)

@@ -8,7 +8,7 @@ from typing import Any
 from moejax.serving.batcher import Batcher
 from moejax.serving.errors import ApiError
 from moejax.serving.requests import Request
-from moejax.serving.rows import Part, Row
+from moejax.serving.rows import AnswerPart, Row
 
 
 class ClientGone(Exception):
@@ -25,7 +25,7 @@ class Exchange:
           receive: ASGI's, after the body was read; it reports when the client leaves.
         """
         self._loop = asyncio.get_running_loop()
-        self._parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client is gone
+        self._parts: asyncio.Queue[AnswerPart | None] = asyncio.Queue()  # None: the client is gone
         self._batcher = batcher
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
@@ -53,7 +53,7 @@ class Exchange:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncIterator[AnswerPart]:
         """Yields parts as they come, up to the last of each row.
 
         Raises:
@@ -73,12 +73,12 @@ class Exchange:
                 left.discard(part.row)
             yield part
 
-    async def answers(self) -> list[Part]:
+    async def answers(self) -> list[AnswerPart]:
         """The last part of each row, in order; raises as `parts`."""
         found = [part async for part in self.parts() if part.finish_reason]
         return sorted(found, key=lambda part: part.row)
 
-    def _tell(self, part: Part) -> None:
+    def _tell(self, part: AnswerPart) -> None:
         """Receives a part in the batcher's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there
             self._loop.call_soon_threadsafe(self._parts.put_nowait, part)

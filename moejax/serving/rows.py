@@ -10,7 +10,7 @@ from moejax.serving.errors import ApiError
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """A piece of a row's answer, all of it, or its error.
 
     `finish_reason` or `error` is set on a row's last part.
@@ -33,16 +33,16 @@ class Row:
     settings: GenerationSettings  # sampling settings, with an integer seed
     wants_logprobs: bool  # whether parts tell them
     stream: bool  # whether parts are told as they come; else one at the end
-    deliver: Callable[[Part], None]  # takes parts, in the batcher's thread
+    deliver: Callable[[AnswerPart], None]  # takes parts, in the batcher's thread
     client: str = ""  # owner of the row, in whose turn it runs
     cancelled: bool = False  # set from any thread when nobody reads the answer any more
     # seconds of `time.monotonic`
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     first_token_at: float | None = None
     num_tokens: int = 0
-    told: list[Part] = dataclasses.field(default_factory=list)  # what waits for the end
+    told: list[AnswerPart] = dataclasses.field(default_factory=list)  # what waits for the end
 
-    def tell(self, part: Part) -> None:
+    def tell(self, part: AnswerPart) -> None:
         """Delivers a part, or keeps it for the end."""
         self.num_tokens += part.num_tokens
         if self.stream or part.error:
@@ -51,7 +51,7 @@ class Row:
         self.told.append(part)
         if part.finish_reason:
             self.deliver(
-                Part(
+                AnswerPart(
                     self.index,
                     "".join(one.text for one in self.told),
                     self.num_tokens,
@@ -62,4 +62,4 @@ class Row:
 
     def fail(self, error: ApiError) -> None:
         """Ends the row with an error."""
-        self.tell(Part(self.index, error=error))
+        self.tell(AnswerPart(self.index, error=error))

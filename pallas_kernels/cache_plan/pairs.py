@@ -16,7 +16,7 @@ MAX_TIERS = 4
 NO_TIER = MAX_TIERS  # in a least, where nothing is asked for
 
 
-class Pairs(NamedTuple):
+class LayerPairs(NamedTuple):
     """Pairs of a layer, padded to a power of two."""
 
     number: jax.Array
@@ -42,7 +42,7 @@ class TierEntries(NamedTuple):
 
 def load(
     of: Refs, tiers: Sequence[Refs], forms: Sequence[TierShape], layer: jax.Array, at_least: bool
-) -> tuple[Pairs, list[TierEntries]]:
+) -> tuple[LayerPairs, list[TierEntries]]:
     """All that is read but slots: loads wait for each other nowhere else but in the addresses."""
     num_pairs = of["ids"].shape[0]
     width = num_pairs // of["active"].shape[0]
@@ -78,7 +78,7 @@ def load(
             least = jnp.min(jnp.where(matches(ids, ids), least[None, :], 2 * NO_TIER), axis=1)
         tier, strict = least >> 1, least & 1 == 0
     ids = jnp.where(asks, ids, -1)
-    pairs = Pairs(
+    pairs = LayerPairs(
         number, inside, active, ids, vectors.leads(ids, num_pairs // width),
         jnp.where(asks, tier, NO_TIER), asks & strict,
     )  # fmt: skip
@@ -106,7 +106,7 @@ def _by_rule(
     return tier, critical if at_least else ids >= 0
 
 
-def resolve_tiers(pairs: Pairs, states: Sequence[TierEntries]) -> tuple[jax.Array, jax.Array]:
+def resolve_tiers(pairs: LayerPairs, states: Sequence[TierEntries]) -> tuple[jax.Array, jax.Array]:
     """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
     if len(states) == 1:  # whatever is asked for, the one tier serves
         asks = pairs.ids >= 0

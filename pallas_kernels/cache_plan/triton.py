@@ -17,11 +17,11 @@ from pallas_kernels.cache_plan.operands import (
     LayerPlan,
     Rule,
     Tables,
-    Tier,
+    TierOperands,
     TierShape,
     Wishes,
 )
-from pallas_kernels.cache_plan.pairs import MAX_TIERS, Pairs, TierEntries, load, resolve_tiers
+from pallas_kernels.cache_plan.pairs import MAX_TIERS, LayerPairs, TierEntries, load, resolve_tiers
 from pallas_kernels.cache_plan.slots import (
     Ref,
     Refs,
@@ -90,7 +90,7 @@ class _Tier(NamedTuple):
     number: int
     form: TierShape
     layer: jax.Array
-    pairs: Pairs
+    pairs: LayerPairs
     runs: jax.Array  # bool[P], the pairs that run in it
     fetched: jax.Array  # bool[P], experts that any tier fetches
     num_misses: jax.Array
@@ -268,7 +268,7 @@ def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
 
 
 def _store_gate(
-    of: Refs, states: Sequence[TierEntries], layer: jax.Array, pairs: Pairs, tier: jax.Array,
+    of: Refs, states: Sequence[TierEntries], layer: jax.Array, pairs: LayerPairs, tier: jax.Array,
     total: jax.Array, weights: jax.Array, routed: jax.Array | None,
 ) -> None:  # fmt: skip
     """Adds the router's mass by what became of it; and to each tier's own count."""
@@ -396,7 +396,7 @@ def _predict_body(
 
 
 def plan_triton(
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierOperands],
     gate: jax.Array | None,
     layer: jax.Array,
     asked: Asked,
@@ -465,7 +465,7 @@ def plan_triton(
 
 
 def predict_triton(
-    tier: Tier,
+    tier: TierOperands,
     layer: jax.Array,
     ids: jax.Array,
     active: jax.Array,

@@ -14,7 +14,7 @@ from pallas_kernels.triton.elements import power_above
 Ref = Any
 
 
-class Jobs(NamedTuple):
+class JobLanes(NamedTuple):
     """Jobs of one store in a program: vectors over lanes, empty beyond the last job.
 
     Attributes:
@@ -30,17 +30,17 @@ class Jobs(NamedTuple):
     num: jax.Array
 
 
-def load_jobs(src_ref: Ref, dst_ref: Ref, host_ref: Ref, pool_ref: Ref) -> Jobs:
+def load_jobs(src_ref: Ref, dst_ref: Ref, host_ref: Ref, pool_ref: Ref) -> JobLanes:
     """The jobs between arrays [R, ...] and [S, ...]; of all stores before any is copied."""
     lanes = jax.lax.iota(jnp.int32, power_above(src_ref.shape[0]))
     src, dst = _load(src_ref, lanes), _load(dst_ref, lanes)
     valid = _valid(src, dst, host_ref.shape[0], pool_ref.shape[0])
-    return Jobs(src, dst, valid, jnp.sum(valid.astype(jnp.int32)))
+    return JobLanes(src, dst, valid, jnp.sum(valid.astype(jnp.int32)))
 
 
 def copy_jobs(
     program: jax.Array,
-    jobs: Jobs,
+    jobs: JobLanes,
     host_refs: Sequence[Ref],
     pool_refs: Sequence[Ref],
     tiles: CopyTiles,
@@ -93,7 +93,7 @@ def _valid(src: jax.Array, dst: jax.Array, num_rows: int, num_slots: int) -> jax
     return (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_slots)
 
 
-def _written_later(jobs: Jobs, slot: jax.Array, after: jax.Array) -> jax.Array:
+def _written_later(jobs: JobLanes, slot: jax.Array, after: jax.Array) -> jax.Array:
     """Valid jobs after one that have its slot: all programs then leave that out, and none races."""
     return jobs.valid & after & (jobs.dst == slot)
 
