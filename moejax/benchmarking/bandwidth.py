@@ -61,10 +61,10 @@ def bandwidth_of(device: jax.Device) -> Bandwidth:
     found = stated(device.device_kind) if device.platform != "cpu" else None
     if found is not None:
         return Bandwidth(found, f"stated for {device.device_kind}")
-    return Bandwidth(copy_bandwidth(device), f"measured by a copy of {COPIED_BYTES >> 20} MiB")
+    return Bandwidth(_copy_bandwidth(device), f"measured by a copy of {COPIED_BYTES >> 20} MiB")
 
 
-def copy_bandwidth(device: jax.Device) -> float:
+def _copy_bandwidth(device: jax.Device) -> float:
     """Bytes a second, those that are read and those that are written, of the median of seven."""
     x = jnp.zeros(COPIED_BYTES // 4, jnp.float32, device=device)
     num_bytes = 2 * x.nbytes
@@ -79,7 +79,7 @@ def copy_bandwidth(device: jax.Device) -> float:
     return num_bytes / statistics.median(times)
 
 
-def read_bandwidth(device: jax.Device) -> float:
+def _read_bandwidth(device: jax.Device) -> float:
     """Bytes a second of a plain sum over 4 GiB, the ceiling of this card; nan on a CPU.
 
     Sums are queued ten at a time, so that the host's dispatch is not in the figure.

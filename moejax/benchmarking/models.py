@@ -104,7 +104,7 @@ class CheckpointModels:
         )  # fmt: skip
 
 
-class ShapeModels:
+class _ShapeModels:
     """Models of random weights; dense weights and rows of the host are made once."""
 
     def __init__(self, config: BenchmarkConfig, device: jax.Device):
@@ -235,11 +235,11 @@ class ShapeModels:
         return choose(tiering, Path(), self.config).policy
 
 
-Models = CheckpointModels | ShapeModels
+Models = CheckpointModels | _ShapeModels
 
 
 def models_of(config: BenchmarkConfig) -> Models:
     """Models that a configuration names."""
     device = choose_device(config.platform)
     enable_compilation_cache(config.compilation_cache)
-    return ShapeModels(config, device) if config.shape else CheckpointModels(config, device)
+    return _ShapeModels(config, device) if config.shape else CheckpointModels(config, device)

@@ -38,7 +38,7 @@ COLUMNS = (
 )
 
 
-def rows_of(outcome: BenchmarkResult) -> list[ResultRow]:
+def _rows_of(outcome: BenchmarkResult) -> list[ResultRow]:
     """A row a figure; of a refused point one row, whose `what` says why."""
     device = results.describe_device(outcome.device)
     common: dict[str, Any] = {
@@ -60,7 +60,9 @@ def rows_of(outcome: BenchmarkResult) -> list[ResultRow]:
     return rows
 
 
-def record_of(config: BenchmarkConfig, outcome: BenchmarkResult, rows: Sequence[ResultRow]) -> dict:
+def _record_of(
+    config: BenchmarkConfig, outcome: BenchmarkResult, rows: Sequence[ResultRow]
+) -> dict:
     """Everything as JSON has it."""
     return {
         "benchmark": {
@@ -117,20 +119,20 @@ class Files:
 
     def write(self, outcome: BenchmarkResult) -> None:
         """Writes the points so far."""
-        rows = rows_of(outcome)
+        rows = _rows_of(outcome)
         for path in self._paths:
             if path.suffix == ".jsonl":
                 results.append_rows(path, rows[self._num_appended :])
             elif path.suffix == ".csv":
-                write_whole(path, csv_text(rows))
+                write_whole(path, _csv_text(rows))
             else:
-                record = record_of(self._config, outcome, rows)
+                record = _record_of(self._config, outcome, rows)
                 text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
                 write_whole(path, text + "\n")
         self._num_appended = len(rows)
 
 
-def csv_text(rows: Sequence[ResultRow]) -> str:
+def _csv_text(rows: Sequence[ResultRow]) -> str:
     """The rows as CSV; what is a mapping is JSON in its cell."""
     out = io.StringIO()
     writer = csv.writer(out)

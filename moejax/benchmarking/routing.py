@@ -144,7 +144,7 @@ def of_trace(
     steps = num_steps(batch)
     ids_by_row, gates_by_row = (_spread(of, batch, steps) for of in (ids, gates))
     num_experts = config.num_experts
-    work = workload_of(ids_by_row, gates_by_row, num_experts, recall=recall, seed=seed)
+    work = _workload_of(ids_by_row, gates_by_row, num_experts, recall=recall, seed=seed)
     is_own = (trace.num_experts, trace.width) == (config.num_experts, config.experts_per_token)
     how = "its own gates" if is_own else f"scaled from {trace.num_experts} experts, gates made up"
     used = min(steps, len(ids))
@@ -182,11 +182,11 @@ def make_workload(
     order = np.argpartition(-probabilities, width - 1, axis=-1)[..., :width]
     some = np.take_along_axis(probabilities, order, axis=-1)
     ids = np.take_along_axis(order, np.argsort(-some, axis=-1, kind="stable"), axis=-1)
-    predicted = predictions(rng, probabilities, ids, recall)
+    predicted = _predictions(rng, probabilities, ids, recall)
     return Workload(ids.astype(np.int32), probabilities, predicted, num_shifts)
 
 
-def workload_of(
+def _workload_of(
     ids: np.ndarray, gates: np.ndarray, num_experts: int, *, recall: float, seed: int
 ) -> Workload:
     """Chosen experts and their weights as what routers say: `CHOSEN_MASS` is theirs.
@@ -199,7 +199,7 @@ def workload_of(
     np.put_along_axis(probabilities, ids, CHOSEN_MASS * gates + rest, axis=-1)
     probabilities /= probabilities.sum(axis=-1, keepdims=True)
     rng = np.random.default_rng(seed)
-    return Workload(ids, probabilities, predictions(rng, probabilities, ids, recall), 0)
+    return Workload(ids, probabilities, _predictions(rng, probabilities, ids, recall), 0)
 
 
 def lru_trace(
@@ -289,7 +289,7 @@ def scaled_trace(
     return scaled
 
 
-def predictions(
+def _predictions(
     rng: np.random.Generator, probabilities: np.ndarray, ids: np.ndarray, recall: float
 ) -> np.ndarray:
     """Probabilities in which some of the chosen experts have changed places with others."""

@@ -91,7 +91,7 @@ class LeafPlan:
                 "scales": jax.ShapeDtypeStruct(blocks, np.dtype(np.float32)),
             }
         found = self.kind.arrays(self.shape)
-        if self.has_order:
+        if self._has_order:
             *lead, _, inputs = self.shape
             found["permutation"] = jax.ShapeDtypeStruct((*lead, inputs), np.dtype(np.int32))
         return found
@@ -102,7 +102,7 @@ class LeafPlan:
         return sum(array.size * array.dtype.itemsize for array in self.arrays.values())
 
     @functools.cached_property
-    def has_order(self) -> bool:
+    def _has_order(self) -> bool:
         """Whether a matrix is stored in GPTQ's act-order."""
         return any(part.matrix is not None and part.matrix.order for part in self.parts)
 
@@ -124,7 +124,7 @@ class LeafPlan:
         fused = any(part.matrix is not None and len(part.index) < 2 for part in self.parts)
         if isinstance(self.kind, Fp8Kind) or fused:
             return "FP8"
-        return "permuted by GPTQ's act-order" if self.kind is not None and self.has_order else None
+        return "permuted by GPTQ's act-order" if self.kind is not None and self._has_order else None
 
     @functools.cached_property
     def factor_pools(self) -> tuple["FactorPool", ...]:

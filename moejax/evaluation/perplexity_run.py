@@ -53,7 +53,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
             print_stderr(f"{count} are taken over from {place}")
         started, compiled = time.perf_counter(), engine.compile_seconds
         with recorded(engine, config, config.text):
-            measured = measure(engine, stream.ids, windowing, config.num_rows(), answers)
+            measured = _measure(engine, stream.ids, windowing, config.num_rows(), answers)
         seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
         result = record.perplexity_record(
             engine,
@@ -124,7 +124,7 @@ def _compared(
         return None
 
 
-def measure(
+def _measure(
     engine: "Engine", ids: list[int], windowing: Windowing, batch_size: int, answers: AnswerFile
 ) -> LogLikelihood:
     """Scores the windows that have no answer yet, under a progress bar."""

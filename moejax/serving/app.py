@@ -133,7 +133,7 @@ class Api:
             try:
                 request, engine = await self._read(http, read)
                 if request.stream:
-                    return EventStream(self._stream(request, engine, http, name))
+                    return _EventStream(self._stream(request, engine, http, name))
                 async with self._exchange(request, http) as exchange:
                     parts = await exchange.answers()
                 return json_response(self._writer(request, engine).whole(parts))
@@ -209,7 +209,7 @@ class Api:
         self._metrics.requests.labels(endpoint, outcome_of(error)).inc()
 
 
-class EventStream:
+class _EventStream:
     """Server-sent events, `data: JSON` each, `data: [DONE]` last, where no error was."""
 
     def __init__(self, chunks: AsyncIterator[dict[str, Any]]):

@@ -89,7 +89,7 @@ def ordered_victims(
     return victim, _num(victim[None] & before, axis=1)
 
 
-def order_of(mask: jax.Array) -> jax.Array:
+def _order_of(mask: jax.Array) -> jax.Array:
     """int32[n], how many before each element are set."""
     index = _iota(len(mask))
     return _num(mask[None] & (index[None] < index[:, None]), axis=1)
@@ -211,12 +211,12 @@ def wishes_of(
     critical = jnp.zeros(num_experts, bool)
     if rule.critical is not None:
         first = active[:, None] & (_iota(width)[None] < rule.critical[layer])
-        critical = marked(ids, first, num_experts)
+        critical = _marked(ids, first, num_experts)
     high = critical | (rule.high_if_resident & resident[rule.high])
     return Wishes(jnp.where(high[ids], rule.high, rule.low), ~critical[ids] & rule.at_least)
 
 
-def marked(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
+def _marked(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
     """bool[E]: those among the ids where the mask is set."""
     places = jnp.where(mask, ids, num_experts).reshape(-1)
     return jnp.zeros(num_experts, bool).at[places].set(True, mode="drop")
@@ -245,7 +245,7 @@ def _plan_one(
     (num_layers, num_experts), clock = row_of.shape, tables.clock
     before = read_row(tables.table, layer, num_experts)
     hit, miss = needed & (before.slot_of >= 0), needed & (before.slot_of < 0)
-    order, jobs = order_of(miss), min(size, form.slots)
+    order, jobs = _order_of(miss), min(size, form.slots)
     victim, place = ordered_victims(before, clock, needed)
     if form.waves:
         fits = _num(miss) <= _num(victim)
@@ -316,7 +316,7 @@ def plan_reference(
         if gone is not None and num_tiers > 1 and not (form.is_full or form.static_in_step):
             tier = tier._replace(tables=_released(tier.tables, layer, gone[i], columns))
         mine = chosen == i
-        made = _plan_one(tier, layer, marked(ids, mine, num_experts), size, form, columns)
+        made = _plan_one(tier, layer, _marked(ids, mine, num_experts), size, form, columns)
         slot = jnp.where(mine, made.slot[ids], slot)
         wave = jnp.where(mine, made.wave[ids], wave)
         mass = jnp.sum(jnp.where(mine, weights, 0.0))
@@ -348,9 +348,9 @@ def predict_reference(
     """Computes `api.predict` in plain JAX."""
     tables, num_experts = tier.tables, tier.row_of.shape[1]
     before = read_row(tables.table, layer, num_experts)
-    wanted = marked(ids, (ids >= 0) & jnp.any(active), num_experts)
+    wanted = _marked(ids, (ids >= 0) & jnp.any(active), num_experts)
     new = wanted & (before.slot_of < 0)
-    order = order_of(new)
+    order = _order_of(new)
     coming, row = assigned(before, new, order, *ordered_victims(before, tables.clock, wanted))
     come = new & (row.slot_of >= 0)
     row = row._replace(

@@ -52,7 +52,7 @@ def refusal(num_experts: int, num_pairs: int, num_tiers: int, target: Target) ->
     return "; ".join(filter(None, reasons)) or None
 
 
-def default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
+def _default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
     """For all pairs of what is asked for, and of it and the slots.
 
     Of several tiers, where even 32 warps spill fewer spill less: of 256 pairs in a hot tier and one
@@ -440,7 +440,7 @@ def plan_triton(
         _plan_body, forms=tuple(forms), columns=columns, at_least=at_least, interpret=interpret
     )
     name = f"cache_plan_{num_pairs}_of_{num_experts}_in_{'_'.join(str(f.slots) for f in forms)}"
-    num_warps = default_num_warps(most, num_pairs, len(tiers))
+    num_warps = _default_num_warps(most, num_pairs, len(tiers))
     found = operands | _launch(body, name, operands, changed, sizes, num_warps, interpret)
     tables, fetch, streamed = [], [], []
     for i, form in enumerate(forms):
@@ -481,7 +481,7 @@ def predict_triton(
     }  # fmt: skip
     changed = {"table": tables.table, "events": tables.events}
     sizes = {"rows": len(ids), "slots": len(ids)}
-    num_warps = default_num_warps(form.slots, len(ids))
+    num_warps = _default_num_warps(form.slots, len(ids))
     body = functools.partial(_predict_body, form=form, columns=columns, interpret=interpret)
     name = f"cache_predict_{len(ids)}_of_{row_of.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
