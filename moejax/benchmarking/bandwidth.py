@@ -1,7 +1,6 @@
 """The bandwidth of a device's memory: known by name, or measured."""
 
 import dataclasses
-import math
 import statistics
 import time
 
@@ -77,21 +76,3 @@ def _copy_bandwidth(device: jax.Device) -> float:
         x = copied(x).block_until_ready()
         times.append(time.perf_counter() - start)
     return num_bytes / statistics.median(times)
-
-
-def _read_bandwidth(device: jax.Device) -> float:
-    """Bytes a second of a plain sum over 4 GiB, the ceiling of this card; nan on a CPU.
-
-    Sums are queued ten at a time, so that the host's dispatch is not in the figure.
-    """
-    if device.platform == "cpu":
-        return math.nan
-    x = jnp.ones((2**21, 1024), jnp.bfloat16, device=device)
-    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
-    total(x).block_until_ready()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready([total(x) for _ in range(10)])
-        times.append((time.perf_counter() - start) / 10)
-    return x.nbytes / min(times)
