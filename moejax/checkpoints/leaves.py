@@ -228,7 +228,6 @@ def plan_leaves(
     stored: Mapping[str, StoredTensor],
     *,
     dtype: Any,
-    verify_checksums: bool = False,
 ) -> dict[str, LeafPlan]:
     """Plans every leaf of `weight_shapes(config)`, for plain and quantized checkpoints.
 
@@ -237,9 +236,7 @@ def plan_leaves(
     if the format cannot be read, or tensors do not fit config.json.
     """
     fields = quantization_fields(directory)
-    form = None
-    if fields is not None:
-        form = open_format(directory, fields, verify_checksums=verify_checksums)
+    form = None if fields is None else open_format(directory, fields)
     parts = _plan_parts(directory, config, form, Tensors(stored))
     plans = {
         leaf: _plan_leaf(leaf, shape, np.dtype(leaf_dtype(leaf, dtype)), parts[leaf])

@@ -55,19 +55,12 @@ Advance = Callable[[int], Any]  # called with the bytes of the files that were r
 class CheckpointReader:
     """The weights of a directory of safetensors, read by one plan of its leaves."""
 
-    def __init__(
-        self,
-        directory: Path,
-        config: ModelConfig,
-        *,
-        dtype: Any,
-        verify_checksums: bool = False,
-    ) -> None:
+    def __init__(self, directory: Path, config: ModelConfig, *, dtype: Any) -> None:
         """Reads little but headers; arguments and errors are those of `plan_leaves`."""
         self.directory, self.config = directory, config
         self.stored = stored_tensors(directory)
         self.leaves: Mapping[str, LeafPlan] = plan_leaves(  # by name of `weight_shapes(config)`
-            directory, config, self.stored, dtype=dtype, verify_checksums=verify_checksums
+            directory, config, self.stored, dtype=dtype
         )
 
     def check_left_out(self) -> None:

@@ -16,10 +16,9 @@ from moejax.engine import STEPS_PER_CALL, Engine
 from moejax.errors import MoejaxError
 from moejax.inference.batch import Batch, RowDelta
 from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
-from moejax.serving.fair_queue import FairQueue
 from moejax.serving.metrics import Metrics
 from moejax.serving.programs import ServerPrograms
-from moejax.serving.rows import AnswerPart, Row
+from moejax.serving.rows import AnswerPart, FairQueue, Row
 
 _LOG = logging.getLogger(__name__)
 ENDING = "the server is shutting down"
