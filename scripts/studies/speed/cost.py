@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from moejax.benchmarking.shape_memory import TierPlan
-from moejax.experts.cache import ExpertMemory
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
@@ -34,12 +33,11 @@ def cost(run: Run) -> None:
         slots = round(rate * num_experts)
         first = run.workload().hottest(slots)
         plan = TierPlan(bits=BITS, slots=slots, first=first, few_rows=slots == num_experts)
-        with released(lab.one_tier(plan)) as pool:
-            for name, (policy, plans) in _policies(run, plan).items():
-                what = f"{name}, {slots} slots of {num_experts}"
-                part = functools.partial(_rounds, run, pool, policy, plans)
-                if rounds := run.attempt(what, part):
-                    _add_rows(run, what, rounds)
+        for name, (policy, plans) in _policies(run, plan).items():
+            what = f"{name}, {slots} slots of {num_experts}"
+            part = functools.partial(_rounds, run, plan, policy, plans)
+            if rounds := run.attempt(what, part):
+                _add_rows(run, what, rounds)
 
 
 def _policies(run: Run, plan: TierPlan) -> dict[str, tuple[AnyPolicy, list[TierPlan]]]:
@@ -63,11 +61,11 @@ def _policies(run: Run, plan: TierPlan) -> dict[str, tuple[AnyPolicy, list[TierP
 
 
 def _rounds(
-    run: Run, pool: ExpertMemory, policy: AnyPolicy, plans: Sequence[TierPlan]
+    run: Run, plan: TierPlan, policy: AnyPolicy, plans: Sequence[TierPlan]
 ) -> list[tuple[Measured, Measured]]:
     """Measures the pool alone and the policy, one after the other, in each round."""
     lab, work = run.lab, run.workload()
-    with released(lab.tiered(policy, plans)) as memory:
+    with released(lab.one_tier(plan)) as pool, released(lab.tiered(policy, plans)) as memory:
         alone, under_policy = lab.runner(pool), lab.runner(memory)
         return [(lab.timed(alone, work), lab.timed(under_policy, work)) for _ in range(ROUNDS)]
 
