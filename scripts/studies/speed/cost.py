@@ -28,7 +28,7 @@ def cost(run: Run) -> None:
     Pool and policy are measured in turns, as a link is not always as fast; a cost is the median
     over the rounds of the excess of the policy's median call over the pool's.
     """
-    lab, num_experts = run.lab, run.lab.config.num_experts
+    num_experts = run.lab.config.num_experts
     for rate in run.options.cache_rates or (1.0,):
         slots = round(rate * num_experts)
         first = run.workload().hottest(slots)
