@@ -21,7 +21,7 @@ import numpy as np
 import tqdm
 from absl import logging
 
-from moejax.checkpoints.leaves import LeafPart, LeafPlan, split_experts
+from moejax.checkpoints.leaves import LeafPlan, Part, split_experts
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.reader import CheckpointReader, fill_part, read_compensators
 from moejax.checkpoints.safetensors_reader import (
@@ -268,11 +268,14 @@ class ExpertReader:
         )
 
 
-def open_experts(checkpoint: Checkpoint, *, dtype: str, device: jax.Device) -> ExpertReader:
+def open_experts(
+    checkpoint: Checkpoint, *, dtype: str, device: jax.Device, verify_checksums: bool = False
+) -> ExpertReader:
     """Opens a reader of the experts that `checkpoint.load(..., experts=False)` leaves out.
 
     Args:
       dtype: type of plain experts, as in `Checkpoint.load`; "auto" depends on `device`.
+      verify_checksums: see `open_format`.
 
     Raises:
       MoejaxError: the checkpoint is an Orbax directory; the model has no experts, or they have a
@@ -284,12 +287,13 @@ def open_experts(checkpoint: Checkpoint, *, dtype: str, device: jax.Device) -> E
     if not config.moe_layers:
         raise MoejaxError(f"{directory}: the model has no sparse layer, so no experts")
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    return ExpertReader(CheckpointReader(directory, config, dtype=chosen))
+    reader = CheckpointReader(directory, config, dtype=chosen, verify_checksums=verify_checksums)
+    return ExpertReader(reader)
 
 
-def _parts_by_expert(plan: LeafPlan) -> Mapping[tuple[int, ...], Sequence[LeafPart]]:
+def _parts_by_expert(plan: LeafPlan) -> Mapping[tuple[int, ...], Sequence[Part]]:
     """The parts of each matrix of [M, E] by layer and expert."""
-    found: dict[tuple[int, ...], list[LeafPart]] = defaultdict(list)
+    found: dict[tuple[int, ...], list[Part]] = defaultdict(list)
     for whole in plan.parts:
         for part in split_experts(whole):
             found[part.index].append(part)

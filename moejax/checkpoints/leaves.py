@@ -44,7 +44,7 @@ _HEAD = "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafPart:
+class Part:
     """A matrix or vector of a checkpoint, and its rows of a leaf."""
 
     placement: Placement
@@ -75,7 +75,7 @@ class LeafPlan:
     shape: tuple[int, ...]  # [..., N, K], or a vector's
     dtype: np.dtype  # of a plain leaf
     kind: Kind | None = None  # how its matrices are packed; None: it is plain
-    parts: Sequence[LeafPart] = ()  # empty for a model without a checkpoint
+    parts: Sequence[Part] = ()  # empty for a model without a checkpoint
     mixture: str = ""  # why packed matrices are dequantized to a plain leaf, if they are
 
     @functools.cached_property
@@ -91,7 +91,7 @@ class LeafPlan:
                 "scales": jax.ShapeDtypeStruct(blocks, np.dtype(np.float32)),
             }
         found = self.kind.arrays(self.shape)
-        if self._has_order:
+        if self.has_order:
             *lead, _, inputs = self.shape
             found["permutation"] = jax.ShapeDtypeStruct((*lead, inputs), np.dtype(np.int32))
         return found
@@ -102,7 +102,7 @@ class LeafPlan:
         return sum(array.size * array.dtype.itemsize for array in self.arrays.values())
 
     @functools.cached_property
-    def _has_order(self) -> bool:
+    def has_order(self) -> bool:
         """Whether a matrix is stored in GPTQ's act-order."""
         return any(part.matrix is not None and part.matrix.order for part in self.parts)
 
@@ -124,19 +124,19 @@ class LeafPlan:
         fused = any(part.matrix is not None and len(part.index) < 2 for part in self.parts)
         if isinstance(self.kind, Fp8Kind) or fused:
             return "FP8"
-        return "permuted by GPTQ's act-order" if self.kind is not None and self._has_order else None
+        return "permuted by GPTQ's act-order" if self.kind is not None and self.has_order else None
 
     @functools.cached_property
     def factor_pools(self) -> tuple["FactorPool", ...]:
         """Low-rank factors beside packed matrices: a pool for equal rows and kinds of factors."""
-        owners: dict[tuple[int, FactorKinds], list[LeafPart]] = {}
+        owners: dict[tuple[int, FactorKinds], list[Part]] = {}
         for part in self.parts if isinstance(self.kind, CodesKind) else ():
             matrix = part.matrix
             if matrix is not None and matrix.factors is not None and matrix.rank:
                 owners.setdefault((part.placement.start, matrix.factors), []).append(part)
         return tuple(FactorPool(kinds, self.shape, found) for (_, kinds), found in owners.items())
 
-    def rows(self, name: str, array: np.ndarray, part: LeafPart) -> np.ndarray:
+    def rows(self, name: str, array: np.ndarray, part: Part) -> np.ndarray:
         """View of a part's rows of `array`, which is `arrays[name]` at its index."""
         if name == "permutation":
             return array
@@ -173,7 +173,7 @@ class FactorPool:
 
     kinds: FactorKinds
     shape: tuple[int, ...]  # of the leaf
-    owners: Sequence[LeafPart]
+    owners: Sequence[Part]
 
     @property
     def num_rows(self) -> int:
@@ -199,15 +199,15 @@ class FactorPool:
         return self.factor("u").nbytes + self.factor("v").nbytes + where
 
 
-def group_by_layer(parts: Sequence[LeafPart]) -> dict[int, list[LeafPart]]:
+def group_by_layer(parts: Sequence[Part]) -> dict[int, list[Part]]:
     """The parts of one leaf by layer; all of them under 0 where nothing is stacked."""
-    found: dict[int, list[LeafPart]] = defaultdict(list)
+    found: dict[int, list[Part]] = defaultdict(list)
     for part in parts:
         found[part.index[0] if part.index else 0].append(part)
     return found
 
 
-def split_experts(part: LeafPart) -> Iterator[LeafPart]:
+def split_experts(part: Part) -> Iterator[Part]:
     """A part for each expert, where one plain tensor holds all experts of a layer; else the part.
 
     Slices have no checksum of their own.
@@ -219,7 +219,7 @@ def split_experts(part: LeafPart) -> Iterator[LeafPart]:
     num_experts, *shape = placement.shape
     for expert in range(num_experts):
         own = dataclasses.replace(placement, index=(*placement.index, expert), shape=tuple(shape))
-        yield LeafPart(own, tensor.part(expert, own.shape), part.num_bytes // num_experts)
+        yield Part(own, tensor.part(expert, own.shape), part.num_bytes // num_experts)
 
 
 def plan_leaves(
@@ -228,6 +228,7 @@ def plan_leaves(
     stored: Mapping[str, StoredTensor],
     *,
     dtype: Any,
+    verify_checksums: bool = False,
 ) -> dict[str, LeafPlan]:
     """Plans every leaf of `weight_shapes(config)`, for plain and quantized checkpoints.
 
@@ -236,7 +237,9 @@ def plan_leaves(
     if the format cannot be read, or tensors do not fit config.json.
     """
     fields = quantization_fields(directory)
-    form = None if fields is None else open_format(directory, fields)
+    form = None
+    if fields is not None:
+        form = open_format(directory, fields, verify_checksums=verify_checksums)
     parts = _plan_parts(directory, config, form, Tensors(stored))
     plans = {
         leaf: _plan_leaf(leaf, shape, np.dtype(leaf_dtype(leaf, dtype)), parts[leaf])
@@ -251,15 +254,13 @@ def plan_leaves(
     return plans
 
 
-def _plan_leaf(
-    name: str, shape: tuple[int, ...], dtype: np.dtype, parts: list[LeafPart]
-) -> LeafPlan:
+def _plan_leaf(name: str, shape: tuple[int, ...], dtype: np.dtype, parts: list[Part]) -> LeafPlan:
     found = _common_kind(parts) if any(part.matrix is not None for part in parts) else None
     kind, mixture = (None, found) if isinstance(found, str) else (found, "")
     return LeafPlan(name=name, shape=shape, dtype=dtype, kind=kind, parts=parts, mixture=mixture)
 
 
-def _common_kind(parts: Sequence[LeafPart]) -> Kind | str:
+def _common_kind(parts: Sequence[Part]) -> Kind | str:
     """Returns a kind that holds all parts without loss, or why there is none.
 
     Scales become float32 where some are, and zero points integers or floats where some are.
@@ -294,9 +295,9 @@ def _common_kind(parts: Sequence[LeafPart]) -> Kind | str:
 
 def _plan_parts(
     directory: Path, config: ModelConfig, form: Format | None, tensors: Tensors
-) -> dict[str, list[LeafPart]]:
+) -> dict[str, list[Part]]:
     """Returns the parts of each leaf; faults are tensors missing or left over."""
-    parts: dict[str, list[LeafPart]] = defaultdict(list)
+    parts: dict[str, list[Part]] = defaultdict(list)
     plain: list[StoredTensor] = []
     used: set[str] = set()
     extras: set[str] = set()
@@ -310,7 +311,7 @@ def _plan_parts(
             used.update(matrix.names)
             extras.update(prefix + end for end in (form.extras if form is not None else ()))
             num_bytes = sum(tensors[name].num_bytes for name in matrix.names)
-            parts[placement.leaf].append(LeafPart(placement, matrix, num_bytes))
+            parts[placement.leaf].append(Part(placement, matrix, num_bytes))
         elif num_faults < tensors.num_faults:
             is_broken = True
         else:
@@ -318,7 +319,7 @@ def _plan_parts(
             if tensors.fits(placement.name, placement.shape):
                 tensor = tensors[placement.name]
                 plain.append(tensor)
-                parts[placement.leaf].append(LeafPart(placement, tensor, tensor.num_bytes))
+                parts[placement.leaf].append(Part(placement, tensor, tensor.num_bytes))
     left_out = ignored(config, tensors.stored)
     # With a tensor of a quantized matrix missing or misshaped, its others were not asked for.
     others = () if is_broken else tensors.stored.keys() - used - left_out

@@ -21,8 +21,8 @@ from absl import logging
 from moejax.checkpoints.formats.bitstream import on_host
 from moejax.checkpoints.leaves import (
     FactorPool,
-    LeafPart,
     LeafPlan,
+    Part,
     group_by_layer,
     plan_leaves,
 )
@@ -55,12 +55,19 @@ Advance = Callable[[int], Any]  # called with the bytes of the files that were r
 class CheckpointReader:
     """The weights of a directory of safetensors, read by one plan of its leaves."""
 
-    def __init__(self, directory: Path, config: ModelConfig, *, dtype: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        *,
+        dtype: Any,
+        verify_checksums: bool = False,
+    ) -> None:
         """Reads little but headers; arguments and errors are those of `plan_leaves`."""
         self.directory, self.config = directory, config
         self.stored = stored_tensors(directory)
         self.leaves: Mapping[str, LeafPlan] = plan_leaves(  # by name of `weight_shapes(config)`
-            directory, config, self.stored, dtype=dtype
+            directory, config, self.stored, dtype=dtype, verify_checksums=verify_checksums
         )
 
     def check_left_out(self) -> None:
@@ -98,9 +105,9 @@ class CheckpointReader:
         with tqdm.tqdm(
             total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
         ) as bar:
-            return {leaf: self._read_leaf(leaf, device, bar.update) for leaf in leaves}
+            return {leaf: self.read_leaf(leaf, device, bar.update) for leaf in leaves}
 
-    def _read_leaf(self, name: str, device: jax.Device, advance: Advance | None = None) -> Weight:
+    def read_leaf(self, name: str, device: jax.Device, advance: Advance | None = None) -> Weight:
         """Loads one leaf to `device`; `advance` is called with the bytes of each part."""
         plan = self.leaves[name]
         if plan.mixture:
@@ -113,7 +120,7 @@ class CheckpointReader:
         for layer, parts in group_by_layer(plan.parts).items():
             for part in parts:
                 arrays = {array: memory.part(part.index) for array, memory in memories.items()}
-                fill_part(plan, part, arrays, _read_checked)
+                fill_part(plan, part, arrays, read_checked)
                 if advance is not None:
                     advance(part.num_bytes)
             for memory in memories.values():
@@ -210,7 +217,7 @@ def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array
 
 
 def fill_part(
-    plan: LeafPlan, part: LeafPart, arrays: Mapping[str, np.ndarray], read: ReadTensor
+    plan: LeafPlan, part: Part, arrays: Mapping[str, np.ndarray], read: ReadTensor
 ) -> None:
     """Reads a part into its rows of `arrays`, those of `plan.arrays` at the part's index.
 
@@ -222,7 +229,7 @@ def fill_part(
     if isinstance(stored, StoredTensor):
         _read_floats(stored, rows["array"], read)
     elif plan.kind is None:
-        _convert_floats(part.placement.name, _dequantized(stored.read()), rows["array"])
+        convert_floats(part.placement.name, _dequantized(stored.read()), rows["array"])
     elif stored.as_held is not None:
         for name, memory in rows.items():
             if name in stored.as_held:
@@ -237,14 +244,14 @@ def fill_part(
 
 
 def read_compensators(
-    plan: LeafPlan, device: jax.Device, advance: Callable[[LeafPart], Any] | None = None
+    plan: LeafPlan, device: jax.Device, advance: Callable[[Part], Any] | None = None
 ) -> tuple[Compensator, ...]:
     """Loads the low-rank terms of a leaf's matrices; `advance` is called with each part."""
     return tuple(_read_pool(pool, device, advance) for pool in plan.factor_pools)
 
 
 def _read_pool(
-    pool: FactorPool, device: jax.Device, advance: Callable[[LeafPart], Any] | None
+    pool: FactorPool, device: jax.Device, advance: Callable[[Part], Any] | None
 ) -> Compensator:
     lead = pool.shape[:-2]
     starts, ranks = np.zeros(lead, np.int32), np.zeros(lead, np.int32)
@@ -286,7 +293,7 @@ def _dequantized(matrix: QTensor | Fp8Tensor) -> jax.Array:
     return matrix.dequantize()
 
 
-def _read_checked(tensor: StoredTensor, destination: np.ndarray) -> None:
+def read_checked(tensor: StoredTensor, destination: np.ndarray) -> None:
     """Reads a tensor (`ReadTensor`); raises MoejaxError if it is broken or out of range."""
     read_tensor(tensor, destination)
     check_range(tensor, destination)
@@ -299,10 +306,10 @@ def _read_floats(tensor: StoredTensor, rows: np.ndarray, read: ReadTensor) -> No
         return
     values = np.empty(tensor.shape, tensor.dtype)
     read(tensor, values)
-    _convert_floats(tensor.name, values, rows)
+    convert_floats(tensor.name, values, rows)
 
 
-def _convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
+def convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
     """Copies `values` into `rows`; raises MoejaxError if one is too large for its dtype."""
     with np.errstate(over="ignore"):
         np.copyto(rows, values, casting="unsafe")

@@ -44,16 +44,18 @@ def quantization_fields(directory: Path) -> dict[str, Any] | None:
     return fields
 
 
-def open_format(directory: Path, fields: Mapping[str, Any]) -> Format:
+def open_format(
+    directory: Path, fields: Mapping[str, Any], *, verify_checksums: bool = False
+) -> Format:
     """Opens the reader of a format by its quantization_config; MoejaxError if it cannot be read.
 
-    File sizes of the package's own format are compared with its manifest; `verify_checkpoint`
-    compares the contents.
+    With `verify_checksums` every file of the package's own format is read whole and its SHA-256
+    compared with the manifest's. Sizes are always compared. The other formats have no checksums.
     """
     method = settings.text(fields, "quant_method")
     if method == METHOD:
         manifest = read_manifest(directory, fields)
-        check_files(manifest, checksums=False)
+        check_files(manifest, checksums=verify_checksums)
         return native_format(manifest)
     try:
         if method in _AUTOROUND:
