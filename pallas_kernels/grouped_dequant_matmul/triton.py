@@ -57,7 +57,7 @@ class _Pairs(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """_Pairs of one matrix."""
+    """Pairs of one matrix."""
 
     tier: jax.Array  # int32[]; outside 0 .. tiers - 1 for pairs that are skipped
     slot: jax.Array  # int32[]
@@ -391,7 +391,7 @@ def _for_each_job(
 def _pair_job(
     source: _Pairs, program: jax.Array, columns: int, num_pairs: int
 ) -> tuple[_Job, jax.Array]:
-    """_Job of the pair `program`, and whether it leads."""
+    """Job of the pair `program`, and whether it leads."""
     tier, slot = source.tier[program], source.slot[program]
     index = jax.lax.broadcasted_iota(jnp.int32, (1 << (num_pairs - 1).bit_length(),), 0)
     exists = index < num_pairs

@@ -283,8 +283,8 @@ class _Product:
         self.item(job, self.columns_of_x(job), item)
 
     def item(
-        self, job: ExpertJob, x: Sequence[Value], item: Value, preloaded: list[BlockOfX] | None = None,
-        next_item: NextItem | None = None,
+        self, job: ExpertJob, x: Sequence[Value], item: Value,
+        preloaded: list[BlockOfX] | None = None, next_item: NextItem | None = None,
     ) -> Value | None:  # fmt: skip
         """Runs one item of a job; returns the ring's position if it goes on."""
         e, here, plan, tiles = self.e, self.here, self.plan, self.tiles
