@@ -83,7 +83,7 @@ class Stack(NamedTuple):
     """All matrices of one shape and kind."""
 
     places: tuple[Placement, ...]
-    matrices: tuple[ranks_lib.Matrix, ...]
+    matrices: tuple[ranks_lib.RankedMatrix, ...]
     weights: jax.Array  # float32[n, N, K]
 
 
@@ -148,7 +148,7 @@ def make_stacks(
         for place, value in zip(places, kurtosis, strict=True):
             is_expert = kind == "experts"
             found.append(
-                ranks_lib.Matrix(
+                ranks_lib.RankedMatrix(
                     name=place.name,
                     kind=kind,
                     num_rows=shape[0],
