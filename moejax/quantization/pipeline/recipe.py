@@ -91,7 +91,7 @@ class Scheme:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeRule:
+class Rule:
     """One rule of a recipe."""
 
     text: str
@@ -118,11 +118,11 @@ class Recipe:
     """A default scheme and the rules that change it."""
 
     default: Scheme
-    rules: tuple[RecipeRule, ...]
+    rules: tuple[Rule, ...]
     format: str
 
 
-def parse_rules(text: str) -> tuple[RecipeRule, ...]:
+def parse_rules(text: str) -> tuple[Rule, ...]:
     """Parses rules, with ";" or line ends between them; a MoejaxError names one not understood."""
     parts = [part.strip() for line in text.splitlines() for part in line.split(";")]
     return tuple(_parse_rule(part) for part in parts if part)
@@ -219,7 +219,7 @@ def _unfit(scheme: Scheme, entry: Entry, target: str) -> str | None:
     return None
 
 
-def _parse_rule(text: str) -> RecipeRule:
+def _parse_rule(text: str) -> Rule:
     # A regular expression may hold colons; what follows the pattern never does.
     pattern_text, colon, changes_text = text.rpartition(":")
     words = changes_text.split()
@@ -251,10 +251,10 @@ def _parse_rule(text: str) -> RecipeRule:
                 re.compile(pattern[3:])
             except re.error as error:
                 raise MoejaxError(f"rule {text!r}: {pattern[3:]!r}: {error}") from error
-    return RecipeRule(text=text, patterns=patterns, changes=changes)
+    return Rule(text=text, patterns=patterns, changes=changes)
 
 
-def _useless(rule: RecipeRule, inventory: Inventory) -> MoejaxError:
+def _useless(rule: Rule, inventory: Inventory) -> MoejaxError:
     if any(rule.matches(entry) for entry in inventory.entries):
         return MoejaxError(
             f"rule {rule.text!r} concerns norms or biases, or projections that are kept as they "
