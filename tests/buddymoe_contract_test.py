@@ -39,6 +39,7 @@ class ControlsTest(parameterized.TestCase):
 
 
 class SettingsTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_settings_sweep(self):
         base = BuddyMoe(lists=LISTS, eta=1.0, kappa=1.0, beta=1.0, hops=HOPS)
         given = steps(5, 2)
