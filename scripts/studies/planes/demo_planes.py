@@ -73,7 +73,11 @@ def schemes() -> Iterator[tuple[str, dict[str, Any]]]:
     """Label and settings of every quantization."""
     if "methods" in _SECTIONS.value:
         for method in _METHODS.value:
-            forms = {"planes": {"planes": "2,4"}, "int4": {"bits": 4}, "int2": {"bits": 2}}
+            forms: dict[str, dict[str, Any]] = {
+                "planes": {"planes": "2,4"},
+                "int4": {"bits": 4},
+                "int2": {"bits": 2},
+            }
             for form in _FORMS.value:
                 yield f"methods | {method} | {form}", {"method": method, **forms[form]}
     if "weights" in _SECTIONS.value:
