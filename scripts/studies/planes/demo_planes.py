@@ -4,7 +4,8 @@
 
 Every row is quantized by `moejax.quantize`, read back at one width and scored in float32, in
 windows of 2048 tokens that do not overlap. `--sections` chooses among `methods` (each method by
-planes and apart) and `weights` (the weight between the widths, by each method).
+planes and apart), `weights` (the weight between the widths, by each method) and `errors` (the same
+in relative errors of one layer's experts, without a text).
 """
 
 import functools
@@ -24,6 +25,9 @@ from moejax import quantize
 from moejax.checkpoints.open import open_checkpoint
 from moejax.config.commands import QuantizeConfig
 from moejax.devices import choose_device, enable_compilation_cache
+from moejax.quantization.grid import Grid, dequantize, relative_error
+from moejax.quantization.hqq import hqq
+from moejax.quantization.least_squares import least_squares
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights.qtensor import dense
 from scripts.demo_training.scoring import Windows, cut_windows, make_scorer, score_windows
@@ -34,7 +38,7 @@ METHODS = ("rtn", "hqq", "least_squares", "gptq", "milo")
 WEIGHTS = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0)
 PLANES = (2, 4)
 
-_TEXT = flags.DEFINE_string("text", None, "UTF-8 text to score, plain or .xz", required=True)
+_TEXT = flags.DEFINE_string("text", "", "UTF-8 text to score, plain or .xz")
 _WINDOWS = flags.DEFINE_integer("windows", 4, "windows that are scored, spread over the text")
 _SAMPLES = flags.DEFINE_integer("samples", 32, "samples of calibration")
 _SECTIONS = flags.DEFINE_list("sections", ["methods", "weights"], "what to measure")
@@ -87,14 +91,33 @@ def schemes() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"weights | {method} | {weight:g} | planes", settings
 
 
+def errors(report: Report, device: jax.Device) -> None:
+    """Relative errors of the demo's experts of layer 3 at both widths, by weight."""
+    leaves = open_checkpoint("demo").load(dtype="float32", device=device, progress=False)
+    experts = dense(leaves["moe.gate_up"], jnp.float32)[3]
+    for name, run in (("hqq", hqq), ("least_squares", least_squares)):
+        for weight in WEIGHTS:
+            grid = Grid(
+                bits=4, group_size=64, zero_kind="float", planes=PLANES, plane_weight=weight
+            )
+            codes = run(experts, grid)
+            for bits, width in zip(reversed(PLANES), grid.widths, strict=True):
+                error = relative_error(experts, dequantize(codes, grid, width)).mean()
+                report.add(f"errors | {name} | {weight:g} | {bits} bits", float(error), "")
+
+
 def main(argv: list[str]) -> None:
     """Measures, prints, and writes the rows."""
     del argv
     device = choose_device("auto")
     enable_compilation_cache("auto")
     jax.config.update("jax_default_matmul_precision", "highest")
-    bench = Bench(device)
     report = Report(device, "", _OUTPUT.value, ("jax", "jaxlib", "flax"))
+    if "errors" in _SECTIONS.value:
+        errors(report, device)
+    if not {"methods", "weights"} & set(_SECTIONS.value):
+        return
+    bench = Bench(device)
     add = functools.partial(
         report.add, unit="nats", windows=_WINDOWS.value, tokens=int(bench.windows.scored.sum())
     )
