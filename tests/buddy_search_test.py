@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.policies import buddy_gates, substitution
-from moejax.policies.substitution import Candidates
+from moejax.policies import buddy_gates, buddymoe
+from moejax.policies.buddymoe import Candidates
 from pallas_kernels import buddy_search
 from tests import slow
 
@@ -49,8 +49,8 @@ CASES = {
 
 # One program for all seeds of a case: compiling is most of the time.
 SEARCH = jax.jit(buddy_search.search, static_argnames=("last_first", "implementation", "interpret"))
-SUBSTITUTE = jax.jit(substitution.substitute, static_argnames="last_first")
-CANDIDATES = jax.jit(substitution.candidates_of)
+SUBSTITUTE = jax.jit(buddymoe.substitute, static_argnames="last_first")
+CANDIDATES = jax.jit(buddymoe.candidates_of)
 
 
 def random_gate(

@@ -28,10 +28,9 @@ from moejax.policies.base import (
     Policy,
     PolicySpec,
 )
+from moejax.policies.baselines import OnDemand, as_routed
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.on_demand import OnDemand
-from moejax.policies.resident import as_routed
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import target_of

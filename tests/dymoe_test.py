@@ -11,18 +11,17 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from moejax.policies import expert_importance, lookahead
+from moejax.policies import baselines, dymoe
 from moejax.policies.base import SKIPPED, Decision, Observation
-from moejax.policies.dymoe import FIGURE_3, DyMoE
-from moejax.policies.dymoe_schedule import critical_counts, retention_ratios
+from moejax.policies.dymoe import FIGURE_3, DyMoE, critical_counts, retention_ratios
 from pallas_kernels import cache_plan
 from tests import policies_contract as contract
 from tests.policies_cases import SPEC, A, E, M, random_trace
 
-HEAVY = jax.jit(expert_importance.heavy_hitters)
-BY_TOKENS = jax.jit(expert_importance.critical_by_tokens)
-PAIRS = jax.jit(expert_importance.critical_pairs)
-AHEAD = jax.jit(lookahead.experts_ahead)
+HEAVY = jax.jit(dymoe.heavy_hitters)
+BY_TOKENS = jax.jit(dymoe.critical_by_tokens)
+PAIRS = jax.jit(dymoe.critical_pairs)
+AHEAD = jax.jit(baselines.experts_ahead)
 
 
 @jax.jit
@@ -152,7 +151,7 @@ class PrefillTest(parameterized.TestCase):
     @parameterized.parameters((0.1, 0, 30, 3), (0.1, 0, 31, 4), (0, 0, 9, 0), (0.5, 2, 9, 2))
     def test_number_of_heavy_hitters(self, share, count, tokens, expected):
         active = np.arange(40) < tokens
-        found = expert_importance.num_heavy(active, np.float32(share), np.int32(count))
+        found = dymoe.num_heavy(active, np.float32(share), np.int32(count))
         self.assertEqual(int(found), expected)
 
     def test_prefill_without_importance_is_an_error(self):

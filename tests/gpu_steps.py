@@ -42,9 +42,9 @@ from moejax.models.leaf_kinds import leaves_of
 from moejax.models.shapes import CONFIGS, with_layers
 from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.policies.base import AnyPolicy, PolicySpec
+from moejax.policies.baselines import OnDemand
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.on_demand import OnDemand
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor
 from pallas_kernels import layout, op

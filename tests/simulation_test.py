@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.policies.on_demand import OnDemand
+from moejax.policies.baselines import OnDemand
 from moejax.routing.simulate.ceilings import MAX_SEARCHED, belady, needed_experts
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies

@@ -18,12 +18,11 @@ from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.transfer_programs import request_transfers
 from moejax.models import expert_products
 from moejax.policies.base import Policy, Requests
+from moejax.policies.baselines import OnDemand, as_routed
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
-from moejax.policies.on_demand import OnDemand
-from moejax.policies.resident import as_routed
 from moejax.weights import linear as ops
 from pallas_kernels import cache_plan, expert_fetch, grouped_dequant_matmul
 from tests import buddymoe_reference as reference

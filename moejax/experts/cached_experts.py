@@ -43,8 +43,8 @@ from moejax.policies.base import (
     Decision,
     Observation,
     moves_between_steps,
+    vmap_decide,
 )
-from moejax.policies.by_layer import vmap_decide
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from pallas_kernels import cache_plan
@@ -316,7 +316,7 @@ class CachedExperts(Experts):
             return carry
         cache, policy = carry.cache, self._policy
         together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *carry.deferred)
-        _, state = vmap_decide(policy, policy.layer_axes, cache.state, together)
+        _, state = vmap_decide(policy, cache.state, together)
         return carry._replace(cache=dataclasses.replace(cache, state=state), deferred=())
 
     def _predicted(

@@ -8,7 +8,12 @@ fetched or dropped. A buddy takes the weight of the expert that it replaces, not
 most missed ones are fetched in the background, a number of bytes per step, or the set of residents
 would freeze.
 
-Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K places of a buddy list.
+Tokens are independent; the ranks of a token are visited in order, so that the result is that of the
+printed loops, not of the CUDA kernel's race (section 4). U_t holds all experts that the router
+chose, the missing ones too, as printed, and the buddies so far.
+
+Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K places of a buddy list,
+of which H are searched.
 """
 
 import dataclasses
@@ -20,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.policies import buddy_gates, substitution
+from moejax.policies import buddy_gates
 from moejax.policies.base import (
     SKIPPED,
     Decision,
@@ -30,8 +35,8 @@ from moejax.policies.base import (
     Requests,
     layer_axes_of,
 )
+from moejax.policies.baselines import always
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.resident import always
 from moejax.policies.settings import (
     ByContent,
     check_array,
@@ -40,12 +45,143 @@ from moejax.policies.settings import (
     check_number,
     check_numbers,
 )
-from moejax.policies.substitution import Candidates, Form, Substitution
+from pallas_kernels import buddy_search
 from pallas_kernels.buddy_search import Gate
 from pallas_kernels.cache_plan import Rule
 
+# "ranks" visits a token's ranks one after the other, on any device.
+# "kernel" is one launch (`pallas_kernels.buddy_search`) where lists are in their order.
+Form = Literal["ranks", "kernel"]
 FallBack = Literal["fetch", "drop"]
 NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.float32))
+
+
+class Candidates(NamedTuple):
+    """Possible buddies of each pair, before those of the token's other pairs are known."""
+
+    ids: jax.Array  # int32[N, A, H], -1 for none
+    # float32[N, A, H], the larger first, equal ones by place; None: by place
+    priority: jax.Array | None = None
+
+
+class Substitution(NamedTuple):
+    """Result of the search, for every pair."""
+
+    ids: jax.Array  # int32[N, A], the buddy's where `replaced`, else the router's
+    replaced: jax.Array  # bool[N, A]
+    # bool[N, A], wanted, and the token's budget was not spent yet; where it is not `replaced`,
+    # there is no buddy
+    searched: jax.Array
+
+
+def candidates_of(
+    ids: jax.Array, lists: jax.Array, resident: jax.Array, depth: jax.Array
+) -> jax.Array:
+    """Finds each pair's listed buddies that are resident and not chosen (lines 15-17).
+
+    int32[N, A, H], -1 for none.
+
+    Args:
+      ids: int32[N, A], the router's choice.
+      lists: int32[E, H], buddies of each expert, the best first; -1 pads.
+      resident: bool[E].
+      depth: int32[], how far lists are searched, at most H.
+    """
+    listed = lists.at[ids].get(mode="clip")
+    usable = (listed >= 0) & resident.at[listed].get(mode="clip")
+    usable &= jnp.arange(lists.shape[1], dtype=jnp.int32)[None, None] < depth
+    for rank in range(ids.shape[1]):
+        usable &= listed != ids[:, rank, None, None]
+    return jnp.where(usable, listed, -1)
+
+
+def normalized_logits(probabilities: jax.Array) -> jax.Array:
+    """Normalised logits z^ of eq. 3: the router's, up to a constant, scaled to 0..1.
+
+    float32[N, E], 0 where all are equal. The paper names no norm; this one leaves 1 + eta z^
+    positive.
+    """
+    logits = jnp.log(jnp.maximum(probabilities, float(np.finfo(np.float32).tiny)))
+    least = jnp.min(logits, axis=-1, keepdims=True)
+    span = jnp.max(logits, axis=-1, keepdims=True) - least
+    return (logits - least) / jnp.where(span > 0, span, 1.0)
+
+
+def buddy_score(
+    candidates: jax.Array,  # int32[N, A, H], of `candidates_of`
+    q: jax.Array,  # float32[N, A, H], of each candidate
+    logits: jax.Array,  # float32[N, E], of `normalized_logits`
+    hops: jax.Array,  # float32[E], partitions between the tokens' device and each expert's
+    eta: jax.Array,  # float32[]
+    kappa: jax.Array,  # float32[]
+) -> jax.Array:
+    """Score of eq. 3: Psi(j | i, x) = q_(j|i) (1 + eta z^_j(x)) (1 - kappa hop(j)).
+
+    float32[N, A, H]; 0 where there is no candidate.
+    """
+    safe = jnp.maximum(candidates, 0)
+    flat = safe.reshape(len(safe), -1)
+    local = jnp.take_along_axis(logits, flat, axis=1, mode="clip").reshape(safe.shape)
+    psi = q * (1 + eta * local) * (1 - kappa * hops.at[safe].get(mode="clip"))
+    return jnp.where(candidates >= 0, psi, 0.0)
+
+
+def in_order(candidates: Candidates) -> jax.Array:
+    """Sorts candidates by falling priority, then by place; drops priorities <= 0.
+
+    int32[N, A, H], -1 for none; by comparing all pairs of a list.
+    """
+    ids, value = candidates
+    if value is None:
+        return ids
+    place = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+    earlier, apart = place[None, :] < place[:, None], place[None, :] != place[:, None]
+    mine, other = value[..., :, None], value[..., None, :]
+    # A compiler may work out both sides anew and round them differently: nobody is before itself.
+    before = ((other > mine) & apart[None, None]) | ((other == mine) & earlier[None, None])
+    order = jnp.sum(before, axis=-1, dtype=jnp.int32)
+    usable = jnp.where(value > 0, ids, -1)
+    comes = order[..., None, :] == place[None, None, :, None]
+    return jnp.max(jnp.where(comes, usable[..., None, :], -1), axis=-1)
+
+
+def substitute(
+    ids: jax.Array,
+    candidates: Candidates,
+    wanted: jax.Array,
+    budget: jax.Array,
+    *,
+    last_first: bool = False,
+) -> Substitution:
+    """Runs Algorithm 1 with the budget rho (section 5.1): no expert serves a token twice.
+
+    Args:
+      ids: int32[N, A], the router's choice, by falling weight.
+      wanted: bool[N, A], pairs whose expert is missing and may be replaced.
+      budget: int32[], rho, the most replacements per token.
+      last_first: visits ranks from the least weight on, which then get the budget first.
+    """
+    ordered = in_order(candidates)
+    num_tokens, width, depth = ordered.shape
+    place = jnp.arange(depth, dtype=jnp.int32)[None]
+    num_replaced = jnp.zeros(num_tokens, jnp.int32)
+    taken: list[jax.Array] = []
+    buddies, searched = [num_replaced] * width, [num_replaced > 0] * width
+    for rank in reversed(range(width)) if last_first else range(width):
+        mine, asks = ordered[:, rank], wanted[:, rank] & (num_replaced < budget)
+        free = (mine >= 0) & asks[:, None]
+        for buddy in taken:
+            free &= mine != buddy[:, None]
+        first = jnp.min(jnp.where(free, place, depth), axis=-1, keepdims=True)
+        buddy = jnp.max(jnp.where(place == first, mine, -1), axis=-1)
+        buddies[rank], searched[rank] = buddy, asks
+        num_replaced += (buddy >= 0).astype(jnp.int32)
+        taken.append(buddy)
+    # Without the barrier every reader computes it again: 24 s of compiling 16 layers against 9.
+    chosen = jax.lax.optimization_barrier(jnp.stack(buddies, axis=1))
+    return Substitution(
+        jnp.where(chosen >= 0, chosen, ids), chosen >= 0, jnp.stack(searched, axis=1)
+    )
 
 
 class Settings(NamedTuple):
@@ -384,19 +520,21 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             asked = jnp.broadcast_to(allowed.reshape(len(o.ids), -1), o.ids.shape)
             allowed &= self._is_cheap(state, o, resident, asked)
         held = resident if o.tables is None else o.tables
-        found, replaced = substitution.search(
+        found = buddy_search.search(
             o.ids, state.lists, o.layer, held, allowed, s.depth, s.budget,
             Gate(o.probabilities, s.tau, s.margin, s.temperature), state.replaced,
             last_first=self.spend_on == "last",
         )  # fmt: skip
-        return found, dataclasses.replace(state, replaced=replaced)
+        assert found.replaced is not None
+        substitution = Substitution(found.ids, found.ids != o.ids, found.searched)
+        return substitution, dataclasses.replace(state, replaced=found.replaced)
 
     def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
         """Runs Algorithm 1 over the pairs of a layer that are `wanted`, bool[N, A]."""
         settings = state.settings
-        return substitution.substitute(
+        return substitute(
             o.ids, self.candidates(state, o, resident), wanted, settings.budget,
             last_first=self.spend_on == "last",
         )  # fmt: skip
@@ -404,12 +542,12 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def candidates(self, state: BuddyState, o: Observation, resident: jax.Array) -> Candidates:
         """Finds resident buddies of every pair, with eq. 3's score if eta or kappa is not 0."""
         settings = state.settings
-        ids = substitution.candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
+        ids = candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
         if not self.is_scored:
             return Candidates(ids)
-        logits = substitution.normalized_logits(o.probabilities)
+        logits = normalized_logits(o.probabilities)
         q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
-        return Candidates(ids, substitution.buddy_score(ids, q, logits, state.hops, *weights))
+        return Candidates(ids, buddy_score(ids, q, logits, state.hops, *weights))
 
     def _counted(
         self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array

@@ -1,11 +1,18 @@
 """DyMoE: critical experts in high precision, the others in low precision or left out.
 
-For each layer a number of critical experts (`dymoe_schedule`, eq. 4 and 5) is chosen by importance
-(`expert_importance`, eq. 1 to 3), the next layer's are prefetched (`lookahead`, eq. 6 to 8), and a
+For each layer a number of critical experts (eq. 4 and 5) is chosen by importance: by heavy hitters
+in prefill, by gate in decode (eq. 1 to 3). The next layer's are prefetched (eq. 6 to 8), and a
 resident copy of higher precision than requested serves (`cache_plan.resolve_tiers`).
+
+Eq. 4 is r(l) = (1 - lambda) f(l) + lambda with f(l) = (cos(pi l / (L - 1)) + 1) / 2. Every profile
+f here has the mean 1/2, so that the mean of r(l) is r = (1 + lambda) / 2, the retention that the
+paper states in its tables: lambda = 2 r - 1, and r is at least 0.5. l counts sparse layers.
+
+Axes: N tokens, A experts a token, E experts of a layer, L sparse layers.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -24,20 +31,8 @@ from moejax.policies.base import (
     layer_axes_of,
     tier_id,
 )
-from moejax.policies.dymoe_schedule import (
-    ROUNDINGS,
-    SCHEDULES,
-    critical_counts,
-    retention_ratios,
-)
-from moejax.policies.expert_importance import (
-    critical_by_tokens,
-    critical_pairs,
-    heavy_hitters,
-    num_heavy,
-)
-from moejax.policies.lookahead import experts_ahead
-from moejax.policies.ordering import of_few, ranks
+from moejax.policies.baselines import experts_ahead
+from moejax.policies.ordering import chosen_by, of_few, ranks
 from moejax.policies.settings import (
     check_choice,
     check_flag,
@@ -49,6 +44,8 @@ from pallas_kernels.cache_plan import Rule
 
 SKIP = "skip"  # the name of 0 bits
 SELECTIONS = ("critical", "load", "random")
+SCHEDULES = ("cosine", "linear", "sensitivity", "equal")
+ROUNDINGS = ("diffused", "ceil")
 # The curves of Figure 3, as settings of skipping. Its legend explains two choices, of experts and
 # of layers; where it names one, the other is the plain one, so "token" and "equal" are one run.
 FIGURE_3 = {
@@ -91,7 +88,7 @@ class DyMoE(Policy[DyMoEState]):
     low: str = ""  # the tier of the others; "": the last; "skip": they are left out (4/0)
     # r, the mean share of critical experts; 0.5 to 1, with schedule "equal" 0 to 1
     retention: float = 0.75
-    schedule: str = "cosine"  # over depth; see `dymoe_schedule.retention_ratios`
+    schedule: str = "cosine"  # over depth; see `retention_ratios`
     sensitivity: tuple[float, ...] = ()  # one per layer, for the schedule of that name
     rounding: str = "diffused"  # "diffused", so that the mean is r, or "ceil", eq. 5's letter.
     # "critical", by eq. 2 in prefill and eq. 3 in decode; "load": in prefill by all tokens, without
@@ -238,3 +235,135 @@ class DyMoE(Policy[DyMoEState]):
             num = num_heavy(active, state.heavy_share, state.heavy_count)
             tokens = heavy_hitters(observation.importance, active, num)
         return critical_by_tokens(observation, tokens, limit)[observation.ids]
+
+
+def num_heavy(
+    active: jax.Array,  # bool[N]
+    share: jax.Array,  # float32[], 0 to 1
+    count: jax.Array,  # int32[]
+) -> jax.Array:
+    """Number k of eq. 2, int32[]: `count`, or if 0 a share of the active tokens, rounded up."""
+    # A share such as 0.1 of 30 tokens is 3, whatever float32 makes of it.
+    of_all = jnp.ceil(share * jnp.sum(active, dtype=jnp.float32) - 1e-4).astype(jnp.int32)
+    return jnp.where(count > 0, count, of_all)
+
+
+def heavy_hitters(
+    importance: jax.Array,  # float32[N]
+    active: jax.Array,  # bool[N]
+    num: jax.Array,  # int32[]
+) -> jax.Array:
+    """Mask bool[N] of T_imp: the top `num` active tokens (eq. 1); ties to the earlier one."""
+    return (ranks(jnp.where(active, importance, -jnp.inf)) < num) & active
+
+
+def critical_by_tokens(
+    observation: Observation, tokens: jax.Array, num_critical: jax.Array
+) -> jax.Array:
+    """Mask bool[E] of the top t_l experts by assignments from `tokens`, bool[N], T_imp (eq. 2).
+
+    Ties, which the paper does not mention, go to the expert with more tokens in all, since section
+    3.3 finds the two loads correlated; then to the smaller id.
+    """
+    ids, num_experts = observation.ids, observation.probabilities.shape[1]
+    load = chosen_by(ids, _of_pairs(tokens, ids), num_experts)
+    tie = chosen_by(ids, _of_pairs(observation.active, ids), num_experts)
+    return ranks(load, tie) < num_critical
+
+
+def critical_pairs(
+    observation: Observation,
+    importance: jax.Array,  # float32[N, A]
+    num_critical: jax.Array,  # int32[], t_l
+) -> jax.Array:
+    """Mask bool[N, A] of pairs whose expert is in some active token's top t_l (eq. 3).
+
+    The paper decodes one sequence. Where several tokens ask for one expert in different precision,
+    it is critical for all of them: an expert has one format (section 4.4.2). `importance` is of a
+    token's experts to one another; their gate weights in eq. 3.
+    """
+    own = (ranks(importance) < num_critical) & observation.active[:, None]
+    ids = observation.ids
+    if len(ids) == 1:
+        return own
+    flat, chosen = ids.reshape(-1), own.reshape(-1)
+    shared = (flat[None] == flat[:, None]) & chosen[None]
+    return jnp.any(shared, axis=1).reshape(ids.shape)
+
+
+def _of_pairs(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(tokens[:, None], ids.shape)
+
+
+def retention_ratios(
+    schedule: str, retention: float, num_layers: int, sensitivity: Sequence[float] = ()
+) -> np.ndarray:
+    """Ratios r(l) of eq. 4, float64[L], with mean `retention`.
+
+    Args:
+      schedule: "cosine" (the paper's), "linear" (falls from 1 to lambda), "sensitivity" (f
+        proportional to what was measured, cut at 1), or "equal" (r in every layer).
+      retention: r, 0.5 to 1; with "equal" 0 to 1.
+      sensitivity: one per layer, such as the loss that its quantization alone causes (Figure 5);
+        not negative.
+
+    Raises:
+      MoejaxError: a ratio below 0.5, or sensitivities from which no profile can be made.
+    """
+    if schedule == "equal" or num_layers == 1:
+        return np.full(num_layers, float(retention))
+    if retention < 0.5:
+        raise MoejaxError(
+            f"retention={retention} must be 0.5 or more, since lambda = 2 r - 1 of eq. 4 is not "
+            "negative; schedule='equal' takes less"
+        )
+    depth = np.arange(num_layers) / (num_layers - 1)
+    if schedule == "cosine":
+        profile = (np.cos(np.pi * depth) + 1) / 2
+    elif schedule == "linear":
+        profile = 1 - depth
+    else:
+        profile = _proportional(np.asarray(sensitivity, np.float64), num_layers)
+    floor = 2 * retention - 1
+    return (1 - floor) * profile + floor
+
+
+def critical_counts(ratios: np.ndarray, num_requested: int, rounding: str) -> np.ndarray:
+    """Number t_l of critical experts in each layer, int64[L], eq. 5.
+
+    Args:
+      ratios: float64[L], r(l).
+      num_requested: M of eq. 5: experts that a layer is asked for, k at decode, E at prefill.
+      rounding: "ceil" is the paper's letter: it demotes almost nothing where M is small. "diffused"
+        carries what rounding leaves on to the next layer, so that the first l layers together
+        have round(M sum r), and all of them round(M r L).
+    """
+    wanted = np.asarray(ratios, np.float64) * num_requested
+    # Sums of ratios that are exact on paper must not fall to the other side of an integer.
+    if rounding == "ceil":
+        return np.ceil(wanted - 1e-9).astype(np.int64)
+    total = np.floor(np.cumsum(wanted) + 0.5 + 1e-9).astype(np.int64)
+    return np.diff(total, prepend=0)
+
+
+def _proportional(sensitivity: np.ndarray, num_layers: int) -> np.ndarray:
+    """Profile f(l) = min(1, c s_l), with the c for which the mean of f is 1/2."""
+    if sensitivity.shape != (num_layers,):
+        raise MoejaxError(
+            f"sensitivity has {sensitivity.size} numbers, but the model has {num_layers} sparse "
+            "layers: give one of each"
+        )
+    half = num_layers / 2
+    if not (np.isfinite(sensitivity) & (sensitivity >= 0)).all():
+        raise MoejaxError("sensitivity must have numbers of 0 or more")
+    if np.count_nonzero(sensitivity) < half:
+        raise MoejaxError(
+            "sensitivity is 0 in more than half of the layers: no profile has mean 1/2"
+        )
+    falling = np.sort(sensitivity)[::-1]
+    for num_full in range(num_layers):
+        scale = (half - num_full) / falling[num_full:].sum()
+        if scale * falling[num_full] <= 1:
+            break
+    profile: np.ndarray = np.minimum(1.0, scale * sensitivity)
+    return profile

@@ -11,12 +11,11 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.policies.base import AnyPolicy, Policy
+from moejax.policies.baselines import OnDemand, Resident
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.on_demand import OnDemand
-from moejax.policies.resident import Resident
 
 # Each a frozen dataclass whose fields are the settings.
 POLICIES: Mapping[str, Callable[..., AnyPolicy]] = {

@@ -4,7 +4,7 @@ The policy's own functions decide. Around them are pools of each tier under LRU,
 an expert that is in several tiers (`cache_plan.resolve_tiers`), prefetch one layer ahead, and bulk
 transfers between calls, which arrive some calls after their request (`DELAY`) and of which a
 limited number is in flight. Settings run side by side (`vmap`), and so do the layers of a step if
-the policy's layers are independent (`moejax.policies.by_layer`), with equal results; else one after
+the policy's layers are independent (`moejax.policies.base`), with equal results; else one after
 the other.
 """
 
@@ -21,8 +21,8 @@ from moejax.policies.base import (
     Observation,
     Requests,
     pairs_with_room,
+    vmap_decide,
 )
-from moejax.policies.by_layer import vmap_decide
 from moejax.routing.simulate.pools import Moved, admit_each, initial, prefetch_experts, serve
 from moejax.routing.simulate.segments import LayerTokens, Tokens
 
@@ -87,11 +87,6 @@ class Replay:
     delay: int = DELAY  # calls from a request to its arrival; 0: it serves the next call
     # runs the layers of a step in turn, even if the policy's are independent
     one_by_one: bool = False
-
-    @property
-    def axes(self) -> Any:
-        """Layer axes of the policy's state; None: layers run in turn."""
-        return None if self.one_by_one else self.policy.layer_axes
 
 
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
@@ -177,7 +172,7 @@ class _Step:
     def side_by_side(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
         """Runs `one_by_one` with all layers vmapped."""
         num_layers, _, num_experts = keys.shape
-        decide = functools.partial(vmap_decide, self.replay.policy, self.replay.axes)
+        decide = functools.partial(vmap_decide, self.replay.policy)
         layers = jnp.arange(num_layers, dtype=jnp.int32)
         seen = jax.vmap(self.observe)(keys, layers, self.tokens.by_layer())
         ahead = jnp.full((num_layers, num_experts), -1, jnp.int32)
@@ -227,7 +222,8 @@ def _step(
     phase = int(not is_prefill)
     num_experts = running.keys.shape[-1]
     step = _Step(replay, is_prefill, slots, running.clock, tokens)
-    through = step.one_by_one if replay.axes is None else step.side_by_side
+    in_turn = replay.one_by_one or replay.policy.layer_axes is None
+    through = step.one_by_one if in_turn else step.side_by_side
     state, done = through(running.state, running.keys)
     t = running.tally
     ran = jnp.any(tokens.active).astype(jnp.int32)

@@ -1,0 +1,161 @@
+"""Baselines: every expert in one precision, on the device or loaded on demand.
+
+Rows 1 to 3 of DyMoE Table 3 are `OnDemand`: row 1 on a memory without cache slots, row 2 with them,
+an LRU cache, row 3 with `prefetch`.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.policies.base import (
+    SKIPPED,
+    Decision,
+    Needs,
+    Observation,
+    Policy,
+    PolicySpec,
+    layer_axes_of,
+    tier_id,
+)
+from moejax.policies.ordering import chosen_by, ranks
+from moejax.policies.settings import check_number, check_text
+from pallas_kernels.cache_plan import Rule
+
+
+class ResidentState(NamedTuple):
+    """State of Resident: the tier, int32[], in which all pairs run."""
+
+    tier: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resident(Policy[ResidentState]):
+    """Runs the router's choice in one tier, without prefetch."""
+
+    name: ClassVar[str] = "resident"
+
+    tier: str = ""  # its name; "": the one of highest fidelity
+
+    def __post_init__(self) -> None:
+        check_text("tier", self.tier)
+
+    @property
+    def layer_axes(self) -> Any:
+        """Names the state's layer axes, as `Policy.layer_axes`."""
+        return layer_axes_of(ResidentState)
+
+    def init(self, spec: PolicySpec) -> ResidentState:
+        """Makes the first state, as `Policy.init`."""
+        return ResidentState(jnp.asarray(tier_id(spec, self.tier, 0), jnp.int32))
+
+    def decide(
+        self, state: ResidentState, observation: Observation
+    ) -> tuple[Decision, ResidentState]:
+        """Chooses tiers and experts, as `Policy.decide`."""
+        return as_routed(observation, state.tier), state
+
+    def decode_rule(self, state: ResidentState) -> Rule:
+        """Gives the rule of decode steps, as `Policy.decode_rule`."""
+        return always(state.tier)
+
+
+def always(tier: jax.Array) -> Rule:
+    """Rule that gives one tier, int32[], to all pairs."""
+    return Rule(None, tier, tier, jnp.zeros((), bool))
+
+
+def as_routed(observation: Observation, tier: jax.Array) -> Decision:
+    """Decision for the router's experts and weights, in a tier int32[] or one of each pair."""
+    ids = observation.ids
+    tiers = jnp.broadcast_to(tier, ids.shape)
+    return Decision(
+        ids=ids,
+        tier=jnp.where(observation.active[:, None], tiers, SKIPPED),
+        weights=observation.weights,
+        at_least=jnp.zeros(ids.shape, bool),
+    )
+
+
+class OnDemandState(NamedTuple):
+    """Tier and prefetch limits that `decide` reads."""
+
+    tier: jax.Array  # int32[], in which all pairs run
+    # int32[M], experts of the next layer that each layer prefetches; 0 for the last
+    limit: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnDemand(Policy[OnDemandState]):
+    """Runs the router's choice in one tier and fetches misses when they are needed."""
+
+    name: ClassVar[str] = "on_demand"
+    high_serves_low: ClassVar[bool] = True
+
+    tier: str = ""  # its name; "": the one of highest fidelity
+    # t of DyMoE eq. 7 and 8, experts of the next layer to prefetch; at most as many as the layer
+    # has slots.
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        check_text("tier", self.tier)
+        check_number("prefetch", self.prefetch, 0, integer=True)
+
+    @property
+    def needs(self) -> Needs:
+        """Names what the engine must compute, as `Policy.needs`."""
+        return Needs(predicted=self.prefetch > 0)
+
+    @property
+    def layer_axes(self) -> Any:
+        """Names the state's layer axes, as `Policy.layer_axes`."""
+        return layer_axes_of(OnDemandState, limit=0)
+
+    def init(self, spec: PolicySpec) -> OnDemandState:
+        """Makes the first state, as `Policy.init`."""
+        tier = tier_id(spec, self.tier, 0)
+        limit = min(self.prefetch, spec.slots[tier])
+        limits = jnp.full(spec.num_layers, limit, jnp.int32).at[-1].set(0)
+        return OnDemandState(jnp.asarray(tier, jnp.int32), limits)
+
+    def decide(
+        self, state: OnDemandState, observation: Observation
+    ) -> tuple[Decision, OnDemandState]:
+        """Chooses tiers and experts, as `Policy.decide`."""
+        decision = as_routed(observation, state.tier)
+        ahead = experts_ahead(observation, state.limit[observation.layer])
+        if ahead is not None:
+            decision = decision._replace(ahead=jnp.where(ahead, state.tier, -1))
+        return decision, state
+
+    def decode_rule(self, state: OnDemandState) -> Rule:
+        """Gives the rule of decode steps, as `Policy.decode_rule`."""
+        return always(state.tier)
+
+    def max_prefetch(self, state: OnDemandState) -> int:
+        """Bounds the look-ahead, as `Policy.max_prefetch`."""
+        return int(state.limit.max())
+
+
+def experts_ahead(observation: Observation, limit: jax.Array) -> jax.Array | None:
+    """Chooses the next layer's experts, bool[E], that its predicted routing wants most.
+
+    Prefill: the top t by c_e, the number of tokens among whose predicted top A an expert is (eq.
+    7). Decode: the top t by predicted probability (eq. 8), summed over the sequences of a batch, of
+    which the paper has one. Ties go to the smaller id; an expert that no token is predicted to
+    choose is not prefetched. None without a prediction (`Observation.predicted`, eq. 6); `limit` is
+    int32[], t.
+    """
+    predicted = observation.predicted
+    if predicted is None:
+        return None
+    active = observation.active
+    width, num_experts = observation.ids.shape[1], predicted.shape[1]
+    if observation.is_prefill:
+        _, ids = jax.lax.top_k(predicted, width)
+        demand = chosen_by(ids, jnp.broadcast_to(active[:, None], ids.shape), num_experts)
+        return (ranks(demand) < limit) & (demand > 0)
+    mass = jnp.sum(jnp.where(active[:, None], predicted, 0.0), axis=0)
+    return (ranks(mass) < limit) & (mass > 0)
