@@ -17,7 +17,7 @@ from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.budget import GIB, BudgetError, Limits, RunSizes, make_budget
-from moejax.experts.budget.allocation import STATES
+from moejax.experts.budget.tiers import STATES
 from moejax.experts.load import tier_of
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache

@@ -19,7 +19,7 @@ from moejax.experts.tier_step import TierStep
 from moejax.inference.runner import Runner
 from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.layer_index import layer_indices
-from moejax.models.routing import routing_of
+from moejax.models.moe import routing_of
 from moejax.weights import linear as ops
 from pallas_kernels import cache_plan, expert_fetch
 from pallas_kernels.target import Target

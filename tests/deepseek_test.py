@@ -29,8 +29,8 @@ from moejax.models.config import ModelConfig, RopeScaling, RouterRule
 from moejax.models.kv_cache import empty_cache
 from moejax.models.latent_attention import is_expanded
 from moejax.models.layer_index import layer_indices
+from moejax.models.moe import prefetch_scores, routing_of
 from moejax.models.rope import model_angles
-from moejax.models.routing import prefetch_scores, routing_of
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.models.transformer import (
     ChunkSpec,

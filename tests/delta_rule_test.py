@@ -10,7 +10,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from moejax.models.delta_rule import CHUNK_LENGTH, Tokens, causal_convolution, delta_rule
+from moejax.models.delta_net import CHUNK_LENGTH, Tokens, causal_convolution, delta_rule
 from tests import slow
 
 # Float32 against float64: a token's update passes the errors of those before it on, at most whole.

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moejax.models import expert_products, moe, routing
+from moejax.models import expert_products, moe
 from pallas_kernels import expert_mlp
 from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
@@ -26,7 +26,7 @@ class RouteTest(HostTestCase):
         rng = np.random.default_rng(4)
         x, router = rng.standard_normal((20, 12)), rng.standard_normal((5, 12))
         x, router = x.astype(np.float32), router.astype(np.float32)
-        found = routing.route(jnp.asarray(x), jnp.asarray(router), config)
+        found = moe.route(jnp.asarray(x), jnp.asarray(router), config)
         probabilities, weights, ids = numpy_model.route(
             x.astype(np.float64), router.astype(np.float64), config
         )
@@ -38,14 +38,14 @@ class RouteTest(HostTestCase):
     def test_softmax_is_float32_whatever_the_input(self):
         x = jnp.ones((1, 12), jnp.bfloat16)
         router = jnp.asarray(np.diag(np.arange(12))[:5] * 0.01, jnp.bfloat16)
-        found = routing.route(x, router, TINY)
+        found = moe.route(x, router, TINY)
         expected, _, _ = numpy_model.route(
             np.ones((1, 12)), np.asarray(router).astype(np.float64), TINY
         )
         assert_near(found.probabilities, expected)
 
     def test_of_equals_the_lower_id_comes_first(self):
-        found = routing.route(jnp.ones((1, 12)), jnp.zeros((5, 12)), TINY)
+        found = moe.route(jnp.ones((1, 12)), jnp.zeros((5, 12)), TINY)
         np.testing.assert_array_equal(found.ids, [[0, 1]])
         np.testing.assert_allclose(found.weights, [[0.5, 0.5]])
 
@@ -69,10 +69,10 @@ def run_experts(
             return moe.experts_by_block(x, routing, gate_up, down, layer, mask, 2**20)
         case "grouped":  # plain weights of half precision; float32 is refused
             return expert_products.experts_grouped(
-                x, routing.ids, routing.weights, gate_up, down, layer, mask, "reference"
+                x, moe.ids, moe.weights, gate_up, down, layer, mask, "reference"
             )
     return expert_mlp.expert_mlp(
-        x, routing.ids, routing.weights, gate_up, down, layer=layer, interpret=True
+        x, moe.ids, moe.weights, gate_up, down, layer=layer, interpret=True
     )
 
 
@@ -108,7 +108,7 @@ class ExpertsTest(HostTestCase):
             return np.asarray(array).astype(np.float64)
 
         return numpy_model.experts(
-            wide(x), np.asarray(routing.ids), wide(routing.weights),
+            wide(x), np.asarray(moe.ids), wide(moe.weights),
             wide(gate_up[LAYER]), wide(down[LAYER]),
         )  # fmt: skip
 

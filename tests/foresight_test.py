@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
-from moejax.policies import expert_activity
+from moejax.policies import dynaexq, expert_activity
 from moejax.policies.baselines import OnDemand
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE

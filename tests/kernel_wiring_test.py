@@ -18,11 +18,11 @@ from flax import nnx
 from moejax import Engine
 from moejax.inference.runner import Runner
 from moejax.models import attention, delta_net, moe, norm
-from moejax.models import decode_layers as token_step
+from moejax.models import transformer as token_step
 from moejax.models.config import LatentAttention, RopeScaling
-from moejax.models.experts import ResidentExperts, routing_record
 from moejax.models.kernel_choice import phase_warnings
 from moejax.models.kv_cache import KVCache, empty_cache
+from moejax.models.moe import ResidentExperts, routing_record
 from moejax.models.shapes import (
     DEEPSEEK_V2_LITE,
     MIXTRAL_8X7B,

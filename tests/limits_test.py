@@ -23,8 +23,7 @@ from moejax.checkpoints.open import Checkpoint
 from moejax.engine import STEPS_PER_CALL
 from moejax.experts import pinned_memory as pinned
 from moejax.experts.budget import PINNED_LIMIT, Limits
-from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.disk_reader import DiskReader
+from moejax.experts.disk_cache import DiskExperts, DiskReader
 from moejax.inference.generation import GenerationSettings
 from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine

@@ -17,10 +17,8 @@ from moejax.policies.base import SKIPPED, Observation
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
 from moejax.routing.simulate import runs
-from moejax.routing.simulate.program_keys import ProgramKeys
-from moejax.routing.simulate.replay import EVENTS
-from moejax.routing.simulate.runs import Run, RunResult, run_policies, spec_of
-from moejax.routing.simulate.segments import CALL_STEPS, segments
+from moejax.routing.simulate.replay import CALL_STEPS, EVENTS, segments
+from moejax.routing.simulate.runs import ProgramKeys, Run, RunResult, run_policies, spec_of
 from moejax.routing.trace import Trace
 from tests import slow
 from tests.simulated_traces import random_trace

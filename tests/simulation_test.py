@@ -8,9 +8,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.policies.baselines import OnDemand
-from moejax.routing.simulate.ceilings import MAX_SEARCHED, belady, needed_experts
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
+from moejax.routing.simulate.sweeping import MAX_SEARCHED, belady, needed_experts
 from tests.simulated_traces import random_trace
 
 # A prompt in two chunks, tokens one by one, a batch of three, another prompt, more tokens.

@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import TensorFiles, open_experts
 from moejax.errors import MoejaxError
-from moejax.experts.disk_reader import State
+from moejax.experts.disk_cache import State
 from tests.quantized_stores import QWEN, Gptq, Own
 from tests.ssd_source import MOMENT, SECONDS, Source, SsdTestCase
 

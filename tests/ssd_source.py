@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.experts.disk_reader import DiskReader, State
+from moejax.experts.disk_cache import DiskReader, State
 
 SECONDS = 20.0  # for what must happen
 MOMENT = 0.05  # for what must not

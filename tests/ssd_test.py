@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
-from moejax.experts.disk_reader import DiskReader, State, check_waiting
+from moejax.experts.disk_cache import DiskReader, State, check_waiting
 from tests.ssd_source import MOMENT, PARTS, SECONDS, Source, SsdTestCase
 
 

@@ -14,7 +14,7 @@ from moejax.experts import cached_experts
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.models.config import RouterRule
-from moejax.models.routing import routing_of, weights_of
+from moejax.models.moe import routing_of, weights_of
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.dymoe import DyMoE

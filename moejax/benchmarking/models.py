@@ -17,10 +17,10 @@ from moejax.config.benchmark import BenchmarkConfig
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import check_room, device_limits, room_nbytes
 from moejax.experts.budget import Budget, Limits, RunSizes, Tier, make_budget
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
+from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.tiering import STORED, Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.runner import Runner

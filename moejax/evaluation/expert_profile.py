@@ -16,10 +16,8 @@ from moejax.files import result_rows as results
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.expert_products import swiglu
-from moejax.models.experts import ResidentExperts
 from moejax.models.kv_cache import KVCache
-from moejax.models.moe import SparseMoe
-from moejax.models.routing import Routing
+from moejax.models.moe import ResidentExperts, Routing, SparseMoe
 from moejax.models.transformer import ChunkSpec, merge_weights
 from moejax.policies.expert_activity import (
     ExpertActivity,

@@ -32,10 +32,15 @@ from moejax.models.expert_products import (
     combine,
     products_of_tiers,
 )
-from moejax.models.experts import Experts
 from moejax.models.layer_index import LayerIndex
-from moejax.models.moe import ExpertImpl, SparseMoe, record_experts
-from moejax.models.routing import Routing, prefetch_scores
+from moejax.models.moe import (
+    ExpertImpl,
+    Experts,
+    Routing,
+    SparseMoe,
+    prefetch_scores,
+    record_experts,
+)
 from moejax.policies.attention_importance import attention_received
 from moejax.policies.base import (
     SKIPPED,

@@ -14,7 +14,6 @@ from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import check_room, device_limits, room_nbytes
 from moejax.experts.budget import (
     Budget,
     Limits,
@@ -28,9 +27,9 @@ from moejax.experts.budget import (
 )
 from moejax.experts.budget.planned import RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.disk_reader import DiskReader, check_waiting
+from moejax.experts.disk_cache import DiskExperts, DiskReader, check_waiting
 from moejax.experts.host_store import HostStore
+from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec

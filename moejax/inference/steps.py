@@ -36,8 +36,8 @@ from moejax.inference.sampling import (
     penalized,
 )
 from moejax.models.config import ModelConfig
-from moejax.models.experts import Experts, ResidentExperts
 from moejax.models.kv_cache import KVCache, empty_cache
+from moejax.models.moe import Experts, ResidentExperts
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.weights.qtensor import Weight
 

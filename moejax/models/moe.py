@@ -1,4 +1,4 @@
-"""The sparse MLP: a router, and five ways to run the experts that it chose.
+"""The sparse MLP: a router, what runs the experts that it chose (`Experts`), and five ways to.
 
 All five compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], on the
 whole layer-stacked arrays and a layer index, so that no layer's slab is ever copied:
@@ -18,13 +18,14 @@ which costs nothing and yields zero.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.attention import Attended
+from moejax.models.config import ModelConfig, RouterRule, weight_shapes
 from moejax.models.expert_products import (
     ExpertStacks,
     Pairs,
@@ -34,14 +35,112 @@ from moejax.models.expert_products import (
     products_by_block,
     products_by_row,
 )
+from moejax.models.layer_index import LayerIndex
 from moejax.models.parameter import StackedModule, stacked_parameter
-from moejax.models.routing import Routing, routing_of, scaled
 from moejax.weights import choices
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import expert_mlp, router_topk
 from pallas_kernels.target import Choice, Target
+
+# DeepSeek-V3's: keeps a sum of sigmoids away from zero.
+SUM_FLOOR = 1e-20
+
+
+class Routing(NamedTuple):
+    """Probabilities, chosen experts and weights of N tokens."""
+
+    probabilities: jax.Array  # float32[N, E], of all experts: the softmax, or sigmoids
+    weights: jax.Array  # float32[N, A], of the chosen experts, normalised where the model does so
+    ids: jax.Array  # int32[N, A], by falling weight
+
+
+def route(
+    x: jax.Array, router: jax.Array, config: ModelConfig, bias: jax.Array | None = None
+) -> Routing:
+    """Scores all experts in float32 and takes the top A.
+
+    Args:
+      x: [N, D].
+      router: [E, D].
+    """
+    logits = jnp.einsum("nd,ed->ne", x, router, preferred_element_type=jnp.float32)
+    return routing_of(logits, config, bias)
+
+
+def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = None) -> Routing:
+    """Routes by logits, float32[N, E].
+
+    Args:
+      config: gives A, the rule, and whether the chosen weights are divided by their sum.
+      bias: float32[E], added to the scores for the choice alone, not to the weights.
+    """
+    rule = config.router
+    is_softmax = rule.scoring == "softmax"
+    scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
+    if rule.is_plain:
+        weights, ids = jax.lax.top_k(scores, config.experts_per_token)
+        return scaled(Routing(scores, _normalised(weights, config), ids), config)
+    width = config.experts_per_token
+    _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), width)
+    # A bias decides who is chosen, not who comes first.
+    weights, order = jax.lax.top_k(weights_of(scores, ids, config), width)
+    return Routing(scores, weights, jnp.take_along_axis(ids, order, axis=-1))
+
+
+def weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
+    """Weights float32[N, A] that the model's rule gives these experts.
+
+    Args:
+      scores: float32[N, E], of all experts: the softmax, or sigmoids.
+      ids: int32[N, A], of the chosen ones.
+    """
+    weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
+    weights = _normalised(weights, config)
+    return weights if config.router.scale == 1.0 else weights * config.router.scale
+
+
+def prefetch_scores(routing: Routing, config: ModelConfig) -> jax.Array:
+    """Prefetch scores float32[N, E]: higher where the next router is likelier to choose.
+
+    They are the router's scores where those alone decide (DyMoE eq. 7); with groups or a bias, the
+    experts that it would choose come before all others.
+    """
+    if config.router.is_plain:
+        return routing.probabilities
+    numbers = jnp.arange(routing.probabilities.shape[1], dtype=routing.ids.dtype)
+    chosen = jnp.any(routing.ids[:, :, None] == numbers[None, None], axis=1)
+    return routing.probabilities + chosen.astype(jnp.float32)
+
+
+def _normalised(weights: jax.Array, config: ModelConfig) -> jax.Array:
+    if not config.norm_topk_prob:
+        return weights
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / (total if config.router.scoring == "softmax" else total + SUM_FLOOR)
+
+
+def scaled(routing: Routing, config: ModelConfig) -> Routing:
+    """Multiplies the weights by the model's routed scaling factor."""
+    if config.router.scale == 1.0:
+        return routing
+    return routing._replace(weights=routing.weights * config.router.scale)
+
+
+def _of_best_groups(scores: jax.Array, rule: RouterRule, bias: jax.Array | None) -> jax.Array:
+    """Choice scores float32[N, E], -inf outside the best groups."""
+    deciding = scores if bias is None else scores + bias[None]
+    if rule.num_groups == rule.top_groups:
+        return deciding
+    grouped = deciding.reshape(len(deciding), rule.num_groups, -1)
+    best = 1 if rule.group_score == "max" else min(2, grouped.shape[-1])
+    of_group = jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1)
+    _, groups = jax.lax.top_k(of_group, rule.top_groups)
+    numbers = jnp.arange(rule.num_groups, dtype=groups.dtype)
+    kept = jnp.any(groups[:, :, None] == numbers[None, None], axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(deciding.shape)
+
 
 ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "kernel", "grouped_kernel"]
 
@@ -308,3 +407,98 @@ class SparseMoe(StackedModule):
                     chosen.implementation,
                 )  # fmt: skip
         raise ValueError(f"impl {impl!r} is none of {get_args(ExpertImpl)}")
+
+
+class Experts(Protocol):
+    """Runs the experts of the sparse layers, one layer after another.
+
+    The model takes `init()` into its first sparse layer and the carry of each into the next. In a
+    loop its tree, shapes and dtypes never change; layers of an iteration are a multiple of
+    `layers_per_iteration`, since consecutive ones may use different arrays.
+
+    Attributes:
+      observes_attention: whether layers pass on the queries and keys of their attention.
+    """
+
+    layers_per_iteration: int = 1
+    observes_attention: bool = False
+
+    def init(self) -> Any:
+        """Returns the carry before the first layer; None where there is none."""
+        return None
+
+    def route(
+        self, carry: Any, moe: SparseMoe, layer: Index, x: jax.Array, *, is_ahead: bool = False
+    ) -> Routing:
+        """Routes tokens, x [N, D], by a layer's router."""
+        return moe.route(x, layer)
+
+    def __call__(
+        self,
+        carry: Any,
+        layer: LayerIndex,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        next_routing: Callable[[], Routing] | None,
+        attended: Attended | None,
+    ) -> tuple[jax.Array, Any, Any]:
+        """Runs the chosen experts on N tokens.
+
+        Args:
+          next_routing: routes x by the next sparse layer's router (DyMoE eq. 6), a prediction; None
+            after the last. In a loop never None: the last layer's is of itself, to be ignored.
+          attended: of the layer; None of one without attention, and if it is not observed.
+
+        Returns:
+          [N, D] in `x.dtype`, the carry, and a record: None, or a tree of arrays that is the same
+          for all layers.
+        """
+        ...
+
+
+class ResidentExperts(Experts):
+    """Runs experts that the model holds."""
+
+    def __init__(
+        self,
+        moe: SparseMoe | None,
+        impl: ExpertImpl,
+        record: Callable[[jax.Array, Routing], Any] = lambda x, routing: None,
+    ):
+        """Needs no carry.
+
+        Args:
+          moe: None of a model without sparse layers.
+          record: of a layer's input and its routing gives the layer's record.
+        """
+        self._moe, self._impl, self._record = moe, impl, record
+
+    def route(
+        self, carry: Any, moe: SparseMoe, layer: Index, x: jax.Array, *, is_ahead: bool = False
+    ) -> Routing:
+        """Routes tokens, as `Experts.route`."""
+        first_slot = None
+        if self._impl == "grouped_kernel" and isinstance(layer, int) and layer and not is_ahead:
+            first_slot = jnp.int32(layer * moe.gate_up.shape[1])
+        return moe.route(x, layer, first_slot)
+
+    def __call__(
+        self,
+        carry: Any,
+        layer: LayerIndex,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        next_routing: Callable[[], Routing] | None,
+        attended: Attended | None,
+    ) -> tuple[jax.Array, Any, Any]:
+        """Runs a layer's experts, as `Experts`."""
+        assert self._moe is not None
+        out = self._moe(x, routing, layer.mlp, token_mask, self._impl)
+        return out, carry, self._record(x, routing)
+
+
+def routing_record(x: jax.Array, routing: Routing) -> Routing:
+    """The routing alone, for `ResidentExperts`."""
+    return routing

@@ -1,5 +1,6 @@
 """The decoder of every family, one module over layer-stacked weights; its flat dict of weights."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,11 +20,9 @@ from moejax.models.attention import (
     token_attention,
 )
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.decode_layers import choose_token_step, is_plain, queries_and_cache
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
-from moejax.models.experts import Experts, ResidentExperts, routing_record
-from moejax.models.kv_cache import KVCache
+from moejax.models.kv_cache import KVCache, cache_shape
 from moejax.models.latent_attention import LatentAttention
 from moejax.models.layer_index import (
     LAYERS_A_PASS,
@@ -32,14 +31,78 @@ from moejax.models.layer_index import (
     scan_plan,
     scanned_layer,
 )
-from moejax.models.moe import ExpertImpl, SparseMoe
+from moejax.models.moe import (
+    ExpertImpl,
+    Experts,
+    ResidentExperts,
+    Routing,
+    SparseMoe,
+    routing_record,
+)
 from moejax.models.norm import norm_of_sum, rounded, stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import Angles, model_angles
-from moejax.models.routing import Routing
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
+from pallas_kernels import qkv_to_cache, residual_norm
+from pallas_kernels.target import Choice, Target
+
+
+def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
+    """Chooses norms, rotation and cache writes of a decode step; see `linear.choose_part`.
+
+    Where one kernel takes queries, keys and values to the cache depends on attention
+    (`choose_cache_writes`); layers by a delta rule and latent attention write for themselves.
+    """
+
+    def choose(target: Target) -> Choice:
+        x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
+        found = [residual_norm.OPERATION.choose(x, target=target)]
+        if is_plain(config):
+            found.append(choose_cache_writes(config, dtype, target))
+        reasons = dict.fromkeys(choice.refusals["triton"] for choice in found if choice.refusals)
+        return Choice("xla", {"triton": "; ".join(reasons)}) if reasons else Choice("triton", {})
+
+    return ops.choose_part("norms and writes", str(dtype), kernels, choose)
+
+
+def is_plain(config: ModelConfig) -> bool:
+    """Whether `qkv_to_cache` supports the model's attention.
+
+    Else the layers mix by `Transformer.mix`, whatever serves attention.
+    """
+    gated = config.attention_gate or config.zero_centred_norm
+    turned = config.rotary_dim != config.head_dim or config.interleaved_rope
+    return config.latent is None and not gated and not turned
+
+
+def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
+    """Chooses the implementation that splits a qkv product into queries and cache writes."""
+    qkv = jax.ShapeDtypeStruct((1, config.qkv_dim), dtype)
+    keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
+    return qkv_to_cache.OPERATION.choose(qkv, keys, target=target)
+
+
+@functools.partial(jax.jit, static_argnames="eps")
+def queries_and_cache(
+    qkv: jax.Array,
+    cache: KVCache,
+    layer: jax.Array,
+    positions: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    scales: tuple[jax.Array, jax.Array] | None,
+    *,
+    eps: float,
+) -> tuple[jax.Array, KVCache]:
+    """Rotated queries [B, H, C], and the cache with the tokens; jitted as `norm_of_sum`."""
+    q, keys, values = qkv_to_cache.qkv_to_cache(
+        qkv, cache.keys, cache.values, layer=layer, positions=positions, cos=cos, sin=sin,
+        norms=None if scales is None else qkv_to_cache.HeadNorms(*scales, eps),
+        implementation="triton",
+    )  # fmt: skip
+    return q, dataclasses.replace(cache, keys=keys, values=values)
 
 
 class ChunkSpec(NamedTuple):

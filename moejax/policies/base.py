@@ -285,9 +285,7 @@ def tier_id(spec: PolicySpec, name: str, default: int) -> int:
     return spec.tiers.index(name)
 
 
-def vmap_decide(
-    policy: AnyPolicy, state: Any, observations: Observation
-) -> tuple[Decision, Any]:
+def vmap_decide(policy: AnyPolicy, state: Any, observations: Observation) -> tuple[Decision, Any]:
     """Decides all layers of a step at once, [M, ...], equal to deciding them in turn.
 
     Each layer has a view of the state with its own rows alone, like the only layer of a model; a

@@ -66,7 +66,7 @@ class DynaExqState(NamedTuple):
     tokens: jax.Array
     warm: jax.Array  # bool[], whether the warm-up has ended
     is_fresh: jax.Array  # bool[], whether H was chosen by the last `transfers`
-    links: jax.Array | None  # float32[M, E, E], constant, of `expert_activity.links_of`; None if not used
+    links: jax.Array | None  # float32[M, E, E], constant; None if not used
     settings: DynaExqSettings
 
 
@@ -101,7 +101,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
     # how such experts are predicted: by "scores", their own hotness, or by "links", the hotness of
     # the layer before through a profile's cross-layer activations (the paper's way)
     foresee_by: str = "scores"
-    links: np.ndarray | None = None  # float32[M, E, E] for the latter, of `expert_activity.links_of`
+    links: np.ndarray | None = None  # float32[M, E, E] for the latter, by `links_of`
     # "hot"; or, for comparison, fixed choices that ignore frequencies: "random", or "first", the
     # smallest ids. (A static choice by the frequencies of the warm-up is "hot" with a period that
     # never ends, and an alpha of its own.)

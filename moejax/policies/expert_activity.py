@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.policies import buddy_gates
-from moejax.policies.base import Requests
 from moejax.policies.buddy_lists import Source, conditional_coactivation, output_similarity
-from moejax.policies.ordering import ranks
 
 _EXACT = jax.lax.Precision.HIGHEST  # a shorter product would round the counts
 

@@ -10,7 +10,7 @@ CPU_UNROLLED = 32
 CPU_STEP_BYTES = 2**20
 # Same as in `moejax.inference.chunking`; a context that is no multiple of it leaves shorter ones.
 MIN_CHUNK = 16
-# Tokens of a block of the chunked delta rule, as in `moejax.models.delta_rule`.
+# Tokens of a block of the chunked delta rule, as in `moejax.models.delta_net`.
 DELTA_BLOCK = 64
 # Bytes of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
 # `moejax.models.latent_attention`.

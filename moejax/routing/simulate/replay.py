@@ -6,16 +6,23 @@ transfers between calls, which arrive some calls after their request (`DELAY`) a
 limited number is in flight. Settings run side by side (`vmap`), and so do the layers of a step if
 the policy's layers are independent (`moejax.policies.base`), with equal results; else one after
 the other.
+
+Pools hold T tiers, of falling fidelity, of E experts; a tier of E slots or more always holds every
+expert. Ties of last use go by id. The trace is cut into calls of one shape (`segments`).
 """
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.policies.base import (
+    SKIPPED,
     AnyPolicy,
     Decision,
     Observation,
@@ -23,8 +30,269 @@ from moejax.policies.base import (
     pairs_with_room,
     vmap_decide,
 )
-from moejax.routing.simulate.pools import Moved, admit_each, initial, prefetch_experts, serve
-from moejax.routing.simulate.segments import LayerTokens, Tokens
+from moejax.routing.trace import DECODE, Trace
+from pallas_kernels import cache_plan
+from pallas_kernels.cache_plan import Wishes
+
+CALL_STEPS = 16  # decode steps of a call, where the trace does not know: those of the engine
+_LEAST_ROWS = 16  # tokens of a prompt's chunk are padded to a power of two from here on
+
+
+class LayerTokens(NamedTuple):
+    """Routing of N tokens at one layer; arrays as in `moejax.routing.trace`, no layer axis."""
+
+    ids: Any
+    weights: Any
+    probabilities: Any
+    importance: Any
+    predicted_ids: Any
+    predicted_probabilities: Any
+
+    def dense(self, num_experts: int) -> tuple[Any, ...]:
+        """Observation's ids, weights, probabilities [N, E], importance and predicted [N, E].
+
+        If the trace lacks probabilities, they are the weights, and 0 for experts that were not
+        chosen.
+        """
+        ids, weights = self.ids.astype(jnp.int32), self.weights.astype(jnp.float32)
+        probabilities = self.probabilities
+        if probabilities is None:
+            probabilities = _spread(ids, weights, num_experts)
+        predicted = None
+        if self.predicted_ids is not None:
+            foreseen = self.predicted_ids.astype(jnp.int32)
+            predicted = _spread(
+                foreseen, self.predicted_probabilities.astype(jnp.float32), num_experts
+            )
+        importance = self.importance
+        if importance is not None:
+            importance = importance.astype(jnp.float32)
+        return ids, weights, probabilities.astype(jnp.float32), importance, predicted
+
+
+class Tokens(NamedTuple):
+    """Tokens of a step: active bool[N], layers' arrays [N, M, ...]; calls stack more axes."""
+
+    active: Any
+    layers: LayerTokens
+
+    def by_layer(self) -> LayerTokens:
+        """Moves the layer axis to the front."""
+        return jax.tree.map(lambda array: jnp.swapaxes(array, 0, 1), self.layers)
+
+
+class Segment(NamedTuple):
+    """Calls of one shape: tokens [calls, steps, ...]."""
+
+    tokens: Tokens
+    is_prefill: bool
+
+
+def segments(trace: Trace) -> Iterator[Segment]:
+    """Cuts the trace in order; padding of a call or a step is not active."""
+    _, starts, sizes = np.unique(trace.step, return_index=True, return_counts=True)
+    phases = trace.phase[starts]
+    layers, per_call = _layers(trace), trace.steps_per_call or CALL_STEPS
+
+    def kind(s: int) -> tuple[bool, int]:
+        if phases[s] == DECODE:
+            return False, int(sizes[s])
+        return True, max(_LEAST_ROWS, 1 << (int(sizes[s]) - 1).bit_length())
+
+    for (is_prefill, rows), group in itertools.groupby(range(len(starts)), kind):
+        steps = list(group)
+        length = 1 if is_prefill else per_call
+        shape = (-(-len(steps) // length), length, rows)
+        index = np.full((shape[0] * length, rows), -1, np.int64)
+        for place, s in enumerate(steps):
+            index[place, : sizes[s]] = starts[s] + np.arange(sizes[s])
+        index = index.reshape(shape)
+        yield Segment(Tokens(index >= 0, jax.tree.map(_rows(index), layers)), is_prefill)
+
+
+def _rows(index: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function that takes these rows of an array."""
+    return lambda array: array[index]
+
+
+def _layers(trace: Trace) -> LayerTokens:
+    """Routing of all layers [N, M, ...]; the last layer predicts nothing."""
+
+    def padded(array: np.ndarray | None) -> np.ndarray | None:
+        if array is None:
+            return None
+        return np.pad(array, ((0, 0), (0, 1), (0, 0)))
+
+    return LayerTokens(
+        trace.ids,
+        trace.weights,
+        trace.probabilities,
+        trace.importance,
+        padded(trace.predicted_ids),
+        padded(trace.predicted_probabilities),
+    )
+
+
+def _spread(ids: jax.Array, values: jax.Array, num_experts: int) -> jax.Array:
+    """Scatters values [N, n] at ids [N, n] to float32[N, E]."""
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    return jnp.sum(
+        jnp.where(ids[:, :, None] == expert[None, None], values[:, :, None], 0.0), axis=1
+    )
+
+
+MAX_SEARCHED = 32  # above so many victims, sorting is cheaper than searching one after the other
+_LAST = np.int32(2**31 - 1)
+
+
+class Moved(NamedTuple):
+    """Counts, int32[], of experts admitted, without a slot, evicted, and evicted unused."""
+
+    admitted: jax.Array
+    streamed: jax.Array
+    evictions: jax.Array
+    waste: jax.Array
+
+
+def initial(slots: jax.Array, num_experts: int) -> jax.Array:
+    """Keys int32[T, E] before any token, of slots int32[T].
+
+    A key is 0 for an expert without a slot, else 2 x last use + (prefetched, not used yet). Tiers
+    of E slots hold all. Where the tiers together have E slots, they share the experts in order of
+    id, the first tier first, as two pools with one copy of each do; else they are empty.
+    """
+    expert = jnp.arange(num_experts, dtype=jnp.int32)[None]
+    full = slots[:, None] >= num_experts
+    ends = jnp.cumsum(slots)[:, None]
+    shares = (expert < ends) & (expert >= ends - slots[:, None])
+    fits = (jnp.sum(slots) >= num_experts) & ~jnp.any(full)
+    return jnp.where(full | (fits & shares), 2, 0).astype(jnp.int32)
+
+
+def admit(
+    key: jax.Array,  # int32[E], after other evictions
+    coming: jax.Array,  # bool[E], experts to admit, none resident
+    protected: jax.Array,  # bool[E], experts that may not be evicted
+    slots: jax.Array,
+    stamp: jax.Array,  # int32[], key of the admitted
+    most: int,  # static, the most experts that are admitted
+) -> tuple[jax.Array, Moved]:
+    """Admits experts to one tier's slots: free ones, then victims as in `cache_plan.plan`."""
+    num_experts = len(key)
+    there = key > 0
+    victims = there & ~protected
+    num_coming, free = _num(coming), slots - _num(there)
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    fits = num_coming <= free + _num(victims)
+    room = jnp.where(fits, num_coming, free)
+    ones = coming.astype(jnp.int32)
+    before = jnp.cumsum(ones) - ones
+    admitted = coming & (before < room)
+    num_gone = jnp.maximum(room - free, 0)
+    stride = 1 << (num_experts - 1).bit_length()
+    order = (key >> 1) * stride + expert  # whether it was brought ahead is no reason to stay
+    ranked = jnp.where(victims, order, _LAST)
+    last = jnp.full((), -1, jnp.int32)  # rank of the last victim
+    if most <= MAX_SEARCHED:
+        below = last
+        for i in range(most):
+            below = jnp.min(jnp.where(ranked > below, ranked, _LAST))
+            last = jnp.where(i < num_gone, below, last)
+    else:
+        place = jnp.clip(num_gone - 1, 0, num_experts - 1)
+        last = jnp.where(num_gone > 0, jnp.sort(ranked)[place], last)
+    gone = victims & (ranked <= last)
+    moved = Moved(
+        admitted=_num(admitted),
+        streamed=num_coming - _num(admitted),
+        evictions=num_gone,
+        waste=_num(gone & (key & 1 == 1)),
+    )
+    return jnp.where(admitted, stamp, jnp.where(gone, 0, key)), moved
+
+
+def prefetch_experts(
+    slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, most: int
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Prefetches the predicted experts: keys int32[T, E] and counts [T]."""
+    num_tiers, num_experts = key.shape
+    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
+    wanted = ahead[None] == tier
+    # A copy as good or better serves.
+    there = key > 0
+    served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
+    new = wanted & ~served
+    keys, moved = admit_each(key, new, wanted, slots, 2 * clock + 1, most)
+    came = new & (keys > 0)
+    leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
+    counts = {
+        "prefetched": moved.admitted,
+        "evictions": moved.evictions,
+        "prefetch_waste": moved.waste,
+    }
+    return jnp.where(leaving, 0, keys), counts
+
+
+def serve(
+    slots: jax.Array,
+    key: jax.Array,
+    decision: Decision,
+    observation: Observation,
+    clock: jax.Array,
+    most: int,
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+    """Runs a layer as decided: keys, counts [T] by name, gate mass float32[T + 3]."""
+    num_tiers, num_experts = key.shape
+    active = observation.active
+    wishes = Wishes(decision.tier, decision.at_least)
+    found = cache_plan.resolve_tiers(key > 0, decision.ids, wishes, active)
+    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
+    runs = found.tier[None] == tier  # bool[T, E]
+    misses = runs & found.fetched[None]
+    hits = runs & ~found.fetched[None]
+    key = jnp.where(found.leaving & (slots[:, None] < num_experts), 0, key)
+    events = {
+        "needed": _num(runs, axis=1),
+        "hits": _num(hits, axis=1),
+        "reused": _num(hits & found.reused[None], axis=1),
+        "misses": _num(misses, axis=1),
+        "prefetch_hits": _num(hits & (key & 1 == 1), axis=1),
+    }
+    key = jnp.where(hits, 2 * clock, key)
+    key, sums = admit_each(key, misses, runs, slots, 2 * clock, most)
+    events |= {
+        "admitted": sums.admitted,
+        "streamed": sums.streamed,
+        "evictions": sums.evictions,
+        "prefetch_waste": sums.waste,
+    }
+    weights = jnp.where(active[:, None], observation.weights, 0.0)
+    computed = decision.tier != SKIPPED
+    at = jnp.where(computed, found.tier[decision.ids], -1)
+    by_tier = jnp.sum(jnp.where(at[None] == tier[:, :, None], weights[None], 0.0), axis=(1, 2))
+    skipped = jnp.sum(jnp.where(computed, 0.0, weights))
+    other = computed & (decision.ids != observation.ids)
+    replaced = jnp.sum(jnp.where(other, weights, 0.0))
+    gate = jnp.concatenate([by_tier, jnp.stack([skipped, replaced, jnp.sum(weights)])])
+    return key, events, gate
+
+
+def admit_each(
+    key: jax.Array,
+    coming: jax.Array,
+    protected: jax.Array,
+    slots: jax.Array,
+    stamp: jax.Array,
+    most: int,
+) -> tuple[jax.Array, Moved]:
+    """Runs `admit` for every tier; the first four operands have its axis."""
+    one = functools.partial(admit, stamp=stamp, most=most)
+    return jax.vmap(one)(key, coming, protected, slots)
+
+
+def _num(mask: jax.Array, axis: int | None = None) -> jax.Array:
+    return jnp.sum(mask, axis=axis, dtype=jnp.int32)
+
 
 # int32[2, len(EVENTS), T] by phase and tier, names as in `moejax.experts.ledger`; `reused`: hits
 # in a tier better than asked for; `bulk`: experts that transfers brought.

@@ -26,9 +26,8 @@ from moejax.inference.runner import Runner
 from moejax.models.attention import causal_attention
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import ExpertStacks, Pairs, combine, products_by_block
-from moejax.models.experts import Experts
 from moejax.models.layer_index import LayerIndex
-from moejax.models.routing import Routing
+from moejax.models.moe import Experts, Routing
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.quantization.pipeline.calibration import shipped_text

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.models.attention import causal_attention
-from moejax.models.experts import ResidentExperts
 from moejax.models.layer_index import LayerIndex
-from moejax.models.routing import Routing
+from moejax.models.moe import ResidentExperts, Routing
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.policies.attention_importance import attention_received
 from scripts.studies.quality.bench import Windows

@@ -23,8 +23,8 @@ import numpy as np
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.expert_products import swiglu
-from moejax.models.experts import ResidentExperts
 from moejax.models.kv_cache import KVCache
+from moejax.models.moe import ResidentExperts
 from moejax.models.transformer import ChunkSpec, merge_weights
 from scripts.studies.quality.bench import Model, Windows
 from scripts.studies.quality.sections import CACHE_RATES, Bench, Point
