@@ -40,11 +40,12 @@ from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner, settings_by_row
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import KernelChoice, describe_packing
+from moejax.models.kernel_choice import describe_packing
 from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights import linear as ops
+from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import Weight
 
 PLANNED_CONTEXT = 4096  # under limits of memory, where the context is left to the prompts

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.experts import cache_plan as placing
+from moejax.experts import tier_step as placing
 from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec
 from moejax.experts.tier_step import TierStep
 from moejax.inference.runner import Runner
-from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.layer_index import layer_indices
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import routing_of
 from moejax.weights import linear as ops
 from pallas_kernels import cache_plan, expert_fetch

@@ -18,7 +18,7 @@ from moejax.experts.state import TierSpec
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import SHAPES
 from moejax.policies.base import (
     SKIPPED,

@@ -39,7 +39,7 @@ from moejax.models.transformer import (
     merge_weights,
     model_definition,
 )
-from moejax.policies.attention_importance import attention_received
+from moejax.policies.dymoe import attention_received
 from moejax.weights.qtensor import Weight
 from tests import parity, slow, tiny_engine
 from tests.cached_runners import CPU

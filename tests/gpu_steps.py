@@ -34,11 +34,10 @@ from moejax.experts.state import (
     no_gate,
 )
 from moejax.inference import steps
-from moejax.inference.sampling import Sampling
+from moejax.inference.steps import Sampling
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.kv_cache import empty_cache
-from moejax.models.leaf_kinds import leaves_of
+from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
 from moejax.models.shapes import CONFIGS, with_layers
 from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.policies.base import AnyPolicy, PolicySpec

@@ -24,6 +24,7 @@ from moejax.models.expert_products import choose_grouped
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.weights import choices
 from moejax.weights import linear as ops
+from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
 from tests import gpu_targets, tiny_engine
@@ -49,7 +50,7 @@ class LatentTest(absltest.TestCase):
         assert isinstance(weight, QTensor)
         return weight
 
-    def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> kernel_choice.KernelChoice:
+    def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> KernelChoice:
         plain = tiny_engine.random_weights(LATENT)
         weights = {name: jnp.asarray(a, "bfloat16") for name, a in plain.items()}
         weights[EXPANDING_LEAF] = weight
@@ -73,7 +74,7 @@ class LatentTest(absltest.TestCase):
         weight = jnp.zeros((LATENT.num_layers, 8 * 128, 256), jnp.bfloat16)
         self.assertEqual(self.of(weight, AMPERE, 16).implementation, "triton")
         decode = self.of(weight, AMPERE, 2)
-        self.assertEqual(decode, kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {}))
+        self.assertEqual(decode, KernelChoice(ops.PLAIN, "bfloat16", False, {}))
 
     @pytest.mark.slow
     def test_that_is_what_runs(self):
@@ -128,14 +129,10 @@ class ExpectedTest(parameterized.TestCase):
 
     def test_what_is_wrong(self):
         found = {
-            "a": kernel_choice.KernelChoice(
-                "triton", "int4g64 float", True, {"mosaic": "K is 1408"}
-            ),
-            "b": kernel_choice.KernelChoice(
-                ops.DEQUANTIZED, "int4g64 float, block", True, {"triton": "no"}
-            ),
-            "c": kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {"mosaic": "no"}),
-            "d": kernel_choice.KernelChoice("mosaic", "int2g64 float", True, {}),
+            "a": KernelChoice("triton", "int4g64 float", True, {"mosaic": "K is 1408"}),
+            "b": KernelChoice(ops.DEQUANTIZED, "int4g64 float, block", True, {"triton": "no"}),
+            "c": KernelChoice(ops.PLAIN, "bfloat16", False, {"mosaic": "no"}),
+            "d": KernelChoice("mosaic", "int2g64 float", True, {}),
         }
         self.assertEqual([line[0] for line in wrong_kernels(found, ("mosaic",))], ["a", "b"])
         (line,) = wrong_kernels(found, ("mosaic", "triton"))

@@ -17,7 +17,7 @@ from flax import nnx
 
 from moejax import Engine
 from moejax.inference.runner import Runner
-from moejax.models import attention, delta_net, moe, norm
+from moejax.models import attention, delta_net, moe, stacked
 from moejax.models import transformer as token_step
 from moejax.models.config import LatentAttention, RopeScaling
 from moejax.models.kernel_choice import phase_warnings
@@ -58,7 +58,7 @@ AMPERE = ops.Kernels(Target("gpu", (8, 6)))
 SPEC = ChunkSpec(kv_length=48, is_first=False, experts="dense", attention="xla", cached="kernel")
 # Module, function: each runs interpreted, in a jitted function whose traces are forgotten.
 CALLS = (
-    (token_step.residual_norm, "residual_norm", norm.norm_of_sum),
+    (token_step.residual_norm, "residual_norm", stacked.norm_of_sum),
     (token_step.qkv_to_cache, "qkv_to_cache", token_step.queries_and_cache),
     (attention.decode_attention, "decode_attention", attention.token_attention),
     (moe.router_topk, "top_k", moe.routing_by_kernel),

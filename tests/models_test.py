@@ -13,8 +13,8 @@ from flax import nnx
 
 from moejax.models import attention
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.norm import rms_norm
 from moejax.models.rope import rotary_angles, rotate
+from moejax.models.stacked import rms_norm
 from moejax.models.transformer import (
     Transformer,
     flat_weights,

@@ -21,7 +21,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.sampling import names_a_token
+from moejax.inference.steps import names_a_token
 from tests import commands, slow, tiny_engine
 from tests.folder_case import FolderTestCase
 from tests.serving_case import served, tiny_chat_engine

@@ -23,7 +23,7 @@ from moejax.inference import chunking as chunks
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.planning import bits_line
-from moejax.policies.attention_importance import importance_nbytes
+from moejax.policies.dymoe import importance_nbytes
 from moejax.weights import LOW_RANK
 from moejax.weights.qtensor import CodesKind
 from tests import commands

@@ -17,6 +17,7 @@ from moejax.models import kernel_choice, moe
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights import linear as ops
+from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
 from tests import gpu_targets, slow, tiny_engine
@@ -165,8 +166,8 @@ class QuantizedEngineTest(parameterized.TestCase):
             self.assertIn(name, told)
 
     def test_the_expected_kernel_is_not_remarked_on(self):
-        found = {"a": kernel_choice.KernelChoice("triton", "int4g64 float", True, {"mosaic": "no"})}
-        found["b"] = kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {})
+        found = {"a": KernelChoice("triton", "int4g64 float", True, {"mosaic": "no"})}
+        found["b"] = KernelChoice(ops.PLAIN, "bfloat16", False, {})
         self.assertEqual(kernel_choice.phase_warnings("prefill", found, "triton"), [])
         self.assertEqual(kernel_choice.phase_warnings("prefill", found, None), [])
         (line,) = kernel_choice.phase_warnings("prefill", found, "mosaic")

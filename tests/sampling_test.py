@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from moejax.inference.sampling import Sampling, draw, filtered, penalized
+from moejax.inference.steps import Sampling, draw, filtered, penalized
 from tests.host_test_case import HostTestCase
 
 VOCAB_SIZE = 37

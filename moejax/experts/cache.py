@@ -19,12 +19,11 @@ from absl import logging
 
 from moejax.errors import MoejaxError
 from moejax.experts import residency
-from moejax.experts.cache_plan import Jobs
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.host_store import Expert
 from moejax.experts.ledger import Ledger, TierLedger
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec, no_gate
-from moejax.experts.tier_step import TierStep
+from moejax.experts.tier_step import Jobs, TierStep
 from moejax.experts.tiering import STORED
 from moejax.experts.transfer_programs import TransferRequests, is_ready, request_transfers
 from moejax.experts.transfers import Transfers

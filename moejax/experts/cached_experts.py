@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from moejax.errors import MoejaxError
-from moejax.experts.cache_plan import CachePlanner
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots
-from moejax.experts.tier_step import TierStep, Wanted, fetch_together
+from moejax.experts.tier_step import CachePlanner, TierStep, Wanted, fetch_together
 from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
@@ -41,7 +40,6 @@ from moejax.models.moe import (
     prefetch_scores,
     record_experts,
 )
-from moejax.policies.attention_importance import attention_received
 from moejax.policies.base import (
     SKIPPED,
     AnyPolicy,
@@ -50,6 +48,7 @@ from moejax.policies.base import (
     moves_between_steps,
     vmap_decide,
 )
+from moejax.policies.dymoe import attention_received
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from pallas_kernels import cache_plan

@@ -12,14 +12,15 @@ Axes: N tokens, A experts a token, P parts of a product; the rest as in `moejax.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
-from moejax.experts.cache_plan import CachePlanner, Jobs, SlotPlan, terms_by_slot
+from moejax.experts.residency import COLUMNS
 from moejax.experts.state import HostRows, TierSlots, TierSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
@@ -35,7 +36,200 @@ from moejax.models.moe import STEP_BYTES, ExpertImpl, record_experts
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator, QTensor, Weight
-from pallas_kernels import expert_fetch
+from pallas_kernels import cache_plan, expert_fetch
+from pallas_kernels.cache_plan import Asked, LayerPlan, Tables, Tier, TierShape
+from pallas_kernels.target import Target
+
+
+class Jobs(NamedTuple):
+    """Rows of the host store to copy into global slots; -1: none.
+
+    `experts` are whose rows they are; None where no expert can be on the disk alone.
+    """
+
+    rows: jax.Array
+    slots: jax.Array
+    experts: jax.Array | None
+
+
+class SlotPlan(NamedTuple):
+    """One tier's part of a plan, over all pairs; other tiers' pairs have no wave."""
+
+    slot: jax.Array  # int32[N, A]
+    wave: jax.Array  # int32[N, A]; -1 for pairs that do not run in this tier
+    admitted: Jobs  # [J]
+    streamed: Jobs  # [W, B]
+    # int32[N A] each: experts, an expert maybe several times, with their slots and waves
+    holders: tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlanner:
+    """Plans slots of the tiers, from static facts.
+
+    Attributes:
+      target: device whose kernels may plan; None: no kernels.
+      moves: whether transfers move experts between steps.
+    """
+
+    tiers: tuple[TierSpec, ...]
+    target: Target | None
+    moves: bool = True
+
+    def refusal(self, num_asked: int) -> str | None:
+        """Returns why one launch cannot plan so many pairs, or None."""
+        if self.target is None:
+            return "no kernels are wanted"
+        if any(tier.read is not None for tier in self.tiers):
+            return "experts may be on the disk alone, and the step asks the host for them by id"
+        if any(tier.emulated for tier in self.tiers):
+            return "a tier has no slots"
+        if len(self.tiers) > 1 and any(form.later_waves for form in self.forms(num_asked)):
+            return "of several tiers one streams experts in waves"
+        num_experts = self.tiers[0].cache.num_experts
+        sizes = num_experts, num_asked, len(self.tiers)
+        return cache_plan.PLAN.refusal("triton", *sizes, target=self.target)
+
+    def forms(self, num_pairs: int) -> tuple[TierShape, ...]:
+        """Returns each tier's static form, for a layer of so many pairs."""
+        return tuple(
+            TierShape(
+                slots=tier.cache.slots,
+                banks=tier.cache.banks,
+                transient=tier.cache.transient,
+                waves=self.num_waves(i, num_pairs),
+                is_full=tier.cache.slots == tier.cache.num_experts,
+                is_complete=tier.is_complete,
+                static_in_step=i == 0
+                and tier.between_steps
+                and tier.cache.slots > 0
+                and not tier.is_complete,
+                may_be_promoted_elsewhere=self.moves
+                or any(better.prefetch for better in self.tiers[:i]),
+            )
+            for i, tier in enumerate(self.tiers)
+        )
+
+    def num_waves(self, index: int, num_pairs: int) -> int:
+        """Number of waves through a tier's transient slots for so many pairs."""
+        tier, cache = self.tiers[index], self.tiers[index].cache
+        if cache.slots and (tier.is_complete or tier.between_steps):
+            return 0
+        most = min(num_pairs, cache.num_experts)
+        return cache_plan.num_waves(most, cache.slots, cache.transient)
+
+    def plan_layer(
+        self,
+        tiers: Sequence[TierSlots],
+        rows_of: Sequence[jax.Array],
+        gate: jax.Array | None,
+        layer: Index,
+        asked: Asked,
+        token_mask: jax.Array,
+    ) -> tuple[LayerPlan, list[SlotPlan], jax.Array | None, list[TierSlots]]:
+        """Plans where a layer's pairs run, and which experts are fetched.
+
+        Args:
+          tiers: donated.
+          rows_of: int32[M, E] of each tier, rows of the host store; -1: none.
+          gate: as in `ExpertCache`, donated; None: it is not counted.
+          asked: routing of N tokens.
+          token_mask: bool[N], False for padding.
+
+        Returns:
+          The plan, each tier's part of it, and `gate` and `tiers` after it.
+        """
+        operands = tuple(Tier(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True))
+        forms = self.forms(asked.ids.size)
+        by_kernel = self.refusal(asked.ids.size) is None
+        tables, gate, found = _planned(
+            operands, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
+        )
+        ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
+        parts = []
+        for i, form in enumerate(forms):
+            wave = found.tier if found.wave is None else found.wave
+            if len(forms) > 1:
+                wave = jnp.where(found.tier == i, 0 if found.wave is None else wave, -1)
+            admitted, streamed = _jobs(found.fetch[i]), _jobs(found.streamed[i])
+            if not form.later_waves:
+                streamed = jax.tree.map(lambda of: of.reshape(0, 1), _jobs(None))
+            parts.append(
+                SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
+            )
+        return found, parts, gate, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
+
+    def plan_prefetch(
+        self,
+        slots: TierSlots,
+        row_of: jax.Array,
+        layer: Index,
+        ids: jax.Array,
+        token_mask: jax.Array,
+    ) -> tuple[Jobs, TierSlots]:
+        """Plans the prefetch of experts of a coming layer to the slots of the only tier.
+
+        Args:
+          slots: donated.
+          layer: the coming one.
+          ids: int32[L], experts that it will probably need; -1: none.
+        """
+        (spec,) = self.tiers
+        if spec.read is not None:  # nobody waits for the disk on a guess
+            ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
+        tables, found = _predicted(
+            Tier(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
+            form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
+        )  # fmt: skip
+        return _jobs(found), _with(slots, tables)
+
+
+def terms_by_slot(
+    term: Compensator, layer: Index, experts: jax.Array, places: jax.Array, num_slots: int
+) -> Compensator:
+    """Low-rank terms by slot, starts and ranks [1, S]; rank 0 in other slots."""
+
+    def by_slot(of_expert: jax.Array) -> jax.Array:
+        slots = jnp.zeros(num_slots, jnp.int32)
+        return slots.at[places].set(of_expert[layer, experts], mode="drop")[None]
+
+    return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))
+
+
+def _tables(slots: TierSlots) -> Tables:
+    """The arrays that a plan changes."""
+    residency, counts = slots.residency, slots.counts
+    return Tables(residency.table, residency.clock, counts.events, counts.gate)
+
+
+def _with(slots: TierSlots, found: Tables) -> TierSlots:
+    return dataclasses.replace(
+        slots,
+        residency=dataclasses.replace(slots.residency, table=found.table, clock=found.clock),
+        counts=dataclasses.replace(slots.counts, events=found.events, gate=found.gate),
+    )
+
+
+def _jobs(fetch: cache_plan.Fetch | None) -> Jobs:
+    if fetch is None:
+        return Jobs(*[jnp.full(0, -1, jnp.int32)] * 3)
+    return Jobs(*fetch)
+
+
+# Jitted, with the layer an operand: all layers share a trace and the kernel.
+@functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
+def _planned(
+    *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
+) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
+    how = "triton" if by_kernel else "reference"
+    return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
+def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, cache_plan.Fetch]:
+    how = "triton" if by_kernel else "reference"
+    return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)
+
 
 Bank = tuple[Weight, Weight]  # of `TierSlots`
 Wanted = Callable[[], jax.Array]  # int32[L], experts to prefetch for the next layer; -1: none

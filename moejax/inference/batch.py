@@ -9,7 +9,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.inference.generation import AnswerBuilder, FinishReason, GenerationSettings, Timing
 from moejax.inference.runner import Runner
-from moejax.inference.sampling import NOT_FINITE, StepOutput
+from moejax.inference.steps import NOT_FINITE, StepOutput
 from moejax.text.tokenizer import Tokenizer
 
 

@@ -21,8 +21,8 @@ from moejax.files import result_rows as results
 from moejax.files.termination import delete_on_sigterm
 from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.layer_index import LayerIndex
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import Experts, Routing, SparseMoe, prefetch_scores
 from moejax.routing.trace import DECODE, PREFILL, STEPS_PER_CALL, TIERS, TraceWriter, id_dtype
 from moejax.weights.linear import Index

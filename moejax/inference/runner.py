@@ -12,8 +12,8 @@ from absl import logging
 
 from moejax.devices import plain_memory_errors
 from moejax.experts.cache import ExpertMemory
-from moejax.experts.cache_plan import CachePlanner
 from moejax.experts.state import ExpertCache, compiler_options
+from moejax.experts.tier_step import CachePlanner
 from moejax.inference import steps
 from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
@@ -34,7 +34,7 @@ from moejax.inference.chunking import (
 )
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.recorder import Recorder
-from moejax.inference.sampling import Sampling, StepOutput
+from moejax.inference.steps import Sampling, StepOutput
 from moejax.models.attention import (
     DecodeAttentionImpl,
     choose_cached,
@@ -42,8 +42,9 @@ from moejax.models.attention import (
     default_attention_impl,
 )
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import EXPERT_LEAVES, expected_kernel, phase_warnings
+from moejax.models.kernel_choice import expected_kernel, phase_warnings
 from moejax.models.kv_cache import KVCache, empty_cache
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import ExpertImpl, default_expert_impl
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.programs import CompiledPrograms

@@ -23,7 +23,7 @@ from moejax.models.attention import AttentionFn, CachedAttention
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache
 from moejax.models.layer_index import LayerIndex
-from moejax.models.parameter import StackedModule, stacked_parameter
+from moejax.models.stacked import StackedModule, stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from pallas_kernels import delta_step as kernel

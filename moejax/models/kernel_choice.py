@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from moejax.models.leaf_kinds import EXPERT_LEAVES as EXPERT_LEAVES
 from moejax.models.leaf_kinds import leaves_of
 from moejax.weights import linear as ops
-from moejax.weights.choices import KernelChoice as KernelChoice
+from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import Target
 

@@ -23,9 +23,8 @@ from moejax.models.attention import (
 from moejax.models.config import LatentAttention as Widths
 from moejax.models.config import ModelConfig
 from moejax.models.layer_index import LayerIndex
-from moejax.models.norm import stacked_norm
-from moejax.models.parameter import StackedModule, stacked_parameter
 from moejax.models.rope import Angles, rotate
+from moejax.models.stacked import StackedModule, stacked_norm, stacked_parameter
 from moejax.weights import linear as ops
 from pallas_kernels.decode_attention import Latent
 from pallas_kernels.target import Choice

@@ -36,7 +36,7 @@ from moejax.models.expert_products import (
     products_by_row,
 )
 from moejax.models.layer_index import LayerIndex
-from moejax.models.parameter import StackedModule, stacked_parameter
+from moejax.models.stacked import StackedModule, stacked_parameter
 from moejax.weights import choices
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index

@@ -39,9 +39,8 @@ from moejax.models.moe import (
     SparseMoe,
     routing_record,
 )
-from moejax.models.norm import norm_of_sum, rounded, stacked_norm
-from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import Angles, model_angles
+from moejax.models.stacked import norm_of_sum, rounded, stacked_norm, stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight

@@ -13,8 +13,8 @@ from moejax.models.attention import Attention, AttentionImpl, Heads, causal_atte
 from moejax.models.config import ModelConfig
 from moejax.models.layer_index import LayerIndex, layer_indices
 from moejax.models.moe import ResidentExperts, Routing, routing_record
-from moejax.models.norm import rms_norm
 from moejax.models.rope import model_angles
+from moejax.models.stacked import rms_norm
 from moejax.models.transformer import Transformer, merge_weights
 from scripts.demo_training.corpus import UNKNOWN_ID
 from scripts.demo_training.losses import HEAD_CHUNK_TOKENS, balance_loss, expert_share, head_loss

@@ -12,7 +12,7 @@ from moejax.models.attention import causal_attention
 from moejax.models.layer_index import LayerIndex
 from moejax.models.moe import ResidentExperts, Routing
 from moejax.models.transformer import merge_weights, model_definition
-from moejax.policies.attention_importance import attention_received
+from moejax.policies.dymoe import attention_received
 from scripts.studies.quality.bench import Windows
 from scripts.studies.quality.demo import WIKI, Demo, Finding, listed
 
