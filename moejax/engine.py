@@ -19,7 +19,7 @@ from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger
 from moejax.experts.load import load_limited, load_whole
 from moejax.experts.tiering import Tiering
-from moejax.inference.batch import Batch, raise_errors
+from moejax.inference.batch import RowBatch, raise_errors
 from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
     FixedSizes,
@@ -363,7 +363,7 @@ class Engine:
         text = self.tokenizer.apply_chat_template(checked, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
 
-    def _stream(self, batch: Batch) -> Iterator[Chunk]:
+    def _stream(self, batch: RowBatch) -> Iterator[Chunk]:
         for deltas in batch.steps():
             raise_errors(deltas)
             [delta] = deltas
@@ -424,7 +424,7 @@ class Engine:
 
         `batch_size`: sequences of the call; 0: one per prompt.
         """
-        planned = self.budget.context if self.budget else self.config.context_limit
+        planned = self.budget.run.context if self.budget else self.config.context_limit
         return cache_length(
             max(map(len, prompts)), settings.max_new_tokens, self.context, planned,
             self.config.context_limit,
@@ -434,7 +434,7 @@ class Engine:
     @property
     def longest_prompt(self) -> int:
         """Most tokens of a prompt that leave room for an answer."""
-        planned = self.budget.context if self.budget else self.config.context_limit
+        planned = self.budget.run.context if self.budget else self.config.context_limit
         return (self.context or planned) - 1
 
     def check_prompt(self, ids: list[int]) -> None:
@@ -453,7 +453,7 @@ class Engine:
         """
         if not self.context:
             most = min(PLANNED_CONTEXT, self.config.max_positions)
-            self.context = self.budget.context if self.budget else most
+            self.context = self.budget.run.context if self.budget else most
         longest = longest_chunk(self.config, batch, self.context, self._runner.planned)
         sizes = {min(size, longest, self.context) for size in chunks}
         reads = {kv for kv in kv_lengths if 2 * kv <= self.context} | {self.context}
@@ -462,14 +462,16 @@ class Engine:
 
     def batch(
         self, prompts: Sequence[list[int]], settings: Sequence[GenerationSettings], **how: Any
-    ) -> Batch:
-        """Prompts as token ids with settings each, as one batch; `how` has `Batch`'s arguments."""
+    ) -> RowBatch:
+        """Prompts as token ids with settings each, as one batch; `how`: see `RowBatch`."""
         size = max(len(prompts), how.get("size", 0))
         length = max(
             self._cache_length([prompt], own, size)
             for prompt, own in zip(prompts, settings, strict=True)
         )
-        return Batch(self._runner, self.tokenizer, prompts, settings, length, self.eos_ids, **how)
+        return RowBatch(
+            self._runner, self.tokenizer, prompts, settings, length, self.eos_ids, **how
+        )
 
     def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:
         return token_ids_of(

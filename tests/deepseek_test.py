@@ -24,7 +24,7 @@ from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models import latent_attention
 from moejax.models.attention import Attended
-from moejax.models.config import LatentAttention as Widths
+from moejax.models.config import LatentConfig as Widths
 from moejax.models.config import ModelConfig, RopeScaling, RouterRule
 from moejax.models.kv_cache import empty_cache
 from moejax.models.latent_attention import is_expanded

@@ -10,7 +10,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from moejax.models.delta_net import CHUNK_LENGTH, Tokens, causal_convolution, delta_rule
+from moejax.models.delta_net import CHUNK_LENGTH, DeltaTokens, causal_convolution, delta_rule
 from tests import slow
 
 # Float32 against float64: a token's update passes the errors of those before it on, at most whole.
@@ -29,7 +29,7 @@ def draw(rng, batch, length, num_keys, repeats, key_dim, value_dim, decay):
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
     shared = unit(normal(batch, 1, num_keys, key_dim))  # keys that are alike make systems hard
-    tokens = Tokens(
+    tokens = DeltaTokens(
         q=unit(normal(batch, length, num_keys, key_dim)),
         k=unit(shared + normal(batch, length, num_keys, key_dim) / key_dim),
         v=normal(batch, length, heads, value_dim),
@@ -104,7 +104,7 @@ class DeltaRuleTest(parameterized.TestCase):
         parts, first = [], 0
         for size in sizes:
             part = slice(first, first + size)
-            read, state = rule(Tokens(*(x[:, part] for x in tokens)), active[:, part], state)
+            read, state = rule(DeltaTokens(*(x[:, part] for x in tokens)), active[:, part], state)
             parts.append(read)
             first += size
         found = np.where(active[:, :, None, None], np.concatenate(parts, axis=1), 0.0)

@@ -19,7 +19,7 @@ from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models import kernel_choice, moe
-from moejax.models.config import LatentAttention
+from moejax.models.config import LatentConfig
 from moejax.models.expert_products import choose_grouped
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.weights import choices
@@ -37,7 +37,7 @@ LATENT = dataclasses.replace(
     DEEPSEEK_V2_LITE, vocab_size=64, model_dim=32, num_layers=2, num_heads=8, num_kv_heads=8,
     head_dim=70, num_experts=4, experts_per_token=2, expert_dim=16, moe_layers=(1,),
     shared_dim=16, mlp_dim=16,
-    latent=LatentAttention(kv_rank=256, query_rank=None, nope_dim=64, rope_dim=6, value_dim=64),
+    latent=LatentConfig(kv_rank=256, query_rank=None, nope_dim=64, rope_dim=6, value_dim=64),
 )  # fmt: skip
 
 

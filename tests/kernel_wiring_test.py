@@ -19,7 +19,7 @@ from moejax import Engine
 from moejax.inference.runner import Runner
 from moejax.models import attention, delta_net, moe, stacked
 from moejax.models import transformer as token_step
-from moejax.models.config import LatentAttention, RopeScaling
+from moejax.models.config import LatentConfig, RopeScaling
 from moejax.models.kernel_choice import phase_warnings
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.moe import ResidentExperts, routing_record
@@ -52,7 +52,7 @@ SCALED = dataclasses.replace(
 )
 LATENT = dataclasses.replace(
     DEEPSEEK_V2_LITE, **SMALL | {"num_kv_heads": 4, "head_dim": 40, "shared_dim": 16},
-    latent=LatentAttention(kv_rank=32, query_rank=None, nope_dim=24, rope_dim=16, value_dim=8),
+    latent=LatentConfig(kv_rank=32, query_rank=None, nope_dim=24, rope_dim=16, value_dim=8),
 )  # fmt: skip
 AMPERE = ops.Kernels(Target("gpu", (8, 6)))
 SPEC = ChunkSpec(kv_length=48, is_first=False, experts="dense", attention="xla", cached="kernel")

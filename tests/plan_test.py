@@ -17,7 +17,7 @@ from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.config.policy import PolicyConfig
 from moejax.experts import machine
-from moejax.experts.budget import Limits, Machine, describe
+from moejax.experts.budget import Limits, MachineMemory, describe
 from moejax.experts.load import tier_of
 from moejax.inference import chunking as chunks
 from moejax.models.config import ModelConfig
@@ -402,9 +402,10 @@ class MainTest(PlanCase):
         with mock.patch.object(machine, "available_nbytes", return_value=5):
             with mock.patch.dict("os.environ", {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "3"}):
                 self.assertEqual(
-                    machine.this_machine("gpu"), Machine(host_nbytes=5, pinned_nbytes=3 * 2**30)
+                    machine.this_machine("gpu"),
+                    MachineMemory(host_nbytes=5, pinned_nbytes=3 * 2**30),
                 )
-            self.assertEqual(machine.this_machine("cpu"), Machine(host_nbytes=5))
+            self.assertEqual(machine.this_machine("cpu"), MachineMemory(host_nbytes=5))
 
     def test_memory_is_given_in_the_file(self):
         config = PlanConfig(shape="Qwen3-30B-A3B", memory=MemoryConfig(device_gib=12, prefetch=2))

@@ -91,12 +91,12 @@ def _step(counting: Counting) -> Callable[..., steps.StepResult[tuple[KVCache, E
     """Step for `Runner.scan_windows`; one object per setting, since functions are program keys."""
 
     def profile_chunk(
-        program: steps.Program,
+        program: steps.StepProgram,
         spec: ChunkSpec,
         state: tuple[KVCache, ExpertActivity],
         experts: None,
         inputs: steps.StepInputs,
-        chunk: steps.Chunk,
+        chunk: steps.TokenChunk,
     ) -> steps.StepResult[tuple[KVCache, ExpertActivity]]:
         if experts is not None:
             raise ValueError("a profile needs a model that holds all its experts")

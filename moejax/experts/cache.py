@@ -23,7 +23,7 @@ from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.host_store import Expert
 from moejax.experts.ledger import Ledger, TierLedger
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec, no_gate
-from moejax.experts.tier_step import Jobs, TierStep
+from moejax.experts.tier_step import TierStep
 from moejax.experts.tiering import STORED
 from moejax.experts.transfer_programs import TransferRequests, is_ready, request_transfers
 from moejax.experts.transfers import Transfers
@@ -33,6 +33,7 @@ from moejax.policies.make import with_kernels
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Compensator, Weight
+from pallas_kernels.cache_plan import Fetch
 
 UNKNOWN_TOKENS = 2**30  # more than any policy rests for
 POLL_S = 2e-4  # between looks at transfers that are waited for
@@ -545,7 +546,7 @@ def _preloaded_pool(
             slots = (first + np.arange(experts.shape[1])[None]).reshape(-1).astype(np.int32)
             rows = store.row_of[layers[:, None], experts[layers]].reshape(-1)
             if slots.size:
-                pool = tier.copy_rows(pool, bank, bank, Jobs(rows, jnp.asarray(slots), None))
+                pool = tier.copy_rows(pool, bank, bank, Fetch(rows, jnp.asarray(slots)))
         return pool
 
     pool = jax.jit(fill, donate_argnums=0)(memory.pool, store)

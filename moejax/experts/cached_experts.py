@@ -25,8 +25,8 @@ from moejax.experts.tier_step import CachePlanner, TierStep, Wanted, fetch_toget
 from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
+    ExpertPairs,
     ExpertStacks,
-    Pairs,
     choose_for_tiers,
     combine,
     products_of_tiers,
@@ -246,7 +246,7 @@ class CachedExperts(Experts):
                 products.append(own)
             total = _selected(products, found.tier)
         runs = served[0] if decision is None else found.tier != SKIPPED
-        out = combine(total, Pairs(ids, runs), weights, x.dtype)
+        out = combine(total, ExpertPairs(ids, runs), weights, x.dtype)
         return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)
 
     def _products_of_tiers(

@@ -19,8 +19,8 @@ from moejax.experts.budget import (
     Limits,
     PolicyDemands,
     RunSizes,
-    Tier,
     TierBudget,
+    TierSize,
     default_bulk,
     make_budget,
     unused,
@@ -45,9 +45,9 @@ from moejax.weights.qtensor import Weight
 from pallas_kernels.target import target_of
 
 
-def tier_of(sizes: Sizes) -> Tier:
+def tier_of(sizes: Sizes) -> TierSize:
     """Returns the form of a model's experts as a budget's tier."""
-    return Tier(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
+    return TierSize(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
 
 
 def load_limited(
@@ -191,7 +191,11 @@ def plan_experts(
 
 
 def budget_of_tiers(
-    policy: AnyPolicy, run: RunSizes, tiers: Sequence[Tier], slots: Sequence[int], limits: Limits
+    policy: AnyPolicy,
+    run: RunSizes,
+    tiers: Sequence[TierSize],
+    slots: Sequence[int],
+    limits: Limits,
 ) -> Budget:
     """Makes a budget with a policy's prefetch, transfers and parts of its own.
 
@@ -306,19 +310,19 @@ def _rows_of(
 
 def _sizes(
     tier: StoredTier, source: Checkpoint, tiering: Tiering, dtype: str, device: jax.Device
-) -> Tier:
+) -> TierSize:
     """Bytes of an expert of a tier; MoejaxError where it has no form in which experts move."""
     if tier.bits:
         with open_experts(source, dtype=dtype, device=device) as reader:
             rows = _rows_of(tier, tiering, reader)
-            return Tier(name=tier.name, expert_nbytes=rows.row_nbytes)
+            return TierSize(name=tier.name, expert_nbytes=rows.row_nbytes)
     sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
     if sizes.refusal:
         raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
-    return Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes)
+    return TierSize(name=tier.name, expert_nbytes=sizes.expert_nbytes)
 
 
-def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], spec: PolicySpec) -> None:
+def _check_suits(policy: AnyPolicy, tiers: Sequence[TierSize], spec: PolicySpec) -> None:
     """Raises MoejaxError before anything is read, if the policy refuses the tiers."""
     nbytes = [tier.expert_nbytes for tier in tiers]
     if sorted(nbytes, reverse=True) != nbytes:

@@ -9,20 +9,20 @@ from pathlib import Path
 import jax
 from absl import logging
 
-from moejax.experts.budget import GIB, PINNED_LIMIT, BudgetError, Limits, Machine, gib_above
+from moejax.experts.budget import GIB, PINNED_LIMIT, BudgetError, Limits, MachineMemory, gib_above
 
 _DEFAULT_PINNED_GIB = 64  # XLA's own
 
 
-def this_machine(platform: str) -> Machine:
+def this_machine(platform: str) -> MachineMemory:
     """Reads the memory that is left, and how much a run on the platform could pin."""
     available = available_nbytes()
     if platform != "gpu":
-        return Machine(host_nbytes=available)
+        return MachineMemory(host_nbytes=available)
     limit = pinned_limit_nbytes()
     if PINNED_LIMIT not in os.environ:  # `raise_pinned_limit` would set it
         limit = max(limit, available or 0)
-    return Machine(host_nbytes=available, pinned_nbytes=limit)
+    return MachineMemory(host_nbytes=available, pinned_nbytes=limit)
 
 
 def raise_pinned_limit(platform: str) -> str | None:

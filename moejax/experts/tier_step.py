@@ -24,8 +24,8 @@ from moejax.experts.residency import COLUMNS
 from moejax.experts.state import HostRows, TierSlots, TierSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
+    ExpertPairs,
     ExpertStacks,
-    Pairs,
     choose_grouped,
     products_by_block,
     products_by_row,
@@ -37,19 +37,8 @@ from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import cache_plan, expert_fetch
-from pallas_kernels.cache_plan import Asked, LayerPlan, Tables, Tier, TierShape
+from pallas_kernels.cache_plan import Asked, Fetch, LayerPlan, Tables, Tier, TierShape
 from pallas_kernels.target import Target
-
-
-class Jobs(NamedTuple):
-    """Rows of the host store to copy into global slots; -1: none.
-
-    `experts` are whose rows they are; None where no expert can be on the disk alone.
-    """
-
-    rows: jax.Array
-    slots: jax.Array
-    experts: jax.Array | None
 
 
 class SlotPlan(NamedTuple):
@@ -57,8 +46,8 @@ class SlotPlan(NamedTuple):
 
     slot: jax.Array  # int32[N, A]
     wave: jax.Array  # int32[N, A]; -1 for pairs that do not run in this tier
-    admitted: Jobs  # [J]
-    streamed: Jobs  # [W, B]
+    admitted: Fetch  # [J]
+    streamed: Fetch  # [W, B]
     # int32[N A] each: experts, an expert maybe several times, with their slots and waves
     holders: tuple[jax.Array, jax.Array, jax.Array]
 
@@ -146,14 +135,14 @@ class CachePlanner:
             operands, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
         )
         ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
-        parts = []
+        nothing, parts = Fetch(*[jnp.full(0, -1, jnp.int32)] * 3), []
         for i, form in enumerate(forms):
             wave = found.tier if found.wave is None else found.wave
             if len(forms) > 1:
                 wave = jnp.where(found.tier == i, 0 if found.wave is None else wave, -1)
-            admitted, streamed = _jobs(found.fetch[i]), _jobs(found.streamed[i])
+            admitted, streamed = found.fetch[i] or nothing, found.streamed[i] or nothing
             if not form.later_waves:
-                streamed = jax.tree.map(lambda of: of.reshape(0, 1), _jobs(None))
+                streamed = jax.tree.map(lambda of: of.reshape(0, 1), nothing)
             parts.append(
                 SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
             )
@@ -166,7 +155,7 @@ class CachePlanner:
         layer: Index,
         ids: jax.Array,
         token_mask: jax.Array,
-    ) -> tuple[Jobs, TierSlots]:
+    ) -> tuple[Fetch, TierSlots]:
         """Plans the prefetch of experts of a coming layer to the slots of the only tier.
 
         Args:
@@ -181,7 +170,7 @@ class CachePlanner:
             Tier(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
             form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
         )  # fmt: skip
-        return _jobs(found), _with(slots, tables)
+        return found, _with(slots, tables)
 
 
 def terms_by_slot(
@@ -210,12 +199,6 @@ def _with(slots: TierSlots, found: Tables) -> TierSlots:
     )
 
 
-def _jobs(fetch: cache_plan.Fetch | None) -> Jobs:
-    if fetch is None:
-        return Jobs(*[jnp.full(0, -1, jnp.int32)] * 3)
-    return Jobs(*fetch)
-
-
 # Jitted, with the layer an operand: all layers share a trace and the kernel.
 @functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
 def _planned(
@@ -226,7 +209,7 @@ def _planned(
 
 
 @functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
-def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, cache_plan.Fetch]:
+def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, Fetch]:
     how = "triton" if by_kernel else "reference"
     return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)
 
@@ -285,7 +268,7 @@ class TierStep:
         return dataclasses.replace(slots, banks=tuple(banks))
 
     def copy_rows(
-        self, slots: TierSlots, turn: int, layer: Index, jobs: Jobs, after: int = 0,
+        self, slots: TierSlots, turn: int, layer: Index, jobs: Fetch, after: int = 0,
         beside: bool = False,
     ) -> TierSlots:  # fmt: skip
         """Copies experts of a layer into donated slots, from host memory or from the disk.
@@ -300,7 +283,7 @@ class TierStep:
         return self.finish_fetch(slots, turn, layer, bank, jobs, after)
 
     def finish_fetch(
-        self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Jobs, after: int = 0
+        self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Fetch, after: int = 0
     ) -> TierSlots:
         """Puts a filled bank in its place, after fetching the rest from the disk."""
         bank, waits = self._from_disk(bank, layer, jobs)
@@ -308,7 +291,7 @@ class TierStep:
             slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))
         return self.with_bank(slots, turn, bank, after)
 
-    def _copy_job(self, bank: Bank, jobs: Jobs) -> expert_fetch.Job | None:
+    def _copy_job(self, bank: Bank, jobs: Fetch) -> expert_fetch.Job | None:
         """Returns the copy from host memory; None where there is nothing to copy."""
         if not jobs.rows.size or self.spec.is_still or not self.rows.gate_up.shape[0]:
             return None
@@ -324,7 +307,7 @@ class TierStep:
             raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
         return chosen.implementation
 
-    def _from_host(self, bank: Bank, jobs: Jobs, beside: Bank | None = None) -> Bank:
+    def _from_host(self, bank: Bank, jobs: Fetch, beside: Bank | None = None) -> Bank:
         """Copies host rows to a donated bank; `beside` is read by products meanwhile."""
         if (job := self._copy_job(bank, jobs)) is None:
             return bank
@@ -334,7 +317,7 @@ class TierStep:
         tiles = expert_fetch.default_tiles_beside()
         return expert_fetch.fetch(*job, implementation=how, tiles=tiles, after=beside)
 
-    def _from_disk(self, bank: Bank, layer: Index, jobs: Jobs) -> tuple[Bank, jax.Array | None]:
+    def _from_disk(self, bank: Bank, layer: Index, jobs: Fetch) -> tuple[Bank, jax.Array | None]:
         """Copies experts from the disk, if any; returns their int32[] count."""
         rows, slots, experts = jobs
         if (read_rows := self.spec.read) is None or not rows.size or self.spec.is_still:
@@ -407,11 +390,11 @@ class TierStep:
     def pairs_and_stacks(
         self, slots: TierSlots, layer: LayerIndex, ids: jax.Array, active: jax.Array,
         plan: SlotPlan,
-    ) -> tuple[Pairs, ExpertStacks]:  # fmt: skip
+    ) -> tuple[ExpertPairs, ExpertStacks]:  # fmt: skip
         """The pairs and their experts where there are no waves."""
-        pairs = Pairs(plan.slot, active & (plan.wave == 0), plan.wave)
+        pairs = ExpertPairs(plan.slot, active & (plan.wave == 0), plan.wave)
         if self.spec.emulated:
-            pairs = Pairs(self.rows.row_of[layer.mlp][ids], active)
+            pairs = ExpertPairs(self.rows.row_of[layer.mlp][ids], active)
         return pairs, self._stacks(slots, layer.turn, layer.mlp, plan, 0)
 
     def _stream_waves(
@@ -421,7 +404,7 @@ class TierStep:
         """Computes [P, N, A, D] of all waves, each fetched after the one before."""
         now = active & (plan.wave == 0)
         products = self._multiply(
-            x, Pairs(plan.slot, now), self._stacks(slots, turn, layer, plan, 0)
+            x, ExpertPairs(plan.slot, now), self._stacks(slots, turn, layer, plan, 0)
         )
         outside = slots
 
@@ -435,7 +418,7 @@ class TierStep:
             slots = self.copy_rows(slots, turn, layer, jobs)
             mine = active & (plan.wave == number + 1)
             experts = self._stacks(slots, turn, layer, plan, number + 1)
-            found = self._multiply(x, Pairs(plan.slot, mine), experts)
+            found = self._multiply(x, ExpertPairs(plan.slot, mine), experts)
             products = jnp.where(mine[None, :, :, None], found, products)
             return self.bank(slots, turn), slots.counts, products
 
@@ -468,7 +451,7 @@ class TierStep:
             if products is not None:  # one after another, or XLA gathers the inputs of two waves
                 inputs, products = jax.lax.optimization_barrier((x, products))
             experts = self._stacks(slots, turn, layer, plan, wave, bank)
-            found = self._multiply(inputs, Pairs(plan.slot, mine), experts)
+            found = self._multiply(inputs, ExpertPairs(plan.slot, mine), experts)
             if products is not None:
                 found = jnp.where(mine[None, :, :, None], found, products)
             return self._after(slots, turn, found, bank)
@@ -497,7 +480,7 @@ class TierStep:
         products, read = jax.lax.optimization_barrier((products, self.bank(slots, turn, bank)))
         return products, self.with_bank(slots, turn, read, bank)
 
-    def _multiply(self, x: jax.Array, pairs: Pairs, experts: ExpertStacks) -> jax.Array:
+    def _multiply(self, x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks) -> jax.Array:
         """Multiplies the active pairs: [P, N, A, D]."""
         stacks = (experts.gate_up, experts.down)
         chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
@@ -535,7 +518,7 @@ class TierStep:
 
 
 def fetch_together(
-    tiers: Sequence[TierStep], banks: Sequence[Bank], jobs: Sequence[Jobs]
+    tiers: Sequence[TierStep], banks: Sequence[Bank], jobs: Sequence[Fetch]
 ) -> list[Bank]:
     """Copies host rows to a bank of each tier, in one launch where the kernel takes several."""
     wanted = list(zip(tiers, banks, jobs, strict=True))

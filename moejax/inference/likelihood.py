@@ -114,12 +114,12 @@ def _scores(
 
 
 def likelihood_chunk(
-    program: steps.Program,
+    program: steps.StepProgram,
     spec: ChunkSpec,
     state: tuple[KVCache, Places],
     experts: ExpertCache | None,
     inputs: steps.StepInputs,
-    chunk: steps.Chunk,
+    chunk: steps.TokenChunk,
 ) -> steps.StepResult[tuple[KVCache, Places]]:
     """Step for `Runner.scan_windows`: runs a chunk and scores its positions."""
     cache, places = state

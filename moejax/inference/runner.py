@@ -66,7 +66,7 @@ class Session:
     all_greedy: bool
     next_position: int  # largest position that the next step writes
     emitted: StepOutput  # of the last call, at first int32[B, 1]; not waited for
-    top_logprobs: int = 0  # see `steps.Program`
+    top_logprobs: int = 0  # see `steps.StepProgram`
     failures_before: int = 0  # see `ExpertMemory.failure_count`
 
     @property
@@ -171,7 +171,7 @@ class Runner:
         self.kernels = kernels or ops.Kernels(target_of(device))
         self._asked_via = expert_impl
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
-        self._program = steps.Program(definition, memory.spec if memory else None)
+        self._program = steps.StepProgram(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
         self.memory, self.planned, self.one_stream = memory, PlannedSizes(), False
         self.fixed: FixedSizes | None = None
@@ -557,8 +557,8 @@ class Runner:
             cached=decode_impl(self._cached), tiers=tiers,
         )  # fmt: skip
 
-    def _chunk(self, tokens: np.ndarray, start: int, lengths: jax.Array) -> steps.Chunk:
-        return steps.Chunk(self._put(tokens), self._put(np.int32(start)), lengths)
+    def _chunk(self, tokens: np.ndarray, start: int, lengths: jax.Array) -> steps.TokenChunk:
+        return steps.TokenChunk(self._put(tokens), self._put(np.int32(start)), lengths)
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         return jax.device_put(array, self.device)

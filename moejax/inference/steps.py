@@ -218,7 +218,7 @@ class StepResult(NamedTuple, Generic[State]):
     recorded: Recorded | None  # None without recording
 
 
-class Chunk(NamedTuple):
+class TokenChunk(NamedTuple):
     """Tokens `start`..`start + T` of B given texts."""
 
     tokens: jax.Array  # int32[B, T], padded at the end
@@ -233,7 +233,7 @@ class PrefillState(NamedTuple):
     last_hidden: jax.Array  # [B, D], of each prompt's last token, once that has run
 
 
-class Program(NamedTuple):
+class StepProgram(NamedTuple):
     """Static facts that all steps of a model share."""
 
     definition: nnx.GraphDef[Transformer]
@@ -280,7 +280,7 @@ def init_batch(
 
 
 def run_layers(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     model: Transformer,
     cache: KVCache,
@@ -315,12 +315,12 @@ def run_layers(
 
 
 def run_chunk(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     cache: KVCache,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    chunk: Chunk,
+    chunk: TokenChunk,
 ) -> tuple[Transformer, StepResult[KVCache]]:
     """Runs `run_layers` on a chunk of given texts; returns the model too."""
     model = merge_weights(program.definition, inputs.weights)
@@ -330,7 +330,7 @@ def run_chunk(
     )
 
 
-def chunk_positions(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+def chunk_positions(chunk: TokenChunk) -> tuple[jax.Array, jax.Array]:
     """int32[B, T], positions of a chunk's tokens; bool[B, T], False for padding."""
     steps = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(chunk.start + steps, chunk.tokens.shape)
@@ -338,12 +338,12 @@ def chunk_positions(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
 
 
 def prefill_chunk(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     state: PrefillState,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    chunk: Chunk,
+    chunk: TokenChunk,
 ) -> StepResult[PrefillState]:
     """Runs a chunk of every prompt, without an output.
 
@@ -361,12 +361,12 @@ def prefill_chunk(
 
 
 def chunk_logits(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     cache: KVCache,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    chunk: Chunk,
+    chunk: TokenChunk,
 ) -> StepResult[KVCache]:
     """Runs a chunk; the output is the logits float32[B, T, V] of every position."""
     model, found = run_chunk(program, spec, cache, experts, inputs, chunk)
@@ -374,12 +374,12 @@ def chunk_logits(
 
 
 def score_chunk(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     cache: KVCache,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    chunk: Chunk,
+    chunk: TokenChunk,
     places: jax.Array,
     targets: jax.Array,
 ) -> StepResult[KVCache]:
@@ -422,7 +422,7 @@ def _next_tokens(
 
 
 def first_token(
-    program: Program,
+    program: StepProgram,
     all_greedy: bool,
     cache: KVCache,
     keys: jax.Array,
@@ -477,7 +477,7 @@ def _tree_where(condition: jax.Array, new: Any, old: Any) -> Any:
 
 
 def decode(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     all_greedy: bool,
     buffer_length: int,

@@ -34,7 +34,7 @@ CHUNK_LENGTH = 64
 PRECISION = jax.lax.Precision.HIGHEST
 
 
-class Tokens(NamedTuple):
+class DeltaTokens(NamedTuple):
     """Inputs of T tokens to the delta rule."""
 
     q: jax.Array  # float32[B, T, K, key dim], scaled
@@ -44,7 +44,9 @@ class Tokens(NamedTuple):
     beta: jax.Array  # float32[B, T, H], in 0..1
 
 
-def delta_rule(tokens: Tokens, active: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def delta_rule(
+    tokens: DeltaTokens, active: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Applies the rule to T tokens of each sequence and returns the next state.
 
     Args:
@@ -60,11 +62,11 @@ def delta_rule(tokens: Tokens, active: jax.Array, state: jax.Array) -> tuple[jax
     tokens = tokens._replace(log_decay=log_decay, beta=beta)
     if active.shape[1] > 1:
         return _by_chunks(tokens, state)
-    out, state = _one_token(Tokens(*(array[:, 0] for array in tokens)), state)
+    out, state = _one_token(DeltaTokens(*(array[:, 0] for array in tokens)), state)
     return out[:, None], state
 
 
-def _one_token(token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _one_token(token: DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Applies eq. 10 to one token, arrays without T.
 
     S_t^T q = exp(g) S^T q + (k . q) u, where u is what is written at k: so one sum has all that is
@@ -81,7 +83,7 @@ def _one_token(token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     return read, decay[..., None] * state + k[..., None] * written[:, :, None, :]
 
 
-def _by_chunks(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _by_chunks(tokens: DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Applies the rule chunk by chunk (section 3.3).
 
     Without decay it is Yang et al., arXiv:2406.06484, eqs. 8 to 11.
@@ -213,7 +215,7 @@ def states_in_place(
 
 
 class DeltaNet(StackedModule):
-    """The G layers by a delta rule; see `config.DeltaNet` for the widths.
+    """The G layers by a delta rule; see `config.DeltaConfig` for the widths.
 
     A state and the convolution's last inputs go from chunk to chunk in the cache of a
     `CachedAttention`. Any other attention means whole sequences: both start at zero.
@@ -298,7 +300,7 @@ class DeltaNet(StackedModule):
         gate = z.reshape(*lead, of.num_value_heads, of.value_dim)
         return Projected(mixed, gate, b.reshape(*lead, -1), a.reshape(*lead, -1))
 
-    def tokens(self, mixed: jax.Array, projected: Projected, layer: Index) -> Tokens:
+    def tokens(self, mixed: jax.Array, projected: Projected, layer: Index) -> DeltaTokens:
         """Splits float32[B, T, channels] after convolution and silu (section 3.4)."""
         of, lead = self.of, mixed.shape[:2]
         q, k, v = jnp.split(mixed, [of.key_width, 2 * of.key_width], axis=-1)
@@ -306,7 +308,7 @@ class DeltaNet(StackedModule):
         v = v.reshape(*lead, of.num_value_heads, of.value_dim)
         step = jax.nn.softplus(projected.decay + self.dt_bias[...][layer][None, None])
         log_decay = -jnp.exp(self.a_log[...][layer])[None, None] * step
-        return Tokens(q * of.key_dim**-0.5, k, v, log_decay, jax.nn.sigmoid(projected.beta))
+        return DeltaTokens(q * of.key_dim**-0.5, k, v, log_decay, jax.nn.sigmoid(projected.beta))
 
     def output(self, read: jax.Array, gate: jax.Array, layer: Index) -> jax.Array:
         """Norm, gate and projection: float32[B, T, H, value dim] to [B, T, D].

@@ -25,7 +25,7 @@ from pallas_kernels import grouped_dequant_matmul
 from pallas_kernels.target import Choice
 
 
-class Pairs(NamedTuple):
+class ExpertPairs(NamedTuple):
     """The experts that each of N tokens runs, A of them."""
 
     expert: jax.Array  # int32[N, A], along the second axis of the stacks
@@ -47,7 +47,9 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def combine(
+    products: jax.Array, pairs: ExpertPairs, weights: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     """Sums weights[n, a] product[n, a] over a, in order, in float32: [N, D] in `dtype`.
 
     Args:
@@ -57,7 +59,7 @@ def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dt
     return grouped_dequant_matmul.combine(products, pairs.active, weights, dtype)
 
 
-def products_by_row(x: jax.Array, pairs: Pairs, experts: ExpertStacks) -> jax.Array:
+def products_by_row(x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks) -> jax.Array:
     """Unrolls one slice and two thin products per pair, active or not; `x.dtype`[1, N, A, D]."""
 
     def matrix(stacked: Weight, index: jax.Array) -> jax.Array:
@@ -79,7 +81,7 @@ def block_size(num_rows: int, num_experts: int) -> int:
 
 
 def products_by_block(
-    x: jax.Array, pairs: Pairs, experts: ExpertStacks, num_experts: int, step_bytes: int
+    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, num_experts: int, step_bytes: int
 ) -> jax.Array:
     """Sorts pairs by expert, pads them to blocks of one expert, and runs batched products.
 
@@ -137,7 +139,7 @@ def products_by_block(
 
 
 def products_grouped(
-    x: jax.Array, pairs: Pairs, experts: ExpertStacks, implementation: str
+    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, implementation: str
 ) -> jax.Array:
     """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D]."""
     tier = pairs.tier
@@ -216,7 +218,7 @@ def experts_grouped(
     """
     if (reason := _kernel_refusal((gate_up, down))) is not None:
         raise ValueError(f"the grouped kernel refuses: {reason}")
-    pairs = Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
+    pairs = ExpertPairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
     products = products_grouped(x, pairs, ExpertStacks(gate_up, down, layer), implementation)
     return combine(products, pairs, weights, x.dtype)
 

@@ -20,8 +20,7 @@ from moejax.models.attention import (
     token_attention,
     visible_slots,
 )
-from moejax.models.config import LatentAttention as Widths
-from moejax.models.config import ModelConfig
+from moejax.models.config import LatentConfig, ModelConfig
 from moejax.models.layer_index import LayerIndex
 from moejax.models.rope import Angles, rotate
 from moejax.models.stacked import StackedModule, stacked_norm, stacked_parameter
@@ -56,7 +55,7 @@ class Latents(NamedTuple):
 
 
 def is_expanded(
-    of: Widths, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
+    of: LatentConfig, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
 ) -> bool:
     """Whether T queries per sequence attend to S cache slots by expanded keys and values.
 
@@ -160,7 +159,7 @@ def _in_blocks(attend: Callable[..., jax.Array], num_slots: int, *of: jax.Array)
 
 
 class LatentAttention(StackedModule):
-    """Projections of all layers; see `config.LatentAttention` for the widths.
+    """Projections of all layers; see `config.LatentConfig` for the widths.
 
     `norm`, [L, D], precedes the mixing of every layer.
     """

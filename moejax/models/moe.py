@@ -27,8 +27,8 @@ from flax import nnx
 from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig, RouterRule, weight_shapes
 from moejax.models.expert_products import (
+    ExpertPairs,
     ExpertStacks,
-    Pairs,
     choose_grouped,
     combine,
     experts_grouped,
@@ -208,7 +208,7 @@ def experts_by_row(
     x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
 ) -> jax.Array:
     """Unrolls one slice and two thin products per assignment."""
-    pairs = Pairs(routing.ids, jnp.ones(routing.ids.shape, bool))
+    pairs = ExpertPairs(routing.ids, jnp.ones(routing.ids.shape, bool))
     products = products_by_row(x, pairs, ExpertStacks(gate_up, down, layer))
     return combine(products, pairs, routing.weights, x.dtype)
 
@@ -236,14 +236,14 @@ def experts_by_block(
     return combine(products, pairs, routing.weights, x.dtype)
 
 
-def pairs_of(ids: jax.Array, token_mask: jax.Array) -> Pairs:
-    """Pairs of every token that is not padding with its experts.
+def pairs_of(ids: jax.Array, token_mask: jax.Array) -> ExpertPairs:
+    """Pairs every token that is not padding with its experts.
 
     Args:
       ids: int32[N, A].
       token_mask: bool[N].
     """
-    return Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
+    return ExpertPairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
 
 
 def kernel_refusal(

@@ -50,7 +50,7 @@ class RunSizes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tier:
+class TierSize:
     """One stored form of the experts."""
 
     name: str  # "bf16", "int4", ...
@@ -86,7 +86,7 @@ class TierBudget(_Parts):
     """
 
     run: RunSizes
-    tier: Tier
+    tier: TierSize
     pooled: bool
     slots: int  # C
     transient: int  # B
@@ -140,9 +140,11 @@ class Budget(_Parts):
     """Every byte of a run, over all tiers; of several, each one's parts end in its name.
 
     Attributes:
+      run: the sizes that were planned for.
       tiers: a budget of each as if it were alone, with its slots and host rows.
     """
 
+    run: RunSizes
     tiers: tuple[TierBudget, ...]
 
     @property
@@ -154,16 +156,6 @@ class Budget(_Parts):
     def pooled(self) -> bool:
         """Whether experts are in slots rather than among the weights."""
         return self.tiers[0].pooled
-
-    @property
-    def batch(self) -> int:
-        """Sequences at once."""
-        return self.tiers[0].run.batch
-
-    @property
-    def context(self) -> int:
-        """Slots of the KV cache of each."""
-        return self.tiers[0].run.context
 
     def table(self) -> list[tuple[str, str, int]]:
         """(place, part, bytes) of every part, each place's total last."""
@@ -214,8 +206,8 @@ LINK_GIB_PER_S = 50  # PCIe 5 x16 by DMA, measured on an H200 with jax 0.11.2, 2
 
 def describe(budget: Budget) -> list[str]:
     """Table of all parts, then slots; for one tier also shares and link bytes."""
-    first, is_alone = budget.tiers[0], len(budget.tiers) == 1
-    head = f"batch {budget.batch}, context {budget.context}, prefill by {first.run.chunk} tokens"
+    first, is_alone, run = budget.tiers[0], len(budget.tiers) == 1, budget.run
+    head = f"batch {run.batch}, context {run.context}, prefill by {run.chunk} tokens"
     lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]
     width = 40 if is_alone else 46  # a tier's name ends its parts
     limits = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}

@@ -16,8 +16,8 @@ from moejax.experts.budget.planned import (
     RING_BLOCKS,
     Budget,
     RunSizes,
-    Tier,
     TierBudget,
+    TierSize,
     blocks_from_disk,
     bulk_nbytes,
     least_host_nbytes,
@@ -37,7 +37,7 @@ STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
 
 
-def plan_tier(run: RunSizes, tier: Tier, limits: Limits, num_tiers: int = 1) -> TierBudget:
+def plan_tier(run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1) -> TierBudget:
     """Plans every byte of a run with one tier of its `num_tiers`, and its slots.
 
     C = floor((limit - rest) / (M expert_nbytes)), at most E, where the rest holds B transient
@@ -61,7 +61,7 @@ def plan_tier(run: RunSizes, tier: Tier, limits: Limits, num_tiers: int = 1) -> 
 @dataclasses.dataclass(frozen=True)
 class _TierPlan:
     run: RunSizes
-    tier: Tier
+    tier: TierSize
     limits: Limits
     num_tiers: int
 
@@ -288,7 +288,7 @@ class PolicyDemands:
 
 
 def make_budget(
-    run: RunSizes, tiers: Sequence[Tier], limits: Limits, policy: PolicyDemands | None = None
+    run: RunSizes, tiers: Sequence[TierSize], limits: Limits, policy: PolicyDemands | None = None
 ) -> Budget:
     """Plans every byte of a run, and the slots of each tier.
 
@@ -310,7 +310,12 @@ def make_budget(
         (tier,) = tiers
         only = plan_tier(run, tier, limits)
         return Budget(
-            tiers=(only,), limits=limits, device=only.device, host=only.host, disk=only.disk
+            run=run,
+            tiers=(only,),
+            limits=limits,
+            device=only.device,
+            host=only.host,
+            disk=only.disk,
         )
     num_experts, names = run.config.num_experts, tuple(tier.name for tier in tiers)
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
@@ -334,6 +339,7 @@ def make_budget(
             _check_host(budgets, limits)
             budgets = alone(chosen, limits.host_gib)
         return Budget(
+            run=run,
             tiers=tuple(budgets),
             limits=limits,
             device=_together(names, [b.device for b in budgets]) | dict(policy.device),
@@ -407,9 +413,9 @@ def _within(budget: Budget, limit: int | None, of_policy: Mapping[str, int]) -> 
     parts = (f", of which {part} {gib_above(n)}" for part, n in of_policy.items())
     raise BudgetError(
         f"memory.device_gib={budget.limits.device_gib:g} is too little for {what}: the smallest "
-        f"that would do is {gib_above(budget.total_device)} (batch {budget.batch}, context "
-        f"{budget.context}){''.join(parts)}; raise memory.device_gib to that, or lower batch or "
-        "context"
+        f"that would do is {gib_above(budget.total_device)} (batch {budget.run.batch}, context "
+        f"{budget.run.context}){''.join(parts)}; raise memory.device_gib to that, or lower batch "
+        "or context"
     )
 
 

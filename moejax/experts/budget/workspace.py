@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from moejax.experts.budget.planned import RunSizes
-from moejax.models.config import LatentAttention
+from moejax.models.config import LatentConfig
 
 # Sizes of `moejax.models.moe`, for the forms that run experts on a CPU.
 CPU_UNROLLED = 32
@@ -107,7 +107,7 @@ class _Steps(NamedTuple):
         values = 2 * c.qkv_dim + c.num_heads * c.head_dim
         return self.run.batch * tokens * values * self.run.itemsize
 
-    def _latent_values(self, of: LatentAttention, tokens: int) -> int:
+    def _latent_values(self, of: LatentConfig, tokens: int) -> int:
         """Bytes of queries, latents, and the keys and values of new tokens.
 
         One token has no keys and values of heads: its queries, and what attention returns, have the
@@ -121,7 +121,7 @@ class _Steps(NamedTuple):
             heads = c.num_heads * (2 * of.kv_rank + of.rope_dim + of.value_dim)
         return self.run.batch * tokens * (latents + queries + heads) * self.run.itemsize
 
-    def _expanded(self, of: LatentAttention, tokens: int) -> int:
+    def _expanded(self, of: LatentConfig, tokens: int) -> int:
         """Bytes of cached latents, expanded for a later chunk; a token expands none."""
         if tokens == 1:
             return 0

@@ -70,7 +70,7 @@ class LayerTokens(NamedTuple):
         return ids, weights, probabilities.astype(jnp.float32), importance, predicted
 
 
-class Tokens(NamedTuple):
+class StepTokens(NamedTuple):
     """Tokens of a step: active bool[N], layers' arrays [N, M, ...]; calls stack more axes."""
 
     active: Any
@@ -81,14 +81,14 @@ class Tokens(NamedTuple):
         return jax.tree.map(lambda array: jnp.swapaxes(array, 0, 1), self.layers)
 
 
-class Segment(NamedTuple):
+class TraceSegment(NamedTuple):
     """Calls of one shape: tokens [calls, steps, ...]."""
 
-    tokens: Tokens
+    tokens: StepTokens
     is_prefill: bool
 
 
-def segments(trace: Trace) -> Iterator[Segment]:
+def segments(trace: Trace) -> Iterator[TraceSegment]:
     """Cuts the trace in order; padding of a call or a step is not active."""
     _, starts, sizes = np.unique(trace.step, return_index=True, return_counts=True)
     phases = trace.phase[starts]
@@ -107,7 +107,7 @@ def segments(trace: Trace) -> Iterator[Segment]:
         for place, s in enumerate(steps):
             index[place, : sizes[s]] = starts[s] + np.arange(sizes[s])
         index = index.reshape(shape)
-        yield Segment(Tokens(index >= 0, jax.tree.map(_rows(index), layers)), is_prefill)
+        yield TraceSegment(StepTokens(index >= 0, jax.tree.map(_rows(index), layers)), is_prefill)
 
 
 def _rows(index: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -378,21 +378,21 @@ def run_calls(
     running: Running,  # stacked, [K, ...]; donated
     slots: jax.Array,  # int32[K, T]
     bulk: jax.Array,  # int32[K], most experts in flight
-    tokens: Tokens,  # [calls, steps, ...]
+    tokens: StepTokens,  # [calls, steps, ...]
     *,
     replay: Replay,
     is_prefill: bool,
 ) -> Running:
     """Runs calls of several steps each, of K settings; bulk transfers precede each call."""
 
-    def call(running: Running, now: Tokens, slots: jax.Array, bulk: jax.Array) -> Running:
-        def step(running: Running, step: Tokens) -> tuple[Running, None]:
+    def call(running: Running, now: StepTokens, slots: jax.Array, bulk: jax.Array) -> Running:
+        def step(running: Running, step: StepTokens) -> tuple[Running, None]:
             return _step(replay, is_prefill, slots, running, step), None
 
         running = _transfer(replay, slots, bulk, running, int(not is_prefill))
         return jax.lax.scan(step, running, now)[0]
 
-    def calls(running: Running, now: Tokens) -> tuple[Running, None]:
+    def calls(running: Running, now: StepTokens) -> tuple[Running, None]:
         each = jax.vmap(call, in_axes=(0, None, 0, 0))
         return each(running, now, slots, bulk), None
 
@@ -416,7 +416,7 @@ class _Step:
     is_prefill: bool
     slots: jax.Array  # int32[T], of a layer
     clock: jax.Array
-    tokens: Tokens
+    tokens: StepTokens
 
     def one_by_one(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
         """Runs all layers in turn; returns the policy's state and the layers' results."""
@@ -485,7 +485,7 @@ class _Step:
 
 
 def _step(
-    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
+    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: StepTokens
 ) -> Running:
     phase = int(not is_prefill)
     num_experts = running.keys.shape[-1]

@@ -20,7 +20,7 @@ from moejax.routing.simulate.replay import (
     DELAY,
     Replay,
     Running,
-    Segment,
+    TraceSegment,
     begin,
     run_calls,
     segments,
@@ -156,7 +156,7 @@ def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
 
 def _run_block(
     trace: Trace,
-    cut: Sequence[Segment],
+    cut: Sequence[TraceSegment],
     runs: Sequence[Run],
     states: Sequence[Any],
     one_by_one: bool,

@@ -25,7 +25,7 @@ from moejax.experts.state import TierSpec
 from moejax.inference.runner import Runner
 from moejax.models.attention import causal_attention
 from moejax.models.config import ModelConfig
-from moejax.models.expert_products import ExpertStacks, Pairs, combine, products_by_block
+from moejax.models.expert_products import ExpertPairs, ExpertStacks, combine, products_by_block
 from moejax.models.layer_index import LayerIndex
 from moejax.models.moe import Experts, Routing
 from moejax.models.transformer import merge_weights, model_definition
@@ -277,7 +277,7 @@ class EachToken:
                 found = decided(layer.mlp, routing)
                 ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
                 row = tier * rows_of_tier + layer.mlp * c.num_experts + ids
-                pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
+                pairs = ExpertPairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
                 products = products_by_block(x, pairs, held, num_copies, 2**20)
                 return combine(products, pairs, share, x.dtype), None, None
 

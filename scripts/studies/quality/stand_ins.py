@@ -110,12 +110,12 @@ def routed(model: Model, windows: Windows) -> Routed:
 
 
 def _collect(
-    program: steps.Program,
+    program: steps.StepProgram,
     spec: ChunkSpec,
     state: tuple[KVCache, Any],
     experts: None,
     inputs: steps.StepInputs,
-    chunk: steps.Chunk,
+    chunk: steps.TokenChunk,
 ) -> steps.StepResult[tuple[KVCache, Routed]]:
     """A step for `Runner.scan_windows`, of windows that are one chunk."""
     model = merge_weights(program.definition, inputs.weights)

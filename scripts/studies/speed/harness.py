@@ -25,7 +25,7 @@ from moejax.experts.budget import (
     Limits,
     PolicyDemands,
     RunSizes,
-    Tier,
+    TierSize,
     make_budget,
 )
 from moejax.experts.cache import ExpertMemory
@@ -111,7 +111,7 @@ class Lab(ShapeMemories):
     ) -> Budget:  # fmt: skip
         """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
         config, context = self.config, self.sizes.context
-        tiers = [Tier(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
+        tiers = [TierSize(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
         run = RunSizes(
             config=config, weights_nbytes={n: leaf.nbytes for n, leaf in self.dense.items()},
             batch=1, context=context, chunk=longest_chunk(config, 1, context),
