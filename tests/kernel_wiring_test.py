@@ -22,7 +22,7 @@ from moejax.models import transformer as token_step
 from moejax.models.config import LatentConfig, RopeScaling
 from moejax.models.kernel_choice import phase_warnings
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.moe import ResidentExperts, routing_record
+from moejax.models.moe import MoeInputs, ResidentExperts, routing_record
 from moejax.models.shapes import (
     DEEPSEEK_V2_LITE,
     MIXTRAL_8X7B,
@@ -257,8 +257,8 @@ class WiringTest(HostTestCase):
             layers, seen, model = [], [], small_model(QWEN, kernels)
 
             class Seeing(ResidentExperts):
-                def __call__(self, carry: Any, layer: Any, x: jax.Array, *inputs: Any) -> Any:
-                    routing, _, next_routing, _ = inputs
+                def __call__(self, carry: Any, inputs: MoeInputs) -> Any:
+                    layer, x, routing, _, next_routing, _ = inputs
                     layers.append(layer.mlp)
                     seen.append((x, routing.ids, next_routing().ids if next_routing else None))
                     return x, None, None

@@ -35,6 +35,7 @@ from moejax.models.layer_index import LayerIndex
 from moejax.models.moe import (
     ExpertImpl,
     Experts,
+    MoeInputs,
     Routing,
     SparseMoe,
     prefetch_scores,
@@ -137,37 +138,26 @@ class CachedExperts(Experts):
         replay = self._rows[0].replay
         return replay is not None and carry.replayed is not None and num_tokens == replay.shape[2]
 
-    def __call__(
-        self,
-        carry: CacheCarry,
-        layer: LayerIndex,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
-        next_routing: Callable[[], Routing] | None,
-        attended: Attended | None,
-    ) -> tuple[jax.Array, CacheCarry, None]:
+    def __call__(self, carry: CacheCarry, inputs: MoeInputs) -> tuple[jax.Array, CacheCarry, None]:
         """Runs a layer's experts, as `Experts`."""
-        decision = rule = None
+        layer, next_routing, decision, rule = inputs.layer, inputs.next_routing, None, None
         if self.spec.policy is not None:
             importance = carry.importance
-            if self.observes_attention and attended is not None:
+            if self.observes_attention and inputs.attended is not None:
                 aggregation = self._policy.needs.aggregation
-                importance = token_importance(attended, self.config, aggregation)
+                importance = token_importance(inputs.attended, self.config, aggregation)
             if carry.importance is not None:
                 carry = carry._replace(importance=importance)
-            decision, rule, carry = self._decide(
-                carry, layer, routing, token_mask, next_routing, importance
-            )
+            decision, rule, carry = self._decide(carry, inputs, importance)
 
         def wanted(tier: int, tiers: Sequence[TierSlots]) -> Wanted | None:
             if next_routing is None:
                 return None
             if decision is not None:
                 return self._candidates(layer, tier, decision.ahead, tiers)
-            return lambda: self._predicted(carry, layer, next_routing(), token_mask)
+            return lambda: self._predicted(carry, layer, next_routing(), inputs.token_mask)
 
-        out, cache = self._run(carry.cache, layer, x, routing, token_mask, decision, rule, wanted)
+        out, cache = self._run(carry.cache, inputs, decision, rule, wanted)
         carry = carry._replace(cache=cache)
         return out, carry if layer.next_moe else self._with_deferred_updates(carry), None
 
@@ -183,10 +173,7 @@ class CachedExperts(Experts):
     def _run(
         self,
         cache: ExpertCache,
-        layer: LayerIndex,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
+        inputs: MoeInputs,
         decision: Decision | None,
         rule: Rule | None,
         wanted: Callable[[int, Sequence[TierSlots]], Wanted | None],
@@ -198,6 +185,7 @@ class CachedExperts(Experts):
           rule: gives the tiers in place of the decision's; None: the decision's are used.
           wanted: of a tier the experts of the next layer to prefetch, by what is in all slots then.
         """
+        layer, x, routing, token_mask, *_ = inputs
         gates = routing.weights.astype(jnp.float32)
         if decision is None:
             ids, weights, asked = routing.ids, routing.weights, Asked(routing.ids, gates)
@@ -267,10 +255,10 @@ class CachedExperts(Experts):
         return self.spec.policy
 
     def _decide(
-        self, carry: CacheCarry, layer: LayerIndex, routing: Routing, token_mask: jax.Array,
-        next_routing: Callable[[], Routing] | None, importance: jax.Array | None,
-    ) -> tuple[Decision, Rule | None, CacheCarry]:  # fmt: skip
+        self, carry: CacheCarry, inputs: MoeInputs, importance: jax.Array | None
+    ) -> tuple[Decision, Rule | None, CacheCarry]:
         """Returns the policy's decision, and its tier rule where a kernel applies it."""
+        layer, _, routing, token_mask, next_routing, _ = inputs
         cache, policy, pools = carry.cache, self._policy, carry.cache.tiers
         predicted = None
         if policy.needs.predicted and next_routing is not None:

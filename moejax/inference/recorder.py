@@ -6,7 +6,7 @@ A recording step has one more output; a step that does not record is unchanged.
 import collections
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +19,9 @@ from moejax.experts.cached_experts import initial_importance, token_importance
 from moejax.experts.tiering import STORED
 from moejax.files import result_rows as results
 from moejax.files.termination import delete_on_sigterm
-from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
-from moejax.models.layer_index import LayerIndex
 from moejax.models.leaf_kinds import EXPERT_LEAVES
-from moejax.models.moe import Experts, Routing, SparseMoe, prefetch_scores
+from moejax.models.moe import Experts, MoeInputs, Routing, SparseMoe, prefetch_scores
 from moejax.routing.trace import DECODE, PREFILL, STEPS_PER_CALL, TIERS, TraceWriter, id_dtype
 from moejax.weights.linear import Index
 
@@ -136,32 +134,19 @@ class RecordingExperts(Experts):
         return self._inner.route(carry.inner, moe, layer, x, is_ahead=is_ahead)
 
     def __call__(
-        self,
-        carry: _RecordingCarry,
-        layer: LayerIndex,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
-        next_routing: Callable[[], Routing] | None,
-        attended: Attended | None,
+        self, carry: _RecordingCarry, inputs: MoeInputs
     ) -> tuple[jax.Array, _RecordingCarry, LayerRecord]:
         """Runs a layer's experts, as `Experts`."""
         importance = carry.importance
-        if self._weighs and attended is not None:
-            importance = token_importance(attended, self._config)
-        record = self._record(routing, next_routing, importance)
+        if self._weighs and inputs.attended is not None:
+            importance = token_importance(inputs.attended, self._config)
+        record = self._record(inputs, importance)
         kept = None if carry.importance is None else importance
-        out, inner, _ = self._inner(
-            carry.inner, layer, x, routing, token_mask, next_routing, attended
-        )
+        out, inner, _ = self._inner(carry.inner, inputs)
         return out, _RecordingCarry(inner, kept), record
 
-    def _record(
-        self,
-        routing: Routing,
-        next_routing: Callable[[], Routing] | None,
-        importance: jax.Array | None,
-    ) -> LayerRecord:
+    def _record(self, inputs: MoeInputs, importance: jax.Array | None) -> LayerRecord:
+        routing, next_routing = inputs.routing, inputs.next_routing
         spec, (num_tokens, num_experts) = self._spec, routing.probabilities.shape
         kind, ids, chances = id_dtype(num_experts), None, None
         if spec.foreseen:

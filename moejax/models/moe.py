@@ -409,6 +409,19 @@ class SparseMoe(StackedModule):
         raise ValueError(f"impl {impl!r} is none of {get_args(ExpertImpl)}")
 
 
+class MoeInputs(NamedTuple):
+    """Inputs of a sparse layer's experts, of N tokens."""
+
+    layer: LayerIndex
+    x: jax.Array  # [N, D], normed
+    routing: Routing
+    token_mask: jax.Array  # bool[N], False for padding
+    # routes x by the next sparse layer's router (DyMoE eq. 6), a prediction; None after the last.
+    # In a loop never None: the last layer's is of itself, to be ignored.
+    next_routing: Callable[[], Routing] | None
+    attended: Attended | None  # None of a layer without attention, and if it is not observed
+
+
 class Experts(Protocol):
     """Runs the experts of the sparse layers, one layer after another.
 
@@ -433,22 +446,8 @@ class Experts(Protocol):
         """Routes tokens, x [N, D], by a layer's router."""
         return moe.route(x, layer)
 
-    def __call__(
-        self,
-        carry: Any,
-        layer: LayerIndex,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
-        next_routing: Callable[[], Routing] | None,
-        attended: Attended | None,
-    ) -> tuple[jax.Array, Any, Any]:
+    def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array, Any, Any]:
         """Runs the chosen experts on N tokens.
-
-        Args:
-          next_routing: routes x by the next sparse layer's router (DyMoE eq. 6), a prediction; None
-            after the last. In a loop never None: the last layer's is of itself, to be ignored.
-          attended: of the layer; None of one without attention, and if it is not observed.
 
         Returns:
           [N, D] in `x.dtype`, the carry, and a record: None, or a tree of arrays that is the same
@@ -483,18 +482,10 @@ class ResidentExperts(Experts):
             first_slot = jnp.int32(layer * moe.gate_up.shape[1])
         return moe.route(x, layer, first_slot)
 
-    def __call__(
-        self,
-        carry: Any,
-        layer: LayerIndex,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
-        next_routing: Callable[[], Routing] | None,
-        attended: Attended | None,
-    ) -> tuple[jax.Array, Any, Any]:
+    def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array, Any, Any]:
         """Runs a layer's experts, as `Experts`."""
         assert self._moe is not None
+        layer, x, routing, token_mask, *_ = inputs
         out = self._moe(x, routing, layer.mlp, token_mask, self._impl)
         return out, carry, self._record(x, routing)
 

@@ -34,6 +34,7 @@ from moejax.models.layer_index import (
 from moejax.models.moe import (
     ExpertImpl,
     Experts,
+    MoeInputs,
     ResidentExperts,
     Routing,
     SparseMoe,
@@ -199,7 +200,8 @@ class Transformer(nnx.Module):
         mask = token_mask.reshape(-1)
         routing = experts.route(carry, self.moe, index.mlp, flat)
         ahead = self._next_routing(x, index, experts, carry)
-        out, carry, record = experts(carry, index, flat, routing, mask, ahead, attended)
+        inputs = MoeInputs(index, flat, routing, mask, ahead, attended)
+        out, carry, record = experts(carry, inputs)
         if self.config.shared_dim:
             out = out + self.shared(flat, index.mlp)
         return out.reshape(x.shape), carry, record
