@@ -109,7 +109,7 @@ class TierMemory:
         return self.disk.failures if self.disk else 0
 
     @property
-    def is_lost(self) -> bool:
+    def _is_lost(self) -> bool:
         """Whether a failed step consumed the slots donated to it."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool))
 
@@ -127,7 +127,7 @@ class TierMemory:
         if self.transfers is not None:
             self.transfers.send()
 
-    def forget_failed(self) -> None:
+    def _forget_failed(self) -> None:
         """Empties the slots if the disk failed a step since the last call: they may be wrong."""
         if self.failures == self._forgotten:
             return
@@ -274,10 +274,10 @@ class ExpertMemory:
         """Returns `failures` now, against which `step` and `reading` compare."""
         with self._lock:
             for tier in self.tiers:
-                tier.forget_failed()
+                tier._forget_failed()
             return self.failures
 
-    def check_failures(self, failures_before: int | None) -> None:
+    def _check_failures(self, failures_before: int | None) -> None:
         """Raises MoejaxError if the disk failed after `failure_count` gave `failures_before`."""
         if failures_before is not None and self.failures != failures_before:
             raise MoejaxError(next(t.disk.error for t in self.tiers if t.disk and t.failures))
@@ -306,8 +306,8 @@ class ExpertMemory:
 
     def _advance(self, failures_before: int | None) -> None:
         for tier in self.tiers:  # each, before one is raised
-            tier.forget_failed()
-        self.check_failures(failures_before)
+            tier._forget_failed()
+        self._check_failures(failures_before)
         for tier in self.tiers:
             tier.advance()
 
@@ -319,7 +319,7 @@ class ExpertMemory:
         except BaseException as error:
             has_failed = isinstance(error, jax.errors.JaxRuntimeError)
             for tier in self.tiers:
-                if has_failed or tier.is_lost:
+                if has_failed or tier._is_lost:
                     tier.reallocate()
             leaves = jax.tree.leaves((self._state, self._gate))
             if has_failed or any(leaf.is_deleted() for leaf in leaves):
@@ -340,7 +340,7 @@ class ExpertMemory:
                     tier.reallocate()
                 self._reset_policy()
             raise
-        self.check_failures(failures_before)
+        self._check_failures(failures_before)
 
     def read_counters(self) -> Ledger:
         """Waits for all steps so far and returns the ledger."""

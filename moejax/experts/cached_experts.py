@@ -56,7 +56,7 @@ from pallas_kernels import cache_plan
 from pallas_kernels.cache_plan import Asked, Rule, Wishes
 
 
-class CacheCarry(NamedTuple):
+class _CacheCarry(NamedTuple):
     """Carry of `CachedExperts` from one sparse layer to the next.
 
     In a loop the tree never changes: policies are updated at the end of unrolled steps alone.
@@ -109,7 +109,7 @@ class CachedExperts(Experts):
         )
         self._planner = CachePlanner(spec.tiers, kernels.target, moves)
 
-    def init(self) -> CacheCarry:
+    def init(self) -> _CacheCarry:
         """Makes the first carry, as `Experts.init`."""
         importance = replayed = None
         if self.observes_attention and self._num_prefilled is not None:
@@ -119,10 +119,10 @@ class CachedExperts(Experts):
             # whoever reads it after a layer has it copied before the next one counts.
             step = (self._cache.tiers[0].residency.clock - 1) // self.spec.cache.num_layers
             replayed = step % len(replay)
-        return CacheCarry(self._cache, importance, (), replayed)
+        return _CacheCarry(self._cache, importance, (), replayed)
 
     def route(
-        self, carry: CacheCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
+        self, carry: _CacheCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
         is_ahead: bool = False,
     ) -> Routing:  # fmt: skip
         """Routes tokens, as `Experts.route`; routes by replayed logits if there are any."""
@@ -133,12 +133,14 @@ class CachedExperts(Experts):
         replayed = replay[carry.replayed, layer]
         return moe.route(x, layer, override=lambda logits: _replay_after(logits, replayed))
 
-    def _replays(self, carry: CacheCarry, num_tokens: int) -> bool:
+    def _replays(self, carry: _CacheCarry, num_tokens: int) -> bool:
         """Whether the store replays steps of so many tokens."""
         replay = self._rows[0].replay
         return replay is not None and carry.replayed is not None and num_tokens == replay.shape[2]
 
-    def __call__(self, carry: CacheCarry, inputs: MoeInputs) -> tuple[jax.Array, CacheCarry, None]:
+    def __call__(
+        self, carry: _CacheCarry, inputs: MoeInputs
+    ) -> tuple[jax.Array, _CacheCarry, None]:
         """Runs a layer's experts, as `Experts`."""
         layer, next_routing, decision, rule = inputs.layer, inputs.next_routing, None, None
         if self.spec.policy is not None:
@@ -255,8 +257,8 @@ class CachedExperts(Experts):
         return self.spec.policy
 
     def _decide(
-        self, carry: CacheCarry, inputs: MoeInputs, importance: jax.Array | None
-    ) -> tuple[Decision, Rule | None, CacheCarry]:
+        self, carry: _CacheCarry, inputs: MoeInputs, importance: jax.Array | None
+    ) -> tuple[Decision, Rule | None, _CacheCarry]:
         """Returns the policy's decision, and its tier rule where a kernel applies it."""
         layer, _, routing, token_mask, next_routing, _ = inputs
         cache, policy, pools = carry.cache, self._policy, carry.cache.tiers
@@ -302,7 +304,7 @@ class CachedExperts(Experts):
         may_wait = self._policy.layer_axes is not None and not self._policy.substitutes
         return isinstance(layer, int) and may_wait and not looks_ahead
 
-    def _with_deferred_updates(self, carry: CacheCarry) -> CacheCarry:
+    def _with_deferred_updates(self, carry: _CacheCarry) -> _CacheCarry:
         """Updates the policy for the layers whose update was deferred, all at once."""
         if not carry.deferred:
             return carry
@@ -312,7 +314,7 @@ class CachedExperts(Experts):
         return carry._replace(cache=dataclasses.replace(cache, state=state), deferred=())
 
     def _predicted(
-        self, carry: CacheCarry, layer: LayerIndex, predicted: Routing, token_mask: jax.Array
+        self, carry: _CacheCarry, layer: LayerIndex, predicted: Routing, token_mask: jax.Array
     ) -> jax.Array:
         """Predicts the experts of the next layer's router (DyMoE eq. 6-8)."""
         rows, most_ahead = self._rows[0], self._tiers[0].most_ahead

@@ -55,7 +55,7 @@ class State(enum.Enum):
 
 
 @dataclasses.dataclass(eq=False)
-class Ticket:
+class _Ticket:
     """A request. Its fields are for reading; they change under the reader's lock."""
 
     expert: Expert
@@ -93,8 +93,8 @@ class DiskReader:
         self.counters = Counters()
         with plain_memory_errors(ring_blocks * source.row_nbytes, "host memory"):
             self._free = [self._empty_row() for _ in range(ring_blocks)]
-        self._queue: list[tuple[bool, int, Ticket]] = []  # a heap, urgent ones first
-        self._done: list[Ticket] = []
+        self._queue: list[tuple[bool, int, _Ticket]] = []  # a heap, urgent ones first
+        self._done: list[_Ticket] = []
         self._numbers = itertools.count()
         self._closing = threading.Event()
         self._changed = threading.Condition()
@@ -109,7 +109,7 @@ class DiskReader:
             for name, amount in amounts.items():
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
 
-    def request(self, expert: Expert, *, urgent: bool = False) -> Ticket:
+    def request(self, expert: Expert, *, urgent: bool = False) -> _Ticket:
         """Queues a read; ValueError once the reader is closed."""
         with self._changed:
             self._check_open()
@@ -117,12 +117,12 @@ class DiskReader:
                 thread = threading.Thread(target=self._work, name="moejax-ssd", daemon=True)
                 thread.start()  # one that cannot be had is tried again with the next request
                 self._thread = thread
-            ticket = Ticket(expert, urgent)
+            ticket = _Ticket(expert, urgent)
             heapq.heappush(self._queue, (not urgent, next(self._numbers), ticket))
             self._changed.notify_all()
             return ticket
 
-    def cancel(self, ticket: Ticket) -> bool:
+    def cancel(self, ticket: _Ticket) -> bool:
         """Takes a request back, so that `done` does not return it.
 
         Returns:
@@ -140,7 +140,7 @@ class DiskReader:
             ticket.state = State.OVER  # the block of one that is being read is freed by the thread
             return True
 
-    def done(self) -> list[Ticket]:
+    def done(self) -> list[_Ticket]:
         """Returns the reads finished since the last call, in order; each is to be released."""
         with self._changed:
             finished, self._done = self._done, []
@@ -148,7 +148,7 @@ class DiskReader:
                 ticket.state = State.DELIVERED
             return finished
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, ticket: _Ticket) -> None:
         """Gives a delivered ticket's block back; ValueError in any other state."""
         with self._changed:
             if ticket.state is not State.DELIVERED:
@@ -201,7 +201,7 @@ class DiskReader:
                     ticket.error, ticket.state = error, State.DONE
                     self._done.append(ticket)
 
-    def _next(self) -> Ticket | None:
+    def _next(self) -> _Ticket | None:
         """Waits for the next request and a block; None once the reader is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing.is_set() or (self._free and self._queue))
@@ -230,7 +230,7 @@ class DiskReader:
         logging.error("expert %d of sparse layer %d was not read: %s", expert[1], expert[0], error)
         return error
 
-    def _free_block(self, ticket: Ticket) -> None:
+    def _free_block(self, ticket: _Ticket) -> None:
         if ticket.row is not None:
             self._free.append(ticket.row)
             ticket.row = None
@@ -273,7 +273,7 @@ class _PendingRow:
     """
 
     parts: Sequence[np.ndarray]
-    ticket: Ticket | None = None
+    ticket: _Ticket | None = None
     is_wanted: bool = False
     is_acquired: bool = False
     row: int | None = None
@@ -312,7 +312,7 @@ class DiskExperts:
         self.failures, self.error = 0, ""
         self._counted = Counters()  # by the last `counts_since`
         self._arrived: dict[Expert, _PendingRow] = {}
-        self._tickets: dict[Expert, Ticket] = {}
+        self._tickets: dict[Expert, _Ticket] = {}
         self._failed: dict[Expert, str] = {}
         self._prefetches: dict[Expert, None] = {}  # in order; of which nothing was begun
         self._prefetched: set[Expert] = set()  # read ahead, and not asked for since

@@ -100,7 +100,7 @@ def load_limited(
         )
         if tiering is not None:
             if tiering.emulate:
-                memory = emulated(memory, device)
+                memory = _emulated(memory, device)
             if (first := _initial_experts(activations, part, memory, held)) is not None:
                 held += first.shape[1]
                 preload(memory, checkpoint.config, ops.Kernels(target_of(device)), first)
@@ -122,12 +122,12 @@ def load_whole(
     return checkpoint.load(dtype=dtype, device=device, progress=progress)
 
 
-def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
+def _disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
     """Returns the checkpoint whose files experts are read from; errors as of `open_like`."""
     return open_like(limits.disk_path, checkpoint, "memory.disk_path=")
 
 
-class Planned(NamedTuple):
+class _Planned(NamedTuple):
     """Plan of a run before anything is read."""
 
     policy: AnyPolicy | None
@@ -147,7 +147,7 @@ def plan_experts(
     batch: int,
     context: int,
     chunk: int,
-) -> Planned:
+) -> _Planned:
     """Plans policy, tiers and bytes; arguments and errors as in `load_limited`."""
     config = checkpoint.config
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
@@ -170,7 +170,7 @@ def plan_experts(
         stored = tiering.stored()
         policy, activations = choose(tiering, checkpoint.directory, config)
         sources = [open_like(tier.source, checkpoint, "policy.tiers: ") for tier in stored]
-    disks = [disk_source(source, limits) for source in sources]  # what is wrong is said first
+    disks = [_disk_source(source, limits) for source in sources]  # what is wrong is said first
     if tiering is None or policy is None:
         budget = make_budget(run, [tier_of(own)], limits)
         if budget.pooled and own.refusal:
@@ -187,7 +187,7 @@ def plan_experts(
                 rows = _rows_of(tier, tiering, reader)
                 name = str(disk.directory) if tiering is None else f"tier {tier.name}"
                 check_waiting(rows, device, name)
-    return Planned(policy, activations, stored, sources, budget)
+    return _Planned(policy, activations, stored, sources, budget)
 
 
 def budget_of_tiers(
@@ -241,7 +241,7 @@ def _load_tier(
 ) -> TierMemory:
     """Fills host rows, allocates an empty pool, opens the disk if rows are few."""
     limits = budget.limits
-    reader: Any = open_experts(disk_source(checkpoint, limits), dtype=dtype, device=device)
+    reader: Any = open_experts(_disk_source(checkpoint, limits), dtype=dtype, device=device)
     with open_experts(checkpoint, dtype=dtype, device=device) as own:
         terms = own.load_compensators(device, progress=progress)
         forms: list[Any] = [jax.tree.structure((r.gate_up, r.down)) for r in (own, reader)]
@@ -279,7 +279,7 @@ def _load_tier(
     return memory
 
 
-def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
+def _emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
     """Moves all rows to the device; slots become tables only."""
     row_of = np.asarray(memory.store.row_of)
     if (row_of < 0).any():

@@ -41,7 +41,7 @@ from pallas_kernels.cache_plan import Asked, Fetch, LayerPlan, Tables, Tier, Tie
 from pallas_kernels.target import Target
 
 
-class SlotPlan(NamedTuple):
+class _SlotPlan(NamedTuple):
     """One tier's part of a plan, over all pairs; other tiers' pairs have no wave."""
 
     slot: jax.Array  # int32[N, A]
@@ -115,7 +115,7 @@ class CachePlanner:
         layer: Index,
         asked: Asked,
         token_mask: jax.Array,
-    ) -> tuple[LayerPlan, list[SlotPlan], jax.Array | None, list[TierSlots]]:
+    ) -> tuple[LayerPlan, list[_SlotPlan], jax.Array | None, list[TierSlots]]:
         """Plans where a layer's pairs run, and which experts are fetched.
 
         Args:
@@ -144,7 +144,7 @@ class CachePlanner:
             if not form.later_waves:
                 streamed = jax.tree.map(lambda of: of.reshape(0, 1), nothing)
             parts.append(
-                SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
+                _SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
             )
         return found, parts, gate, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
 
@@ -173,7 +173,7 @@ class CachePlanner:
         return found, _with(slots, tables)
 
 
-def terms_by_slot(
+def _terms_by_slot(
     term: Compensator, layer: Index, experts: jax.Array, places: jax.Array, num_slots: int
 ) -> Compensator:
     """Low-rank terms by slot, starts and ranks [1, S]; rank 0 in other slots."""
@@ -261,7 +261,7 @@ class TierStep:
         """Returns a layer's bank."""
         return slots.banks[(turn + after) % len(slots.banks)]
 
-    def with_bank(self, slots: TierSlots, turn: int, bank: Bank, after: int = 0) -> TierSlots:
+    def _with_bank(self, slots: TierSlots, turn: int, bank: Bank, after: int = 0) -> TierSlots:
         """Replaces a layer's bank."""
         banks = list(slots.banks)
         banks[(turn + after) % len(banks)] = bank
@@ -289,7 +289,7 @@ class TierStep:
         bank, waits = self._from_disk(bank, layer, jobs)
         if waits is not None:
             slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))
-        return self.with_bank(slots, turn, bank, after)
+        return self._with_bank(slots, turn, bank, after)
 
     def _copy_job(self, bank: Bank, jobs: Fetch) -> expert_fetch.Job | None:
         """Returns the copy from host memory; None where there is nothing to copy."""
@@ -365,7 +365,7 @@ class TierStep:
 
     def products(
         self, slots: TierSlots, layer: LayerIndex, x: jax.Array, ids: jax.Array,
-        active: jax.Array, plan: SlotPlan, mask: jax.Array, wanted: Wanted | None,
+        active: jax.Array, plan: _SlotPlan, mask: jax.Array, wanted: Wanted | None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
 
@@ -389,7 +389,7 @@ class TierStep:
 
     def pairs_and_stacks(
         self, slots: TierSlots, layer: LayerIndex, ids: jax.Array, active: jax.Array,
-        plan: SlotPlan,
+        plan: _SlotPlan,
     ) -> tuple[ExpertPairs, ExpertStacks]:  # fmt: skip
         """The pairs and their experts where there are no waves."""
         pairs = ExpertPairs(plan.slot, active & (plan.wave == 0), plan.wave)
@@ -398,7 +398,7 @@ class TierStep:
         return pairs, self._stacks(slots, layer.turn, layer.mlp, plan, 0)
 
     def _stream_waves(
-        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: SlotPlan,
+        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: _SlotPlan,
         active: jax.Array,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched after the one before."""
@@ -412,7 +412,7 @@ class TierStep:
             # Carries this layer's bank alone: a loop that carries both makes XLA copy them, unless
             # each copy is ordered behind what reads its array (`_stream_waves_double_buffered`).
             bank, counts, products = carried
-            slots = self.with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
+            slots = self._with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
             products, slots = self._after(slots, turn, products)
             jobs = jax.tree.map(lambda jobs: jobs[number], plan.streamed)
             slots = self.copy_rows(slots, turn, layer, jobs)
@@ -426,10 +426,10 @@ class TierStep:
         num_waves = len(plan.streamed.rows)
         bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
         slots = dataclasses.replace(outside, counts=counts)
-        return products, self.with_bank(slots, turn, bank)
+        return products, self._with_bank(slots, turn, bank)
 
     def _stream_waves_double_buffered(
-        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: SlotPlan,
+        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: _SlotPlan,
         active: jax.Array,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched beside the one before.
@@ -478,7 +478,7 @@ class TierStep:
         They read the slots that the copy may overwrite, and XLA would copy the slots instead.
         """
         products, read = jax.lax.optimization_barrier((products, self.bank(slots, turn, bank)))
-        return products, self.with_bank(slots, turn, read, bank)
+        return products, self._with_bank(slots, turn, read, bank)
 
     def _multiply(self, x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks) -> jax.Array:
         """Multiplies the active pairs: [P, N, A, D]."""
@@ -496,7 +496,7 @@ class TierStep:
         raise ValueError(f"experts of a cache cannot run by {self.impl!r}")
 
     def _stacks(
-        self, slots: TierSlots, turn: int, layer: Index, plan: SlotPlan, wave: Index, bank: int = 0
+        self, slots: TierSlots, turn: int, layer: Index, plan: _SlotPlan, wave: Index, bank: int = 0
     ) -> ExpertStacks:
         """Returns slots as stacks, with the low-rank terms of their experts."""
         experts, slot, wave_of = plan.holders
@@ -510,7 +510,9 @@ class TierStep:
             stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
             if not isinstance(stacked, QTensor) or not terms:
                 return stacked
-            placed = tuple(terms_by_slot(term, layer, experts, places, num_slots) for term in terms)
+            placed = tuple(
+                _terms_by_slot(term, layer, experts, places, num_slots) for term in terms
+            )
             return dataclasses.replace(stacked, compensators=placed)
 
         (gate_up, down), (of_gate_up, of_down) = held, self.rows.terms

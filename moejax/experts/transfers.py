@@ -52,7 +52,7 @@ _LOOKED_AT = 64  # requests, of those that wait, before a step
 
 
 @dataclasses.dataclass(kw_only=True)
-class TransferCounters:
+class _TransferCounters:
     """Sums of requests by outcome."""
 
     requested: int = 0  # accepted
@@ -110,7 +110,7 @@ class Transfers:
             memory, and at most so many experts on the device beside the pool.
           queue_length: most requests that wait; more are refused.
         """
-        self.counters, self.most_in_flight = TransferCounters(), in_flight
+        self.counters, self.most_in_flight = _TransferCounters(), in_flight
         self.programs = CompiledPrograms()
         self._cache, self._supply, self._queue_length = cache, supply, queue_length
         rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]

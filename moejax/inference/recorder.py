@@ -83,7 +83,7 @@ def empty_record(spec: RecordSpec, config: ModelConfig, batch: int, length: int)
     )
 
 
-class LayerRecord(NamedTuple):
+class _LayerRecord(NamedTuple):
     """Fields of `Recorded` of N tokens: of one layer [N, ...], of M stacked [M, N, ...]."""
 
     ids: jax.Array
@@ -135,7 +135,7 @@ class RecordingExperts(Experts):
 
     def __call__(
         self, carry: _RecordingCarry, inputs: MoeInputs
-    ) -> tuple[jax.Array, _RecordingCarry, LayerRecord]:
+    ) -> tuple[jax.Array, _RecordingCarry, _LayerRecord]:
         """Runs a layer's experts, as `Experts`."""
         importance = carry.importance
         if self._weighs and inputs.attended is not None:
@@ -145,7 +145,7 @@ class RecordingExperts(Experts):
         out, inner, _ = self._inner(carry.inner, inputs)
         return out, _RecordingCarry(inner, kept), record
 
-    def _record(self, inputs: MoeInputs, importance: jax.Array | None) -> LayerRecord:
+    def _record(self, inputs: MoeInputs, importance: jax.Array | None) -> _LayerRecord:
         routing, next_routing = inputs.routing, inputs.next_routing
         spec, (num_tokens, num_experts) = self._spec, routing.probabilities.shape
         kind, ids, chances = id_dtype(num_experts), None, None
@@ -158,7 +158,7 @@ class RecordingExperts(Experts):
         if spec.importance:
             importance = jnp.zeros(num_tokens) if importance is None else importance
             importance = importance.astype(jnp.float16)
-        return LayerRecord(
+        return _LayerRecord(
             ids=routing.ids.astype(kind),
             weights=routing.weights.astype(jnp.float16),
             predicted_ids=ids,
@@ -168,7 +168,7 @@ class RecordingExperts(Experts):
         )
 
 
-def recorded_of(layers: LayerRecord, positions: jax.Array, mask: jax.Array) -> Recorded:
+def recorded_of(layers: _LayerRecord, positions: jax.Array, mask: jax.Array) -> Recorded:
     """The record of a call for tokens int32[B, T] and bool[B, T].
 
     Args:
@@ -254,7 +254,7 @@ def facts(model: str, text: str = "") -> dict[str, str]:
     }
 
 
-def stored_forms(runner: Any) -> str:
+def _stored_forms(runner: Any) -> str:
     """Stored forms of a runner's experts and the bytes of one, as a trace names them."""
     memory = runner.memory
     if memory is None:
@@ -285,7 +285,7 @@ def recording(
     config = runner.config
     if not config.moe_layers:
         raise MoejaxError("there is no routing to record: the model has no sparse layer")
-    about = {TIERS: stored_forms(runner)} | (about or {})
+    about = {TIERS: _stored_forms(runner)} | (about or {})
     writer = TraceWriter(path, config.num_experts, about)
     with writer, delete_on_sigterm(writer.folder):
         recorder = Recorder(spec, writer)

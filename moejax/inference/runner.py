@@ -84,12 +84,12 @@ def settings_by_row(
     return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(batch)]
 
 
-def seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
+def _seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
     """Seed of each row."""
     return [row.seeds(1)[0] for row in rows]
 
 
-def seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
+def _seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
     """bool[B, V], the tokens of each prompt, for the repetition penalty."""
     seen = np.zeros((len(prompts), config.vocab_size), bool)
     for row, prompt in enumerate(prompts):
@@ -97,7 +97,7 @@ def seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.
     return put(seen)
 
 
-def sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
+def _sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
     """Converts the settings of every sequence to arrays."""
 
     def column(name: str, dtype: type[np.generic]) -> jax.Array:
@@ -269,7 +269,7 @@ class Runner:
         """
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, failures = settings_by_row(settings, batch), self._failure_count()
-        state, keys = self._fresh(seeds_of(by_row), cache_length)
+        state, keys = self._fresh(_seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         for start, size in self._prompt_chunks(batch, max(lengths), cache_length):
             is_first = start == 0 and size != self.short_chunk and not self.fixed
@@ -281,8 +281,8 @@ class Runner:
             )
         all_greedy = not any_settings and all(row.temperature == 0 for row in by_row)
         penalizes = any_settings or any(row.repetition_penalty != 1 for row in by_row)
-        seen = seen_tokens(prompts, self.config, self._put) if penalizes else None
-        sampling = sampling_of(by_row, self._put)
+        seen = _seen_tokens(prompts, self.config, self._put) if penalizes else None
+        sampling = _sampling_of(by_row, self._put)
         never = (-1,) * max(1, len(eos_ids))
         ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
         eos_by_row = self._put(np.asarray(ends, np.int32))

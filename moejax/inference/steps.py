@@ -44,7 +44,7 @@ class Sampling:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Logprobs:
+class _Logprobs:
     """Natural logarithms of the model's own probabilities: no penalty, temperature or filter.
 
     Axes: B rows, n tokens of a call (absent while one is chosen), N likeliest tokens.
@@ -55,7 +55,7 @@ class Logprobs:
     top_ids: jax.Array  # int32[B, n, N]
 
 
-def logprobs_of(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+def _logprobs_of(logits: jax.Array, tokens: jax.Array, num_top: int) -> _Logprobs:
     """Log-probabilities of the chosen tokens and of the likeliest ones.
 
     Args:
@@ -68,7 +68,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
     count = min(num_top, logits.shape[-1])
     top, top_ids = jax.lax.top_k(logprobs, count)
     rest = ((0, 0), (0, num_top - count))
-    return Logprobs(chosen, jnp.pad(top, rest, constant_values=-jnp.inf), jnp.pad(top_ids, rest))
+    return _Logprobs(chosen, jnp.pad(top, rest, constant_values=-jnp.inf), jnp.pad(top_ids, rest))
 
 
 def penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
@@ -160,10 +160,10 @@ class StepOutput:
     """
 
     tokens: jax.Array  # int32[B, n], NO_TOKEN or NOT_FINITE where there is none
-    logprobs: Logprobs | None  # None where the program tells none
+    logprobs: _Logprobs | None  # None where the program tells none
 
     def at_step(
-        self, index: jax.Array, tokens: jax.Array, logprobs: Logprobs | None
+        self, index: jax.Array, tokens: jax.Array, logprobs: _Logprobs | None
     ) -> "StepOutput":
         """Writes the result of step `index`, int32[]: int32[B] and its logprobs or None."""
 
@@ -183,7 +183,7 @@ def names_a_token(logits: jax.Array) -> jax.Array:
     return jnp.isfinite(jnp.max(numbers, axis=-1))
 
 
-def empty_step_output(batch: int, length: int, top_logprobs: int) -> StepOutput:
+def _empty_step_output(batch: int, length: int, top_logprobs: int) -> StepOutput:
     """Empty output for `length` tokens of each row.
 
     Args:
@@ -194,7 +194,7 @@ def empty_step_output(batch: int, length: int, top_logprobs: int) -> StepOutput:
     if not top_logprobs:
         return StepOutput(tokens, None)
     top = jnp.zeros((batch, length, top_logprobs), jnp.float32)
-    return StepOutput(tokens, Logprobs(top[..., 0], top, jnp.zeros(top.shape, jnp.int32)))
+    return StepOutput(tokens, _Logprobs(top[..., 0], top, jnp.zeros(top.shape, jnp.int32)))
 
 
 Weights = Mapping[str, Weight]
@@ -406,7 +406,7 @@ def _next_tokens(
     sampling: Sampling,
     all_greedy: bool,
     top_logprobs: int,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, Logprobs | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None, _Logprobs | None]:
     """Chooses next tokens int32[B] for [B, D]; returns keys, seen tokens and logprobs too.
 
     `NOT_FINITE` stands where the logits name no token.
@@ -417,7 +417,7 @@ def _next_tokens(
     tokens, keys = draw(logits, keys, sampling, all_greedy=all_greedy)
     if seen is not None:
         seen = seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
-    logprobs = logprobs_of(own, tokens, top_logprobs) if top_logprobs else None
+    logprobs = _logprobs_of(own, tokens, top_logprobs) if top_logprobs else None
     return jnp.where(names_a_token(own), tokens, NOT_FINITE), keys, seen, logprobs
 
 
@@ -456,7 +456,7 @@ def first_token(
         model, last_hidden, keys, seen, sampling, all_greedy, program.top_logprobs
     )
     done = jnp.any(tokens[:, None] == eos_ids, axis=1) | (lengths == 0) | (tokens < 0)
-    emitted = empty_step_output(len(tokens), 1, program.top_logprobs)
+    emitted = _empty_step_output(len(tokens), 1, program.top_logprobs)
     emitted = emitted.at_step(jnp.int32(0), tokens, logprobs)
     tokens = jnp.maximum(tokens, 0)  # what a row that is done holds is a token, too
     return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
@@ -541,7 +541,7 @@ def decode(
     batch, kept = state.tokens.shape[0], None
     if program.record is not None:
         kept = empty_record(program.record, model.config, batch, buffer_length)
-    emitted = empty_step_output(batch, buffer_length, program.top_logprobs)
+    emitted = _empty_step_output(batch, buffer_length, program.top_logprobs)
     carry = StepResult(state, experts, emitted, kept)
     if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
         return step(jnp.int32(0), carry)

@@ -173,7 +173,7 @@ def causal_convolution(
 NORM_FLOOR = 1e-6  # added to the squares of queries and keys, whatever the model's norms add
 
 
-class Projected(NamedTuple):
+class _Projected(NamedTuple):
     """Projections of a layer's tokens; each of K key heads has R value heads."""
 
     mixed: jax.Array  # [B, T, channels], the convolution's inputs: queries, keys, values
@@ -289,7 +289,7 @@ class DeltaNet(StackedModule):
         ba = self.linear(normed, "ba_proj", layer, wide, always_kernel=True)
         return rows, ba
 
-    def project(self, rows: jax.Array, ba: jax.Array) -> Projected:
+    def project(self, rows: jax.Array, ba: jax.Array) -> _Projected:
         """Splits projected rows [B, T, .]: per key head q, k, R values, R gates, R of b and a."""
         of, lead = self.of, rows.shape[:2]
         shared, repeats = of.num_key_heads, of.num_value_heads // of.num_key_heads
@@ -298,9 +298,9 @@ class DeltaNet(StackedModule):
         mixed = jnp.concatenate([part.reshape(*lead, -1) for part in (q, k, v)], axis=-1)
         b, a = jnp.split(ba.reshape(*lead, shared, 2 * repeats), 2, axis=3)
         gate = z.reshape(*lead, of.num_value_heads, of.value_dim)
-        return Projected(mixed, gate, b.reshape(*lead, -1), a.reshape(*lead, -1))
+        return _Projected(mixed, gate, b.reshape(*lead, -1), a.reshape(*lead, -1))
 
-    def tokens(self, mixed: jax.Array, projected: Projected, layer: Index) -> DeltaTokens:
+    def tokens(self, mixed: jax.Array, projected: _Projected, layer: Index) -> DeltaTokens:
         """Splits float32[B, T, channels] after convolution and silu (section 3.4)."""
         of, lead = self.of, mixed.shape[:2]
         q, k, v = jnp.split(mixed, [of.key_width, 2 * of.key_width], axis=-1)

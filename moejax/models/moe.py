@@ -81,7 +81,7 @@ def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = 
     scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
     if rule.is_plain:
         weights, ids = jax.lax.top_k(scores, config.experts_per_token)
-        return scaled(Routing(scores, _normalised(weights, config), ids), config)
+        return _scaled(Routing(scores, _normalised(weights, config), ids), config)
     width = config.experts_per_token
     _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), width)
     # A bias decides who is chosen, not who comes first.
@@ -121,7 +121,7 @@ def _normalised(weights: jax.Array, config: ModelConfig) -> jax.Array:
     return weights / (total if config.router.scoring == "softmax" else total + SUM_FLOOR)
 
 
-def scaled(routing: Routing, config: ModelConfig) -> Routing:
+def _scaled(routing: Routing, config: ModelConfig) -> Routing:
     """Multiplies the weights by the model's routed scaling factor."""
     if config.router.scale == 1.0:
         return routing
@@ -230,13 +230,13 @@ def experts_by_block(
     Returns:
       [N, D] in `x.dtype`.
     """
-    pairs = pairs_of(routing.ids, token_mask)
+    pairs = _pairs_of(routing.ids, token_mask)
     experts = ExpertStacks(gate_up, down, layer)
     products = products_by_block(x, pairs, experts, gate_up.shape[1], step_bytes)
     return combine(products, pairs, routing.weights, x.dtype)
 
 
-def pairs_of(ids: jax.Array, token_mask: jax.Array) -> ExpertPairs:
+def _pairs_of(ids: jax.Array, token_mask: jax.Array) -> ExpertPairs:
     """Pairs every token that is not padding with its experts.
 
     Args:
@@ -372,7 +372,7 @@ class SparseMoe(StackedModule):
             routing = routing_by_kernel(
                 logits, first_slot, num_chosen=c.experts_per_token, normalise=c.norm_topk_prob
             )
-            return scaled(routing, c)
+            return _scaled(routing, c)
         bias = self.router_bias[...][layer] if c.router.has_bias else None
         return routing_of(logits, c, bias)
 

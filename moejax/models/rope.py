@@ -11,7 +11,7 @@ from moejax.models.config import ModelConfig, RopeScaling
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines, float32[B, T, R / 2]
 
 
-def rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
+def _rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
     """theta^(-2i/C) as float32[C / 2], each operation rounded as transformers rounds it.
 
     On the host, because at position p an angle is off by p times what its frequency is off, and in
@@ -32,7 +32,7 @@ def scaled_frequencies(
     Args:
       is_long: the sequence exceeds the original positions; matters to "longrope" alone.
     """
-    plain = rotary_frequencies(head_dim, theta)
+    plain = _rotary_frequencies(head_dim, theta)
     if scaling is None or scaling.kind == "dynamic":
         return plain
     if scaling.kind == "linear":
@@ -139,7 +139,7 @@ def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> Angles:
     Returns:
       Two float32[B, T, C / 2].
     """
-    angle = _angle(positions, rotary_frequencies(head_dim, theta))
+    angle = _angle(positions, _rotary_frequencies(head_dim, theta))
     return jnp.cos(angle), jnp.sin(angle)
 
 

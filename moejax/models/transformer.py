@@ -53,21 +53,21 @@ def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
     """Chooses norms, rotation and cache writes of a decode step; see `linear.choose_part`.
 
     Where one kernel takes queries, keys and values to the cache depends on attention
-    (`choose_cache_writes`); layers by a delta rule and latent attention write for themselves.
+    (`_choose_cache_writes`); layers by a delta rule and latent attention write for themselves.
     """
 
     def choose(target: Target) -> Choice:
         x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
         found = [residual_norm.OPERATION.choose(x, target=target)]
-        if is_plain(config):
-            found.append(choose_cache_writes(config, dtype, target))
+        if _is_plain(config):
+            found.append(_choose_cache_writes(config, dtype, target))
         reasons = dict.fromkeys(choice.refusals["triton"] for choice in found if choice.refusals)
         return Choice("xla", {"triton": "; ".join(reasons)}) if reasons else Choice("triton", {})
 
     return ops.choose_part("norms and writes", str(dtype), kernels, choose)
 
 
-def is_plain(config: ModelConfig) -> bool:
+def _is_plain(config: ModelConfig) -> bool:
     """Whether `qkv_to_cache` supports the model's attention.
 
     Else the layers mix by `Transformer.mix`, whatever serves attention.
@@ -77,7 +77,7 @@ def is_plain(config: ModelConfig) -> bool:
     return config.latent is None and not gated and not turned
 
 
-def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
+def _choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
     """Chooses the implementation that splits a qkv product into queries and cache writes."""
     qkv = jax.ShapeDtypeStruct((1, config.qkv_dim), dtype)
     keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
@@ -371,7 +371,7 @@ class Transformer(nnx.Module):
     def _has_token_step(self, tokens: jax.Array, spec: ChunkSpec) -> bool:
         """Whether kernels run norms and cache writes."""
         is_token = tokens.shape[1] == 1 and not spec.is_first
-        if not is_token or (spec.cached == "xla" and is_plain(self.config)):
+        if not is_token or (spec.cached == "xla" and _is_plain(self.config)):
             return False
         chosen = choose_token_step(self.config, self.dtype, self.kernels)
         return chosen.implementation == "triton"
@@ -459,7 +459,7 @@ def decode_layers(
     for index in layer_indices(c):
         layer = jnp.int32(index.layer)
         x, normed = norm(x, delta, model.attention.norm[...], layer)
-        if is_plain(c) and not index.is_delta:
+        if _is_plain(c) and not index.is_delta:
             delta = _attended(model, normed, index, positions, angles, spec, attend)
         else:
             delta = model.mix(normed[:, None], index, angles, token_mask, attend)[:, 0]

@@ -25,14 +25,14 @@ from moejax.policies.settings import check_number, check_text
 from pallas_kernels.cache_plan import Rule
 
 
-class ResidentState(NamedTuple):
+class _ResidentState(NamedTuple):
     """State of Resident: the tier, int32[], in which all pairs run."""
 
     tier: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resident(Policy[ResidentState]):
+class Resident(Policy[_ResidentState]):
     """Runs the router's choice in one tier, without prefetch."""
 
     name: ClassVar[str] = "resident"
@@ -45,19 +45,19 @@ class Resident(Policy[ResidentState]):
     @property
     def layer_axes(self) -> Any:
         """Names the state's layer axes, as `Policy.layer_axes`."""
-        return layer_axes_of(ResidentState)
+        return layer_axes_of(_ResidentState)
 
-    def init(self, spec: PolicySpec) -> ResidentState:
+    def init(self, spec: PolicySpec) -> _ResidentState:
         """Makes the first state, as `Policy.init`."""
-        return ResidentState(jnp.asarray(tier_id(spec, self.tier, 0), jnp.int32))
+        return _ResidentState(jnp.asarray(tier_id(spec, self.tier, 0), jnp.int32))
 
     def decide(
-        self, state: ResidentState, observation: Observation
-    ) -> tuple[Decision, ResidentState]:
+        self, state: _ResidentState, observation: Observation
+    ) -> tuple[Decision, _ResidentState]:
         """Chooses tiers and experts, as `Policy.decide`."""
         return as_routed(observation, state.tier), state
 
-    def decode_rule(self, state: ResidentState) -> Rule:
+    def decode_rule(self, state: _ResidentState) -> Rule:
         """Gives the rule of decode steps, as `Policy.decode_rule`."""
         return always(state.tier)
 
@@ -79,7 +79,7 @@ def as_routed(observation: Observation, tier: jax.Array) -> Decision:
     )
 
 
-class OnDemandState(NamedTuple):
+class _OnDemandState(NamedTuple):
     """Tier and prefetch limits that `decide` reads."""
 
     tier: jax.Array  # int32[], in which all pairs run
@@ -88,7 +88,7 @@ class OnDemandState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OnDemand(Policy[OnDemandState]):
+class OnDemand(Policy[_OnDemandState]):
     """Runs the router's choice in one tier and fetches misses when they are needed."""
 
     name: ClassVar[str] = "on_demand"
@@ -111,18 +111,18 @@ class OnDemand(Policy[OnDemandState]):
     @property
     def layer_axes(self) -> Any:
         """Names the state's layer axes, as `Policy.layer_axes`."""
-        return layer_axes_of(OnDemandState, limit=0)
+        return layer_axes_of(_OnDemandState, limit=0)
 
-    def init(self, spec: PolicySpec) -> OnDemandState:
+    def init(self, spec: PolicySpec) -> _OnDemandState:
         """Makes the first state, as `Policy.init`."""
         tier = tier_id(spec, self.tier, 0)
         limit = min(self.prefetch, spec.slots[tier])
         limits = jnp.full(spec.num_layers, limit, jnp.int32).at[-1].set(0)
-        return OnDemandState(jnp.asarray(tier, jnp.int32), limits)
+        return _OnDemandState(jnp.asarray(tier, jnp.int32), limits)
 
     def decide(
-        self, state: OnDemandState, observation: Observation
-    ) -> tuple[Decision, OnDemandState]:
+        self, state: _OnDemandState, observation: Observation
+    ) -> tuple[Decision, _OnDemandState]:
         """Chooses tiers and experts, as `Policy.decide`."""
         decision = as_routed(observation, state.tier)
         ahead = experts_ahead(observation, state.limit[observation.layer])
@@ -130,10 +130,10 @@ class OnDemand(Policy[OnDemandState]):
             decision = decision._replace(ahead=jnp.where(ahead, state.tier, -1))
         return decision, state
 
-    def decode_rule(self, state: OnDemandState) -> Rule:
+    def decode_rule(self, state: _OnDemandState) -> Rule:
         """Gives the rule of decode steps, as `Policy.decode_rule`."""
         return always(state.tier)
 
-    def max_prefetch(self, state: OnDemandState) -> int:
+    def max_prefetch(self, state: _OnDemandState) -> int:
         """Bounds the look-ahead, as `Policy.max_prefetch`."""
         return int(state.limit.max())

@@ -126,7 +126,7 @@ def buddy_score(
     return jnp.where(candidates >= 0, psi, 0.0)
 
 
-def in_order(candidates: Candidates) -> jax.Array:
+def _in_order(candidates: Candidates) -> jax.Array:
     """Sorts candidates by falling priority, then by place; drops priorities <= 0.
 
     int32[N, A, H], -1 for none; by comparing all pairs of a list.
@@ -161,7 +161,7 @@ def substitute(
       budget: int32[], rho, the most replacements per token.
       last_first: visits ranks from the least weight on, which then get the budget first.
     """
-    ordered = in_order(candidates)
+    ordered = _in_order(candidates)
     num_tokens, width, depth = ordered.shape
     place = jnp.arange(depth, dtype=jnp.int32)[None]
     num_replaced = jnp.zeros(num_tokens, jnp.int32)
@@ -184,7 +184,7 @@ def substitute(
     )
 
 
-class Settings(NamedTuple):
+class _Settings(NamedTuple):
     """Settings that a sweep may vary: leaves of the state."""
 
     tau: jax.Array  # float32[M], of the TAE gate
@@ -207,7 +207,7 @@ class Settings(NamedTuple):
 class BuddyState:
     """State of BuddyMoE; shapes and dtypes never change."""
 
-    settings: Settings
+    settings: _Settings
     lists: jax.Array  # int32[M, E, K]
     q: jax.Array  # float32[M, E, K]
     gains: jax.Array | None  # float32[M, E, E], or None
@@ -225,14 +225,14 @@ class BuddyState:
     steps: jax.Array  # float32[], the steps of that, fading alike
 
 
-def layer_axes(has_gains: bool) -> BuddyState:
+def _layer_axes(has_gains: bool) -> BuddyState:
     """Layer axes of a state with gains, or without; see `Policy`."""
     rows = dict.fromkeys(("lists", "q", "replaced", "dropped", *("gains",) * has_gains), 0)
     shared: dict[str, Any] = {field.name: None for field in dataclasses.fields(BuddyState)}
-    return BuddyState(**shared | rows | {"settings": layer_axes_of(Settings, tau=0)})
+    return BuddyState(**shared | rows | {"settings": layer_axes_of(_Settings, tau=0)})
 
 
-def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
+def _with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
     """Counts a decode layer's misses among the pairs `asked`, as if no buddy replaced them."""
     requested = buddy_gates.requested_experts(o.ids, asked, o.resident.shape[1])
     count = jnp.sum(requested & ~o.resident[0], dtype=jnp.int32).astype(jnp.float32)
@@ -246,7 +246,7 @@ def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddySt
     )
 
 
-def most_missed(
+def _most_missed(
     state: BuddyState, resident: jax.Array, max_requests: int
 ) -> tuple[Requests, BuddyState]:
     """Requests the most missed experts, as many as the saved bytes allow; resident bool[M, 1, E].
@@ -359,11 +359,11 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         check_number("max_requests", self.max_requests, 0, 2**20, integer=True)
 
     @property
-    def layer_axes(self) -> Any:
+    def _layer_axes(self) -> Any:
         """Names the state's layer axes; None where all layers share a budget of bytes."""
         if self.bypass_bytes is not None:
             return None
-        return layer_axes(self.gains is not None)
+        return _layer_axes(self.gains is not None)
 
     def init(self, spec: PolicySpec) -> BuddyState:
         """Returns the state before any token."""
@@ -402,7 +402,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             steps=jnp.zeros((), jnp.float32),
         )
 
-    def _settings(self, spec: PolicySpec) -> Settings:
+    def _settings(self, spec: PolicySpec) -> _Settings:
         background = self.background_bytes
         if background is None:
             background = spec.expert_bytes[0] / 4
@@ -423,7 +423,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             "depth": self.depth or self.lists.ids.shape[-1],
         }
         tau = np.broadcast_to(np.asarray(self.tae_tau, np.float32), spec.num_layers)
-        return Settings(
+        return _Settings(
             tau=jnp.asarray(tau),
             **{name: jnp.asarray(value, jnp.float32) for name, value in real.items()},
             **{name: jnp.asarray(value, jnp.int32) for name, value in whole.items()},
@@ -462,7 +462,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             tier = jnp.where(dropped, SKIPPED, tier)
         decision = served._replace(ids=ids, tier=tier, weights=weights)
         if self.bypass_bytes is not None and not o.is_prefill:
-            state = with_missing(state, o, asked)
+            state = _with_missing(state, o, asked)
         return decision, self._counted(state, o, found.replaced, dropped)
 
     def decode_rule(self, state: BuddyState) -> Rule | None:
@@ -502,14 +502,14 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         return self.beta is not None or self.bypass_bytes is not None
 
     @property
-    def is_scored(self) -> bool:
+    def _is_scored(self) -> bool:
         """Whether candidates are ordered by a score and not by their lists."""
         return bool(self.eta or self.kappa)
 
     @property
     def _is_one_launch(self) -> bool:
         """Whether one kernel gates, searches and counts."""
-        return self.form == "kernel" and self.has_kernel and not self.is_scored
+        return self.form == "kernel" and self.has_kernel and not self._is_scored
 
     def _searched(
         self, state: BuddyState, o: Observation, resident: jax.Array, allowed: jax.Array
@@ -543,7 +543,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         """Finds resident buddies of every pair, with eq. 3's score if eta or kappa is not 0."""
         settings = state.settings
         ids = candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
-        if not self.is_scored:
+        if not self._is_scored:
             return Candidates(ids)
         logits = normalized_logits(o.probabilities)
         q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
@@ -572,4 +572,4 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
 
     def transfers(self, state: BuddyState, resident: jax.Array) -> tuple[Requests, BuddyState]:
         """Requests the most missed experts, as many as the saved bytes allow."""
-        return most_missed(state, resident, self.max_requests)
+        return _most_missed(state, resident, self.max_requests)

@@ -54,7 +54,7 @@ FIGURE_3 = {
 }
 
 
-class DyMoEState(NamedTuple):
+class _DyMoEState(NamedTuple):
     """State that `decide` reads; only `calls` changes.
 
     All of it may be swept, except `renormalise` in an engine whose policy has a rule.
@@ -76,7 +76,7 @@ class DyMoEState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DyMoE(Policy[DyMoEState]):
+class DyMoE(Policy[_DyMoEState]):
     """Mixed precision by importance."""
 
     name: ClassVar[str] = "dymoe"
@@ -142,14 +142,14 @@ class DyMoE(Policy[DyMoEState]):
         """Names the state's layer axes; None where random draws are numbered by layer."""
         if self.selection == "random":
             return None
-        return layer_axes_of(DyMoEState, decode=0, prefill=0, ahead=1)
+        return layer_axes_of(_DyMoEState, decode=0, prefill=0, ahead=1)
 
     def counts(self, num_layers: int, num_requested: int) -> np.ndarray:
         """Critical experts t_l, int64[L], of `num_requested` per layer; their mean is printed."""
         ratios = retention_ratios(self.schedule, self.retention, num_layers, self.sensitivity)
         return critical_counts(ratios, num_requested, self.rounding)
 
-    def init(self, spec: PolicySpec) -> DyMoEState:
+    def init(self, spec: PolicySpec) -> _DyMoEState:
         """Makes the first state, as `Policy.init`."""
         high = tier_id(spec, self.high, 0)
         low = SKIPPED if self.low == SKIP else tier_id(spec, self.low, -1)
@@ -161,7 +161,7 @@ class DyMoE(Policy[DyMoEState]):
         counts = np.stack([self.counts(spec.num_layers, n) for n in (spec.width, spec.num_experts)])
         ahead = counts if self.prefetch < 0 else np.full_like(counts, self.prefetch)
         ahead = np.minimum(np.pad(ahead[:, 1:], ((0, 0), (0, 1))), spec.slots[high])
-        return DyMoEState(
+        return _DyMoEState(
             decode=jnp.asarray(counts[0], jnp.int32),
             prefill=jnp.asarray(counts[1], jnp.int32),
             ahead=jnp.asarray(ahead, jnp.int32),
@@ -175,7 +175,7 @@ class DyMoE(Policy[DyMoEState]):
             calls=jnp.zeros((), jnp.int32),
         )
 
-    def decide(self, state: DyMoEState, observation: Observation) -> tuple[Decision, DyMoEState]:
+    def decide(self, state: _DyMoEState, observation: Observation) -> tuple[Decision, _DyMoEState]:
         """Chooses tiers and experts, as `Policy.decide`."""
         ids, weights, layer = observation.ids, observation.weights, observation.layer
         is_critical = self._critical(state, observation)
@@ -200,17 +200,17 @@ class DyMoE(Policy[DyMoEState]):
             state = state._replace(calls=state.calls + 1)
         return decision, state
 
-    def decode_rule(self, state: DyMoEState) -> Rule | None:
+    def decode_rule(self, state: _DyMoEState) -> Rule | None:
         """Gives the rule by which a token's first experts by weight are critical."""
         if self.selection == "random" or (self.renormalise and self.low == SKIP):
             return None
         return Rule(state.decode, state.high, state.low, state.reuse_skipped, at_least=True)
 
-    def max_prefetch(self, state: DyMoEState) -> int:
+    def max_prefetch(self, state: _DyMoEState) -> int:
         """Bounds the look-ahead, as `Policy.max_prefetch`."""
         return int(state.ahead[0].max())
 
-    def _critical(self, state: DyMoEState, observation: Observation) -> jax.Array:
+    def _critical(self, state: _DyMoEState, observation: Observation) -> jax.Array:
         """Mask bool[N, A] of pairs whose expert is critical."""
         num_experts, active = observation.probabilities.shape[1], observation.active
         drawn = None

@@ -41,7 +41,7 @@ CHOICES = ("hot", "random", "first")
 FORESEE_BY = ("scores", "links")
 
 
-class DynaExqSettings(NamedTuple):
+class _DynaExqSettings(NamedTuple):
     """Settings that a sweep may vary; see `DynaExq` for the meanings."""
 
     alpha: jax.Array  # float32[]
@@ -55,7 +55,7 @@ class DynaExqSettings(NamedTuple):
     cold: jax.Array  # int32[], the tier of low precision
 
 
-class DynaExqState(NamedTuple):
+class _DynaExqState(NamedTuple):
     """State of DynaExq."""
 
     scores: jax.Array  # float32[M, E], S of eq. 2.
@@ -67,11 +67,11 @@ class DynaExqState(NamedTuple):
     warm: jax.Array  # bool[], whether the warm-up has ended
     is_fresh: jax.Array  # bool[], whether H was chosen by the last `transfers`
     links: jax.Array | None  # float32[M, E, E], constant; None if not used
-    settings: DynaExqSettings
+    settings: _DynaExqSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DynaExq(ByContent, Policy[DynaExqState]):
+class DynaExq(ByContent, Policy[_DynaExqState]):
     """Two precisions, hot and cold, assigned to experts by the workload.
 
     The low tier always holds every expert where the spec gives it E slots a layer; then a demotion
@@ -138,14 +138,14 @@ class DynaExq(ByContent, Policy[DynaExqState]):
     @property
     def layer_axes(self) -> Any:
         """Names the state's layer axes, as `Policy.layer_axes`."""
-        return layer_axes_of(DynaExqState, scores=0)
+        return layer_axes_of(_DynaExqState, scores=0)
 
     def transfer_tiers(self, spec: PolicySpec) -> tuple[int, ...]:
         """Names the tiers of transfers, as `Policy.transfer_tiers`: all tiers but the cold one."""
         cold = tier_id(spec, self.cold, -1)
         return tuple(tier for tier in range(len(spec.tiers)) if tier != cold)
 
-    def init(self, spec: PolicySpec) -> DynaExqState:
+    def init(self, spec: PolicySpec) -> _DynaExqState:
         """Makes the first state, as `Policy.init`."""
         hot, cold = tier_id(spec, self.hot, 0), tier_id(spec, self.cold, -1)
         if not hot < cold:
@@ -158,7 +158,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         if self.choice != "hot":
             alpha = 1.0  # scores stay what they are
         scores = self._first_scores(spec)
-        settings = DynaExqSettings(
+        settings = _DynaExqSettings(
             alpha=jnp.asarray(alpha, jnp.float32),
             period=jnp.asarray(self.period, jnp.int32),
             warmup=jnp.asarray(self.warmup or self.period, jnp.int32),
@@ -169,7 +169,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
             hot=jnp.asarray(hot, jnp.int32),
             cold=jnp.asarray(cold, jnp.int32),
         )
-        return DynaExqState(
+        return _DynaExqState(
             scores=jnp.asarray(scores, jnp.float32),
             high=jnp.zeros(scores.shape, bool),
             tau=jnp.zeros(spec.num_layers, jnp.float32),
@@ -181,8 +181,8 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         )
 
     def decide(
-        self, state: DynaExqState, observation: Observation
-    ) -> tuple[Decision, DynaExqState]:
+        self, state: _DynaExqState, observation: Observation
+    ) -> tuple[Decision, _DynaExqState]:
         """Runs UPDATEHOTNESS of Algorithm 1 for the layer; the pools decide the precision."""
         settings, layer = state.settings, observation.layer
         count = num_active(observation)
@@ -194,11 +194,13 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         decision = as_routed(observation, jnp.where(is_hot, settings.hot, settings.cold))
         return decision, state._replace(scores=scores, tokens=tokens)
 
-    def decode_rule(self, state: DynaExqState) -> Rule:
+    def decode_rule(self, state: _DynaExqState) -> Rule:
         """Gives the rule of decode steps, as `Policy.decode_rule`."""
         return Rule(None, state.settings.hot, state.settings.cold, jnp.ones((), bool))
 
-    def transfers(self, state: DynaExqState, resident: jax.Array) -> tuple[Requests, DynaExqState]:
+    def transfers(
+        self, state: _DynaExqState, resident: jax.Array
+    ) -> tuple[Requests, _DynaExqState]:
         """Runs PRECISIONSCHEDULE of Algorithm 1 for all layers, once T tokens have passed."""
         settings = state.settings
         first = ~state.warm & (state.tokens >= settings.warmup)
@@ -225,14 +227,14 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         )
         return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
 
-    def tokens_until_change(self, state: DynaExqState, resident: jax.Array) -> jax.Array:
+    def tokens_until_change(self, state: _DynaExqState, resident: jax.Array) -> jax.Array:
         """Counts the tokens until H is chosen, in the warm-up or while the pools hold H; else 0."""
         settings = state.settings
         rests = ~state.warm | jnp.all(state.high == resident[:, settings.hot])
         until = jnp.where(state.warm, settings.period, settings.warmup)
         return jnp.where(rests, jnp.maximum(until - state.tokens, 0), 0)
 
-    def disk_prefetch(self, state: DynaExqState, resident: jax.Array) -> Requests:
+    def disk_prefetch(self, state: _DynaExqState, resident: jax.Array) -> Requests:
         """Requests nearly hot experts from the disk when `transfers` has just chosen H.
 
         An expert that has a slot still, and is to leave it, is likely to return.
@@ -322,7 +324,7 @@ def smoothed(
     return kept * scores + (1 - kept) * means
 
 
-class HotSet(NamedTuple):
+class _HotSet(NamedTuple):
     """Hot set and its threshold: lines 14 and 15 of Algorithm 1."""
 
     high: jax.Array  # bool[M, E], the set H
@@ -335,7 +337,7 @@ def hot_set(
     n_hot: jax.Array,
     tau: jax.Array,
     hysteresis: jax.Array,
-) -> HotSet:
+) -> _HotSet:
     """Chooses the top n_hot experts with S >= tau; ties go to hot ones, then to small ids.
 
     Args:
@@ -350,7 +352,7 @@ def hot_set(
     place = ranks(worth, high)
     is_last = place == n_hot[:, None] - 1
     last = jnp.max(jnp.where(is_last, scores, 0.0), axis=1)
-    return HotSet((place < n_hot[:, None]) & (worth >= tau[:, None]), last)
+    return _HotSet((place < n_hot[:, None]) & (worth >= tau[:, None]), last)
 
 
 def swaps(

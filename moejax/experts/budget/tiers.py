@@ -37,7 +37,7 @@ STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
 
 
-def plan_tier(run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1) -> TierBudget:
+def _plan_tier(run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1) -> TierBudget:
     """Plans every byte of a run with one tier of its `num_tiers`, and its slots.
 
     C = floor((limit - rest) / (M expert_nbytes)), at most E, where the rest holds B transient
@@ -49,11 +49,11 @@ def plan_tier(run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1)
     plan = _TierPlan(run, tier, limits, num_tiers)
     plan.check()
     limit = limit_nbytes(limits.device_gib)
-    whole = plan.unpooled()
+    whole = plan._unpooled()
     if not run.num_layers or (limits.slots < 0 and (limit is None or sum(whole.values()) <= limit)):
-        plan.require(sum(whole.values()), limit, "the model, which has no experts to move")
+        plan._require(sum(whole.values()), limit, "the model, which has no experts to move")
         return plan.budget(pooled=False, slots=plan.num_experts, transient=0, device=whole)
-    slots, transient = plan.choose_slots(limit)
+    slots, transient = plan._choose_slots(limit)
     device = plan.pooled(slots, transient)
     return plan.budget(pooled=True, slots=slots, transient=transient, device=device)
 
@@ -128,7 +128,7 @@ class _TierPlan:
             parts["reserve of the allocator"] = reserve
         return parts
 
-    def unpooled(self) -> dict[str, int]:
+    def _unpooled(self) -> dict[str, int]:
         """Device bytes with all experts among the weights."""
         parts = self.dense()
         if not self.num_layers:
@@ -152,13 +152,13 @@ class _TierPlan:
         parts["expert slots"] = layers * slots * own
         parts["transient slots"] = banks * transient * own
         parts["residency tables"] = table_nbytes(
-            self.num_layers, self.num_experts, slots, last_uses=self.reads_disk
+            self.num_layers, self.num_experts, slots, last_uses=self._reads_disk
         )
         if self.limits.bulk:  # the program that writes them to slots has one as an array of its own
             parts["experts on their way between steps"] = self.bulk_nbytes + own
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
-        if self.run.is_cpu or self.reads_disk:
+        if self.run.is_cpu or self._reads_disk:
             parts["experts on their way in a step"] = self.run.most_at_once(slots, transient) * own
         return parts
 
@@ -168,13 +168,13 @@ class _TierPlan:
         return bulk_nbytes(self.tier.expert_nbytes, self.limits.bulk)
 
     @property
-    def reads_disk(self) -> bool:
+    def _reads_disk(self) -> bool:
         """Whether host memory lacks some experts."""
         limit = limit_nbytes(self.limits.host_gib)
         experts = self.num_layers * self.num_experts * self.tier.expert_nbytes
         return limit is not None and experts + self.bulk_nbytes > limit
 
-    def choose_slots(self, limit: int | None) -> tuple[int, int]:
+    def _choose_slots(self, limit: int | None) -> tuple[int, int]:
         """Chooses C, the slots of a layer, and B, the transient slots."""
         least = max(0, self.limits.slots, self.limits.prefetch, min(1, self.limits.bulk))  # of C
         # By default one token's experts, of at least `TRANSIENT_BYTES`; 1 if none streams.
@@ -188,7 +188,7 @@ class _TierPlan:
         if limit is None:
             return least, transient
         smallest = sum(self.pooled(least, asked or 1).values())
-        self.require(smallest, limit, f"{least} slots a layer and {asked or 1} transient ones")
+        self._require(smallest, limit, f"{least} slots a layer and {asked or 1} transient ones")
         while sum(self.pooled(least, transient).values()) > limit:
             transient -= 1
         if self.limits.slots >= 0:
@@ -200,7 +200,7 @@ class _TierPlan:
             slots -= 1
         return slots, transient
 
-    def require(self, nbytes: int, limit: int | None, what: str) -> None:
+    def _require(self, nbytes: int, limit: int | None, what: str) -> None:
         """Raises BudgetError unless so many bytes are within the limit."""
         if limit is not None and nbytes > limit:
             raise BudgetError(
@@ -248,7 +248,7 @@ class _TierPlan:
             self.num_layers * self.num_experts,
             self.run.most_at_once(slots, transient),
         )
-        if limit is None or not self.reads_disk:
+        if limit is None or not self._reads_disk:
             return num_experts
         rows = (limit - self.bulk_nbytes) // nbytes - blocks_from_disk(at_once)
         if rows < 0:
@@ -292,7 +292,7 @@ def make_budget(
 ) -> Budget:
     """Plans every byte of a run, and the slots of each tier.
 
-    Without a policy `plan_tier` says it, of one tier. Under one, unless it asks for `slots`:
+    Without a policy `_plan_tier` says it, of one tier. Under one, unless it asks for `slots`:
     without a limit every tier has room for all experts (the first one for
     `limits.slots`, if that is given). Under a limit the lower tiers have, if that leaves the first
     one as many slots as a token needs experts, and it gets what is left; else all tiers have the
@@ -308,7 +308,7 @@ def make_budget(
     """
     if policy is None:
         (tier,) = tiers
-        only = plan_tier(run, tier, limits)
+        only = _plan_tier(run, tier, limits)
         return Budget(
             run=run,
             tiers=(only,),
@@ -330,7 +330,7 @@ def make_budget(
                 prefetch=min(policy.prefetch, count) if cached else 0,
                 bulk=policy.bulk if cached else 0,
             )  # fmt: skip
-            budgets.append(plan_tier(run, tier, own, len(tiers)))
+            budgets.append(_plan_tier(run, tier, own, len(tiers)))
         return budgets
 
     def made(chosen: Sequence[int]) -> Budget:

@@ -47,7 +47,7 @@ def workspace_nbytes(
     steps = _Steps(run, num_turns, num_tiers, is_packed)
     # Six arrays like the logits: penalized, sorted with their places, summed.
     sampling = 6 * 4 * run.batch * run.config.vocab_size
-    return max(steps.nbytes(run.chunk), steps.tried(run.chunk), steps.nbytes(1) + sampling)
+    return max(steps.nbytes(run.chunk), steps._tried(run.chunk), steps.nbytes(1) + sampling)
 
 
 class _Steps(NamedTuple):
@@ -68,7 +68,7 @@ class _Steps(NamedTuple):
         most = max(self._attention(tokens), self._delta_rule(tokens), self._experts(tokens))
         return stream + more + self._reads(tokens) + most
 
-    def tried(self, tokens: int) -> int:
+    def _tried(self, tokens: int) -> int:
         """Bytes of a chunk's largest product while it is compiled: two float32 results."""
         return 0 if self.run.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
 

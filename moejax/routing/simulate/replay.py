@@ -38,7 +38,7 @@ CALL_STEPS = 16  # decode steps of a call, where the trace does not know: those 
 _LEAST_ROWS = 16  # tokens of a prompt's chunk are padded to a power of two from here on
 
 
-class LayerTokens(NamedTuple):
+class _LayerTokens(NamedTuple):
     """Routing of N tokens at one layer; arrays as in `moejax.routing.trace`, no layer axis."""
 
     ids: Any
@@ -70,13 +70,13 @@ class LayerTokens(NamedTuple):
         return ids, weights, probabilities.astype(jnp.float32), importance, predicted
 
 
-class StepTokens(NamedTuple):
+class _StepTokens(NamedTuple):
     """Tokens of a step: active bool[N], layers' arrays [N, M, ...]; calls stack more axes."""
 
     active: Any
-    layers: LayerTokens
+    layers: _LayerTokens
 
-    def by_layer(self) -> LayerTokens:
+    def by_layer(self) -> _LayerTokens:
         """Moves the layer axis to the front."""
         return jax.tree.map(lambda array: jnp.swapaxes(array, 0, 1), self.layers)
 
@@ -84,7 +84,7 @@ class StepTokens(NamedTuple):
 class TraceSegment(NamedTuple):
     """Calls of one shape: tokens [calls, steps, ...]."""
 
-    tokens: StepTokens
+    tokens: _StepTokens
     is_prefill: bool
 
 
@@ -107,7 +107,7 @@ def segments(trace: Trace) -> Iterator[TraceSegment]:
         for place, s in enumerate(steps):
             index[place, : sizes[s]] = starts[s] + np.arange(sizes[s])
         index = index.reshape(shape)
-        yield TraceSegment(StepTokens(index >= 0, jax.tree.map(_rows(index), layers)), is_prefill)
+        yield TraceSegment(_StepTokens(index >= 0, jax.tree.map(_rows(index), layers)), is_prefill)
 
 
 def _rows(index: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -115,7 +115,7 @@ def _rows(index: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     return lambda array: array[index]
 
 
-def _layers(trace: Trace) -> LayerTokens:
+def _layers(trace: Trace) -> _LayerTokens:
     """Routing of all layers [N, M, ...]; the last layer predicts nothing."""
 
     def padded(array: np.ndarray | None) -> np.ndarray | None:
@@ -123,7 +123,7 @@ def _layers(trace: Trace) -> LayerTokens:
             return None
         return np.pad(array, ((0, 0), (0, 1), (0, 0)))
 
-    return LayerTokens(
+    return _LayerTokens(
         trace.ids,
         trace.weights,
         trace.probabilities,
@@ -145,7 +145,7 @@ MAX_SEARCHED = 32  # above so many victims, sorting is cheaper than searching on
 _LAST = np.int32(2**31 - 1)
 
 
-class Moved(NamedTuple):
+class _Moved(NamedTuple):
     """Counts, int32[], of experts admitted, without a slot, evicted, and evicted unused."""
 
     admitted: jax.Array
@@ -154,7 +154,7 @@ class Moved(NamedTuple):
     waste: jax.Array
 
 
-def initial(slots: jax.Array, num_experts: int) -> jax.Array:
+def _initial(slots: jax.Array, num_experts: int) -> jax.Array:
     """Keys int32[T, E] before any token, of slots int32[T].
 
     A key is 0 for an expert without a slot, else 2 x last use + (prefetched, not used yet). Tiers
@@ -169,14 +169,14 @@ def initial(slots: jax.Array, num_experts: int) -> jax.Array:
     return jnp.where(full | (fits & shares), 2, 0).astype(jnp.int32)
 
 
-def admit(
+def _admit(
     key: jax.Array,  # int32[E], after other evictions
     coming: jax.Array,  # bool[E], experts to admit, none resident
     protected: jax.Array,  # bool[E], experts that may not be evicted
     slots: jax.Array,
     stamp: jax.Array,  # int32[], key of the admitted
     most: int,  # static, the most experts that are admitted
-) -> tuple[jax.Array, Moved]:
+) -> tuple[jax.Array, _Moved]:
     """Admits experts to one tier's slots: free ones, then victims as in `cache_plan.plan`."""
     num_experts = len(key)
     there = key > 0
@@ -202,7 +202,7 @@ def admit(
         place = jnp.clip(num_gone - 1, 0, num_experts - 1)
         last = jnp.where(num_gone > 0, jnp.sort(ranked)[place], last)
     gone = victims & (ranked <= last)
-    moved = Moved(
+    moved = _Moved(
         admitted=_num(admitted),
         streamed=num_coming - _num(admitted),
         evictions=num_gone,
@@ -211,7 +211,7 @@ def admit(
     return jnp.where(admitted, stamp, jnp.where(gone, 0, key)), moved
 
 
-def prefetch_experts(
+def _prefetch_experts(
     slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, most: int
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Prefetches the predicted experts: keys int32[T, E] and counts [T]."""
@@ -222,7 +222,7 @@ def prefetch_experts(
     there = key > 0
     served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
     new = wanted & ~served
-    keys, moved = admit_each(key, new, wanted, slots, 2 * clock + 1, most)
+    keys, moved = _admit_each(key, new, wanted, slots, 2 * clock + 1, most)
     came = new & (keys > 0)
     leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
     counts = {
@@ -259,7 +259,7 @@ def serve(
         "prefetch_hits": _num(hits & (key & 1 == 1), axis=1),
     }
     key = jnp.where(hits, 2 * clock, key)
-    key, sums = admit_each(key, misses, runs, slots, 2 * clock, most)
+    key, sums = _admit_each(key, misses, runs, slots, 2 * clock, most)
     events |= {
         "admitted": sums.admitted,
         "streamed": sums.streamed,
@@ -277,16 +277,16 @@ def serve(
     return key, events, gate
 
 
-def admit_each(
+def _admit_each(
     key: jax.Array,
     coming: jax.Array,
     protected: jax.Array,
     slots: jax.Array,
     stamp: jax.Array,
     most: int,
-) -> tuple[jax.Array, Moved]:
-    """Runs `admit` for every tier; the first four operands have its axis."""
-    one = functools.partial(admit, stamp=stamp, most=most)
+) -> tuple[jax.Array, _Moved]:
+    """Runs `_admit` for every tier; the first four operands have its axis."""
+    one = functools.partial(_admit, stamp=stamp, most=most)
     return jax.vmap(one)(key, coming, protected, slots)
 
 
@@ -360,7 +360,7 @@ class Replay:
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
     """Replay state before any token: a policy's `init` state, and pools of `slots` int32[T]."""
     num_tiers = len(slots)
-    keys = initial(slots, num_experts)
+    keys = _initial(slots, num_experts)
     tally = Tally(
         jnp.zeros((2, len(EVENTS), num_tiers), jnp.int32),
         jnp.zeros(2, jnp.int32),
@@ -378,21 +378,21 @@ def run_calls(
     running: Running,  # stacked, [K, ...]; donated
     slots: jax.Array,  # int32[K, T]
     bulk: jax.Array,  # int32[K], most experts in flight
-    tokens: StepTokens,  # [calls, steps, ...]
+    tokens: _StepTokens,  # [calls, steps, ...]
     *,
     replay: Replay,
     is_prefill: bool,
 ) -> Running:
     """Runs calls of several steps each, of K settings; bulk transfers precede each call."""
 
-    def call(running: Running, now: StepTokens, slots: jax.Array, bulk: jax.Array) -> Running:
-        def step(running: Running, step: StepTokens) -> tuple[Running, None]:
+    def call(running: Running, now: _StepTokens, slots: jax.Array, bulk: jax.Array) -> Running:
+        def step(running: Running, step: _StepTokens) -> tuple[Running, None]:
             return _step(replay, is_prefill, slots, running, step), None
 
         running = _transfer(replay, slots, bulk, running, int(not is_prefill))
         return jax.lax.scan(step, running, now)[0]
 
-    def calls(running: Running, now: StepTokens) -> tuple[Running, None]:
+    def calls(running: Running, now: _StepTokens) -> tuple[Running, None]:
         each = jax.vmap(call, in_axes=(0, None, 0, 0))
         return each(running, now, slots, bulk), None
 
@@ -416,7 +416,7 @@ class _Step:
     is_prefill: bool
     slots: jax.Array  # int32[T], of a layer
     clock: jax.Array
-    tokens: StepTokens
+    tokens: _StepTokens
 
     def one_by_one(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
         """Runs all layers in turn; returns the policy's state and the layers' results."""
@@ -437,7 +437,7 @@ class _Step:
         (state, _), done = jax.lax.scan(layer, (state, none), layers)
         return state, done
 
-    def side_by_side(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
+    def _side_by_side(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
         """Runs `one_by_one` with all layers vmapped."""
         num_layers, _, num_experts = keys.shape
         decide = functools.partial(vmap_decide, self.replay.policy)
@@ -453,7 +453,7 @@ class _Step:
         decision, state = decide(state, seen)
         return state, jax.vmap(self.run)(keys, prefetched, decision, seen)
 
-    def observe(self, key: jax.Array, layer: jax.Array, of_layer: LayerTokens) -> Observation:
+    def observe(self, key: jax.Array, layer: jax.Array, of_layer: _LayerTokens) -> Observation:
         """Builds the observation of a layer."""
         ids, weights, probabilities, importance, predicted = of_layer.dense(key.shape[-1])
         return Observation(
@@ -466,11 +466,11 @@ class _Step:
     def prefetch(
         self, key: jax.Array, ahead: jax.Array, seen: Observation
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Runs `prefetch_experts` if the replay prefetches."""
+        """Runs `_prefetch_experts` if the replay prefetches."""
         if not self.replay.foreseen:
             return key, {"prefetched": jnp.zeros(len(self.slots), jnp.int32)}
         most = min(self.replay.foreseen * len(seen.ids), key.shape[-1])
-        return prefetch_experts(self.slots, key, ahead, self.clock, most)
+        return _prefetch_experts(self.slots, key, ahead, self.clock, most)
 
     def run(
         self, key: jax.Array, prefetched: dict[str, jax.Array], decision: Decision,
@@ -485,13 +485,13 @@ class _Step:
 
 
 def _step(
-    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: StepTokens
+    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: _StepTokens
 ) -> Running:
     phase = int(not is_prefill)
     num_experts = running.keys.shape[-1]
     step = _Step(replay, is_prefill, slots, running.clock, tokens)
     in_turn = replay.one_by_one or replay.policy.layer_axes is None
-    through = step.one_by_one if in_turn else step.side_by_side
+    through = step.one_by_one if in_turn else step._side_by_side
     state, done = through(running.state, running.keys)
     t = running.tally
     ran = jnp.any(tokens.active).astype(jnp.int32)
@@ -547,9 +547,9 @@ def _transfer(
     arrived = coming == replay.delay + 1
     new = arrived & (keys == 0)
 
-    def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, Moved]:
+    def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, _Moved]:
         # Later than what the last step used, and before what the next one does.
-        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, num_experts)
+        return _admit_each(key, coming, coming, slots, 2 * running.clock - 1, num_experts)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
     come = (keys > 0) & (arrived | wanted)

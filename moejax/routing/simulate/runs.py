@@ -62,7 +62,7 @@ def run_policies(
     """Replays the trace under every run.
 
     Runs whose policies compute by one formula (`program_keys`) are stacked, as many at a time as
-    `block_bytes` holds.
+    `_block_bytes` holds.
 
     Args:
       one_by_one: runs the layers of a step in turn too, for comparison.
@@ -139,7 +139,7 @@ def _check_foreseen(trace: Trace, run: Run, ahead: int) -> None:
         )
 
 
-def block_bytes() -> int:
+def _block_bytes() -> int:
     """Bytes of JAX's default device for settings that run side by side."""
     (device,) = jnp.zeros(()).devices()
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
@@ -147,10 +147,10 @@ def block_bytes() -> int:
 
 
 def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
-    """Number of settings that run side by side, in equal blocks within `block_bytes`."""
+    """Number of settings that run side by side, in equal blocks within `_block_bytes`."""
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     each = _TEMPORARIES * 4 * trace.num_layers * num_tiers * trace.num_experts + 4 * own
-    num_blocks = -(-count * each // block_bytes())
+    num_blocks = -(-count * each // _block_bytes())
     return -(-count // min(count, num_blocks))
 
 

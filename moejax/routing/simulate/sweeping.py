@@ -208,7 +208,7 @@ _BLOCK_BYTES = 2**26  # of the next uses of the layers that run side by side
 MAX_SEARCHED = 32  # steps that need more experts of a layer sort instead of searching
 
 
-class Needed(NamedTuple):
+class _Needed(NamedTuple):
     """Experts needed and those resident, int32[2, M, K], by phase."""
 
     needed: jax.Array
@@ -224,7 +224,7 @@ def needed_experts(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     return masks, trace.phase[starts] == DECODE
 
 
-def next_uses(masks: np.ndarray) -> np.ndarray:
+def _next_uses(masks: np.ndarray) -> np.ndarray:
     """Next step, int32[S, M, E], that needs each expert after a step; `NEVER` for none."""
     found = np.full(masks.shape, NEVER)
     for s in range(len(masks) - 2, -1, -1):
@@ -232,7 +232,7 @@ def next_uses(masks: np.ndarray) -> np.ndarray:
     return found
 
 
-def belady(masks: np.ndarray, is_decode: np.ndarray, slots: jax.Array) -> Needed:
+def belady(masks: np.ndarray, is_decode: np.ndarray, slots: jax.Array) -> _Needed:
     """Counts the most hits that any cache can have, prefetch aside (Belady, 1966).
 
     After each step, of the resident and the needed experts, those of the nearest next use stay; an
@@ -246,14 +246,14 @@ def belady(masks: np.ndarray, is_decode: np.ndarray, slots: jax.Array) -> Needed
     block, parts = max(1, _BLOCK_BYTES // (4 * num_steps * num_experts)), []
     for first in range(0, num_layers, block):
         some = masks[:, first : first + block]
-        steps = jax.tree.map(jnp.asarray, (some, next_uses(some), is_decode, ~narrow))
+        steps = jax.tree.map(jnp.asarray, (some, _next_uses(some), is_decode, ~narrow))
         most = int(counts[narrow].max(initial=1))
         parts.append(_scan(steps, slots, most=most, sorts=not narrow.all()))
     return jax.tree.map(lambda *of: jnp.concatenate(of, axis=1), *parts)
 
 
 @functools.partial(jax.jit, static_argnames=("most", "sorts"))
-def _scan(steps: tuple[jax.Array, ...], slots: jax.Array, *, most: int, sorts: bool) -> Needed:
+def _scan(steps: tuple[jax.Array, ...], slots: jax.Array, *, most: int, sorts: bool) -> _Needed:
     """Runs Belady's cache; without `sorts` no branch makes a GPU's program wait for the host."""
     _, num_layers, num_experts = steps[0].shape
     stride = 1 << (num_experts - 1).bit_length()
@@ -262,8 +262,8 @@ def _scan(steps: tuple[jax.Array, ...], slots: jax.Array, *, most: int, sorts: b
     shape = (num_layers, num_experts, len(slots))
 
     def step(
-        carry: tuple[jax.Array, Needed], now: tuple[jax.Array, ...]
-    ) -> tuple[tuple[jax.Array, Needed], None]:
+        carry: tuple[jax.Array, _Needed], now: tuple[jax.Array, ...]
+    ) -> tuple[tuple[jax.Array, _Needed], None]:
         held, so_far = carry  # bool[M, E, K]
         mask, uses, decodes, is_wide = now
         # Unequal for each expert, so that a bound tells those who stay; NEVER goes first.
@@ -283,11 +283,11 @@ def _scan(steps: tuple[jax.Array, ...], slots: jax.Array, *, most: int, sorts: b
         held = candidates & (order < bound[:, None])
         phase = decodes.astype(jnp.int32)
         count = jnp.broadcast_to(mask.sum(axis=1, dtype=jnp.int32)[:, None], hits.shape)
-        so_far = Needed(so_far.needed.at[phase].add(count), so_far.hits.at[phase].add(hits))
+        so_far = _Needed(so_far.needed.at[phase].add(count), so_far.hits.at[phase].add(hits))
         return (held, so_far), None
 
     zeros = jnp.zeros((2, num_layers, len(slots)), jnp.int32)
-    start = (jnp.zeros(shape, bool), Needed(zeros, zeros))
+    start = (jnp.zeros(shape, bool), _Needed(zeros, zeros))
     return jax.lax.scan(step, start, steps)[0][1]
 
 
