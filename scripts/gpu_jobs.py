@@ -48,7 +48,7 @@ def _tests() -> Iterator[Job]:
     """Workers share a card: a kernel's test takes little of it, a whole engine's more."""
     kernels = (
         "residual_norm", "router_topk", "buddy_search", "cache_plan",
-        "decode_attention", "qkv_to_cache", "dequant_matmul", "expert_mlp",
+        "decode_attention", "qkv_to_cache", "dequant_matmul",
         "grouped_dequant_matmul", "hqq_solve", "expert_fetch",
         "bench_kernels", "delta_step",
     )  # fmt: skip

@@ -8,7 +8,7 @@ from unittest import mock
 import jax
 import pytest
 from absl import logging
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError, Tiering
 from moejax.experts import machine
@@ -133,7 +133,3 @@ class EngineTest(parameterized.TestCase):
 
     def test_a_model_that_fits_is_loaded(self):
         self.assertEqual(self.load(self.whole).weights_nbytes, self.whole)
-
-
-if __name__ == "__main__":
-    absltest.main()

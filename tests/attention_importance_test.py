@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.policies.dymoe import attention_received, importance_nbytes
 from tests import slow
@@ -97,7 +97,3 @@ class AttentionTest(parameterized.TestCase):
             attention_received(
                 q, q, jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool), aggregation="max"
             )
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -184,7 +184,3 @@ class ScriptTest(absltest.TestCase):
         fused, modules, int4 = (row for row in rows if "TPOT" in row.what)
         self.assertLess(modules.baseline["megabytes"], fused.baseline["megabytes"])
         self.assertLess(int4.baseline["megabytes"], modules.baseline["megabytes"])
-
-
-if __name__ == "__main__":
-    absltest.main()

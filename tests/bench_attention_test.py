@@ -31,7 +31,3 @@ class SmokeTest(absltest.TestCase):
             self.assertTrue(any(what in row.what for row in rows), what)
         self.assertLen(rows, 2 * sum(config.latent is None for config in SHAPES.values()))
         self.assertTrue(all("xla_gb_per_s" in row.baseline and row.unit == "us" for row in rows))
-
-
-if __name__ == "__main__":
-    absltest.main()

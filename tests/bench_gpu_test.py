@@ -152,7 +152,3 @@ class MergeTest(absltest.TestCase):
             self.assertRaisesRegex(SystemExit, "give a fol"),
         ):
             merge_rows.main(["merge_rows", name])
-
-
-if __name__ == "__main__":
-    absltest.main()

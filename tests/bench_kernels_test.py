@@ -287,7 +287,3 @@ class MainsTest(absltest.TestCase):
         )  # fmt: skip
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("StreamTiles has no rowtiles", done.stderr)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -271,7 +271,3 @@ class SectionTest(absltest.TestCase):
         run = Run(self.lab, Report(self.lab.device, "x", ""), OPTIONS)
         self.assertIsNone(run.attempt("division", lambda: 1 // 0))
         self.assertEqual(run.failed, ["division"])
-
-
-if __name__ == "__main__":
-    absltest.main()

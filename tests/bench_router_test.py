@@ -24,7 +24,3 @@ class SmokeTest(absltest.TestCase):
             self.assertTrue(any(row.what.startswith(what) for row in rows), what)
         self.assertLen(rows, 2 * len(SHAPES))
         self.assertTrue(all("xla" in row.baseline and row.unit == "us" for row in rows))
-
-
-if __name__ == "__main__":
-    absltest.main()

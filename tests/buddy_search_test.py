@@ -155,7 +155,3 @@ class ApiTest(absltest.TestCase):
             buddy_search.search(*given, gate)
         with self.assertRaisesRegex(ValueError, "replaced is "):
             buddy_search.search(*given, None, jnp.zeros((1, 4)))
-
-
-if __name__ == "__main__":
-    absltest.main()

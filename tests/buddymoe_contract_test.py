@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.policies.buddymoe import BuddyMoe, BuddyState
@@ -200,7 +200,3 @@ class RefusalTest(parameterized.TestCase):
             BuddyMoe(lists=LISTS, tae_tau=np.zeros(3, np.float32)).init(SPEC)
         with self.assertRaisesRegex(MoejaxError, r"gains is \[2, 12\], not \[layers"):
             BuddyMoe(lists=LISTS, gains=np.ones((LAYERS, EXPERTS))).init(SPEC)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.policies import buddy_gates, buddymoe
 from moejax.policies.base import SKIPPED, Observation
@@ -212,7 +212,3 @@ class DecisionTest(parameterized.TestCase):
                 policy.init(SPEC), dataclasses.replace(o, is_prefill=is_prefill)
             )
             self.assertEqual(bool((decision.ids != o.ids).any()), changes)
-
-
-if __name__ == "__main__":
-    absltest.main()

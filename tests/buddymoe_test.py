@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from moejax.policies import buddy_gates, buddymoe
@@ -335,7 +335,3 @@ class SubstitutionTest(parameterized.TestCase):
         )  # fmt: skip
         self.assertEqual(few.ids.tolist(), [[6, 1, 2, 3]])
         self.assertEqual(few.searched.tolist(), [[True] * 4])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.benchmarking.random_weights import Packing
@@ -200,7 +200,3 @@ class BenchmarksTest(parameterized.TestCase):
 
 def _nbytes(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-if __name__ == "__main__":
-    absltest.main()

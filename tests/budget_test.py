@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.experts.budget import (
     GIB,
@@ -324,7 +324,3 @@ class AdviceTest(parameterized.TestCase):
 
 def _nbytes(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.experts.residency import EVENTS
 from pallas_kernels import cache_plan
@@ -107,7 +107,3 @@ class ApiTest(parameterized.TestCase):
         np.testing.assert_array_equal(tables[0].table[1], operands[0][0].tables.table[1])
         np.testing.assert_array_equal(gate, 0)
         self.assertGreaterEqual(int(made.slot.min()), 0)
-
-
-if __name__ == "__main__":
-    absltest.main()

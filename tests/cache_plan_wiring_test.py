@@ -8,7 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.experts import tier_step as placing
 from moejax.experts.cache import ExpertMemory, TierMemory
@@ -149,7 +149,3 @@ class WiringTest(parameterized.TestCase):
         self.assertEmpty(lines(gpu, None))
         self.assertEmpty(lines(ops.NO_KERNELS, disk))
         self.assertRegex("".join(lines(gpu, disk)), "kernel: experts may be on the disk")
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
@@ -280,7 +280,3 @@ class TiersTest(DeviceTestCase):
             gate = memory.read_counters().shares
             self.assertAlmostEqual(sum(gate[t] for t in ("int4", "int2", "skipped")), 1, places=3)
         self.assertEqual(found[0], found[1])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -50,7 +50,3 @@ class CompareTest(absltest.TestCase):
         old = [{"a": 1.0, "b": 5.0}, {"a": 3.0, "b": 5.0}, {"a": 2.0}]
         found = compare_commits.compared(old, [{"a": 4.0, "b": 1.0, "c": 1.0}])
         self.assertEqual(found, {"a": (2.0, 4.0)})
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.policies.base import SKIPPED, Decision, Observation, PolicySpec
 from moejax.policies.buddy_lists import BuddyLists
@@ -86,7 +86,3 @@ class SkippedPairsTest(parameterized.TestCase):
         # Expert 2 is resident. All that the others ask for is missing; of the three, 2 in 3.
         self.assertEqual(sum(decided(of, 2, beta=0.9, form=form)[1]), 0)
         self.assertEqual(sum(decided(of, 2, beta=1.1, form=form)[1]), 2)
-
-
-if __name__ == "__main__":
-    absltest.main()

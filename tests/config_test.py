@@ -5,7 +5,7 @@ import dataclasses
 import pathlib
 import re
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from ml_collections import config_dict
 
 from moejax import cli, generate
@@ -178,7 +178,3 @@ class ConfigTest(parameterized.TestCase):
             from_config_dict(GenerateConfig, config_dict.ConfigDict(values))
         self.assertIn(said, str(caught.exception))
         self.assertNotIn("\n", str(caught.exception))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.models import attention
 from pallas_kernels import decode_attention as package
@@ -431,7 +431,3 @@ class DeviceContractTest(on_device(CONTRACT)):
         swapped = of._replace(keys=of.values, values=of.keys)
         found = run(CALL, swapped, shape, implementation="triton")
         self.assertIsNotNone(violation(found, of, shape))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -122,7 +122,3 @@ class TimingTest(absltest.TestCase):
         self.assertEqual(timing.ttft_s, 0)
         self.assertEqual(timing.num_decoded, 8)
         self.assertAlmostEqual(timing.decode_s, 2 * delay)
-
-
-if __name__ == "__main__":
-    absltest.main()

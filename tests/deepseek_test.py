@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
 from moejax import Engine
@@ -344,7 +344,3 @@ class FormsTest(parameterized.TestCase):
         c = DEEPSEEK_V2_LITE
         found = is_expanded(c.latent, c.num_heads, batch=1, length=length, slots=slots, itemsize=2)
         self.assertEqual(found, expected)
-
-
-if __name__ == "__main__":
-    absltest.main()

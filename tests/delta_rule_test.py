@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from moejax.models.delta_net import CHUNK_LENGTH, DeltaTokens, causal_convolution, delta_rule
@@ -154,7 +154,3 @@ class ConvolutionTest(parameterized.TestCase):
         found, tail = convolve(jnp.ones((4, 1, 4), jnp.bfloat16), jnp.array([[True], [False]]))
         self.assertEqual((found.dtype, tail.dtype), (jnp.float32, jnp.bfloat16))
         np.testing.assert_array_equal(jnp.sum(tail, axis=(1, 2), dtype=jnp.float32), [4, 0])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels import delta_step as package
 from pallas_kernels.delta_step import triton
@@ -312,7 +312,3 @@ class DeviceContractTest(on_device(CONTRACT)):
         out, states, tails = run(COMPILED, far, shape, implementation="triton")
         self.assertIsNone(violation((out, states[-1:], tails[-1:]), of, shape))
         self.assertFalse(bool(jnp.any(states[:-1])) or bool(jnp.any(tails[:-1])))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -165,7 +165,3 @@ class PipelineTest(absltest.TestCase):
         hidden, _ = forward(model, jnp.asarray([ids], jnp.int32))
         found = np.asarray(model.project_to_vocab(hidden))
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
-
-
-if __name__ == "__main__":
-    absltest.main()

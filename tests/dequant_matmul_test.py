@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.models.shapes import SHAPES as MODELS
 from pallas_kernels import dequant_matmul as package
@@ -334,7 +334,3 @@ class DeviceContractTest(KernelTestCase):
         found = run(wrong(operands), case, implementation=kernel)
         rounds_weights = kernel == "mosaic" and not mosaic.streams(operands.x, None)
         self.assertIsNotNone(violation(found, operands, case, rounds_weights))
-
-
-if __name__ == "__main__":
-    absltest.main()

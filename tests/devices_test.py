@@ -109,7 +109,3 @@ class CompilationCacheTest(absltest.TestCase):
     def test_file_in_the_way(self):
         (self.folder / "file").touch()
         self.assert_refused(str(self.folder / "file"), "File exists")
-
-
-if __name__ == "__main__":
-    absltest.main()

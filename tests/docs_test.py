@@ -274,7 +274,3 @@ class BenchmarkTest(absltest.TestCase):
             said = "link bytes" if words.startswith("link bytes") else words
             said = "of decode" if said == "hit rate of decode" else said
             self.assertIn(said, explained)
-
-
-if __name__ == "__main__":
-    absltest.main()

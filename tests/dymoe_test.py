@@ -8,7 +8,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from moejax.policies import dymoe, ordering
@@ -348,7 +348,3 @@ class CacheTest(parameterized.TestCase):
         np.testing.assert_array_equal(found.fetched[:3], [True, False, False])
         idle = served(resident, decision, np.zeros(1, bool))
         np.testing.assert_array_equal(idle.tier, -1)
-
-
-if __name__ == "__main__":
-    absltest.main()

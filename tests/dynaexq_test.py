@@ -7,7 +7,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from moejax.policies import dynaexq
@@ -335,7 +335,3 @@ class SetsTest(parameterized.TestCase):
         expected = [(0, 1, 1), (0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 3, 1), (0, 2, 0)]
         self.assertEqual(found, expected)
         np.testing.assert_array_equal(np.asarray(asked.expert)[6:], -1)
-
-
-if __name__ == "__main__":
-    absltest.main()

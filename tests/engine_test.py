@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.models.config import RopeScaling
@@ -369,7 +369,3 @@ class SeedTest(parameterized.TestCase):
         best = np.argsort(-logits, axis=-1)[:, :3]
         self.assertTrue(all(token in row for token, row in zip(tokens, best, strict=True)))
         self.assertFalse(np.array_equal(best[:, 0], tokens))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels import expert_fetch as package
 from pallas_kernels import op
@@ -411,7 +411,3 @@ class DeviceContractTest(parameterized.TestCase):
         wanted[np.asarray(dst)] = np.asarray(src) * 7 + 1
         np.testing.assert_array_equal(jnp.min(found, axis=1), wanted)
         np.testing.assert_array_equal(jnp.max(found, axis=1), wanted)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moejax.models import expert_products, moe
-from pallas_kernels import expert_mlp
 from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, assert_near
@@ -59,7 +58,7 @@ def run_experts(
     layer: int,
     mask: jax.Array,
 ) -> jax.Array:
-    """One of the ways, as `SparseMoe` calls it; the kernel interpreted."""
+    """One of the ways, as `SparseMoe` calls it."""
     match impl:
         case "dense":
             return moe.experts_dense(x, routing, gate_up, down, layer)
@@ -67,17 +66,14 @@ def run_experts(
             return moe.experts_by_row(x, routing, gate_up, down, layer)
         case "block":
             return moe.experts_by_block(x, routing, gate_up, down, layer, mask, 2**20)
-        case "grouped":  # plain weights of half precision; float32 is refused
-            return expert_products.experts_grouped(
-                x, moe.ids, moe.weights, gate_up, down, layer, mask, "reference"
-            )
-    return expert_mlp.expert_mlp(
-        x, moe.ids, moe.weights, gate_up, down, layer=layer, interpret=True
+    # Plain weights of half precision; float32 is refused.
+    return expert_products.experts_grouped(
+        x, routing.ids, routing.weights, gate_up, down, layer, mask, "reference"
     )
 
 
 RUN = jax.jit(run_experts, static_argnames=("impl", "layer"))
-WAYS = ("dense", "row", "block", "kernel", "grouped")
+WAYS = ("dense", "row", "block", "grouped")
 NUM_TOKENS, NUM_EXPERTS, LAYER = 9, 5, 1  # 9 tokens of 2 experts: no block of 8 divides 18
 TOKEN = np.arange(NUM_TOKENS)
 ROUTINGS = {
@@ -108,7 +104,7 @@ class ExpertsTest(HostTestCase):
             return np.asarray(array).astype(np.float64)
 
         return numpy_model.experts(
-            wide(x), np.asarray(moe.ids), wide(moe.weights),
+            wide(x), np.asarray(routing.ids), wide(routing.weights),
             wide(gate_up[LAYER]), wide(down[LAYER]),
         )  # fmt: skip
 
@@ -175,10 +171,6 @@ class ExpertsTest(HostTestCase):
             (1, "cpu", "row"),
             (16, "cpu", "row"),
             (17, "cpu", "block_in_cache"),
-            (1, "gpu", "kernel"),
-            (32, "gpu", "kernel"),
-            (33, "gpu", "block"),
+            (1, "gpu", "block"),
         ):
             self.assertEqual(chosen(num_tokens, platform=platform), impl)
-        self.assertIsNotNone(moe.kernel_refusal(TINY, bf16))
-        self.assertEqual(moe.default_expert_impl(1, TINY, bf16, "gpu"), "block")

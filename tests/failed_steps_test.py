@@ -161,7 +161,3 @@ class TransfersTest(TransfersTestCase):
                     self.drain(transfers)
             self.drain(transfers)
         self.assertEqual(self.resident(), set(ASK))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -223,7 +223,3 @@ class HalfCharacterTest(parameterized.TestCase):
                 break
         self.assertEqual((builder.text, builder.finish_reason), ("a", "stop"))
         self.assertLen(builder.tokens, 1 + 6)
-
-
-if __name__ == "__main__":
-    absltest.main()

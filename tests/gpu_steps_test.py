@@ -53,7 +53,3 @@ class CompilingTest(absltest.TestCase):
             with self.subTest(label):
                 self.assertGreaterEqual(int(aliased), int(donated))
                 self.assertLess(int(temporary), int(bound))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels import grouped_dequant_matmul as package
 from pallas_kernels import launch
@@ -318,7 +318,3 @@ class DeviceContractTest(KernelTestCase):
         found = program(implementation=kernel)(wrong(operands))
         rounds_weights = kernel == "mosaic" and not mosaic.streams(*operands.tier.shape, None)
         self.assertIsNotNone(violation(*found, operands, rounds_weights))
-
-
-if __name__ == "__main__":
-    absltest.main()

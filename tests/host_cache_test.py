@@ -1,7 +1,7 @@
 """Host memory as a cache of the disk, against lists."""
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,7 +123,3 @@ class HostCacheTest(parameterized.TestCase):
         self.assertLen(set(rows.tolist()), len(rows))
         self.assertTrue((rows < num_rows).all())
         self.assertEqual(cache.evictions, model.evictions)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.experts import machine
@@ -244,7 +244,3 @@ class PinnedTest(StoreTestCase):
         text = allocate.trace().lower(lowering_platforms=("cuda",)).as_text()
         self.assertIn("@AllocateBuffer", text)
         self.assertNotIn("broadcast", text)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.quantization.grid import Codes, Grid
 from moejax.quantization.hqq import kernel_hqq, kernel_refusal
@@ -412,7 +412,3 @@ class DeviceContractTest(parameterized.TestCase):
         self.assertIsNone(violation(found, operands, case))
         again = compiled(operands, case)
         jax.tree.map(np.testing.assert_array_equal, found, again)
-
-
-if __name__ == "__main__":
-    absltest.main()

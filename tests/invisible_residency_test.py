@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.inference import runner as runners
 from moejax.inference import steps
@@ -370,7 +370,3 @@ class LoopTest(parameterized.TestCase):
         for call in plans.call_args_list:
             self.assertGreater(layer_index.scan_plan(*call.args, **call.kwargs).num_passes, 1)
         assert_trees_equal(self, *found, of.rtol)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -210,7 +210,3 @@ class TiersTest(absltest.TestCase):
         runner.logits(tokens)
         self.assertEmpty(runner.products)
         self.assertEqual(runner.kernel_choices(16, 1)["experts"].implementation, "row")
-
-
-if __name__ == "__main__":
-    absltest.main()

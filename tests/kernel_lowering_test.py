@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tests import gpu_programs, slow
 from tests.gpu_programs import PROGRAMS
@@ -133,7 +133,3 @@ class CompilingTest(parameterized.TestCase):
         compiled = [line for line in done.stdout.splitlines() if line.startswith(gpu)]
         self.assertLen(compiled, len(PROGRAMS), done.stdout[-4000:])
         self.assertEmpty([line for line in compiled if "FAILED" in line])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 
 from moejax import Engine
@@ -367,7 +367,3 @@ def written(positions: jax.Array) -> np.ndarray:
     slots = np.arange(64)[None]
     first = np.array([[4], [9], [63]])
     return ((slots >= first) & (slots <= np.asarray(positions)))[None, :, None, :, None]
-
-
-if __name__ == "__main__":
-    absltest.main()

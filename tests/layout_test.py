@@ -121,3 +121,47 @@ class LayoutTest(parameterized.TestCase):
             layout.num_groups(64, 128)
         with self.assertRaisesRegex(ValueError, "rows of 64 codes of 3 bits have 6 words, got 5"):
             layout.unpack(np.zeros((2, 5), np.uint32), 3, 64)
+
+
+class PlanesTest(parameterized.TestCase):
+    @parameterized.product(bits=layout.BITS, num_codes=(31, 256, 300, 520))
+    def test_a_prefix_has_the_leading_bits(self, bits, num_codes):
+        codes = np.random.default_rng(2).integers(0, 2**bits, (3, num_codes)).astype(np.uint8)
+        parts = layout.pack_planes(codes, bits)
+        self.assertEqual([part.shape[-1] for part in parts], [
+            layout.num_plane_words(num_codes, width) for width in layout.PREFIX_PLANES[bits]
+        ])  # fmt: skip
+        np.testing.assert_array_equal(parts[0], layout.pack(codes >> (bits - 2), 2))
+        for narrow in (2, 4, 8) if bits != 3 else (2, 3):
+            if narrow <= bits:
+                np.testing.assert_array_equal(
+                    layout.unpack_planes(parts, narrow, num_codes), codes >> (bits - narrow)
+                )
+
+    def test_three_bits_are_the_split_layout(self):
+        codes = np.random.default_rng(3).integers(0, 8, (2, 300)).astype(np.uint8)
+        parts = layout.pack_planes(codes, 3)
+        np.testing.assert_array_equal(np.concatenate(parts, -1), layout.pack(codes, 3))
+
+    def test_jax_packs_planes_as_numpy_does(self):
+        codes = np.random.default_rng(4).integers(0, 16, (2, 300)).astype(np.uint8)
+        packed = jax.jit(layout.pack_planes, static_argnums=1)(jnp.asarray(codes), 4)
+        for found, expected in zip(packed, layout.pack_planes(codes, 4), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(layout.unpack_planes(packed, 4, 300), codes)
+
+    def test_a_missing_plane_is_named(self):
+        base = layout.pack_planes(np.zeros((1, 64), np.uint8), 4)[:1]
+        with self.assertRaisesRegex(ValueError, r"planes of 64 codes of 4 bits have \[4, 4\]"):
+            layout.unpack_planes(base, 4, 64)
+
+    @parameterized.parameters(*layout.BITS)
+    def test_grids_of_all_widths_have_one_centre(self, bits):
+        scale, zero = 0.037, 1.23
+        constants = layout.prefix_constants(bits)
+        step = constants.scale_factor * scale
+        first = step * (0 - constants.zero_offset - constants.zero_factor * zero)
+        last = step * (2**bits - 1 - constants.zero_offset - constants.zero_factor * zero)
+        np.testing.assert_allclose((first + last) / 2, scale * (1.5 - zero), rtol=1e-12)
+        if bits == 2:
+            self.assertEqual(constants, (1.0, 0.0, 1.0))

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.experts import residency
 from moejax.experts.ledger import TierLedger
@@ -147,7 +147,3 @@ class LedgerTest(parameterized.TestCase):
         with self.assertRaisesRegex(RuntimeError, "2 needed experts had no slot"):
             self.book.add(example().add(0, unserved=2))
         self.assertIn("WRONG: 2 needed experts had no slot", self.book.describe())
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
 from moejax import Engine, MoejaxError
@@ -296,7 +296,3 @@ class LimitsTest(parameterized.TestCase):
             )
             with self.assertRaisesRegex(MoejaxError, "another model"):
                 limited(slots=2, disk_path=other)
-
-
-if __name__ == "__main__":
-    absltest.main()

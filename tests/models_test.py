@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 
 from moejax.models import attention
@@ -267,7 +267,3 @@ class ConfigTest(parameterized.TestCase):
         absent = {"head", "attention.q_norm", "attention.qkv_bias", "mlp.gate_up"}
         self.assertFalse(names & absent)
         self.assertTrue(absent < set(weight_shapes(TINY)))
-
-
-if __name__ == "__main__":
-    absltest.main()

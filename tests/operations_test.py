@@ -308,7 +308,3 @@ class OperationTest(absltest.TestCase):
         self.assertEqual(
             router_topk.OPERATION.choose(x, 2, target=SIMULATED).implementation, "triton"
         )
-
-
-if __name__ == "__main__":
-    absltest.main()

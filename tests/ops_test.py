@@ -1,7 +1,6 @@
 """Products with packed weights against float64 numpy, and what they leave alone."""
 
 import dataclasses
-import functools
 from typing import Any
 from unittest import mock
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.models import expert_products, moe
 from moejax.weights import linear as ops
@@ -334,18 +333,6 @@ class ExpertsTest(HostTestCase):
         self.assertEqual(temporary < 4 * num_at_once * expert_bytes, True, temporary)
         self.assertEqual(temporary > 32 * expert_bytes, impl == "dense", temporary)
 
-    def test_the_kernel_refuses_with_a_reason(self):
-        (_, _, gate_up, down), _ = operands("int3_ranks")
-        refusal = functools.partial(moe.kernel_refusal, TINY, jnp.dtype("bfloat16"))
-        reason = refusal((gate_up, down))
-        self.assertIn("packed (INT3 in groups of 8, float zeros, low-rank terms)", reason)
-        self.assertNotIn("packed", refusal() or "")
-        for platform, expected in (("gpu", "block"), ("cpu", "block_in_cache")):
-            found = moe.default_expert_impl(
-                1, TINY, jnp.dtype("bfloat16"), platform, (gate_up, down)
-            )
-            self.assertEqual(found, expected)
-
     def test_packed_experts_run_grouped_where_a_kernel_serves(self):
         (_, _, *experts), _ = operands("int3_ranks")
         bf16 = jnp.dtype("bfloat16")
@@ -364,8 +351,13 @@ class ExpertsTest(HostTestCase):
             )
             self.assertEqual([len(terms) for terms in low_rank], [1, 1])
         plain = [weight.dequantize(bf16) for weight in experts]
-        served = dataclasses.replace(TINY, model_dim=32, expert_dim=16)
-        self.assertEqual(moe.default_expert_impl(1, served, bf16, "gpu", plain, kernels), "kernel")
+        ampere = ops.Kernels(Target("gpu", (8, 0)))
+        for num_tokens, expected in ((1, "grouped_kernel"), (32, "grouped_kernel"), (33, "block")):
+            impl = moe.default_expert_impl(num_tokens, TINY, bf16, "gpu", plain, ampere)
+            self.assertEqual(impl, expected)
+        wide = [weight.astype(jnp.float32) for weight in plain]
+        found = moe.default_expert_impl(1, TINY, jnp.dtype("float32"), "gpu", wide, ampere)
+        self.assertEqual(found, "block")
 
     def test_specs_cover_every_kind(self):
         kinds = [spec for spec in SPECS.values() if spec.bits]
@@ -373,7 +365,3 @@ class ExpertsTest(HostTestCase):
         self.assertEqual({spec.zero_kind for spec in kinds}, {"float", "integer", "symmetric"})
         self.assertEqual({bits for spec in kinds for bits in spec.factors}, {3, 4, 8, 16})
         self.assertIsInstance(kinds[0], Spec)
-
-
-if __name__ == "__main__":
-    absltest.main()

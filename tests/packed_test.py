@@ -192,7 +192,3 @@ class TargetTest(absltest.TestCase):
         choice = target.Choice("reference", {"mosaic": "sm_80", "triton": "K=5"})
         self.assertEqual(choice.describe(), "reference (mosaic: sm_80; triton: K=5)")
         self.assertEqual(target.Choice("mosaic", {}).describe(), "mosaic")
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
@@ -177,7 +177,3 @@ class Float64ParityTest(HostTestCase):
             np.testing.assert_allclose(
                 ours, theirs[..., : width // 2].numpy(), rtol=0, atol=ANGLE_ERROR
             )
-
-
-if __name__ == "__main__":
-    absltest.main()

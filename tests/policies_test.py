@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.policies.base import PolicySpec
@@ -198,7 +198,3 @@ class MakeTest(parameterized.TestCase):
         with self.assertRaisesRegex(MoejaxError, "high=int4"):
             make_policy("dymoe").init(spec)
         np.testing.assert_array_equal(make_policy("on_demand", prefetch=9).init(spec).limit, [2, 0])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.models.kv_cache import KVCache
 from moejax.models.rope import rotate
@@ -310,7 +310,3 @@ class DeviceContractTest(on_device(CONTRACT)):
         found = (q, keys[64:], values[64:])
         self.assertIsNone(violation(found, of._replace(keys=blank, values=blank), shape))
         self.assertFalse(bool(jnp.any(keys[:64])) or bool(jnp.any(values[:64])))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -133,7 +133,3 @@ class RoutedTest(absltest.TestCase):
         x = jnp.asarray(found.x[0])
         ran = whole.moe(x, whole.moe.route(x, 0), 0, jnp.ones(16, bool), "block")
         np.testing.assert_allclose(summed, ran, rtol=2e-4, atol=2e-5)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.evaluation.perplexity import log_likelihood
@@ -210,7 +210,3 @@ class MemoryTest(Qwen3NextTestCase):
         errors = relative_errors(engine.logits(tokens), expected)
         self.assertLess(np.median(errors), RELATIVE_ERROR)
         self.assertLess(np.mean(errors > RELATIVE_ERROR), 0.01)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.step_cost import bytes_per_step
@@ -89,7 +89,3 @@ class _Sized:
 
     def __init__(self, leaf: jax.ShapeDtypeStruct):
         self.nbytes = leaf.size * leaf.dtype.itemsize
-
-
-if __name__ == "__main__":
-    absltest.main()

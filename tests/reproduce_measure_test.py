@@ -124,7 +124,3 @@ class ReproduceMeasureTest(absltest.TestCase):
         spectrum = found["spectrum of the INT3 residual, first quarter | attention, q | layer 1"]
         self.assertEqual(spectrum.more["spectrum"], sorted(spectrum.more["spectrum"], reverse=True))
         self.assertBetween(found["relative error, INT3 hqq | experts"].figure, 0.1, 0.3)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -397,7 +397,3 @@ class ChecksTest(parameterized.TestCase):
         state = residency.empty(one)
         with self.assertRaisesRegex(ValueError, "table is int32"):
             state.check(spec(1, 4, 1, 1))
-
-
-if __name__ == "__main__":
-    absltest.main()

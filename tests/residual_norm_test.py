@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.models.stacked import rms_norm
 from pallas_kernels import residual_norm as package
@@ -227,7 +227,3 @@ class RefusalTest(HostTestCase):
 @pytest.mark.gpu
 class DeviceContractTest(on_device(CONTRACT)):
     """The kernel compiled."""
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -507,7 +507,3 @@ WITHOUT_ROWS = {
     NOT_MEASURED, "", "not run", "1.00", "16 bits", "650 KB", "on Dense-25%", "baseline",
     f"{NOT_MEASURED} bits", "Dense-25% + Kurtosis-8", "Dense-50% + Sparse-16",
 }  # fmt: skip
-
-
-if __name__ == "__main__":
-    absltest.main()

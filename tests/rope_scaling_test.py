@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moejax import Engine
@@ -247,7 +247,3 @@ class LogitsTest(parameterized.TestCase):
         together = engine.generate(prompts, **settings)
         alone = [engine.generate(prompt, **settings)[0] for prompt in prompts]
         self.assertEqual([a.tokens for a in together], [a.tokens for a in alone])
-
-
-if __name__ == "__main__":
-    absltest.main()

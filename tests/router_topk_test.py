@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -301,7 +301,3 @@ class DeviceContractTest(on_device(CONTRACT), UnusualRows):
     @parameterized.parameters(Shape(7, 16, 5), Shape(7, 13, 3), Shape(7, 128, 8), Shape(7, 8, 2))
     def test_rows_without_a_value(self, *shape):
         self.check_unusual_rows(on_gpu, Shape(*shape))
-
-
-if __name__ == "__main__":
-    absltest.main()

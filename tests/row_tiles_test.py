@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels.dequant_matmul.tiles import RowTiles, TritonTiles, triton_tiles
 from pallas_kernels.packed import plain
@@ -65,7 +65,3 @@ class TilesTest(parameterized.TestCase):
         operands = random_operands(case, seed(self.id()))
         with self.assertRaisesRegex(ValueError, "tiles rows1m1w2 are of plain weights"):
             run(operands, case, tiles=RowTiles(1, 1, 2))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.experts.budget import RunSizes, workspace_nbytes
@@ -460,7 +460,3 @@ class TransferTest(parameterized.TestCase):
                 array.tolist()
             np.asarray(array)
         self.assertEqual(reads, [(3,)])
-
-
-if __name__ == "__main__":
-    absltest.main()

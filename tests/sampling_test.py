@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -293,7 +293,3 @@ class DrawTest(HostTestCase):
                 all_greedy=False,
             )
             self.assertEqual(int(alone[0]), int(together[row]))
-
-
-if __name__ == "__main__":
-    absltest.main()

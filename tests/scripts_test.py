@@ -87,7 +87,3 @@ class ScriptsTest(absltest.TestCase):
             self.assertIn("Question: ", text)
             self.assertIn("```bash", text)
             self.assertIn(f"]({folder.name}/README.md)", index)
-
-
-if __name__ == "__main__":
-    absltest.main()

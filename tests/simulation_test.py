@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.policies.baselines import OnDemand
 from moejax.routing.simulate.replay import EVENTS
@@ -84,7 +84,3 @@ def literal_belady(masks: np.ndarray, slots: int) -> np.ndarray:
             uses = {e: np.flatnonzero(masks[s + 1 :, e]) for e in held}
             held.remove(max(held, key=lambda e: uses[e][0] if len(uses[e]) else len(masks)))
     return hits
-
-
-if __name__ == "__main__":
-    absltest.main()

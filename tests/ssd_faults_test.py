@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import TensorFiles, open_experts
@@ -199,7 +199,3 @@ class CheckpointTest(SsdTestCase):
         self.assertIsNone(ticket.row)
         self.assertRegex(ticket.error, "expert 1 of sparse layer 1 is not what was read before")
         self.assertEqual((counters.errors, counters.reads), (1, 0))
-
-
-if __name__ == "__main__":
-    absltest.main()

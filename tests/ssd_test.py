@@ -8,7 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.experts.disk_cache import DiskReader, State, check_waiting
@@ -158,7 +158,3 @@ class WaitingTest(SsdTestCase):
         check_waiting(Source(), self.device, "experts of a")
         with self.assertRaisesRegex(MoejaxError, "^experts of a: experts that are converted"):
             check_waiting(source, self.device, "experts of a")
-
-
-if __name__ == "__main__":
-    absltest.main()

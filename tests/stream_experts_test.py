@@ -10,7 +10,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels import grouped_dequant_matmul as grouped
 from pallas_kernels import mosaic_decode
@@ -326,7 +326,3 @@ class JobListTest(parameterized.TestCase):
                 ]
             found[-1].sort(key=lambda job: job[1][0])
         return found
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels import mosaic_decode
 from pallas_kernels.mosaic_decode import experts, fragments, product
@@ -277,7 +277,3 @@ class KernelTest(HostTestCase):
         form = packed_operands.Form(bits, 32 if bits == 4 else 64, dtype=dtype)
         x, weights = self.operands(form, 11, (112, 2048))
         self.assertIsNone(self.violation(x, weights, tiles))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels import mosaic_decode
 from pallas_kernels.mosaic_decode import low_rank_spec, support
@@ -388,7 +388,3 @@ class ColumnsTest(HostTestCase):
                     expected = packed_operands.values(weights, 0)[1 + r]
                     expected = expected[index[inside] + half]
                     np.testing.assert_allclose(values[inside], expected, rtol=1e-5, atol=1e-7)
-
-
-if __name__ == "__main__":
-    absltest.main()

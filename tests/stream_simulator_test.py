@@ -6,7 +6,7 @@ What the contracts accept of a simulated kernel says nothing if the simulator is
 from fractions import Fraction
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels.testing.simulator import KINDS, Simulator, run_blocks
 from tests.packed_operands import seed
@@ -249,7 +249,3 @@ class MemoryTest(parameterized.TestCase):
         e = machine()
         with self.assertRaises(AssertionError):
             e.when(e.compare(e.threads, "lt", 32), e.block_barrier)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -7,7 +7,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.models.shapes import SHAPES
 from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, mosaic_decode
@@ -164,7 +164,3 @@ class TilesTest(parameterized.TestCase):
                 tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED)
                 self.assertLessEqual(tiles.rows, outputs)
                 self.assertEqual(tiles.num_warps % 4, 0)
-
-
-if __name__ == "__main__":
-    absltest.main()

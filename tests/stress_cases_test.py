@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from scripts.stress_cases import NUM_TOP, TOLERANCE, Case, Choice, add_answer, make_cases
 from tests.serving_case import Served, served, tiny_chat_engine
@@ -92,7 +92,3 @@ class StressCasesTest(parameterized.TestCase):
                 case.largest_gap(choices, num_tokens)
         with self.assertRaisesRegex(ValueError, "tokens in place of"):
             case.largest_gap(found, num_tokens + 1)
-
-
-if __name__ == "__main__":
-    absltest.main()

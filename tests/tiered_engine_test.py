@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine, evaluate, generate
 from moejax.errors import MoejaxError
@@ -326,7 +326,3 @@ class FidelityTest(parameterized.TestCase):
         self.assertAlmostEqual(found.mean_kl, total / 6, places=5)
         self.assertEqual(fidelity.compare(exact, exact).mean_kl, 0.0)
         self.assertEqual(found.num_tokens, 6)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.experts import cached_experts
 from moejax.inference.recorder import RecordSpec, recording
@@ -193,7 +193,3 @@ class WeightsTest(parameterized.TestCase):
         total = memory.ledger.gate[:, -1]
         self.assertBetween(total.min(), 0.5 * 2.5 * 16, 2.5 * 16)
         self.assertGreater(abs(total - 16).min(), 1)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -489,7 +489,3 @@ class OneLaunchTest(parameterized.TestCase):
         self.assertIn((1, 2), launched[1])  # a chunk of these caches passes in waves
         self.assertNotIn("plan", launched[1])
         self.assertIn("plan", launched[2])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.experts.tiering import Tiering, choose
@@ -112,7 +112,3 @@ class ProfileTest(parameterized.TestCase):
         save_buddies(self.path, dataclasses.replace(good, activity=bad))
         with self.assertRaisesRegex(MoejaxError, "activations holds numbers that are not finite"):
             load_buddies(self.path)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 
 from moejax.errors import MoejaxError
@@ -318,7 +318,3 @@ class TrainerTest(DirectoryTest):
         with self.assertRaisesRegex(MoejaxError, "does not fit"):
             store.restore_latest(initial_state(step_config(MIXTRAL, MUON, 0.0)))
         store.close()
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.experts.disk_cache import DiskExperts
@@ -241,7 +241,3 @@ class DiskTest(TransfersTestCase):
         disk.read(0, np.array([0]))
         self.assertEqual(disk.failures, 1)
         self.assertIn("the reader is closed", disk.error)
-
-
-if __name__ == "__main__":
-    absltest.main()

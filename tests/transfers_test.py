@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.checkpoints.experts import ExpertReader
@@ -276,7 +276,3 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(self.tokens(self.engine), self.expected)
         while self.memory.transfers.num_pending:  # or they fail in another test
             self.tokens(self.engine)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.demo import DEMO_DIRECTORY
@@ -43,7 +43,3 @@ class TransformersParityTest(parameterized.TestCase):
             expected = model(torch.as_tensor(tokens)).logits.numpy()
         errors = numpy_model.relative_errors(engine.logits(tokens), expected)
         self.assertGreater(errors.max(), numpy_model.RELATIVE_ERROR)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from pallas_kernels.mosaic_prefill import fragments, lanes, scatter, tiles
 from pallas_kernels.mosaic_prefill.expert_blocks import make_expert_blocks
@@ -297,7 +297,3 @@ class TilesTest(parameterized.TestCase):
         tiles.WgmmaTiles(**sound)
         with self.assertRaises(ValueError):
             tiles.WgmmaTiles(**{**sound, **field})
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -248,7 +248,7 @@ class CachedExperts(Experts):
         if chosen.implementation == ops.DEQUANTIZED:
             raise MoejaxError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
         for of, experts in zip(self._tiers, stacks, strict=True):
-            record_experts(of.number, of.impl, x, experts, chosen)
+            record_experts(of.number, of.impl, experts, chosen)
         return products_of_tiers(x, tier, slot, tiers, chosen.implementation)
 
     @property

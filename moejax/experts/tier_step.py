@@ -484,7 +484,7 @@ class TierStep:
         """Multiplies the active pairs: [P, N, A, D]."""
         stacks = (experts.gate_up, experts.down)
         chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
-        record_experts(self.number, self.impl, x, stacks, chosen)
+        record_experts(self.number, self.impl, stacks, chosen)
         match self.impl:
             case "row":
                 return products_by_row(x, pairs, experts)

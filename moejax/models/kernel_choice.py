@@ -27,9 +27,10 @@ def phase_warnings(
     """Warnings for packed weights, and for plain parts of decode, that miss their kernel.
 
     In decode, products with plain matrices of a stack should run by
-    `pallas_kernels.dequant_matmul`, plain experts by `expert_mlp`, attention by `decode_attention`,
-    routing by `router_topk`, norms by `residual_norm`, cache writes by `qkv_to_cache`, delta rules
-    by `delta_step`. (`experts.cache_plan.CachePlanner.refusal` is of experts that move.)
+    `pallas_kernels.dequant_matmul`, plain experts by `grouped_dequant_matmul`, attention by
+    `decode_attention`, routing by `router_topk`, norms by `residual_norm`, cache writes by
+    `qkv_to_cache`, delta rules by `delta_step`. (`experts.cache_plan.CachePlanner.refusal` is of
+    experts that move.)
     """
     if expected is None:
         return []

@@ -1,15 +1,14 @@
-"""The sparse MLP: a router, what runs the experts that it chose (`Experts`), and five ways to.
+"""The sparse MLP: a router, what runs the experts that it chose (`Experts`), and four ways to.
 
-All five compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], on the
+All four compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], on the
 whole layer-stacked arrays and a layer index, so that no layer's slab is ever copied:
 
   * `experts_dense`: every expert on every token, masked. For training.
   * `experts_by_row`: one small product an assignment. For a few rows on a CPU.
   * `experts_by_block`: assignments sorted by expert, cut in blocks. For prefill; "block_in_cache"
     takes steps whose weights stay in a CPU's cache.
-  * `pallas_kernels.expert_mlp`: two kernel launches. For decode on a GPU, of plain weights.
   * `experts_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
-    packed. For decode and prefill on a GPU, of packed weights (and plain ones, when asked by name).
+    packed or plain. For decode and prefill on a GPU.
 
 With packed weights, the first three read matrices through `moejax.weights.linear`. Shapes: x
 [N, D], gate_up [M, E, 2F, D], down [M, E, D, F]; the token mask, bool[N], is False for padding,
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.models.attention import Attended
-from moejax.models.config import ModelConfig, RouterRule, weight_shapes
+from moejax.models.config import ModelConfig, RouterRule
 from moejax.models.expert_products import (
     ExpertPairs,
     ExpertStacks,
@@ -41,7 +40,7 @@ from moejax.weights import choices
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
-from pallas_kernels import expert_mlp, router_topk
+from pallas_kernels import router_topk
 from pallas_kernels.target import Choice, Target
 
 # DeepSeek-V3's: keeps a sum of sigmoids away from zero.
@@ -142,13 +141,13 @@ def _of_best_groups(scores: jax.Array, rule: RouterRule, bias: jax.Array | None)
     return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(deciding.shape)
 
 
-ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "kernel", "grouped_kernel"]
+ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "grouped_kernel"]
 
 # Above so many assignments a call on a CPU sorts them into blocks. Unrolled, a decode step of the
 # demo model took 9.9 ms against 16.8 at 32 rows (batch 8, two busy cores, jax 0.10.2, 2026-11-21),
 # and compiled in 17.5 s against 7.8: more rows are not worth the compiling.
 MAX_UNROLLED_ROWS = 32
-MAX_KERNEL_TOKENS = 32
+MAX_KERNEL_TOKENS = 32  # that Triton's grouped kernel serves on plain experts
 # Weights gathered for one scan step of `experts_by_block`: bounds its temporary memory on a GPU. On
 # a CPU small steps are faster: the demo model's TTFT at 512 tokens was 133 ms with 512 MiB, 83 with
 # 0.8 MiB, 105 with one block (two cores, jax 0.10.2, 2026-11-21).
@@ -246,24 +245,6 @@ def _pairs_of(ids: jax.Array, token_mask: jax.Array) -> ExpertPairs:
     return ExpertPairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
 
 
-def kernel_refusal(
-    config: ModelConfig, dtype: jnp.dtype, experts: Sequence[Weight] = ()
-) -> str | None:
-    """Reason why `pallas_kernels.expert_mlp` cannot run a model's experts, or None.
-
-    Args:
-      experts: `moe.gate_up` and `moe.down`; (): plain ones in `dtype`.
-    """
-    shapes = weight_shapes(config)
-    if "moe.down" not in shapes:
-        return None
-    if packed := _packings(experts):
-        return f"the experts are packed ({'; '.join(packed)}), it reads plain ones"
-    x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
-    gate_up = jax.ShapeDtypeStruct(shapes["moe.gate_up"], dtype)
-    return expert_mlp.refusal(x, gate_up, jax.ShapeDtypeStruct(shapes["moe.down"], dtype))
-
-
 def _packings(experts: Sequence[Weight]) -> list[str]:
     return list(dict.fromkeys(filter(None, map(ops.packing, experts))))
 
@@ -282,29 +263,23 @@ def default_expert_impl(
 
     Args:
       platform: "cpu" or "gpu".
-      pooled: the experts are slots of a pool, which `pallas_kernels.expert_mlp` does not read.
+      pooled: the experts are slots of a pool.
     """
+    packed = bool(_packings(experts))
     if experts:
         chosen = choose_grouped(num_tokens, config, dtype, experts, kernels).implementation
-        # On plain experts the Mosaic kernels take half the time of `expert_mlp` (1 token of
-        # Qwen3-30B 25.3 us against 48.0, 16 tokens 223 against 352; H200, jax 0.11.2, 2026-11-21).
-        good = chosen == "mosaic" or _packings(experts) or pooled
-        if good and chosen != ops.DEQUANTIZED:
+        few = chosen == "triton" and num_tokens <= MAX_KERNEL_TOKENS
+        if chosen != ops.DEQUANTIZED and (chosen == "mosaic" or few or packed or pooled):
             return "grouped_kernel"
-    few = num_tokens <= MAX_KERNEL_TOKENS and not pooled
-    if platform == "gpu" and few and kernel_refusal(config, dtype, experts) is None:
-        return "kernel"
     # Unrolled, packed experts take long to compile: a decode step of the demo at INT3 and 32 rows
     # 73 s against 10 (two crowded cores, jax 0.10.2, 2026-11-21).
     unrolled = num_tokens * config.experts_per_token <= MAX_UNROLLED_ROWS
-    if platform == "cpu" and unrolled and not _packings(experts):
+    if platform == "cpu" and unrolled and not packed:
         return "row"
     return "block_in_cache" if platform == "cpu" else "block"
 
 
-def record_experts(
-    tier: int, impl: ExpertImpl, x: jax.Array, experts: Sequence[Weight], grouped: Choice
-) -> None:
+def record_experts(tier: int, impl: ExpertImpl, experts: Sequence[Weight], grouped: Choice) -> None:
     """Records the form that runs experts, or the grouped kernel's implementation.
 
     Args:
@@ -315,10 +290,8 @@ def record_experts(
         choice = grouped
     elif packed:
         choice = Choice(ops.DEQUANTIZED, grouped.refusals)
-    elif impl == "kernel":
-        choice = Choice("expert_mlp", {})
     else:
-        choice = Choice(impl, grouped.refusals)
+        choice = Choice(impl, grouped.refusals if impl == "block" else {})
     if not choices.is_new(name, choice):
         return
     forms = " and ".join(dict.fromkeys(map(ops.form, experts)))
@@ -382,7 +355,7 @@ class SparseMoe(StackedModule):
         """Runs the chosen experts on N tokens: [N, D]."""
         gate_up, down = self.gate_up[...], self.down[...]
         chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
-        record_experts(0, impl, x, (gate_up, down), chosen)
+        record_experts(0, impl, (gate_up, down), chosen)
         match impl:
             case "dense":
                 return experts_dense(x, routing, gate_up, down, layer)
@@ -391,14 +364,6 @@ class SparseMoe(StackedModule):
             case "block" | "block_in_cache":
                 size = STEP_BYTES[impl]
                 return experts_by_block(x, routing, gate_up, down, layer, token_mask, size)
-            case "kernel":
-                if refusal := kernel_refusal(self.config, x.dtype, (gate_up, down)):
-                    raise ValueError(f"the kernel refuses: {refusal}")
-                if not isinstance(layer, int):
-                    raise ValueError("the kernel refuses: its layer is static")
-                return expert_mlp.expert_mlp(
-                    x, routing.ids, routing.weights, gate_up, down, layer=layer
-                )
             case "grouped_kernel":
                 if chosen.implementation == ops.DEQUANTIZED:
                     raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")

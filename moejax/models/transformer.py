@@ -349,8 +349,7 @@ class Transformer(nnx.Module):
         if experts is None:
             moe = self.moe if self.config.moe_layers else None
             experts = ResidentExperts(moe, spec.experts)
-        is_unrolled = tokens.shape[1] == 1 and not self._is_for_cpu
-        if not is_unrolled and self.loops(spec.experts):
+        if self.holds_experts if self._is_for_cpu else tokens.shape[1] > 1:
             return self._looped(tokens, positions, token_mask, cache, spec, experts, lengths)
         if self._has_token_step(tokens, spec):
             return decode_layers(self, tokens, positions, token_mask, cache, spec, experts)
@@ -362,11 +361,6 @@ class Transformer(nnx.Module):
     def _is_for_cpu(self) -> bool:
         target = self.kernels.target
         return target is not None and target.platform != "gpu"
-
-    def loops(self, experts: ExpertImpl) -> bool:
-        """Whether a chunk's sparse layers run in a loop; their indices may be on the device."""
-        is_static = experts == "kernel"  # its layer is
-        return not is_static and not (self._is_for_cpu and not self.holds_experts)
 
     def _has_token_step(self, tokens: jax.Array, spec: ChunkSpec) -> bool:
         """Whether kernels run norms and cache writes."""

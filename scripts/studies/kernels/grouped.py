@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.grouped_dequant_matmul import OPERATION, Assignments, moe_layer
 from pallas_kernels.packed import PackedMatrices, dequantize, plain
 from scripts.studies.kernels.data import (
@@ -32,7 +31,7 @@ from scripts.studies.kernels.timing import (
 )
 
 KERNELS = (*OWN, "reference")
-BF16 = ("expert_mlp", "torch_grouped", *(f"{name}_bf16" for name in OWN))
+BF16 = ("torch_grouped", *(f"{name}_bf16" for name in OWN))
 CHECKED_TOKENS = 2
 CALLS = 8  # of a chain with more than one token: each reads most of a layer
 
@@ -170,7 +169,9 @@ def bench_grouped(bench: Bench, models: Sequence[Moe], tokens: Sequence[int]) ->
 
 def _bf16_kernels(bench: Bench) -> tuple[str, ...]:
     """Our kernels on bf16 weights, where bf16 baselines were asked for."""
-    return tuple(f"{name}_bf16" for name in OWN if bench.wants(name) and bench.wants("expert_mlp"))
+    return tuple(
+        f"{name}_bf16" for name in OWN if bench.wants(name) and bench.wants("torch_grouped")
+    )
 
 
 def _one(case: Case, name: str) -> None:
@@ -196,8 +197,6 @@ def _one(case: Case, name: str) -> None:
 def _layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], jax.Array, Any]:
     """(call, x, operands) for `time_jax`, or why the implementation refuses."""
     layer, x = case.layer, case.x
-    if name == "expert_mlp":
-        return _expert_mlp_call(case)
     gate_up, down = layer.operands
     implementation = name.removesuffix("_bf16")
     if name in BF16:
@@ -210,24 +209,6 @@ def _layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], 
         return moe_layer(x, assignments[i], [gate_up], [down], implementation=implementation)
 
     return call, x, (gate_up, down, case.assignments)
-
-
-def _expert_mlp_call(case: Case) -> tuple[Callable[..., jax.Array], jax.Array, Any]:
-    """The bf16 kernels that decode ran on before: a read for every pair."""
-    moe = case.layer.moe
-    layers = [int(slot.flat[0]) // moe.num_experts for slot in case.slots]
-    ids = tuple(jnp.asarray(slot % moe.num_experts) for slot in case.slots)
-    weights = tuple(map(jnp.asarray, case.weights))
-    stacks = tuple(
-        stack.reshape(moe.num_layers, moe.num_experts, *stack.shape[1:])
-        for stack in case.layer.in_bf16
-    )
-
-    def call(x: jax.Array, held: Any, i: int) -> jax.Array:
-        ids, weights, (gate_up, down) = held
-        return expert_mlp(x, ids[i], weights[i], gate_up, down, layer=layers[i])
-
-    return call, case.x, (ids, weights, stacks)
 
 
 def _torch_timing(case: Case) -> Any:

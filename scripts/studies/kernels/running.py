@@ -12,7 +12,7 @@ from scripts.studies.kernels.timing import Chain, Timing, chain_for
 from scripts.studies.measuring import Report
 
 OWN = ("mosaic", "triton")  # kernels of ours that read packed weights, by `implementation=`
-BASELINES = ("cublas", "unpack", "expert_mlp", "torch_grouped")
+BASELINES = ("cublas", "unpack", "torch_grouped")
 IMPLEMENTATIONS = (*OWN, "reference", *BASELINES, *PEERS)
 FASTEST = 0.9  # of the bounds, below which a time is no time; ceilings vary by some percent
 SMOKE_CHAIN = Chain(2, 4, 2)
