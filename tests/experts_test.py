@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,9 @@ class RouteTest(HostTestCase):
         np.testing.assert_allclose(found.weights, [[0.5, 0.5]])
 
 
+FORMS = {"row": "row", "block": "block_in_cache", "grouped": "grouped_kernel"}
+
+
 def run_experts(
     impl: str,
     x: jax.Array,
@@ -59,17 +63,11 @@ def run_experts(
     mask: jax.Array,
 ) -> jax.Array:
     """One of the ways, as `SparseMoe` calls it."""
-    match impl:
-        case "dense":
-            return moe.experts_dense(x, routing, gate_up, down, layer)
-        case "row":
-            return moe.experts_by_row(x, routing, gate_up, down, layer)
-        case "block":
-            return moe.experts_by_block(x, routing, gate_up, down, layer, mask, 2**20)
-    # Plain weights of half precision; float32 is refused.
-    return expert_products.experts_grouped(
-        x, routing.ids, routing.weights, gate_up, down, layer, mask, "reference"
-    )
+    if impl == "dense":
+        return moe.experts_dense(x, routing, gate_up, down, layer)
+    # Grouped takes plain weights of half precision; float32 is refused.
+    stacks, form = expert_products.ExpertStacks(gate_up, down, layer), FORMS[impl]
+    return moe.experts_in_pairs(x, routing, stacks, mask, form, "reference")
 
 
 RUN = jax.jit(run_experts, static_argnames=("impl", "layer"))
@@ -156,7 +154,9 @@ class ExpertsTest(HostTestCase):
         expert_bytes = 4 * (32 * 24 + 24 * 16)
         for num_bytes in (0, 3 * expert_bytes):  # one of the 7 blocks at a time, and three
             mask = jnp.ones(NUM_TOKENS, bool)
-            found = moe.experts_by_block(*operands, LAYER, mask, num_bytes)
+            stacks = expert_products.ExpertStacks(*operands[2:], LAYER)
+            with mock.patch.object(moe, "STEP_BYTES", {"block": num_bytes}):
+                found = moe.experts_in_pairs(*operands[:2], stacks, mask, "block")
             assert_near(found, self._expected(*operands))
 
     @parameterized.parameters((1, 8, 8), (64, 8, 8), (72, 8, 16), (4096, 8, 512), (10**6, 8, 512))

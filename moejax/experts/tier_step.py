@@ -27,12 +27,9 @@ from moejax.models.expert_products import (
     ExpertPairs,
     ExpertStacks,
     choose_grouped,
-    products_by_block,
-    products_by_row,
-    products_grouped,
 )
 from moejax.models.layer_index import LayerIndex
-from moejax.models.moe import STEP_BYTES, ExpertImpl, record_experts
+from moejax.models.moe import ExpertImpl, products_in_pairs, record_experts
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator, QTensor, Weight
@@ -485,15 +482,8 @@ class TierStep:
         stacks = (experts.gate_up, experts.down)
         chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
         record_experts(self.number, self.impl, stacks, chosen)
-        match self.impl:
-            case "row":
-                return products_by_row(x, pairs, experts)
-            case "block" | "block_in_cache":
-                size = STEP_BYTES[self.impl]
-                return products_by_block(x, pairs, experts, self.spec.cache.num_experts, size)
-            case "grouped_kernel":
-                return products_grouped(x, pairs, experts, chosen.implementation)
-        raise ValueError(f"experts of a cache cannot run by {self.impl!r}")
+        num_experts = self.spec.cache.num_experts
+        return products_in_pairs(x, pairs, experts, num_experts, self.impl, chosen.implementation)
 
     def _stacks(
         self, slots: TierSlots, turn: int, layer: Index, plan: _SlotPlan, wave: Index, bank: int = 0

@@ -199,30 +199,6 @@ def _grouped(
     )
 
 
-def experts_grouped(
-    x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    gate_up: Weight,
-    down: Weight,
-    layer: Index,
-    token_mask: jax.Array,
-    implementation: str,
-) -> jax.Array:
-    """Runs packed experts by the grouped kernel; M E slots of one tier.
-
-    y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n), e = ids[n, a].
-
-    Returns:
-      [N, D] in `x.dtype`.
-    """
-    if (reason := _kernel_refusal((gate_up, down))) is not None:
-        raise ValueError(f"the grouped kernel refuses: {reason}")
-    pairs = ExpertPairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
-    products = products_grouped(x, pairs, ExpertStacks(gate_up, down, layer), implementation)
-    return combine(products, pairs, weights, x.dtype)
-
-
 def _kernel_refusal(experts: Sequence[Weight]) -> str | None:
     return "; ".join(dict.fromkeys(filter(None, map(ops.kernel_refusal, experts)))) or None
 

@@ -4,10 +4,10 @@ All four compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e 
 whole layer-stacked arrays and a layer index, so that no layer's slab is ever copied:
 
   * `experts_dense`: every expert on every token, masked. For training.
-  * `experts_by_row`: one small product an assignment. For a few rows on a CPU.
-  * `experts_by_block`: assignments sorted by expert, cut in blocks. For prefill; "block_in_cache"
+  * `products_by_row`: one small product an assignment. For a few rows on a CPU.
+  * `products_by_block`: assignments sorted by expert, cut in blocks. For prefill; "block_in_cache"
     takes steps whose weights stay in a CPU's cache.
-  * `experts_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
+  * `products_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
     packed or plain. For decode and prefill on a GPU.
 
 With packed weights, the first three read matrices through `moejax.weights.linear`. Shapes: x
@@ -17,7 +17,7 @@ which costs nothing and yields zero.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,9 @@ from moejax.models.expert_products import (
     ExpertStacks,
     choose_grouped,
     combine,
-    experts_grouped,
     products_by_block,
     products_by_row,
+    products_grouped,
 )
 from moejax.models.layer_index import LayerIndex
 from moejax.models.stacked import StackedModule, stacked_parameter
@@ -148,7 +148,7 @@ ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "grouped_kernel"
 # and compiled in 17.5 s against 7.8: more rows are not worth the compiling.
 MAX_UNROLLED_ROWS = 32
 MAX_KERNEL_TOKENS = 32  # that Triton's grouped kernel serves on plain experts
-# Weights gathered for one scan step of `experts_by_block`: bounds its temporary memory on a GPU. On
+# Weights gathered for one scan step of `products_by_block`: bounds its temporary memory on a GPU. On
 # a CPU small steps are faster: the demo model's TTFT at 512 tokens was 133 ms with 512 MiB, 83 with
 # 0.8 MiB, 105 with one block (two cores, jax 0.10.2, 2026-11-21).
 STEP_BYTES: dict[ExpertImpl, int] = {"block": 512 * 2**20, "block_in_cache": 2**20}
@@ -203,46 +203,50 @@ def experts_dense(
     return jnp.einsum("nef,edf->nd", hidden, ops.matrix(down, (layer,), x.dtype))
 
 
-def experts_by_row(
-    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
-) -> jax.Array:
-    """Unrolls one slice and two thin products per assignment."""
-    pairs = ExpertPairs(routing.ids, jnp.ones(routing.ids.shape, bool))
-    products = products_by_row(x, pairs, ExpertStacks(gate_up, down, layer))
-    return combine(products, pairs, routing.weights, x.dtype)
-
-
-def experts_by_block(
+def experts_in_pairs(
     x: jax.Array,
     routing: Routing,
-    gate_up: Weight,
-    down: Weight,
-    layer: Index,
+    experts: ExpertStacks,
     token_mask: jax.Array,
-    step_bytes: int,
+    impl: ExpertImpl,
+    implementation: str = "",
 ) -> jax.Array:
-    """Runs assignments sorted by expert, in blocks; see `products_by_block`.
+    """Runs the chosen experts by a form of `products_in_pairs`; [N, D] in `x.dtype`.
 
-    Args:
-      step_bytes: bytes of weights gathered per scan step; at least one block's.
-
-    Returns:
-      [N, D] in `x.dtype`.
+    Rows cost the same whether they are active or not, so that `token_mask` is for other forms.
     """
-    pairs = _pairs_of(routing.ids, token_mask)
-    experts = ExpertStacks(gate_up, down, layer)
-    products = products_by_block(x, pairs, experts, gate_up.shape[1], step_bytes)
+    ids = routing.ids
+    active = jnp.ones(ids.shape, bool)
+    if impl != "row":
+        active = jnp.broadcast_to(token_mask[:, None], ids.shape)
+    pairs, num_experts = ExpertPairs(ids, active), experts.gate_up.shape[1]
+    products = products_in_pairs(x, pairs, experts, num_experts, impl, implementation)
     return combine(products, pairs, routing.weights, x.dtype)
 
 
-def _pairs_of(ids: jax.Array, token_mask: jax.Array) -> ExpertPairs:
-    """Pairs every token that is not padding with its experts.
+def products_in_pairs(
+    x: jax.Array,
+    pairs: ExpertPairs,
+    experts: ExpertStacks,
+    num_experts: int,
+    impl: ExpertImpl,
+    implementation: str,
+) -> jax.Array:
+    """Multiplies the active pairs of N tokens and A experts: [P, N, A, D].
 
     Args:
-      ids: int32[N, A].
-      token_mask: bool[N].
+      num_experts: E, different ones that the pairs may have.
+      impl: any form but "dense".
+      implementation: of the grouped kernel.
     """
-    return ExpertPairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
+    match impl:
+        case "row":
+            return products_by_row(x, pairs, experts)
+        case "block" | "block_in_cache":
+            return products_by_block(x, pairs, experts, num_experts, STEP_BYTES[impl])
+        case "grouped_kernel":
+            return products_grouped(x, pairs, experts, implementation)
+    raise ValueError(f"experts do not run pair by pair by {impl!r}")
 
 
 def _packings(experts: Sequence[Weight]) -> list[str]:
@@ -356,22 +360,12 @@ class SparseMoe(StackedModule):
         gate_up, down = self.gate_up[...], self.down[...]
         chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
         record_experts(0, impl, (gate_up, down), chosen)
-        match impl:
-            case "dense":
-                return experts_dense(x, routing, gate_up, down, layer)
-            case "row":
-                return experts_by_row(x, routing, gate_up, down, layer)
-            case "block" | "block_in_cache":
-                size = STEP_BYTES[impl]
-                return experts_by_block(x, routing, gate_up, down, layer, token_mask, size)
-            case "grouped_kernel":
-                if chosen.implementation == ops.DEQUANTIZED:
-                    raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
-                return experts_grouped(
-                    x, routing.ids, routing.weights, gate_up, down, layer, token_mask,
-                    chosen.implementation,
-                )  # fmt: skip
-        raise ValueError(f"impl {impl!r} is none of {get_args(ExpertImpl)}")
+        if impl == "dense":
+            return experts_dense(x, routing, gate_up, down, layer)
+        if impl == "grouped_kernel" and chosen.implementation == ops.DEQUANTIZED:
+            raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
+        experts = ExpertStacks(gate_up, down, layer)
+        return experts_in_pairs(x, routing, experts, token_mask, impl, chosen.implementation)
 
 
 class MoeInputs(NamedTuple):
