@@ -236,7 +236,7 @@ class BetweenStepsTest(parameterized.TestCase):
         runner, memory = cached_runner(
             policy, (4, 2), (3, cold_slots), emulated=True, first=3 if cold_slots < 8 else -1
         )
-        self.assertTrue(memory.asks)
+        self.assertTrue(memory.moves_experts)
         for _ in range(3):
             runner.logits(TOKENS)
         memory.read_counters()

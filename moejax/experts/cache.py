@@ -227,19 +227,19 @@ class ExpertMemory:
         self.ledger = Ledger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
         self.programs = CompiledPrograms()
         self._answer: TransferRequests | None = None
-        self._counts = False  # whether tokens had run when that was asked
-        self._num_asked = 0  # since the last `read_counters`
+        self._answer_counts = False  # whether tokens had run when that was asked
+        self._num_polls = 0  # since the last `read_counters`
         self._backoff = _PollingBackoff()
         self._in_flight_on_device: tuple[Any, Any] = None, None  # what it is of, and the arrays
         self._lock = threading.RLock()
-        self.asks, self._is_emulated = False, any(pool.emulated for pool in pools)
+        self.moves_experts, self._is_emulated = False, any(pool.emulated for pool in pools)
         if policy is None:
             return
         operands = self.pool, *self._in_flight_and_room()
-        said = jax.eval_shape(functools.partial(request_transfers, self.spec), *operands)[1]
-        self.asks = len(said.moved.layer) + len(said.ahead.layer) > 0
-        self.ledger.asked = 0 if self.asks else None
-        if len(said.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
+        found = jax.eval_shape(functools.partial(request_transfers, self.spec), *operands)[1]
+        self.moves_experts = len(found.moved.layer) + len(found.ahead.layer) > 0
+        self.ledger.asked = 0 if self.moves_experts else None
+        if len(found.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
             logging.warning(
                 "the policy's foresight does nothing: no tier has experts on the disk and rows of "
                 "host memory to read them to"
@@ -350,9 +350,9 @@ class ExpertMemory:
             if self._gate is not None:
                 self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
                 self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.device)
-            if self.asks:
-                self.ledger.asked = (self.ledger.asked or 0) + self._num_asked
-                self._num_asked = 0
+            if self.moves_experts:
+                self.ledger.asked = (self.ledger.asked or 0) + self._num_polls
+                self._num_polls = 0
         return self.ledger
 
     def close(self) -> None:
@@ -371,7 +371,7 @@ class ExpertMemory:
           Tokens before which it asks for nothing more (`Policy.tokens_until_change`).
         """
         with self._lock, self.reading(failures_before):
-            self._num_asked += self._backoff.passed > 0
+            self._num_polls += self._backoff.passed > 0
             self._answer, last, repeats = None, np.zeros(0), True
             while repeats:
                 self._wait_for_transfers(failures_before)
@@ -410,7 +410,7 @@ class ExpertMemory:
 
         It is not asked while it has said that nothing would come of it.
         """
-        if not self.asks:
+        if not self.moves_experts:
             return
         backoff = self._backoff
         if self._answer is not None:
@@ -419,7 +419,7 @@ class ExpertMemory:
                 backoff.passed += num_tokens
                 return
             answer, self._answer = self._answer, None
-            self._num_asked += self._counts
+            self._num_polls += self._answer_counts
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
                 _, backoff.tokens = self._carry_out(answer)
         in_flight = self._in_flight()
@@ -427,7 +427,7 @@ class ExpertMemory:
             self.pool, self._answer = self._dispatch_requests()
             for numbers in jax.tree.leaves(self._answer):
                 numbers.copy_to_host_async()
-            self._counts = backoff.passed > 0
+            self._answer_counts = backoff.passed > 0
             self._backoff = backoff = _PollingBackoff(in_flight)
         backoff.passed += num_tokens
 

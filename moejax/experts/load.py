@@ -213,18 +213,18 @@ def budget_of_tiers(
     )  # fmt: skip
     _check_suits(policy, tiers, spec)
     state = jax.eval_shape(lambda: policy.init(spec))
-    asks = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
+    moves = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
     ahead = 0  # experts of the next layer that a decode step may prefetch
     if policy.needs.predicted:
-        asked = int(getattr(policy, "prefetch", -1))
-        ahead = asked if asked >= 0 else config.experts_per_token
-    bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if asks else 0
+        stated = int(getattr(policy, "prefetch", -1))
+        ahead = stated if stated >= 0 else config.experts_per_token
+    bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if moves else 0
     demands = PolicyDemands(
         slots=slots,
         prefetch=limits.prefetch or ahead,
         bulk=limits.bulk or min(bulk, num_layers * num_experts),
         device=_policy_parts(policy, run),
-        first_alone=not asks and policy.high_serves_low,
+        first_alone=not moves and policy.high_serves_low,
     )
     return make_budget(run, tiers, limits, demands)
 

@@ -61,7 +61,7 @@ class _TransferCounters:
     needless: int = 0  # of what was in a slot before anything crossed the link
     failed: int = 0  # of which the bytes could not be read
     moved: int = 0  # experts that were sent over the link
-    landed: int = 0  # of them, those that got a slot
+    inserted: int = 0  # of them, those that got a slot
     dropped: int = 0  # of them, those that did not: by then in one, or every slot was pinned
 
 
@@ -265,7 +265,7 @@ class Transfers:
                 raise
             self._end(transfer)
             if slot >= 0:
-                self.counters.landed += 1
+                self.counters.inserted += 1
             else:
                 self.counters.dropped += 1
 

@@ -169,7 +169,7 @@ class Runner:
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
         self.programs = CompiledPrograms(lambda function: options[function is steps.decode])
         self.kernels = kernels or ops.Kernels(target_of(device))
-        self._asked_via = expert_impl
+        self._expert_impl = expert_impl
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
         self._program = steps.StepProgram(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
@@ -262,16 +262,19 @@ class Runner:
         eos_ids: tuple[int, ...],
         top_logprobs: int = 0,
         any_settings: bool = False,
+        runs_prompts: bool = True,
     ) -> Session:
         """Runs prompts ([] pads a batch) and chooses first tokens; does not wait.
 
-        `any_settings`: take the programs that sample and penalize, whether these rows ask or not.
+        `any_settings`: take the programs that sample and penalize, whether these rows do or not.
+        `runs_prompts`: False leaves the cache empty, for a measurement of decode alone.
         """
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, failures = settings_by_row(settings, batch), self._failure_count()
         state, keys = self._fresh(_seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self._prompt_chunks(batch, max(lengths), cache_length):
+        chunks = self._prompt_chunks(batch, max(lengths), cache_length) if runs_prompts else ()
+        for start, size in chunks:
             is_first = start == 0 and size != self.short_chunk and not self.fixed
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             chunk = self._chunk(slice_prompts(prompts, start, size), start, device_lengths)
@@ -420,7 +423,7 @@ class Runner:
     def expert_impl(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertImpl:
         """Form that runs experts of so many tokens; None: the model's, first tier."""
         experts = self._experts if experts is None else experts
-        return self._asked_via or default_expert_impl(
+        return self._expert_impl or default_expert_impl(
             num_tokens, self.config, self.dtype, self.device.platform, experts, self.kernels,
             pooled=self.memory is not None,
         )  # fmt: skip
@@ -437,7 +440,7 @@ class Runner:
     ) -> Iterator[tuple[int, int]]:
         """Yields `chunks` of given tokens; a policy's transfers finish before each chunk."""
         memory = self.memory
-        if not (self.one_stream and memory is not None and memory.asks):
+        if not (self.one_stream and memory is not None and memory.moves_experts):
             yield from self.chunks(batch, length, cache_length)
             return
         longest = longest_chunk(self.config, batch, cache_length, self.planned)

@@ -168,13 +168,13 @@ def substitute(
     taken: list[jax.Array] = []
     buddies, searched = [num_replaced] * width, [num_replaced > 0] * width
     for rank in reversed(range(width)) if last_first else range(width):
-        mine, asks = ordered[:, rank], wanted[:, rank] & (num_replaced < budget)
-        free = (mine >= 0) & asks[:, None]
+        mine, seeks = ordered[:, rank], wanted[:, rank] & (num_replaced < budget)
+        free = (mine >= 0) & seeks[:, None]
         for buddy in taken:
             free &= mine != buddy[:, None]
         first = jnp.min(jnp.where(free, place, depth), axis=-1, keepdims=True)
         buddy = jnp.max(jnp.where(place == first, mine, -1), axis=-1)
-        buddies[rank], searched[rank] = buddy, asks
+        buddies[rank], searched[rank] = buddy, seeks
         num_replaced += (buddy >= 0).astype(jnp.int32)
         taken.append(buddy)
     # Without the barrier every reader computes it again: 24 s of compiling 16 layers against 9.

@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -209,8 +208,7 @@ class Lab(ShapeMemories):
 def _session_without_prefill(runner: Runner, batch: int, sizes: Sizes) -> Session:
     """A session whose cache holds random keys and values: no prefill is compiled or run."""
     prompts = [[0] * sizes.position] * batch
-    with mock.patch.object(runner, "_prompt_chunks", lambda *_: iter(())):
-        session = runner.prefill(prompts, sizes.context, ONE_TOKEN, ())
+    session = runner.prefill(prompts, sizes.context, ONE_TOKEN, (), runs_prompts=False)
     leaves, tree = jax.tree.flatten(session.state.cache)
     draw = jax.jit(
         lambda key, like: jax.random.normal(key, like.shape, like.dtype), donate_argnums=1
