@@ -148,7 +148,7 @@ ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "grouped_kernel"
 # and compiled in 17.5 s against 7.8: more rows are not worth the compiling.
 MAX_UNROLLED_ROWS = 32
 MAX_KERNEL_TOKENS = 32  # that Triton's grouped kernel serves on plain experts
-# Weights gathered for a scan step of `products_by_block`, which bounds its temporary memory on a GPU.
+# Weights gathered for a scan step of `products_by_block`: bounds its temporary memory on a GPU.
 # On a CPU small steps are faster: the demo model's TTFT at 512 tokens was 133 ms with 512 MiB, 83
 # with 0.8 MiB, 105 with one block (two cores, jax 0.10.2, 2026-11-21).
 STEP_BYTES: dict[ExpertImpl, int] = {"block": 512 * 2**20, "block_in_cache": 2**20}
