@@ -446,7 +446,7 @@ class DiskExperts:
             return changed
 
     def counts_since(self) -> dict[str, float]:
-        """Counts since the last call, by the names of `disk_reader.Counters`."""
+        """Counts since the last call, by the names of `Counters`."""
         before, self._counted = self._counted, dataclasses.replace(self.reader.counters)
         now = dataclasses.asdict(self._counted)
         return {name: n - getattr(before, name) for name, n in now.items()}

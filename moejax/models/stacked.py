@@ -1,4 +1,4 @@
-"""Weight leaves of a module: their start values, and products with them."""
+"""Leaves stacked over layers: their start values, products with them, and norms by them."""
 
 import functools
 from typing import ClassVar

@@ -128,7 +128,7 @@ class Needs:
 
     Attributes:
       importance: attention received by each token of a prefill step.
-      aggregation: how that attention is aggregated; see `attention_importance.attention_received`.
+      aggregation: how that attention is aggregated; see `dymoe.attention_received`.
       predicted: the next layer's probabilities.
     """
 

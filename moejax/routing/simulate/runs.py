@@ -61,7 +61,7 @@ def run_policies(
 ) -> list[RunResult]:
     """Replays the trace under every run.
 
-    Runs whose policies compute by one formula (`program_keys`) are stacked, as many at a time as
+    Runs whose policies compute by one formula (`ProgramKeys`) are stacked, as many at a time as
     `_block_bytes` holds.
 
     Args:
