@@ -38,9 +38,8 @@ from moejax.inference.generation import (
 )
 from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.recorder import RecordSpec, recording
-from moejax.inference.runner import Runner, settings_by_row
+from moejax.inference.runner import Runner, describe_packing, settings_by_row
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import describe_packing
 from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.text.tokenizer import Tokenizer

@@ -16,9 +16,10 @@ from moejax.benchmarking.expected_kernels import (
     wrong_kernels,
 )
 from moejax.errors import MoejaxError
+from moejax.inference import runner
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
-from moejax.models import kernel_choice, moe
+from moejax.models import moe
 from moejax.models.config import LatentConfig
 from moejax.models.expert_products import choose_grouped
 from moejax.models.shapes import DEEPSEEK_V2_LITE
@@ -65,8 +66,8 @@ class LatentTest(absltest.TestCase):
             decode = self.of(weight, target, 2)
             self.assertEqual(decode.implementation, ops.DEQUANTIZED)
             self.assertRegex(decode.describe(), "^dequantized, int4g64 .*take its rows apart")
-            (line,) = kernel_choice.phase_warnings(
-                "decode", {"kv_b": decode}, kernel_choice.expected_kernel(target)
+            (line,) = runner.phase_warnings(
+                "decode", {"kv_b": decode}, runner.expected_kernel(target)
             )
             self.assertIn(f"do not run on the {kernel} kernel: kv_b: dequantized", line)
 

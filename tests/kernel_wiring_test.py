@@ -16,11 +16,10 @@ from absl.testing import parameterized
 from flax import nnx
 
 from moejax import Engine
-from moejax.inference.runner import Runner
+from moejax.inference.runner import Runner, phase_warnings
 from moejax.models import attention, delta_net, moe, stacked
 from moejax.models import transformer as token_step
 from moejax.models.config import LatentConfig, RopeScaling
-from moejax.models.kernel_choice import phase_warnings
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.moe import MoeInputs, ResidentExperts, routing_record
 from moejax.models.shapes import (

@@ -7,8 +7,7 @@ before it measures.
 from collections.abc import Iterator, Mapping
 
 from moejax.errors import MoejaxError
-from moejax.inference.runner import Runner
-from moejax.models.kernel_choice import KERNELS
+from moejax.inference.runner import KERNELS, Runner
 from moejax.weights import linear as ops
 from moejax.weights.choices import KernelChoice
 from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -42,16 +42,16 @@ from moejax.models.attention import (
     default_attention_impl,
 )
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import expected_kernel, phase_warnings
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
 from moejax.models.moe import ExpertImpl, default_expert_impl
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.programs import CompiledPrograms
 from moejax.weights import choices
 from moejax.weights import linear as ops
+from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
-from pallas_kernels.target import Choice, target_of
+from pallas_kernels.target import Choice, Target, target_of
 
 Put = Callable[[Any], jax.Array]  # an array of the host to the device
 
@@ -565,3 +565,63 @@ class Runner:
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         return jax.device_put(array, self.device)
+
+
+# Leaves of one product with all tokens; "kept" ones too, since other engines may pack them.
+LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
+KERNELS = ("mosaic", "triton")
+PARTS = ("attention", "norms and writes", "delta rule", "routing")
+
+
+def expected_kernel(target: Target | None) -> str | None:
+    """Implementation that packed weights should run on; None on a CPU."""
+    if target is None or target.platform != "gpu":
+        return None
+    return "mosaic" if target.capability == (9, 0) else "triton"
+
+
+def phase_warnings(phase: str, record: choices.Record, expected: str | None) -> list[str]:
+    """Warnings for packed weights, and for plain parts of decode, that miss their kernel.
+
+    In decode, products with plain matrices of a stack should run by
+    `pallas_kernels.dequant_matmul`, plain experts by `grouped_dequant_matmul`, attention by
+    `decode_attention`, routing by `router_topk`, norms by `residual_norm`, cache writes by
+    `qkv_to_cache`, delta rules by `delta_step`. (`experts.cache_plan.CachePlanner.refusal` is of
+    experts that move.)
+    """
+    if expected is None:
+        return []
+    lines: dict[str, list[str]] = {}
+    for name, of in record.items():
+        if of.packed and of.implementation != expected:
+            lines.setdefault(of.describe(), []).append(name)
+    found = [
+        f"{phase}: packed weights do not run on the {expected} kernel: {', '.join(names)}: {said}"
+        for said, names in lines.items()
+    ]
+    if phase != "decode":
+        return found
+    return found + [
+        f"{phase}: {name} run without their kernel: {record[name].describe()}"
+        for name in record
+        if name.startswith("experts") or name in (*PARTS, *LINEAR_LEAVES)
+        if not record[name].packed
+        if record[name].refusals and record[name].implementation not in KERNELS
+    ]
+
+
+def describe_packing(
+    weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, KernelChoice]]
+) -> str:
+    """Describes packing, and the kernels of programs traced so far, to follow a size in a line."""
+    packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
+    kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
+    if not kinds:
+        return ", none packed"
+    said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
+    runs = []
+    for phase, found in products.items():
+        used = sorted({of.implementation for of in found.values() if of.packed})
+        how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
+        runs.append(f"{phase}: {how}")
+    return "; ".join([f" ({said})", *runs])
