@@ -199,7 +199,7 @@ class DecisionTest(parameterized.TestCase):
         listed = jnp.tile(jnp.arange(2, 42, dtype=jnp.int32), (1, 2, 1))  # 40 places
         listed = listed.at[:, :, :35].set(-1)
         wanted, budget = jnp.ones((1, 2), bool), jnp.int32(2)
-        found = buddymoe.substitute(ids, Candidates(listed), wanted, budget)
+        found = buddymoe._substitute(ids, Candidates(listed), wanted, budget)
         self.assertEqual(found.ids.tolist(), [[37, 38]])
 
     def test_prompts_may_be_left_alone(self):

@@ -17,11 +17,11 @@ from tests import policies_contract as contract
 from tests import slow
 from tests.policies_cases import SPEC, A, E, M, random_trace
 
-HOT_SET = jax.jit(dynaexq.hot_set)
-SWAPS = jax.jit(dynaexq.swaps, static_argnames="max_requests")
+HOT_SET = jax.jit(dynaexq._hot_set)
+SWAPS = jax.jit(dynaexq._swaps, static_argnames="max_requests")
 SMOOTHED = jax.jit(
-    lambda scores, seen, alpha: dynaexq.smoothed(
-        scores, dynaexq.gate_means(seen), dynaexq.num_active(seen), alpha
+    lambda scores, seen, alpha: dynaexq._smoothed(
+        scores, dynaexq._gate_means(seen), dynaexq._num_active(seen), alpha
     )
 )
 

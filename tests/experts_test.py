@@ -64,10 +64,10 @@ def run_experts(
 ) -> jax.Array:
     """One of the ways, as `SparseMoe` calls it."""
     if impl == "dense":
-        return moe.experts_dense(x, routing, gate_up, down, layer)
+        return moe._experts_dense(x, routing, gate_up, down, layer)
     # Grouped takes plain weights of half precision; float32 is refused.
     stacks, form = expert_products.ExpertStacks(gate_up, down, layer), FORMS[impl]
-    return moe.experts_in_pairs(x, routing, stacks, mask, form, "reference")
+    return moe._experts_in_pairs(x, routing, stacks, mask, form, "reference")
 
 
 RUN = jax.jit(run_experts, static_argnames=("impl", "layer"))
@@ -156,7 +156,7 @@ class ExpertsTest(HostTestCase):
             mask = jnp.ones(NUM_TOKENS, bool)
             stacks = expert_products.ExpertStacks(*operands[2:], LAYER)
             with mock.patch.object(moe, "STEP_BYTES", {"block": num_bytes}):
-                found = moe.experts_in_pairs(*operands[:2], stacks, mask, "block")
+                found = moe._experts_in_pairs(*operands[:2], stacks, mask, "block")
             assert_near(found, self._expected(*operands))
 
     @parameterized.parameters((1, 8, 8), (64, 8, 8), (72, 8, 16), (4096, 8, 512), (10**6, 8, 512))

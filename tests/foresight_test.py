@@ -46,7 +46,7 @@ class FunctionsTest(parameterized.TestCase):
             expert_activity.links_of(self.following),
             self.rng.random((M, E), np.float32),
         )
-        found = jax.jit(dynaexq.expected)(scores, links)
+        found = jax.jit(dynaexq._expected)(scores, links)
         np.testing.assert_array_equal(found[0], scores[0])
         for layer, j in np.ndindex(M - 1, E):
             mean = sum(float(scores[layer, i]) * links[layer + 1, i, j] for i in range(E))
@@ -58,7 +58,7 @@ class FunctionsTest(parameterized.TestCase):
         worth = self.rng.random((M, E), np.float32)
         worth[0, 1] = 0
         settled = self.rng.random((M, E)) < 0.5
-        found = dynaexq.nearly_hot(
+        found = dynaexq._nearly_hot(
             jnp.asarray(worth), jnp.asarray(settled), jnp.int32(1), count, jnp.bool_(True)
         )
         rows = np.stack([np.asarray(field) for field in found], axis=1).reshape(count, M, 3)
@@ -95,7 +95,7 @@ class PolicyTest(parameterized.TestCase):
             self.assertEqual(bool(found), is_due)
             if not is_due:
                 continue
-            worth = np.asarray(dynaexq.expected(scores, links)) if by == "links" else scores
+            worth = np.asarray(dynaexq._expected(scores, links)) if by == "links" else scores
             high = np.asarray(state.high)
             for layer in range(M):
                 rest = [e for e in np.argsort(-worth[layer]) if not high[layer, e]]

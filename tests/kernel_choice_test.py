@@ -66,8 +66,8 @@ class LatentTest(absltest.TestCase):
             decode = self.of(weight, target, 2)
             self.assertEqual(decode.implementation, ops.DEQUANTIZED)
             self.assertRegex(decode.describe(), "^dequantized, int4g64 .*take its rows apart")
-            (line,) = runner.phase_warnings(
-                "decode", {"kv_b": decode}, runner.expected_kernel(target)
+            (line,) = runner._phase_warnings(
+                "decode", {"kv_b": decode}, runner._expected_kernel(target)
             )
             self.assertIn(f"do not run on the {kernel} kernel: kv_b: dequantized", line)
 

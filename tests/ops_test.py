@@ -240,11 +240,11 @@ def run_experts(
     impl: str, x: jax.Array, routing: moe.Routing, gate_up: Weight, down: Weight
 ) -> jax.Array:
     if impl == "dense":
-        return moe.experts_dense(x, routing, gate_up, down, LAYER)
+        return moe._experts_dense(x, routing, gate_up, down, LAYER)
     stacks, form = expert_products.ExpertStacks(gate_up, down, LAYER), FORMS[impl]
     mask = jnp.ones(len(x), bool)
     with mock.patch.object(moe, "STEP_BYTES", {"block": 2**12}):
-        return moe.experts_in_pairs(x, routing, stacks, mask, form, "reference")
+        return moe._experts_in_pairs(x, routing, stacks, mask, form, "reference")
 
 
 RUN = jax.jit(run_experts, static_argnames="impl")
@@ -293,7 +293,7 @@ class ExpertsTest(HostTestCase):
             expert_products.ExpertStacks(gate_up, down, LAYER),
             jnp.asarray([True, False]),
         )
-        found = moe.experts_in_pairs(
+        found = moe._experts_in_pairs(
             x.at[1].set(jnp.nan), routing, stacks, mask, "grouped_kernel", "reference"
         )
         assert_near(found[:1], expected[:1])

@@ -395,11 +395,11 @@ class MainTest(PlanCase):
     def test_this_machine(self):
         path = self.directory / "meminfo"
         path.write_text("MemTotal:       10 kB\nMemAvailable:    7 kB\n")
-        self.assertEqual(machine.available_nbytes(path), 7 * 1024)
-        self.assertIsNone(machine.available_nbytes(self.directory / "nothing"))
+        self.assertEqual(machine._available_nbytes(path), 7 * 1024)
+        self.assertIsNone(machine._available_nbytes(self.directory / "nothing"))
         path.write_text("something else\n")
-        self.assertIsNone(machine.available_nbytes(path))
-        with mock.patch.object(machine, "available_nbytes", return_value=5):
+        self.assertIsNone(machine._available_nbytes(path))
+        with mock.patch.object(machine, "_available_nbytes", return_value=5):
             with mock.patch.dict("os.environ", {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "3"}):
                 self.assertEqual(
                     machine.this_machine("gpu"),

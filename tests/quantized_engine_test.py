@@ -168,9 +168,9 @@ class QuantizedEngineTest(parameterized.TestCase):
     def test_the_expected_kernel_is_not_remarked_on(self):
         found = {"a": KernelChoice("triton", "int4g64 float", True, {"mosaic": "no"})}
         found["b"] = KernelChoice(ops.PLAIN, "bfloat16", False, {})
-        self.assertEqual(runner.phase_warnings("prefill", found, "triton"), [])
-        self.assertEqual(runner.phase_warnings("prefill", found, None), [])
-        (line,) = runner.phase_warnings("prefill", found, "mosaic")
+        self.assertEqual(runner._phase_warnings("prefill", found, "triton"), [])
+        self.assertEqual(runner._phase_warnings("prefill", found, None), [])
+        (line,) = runner._phase_warnings("prefill", found, "mosaic")
         self.assertEndsWith(line, "mosaic kernel: a: triton, int4g64 float (mosaic: no)")
         for target, expected in (
             (Target("cpu", None), None),
@@ -178,7 +178,7 @@ class QuantizedEngineTest(parameterized.TestCase):
             (Target("gpu", (9, 0)), "mosaic"),
             (Target("gpu", (12, 0)), "triton"),
         ):
-            self.assertEqual(runner.expected_kernel(target), expected)
+            self.assertEqual(runner._expected_kernel(target), expected)
 
     @pytest.mark.slow
     def test_scores_as_well(self):

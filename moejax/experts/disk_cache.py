@@ -44,7 +44,7 @@ from moejax.experts.transfer_programs import is_ready
 _FIRST_PAUSE_SECONDS = 0.01  # before the first retry; twice as long before each that follows
 
 
-class State(enum.Enum):
+class _State(enum.Enum):
     """Progress of a request."""
 
     QUEUED = "queued"
@@ -60,7 +60,7 @@ class _Ticket:
 
     expert: Expert
     urgent: bool  # whether somebody waits for it
-    state: State = State.QUEUED
+    state: _State = _State.QUEUED
     error: str | None = None  # why the expert could not be read
     row: list[np.ndarray] | None = None  # its arrays in a block of the ring
 
@@ -129,15 +129,15 @@ class DiskReader:
           False where it is too late: `done` has returned it, and who called that releases it.
         """
         with self._changed:
-            if ticket.state in (State.DELIVERED, State.OVER):
-                return ticket.state is State.OVER
-            if ticket.state is State.QUEUED:
+            if ticket.state in (_State.DELIVERED, _State.OVER):
+                return ticket.state is _State.OVER
+            if ticket.state is _State.QUEUED:
                 self._queue = [item for item in self._queue if item[-1] is not ticket]
                 heapq.heapify(self._queue)
-            elif ticket.state is State.DONE:
+            elif ticket.state is _State.DONE:
                 self._done.remove(ticket)
                 self._free_block(ticket)
-            ticket.state = State.OVER  # the block of one that is being read is freed by the thread
+            ticket.state = _State.OVER  # the block of one that is being read is freed by the thread
             return True
 
     def done(self) -> list[_Ticket]:
@@ -145,16 +145,16 @@ class DiskReader:
         with self._changed:
             finished, self._done = self._done, []
             for ticket in finished:
-                ticket.state = State.DELIVERED
+                ticket.state = _State.DELIVERED
             return finished
 
     def release(self, ticket: _Ticket) -> None:
         """Gives a delivered ticket's block back; ValueError in any other state."""
         with self._changed:
-            if ticket.state is not State.DELIVERED:
+            if ticket.state is not _State.DELIVERED:
                 raise ValueError(f"a ticket that is {ticket.state.value} cannot be released")
             self._free_block(ticket)
-            ticket.state = State.OVER
+            ticket.state = _State.OVER
 
     def read_now(self, expert: Expert) -> list[np.ndarray]:
         """Reads an expert in the calling thread, to new arrays, whatever the queue holds.
@@ -180,7 +180,7 @@ class DiskReader:
         with self._changed:
             self._closing.set()
             for _, _, ticket in self._queue:
-                ticket.state = State.OVER
+                ticket.state = _State.OVER
             self._queue.clear()
             self._changed.notify_all()
         if self._thread is not None:
@@ -195,10 +195,10 @@ class DiskReader:
             assert ticket.row is not None
             error = self._read(ticket.expert, ticket.row)
             with self._changed:
-                if error is not None or ticket.state is State.OVER:
+                if error is not None or ticket.state is _State.OVER:
                     self._free_block(ticket)
-                if ticket.state is State.READING:
-                    ticket.error, ticket.state = error, State.DONE
+                if ticket.state is _State.READING:
+                    ticket.error, ticket.state = error, _State.DONE
                     self._done.append(ticket)
 
     def _next(self) -> _Ticket | None:
@@ -208,7 +208,7 @@ class DiskReader:
             if self._closing.is_set():
                 return None
             ticket = heapq.heappop(self._queue)[-1]
-            ticket.state, ticket.row = State.READING, self._free.pop()
+            ticket.state, ticket.row = _State.READING, self._free.pop()
             return ticket
 
     def _read(self, expert: Expert, row: Sequence[np.ndarray]) -> str | None:
@@ -500,7 +500,7 @@ class DiskExperts:
         ticket = self._tickets.get(expert)
         if ticket is not None and not ticket.urgent:  # where it has not begun it is asked anew
             ticket.urgent = True
-            if ticket.state is State.QUEUED and self.reader.cancel(ticket):
+            if ticket.state is _State.QUEUED and self.reader.cancel(ticket):
                 del self._tickets[expert]
         if expert in self._prefetched:
             self._prefetched.discard(expert)

@@ -16,7 +16,7 @@ _DEFAULT_PINNED_GIB = 64  # XLA's own
 
 def this_machine(platform: str) -> MachineMemory:
     """Reads the memory that is left, and how much a run on the platform could pin."""
-    available = available_nbytes()
+    available = _available_nbytes()
     if platform != "gpu":
         return MachineMemory(host_nbytes=available)
     limit = pinned_limit_nbytes()
@@ -31,7 +31,7 @@ def raise_pinned_limit(platform: str) -> str | None:
     Returns:
       A line that says what was set; None where XLA's own limit does.
     """
-    available = available_nbytes()
+    available = _available_nbytes()
     no_gpu = platform == "cpu" or (platform == "auto" and not _has_gpu())
     is_set = PINNED_LIMIT in os.environ
     if no_gpu or is_set or available is None or available <= pinned_limit_nbytes():
@@ -53,7 +53,7 @@ def pinned_limit_nbytes() -> int:
         return _DEFAULT_PINNED_GIB * GIB
 
 
-def available_nbytes(path: Path = Path("/proc/meminfo")) -> int | None:
+def _available_nbytes(path: Path = Path("/proc/meminfo")) -> int | None:
     """Memory that processes can still take; None where the system does not say."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()

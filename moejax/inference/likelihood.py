@@ -180,7 +180,7 @@ class PairScorer:
         """Scores pairs of token ids like `of_texts`; no context is empty.
 
         A context that does not fit is cut at its beginning; a continuation longer than the
-        model's context is scored in windows (`token_windows`).
+        model's context is scored in windows (`_token_windows`).
 
         Raises:
           MoejaxError: a pair has nothing to score, or no finite log-likelihood.
@@ -193,7 +193,7 @@ class PairScorer:
                 raise MoejaxError(f"pair {index} has a {missing} without tokens: there is nothing")
             parts = [(context, continuation)]
             if len(continuation) > self.max_length:
-                parts = list(token_windows(continuation, context[-1], self.max_length))
+                parts = list(_token_windows(continuation, context[-1], self.max_length))
             windows += parts
             owners += [index] * len(parts)
         batch_size = 1 if self._runner.one_stream else batch_size
@@ -307,7 +307,7 @@ def _by_length(row: _Row) -> tuple[int, tuple[int, ...]]:
     return -len(row.inputs), row.inputs
 
 
-def token_windows(
+def _token_windows(
     ids: Sequence[int], before: int, max_length: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields (context, continuation) pairs that score each of the tokens once.

@@ -231,10 +231,10 @@ class Runner:
 
     def kernel_warnings(self) -> list[str]:
         """Warnings, one per part whose newest program runs it without its kernel."""
-        expected = expected_kernel(self.kernels.target)
+        expected = _expected_kernel(self.kernels.target)
         lines = []
         for phase, found in self.products.items():
-            lines += phase_warnings(phase, found, expected)
+            lines += _phase_warnings(phase, found, expected)
         if expected and self.memory:
             planner = CachePlanner(self.memory.spec.tiers, self.kernels.target)
             if reason := planner.refusal(self.config.experts_per_token):
@@ -573,14 +573,14 @@ KERNELS = ("mosaic", "triton")
 PARTS = ("attention", "norms and writes", "delta rule", "routing")
 
 
-def expected_kernel(target: Target | None) -> str | None:
+def _expected_kernel(target: Target | None) -> str | None:
     """Implementation that packed weights should run on; None on a CPU."""
     if target is None or target.platform != "gpu":
         return None
     return "mosaic" if target.capability == (9, 0) else "triton"
 
 
-def phase_warnings(phase: str, record: choices.Record, expected: str | None) -> list[str]:
+def _phase_warnings(phase: str, record: choices.Record, expected: str | None) -> list[str]:
     """Warnings for packed weights, and for plain parts of decode, that miss their kernel.
 
     In decode, products with plain matrices of a stack should run by

@@ -71,7 +71,7 @@ def _logprobs_of(logits: jax.Array, tokens: jax.Array, num_top: int) -> _Logprob
     return _Logprobs(chosen, jnp.pad(top, rest, constant_values=-jnp.inf), jnp.pad(top_ids, rest))
 
 
-def penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+def _penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
     """Divides logits of seen tokens by the penalty, or multiplies them if negative.
 
     Keskar et al. 2019 (CTRL), section 4.1, with the sign rule of Hugging Face.
@@ -85,7 +85,7 @@ def penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Arr
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def _filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Applies temperature, then top-k, top-p and min-p; excluded logits become -inf.
 
     Top-p keeps the smallest set of most likely tokens whose mass reaches p (Holtzman et al. 2020,
@@ -125,25 +125,25 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     return jnp.where(logits < floor, -jnp.inf, logits)
 
 
-def draw(
+def _draw(
     logits: jax.Array, keys: jax.Array, sampling: Sampling, *, all_greedy: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Draws the next token of each row from its own random stream.
 
     Args:
       logits: float32[B, V].
-      keys: B typed keys; each row's draw depends on its key and logits alone.
+      keys: B typed keys; each row's _draw depends on its key and logits alone.
       sampling: settings of each row.
-      all_greedy: static; True skips the sort and the draw.
+      all_greedy: static; True skips the sort and the _draw.
 
     Returns:
-      int32[B] and the keys for the next draw.
+      int32[B] and the keys for the next _draw.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if all_greedy:
         return greedy, keys
     split = jax.vmap(jax.random.split)(keys)
-    drawn = jax.vmap(jax.random.categorical)(split[:, 0], filtered(logits, sampling))
+    drawn = jax.vmap(jax.random.categorical)(split[:, 0], _filtered(logits, sampling))
     return jnp.where(sampling.temperature > 0, drawn.astype(jnp.int32), greedy), split[:, 1]
 
 
@@ -173,7 +173,7 @@ class StepOutput:
         return jax.tree.map(place, self, StepOutput(tokens, logprobs))
 
 
-def names_a_token(logits: jax.Array) -> jax.Array:
+def _names_a_token(logits: jax.Array) -> jax.Array:
     """bool[B], whether a softmax of logits [B, V] is a distribution.
 
     It is none of a NaN, of +inf, or of -inf alone; -inf beside a finite logit masks its token.
@@ -413,12 +413,12 @@ def _next_tokens(
     """
     logits = own = model.project_to_vocab(hidden)
     if seen is not None:
-        logits = penalized(logits, seen, sampling.repetition_penalty)
-    tokens, keys = draw(logits, keys, sampling, all_greedy=all_greedy)
+        logits = _penalized(logits, seen, sampling.repetition_penalty)
+    tokens, keys = _draw(logits, keys, sampling, all_greedy=all_greedy)
     if seen is not None:
         seen = seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
     logprobs = _logprobs_of(own, tokens, top_logprobs) if top_logprobs else None
-    return jnp.where(names_a_token(own), tokens, NOT_FINITE), keys, seen, logprobs
+    return jnp.where(_names_a_token(own), tokens, NOT_FINITE), keys, seen, logprobs
 
 
 def first_token(

@@ -34,7 +34,7 @@ CHUNK_LENGTH = 64
 PRECISION = jax.lax.Precision.HIGHEST
 
 
-class DeltaTokens(NamedTuple):
+class _DeltaTokens(NamedTuple):
     """Inputs of T tokens to the delta rule."""
 
     q: jax.Array  # float32[B, T, K, key dim], scaled
@@ -44,8 +44,8 @@ class DeltaTokens(NamedTuple):
     beta: jax.Array  # float32[B, T, H], in 0..1
 
 
-def delta_rule(
-    tokens: DeltaTokens, active: jax.Array, state: jax.Array
+def _delta_rule(
+    tokens: _DeltaTokens, active: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Applies the rule to T tokens of each sequence and returns the next state.
 
@@ -62,11 +62,11 @@ def delta_rule(
     tokens = tokens._replace(log_decay=log_decay, beta=beta)
     if active.shape[1] > 1:
         return _by_chunks(tokens, state)
-    out, state = _one_token(DeltaTokens(*(array[:, 0] for array in tokens)), state)
+    out, state = _one_token(_DeltaTokens(*(array[:, 0] for array in tokens)), state)
     return out[:, None], state
 
 
-def _one_token(token: DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _one_token(token: _DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Applies eq. 10 to one token, arrays without T.
 
     S_t^T q = exp(g) S^T q + (k . q) u, where u is what is written at k: so one sum has all that is
@@ -83,7 +83,7 @@ def _one_token(token: DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Arr
     return read, decay[..., None] * state + k[..., None] * written[:, :, None, :]
 
 
-def _by_chunks(tokens: DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _by_chunks(tokens: _DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Applies the rule chunk by chunk (section 3.3).
 
     Without decay it is Yang et al., arXiv:2406.06484, eqs. 8 to 11.
@@ -144,7 +144,7 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, precision=PRECISION)
 
 
-def causal_convolution(
+def _causal_convolution(
     x: jax.Array, tail: jax.Array, weight: jax.Array, active: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Filters each channel over its last W inputs: y_t = sum_w weight_w x_{t - W + 1 + w}.
@@ -182,7 +182,7 @@ class _Projected(NamedTuple):
     decay: jax.Array  # float32[B, T, H], a, before bias and softplus
 
 
-def choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
+def _choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
     """Chooses the delta rule's implementation in a decode step; see `linear.choose_part`."""
     of = config.delta_net
     assert of is not None
@@ -196,7 +196,7 @@ def choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
 
 
 @functools.partial(jax.jit, static_argnames="eps")
-def states_in_place(
+def _states_in_place(
     projection: kernel.Projection,
     cache: KVCache,
     weights: kernel.DeltaWeights,
@@ -256,14 +256,14 @@ class DeltaNet(StackedModule):
         layer = index.mixer
         cached = attend if isinstance(attend, CachedAttention) else None
         if cached and normed.shape[1] == 1:
-            chosen = choose_delta_step(self.config, normed.dtype, self.kernels)
+            chosen = _choose_delta_step(self.config, normed.dtype, self.kernels)
             if chosen.implementation == "triton":
                 return self._token(normed, layer, token_mask, cached)
         projected = self.project(*self._products(normed, layer))
         state, tail = cached.cache.state_of(layer) if cached else self._fresh(normed)
-        mixed, tail = causal_convolution(projected.mixed, tail, self.conv[...][layer], token_mask)
+        mixed, tail = _causal_convolution(projected.mixed, tail, self.conv[...][layer], token_mask)
         tokens = self.tokens(jax.nn.silu(mixed), projected, layer)
-        read, state = delta_rule(tokens, token_mask, state)
+        read, state = _delta_rule(tokens, token_mask, state)
         if cached:
             cached.cache = cached.cache.with_state(layer, state, tail)
         return self.output(read, projected.gate, layer)
@@ -276,7 +276,7 @@ class DeltaNet(StackedModule):
         weights = kernel.DeltaWeights(
             self.conv[...], self.dt_bias[...], self.a_log[...], self.norm[...]
         )
-        opened, cached.cache = states_in_place(
+        opened, cached.cache = _states_in_place(
             kernel.Projection(rows[:, 0], b_and_a[:, 0]), cached.cache, weights, jnp.int32(layer),
             token_mask[:, 0], eps=self.config.norm_eps,
         )  # fmt: skip
@@ -300,7 +300,7 @@ class DeltaNet(StackedModule):
         gate = z.reshape(*lead, of.num_value_heads, of.value_dim)
         return _Projected(mixed, gate, b.reshape(*lead, -1), a.reshape(*lead, -1))
 
-    def tokens(self, mixed: jax.Array, projected: _Projected, layer: Index) -> DeltaTokens:
+    def tokens(self, mixed: jax.Array, projected: _Projected, layer: Index) -> _DeltaTokens:
         """Splits float32[B, T, channels] after convolution and silu (section 3.4)."""
         of, lead = self.of, mixed.shape[:2]
         q, k, v = jnp.split(mixed, [of.key_width, 2 * of.key_width], axis=-1)
@@ -308,7 +308,7 @@ class DeltaNet(StackedModule):
         v = v.reshape(*lead, of.num_value_heads, of.value_dim)
         step = jax.nn.softplus(projected.decay + self.dt_bias[...][layer][None, None])
         log_decay = -jnp.exp(self.a_log[...][layer])[None, None] * step
-        return DeltaTokens(q * of.key_dim**-0.5, k, v, log_decay, jax.nn.sigmoid(projected.beta))
+        return _DeltaTokens(q * of.key_dim**-0.5, k, v, log_decay, jax.nn.sigmoid(projected.beta))
 
     def output(self, read: jax.Array, gate: jax.Array, layer: Index) -> jax.Array:
         """Norm, gate and projection: float32[B, T, H, value dim] to [B, T, D].

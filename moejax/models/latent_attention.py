@@ -54,7 +54,7 @@ class _Latents(NamedTuple):
     latent: jax.Array  # [B, S, R], normed
 
 
-def is_expanded(
+def _is_expanded(
     of: LatentConfig, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
 ) -> bool:
     """Whether T queries per sequence attend to S cache slots by expanded keys and values.
@@ -287,7 +287,7 @@ class LatentAttention(StackedModule):
         read = attend.cache.read(index.mixer, slots)
         seen = _Latents(*(part[:, 0].astype(dtype) for part in read))
         batch, length = queries.nope.shape[:2]
-        if not is_expanded(
+        if not _is_expanded(
             self.widths, c.num_heads, batch=batch, length=length, slots=slots,
             itemsize=dtype.itemsize,
         ):  # fmt: skip

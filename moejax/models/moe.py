@@ -3,7 +3,7 @@
 All four compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], on the
 whole layer-stacked arrays and a layer index, so that no layer's slab is ever copied:
 
-  * `experts_dense`: every expert on every token, masked. For training.
+  * `_experts_dense`: every expert on every token, masked. For training.
   * `products_by_row`: one small product an assignment. For a few rows on a CPU.
   * `products_by_block`: assignments sorted by expert, cut in blocks. For prefill; "block_in_cache"
     takes steps whose weights stay in a CPU's cache.
@@ -84,11 +84,11 @@ def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = 
     width = config.experts_per_token
     _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), width)
     # A bias decides who is chosen, not who comes first.
-    weights, order = jax.lax.top_k(weights_of(scores, ids, config), width)
+    weights, order = jax.lax.top_k(_weights_of(scores, ids, config), width)
     return Routing(scores, weights, jnp.take_along_axis(ids, order, axis=-1))
 
 
-def weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
+def _weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
     """Weights float32[N, A] that the model's rule gives these experts.
 
     Args:
@@ -154,7 +154,7 @@ MAX_KERNEL_TOKENS = 32  # that Triton's grouped kernel serves on plain experts
 STEP_BYTES: dict[ExpertImpl, int] = {"block": 512 * 2**20, "block_in_cache": 2**20}
 
 
-def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
+def _choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
     """Chooses the implementation of routing `num_tokens`; see `linear.choose_part`."""
 
     def choose(target: Target) -> Choice:
@@ -167,7 +167,7 @@ def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -
 
 
 @functools.partial(jax.jit, static_argnames=("num_chosen", "normalise"))
-def routing_by_kernel(
+def _routing_by_kernel(
     logits: jax.Array, first: jax.Array | None = None, *, num_chosen: int, normalise: bool
 ) -> Routing:
     """Runs `routing_of` in one launch, without a gradient; jitted for all layers.
@@ -183,7 +183,7 @@ def routing_by_kernel(
     return found if first is None else found._replace(ids=found.ids - first)
 
 
-def experts_dense(
+def _experts_dense(
     x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
 ) -> jax.Array:
     """Runs every expert on every token, masked by choice: two large products.
@@ -203,7 +203,7 @@ def experts_dense(
     return jnp.einsum("nef,edf->nd", hidden, ops.matrix(down, (layer,), x.dtype))
 
 
-def experts_in_pairs(
+def _experts_in_pairs(
     x: jax.Array,
     routing: Routing,
     experts: ExpertStacks,
@@ -337,7 +337,7 @@ class SparseMoe(StackedModule):
         """Routes N tokens to experts.
 
         Args:
-          first_slot: an offset that the products add to the ids; see `routing_by_kernel`.
+          first_slot: an offset that the products add to the ids; see `_routing_by_kernel`.
           override: gives logits, float32[N, E], in place of the router's, to replay a trace.
         """
         wide = jnp.dtype(jnp.float32)
@@ -345,8 +345,8 @@ class SparseMoe(StackedModule):
         if override is not None:
             logits = override(logits)
         c = self.config
-        if choose_routing(len(x), c, self.kernels).implementation == "triton":
-            routing = routing_by_kernel(
+        if _choose_routing(len(x), c, self.kernels).implementation == "triton":
+            routing = _routing_by_kernel(
                 logits, first_slot, num_chosen=c.experts_per_token, normalise=c.norm_topk_prob
             )
             return _scaled(routing, c)
@@ -361,11 +361,11 @@ class SparseMoe(StackedModule):
         chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
         record_experts(0, impl, (gate_up, down), chosen)
         if impl == "dense":
-            return experts_dense(x, routing, gate_up, down, layer)
+            return _experts_dense(x, routing, gate_up, down, layer)
         if impl == "grouped_kernel" and chosen.implementation == ops.DEQUANTIZED:
             raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
         experts = ExpertStacks(gate_up, down, layer)
-        return experts_in_pairs(x, routing, experts, token_mask, impl, chosen.implementation)
+        return _experts_in_pairs(x, routing, experts, token_mask, impl, chosen.implementation)
 
 
 class MoeInputs(NamedTuple):

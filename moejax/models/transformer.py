@@ -49,7 +49,7 @@ from pallas_kernels import qkv_to_cache, residual_norm
 from pallas_kernels.target import Choice, Target
 
 
-def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
+def _choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
     """Chooses norms, rotation and cache writes of a decode step; see `linear.choose_part`.
 
     Where one kernel takes queries, keys and values to the cache depends on attention
@@ -85,7 +85,7 @@ def _choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) 
 
 
 @functools.partial(jax.jit, static_argnames="eps")
-def queries_and_cache(
+def _queries_and_cache(
     qkv: jax.Array,
     cache: KVCache,
     layer: jax.Array,
@@ -367,7 +367,7 @@ class Transformer(nnx.Module):
         is_token = tokens.shape[1] == 1 and not spec.is_first
         if not is_token or (spec.cached == "xla" and _is_plain(self.config)):
             return False
-        chosen = choose_token_step(self.config, self.dtype, self.kernels)
+        chosen = _choose_token_step(self.config, self.dtype, self.kernels)
         return chosen.implementation == "triton"
 
     def _looped(
@@ -442,7 +442,7 @@ def decode_layers(
     spec: ChunkSpec,
     experts: Experts,
 ) -> tuple[KVCache, jax.Array, Any, Any]:
-    """`Transformer.__call__` of one token a sequence where `choose_token_step` says "triton"."""
+    """`Transformer.__call__` of one token a sequence where `_choose_token_step` says "triton"."""
     c = model.config
     angles = model_angles(c, positions)
     x, carry = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype), experts.init()
@@ -483,7 +483,7 @@ def _attended(
     scales = (attention.q_norm[...], attention.k_norm[...]) if c.qk_norm else None
     cos, sin = (of[:, 0] for of in angles)
     qkv = attention.product(normed[:, None], index.mixer)[:, 0]
-    q, attend.cache = queries_and_cache(
+    q, attend.cache = _queries_and_cache(
         qkv, attend.cache, mixer, positions[:, 0], cos, sin, scales, eps=c.norm_eps
     )
     attended = token_attention(

@@ -74,7 +74,7 @@ class Substitution(NamedTuple):
     searched: jax.Array
 
 
-def candidates_of(
+def _candidates_of(
     ids: jax.Array, lists: jax.Array, resident: jax.Array, depth: jax.Array
 ) -> jax.Array:
     """Finds each pair's listed buddies that are resident and not chosen (lines 15-17).
@@ -95,7 +95,7 @@ def candidates_of(
     return jnp.where(usable, listed, -1)
 
 
-def normalized_logits(probabilities: jax.Array) -> jax.Array:
+def _normalized_logits(probabilities: jax.Array) -> jax.Array:
     """Normalised logits z^ of eq. 3: the router's, up to a constant, scaled to 0..1.
 
     float32[N, E], 0 where all are equal. The paper names no norm; this one leaves 1 + eta z^
@@ -107,10 +107,10 @@ def normalized_logits(probabilities: jax.Array) -> jax.Array:
     return (logits - least) / jnp.where(span > 0, span, 1.0)
 
 
-def buddy_score(
-    candidates: jax.Array,  # int32[N, A, H], of `candidates_of`
+def _buddy_score(
+    candidates: jax.Array,  # int32[N, A, H], of `_candidates_of`
     q: jax.Array,  # float32[N, A, H], of each candidate
-    logits: jax.Array,  # float32[N, E], of `normalized_logits`
+    logits: jax.Array,  # float32[N, E], of `_normalized_logits`
     hops: jax.Array,  # float32[E], partitions between the tokens' device and each expert's
     eta: jax.Array,  # float32[]
     kappa: jax.Array,  # float32[]
@@ -145,7 +145,7 @@ def _in_order(candidates: Candidates) -> jax.Array:
     return jnp.max(jnp.where(comes, usable[..., None, :], -1), axis=-1)
 
 
-def substitute(
+def _substitute(
     ids: jax.Array,
     candidates: Candidates,
     wanted: jax.Array,
@@ -534,7 +534,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     ) -> Substitution:
         """Runs Algorithm 1 over the pairs of a layer that are `wanted`, bool[N, A]."""
         settings = state.settings
-        return substitute(
+        return _substitute(
             o.ids, self.candidates(state, o, resident), wanted, settings.budget,
             last_first=self.spend_on == "last",
         )  # fmt: skip
@@ -542,12 +542,12 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def candidates(self, state: BuddyState, o: Observation, resident: jax.Array) -> Candidates:
         """Finds resident buddies of every pair, with eq. 3's score if eta or kappa is not 0."""
         settings = state.settings
-        ids = candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
+        ids = _candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
         if not self._is_scored:
             return Candidates(ids)
-        logits = normalized_logits(o.probabilities)
+        logits = _normalized_logits(o.probabilities)
         q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
-        return Candidates(ids, buddy_score(ids, q, logits, state.hops, *weights))
+        return Candidates(ids, _buddy_score(ids, q, logits, state.hops, *weights))
 
     def _counted(
         self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array

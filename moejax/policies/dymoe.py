@@ -86,7 +86,7 @@ class DyMoE(Policy[_DyMoEState]):
     low: str = ""  # the tier of the others; "": the last; "skip": they are left out (4/0)
     # r, the mean share of critical experts; 0.5 to 1, with schedule "equal" 0 to 1
     retention: float = 0.75
-    schedule: str = "cosine"  # over depth; see `retention_ratios`
+    schedule: str = "cosine"  # over depth; see `_retention_ratios`
     sensitivity: tuple[float, ...] = ()  # one per layer, for the schedule of that name
     rounding: str = "diffused"  # "diffused", so that the mean is r, or "ceil", eq. 5's letter.
     # "critical", by eq. 2 in prefill and eq. 3 in decode; "load": in prefill by all tokens, without
@@ -146,8 +146,8 @@ class DyMoE(Policy[_DyMoEState]):
 
     def counts(self, num_layers: int, num_requested: int) -> np.ndarray:
         """Critical experts t_l, int64[L], of `num_requested` per layer; their mean is printed."""
-        ratios = retention_ratios(self.schedule, self.retention, num_layers, self.sensitivity)
-        return critical_counts(ratios, num_requested, self.rounding)
+        ratios = _retention_ratios(self.schedule, self.retention, num_layers, self.sensitivity)
+        return _critical_counts(ratios, num_requested, self.rounding)
 
     def init(self, spec: PolicySpec) -> _DyMoEState:
         """Makes the first state, as `Policy.init`."""
@@ -219,7 +219,7 @@ class DyMoE(Policy[_DyMoEState]):
             drawn = jax.random.uniform(key, (num_experts,))
         if not observation.is_prefill:
             by = observation.weights if drawn is None else drawn[observation.ids]
-            return critical_pairs(observation, by, state.decode[observation.layer])
+            return _critical_pairs(observation, by, state.decode[observation.layer])
         limit = state.prefill[observation.layer]
         if drawn is not None:
             return (ranks(drawn) < limit)[observation.ids]
@@ -230,12 +230,12 @@ class DyMoE(Policy[_DyMoEState]):
                     "dymoe needs the importance of tokens in prefill (`Policy.needs`); "
                     "selection='load' does without"
                 )
-            num = num_heavy(active, state.heavy_share, state.heavy_count)
-            tokens = heavy_hitters(observation.importance, active, num)
-        return critical_by_tokens(observation, tokens, limit)[observation.ids]
+            num = _num_heavy(active, state.heavy_share, state.heavy_count)
+            tokens = _heavy_hitters(observation.importance, active, num)
+        return _critical_by_tokens(observation, tokens, limit)[observation.ids]
 
 
-def num_heavy(
+def _num_heavy(
     active: jax.Array,  # bool[N]
     share: jax.Array,  # float32[], 0 to 1
     count: jax.Array,  # int32[]
@@ -246,7 +246,7 @@ def num_heavy(
     return jnp.where(count > 0, count, of_all)
 
 
-def heavy_hitters(
+def _heavy_hitters(
     importance: jax.Array,  # float32[N]
     active: jax.Array,  # bool[N]
     num: jax.Array,  # int32[]
@@ -255,7 +255,7 @@ def heavy_hitters(
     return (ranks(jnp.where(active, importance, -jnp.inf)) < num) & active
 
 
-def critical_by_tokens(
+def _critical_by_tokens(
     observation: Observation, tokens: jax.Array, num_critical: jax.Array
 ) -> jax.Array:
     """Mask bool[E] of the top t_l experts by assignments from `tokens`, bool[N], T_imp (eq. 2).
@@ -269,7 +269,7 @@ def critical_by_tokens(
     return ranks(load, tie) < num_critical
 
 
-def critical_pairs(
+def _critical_pairs(
     observation: Observation,
     importance: jax.Array,  # float32[N, A]
     num_critical: jax.Array,  # int32[], t_l
@@ -293,7 +293,7 @@ def _of_pairs(tokens: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.broadcast_to(tokens[:, None], ids.shape)
 
 
-def retention_ratios(
+def _retention_ratios(
     schedule: str, retention: float, num_layers: int, sensitivity: Sequence[float] = ()
 ) -> np.ndarray:
     """Ratios r(l) of eq. 4, float64[L], with mean `retention`.
@@ -326,7 +326,7 @@ def retention_ratios(
     return (1 - floor) * profile + floor
 
 
-def critical_counts(ratios: np.ndarray, num_requested: int, rounding: str) -> np.ndarray:
+def _critical_counts(ratios: np.ndarray, num_requested: int, rounding: str) -> np.ndarray:
     """Number t_l of critical experts in each layer, int64[L], eq. 5.
 
     Args:

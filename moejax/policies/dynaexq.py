@@ -185,9 +185,9 @@ class DynaExq(ByContent, Policy[_DynaExqState]):
     ) -> tuple[Decision, _DynaExqState]:
         """Runs UPDATEHOTNESS of Algorithm 1 for the layer; the pools decide the precision."""
         settings, layer = state.settings, observation.layer
-        count = num_active(observation)
+        count = _num_active(observation)
         row = jax.lax.dynamic_index_in_dim(state.scores, layer, keepdims=False)
-        row = smoothed(row, gate_means(observation), count, settings.alpha)
+        row = _smoothed(row, _gate_means(observation), count, settings.alpha)
         scores = jax.lax.dynamic_update_index_in_dim(state.scores, row, layer, 0)
         tokens = state.tokens + jnp.where(layer == 0, count, 0)
         is_hot = observation.resident[settings.hot][observation.ids]
@@ -207,7 +207,7 @@ class DynaExq(ByContent, Policy[_DynaExqState]):
         due = first | (state.warm & (state.tokens >= settings.period))
         is_fixed = settings.fixed & ~first
         tau = jnp.where(is_fixed, state.tau, -jnp.inf)
-        found = hot_set(state.scores, state.high, settings.n_hot, tau, settings.hysteresis)
+        found = _hot_set(state.scores, state.high, settings.n_hot, tau, settings.hysteresis)
         state = state._replace(
             high=jnp.where(due, found.high, state.high),
             tau=jnp.where(due & ~is_fixed, found.last, state.tau),
@@ -215,7 +215,7 @@ class DynaExq(ByContent, Policy[_DynaExqState]):
             warm=state.warm | first,
             is_fresh=due,
         )
-        asked = swaps(
+        asked = _swaps(
             state.scores,
             state.high,
             resident[:, settings.hot],
@@ -243,8 +243,8 @@ class DynaExq(ByContent, Policy[_DynaExqState]):
         if not self.foresight:
             return no_requests()
         hot = state.settings.hot
-        worth = state.scores if state.links is None else expected(state.scores, state.links)
-        return nearly_hot(worth, state.high, hot, self.foresight, state.is_fresh)
+        worth = state.scores if state.links is None else _expected(state.scores, state.links)
+        return _nearly_hot(worth, state.high, hot, self.foresight, state.is_fresh)
 
     @property
     def _uses_links(self) -> bool:
@@ -290,7 +290,7 @@ class DynaExq(ByContent, Policy[_DynaExqState]):
         return numbers
 
 
-def gate_means(observation: Observation) -> jax.Array:
+def _gate_means(observation: Observation) -> jax.Array:
     """Means float32[E] of g over the active tokens; 0 without any.
 
     g is the router's full softmax, and 0 for experts that a token did not choose: Algorithm 1
@@ -301,17 +301,17 @@ def gate_means(observation: Observation) -> jax.Array:
     chosen = jnp.any(observation.ids[:, :, None] == expert[None, None], axis=1)
     chosen &= observation.active[:, None]
     total = jnp.sum(jnp.where(chosen, observation.probabilities, 0.0), axis=0)
-    return total / jnp.maximum(num_active(observation), 1).astype(jnp.float32)
+    return total / jnp.maximum(_num_active(observation), 1).astype(jnp.float32)
 
 
-def num_active(observation: Observation) -> jax.Array:
+def _num_active(observation: Observation) -> jax.Array:
     """Number of tokens that are not padding, int32[]."""
     return jnp.sum(observation.active, dtype=jnp.int32)
 
 
-def smoothed(
+def _smoothed(
     scores: jax.Array,  # float32[E], S
-    means: jax.Array,  # float32[E], of `gate_means`
+    means: jax.Array,  # float32[E], of `_gate_means`
     num_tokens: jax.Array,  # int32[], n
     alpha: jax.Array,  # float32[], 0 to 1, less than 1
 ) -> jax.Array:
@@ -331,7 +331,7 @@ class _HotSet(NamedTuple):
     last: jax.Array  # float32[M], the n_hot-th score, tau_h = top(n_hot, S) of section 3.5
 
 
-def hot_set(
+def _hot_set(
     scores: jax.Array,
     high: jax.Array,
     n_hot: jax.Array,
@@ -355,7 +355,7 @@ def hot_set(
     return _HotSet((place < n_hot[:, None]) & (worth >= tau[:, None]), last)
 
 
-def swaps(
+def _swaps(
     scores: jax.Array,  # float32[M, E]
     high: jax.Array,  # bool[M, E], H, at most n_hot in a layer
     hot: jax.Array,  # bool[M, E], experts of the hot tier once all transfers in flight have arrived
@@ -417,7 +417,7 @@ def _at_places(place: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Arra
     return expert, jnp.where(expert >= 0, score, 0.0)
 
 
-def expected(scores: jax.Array, links: jax.Array) -> jax.Array:
+def _expected(scores: jax.Array, links: jax.Array) -> jax.Array:
     """Hotness float32[M, E] predicted from the layer before; the first layer keeps its own.
 
     `scores`, float32[M, E], are S of eq. 2, `links`, float32[M, E, E], those of `links_of`.
@@ -426,7 +426,7 @@ def expected(scores: jax.Array, links: jax.Array) -> jax.Array:
     return jnp.concatenate([scores[:1], before])
 
 
-def nearly_hot(
+def _nearly_hot(
     worth: jax.Array, settled: jax.Array, tier: jax.Array, count: int, is_due: jax.Array
 ) -> Requests:
     """Requests the `count` most valuable experts of each layer that are not settled.

@@ -233,7 +233,7 @@ def _prefetch_experts(
     return jnp.where(leaving, 0, keys), counts
 
 
-def serve(
+def _serve(
     slots: jax.Array,
     key: jax.Array,
     decision: Decision,
@@ -476,9 +476,9 @@ class _Step:
         self, key: jax.Array, prefetched: dict[str, jax.Array], decision: Decision,
         seen: Observation,
     ) -> _Layer:  # fmt: skip
-        """Runs `serve` and adds the counts of the prefetch."""
+        """Runs `_serve` and adds the counts of the prefetch."""
         most = min(seen.ids.size, key.shape[-1])
-        key, events, gate = serve(self.slots, key, decision, seen, self.clock, most)
+        key, events, gate = _serve(self.slots, key, decision, seen, self.clock, most)
         events = events | {name: events.get(name, 0) + n for name, n in prefetched.items()}
         ahead = prefetched["prefetched"]
         return _Layer(key, _row(events, ahead), ahead, gate)

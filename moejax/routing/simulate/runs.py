@@ -1,7 +1,7 @@
 """Runs of many policy settings over one trace; those of one formula side by side.
 
-Formulas are compared as JAX traces them (`ProgramKeys`). Tracing takes tens of milliseconds; so the
-fields of a policy that its functions read while they are traced are noted, and a policy that is
+Formulas are compared as JAX traces them (`_ProgramKeys`). Tracing takes tens of milliseconds; so
+the fields of a policy that its functions read while they are traced are noted, and a policy that is
 equal in these has the same formula without another trace.
 """
 
@@ -61,7 +61,7 @@ def run_policies(
 ) -> list[RunResult]:
     """Replays the trace under every run.
 
-    Runs whose policies compute by one formula (`ProgramKeys`) are stacked, as many at a time as
+    Runs whose policies compute by one formula (`_ProgramKeys`) are stacked, as many at a time as
     `_block_bytes` holds.
 
     Args:
@@ -72,17 +72,17 @@ def run_policies(
       MoejaxError: a policy needs something that the trace lacks, or does not suit its tiers.
     """
     groups: dict[Any, list[int]] = {}
-    states, keys = {}, ProgramKeys()
+    states, keys = {}, _ProgramKeys()
     for i, run in enumerate(runs):
         _check_needs(trace, run)
-        spec = spec_of(trace, run)
+        spec = _spec_of(trace, run)
         states[i] = run.policy.init(spec)
         _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
         groups.setdefault(keys.key_of(run.policy, states[i], spec), []).append(i)
     cut = list(segments(trace))
     found: dict[int, RunResult] = {}
     for members in groups.values():
-        many = block_size(len(members), states[members[0]], trace, len(runs[members[0]].tiers))
+        many = _block_size(len(members), states[members[0]], trace, len(runs[members[0]].tiers))
         for first in range(0, len(members), many):
             block = members[first : first + many]
             # All blocks are of one size, so that they share a program: the last setting fills up.
@@ -95,7 +95,7 @@ def run_policies(
     return [found[i] for i in range(len(runs))]
 
 
-def spec_of(trace: Trace, run: Run) -> PolicySpec:
+def _spec_of(trace: Trace, run: Run) -> PolicySpec:
     """Facts of the trace's model that a policy may use."""
     return PolicySpec(
         num_layers=trace.num_layers,
@@ -146,7 +146,7 @@ def _block_bytes() -> int:
     return int(limit * BLOCK_SHARE) if limit else BLOCK_BYTES
 
 
-def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
+def _block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
     """Number of settings that run side by side, in equal blocks within `_block_bytes`."""
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     each = _TEMPORARIES * 4 * trace.num_layers * num_tiers * trace.num_experts + 4 * own
@@ -190,7 +190,7 @@ _PLAIN = (bool, int, float, str, type(None), type)  # compared by value; other t
 Path = tuple[str, ...]
 
 
-class ProgramKeys:
+class _ProgramKeys:
     """Formulas traced so far."""
 
     def __init__(self) -> None:

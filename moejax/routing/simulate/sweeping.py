@@ -179,7 +179,7 @@ def _decode_result(trace: Trace, result: RunResult) -> Found:
 def _belady(trace: Trace, slots: Sequence[int]) -> list[tuple[int, int]]:
     """Counts (needed, hits) in decode of the best cache with so many slots a layer."""
     sizes = sorted({min(size, trace.num_experts) for size in slots})
-    found = belady(*needed_experts(trace), jnp.asarray(sizes, jnp.int32))
+    found = belady(*_needed_experts(trace), jnp.asarray(sizes, jnp.int32))
     needed, hits = (np.asarray(part)[DECODE].sum(axis=0) for part in found)
     places = [sizes.index(min(size, trace.num_experts)) for size in slots]
     return [(int(needed[k]), int(hits[k])) for k in places]
@@ -215,7 +215,7 @@ class _Needed(NamedTuple):
     hits: jax.Array
 
 
-def needed_experts(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
+def _needed_experts(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     """Mask bool[S, M, E] of the experts that each step needs, and bool[S], whether it decodes."""
     _, starts, step = np.unique(trace.step, return_index=True, return_inverse=True)
     masks = np.zeros((len(starts), trace.num_layers, trace.num_experts), bool)
@@ -238,7 +238,7 @@ def belady(masks: np.ndarray, is_decode: np.ndarray, slots: jax.Array) -> _Neede
     After each step, of the resident and the needed experts, those of the nearest next use stay; an
     expert needed now may pass through without a slot, like in the engine's transient slots.
     Prefetch moves a miss to an earlier time, not away: the bytes are a bound for it too. Masks are
-    those of `needed_experts`, of fewer than 2^31 / E steps; slots are int32[K].
+    those of `_needed_experts`, of fewer than 2^31 / E steps; slots are int32[K].
     """
     counts = masks.sum(axis=2).max(axis=1)
     narrow = counts <= MAX_SEARCHED
