@@ -141,7 +141,9 @@ def products_by_block(
 def products_grouped(
     x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, implementation: str
 ) -> jax.Array:
-    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D]."""
+    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D]; ValueError if it refuses."""
+    if (reason := _kernel_refusal((experts.gate_up, experts.down))) is not None:
+        raise ValueError(f"the grouped kernel refuses: {reason}")
     tier = pairs.tier
     if tier is None:
         tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
