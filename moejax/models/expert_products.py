@@ -141,7 +141,11 @@ def products_by_block(
 def products_grouped(
     x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, implementation: str
 ) -> jax.Array:
-    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D]; ValueError if it refuses."""
+    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
+
+    Raises:
+      ValueError: it refuses the weights.
+    """
     if (reason := _kernel_refusal((experts.gate_up, experts.down))) is not None:
         raise ValueError(f"the grouped kernel refuses: {reason}")
     tier = pairs.tier
