@@ -139,6 +139,7 @@ class SectionTest(absltest.TestCase):
     def ends(self, rows: dict[str, Any], ending: str) -> list[Any]:
         return [row for what, row in rows.items() if what.endswith(ending)]
 
+    @pytest.mark.slow
     def test_products_on_no_kernel_are_not_timed(self):
         report = Report(self.lab.device, "latency", "")
         run = Run(self.lab, report, OPTIONS)

@@ -106,6 +106,7 @@ class DenseTest(KernelTestCase):
         self.assertIsNone(self.violation(weights, (random_terms(self.rng, weights),)))
 
     # The pools end with the matrix's rows, before those of a whole tile, or have fewer than one.
+    @slow.repeats(lambda how: how["rank"])
     @parameterized.product(
         (
             {"rank": 0, "max_rank": 8}, {"rank": 1, "max_rank": 1}, {"rank": 16, "max_rank": 16},
@@ -187,6 +188,7 @@ class JoinedTest(KernelTestCase):
         terms = random_terms(self.rng, weights, v=form, u=form, rank=32, max_rank=32)
         self.assertIsNone(self.violation(weights, (terms,), 3, tiles))
 
+    @slow.repeats(lambda how: how["rank"])
     @parameterized.product(rank=(0, 1, 16, 17, 32), before=(0, 5, 21), after=(0, 3))
     def test_ranks_and_pools(self, **how):
         weights = self.weights((64, 512))

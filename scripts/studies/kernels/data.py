@@ -7,6 +7,7 @@ library multiplies by the same weights. Their products with codes are exact in f
 import dataclasses
 import functools
 import math
+from concurrent import futures
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from pallas_kernels.packed import (
     PLAIN_BITS,
     LowRank,
     PackedMatrices,
+    Refinement,
     dequantize,
     low_rank_factors,
     plain,
@@ -25,6 +27,7 @@ from pallas_kernels.packed import (
 
 GROUP_SIZE = 64
 RANK = 32
+SAMPLED_ROWS = 1024  # of a matrix, unpacked at a time on the host
 ERROR_LIMIT = 3e-3  # relative Frobenius error of a kernel of ours, bf16 outputs
 # The same of a MoE layer: two products in a row (gate and up, then down), whose errors are
 # independent and add up in squares. Hidden values are not rounded in the float64 value.
@@ -96,6 +99,20 @@ def random_stack(
     )
 
 
+def random_planes(
+    seed: jax.Array, *, slots: int, rows: int, inputs: int, bits: int
+) -> PackedMatrices:
+    """Matrices like `random_stack`'s in two planes, each in its own array, in different orders."""
+    first, width = layout.PREFIX_PLANES[bits]
+    base = random_stack(seed, slots=slots, rows=rows, inputs=inputs, bits=first)
+    shape = (slots + 1, rows, layout.num_plane_words(inputs, width))
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"))
+    words = jax.jit(functools.partial(jax.random.bits, shape=shape, dtype=jnp.uint32))(keys[0])
+    places = jax.random.permutation(keys[1], slots + 1)[:slots].astype(jnp.int32)
+    refinement = Refinement(words=words, slots=places)
+    return dataclasses.replace(base, bits=bits, refinements=(refinement,))
+
+
 def random_terms(weights: PackedMatrices, bits: int = 3) -> LowRank:
     """Compensators of rank 32 for every slot, a tenth of the weights' size."""
     slots, rank = weights.num_slots, RANK
@@ -129,7 +146,7 @@ def as_bf16(weights: PackedMatrices) -> tuple[jax.Array, ...]:
 class HostMatrix(NamedTuple):
     """One slot, in numpy."""
 
-    words: np.ndarray
+    words: tuple[np.ndarray, ...]  # of planes that lie apart; else one array
     scales: np.ndarray | None
     zeros: np.ndarray | None
     num_inputs: int
@@ -137,29 +154,38 @@ class HostMatrix(NamedTuple):
     group_size: int
 
     def rows(self, rows: np.ndarray | slice) -> np.ndarray:
-        """float32[n, K]: rows of the matrix; exact."""
+        """float32[n, K]: rows of the matrix; exact but of planes that lie apart."""
+        words = [plane[rows] for plane in self.words]
         if self.scales is None:
-            return self.words[rows].astype(np.float32)
+            return words[0].astype(np.float32)
         group = np.arange(self.num_inputs) // self.group_size
-        codes = layout.unpack(self.words[rows], self.bits, self.num_inputs).astype(np.float32)
-        scales = self.scales[rows].astype(np.float32)[:, group]
-        if self.zeros is None:
-            return (codes - np.float32(2 ** (self.bits - 1))) * scales
-        return (codes - self.zeros[rows].astype(np.float32)[:, group]) * scales
+        scales = self.scales[rows].astype(np.float32)
+        zeros = np.full((), 2 ** (self.bits - 1), np.float32)
+        if self.zeros is not None:
+            zeros = self.zeros[rows].astype(np.float32)
+        if len(words) == 1:
+            codes = layout.unpack(words[0], self.bits, self.num_inputs)
+        else:
+            codes = layout.unpack_planes(words, self.bits, self.num_inputs)
+            factor, offset, slope = map(np.float32, layout.prefix_constants(self.bits))
+            scales, zeros = factor * scales, offset + slope * zeros
+        zeros = zeros[:, group] if zeros.ndim else zeros
+        return (codes.astype(np.float32) - zeros) * scales[:, group]
 
 
 def host_matrix(weights: PackedMatrices, slot: int) -> HostMatrix:
     """Fetches one slot."""
-    leaves = (weights.words, weights.scales, weights.zeros)
-    words, scales, zeros = (None if x is None else np.asarray(x[slot]) for x in leaves)
-    assert words is not None
+    leaves = (weights.scales, weights.zeros)
+    scales, zeros = (None if x is None else np.asarray(x[slot]) for x in leaves)
+    places = [(weights.words, slot), *((r.words, r.slots[slot]) for r in weights.refinements)]
+    words = tuple(np.asarray(stored[place]) for stored, place in places)
     return HostMatrix(words, scales, zeros, weights.num_inputs, weights.bits, weights.group_size)
 
 
 def some(count: int, most: int, seed: int = 0) -> np.ndarray:
     """Indices below `count`: all, or the first, the last and random ones, in order."""
-    if count <= most:
-        return np.arange(count)
+    if count <= most or most == 1:
+        return np.arange(min(count, most))
     inner = np.random.default_rng(seed).choice(count - 2, most - 2, replace=False) + 1
     return np.sort(np.concatenate([inner, [0, count - 1]]))
 
@@ -192,6 +218,11 @@ def dense_sample(
     return Sample(rows, columns, values)
 
 
+def _rows_product(matrix: HostMatrix, x: np.ndarray, first: int) -> np.ndarray:
+    """float64: products of some rows of a matrix, from `first` on."""
+    return matrix.rows(slice(first, first + SAMPLED_ROWS)).astype(np.float64) @ x
+
+
 def moe_sample(
     x: jax.Array,
     slot: np.ndarray,
@@ -207,11 +238,10 @@ def moe_sample(
         row = np.asarray(x[int(token)]).astype(np.float64)
         for s, share in zip(slot[token], weight[token], strict=True):
             matrix = host_matrix(gate_up, int(s))
-            parts = [
-                matrix.rows(slice(first, first + 2048)).astype(np.float64) @ row
-                for first in range(0, gate_up.num_outputs, 2048)
-            ]
-            gate, up = np.split(np.concatenate(parts), 2)
+            product = functools.partial(_rows_product, matrix, row)
+            with futures.ThreadPoolExecutor() as threads:  # numpy works in parallel
+                parts = threads.map(product, range(0, gate_up.num_outputs, SAMPLED_ROWS))
+                gate, up = np.split(np.concatenate(list(parts)), 2)
             hidden = gate / (1 + np.exp(-gate)) * up
             down_rows = host_matrix(down, int(s)).rows(columns).astype(np.float64)
             values[i] += share * (down_rows @ hidden)
