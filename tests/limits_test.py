@@ -258,7 +258,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertLess(planned.host["experts"], planned.total_host - 1)
         gib = (planned.total_host - 1) / 2**30
         with (
-            mock.patch.object(pinned, "is_pinned", return_value=True),
+            mock.patch.object(pinned, "_is_pinned", return_value=True),
             mock.patch.dict(os.environ, {PINNED_LIMIT: repr(gib)}),
             mock.patch.object(Checkpoint, "load", side_effect=AssertionError),
             self.assertRaisesRegex(MoejaxError, "more than the 0 GiB of host memory that JAX may"),
