@@ -132,14 +132,14 @@ class CachePlanner:
             operands, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
         )
         ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
-        nothing, parts = Fetch(*[jnp.full(0, -1, jnp.int32)] * 3), []
+        parts = []
         for i, form in enumerate(forms):
             wave = found.tier if found.wave is None else found.wave
             if len(forms) > 1:
                 wave = jnp.where(found.tier == i, 0 if found.wave is None else wave, -1)
-            admitted, streamed = found.fetch[i] or nothing, found.streamed[i] or nothing
+            admitted, streamed = _or_nothing(found.fetch[i]), _or_nothing(found.streamed[i])
             if not form.later_waves:
-                streamed = jax.tree.map(lambda of: of.reshape(0, 1), nothing)
+                streamed = jax.tree.map(lambda of: of.reshape(0, 1), _or_nothing(None))
             parts.append(
                 _SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
             )
@@ -194,6 +194,10 @@ def _with(slots: TierSlots, found: Tables) -> TierSlots:
         residency=dataclasses.replace(slots.residency, table=found.table, clock=found.clock),
         counts=dataclasses.replace(slots.counts, events=found.events, gate=found.gate),
     )
+
+
+def _or_nothing(fetch: Fetch | None) -> Fetch:
+    return Fetch(*[jnp.full(0, -1, jnp.int32)] * 3) if fetch is None else fetch
 
 
 # Jitted, with the layer an operand: all layers share a trace and the kernel.
