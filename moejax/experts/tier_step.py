@@ -34,7 +34,7 @@ from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import cache_plan, expert_fetch
-from pallas_kernels.cache_plan import Asked, Fetch, LayerPlan, Tables, Tier, TierShape
+from pallas_kernels.cache_plan import Asked, Fetch, LayerPlan, Tables, TierOperands, TierShape
 from pallas_kernels.target import Target
 
 
@@ -125,7 +125,9 @@ class CachePlanner:
         Returns:
           The plan, each tier's part of it, and `gate` and `tiers` after it.
         """
-        operands = tuple(Tier(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True))
+        operands = tuple(
+            TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)
+        )
         forms = self.forms(asked.ids.size)
         by_kernel = self.refusal(asked.ids.size) is None
         tables, gate, found = _planned(
@@ -164,7 +166,7 @@ class CachePlanner:
         if spec.read is not None:  # nobody waits for the disk on a guess
             ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
         tables, found = _predicted(
-            Tier(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
+            TierOperands(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
             form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
         )  # fmt: skip
         return found, _with(slots, tables)
@@ -292,14 +294,14 @@ class TierStep:
             slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))
         return self._with_bank(slots, turn, bank, after)
 
-    def _copy_job(self, bank: Bank, jobs: Fetch) -> expert_fetch.Job | None:
+    def _copy_job(self, bank: Bank, jobs: Fetch) -> expert_fetch.CopyJob | None:
         """Returns the copy from host memory; None where there is nothing to copy."""
         if not jobs.rows.size or self.spec.is_still or not self.rows.gate_up.shape[0]:
             return None
         rows = (self.rows.gate_up, self.rows.down)
-        return expert_fetch.Job(bank, rows, jobs.rows, jobs.slots)
+        return expert_fetch.CopyJob(bank, rows, jobs.rows, jobs.slots)
 
-    def _fetch_implementation(self, job: expert_fetch.Job) -> str:
+    def _fetch_implementation(self, job: expert_fetch.CopyJob) -> str:
         """Name of the implementation that copies; ValueError if a GPU's kernel refuses."""
         if self.kernels.target is None:
             return "reference"
