@@ -41,21 +41,30 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
     # Importing these imports JAX, which --help and mistakes need not wait for.
     from moejax.checkpoints import resolve_checkpoint
     from moejax.devices import choose_device, enable_compilation_cache
-    from moejax.quantization.pipeline.recipe import FORMATS, Recipe, Scheme, parse_rules
+    from moejax.quantization.pipeline.recipe import (
+        FORMATS,
+        Recipe,
+        Scheme,
+        parse_planes,
+        parse_rules,
+    )
     from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 
     if not config.output:
         raise MoejaxError("output='' must be a directory: give --config.output=DIR")
     if config.format not in FORMATS:
         raise MoejaxError(f"format={config.format!r} is none of {', '.join(FORMATS)}")
+    planes = parse_planes(config.planes) if config.planes else ()
     default = Scheme(
         method=config.method,
-        bits=config.bits,
+        bits=planes[-1] if planes else config.bits,
         group_size=config.group_size,
         zero_kind=config.zero_kind,
         scale_dtype=config.scale_dtype,
         factor_bits=config.factor_bits,
         act_order=config.act_order,
+        planes=planes,
+        plane_weight=config.plane_weight,
     )
     recipe = Recipe(default=default, rules=parse_rules(config.rules), format=config.format)
     device = choose_device(config.platform)
@@ -66,7 +75,7 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
         recipe=recipe,
         rank_policy=config.rank,
         passes=config.passes,
-        calibration_text=read_text(config.calibration),
+        calibration_text=_read_text(config.calibration),
         calibration_samples=config.calibration_samples,
         calibration_length=config.calibration_length,
         device=device,
@@ -75,7 +84,7 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
     return quantize_checkpoint(job)
 
 
-def read_text(name: str) -> str | None:
+def _read_text(name: str) -> str | None:
     """Reads a UTF-8 file; None for the text that ships."""
     if name == "default":
         return None

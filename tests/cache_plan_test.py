@@ -53,7 +53,7 @@ class ApiTest(parameterized.TestCase):
             jnp.full((2, 8 + 3 * slots), -1, jnp.int32), jnp.int32(1),
             jnp.zeros((2, len(EVENTS)), jnp.int32), jnp.zeros((2, 2)),
         )  # fmt: skip
-        tier = cache_plan.Tier(tables, jnp.zeros((2, 8), jnp.int32))
+        tier = cache_plan.TierOperands(tables, jnp.zeros((2, 8), jnp.int32))
         pairs, weights = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2))
         asked = cache_plan.Asked(pairs, weights, cache_plan.Wishes(pairs, pairs > 0))
         return [tier], jnp.zeros((2, gate)), 0, asked, jnp.ones(1, bool)

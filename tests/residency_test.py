@@ -323,7 +323,7 @@ class RulesTest(parameterized.TestCase):
         one = spec(1, 8, 3, 2)
         tables = residency.empty(one)
         counts = residency.no_counts(1)
-        tier = cache_plan.Tier(
+        tier = cache_plan.TierOperands(
             cache_plan.Tables(tables.table, tables.clock, counts.events, counts.gate),
             jnp.zeros((1, 8), jnp.int32),
         )

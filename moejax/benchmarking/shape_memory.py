@@ -56,7 +56,7 @@ class TierPlan:
     few_rows: bool = False  # the experts share a few rows of host memory
 
 
-class SyntheticRows:
+class _SyntheticRows:
     """All experts of a shape in host memory; a `moejax.experts.host_store.RowSource`."""
 
     def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int):
@@ -101,7 +101,7 @@ class ShapeMemories:
         self._host_gib = host_gib
         self.dense = random_weights(config, packing, device, experts=False)
         jax.block_until_ready(self.dense)
-        self._rows: dict[tuple[int, int], SyntheticRows] = {}
+        self._rows: dict[tuple[int, int], _SyntheticRows] = {}
 
     def _packing(self, bits: int) -> Packing:
         return dataclasses.replace(self.packing, bits=bits)
@@ -123,7 +123,7 @@ class ShapeMemories:
             for outputs, inputs in sizes
         )
 
-    def rows(self, bits: int, few: bool = False) -> SyntheticRows:
+    def rows(self, bits: int, few: bool = False) -> _SyntheticRows:
         """Rows of a precision; made once."""
         nbytes, total = self.expert_nbytes(bits), self.num_layers * self.config.num_experts
         gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
@@ -132,7 +132,7 @@ class ShapeMemories:
         if held:
             return self._rows[bits, max(held)]
         start = time.perf_counter()
-        made = SyntheticRows(self.config, self._packing(bits), self.device, num_rows)
+        made = _SyntheticRows(self.config, self._packing(bits), self.device, num_rows)
         assert made.row_nbytes == nbytes, (made.row_nbytes, nbytes)
         self._rows[bits, num_rows] = made
         spent = time.perf_counter() - start

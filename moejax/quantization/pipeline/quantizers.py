@@ -36,7 +36,10 @@ class Program:
     def grid(self) -> Grid:
         """Grid of the codes."""
         s = self.scheme
-        return Grid(bits=s.bits, group_size=s.group_size, zero_kind=s.zero_kind)
+        return Grid(
+            bits=s.bits, group_size=s.group_size, zero_kind=s.zero_kind, planes=s.planes,
+            plane_weight=s.plane_weight,
+        )  # fmt: skip
 
     def by_kernel(self, weights: jax.Array) -> bool:
         """Whether the GPU kernel solves HQQ's part of such weights."""
@@ -56,7 +59,7 @@ class Calibration(NamedTuple):
     num_tokens: jax.Array  # int32[C]
 
 
-class Factors(NamedTuple):
+class StackFactors(NamedTuple):
     """Compensators of a stack; rows beyond a matrix's rank are zero."""
 
     u: jax.Array | QTensor  # [C, R, N], U transposed
@@ -67,12 +70,12 @@ class QuantizedStack(NamedTuple):
     """A stack of C quantized matrices."""
 
     tensor: QTensor  # [C, N, K], without compensators
-    factors: Factors | None
-    safe_factors: Factors | None  # in `SAFE_FACTOR_BITS`, for the matrices that surged
+    factors: StackFactors | None
+    safe_factors: StackFactors | None  # in `SAFE_FACTOR_BITS`, for the matrices that surged
     surged: jax.Array  # bool[C]
     starved: jax.Array  # bool[C]: saw too little text, and took the fallback
     is_storable: jax.Array  # bool[C]: scales and zeros are finite in the scheme's type
-    lost: jax.Array  # float32[C], sum of squared errors, everything counted
+    lost: tuple[jax.Array, ...]  # float32[C] of each of the grid's `widths`, sum of squared errors
     whole: jax.Array  # float32[C], sum of squared weights
 
 
@@ -80,7 +83,7 @@ class _Solution(NamedTuple):
     """Codes, and the factors they may have been fitted to."""
 
     codes: Codes
-    factors: Factors
+    factors: StackFactors
     lost: jax.Array  # float32[C], with these factors
     free_lost: jax.Array | None  # with unquantized ones; None where codes are fitted to factors
 
@@ -123,12 +126,13 @@ def quantize_stack(
     else:
         codes = _plain(weights, program)
     tensor = from_codes(*codes, **dataclasses.asdict(program.scheme.kind))
-    values = tensor.dequantize()
+    widths = program.scheme.planes[::-1] or (program.scheme.bits,)
+    values = [tensor.prefix(bits).dequantize() for bits in widths]
     if factors is not None:
         product = _product(factors)
         if safe_factors is not None:
             product = jnp.where(surged[:, None, None], _product(safe_factors), product)
-        values += product
+        values[-1] += product
     return QuantizedStack(
         tensor=tensor,
         factors=factors,
@@ -136,7 +140,7 @@ def quantize_stack(
         surged=surged,
         starved=starved,
         is_storable=_is_storable(tensor),
-        lost=_squares(weights - values),
+        lost=tuple(_squares(weights - approximation) for approximation in values),
         whole=_squares(weights),
     )
 
@@ -174,7 +178,7 @@ def _calibrated(
 
 def _compensated(
     weights: jax.Array, ranks: jax.Array, program: Program
-) -> tuple[Codes, Factors, Factors | None, jax.Array]:
+) -> tuple[Codes, StackFactors, StackFactors | None, jax.Array]:
     """Quantizes with compensators: codes, factors, wider factors and who needs them."""
     solution = _solve(weights, ranks, program, program.scheme.factor_bits)
     if not program.surges:
@@ -183,13 +187,13 @@ def _compensated(
     surged = (ranks > 0) & _has_surged(weights, solution, program)
 
     # Solved again, since codes may be fitted to their factors, but only where it happened at all.
-    def solve() -> tuple[Codes, Factors]:
+    def solve() -> tuple[Codes, StackFactors]:
         found = _solve(weights, ranks, program, SAFE_FACTOR_BITS)
         return found.codes, found.factors
 
-    def nothing_to_solve() -> tuple[Codes, Factors]:
+    def nothing_to_solve() -> tuple[Codes, StackFactors]:
         zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)  # noqa: E731
-        found: tuple[Codes, Factors] = jax.tree.map(zeros, jax.eval_shape(solve))
+        found: tuple[Codes, StackFactors] = jax.tree.map(zeros, jax.eval_shape(solve))
         return found
 
     safe_codes, safe_factors = jax.lax.cond(jnp.any(surged), solve, nothing_to_solve)
@@ -200,7 +204,8 @@ def _compensated(
 
 def _has_surged(weights: jax.Array, solution: _Solution, program: Program) -> jax.Array:
     """Mask bool[C]: the factors' codes lose most of the gain of unquantized factors."""
-    bare = _squares(weights - dequantize(_plain(weights, program), program.grid))
+    grid = program.grid
+    bare = _squares(weights - dequantize(_plain(weights, program), grid, grid.widths[-1]))
     if solution.free_lost is None:
         return solution.lost >= bare
     return gain_lost(bare, solution.free_lost, solution.lost) > MAX_GAIN_LOST
@@ -219,19 +224,19 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
         )
     found = milo(weights, grid, settings, ranks)
     parts = (jnp.swapaxes(found.u, -1, -2), found.v)
-    left = weights - dequantize(found.codes, grid)
+    left = weights - dequantize(found.codes, grid, grid.widths[-1])
     if factor_bits == 16:
-        factors = Factors(*(part.astype(jnp.bfloat16) for part in parts))
+        factors = StackFactors(*(part.astype(jnp.bfloat16) for part in parts))
     else:
         found_codes = (found.u_codes, found.v_codes)
         coded = [
             quantize_factor(part, factor_bits) if codes is None else codes
             for part, codes in zip(parts, found_codes, strict=True)
         ]
-        factors = Factors(*map(functools.partial(_pack_factor, factor_bits), coded))
+        factors = StackFactors(*map(functools.partial(_pack_factor, factor_bits), coded))
     lost, free_lost = _squares(left - _product(factors)), None
     if not settings.refit:
-        free_lost = _squares(left - _product(Factors(*parts)))
+        free_lost = _squares(left - _product(StackFactors(*parts)))
     return _Solution(found.codes, factors, lost, free_lost)
 
 
@@ -240,7 +245,7 @@ def _pack_factor(factor_bits: int, codes: Codes) -> QTensor:
     return from_codes(*codes, bits=factor_bits, group_size=grid.group_size, zero_kind="symmetric")
 
 
-def _product(factors: Factors) -> jax.Array:
+def _product(factors: StackFactors) -> jax.Array:
     """Computes U V: float32[C, N, K]."""
     u, v = (
         factor.dequantize() if isinstance(factor, QTensor) else factor.astype(jnp.float32)
