@@ -71,8 +71,9 @@ def packing(weight: Weight) -> str | None:
         whole_row = weight.group_size == weight.num_inputs
         groups = "one group a row" if whole_row else f"groups of {weight.group_size}"
         zeros = "symmetric" if weight.zeros is None else f"{weight.zero_kind} zeros"
-        low_rank = ", low-rank terms" if weight.compensators else ""
-        return f"INT{weight.bits} in {groups}, {zeros}{low_rank}"
+        low_rank = ", low-rank terms" if weight.terms else ""
+        planes = " by bit planes" if weight.refinements else ""
+        return f"INT{weight.bits}{planes} in {groups}, {zeros}{low_rank}"
     return None
 
 
@@ -83,7 +84,7 @@ def kernel_refusal(weight: Weight) -> str | None:
     if isinstance(weight, QTensor):
         if weight.permutation is not None:
             return "its inputs are permuted (act-order)"
-        factors = [factor for c in weight.compensators for factor in (c.u, c.v)]
+        factors = [factor for c in weight.terms for factor in (c.u, c.v)]
     else:
         factors = [weight]
     for factor in factors:
@@ -108,7 +109,7 @@ def operands(weight: Weight) -> Operands:
             first_row=c.first_row,
             max_rank=c.max_rank,
         )
-        for c in weight.compensators
+        for c in weight.terms
         if c.max_rank
     )
     return Operands(_matrices(weight), terms)
@@ -120,6 +121,10 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
 
     if not isinstance(weight, QTensor):
         return packed.plain(flat(weight))
+    refinements = tuple(
+        packed.Refinement(words=words, slots=jnp.arange(words.shape[0], dtype=jnp.int32))
+        for words in map(flat, weight.refinements)
+    )
     return packed.PackedMatrices(
         words=flat(weight.words),
         scales=flat(weight.scales),
@@ -127,6 +132,7 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
         num_inputs=weight.num_inputs,
         bits=weight.bits,
         group_size=weight.group_size,
+        refinements=refinements,
     )
 
 
@@ -374,9 +380,10 @@ def _row_block(
         words=rows(weight.words),
         scales=rows(weight.scales),
         zeros=None if weight.zeros is None else rows(weight.zeros),
+        refinements=tuple(rows(plane) for plane in weight.refinements),
         compensators=(),
     ).dequantize()
-    for compensator in weight.compensators:
+    for compensator in weight.terms:
         block = block + _compensated_rows(compensator, first + jnp.arange(size, dtype=jnp.int32))
     return block.astype(dtype)
 
@@ -394,9 +401,10 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
             words=weight.words[flat],
             scales=weight.scales[flat],
             zeros=None if weight.zeros is None else weight.zeros[flat],
+            refinements=tuple(plane[flat] for plane in weight.refinements),
             compensators=(),
         ).dequantize()
-        for compensator in weight.compensators:
+        for compensator in weight.terms:
             rows = rows + _compensated_rows(compensator, flat)
         return rows.reshape(*ids.shape, -1).astype(dtype)
     return weight[ids]
