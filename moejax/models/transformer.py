@@ -349,7 +349,7 @@ class Transformer(nnx.Module):
         if experts is None:
             moe = self.moe if self.config.moe_layers else None
             experts = ResidentExperts(moe, spec.experts)
-        if self.holds_experts if self._is_for_cpu else tokens.shape[1] > 1:
+        if self.loops(tokens.shape[1]):
             return self._looped(tokens, positions, token_mask, cache, spec, experts, lengths)
         if self._has_token_step(tokens, spec):
             return decode_layers(self, tokens, positions, token_mask, cache, spec, experts)
@@ -369,6 +369,10 @@ class Transformer(nnx.Module):
             return False
         chosen = _choose_token_step(self.config, self.dtype, self.kernels)
         return chosen.implementation == "triton"
+
+    def loops(self, length: int) -> bool:
+        """Whether layers run in a loop, for so many tokens of each sequence."""
+        return self.holds_experts if self._is_for_cpu else length > 1
 
     def _looped(
         self,
