@@ -117,6 +117,16 @@ def planes(num_codes: int, bits: int) -> tuple[Plane, ...]:
     return tuple(found)
 
 
+def planes_apart(num_codes: int, bits: int) -> tuple[Plane, ...]:
+    """Positions of a row's planes, each in an array of its own (`PREFIX_PLANES`)."""
+    _check_bits(bits)
+    found, shift = [], bits
+    for width in PREFIX_PLANES[bits]:
+        shift -= width
+        found.append(Plane(width, shift, 0, num_plane_words(num_codes, width)))
+    return tuple(found)
+
+
 def pack(codes: Any, bits: int) -> Any:
     """Packs rows of codes.
 

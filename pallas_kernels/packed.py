@@ -5,7 +5,7 @@ of a row, W words of a row, R rows of a pool of low-rank factors.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,38 @@ def _static() -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Refinement:
+    """A plane of lower bits of S matrices, apart from their first plane: no scales, no zeros.
+
+    `words` is uint32[P, N, W], a pool of planes, rows packed by `layout`; it may be the array of
+    the first planes. `slots` is int32[S], the place of each matrix's plane in `words`; any number
+    for a matrix that no product reads.
+    """
+
+    words: jax.Array
+    slots: jax.Array
+
+
+class StoredPlane(NamedTuple):
+    """A plane of a matrix, and where it lies."""
+
+    plane: layout.Plane
+    words: Any  # uint32[slots, N, words], or a kernel's reference
+    slot: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedMatrices:
     """S matrices [N, K] of one stored form: w = (q - zero) scale, or plain bf16 or fp16.
 
     Invariants (`check`):
-      * packed: `words` is uint32[S, N, W], rows packed by `layout`; `scales` is float16 or
-        float32 [S, N, G]; `zeros` is of the scales' dtype (float zero points), uint8 (integer
-        ones), or None (symmetric, 2^(bits - 1));
+      * packed: `words` is uint32[P, N, W] of P >= S slots, rows packed by `layout`; `scales` is
+        float16 or float32 [S, N, G]; `zeros` is of the scales' dtype (float zero points), uint8
+        (integer ones), or None (symmetric, 2^(bits - 1));
+      * in planes that lie apart: `words` has the first plane, whose `scales` and float `zeros` give
+        the product's by `layout.prefix_constants(bits)`; `refinements` has the other planes of
+        `layout.PREFIX_PLANES[bits]`, in order;
       * plain, bits == 16: `words` is bfloat16 or float16 [S, N, K]; no scales, no zeros.
     The arrays lie on the device, or in pinned host memory: rows of a host store, which kernels read
     in place.
@@ -41,11 +66,12 @@ class PackedMatrices:
     num_inputs: int = _static()  # K
     bits: int = _static()  # 2, 3, 4, 8, or 16 for plain
     group_size: int = _static()  # 1..K
+    refinements: tuple[Refinement, ...] = ()
 
     @property
     def num_slots(self) -> int:
         """Number of matrices, S."""
-        return self.words.shape[0]
+        return (self.words if self.scales is None else self.scales).shape[0]
 
     @property
     def num_outputs(self) -> int:
@@ -67,33 +93,56 @@ class PackedMatrices:
         return "integer" if self.zeros.dtype == jnp.uint8 else "float"
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of each plane of a row, most significant first."""
+        return (layout.PREFIX_PLANES if self.refinements else layout.PLANES)[self.bits]
+
+    @property
+    def constants(self) -> layout.PrefixConstants | None:
+        """Constants of scale and zero point, or None if these are the stored ones."""
+        return layout.prefix_constants(self.bits) if self.refinements else None
+
+    @property
     def slot_nbytes(self) -> int:
         """Bytes of one matrix: codes, scales and zeros."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self)) // self.num_slots
+        parts = [self.words, self.scales, self.zeros, *(part.words for part in self.refinements)]
+        return sum(part.nbytes // part.shape[0] for part in parts if part is not None)
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """Arrays in a fixed order: words, scales and zeros if any, refinements' words and slots."""
+        stored = [part for part in (self.words, self.scales, self.zeros) if part is not None]
+        return stored + [part for r in self.refinements for part in (r.words, r.slots)]
 
     def describe(self) -> str:
         """Describes the form in a few words, such as "int3g64 float"."""
         if self.bits == PLAIN_BITS:
             return str(self.words.dtype)
         group = "row" if self.group_size == self.num_inputs else str(self.group_size)
-        return f"int{self.bits}g{group} {self.zero_kind}"
+        planes = "p" + "".join(map(str, self.widths)) if self.refinements else ""
+        return f"int{self.bits}{planes}g{group} {self.zero_kind}"
 
     def check(self) -> None:
         """Raises ValueError naming the invariant that does not hold."""
         if self.bits not in BITS:
             raise ValueError(f"bits {self.bits} is none of {', '.join(map(str, BITS))}")
-        slots, rows = self.words.shape[:2]
+        slots, rows = self.num_slots, self.num_outputs
         if self.bits == PLAIN_BITS:
             if self.words.dtype not in (jnp.bfloat16, jnp.float16):
                 raise ValueError(f"plain matrices are {self.words.dtype}, not bfloat16 or float16")
             if self.words.shape != (slots, rows, self.num_inputs):
                 raise ValueError(f"plain matrices of {self.num_inputs} inputs: {self.words.shape}")
-            if self.scales is not None or self.zeros is not None:
-                raise ValueError("plain matrices have no scales and no zeros")
+            if self.scales is not None or self.zeros is not None or self.refinements:
+                raise ValueError("plain matrices have no scales, no zeros and no refinements")
             return
-        words = (slots, rows, layout.num_words(self.num_inputs, self.bits))
+        num_words = layout.num_words(self.num_inputs, self.bits)
+        if self.refinements:
+            self._check_refinements()
+            num_words = layout.num_plane_words(self.num_inputs, self.widths[0])
+        words = (slots, rows, num_words)
         groups = (slots, rows, layout.num_groups(self.num_inputs, self.group_size))
-        if self.words.shape != words or self.words.dtype != jnp.uint32:
+        enough = self.words.shape[0] >= slots and self.words.shape[1:] == words[1:]
+        if not enough or self.words.dtype != jnp.uint32:
             raise ValueError(f"words are {self.words.dtype}{self.words.shape}, not uint32{words}")
         if self.scales is None or self.scales.dtype not in (jnp.float16, jnp.float32):
             raise ValueError("scales are not float16 or float32")
@@ -104,6 +153,21 @@ class PackedMatrices:
                 raise ValueError(f"zeros have shape {self.zeros.shape}, expected {groups}")
             if self.zeros.dtype not in (self.scales.dtype, jnp.uint8):
                 raise ValueError(f"zeros are {self.zeros.dtype}, not {self.scales.dtype} or uint8")
+
+    def _check_refinements(self) -> None:
+        if len(layout.PREFIX_PLANES.get(self.bits, ())) != 1 + len(self.refinements):
+            planes = f"{1 + len(self.refinements)} planes that lie apart"
+            raise ValueError(f"matrices of {self.bits} bits are not stored as {planes}")
+        if self.zero_kind != "float":
+            raise ValueError(f"matrices with refinements have {self.zero_kind} zeros, not float")
+        for width, part in zip(self.widths[1:], self.refinements, strict=True):
+            words = (self.num_outputs, layout.num_plane_words(self.num_inputs, width))
+            if part.words.dtype != jnp.uint32 or part.words.shape[1:] != words:
+                found = f"{part.words.dtype}{part.words.shape}"
+                raise ValueError(f"a refinement's words are {found}, not uint32[P, *{words}]")
+            if part.slots.dtype != jnp.int32 or part.slots.shape != (self.num_slots,):
+                found = f"{part.slots.dtype}{part.slots.shape}"
+                raise ValueError(f"a refinement's slots are {found}, not int32[{self.num_slots}]")
 
 
 @jax.tree_util.register_dataclass
@@ -137,6 +201,8 @@ class LowRank:
         for name, part in (("u", self.u), ("v", self.v)):
             if part.num_slots != 1:
                 raise ValueError(f"{name} has {part.num_slots} slots, expected one pool")
+            if part.refinements:
+                raise ValueError(f"{name} has refinements, low-rank factors have none")
         if self.v.num_inputs != weights.num_inputs:
             raise ValueError(f"v has {self.v.num_inputs} inputs, expected {weights.num_inputs}")
         if not 0 <= self.first_row <= weights.num_outputs - self.num_rows:
@@ -159,22 +225,44 @@ def plain(matrices: jax.Array) -> PackedMatrices:
     )  # fmt: skip
 
 
+def stored_planes(weights: PackedMatrices, slot: Any) -> list[StoredPlane]:
+    """Planes of the matrix at int32[...] `slot`; arrays may be references in a kernel."""
+    if not weights.refinements:
+        planes = layout.planes(weights.num_inputs, weights.bits)
+        return [StoredPlane(plane, weights.words, slot) for plane in planes]
+    first, *others = layout.planes_apart(weights.num_inputs, weights.bits)
+    found = [StoredPlane(first, weights.words, slot)]
+    for plane, part in zip(others, weights.refinements, strict=True):
+        found.append(StoredPlane(plane, part.words, part.slots[slot]))
+    return found
+
+
 def dequantize(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
     """Dequantizes the matrices at int32[...] slots, float32[..., N, K], in plain jnp.
 
     Slots outside 0..S - 1 are clipped, as JAX does.
     """
-    words = weights.words[slots]
     if weights.bits == PLAIN_BITS:
-        return words.astype(jnp.float32)
+        return weights.words[slots].astype(jnp.float32)
     assert weights.scales is not None
     group = np.arange(weights.num_inputs) // weights.group_size
-    codes = layout.unpack(words, weights.bits, weights.num_inputs).astype(jnp.float32)
+    codes = _codes(weights, slots).astype(jnp.float32)
     scales = weights.scales[slots].astype(jnp.float32)[..., group]
     if weights.zeros is None:
         return (codes - np.float32(2 ** (weights.bits - 1))) * scales
     zeros = weights.zeros[slots].astype(jnp.float32)[..., group]
+    if (derived := weights.constants) is not None:
+        zeros = derived.zero_offset + derived.zero_factor * zeros
+        scales = derived.scale_factor * scales
     return (codes - zeros) * scales
+
+
+def _codes(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
+    """Unpacks the codes of the matrices at int32[...] slots, uint8[..., N, K]."""
+    if not weights.refinements:
+        return layout.unpack(weights.words[slots], weights.bits, weights.num_inputs)
+    words = [of.words[of.slot] for of in stored_planes(weights, slots)]
+    return layout.unpack_planes(words, weights.bits, weights.num_inputs)
 
 
 def low_rank_factors(terms: LowRank, slots: jax.Array) -> tuple[jax.Array, jax.Array]:

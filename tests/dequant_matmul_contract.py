@@ -148,6 +148,36 @@ def _code_cases() -> dict[str, Case]:
     }  # fmt: skip
 
 
+def _apart_cases() -> dict[str, Case]:
+    """Planes in arrays of their own, or in one pool with other matrices' refinements."""
+    terms = (Terms(Form(3), (5, 2, 0), 6),)
+    int3, int4 = Form(3, apart="own"), Form(4, apart="own")
+    row = Form(4, 0, dtype="float32", apart="shared")
+    cases = {
+        "apart_int4": Case(int4, rows=3),
+        "apart_int4_shared": Case(row, rows=33, inputs=544, slot=2, dtype="float16"),
+        "apart_int3": Case(int3._replace(group_size=32), rows=17, inputs=288, slot=0),
+        "apart_low_rank": Case(Form(4, apart="shared"), rows=4, inputs=288, terms=terms),
+        "whole_apart_int4": Case(int4, rows=9, outputs=48, inputs=1792, dtype="float16", slot=0),
+        "whole_apart_int4_shared": Case(
+            Form(4, 128, apart="shared"), rows=16, outputs=208, inputs=4352
+        ),
+        "whole_apart_int4_1_row": Case(row, rows=1, outputs=48, inputs=768, slot=2),
+        "whole_apart_int3": Case(int3, rows=9, outputs=48, inputs=768),
+        "whole_apart_low_rank": Case(
+            Form(4, apart="shared"), rows=2, outputs=48, inputs=512, terms=terms
+        ),
+    }  # fmt: skip
+    for bits, form in ((3, int3), (4, int4)):
+        every = Case(
+            form._replace(group_size=32, dtype="float32"), rows=4, outputs=2**bits, inputs=288,
+            out_dtype="float32", every_code=True,
+        )  # fmt: skip
+        cases[f"every_code_apart_int{bits}"] = every
+        cases[f"whole_every_code_apart_int{bits}"] = every._replace(outputs=16, inputs=256)
+    return cases
+
+
 def _whole_cases() -> dict[str, Case]:
     """Whole blocks of K and of 16 outputs, for kernels that refuse others; few rows.
 
@@ -187,8 +217,9 @@ def _whole_cases() -> dict[str, Case]:
     }
 
 
-WHOLE = _whole_cases()
-CASES = _form_cases() | _whole_row_cases() | _low_rank_cases() | _code_cases() | WHOLE
+_APART = _apart_cases()
+WHOLE = _whole_cases() | {name: c for name, c in _APART.items() if name.startswith("whole_")}
+CASES = _form_cases() | _whole_row_cases() | _low_rank_cases() | _code_cases() | _APART | WHOLE
 
 
 # An interpreted Triton kernel takes seconds to compile: what differs from other cases in numbers
@@ -209,18 +240,18 @@ def every_form() -> dict[str, Case]:
     Once with blocks and tiles that are not whole, once with those that every kernel serves.
     """
     turns = itertools.cycle((("bfloat16", 3), ("float16", 33), ("bfloat16", 17), ("float16", 1)))
+    kinds = [(bits, zero_kind, "") for bits in WIDTHS for zero_kind in ZERO_KINDS]
+    kinds += [(3, "float", "own"), (4, "float", "own"), (4, "float", "shared")]
     return {
-        f"{whole}int{bits}g{group_size or 'row'}_{zero_kind}_{dtype}_{rows}_rows": Case(
-            Form(bits, group_size, zero_kind, SCALES[i % 3 % 2]),
+        f"{whole}int{bits}g{group_size or 'row'}_{apart or zero_kind}_{dtype}_{rows}_rows": Case(
+            Form(bits, group_size, zero_kind, SCALES[i % 3 % 2], apart),
             rows=rows,
             outputs=outputs,
             inputs=inputs,
             dtype=dtype,
         )
         for whole, outputs, inputs in (("", 200, 800), ("whole_", 192, 768))
-        for i, (bits, group_size, zero_kind) in enumerate(
-            itertools.product(WIDTHS, GROUPS, ZERO_KINDS)
-        )
+        for i, (group_size, (bits, zero_kind, apart)) in enumerate(itertools.product(GROUPS, kinds))
         for dtype, rows in [next(turns)]
     }
 
@@ -260,6 +291,8 @@ def full(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Case]:
         whole = Case(Form(3), outputs=outputs, inputs=inputs)
         for j, bits in enumerate((2, 4)):
             cases[f"{name}_int{bits}"] = whole._replace(form=Form(bits), rows=NUM_ROWS[(i + j) % 5])
+        form = Form(4, apart="shared" if i % 2 else "own")
+        cases[f"{name}_apart"] = whole._replace(form=form, rows=(1, 64, 16, 1024)[i % 4])
         other = Form(8) if i % 2 else Form(16, dtype="bfloat16")
         cases[f"{name}_int{other.bits}"] = whole._replace(form=other, rows=16)
         for rows in (1, 64, 1024)[: 1 + i % 3]:

@@ -9,6 +9,8 @@ INT2, INT3, INT4 = Form(2), Form(3), Form(4, 32, "integer", "float32")
 INT8, PLAIN = Form(8, 128, "symmetric"), Form(16, dtype="bfloat16")
 BY_ROW = Form(3, 0, "symmetric", "float32")
 
+APART, ONE_POOL, APART_INT3 = Form(4, apart="own"), Form(4, apart="shared"), Form(3, apart="own")
+
 _RANKS = (4, 0, 3)
 _GATE = Terms(INT3, _RANKS, max_rank=5, num_rows=64)
 _UP = Terms(INT8, (1, 2, 0), max_rank=2, first_row=64)
@@ -39,6 +41,12 @@ CASES = {
     "a_tier_without_a_pair": Case(
         (alike(INT4), alike(INT2)), tokens=2, pairs=(((1, 2), (1, 0)), ((1, 0), (1, 1)))
     ),
+    # Planes that lie apart, of both matrices, or of one.
+    "apart_and_int2": Case((alike(ONE_POOL), alike(INT2)), tokens=5, skipped=0.2),
+    "apart_int3_and_int4": Case(
+        (Tier(APART_INT3, APART, gate_up_terms=(_GATE,)),), tokens=17, dtype="float16"
+    ),
+    "prefill_apart": Case((alike(APART), alike(PLAIN)), tokens=150),
     # Skipped pairs.
     "a_token_whose_experts_are_all_skipped": Case(
         (alike(INT3),), tokens=3, pairs=(((0, 1), (0, 0)), (SKIPPED, BEYOND), (SKIPPED, (0, 1)))
@@ -77,6 +85,7 @@ WHOLE = {
         "one_token", "int2_gate_up_int4_down", "int8", "int3_by_row", "plain", "plain_float16",
         "int4_int2_and_skipped", "int3_and_plain", "a_tier_without_a_pair",
         "a_token_whose_experts_are_all_skipped", "all_is_skipped", "an_expert_twice_for_a_token",
+        "apart_and_int2", "prefill_apart",
     )
 } | {
     "whole_int4_32_tokens": _WHOLE._replace(tiers=(alike(INT4, 8),), tokens=32, skipped=0.2),
@@ -86,6 +95,15 @@ WHOLE = {
     # More pairs of an expert than a kernel that finds them by itself takes at a time.
     "whole_8_experts_of_a_token": _WHOLE._replace(
         tiers=(alike(INT3, 9),), tokens=10, width=8, model_dim=256
+    ),
+    "whole_apart_8_experts_of_a_token": _WHOLE._replace(
+        tiers=(Tier(APART, APART_INT3, 9),), tokens=10, width=8, model_dim=256
+    ),
+    "whole_apart_low_rank": _WHOLE._replace(
+        tiers=(Tier(ONE_POOL, APART, gate_up_terms=(_WIDE_GATE,)),), dtype="float16"
+    ),
+    "whole_apart_longer_rows": _WHOLE._replace(
+        tiers=(alike(APART),), tokens=2, model_dim=2304, expert_dim=768
     ),
     "whole_longer_rows": _WHOLE._replace(tokens=2, model_dim=2304, expert_dim=768),
     "whole_low_rank": _WHOLE._replace(tiers=(_WIDE_TERMS,)),
@@ -132,9 +150,13 @@ def full(shapes: Mapping[str, tuple[int, int, int]]) -> dict[str, Case]:
         one = (alike(Form(4), 2 * width),)
         several = (with_terms, alike(INT2, 2 * width), alike(PLAIN, 1))
         whole = Case(one, width=width, model_dim=model_dim, expert_dim=expert_dim)
+        apart = (alike(ONE_POOL, 2 * width), alike(INT2, 2 * width))
         cases[f"{name}_int4_1_token"] = whole._replace(tokens=1)
+        cases[f"{name}_apart_3_tokens"] = whole._replace(tokens=3, tiers=apart)
         cases[f"{name}_tiers_4_tokens"] = whole._replace(tiers=several, skipped=0.2)
         if expert_dim < 4096:  # what float64 on the host solves in seconds
+            for tokens in (16, 64, 300):
+                cases[f"{name}_apart_{tokens}_tokens"] = whole._replace(tokens=tokens, tiers=apart)
             cases[f"{name}_int4_16_tokens"] = whole._replace(tokens=16)
             cases[f"{name}_tiers_32_tokens"] = whole._replace(tokens=32, tiers=several)
             cases[f"{name}_tiers_700_tokens"] = whole._replace(tokens=700, tiers=several)

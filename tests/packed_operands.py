@@ -10,7 +10,7 @@ that are not `used`.
 """
 
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.packed import LowRank, PackedMatrices, Refinement
 from tests.kernel_contract import UNIT_ROUNDOFF, outside
 
-WIDTHS = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # of the planes
+WIDTHS = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,), 16: (16,)}  # of the planes
+APART = {3: (2, 1), 4: (2, 2), 8: (2, 2, 4)}  # where they lie apart
+STEPS = {3: 1.05, 4: 1.1, 8: 1.05}  # 2^(B - 2) steps of B bits, over one of the first plane
 # Half the distance from 1 to the next number.
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 FROBENIUS = {"bfloat16": 3e-3, "float16": 5e-4, "float32": 1e-5}  # relative error, by x's dtype
@@ -41,6 +43,12 @@ class Form(NamedTuple):
     group_size: int = 64
     zero_kind: str = "float"
     dtype: str = "float16"  # of scales; of the values where plain (16 bits)
+    apart: str = ""  # planes in arrays of their "own" or in a "shared" pool; "": in one row
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of each plane."""
+        return APART[self.bits] if self.apart else WIDTHS[self.bits]
 
 
 class Terms(NamedTuple):
@@ -97,9 +105,10 @@ def random_matrices(
         )  # fmt: skip
     group_size = min(form.group_size or num_inputs, num_inputs)
     groups = (num_slots, num_rows, -(-num_inputs // group_size))
-    step = size * 12**0.5 / 2**form.bits
+    stored_bits = form.widths[0] if form.apart else form.bits  # whose the constants are
+    step = size * 12**0.5 / 2**stored_bits
     scales: Any = (step * rng.uniform(0.6, 1.4, groups)).astype(form.dtype)
-    top = 2**form.bits - 1
+    top = 2**stored_bits - 1
     zeros: Any = None
     if form.zero_kind == "integer":
         zeros = rng.integers(0, top + 1, groups).astype(np.uint8)
@@ -108,15 +117,49 @@ def random_matrices(
         zeros[unused] = np.nan
     scales[unused] = np.nan
     words: Any
-    if codes is None:
-        words = _random_words(rng, (num_slots, num_rows), num_inputs, form.bits)
+    refinements: tuple[Refinement, ...] = ()
+    if form.apart:
+        words, refinements = _random_planes(rng, form, (num_slots, *shape), used, codes)
+    elif codes is None:
+        words = _random_words(rng, (num_slots, num_rows), num_inputs, form.widths)
     else:
-        row_words = pack(codes, form.bits)
+        row_words = pack(codes, form.widths)
         words = np.broadcast_to(row_words, (num_slots, *row_words.shape))
     return PackedMatrices(
         words=words, scales=scales, zeros=zeros, num_inputs=num_inputs,
-        bits=form.bits, group_size=group_size,
+        bits=form.bits, group_size=group_size, refinements=refinements,
     )  # fmt: skip
+
+
+def _random_planes(
+    rng: np.random.Generator, form: Form, shape: tuple[int, int, int], used: Collection[int],
+    codes: np.ndarray | None,
+) -> tuple[np.ndarray, tuple[Refinement, ...]]:  # fmt: skip
+    """Words of the first plane, and refinements in other slots; unused matrices have none."""
+    num_slots, num_rows, num_inputs = shape
+    if codes is None:
+        rows = _random_words(rng, (num_slots, num_rows), num_inputs, form.widths)
+    else:
+        packed = pack(codes, form.widths)
+        rows = np.broadcast_to(packed, (num_slots, *packed.shape))
+    ends = np.cumsum([-(-num_inputs // 32) * width for width in form.widths])
+    first, *others = np.split(rows, ends[:-1], axis=-1)
+    pool, begin = first, 0
+    found = []
+    for part in others:
+        if form.apart == "shared":
+            begin = len(pool)
+        else:
+            pool = np.empty((0, *part.shape[1:]), np.uint32)
+        spare = rng.integers(0, 2**32, (num_slots + 1, *part.shape[1:]), np.uint32)
+        slots = begin + rng.permutation(num_slots + 1)[:num_slots].astype(np.int32)
+        spare[slots - begin] = part
+        pool = np.concatenate([pool, spare])
+        slots[[slot for slot in range(num_slots) if slot not in used]] = 1 << 20
+        found.append((pool, slots))
+    if form.apart == "shared":
+        return pool, tuple(Refinement(words=pool, slots=slots) for _, slots in found)
+    return first, tuple(Refinement(words=words, slots=slots) for words, slots in found)
 
 
 def random_terms(
@@ -162,14 +205,14 @@ class Place(NamedTuple):
     bit: np.ndarray  # uint32[K]
 
 
-def places(num_codes: int, bits: int) -> Iterator[Place]:
+def places(num_codes: int, widths: Sequence[int]) -> Iterator[Place]:
     """By `layout`: code 256 block + p (R w / 16) + 2 j + h is at bit 16 h + p w of word j."""
     padded = -(-num_codes // 32) * 32
     k = np.arange(num_codes)
     first = k // 256 * 256
     length = np.minimum(256, padded - first)  # R
-    first_word, shift = 0, bits
-    for width in WIDTHS[bits]:
+    first_word, shift = 0, sum(widths)
+    for width in widths:
         shift -= width
         position, rest = np.divmod(k - first, length * width // 16)
         word, half = np.divmod(rest, 2)
@@ -178,21 +221,21 @@ def places(num_codes: int, bits: int) -> Iterator[Place]:
         first_word += padded * width // 32
 
 
-def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint32[N, W] of codes [N, K]."""
+def pack(codes: np.ndarray, widths: Sequence[int]) -> np.ndarray:
+    """uint32[N, W] of codes [N, K], planes of these widths in a row."""
     num_codes = codes.shape[1]
-    words = np.zeros((len(codes), -(-num_codes // 32) * bits), np.uint32)
-    for place in places(num_codes, bits):
+    words = np.zeros((len(codes), -(-num_codes // 32) * sum(widths)), np.uint32)
+    for place in places(num_codes, widths):
         field = codes.astype(np.uint32) >> np.uint32(place.shift) & np.uint32(2**place.width - 1)
         for k in range(num_codes):
             words[:, place.word[k]] |= field[:, k] << place.bit[k]
     return words
 
 
-def unpack(words: np.ndarray, bits: int, num_codes: int) -> np.ndarray:
-    """uint8[..., K] of words [..., W]."""
+def unpack(words: np.ndarray, widths: Sequence[int], num_codes: int) -> np.ndarray:
+    """uint8[..., K] of words [..., W], planes of these widths in a row."""
     codes = np.zeros((*words.shape[:-1], num_codes), np.uint8)
-    for place in places(num_codes, bits):
+    for place in places(num_codes, widths):
         field = words[..., place.word] >> place.bit & np.uint32(2**place.width - 1)
         codes |= (field << np.uint32(place.shift)).astype(np.uint8)
     return codes
@@ -274,12 +317,12 @@ def violation(
 
 
 def _random_words(
-    rng: np.random.Generator, lead: tuple[int, int], num_codes: int, bits: int
+    rng: np.random.Generator, lead: tuple[int, int], num_codes: int, widths: Sequence[int]
 ) -> np.ndarray:
     if num_codes % 32:  # its padding is zero
-        codes = rng.integers(0, 2**bits, (lead[0] * lead[1], num_codes))
-        return pack(codes, bits).reshape(*lead, -1)
-    return rng.integers(0, 2**32, (*lead, num_codes * bits // 32), np.uint32)
+        codes = rng.integers(0, 2 ** sum(widths), (lead[0] * lead[1], num_codes))
+        return pack(codes, widths).reshape(*lead, -1)
+    return rng.integers(0, 2**32, (*lead, num_codes * sum(widths) // 32), np.uint32)
 
 
 def _values_and_summands(
@@ -289,13 +332,20 @@ def _values_and_summands(
     if weights.bits == 16:
         plain = np.asarray(weights.words[slot, row]).astype(np.float64)
         return plain, np.abs(plain)
-    codes = unpack(np.asarray(weights.words[slot, row]), weights.bits, weights.num_inputs)
+    widths = APART[weights.bits] if weights.refinements else WIDTHS[weights.bits]
+    parts = [weights.words[slot, row]]
+    parts += [of.words[int(of.slots[slot]), row] for of in weights.refinements]
+    codes = unpack(np.concatenate(parts, axis=-1), widths, weights.num_inputs)
     group = np.arange(weights.num_inputs) // weights.group_size
     assert weights.scales is not None
     scales = np.asarray(weights.scales[slot, row]).astype(np.float64)[:, group]
     zeros: Any = np.float64(2 ** (weights.bits - 1))
     if weights.zeros is not None:
         zeros = np.asarray(weights.zeros[slot, row]).astype(np.float64)[:, group]
+    if weights.refinements:  # the value halfway between the first and the last code stays
+        finer = STEPS[weights.bits] / 2 ** (weights.bits - 2)
+        zeros = (2**weights.bits - 1) / 2 - (1.5 - zeros) / finer
+        scales = scales * finer
     return (codes - zeros) * scales, (codes + np.abs(zeros) + offset) * np.abs(scales)
 
 

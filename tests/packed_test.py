@@ -91,9 +91,11 @@ class ExpectationTest(parameterized.TestCase):
     @parameterized.product(bits=layout.BITS, inputs=(32, 256, 300, 800))
     def test_words(self, bits, inputs):
         codes = np.random.default_rng(inputs).integers(0, 2**bits, (5, inputs)).astype(np.uint8)
-        words = packed_operands.pack(codes, bits)
+        words = packed_operands.pack(codes, packed_operands.WIDTHS[bits])
         np.testing.assert_array_equal(words, layout.pack(codes, bits))
-        np.testing.assert_array_equal(packed_operands.unpack(words, bits, inputs), codes)
+        np.testing.assert_array_equal(
+            packed_operands.unpack(words, packed_operands.WIDTHS[bits], inputs), codes
+        )
 
 
 class DescriptionTest(parameterized.TestCase):

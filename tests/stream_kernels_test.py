@@ -15,7 +15,7 @@ from pallas_kernels import mosaic_decode
 from pallas_kernels.mosaic_decode import experts, fragments, product
 from pallas_kernels.mosaic_decode.accumulate import Totals
 from pallas_kernels.mosaic_decode.fragments import CodeFormat
-from pallas_kernels.mosaic_decode.matrix import matrix_of, stage_parts, tile_bytes
+from pallas_kernels.mosaic_decode.matrix import addressed, matrix_of, stage_parts, tile_bytes
 from pallas_kernels.mosaic_decode.product import Lane, Stream
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.packed import PackedMatrices
@@ -43,7 +43,7 @@ class Banks(Simulator):
 FORMS = [
     packed_operands.Form(bits, 64, "float", "float16" if bits < 16 else "bfloat16")
     for bits in (2, 3, 4, 8, 16)
-]
+] + [packed_operands.Form(bits, apart="own") for bits in (3, 4)]
 
 
 class StageTest(parameterized.TestCase):
@@ -52,7 +52,7 @@ class StageTest(parameterized.TestCase):
     @parameterized.parameters(
         (form, span)
         for form, span in itertools.product(FORMS, (1, 2, 4))
-        if span <= CodeFormat(form.bits, "bf16").longest_span
+        if span <= CodeFormat(form.bits, "bf16", bool(form.apart)).longest_span
     )
     def test_lanes_read_their_words(self, form, span):
         rng = np.random.default_rng(seed(self.id()))
@@ -65,32 +65,36 @@ class StageTest(parameterized.TestCase):
         zeros = np.zeros(4) if weights.zeros is None else np.ascontiguousarray(weights.zeros)
         matrix = matrix_of(weights, "bf16")
         room = np.full(tile_bytes(matrix, span), 0xFF, np.uint8)
-        buffers = [array.reshape(-1).view(np.uint8) for array in (words, scales, zeros, room)]
-        e = Banks(0, 32, buffers, 3)
+        arrays = [words, scales, zeros]
+        for part in weights.refinements:
+            arrays += [np.ascontiguousarray(part.words), part.slots]
+        buffers = [array.reshape(-1).view(np.uint8) for array in (*arrays, room)]
+        e, place = Banks(0, 32, buffers, len(arrays)), len(arrays)
         e.conflicts = []
-        matrix = dataclasses.replace(
-            matrix, words=e.address(0), scales=e.address(1), zeros=e.address(2)
-        )
+        matrix = addressed(matrix, [e.address(i) for i in range(len(arrays))])
         lane = Lane.here(e, e.threads)
         tile = Stream(e, matrix, e.const(slot), [e.const(first_row)], lane, span)
-        tile.fetch(0, e.const(stage), e.const(1), e.shared_address(3))
+        tile.fetch(0, e.const(stage), e.const(1), e.shared_address(place))
+        rows = [words.view(np.uint32)[slot]]  # of planes that lie apart one after the other
+        rows += [part.words[part.slots[slot]] for part in weights.refinements]
         for block in range(span):
-            found = tile._words(e.shared_address(3), block)
+            found = tile._words(e.shared_address(place), block)
             for half in range(2):
-                expected = self.words(words.view(np.uint32)[slot], form, span * stage + block,
+                expected = self.words(np.concatenate(rows, axis=1), form, span * stage + block,
                                       first_row + 8 * half)  # fmt: skip
                 np.testing.assert_array_equal(np.stack(found[half], axis=1), expected)
         self.assertEmpty(e.conflicts)
 
     def words(self, rows: np.ndarray, form: packed_operands.Form, block: int, first: int):
         """[lane, register]: lane (g, t) has words 4t.. of each 16 of a block of row g."""
-        size = 64 * form.bits // 32 if form.bits == 16 else 8 * (2 if form.bits == 3 else form.bits)
+        size = 32 if form.bits == 16 else 8 * form.widths[0]
         expected = []
         for lane in range(32):
             row, t = rows[first + lane // 4], lane % 4
             mine = [row[size * block + 16 * i + 4 * t :][:4] for i in range(size // 16)]
-            if form.bits == 3:  # 8 words of the other plane, which come after all of the first
-                mine.append(row[2048 // 16 + 8 * block + 4 * (t % 2) :][:4])
+            if len(form.widths) == 2:  # the other plane's come after all of the first
+                count = 8 * form.widths[1]
+                mine.append(row[2048 // 16 + count * block + 4 * t % count :][:4])
             expected.append(np.concatenate(mine))
         return np.stack(expected)
 
@@ -167,6 +171,7 @@ KEPT_FORMS = (
     packed_operands.Form(3, 64, "float", "float32"), packed_operands.Form(3, 0),
     packed_operands.Form(4, 128, "symmetric"), packed_operands.Form(4, 0, "integer"),
     packed_operands.Form(8, 64), packed_operands.Form(16, dtype="bfloat16"),
+    packed_operands.Form(4, 64, apart="shared"),
 )  # fmt: skip
 
 

@@ -29,6 +29,10 @@ FORMS = [
         (512, "float", "float16"),
         (16, "integer", "float32"),
     )
+] + [
+    Form(bits, group, "float", dtype, "own")
+    for bits in (3, 4)
+    for group, dtype in ((64, "float16"), (32, "float32"), (0, "float16"))
 ]
 
 
@@ -117,11 +121,11 @@ class LanesTest(parameterized.TestCase):
             rng, form, num_slots=3, shape=(384, 1024), used={slot}, size=1.0
         )
         known = fragments.form_of(weights, kind, paired=half is not None)
-        words = np.asarray(weights.words)[slot, tile_rows(first_row, half)]
+        planes = [weights.words[slot], *(r.words[r.slots[slot]] for r in weights.refinements)]
         tiles = []
         for tile in known.tiles:
-            pitch = known.words_per_block if form.bits != 3 else tile.num_words
-            start = tile.first_word + block * pitch
+            words = np.asarray(planes[tile.refined])[tile_rows(first_row, half)]
+            start = tile.first_word + block * tile.pitch
             tiles.append(swizzled(words[:, start : start + tile.num_words]))
         constants = [np.asarray(a) for a in (weights.scales, weights.zeros) if a is not None]
         memory = [a.reshape(-1).view(np.uint8) for a in constants] + tiles

@@ -32,7 +32,7 @@ class TritonTiles:
     thread load its own if there are fewer of them than threads.
 
     Invariants: block_m, block_n and step are powers of two; block_m >= 8, block_n >= 16; step, the
-    codes of K that the loop takes at a time, lies in `triton_product.min_step(bits)` .. 256.
+    codes of K that the loop takes at a time, lies in `triton_product.min_step(weights)` .. 256.
     """
 
     block_m: int
@@ -57,7 +57,7 @@ class TritonTiles:
 
     def check(self, weights: PackedMatrices) -> None:
         """Raises ValueError unless the tiles suit the matrices."""
-        low = triton_product.min_step(weights.bits)
+        low = triton_product.min_step(weights)
         if not low <= self.step <= 256 or self.step & (self.step - 1):
             raise ValueError(f"step {self.step} is no power of two in {low}..256")
         if self.block_m < 8 or self.block_n < 16 or self.num_tiles < 1 or self.split_k < 1:
@@ -175,7 +175,7 @@ def prefill_tiles(
     block_m: int, block_n: int, tiers: Sequence[PackedMatrices], target: Target
 ) -> TritonTiles:
     """Chooses large tiles with steps as short as the widest form allows, at least 64."""
-    step = max(64, *(triton_product.min_step(weights.bits) for weights in tiers))
+    step = max(64, *(triton_product.min_step(weights) for weights in tiers))
     packed = [weights for weights in tiers if weights.bits != PLAIN_BITS]
     if not all(triton_product.given_sums(weights, step) for weights in packed):
         # Products by piece, and of the sums: too many accumulators for larger tiles on sm_100.
@@ -205,7 +205,7 @@ def fitted(
 
 
 def _stage_bytes(tiles: TritonTiles, weights: PackedMatrices, num_halves: int) -> int:
-    step = max(tiles.step, triton_product.min_step(weights.bits))
+    step = max(tiles.step, triton_product.min_step(weights))
     # A packed step reads the words of its whole block.
     row_bytes = step * 2 if weights.bits == PLAIN_BITS else BLOCK * weights.bits // 8
     return num_halves * tiles.outputs * row_bytes + tiles.block_m * step * 2

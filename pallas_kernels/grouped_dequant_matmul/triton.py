@@ -111,7 +111,7 @@ def _products(
 
 
 def _step(weights: PackedMatrices, tiles: TritonTiles) -> int:
-    return max(tiles.step, triton_product.min_step(weights.bits))
+    return max(tiles.step, triton_product.min_step(weights))
 
 
 def _tile_rows(tiles: TritonTiles, num_rows: int) -> tuple[list[jax.Array], list[jax.Array]]:

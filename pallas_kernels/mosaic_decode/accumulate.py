@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.mosaic_decode.fused_low_rank import FusedStream
 from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, x_sums_bytes
-from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
+from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Rows, Stream
 
 Words = list[list[list[Value]]]  # of a block of x: column tiles, steps, 4 words
 UNROLLED = 1  # stages of a warp that are written out; above, a loop
@@ -71,7 +71,7 @@ class NextItem:
     """
 
     at: Value  # i32, where its first tile lies
-    row: Value  # i32, of all slots' rows, where the next one's begin
+    row: Rows  # where the next one's begin
     present: Value  # i32, 0 if it is the last
 
 
@@ -124,7 +124,8 @@ class _Accumulation:
                 beyond = e.compare(stage, "ge", self.stages)
                 stage = e.select(beyond, e.sub(stage, self.passed), stage)
                 present = e.select(beyond, next_item.present, 1)
-                row = e.select(beyond, next_item.row, row)
+                both = zip(next_item.row, row, strict=True)
+                row = tuple(e.select(beyond, *pair) for pair in both)
         if next_item is None or not self.whole:
             inside = e.select(e.compare(stage, "lt", self.stages), 1, 0)
             present = inside if present is None else e.band(inside, present)

@@ -56,7 +56,6 @@ def dense(
     matrix = matrix_of(weights, KINDS[x.dtype.name])
     tiles.check(weights.num_outputs, [matrix])
     columns = -(-x.shape[0] // COLUMNS) * COLUMNS
-    arrays = [a for a in (weights.words, weights.scales, weights.zeros) if a is not None]
     form = weights.describe().replace(" ", "_")
     terms = terms_of(low_rank, KINDS[x.dtype.name])
     share = dense_share(tiles, x.shape[0], weights.num_outputs)
@@ -67,7 +66,7 @@ def dense(
             columns=columns, terms_at=main,
             out_kind=KINDS.get(jnp.dtype(out_dtype).name, "f32"),
         ),
-        [slot.reshape(1), x, *arrays, *operands_of(low_rank)],
+        [slot.reshape(1), x, *weights.arrays, *operands_of(low_rank)],
         name=f"dequant_matmul_{form}_m{columns}_{tiles.describe()}{suffix(terms)}",
         num_blocks=-(-weights.num_outputs // (tiles.rows * tiles.sharers)),
         num_warps=tiles.num_warps,
@@ -167,7 +166,7 @@ def _body(
                 remote = tiles.cluster > 1
                 found = e.load_cluster(at, owner, imm) if remote else e.load_shared(at, imm)
                 total = found if owner == imm == 0 else e.fadd(total, found)
-        total = extra.add(total, 0, column, row)
+        total = extra.add(matrix.scaled(e, total), 0, column, row)
         place = e.add(e.mul(column, matrix.num_rows), e.add(firsts[0], row))
         if out_kind == "f32":
             e.store(e.offset(out_at, place, 4), 0, total, "f32")

@@ -93,8 +93,7 @@ def expert_products(
         raise ValueError(f"tiles {tiles.describe()} are of products with one matrix")
     arrays = []
     for w, of_tier in zip(tiers, low_rank, strict=True):
-        arrays += [a for a in (w.words, w.scales, w.zeros) if a is not None]
-        arrays += operands_of(of_tier)
+        arrays += [*w.arrays, *operands_of(of_tier)]
     names = zip(tiers, plan.terms, strict=True)
     form = "_".join(w.describe().replace(" ", "_") + suffix(terms) for w, terms in names)
     room = max(plan.share.room(terms) for terms in plan.terms)
@@ -332,7 +331,7 @@ class _Product:
             for part in range(1, tiles.warps_k):
                 found = e.load_shared(at, imm + 4 * part * plan.columns * self.pitch)
                 total = e.fadd(total, found)
-            values.append(extra.add(total, half, column, row))
+            values.append(extra.add(self.matrix.scaled(e, total), half, column, row))
         member = e.load_shared(e.add(job.members, e.mul(column, 4)), 0, "b32")
         place = e.add(e.mul(member, plan.num_outputs), e.add(first, row))
         if plan.gated:

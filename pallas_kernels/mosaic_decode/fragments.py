@@ -38,6 +38,14 @@ class CodeFormat:
 
     bits: int
     kind: str
+    apart: bool = False  # planes lie in arrays of their own
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of each plane of a row."""
+        if self.bits == PLAIN_BITS:
+            return (PLAIN_BITS,)
+        return (layout.PREFIX_PLANES if self.apart else layout.PLANES)[self.bits]
 
     @property
     def block(self) -> int:
@@ -51,24 +59,23 @@ class CodeFormat:
 
     @property
     def chunks(self) -> int:
-        """16-byte loads of a row's block, without INT3's second plane."""
-        return {2: 1, 3: 1, 4: 2, 8: 4, PLAIN_BITS: 2}[self.bits]
+        """16-byte loads of a row's block, without a second plane's, which is one."""
+        return {2: 1, 4: 2, 8: 4, PLAIN_BITS: 2}[self.widths[0]]
 
     @property
     def planes(self) -> int:
         """Planes of a row."""
-        return 2 if self.bits == 3 else 1
+        return len(self.widths)
 
     @property
     def longest_span(self) -> int:
         """Most blocks per stage: a row has 256 bytes, the limit of a warp's copy."""
-        width = 2 if self.bits == 3 else self.bits
-        return max(1, 256 * 8 // (self.block * width))
+        return max(1, 256 * 8 // (self.block * self.widths[0]))
 
     @property
     def num_raw(self) -> int:
         """Registers of a row's block as loaded."""
-        return 4 * (self.chunks + (self.bits == 3))
+        return 4 * (self.chunks + self.planes - 1)
 
     @property
     def offset(self) -> int:
@@ -77,7 +84,7 @@ class CodeFormat:
         return 0 if exact else 1 << MANTISSA[self.kind]
 
     def field(self, step: int) -> Field:
-        """Position of a step's codes (for INT3, in the nibbles that `prepare` makes).
+        """Position of a step's codes (of two planes, in the nibbles that `prepare` makes).
 
         For fp16 every field is shifted to bit 0: x 2^-i would leave fp16's normal numbers for small
         x (5 bits of exponent), which bf16 does not.
@@ -85,9 +92,9 @@ class CodeFormat:
         if self.bits in (PLAIN_BITS, 8):
             position, chunk = divmod(step, self.chunks)
             return Field(chunk, 8 * position if self.bits == 8 else 0, 0)
-        if self.bits == 3:
+        if self.planes == 2:
             nibble = step // 2
-            if self.kind == "f16":
+            if self.kind == "f16" or self.bits == 4:  # 7 bits of mantissa hold no second nibble
                 return Field(step % 2, 4 * nibble, 0)
             return Field(step % 2, 8 * (nibble // 2), 4 * (nibble % 2))
         position, chunk = divmod(step, self.chunks)
@@ -104,15 +111,21 @@ def pair(kind: str, power: int, negative: bool = False) -> int:
 
 
 def prepare(e: Mlir, form: CodeFormat, raw: list[Value], high: Value) -> list[Value]:
-    """Converts a row's registers for `values`; only INT3's change.
+    """Converts a row's registers for `values`; only those of two planes change.
 
-    Words of INT3's planes are merged into nibbles: first the even positions of the two-bit plane,
-    then the odd ones. Bit 2p of the one-bit plane's word j is the lowest bit of position p of word
-    j, bit 2p + 1 that of word j + 8, which lanes with t >= 2 have.
+    Words of two planes are merged into nibbles: first the even positions of the first plane, which
+    has two bits, then the odd ones. A second plane of two bits has the same positions in the same
+    words. Bit 2p of a one-bit plane's word j is the lowest bit of position p of word j, bit 2p + 1
+    that of word j + 8, which lanes with t >= 2 have.
     """
-    if form.bits != 3:
+    if form.planes == 1:
         return raw
     even, odd = [], []
+    if form.widths[1] == 2:
+        for two, low in zip(raw[:4], raw[4:], strict=True):
+            even.append(e.merge(e.shl(two, 2), 0xCCCCCCCC, low, "select"))
+            odd.append(e.merge(two, 0xCCCCCCCC, e.shr(low, 2), "select"))
+        return even + odd
     later = e.add(high, 2)
     for two, one in zip(raw[:4], raw[4:], strict=True):
         # The fourth bit of each nibble is left as it comes: no field takes it.

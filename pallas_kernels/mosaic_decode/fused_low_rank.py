@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from pallas_kernels.mosaic_decode.emit import Value
-from pallas_kernels.mosaic_decode.product import BlockOfX, Stream
+from pallas_kernels.mosaic_decode.product import BlockOfX, Rows, Stream
 
 _Totals = TypeVar("_Totals")
 
@@ -60,7 +60,7 @@ class FusedStream(Generic[_Totals]):
         return self.other_stream() if other else self.stream, number
 
     def fetch(
-        self, tile: int, stage: Value, present: Value, to: Value, row: Value | None = None
+        self, tile: int, stage: Value, present: Value, to: Value, row: Rows | None = None
     ) -> None:
         """Fetches like `Stream.fetch`."""
         stream, number = self._of(tile)

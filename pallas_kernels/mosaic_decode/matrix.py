@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from pallas_kernels import layout
+from pallas_kernels.mosaic_decode.arithmetic import Arithmetic, Value
 from pallas_kernels.mosaic_decode.fragments import CodeFormat
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 
@@ -28,9 +30,13 @@ class Matrix:
     scale_bytes: int
     zero_kind: str
     second_plane: int  # bytes from a row's start to INT3's second plane
+    refined_words: int = 0  # of a row of a second plane that lies apart
+    constants: layout.PrefixConstants | None = None  # of scales and zeros; None: they are as stored
     words: Any = None
     scales: Any = None
     zeros: Any = None
+    refined: Any = None  # the second plane's words
+    refined_slots: Any = None
 
     @property
     def num_blocks(self) -> int:
@@ -41,17 +47,22 @@ class Matrix:
     def row_bytes(self) -> int:
         """Bytes of a row's words, scales and zeros."""
         of_zero = {"float": self.scale_bytes, "integer": 1}.get(self.zero_kind, 0)
-        return 4 * self.num_words + self.num_groups * (self.scale_bytes + of_zero)
+        words = self.num_words + self.refined_words
+        return 4 * words + self.num_groups * (self.scale_bytes + of_zero)
 
     @property
     def groups_per_block(self) -> int:
         """Scales per block of a row."""
         return self.form.block // self.group
 
+    def scaled(self, e: Arithmetic, total: Value) -> Value:
+        """Multiplies a sum over K by the factor of all scales, if they are derived."""
+        return total if self.constants is None else e.fmul(total, self.constants.scale_factor)
+
 
 def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
     """Static facts of a matrix; addresses are set when the kernel is lowered."""
-    form = CodeFormat(weights.bits, kind)
+    form = CodeFormat(weights.bits, kind, bool(weights.refinements))
     width = weights.words.shape[2]
     return Matrix(
         form=form,
@@ -64,25 +75,28 @@ def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
         scale_bytes=0 if weights.scales is None else weights.scales.dtype.itemsize,
         zero_kind=weights.zero_kind,
         second_plane=weights.num_inputs * 2 // 8,
+        refined_words=sum(part.words.shape[2] for part in weights.refinements),
+        constants=weights.constants,
     )
 
 
 def num_arrays(matrix: Matrix) -> int:
-    """Number of operands of its form: words, scales, zeros."""
-    return 1 + (matrix.num_groups > 0) + (matrix.zero_kind in ("float", "integer"))
+    """Number of operands of its form, `PackedMatrices.arrays`."""
+    constants = (matrix.num_groups > 0) + (matrix.zero_kind in ("float", "integer"))
+    return 1 + constants + (2 if matrix.form.apart else 0)
 
 
 def addressed(matrix: Matrix, addresses: Sequence[Any]) -> Matrix:
     """Sets the addresses of a matrix's operands, as many as its form has."""
-    words, scales, zeros = [*addresses, None, None][:3]
-    return dataclasses.replace(matrix, words=words, scales=scales, zeros=zeros)
+    names = ("words", "scales", "zeros", "refined", "refined_slots")
+    return dataclasses.replace(matrix, **dict(zip(names, addresses, strict=False)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One kind of bytes of a stage of 16 rows: its position, and how a warp copies it."""
 
-    of: str  # "words", "second" (INT3's other plane), "scales" or "zeros"
+    of: str  # "words", "second" (another plane), "scales" or "zeros"
     matrix_row_bytes: int  # from row to row of the matrix
     imm: int  # bytes from a row's start
     row_bytes: int  # of a stage
@@ -119,10 +133,10 @@ def stage_parts(matrix: Matrix, span: int) -> list[Part]:
     """
     m, form = matrix, matrix.form
     words = m.num_words * 4
-    width = 2 if form.bits == 3 else form.bits
-    kinds = [("words", words, 0, form.block * width // 8, 0, True)]
-    if form.bits == 3:
-        kinds.append(("second", words, m.second_plane, form.block // 8, 32, True))
+    kinds = [("words", words, 0, form.block * form.widths[0] // 8, 0, True)]
+    if form.planes == 2:
+        row, imm = (4 * m.refined_words, 0) if form.apart else (words, m.second_plane)
+        kinds.append(("second", row, imm, form.block * form.widths[1] // 8, 32, True))
     sizes = {"float": m.scale_bytes, "integer": 1}
     for of, size in (("scales", m.scale_bytes), ("zeros", sizes.get(m.zero_kind, 0))):
         if size:
@@ -136,7 +150,7 @@ def stage_parts(matrix: Matrix, span: int) -> list[Part]:
         if copied and (row_bytes > MAX_ROW_BYTES or row_bytes & (row_bytes - 1)):
             raise ValueError(f"{of} of {row_bytes} bytes a row and stage: span {span} is too long")
         whole = row_bytes % (2 * HALF_LINE) == 0
-        swapped = whole and of == "words"
+        swapped = whole and of in ("words", "second") and each % HALF_LINE == 0
         pitch = row_bytes + (spread if whole and not swapped else 0)
         found.append(Part(of, row, imm, row_bytes, pitch, at, copied, swapped))
         at += -(-pitch * ROWS // 16) * 16 if copied else 0

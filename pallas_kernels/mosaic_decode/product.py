@@ -46,11 +46,16 @@ class Lane:
 MAX_IMMEDIATE = 2**22  # bytes from a row to a part, within 24 bits of an instruction
 
 
+# Rows of all slots where a tile begins: in the matrix's own arrays, then where its second plane
+# lies if that is apart.
+Rows = tuple[Value, ...]
+
+
 class Stream:
     """Blocks of some row tiles of one matrix, as a warp copies and multiplies them.
 
     A stage is `span` neighbouring blocks of all the tiles. It lies in shared memory tile by tile:
-    words, INT3's second plane, scales, zeros, each row by row as in the matrix, so that copies read
+    words, a second plane, scales, zeros, each row by row as in the matrix, so that copies read
     whole cache lines. Rows are spaced so that the lanes' reads fall on different banks.
     """
 
@@ -72,8 +77,14 @@ class Stream:
         self.parts = stage_parts(matrix, span)
         self.tile_bytes = tile_bytes(matrix, span)
         self.num_tiles = len(first_rows) * len(tiles_at)
-        self.rows = [e.add(e.mul(slot, matrix.num_rows), first) for first in first_rows]
-        bases = {"scales": matrix.scales, "zeros": matrix.zeros}
+        slots, bases = [slot], {"scales": matrix.scales, "zeros": matrix.zeros}
+        if matrix.form.apart:
+            slots += e.load(e.offset(matrix.refined_slots, slot, 4), 0, 1)
+            bases["second"] = matrix.refined
+        self.rows: list[Rows] = [
+            tuple(e.add(e.mul(slot, matrix.num_rows), first) for slot in slots)
+            for first in first_rows
+        ]
         self.bases = [bases.get(part.of, matrix.words) for part in self.parts]
         pairs = zip(self.parts, self.bases, strict=True)
         self.sources = [self._source(*pair) for pair in pairs if pair[0].copied]
@@ -92,12 +103,12 @@ class Stream:
         return self.e.band(row, ROWS - 1)  # a part of few bytes is copied twice, to one place
 
     def fetch(
-        self, tile: int, stage: Value, present: Value, to: Value, row: Value | None = None
+        self, tile: int, stage: Value, present: Value, to: Value, row: Rows | None = None
     ) -> None:
         """Starts copying a tile's stage into shared memory; zeros if `present` (i32) is 0.
 
         Args:
-          row: i32, of all slots' rows, in place of the first of `rows`.
+          row: in place of the first of `rows`.
         """
         e, copied = self.e, [part for part in self.parts if part.copied]
         if self.wanted is not None:
@@ -112,7 +123,8 @@ class Stream:
         row = self.rows[number] if row is None else row
         for (part, place, column), base in zip(pieces, self.sources, strict=True):
             place = e.add(to, e.add(e.mul(place, part.pitch), column))
-            source = e.offset(base, row, part.matrix_row_bytes)
+            of_part = row[-1] if part.of == "second" else row[0]
+            source = e.offset(base, of_part, part.matrix_row_bytes)
             below = self.tiles_at[among] * part.matrix_row_bytes
             if below >= MAX_IMMEDIATE:
                 source, below = e.offset(source, below), 0
@@ -148,7 +160,8 @@ class Stream:
         rows: list[list[Value]] = [[], []]
         for part in self.parts[: form.planes]:
             second = part.of == "second"
-            column = e.mul(e.band(lane.t, 1) if second else lane.t, 16)
+            shared = second and form.widths[1] == 1  # by lanes t and t + 2
+            column = e.mul(e.band(lane.t, 1) if shared else lane.t, 16)
             place = e.add(at, e.add(e.mul(lane.g, part.pitch), column))
             swap = e.mul(e.band(lane.g, 1), HALF_LINE) if part.swapped else 0
             places = [e.add(place, swap), e.sub(place, swap)]
@@ -182,7 +195,7 @@ class Stream:
                     k = e.mul(e.add(e.mul(stage, self.span), block), m.form.block)
                     number, among = divmod(tile, len(self.tiles_at))
                     row = e.add(self.lane.g, self.tiles_at[among] + 8 * half)
-                    row = e.add(self.rows[number], row)
+                    row = e.add(self.rows[number][0], row)
                     source = e.offset(self.bases[i], row, part.matrix_row_bytes)
                     size = width // m.groups_per_block
                     source = e.offset(source, e.div(k, m.group_size), size)
@@ -289,7 +302,12 @@ class Stream:
             for half in range(2):
                 part = column[step][2 * half : 2 * half + 2]
                 sums = self.e.mma(form.kind, [top, bottom, top, bottom], part, sums)
-        return sums
+        if (derived := self.matrix.constants) is None:
+            return sums
+        # With alpha + beta zero in place of zero: alpha and beta are put into the sums.
+        pairs = list(zip(sums[:2], sums[2:], strict=True))
+        moved = [self.e.fma(derived.zero_offset, of_x, offset) for offset, of_x in pairs]
+        return moved + [self.e.fmul(derived.zero_factor, of_x) for _, of_x in pairs]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,9 @@ def _of_terms(x: Operand, low_rank: Sequence[LowRank]) -> list[str]:
 
 
 def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
-    found, form = [], CodeFormat(weights.bits, KINDS[x.dtype.name])
+    found, form = [], CodeFormat(weights.bits, KINDS[x.dtype.name], bool(weights.refinements))
+    if form.planes > 2:
+        found.append(f"it merges two planes, not {form.planes}")
     if weights.num_inputs % form.block:
         found.append(f"K {weights.num_inputs} is no multiple of {form.block}")
     if weights.bits == PLAIN_BITS:

@@ -43,6 +43,8 @@ def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
         if weights.words.dtype != x.dtype:
             found.append(f"plain weights are {weights.words.dtype} and x {x.dtype}")
         return found
+    if len(weights.widths) > 2:
+        found.append(f"it merges two planes, not {len(weights.widths)}")
     group = weights.group_size
     if group < weights.num_inputs and (group % 16 or (BLOCK % group and group % BLOCK)):
         found.append(f"groups of {group}: not 16, 32, 64, 128, a multiple of {BLOCK} or a row")
@@ -73,7 +75,6 @@ def dense(
         num_tokens, num_rows, num_inputs, weights.bits, target.num_processors
     )
     form = None if weights.bits == PLAIN_BITS else form_of(weights, KINDS[x.dtype.name])
-    operands = [a for a in (weights.words, weights.scales, weights.zeros) if a is not None]
     num_items = -(-num_rows // tiles.rows) * -(-num_tokens // tiles.tokens) * tiles.splits
     summed = tiles.splits > 1 or jnp.dtype(out_dtype).name not in KINDS
     rooms = scratch(form, tiles, x.dtype)
@@ -93,18 +94,18 @@ def dense(
         scratch=rooms,
         num_warpgroups=tiles.warpgroups + 1,
     )  # fmt: skip
-    found = call(slot.reshape(1), x, *operands)
+    found = call(slot.reshape(1), x, *weights.arrays)
     if not summed:
         return found
     return (found[0] if tiles.splits == 1 else found.sum(axis=0)).astype(out_dtype)
 
 
 def _body(
-    slot_ref: Any, x: Any, weights: Any, *rest: Any,
+    slot_ref: Any, x: Any, *rest: Any,
     form: MatrixFormat | None, tiles: WgmmaTiles, num_items: int, num_blocks: int, **rooms: Any,
 ) -> None:  # fmt: skip
-    *constants, out = rest
-    parts = pipeline(form, tiles, x, weights, constants, rooms)
+    *arrays, out = rest
+    parts = pipeline(form, tiles, x, arrays, rooms)
     num_tokens, num_rows = out.shape[-2:]
     row_tiles = -(-num_rows // tiles.rows)
     token_tiles = -(-num_tokens // tiles.tokens)

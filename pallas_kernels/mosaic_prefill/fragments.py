@@ -40,6 +40,8 @@ class Tile(NamedTuple):
 
     first_word: int  # of the row, for block 0
     num_words: int  # 8, 16 or 32: the length of a swizzled row in shared memory
+    pitch: int  # words from block to block of the row
+    refined: bool = False  # of the plane that lies apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,12 @@ class MatrixFormat:
     scale_bytes: int
     zero_kind: str
     paired: bool = False  # tiles take the matrix's halves alternately, eight rows each
+    apart: bool = False  # planes lie in arrays of their own
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of each plane of a row."""
+        return (layout.PREFIX_PLANES if self.apart else layout.PLANES)[self.bits]
 
     @property
     def num_blocks(self) -> int:
@@ -69,11 +77,17 @@ class MatrixFormat:
     @property
     def tiles(self) -> tuple[Tile, ...]:
         """Tiles of a block's row, at most 32 words (128 bytes) each."""
+        if self.apart:
+            planes = layout.planes_apart(self.num_inputs, self.bits)
+        else:
+            planes = layout.planes(self.num_inputs, self.bits)
         found = []
-        for plane in layout.planes(self.num_inputs, self.bits):
+        for number, plane in enumerate(planes):
             words = BLOCK * plane.width // 32
-            size = min(words, 32)
-            found += [Tile(plane.first_word + i, size) for i in range(0, words, size)]
+            size, refined = min(words, 32), self.apart and number > 0
+            found += [
+                Tile(plane.first_word + i, size, words, refined) for i in range(0, words, size)
+            ]
         return tuple(found)
 
     @property
@@ -113,7 +127,12 @@ class MatrixFormat:
         if self.zero_kind == "symmetric":
             return scale, float(2 ** (self.bits - 1))
         rest = constants[2 * per_row + row * self._registers(self.zero_bytes) :]
-        return scale, _number(e, rest, group, self.zero_bytes)
+        zero = _number(e, rest, group, self.zero_bytes)
+        if not self.apart:
+            return scale, zero
+        derived = layout.prefix_constants(self.bits)
+        zero = e.fma(zero, derived.zero_factor, derived.zero_offset)
+        return e.fmul(scale, derived.scale_factor), zero
 
 
 def form_of(weights: PackedMatrices, kind: str, paired: bool = False) -> MatrixFormat:
@@ -129,6 +148,7 @@ def form_of(weights: PackedMatrices, kind: str, paired: bool = False) -> MatrixF
         scale_bytes=weights.scales.dtype.itemsize,
         zero_kind=weights.zero_kind,
         paired=paired,
+        apart=bool(weights.refinements),
     )
 
 
@@ -156,18 +176,27 @@ def lane_words(form: MatrixFormat) -> list[tuple[int, int, int]]:
 
 
 def prepare(e: Emitter, form: MatrixFormat, raw: Sequence[Value]) -> list[Value]:
-    """Converts a block's words for `operand`: only INT3's change, to nibbles.
+    """Converts a block's words for `operand`: only those of two planes change, to nibbles.
 
-    Word j of the one-bit plane serves words j and j + 8 of the two-bit plane: its bit 2p the
-    position p of the former, bit 2p + 1 that of the latter. Even positions become the nibbles of
-    one word, odd ones those of another; the fourth bit of a nibble is left as it comes.
+    Even positions of the first plane, which has two bits, become the nibbles of one word, odd ones
+    those of another. A second plane of two bits has the same positions in the same words. Word j of
+    a one-bit plane serves words j and j + 8 of the first: its bit 2p the position p of the former,
+    bit 2p + 1 that of the latter; the fourth bit of a nibble is then left as it comes.
 
     Returns:
-      For INT3: for each row the even nibbles of its four words, then the odd ones.
+      Of two planes: for each row the even nibbles of its four words, then the odd ones.
     """
-    if form.bits != 3:
+    if len(form.widths) == 1:
         return list(raw)
     found = []
+    if form.widths[1] == 2:
+        for row in range(2):
+            both = list(
+                zip(raw[8 * row : 8 * row + 4], raw[8 * row + 4 : 8 * row + 8], strict=True)
+            )
+            found += [e.merge(e.shl(two, 2), 0xCCCCCCCC, low, "select") for two, low in both]
+            found += [e.merge(two, 0xCCCCCCCC, e.shr(low, 2), "select") for two, low in both]
+        return found
     for row in range(2):
         two, one = raw[6 * row : 6 * row + 4], raw[6 * row + 4 : 6 * row + 6]
         for odd in range(2):
@@ -188,10 +217,12 @@ class _Field(NamedTuple):
 
 def field(form: MatrixFormat, piece: int) -> _Field:
     """Position of 16 k, number `piece` of a block."""
-    if form.bits == 3:
+    if len(form.widths) == 2:
         position, part = divmod(piece, 2)
-        nibble = position // 2
-        return _Field(4 * (position % 2) + 2 * part, 8 * (nibble // 2), 4 * (nibble % 2))
+        nibble, word = position // 2, 4 * (position % 2) + 2 * part
+        if form.bits == 4:  # 7 bits of mantissa hold no second nibble
+            return _Field(word, 4 * nibble, 0)
+        return _Field(word, 8 * (nibble // 2), 4 * (nibble % 2))
     position, part = divmod(piece, form.bits)  # 16 w k, or w pieces, at a position
     if form.bits == 8:
         return _Field(2 * part, 8 * position, 0)

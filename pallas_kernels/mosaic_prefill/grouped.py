@@ -140,13 +140,13 @@ class _Call:
         if out.dtype.name in KINDS:
             shape = (tiles.warpgroups, 2, tiles.chunk, ROWS // 2 if self.paired else ROWS)
             rooms["out_room"] = plgpu.SMEM(shape, out.dtype)
-        constants = [a for a in (weights.scales, weights.zeros) if a is not None]
-        operands = [*self.runs, rows, weights.words, *constants]
+        arrays = weights.arrays
+        operands = [*self.runs, rows, *arrays]
         what = "gate_up" if self.paired else "down"
         call = launch.mosaic_pipeline_call(
             functools.partial(
                 _body, tier=tier, form=form, tiles=tiles, paired=self.paired,
-                num_constants=len(constants),
+                num_arrays=len(arrays),
             ),
             name=f"grouped_{what}_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
             num_blocks=self.target.num_processors,
@@ -167,12 +167,12 @@ class _Item(Item):
 
 
 def _body(
-    order: Any, table: Any, first_block: Any, x: Any, weights: Any, *rest: Any,
-    tier: int, form: MatrixFormat | None, tiles: WgmmaTiles, paired: bool, num_constants: int,
+    order: Any, table: Any, first_block: Any, x: Any, *rest: Any,
+    tier: int, form: MatrixFormat | None, tiles: WgmmaTiles, paired: bool, num_arrays: int,
     **rooms: Any,
 ) -> None:  # fmt: skip
-    constants, out = rest[:num_constants], rest[-1]
-    parts = pipeline(form, tiles, x, weights, constants, rooms, paired)
+    arrays, out = rest[:num_arrays], rest[-1]
+    parts = pipeline(form, tiles, x, arrays, rooms, paired)
     rows = tiles.rows // (2 if paired else 1)
     row_tiles = -(-out.shape[1] // rows)
     first, after = first_block[tier], first_block[tier + 1]

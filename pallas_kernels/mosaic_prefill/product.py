@@ -46,6 +46,7 @@ class Pipeline:
     tiles: WgmmaTiles
     x: Any  # [M, K]
     weights: Any  # words uint32[S, N, W], or plain [S, N, K]
+    refined: tuple[Any, ...]  # words and slots of a plane that lies apart
     constants: tuple[Any, ...]  # scales and zeros
     x_copied: Any  # [x_stages, tokens, 64], the memory of `x_read`
     x_read: Any
@@ -62,7 +63,8 @@ class Pipeline:
         Args:
           done: int32[], blocks of K copied before.
         """
-        tiles, form = self.tiles, self.form
+        tiles, form, matrix = self.tiles, self.form, (self.weights, item.slot)
+        refined = (self.refined[0], self.refined[1][item.slot]) if self.refined else matrix
 
         def step(b: jax.Array, carry: None) -> None:
             count, block = done + b, item.block + b
@@ -74,9 +76,9 @@ class Pipeline:
                     plgpu.barrier_wait(self.words_empty.at[slot])
 
                 for tile, room in zip(form.tiles, self.words, strict=True):
-                    pitch = form.words_per_block if form.bits != 3 else tile.num_words
-                    columns = pl.ds(tile.first_word + block * pitch, tile.num_words)
-                    self._copy_rows(item, columns, room.at[slot], self.words_full.at[slot])
+                    columns = pl.ds(tile.first_word + block * tile.pitch, tile.num_words)
+                    of = refined if tile.refined else matrix
+                    self._copy_rows(of, item, columns, room.at[slot], self.words_full.at[slot])
             for stage in range(STAGES):
                 slot, used = self._stage(count, stage)
 
@@ -88,19 +90,26 @@ class Pipeline:
                 source = self.x.at[pl.ds(item.token, tiles.tokens), columns]
                 plgpu.copy_gmem_to_smem(source, self.x_copied.at[slot], self.x_full.at[slot])
                 if form is None:
-                    self._copy_rows(item, columns, self.plain.at[slot], self.x_full.at[slot])
+                    room = self.plain.at[slot]
+                    self._copy_rows(matrix, item, columns, room, self.x_full.at[slot])
             return carry
 
         lax.fori_loop(0, item.num_blocks, step, None)
 
-    def _copy_rows(self, item: Item, columns: Any, room: Any, full: Any) -> None:
-        """Copies columns of an item's rows, in one copy per half if they are paired."""
-        halves = 2 if self.paired else 1
-        count, distance = self.tiles.rows // halves, self.weights.shape[1] // halves
+    def _copy_rows(
+        self, matrix: tuple[Any, Any], item: Item, columns: Any, room: Any, full: Any
+    ) -> None:
+        """Copies columns of an item's rows, in one copy per half if they are paired.
+
+        Args:
+          matrix: the stack, and the slot in it.
+        """
+        (stack, slot), halves = matrix, 2 if self.paired else 1
+        count, distance = self.tiles.rows // halves, stack.shape[1] // halves
         for half in range(halves):
             rows = pl.ds(item.row + half * distance, count)
             part = room.at[pl.ds(half * count, count)] if self.paired else room
-            plgpu.copy_gmem_to_smem(self.weights.at[item.slot, rows, columns], part, full)
+            plgpu.copy_gmem_to_smem(stack.at[slot, rows, columns], part, full)
 
     def _stage(self, count: jax.Array, stage: int) -> tuple[jax.Array, jax.Array]:
         """Buffer of a stage of the block `count`, and whether it was used before."""
@@ -195,16 +204,23 @@ def pipeline(
     form: MatrixFormat | None,
     tiles: WgmmaTiles,
     x: Any,
-    weights: Any,
-    constants: Sequence[Any],
+    arrays: Sequence[Any],
     rooms: dict[str, Any],
     paired: bool = False,
 ) -> Pipeline:
-    """Names the references by role; `rooms` are those of `scratch`."""
+    """Names the references by role.
+
+    Args:
+      arrays: those of the matrices, in the order of `PackedMatrices.arrays`.
+      rooms: those of `scratch`.
+    """
     x_copied, x_read = rooms["x_room"]
+    weights, *rest = arrays
+    refined = tuple(rest[-2:]) if form and form.apart else ()
+    constants = rest[: len(rest) - len(refined)]
     return Pipeline(
-        form=form, paired=paired, tiles=tiles, x=x, weights=weights, constants=tuple(constants),
-        x_copied=x_copied, x_read=x_read,
+        form=form, paired=paired, tiles=tiles, x=x, weights=weights, refined=refined,
+        constants=tuple(constants), x_copied=x_copied, x_read=x_read,
         words=tuple(rooms[f"words_{i}"] for i in range(len(form.tiles))) if form else (),
         plain=rooms.get("plain"), x_full=rooms["x_full"], x_empty=rooms["x_empty"],
         words_full=rooms.get("words_full"), words_empty=rooms.get("words_empty"),

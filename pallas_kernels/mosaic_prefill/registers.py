@@ -175,7 +175,7 @@ def _operand(pairs: Sequence[Value], kind: str) -> mgpu.FragmentedArray:
 
 
 def _num_words(form: MatrixFormat) -> int:
-    return 16 if form.bits == 3 else form.num_raw
+    return 16 if len(form.widths) == 2 else form.num_raw
 
 
 def _layout(count: int) -> Any:

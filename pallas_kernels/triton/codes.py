@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import layout
-from pallas_kernels.packed import PackedMatrices
+from pallas_kernels.packed import PLAIN_BITS, PackedMatrices, stored_planes
 from pallas_kernels.triton.elements import Int
 
 Ref = Any
 MAX_WORDS = 32  # of a row, held at a time
 
 
-def position_codes(bits: int) -> int:
-    """Consecutive k at one position of a block's words; for INT3, two positions."""
-    return 64 if bits == 3 else layout.BLOCK * bits // 16
+def position_codes(weights: PackedMatrices) -> int:
+    """Consecutive k at one position of a block's words; with two planes, at two positions."""
+    return layout.BLOCK * weights.widths[0] // 16 * len(weights.widths)
 
 
 class Codes:
@@ -45,19 +45,19 @@ class Codes:
             if weights.bits < 8:
                 self.place, self.magic, self.offset = (4, 0x5400, 64)
         self.by_row = weights.num_groups == 1
+        self.planes = [] if weights.bits == PLAIN_BITS else stored_planes(weights, slot)
 
     def words(self, tiles: Sequence[jax.Array], block: Int) -> list[list[list[jax.Array]]]:
         """Words [tile][plane][chunk] uint32[rows, words] of a block; int32[rows] per tile."""
-        weights = self.weights
         found = []
         for rows in tiles:
             planes = []
-            for plane in layout.planes(weights.num_inputs, weights.bits):
+            for plane, stored, slot in self.planes:
                 count = layout.BLOCK * plane.width // layout.WORD_BITS
                 first = plane.first_word + block * count
                 width = self._chunk(count)
                 planes.append([
-                    _load_2d(weights.words, self.slot, rows, first + begin, width)
+                    _load_2d(stored, slot, rows, first + begin, width)
                     for begin in range(0, count, width)
                 ])  # fmt: skip
             found.append(planes)
@@ -65,7 +65,7 @@ class Codes:
 
     def _chunk(self, count: int) -> int:
         """Words loaded together: their codes of a position lie in one group."""
-        if self.weights.bits == 3:
+        if self.weights.widths == (2, 1):
             return 8
         codes = 2 * count
         if not self.by_row:
@@ -74,26 +74,23 @@ class Codes:
 
     def pieces(self) -> list[tuple[int, int, int]]:
         """Pieces (first k in the step, codes, id) of one product with x, by k."""
-        bits = self.weights.bits
-        if bits == 3:
-            return [(k, 16, k // 16 % 4 + k // 64 * 4) for k in range(0, self.step, 16)]
-        count = layout.BLOCK * bits // layout.WORD_BITS
+        widths = self.weights.widths
+        if len(widths) == 2:  # a piece is some words of one position of the two-bit plane
+            size = 2 * self._chunk(layout.BLOCK * widths[0] // layout.WORD_BITS)
+            return [(k, size, k // size) for k in range(0, self.step, size)]
+        count = layout.BLOCK * widths[0] // layout.WORD_BITS
         width = 2 * self._chunk(count)
         return [(k, width, i) for i, k in enumerate(range(0, self.step, width))]
 
     def _pairs(self, planes: list[list[jax.Array]], piece: int, first_position: Int) -> jax.Array:
         """Pairs uint32[rows, words]: two codes per word, `place` bits up in its halves."""
         bits = self.weights.bits
-        if bits == 3:
+        if len(planes) == 2:
             high, low = planes
-            position, odd, chunk = piece // 4, piece // 2 % 2, piece % 2
-            word, bit = high[chunk], low[0]
-            if odd:
-                word = (word >> _u32(1)) & _u32(0x66666666)
-            else:
-                word = (word & _u32(0x33333333)) << _u32(1)
-            word = word | ((bit >> _u32(2 * odd + chunk)) & _u32(0x11111111))
-            return _field(word, first_position + position, 4, self.place)
+            position, chunk = divmod(piece, len(high))
+            nibble, odd = divmod(position, 2)
+            word = _nibbles(self.weights.widths[1], high[chunk], low[0], odd, chunk)
+            return _field(word, first_position + nibble, 4, self.place)
         chunks = planes[0]
         at = first_position + piece // len(chunks)
         return _field(chunks[piece % len(chunks)], at, bits, self.place)
@@ -122,6 +119,22 @@ class Codes:
 
 def _u32(value: int) -> jax.Array:
     return jnp.uint32(value)
+
+
+def _nibbles(width: int, high: jax.Array, low: jax.Array, odd: int, chunk: int) -> jax.Array:
+    """Merges words of the two-bit plane with those of a plane of `width` 1 or 2 to nibbles.
+
+    Even positions of the two-bit plane make one word, odd ones another. A word of one bit serves
+    two words of two bits, a chunk apart: even bits the first, odd bits the second.
+    """
+    if width == 2:
+        if odd:
+            return (high & _u32(0xCCCCCCCC)) | ((low >> _u32(2)) & _u32(0x33333333))
+        return ((high & _u32(0x33333333)) << _u32(2)) | (low & _u32(0x33333333))
+    bit = (low >> _u32(2 * odd + chunk)) & _u32(0x11111111)
+    if odd:
+        return ((high >> _u32(1)) & _u32(0x66666666)) | bit
+    return ((high & _u32(0x33333333)) << _u32(1)) | bit
 
 
 def _field(word: jax.Array, position: Int, width: int, place: int) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import layout
-from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
+from pallas_kernels.packed import PLAIN_BITS, PackedMatrices, stored_planes
 
 Int = int | jax.Array
 
@@ -49,7 +49,7 @@ def element_codes(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Ar
     block, within = quotient(k, layout.BLOCK), remainder(k, layout.BLOCK)
     half = remainder(k, 2) * 16
     codes = None
-    for plane in layout.planes(weights.num_inputs, weights.bits):
+    for plane, stored, place_of in stored_planes(weights, slot):
         words = layout.BLOCK * plane.width // layout.WORD_BITS
         position, place = quotient(within, 2 * words), remainder(within, 2 * words)
         if rest:
@@ -57,7 +57,7 @@ def element_codes(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Ar
             whole = block < full
             position = jnp.where(whole, position, quotient(within, short))
             place = jnp.where(whole, place, remainder(within, short))
-        word = weights.words[slot, rows, plane.first_word + block * words + quotient(place, 2)]
+        word = stored[place_of, rows, plane.first_word + block * words + quotient(place, 2)]
         shift = (half + position * plane.width).astype(jnp.uint32)
         part = (word >> shift) & jnp.uint32((1 << plane.width) - 1)
         codes = (
@@ -70,7 +70,7 @@ def element_codes(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Ar
 
 
 def element_values(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Array) -> jax.Array:
-    """Elements float32 at rows and k, see `element_codes`."""
+    """Elements float32 at rows and k of matrices without refinements, see `element_codes`."""
     if weights.bits == PLAIN_BITS:
         return weights.words[slot, rows, k].astype(jnp.float32)
     assert weights.scales is not None

@@ -46,6 +46,8 @@ class Span(NamedTuple):
 def refusal(weights: PackedMatrices) -> str | None:
     """Reason why a program cannot multiply by matrices of this form, or None."""
     size = weights.group_size
+    if weights.bits != PLAIN_BITS and len(weights.widths) > 2:
+        return f"it merges two planes, not {len(weights.widths)}"
     if weights.bits != PLAIN_BITS and weights.num_groups > 1 and size % CHUNK:
         return f"groups of {size} are no multiple of {CHUNK} and not a whole row"
     return None
@@ -100,16 +102,16 @@ def product(
     Args:
       slot: int32[].
       tiles: int32[rows] of each tile, none beyond the last; all of one length.
-      step: codes per step; a power of two in `min_step(bits)` .. 256.
+      step: codes per step; a power of two in `min_step(weights)` .. 256.
     """
     shape = (tiles[0].shape[0], num_columns)
     kernel = _Product(columns, weights, slot, tiles, shape, step, interpret)
     return kernel.plain(span) if weights.bits == PLAIN_BITS else kernel.packed(span)
 
 
-def min_step(bits: int) -> int:
-    """Smallest step: codes of one position (INT3: of a pair)."""
-    return CHUNK if bits == PLAIN_BITS else position_codes(bits)
+def min_step(weights: PackedMatrices) -> int:
+    """Smallest step: codes of one position (with two planes: of a pair)."""
+    return CHUNK if weights.bits == PLAIN_BITS else position_codes(weights)
 
 
 class _Product:
@@ -156,8 +158,11 @@ class _Product:
         if sums is not None:
             if zero is None:
                 negative = jnp.full(self.shape, -self._center(offset), jnp.float32)
-            else:
+            elif (derived := self.weights.constants) is None:
                 negative = spread(-(zero.astype(jnp.float32) + offset))
+            else:
+                shift, factor = -(derived.zero_offset + offset), -derived.zero_factor
+                negative = spread(zero.astype(jnp.float32) * factor + shift)
             products = self._fma(negative, sums, products)
         return self._fma(spread(scale), products, acc)
 
@@ -192,11 +197,13 @@ class _Product:
 
     def packed(self, span: Span) -> list[jax.Array]:
         if num_steps(self.weights, self.step) == 0:
-            return self._tail([jnp.zeros(self.shape, jnp.float32)] * len(self.rows), span)
+            return self._scaled_by_factor(
+                self._tail([jnp.zeros(self.shape, jnp.float32)] * len(self.rows), span)
+            )
         groups = self._step_groups()
         offsets = [pieces[0][0] for pieces in groups]
         per_block = layout.BLOCK // self.step
-        positions = self.step // position_codes(self.weights.bits)
+        positions = self.step // position_codes(self.weights)
         zero = jnp.zeros(self.shape, jnp.float32)
 
         def scales_of(index: Int) -> list[list[jax.Array]]:
@@ -231,7 +238,12 @@ class _Product:
             if self.columns.sums is not None:
                 row_sums = jnp.broadcast_to(self.columns.sums(0)[None, :], self.shape)
             accs = self._by_row(accs, None if self._centered() else row_sums, self.codes.offset)
-        return self._tail(accs, span)
+        return self._scaled_by_factor(self._tail(accs, span))
+
+    def _scaled_by_factor(self, accs: list[jax.Array]) -> list[jax.Array]:
+        """Multiplies by the factor of all scales, if they are derived."""
+        derived = self.weights.constants
+        return accs if derived is None else [acc * derived.scale_factor for acc in accs]
 
     def _centered(self) -> bool:
         """Whether products come without their offset and zero."""

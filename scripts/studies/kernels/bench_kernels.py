@@ -3,6 +3,7 @@
     python -m scripts.studies.kernels.bench_kernels --shapes=4096x14336,14336x4096 --bits=16,3,4,2 \
         --out=scripts/studies/kernels/kernels_h200.jsonl
     python -m scripts.studies.kernels.bench_kernels --only=grouped --shapes=qwen3-30b --m=1,16,64
+    python -m scripts.studies.kernels.bench_kernels --only=planes --implementations=mosaic
     python -m scripts.studies.kernels.bench_kernels \
         --smoke      # tries the script on a CPU, in seconds
 
@@ -28,14 +29,15 @@ from scripts.studies.kernels.data import DENSE, MOE, SMOKE_DENSE, SMOKE_MOE
 from scripts.studies.kernels.dense import bench_compensator, bench_dense
 from scripts.studies.kernels.grouped import bench_grouped
 from scripts.studies.kernels.peers import versions
+from scripts.studies.kernels.planes import bench_planes
 from scripts.studies.kernels.running import IMPLEMENTATIONS, Bench, OutOfTime
 from scripts.studies.kernels.timing import compute_rate, empty_call, read_bandwidth
 from scripts.studies.measuring import Report
 
-SECTIONS = ("dense", "grouped", "compensator")
+SECTIONS = ("dense", "grouped", "compensator", "planes")
 _SHAPE_NAMES = (*(shape.name for shape in DENSE), *(moe.name for moe in MOE))
 
-_ONLY = flags.DEFINE_list("only", list(SECTIONS), f"of {', '.join(SECTIONS)}")
+_ONLY = flags.DEFINE_list("only", list(SECTIONS[:3]), f"of {', '.join(SECTIONS)}")
 _SHAPES = flags.DEFINE_list("shapes", [], f"of {', '.join(_SHAPE_NAMES)}; none: all")
 _BITS = flags.DEFINE_list("bits", ["16", "3", "4", "2"], "of dense weights: 2, 3, 4, 8, 16 (bf16)")
 _M = flags.DEFINE_list("m", [], "rows of x, or tokens of a layer; none: those of the table")
@@ -53,6 +55,7 @@ _SMOKE = flags.DEFINE_bool("smoke", False, "tiny shapes and the reference, on a 
 
 DENSE_ROWS = (1, 4, 16, 64, 1024, 4096, 32, 256)  # those with a bar first
 COMPENSATOR_ROWS = (1, 16)
+PLANES_ROWS = (1, 4, 16, 64, 1024)
 SMOKE_IMPLEMENTATIONS = ("reference", "cublas", "unpack", "torch")
 
 
@@ -103,6 +106,9 @@ def run_sections(bench: Bench) -> None:
         bench_grouped(bench, [moe for moe in models if not asked or moe.name in asked], rows)
     if "compensator" in _ONLY.value:
         bench_compensator(bench, dense[0], rows or COMPENSATOR_ROWS)
+    if "planes" in _ONLY.value:
+        layers = [moe for moe in models if not asked or moe.name in asked]
+        bench_planes(bench, products, layers, rows or (dense_rows if bench.smoke else PLANES_ROWS))
 
 
 def main(argv: list[str]) -> None:

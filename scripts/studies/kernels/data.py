@@ -18,6 +18,7 @@ from pallas_kernels.packed import (
     PLAIN_BITS,
     LowRank,
     PackedMatrices,
+    Refinement,
     dequantize,
     low_rank_factors,
     plain,
@@ -96,6 +97,20 @@ def random_stack(
     )
 
 
+def random_planes(
+    seed: jax.Array, *, slots: int, rows: int, inputs: int, bits: int
+) -> PackedMatrices:
+    """Matrices like `random_stack`'s in two planes, each in its own array, in different orders."""
+    first, width = layout.PREFIX_PLANES[bits]
+    base = random_stack(seed, slots=slots, rows=rows, inputs=inputs, bits=first)
+    shape = (slots + 1, rows, layout.num_plane_words(inputs, width))
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"))
+    words = jax.jit(functools.partial(jax.random.bits, shape=shape, dtype=jnp.uint32))(keys[0])
+    places = jax.random.permutation(keys[1], slots + 1)[:slots].astype(jnp.int32)
+    refinement = Refinement(words=words, slots=places)
+    return dataclasses.replace(base, bits=bits, refinements=(refinement,))
+
+
 def random_terms(weights: PackedMatrices, bits: int = 3) -> LowRank:
     """Compensators of rank 32 for every slot, a tenth of the weights' size."""
     slots, rank = weights.num_slots, RANK
@@ -129,7 +144,7 @@ def as_bf16(weights: PackedMatrices) -> tuple[jax.Array, ...]:
 class HostMatrix(NamedTuple):
     """One slot, in numpy."""
 
-    words: np.ndarray
+    words: tuple[np.ndarray, ...]  # of planes that lie apart; else one array
     scales: np.ndarray | None
     zeros: np.ndarray | None
     num_inputs: int
@@ -137,29 +152,38 @@ class HostMatrix(NamedTuple):
     group_size: int
 
     def rows(self, rows: np.ndarray | slice) -> np.ndarray:
-        """float32[n, K]: rows of the matrix; exact."""
+        """float32[n, K]: rows of the matrix; exact but of planes that lie apart."""
+        words = [plane[rows] for plane in self.words]
         if self.scales is None:
-            return self.words[rows].astype(np.float32)
+            return words[0].astype(np.float32)
         group = np.arange(self.num_inputs) // self.group_size
-        codes = layout.unpack(self.words[rows], self.bits, self.num_inputs).astype(np.float32)
-        scales = self.scales[rows].astype(np.float32)[:, group]
-        if self.zeros is None:
-            return (codes - np.float32(2 ** (self.bits - 1))) * scales
-        return (codes - self.zeros[rows].astype(np.float32)[:, group]) * scales
+        scales = self.scales[rows].astype(np.float32)
+        zeros = np.float32(2 ** (self.bits - 1))
+        if self.zeros is not None:
+            zeros = self.zeros[rows].astype(np.float32)
+        if len(words) == 1:
+            codes = layout.unpack(words[0], self.bits, self.num_inputs)
+        else:
+            codes = layout.unpack_planes(words, self.bits, self.num_inputs)
+            factor, offset, slope = map(np.float32, layout.prefix_constants(self.bits))
+            scales, zeros = factor * scales, offset + slope * zeros
+        zeros = zeros[:, group] if zeros.ndim else zeros
+        return (codes.astype(np.float32) - zeros) * scales[:, group]
 
 
 def host_matrix(weights: PackedMatrices, slot: int) -> HostMatrix:
     """Fetches one slot."""
-    leaves = (weights.words, weights.scales, weights.zeros)
-    words, scales, zeros = (None if x is None else np.asarray(x[slot]) for x in leaves)
-    assert words is not None
+    leaves = (weights.scales, weights.zeros)
+    scales, zeros = (None if x is None else np.asarray(x[slot]) for x in leaves)
+    places = [(weights.words, slot), *((r.words, r.slots[slot]) for r in weights.refinements)]
+    words = tuple(np.asarray(stored[place]) for stored, place in places)
     return HostMatrix(words, scales, zeros, weights.num_inputs, weights.bits, weights.group_size)
 
 
 def some(count: int, most: int, seed: int = 0) -> np.ndarray:
     """Indices below `count`: all, or the first, the last and random ones, in order."""
-    if count <= most:
-        return np.arange(count)
+    if count <= most or most == 1:
+        return np.arange(min(count, most))
     inner = np.random.default_rng(seed).choice(count - 2, most - 2, replace=False) + 1
     return np.sort(np.concatenate([inner, [0, count - 1]]))
 

@@ -32,11 +32,11 @@ INT8_ROWS = (1, 16)
 class Product:
     """One shape and one form of weights, with what the calls take."""
 
-    def __init__(self, bench: Bench, shape: Dense, bits: int) -> None:
+    def __init__(self, bench: Bench, shape: Dense, bits: int, make: Any = random_stack) -> None:
         self.bench, self.shape, self.bits = bench, shape, bits
         elements = shape.num_inputs * shape.num_outputs
         slots = bench.chain(elements * bits // 8, elements * bits / 8, 0).num_slots
-        self.weights = random_stack(
+        self.weights = make(
             jnp.uint32(bits), slots=slots, rows=shape.num_outputs, inputs=shape.num_inputs,
             bits=bits,
         )  # fmt: skip
@@ -85,7 +85,7 @@ def _one_case(product: Product, m: int) -> None:
     print(f"{product.label(m)}: {choice.describe()}", flush=True)
     bench.check_choice(product.label(m), choice, product.bits)
     chain = product.chain(m)
-    samples = [dense_sample(x, weights, slot) for slot in _checked(chain)]
+    samples = [dense_sample(x, weights, slot) for slot in checked_slots(chain)]
     for name in bench.implementations:
         what = f"{product.label(m)} | {name}"
         if name in KERNELS:
@@ -101,7 +101,7 @@ def _one_case(product: Product, m: int) -> None:
         bench.attempt(what, part, ours=name in KERNELS)
 
 
-def _checked(chain: Chain) -> tuple[int, int]:
+def checked_slots(chain: Chain) -> tuple[int, int]:
     """Slots of the first and of the last call."""
     return 0, (chain.num_calls - 1) % chain.num_slots
 
@@ -114,11 +114,18 @@ def _kernel(
         print(f"  {product.label(x.shape[0])} | {name}: refuses: {reason}", flush=True)
         return
 
+    call = kernel_call(name, chain)
+    _record(product, name, x, chain, samples, call, product.weights, ERROR_LIMIT)
+
+
+def kernel_call(name: str, chain: Chain) -> Any:
+    """Product of a chain by one of our kernels, for `time_jax`."""
+
     def call(x: jax.Array, weights: Any, i: int) -> jax.Array:
         slot = jnp.int32(i % chain.num_slots)
         return dequant_matmul(x, weights, slot=slot, implementation=name)
 
-    _record(product, name, x, chain, samples, call, product.weights, ERROR_LIMIT)
+    return call
 
 
 def _through_xla(
@@ -208,7 +215,7 @@ def _with_and_without(
 
         timing = time_jax(call, x, (weights, low_rank), chain, bench.repetitions)
         found = (np.asarray(timing.first), np.asarray(timing.last))
-        samples = [dense_sample(x, weights, slot, low_rank) for slot in _checked(chain)]
+        samples = [dense_sample(x, weights, slot, low_rank) for slot in checked_slots(chain)]
         errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
         if low_rank is not None:
             num_bytes += (low_rank.u.slot_nbytes + low_rank.v.slot_nbytes) / weights.num_slots

@@ -39,11 +39,9 @@ CALLS = 8  # of a chain with more than one token: each reads most of a layer
 class Layer:
     """One model's layers, packed, and in bf16 once a baseline asks."""
 
-    def __init__(self, bench: Bench, moe: Moe) -> None:
+    def __init__(self, bench: Bench, moe: Moe, make: Any = random_stack) -> None:
         self.bench, self.moe = bench, moe
-        stack = functools.partial(
-            random_stack, slots=moe.num_layers * moe.num_experts, bits=moe.bits
-        )
+        stack = functools.partial(make, slots=moe.num_layers * moe.num_experts, bits=moe.bits)
         self.gate_up = stack(jnp.uint32(1), rows=2 * moe.expert_dim, inputs=moe.model_dim)
         self.down = stack(jnp.uint32(2), rows=moe.model_dim, inputs=moe.expert_dim)
 
@@ -119,8 +117,8 @@ def make_assignments(
     return as_assignments(slots, weights), _distinct(slots)
 
 
-def make_case(layer: Layer, num_tokens: int) -> Case:
-    """Routing, inputs, and the float64 values of the first and the last call."""
+def make_case(layer: Layer, num_tokens: int, checked: int = CHECKED_TOKENS) -> Case:
+    """Routing, inputs, and float64 values of `checked` tokens of the first and the last call."""
     bench, moe = layer.bench, layer.moe
     slots, weights = deal(bench, moe, num_tokens)
     num_calls = len(slots)
@@ -133,20 +131,21 @@ def make_case(layer: Layer, num_tokens: int) -> Case:
         assignments=as_assignments(slots, weights),
         chain=Chain(num_calls, num_calls, 2),
         samples=(
-            moe_sample(x, slots[0], weights[0], layer.gate_up, layer.down, CHECKED_TOKENS),
-            moe_sample(x, slots[-1], weights[-1], layer.gate_up, layer.down, CHECKED_TOKENS),
+            moe_sample(x, slots[0], weights[0], layer.gate_up, layer.down, checked),
+            moe_sample(x, slots[-1], weights[-1], layer.gate_up, layer.down, checked),
         ),
         num_pairs=num_tokens * moe.width,
         distinct=_distinct(slots),
     )
     if bench.smoke:
         return case
-    guess = bench.chain(1, case.num_bytes(_packed_bytes(layer)), case.operations)
+    guess = bench.chain(1, case.num_bytes(packed_bytes(layer)), case.operations)
     rounds = max(1, round(guess.num_rounds * guess.num_calls / num_calls))
     return case._replace(chain=case.chain._replace(num_rounds=rounds))
 
 
-def _packed_bytes(layer: Layer) -> int:
+def packed_bytes(layer: Layer) -> int:
+    """Bytes of an expert."""
     return layer.gate_up.slot_nbytes + layer.down.slot_nbytes
 
 
@@ -177,12 +176,12 @@ def _bf16_kernels(bench: Bench) -> tuple[str, ...]:
 def _one(case: Case, name: str) -> None:
     bench, what = case.layer.bench, f"{case.layer.label(case.x.shape[0])} | {name}"
     limit = PEER_ERROR_LIMIT if name in BF16 else LAYER_ERROR_LIMIT
-    num_bytes = case.num_bytes(_packed_bytes(case.layer))
+    num_bytes = case.num_bytes(packed_bytes(case.layer))
     if name == "torch_grouped":
         timing = _torch_timing(case)
         found = [to_numpy(y) for y in (timing.first, timing.last)]
     else:
-        run = _layer_call(case, name)
+        run = layer_call(case, name)
         if isinstance(run, str):
             print(f"  {what}: refuses: {run}", flush=True)
             return
@@ -194,7 +193,7 @@ def _one(case: Case, name: str) -> None:
     bench.record(what, timing, errors, limit, num_bytes, case.operations)
 
 
-def _layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], jax.Array, Any]:
+def layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], jax.Array, Any]:
     """(call, x, operands) for `time_jax`, or why the implementation refuses."""
     layer, x = case.layer, case.x
     gate_up, down = layer.operands

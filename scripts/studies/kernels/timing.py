@@ -9,7 +9,7 @@ the graph of a round stays in: `empty_call` measures what a call that does nothi
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,17 +98,26 @@ def difference(run: Callable[[int], None], repetitions: int) -> tuple[float, flo
       run: queues so many programs and waits for them.
       repetitions: pairs of queues, at least 2.
     """
-    run(SHORT)
-    found = []
+    return differences([run], repetitions)[0]
+
+
+def differences(
+    runs: Sequence[Callable[[int], None]], repetitions: int
+) -> list[tuple[float, float]]:
+    """Seconds of several programs as `difference` finds them, a pair of queues of each in turn."""
+    found: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run(SHORT)
     for _ in range(repetitions):
-        times = []
-        for count in (SHORT, LONG):
-            start = time.perf_counter()
-            run(count)
-            times.append(time.perf_counter() - start)
-        found.append((times[1] - times[0]) / (LONG - SHORT))
-    low, middle, high = statistics.quantiles(found, n=4)
-    return middle, (high - low) / 2
+        for run, of_run in zip(runs, found, strict=True):
+            times = []
+            for count in (SHORT, LONG):
+                start = time.perf_counter()
+                run(count)
+                times.append(time.perf_counter() - start)
+            of_run.append((times[1] - times[0]) / (LONG - SHORT))
+    quartiles = [statistics.quantiles(of_run, n=4) for of_run in found]
+    return [(middle, (high - low) / 2) for low, middle, high in quartiles]
 
 
 def time_jax(
@@ -120,6 +129,30 @@ def time_jax(
     options: Options | None = None,
 ) -> Timing:
     """Times a call inside one compiled program."""
+    return time_together([(call, x, operands, chain)], repetitions, options)[0]
+
+
+def time_together(
+    cases: Sequence[tuple[Call, jax.Array, Any, Chain]],
+    repetitions: int,
+    options: Options | None = None,
+) -> list[Timing]:
+    """Times calls, each inside its compiled program, a repetition of each in turn."""
+    parts = [_compiled(*case, options) for case in cases]
+    found = []
+    for case, (_, outputs), (took, spread) in zip(
+        cases, parts, differences([run for run, _ in parts], repetitions), strict=True
+    ):
+        chain = case[-1]
+        scale = 1e6 / (chain.num_calls * chain.num_rounds)
+        found.append(Timing(took * scale, spread * scale, outputs[0], outputs[-1]))
+    return found
+
+
+def _compiled(
+    call: Call, x: jax.Array, operands: Any, chain: Chain, options: Options | None
+) -> tuple[Callable[[int], None], tuple[jax.Array, ...]]:
+    """What queues so many programs and waits for them, and the outputs of one."""
     program = jax.jit(chained(call, chain)).lower(x, operands)
     compiled = program.compile(compiler_options=SERIAL if options is None else options)
     outputs = jax.block_until_ready(compiled(x, operands))
@@ -127,9 +160,7 @@ def time_jax(
     def run(count: int) -> None:
         jax.block_until_ready([compiled(x, operands) for _ in range(count)])
 
-    took, spread = difference(run, repetitions)
-    scale = 1e6 / (chain.num_calls * chain.num_rounds)
-    return Timing(took * scale, spread * scale, outputs[0], outputs[-1])
+    return run, outputs
 
 
 def time_torch(calls: list[Callable[[Any], Any]], x: Any, chain: Chain, repetitions: int) -> Timing:
