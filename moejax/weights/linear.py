@@ -72,7 +72,8 @@ def packing(weight: Weight) -> str | None:
         groups = "one group a row" if whole_row else f"groups of {weight.group_size}"
         zeros = "symmetric" if weight.zeros is None else f"{weight.zero_kind} zeros"
         low_rank = ", low-rank terms" if weight.compensators else ""
-        return f"INT{weight.bits} in {groups}, {zeros}{low_rank}"
+        planes = " by bit planes" if weight.refinements else ""
+        return f"INT{weight.bits}{planes} in {groups}, {zeros}{low_rank}"
     return None
 
 
@@ -83,6 +84,8 @@ def kernel_refusal(weight: Weight) -> str | None:
     if isinstance(weight, QTensor):
         if weight.permutation is not None:
             return "its inputs are permuted (act-order)"
+        if weight.refinements:
+            return "it lies by bit planes"
         factors = [factor for c in weight.compensators for factor in (c.u, c.v)]
     else:
         factors = [weight]
@@ -374,6 +377,7 @@ def _row_block(
         words=rows(weight.words),
         scales=rows(weight.scales),
         zeros=None if weight.zeros is None else rows(weight.zeros),
+        refinements=tuple(rows(plane) for plane in weight.refinements),
         compensators=(),
     ).dequantize()
     for compensator in weight.compensators:
@@ -394,6 +398,7 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
             words=weight.words[flat],
             scales=weight.scales[flat],
             zeros=None if weight.zeros is None else weight.zeros[flat],
+            refinements=tuple(plane[flat] for plane in weight.refinements),
             compensators=(),
         ).dequantize()
         for compensator in weight.compensators:

@@ -19,10 +19,22 @@ from pallas_kernels import layout
 FP8_BLOCK = 128
 ZERO_KINDS = ("float", "integer", "symmetric")
 FACTOR_GROUP_SIZE = 64  # of packed low-rank factors; shorter rows are one group
+REFINEMENT = "refinement_"  # and its number from 1: an array of `CodesKind.arrays`
 
 
 def _static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def planes_refusal(planes: Sequence[int]) -> str | None:
+    """Reason why widths cannot be prefixes of one code, or None."""
+    known = [layout.PREFIX_PLANES.get(bits) for bits in planes]
+    if len(planes) > 1 and None not in known and list(planes) == sorted(set(planes)):
+        widest = layout.PREFIX_PLANES[planes[-1]]
+        if all(widest[: len(part or ())] == part for part in known):
+            return None
+    text = ",".join(map(str, planes))
+    return f"planes={text} is none of 2,3, 2,4, 2,8, 4,8 and 2,4,8, the widths of one code"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +45,20 @@ class CodesKind:
     group_size: int
     zero_kind: str = "symmetric"  # one of `ZERO_KINDS`
     scale_dtype: str = "float16"  # or "float32"
+    by_planes: bool = False  # bit planes in arrays of their own, with float zeros; at 2 bits none
+
+    def prefix(self, bits: int) -> "CodesKind":
+        """Stored form of the leading `bits` bits of matrices that are stored by planes."""
+        return dataclasses.replace(self, bits=bits, by_planes=bits > 2)
 
     def arrays(self, shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Arrays of matrices [..., N, K] by field of `QTensor`, without a permutation."""
+        """Arrays of matrices [..., N, K], without a permutation.
+
+        By field of `QTensor`; its refinements are named `REFINEMENT` and their number.
+        """
         *lead, inputs = shape
-        words = (*lead, layout.num_words(inputs, self.bits))
+        base, *others = layout.PREFIX_PLANES[self.bits] if self.by_planes else (self.bits,)
+        words = (*lead, layout.num_words(inputs, base))
         groups = (*lead, layout.num_groups(inputs, self.group_size))
         scales = jax.ShapeDtypeStruct(groups, np.dtype(self.scale_dtype))
         found = {"words": jax.ShapeDtypeStruct(words, np.dtype(np.uint32)), "scales": scales}
@@ -46,6 +67,9 @@ class CodesKind:
             found["zeros"] = (
                 jax.ShapeDtypeStruct(groups, np.dtype(np.uint8)) if is_integer else scales
             )
+        for i, width in enumerate(others, 1):
+            words = (*lead, layout.num_plane_words(inputs, width))
+            found[f"{REFINEMENT}{i}"] = jax.ShapeDtypeStruct(words, np.dtype(np.uint32))
         return found
 
     def num_bytes(self, shape: Sequence[int]) -> int:
@@ -59,9 +83,14 @@ class CodesKind:
         compensators: tuple["Compensator", ...] = (),
     ) -> "QTensor":
         """Matrices of this kind from their arrays; checked (`QTensor.check`)."""
-        fields: dict[str, Any] = {"zeros": None, **arrays, "compensators": compensators}
+        own = {name: array for name, array in arrays.items() if not name.startswith(REFINEMENT)}
+        fields: dict[str, Any] = {"zeros": None, **own, "compensators": compensators}
         tensor = QTensor(
-            **fields, num_inputs=num_inputs, bits=self.bits, group_size=self.group_size
+            **fields,
+            refinements=tuple(arrays[name] for name in sorted(arrays.keys() - own.keys())),
+            num_inputs=num_inputs,
+            bits=self.bits,
+            group_size=self.group_size,
         )
         tensor.check()
         return tensor
@@ -72,11 +101,17 @@ class CodesKind:
 class QTensor:
     """Matrices [..., N, K] in groups of codes: w = (q - zero) scale, plus compensators.
 
+    With refinements the codes lie by bit planes (`layout.pack_planes`): `words` is the plane of
+    the two leading bits, and scales and zeros are those of 2 bits, from which
+    `layout.prefix_constants` makes those of `bits`.
+
     Invariants (`check`):
       * `words` is uint32[..., N, W], rows packed by `pallas_kernels.layout` under `layout`;
       * `scales` is float16 or float32 [..., N, G], G = ceil(K / group_size);
       * `zeros` has the shape of `scales` and is of its dtype (a float zero point), uint8 (an
         integer one), or None (symmetric: 2^(bits - 1));
+      * `refinements` are none, or uint32[..., N, W'] for each further plane of
+        `layout.PREFIX_PLANES[bits]`, and `zeros` are then floats;
       * `permutation`, int32[..., K], if any: code k of a row belongs to input `permutation[k]`
         (GPTQ's act-order, in which the groups are runs of the permuted inputs);
       * with a permutation there are no compensators.
@@ -85,6 +120,7 @@ class QTensor:
     words: jax.Array
     scales: jax.Array
     zeros: jax.Array | None
+    refinements: tuple[jax.Array, ...] = ()
     permutation: jax.Array | None = None
     compensators: tuple["Compensator", ...] = ()
     num_inputs: int = _static()  # K
@@ -116,15 +152,23 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales, zeros, permutation and compensators."""
+        """Bytes of codes, scales, zeros, refinements, permutation and compensators."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def check(self) -> None:
         """Raises ValueError naming the invariant that does not hold."""
         lead, (rows, inputs) = self.shape[:-2], self.shape[-2:]
         groups = layout.num_groups(inputs, self.group_size)
-        words = layout.num_words(inputs, self.bits)
-        self._expect("words", self.words, (*lead, rows, words), (np.uint32,))
+        planes = (self.words, *self.refinements)
+        widths = layout.PREFIX_PLANES[self.bits] if self.refinements else (self.bits,)
+        if len(planes) != len(widths):
+            raise ValueError(f"{len(planes)} planes, expected {len(widths)} of {self.bits} bits")
+        for i, (plane, width) in enumerate(zip(planes, widths, strict=True)):
+            name = f"{REFINEMENT}{i}" if i else "words"
+            words = layout.num_plane_words(inputs, width) if i else layout.num_words(inputs, width)
+            self._expect(name, plane, (*lead, rows, words), (np.uint32,))
+        if self.refinements and self.zero_kind != "float":
+            raise ValueError(f"refinements go with float zeros, these are {self.zero_kind}")
         self._expect("scales", self.scales, (*lead, rows, groups), (np.float16, np.float32))
         if self.layout != layout.LAYOUT:
             raise ValueError(f"layout is {self.layout!r}, this version reads {layout.LAYOUT!r}")
@@ -153,12 +197,34 @@ class QTensor:
             words=self.words[index],
             scales=self.scales[index],
             zeros=None if self.zeros is None else self.zeros[index],
+            refinements=tuple(plane[index] for plane in self.refinements),
             permutation=None if self.permutation is None else self.permutation[index],
             compensators=tuple(compensator[index] for compensator in self.compensators),
         )
 
+    def prefix(self, bits: int) -> "QTensor":
+        """Returns the matrices in the leading `bits` bits, without a copy.
+
+        Compensators of other widths are left out. Raises ValueError unless the codes lie by planes
+        and `bits` ends one.
+        """
+        if bits == self.bits:
+            return self
+        widths = layout.PREFIX_PLANES[self.bits] if self.refinements else (self.bits,)
+        ends = np.cumsum(widths).tolist()
+        if bits not in ends:
+            raise ValueError(f"bits {bits} is no prefix of {self.bits} bits in planes {widths}")
+        count = ends.index(bits)
+        own = tuple(c for c in self.compensators if c.bits == bits)
+        return dataclasses.replace(
+            self, bits=bits, refinements=self.refinements[:count], compensators=own
+        )
+
     def codes(self) -> jax.Array:
         """Unpacks codes, uint8[..., N, K], in the order of storage."""
+        if self.refinements:
+            planes = (self.words, *self.refinements)
+            return layout.unpack_planes(planes, self.bits, self.num_inputs)
         return layout.unpack(self.words, self.bits, self.num_inputs)
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
@@ -169,12 +235,17 @@ class QTensor:
             zeros: jax.Array | np.float32 = np.float32(2 ** (self.bits - 1))
         else:
             zeros = self.zeros.astype(jnp.float32)[..., group]
+        if self.refinements:
+            constants = layout.prefix_constants(self.bits)
+            scales = scales * np.float32(constants.scale_factor)
+            zeros = zeros * np.float32(constants.zero_factor) + np.float32(constants.zero_offset)
         weights = (self.codes().astype(jnp.float32) - zeros) * scales
         if self.permutation is not None:
             inverse = jnp.argsort(self.permutation, axis=-1)[..., None, :]
             weights = jnp.take_along_axis(weights, inverse, axis=-1)
         for compensator in self.compensators:
-            weights = compensator.add_to(weights)
+            if compensator.bits in (0, self.bits):
+                weights = compensator.add_to(weights)
         return weights.astype(dtype)
 
 
@@ -203,6 +274,8 @@ class Compensator:
     first_row: int = _static()
     num_rows: int = _static()
     max_rank: int = _static()
+    # Width of the prefix that they were fitted to, and that alone has them; 0: the whole code.
+    bits: int = _static(default=0)
 
     def check(self, lead: tuple[int, ...], rows: int, inputs: int) -> None:
         """Raises ValueError unless the terms fit matrices [*lead, rows, inputs]."""
@@ -340,8 +413,11 @@ def from_codes(
     group_size: int,
     zero_kind: str,
     scale_dtype: Any = jnp.float16,
+    by_planes: bool = False,
 ) -> QTensor:
     """Packs a quantizer's output; numpy arrays give numpy leaves, JAX arrays JAX leaves.
+
+    By planes the scales and zeros are stored as those of 2 bits (`QTensor`).
 
     Args:
       codes: uint8[..., N, K].
@@ -354,6 +430,11 @@ def from_codes(
     """
     if zero_kind not in ZERO_KINDS:
         raise ValueError(f"zero_kind {zero_kind!r} is none of {', '.join(ZERO_KINDS)}")
+    if by_planes:
+        assert zeros is not None
+        constants = layout.prefix_constants(bits)
+        scales = scales / np.float32(constants.scale_factor)
+        zeros = (zeros - np.float32(constants.zero_offset)) / np.float32(constants.zero_factor)
     arrays = {}
     if zero_kind != "symmetric":
         assert zeros is not None
@@ -362,5 +443,8 @@ def from_codes(
         arrays["zeros"] = (
             xp.round(zeros).astype(xp.uint8) if is_integer else zeros.astype(scale_dtype)
         )
-    arrays |= {"words": layout.pack(codes, bits), "scales": scales.astype(scale_dtype)}
-    return CodesKind(bits=bits, group_size=group_size).tensor(codes.shape[-1], arrays)
+    planes = layout.pack_planes(codes, bits) if by_planes else (layout.pack(codes, bits),)
+    arrays |= {"words": planes[0], "scales": scales.astype(scale_dtype)}
+    arrays |= {f"{REFINEMENT}{i}": plane for i, plane in enumerate(planes) if i}
+    kind = CodesKind(bits=bits, group_size=group_size, by_planes=by_planes)
+    return kind.tensor(codes.shape[-1], arrays)
