@@ -84,8 +84,6 @@ def kernel_refusal(weight: Weight) -> str | None:
     if isinstance(weight, QTensor):
         if weight.permutation is not None:
             return "its inputs are permuted (act-order)"
-        if weight.refinements:
-            return "it lies by bit planes"
         factors = [factor for c in weight.compensators for factor in (c.u, c.v)]
     else:
         factors = [weight]
@@ -123,6 +121,9 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
 
     if not isinstance(weight, QTensor):
         return packed.plain(flat(weight))
+    slots, is_pool = weight.plane_slots, weight.plane_slots is not None
+    if slots is None:
+        slots = jnp.arange(math.prod(weight.shape[:-2]), dtype=jnp.int32)
     return packed.PackedMatrices(
         words=flat(weight.words),
         scales=flat(weight.scales),
@@ -130,6 +131,10 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
         num_inputs=weight.num_inputs,
         bits=weight.bits,
         group_size=weight.group_size,
+        refinements=tuple(
+            packed.Refinement(words=plane if is_pool else flat(plane), slots=slots.reshape(-1))
+            for plane in weight.refinements
+        ),
     )
 
 
