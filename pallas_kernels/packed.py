@@ -132,8 +132,10 @@ class PackedMatrices:
                 raise ValueError(f"plain matrices are {self.words.dtype}, not bfloat16 or float16")
             if self.words.shape != (slots, rows, self.num_inputs):
                 raise ValueError(f"plain matrices of {self.num_inputs} inputs: {self.words.shape}")
-            if self.scales is not None or self.zeros is not None or self.refinements:
-                raise ValueError("plain matrices have no scales, no zeros and no refinements")
+            if self.scales is not None or self.zeros is not None:
+                raise ValueError("plain matrices have no scales and no zeros")
+            if self.refinements:
+                raise ValueError("plain matrices have no refinements")
             return
         num_words = layout.num_words(self.num_inputs, self.bits)
         if self.refinements:

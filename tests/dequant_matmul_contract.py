@@ -231,6 +231,7 @@ NOT_INTERPRETED = (
     "low_rank_first_slot",
     "low_rank_int4",
     "low_rank_none",
+    "every_code_apart_int3",
 )
 
 
@@ -305,6 +306,12 @@ def _with(operands: Operands, name: str, change: Callable[[Any], Any]) -> Operan
     return operands._replace(weights=dataclasses.replace(operands.weights, **{name: part}))
 
 
+def _with_slots(operands: Operands, change: Callable[[np.ndarray], np.ndarray]) -> Operands:
+    refinements = operands.weights.refinements
+    moved = tuple(dataclasses.replace(of, slots=change(of.slots)) for of in refinements)
+    return operands._replace(weights=dataclasses.replace(operands.weights, refinements=moved))
+
+
 def _with_terms(operands: Operands, name: str, change: Callable[[Any], Any]) -> Operands:
     changed = tuple(
         dataclasses.replace(terms, **{name: change(getattr(terms, name))})
@@ -344,6 +351,13 @@ BROKEN: dict[str, tuple[Callable[[Operands], Operands], str]] = {
     ),
     "the next matrix of the stack": (
         lambda of: of._replace(slot=np.asarray((of.slot + 1) % 3, np.int32)), "low_rank_int3"
+    ),
+    "refinements where the first planes lie": (
+        lambda of: _with_slots(of, lambda slots: np.arange(len(slots), dtype=np.int32)),
+        "every_code_apart_int4",
+    ),
+    "refinements of another matrix": (
+        lambda of: _with_slots(of, lambda slots: slots - np.int32(1)), "apart_int4_shared"
     ),
     "the row of x before": (
         lambda of: of._replace(x=np.roll(of.x, 1, axis=0)), "low_rank_int4"

@@ -57,7 +57,9 @@ FAST = (
     "int2grow_float", "int3g128_float", "int4grow_symmetric", "int8grow_float", "low_rank_plain",
     "plain_bfloat16", "rows_of_a_router", "rows_of_several_a_program",
     "whole_every_code_int2", "whole_every_code_int3", "whole_every_code_int4",
-    "whole_every_code_int8", "whole_int3g128_float", "whole_plain_bfloat16", "whole_low_rank_32",
+    "whole_every_code_int8", "whole_every_code_apart_int3", "whole_every_code_apart_int4",
+    "every_code_apart_int4", "whole_apart_int4_shared", "whole_int3g128_float",
+    "whole_plain_bfloat16", "whole_low_rank_32",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from pallas_kernels.delta_step import triton as delta_triton
 from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.grouped_dequant_matmul import Assignments
 from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
-from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.packed import LowRank, PackedMatrices, Refinement
 from pallas_kernels.qkv_to_cache import HeadNorms
 from pallas_kernels.qkv_to_cache import triton as writing_triton
 from pallas_kernels.residual_norm import triton as norm_triton
@@ -45,11 +45,21 @@ def shapes_of_matrices(form: Form, slots: int, rows: int, inputs: int) -> Packed
     groups = layout.num_groups(inputs, group_size)
     zero_dtypes = {"float": form.dtype, "integer": "uint8"}
     zeros = zero_dtypes.get(form.zero_kind)
+    width, refinements = form.bits, ()
+    if form.apart:
+        width, *others = form.widths
+        refinements = tuple(
+            Refinement(
+                words=leaf(slots + 1, rows, layout.num_plane_words(inputs, other), dtype="uint32"),
+                slots=leaf(slots, dtype="int32"),
+            )
+            for other in others
+        )
     return PackedMatrices(
-        words=part(layout.num_words(inputs, form.bits), dtype="uint32"),
+        words=part(layout.num_plane_words(inputs, width), dtype="uint32"),
         scales=part(groups, dtype=form.dtype),
         zeros=None if zeros is None else part(groups, dtype=zeros),
-        num_inputs=inputs, bits=form.bits, group_size=group_size,
+        num_inputs=inputs, bits=form.bits, group_size=group_size, refinements=refinements,
     )  # fmt: skip
 
 
@@ -202,6 +212,7 @@ def delta(batch: int, *, num_layers: int = 36) -> Program:
 QWEN = {"width": 8, "model_dim": 2048, "expert_dim": 768}
 MIXTRAL = {"width": 2, "model_dim": 4096, "expert_dim": 14336, "slots": 8}
 PLAIN = Form(16, dtype="bfloat16")
+APART, APART_INT3 = Form(4, apart="own"), Form(3, apart="own")
 
 # Made when asked for: the heuristics of tiles need a target, but no GPU.
 PROGRAMS: dict[str, Callable[[], Program]] = {
@@ -215,6 +226,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "dense_prefill_int8": lambda: dense(Form(8), 1024),
     "dense_prefill_plain": lambda: dense(PLAIN, 1024),
     "dense_plain": lambda: dense(PLAIN, 16),
+    "dense_decode_planes": lambda: dense(APART, 1),
+    "dense_prefill_planes": lambda: dense(APART, 1024),
+    "layer_decode_planes": lambda: layer((APART, Form(2)), 4, **QWEN),
+    "layer_prefill_planes": lambda: layer((APART_INT3,), 1024, **MIXTRAL),
     "layer_decode": lambda: layer((Form(4), Form(2)), 1, **QWEN),
     "layer_decode_int3_rank_16": lambda: layer((Form(3),), 4, rank=16, **MIXTRAL),
     "layer_decode_32_tokens": lambda: layer((Form(4),), 32, **QWEN),

@@ -96,6 +96,10 @@ WHOLE = {
     "whole_8_experts_of_a_token": _WHOLE._replace(
         tiers=(alike(INT3, 9),), tokens=10, width=8, model_dim=256
     ),
+    "whole_two_prefixes": _WHOLE._replace(
+        tiers=(alike(ONE_POOL),), pairs=(((0, 0), (0, 1)), ((0, 2), (0, 0)), ((0, 1), (0, 2)),
+                                         ((0, 2), (0, 1)))
+    ),
     "whole_apart_8_experts_of_a_token": _WHOLE._replace(
         tiers=(Tier(APART, APART_INT3, 9),), tokens=10, width=8, model_dim=256
     ),

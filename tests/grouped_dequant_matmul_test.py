@@ -57,13 +57,15 @@ INTERPRETED = sorted(
 FAST = (
     ("mosaic", "whole_all_is_skipped"), ("mosaic", "whole_int3_by_row"),
     ("mosaic", "whole_int4_int2_and_skipped"), ("mosaic", "whole_int8"),
+    ("mosaic", "whole_apart_and_int2"), ("triton", "apart_and_int2"),
     ("mosaic", "whole_low_rank_and_plain"), ("mosaic", "whole_one_token"),
     ("triton", "an_expert_twice_for_a_token"), ("triton", "int8"),
     ("triton", "int4_int2_and_skipped"), ("triton", "plain"),
 )  # fmt: skip
 FAST_REFERENCE = (
     "int2_gate_up_int4_down", "int3_by_row", "int4_int2_and_skipped", "int8", "low_rank",
-    "all_is_skipped", "one_expert_owns_all_rows", "plain", "prefill_all_but_one_row_skipped",
+    "apart_and_int2", "all_is_skipped", "one_expert_owns_all_rows", "plain",
+    "prefill_all_but_one_row_skipped",
 )  # fmt: skip
 
 
@@ -160,6 +162,25 @@ class ContractTest(HostTestCase, KernelTestCase):
             found, again = (self.interpreted(kernel, operands, layer) for _ in range(2))
         self.assertIsNone(layer_violation(found, operands))
         self.assertEqual(np.asarray(found).tobytes(), np.asarray(again).tobytes())
+
+    @slow.where(lambda kernel: kernel == "triton")
+    @parameterized.parameters("reference", *KERNELS)
+    def test_tiers_are_prefixes_of_one_pool(self, kernel):
+        """A tier of two bits reads the first planes of the tier of four."""
+        operands = random_operands(CASES["whole_two_prefixes"], seed(self.id()))
+        low = (dataclasses.replace(operands.gate_up[0], bits=2, refinements=()),
+               dataclasses.replace(operands.down[0], bits=2, refinements=()))  # fmt: skip
+        tier = np.asarray([[0, 1], [1, 0], [1, 1], [0, -1]], np.int32)
+        operands = operands._replace(
+            tier=tier, weight=np.where(tier < 0, np.float32(np.nan), operands.weight),
+            gate_up=[operands.gate_up[0], low[0]], down=[operands.down[0], low[1]],
+            gate_up_low_rank=[(), ()], down_low_rank=[(), ()],
+        )  # fmt: skip
+        if kernel == "reference":
+            found = program(implementation=kernel)(operands)
+        else:
+            found = self.interpreted(kernel, operands)
+        self.assertIsNone(violation(*found, operands))
 
     @slow.repeats()
     @parameterized.parameters("reference", *KERNELS)

@@ -69,9 +69,10 @@ def pairs_of_gpu_and_program() -> list[tuple[str, str]]:
 def stacks_touched(text: str, program: Program) -> set[str]:
     """Operations on whole stacks of packed weights other than launches and calls."""
     found = set()
-    for weights in program.weights:
-        sizes = "x".join(map(str, weights.words.shape))
-        whole = f"tensor<{sizes}x{MLIR_TYPES[weights.words.dtype.name]}>"
+    stacks = [part.words for of in program.weights for part in (of, *of.refinements)]
+    for words in stacks:
+        sizes = "x".join(map(str, words.shape))
+        whole = f"tensor<{sizes}x{MLIR_TYPES[words.dtype.name]}>"
         for line in text.splitlines():
             if whole in line:
                 found |= set(re.findall(r"stablehlo\.(\w+)", line))

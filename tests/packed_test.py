@@ -23,6 +23,9 @@ FORMS = (
     Form(3, 48, "symmetric"),  # groups that are no power of two
     Form(16, dtype="bfloat16"),
     Form(16, dtype="float16"),
+    Form(3, 32, apart="own"),
+    Form(4, 64, apart="shared"),
+    Form(8, 0, dtype="float32", apart="own"),
 )
 
 
@@ -105,6 +108,9 @@ class DescriptionTest(parameterized.TestCase):
         (FORMS[2], "int4g128 symmetric", "symmetric", 3, 20 * (40 * 4 + 3 * 2)),
         (FORMS[3], "int8grow float", "float", 1, 20 * (80 * 4 + 2 * 4)),
         (FORMS[5], "bfloat16", "none", 0, 20 * 300 * 2),
+        (FORMS[7], "int3p21g32 float", "float", 10, 20 * (30 * 4 + 10 * 2 * 2)),
+        (FORMS[8], "int4p22g64 float", "float", 5, 20 * (40 * 4 + 5 * 2 * 2)),
+        (FORMS[9], "int8p224grow float", "float", 1, 20 * (80 * 4 + 2 * 4)),
     )
     def test_of_matrices(self, form, text, zero_kind, groups, nbytes):
         weights = matrices(form)
@@ -149,6 +155,21 @@ class InvariantsTest(parameterized.TestCase):
     def test_plain(self, change, said):
         with self.assertRaisesRegex(ValueError, said):
             dataclasses.replace(matrices(Form(16, dtype="float16")), **change).check()
+
+    @parameterized.parameters(
+        ({"bits": 8}, "matrices of 8 bits are not stored as 2 planes that lie apart"),
+        ({"bits": 2}, "matrices of 2 bits are not stored as 2 planes that lie apart"),
+        ({"zeros": None}, "matrices with refinements have symmetric zeros, not float"),
+        ({"num_inputs": 330}, r"a refinement's words are uint32\(\d, 20, 20\), not"),
+        ({"words": np.zeros((2, 20, 20), np.uint32)}, r"words are uint32\(2, 20, 20\), not"),
+        ({"scales": np.zeros((2, 20, 5), np.float16), "zeros": np.zeros((2, 20, 5), np.float16)},
+         r"a refinement's slots are int32\(3,\), not int32\[2\]"),
+    )  # fmt: skip
+    def test_refinements(self, change, said):
+        weights = matrices(Form(4, apart="shared"))
+        weights.check()
+        with self.assertRaisesRegex(ValueError, said):
+            dataclasses.replace(weights, **change).check()
 
     @parameterized.parameters(
         ({"first_row": 9}, "rows 9..21 of 20"),

@@ -131,10 +131,8 @@ def _nibbles(width: int, high: jax.Array, low: jax.Array, odd: int, chunk: int) 
         if odd:
             return (high & _u32(0xCCCCCCCC)) | ((low >> _u32(2)) & _u32(0x33333333))
         return ((high & _u32(0x33333333)) << _u32(2)) | (low & _u32(0x33333333))
-    bit = (low >> _u32(2 * odd + chunk)) & _u32(0x11111111)
-    if odd:
-        return ((high >> _u32(1)) & _u32(0x66666666)) | bit
-    return ((high & _u32(0x33333333)) << _u32(1)) | bit
+    two = (high & _u32(0x33333333)) << _u32(1) if not odd else (high >> _u32(1)) & _u32(0x66666666)
+    return two | ((low >> _u32(2 * odd + chunk)) & _u32(0x11111111))
 
 
 def _field(word: jax.Array, position: Int, width: int, place: int) -> jax.Array:

@@ -7,6 +7,7 @@ library multiplies by the same weights. Their products with codes are exact in f
 import dataclasses
 import functools
 import math
+from concurrent import futures
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from pallas_kernels.packed import (
 
 GROUP_SIZE = 64
 RANK = 32
+SAMPLED_ROWS = 1024  # of a matrix, unpacked at a time on the host
 ERROR_LIMIT = 3e-3  # relative Frobenius error of a kernel of ours, bf16 outputs
 # The same of a MoE layer: two products in a row (gate and up, then down), whose errors are
 # independent and add up in squares. Hidden values are not rounded in the float64 value.
@@ -158,7 +160,7 @@ class HostMatrix(NamedTuple):
             return words[0].astype(np.float32)
         group = np.arange(self.num_inputs) // self.group_size
         scales = self.scales[rows].astype(np.float32)
-        zeros = np.float32(2 ** (self.bits - 1))
+        zeros = np.full((), 2 ** (self.bits - 1), np.float32)
         if self.zeros is not None:
             zeros = self.zeros[rows].astype(np.float32)
         if len(words) == 1:
@@ -216,6 +218,11 @@ def dense_sample(
     return Sample(rows, columns, values)
 
 
+def _rows_product(matrix: HostMatrix, x: np.ndarray, first: int) -> np.ndarray:
+    """float64: products of some rows of a matrix, from `first` on."""
+    return matrix.rows(slice(first, first + SAMPLED_ROWS)).astype(np.float64) @ x
+
+
 def moe_sample(
     x: jax.Array,
     slot: np.ndarray,
@@ -231,11 +238,10 @@ def moe_sample(
         row = np.asarray(x[int(token)]).astype(np.float64)
         for s, share in zip(slot[token], weight[token], strict=True):
             matrix = host_matrix(gate_up, int(s))
-            parts = [
-                matrix.rows(slice(first, first + 2048)).astype(np.float64) @ row
-                for first in range(0, gate_up.num_outputs, 2048)
-            ]
-            gate, up = np.split(np.concatenate(parts), 2)
+            product = functools.partial(_rows_product, matrix, row)
+            with futures.ThreadPoolExecutor() as threads:  # numpy works in parallel
+                parts = threads.map(product, range(0, gate_up.num_outputs, SAMPLED_ROWS))
+                gate, up = np.split(np.concatenate(list(parts)), 2)
             hidden = gate / (1 + np.exp(-gate)) * up
             down_rows = host_matrix(down, int(s)).rows(columns).astype(np.float64)
             values[i] += share * (down_rows @ hidden)

@@ -152,7 +152,7 @@ def time_together(
 def _compiled(
     call: Call, x: jax.Array, operands: Any, chain: Chain, options: Options | None
 ) -> tuple[Callable[[int], None], tuple[jax.Array, ...]]:
-    """What queues so many programs and waits for them, and the outputs of one."""
+    """Compiles a chain: a function that runs so many of it, and the outputs of one."""
     program = jax.jit(chained(call, chain)).lower(x, operands)
     compiled = program.compile(compiler_options=SERIAL if options is None else options)
     outputs = jax.block_until_ready(compiled(x, operands))
