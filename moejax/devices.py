@@ -71,7 +71,7 @@ def plain_memory_errors(device: jax.Device) -> Iterator[None]:
         ) from error
 
 
-def default_compilation_cache() -> Path:
+def _default_compilation_cache() -> Path:
     """Default directory: $XDG_CACHE_HOME/moejax/xla, or in the home directory, if there is one."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "moejax" / "xla"
@@ -97,7 +97,7 @@ def enable_compilation_cache(directory: str) -> Path | None:
     if directory == "auto" and given:
         return Path(given)
     try:
-        path = default_compilation_cache() if directory == "auto" else Path(directory).expanduser()
+        path = _default_compilation_cache() if directory == "auto" else Path(directory).expanduser()
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no permission to write")

@@ -37,7 +37,7 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     perplexity_run.run(config, text, output)
 
 
-def resumes(config: EvaluateConfig) -> bool:
+def _resumes(config: EvaluateConfig) -> bool:
     """Whether an interrupted run has kept windows, and the next one resumes from them."""
     if not config.output or config.begins_anew():
         return False
@@ -48,7 +48,7 @@ COMMAND = cli.Command(
     doc=__doc__,
     default=EvaluateConfig(),
     body=evaluate,
-    resumes=resumes,
+    resumes=_resumes,
 )
 
 if __name__ == "__main__":

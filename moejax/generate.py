@@ -77,16 +77,16 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
         prompts = [engine.tokenizer.apply_chat_template(of, **chat.variables()) for of in chats]
     with report.tracing(config.trace_dir), recorded(engine, config):
         if turns is not None:
-            answer = functools.partial(stream_answer, engine, request)
+            answer = functools.partial(_stream_answer, engine, request)
             converse(turns, engine.tokenizer, chat, answer)
         elif len(prompts) == 1:
             chunks: list[Chunk] = []
-            shown = echoed(given[0], ends_line=values.chat)
-            stream_answer(engine, request, prompts[0], chunks, shown)
+            shown = _echoed(given[0], ends_line=values.chat)
+            _stream_answer(engine, request, prompts[0], chunks, shown)
             answers = [[chunk.token for chunk in chunks]]
         else:
-            shown_all = [echoed(text, ends_line=values.chat) for text in given]
-            answers = print_answers(engine, prompts, request, shown_all)
+            shown_all = [_echoed(text, ends_line=values.chat) for text in given]
+            answers = _print_answers(engine, prompts, request, shown_all)
     if values.stats:
         print_stderr(*(engine.ledger.describe_layers() if engine.ledger else [report.NO_COUNTS]))
         if engine.ledger and config.fidelity_share and config.policy.tiering():
@@ -97,7 +97,7 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
             print_stderr(kl_from_exact(config, engine, ids, answers))
 
 
-def stream_answer(
+def _stream_answer(
     engine: "Engine",
     request: dict[str, Any],
     prompt: str,
@@ -122,7 +122,7 @@ def stream_answer(
     _close(engine, request, chunks[-1].timing, len(token_ids), len(chunks))
 
 
-def echoed(prompt: str, *, ends_line: bool) -> str:
+def _echoed(prompt: str, *, ends_line: bool) -> str:
     """Returns the end of a prompt, faint, if stdout is a terminal; else nothing."""
     if not sys.stdout.isatty():
         return ""
@@ -132,7 +132,7 @@ def echoed(prompt: str, *, ends_line: bool) -> str:
     return f"{shown}\n" if ends_line else shown
 
 
-def print_answers(
+def _print_answers(
     engine: "Engine", prompts: Sequence[str], request: dict[str, Any], shown: Sequence[str]
 ) -> list[list[int]]:
     """Answers the prompts as one batch; prints the answers in order, then the closing line.

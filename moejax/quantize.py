@@ -66,7 +66,7 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
         recipe=recipe,
         rank_policy=config.rank,
         passes=config.passes,
-        calibration_text=read_text(config.calibration),
+        calibration_text=_read_text(config.calibration),
         calibration_samples=config.calibration_samples,
         calibration_length=config.calibration_length,
         device=device,
@@ -75,7 +75,7 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
     return quantize_checkpoint(job)
 
 
-def read_text(name: str) -> str | None:
+def _read_text(name: str) -> str | None:
     """Reads a UTF-8 file; None for the text that ships."""
     if name == "default":
         return None

@@ -31,9 +31,9 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     del values
     if not config.trace:
         raise MoejaxError("trace='' must be a file: give --config.trace=FILE")
-    output, plot = places(config)
+    output, plot = _places(config)
     named = settings(config.grid) if config.grid else []
-    chosen, bulk = machines(config), None if config.bulk < 0 else config.bulk
+    chosen, bulk = _machines(config), None if config.bulk < 0 else config.bulk
     path = cli.user_path(config.trace)
 
     import jax
@@ -83,7 +83,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
         print_stderr(said)
 
 
-def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
+def _places(config: SweepConfig) -> tuple[Path | None, Path | None]:
     """Paths of the rows and the picture; None for none."""
     output = cli.user_path(config.output) if config.output else None
     plot = cli.user_path(config.plot) if config.plot else None
@@ -98,7 +98,7 @@ def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
     return output, plot
 
 
-def machines(config: SweepConfig) -> list[Machine]:
+def _machines(config: SweepConfig) -> list[Machine]:
     """Makes one machine for each speed of the link; a calibration's own comes first."""
     base_ms, fetch_ms, found = config.base_ms, config.fetch_ms, []
     if config.calibration:

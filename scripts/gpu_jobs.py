@@ -126,6 +126,7 @@ def _policies() -> Iterator[Job]:
         )
     yield section("BuddyMoE", 350, section="buddymoe")
     yield section("a miss's time", 120, section="latency")
+    yield section("a policy's own time", 400, section="cost")
     yield section("DynaExq, bf16 and INT4", 330, section="dynaexq_wide", gib=130)
     yield section(
         "DynaExq, Qwen3-Next", 340, "--model=Qwen3-Next-80B-A3B", "--tiers=4,2", "--zipf=1",

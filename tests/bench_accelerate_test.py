@@ -10,7 +10,6 @@ from absl.testing import absltest, parameterized
 
 pytest.importorskip("accelerate", reason="the baseline of accelerate needs it")
 
-import accelerate.utils.modeling as accelerate_modeling
 import torch
 
 from moejax.files.result_rows import read_rows
@@ -25,7 +24,6 @@ from scripts.studies.dymoe.accelerate_models import (
     offload,
 )
 from scripts.studies.dymoe.accelerate_plan import Plan, layer_places, make_plan
-from scripts.studies.dymoe.bench_accelerate import cache_kept
 from tests.script_runs import run_module
 
 CPU = torch.device("cpu")
@@ -59,22 +57,6 @@ class Int4Test(parameterized.TestCase):
         self.assertLess(int4_error(CPU, torch.float32, num_rows), 1024**0.5 * 2**-23)
         self.assertLess(int4_error(CPU, torch.bfloat16, num_rows), 2**-8)
 
-    def test_a_model_of_codes_computes_what_its_decoded_matrices_do(self):
-        packed = empty_model(TINY, Form(4), torch.float32, "cpu")
-        fill(packed, {"model": 0, "lm_head": 0}, CPU)
-        plain = empty_model(TINY, Form(16), torch.float32, "cpu")
-        fill(plain, {"model": 0, "lm_head": 0}, CPU)
-        state = {name: value for name, value in packed.named_parameters() if ".weight" in name}
-        for name, module in packed.named_modules():
-            if isinstance(module, Int4Linear):
-                num_inputs = len(module.scales_and_zeros) * 128
-                state[f"{name}.weight"] = module(torch.eye(num_inputs)).T
-        plain.load_state_dict(state)
-        tokens = list(range(24))
-        np.testing.assert_allclose(
-            _logits(plain, tokens).numpy(), _logits(packed, tokens).numpy(), atol=1e-4
-        )
-
     def test_shapes_that_the_kernels_do_not_have_are_refused(self):
         with self.assertRaisesRegex(ValueError, "multiple of 128"):
             Int4Linear(192, 64, torch.float32, "cpu")
@@ -103,33 +85,6 @@ class OffloadTest(parameterized.TestCase):
         hit = 1 if form == "fused" else config.experts_per_token / config.num_experts
         self.assertEqual(host.layer_bytes, dense + experts * hit)
         self.assertEqual(host.other_bytes, bytes_of["lm_head.weight"])
-
-    @parameterized.parameters(*SHAPES)
-    def test_modules_compute_what_the_experts_of_transformers_do(self, shape):
-        fused = empty_model(SHAPES[shape], FORMS["fused"], torch.float32, "cpu")
-        fill(fused, {"model": 0, "lm_head": 0}, CPU)
-        state = {}
-        for name, value in fused.named_parameters():
-            if ".experts." not in name:
-                state[name] = value
-                continue
-            prefix, part = name.rsplit(".", 1)
-            for i, matrix in enumerate(value):
-                state[f"{prefix}.{i}.{part.removesuffix('_proj')}.weight"] = matrix
-        modules = empty_model(SHAPES[shape], FORMS["modules"], torch.float32, "cpu")
-        fill(modules, {"model": 0, "lm_head": 0}, CPU)
-        modules.load_state_dict(state)
-        for tokens in (list(range(20)), [5]):
-            np.testing.assert_allclose(
-                _logits(modules, tokens).numpy(), _logits(fused, tokens).numpy(), atol=1e-4
-            )
-
-    def test_the_call_that_empties_the_cache_is_replaced_and_put_back(self):
-        used = accelerate_modeling.set_module_tensor_to_device.__globals__
-        plain = used["clear_device_cache"]
-        with cache_kept():
-            self.assertIsNot(used["clear_device_cache"], plain)
-        self.assertIs(used["clear_device_cache"], plain)
 
 
 class PlanTest(absltest.TestCase):

@@ -15,6 +15,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.files.result_rows import read_rows
+from moejax.models.shapes import SHAPES
 from pallas_kernels.dequant_matmul import dequant_matmul
 from pallas_kernels.packed import dequantize
 from pallas_kernels.target import Choice, Target
@@ -252,7 +253,7 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess:
     return run_module(f"scripts.studies.kernels.{name}", *arguments)
 
 
-class MainsTest(absltest.TestCase):
+class MainsTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_smoke(self):
         out = folder(self)
@@ -266,6 +267,24 @@ class MainsTest(absltest.TestCase):
         self.assertIn("ceiling | read bandwidth of a plain sum", names)
         for section in ("dense", "grouped", "compensator", "planes"):
             self.assertTrue(any(name.startswith(section) for name in names), names)
+
+    @parameterized.parameters(
+        ("bench_attention", ("--tiles=16x2w4p2",), "xla_gb_per_s",
+         ("Qwen3-30B-A3B, batch 2, 40 slots, bf", "Mixtral-8x7B, batch 2, 40 slots, s16")),
+        ("bench_router", (), "xla",
+         ("product and routing of Qwen3-30B-A3B, 3 tokens", "routing of Mixtral-8x7B")),
+    )  # fmt: skip
+    @pytest.mark.slow
+    def test_every_shape_writes_rows(self, name, flags, baseline, names):
+        output = folder(self) / "rows.jsonl"
+        done = script(name, "--smoke", "--repeats=2", *flags, f"--output={output}")
+        self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
+        rows = read_rows(output)
+        for what in names:
+            self.assertTrue(any(what in row.what for row in rows), what)
+        shapes = [c for c in SHAPES.values() if c.latent is None or name == "bench_router"]
+        self.assertLen(rows, 2 * len(shapes))
+        self.assertTrue(all(baseline in row.baseline and row.unit == "us" for row in rows))
 
     @pytest.mark.slow
     def test_unexpected_kernel_fails_the_run(self):

@@ -20,7 +20,7 @@ from moejax.files.result_rows import read_rows
 from moejax.models.shapes import SHAPES, TINY
 from scripts.studies.buddymoe.measure_speed import one_miss_workload
 from scripts.studies.measuring import Report
-from scripts.studies.speed import harness
+from scripts.studies.speed import cost, harness
 from scripts.studies.speed.harness import Lab, Options, Run, Sizes
 from scripts.studies.speed.sections import SECTIONS
 from tests.made_up_routing_test import lru_hit_rate
@@ -139,6 +139,7 @@ class SectionTest(absltest.TestCase):
     def ends(self, rows: dict[str, Any], ending: str) -> list[Any]:
         return [row for what, row in rows.items() if what.endswith(ending)]
 
+    @pytest.mark.slow
     def test_products_on_no_kernel_are_not_timed(self):
         report = Report(self.lab.device, "latency", "")
         run = Run(self.lab, report, OPTIONS)
@@ -266,6 +267,20 @@ class SectionTest(absltest.TestCase):
         )  # fmt: skip
         self.assertEqual(rows["one layer, buddy miss"].baseline["replaced_a_layer"], 1)
         self.assertEqual(rows["one layer, prefetch miss"].baseline["prefetched_a_step"], 1)
+
+    @pytest.mark.slow
+    def test_cost(self):
+        self.enterContext(mock.patch.object(cost, "ROUNDS", 2))
+        for rate, only in ((1.0, ("4/0", "rho 0", "INT8")), (0.5, ("4/2", "useless"))):
+            rows = self.run_section("cost", cache_rates=(rate,), only=only)
+            costs = self.ends(rows, "cost of a step")
+            self.assertLen(costs, len(only))
+            self.assertLen(self.ends(rows, "TPOT"), len(only))
+            for row in costs:
+                facts = row.baseline
+                self.assertBetween(row.figure, facts["lowest_round"], facts["highest_round"])
+                self.assertEqual(facts["misses_a_step"], facts["pool_misses_a_step"], row.what)
+                self.assertEqual(facts["misses_a_step"] > 0, rate < 1, row.what)
 
     def test_what_fails_is_named(self):
         run = Run(self.lab, Report(self.lab.device, "x", ""), OPTIONS)

@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking import bandwidth, figures, routing
-from moejax.benchmarking.measuring import BatchTimes, Bench, Measured
+from moejax.benchmarking.measuring import BatchTimes, Bench, Measurement
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
@@ -20,8 +20,8 @@ from moejax.models.shapes import TINY
 from moejax.routing.trace import Trace, trace_of_replay
 
 
-def measured(*runs: list[BatchTimes]) -> Measured:
-    return Measured(list(runs), [1.0] * len(runs), {}, 2.0, 0.0, 0.0, 0.0)
+def measured(*runs: list[BatchTimes]) -> Measurement:
+    return Measurement(list(runs), [1.0] * len(runs), {}, 2.0, 0.0, 0.0, 0.0)
 
 
 # Two requests of 4 and 6 tokens, 5 new each: calls of 3 steps and of 1.

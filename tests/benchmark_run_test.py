@@ -183,6 +183,7 @@ class CheckpointTest(Case):
 
 
 class ShapeTest(Case):
+    @pytest.mark.slow
     def test_the_floor_by_hand(self):
         record, _ = self.record(shape="tiny", prompt_tokens=16)
         [point] = record["points"]

@@ -68,12 +68,16 @@ class BitsTest(FolderTestCase):
         self.assertIn("moe.gate_up in int4: INT4 in groups of 16", tiered.weights_summary)
         self.assertNotIn("none packed", tiered.weights_summary)
 
-    def test_generate_and_plan(self):
+    @pytest.mark.slow
+    def test_generate(self):
         _, err = self.run_main(generate.COMMAND, "--prompt=the fox", max_new_tokens=2)
         self.assertIn(self.said, err)
+
+    def test_plan(self):
         out, _ = self.run_main(plan.COMMAND, platform="cpu")
         self.assertIn(f"weights: {self.said}", out)
 
+    @pytest.mark.slow
     def test_evaluate(self):
         output = self.folder / "x.json"
         out, _ = self.run_main(

@@ -12,8 +12,8 @@ from absl.testing import parameterized
 from moejax.errors import MoejaxError
 from moejax.policies.buddymoe import BuddyMoe, BuddyState
 from scripts.studies.buddymoe.controls import RandomExpert, SoftBuddies
-from tests import policies_cases, policies_contract, slow
-from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, TOKENS, observation, steps
+from tests import policies_cases, policies_contract
+from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, steps
 
 CONTROLS = "scripts.studies.buddymoe.controls:"
 CASES = {
@@ -39,6 +39,7 @@ class ControlsTest(parameterized.TestCase):
 
 
 class SettingsTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_settings_sweep(self):
         base = BuddyMoe(lists=LISTS, eta=1.0, kappa=1.0, beta=1.0, hops=HOPS)
         given = steps(5, 2)
@@ -62,26 +63,6 @@ class SettingsTest(parameterized.TestCase):
                 mine = jax.tree.map(lambda leaf, i=i: leaf[i], found)
                 jax.tree.map(np.testing.assert_array_equal, mine, alone)
         self.assertGreater(len({int(state.replaced.sum()) for state in states}), 1)
-
-    @slow.repeats()
-    @parameterized.parameters({}, {"of": RandomExpert}, {"beta": 0.7}, {"bypass_bytes": 9.0})
-    def test_padding_changes_nothing(self, of=BuddyMoe, **settings):
-        policy = of(lists=LISTS, **settings)
-        o = observation(np.random.default_rng(6))
-
-        def padded(leaf: jax.Array) -> jax.Array:
-            return jnp.concatenate([leaf, leaf[:2]])
-
-        longer = dataclasses.replace(
-            o, probabilities=padded(o.probabilities), ids=padded(o.ids),
-            weights=padded(o.weights), active=jnp.append(o.active, jnp.zeros(2, bool)),
-        )  # fmt: skip
-        decide = jax.jit(policy.decide)
-        short, state = decide(policy.init(SPEC), o)
-        long, other = decide(policy.init(SPEC), longer)
-        np.testing.assert_array_equal(short.ids, long.ids[:TOKENS])
-        np.testing.assert_array_equal(long.ids[TOKENS:], o.ids[:2])
-        jax.tree.map(np.testing.assert_array_equal, state, other)
 
 
 class TransfersTest(parameterized.TestCase):

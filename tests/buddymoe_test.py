@@ -299,25 +299,6 @@ class SubstitutionTest(parameterized.TestCase):
             self.assertEqual(first_rank.tolist(), [first], discount)
 
     @pytest.mark.slow
-    def test_discount_0_is_the_hard_rule(self):
-        rng = np.random.default_rng(7)
-        for last_first in (False, True):
-            _, ids, _ = routed(rng, 50)
-            listed = rng.integers(-1, EXPERTS, (50, WIDTH, DEPTH)).astype(np.int32)
-            value = rng.integers(0, 5, listed.shape).astype(np.float32)
-            wanted, budget = rng.random(ids.shape) < 0.7, jnp.int32(3)
-            hard = substitution.substitute(
-                ids, Candidates(listed, value), wanted, budget, last_first=last_first
-            )
-            soft = soft_found(
-                ids, Candidates(listed, value), wanted, budget, jnp.float32(0),
-                last_first=last_first,
-            )  # fmt: skip
-            jax.tree.map(np.testing.assert_array_equal, hard, soft)
-            first_rank = controls.first_ranks(soft.ids, soft.replaced, last_first=last_first)
-            self.assertEqual(int(first_rank.max()), -1)
-
-    @pytest.mark.slow
     def test_random_is_uniform_over_resident_experts_that_do_not_serve_yet(self):
         ids = np.tile(np.int32([[0, 1, 2, 3]]), (3000, 1))
         resident = np.zeros(EXPERTS, bool)

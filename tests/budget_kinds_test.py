@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.benchmarking.random_weights import Packing
-from moejax.benchmarking.step_cost import bytes_per_step
+from moejax.benchmarking.step_cost import floor_bytes
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.budget import GIB, BudgetError, Limits, RunSizes, make_budget
@@ -179,8 +179,10 @@ class BenchmarksTest(parameterized.TestCase):
     def test_least_bytes_of_a_step(self):
         config = SHAPES["Qwen3-Next-80B-A3B"]
         least = [
-            bytes_per_step(config, {}, batch, positions, 10)
-            for batch, positions in ((1, 0), (1, 1000), (2, 1000))
+            floor_bytes(
+                config, {}, experts_nbytes=0, positions=batch * length, itemsize=2, batch=batch
+            )
+            for batch, length in ((1, 0), (1, 1000), (2, 1000))
         ]
         states = 2 * 36 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
         cache = 1000 * 12 * 2 * 2 * 256 * 2

@@ -217,7 +217,7 @@ def plan(case: Case, given: Given, tables: Any, row_of: Any, *, by_pairs: bool, 
             by = rule_of(case, given)
         asked = package.Asked(given.ids, given.weights, by, given.routed_ids)
         gate = jnp.ones((case.layers, len(tables) + 3), jnp.float32)
-    tiers = [package.Tier(of, row_of) for of in tables]
+    tiers = [package.TierOperands(of, row_of) for of in tables]
     after, gate, made = package.plan(
         tiers, gate, given.layer, asked, given.active, forms=forms(case), columns=COLUMNS, **how
     )
@@ -232,7 +232,7 @@ def plan(case: Case, given: Given, tables: Any, row_of: Any, *, by_pairs: bool, 
 def predict(case: Case, given: Given, tables: Any, row_of: Any, **how: Any) -> Any:
     [form] = forms(case)
     after, fetch = package.predict(
-        package.Tier(tables[0], row_of), given.layer, given.ahead, given.active, form=form,
+        package.TierOperands(tables[0], row_of), given.layer, given.ahead, given.active, form=form,
         columns=COLUMNS, **how,
     )  # fmt: skip
     return [after], fetch._replace(experts=None)
@@ -313,7 +313,9 @@ def plan_needed(
     ids = jnp.argsort(~needed, stable=True)[:max_needed].astype(jnp.int32)
     asked = package.Asked(ids[:, None], jnp.zeros((max_needed, 1)))
     rows = jnp.zeros((spec.num_layers, num_experts), jnp.int32)
-    tier = package.Tier(package.Tables(state.table, state.clock, counts.events, counts.gate), rows)
+    tier = package.TierOperands(
+        package.Tables(state.table, state.clock, counts.events, counts.gate), rows
+    )
     (of,), _, made = package.plan(
         [tier], None, layer, asked, needed[ids], forms=[form], columns=COLUMNS,
         implementation="reference",
@@ -347,7 +349,9 @@ def predict_needed(
     place = jnp.cumsum(ones) - ones
     ids = jnp.where(absent & (place >= limit), -1, ids)
     rows = jnp.zeros((spec.num_layers, num_experts), jnp.int32)
-    tier = package.Tier(package.Tables(state.table, state.clock, counts.events, counts.gate), rows)
+    tier = package.TierOperands(
+        package.Tables(state.table, state.clock, counts.events, counts.gate), rows
+    )
     of, fetch = package.predict(
         tier, layer, ids, jnp.ones(1, bool), form=form_of(spec, spec.slots), columns=COLUMNS,
         implementation="reference",

@@ -15,7 +15,8 @@ from tests.cache_plan_contract import CASES
 
 
 class ContractTest(parameterized.TestCase):
-    @slow.repeats(lambda case: (CASES[case].policy, CASES[case].rule))
+    # Other rules are the first one's with another flag.
+    @slow.where(lambda case, seed: seed or case not in ("decode", "one", "critical", "held"))
     @parameterized.product(case=tuple(CASES), seed=(0, 1))
     def test_the_kernel_decides_as_the_reference(self, case, seed):
         tables, _, made = contract.check(CASES[case], seed, implementation="triton", interpret=True)
@@ -52,7 +53,7 @@ class ApiTest(parameterized.TestCase):
             jnp.full((2, 8 + 3 * slots), -1, jnp.int32), jnp.int32(1),
             jnp.zeros((2, len(EVENTS)), jnp.int32), jnp.zeros((2, 2)),
         )  # fmt: skip
-        tier = cache_plan.Tier(tables, jnp.zeros((2, 8), jnp.int32))
+        tier = cache_plan.TierOperands(tables, jnp.zeros((2, 8), jnp.int32))
         pairs, weights = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2))
         asked = cache_plan.Asked(pairs, weights, cache_plan.Wishes(pairs, pairs > 0))
         return [tier], jnp.zeros((2, gate)), 0, asked, jnp.ones(1, bool)

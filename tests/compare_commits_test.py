@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest
 
 from scripts import compare_commits
@@ -29,6 +30,7 @@ class CompareTest(absltest.TestCase):
         module.write_text(BENCH.replace("{row!r}", repr(row)))
         return folder
 
+    @pytest.mark.slow
     def test_a_slower_tree_is_told(self):
         old = self.tree("old", 2.0, "bench_policies_gpu.py")
         new = self.tree("new", 2.5, "studies/speed/bench_policies.py")
@@ -38,6 +40,7 @@ class CompareTest(absltest.TestCase):
         self.assertIn("| dymoe | TPOT | 2 | 2.5 | +25.0 % |", done.stdout)
         self.assertIn("dymoe, TPOT: +25.0 %", done.stderr)
 
+    @pytest.mark.slow
     def test_a_tree_without_the_benchmark_is_named(self):
         tree = self.tree("old", 2.0, "other.py")
         done = run_module(

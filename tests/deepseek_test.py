@@ -269,9 +269,12 @@ class PromptTest(parameterized.TestCase):
         errors = relative_errors(np.asarray(found), np.asarray(expected))
         self.assertLess(errors.max(), RELATIVE_ERROR)
 
-    def test_layers_unrolled_and_queries_in_blocks(self):
+    @slow.where(lambda loops: not loops)
+    @parameterized.parameters(True, False)
+    def test_queries_in_blocks(self, loops):
+        own_loops = Transformer.loops if loops else lambda *_: False
         with (
-            mock.patch.object(Transformer, "loops", lambda *_: False),
+            mock.patch.object(Transformer, "loops", own_loops),
             mock.patch.object(latent_attention, "SCORE_BYTES", 4 * 2 * 4 * LENGTH * 7),
         ):
             found = run_whole()

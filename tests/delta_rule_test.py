@@ -68,7 +68,7 @@ def ends(rng, batch, length):
 
 
 class DeltaRuleTest(parameterized.TestCase):
-    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+    @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
     @hypothesis.given(st.data())
     def test_is_the_recurrence(self, data):
         length = data.draw(st.sampled_from(LENGTHS))
@@ -122,7 +122,7 @@ class DeltaRuleTest(parameterized.TestCase):
 
 
 class ConvolutionTest(parameterized.TestCase):
-    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+    @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
     @hypothesis.given(
         st.integers(1, 5), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 99)
     )

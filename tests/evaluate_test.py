@@ -145,6 +145,7 @@ class EvaluateTest(FolderTestCase):
         self.assertEqual((status, score.called), (0, False), err)
         self.assertIn("experts by none (nothing was left to run)", out)
 
+    @pytest.mark.slow
     def test_the_comparison_with_the_exact_model_is_announced_after_the_figure(self):
         compared, before = perplexity_run._compared, []
 

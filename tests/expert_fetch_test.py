@@ -17,7 +17,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import expert_fetch as package
 from pallas_kernels import op
-from pallas_kernels.expert_fetch import CopyTiles, api, copying, fetch, fetch_all, triton
+from pallas_kernels.expert_fetch import CopyTiles, api, fetch, fetch_all, triton
 from pallas_kernels.target import Target
 from tests import gpu_targets, slow
 from tests.host_test_case import HostTestCase
@@ -216,7 +216,7 @@ class ContractTest(HostTestCase):
 
         with mock.patch.object(triton.launch, "triton_call", counted):
             found = fetch_all(
-                [api.Job(*operands) for operands in given],
+                [api.CopyJob(*operands) for operands in given],
                 implementation=how, tiles=SMALL_BLOCKS, interpret=how == "triton",
             )  # fmt: skip
         self.assertLen(launched, how == "triton")
@@ -227,7 +227,7 @@ class ContractTest(HostTestCase):
         given = [random_operands(Case(), seed) for seed in (5, 6)]
         given[0] = given[0]._replace(src=given[0].src[:0], dst=given[0].dst[:0])
         found = fetch_all(
-            [api.Job(*operands) for operands in given], implementation="triton", interpret=True
+            [api.CopyJob(*operands) for operands in given], implementation="triton", interpret=True
         )
         for pools, operands in zip(found, given, strict=True):
             self.assertIsNone(violation(pools, operands))
@@ -253,14 +253,14 @@ BROKEN = {
         lambda of, case: interpreted(of._replace(src=of.src + np.int32(1)), case), "a_row_twice"
     ),
     "earlier jobs too": (
-        tampered(interpreted, copying, "_written_later", lambda *_: jnp.bool_(False)),
+        tampered(interpreted, triton, "_written_later", lambda *_: jnp.bool_(False)),
         "the_last_of_a_slot",
     ),
     "no check of the range": (
-        tampered(interpreted, copying, "_valid", lambda _, src, *__: src == src), "all_skipped"
+        tampered(interpreted, triton, "_valid", lambda _, src, *__: src == src), "all_skipped"
     ),
     "without the last part": (
-        tampered(interpreted, copying, "_copy_row", without_the_last_part), "a_block_and_one"
+        tampered(interpreted, triton, "_copy_row", without_the_last_part), "a_block_and_one"
     ),
 }  # fmt: skip
 

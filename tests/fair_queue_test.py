@@ -5,8 +5,7 @@ import random
 from absl.testing import absltest
 
 from moejax.inference.generation import GenerationSettings
-from moejax.serving.fair_queue import FairQueue
-from moejax.serving.rows import Row
+from moejax.serving.rows import FairQueue, Row
 
 
 def row(client: str, seed: int = 0) -> Row:

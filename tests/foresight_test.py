@@ -110,6 +110,7 @@ class PolicyTest(parameterized.TestCase):
             _, state = policy.transfers(policy.init(SPEC), resident)
             self.assertEqual(policy.disk_prefetch(state, resident).layer.shape, (0,))
 
+    @pytest.mark.slow
     def test_compose_passes_it_on(self):
         part, resident = DynaExq(period=1, foresight=1), jnp.zeros((M, 2, E), bool)
         policy = Compose(importance=DyMoE(), hotness=part)

@@ -142,6 +142,7 @@ class TinyCheckpointTest(FolderTestCase):
         self.assertEqual(err.count("error: "), 1, err)
         self.assertIn(said, last)
 
+    @pytest.mark.slow
     def test_process(self):
         done = run_process(
             f"--config.checkpoint={self.checkpoint}",

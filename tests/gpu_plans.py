@@ -33,7 +33,9 @@ def plan(
         states = [(residency.empty(spec), no_counts(num_layers)) for spec in specs]
         rows = jnp.zeros((num_layers, num_experts), jnp.int32)
         return [
-            cache_plan.Tier(cache_plan.Tables(of.table, of.clock, counts.events, counts.gate), rows)
+            cache_plan.TierOperands(
+                cache_plan.Tables(of.table, of.clock, counts.events, counts.gate), rows
+            )
             for of, counts in states
         ]
 

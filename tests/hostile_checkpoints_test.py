@@ -1,5 +1,6 @@
 """Checkpoints made to take time or memory: each is refused in one line, soon and within little."""
 
+import functools
 import json
 import os
 import resource
@@ -27,7 +28,9 @@ from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq, Own
 
-SECONDS, BYTES = 2.0, 500_000_000
+# Times what parsing a header of 200,000 tensors takes, and bytes. Without limits such files took
+# minutes and gigabytes.
+MOST_PARSES, BYTES = 30, 500_000_000
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FAMILIES = ("qwen3", "mixtral", "v2_groups", "v3_groups", "qwen3_next")
@@ -37,6 +40,24 @@ def peak_bytes() -> int:
     """Most that was resident since `/proc/self/clear_refs` was written to."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def empty_tensors(count, prefix):
+    entry = '"%s%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    return ("{" + ",".join(entry % (prefix, i) for i in range(count)) + "}").encode()
+
+
+def cpu_seconds(run):
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+@functools.cache
+def most_seconds():
+    """Returns the limit in CPU seconds, by this machine's speed as it is now."""
+    content = empty_tensors(200_000, "x")
+    return MOST_PARSES * min(cpu_seconds(lambda: json.loads(content)) for _ in range(2))
 
 
 class HostileTestCase(FolderTestCase):
@@ -55,7 +76,7 @@ class HostileTestCase(FolderTestCase):
             checkpoint.load(dtype="float32", device=self.device, progress=False)
         spent, taken = time.process_time() - start, peak_bytes() - before
         signal.alarm(0)
-        self.assertLess(spent, SECONDS)
+        self.assertLess(spent, most_seconds())
         self.assertLess(taken, BYTES)
         message = str(caught.exception)
         for part in said:
@@ -218,10 +239,6 @@ class HeaderTest(HostileTestCase):
         self.headed(content)
         self.assert_refused(self.directory, WEIGHTS, "is not a safetensors file")
 
-    def empty_tensors(self, count, prefix):
-        entry = '"%s%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-        return ("{" + ",".join(entry % (prefix, i) for i in range(count)) + "}").encode()
-
     @slow.where(lambda count: count > 1000)
     @parameterized.parameters(300, 300_000)
     def test_a_legal_file_of_many_tensors(self, count):
@@ -253,18 +270,18 @@ class HeaderTest(HostileTestCase):
         self.assert_refused(self.directory, WEIGHTS, "is not a safetensors file")
 
     def test_two_million_empty_tensors(self):
-        self.headed(self.empty_tensors(1_700_000, ""))
+        self.headed(empty_tensors(1_700_000, ""))
         self.assert_refused(self.directory, f"hold more than {MOST_TENSORS:,} tensors")
 
     def test_many_empty_tensors(self):
-        self.headed(self.empty_tensors(200_000, "x"))
+        self.headed(empty_tensors(200_000, "x"))
         self.assert_refused(self.directory, "missing tensors (", "unexpected tensors (200000)")
 
     def test_many_empty_tensors_in_many_files(self):
         (self.directory / WEIGHTS).unlink()
         names = [f"model-{i}.safetensors" for i in range(4)]
         for i, name in enumerate(names):
-            self.headed(self.empty_tensors(200_000, f"{i}x"), name=name)
+            self.headed(empty_tensors(200_000, f"{i}x"), name=name)
         index = {"weight_map": {str(i): name for i, name in enumerate(names)}}
         (self.directory / INDEX).write_text(json.dumps(index))
         self.assert_refused(self.directory, f"hold more than {MOST_TENSORS:,} tensors")
@@ -273,7 +290,7 @@ class HeaderTest(HostileTestCase):
         (self.directory / WEIGHTS).unlink()
         for weight_map, said in (
             ({str(i): "a" for i in range(600_000)}, "more than 524,288 tensors"),
-            ({str(i): str(i) for i in range(200_000)}, "more than 10,000 files"),
+            ({str(i): str(i) for i in range(20_000)}, "more than 10,000 files"),
         ):
             (self.directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
             self.assert_refused(self.directory, INDEX, said)
@@ -410,4 +427,4 @@ class PlanTest(HostileTestCase):
         start = time.process_time()
         with self.assertRaisesRegex(MoejaxError, "layers of 60,000 experts"):
             checkpoint_sizes(checkpoint, "float32")
-        self.assertLess(time.process_time() - start, SECONDS)
+        self.assertLess(time.process_time() - start, most_seconds())

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
@@ -56,6 +57,14 @@ def on_host(c: Contract) -> Any:
             shape = c.shapes[name]
             of = c.draw(shape, dtype, len(name))
             self.assertIsNone(c.violation(way(of, shape), of, shape))
+
+        def test_a_nan_and_a_wrong_form_fail(self):
+            of = c.draw(c.loosest, c.dtypes[0], 5)
+            first, *others = jax.tree.leaves(c.reference(of, c.loosest))
+            other = jnp.float16 if first.dtype == jnp.float32 else jnp.float32
+            for wrong in (first.astype(other), first[..., :-1], first * jnp.nan):
+                found = (wrong, *others) if others else wrong
+                self.assertIsNotNone(c.violation(found, of, c.loosest))
 
         @pytest.mark.slow
         def test_a_broken_kernel_fails(self):

@@ -82,7 +82,11 @@ def stacks_touched(text: str, program: Program) -> set[str]:
 class LoweringTest(parameterized.TestCase):
     """The program for CUDA, made without a GPU."""
 
-    @slow.where(lambda gpu, name: gpu != "H100" or name not in EVERYWHERE)
+    # Of a token's kernels the next test lowers the same programs.
+    @slow.where(
+        lambda gpu, name: gpu != "H100" or name not in EVERYWHERE
+        or name.startswith(("attention_", "router_", "norm_", "writing_"))
+    )  # fmt: skip
     @parameterized.parameters(pairs_of_gpu_and_program())
     def test_launches_read_the_weights_where_they_lie(self, gpu, name):
         program = PROGRAMS[name]()

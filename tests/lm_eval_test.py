@@ -137,6 +137,7 @@ class LmEvalTest(FolderTestCase):
             "--model_args", f"pretrained={self.checkpoint},platform=cpu,memory.slots=4",
         )  # fmt: skip
 
+    @pytest.mark.slow
     def test_under_limits(self):
         self.assertEqual(run(*self.under_limits()), "")
 

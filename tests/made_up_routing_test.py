@@ -3,7 +3,8 @@
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.benchmarking.routing import QWEN3_HIT_RATES, lru_trace, scaled_trace
+from moejax.benchmarking.routing import QWEN3_HIT_RATES, scaled_trace
+from scripts.make_trace import lru_trace
 
 
 def lru_hit_rate(trace: np.ndarray, slots: int, num_experts: int) -> float:

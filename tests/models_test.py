@@ -173,8 +173,8 @@ class TransformerTest(HostTestCase):
         self.assertEqual(routing.ids.shape, (num_moe, num_tokens, 2))
         self.assertEqual(routing.weights.shape, (num_moe, num_tokens, 2))
 
-    @slow.repeats()
     @parameterized.parameters(sorted(CONFIGS))
+    @pytest.mark.slow
     def test_gradient_equals_finite_differences_in_float64(self, name):
         config, weights = CONFIGS[name], wide_weights(CONFIGS[name])
         rng = np.random.default_rng(9)

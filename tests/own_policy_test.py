@@ -78,6 +78,7 @@ class OwnPolicyTest(FolderTestCase):
         config = read_arguments({"policy.name": NAME, "policy.settings": "count=2"})
         self.assertEqual(config.policy.tiering().settings, {"count": 2})
 
+    @pytest.mark.slow
     def test_the_engine_runs_it(self):
         model = tiny_engine.CONFIG
         policy = Tiering(

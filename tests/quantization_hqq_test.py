@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from absl.testing import parameterized
 
@@ -133,6 +134,7 @@ class HqqTest(parameterized.TestCase):
             error = relative_error(weights, dequantize(hqq(weights, grid), grid))
             self.assertLess(float(error), 0.98 * float(plain))
 
+    @pytest.mark.slow
     def test_vmap_is_loop(self):
         weights = jnp.asarray(column_scaled((3, 16, 150), 6))
         grid = Grid(bits=3, group_size=64, zero_kind="float")

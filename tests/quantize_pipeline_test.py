@@ -248,7 +248,7 @@ class RefusedTest(QuantizeTestCase):
         with mock.patch.object(shutil, "disk_usage", return_value=usage):
             self.assert_refused(self.job(), "the result takes up to", "make room")
 
-    @slow.where(lambda changes: "method" in changes)
+    @slow.where(lambda changes: changes)
     @parameterized.parameters(
         ({},),
         ({"method": "milo", "factor_bits": 3, "rank": "Dense-25%"},),

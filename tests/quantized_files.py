@@ -69,13 +69,6 @@ def stream(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.packbits(padded, axis=-1, bitorder="little").view("<i4")
 
 
-def unstream(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """The reverse of `stream`."""
-    flat = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
-    digits = flat[:, : count * bits].reshape(words.shape[0], count, bits).astype(np.int64)
-    return (digits << np.arange(bits)).sum(axis=-1).astype(np.uint8)
-
-
 def awq_words(codes: np.ndarray) -> np.ndarray:
     """Rows [R, N] of 4 bits as int32[R, N / 8]."""
     words = np.zeros((codes.shape[0], codes.shape[1] // 8), np.uint32)

@@ -16,7 +16,6 @@ from absl import logging
 from absl.testing import parameterized
 
 from moejax.checkpoints import open_checkpoint, reader
-from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models.hf.config import to_hf_config
 from moejax.weights.qtensor import Fp8Tensor, QTensor, dense
@@ -241,18 +240,6 @@ class OpenTest(LoadingTestCase):
         )
         expected = store.leaves()["moe.down"]
         np.testing.assert_array_equal(dense(weights["moe.down"], jnp.float32), expected)
-
-    @parameterized.parameters(
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'; supported are moejax, gptq, awq"),
-        ({"quant_method": "gptq", "bits": 4.5}, "bits is 4.5"),
-    )
-    def test_what_cannot_be_read_is_said_at_once(self, config, message):
-        store = Gptq(QWEN)
-        store.write(self.directory)
-        store.config = config
-        store.save(self.directory)
-        with self.assertRaisesRegex(MoejaxError, message):
-            open_checkpoint(str(self.directory))
 
 
 class HostMemoryTest(LoadingTestCase):

@@ -1,6 +1,7 @@
 """Random weights of a benchmark's shapes: how wide they are, and the bytes that a step reads."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import pytest
 from absl.testing import parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.step_cost import bytes_per_step
+from moejax.benchmarking.step_cost import floor_bytes
 from moejax.models.config import weight_shapes
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.weights.qtensor import QTensor, dense
 from tests.host_test_case import HostTestCase
@@ -60,7 +62,11 @@ class WeightsTest(HostTestCase):
             for name, shape in weight_shapes(config).items()
         }
         sized = {name: _Sized(leaf) for name, leaf in weights.items()}
-        found = bytes_per_step(config, sized, batch, 544, distinct)
+        experts = sum(leaf.nbytes for name, leaf in sized.items() if name in EXPERT_LEAVES)
+        found = floor_bytes(
+            config, sized, experts_nbytes=experts * distinct / config.num_experts,
+            positions=544 * batch, itemsize=2, batch=batch,
+        )  # fmt: skip
         self.assertAlmostEqual(found / expected, 1, delta=0.01)
 
     @pytest.mark.slow
@@ -68,12 +74,13 @@ class WeightsTest(HostTestCase):
         packing = Packing(bits=3, group_size=32, attention_bits=4)
         weights = random_weights(CONFIG, packing, jax.devices("cpu")[0])
         total = sum(map(num_bytes, weights.values())) - num_bytes(weights["embed"])
-        every = bytes_per_step(CONFIG, weights, 1, 0, CONFIG.num_experts)
-        self.assertEqual(every, total)
         experts = num_bytes(weights["moe.gate_up"]) + num_bytes(weights["moe.down"])
-        two = bytes_per_step(CONFIG, weights, 1, 0, 2)
-        self.assertEqual(two, int(total - experts + experts * 2 / CONFIG.num_experts))
-        cache = bytes_per_step(CONFIG, weights, 3, 5, 2) - two
+        floor = functools.partial(floor_bytes, CONFIG, weights, itemsize=2)
+        every = floor(experts_nbytes=experts, positions=0, batch=1)
+        self.assertEqual(every, total)
+        two = floor(experts_nbytes=experts / 8, positions=0, batch=1)
+        self.assertEqual(two, total - experts + experts / 8)
+        cache = floor(experts_nbytes=experts / 8, positions=15, batch=3) - two
         self.assertEqual(
             cache, 3 * 5 * 2 * 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
         )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moejax.models.shapes import MIXTRAL_8X7B
 from moejax.quantization.ranks import (
-    Matrix,
+    RankedMatrix,
     RankPlan,
     assign_ranks,
     parse_policy,
@@ -22,14 +22,16 @@ _SHAPES = ((64, 256), (256, 64), (96, 40))
 _PROPERTY = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def _mixtral() -> list[Matrix]:
+def _mixtral() -> list[RankedMatrix]:
     """Every attention and expert matrix, the k-th expert with the k-th kurtosis and frequency."""
     c = MIXTRAL_8X7B
     found = []
     for layer in range(c.num_layers):
         for x, rows in (("q", c.model_dim), ("k", 1024), ("v", 1024), ("o", c.model_dim)):
             found.append(
-                Matrix(name=f"{layer}.{x}", kind="attention", num_rows=rows, num_inputs=c.model_dim)
+                RankedMatrix(
+                    name=f"{layer}.{x}", kind="attention", num_rows=rows, num_inputs=c.model_dim
+                )
             )
         for expert in range(c.num_experts):
             for x in ("w1", "w2", "w3"):
@@ -37,7 +39,7 @@ def _mixtral() -> list[Matrix]:
                 if x == "w2":
                     rows, inputs = inputs, rows
                 found.append(
-                    Matrix(
+                    RankedMatrix(
                         name=f"{layer}.{expert}.{x}",
                         kind="experts",
                         num_rows=rows,
@@ -49,15 +51,15 @@ def _mixtral() -> list[Matrix]:
     return found
 
 
-def _plan(text: str, matrices: list[Matrix], **kwargs: int) -> RankPlan:
+def _plan(text: str, matrices: list[RankedMatrix], **kwargs: int) -> RankPlan:
     return assign_ranks(parse_policy(text), matrices, **kwargs)
 
 
-def _by_kind(plan: RankPlan, matrices: list[Matrix], kind: str) -> list[int]:
+def _by_kind(plan: RankPlan, matrices: list[RankedMatrix], kind: str) -> list[int]:
     return [rank for rank, m in zip(plan.ranks, matrices, strict=True) if m.kind == kind]
 
 
-def _bytes(plan: RankPlan, matrices: list[Matrix], bits: int) -> int:
+def _bytes(plan: RankPlan, matrices: list[RankedMatrix], bits: int) -> int:
     """Counted from the definition: codes padded to 32 a factor row, fp16 scale a 64 codes."""
     total = 0
     for rank, m in zip(plan.ranks, matrices, strict=True):
@@ -67,15 +69,15 @@ def _bytes(plan: RankPlan, matrices: list[Matrix], bits: int) -> int:
 
 
 @st.composite
-def _models(draw: st.DrawFn) -> list[Matrix]:
+def _models(draw: st.DrawFn) -> list[RankedMatrix]:
     floats = st.floats(-2, 60, allow_nan=False, width=32)
     kinds = st.sampled_from(["attention", "experts", "experts", "mlp", "router"])
-    found = [Matrix(name="e", kind="experts", num_rows=64, num_inputs=256, kurtosis=0.0)]
-    found += [Matrix(name="a", kind="attention", num_rows=64, num_inputs=256, kurtosis=0.0)]
+    found = [RankedMatrix(name="e", kind="experts", num_rows=64, num_inputs=256, kurtosis=0.0)]
+    found += [RankedMatrix(name="a", kind="attention", num_rows=64, num_inputs=256, kurtosis=0.0)]
     for i in range(draw(st.integers(0, 12))):
         rows, inputs = draw(st.sampled_from(_SHAPES))
         found.append(
-            Matrix(
+            RankedMatrix(
                 name=str(i),
                 kind=draw(kinds),
                 num_rows=rows,
@@ -133,7 +135,9 @@ class RanksTest(parameterized.TestCase):
     def test_shares(self):
         # Kurtosis 0, 1, 2, 3: shifted so that the least gets half of the average.
         matrices = [
-            Matrix(name="", kind="experts", num_rows=64, num_inputs=64, kurtosis=x, frequency=y)
+            RankedMatrix(
+                name="", kind="experts", num_rows=64, num_inputs=64, kurtosis=x, frequency=y
+            )
             for x, y in ((3.0, 0.0), (0.0, 0.1), (1.0, 0.1), (2.0, 0.2))
         ]
         self.assertEqual(_plan("Kurtosis-12", matrices, multiple=1).ranks, (18, 6, 10, 14))
@@ -141,7 +145,7 @@ class RanksTest(parameterized.TestCase):
 
     def test_what_a_cap_frees_goes_to_the_others(self):
         matrices = [
-            Matrix(name="", kind="experts", num_rows=16, num_inputs=64, frequency=x)
+            RankedMatrix(name="", kind="experts", num_rows=16, num_inputs=64, frequency=x)
             for x in (0.97, 0.01, 0.01, 0.01)
         ]
         self.assertEqual(_plan("Frequency-10", matrices, multiple=1).ranks, (16, 8, 8, 8))
@@ -249,7 +253,7 @@ class RanksTest(parameterized.TestCase):
         self.assertIn(said, str(caught.exception))
 
     def test_missing_numbers_are_named(self):
-        bare = [Matrix(name="layers.3.w1", kind="experts", num_rows=64, num_inputs=64)]
+        bare = [RankedMatrix(name="layers.3.w1", kind="experts", num_rows=64, num_inputs=64)]
         with self.assertRaisesRegex(ValueError, "Kurtosis-8 needs the kurtosis of layers.3.w1"):
             _plan("Kurtosis-8", bare)
         with self.assertRaisesRegex(ValueError, "Frequency-8 needs the frequency of layers.3.w1"):

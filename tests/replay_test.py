@@ -245,7 +245,7 @@ RUNS = {
 }
 
 
-FAST = ("cache and prefetch", "dymoe 4/2", "dynaexq, low always there")
+FAST = ("dymoe 4/2", "dynaexq, low always there")
 
 
 @functools.cache

@@ -323,20 +323,14 @@ class RulesTest(parameterized.TestCase):
         one = spec(1, 8, 3, 2)
         tables = residency.empty(one)
         counts = residency.no_counts(1)
-        tier = cache_plan.Tier(
+        tier = cache_plan.TierOperands(
             cache_plan.Tables(tables.table, tables.clock, counts.events, counts.gate),
             jnp.zeros((1, 8), jnp.int32),
         )
         asked = cache_plan.Asked(jnp.arange(5, dtype=jnp.int32)[None], jnp.zeros((1, 5)))
-        [after], _, _ = cache_plan.plan(
-            [tier],
-            None,
-            0,
-            asked,
-            jnp.ones(1, bool),
-            forms=[form_of(one, 3)],
-            columns=residency.COLUMNS,
-        )
+        how = {"forms": [form_of(one, 3)], "columns": residency.COLUMNS}
+        plan = jax.jit(lambda *given: cache_plan.plan([given[0]], None, 0, *given[1:], **how))
+        [after], _, _ = plan(tier, asked, jnp.ones(1, bool))
         counts = residency.Counts(after.events, after.gate)
         self.assertEqual(int(counts.unserved[0]), 2)
         with self.assertRaisesRegex(RuntimeError, "2 needed experts had no slot"):

@@ -245,6 +245,7 @@ class FewProgramsTest(parameterized.TestCase):
             engine.generate(prompt, max_new_tokens=new, ignore_eos=True)
             self.assertEqual(engine.num_traces, num_programs)
 
+    @pytest.mark.slow
     def test_programs_do_not_grow_with_the_layers(self):
         lines = {}
         for num_layers in (2, 6):

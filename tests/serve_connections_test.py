@@ -20,7 +20,7 @@ from tests.serving_case import NAME, WAIT_S, Served, served, shared_engine, wait
 ENGINE: Engine
 SERVER: Served
 OPEN = contextlib.ExitStack()
-LIMITS = ConnectionLimits(8, header_s=0.4, idle_s=1.0, write_s=0.5)
+LIMITS = ConnectionLimits(8, header_s=0.4, idle_s=5.0, write_s=0.5)
 KEY = "sk-only-ours"
 PAGE = "https://chat.example"
 BODY = {"prompt": "a", "max_tokens": 1, "temperature": 0}
@@ -59,34 +59,34 @@ def error_of(answer: bytes) -> tuple[int, str]:
     return int(head.split()[1]), json.loads(body)["error"]["code"]
 
 
+def drip(connection: socket.socket, byte: bytes) -> None:
+    """Sends a byte now and then until the server closes; raises TimeoutError if it does not."""
+    end = time.monotonic() + WAIT_S
+    with contextlib.suppress(ConnectionError):
+        while time.monotonic() < end:
+            connection.sendall(byte)
+            time.sleep(0.05)
+        raise TimeoutError
+
+
 class TimesTest(absltest.TestCase):
     def test_silent_ones_and_half_headers_end(self):
         started = time.monotonic()
         with connect(SERVER) as silent, connect(SERVER, b"GET /health HT") as half:
             self.assertEqual(read(silent), b"")
             self.assertEqual(error_of(read(half)), (408, "headers_too_slow"))
-        self.assertBetween(time.monotonic() - started, 0.3, 5)
+        self.assertGreater(time.monotonic() - started, 0.3)  # `read` waits for a while alone
 
     def test_a_byte_now_and_then_does_not_help(self):
-        started = time.monotonic()
         with connect(SERVER, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as slow:
             self.assertStartsWith(slow.recv(65536), b"HTTP/1.1 200")
-            with contextlib.suppress(OSError):
-                while time.monotonic() - started < 10:
-                    slow.sendall(b"G")
-                    time.sleep(0.05)
-        self.assertLess(time.monotonic() - started, 5)
+            drip(slow, b"G")
 
     def test_a_body_that_goes_on_after_its_answer_ends(self):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90000\r\n\r\n"
         with connect(SERVER, head) as slow:
             self.assertStartsWith(slow.recv(65536), b"HTTP/1.1 415")
-            started = time.monotonic()
-            with contextlib.suppress(OSError):
-                while time.monotonic() - started < 10:
-                    slow.sendall(b" ")
-                    time.sleep(0.05)
-            self.assertLess(time.monotonic() - started, 5)
+            drip(slow, b" ")
 
     def test_between_requests_there_is_time(self):
         connection = http.client.HTTPConnection("127.0.0.1", SERVER.port, timeout=WAIT_S)

@@ -16,7 +16,7 @@ from pallas_kernels.mosaic_decode.low_rank import BlockTerms
 from pallas_kernels.mosaic_decode.matrix import matrix_of, tile_bytes
 from pallas_kernels.mosaic_decode.product import Stream
 from pallas_kernels.mosaic_decode.tiles import SHARED_BYTES, StreamTiles, dense_share, expert_share
-from pallas_kernels.mosaic_decode.u_factor import Columns
+from pallas_kernels.mosaic_decode.u_factor import PoolColumns
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.target import SIMULATED
 from pallas_kernels.testing.simulator import Simulator
@@ -106,6 +106,7 @@ class DenseTest(KernelTestCase):
         self.assertIsNone(self.violation(weights, (random_terms(self.rng, weights),)))
 
     # The pools end with the matrix's rows, before those of a whole tile, or have fewer than one.
+    @slow.repeats(lambda how: how["rank"])
     @parameterized.product(
         (
             {"rank": 0, "max_rank": 8}, {"rank": 1, "max_rank": 1}, {"rank": 16, "max_rank": 16},
@@ -187,6 +188,7 @@ class JoinedTest(KernelTestCase):
         terms = random_terms(self.rng, weights, v=form, u=form, rank=32, max_rank=32)
         self.assertIsNone(self.violation(weights, (terms,), 3, tiles))
 
+    @slow.repeats(lambda how: how["rank"])
     @parameterized.product(rank=(0, 1, 16, 17, 32), before=(0, 5, 21), after=(0, 3))
     def test_ranks_and_pools(self, **how):
         weights = self.weights((64, 512))
@@ -244,7 +246,7 @@ BROKEN = (
     # Outputs are of the weights alone.
     (BlockTerms, "add", lambda self, total, half, column, row: total),
     # Odd values of U for even ones.
-    (Columns, "values", lambda self, place, row, at, values=Columns.values:
+    (PoolColumns, "values", lambda self, place, row, at, values=PoolColumns.values:
      values(self, place, row, at)[::-1]),
     (Stream, "fetch", no_row_of_v),
 )  # fmt: skip
@@ -375,7 +377,7 @@ class ColumnsTest(HostTestCase):
             e = Simulator(0, 64, [*buffers, shared], len(buffers))
             addresses = [e.address(i) for i in range(len(buffers))]
             matrix = low_rank_spec.addressed(matrix_of(weights, "bf16"), addresses)
-            columns = Columns(e, matrix, e.const(first), count)
+            columns = PoolColumns(e, matrix, e.const(first), count)
             at, warp, lane = e.shared_address(len(buffers)), e.threads // 32, e.threads % 32
             columns.start_copy(e.const(1), at, e.const(rows - 1), e.const(rows), warp, 2, lane)
             index = np.minimum(max(0, first) + 2 * (e.threads % (count // 2)), length - 1)

@@ -26,7 +26,7 @@ from moejax.routing.simulate.costs import (
 from moejax.routing.simulate.sweeping import Tiers
 from moejax.routing.simulate.sweeping import sweep as sweep_over
 from moejax.routing.trace import write_trace
-from tests import commands
+from tests import commands, slow
 from tests.buddy_profiles import random_profile
 from tests.folder_case import FolderTestCase
 from tests.simulated_traces import random_trace
@@ -121,6 +121,7 @@ class OwnPolicyTest(absltest.TestCase):
 
 
 class CeilingTest(parameterized.TestCase):
+    @slow.where(lambda name: name != "dynaexq")
     @parameterized.parameters(
         ("resident", {}, ("int4",), 16),
         ("dynaexq", {"period": 8}, ("int4", "int2"), (6, 12)),  # all experts in one or the other

@@ -78,70 +78,6 @@ MIXTRAL_LIKE = """\
     {% endif %}
 {% endfor %}
 """
-# In the manner of Qwen3-Next's: ChatML, with tools and calls.
-CHATML = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- "# Tools\\n\\nYou may call one or more functions.\\n<tools>" }}
-    {%- for tool in tools %}
-        {{- "\\n" }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- "\\n</tools><|im_end|>\\n" }}
-{%- else %}
-    {%- if messages[0].role == 'system' %}
-        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.content is string %}
-        {%- set content = message.content %}
-    {%- else %}
-        {%- set content = '' %}
-    {%- endif %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role + '\\n' + content }}
-        {%- if message.tool_calls %}
-            {%- for tool_call in message.tool_calls %}
-                {%- if (loop.first and content) or (not loop.first) %}
-                    {{- '\\n' }}
-                {%- endif %}
-                {%- if tool_call.function %}
-                    {%- set tool_call = tool_call.function %}
-                {%- endif %}
-                {{- '<tool_call>\\n{"name": "' }}
-                {{- tool_call.name }}
-                {{- '", "arguments": ' }}
-                {%- if tool_call.arguments is string %}
-                    {{- tool_call.arguments }}
-                {%- else %}
-                    {{- tool_call.arguments | tojson }}
-                {%- endif %}
-                {{- '}\\n</tool_call>' }}
-            {%- endfor %}
-        {%- endif %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' }}
-        {{- content }}
-        {{- '\\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 # Published tokenizer_config.json of DeepSeek-V2-Lite-Chat.
 DEEPSEEK = (
     "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}"
@@ -155,18 +91,6 @@ CONVERSATION = [
     {"role": "user", "content": 'Hello & <welcome>, "you"!  '},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi. 你好"},
     {"role": "user", "content": "Again?"},
-]
-WITH_TOOLS = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is 6 x 7? <ä&>"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "times", "arguments": {"a": 6, "b": 7}}}],
-    },
-    {"role": "tool", "content": "42"},
-    {"role": "assistant", "content": "42."},
-    {"role": "user", "content": "And 6 x 8?"},
 ]
 WITH_SYSTEM = [{"role": "system", "content": "Be brief."}, *CONVERSATION]
 
@@ -384,7 +308,7 @@ class EosTest(TokenizerTestCase):
 class ChatTemplateTest(TokenizerTestCase):
     @parameterized.product(
         how=[
-            (QWEN3_LIKE, CONVERSATION), (MIXTRAL_LIKE, CONVERSATION), (CHATML, WITH_TOOLS),
+            (QWEN3_LIKE, CONVERSATION), (MIXTRAL_LIKE, CONVERSATION),
             (DEEPSEEK, WITH_SYSTEM), (DEEPSEEK, CONVERSATION[:1]),
         ],
         variables=[

@@ -154,7 +154,7 @@ class FileTest(FolderTestCase):
         whole = self.path.read_bytes()
         header = 8 + int.from_bytes(whole[:8], "little")
         draw = np.random.default_rng(0)
-        bits = [*range(0, 8 * header, 5), *draw.integers(8 * header, 8 * len(whole), 200).tolist()]
+        bits = [*range(0, 8 * header, 11), *draw.integers(8 * header, 8 * len(whole), 99).tolist()]
         loaded = []
         for bit in bits:
             content = bytearray(whole)

@@ -30,7 +30,6 @@ from scripts.demo_training.optimizer import (
 )
 from scripts.demo_training.scoring import cut_windows, make_scorer, routing_table, score_windows
 from scripts.demo_training.trainer import CheckpointStore, StepConfig, initial_state, make_step
-from tests import slow
 
 QWEN = ModelConfig(
     family="qwen3_moe",
@@ -141,8 +140,8 @@ class LossesTest(parameterized.TestCase):
         np.testing.assert_allclose(balance_loss(one_hot, collapsed), 4.0)
         np.testing.assert_array_equal(expert_share(collapsed, 4), [[0, 0, 1, 0]])
 
-    @slow.where(lambda config: config is not ONE_DENSE)
     @parameterized.parameters(QWEN, MIXTRAL, ONE_DENSE)
+    @pytest.mark.slow
     def test_training_forward_is_the_models(self, config):
         model = Transformer(config, rngs=nnx.Rngs(0))
         tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, config.vocab_size)

@@ -1,7 +1,6 @@
 """The bandwidth of a device's memory: known by name, or measured."""
 
 import dataclasses
-import math
 import statistics
 import time
 
@@ -61,10 +60,10 @@ def bandwidth_of(device: jax.Device) -> Bandwidth:
     found = stated(device.device_kind) if device.platform != "cpu" else None
     if found is not None:
         return Bandwidth(found, f"stated for {device.device_kind}")
-    return Bandwidth(copy_bandwidth(device), f"measured by a copy of {COPIED_BYTES >> 20} MiB")
+    return Bandwidth(_copy_bandwidth(device), f"measured by a copy of {COPIED_BYTES >> 20} MiB")
 
 
-def copy_bandwidth(device: jax.Device) -> float:
+def _copy_bandwidth(device: jax.Device) -> float:
     """Bytes a second, those that are read and those that are written, of the median of seven."""
     x = jnp.zeros(COPIED_BYTES // 4, jnp.float32, device=device)
     num_bytes = 2 * x.nbytes
@@ -77,21 +76,3 @@ def copy_bandwidth(device: jax.Device) -> float:
         x = copied(x).block_until_ready()
         times.append(time.perf_counter() - start)
     return num_bytes / statistics.median(times)
-
-
-def read_bandwidth(device: jax.Device) -> float:
-    """Bytes a second of a plain sum over 4 GiB, the ceiling of this card; nan on a CPU.
-
-    Sums are queued ten at a time, so that the host's dispatch is not in the figure.
-    """
-    if device.platform == "cpu":
-        return math.nan
-    x = jnp.ones((2**21, 1024), jnp.bfloat16, device=device)
-    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
-    total(x).block_until_ready()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready([total(x) for _ in range(10)])
-        times.append((time.perf_counter() - start) / 10)
-    return x.nbytes / min(times)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moejax.benchmarking.bandwidth import Bandwidth
-from moejax.benchmarking.measuring import BatchTimes, Measured
+from moejax.benchmarking.measuring import BatchTimes, Measurement
 from moejax.benchmarking.step_cost import floor_bytes
 from moejax.experts.bits import BitsPerWeight
 from moejax.inference.runner import Runner
@@ -35,7 +35,7 @@ class Figure:
 Figures = dict[str, Figure]
 
 
-def of_times(measured: Measured) -> Figures:
+def of_times(measured: Measurement) -> Figures:
     """Latencies and throughputs, each a run's, of which the median stands."""
     runs = [_of_run(run) for run in measured.runs]
     found = {}
@@ -71,7 +71,7 @@ def _of_run(run: Sequence[BatchTimes]) -> dict[str, tuple[float, str]]:
     }
 
 
-def of_ledgers(measured: Measured) -> Figures:
+def of_ledgers(measured: Measurement) -> Figures:
     """Hit rates, bytes over the link, gate mass by tier; nothing where no expert moves."""
     if not measured.ledgers:
         return {}
@@ -101,7 +101,7 @@ def of_ledgers(measured: Measured) -> Figures:
     return {name: figure for name, figure in found.items() if not math.isnan(figure.value)}
 
 
-def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figures:
+def of_floor(measured: Measurement, runner: Runner, bandwidth: Bandwidth) -> Figures:
     """The least bytes that a decode step reads, their time, and its share of the TPOT."""
     every = [batch for run in measured.runs for batch in run]
     steps = sum(b.steps for b in every)
@@ -149,7 +149,7 @@ def positions(batch: BatchTimes, window: int | None = None) -> float:
 
 
 def of_cost(
-    measured: Measured, *, load_s: float, device_peak: int | None, host_peak: int
+    measured: Measurement, *, load_s: float, device_peak: int | None, host_peak: int
 ) -> Figures:
     """Memory peaks of the process so far, in bytes, and seconds that are in no other figure."""
     found = {"host memory peak": Figure(host_peak / 2**30, "GiB")}

@@ -51,7 +51,7 @@ class BatchTimes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurement:
     """All runs."""
 
     runs: list[list[BatchTimes]]  # of each its batches
@@ -83,7 +83,7 @@ class Bench:
         self._eos_ids, self._per_call = eos_ids, steps_per_call
         self._ledgers: dict[str, Ledger] = {}
 
-    def measure(self, batches: Sequence[Prompts], *, runs: int, count: bool) -> Measured:
+    def measure(self, batches: Sequence[Prompts], *, runs: int, count: bool) -> Measurement:
         """Warms up on batches that have each program, then runs all of them several times.
 
         With `count` one more program counts a whole model's distinct experts.
@@ -96,7 +96,7 @@ class Bench:
         distinct = self._distinct(batches[0], count) if self.runner.memory is None else None
         if self.runner.memory is not None:
             self.runner.memory.read_counters()  # what warming up moved counts for nothing
-            fresh = fresh_ledger(self.runner.memory.ledger)
+            fresh = _fresh_ledger(self.runner.memory.ledger)
             self._ledgers = {"prefill": fresh, "decode": copy.deepcopy(fresh)}
         early, found, walls = programs.seconds, [], []
         for _ in range(runs):
@@ -104,9 +104,9 @@ class Bench:
             found.append([self._batch(batch) for batch in batches])
             walls.append(time.perf_counter() - start)
         for ledger in self._ledgers.values():
-            forget_requests(ledger)
+            _forget_requests(ledger)
         _say_asked_once(self._ledgers)
-        return Measured(
+        return Measurement(
             found, walls, self._ledgers, distinct, warmup_s, programs.seconds - compiled,
             programs.seconds - early,
         )  # fmt: skip
@@ -148,7 +148,7 @@ class Bench:
         if memory is None or not self._ledgers:
             yield
             return
-        install(memory, self._ledgers[name])
+        _install(memory, self._ledgers[name])
         yield
         memory.read_counters()
 
@@ -208,12 +208,12 @@ class _Clock:
         return self._since - before
 
 
-def fresh_ledger(ledger: Ledger) -> Ledger:
+def _fresh_ledger(ledger: Ledger) -> Ledger:
     """An empty ledger of the same tiers."""
     return Ledger({name: TierLedger(tier.expert_bytes) for name, tier in ledger.tiers.items()})
 
 
-def forget_requests(ledger: Ledger) -> None:
+def _forget_requests(ledger: Ledger) -> None:
     """Drops counts of transfer requests, which are of the time since the beginning."""
     for tier in ledger.tiers.values():
         tier.bulk_requests = {}
@@ -227,7 +227,7 @@ def _say_asked_once(ledgers: dict[str, Ledger]) -> None:
         ledgers["decode"].asked = sum(filter(None, asked))
 
 
-def install(memory: Any, ledger: Ledger) -> None:
+def _install(memory: Any, ledger: Ledger) -> None:
     """Adds counters that are read from now on to this ledger."""
     memory.ledger = ledger
     for tier, own in zip(memory.tiers, ledger.tiers.values(), strict=True):

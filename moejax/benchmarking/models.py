@@ -43,7 +43,7 @@ BFLOAT16_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model that is ready."""
 
     runner: Runner
@@ -65,7 +65,7 @@ class CheckpointModels:
         self._tiering = config.policy.tiering()
         self._whole: Engine | None = None
 
-    def load(self, batch: int, gib: float, context: int) -> Loaded:
+    def load(self, batch: int, gib: float, context: int) -> LoadedModel:
         """A model under a limit of the device, 0: none; BudgetError where it cannot run.
 
         Without limits and policy one engine serves all batches.
@@ -74,7 +74,7 @@ class CheckpointModels:
         is_whole = limits is None and self._tiering is None
         if is_whole and self._whole is not None:
             runner = self._whole._runner  # the loop itself is timed
-            return Loaded(runner, None, OWN_ROUTING, 0.0, lambda: None)
+            return LoadedModel(runner, None, OWN_ROUTING, 0.0, lambda: None)
         if self._whole is not None:
             self._whole.close()
             self._whole = None
@@ -84,7 +84,7 @@ class CheckpointModels:
             self._whole = engine
         runner = engine._runner
         close = (lambda: None) if is_whole else engine.close
-        return Loaded(runner, engine.budget, OWN_ROUTING, engine.load_seconds, close)
+        return LoadedModel(runner, engine.budget, OWN_ROUTING, engine.load_seconds, close)
 
     def exact(self, context: int) -> Engine:
         """The model without a policy, under the largest budget that was asked for."""
@@ -104,7 +104,7 @@ class CheckpointModels:
         )  # fmt: skip
 
 
-class ShapeModels:
+class _ShapeModels:
     """Models of random weights; dense weights and rows of the host are made once."""
 
     def __init__(self, config: BenchmarkConfig, device: jax.Device):
@@ -133,7 +133,7 @@ class ShapeModels:
         self._dense_nbytes = {n: leaf.nbytes for n, leaf in self._memories.dense.items()}
         self._whole: Runner | None = None
 
-    def load(self, batch: int, gib: float, context: int) -> Loaded:
+    def load(self, batch: int, gib: float, context: int) -> LoadedModel:
         """Loads an engine, as `CheckpointModels.load`."""
         start = time.perf_counter()
         asked = dataclasses.replace(self._asked.memory, device_gib=gib, host_gib=0.0).limits()
@@ -146,9 +146,9 @@ class ShapeModels:
             found = self._loaded(batch, context, limits)
         return dataclasses.replace(found, load_s=time.perf_counter() - start)
 
-    def _loaded(self, batch: int, context: int, limits: Limits) -> Loaded:
+    def _loaded(self, batch: int, context: int, limits: Limits) -> LoadedModel:
         if self._whole is not None:
-            return Loaded(self._whole, None, NEAR_UNIFORM, 0.0, lambda: None)
+            return LoadedModel(self._whole, None, NEAR_UNIFORM, 0.0, lambda: None)
         tiering, work = self._tiering, self._routing(batch)
         policy = None if tiering is None else self._policy(tiering, work)
         names = ["experts"] if tiering is None else [tier.name for tier in tiering.stored()]
@@ -179,7 +179,7 @@ class ShapeModels:
         memory = ExpertMemory(memories, stored, policy, width=width)
         return self._moving(memory, work, batch, budget)
 
-    def _resident(self, budget: Budget, limits: Limits) -> Loaded:
+    def _resident(self, budget: Budget, limits: Limits) -> LoadedModel:
         """A model whose experts are all on the device."""
         if not limits.device_gib:
             check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
@@ -189,11 +189,11 @@ class ShapeModels:
         if limits == Limits():
             self._whole = runner
         stated = budget if limits.device_gib else None
-        return Loaded(runner, stated, NEAR_UNIFORM, 0.0, lambda: None)
+        return LoadedModel(runner, stated, NEAR_UNIFORM, 0.0, lambda: None)
 
     def _moving(
         self, memory: ExpertMemory, work: routing.Workload, batch: int, budget: Budget
-    ) -> Loaded:
+    ) -> LoadedModel:
         replay(memory, work, batch, self.device)
         runner = Runner(self.config, self._memories.dense, self.device, memory=memory)
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
@@ -205,7 +205,7 @@ class ShapeModels:
             release(memory)
             gc.collect()
 
-        return Loaded(runner, budget, said, 0.0, close)
+        return LoadedModel(runner, budget, said, 0.0, close)
 
     def _routing(self, batch: int) -> routing.Workload:
         asked = self._asked
@@ -235,11 +235,11 @@ class ShapeModels:
         return choose(tiering, Path(), self.config).policy
 
 
-Models = CheckpointModels | ShapeModels
+Models = CheckpointModels | _ShapeModels
 
 
 def models_of(config: BenchmarkConfig) -> Models:
     """Models that a configuration names."""
     device = choose_device(config.platform)
     enable_compilation_cache(config.compilation_cache)
-    return ShapeModels(config, device) if config.shape else CheckpointModels(config, device)
+    return _ShapeModels(config, device) if config.shape else CheckpointModels(config, device)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.benchmarking.running import Outcome, Point
+from moejax.benchmarking.running import BenchmarkResult, Point
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.config.options import to_config_dict
 from moejax.files import result_rows as results
@@ -38,7 +38,7 @@ COLUMNS = (
 )
 
 
-def rows_of(outcome: Outcome) -> list[ResultRow]:
+def _rows_of(outcome: BenchmarkResult) -> list[ResultRow]:
     """A row a figure; of a refused point one row, whose `what` says why."""
     device = results.describe_device(outcome.device)
     common: dict[str, Any] = {
@@ -60,7 +60,9 @@ def rows_of(outcome: Outcome) -> list[ResultRow]:
     return rows
 
 
-def record_of(config: BenchmarkConfig, outcome: Outcome, rows: Sequence[ResultRow]) -> dict:
+def _record_of(
+    config: BenchmarkConfig, outcome: BenchmarkResult, rows: Sequence[ResultRow]
+) -> dict:
     """Everything as JSON has it."""
     return {
         "benchmark": {
@@ -115,22 +117,22 @@ class Files:
         self._paths, self._config = paths, config
         self._num_appended = 0
 
-    def write(self, outcome: Outcome) -> None:
+    def write(self, outcome: BenchmarkResult) -> None:
         """Writes the points so far."""
-        rows = rows_of(outcome)
+        rows = _rows_of(outcome)
         for path in self._paths:
             if path.suffix == ".jsonl":
                 results.append_rows(path, rows[self._num_appended :])
             elif path.suffix == ".csv":
-                write_whole(path, csv_text(rows))
+                write_whole(path, _csv_text(rows))
             else:
-                record = record_of(self._config, outcome, rows)
+                record = _record_of(self._config, outcome, rows)
                 text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
                 write_whole(path, text + "\n")
         self._num_appended = len(rows)
 
 
-def csv_text(rows: Sequence[ResultRow]) -> str:
+def _csv_text(rows: Sequence[ResultRow]) -> str:
     """The rows as CSV; what is a mapping is JSON in its cell."""
     out = io.StringIO()
     writer = csv.writer(out)
@@ -142,7 +144,7 @@ def csv_text(rows: Sequence[ResultRow]) -> str:
     return out.getvalue()
 
 
-def lines(config: BenchmarkConfig, outcome: Outcome, *, stats: bool) -> list[str]:
+def lines(config: BenchmarkConfig, outcome: BenchmarkResult, *, stats: bool) -> list[str]:
     """Lines for stdout: the run, a table, then what moved under each point; `stats`: by layer."""
     versions = ", ".join(f"{k} {v}" for k, v in results.package_versions("jax", "jaxlib").items())
     bandwidth = outcome.bandwidth

@@ -38,7 +38,7 @@ class PromptFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Requests:
+class TokenizedPrompts:
     """Token ids of every prompt.
 
     Attributes:
@@ -146,7 +146,7 @@ def encoded(prompt: RawPrompt, tokenizer: "Tokenizer") -> list[int]:
 
 def of_file(
     file: PromptFile, tokenizer: "Tokenizer", *, num_prompts: int, longest: int
-) -> Requests:
+) -> TokenizedPrompts:
     """The first prompts of a file (0: all), each cut at its end to `longest` tokens.
 
     Raises:
@@ -165,20 +165,20 @@ def of_file(
     if file.num_skipped:
         about += f" ({file.num_skipped} entries without a human turn left out)"
     num_cut = sum(len(ids) > longest for ids in whole)
-    return Requests([ids[:longest] for ids in whole], about, num_cut)
+    return TokenizedPrompts([ids[:longest] for ids in whole], about, num_cut)
 
 
 def of_text(
     text: str, tokenizer: "Tokenizer", *, num_prompts: int, length: int, name: str
-) -> Requests:
+) -> TokenizedPrompts:
     """Prompts of one length, at even distances in a text that is begun again where it ends."""
     ids = np.asarray(tokenizer.encode(text, add_special_tokens=False))
     starts = np.arange(num_prompts) * len(ids) // num_prompts
     rows = ids[(starts[:, None] + np.arange(length)) % len(ids)]
-    return Requests(rows.tolist(), f"{num_prompts} prompts of {length} tokens of {name}")
+    return TokenizedPrompts(rows.tolist(), f"{num_prompts} prompts of {length} tokens of {name}")
 
 
-def at_random(vocab_size: int, *, num_prompts: int, length: int, seed: int) -> Requests:
+def at_random(vocab_size: int, *, num_prompts: int, length: int, seed: int) -> TokenizedPrompts:
     """Prompts of random tokens."""
     rows = np.random.default_rng(seed).integers(0, vocab_size, (num_prompts, length))
-    return Requests(rows.tolist(), f"{num_prompts} prompts of {length} random tokens")
+    return TokenizedPrompts(rows.tolist(), f"{num_prompts} prompts of {length} random tokens")

@@ -23,7 +23,6 @@ keeps its place with the probability `recall`, else changes places with one that
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -33,9 +32,6 @@ from moejax.routing.trace import DECODE, Trace, replay_of_trace
 
 # Of 128 experts a layer, slots under LRU and the share of hits: a published curve of Qwen3-30B-A3B.
 QWEN3_HIT_RATES = {8: 0.37, 24: 0.74, 48: 0.89, 80: 0.96}
-
-# By the name of a shape; of the others nothing is published, and experts are drawn evenly.
-HIT_RATES: Mapping[str, Mapping[int, float]] = {"Qwen3-30B-A3B": QWEN3_HIT_RATES}
 
 # Of shapes whose hit rates or shares are published: what is drawn with this exponent has them (see
 # above). Nothing is published of the others, which a benchmark draws evenly and says so.
@@ -144,7 +140,7 @@ def of_trace(
     steps = num_steps(batch)
     ids_by_row, gates_by_row = (_spread(of, batch, steps) for of in (ids, gates))
     num_experts = config.num_experts
-    work = workload_of(ids_by_row, gates_by_row, num_experts, recall=recall, seed=seed)
+    work = _workload_of(ids_by_row, gates_by_row, num_experts, recall=recall, seed=seed)
     is_own = (trace.num_experts, trace.width) == (config.num_experts, config.experts_per_token)
     how = "its own gates" if is_own else f"scaled from {trace.num_experts} experts, gates made up"
     used = min(steps, len(ids))
@@ -182,11 +178,11 @@ def make_workload(
     order = np.argpartition(-probabilities, width - 1, axis=-1)[..., :width]
     some = np.take_along_axis(probabilities, order, axis=-1)
     ids = np.take_along_axis(order, np.argsort(-some, axis=-1, kind="stable"), axis=-1)
-    predicted = predictions(rng, probabilities, ids, recall)
+    predicted = _predictions(rng, probabilities, ids, recall)
     return Workload(ids.astype(np.int32), probabilities, predicted, num_shifts)
 
 
-def workload_of(
+def _workload_of(
     ids: np.ndarray, gates: np.ndarray, num_experts: int, *, recall: float, seed: int
 ) -> Workload:
     """Chosen experts and their weights as what routers say: `CHOSEN_MASS` is theirs.
@@ -199,54 +195,7 @@ def workload_of(
     np.put_along_axis(probabilities, ids, CHOSEN_MASS * gates + rest, axis=-1)
     probabilities /= probabilities.sum(axis=-1, keepdims=True)
     rng = np.random.default_rng(seed)
-    return Workload(ids, probabilities, predictions(rng, probabilities, ids, recall), 0)
-
-
-def lru_trace(
-    hit_rates: Mapping[int, float],
-    *,
-    num_steps: int,
-    num_layers: int,
-    num_experts: int,
-    width: int,
-    seed: int = 0,
-) -> np.ndarray:
-    """Experts of one token a step, such that LRU caches hit as often as asked.
-
-    An expert's stack distance is the number of others that were used since its last use. Each step
-    takes `width` of the distances, position d with the probability that the curve's slope says
-    there (systematic sampling, so that the shares hold exactly in the mean).
-
-    Args:
-      hit_rates: slots to the share of hits, both rising; all experts hit always.
-      num_layers: M, whose traces are independent.
-      width: A, experts a token.
-
-    Returns:
-      int32[num_steps, M, A], no expert twice in a token.
-
-    Raises:
-      ValueError: a slope that `width` experts a step cannot have.
-    """
-    chosen = np.zeros(num_experts)
-    before, reached = 0, 0.0
-    for slots, share in [*sorted(hit_rates.items()), (num_experts, 1.0)]:
-        chosen[before:slots] = width * (share - reached) / max(1, slots - before)
-        before, reached = slots, share
-    if not np.all((chosen >= 0) & (chosen <= 1)):
-        raise ValueError(f"{width} experts a step cannot have hit rates {dict(hit_rates)}")
-    rng = np.random.default_rng(seed)
-    trace = np.zeros((num_steps, num_layers, width), np.int32)
-    for layer in range(num_layers):
-        stack = rng.permutation(num_experts)  # the latest use first
-        for step in range(num_steps):
-            order = rng.permutation(num_experts)
-            edges = np.cumsum(chosen[order])
-            edges[-1] = width  # what rounding left of it
-            places = order[np.searchsorted(edges, rng.uniform() + np.arange(width), side="right")]
-            trace[step, layer] = stack[places]
-            stack = np.concatenate([stack[places], np.delete(stack, places)])
-    return trace
+    return Workload(ids, probabilities, _predictions(rng, probabilities, ids, recall), 0)
 
 
 def scaled_trace(
@@ -289,7 +238,7 @@ def scaled_trace(
     return scaled
 
 
-def predictions(
+def _predictions(
     rng: np.random.Generator, probabilities: np.ndarray, ids: np.ndarray, recall: float
 ) -> np.ndarray:
     """Probabilities in which some of the chosen experts have changed places with others."""

@@ -11,9 +11,9 @@ from moejax.benchmarking import figures, requests
 from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
 from moejax.benchmarking.expected_kernels import refuse_dequantized
 from moejax.benchmarking.figures import Figures
-from moejax.benchmarking.measuring import Bench, Measured
+from moejax.benchmarking.measuring import Bench, Measurement
 from moejax.benchmarking.models import CheckpointModels, Models, models_of
-from moejax.benchmarking.requests import PromptFile, Requests
+from moejax.benchmarking.requests import PromptFile, TokenizedPrompts
 from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import plain_memory_errors
 from moejax.engine import STEPS_PER_CALL
@@ -44,7 +44,7 @@ class Point:
     placement: tuple[str, ...] = ()  # where the experts are, lines
     # the device's peak is that of an earlier measurement: this one's is not above
     peak_is_older: bool = False
-    measured: Measured | None = None  # the runs; None where it was refused
+    measured: Measurement | None = None  # the runs; None where it was refused
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)  # what served each product
     # what `fidelity` compares with the exact model; None once it is, or for nothing
     predicted: np.ndarray | None = None
@@ -56,7 +56,7 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class BenchmarkResult:
     """All that was measured of a model, in the order of `BenchmarkConfig.points`."""
 
     points: list[Point]
@@ -67,8 +67,8 @@ class Outcome:
 
 
 def run(
-    config: BenchmarkConfig, file: PromptFile | None, known: Callable[[Outcome], None]
-) -> Outcome:
+    config: BenchmarkConfig, file: PromptFile | None, known: Callable[[BenchmarkResult], None]
+) -> BenchmarkResult:
     """Measures all points; what a budget or the device refuses is a point that says so.
 
     Args:
@@ -85,7 +85,7 @@ def run(
                 of.prompts, config.fidelity_share
             )  # an error comes before the runs
     points: list[Point] = []
-    outcome = Outcome(points, models.about, models.device, bandwidth, per_call)
+    outcome = BenchmarkResult(points, models.about, models.device, bandwidth, per_call)
     for batch, gib in config.points():
         print_stderr(f"measuring batch {batch}, {gib or 'no'} GiB")
         try:
@@ -103,7 +103,10 @@ def run(
 
 
 def _compare(
-    config: BenchmarkConfig, models: CheckpointModels, asked: dict[int, Requests], outcome: Outcome
+    config: BenchmarkConfig,
+    models: CheckpointModels,
+    asked: dict[int, TokenizedPrompts],
+    outcome: BenchmarkResult,
 ) -> None:
     """Adds the KL of the exact model: last, so that the exact model is in no peak of memory."""
     contexts = [point.context for point in outcome.points if point.predicted is not None]
@@ -126,7 +129,7 @@ def _compare(
 
 def _requests(
     config: BenchmarkConfig, models: Models, file: PromptFile | None, batch: int
-) -> Requests:
+) -> TokenizedPrompts:
     """Requests in batches of so many."""
     room = (config.context or models.config.context_limit) - config.new_tokens
     length = config.prompt_tokens or PROMPT_TOKENS
@@ -154,7 +157,7 @@ def _requests(
 
 
 def _measured(
-    config: BenchmarkConfig, models: Models, asked: Requests, batch: int, gib: float,
+    config: BenchmarkConfig, models: Models, asked: TokenizedPrompts, batch: int, gib: float,
     bandwidth: Bandwidth, per_call: int,
 ) -> Point:  # fmt: skip
     longest = max(map(len, asked.prompts))
@@ -203,7 +206,7 @@ def _measured(
 
 
 def _predicted(
-    config: BenchmarkConfig, models: Models, runner: Runner, asked: Requests
+    config: BenchmarkConfig, models: Models, runner: Runner, asked: TokenizedPrompts
 ) -> np.ndarray | None:
     """Predictions that `fidelity` compares; None where there is no room for them."""
     samples = fidelity.sample_prompts(asked.prompts, config.fidelity_share)

@@ -57,7 +57,7 @@ class TierPlan:
     refines: int = 0  # bits of the last plane of `bits`, which is all that a row is; 0: whole codes
 
 
-class SyntheticRows:
+class _SyntheticRows:
     """All experts of a shape in host memory; a `moejax.experts.host_store.RowSource`."""
 
     def __init__(
@@ -108,7 +108,7 @@ class ShapeMemories:
         self._host_gib = host_gib
         self.dense = random_weights(config, packing, device, experts=False)
         jax.block_until_ready(self.dense)
-        self._rows: dict[tuple[int, int, int], SyntheticRows] = {}
+        self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
 
     def _packing(self, bits: int) -> Packing:
         return dataclasses.replace(self.packing, bits=bits)
@@ -136,7 +136,7 @@ class ShapeMemories:
             for outputs, inputs in sizes
         )
 
-    def rows(self, bits: int, few: bool = False, refines: int = 0) -> SyntheticRows:
+    def rows(self, bits: int, few: bool = False, refines: int = 0) -> _SyntheticRows:
         """Rows of a precision, or of its last plane; made once."""
         nbytes, total = self.expert_nbytes(bits, refines), self.num_layers * self.config.num_experts
         gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
@@ -146,7 +146,7 @@ class ShapeMemories:
         if held:
             return self._rows[*form, max(held)]
         start = time.perf_counter()
-        made = SyntheticRows(
+        made = _SyntheticRows(
             self.config, self._packing(refines or bits), self.device, num_rows,
             is_plane=refines > 0,
         )  # fmt: skip

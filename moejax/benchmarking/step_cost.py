@@ -41,23 +41,6 @@ def floor_bytes(
     return dense + experts_nbytes + a_position * positions + states
 
 
-def bytes_per_step(
-    config: ModelConfig,
-    weights: Mapping[str, Weight],
-    batch: int,
-    positions: float,  # of the cache that each reads
-    distinct: float,  # experts that a layer's tokens chose, the mean over layers
-    itemsize: int = 2,  # bytes of a number of the cache
-) -> int:
-    """`floor_bytes` of a model with all its experts."""
-    experts = sum(weights[name].nbytes for name in EXPERT_LEAVES if name in weights)
-    least = floor_bytes(
-        config, weights, experts_nbytes=experts * distinct / config.num_experts,
-        positions=positions * batch, itemsize=itemsize, batch=batch,
-    )  # fmt: skip
-    return int(least)
-
-
 def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float:
     """Experts of a layer that one decode step of a session reads, the mean over layers.
 

@@ -294,7 +294,7 @@ def read_finite(
             piece = np.empty(min(step, start + num_values - first), tensor.dtype)
             read_values(tensor, piece, file.fileno(), first)
             found.update(piece)
-            check_finite(tensor, piece, first)
+            _check_finite(tensor, piece, first)
             yield piece
     if num_values == math.prod(tensor.shape):
         tensor.compare(found.value)
@@ -317,7 +317,7 @@ def read_matrix(
     return rows
 
 
-def check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
+def _check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
     """Raises MoejaxError naming the first value that is NaN or infinite, but for `without_masks`.
 
     `values`, float[n], are numbers `first`.. of the tensor's.

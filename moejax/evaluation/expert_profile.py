@@ -29,7 +29,7 @@ from moejax.policies.expert_activity import (
     with_outputs,
 )
 from moejax.routing.profile_file import config_sha256
-from moejax.text.corpus import Stream, Text
+from moejax.text.corpus import Text, TokenizedText
 from moejax.text.windows import Windowing, windows
 from moejax.weights import linear as ops
 
@@ -155,7 +155,7 @@ def _compared(
 
 
 def provenance(
-    checkpoint: str, directory: Path, engine: "Engine", text: Text, stream: Stream
+    checkpoint: str, directory: Path, engine: "Engine", text: Text, stream: TokenizedText
 ) -> dict[str, Any]:
     """Records the checkpoint, text, devices and versions of a profile."""
     config = engine.config

@@ -64,7 +64,7 @@ def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0
     return Sample(tokens, np.stack(positions).astype(np.int32))
 
 
-def sample_answer(ids: Sequence[int], num_prompt: int, share: float, seed: int = 0) -> Sample:
+def _sample_answer(ids: Sequence[int], num_prompt: int, share: float, seed: int = 0) -> Sample:
     """Samples random positions of a share of an answer, in one window with its prompt."""
     tokens = np.asarray(ids, np.int32)
     predicting = np.arange(max(0, num_prompt - 1), len(tokens) - 1)  # each the token after it
@@ -86,7 +86,7 @@ def sample_prompts(prompts: Sequence[list[int]], share: float) -> list[Sample]:
     found = []
     for seed, prompt in enumerate(long[place] for place in dict.fromkeys(places.tolist())):
         at_most = min(share, POSITIONS / (len(prompt) - 1))
-        found.append(sample_answer(prompt, 1, at_most, seed))
+        found.append(_sample_answer(prompt, 1, at_most, seed))
     return found
 
 
@@ -122,7 +122,7 @@ def kl_from_exact(
     from moejax.engine import Engine
 
     samples = [
-        sample_answer([*prompt, *answer], len(prompt), config.fidelity_share, seed)
+        _sample_answer([*prompt, *answer], len(prompt), config.fidelity_share, seed)
         for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         if len(prompt) + len(answer) > 1
     ]

@@ -24,7 +24,7 @@ PART = "subject"  # names the part in a file of several
 _FILE = re.compile(r"(?P<name>.+)\.(?P<split>\w+)\.jsonl(\.xz|\.gz)?")
 
 
-class Splits(datasets.DatasetDict):
+class _Splits(datasets.DatasetDict):
     """Splits of a data set; one that the folder lacks is empty.
 
     lm_eval reads the split of the examples even when it uses none of them.
@@ -41,13 +41,13 @@ class LocalData:
     folder: Path  # of the files
     num_fewshot: int | None = None  # examples before each document; None for the task's own number
 
-    def splits(self, task: Any) -> Splits:
+    def splits(self, task: Any) -> _Splits:
         """Reads the data set of one of lm_eval's tasks."""
         if not self.folder.is_dir():
             raise MoejaxError(f"--data {self.folder} is no folder; name one of JSON Lines files")
         part = task.dataset_name
         names = [task.task, *([part] if part else []), task.dataset_path.rpartition("/")[2]]
-        found = Splits()
+        found = _Splits()
         for name in map(_plain, names):
             for path in sorted(self.folder.iterdir()):
                 match = _FILE.fullmatch(path.name)
@@ -57,7 +57,7 @@ class LocalData:
         self._check(task, found)
         return found
 
-    def _check(self, task: Any, found: Splits) -> None:
+    def _check(self, task: Any, found: _Splits) -> None:
         asked = task.test_split or task.validation_split or task.training_split
         needed = {asked: "asks the questions of"}
         num = (task.num_fewshot or 0) if self.num_fewshot is None else self.num_fewshot

@@ -17,7 +17,7 @@ from moejax.evaluation import fidelity, record
 from moejax.evaluation.answers import AnswerFile, beside, check_place
 from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
 from moejax.loading import load_scoring_engine, recorded
-from moejax.text.corpus import Stream, Text, beginning, encode
+from moejax.text.corpus import Text, TokenizedText, beginning, encode
 from moejax.text.windows import Windowing
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
             print_stderr(f"{count} are taken over from {place}")
         started, compiled = time.perf_counter(), engine.compile_seconds
         with recorded(engine, config, config.text):
-            measured = measure(engine, stream.ids, windowing, config.num_rows(), answers)
+            measured = _measure(engine, stream.ids, windowing, config.num_rows(), answers)
         seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
         result = record.perplexity_record(
             engine,
@@ -87,7 +87,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
 
 
 def _head(
-    config: EvaluateConfig, text: Text, stream: Stream, directory: Path, engine: "Engine"
+    config: EvaluateConfig, text: Text, stream: TokenizedText, directory: Path, engine: "Engine"
 ) -> dict[str, Any]:
     """Identity of a measurement: windows are reused only by a run with an equal one.
 
@@ -124,7 +124,7 @@ def _compared(
         return None
 
 
-def measure(
+def _measure(
     engine: "Engine", ids: list[int], windowing: Windowing, batch_size: int, answers: AnswerFile
 ) -> LogLikelihood:
     """Scores the windows that have no answer yet, under a progress bar."""

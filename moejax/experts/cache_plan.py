@@ -16,7 +16,7 @@ from moejax.experts.state import TierSlots, TierSpec
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator
 from pallas_kernels import cache_plan
-from pallas_kernels.cache_plan import Asked, LayerPlan, Tables, Tier, TierShape
+from pallas_kernels.cache_plan import Asked, LayerPlan, Tables, TierOperands, TierShape
 from pallas_kernels.target import Target
 
 
@@ -118,7 +118,9 @@ class CachePlanner:
         Returns:
           The plan, each tier's part of it, and `gate` and `tiers` after it.
         """
-        operands = tuple(Tier(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True))
+        operands = tuple(
+            TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)
+        )
         forms = self.forms(asked.ids.size)
         by_kernel = self.refusal(asked.ids.size) is None
         tables, gate, found = _planned(
@@ -157,7 +159,7 @@ class CachePlanner:
         if spec.read is not None:  # nobody waits for the disk on a guess
             ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
         tables, found = _predicted(
-            Tier(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
+            TierOperands(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
             form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
         )  # fmt: skip
         return _jobs(found), _with(slots, tables)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_plan.reference import (
-    Row,
+    LayerTables,
     assigned,
     departures,
     index_of,
@@ -157,8 +157,8 @@ class Residency:
         return self._rows.prefetched
 
     @property
-    def _rows(self) -> Row:
-        return Row.of(self.table, self.num_experts)
+    def _rows(self) -> LayerTables:
+        return LayerTables.of(self.table, self.num_experts)
 
     def check(self, spec: CacheSizes) -> None:
         """Raises ValueError naming the invariant that does not hold; for concrete arrays."""
@@ -257,7 +257,7 @@ def release_everywhere(
     residency: Residency, experts: jax.Array, counts: Counts
 ) -> tuple[Residency, Counts]:
     """Frees the slots of experts, bool[M, E]; counts evictions and prefetch waste."""
-    before = Row.of(residency.table, residency.num_experts)
+    before = LayerTables.of(residency.table, residency.num_experts)
     after = jax.vmap(without)(before, experts)
     gone = _columns(jax.vmap(departures)(before, after))
     counts = dataclasses.replace(counts, events=counts.events + gone)

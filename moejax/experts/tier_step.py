@@ -132,14 +132,14 @@ class TierStep:
             slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))
         return self.with_bank(slots, turn, bank, after)
 
-    def _copy_job(self, bank: Bank, jobs: Jobs) -> expert_fetch.Job | None:
+    def _copy_job(self, bank: Bank, jobs: Jobs) -> expert_fetch.CopyJob | None:
         """Returns the copy from host memory; None where there is nothing to copy."""
         if not jobs.rows.size or self.spec.is_still or not self.rows.gate_up.shape[0]:
             return None
         rows = (self.rows.gate_up, self.rows.down)
-        return expert_fetch.Job(bank, rows, jobs.rows, jobs.slots)
+        return expert_fetch.CopyJob(bank, rows, jobs.rows, jobs.slots)
 
-    def _fetch_implementation(self, job: expert_fetch.Job) -> str:
+    def _fetch_implementation(self, job: expert_fetch.CopyJob) -> str:
         """Name of the implementation that copies; ValueError if a GPU's kernel refuses."""
         if self.kernels.target is None:
             return "reference"

@@ -53,7 +53,7 @@ _UNITS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Matrix:
+class RankedMatrix:
     """Facts of one matrix [N, K] for a rank policy."""
 
     name: str
@@ -69,7 +69,7 @@ class Matrix:
         return min(self.num_rows, self.num_inputs)
 
 
-class Term(NamedTuple):
+class RankTerm(NamedTuple):
     """One term: "kurtosis", 16 or 6.25, and whether that is a percentage."""
 
     policy: str
@@ -83,7 +83,7 @@ class Term(NamedTuple):
 class RankPolicy(NamedTuple):
     """Sum of terms, and the byte budget of all compensators together."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[RankTerm, ...]
     budget_bytes: int | None = None
 
     def needs(self, statistic: str) -> bool:
@@ -102,7 +102,7 @@ class RankPlan(NamedTuple):
 class _Problem(NamedTuple):
     """List of matrices as arrays."""
 
-    matrices: Sequence[Matrix]
+    matrices: Sequence[RankedMatrix]
     costs: np.ndarray  # int64[n], bytes of one rank
     caps: np.ndarray  # int64[n]
     is_dense: np.ndarray  # bool[n]
@@ -128,7 +128,7 @@ def parse_policy(text: str) -> RankPolicy:
     return RankPolicy(terms, int(float(match[1]) * _UNITS[match[2]]))
 
 
-def _parse_term(part: str, text: str) -> Term:
+def _parse_term(part: str, text: str) -> RankTerm:
     match = _TERM.fullmatch(part)
     if match is None or match[1] not in _TERMS:
         known = ", ".join(f"{name.capitalize()}-r" for name in _TERMS)
@@ -136,7 +136,7 @@ def _parse_term(part: str, text: str) -> Term:
             f"rank policy {text!r}: term {part!r} is none of {known} (r a rank or, with %, a "
             f"share of the width), and {part!r} is none of the sets {', '.join(NAMED_POLICIES)}"
         )
-    term = Term(match[1], float(match[2]), bool(match[3]))
+    term = RankTerm(match[1], float(match[2]), bool(match[3]))
     if not term.is_percentage and not term.amount.is_integer():
         raise ValueError(f"rank policy {text!r}: the rank of {part!r} is no integer")
     return term
@@ -156,7 +156,7 @@ def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int) -> int:
 
 
 def assign_ranks(
-    policy: RankPolicy, matrices: Sequence[Matrix], *, factor_bits: int = 8, multiple: int = 8
+    policy: RankPolicy, matrices: Sequence[RankedMatrix], *, factor_bits: int = 8, multiple: int = 8
 ) -> RankPlan:
     """Assigns a rank to every matrix.
 
@@ -190,7 +190,7 @@ def assign_ranks(
     return RankPlan(tuple(int(rank) for rank in ranks), capped, int(problem.costs @ ranks))
 
 
-def _problem(matrices: Sequence[Matrix], factor_bits: int) -> _Problem:
+def _problem(matrices: Sequence[RankedMatrix], factor_bits: int) -> _Problem:
     costs = [rank_bytes(m.num_rows, m.num_inputs, factor_bits) for m in matrices]
     return _Problem(
         matrices=matrices,
@@ -201,7 +201,7 @@ def _problem(matrices: Sequence[Matrix], factor_bits: int) -> _Problem:
     )
 
 
-def _real_ranks(term: Term, problem: _Problem) -> np.ndarray:
+def _real_ranks(term: RankTerm, problem: _Problem) -> np.ndarray:
     """Ranks float64[n] of a term before rounding; fixed terms round percentages."""
     concerned = {
         "uniform": problem.is_dense | problem.is_sparse,
@@ -223,7 +223,7 @@ def _real_ranks(term: Term, problem: _Problem) -> np.ndarray:
     return spread * (problem.costs @ even / total) if total else even
 
 
-def _shares(term: Term, matrices: Sequence[Matrix]) -> np.ndarray:
+def _shares(term: RankTerm, matrices: Sequence[RankedMatrix]) -> np.ndarray:
     """Weights float64[n] to which the ranks are proportional, before bytes are counted."""
     found: list[float | None] = [getattr(matrix, term.policy) for matrix in matrices]
     for matrix, value in zip(matrices, found, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 from moejax.inference.batch import TokenLogprob
 from moejax.serving.requests import Request
-from moejax.serving.rows import Part
+from moejax.serving.rows import AnswerPart
 from moejax.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -68,7 +68,7 @@ class AnswerWriter:
             "total_tokens": prompt + self._num_new,
         }
 
-    def whole(self, parts: list[Part]) -> dict[str, Any]:
+    def whole(self, parts: list[AnswerPart]) -> dict[str, Any]:
         """The answer of a request that does not stream: one part a row, in order."""
         choices = []
         for part in parts:
@@ -83,7 +83,7 @@ class AnswerWriter:
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": self.usage()}
 
-    def chunks(self, part: Part) -> list[dict[str, Any]]:
+    def chunks(self, part: AnswerPart) -> list[dict[str, Any]]:
         """Returns a part's stream chunks; none while its text is held back."""
         self._num_new += part.num_tokens
         held = self._held.setdefault(part.row, [])

@@ -1,5 +1,7 @@
 """The ASGI application: routes of OpenAI's API, health, metrics."""
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -23,11 +25,11 @@ from moejax.serving.answers import AnswerWriter, TokenTexts
 from moejax.serving.batcher import Batcher
 from moejax.serving.bodies import Bodies
 from moejax.serving.errors import ApiError, error_response, json_response, unavailable
-from moejax.serving.exchange import ClientGone, Exchange, outcome_of
 from moejax.serving.fields import read_object
 from moejax.serving.guards import AccessGuard, HostGuard
 from moejax.serving.metrics import Metrics
 from moejax.serving.requests import ModelFacts, Request, read_chat, read_completion
+from moejax.serving.rows import AnswerPart, Row
 from moejax.text.chat_template import ChatSettings
 
 _LOG = logging.getLogger(__name__)
@@ -53,6 +55,84 @@ class Access:
             )  # fmt: skip
             guards.append(cors)
         return [*guards, Middleware(AccessGuard, key=self.key, origins=self.origins)]
+
+
+class _ClientGone(Exception):
+    """The client has closed its connection: nobody reads an answer any more."""
+
+
+class _Exchange:
+    """The parts of a request's answers; leaving its context cancels what still runs."""
+
+    def __init__(self, request: Request, batcher: Batcher, receive: Any, client: str):
+        """Submits nothing yet.
+
+        Args:
+          receive: ASGI's, after the body was read; it reports when the client leaves.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._parts: asyncio.Queue[AnswerPart | None] = asyncio.Queue()  # None: the client is gone
+        self._batcher = batcher
+        self._receive = receive
+        self._watch: asyncio.Task[None] | None = None
+        self._rows = [
+            Row(
+                i, prompt, settings, request.top_logprobs is not None, request.stream, self._tell,
+                client,
+            )
+            for i, (prompt, settings) in enumerate(
+                zip(request.prompts, request.settings, strict=True)
+            )
+        ]  # fmt: skip
+
+    async def __aenter__(self) -> "_Exchange":
+        """Puts the rows in the queue; raises an ApiError where there is no room."""
+        self._batcher.submit(self._rows)
+        self._watch = asyncio.create_task(self._wait_for_disconnect())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for row in self._rows:
+            row.cancelled = True
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+
+    async def parts(self) -> AsyncIterator[AnswerPart]:
+        """Yields parts as they come, up to the last of each row.
+
+        Raises:
+          _ClientGone: nobody reads them.
+          ApiError: a row has no answer; the others are cancelled.
+        """
+        left = {row.index for row in self._rows}
+        while left:
+            part = await self._parts.get()
+            if part is None:
+                raise _ClientGone
+            if part.row not in left:  # it has ended; what came after it is for others of its batch
+                continue
+            if part.error is not None:
+                raise part.error
+            if part.finish_reason:
+                left.discard(part.row)
+            yield part
+
+    async def answers(self) -> list[AnswerPart]:
+        """The last part of each row, in order; raises as `parts`."""
+        found = [part async for part in self.parts() if part.finish_reason]
+        return sorted(found, key=lambda part: part.row)
+
+    def _tell(self, part: AnswerPart) -> None:
+        """Receives a part in the batcher's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there
+            self._loop.call_soon_threadsafe(self._parts.put_nowait, part)
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._parts.put_nowait(None)
 
 
 class Api:
@@ -133,15 +213,15 @@ class Api:
             try:
                 request, engine = await self._read(http, read)
                 if request.stream:
-                    return EventStream(self._stream(request, engine, http, name))
+                    return _EventStream(self._stream(request, engine, http, name))
                 async with self._exchange(request, http) as exchange:
                     parts = await exchange.answers()
                 return json_response(self._writer(request, engine).whole(parts))
             except ApiError as refused:
                 error = refused
                 return error_response(refused)
-            except (ClientGone, ClientDisconnect):
-                error = ClientGone()
+            except (_ClientGone, ClientDisconnect):
+                error = _ClientGone()
                 return Response(status_code=499)  # nobody reads it
             except BaseException as other:
                 error = other
@@ -169,10 +249,10 @@ class Api:
             _LOG.warning("ignored: the field %s of a request; said once", name)
         return request, engine
 
-    def _exchange(self, request: Request, http: HttpRequest) -> Exchange:
+    def _exchange(self, request: Request, http: HttpRequest) -> _Exchange:
         """Starts an exchange; its client is an address, as all share one key."""
         client = http.client.host if http.client else ""
-        return Exchange(request, self._batcher, http.receive, client)
+        return _Exchange(request, self._batcher, http.receive, client)
 
     def _writer(self, request: Request, engine: Engine) -> AnswerWriter:
         if self._texts is None:
@@ -200,16 +280,28 @@ class Api:
                 raise
             yield refused.body()
         except BaseException as other:  # GeneratorExit, too: whoever sends has been cancelled
-            error = ClientGone() if isinstance(other, GeneratorExit) else other
+            error = _ClientGone() if isinstance(other, GeneratorExit) else other
             raise
         finally:
             self._count(name, error)
 
     def _count(self, endpoint: str, error: BaseException | None) -> None:
-        self._metrics.requests.labels(endpoint, outcome_of(error)).inc()
+        self._metrics.requests.labels(endpoint, _outcome_of(error)).inc()
 
 
-class EventStream:
+def _outcome_of(error: BaseException | None) -> str:
+    """Names a request's outcome in one word, for the metrics."""
+    if error is None:
+        return "ok"
+    if isinstance(error, _ClientGone | asyncio.CancelledError):
+        return "cancelled"
+    if not isinstance(error, ApiError):
+        return "error"
+    words = {429: "rejected", 503: "unavailable", 504: "deadline"}
+    return words.get(error.status, "invalid" if error.status < 500 else "error")
+
+
+class _EventStream:
     """Server-sent events, `data: JSON` each, `data: [DONE]` last, where no error was."""
 
     def __init__(self, chunks: AsyncIterator[dict[str, Any]]):
@@ -223,7 +315,7 @@ class EventStream:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        except ClientGone:
+        except _ClientGone:
             return
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -236,7 +328,7 @@ class EventStream:
             async for chunk in chunks:
                 failed = "error" in chunk
                 await send(_event(chunk))
-        except (ClientGone, OSError):
+        except (_ClientGone, OSError):
             return
         finally:
             await chunks.aclose()  # type: ignore[attr-defined]

@@ -16,10 +16,9 @@ from moejax.engine import STEPS_PER_CALL, Engine
 from moejax.errors import MoejaxError
 from moejax.inference.batch import Batch, RowDelta
 from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
-from moejax.serving.fair_queue import FairQueue
 from moejax.serving.metrics import Metrics
 from moejax.serving.programs import ServerPrograms
-from moejax.serving.rows import Part, Row
+from moejax.serving.rows import AnswerPart, FairQueue, Row
 
 _LOG = logging.getLogger(__name__)
 ENDING = "the server is shutting down"
@@ -205,7 +204,7 @@ class Batcher:
             self._metrics.prompt_tokens.inc(len(row.prompt))
         self._metrics.generated_tokens.inc(len(piece.tokens))
         told = piece.logprobs if row.wants_logprobs else ()
-        row.tell(Part(row.index, piece.text, len(piece.tokens), told, piece.finish_reason))
+        row.tell(AnswerPart(row.index, piece.text, len(piece.tokens), told, piece.finish_reason))
         if piece.error:
             row.fail(_engine_failed(piece.error))
         if piece.finish_reason and row.num_tokens > 1 and row.first_token_at is not None:

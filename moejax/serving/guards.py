@@ -52,7 +52,7 @@ class HostGuard:
         elif (
             (host := headers.get("host"))
             and not self._is_ours(_name_of(host))
-            and not has_key(headers, self._key)
+            and not _has_key(headers, self._key)
         ):
             refused = ApiError(
                 f"the host {host[:100]!r} is not one of this server's; --config.allowed_hosts "
@@ -94,7 +94,7 @@ class AccessGuard:
         headers = Headers(scope=scope)
         response = None
         origin = headers.get("origin")
-        if has_key(headers, self._key):
+        if _has_key(headers, self._key):
             pass
         elif origin is not None and not self._may_ask(origin.lower(), headers.get("host", "")):
             said = f"pages of {origin[:100]!r} may not ask; --config.cors_origins takes them"
@@ -111,7 +111,7 @@ class AccessGuard:
         return is_own or origin in self._origins or ANY in self._origins
 
 
-def has_key(headers: Headers, key: str) -> bool:
+def _has_key(headers: Headers, key: str) -> bool:
     """Whether a request gives the API key; False where there is none ("")."""
     kind, _, given = headers.get("authorization", "").partition(" ")
     is_same = hmac.compare_digest(given.strip().encode(), key.encode())

@@ -56,7 +56,7 @@ class Metrics:
 
     def ledger(self, ledger: Ledger | None) -> None:
         """Sets the ledger to report; None where all experts are among the weights."""
-        self._ledger = list(ledger_metrics(ledger)) if ledger is not None else []
+        self._ledger = list(_ledger_metrics(ledger)) if ledger is not None else []
 
     def collect(self) -> Iterator[Metric]:
         """Yields the ledger's metrics as of the last batch; the registry calls it."""
@@ -71,7 +71,7 @@ class Metrics:
         return prometheus_client.generate_latest(self.registry)
 
 
-def ledger_metrics(ledger: Ledger) -> Iterator[Metric]:
+def _ledger_metrics(ledger: Ledger) -> Iterator[Metric]:
     """Events (`moejax.experts.residency.EVENTS`), bytes and gate mass of each tier."""
     events = CounterMetricFamily(
         "moejax_expert_events", "Experts by what became of them.", labels=("tier", "event")

@@ -116,7 +116,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print_stderr(f"listening at {url}")
-    if not key and not listens_here_alone(host):
+    if not key and not _listens_here_alone(host):
         print_stderr(f"there is no api_key: whoever reaches {url} may use it")
     counted = connections(config.max_connections, metrics)
     server = _Server(
@@ -164,7 +164,7 @@ def uvicorn_config(application: Starlette, connections: Connections) -> uvicorn.
     )  # fmt: skip
 
 
-def listens_here_alone(host: str) -> bool:
+def _listens_here_alone(host: str) -> bool:
     """Whether an address is of the loopback, which other machines do not reach."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 

@@ -40,11 +40,11 @@ def main() -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
-        limit_time()
+        _limit_time()
         connection.send_bytes(json.dumps(answer(request)).encode())
 
 
-def limit_time() -> None:
+def _limit_time() -> None:
     """Sets the system's limit on this process's compute time to one template's."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -64,7 +64,7 @@ def load_text(name: str, join: str) -> Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class TokenizedText:
     """A text as tokens."""
 
     ids: list[int]
@@ -72,19 +72,19 @@ class Stream:
     tokenizer_sha256: str
 
 
-def encode(tokenizer: "Tokenizer", directory: Path, text: Text, *, special: bool) -> Stream:
+def encode(tokenizer: "Tokenizer", directory: Path, text: Text, *, special: bool) -> TokenizedText:
     """Encodes a text, and records the tokens put before it."""
     ids = tokenizer.encode(text.content, add_special_tokens=special)
     bos = None
     if special and (added := tokenizer.encode("", add_special_tokens=True)) and ids:
         bos = tokenizer.decode(added[:1], skip_special_tokens=False) if ids[0] == added[0] else None
     sha256 = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
-    return Stream(ids, bos, sha256)
+    return TokenizedText(ids, bos, sha256)
 
 
 def beginning(
-    tokenizer: "Tokenizer", stream: Stream, text: Text, num_tokens: int
-) -> tuple[Stream, Text]:
+    tokenizer: "Tokenizer", stream: TokenizedText, text: Text, num_tokens: int
+) -> tuple[TokenizedText, Text]:
     """First `num_tokens` tokens, and the text that they spell."""
     ids = stream.ids[:num_tokens]
     spelt = Text(tokenizer.decode(ids), f"{text.source}, the first {num_tokens} tokens")

@@ -41,7 +41,7 @@ class Found(NamedTuple):
     replaced: jax.Array | None
 
 
-def tolerates(gate: Gate, ids: jax.Array, layer: jax.Array) -> jax.Array:
+def _tolerates(gate: Gate, ids: jax.Array, layer: jax.Array) -> jax.Array:
     """Mask bool[N] of tokens that a gate lets pass."""
     chosen = jnp.take_along_axis(gate.probabilities, ids, axis=1)
     logits = jnp.log(jnp.maximum(chosen, LEAST)) / gate.temperature
@@ -73,7 +73,7 @@ def search_reference(
         resident = resident[layer, : lists.shape[1]] >= 0
     allowed = allowed.reshape(len(ids), -1)  # of tokens or of pairs
     if gate is not None:
-        allowed &= tolerates(gate, ids, layer)[:, None]
+        allowed &= _tolerates(gate, ids, layer)[:, None]
     wanted = allowed & ~resident[ids]
     width, places = ids.shape[1], jnp.arange(lists.shape[2], dtype=jnp.int32)[None]
     num_replaced = jnp.zeros(len(ids), jnp.int32)

@@ -8,7 +8,7 @@ from pallas_kernels.cache_plan.operands import Fetch as Fetch
 from pallas_kernels.cache_plan.operands import LayerPlan as LayerPlan
 from pallas_kernels.cache_plan.operands import Rule as Rule
 from pallas_kernels.cache_plan.operands import Tables as Tables
-from pallas_kernels.cache_plan.operands import Tier as Tier
+from pallas_kernels.cache_plan.operands import TierOperands as TierOperands
 from pallas_kernels.cache_plan.operands import TierShape as TierShape
 from pallas_kernels.cache_plan.operands import Wishes as Wishes
 from pallas_kernels.cache_plan.operands import num_waves as num_waves

@@ -15,7 +15,7 @@ from pallas_kernels.cache_plan.operands import (
     LayerPlan,
     Rule,
     Tables,
-    Tier,
+    TierOperands,
     TierShape,
     Wishes,
 )
@@ -40,7 +40,7 @@ PREDICT = Operation(
 
 
 def plan(
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierOperands],
     gate: jax.Array | None,
     layer: int | jax.Array,
     asked: Asked,
@@ -89,7 +89,7 @@ def plan(
 
 
 def predict(
-    tier: Tier,
+    tier: TierOperands,
     layer: int | jax.Array,
     ids: jax.Array,
     active: jax.Array,
@@ -131,7 +131,9 @@ def predict(
     )  # fmt: skip
 
 
-def _misfits_of_tier(i: int, tier: Tier, form: TierShape, shape: tuple[int, ...]) -> list[str]:
+def _misfits_of_tier(
+    i: int, tier: TierOperands, form: TierShape, shape: tuple[int, ...]
+) -> list[str]:
     if len(shape) != 2:
         return [f"row_of of tier {i} is {tier.row_of.shape}, not [M, E]"]
     (num_layers, num_experts), reasons = shape, []
@@ -155,7 +157,7 @@ def _misfits_of_tier(i: int, tier: Tier, form: TierShape, shape: tuple[int, ...]
 
 
 def _misfits(
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierOperands],
     gate: jax.Array | None,
     asked: Asked,
     active: jax.Array,

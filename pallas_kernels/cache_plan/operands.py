@@ -37,7 +37,7 @@ class Tables(NamedTuple):
     gate: jax.Array
 
 
-class Tier(NamedTuple):
+class TierOperands(NamedTuple):
     """One of T; its `TierShape` is given apart.
 
     Attributes:

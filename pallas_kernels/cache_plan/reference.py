@@ -19,14 +19,14 @@ from pallas_kernels.cache_plan.operands import (
     LayerPlan,
     Rule,
     Tables,
-    Tier,
+    TierOperands,
     TierShape,
     Wishes,
     num_slots,
 )
 
 
-class Row(NamedTuple):
+class LayerTables(NamedTuple):
     """The tables of one layer, or of all of them.
 
     Attributes:
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     prefetched: jax.Array
 
     @classmethod
-    def of(cls, table: jax.Array, num_experts: int) -> "Row":
+    def of(cls, table: jax.Array, num_experts: int) -> "LayerTables":
         """The columns of a table [..., E + 3 C]."""
         slots = (table.shape[-1] - num_experts) // 3
         owner, last_use, prefetched = (
@@ -57,20 +57,22 @@ class Row(NamedTuple):
         return jnp.concatenate((self.slot_of, self.owner, self.last_use, flags), axis=-1)
 
 
-def read_row(table: jax.Array, layer: int | jax.Array, num_experts: int) -> Row:
+def read_row(table: jax.Array, layer: int | jax.Array, num_experts: int) -> LayerTables:
     """The row of a layer."""
     row = jax.lax.dynamic_index_in_dim(table, layer, keepdims=False)
     # One copy of the row, or XLA copies columns one by one, and at times the whole table, before
     # it overwrites the row in place.
-    return Row.of(jax.lax.optimization_barrier(row), num_experts)
+    return LayerTables.of(jax.lax.optimization_barrier(row), num_experts)
 
 
-def write_row(table: jax.Array, layer: int | jax.Array, row: Row) -> jax.Array:
+def write_row(table: jax.Array, layer: int | jax.Array, row: LayerTables) -> jax.Array:
     """The table with a layer's row replaced."""
     return jax.lax.dynamic_update_index_in_dim(table, row.columns, layer, 0)
 
 
-def ordered_victims(row: Row, clock: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def ordered_victims(
+    row: LayerTables, clock: jax.Array, needed: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Orders the slots that may be taken: masks them, bool[C], and numbers them, int32[C].
 
     Free ones come first, then the least recently used; ties go to the smaller expert id. Numbers
@@ -87,15 +89,15 @@ def ordered_victims(row: Row, clock: jax.Array, needed: jax.Array) -> tuple[jax.
     return victim, _num(victim[None] & before, axis=1)
 
 
-def order_of(mask: jax.Array) -> jax.Array:
+def _order_of(mask: jax.Array) -> jax.Array:
     """int32[n], how many before each element are set."""
     index = _iota(len(mask))
     return _num(mask[None] & (index[None] < index[:, None]), axis=1)
 
 
 def assigned(
-    row: Row, new: jax.Array, order: jax.Array, victim: jax.Array, place: jax.Array
-) -> tuple[jax.Array, Row]:
+    row: LayerTables, new: jax.Array, order: jax.Array, victim: jax.Array, place: jax.Array
+) -> tuple[jax.Array, LayerTables]:
     """The n-th new expert takes the n-th victim: int32[C] who takes each slot, and the row after.
 
     Uses and flags of the slots are as before.
@@ -112,11 +114,11 @@ def index_of(values: jax.Array, wanted: jax.Array) -> jax.Array:
     return jax.lax.reduce(index, np.int32(-1), jax.lax.max, (1,))
 
 
-def without(row: Row, experts: jax.Array) -> Row:
+def without(row: LayerTables, experts: jax.Array) -> LayerTables:
     """The row without experts, bool[E], whose slots are free from now on."""
     gone = (row.owner >= 0) & _at(experts, row.owner)
     owner = jnp.where(gone, -1, row.owner)
-    return Row(
+    return LayerTables(
         slot_of=index_of(owner, _iota(len(row.slot_of))),
         owner=owner,
         last_use=jnp.where(gone, 0, row.last_use),
@@ -124,7 +126,7 @@ def without(row: Row, experts: jax.Array) -> Row:
     )
 
 
-def departures(before: Row, after: Row) -> dict[str, jax.Array]:
+def departures(before: LayerTables, after: LayerTables) -> dict[str, jax.Array]:
     """Counts of the experts that have left their slots."""
     gone = (before.slot_of >= 0) & (after.slot_of < 0)
     return {
@@ -209,12 +211,12 @@ def wishes_of(
     critical = jnp.zeros(num_experts, bool)
     if rule.critical is not None:
         first = active[:, None] & (_iota(width)[None] < rule.critical[layer])
-        critical = marked(ids, first, num_experts)
+        critical = _marked(ids, first, num_experts)
     high = critical | (rule.high_if_resident & resident[rule.high])
     return Wishes(jnp.where(high[ids], rule.high, rule.low), ~critical[ids] & rule.at_least)
 
 
-def marked(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
+def _marked(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
     """bool[E]: those among the ids where the mask is set."""
     places = jnp.where(mask, ids, num_experts).reshape(-1)
     return jnp.zeros(num_experts, bool).at[places].set(True, mode="drop")
@@ -231,14 +233,19 @@ class _OneTier(NamedTuple):
 
 
 def _plan_one(
-    tier: Tier, layer: jax.Array, needed: jax.Array, size: int, form: TierShape, columns: Columns
+    tier: TierOperands,
+    layer: jax.Array,
+    needed: jax.Array,
+    size: int,
+    form: TierShape,
+    columns: Columns,
 ) -> _OneTier:
     """Slots for the experts of one tier that a layer needs, bool[E]; at most `size` of them."""
     tables, row_of = tier
     (num_layers, num_experts), clock = row_of.shape, tables.clock
     before = read_row(tables.table, layer, num_experts)
     hit, miss = needed & (before.slot_of >= 0), needed & (before.slot_of < 0)
-    order, jobs = order_of(miss), min(size, form.slots)
+    order, jobs = _order_of(miss), min(size, form.slots)
     victim, place = ordered_victims(before, clock, needed)
     if form.waves:
         fits = _num(miss) <= _num(victim)
@@ -280,7 +287,7 @@ def _plan_one(
 
 
 def plan_reference(
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierOperands],
     gate: jax.Array | None,
     layer: jax.Array,
     asked: Asked,
@@ -309,7 +316,7 @@ def plan_reference(
         if gone is not None and num_tiers > 1 and not (form.is_full or form.static_in_step):
             tier = tier._replace(tables=_released(tier.tables, layer, gone[i], columns))
         mine = chosen == i
-        made = _plan_one(tier, layer, marked(ids, mine, num_experts), size, form, columns)
+        made = _plan_one(tier, layer, _marked(ids, mine, num_experts), size, form, columns)
         slot = jnp.where(mine, made.slot[ids], slot)
         wave = jnp.where(mine, made.wave[ids], wave)
         mass = jnp.sum(jnp.where(mine, weights, 0.0))
@@ -330,7 +337,7 @@ def plan_reference(
 
 
 def predict_reference(
-    tier: Tier,
+    tier: TierOperands,
     layer: jax.Array,
     ids: jax.Array,
     active: jax.Array,
@@ -341,9 +348,9 @@ def predict_reference(
     """Computes `api.predict` in plain JAX."""
     tables, num_experts = tier.tables, tier.row_of.shape[1]
     before = read_row(tables.table, layer, num_experts)
-    wanted = marked(ids, (ids >= 0) & jnp.any(active), num_experts)
+    wanted = _marked(ids, (ids >= 0) & jnp.any(active), num_experts)
     new = wanted & (before.slot_of < 0)
-    order = order_of(new)
+    order = _order_of(new)
     coming, row = assigned(before, new, order, *ordered_victims(before, tables.clock, wanted))
     come = new & (row.slot_of >= 0)
     row = row._replace(

@@ -186,7 +186,7 @@ def store_use(
     pltriton.store(of["table"].at[layer, place + num_slots], flag, mask=used)
 
 
-def use_of(of: Refs, layer: jax.Array, local: jax.Array, column: int) -> Any:
+def _use_of(of: Refs, layer: jax.Array, local: jax.Array, column: int) -> Any:
     """The clock of last use (0) of local slots [P], or whether they were brought ahead (1).
 
     Where there is none the place is beyond the end, which no other element has.
@@ -198,14 +198,14 @@ def use_of(of: Refs, layer: jax.Array, local: jax.Array, column: int) -> Any:
 
 def load_ahead(of: Refs, layer: jax.Array, local: jax.Array) -> jax.Array:
     """bool[P], whether what is in local slots was brought ahead; -1: none."""
-    return pltriton.load(use_of(of, layer, local, 1), mask=local >= 0, other=0) != 0
+    return pltriton.load(_use_of(of, layer, local, 1), mask=local >= 0, other=0) != 0
 
 
 def store_use_at(of: Refs, layer: jax.Array, local: jax.Array, clock: jax.Array) -> None:
     """The clock of last use of local slots [P], -1: none; what was brought ahead is used."""
     now = jnp.zeros_like(local) + clock
-    pltriton.store(use_of(of, layer, local, 0), now, mask=local >= 0)
-    pltriton.store(use_of(of, layer, local, 1), jnp.zeros_like(local), mask=local >= 0)
+    pltriton.store(_use_of(of, layer, local, 0), now, mask=local >= 0)
+    pltriton.store(_use_of(of, layer, local, 1), jnp.zeros_like(local), mask=local >= 0)
 
 
 def load_events(of: Refs, layer: jax.Array) -> jax.Array:
@@ -226,7 +226,7 @@ def store_events(
     pltriton.store(events.at[layer, lanes], total, mask=lanes < events.shape[1])
 
 
-def shares(total: jax.Array, number: int) -> list[jax.Array]:
+def _shares(total: jax.Array, number: int) -> list[jax.Array]:
     """The sums that were added up in one, the first in the lowest bits."""
     return [(total >> np.int32(10 * i)) & np.int32(SHARE - 1) for i in range(number)]
 
@@ -234,7 +234,7 @@ def shares(total: jax.Array, number: int) -> list[jax.Array]:
 def together(*masks: jax.Array) -> list[jax.Array]:
     """How many are set of each of up to three masks of a shape: one reduction."""
     packed = sum(mask.astype(jnp.int32) << np.int32(10 * i) for i, mask in enumerate(masks))
-    return shares(jnp.sum(jnp.asarray(packed)), len(masks))
+    return _shares(jnp.sum(jnp.asarray(packed)), len(masks))
 
 
 def store_jobs(of: Refs, size: int, order: jax.Array, row: jax.Array, place: jax.Array) -> None:

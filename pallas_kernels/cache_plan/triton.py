@@ -17,11 +17,10 @@ from pallas_kernels.cache_plan.operands import (
     LayerPlan,
     Rule,
     Tables,
-    Tier,
+    TierOperands,
     TierShape,
     Wishes,
 )
-from pallas_kernels.cache_plan.pairs import MAX_TIERS, Pairs, TierEntries, load, resolve_tiers
 from pallas_kernels.cache_plan.slots import (
     Ref,
     Refs,
@@ -35,6 +34,8 @@ from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
 from pallas_kernels.triton.elements import power_above, quotient, remainder
 
+MAX_TIERS = 4
+NO_TIER = MAX_TIERS  # in a least, where nothing is asked for
 MAX_PAIRS = 256
 MAX_EXPERTS = 512
 ELEMENTS = 32  # of the largest comparison of pairs, a thread's: with 64 registers spill
@@ -52,7 +53,7 @@ def refusal(num_experts: int, num_pairs: int, num_tiers: int, target: Target) ->
     return "; ".join(filter(None, reasons)) or None
 
 
-def default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
+def _default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
     """For all pairs of what is asked for, and of it and the slots.
 
     Of several tiers, where even 32 warps spill fewer spill less: of 256 pairs in a hot tier and one
@@ -64,6 +65,111 @@ def default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
     asked = power_above(num_pairs)
     most = asked * max(asked, power_above(slots))
     return min(32, max(4, most // (32 * ELEMENTS)))
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a layer, padded to a power of two."""
+
+    number: jax.Array
+    inside: jax.Array
+    active: jax.Array
+    ids: jax.Array  # -1 where nothing is asked for
+    leads: jax.Array  # the first of those with its id, who all run in one tier
+    tier: jax.Array  # of highest fidelity that is asked for of the expert, or `NO_TIER`
+    strict: jax.Array  # no better one will do
+
+
+class _Entries(NamedTuple):
+    """Entries of a tier's tables for the pairs' experts, read before any write."""
+
+    of: Refs
+    clock: jax.Array
+    local: jax.Array  # local slots, -1: none
+    serves: jax.Array  # bool[P], a copy is there, and does not leave for that a better one is
+    ahead: jax.Array | None  # bool[P], it was brought ahead; None of a tier where nothing is
+    events: jax.Array
+    mass: tuple[jax.Array, ...]  # the two columns of its gate
+
+
+def _load_all(
+    of: Refs, tiers: Sequence[Refs], forms: Sequence[TierShape], layer: jax.Array, at_least: bool
+) -> tuple[_Pairs, list[_Entries]]:
+    """All that is read but slots: loads wait for each other nowhere else but in the addresses."""
+    num_pairs = of["ids"].shape[0]
+    width = num_pairs // of["active"].shape[0]
+    number = iota(num_pairs)
+    inside = number < num_pairs
+    place = quotient(number, width)
+    active = pltriton.load(of["active"].at[place], mask=inside, other=False) & inside
+    ids = pltriton.load(of["ids"].at[number], mask=inside, other=-1)
+    ids = jnp.where(active, ids, -1)
+    states, better = [], ids < -1
+    for tables, form in zip(tiers, forms, strict=True):
+        local = vectors.load_local(tables, layer, ids)
+        resident = local >= 0
+        serves = resident if form.is_full else resident & ~better
+        better |= resident
+        is_used = form.changes or form.static_in_step
+        ahead = vectors.load_ahead(tables, layer, local) if is_used else None
+        events = vectors.load_events(tables, layer)
+        mass = tuple(tables["gate"][layer, column] for column in range(2))
+        states.append(_Entries(tables, tables["clock"][()], local, serves, ahead, events, mass))
+    if "high" in of:
+        tier, strict = _by_rule(of, layer, ids, states, at_least)
+        asks = active & (tier >= 0)
+    elif "tier" not in of:  # all in the first, of one
+        tier, strict, asks = jnp.zeros_like(ids), ids >= 0, active
+    else:
+        tier = pltriton.load(of["tier"].at[number], mask=inside, other=-1)
+        allows = pltriton.load(of["at_least"].at[number], mask=inside, other=False)
+        # Among the pairs of a tier, those that accept no better one come first.
+        asks = active & (tier >= 0)
+        least = jnp.where(asks, 2 * tier + allows.astype(jnp.int32), 2 * NO_TIER)
+        if num_pairs > width:
+            least = jnp.min(jnp.where(matches(ids, ids), least[None, :], 2 * NO_TIER), axis=1)
+        tier, strict = least >> 1, least & 1 == 0
+    ids = jnp.where(asks, ids, -1)
+    pairs = _Pairs(
+        number, inside, active, ids, vectors.leads(ids, num_pairs // width),
+        jnp.where(asks, tier, NO_TIER), asks & strict,
+    )  # fmt: skip
+    return pairs, [
+        state._replace(local=jnp.where(asks, state.local, -1), serves=state.serves & asks)
+        for state in states
+    ]
+
+
+def _by_rule(
+    of: Refs, layer: jax.Array, ids: jax.Array, states: Sequence[_Entries], at_least: bool
+) -> tuple[jax.Array, jax.Array]:
+    """int32[P], the tiers that pairs ask for; bool[P], no better one will do."""
+    critical = ids < -1
+    width = of["ids"].shape[0] // of["active"].shape[0]
+    if "critical" in of:
+        rank = remainder(jax.lax.iota(jnp.int32, len(ids)), width)
+        critical = (ids >= 0) & (rank < of["critical"][layer])
+        if of["active"].shape[0] > 1:  # an expert is critical for all of its pairs
+            critical = some(matches(ids, ids) & critical[None, :], axis=1)
+    high, resident = of["high"][()], ids < -1
+    for i, state in enumerate(states):
+        resident |= state.serves & (high == i)
+    tier = jnp.where(critical | (resident & of["high_if_resident"][()]), high, of["low"][()])
+    return tier, critical if at_least else ids >= 0
+
+
+def _resolve_tiers(pairs: _Pairs, states: Sequence[_Entries]) -> tuple[jax.Array, jax.Array]:
+    """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
+    if len(states) == 1:  # whatever is asked for, the one tier serves
+        asks = pairs.ids >= 0
+        return jnp.where(asks, 0, -1), asks & ~states[0].serves
+    exact, there = pairs.ids < -1, jnp.full_like(pairs.ids, -1)
+    for i, state in enumerate(states):
+        exact |= state.serves & (pairs.tier == i)
+        there = jnp.where(state.serves & (pairs.tier > i) & ~pairs.strict, i, there)
+    asks = pairs.ids >= 0
+    reused = asks & ~exact & (there >= 0)
+    served = jnp.where(reused, there, pairs.tier)
+    return jnp.where(asks, served, -1), asks & ~exact & ~reused
 
 
 class _Moved(NamedTuple):
@@ -86,18 +192,18 @@ class _Moved(NamedTuple):
 class _Tier(NamedTuple):
     """A tier in the kernel: what its branches read."""
 
-    states: Sequence[TierEntries]
+    states: Sequence[_Entries]
     number: int
     form: TierShape
     layer: jax.Array
-    pairs: Pairs
+    pairs: _Pairs
     runs: jax.Array  # bool[P], the pairs that run in it
     fetched: jax.Array  # bool[P], experts that any tier fetches
     num_misses: jax.Array
     interpret: bool
 
     @property
-    def state(self) -> TierEntries:
+    def state(self) -> _Entries:
         return self.states[self.number]
 
     @property
@@ -268,7 +374,7 @@ def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
 
 
 def _store_gate(
-    of: Refs, states: Sequence[TierEntries], layer: jax.Array, pairs: Pairs, tier: jax.Array,
+    of: Refs, states: Sequence[_Entries], layer: jax.Array, pairs: _Pairs, tier: jax.Array,
     total: jax.Array, weights: jax.Array, routed: jax.Array | None,
 ) -> None:  # fmt: skip
     """Adds the router's mass by what became of it; and to each tier's own count."""
@@ -298,12 +404,12 @@ def _plan_body(
         {name[:-1]: ref for name, ref in of.items() if name.endswith(str(i))} for i in range(number)
     ]
     # All loads come first: they wait for each other nowhere else but in the addresses.
-    pairs, states = load(of, tiers, forms, layer, at_least)
+    pairs, states = _load_all(of, tiers, forms, layer, at_least)
     weights = pltriton.load(of["weights"].at[pairs.number], mask=pairs.inside, other=0.0)
     total, routed = _load_gate(of, layer) if "mass" in of else None, None
     if "routed_ids" in of:
         routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
-    tier, fetched = resolve_tiers(pairs, states)
+    tier, fetched = _resolve_tiers(pairs, states)
     parts, counts, moves = [], [], []
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
         runs = tier == i
@@ -396,7 +502,7 @@ def _predict_body(
 
 
 def plan_triton(
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierOperands],
     gate: jax.Array | None,
     layer: jax.Array,
     asked: Asked,
@@ -440,7 +546,7 @@ def plan_triton(
         _plan_body, forms=tuple(forms), columns=columns, at_least=at_least, interpret=interpret
     )
     name = f"cache_plan_{num_pairs}_of_{num_experts}_in_{'_'.join(str(f.slots) for f in forms)}"
-    num_warps = default_num_warps(most, num_pairs, len(tiers))
+    num_warps = _default_num_warps(most, num_pairs, len(tiers))
     found = operands | _launch(body, name, operands, changed, sizes, num_warps, interpret)
     tables, fetch, streamed = [], [], []
     for i, form in enumerate(forms):
@@ -465,7 +571,7 @@ def plan_triton(
 
 
 def predict_triton(
-    tier: Tier,
+    tier: TierOperands,
     layer: jax.Array,
     ids: jax.Array,
     active: jax.Array,
@@ -481,7 +587,7 @@ def predict_triton(
     }  # fmt: skip
     changed = {"table": tables.table, "events": tables.events}
     sizes = {"rows": len(ids), "slots": len(ids)}
-    num_warps = default_num_warps(form.slots, len(ids))
+    num_warps = _default_num_warps(form.slots, len(ids))
     body = functools.partial(_predict_body, form=form, columns=columns, interpret=interpret)
     name = f"cache_predict_{len(ids)}_of_{row_of.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)

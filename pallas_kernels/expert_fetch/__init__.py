@@ -1,6 +1,6 @@
 """Rows of host stores copied into slots of device pools, by indices that are device data."""
 
-from pallas_kernels.expert_fetch.api import Job as Job
+from pallas_kernels.expert_fetch.api import CopyJob as CopyJob
 from pallas_kernels.expert_fetch.api import choose as choose
 from pallas_kernels.expert_fetch.api import fetch as fetch
 from pallas_kernels.expert_fetch.api import fetch_all as fetch_all

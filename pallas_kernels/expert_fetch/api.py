@@ -68,7 +68,7 @@ def fetch(
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     (found,) = fetch_all(
-        [Job(pools, hosts, src, dst)],
+        [CopyJob(pools, hosts, src, dst)],
         implementation=implementation,
         tiles=tiles,
         after=after,
@@ -77,7 +77,7 @@ def fetch(
     return cast(Arrays, found)
 
 
-class Job(NamedTuple):
+class CopyJob(NamedTuple):
     """Copies of `fetch` between one store and its pool; fields are its arguments."""
 
     pools: Any
@@ -87,7 +87,7 @@ class Job(NamedTuple):
 
 
 def fetch_all(
-    jobs: Sequence[Job],
+    jobs: Sequence[CopyJob],
     *,
     implementation: str | None = None,
     tiles: CopyTiles | None = None,

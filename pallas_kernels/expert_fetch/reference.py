@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def rows_on_device(array: jax.Array, rows: jax.Array) -> jax.Array:
+def _rows_on_device(array: jax.Array, rows: jax.Array) -> jax.Array:
     """Rows of an array that may lie in host memory: [..., *array.shape[1:]].
 
     In host memory a gather is refused and a slice is not: there rows are read one after another.
@@ -25,7 +25,7 @@ def rows_on_device(array: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.lax.map(take, rows.reshape(-1)).reshape(*rows.shape, *array.shape[1:])
 
 
-def live_jobs(src: jax.Array, dst: jax.Array, num_rows: int, num_slots: int) -> jax.Array:
+def _live_jobs(src: jax.Array, dst: jax.Array, num_rows: int, num_slots: int) -> jax.Array:
     """bool[J]: jobs whose row and slot exist, and whose slot no later such job writes."""
     valid = (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_slots)
     jobs = jnp.arange(src.shape[0], dtype=jnp.int32)
@@ -39,11 +39,11 @@ def fetch_reference(
 ) -> tuple[jax.Array, ...]:
     """Computes `api.fetch` in plain JAX; pools and stores as equally long sequences of arrays."""
     num_rows, num_slots = hosts[0].shape[0], pools[0].shape[0]
-    live = live_jobs(src, dst, num_rows, num_slots)
+    live = _live_jobs(src, dst, num_rows, num_slots)
     row = jnp.where(live, src, 0)
     slot = jnp.where(live, dst, num_slots)  # out of range: dropped
 
     def one(pool: jax.Array, host: jax.Array) -> jax.Array:
-        return jnp.asarray(pool).at[slot].set(rows_on_device(host, row), mode="drop")
+        return jnp.asarray(pool).at[slot].set(_rows_on_device(host, row), mode="drop")
 
     return tuple(one(pool, host) for pool, host in zip(pools, hosts, strict=True))

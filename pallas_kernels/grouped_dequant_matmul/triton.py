@@ -2,11 +2,15 @@
 
 Three launches at decode, one more for each product with low-rank terms. Tiers share a launch: the
 program branches on its matrix's tier, so each tier is compiled as if it were alone.
+
+Decode: a program belongs to a pair. The first pair of a matrix (and each that comes `columns` pairs
+later among those of the matrix) leads and does the work of `columns` of them, so that the matrix is
+read once; the other programs end. Prefill: a program takes blocks of `blocks.make_blocks`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +23,13 @@ from pallas_kernels.dequant_matmul.tiles import TritonTiles
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.grouped_dequant_matmul import tiles as rules
 from pallas_kernels.grouped_dequant_matmul.blocks import Blocks, make_blocks
-from pallas_kernels.grouped_dequant_matmul.jobs import Job, Pairs, for_each_job, gathered_columns
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.target import Target
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
-from pallas_kernels.triton.elements import quotient
+from pallas_kernels.triton.elements import quotient, remainder
 from pallas_kernels.triton.product import Columns, Span
 
 Ref = Any
@@ -46,12 +49,28 @@ def refusal(
     return "; ".join(dict.fromkeys(filter(None, reasons))) or None
 
 
+class _Pairs(NamedTuple):
+    """Tier and slot of the P = T A pairs, flat."""
+
+    tier: jax.Array  # int32[P]
+    slot: jax.Array  # int32[P]
+
+
+class _Job(NamedTuple):
+    """Pairs of one matrix."""
+
+    tier: jax.Array  # int32[]; outside 0 .. tiers - 1 for pairs that are skipped
+    slot: jax.Array  # int32[]
+    pairs: jax.Array  # int32[columns]; P or more where masked
+    mask: jax.Array  # bool[columns]
+
+
 class _Operands(NamedTuple):
     """Operands of a launch: arrays, or refs inside it."""
 
     rows: jax.Array  # [R, K]
     sums: tuple[jax.Array | None, ...]  # of each tier float32[G, R], where it takes them
-    source: Pairs | Blocks
+    source: _Pairs | Blocks
     tiers: tuple[PackedMatrices, ...]
     low_rank: tuple[tuple[LowRank, ...], ...]
     thin: jax.Array | None
@@ -71,12 +90,12 @@ class _Static(NamedTuple):
 def _jobs(operands: _Operands, static: _Static, run: Any) -> None:
     """Runs `run(job, columns of each tier)` for the jobs of axis 1's program."""
 
-    def with_columns(job: Job) -> None:
+    def with_columns(job: _Job) -> None:
         rows = quotient(job.pairs, static.row_width)
-        found = [gathered_columns(operands.rows, sums, rows, job.mask) for sums in operands.sums]
+        found = [_gathered_columns(operands.rows, sums, rows, job.mask) for sums in operands.sums]
         run(job, found)
 
-    for_each_job(
+    _for_each_job(
         operands.source, 1, static.tiles.block_m, static.num_pairs, with_columns,
         alone=static.alone,
     )  # fmt: skip
@@ -87,7 +106,7 @@ def _products(
     operands: _Operands,
     static: _Static,
     tier: int,
-    job: Job,
+    job: _Job,
     tiles: list[jax.Array],
     span: Span,
     ranges: list[tuple[int, int]],
@@ -130,7 +149,7 @@ def _gate_up_body(*refs: Ref, static: _Static) -> None:
     both = [*rows, *(num_hidden + index for index in rows)]
     ranges = [(0, num_hidden)] * len(rows) + [(num_hidden, 2 * num_hidden)] * len(rows)
 
-    def run(job: Job, columns: list[Columns]) -> None:
+    def run(job: _Job, columns: list[Columns]) -> None:
         def store(tile: int, values: jax.Array) -> None:
             mask = job.mask[:, None] & (hidden[tile] < num_hidden)[None, :]
             view = out_ref.at[job.pairs[:, None], hidden[tile][None, :]]
@@ -163,7 +182,7 @@ def _down_body(*refs: Ref, static: _Static) -> None:
     outputs, rows = _tile_rows(tiles, num_outputs)
     ranges = [(0, num_outputs)] * len(rows)
 
-    def run(job: Job, columns: list[Columns]) -> None:
+    def run(job: _Job, columns: list[Columns]) -> None:
         def of_tier(tier: int) -> None:
             weights = operands.tiers[tier]
             steps = triton_product.num_steps(weights, _step(weights, tiles))
@@ -188,7 +207,7 @@ def _thin_body(*refs: Ref, static: _Static) -> None:
     tile, part = pl.program_id(0), pl.program_id(2)
     places = jax.lax.broadcasted_iota(jnp.int32, (triton_low_rank.TILE,), 0)
 
-    def run(job: Job, columns: list[Columns]) -> None:
+    def run(job: _Job, columns: list[Columns]) -> None:
         def store(acc: jax.Array) -> None:
             view = out_ref.at[
                 part, job.pairs[:, None], (tile * triton_low_rank.TILE + places)[None, :]
@@ -227,7 +246,7 @@ class _Call:
         self.blocks = rules.by_blocks(num_tokens, width)
         self.num_pairs, self.tiles, self.interpret = num_tokens * width, tiles, interpret
         sums: list[jax.Array | None] = [None] * len(tiers)
-        source: Pairs | Blocks
+        source: _Pairs | Blocks
         if self.blocks:
             source = make_blocks(assignments, tiers, tiles.block_m)
             by_size: dict[int, jax.Array] = {}
@@ -240,7 +259,7 @@ class _Call:
             programs = self.num_pairs // tiles.block_m + EXTRA_PROGRAMS
             self.programs = min(source.tier.shape[0], programs)
         else:
-            source = Pairs(assignments.tier.reshape(-1), assignments.slot.reshape(-1))
+            source = _Pairs(assignments.tier.reshape(-1), assignments.slot.reshape(-1))
             self.programs = self.num_pairs
         self.operands = _Operands(
             rows, tuple(sums), source, tuple(tiers), tuple(map(tuple, low_rank)), None
@@ -327,3 +346,87 @@ def down_triton(
         jax.ShapeDtypeStruct((tiles.split_k, num_tokens * width, num_outputs), jnp.float32),
     )  # fmt: skip
     return parts.reshape(tiles.split_k, num_tokens, width, num_outputs)
+
+
+def _for_each_job(
+    source: _Pairs | Blocks,
+    axis: int,
+    columns: int,
+    num_pairs: int,
+    run: Callable[[_Job], None],
+    *,
+    alone: bool,
+) -> None:
+    """Runs the jobs of program `pl.program_id(axis)`.
+
+    The last program takes the first pair or block: idle programs then start first.
+
+    Args:
+      run: called once, under a condition or in a loop.
+      alone: no search for other pairs of the same matrix; for one token.
+    """
+    programs = pl.num_programs(axis)
+    program = programs - 1 - pl.program_id(axis)
+    if isinstance(source, _Pairs):
+        if alone:
+            mask = jax.lax.broadcasted_iota(jnp.int32, (columns,), 0) == 0
+            pairs = jnp.where(mask, program, num_pairs)
+            run(_Job(source.tier[program], source.slot[program], pairs, mask))
+            return
+        job, leads = _pair_job(source, program, columns, num_pairs)
+        pl.when(leads)(lambda: run(job))
+        return
+    places = jax.lax.broadcasted_iota(jnp.int32, (columns,), 0)
+
+    def body(i: Any, carry: Any) -> Any:
+        block = program + i * programs
+        pairs = source.pairs[block, places]
+        run(_Job(source.tier[block], source.slot[block], pairs, pairs < num_pairs))
+        return carry
+
+    rounds = quotient(source.used[0] - program + programs - 1, programs)
+    jax.lax.fori_loop(0, rounds, body, 0)
+
+
+def _pair_job(
+    source: _Pairs, program: jax.Array, columns: int, num_pairs: int
+) -> tuple[_Job, jax.Array]:
+    """Job of the pair `program`, and whether it leads."""
+    tier, slot = source.tier[program], source.slot[program]
+    index = jax.lax.broadcasted_iota(jnp.int32, (1 << (num_pairs - 1).bit_length(),), 0)
+    exists = index < num_pairs
+    refs: tuple[Ref, Ref] = (source.tier, source.slot)
+    tiers, slots = (pltriton.load(ref.at[index], mask=exists, other=-1) for ref in refs)
+    same = (exists & (tiers == tier) & (slots == slot)).astype(jnp.int32)
+    before = jnp.sum(jnp.where(index < program, same, 0))
+    column = jnp.cumsum(same) - 1 - before
+    places = jax.lax.broadcasted_iota(jnp.int32, (columns,), 0)
+    chosen = (column[None, :] == places[:, None]) & (same[None, :] > 0)
+    pairs = jnp.sum(jnp.where(chosen, index[None, :], 0), axis=1)
+    mask = places < jnp.sum(same) - before
+    # Out of range where masked: in interpret mode a masked store writes back what it has read.
+    job = _Job(tier, slot, jnp.where(mask, pairs, num_pairs), mask)
+    return job, remainder(before, columns) == 0
+
+
+def _gathered_columns(x: Ref, sums: Ref | None, rows: jax.Array, mask: jax.Array) -> Columns:
+    """Gathers rows of x [R, K] by index; zero where masked.
+
+    Args:
+      sums: ref of float32[G, R], or None.
+      rows: int32[columns].
+      mask: bool[columns].
+    """
+    num_inputs = x.shape[1]
+
+    def load(first: Any, count: int) -> jax.Array:
+        k = first + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
+        inside = mask[:, None] & (k < num_inputs)[None, :]
+        view: Ref = x.at[rows[:, None], k[None, :]]
+        return pltriton.load(view, mask=inside, other=0.0)
+
+    def load_sums(group: Any) -> jax.Array:
+        assert sums is not None
+        return pltriton.load(sums.at[group, rows], mask=mask, other=0.0)
+
+    return Columns(load, None if sums is None else load_sums, x.dtype)

@@ -84,7 +84,7 @@ def _solve(
     settings: SolveSettings,
 ) -> tuple[jax.Array, jax.Array]:
     """Zeros after `num_steps` steps, and the sum of |error| before each of them."""
-    lanes = jax.lax.broadcasted_iota(jnp.int32, (errors_length(settings),), 0)
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (_errors_length(settings),), 0)
     top = float(2**settings.bits - 1)
 
     def loop(pull: Step, zeros: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -125,7 +125,7 @@ def _nearest(place: jax.Array, top: float) -> jax.Array:
     return jnp.clip(place + _ROUNDER, _ROUNDER, _ROUNDER + top) - _ROUNDER
 
 
-def errors_length(settings: SolveSettings) -> int:
+def _errors_length(settings: SolveSettings) -> int:
     """Number of steps, rounded up to a power of two for a Triton tile."""
     return 1 << (settings.max_steps - 1).bit_length()
 
@@ -159,7 +159,7 @@ def hqq_solve_triton(
             per_group,
             per_group,
             jax.ShapeDtypeStruct(
-                (num_matrices, grid[0] * grid[1], errors_length(settings)), jnp.float32
+                (num_matrices, grid[0] * grid[1], _errors_length(settings)), jnp.float32
             ),
         ),
         num_warps=tiles.num_warps,

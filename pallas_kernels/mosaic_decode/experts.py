@@ -25,7 +25,7 @@ from pallas_kernels.mosaic_decode.accumulate import (
 from pallas_kernels.mosaic_decode.dense import KINDS
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.mosaic_decode.expert_plan import Plan
-from pallas_kernels.mosaic_decode.jobs import Job, JobList, Pairs, Work, job_of_pair
+from pallas_kernels.mosaic_decode.jobs import ExpertJob, JobList, Pairs, Work, job_of_pair
 from pallas_kernels.mosaic_decode.launch_blocks import launch_blocks
 from pallas_kernels.mosaic_decode.low_rank import BlockTerms
 from pallas_kernels.mosaic_decode.low_rank_spec import (
@@ -234,7 +234,7 @@ class _Product:
         lane = self.here.lane
         return Stream(e, self.matrix, slot, [first], lane, self.span, tiles_at=tiles_at)
 
-    def columns_of_x(self, job: Job) -> list[Value]:
+    def columns_of_x(self, job: ExpertJob) -> list[Value]:
         """Address i64 per column tile: this lane's row of x, plus 16 t bytes."""
         e, here, x = self.e, self.here, []
         for column in range(0, self.plan.columns, COLUMNS):
@@ -278,13 +278,13 @@ class _Product:
         start_copies(self.stream(*slot_of(work.first)), here.warp_k, self.tiles.warps_k, self.ring)
         e.loop(work.first_job, work.end_job, 1, [self.ring.at], one_job)
 
-    def only_item(self, job: Job, item: Value) -> None:
+    def only_item(self, job: ExpertJob, item: Value) -> None:
         """Runs the only item of a block."""
         self.item(job, self.columns_of_x(job), item)
 
     def item(
-        self, job: Job, x: Sequence[Value], item: Value, preloaded: list[BlockOfX] | None = None,
-        next_item: NextItem | None = None,
+        self, job: ExpertJob, x: Sequence[Value], item: Value,
+        preloaded: list[BlockOfX] | None = None, next_item: NextItem | None = None,
     ) -> Value | None:  # fmt: skip
         """Runs one item of a job; returns the ring's position if it goes on."""
         e, here, plan, tiles = self.e, self.here, self.plan, self.tiles
@@ -317,7 +317,7 @@ class _Product:
         return at
 
     def _store(
-        self, extra: BlockTerms, job: Job, first: Value, index: Value, _: list[Value]
+        self, extra: BlockTerms, job: ExpertJob, first: Value, index: Value, _: list[Value]
     ) -> list[Value]:
         """Stores one output: the warps' parts in their order, SwiGLU if gated."""
         e, plan, tiles, here = self.e, self.plan, self.tiles, self.here

@@ -15,7 +15,7 @@ from pallas_kernels.mosaic_decode.product import Lane
 WARP = 32
 
 
-class Job(NamedTuple):
+class ExpertJob(NamedTuple):
     """A job: pairs of one matrix."""
 
     slot: Value
@@ -40,7 +40,7 @@ class Pairs:
 
 def job_of_pair(
     e: Mlir, pairs: Pairs, lane: Lane, pair: Value, columns: int, at: Value
-) -> tuple[Value, Job, Value]:
+) -> tuple[Value, ExpertJob, Value]:
     """Finds a pair's tier, its job if it leads one, and whether it does (i1).
 
     Every warp writes the members to one place, so that none has to wait for another.
@@ -67,7 +67,7 @@ def job_of_pair(
         count = e.add(count, e.count_ones(mask))
     e.warp_barrier()
     leads = e.compare(e.rem(earlier, columns), "eq", 0)
-    return tier, Job(slot, e.smaller(count, columns), at), leads
+    return tier, ExpertJob(slot, e.smaller(count, columns), at), leads
 
 
 class Work(NamedTuple):
@@ -185,12 +185,12 @@ class JobList:
     def _record(self, e: Mlir, at: Value, number: Value) -> Value:
         return e.add(e.add(at, self._places[2]), e.mul(number, self.record_bytes))
 
-    def job(self, e: Mlir, at: Value, record: Value) -> Job:
+    def job(self, e: Mlir, at: Value, record: Value) -> ExpertJob:
         """Reads a job of the block's, after `make`."""
         place = self._record(e, at, record)
         count = e.load_shared(place, 4 * self.columns, "b32")
         slot = e.load_shared(place, 4 * self.columns + 4, "b32")
-        return Job(slot, count, place)
+        return ExpertJob(slot, count, place)
 
     def skipped(self, e: Mlir, at: Value, pair: Value) -> Value:
         """Whether a pair's tier is out of range, i1, after `make`."""

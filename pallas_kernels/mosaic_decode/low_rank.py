@@ -17,7 +17,7 @@ from pallas_kernels.mosaic_decode.fused_low_rank import FusedStream
 from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
 from pallas_kernels.mosaic_decode.matrix import ROWS
 from pallas_kernels.mosaic_decode.product import Lane, Stream
-from pallas_kernels.mosaic_decode.u_factor import Columns
+from pallas_kernels.mosaic_decode.u_factor import PoolColumns
 
 CHAINS = 4  # sums of these that do not wait for each other
 
@@ -200,10 +200,10 @@ class BlockTerms:
         first = self.e.sub(step - 1, self.thread) if last else self.thread
         self.e.loop(first, count, step, [], one)
 
-    def _columns(self, placed: _Placed, half: int) -> Columns:
+    def _columns(self, placed: _Placed, half: int) -> PoolColumns:
         """Columns of U for the block's rows of a half, in pairs of an even and an odd one."""
         first = self.e.sub(self.firsts[half], placed.term.first_row + placed.term.odd)
-        return Columns(self.e, placed.term.u, first, placed.term.width(self.share.rows))
+        return PoolColumns(self.e, placed.term.u, first, placed.term.width(self.share.rows))
 
     def _start_u_copy(self, placed: _Placed, half: int, lane: Lane) -> None:
         """Starts copying the words of U for the block's rows of a half."""

@@ -93,7 +93,7 @@ def addressed(matrix: Matrix, addresses: Sequence[Any]) -> Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StagePart:
     """One kind of bytes of a stage of 16 rows: its position, and how a warp copies it."""
 
     of: str  # "words", "second" (another plane), "scales" or "zeros"
@@ -126,7 +126,7 @@ class Part:
         return ROWS // self.rows_per_pass
 
 
-def stage_parts(matrix: Matrix, span: int) -> list[Part]:
+def stage_parts(matrix: Matrix, span: int) -> list[StagePart]:
     """Parts of a stage of `span` blocks, in order in shared memory.
 
     Constants of fewer than 4 bytes per row, or that do not change with every block, are not copied.
@@ -152,7 +152,7 @@ def stage_parts(matrix: Matrix, span: int) -> list[Part]:
         whole = row_bytes % (2 * HALF_LINE) == 0
         swapped = whole and of in ("words", "second") and each % HALF_LINE == 0
         pitch = row_bytes + (spread if whole and not swapped else 0)
-        found.append(Part(of, row, imm, row_bytes, pitch, at, copied, swapped))
+        found.append(StagePart(of, row, imm, row_bytes, pitch, at, copied, swapped))
         at += -(-pitch * ROWS // 16) * 16 if copied else 0
     return found
 

@@ -20,7 +20,7 @@ from pallas_kernels.mosaic_decode.matrix import (
     ROWS,
     X_SUMS,
     Matrix,
-    Part,
+    StagePart,
     stage_parts,
     tile_bytes,
 )
@@ -92,13 +92,13 @@ class Stream:
             upper, zeros = e.compare(lane.index, "ge", ROWS), self.sources.pop()
             self.sources[-1] = e.select(upper, zeros, self.sources[-1])
 
-    def _source(self, part: Part, base: Value) -> Value:
+    def _source(self, part: StagePart, base: Value) -> Value:
         """Address i64 of this lane's first copy of a part of row 0.., stage 0."""
         e = self.e
         at = e.offset(base, self._row_in_pass(part), part.matrix_row_bytes)
         return e.offset(at, e.rem(self.lane.index, part.lanes_per_row), part.piece)
 
-    def _row_in_pass(self, part: Part) -> Value:
+    def _row_in_pass(self, part: StagePart) -> Value:
         row = self.e.div(self.lane.index, part.lanes_per_row)
         return self.e.band(row, ROWS - 1)  # a part of few bytes is copied twice, to one place
 
@@ -137,7 +137,7 @@ class Stream:
                 )  # fmt: skip
         e.copies_commit()
 
-    def _place(self, part: Part) -> tuple[Value, Value]:
+    def _place(self, part: StagePart) -> tuple[Value, Value]:
         """Row and byte in the row that this lane copies first in a part."""
         e, row = self.e, self._row_in_pass(part)
         column = e.mul(e.rem(self.lane.index, part.lanes_per_row), part.piece)

@@ -74,7 +74,7 @@ class PairPosition(NamedTuple):
     groups: list[Value]  # of both; one where they always share it
 
 
-class Columns:
+class PoolColumns:
     """Values first .. first + count of a pool's rows, two neighbours at a time.
 
     Byte offsets in an array are signed 32-bit.

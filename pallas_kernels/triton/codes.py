@@ -25,7 +25,7 @@ def position_codes(weights: PackedMatrices) -> int:
     return layout.BLOCK * weights.widths[0] // 16 * len(weights.widths)
 
 
-class Codes:
+class PackedCodes:
     """Codes of one packed matrix, taken in steps of `step` consecutive k.
 
     A step is cut into pieces, each of consecutive k of one quantization group; a product takes a

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import layout
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
-from pallas_kernels.triton.codes import Codes, position_codes
+from pallas_kernels.triton.codes import PackedCodes, position_codes
 from pallas_kernels.triton.elements import Int, element_codes, quotient, remainder
 
 Ref = Any
@@ -130,7 +130,7 @@ class _Product:
         self.columns, self.weights, self.slot = columns, weights, slot
         self.shape, self.step, self.interpret = shape, step, interpret
         self.rows = list(tiles)
-        self.codes = Codes(weights, slot, step, columns.dtype)
+        self.codes = PackedCodes(weights, slot, step, columns.dtype)
         self.by_row = weights.num_groups == 1
 
     # Groups

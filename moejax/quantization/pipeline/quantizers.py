@@ -56,7 +56,7 @@ class Calibration(NamedTuple):
     num_tokens: jax.Array  # int32[C]
 
 
-class Factors(NamedTuple):
+class StackFactors(NamedTuple):
     """Compensators of a stack; rows beyond a matrix's rank are zero."""
 
     u: jax.Array | QTensor  # [C, R, N], U transposed
@@ -67,8 +67,8 @@ class QuantizedStack(NamedTuple):
     """A stack of C quantized matrices."""
 
     tensor: QTensor  # [C, N, K], without compensators
-    factors: Factors | None
-    safe_factors: Factors | None  # in `SAFE_FACTOR_BITS`, for the matrices that surged
+    factors: StackFactors | None
+    safe_factors: StackFactors | None  # in `SAFE_FACTOR_BITS`, for the matrices that surged
     surged: jax.Array  # bool[C]
     starved: jax.Array  # bool[C]: saw too little text, and took the fallback
     is_storable: jax.Array  # bool[C]: scales and zeros are finite in the scheme's type
@@ -80,7 +80,7 @@ class _Solution(NamedTuple):
     """Codes, and the factors they may have been fitted to."""
 
     codes: Codes
-    factors: Factors
+    factors: StackFactors
     lost: jax.Array  # float32[C], with these factors
     free_lost: jax.Array | None  # with unquantized ones; None where codes are fitted to factors
 
@@ -174,7 +174,7 @@ def _calibrated(
 
 def _compensated(
     weights: jax.Array, ranks: jax.Array, program: Program
-) -> tuple[Codes, Factors, Factors | None, jax.Array]:
+) -> tuple[Codes, StackFactors, StackFactors | None, jax.Array]:
     """Quantizes with compensators: codes, factors, wider factors and who needs them."""
     solution = _solve(weights, ranks, program, program.scheme.factor_bits)
     if not program.surges:
@@ -183,13 +183,13 @@ def _compensated(
     surged = (ranks > 0) & _has_surged(weights, solution, program)
 
     # Solved again, since codes may be fitted to their factors, but only where it happened at all.
-    def solve() -> tuple[Codes, Factors]:
+    def solve() -> tuple[Codes, StackFactors]:
         found = _solve(weights, ranks, program, SAFE_FACTOR_BITS)
         return found.codes, found.factors
 
-    def nothing_to_solve() -> tuple[Codes, Factors]:
+    def nothing_to_solve() -> tuple[Codes, StackFactors]:
         zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)  # noqa: E731
-        found: tuple[Codes, Factors] = jax.tree.map(zeros, jax.eval_shape(solve))
+        found: tuple[Codes, StackFactors] = jax.tree.map(zeros, jax.eval_shape(solve))
         return found
 
     safe_codes, safe_factors = jax.lax.cond(jnp.any(surged), solve, nothing_to_solve)
@@ -221,17 +221,17 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
     parts = (jnp.swapaxes(found.u, -1, -2), found.v)
     left = weights - dequantize(found.codes, grid)
     if factor_bits == 16:
-        factors = Factors(*(part.astype(jnp.bfloat16) for part in parts))
+        factors = StackFactors(*(part.astype(jnp.bfloat16) for part in parts))
     else:
         found_codes = (found.u_codes, found.v_codes)
         coded = [
             quantize_factor(part, factor_bits) if codes is None else codes
             for part, codes in zip(parts, found_codes, strict=True)
         ]
-        factors = Factors(*map(functools.partial(_pack_factor, factor_bits), coded))
+        factors = StackFactors(*map(functools.partial(_pack_factor, factor_bits), coded))
     lost, free_lost = _squares(left - _product(factors)), None
     if not settings.refit:
-        free_lost = _squares(left - _product(Factors(*parts)))
+        free_lost = _squares(left - _product(StackFactors(*parts)))
     return _Solution(found.codes, factors, lost, free_lost)
 
 
@@ -240,7 +240,7 @@ def _pack_factor(factor_bits: int, codes: Codes) -> QTensor:
     return from_codes(*codes, bits=factor_bits, group_size=grid.group_size, zero_kind="symmetric")
 
 
-def _product(factors: Factors) -> jax.Array:
+def _product(factors: StackFactors) -> jax.Array:
     """Computes U V: float32[C, N, K]."""
     u, v = (
         factor.dequantize() if isinstance(factor, QTensor) else factor.astype(jnp.float32)

@@ -84,7 +84,7 @@ def plan_ranks(
     if not others:
         return {"ranks": fixed, "capped": []}
     matrices = [
-        ranks.Matrix(
+        ranks.RankedMatrix(
             name=entry.name,
             kind=entry.kind,
             num_rows=entry.shape[0],

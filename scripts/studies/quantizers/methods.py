@@ -22,9 +22,9 @@ from moejax.models.hf.names import Placement, placements, published_spelling
 from moejax.quantization import ranks as ranks_lib
 from moejax.quantization.pipeline.quantizers import (
     Calibration,
-    Factors,
     Program,
     QuantizedStack,
+    StackFactors,
     quantize_stack,
 )
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Scheme
@@ -83,7 +83,7 @@ class Stack(NamedTuple):
     """All matrices of one shape and kind."""
 
     places: tuple[Placement, ...]
-    matrices: tuple[ranks_lib.Matrix, ...]
+    matrices: tuple[ranks_lib.RankedMatrix, ...]
     weights: jax.Array  # float32[n, N, K]
 
 
@@ -148,7 +148,7 @@ def make_stacks(
         for place, value in zip(places, kurtosis, strict=True):
             is_expert = kind == "experts"
             found.append(
-                ranks_lib.Matrix(
+                ranks_lib.RankedMatrix(
                     name=place.name,
                     kind=kind,
                     num_rows=shape[0],
@@ -288,7 +288,7 @@ def sum_of_parts(result: QuantizedStack, ranks: np.ndarray, dequantize: Any) -> 
     return dequantize(dataclasses.replace(result.tensor, compensators=tuple(parts)))
 
 
-def _compensator(result: QuantizedStack, factors: Factors, ranks: np.ndarray) -> Compensator:
+def _compensator(result: QuantizedStack, factors: StackFactors, ranks: np.ndarray) -> Compensator:
     """Pools that hold every row of the factors; `ranks` says which of them count."""
     num_rows = result.tensor.shape[-2]
     num_matrices, max_rank = factors.u.shape[:2]

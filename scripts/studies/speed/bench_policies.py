@@ -6,14 +6,16 @@
     XLA_CLIENT_MEM_FRACTION=0.2 python -m scripts.studies.speed.bench_policies --section=dymoe \
         --gib=16
     python -m scripts.studies.speed.bench_policies --section=buddymoe --section=latency
+    python -m scripts.studies.speed.bench_policies --section=cost
 
-Sections, each described by `measure_speed.py` of its paper:
+Sections, each described by `measure_speed.py` of its paper, or by `cost.py`:
 
   * dynaexq: Qwen3-30B-A3B, INT4 for the hot and INT2 for all, against uniform INT2; the workload
     shifts. dynaexq_wide: bf16 and INT4, or `--tiers`, under 32 and 48 GiB, against the time that
     the bytes take, and the resident models of either precision.
   * dymoe: Mixtral-8x7B, the rows of DyMoE's Table 3 under 16 and 24 GiB, or `--gib`.
   * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates. latency: BuddyMoE's Table 1.
+  * cost: Qwen3-30B-A3B, each policy's own time in a step, all experts resident, or at cache rates.
 
 What the routers say is made up (`moejax.benchmarking.routing` says how) and the same for all rows
 of a section, but for the resident model, which has no pool to replay it. Steps are timed by calls
@@ -40,7 +42,7 @@ _BATCH = flags.DEFINE_multi_integer("batch", [], "sequences, each a measurement;
 _PLANES = flags.DEFINE_bool("planes", False, "dynaexq: INT4 is INT2 and a refinement plane")
 _TIERS = flags.DEFINE_list("tiers", ["16", "4"], "dynaexq_wide: bits of both precisions")
 _GIB = flags.DEFINE_multi_float("gib", [], "of device memory; []: the section's")
-_RATE = flags.DEFINE_multi_float("cache_rate", [], "buddymoe: c; []: 0.75, 0.5, 0.375")
+_RATE = flags.DEFINE_multi_float("cache_rate", [], "buddymoe, cost: c; []: 0.75, 0.5, 0.375; 1")
 _BULK = flags.DEFINE_integer("bulk", 32, "experts on their way between steps at once")
 _HOST = flags.DEFINE_float("host_gib", 0, "of a precision's rows, shared by experts; 0: all rows")
 _ZIPF = flags.DEFINE_float("zipf", -1, "exponent of the popularity; -1: the shape's, or 0")

@@ -3,6 +3,7 @@
 from scripts.studies.buddymoe.measure_speed import buddymoe, latency
 from scripts.studies.dymoe.measure_speed import dymoe
 from scripts.studies.dynaexq.measure_speed import dynaexq, dynaexq_wide
+from scripts.studies.speed.cost import cost
 
 QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
 # Of each section: what runs it, its shape, and decode steps of a measurement.
@@ -12,5 +13,6 @@ SECTIONS = {
     "dymoe": (dymoe, MIXTRAL, 64),
     "buddymoe": (buddymoe, QWEN3, 128),
     "latency": (latency, QWEN3, 64),
+    "cost": (cost, QWEN3, 128),
 }
 PROMPTED = ("buddymoe", "dymoe", "dynaexq_wide")  # which measure prompts, where they are asked to
