@@ -123,6 +123,7 @@ class Engine:
         policy: Tiering | None = None,
         batch: int = 1,
         generation_config: bool = True,
+        read_bits: int = 0,
     ) -> "Engine":
         """Loads a checkpoint.
 
@@ -141,6 +142,7 @@ class Engine:
           batch: sequences per batch that the limits must hold; more may run out of memory.
           generation_config: settings that a call omits come from the checkpoint's
             generation_config.json; its eos tokens apply either way.
+          read_bits: width in which a checkpoint of bit planes is read; 0: the widest.
 
         Raises:
           MoejaxError: with one line for every kind of bad input.
@@ -149,7 +151,7 @@ class Engine:
         check_dtype(dtype, device.platform)
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
-        checkpoint = open_checkpoint(str(path))
+        checkpoint = open_checkpoint(str(path), read_bits)
         tokenizer = Tokenizer.from_directory(checkpoint.directory)  # before weights take minutes
         defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
         memory: ExpertMemory | None = None

@@ -61,7 +61,7 @@ def _load(
         print_stderr(*verify_all(checkpoint, config.memory.disk_path, policy))
     return Engine.from_pretrained(
         checkpoint, dtype=config.dtype, platform=config.platform, policy=policy, limits=limits,
-        compilation_cache=config.compilation_cache, **arguments,
+        compilation_cache=config.compilation_cache, read_bits=config.read_bits, **arguments,
     )  # fmt: skip
 
 

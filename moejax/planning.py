@@ -29,8 +29,9 @@ def budget_of(config: PlanConfig) -> Budget:
     context, chunk = _sizes(config, model)
     if not config.shape:
         planned = plan_experts(
-            open_checkpoint(config.checkpoint), limits, tiering, dtype=config.dtype,
-            device=_device(config), batch=config.batch, context=context, chunk=chunk,
+            open_checkpoint(config.checkpoint, config.read_bits), limits, tiering,
+            dtype=config.dtype, device=_device(config), batch=config.batch, context=context,
+            chunk=chunk,
         )  # fmt: skip
         return planned.budget
     run = RunSizes(
@@ -79,7 +80,7 @@ def platform_of(config: PlanConfig) -> str:
 def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
     """Name, shape, sizes of the weights, and bytes per number of the activations."""
     if not config.shape:
-        checkpoint = open_checkpoint(config.checkpoint)
+        checkpoint = open_checkpoint(config.checkpoint, config.read_bits)
         dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
         sizes = checkpoint_sizes(checkpoint, dtype)
         return config.checkpoint, checkpoint.config, sizes, dtype.itemsize

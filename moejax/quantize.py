@@ -41,21 +41,30 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
     # Importing these imports JAX, which --help and mistakes need not wait for.
     from moejax.checkpoints import resolve_checkpoint
     from moejax.devices import choose_device, enable_compilation_cache
-    from moejax.quantization.pipeline.recipe import FORMATS, Recipe, Scheme, parse_rules
+    from moejax.quantization.pipeline.recipe import (
+        FORMATS,
+        Recipe,
+        Scheme,
+        parse_planes,
+        parse_rules,
+    )
     from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 
     if not config.output:
         raise MoejaxError("output='' must be a directory: give --config.output=DIR")
     if config.format not in FORMATS:
         raise MoejaxError(f"format={config.format!r} is none of {', '.join(FORMATS)}")
+    planes = parse_planes(config.planes) if config.planes else ()
     default = Scheme(
         method=config.method,
-        bits=config.bits,
+        bits=planes[-1] if planes else config.bits,
         group_size=config.group_size,
         zero_kind=config.zero_kind,
         scale_dtype=config.scale_dtype,
         factor_bits=config.factor_bits,
         act_order=config.act_order,
+        planes=planes,
+        plane_weight=config.plane_weight,
     )
     recipe = Recipe(default=default, rules=parse_rules(config.rules), format=config.format)
     device = choose_device(config.platform)

@@ -287,7 +287,10 @@ def open_experts(
     if not config.moe_layers:
         raise MoejaxError(f"{directory}: the model has no sparse layer, so no experts")
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    reader = CheckpointReader(directory, config, dtype=chosen, verify_checksums=verify_checksums)
+    reader = CheckpointReader(
+        directory, config, dtype=chosen, verify_checksums=verify_checksums,
+        read_bits=checkpoint.read_bits,
+    )  # fmt: skip
     return ExpertReader(reader)
 
 

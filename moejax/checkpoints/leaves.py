@@ -229,6 +229,7 @@ def plan_leaves(
     *,
     dtype: Any,
     verify_checksums: bool = False,
+    read_bits: int = 0,
 ) -> dict[str, LeafPlan]:
     """Plans every leaf of `weight_shapes(config)`, for plain and quantized checkpoints.
 
@@ -239,7 +240,9 @@ def plan_leaves(
     fields = quantization_fields(directory)
     form = None
     if fields is not None:
-        form = open_format(directory, fields, verify_checksums=verify_checksums)
+        form = open_format(
+            directory, fields, verify_checksums=verify_checksums, read_bits=read_bits
+        )
     parts = _plan_parts(directory, config, form, Tensors(stored))
     plans = {
         leaf: _plan_leaf(leaf, shape, np.dtype(leaf_dtype(leaf, dtype)), parts[leaf])
@@ -276,6 +279,8 @@ def _common_kind(parts: Sequence[Part]) -> Kind | str:
         values = sorted({getattr(kind, name) for kind in codes})
         if len(values) > 1:
             return f"its matrices have {name} {' and '.join(map(str, values))}"
+    if len({kind.by_planes for kind in codes}) > 1:
+        return "some of its matrices lie by bit planes and some do not"
     orders: dict[tuple[int, ...], set[bytes]] = {}
     for part in parts:
         assert part.matrix is not None
@@ -308,7 +313,7 @@ def _plan_parts(
         if form is not None and len(placement.shape) > 1:
             matrix = form.find(prefix, placement.shape, tensors)
         if matrix is not None:
-            used.update(matrix.names)
+            used.update((*matrix.names, *matrix.unread))
             extras.update(prefix + end for end in (form.extras if form is not None else ()))
             num_bytes = sum(tensors[name].num_bytes for name in matrix.names)
             parts[placement.leaf].append(Part(placement, matrix, num_bytes))

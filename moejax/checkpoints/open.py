@@ -33,6 +33,8 @@ class Checkpoint:
     eos_ids: tuple[int, ...]  # known without a tokenizer as well
 
     is_quantized: bool = False  # by its config.json
+    planes: tuple[int, ...] = ()  # widths in which bit planes can be read, if there are any
+    read_bits: int = 0  # the one in which they are; 0: the widest
 
     def load(
         self, *, dtype: str, device: jax.Device, progress: bool, experts: bool = True
@@ -50,7 +52,9 @@ class Checkpoint:
             if not experts:
                 raise self.orbax_is_whole()
             return load_orbax(self.directory, dtype=chosen, device=device)[1]
-        reader = CheckpointReader(self.directory, self.config, dtype=chosen)
+        reader = CheckpointReader(
+            self.directory, self.config, dtype=chosen, read_bits=self.read_bits
+        )
         return reader.load(device, progress=progress, experts=experts)
 
     @property
@@ -78,19 +82,34 @@ class Checkpoint:
         return stored_dtype(self.directory, is_quantized=self.is_quantized)
 
 
-def open_checkpoint(name: str) -> Checkpoint:
+def open_checkpoint(name: str, read_bits: int = 0) -> Checkpoint:
     """Opens the checkpoint of a name; see `resolve_checkpoint`.
 
-    Raises MoejaxError where what describes it is broken or not supported.
+    Args:
+      name: as `resolve_checkpoint` takes it.
+      read_bits: width in which bit planes are read; 0: the widest.
+
+    Raises:
+      MoejaxError: what describes it is broken or not supported, or it has no such width.
     """
     directory = resolve_checkpoint(name)
     fields = None
+    planes: tuple[int, ...] = ()
     if is_orbax_directory(directory):
         config, _ = read_orbax_description(directory)
     else:
         config = read_model_config(directory)
         fields = quantization_fields(directory)
         if fields is not None:
-            open_format(directory, fields)  # what cannot be read is said before anything is
+            # What cannot be read is said before anything is.
+            planes = open_format(directory, fields, read_bits=read_bits).planes
     eos_ids = read_eos_ids(directory, vocab_size=config.vocab_size)
-    return Checkpoint(directory, config, eos_ids, is_quantized=fields is not None)
+    if read_bits and fields is None:
+        raise MoejaxError(
+            f"read_bits={read_bits} chooses a width of bit planes, and {directory} is not "
+            "quantized; leave it out"
+        )
+    return Checkpoint(
+        directory, config, eos_ids, is_quantized=fields is not None, planes=planes,
+        read_bits=read_bits,
+    )  # fmt: skip

@@ -62,13 +62,15 @@ class CheckpointReader:
         *,
         dtype: Any,
         verify_checksums: bool = False,
+        read_bits: int = 0,
     ) -> None:
         """Reads little but headers; arguments and errors are those of `plan_leaves`."""
         self.directory, self.config = directory, config
         self.stored = stored_tensors(directory)
         self.leaves: Mapping[str, LeafPlan] = plan_leaves(  # by name of `weight_shapes(config)`
-            directory, config, self.stored, dtype=dtype, verify_checksums=verify_checksums
-        )
+            directory, config, self.stored, dtype=dtype, verify_checksums=verify_checksums,
+            read_bits=read_bits,
+        )  # fmt: skip
 
     def check_left_out(self) -> None:
         """Logs what is left out; raises MoejaxError if a head differs from tied embeddings."""

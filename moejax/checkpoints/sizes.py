@@ -35,7 +35,8 @@ def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype) -> Sizes:
         sizes = shape_sizes(config, dtype, expert_kind=None)
         refusal = str(checkpoint.orbax_is_whole()) if checkpoint.is_orbax else None
         return dataclasses.replace(sizes, refusal=refusal)
-    leaves = CheckpointReader(directory, config, dtype=dtype).leaves
+    read_bits = checkpoint.read_bits
+    leaves = CheckpointReader(directory, config, dtype=dtype, read_bits=read_bits).leaves
     refusals = {leaf: leaves[leaf].refusal for leaf in EXPERT_LEAVES if leaf in leaves}
     said = [f"{leaf} is {refusal}" for leaf, refusal in refusals.items() if refusal]
     refusal = f"{directory}: {' and '.join(said)}" if said else None

@@ -82,6 +82,7 @@ def sampling(name: str, meaning: str, default: Any = None, more: str = "") -> An
 CHECKPOINT = option(
     "demo", "'demo', a directory, or a Hugging Face name (org/name)", needed="a name or a directory"
 )
+READ_BITS = option(0, "width in which a checkpoint of bit planes is read; 0: the widest", least=0)
 VERIFY = option(
     False, "first compare the files of checkpoints with their SHA-256, or checksums, where known"
 )
@@ -144,6 +145,7 @@ class GenerateConfig(RecordConfig):
     command = "moejax.generate"
 
     checkpoint: str = CHECKPOINT
+    read_bits: int = READ_BITS
     verify: bool = VERIFY
     platform: str = PLATFORM
     dtype: str = DTYPE
@@ -253,6 +255,15 @@ class QuantizeConfig(RunConfig):
         "for attention and MLPs: none, rtn, hqq, least_squares, gptq, autoround, milo, milo+",
     )
     bits: int = option(3, "bits of a code: 2, 3, 4 or 8")
+    planes: str = option(
+        "",
+        "in place of bits, widths of bit planes that one copy is read in (read_bits): 2,4, 2,3, "
+        "2,8, 4,8 or 2,4,8; '': none",
+    )
+    plane_weight: float = option(
+        0.9, "share of the widest width in the error that codes of bit planes minimise",
+        least=0, most=1,
+    )  # fmt: skip
     group_size: int = option(64, "inputs per scale; 0: a whole row (per channel)")
     zero_kind: str = option(
         "auto", "zero point: auto (by method and format), float, integer, symmetric"
@@ -295,6 +306,7 @@ class EvaluateConfig(RecordConfig):
     command = "moejax.evaluate"
 
     checkpoint: str = CHECKPOINT
+    read_bits: int = READ_BITS
     verify: bool = VERIFY
     text: str = option(
         "wikitext2", "a UTF-8 file (.txt, .xz, .gz), or wikitext2: the test rows from the Hub",

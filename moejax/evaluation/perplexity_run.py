@@ -93,6 +93,9 @@ def _head(
 
     The batch size is not part of it: a run may resume with another.
     """
+    name: dict[str, Any] = {"name": config.checkpoint}
+    if config.read_bits:
+        name["read_bits"] = config.read_bits
     return {
         "task": "perplexity",
         "text": {"source": text.source, "sha256": text.sha256},
@@ -103,7 +106,7 @@ def _head(
             "add_special_tokens": config.add_special_tokens,
             "tokenizer_sha256": stream.tokenizer_sha256,
         },
-        "checkpoint": {"name": config.checkpoint, **record.fingerprint(directory)},
+        "checkpoint": {**name, **record.fingerprint(directory)},
         "dtype": str(engine.dtype),
         "device": engine.device.device_kind,
         "policy": dataclasses.asdict(config.policy) if config.policy.name else None,

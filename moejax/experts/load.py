@@ -34,7 +34,7 @@ from moejax.experts.host_store import HostStore
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
-from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like
+from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like, open_tier
 from moejax.experts.transfers import Transfers
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.policies.base import AnyPolicy, PolicySpec, moves_between_steps
@@ -125,7 +125,7 @@ def load_whole(
 
 def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
     """Returns the checkpoint whose files experts are read from; errors as of `open_like`."""
-    return open_like(limits.disk_path, checkpoint, "memory.disk_path=")
+    return open_like(limits.disk_path, checkpoint, "memory.disk_path=", checkpoint.read_bits)
 
 
 class Planned(NamedTuple):
@@ -168,9 +168,9 @@ def plan_experts(
                 "policy.emulate keeps every expert on the device, which memory.device_gib would "
                 "bound: leave one of them out"
             )
-        stored = tiering.stored()
         policy, activations = choose(tiering, checkpoint.directory, config)
-        sources = [open_like(tier.source, checkpoint, "policy.tiers: ") for tier in stored]
+        opened = [open_tier(tier, checkpoint) for tier in tiering.stored()]
+        stored, sources = tuple(tier for tier, _ in opened), [source for _, source in opened]
     disks = [disk_source(source, limits) for source in sources]  # what is wrong is said first
     if tiering is None or policy is None:
         budget = make_budget(run, [tier_of(own)], limits)

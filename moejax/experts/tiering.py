@@ -32,7 +32,8 @@ class Tiering:
         and `tae_tau` may be "profile"; with such a tau, `tae_temperature` is the profile's.
       tiers: in order of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same
         model; or NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts
-        while they are read, any other name is the checkpoint as it is. (): the checkpoint as it is.
+        while they are read, or are prefixes of its bit planes; any other name is the checkpoint as
+        it is. (): the checkpoint as it is.
       slots: experts of a layer that each tier caches; (): see `budget.make_budget`.
       quantizer: makes tiers at load: rtn, hqq or least_squares.
       group_size: inputs of a group of such a tier.
@@ -115,14 +116,26 @@ class StoredTier:
         return named[self.name]
 
 
-def open_like(source: str, own: Checkpoint, option: str) -> Checkpoint:
+def open_like(source: str, own: Checkpoint, option: str, read_bits: int = 0) -> Checkpoint:
     """Opens a checkpoint of the run's own model ("": its own); errors begin with `option`."""
     if not source:
         return own
-    found = open_checkpoint(source)
+    found = open_checkpoint(source, read_bits)
     if found.config != own.config:
         raise MoejaxError(f"{option}{source} holds another model than {own.directory}")
     return found
+
+
+def open_tier(tier: StoredTier, own: Checkpoint) -> tuple[StoredTier, Checkpoint]:
+    """Opens a tier's checkpoint; of bit planes int4 and the like are prefixes, as they are stored.
+
+    Each tier has a copy of its prefix.
+    """
+    found = open_like(tier.source, own, "policy.tiers: ")
+    if (bits := MADE.get(tier.name)) in found.planes:
+        tier = StoredTier(tier.name, tier.source or str(found.directory))
+        found = dataclasses.replace(found, read_bits=bits)
+    return tier, found
 
 
 def verify_all(checkpoint: str, disk_path: str, tiering: Tiering | None) -> list[str]:

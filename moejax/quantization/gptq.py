@@ -2,6 +2,14 @@
 
 (Frantar et al. 2023, "GPTQ: Accurate post-training quantization for generative pre-trained
 transformers", Algorithm 1.)
+
+With bit planes every width has running weights of its own, over which its error of a column is
+spread. A column's code minimises the joint error of these running weights: the rise of the sum of
+the widths' tr(E H E^T) by their shares. Tried on correlated Gaussian inputs, relative errors in
+|E X| at 4 and 2 bits: own running weights .0498 and .331 (weight .99), one set that is fed the mean
+error .0520 and .330 (.95), or the widest width's error .0504 and .339 (.9). Groups are fitted by
+least squares over all widths, since a range of the widest is too wide for 2 bits: .0517 and .290
+(.95), with ranges .0540 and .299.
 """
 
 import dataclasses
@@ -16,6 +24,7 @@ import numpy as np
 from moejax.quantization.grid import Codes, Grid, split_groups
 from moejax.quantization.hessian import inverse_factor
 from moejax.quantization.hqq import hqq
+from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import range_grid, rtn
 from pallas_kernels import layout
 
@@ -57,10 +66,19 @@ class _Columns(NamedTuple):
 
 
 class _State(NamedTuple):
-    weights: jax.Array  # float32[P, N]: the columns, those to come with the errors so far
+    # float32[P, N] of each width: the columns, those to come with the errors so far
+    weights: tuple[jax.Array, ...]
     codes: jax.Array  # uint8[P, N]
     scales: jax.Array  # float32[G, N]
     zeros: jax.Array  # float32[G, N]
+
+
+class _Block(NamedTuple):
+    """Columns of a block while their codes are chosen, [B, N] each."""
+
+    weights: tuple[jax.Array, ...]  # of each width
+    errors: tuple[jax.Array, ...]
+    codes: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "settings"))
@@ -99,7 +117,7 @@ def gptq(
         starved |= num_tokens < math.ceil(settings.min_tokens_per_input * num_inputs)
     upper = jnp.where(starved, jnp.eye(num_inputs, dtype=jnp.float32), upper)
 
-    fixed = range_grid(split_groups(alive, grid.group_size), grid) if settings.act_order else None
+    fixed = _fitted(alive, grid) if settings.act_order else None
     codes = _solve(alive[:, order], upper, grid, settings.block_size, order, fixed)
     if settings.act_order:
         codes = codes._replace(codes=codes.codes[:, jnp.argsort(order)])
@@ -132,8 +150,9 @@ def _solve(
         groups = jnp.arange(len(columns.place), dtype=jnp.int32) // columns.span
         num_groups = layout.num_groups(num_inputs, grid.group_size)
         scales = zeros = jnp.ones((num_groups, num_rows), jnp.float32)
+    padded = jnp.pad(weights, ((0, 0), (0, 1))).T[columns.place]
     state = _State(
-        jnp.pad(weights, ((0, 0), (0, 1))).T[columns.place],
+        (padded,) * len(grid.widths),
         jnp.zeros((len(columns.place), num_rows), jnp.uint8),
         scales,
         zeros,
@@ -162,6 +181,14 @@ def _padded_columns(num_inputs: int, group_size: int, block_size: int) -> _Colum
     return _Columns(place.reshape(-1), block, span)
 
 
+def _fitted(weights: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
+    """Scales and zeros float32[N, G]: those of the range, or the best of all widths of planes."""
+    if grid.planes:
+        found = least_squares(weights, grid)
+        return found.scales, found.zeros
+    return range_grid(split_groups(weights, grid.group_size), grid)
+
+
 def _enter_group(
     state: _State, first: jax.Array, columns: _Columns, exists: np.ndarray, grid: Grid
 ) -> _State:
@@ -169,10 +196,11 @@ def _enter_group(
     span = columns.span
 
     def fit() -> tuple[jax.Array, jax.Array]:
-        part = jax.lax.dynamic_slice_in_dim(state.weights, first, span)
+        part = jax.lax.dynamic_slice_in_dim(state.weights[0], first, span)
         real = jax.lax.dynamic_slice_in_dim(jnp.asarray(exists), first, span)
         part = jnp.where(real[:, None], part, part[:1])  # padding must not widen the range
-        scale, zero = range_grid(part.T, grid)
+        scales, zeros = _fitted(part.T, dataclasses.replace(grid, group_size=span))
+        scale, zero = scales[:, 0], zeros[:, 0]
         group = first // span
         return state.scales.at[group].set(scale), state.zeros.at[group].set(zero)
 
@@ -187,24 +215,29 @@ def _quantize_block(
     rows = jax.lax.dynamic_slice_in_dim(upper, first, block)  # [B, P]
     local = jax.lax.dynamic_slice_in_dim(rows, first, block, axis=1)
 
-    def column(
-        i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        weights, errors, codes = carry  # [B, N] each
+    def column(i: jax.Array, carry: _Block) -> _Block:
         group = groups[first + i]
         scale, zero = state.scales[group], state.zeros[group]
-        code = grid.round(weights[i] / scale + zero)
-        error = (weights[i] - (code - zero) * scale) / local[i, i]
-        weights = weights - local[i][:, None] * error[None]
-        return weights, errors.at[i].set(error), codes.at[i].set(code.astype(jnp.uint8))
+        code = grid.round(*(weights[i] / scale + zero for weights in carry.weights))
+        moved, errors = [], []
+        for width, weights, found in zip(grid.widths, carry.weights, carry.errors, strict=True):
+            error = (weights[i] - (width.steps(code) - zero) * scale) / local[i, i]
+            moved.append(weights - local[i][:, None] * error[None])
+            errors.append(found.at[i].set(error))
+        codes = carry.codes.at[i].set(code.astype(jnp.uint8))
+        return _Block(tuple(moved), tuple(errors), codes)
 
-    part = jax.lax.dynamic_slice_in_dim(state.weights, first, block)
-    carry = (part, jnp.zeros_like(part), jnp.zeros(part.shape, jnp.uint8))
+    parts = tuple(jax.lax.dynamic_slice_in_dim(part, first, block) for part in state.weights)
+    nothing = tuple(map(jnp.zeros_like, parts))
+    carry = _Block(parts, nothing, jnp.zeros(parts[0].shape, jnp.uint8))
     _, errors, codes = jax.lax.fori_loop(0, block, column, carry)
     behind = jnp.arange(upper.shape[0], dtype=jnp.int32) >= first + block
     spread = jnp.where(behind[None], rows, 0.0)
-    update = jnp.einsum("bp,bn->pn", spread, errors, precision="highest")
+    weights = tuple(
+        part - jnp.einsum("bp,bn->pn", spread, error, precision="highest")
+        for part, error in zip(state.weights, errors, strict=True)
+    )
     return state._replace(
-        weights=state.weights - update,
+        weights=weights,
         codes=jax.lax.dynamic_update_slice_in_dim(state.codes, codes, first, 0),
     )

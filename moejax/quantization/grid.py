@@ -1,13 +1,20 @@
-"""Grids: the quantized values a matrix may take, and the groups of its rows."""
+"""Grids: the quantized values a matrix may take, and the groups of its rows.
+
+A grid of bit planes has several widths whose codes are prefixes of one code. Scales and zeros are
+then those of the widest width; the others follow by `layout.prefix_constants`, so that in units of
+the widest step, with u = w / s + z - c its distance from the centre c = (2^b - 1) / 2, width B has
+the value step_B (h - (2^B - 1) / 2) at the prefix h of B bits.
+"""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.weights.qtensor import ZERO_KINDS
+from moejax.weights.qtensor import ZERO_KINDS, planes_refusal
 from pallas_kernels import layout
 
 
@@ -22,6 +29,10 @@ class Grid:
     bits: int
     group_size: int
     zero_kind: str
+    # Widths of bit planes whose codes are chosen jointly, rising, the last one `bits`; (): one.
+    planes: tuple[int, ...] = ()
+    # Share of the squared error that is the widest width's; the others divide the rest evenly.
+    plane_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.bits not in layout.BITS:
@@ -30,6 +41,12 @@ class Grid:
             raise ValueError(f"group_size {self.group_size} is not positive")
         if self.zero_kind not in ZERO_KINDS:
             raise ValueError(f"zero_kind {self.zero_kind!r} is none of {', '.join(ZERO_KINDS)}")
+        if self.planes and (reason := planes_refusal(self.planes)):
+            raise ValueError(reason)
+        if self.planes and (self.planes[-1] != self.bits or self.zero_kind != "float"):
+            raise ValueError(f"planes {self.planes} need bits {self.planes[-1]} and float zeros")
+        if not 0 <= self.plane_weight <= 1:
+            raise ValueError(f"plane_weight {self.plane_weight} is not in 0..1")
 
     @property
     def max_code(self) -> int:
@@ -41,13 +58,79 @@ class Grid:
         """Zero point of symmetric grids, 2^(bits - 1)."""
         return 2 ** (self.bits - 1)
 
-    def round(self, steps: jax.Array) -> jax.Array:
-        """Chooses the code of each step w / s + z, as float32; every quantizer does by it."""
-        return jnp.clip(jnp.round(steps), 0, self.max_code)
+    @property
+    def center(self) -> float:
+        """Code of a group's centre, (2^bits - 1) / 2."""
+        return self.max_code / 2
+
+    @functools.cached_property
+    def widths(self) -> tuple["Width", ...]:
+        """Widths that an error counts, the widest first; one without planes."""
+        if not self.planes:
+            return (Width(0, 1.0, self.center, 1.0),)
+        own = layout.prefix_constants(self.bits).scale_factor
+        others = self.planes[-2::-1]
+        shares = [self.plane_weight, *[(1 - self.plane_weight) / len(others)] * len(others)]
+        return tuple(
+            Width(
+                self.bits - bits,
+                layout.prefix_constants(bits).scale_factor / own,
+                (2**bits - 1) / 2,
+                share,
+            )
+            for bits, share in zip((self.bits, *others), shares, strict=True)
+        )
+
+    def round(self, steps: jax.Array, *narrower: jax.Array) -> jax.Array:
+        """Chooses the code of each step w / s + z, as float32; every quantizer does by it.
+
+        With planes it minimises the sum over the widths of their share times their squared error:
+        below each prefix of the second widest width the nearest code is the best one, so that one
+        candidate a prefix is compared.
+
+        Args:
+          steps: float32[...].
+          narrower: steps of the other `widths`, where they approximate other weights.
+        """
+        if not self.planes:
+            return jnp.clip(jnp.round(steps), 0, self.max_code)
+        wanted = (steps, *(narrower or [steps] * (len(self.widths) - 1)))
+        second = self.widths[1]
+        size = 2**second.shift
+        best, least = jnp.zeros_like(steps), jnp.full_like(steps, jnp.inf)
+        for prefix in range(2 ** (self.bits - second.shift)):
+            first = prefix * size
+            code = jnp.clip(jnp.round(steps), first, first + size - 1)
+            error = jnp.zeros_like(steps)
+            for width, target in zip(self.widths, wanted, strict=True):
+                error = error + width.share * jnp.square(target - width.steps(code))
+            better = error < least
+            best, least = jnp.where(better, code, best), jnp.where(better, error, least)
+        return best
+
+
+class Width(NamedTuple):
+    """One width of a grid of bit planes, in units of the widest width's step."""
+
+    shift: int  # bits of the code that it lacks
+    step: float
+    center: float  # (2^B - 1) / 2
+    share: float  # of the joint error
+
+    def steps(self, codes: jax.Array) -> jax.Array:
+        """Value w / s + z that the prefixes of codes stand for, as float32, in the widest's steps.
+
+        For the widest width these are the codes.
+        """
+        if not self.shift:
+            return codes
+        scale = 2.0**self.shift
+        widest = (2 * self.center + 1) * scale / 2 - 0.5
+        return (jnp.floor(codes / scale) - self.center) * self.step + widest
 
 
 class Codes(NamedTuple):
-    """Quantized matrices: w = (codes - zeros) scales, group by group.
+    """Quantized matrices: w = (codes - zeros) scales, group by group, in the widest width.
 
     `zeros` is whole numbers 0..2^bits - 1 if the grid's zero is "integer", and 2^(bits - 1)
     everywhere if it is "symmetric".
@@ -106,9 +189,11 @@ def nearest_codes(weights: jax.Array, scales: jax.Array, zeros: jax.Array, grid:
     return Codes(merge_groups(codes, weights.shape[-1]), scales, zeros)
 
 
-def dequantize(codes: Codes, grid: Grid) -> jax.Array:
-    """Dequantizes codes to float32[..., N, K] (MiLo eq. 3)."""
+def dequantize(codes: Codes, grid: Grid, width: Width | None = None) -> jax.Array:
+    """Dequantizes codes to float32[..., N, K] (MiLo eq. 3), in one of `grid.widths`; the widest."""
     groups = split_groups(codes.codes, grid.group_size).astype(jnp.float32)
+    if width is not None:
+        groups = width.steps(groups)
     values = (groups - codes.zeros[..., None]) * codes.scales[..., None]
     return merge_groups(values, codes.codes.shape[-1])
 

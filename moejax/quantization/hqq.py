@@ -7,6 +7,7 @@ reads the weights once.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -43,20 +44,30 @@ class HqqSettings:
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "settings"))
-def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -> Codes:
+def hqq(
+    weights: jax.Array,
+    grid: Grid,
+    settings: HqqSettings = HqqSettings(),
+    narrow_weights: jax.Array | None = None,
+) -> Codes:
     """Minimises |W - s (q - z)|_p over z, with s fixed (MiLo eq. 4-9).
 
     A step is q = clip(round(w / s + z)), e = shrink(w - s (q - z)), z = mean(q - (w - e) / s) over
     the group. A matrix stops at the first step before which its mean absolute error did not fall.
+    With planes every width has its own e, and z is the mean of theirs by their shares.
 
     Args:
       weights: float32[..., N, K], finite; each matrix stops by itself.
       grid: its zero is "float"; ValueError otherwise.
+      narrow_weights: what the narrowest width of planes approximates; None: `weights` too.
     """
     if grid.zero_kind != "float":
         raise ValueError(f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}")
     num_inputs = weights.shape[-1]
     groups = split_groups(weights, grid.group_size)
+    targets = [groups] * len(grid.widths)
+    if narrow_weights is not None:
+        targets[-1] = split_groups(narrow_weights, grid.group_size)
     inverse, start = _range_grid(groups, grid)
     if settings.round_start:
         start = jnp.round(start)
@@ -65,11 +76,16 @@ def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -
 
     def step(zeros: jax.Array) -> tuple[jax.Array, jax.Array]:
         def moved(zeros: jax.Array, keeps: bool) -> tuple[jax.Array, jax.Array]:
-            codes = _codes(groups, inverse, zeros, grid)
-            error = groups - (codes - zeros) / inverse
-            rest = groups - shrink(error, settings) if keeps else groups
-            new = jnp.sum((codes - rest * inverse) * mask, axis=-1, keepdims=True) / counts
-            return new, jnp.abs(error)
+            codes = _codes(targets, inverse, zeros, grid)
+            new, errors = jnp.zeros_like(zeros), []
+            for width, target in zip(grid.widths, targets, strict=True):
+                steps = width.steps(codes)
+                error = target - (steps - zeros) / inverse
+                rest = target - shrink(error, settings) if keeps else target
+                mean = jnp.sum((steps - rest * inverse) * mask, axis=-1, keepdims=True) / counts
+                new = new + width.share * mean
+                errors.append(width.share * jnp.abs(error))
+            return new, functools.reduce(jnp.add, errors)
 
         # Weights of a usual size have no error that outlasts the shrinking, and its powers are
         # nine tenths of a step's time on a CPU.
@@ -93,7 +109,7 @@ def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -
     best = jnp.full((*groups.shape[:-3], 1, 1, 1), jnp.inf, jnp.float32)
     first = (jnp.int32(0), start, best, jnp.ones(best.shape, bool))
     zeros = jax.lax.while_loop(again, body, first)[1]
-    codes = _codes(groups, inverse, zeros, grid).astype(jnp.uint8)
+    codes = _codes(targets, inverse, zeros, grid).astype(jnp.uint8)
     return Codes(merge_groups(codes, num_inputs), 1 / inverse[..., 0], zeros[..., 0])
 
 
@@ -113,8 +129,10 @@ def _range_grid(groups: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
     return inverse, -low * inverse
 
 
-def _codes(groups: jax.Array, inverse: jax.Array, zeros: jax.Array, grid: Grid) -> jax.Array:
-    return grid.round(groups * inverse + zeros)
+def _codes(
+    targets: Sequence[jax.Array], inverse: jax.Array, zeros: jax.Array, grid: Grid
+) -> jax.Array:
+    return grid.round(*(target * inverse + zeros for target in targets))
 
 
 def kernel_refusal(
@@ -123,6 +141,8 @@ def kernel_refusal(
     """Reason why `kernel_hqq` cannot take such weights, or None; `hqq` takes all."""
     if grid.zero_kind != "float":
         return f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}"
+    if grid.planes:
+        return "it finds codes of one width"
     return OPERATION.refusal("triton", weights, None, grid.bits, grid.group_size, target=target)
 
 

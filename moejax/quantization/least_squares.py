@@ -52,7 +52,8 @@ def least_squares(
 
     A step is q = clip(round(w / s + z)), then for a float zero s = cov(q, w) / var(q) and
     z = mean(q) - mean(w) / s; else s = sum(w (q - z)) / sum((q - z)^2), an integer z being the
-    rounded mean(q) - mean(w) / s of the s before.
+    rounded mean(q) - mean(w) / s of the s before. With planes q is joined by the values of the
+    narrower widths, in sums by their shares.
 
     Args:
       weights: float32[..., N, K], finite.
@@ -110,8 +111,12 @@ def _step(groups: jax.Array, mask: jax.Array, counts: jax.Array, grid: Grid, sta
 
     codes = grid.round(groups / scales + zeros)
     # Sums of codes less a constant are exact, and small enough to subtract their squares.
-    steps = codes - grid.middle
-    sum_codes, product, square = total(steps), total(steps * groups), total(steps * steps)
+    sum_codes = product = square = jnp.zeros_like(scales)
+    for width in grid.widths:
+        steps = width.steps(codes) - grid.middle
+        sum_codes = sum_codes + width.share * total(steps)
+        product = product + width.share * total(steps * groups)
+        square = square + width.share * total(steps * steps)
     moved = zeros
     if grid.zero_kind == "float":
         square = square - sum_codes * sum_codes / counts

@@ -1,4 +1,8 @@
-"""MiLo: alternates codes and low-rank compensators (Algorithm 1); MiLo+ goes beyond it."""
+"""MiLo: alternates codes and low-rank compensators (Algorithm 1); MiLo+ goes beyond it.
+
+With bit planes the compensators belong to the narrowest width, which lacks most: its codes
+approximate W - U V, those of the other widths W alone, and the codes of all are chosen jointly.
+"""
 
 import dataclasses
 import functools
@@ -116,7 +120,12 @@ def milo(
     Args:
       weights: float32[..., N, K], finite.
       rank: int32[...], components of each matrix, at most `settings.max_rank`, which N and K bound.
+
+    Raises:
+      ValueError: the grid has planes, for which `settings` are not the paper's.
     """
+    if grid.planes and (settings.refit or settings.base != "hqq"):
+        raise ValueError("compensators of bit planes are those of the paper's settings")
     rank = jnp.broadcast_to(jnp.asarray(rank, jnp.int32), weights.shape[:-2])
     run = _refit_pass if settings.refit else _paper_pass
     first = _first(weights, grid, settings)
@@ -149,9 +158,14 @@ def _paper_pass(
 ) -> _Pass:  # fmt: skip
     """Runs one pass of Algorithm 1: eq. 4-9, then eq. 10-12, then eq. 14."""
     codes = _solve(weights, last.factors, grid, settings)
-    missed = weights - dequantize(codes, grid)
+    missed = weights - dequantize(codes, grid, grid.widths[-1])
     u, v, basis = _decompose(missed, last.basis, settings, rank, iterations)
     error = _norm(missed - _product(u, v))
+    if grid.planes:
+        errors = [_norm(weights - dequantize(codes, grid, width)) for width in grid.widths[:-1]]
+        shares = [width.share for width in grid.widths]
+        parts = zip(shares, [*errors, error], strict=True)
+        error = jnp.sqrt(sum((share * part**2 for share, part in parts), jnp.zeros_like(error)))
     return _Pass(codes, Factors(u, v, None, None), basis, error)
 
 
@@ -193,6 +207,8 @@ def _first(weights: jax.Array, grid: Grid, settings: MiloSettings) -> _Pass:
 def _solve(weights: jax.Array, factors: Factors, grid: Grid, settings: MiloSettings) -> Codes:
     if settings.solver is not None:
         return settings.solver(weights, factors.u, factors.v, grid)
+    if grid.planes:
+        return hqq(weights, grid, narrow_weights=weights - _product(factors.u, factors.v))
     return BASES[settings.base](weights - _product(factors.u, factors.v), grid)
 
 

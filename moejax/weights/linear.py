@@ -71,7 +71,7 @@ def packing(weight: Weight) -> str | None:
         whole_row = weight.group_size == weight.num_inputs
         groups = "one group a row" if whole_row else f"groups of {weight.group_size}"
         zeros = "symmetric" if weight.zeros is None else f"{weight.zero_kind} zeros"
-        low_rank = ", low-rank terms" if weight.compensators else ""
+        low_rank = ", low-rank terms" if weight.terms else ""
         planes = " by bit planes" if weight.refinements else ""
         return f"INT{weight.bits}{planes} in {groups}, {zeros}{low_rank}"
     return None
@@ -84,7 +84,7 @@ def kernel_refusal(weight: Weight) -> str | None:
     if isinstance(weight, QTensor):
         if weight.permutation is not None:
             return "its inputs are permuted (act-order)"
-        factors = [factor for c in weight.compensators for factor in (c.u, c.v)]
+        factors = [factor for c in weight.terms for factor in (c.u, c.v)]
     else:
         factors = [weight]
     for factor in factors:
@@ -109,7 +109,7 @@ def operands(weight: Weight) -> Operands:
             first_row=c.first_row,
             max_rank=c.max_rank,
         )
-        for c in weight.compensators
+        for c in weight.terms
         if c.max_rank
     )
     return Operands(_matrices(weight), terms)
@@ -385,7 +385,7 @@ def _row_block(
         refinements=tuple(rows(plane) for plane in weight.refinements),
         compensators=(),
     ).dequantize()
-    for compensator in weight.compensators:
+    for compensator in weight.terms:
         block = block + _compensated_rows(compensator, first + jnp.arange(size, dtype=jnp.int32))
     return block.astype(dtype)
 
@@ -406,7 +406,7 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
             refinements=tuple(plane[flat] for plane in weight.refinements),
             compensators=(),
         ).dequantize()
-        for compensator in weight.compensators:
+        for compensator in weight.terms:
             rows = rows + _compensated_rows(compensator, flat)
         return rows.reshape(*ids.shape, -1).astype(dtype)
     return weight[ids]

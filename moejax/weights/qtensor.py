@@ -158,6 +158,11 @@ class QTensor:
         """Bytes of codes, scales, zeros, refinements, permutation and compensators."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
+    @property
+    def terms(self) -> tuple["Compensator", ...]:
+        """Compensators that belong to its width, which are part of its values."""
+        return tuple(c for c in self.compensators if c.bits in (0, self.bits))
+
     def check(self) -> None:
         """Raises ValueError naming the invariant that does not hold."""
         lead, (rows, inputs) = self.shape[:-2], self.shape[-2:]
@@ -254,9 +259,8 @@ class QTensor:
         if self.permutation is not None:
             inverse = jnp.argsort(self.permutation, axis=-1)[..., None, :]
             weights = jnp.take_along_axis(weights, inverse, axis=-1)
-        for compensator in self.compensators:
-            if compensator.bits in (0, self.bits):
-                weights = compensator.add_to(weights)
+        for compensator in self.terms:
+            weights = compensator.add_to(weights)
         return weights.astype(dtype)
 
 

@@ -32,9 +32,10 @@ FactorKinds = tuple[CodesKind | None, CodesKind | None]  # of U and V; None is B
 class StoredMatrix:
     """A quantized matrix of a checkpoint, not yet read."""
 
-    names: tuple[str, ...]  # of all its tensors
+    names: tuple[str, ...]  # of the tensors that are read
     kind: Kind
     read: Callable[[], QTensor | Fp8Tensor]  # with numpy leaves
+    unread: tuple[str, ...] = ()  # of its other tensors: bit planes of wider codes
     factors: FactorKinds | None = None  # of its compensator
     rank: int = 0
     order: bytes = b""  # digest of its permutation, if any
@@ -112,10 +113,12 @@ class Format:
     Attributes:
       find: returns the matrix PREFIX [N, K] if it is quantized; faults go to `Tensors.faults`.
         Raises MoejaxError where it is stored in a way that cannot be read.
+      planes: widths in which all matrices by bit planes can be read, rising; (): there are none.
       extras: ends of the names of tensors that may lie beside a matrix and are not needed.
     """
 
     find: Callable[[str, tuple[int, ...], Tensors], StoredMatrix | None]
+    planes: tuple[int, ...] = ()
     extras: tuple[str, ...] = ()
 
 

@@ -4,12 +4,15 @@
      "tensors": {"PREFIX.weight": {"shape": [N, K], "method": ..., "bits": ..., "group_size": ...,
                                    "zero_kind": ..., "scale_dtype": ..., "rank": r,
                                    "factor_bits": ..., "factor_group_size": 64,
+                                   "planes": [2, 4], "compensated_bits": 2,
                                    "relative_error": ..., "bytes": ...}, ...},
      "files": {"model-00001-of-00025.safetensors": {"size": bytes, "sha256": hex}, ...},
      "totals": {...}}
 
 A reader needs `bits`, `group_size` and, where factors are packed in other groups than 64,
-`factor_group_size`; it checks `layout`, `shape`, `zero_kind` and the files. The rest is for people.
+`factor_group_size`; of bit planes `planes`, the widths that codes were chosen for, and
+`compensated_bits`, the one that the factors belong to. It checks `layout`, `shape`, `zero_kind` and
+the files. The rest is for people.
 """
 
 import dataclasses
@@ -20,7 +23,7 @@ from typing import Any
 from moejax.errors import MoejaxError
 from moejax.files.whole import file_digest
 from moejax.models.hf.config import read_json
-from moejax.weights.qtensor import FACTOR_GROUP_SIZE, ZERO_KINDS
+from moejax.weights.qtensor import FACTOR_GROUP_SIZE, ZERO_KINDS, planes_refusal
 from pallas_kernels import layout
 
 MANIFEST_FILE = "quantization.json"
@@ -36,6 +39,8 @@ class MatrixEntry:
     group_size: int
     zero_kind: str
     factor_group_size: int
+    planes: tuple[int, ...] = ()  # widths of bit planes, rising; (): one array of codes
+    compensated_bits: int = 0  # width that has the compensator, if there are planes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,11 +127,17 @@ def matrix_entry(path: Path, name: str, entry: Any) -> MatrixEntry:
             group_size=entry["group_size"],
             zero_kind=entry["zero_kind"],
             factor_group_size=entry.get("factor_group_size") or FACTOR_GROUP_SIZE,
+            planes=tuple(entry.get("planes", ())),
+            compensated_bits=entry.get("compensated_bits", 0),
         )
         sizes = (*found.shape, found.group_size, found.factor_group_size)
         is_whole = all(type(size) is int and size > 0 for size in sizes) and len(found.shape) == 2
     except (KeyError, TypeError, AttributeError) as error:
         raise MoejaxError(f"{path}: the entry of {name} is broken ({error!r})") from error
+    if found.planes:
+        is_whole &= all(type(bits) is int for bits in found.planes)
+        is_whole &= planes_refusal(found.planes) is None and found.planes[-1] == found.bits
+        is_whole &= found.zero_kind == "float"
     if not is_whole or found.bits not in layout.BITS or found.zero_kind not in ZERO_KINDS:
         raise MoejaxError(f"{path}: the entry of {name} is not understood: {entry}")
     return found

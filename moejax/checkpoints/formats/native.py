@@ -28,7 +28,7 @@ from moejax.checkpoints.formats.interfaces import (
 )
 from moejax.checkpoints.formats.manifest import Manifest, MatrixEntry
 from moejax.errors import MoejaxError
-from moejax.weights.qtensor import CodesKind, Compensator, Factor, QTensor
+from moejax.weights.qtensor import REFINEMENT, CodesKind, Compensator, Factor, QTensor
 from pallas_kernels import layout
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -50,6 +50,8 @@ def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
     tensors = {"words": matrix.words, "scales": matrix.scales}
     if matrix.zeros is not None:
         tensors["zeros"] = matrix.zeros
+    for i, plane in enumerate(matrix.refinements, 1):
+        tensors[f"{REFINEMENT}{i}"] = plane
     if matrix.permutation is not None:
         tensors["permutation"] = matrix.permutation
     tensors |= _factor_tensors(prefix, matrix)
@@ -80,25 +82,47 @@ def _factor_tensors(prefix: str, matrix: QTensor) -> dict[str, Any]:
     return tensors
 
 
-def whole_compensator(u: Any, v: Any) -> Compensator:
-    """Builds the compensator of all rows of one matrix from U transposed, [r, N], and V, [r, K]."""
+def whole_compensator(u: Any, v: Any, bits: int = 0) -> Compensator:
+    """Builds the compensator of all rows of one matrix from U transposed, [r, N], and V, [r, K].
+
+    `bits` is the width of the prefix that it belongs to; 0: the whole code.
+    """
     rank, num_rows = u.shape
     owned: dict[str, Any] = {"start": np.zeros((), np.int32), "rank": np.array(rank, np.int32)}
-    return Compensator(u=u, v=v, **owned, first_row=0, num_rows=num_rows, max_rank=rank)
+    return Compensator(u=u, v=v, **owned, first_row=0, num_rows=num_rows, max_rank=rank, bits=bits)
 
 
-def native_format(manifest: Manifest) -> Format:
-    """The reader of the matrices of a manifest."""
-    return Format(functools.partial(_find, manifest))
+def native_format(manifest: Manifest, read_bits: int = 0) -> Format:
+    """The reader of the matrices of a manifest.
+
+    Matrices by bit planes are read in `read_bits` bits, 0: the most that they have. MoejaxError if
+    there are none of that width.
+    """
+    found = [set(entry.planes) for entry in manifest.matrices.values() if entry.planes]
+    planes = tuple(sorted(set.intersection(*found))) if found else ()
+    if read_bits and not found:
+        raise MoejaxError(
+            f"read_bits={read_bits} chooses a width of bit planes, and {manifest.path} lists none; "
+            "leave it out, or quantize with --config.planes=2,4"
+        )
+    if read_bits and read_bits not in planes:
+        said = ", ".join(map(str, planes))
+        raise MoejaxError(
+            f"read_bits={read_bits} is none of the widths of bit planes in {manifest.path}: {said}"
+        )
+    return Format(functools.partial(_find, manifest, read_bits), planes=planes)
 
 
 def _find(
-    manifest: Manifest, prefix: str, shape: tuple[int, ...], tensors: Tensors
+    manifest: Manifest, read_bits: int, prefix: str, shape: tuple[int, ...], tensors: Tensors
 ) -> StoredMatrix | None:
     if f"{prefix}.words" not in tensors:
         return None
     entry, num_inputs = _entry(manifest, prefix, shape), shape[1]
-    kind = CodesKind(bits=entry.bits, group_size=entry.group_size, zero_kind=entry.zero_kind)
+    kind = CodesKind(
+        bits=entry.bits, group_size=entry.group_size, zero_kind=entry.zero_kind,
+        by_planes=bool(entry.planes),
+    )  # fmt: skip
     dtypes = {
         "words": ["uint32"],
         "scales": _SCALES,
@@ -106,7 +130,7 @@ def _find(
     }
     parts = {name: f"{prefix}.{name}" for name in kind.arrays(shape)}
     fits = [
-        tensors.fits(parts[name], array.shape, dtypes[name])
+        tensors.fits(parts[name], array.shape, dtypes.get(name, ["uint32"]))
         for name, array in kind.arrays(shape).items()
     ]
     permutation = f"{prefix}.permutation"
@@ -116,6 +140,13 @@ def _find(
     factor_names, rank, factors = _factors(prefix, shape, entry, tensors)
     if not all(fits) or rank is None:
         return None
+    unread: list[str] = []
+    if entry.planes:
+        kind = kind.prefix(read_bits or entry.bits)
+        own = kind.arrays(shape).keys() | {"permutation"}
+        unread = [parts.pop(name) for name in list(parts) if name not in own]
+        if factor_names and kind.bits != entry.compensated_bits:
+            unread, factor_names, rank, factors = [*unread, *factor_names], [], 0, None
     path = tensors[parts["words"]].path
 
     def read_factors() -> Compensator:
@@ -142,6 +173,7 @@ def _find(
     is_held = "zeros" not in parts or as_held["zeros"].dtype in (as_held["scales"].dtype, np.uint8)
     return StoredMatrix(
         names=(*parts.values(), *factor_names),
+        unread=tuple(unread),
         kind=dataclasses.replace(kind, scale_dtype=scale_dtype(as_held["scales"])),
         read=read,
         factors=factors,

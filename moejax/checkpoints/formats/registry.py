@@ -45,18 +45,28 @@ def quantization_fields(directory: Path) -> dict[str, Any] | None:
 
 
 def open_format(
-    directory: Path, fields: Mapping[str, Any], *, verify_checksums: bool = False
+    directory: Path,
+    fields: Mapping[str, Any],
+    *,
+    verify_checksums: bool = False,
+    read_bits: int = 0,
 ) -> Format:
     """Opens the reader of a format by its quantization_config; MoejaxError if it cannot be read.
 
     With `verify_checksums` every file of the package's own format is read whole and its SHA-256
     compared with the manifest's. Sizes are always compared. The other formats have no checksums.
+    `read_bits`: see `native_format`.
     """
     method = settings.text(fields, "quant_method")
     if method == METHOD:
         manifest = read_manifest(directory, fields)
         check_files(manifest, checksums=verify_checksums)
-        return native_format(manifest)
+        return native_format(manifest, read_bits)
+    if read_bits:
+        raise MoejaxError(
+            f"read_bits={read_bits} chooses a width of bit planes, and {directory} has none (its "
+            f"quant_method is {method!r}); leave it out"
+        )
     try:
         if method in _AUTOROUND:
             return _parse_autoround(fields)

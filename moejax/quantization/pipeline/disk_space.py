@@ -11,9 +11,9 @@ from moejax.quantization.pipeline.manifest import COPIED_FILES
 from moejax.quantization.pipeline.quantizers import SAFE_FACTOR_BITS
 from moejax.quantization.ranks import rank_bytes
 
-# A matrix is at most eight tensors (codes, scales, zero points, g_idx, two factors of two). Each
+# A matrix is at most nine tensors (three planes, scales, zero points, two factors of two). Each
 # one's name stands in a header, the index and a note, and the matrix's record in note and manifest.
-_NAMES, _RECORD_BYTES = 26, 2048
+_NAMES, _RECORD_BYTES = 29, 2048
 # Beside the weights: histograms and a file's last block for each shard; pictures, config.json.
 _SHARD_BYTES, _REST_BYTES = 32 * 2**10, 2**20
 

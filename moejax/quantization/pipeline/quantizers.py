@@ -36,7 +36,10 @@ class Program:
     def grid(self) -> Grid:
         """Grid of the codes."""
         s = self.scheme
-        return Grid(bits=s.bits, group_size=s.group_size, zero_kind=s.zero_kind)
+        return Grid(
+            bits=s.bits, group_size=s.group_size, zero_kind=s.zero_kind, planes=s.planes,
+            plane_weight=s.plane_weight,
+        )  # fmt: skip
 
     def by_kernel(self, weights: jax.Array) -> bool:
         """Whether the GPU kernel solves HQQ's part of such weights."""
@@ -72,7 +75,7 @@ class QuantizedStack(NamedTuple):
     surged: jax.Array  # bool[C]
     starved: jax.Array  # bool[C]: saw too little text, and took the fallback
     is_storable: jax.Array  # bool[C]: scales and zeros are finite in the scheme's type
-    lost: jax.Array  # float32[C], sum of squared errors, everything counted
+    lost: tuple[jax.Array, ...]  # float32[C] of each of the grid's `widths`, sum of squared errors
     whole: jax.Array  # float32[C], sum of squared weights
 
 
@@ -123,12 +126,13 @@ def quantize_stack(
     else:
         codes = _plain(weights, program)
     tensor = from_codes(*codes, **dataclasses.asdict(program.scheme.kind))
-    values = tensor.dequantize()
+    widths = program.scheme.planes[::-1] or (program.scheme.bits,)
+    values = [tensor.prefix(bits).dequantize() for bits in widths]
     if factors is not None:
         product = _product(factors)
         if safe_factors is not None:
             product = jnp.where(surged[:, None, None], _product(safe_factors), product)
-        values += product
+        values[-1] += product
     return QuantizedStack(
         tensor=tensor,
         factors=factors,
@@ -136,7 +140,7 @@ def quantize_stack(
         surged=surged,
         starved=starved,
         is_storable=_is_storable(tensor),
-        lost=_squares(weights - values),
+        lost=tuple(_squares(weights - approximation) for approximation in values),
         whole=_squares(weights),
     )
 
@@ -200,7 +204,8 @@ def _compensated(
 
 def _has_surged(weights: jax.Array, solution: _Solution, program: Program) -> jax.Array:
     """Mask bool[C]: the factors' codes lose most of the gain of unquantized factors."""
-    bare = _squares(weights - dequantize(_plain(weights, program), program.grid))
+    grid = program.grid
+    bare = _squares(weights - dequantize(_plain(weights, program), grid, grid.widths[-1]))
     if solution.free_lost is None:
         return solution.lost >= bare
     return gain_lost(bare, solution.free_lost, solution.lost) > MAX_GAIN_LOST
@@ -219,7 +224,7 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
         )
     found = milo(weights, grid, settings, ranks)
     parts = (jnp.swapaxes(found.u, -1, -2), found.v)
-    left = weights - dequantize(found.codes, grid)
+    left = weights - dequantize(found.codes, grid, grid.widths[-1])
     if factor_bits == 16:
         factors = StackFactors(*(part.astype(jnp.bfloat16) for part in parts))
     else:

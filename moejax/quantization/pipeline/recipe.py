@@ -12,11 +12,12 @@ are stored unless a rule gives them a method; what is `leaf_kinds.NEVER_PACKED` 
 import dataclasses
 import fnmatch
 import re
+from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.models.leaf_kinds import KINDS, NEVER_PACKED
 from moejax.quantization.pipeline.inventory import Entry, Inventory
-from moejax.weights.qtensor import CodesKind
+from moejax.weights.qtensor import CodesKind, planes_refusal
 from pallas_kernels import layout
 
 METHODS = ("none", "rtn", "hqq", "least_squares", "gptq", "autoround", "milo", "milo+")
@@ -27,12 +28,15 @@ SCALE_DTYPES = ("float16", "float32")
 FACTOR_BITS = (3, 4, 8, 16)
 FORMATS = ("moejax", "gptq", "compressed-tensors")
 MATRIX_KINDS = tuple(kind for kind in KINDS if kind not in NEVER_PACKED)
+# These choose the codes of one width.
+_ONE_WIDTH = ("autoround", "milo+")
 # These solve for a float zero point, so they have no other.
 _FLOAT_ONLY = ("hqq", "milo")
 _QUANTIZED_KINDS = ("attention", "experts", "shared_experts", "mlp")
 _SPELLINGS = {
     "method": "method",
     "bits": "bits",
+    "planes": "planes",
     "group": "group_size",
     "group_size": "group_size",
     "zero": "zero_kind",
@@ -56,6 +60,8 @@ class Scheme:
     factor_bits: int  # of the compensator; 16 is bfloat16
     rank: int | None = None  # None: what the rank policy says
     act_order: bool = False  # gptq visits inputs by falling Hessian, in groups fixed beforehand
+    planes: tuple[int, ...] = ()  # widths of bit planes, rising, the last one `bits`; (): none
+    plane_weight: float = 1.0  # see `Grid`
 
     @property
     def kind(self) -> CodesKind:
@@ -65,6 +71,7 @@ class Scheme:
             group_size=self.group_size,
             zero_kind=self.zero_kind,
             scale_dtype=self.scale_dtype,
+            by_planes=bool(self.planes),
         )
 
     def check(self) -> None:
@@ -83,6 +90,17 @@ class Scheme:
             raise MoejaxError(f"group_size={self.group_size} must be 0 (per channel) or positive")
         if self.rank is not None and self.rank < 0:
             raise MoejaxError(f"rank={self.rank} must be 0 or positive")
+        if self.planes and (reason := planes_refusal(self.planes)):
+            raise MoejaxError(reason)
+        if not 0 <= self.plane_weight <= 1:
+            raise MoejaxError(f"plane_weight={self.plane_weight} must be from 0 to 1")
+        if self.planes and self.method in _ONE_WIDTH:
+            raise MoejaxError(
+                f"method={self.method} chooses codes of one width; planes go with rtn, hqq, "
+                "least_squares, gptq and milo"
+            )
+        if self.planes and self.zero_kind not in ("auto", "float"):
+            raise MoejaxError(f"planes have float zero points, not zero_kind={self.zero_kind}")
         if self.method in _FLOAT_ONLY and self.zero_kind not in ("auto", "float"):
             raise MoejaxError(
                 f"method={self.method} solves for a float zero point; zero_kind={self.zero_kind} "
@@ -96,7 +114,7 @@ class Rule:
 
     text: str
     patterns: tuple[str, ...]
-    changes: dict[str, str | int]
+    changes: dict[str, Any]
 
     def matches(self, entry: Entry) -> bool:
         """Whether the rule applies to a tensor."""
@@ -120,6 +138,17 @@ class Recipe:
     default: Scheme
     rules: tuple[Rule, ...]
     format: str
+
+
+def parse_planes(text: str) -> tuple[int, ...]:
+    """Parses the widths of bit planes, "2,4"; MoejaxError if they are no widths of one code."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise MoejaxError(f"planes={text} must be widths, such as 2,4")
+    planes = tuple(map(int, parts))
+    if reason := planes_refusal(planes):
+        raise MoejaxError(reason)
+    return planes
 
 
 def parse_rules(text: str) -> tuple[Rule, ...]:
@@ -161,7 +190,7 @@ def _scheme_of(recipe: Recipe, entry: Entry, used: set[str]) -> Scheme:
         if not rule.matches(entry):
             continue
         used.add(rule.text)
-        scheme = dataclasses.replace(scheme, **rule.changes)  # type: ignore[arg-type]
+        scheme = dataclasses.replace(scheme, **rule.changes)
         try:
             scheme.check()
         except MoejaxError as error:
@@ -194,7 +223,8 @@ def _resolved(scheme: Scheme, entry: Entry, target: str) -> Scheme:
     if zero_kind == "auto" and scheme.method == "milo+":
         zero_kind = "symmetric"  # the bytes of the zeros buy more as ranks
     elif zero_kind == "auto":
-        zero_kind = "float" if target == "moejax" or scheme.method in _FLOAT_ONLY else "integer"
+        is_float = target == "moejax" or scheme.method in _FLOAT_ONLY or scheme.planes
+        zero_kind = "float" if is_float else "integer"
     resolved = dataclasses.replace(scheme, group_size=group_size, zero_kind=zero_kind)
     if target != "moejax" and (reason := _unfit(resolved, entry, target)):
         raise MoejaxError(f"{entry.prefix}: the {target} format {reason}; take format=moejax")
@@ -208,6 +238,8 @@ def _unfit(scheme: Scheme, entry: Entry, target: str) -> str | None:
         return "quantizes linear layers only"
     if scheme.method in COMPENSATED:
         return f"has no place for the compensators of {scheme.method}"
+    if scheme.planes:
+        return "has no bit planes"
     if scheme.zero_kind == "float":
         return f"has no float zero points ({scheme.method})"
     if num_inputs % scheme.group_size:
@@ -233,7 +265,7 @@ def _parse_rule(text: str) -> Rule:
             f"rule {text!r} is not of the form PATTERN: KEY=VALUE ..., such as "
             "'head: method=rtn bits=8'"
         )
-    changes: dict[str, str | int] = {}
+    changes: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in _SPELLINGS:
@@ -241,8 +273,13 @@ def _parse_rule(text: str) -> Rule:
         field = _SPELLINGS[key]
         if field in ("method", "zero_kind", "scale_dtype"):
             changes[field] = value
+        elif field == "planes":
+            planes = parse_planes(value)
+            changes |= {"planes": planes, "bits": planes[-1]}
         elif value.isdigit():
             changes[field] = int(value)
+            if field == "bits":  # of codes in one array
+                changes["planes"] = ()
         else:
             raise MoejaxError(f"rule {text!r}: {key}={value} must be a number")
     for pattern in patterns:

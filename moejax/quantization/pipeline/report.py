@@ -1,6 +1,7 @@
 """Report of a quantization, in a few lines for people."""
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator
 
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE
@@ -34,6 +35,13 @@ def report_lines(outcome: Outcome) -> Iterator[str]:
     )
     for error, name in heapq.nlargest(_NUM_WORST, errors):
         yield f"  {error:.4f}  {name}"
+    narrow: dict[str, list[float]] = defaultdict(list)
+    for record in outcome.records.values():
+        for bits, error in record.get("narrow_errors", {}).items():
+            narrow[bits].append(error)
+    for bits, found in narrow.items():
+        mean = sum(found) / len(found)
+        yield f"bit planes: read_bits={bits} reads {bits} bits, mean relative error {mean:.4f}"
     if t["surged_matrices"]:
         yield f"{t['surged_matrices']} matrices keep INT8 factors: INT3 lost too much of the gain"
     if t["starved_matrices"]:

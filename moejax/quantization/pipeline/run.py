@@ -304,6 +304,9 @@ def _identity(job: Job, inventory: Inventory, tokens: np.ndarray | None) -> dict
         text = f"{tokens.shape[0]} x {tokens.shape[1]} tokens, {digest[:16]}"
     default = dataclasses.asdict(job.recipe.default)
     del default["rank"]
+    has_planes = any(rule.changes.get("planes") for rule in job.recipe.rules)
+    if not (job.recipe.default.planes or has_planes):
+        del default["planes"], default["plane_weight"]
     return {
         "source": source_fingerprint(inventory),
         "format": job.recipe.format,

@@ -47,7 +47,7 @@ class _Parts:
     """Parts of one matrix: its quantized row ranges, and their measurements."""
 
     tensors: list[QTensor] = dataclasses.field(default_factory=list)
-    lost: list[float] = dataclasses.field(default_factory=list)
+    lost: list[tuple[float, ...]] = dataclasses.field(default_factory=list)
     whole: list[float] = dataclasses.field(default_factory=list)
     surged: bool = False
     starved: bool = False
@@ -134,16 +134,17 @@ def _add(parts: _Parts, part: RowRange, result: QuantizedStack, i: int) -> None:
             f"{entry.prefix}: a scale or zero point of it does not fit "
             f"{part.task.scheme.scale_dtype}; take scale_dtype=float32 or another method for it"
         )
-    if not np.isfinite(result.lost[i]):
+    if not all(np.isfinite(lost[i]) for lost in result.lost):
         raise MoejaxError(f"{entry.prefix}: {part.task.scheme.method} gave no finite result")
     tensor = _first_rows(result.tensor, i, part.num_rows)
     surged = bool(result.surged[i])
     factors = result.safe_factors if surged else result.factors
     if factors is not None and part.task.rank:
         u, v = (_first_rows(factor, i, part.task.rank) for factor in factors)
-        tensor = dataclasses.replace(tensor, compensators=(whole_compensator(u, v),))
+        compensator = whole_compensator(u, v, bits=(*part.task.scheme.planes, 0)[0])
+        tensor = dataclasses.replace(tensor, compensators=(compensator,))
     parts.tensors.append(tensor)
-    parts.lost.append(float(result.lost[i]))
+    parts.lost.append(tuple(float(lost[i]) for lost in result.lost))
     parts.whole.append(float(result.whole[i]))
     parts.surged |= surged
     parts.starved |= bool(result.starved[i])
@@ -164,7 +165,9 @@ def _place(entry: Entry) -> dict[str, Any]:
 def _record(task: MatrixTask, parts: _Parts, num_bytes: int) -> dict[str, Any]:
     """Entry of a quantized matrix in the manifest."""
     scheme = task.scheme
-    lost, whole = math.fsum(parts.lost), math.fsum(parts.whole)
+    whole = math.fsum(parts.whole)
+    losses = [math.fsum(lost) for lost in zip(*parts.lost, strict=True)]
+    errors = [math.sqrt(lost / whole) if whole else 0.0 for lost in losses]
     record = {
         **_place(task.entry),
         "method": scheme.method,
@@ -172,13 +175,21 @@ def _record(task: MatrixTask, parts: _Parts, num_bytes: int) -> dict[str, Any]:
         "group_size": scheme.group_size,
         "zero_kind": scheme.zero_kind,
         "scale_dtype": scheme.scale_dtype,
-        "relative_error": math.sqrt(lost / whole) if whole else 0.0,
+        "relative_error": errors[0],
         "bytes": num_bytes,
     }
+    if scheme.planes:
+        record["planes"] = list(scheme.planes)
+        record["plane_weight"] = scheme.plane_weight
+        record["narrow_errors"] = dict(
+            zip(map(str, scheme.planes[-2::-1]), errors[1:], strict=True)
+        )
     if scheme.method in COMPENSATED:
         record["rank"] = task.rank
         record["factor_bits"] = SAFE_FACTOR_BITS if parts.surged else scheme.factor_bits
         record["factor_group_size"] = FACTOR_GROUP_SIZE
+        if scheme.planes:
+            record["compensated_bits"] = scheme.planes[0]
     if parts.surged:
         record["surged"] = True
     if parts.starved:

@@ -1,0 +1,117 @@
+"""Bit planes on the demo model: perplexity at each width beside separate copies.
+
+    python -m scripts.studies.planes.demo_planes --text=wiki.valid.raw --output=rows.jsonl
+
+Every row is quantized by `moejax.quantize`, read back at one width and scored in float32, in
+windows of 2048 tokens that do not overlap. `--sections` chooses among `methods` (each method by
+planes and apart) and `weights` (the weight between the widths, by each method).
+"""
+
+import functools
+import lzma
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from moejax import quantize
+from moejax.checkpoints.open import open_checkpoint
+from moejax.config.commands import QuantizeConfig
+from moejax.devices import choose_device, enable_compilation_cache
+from moejax.text.tokenizer import Tokenizer
+from moejax.weights.qtensor import dense
+from scripts.demo_training.scoring import Windows, cut_windows, make_scorer, score_windows
+from scripts.studies.measuring import Report
+
+WINDOW = 2048
+METHODS = ("rtn", "hqq", "least_squares", "gptq", "milo")
+WEIGHTS = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0)
+PLANES = (2, 4)
+
+_TEXT = flags.DEFINE_string("text", None, "UTF-8 text to score, plain or .xz", required=True)
+_WINDOWS = flags.DEFINE_integer("windows", 4, "windows that are scored, spread over the text")
+_SAMPLES = flags.DEFINE_integer("samples", 32, "samples of calibration")
+_SECTIONS = flags.DEFINE_list("sections", ["methods", "weights"], "what to measure")
+_METHODS = flags.DEFINE_list("methods", list(METHODS), "methods of quantization")
+_OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
+
+
+class Bench:
+    """The model, the text, and the compiled scorer."""
+
+    def __init__(self, device: jax.Device):
+        checkpoint = open_checkpoint("demo")
+        tokenizer = Tokenizer.from_directory(checkpoint.directory)
+        assert tokenizer is not None
+        path = Path(_TEXT.value)
+        raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        windows = cut_windows(np.array(tokenizer.encode(raw.decode())), WINDOW, WINDOW)
+        chosen = np.linspace(0, len(windows.tokens) - 1, _WINDOWS.value).astype(int)
+        self.windows = Windows(windows.tokens[chosen], windows.scored[chosen])
+        self.scorer = make_scorer(checkpoint.config, jnp.float32, "xla")
+        self.device = device
+
+    def log_perplexity(self, directory: Path | str, read_bits: int = 0) -> tuple[float, int]:
+        """Mean nats a token, and bytes of the packed leaves, of a checkpoint read at a width."""
+        leaves = open_checkpoint(str(directory), read_bits).load(
+            dtype="float32", device=self.device, progress=False
+        )
+        plain = {name: dense(leaf, jnp.float32) for name, leaf in leaves.items()}
+        score = score_windows(self.scorer, plain, self.windows, batch_size=4)
+        packed = [leaf for leaf in leaves.values() if not isinstance(leaf, jax.Array)]
+        return score.bits / score.num_targets * math.log(2), sum(leaf.nbytes for leaf in packed)
+
+
+def schemes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Label and settings of every quantization."""
+    if "methods" in _SECTIONS.value:
+        for method in _METHODS.value:
+            yield f"methods | {method} | planes", {"method": method, "planes": "2,4"}
+            for bits in reversed(PLANES):
+                yield f"methods | {method} | int{bits}", {"method": method, "bits": bits}
+    if "weights" in _SECTIONS.value:
+        for method in _METHODS.value:
+            for weight in WEIGHTS:
+                settings = {"method": method, "planes": "2,4", "plane_weight": weight}
+                yield f"weights | {method} | {weight:g} | planes", settings
+
+
+def main(argv: list[str]) -> None:
+    """Measures, prints, and writes the rows."""
+    del argv
+    device = choose_device("auto")
+    enable_compilation_cache("auto")
+    jax.config.update("jax_default_matmul_precision", "highest")
+    bench = Bench(device)
+    report = Report(device, "", _OUTPUT.value, ("jax", "jaxlib", "flax"))
+    add = functools.partial(
+        report.add, unit="nats", windows=_WINDOWS.value, tokens=int(bench.windows.scored.sum())
+    )
+    plain, _ = bench.log_perplexity("demo")
+    add("unquantized | log-perplexity", plain)
+    for label, settings in schemes():
+        with tempfile.TemporaryDirectory() as directory:
+            config = QuantizeConfig(
+                output=directory, calibration_samples=_SAMPLES.value, **settings
+            )
+            outcome = quantize.run(config, progress=False)
+            stored = outcome.totals["quantized_bits_per_weight"]
+            is_plane = "planes" in settings
+            for bits in reversed(PLANES) if is_plane else (0,):
+                nats, num_bytes = bench.log_perplexity(directory, bits)
+                width = bits or settings["bits"]
+                add(
+                    f"{label} | {width} bits | log-perplexity", nats,
+                    bits_a_weight=8 * num_bytes / outcome.totals["quantized_weights"],
+                    stored_bits_a_weight=stored,
+                )  # fmt: skip
+
+
+if __name__ == "__main__":
+    app.run(main)

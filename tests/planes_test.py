@@ -1,0 +1,399 @@
+"""Bit planes: codes of several widths chosen jointly, written once and read at each width."""
+
+import dataclasses
+import json
+import shutil
+from typing import ClassVar
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax.checkpoints import open_checkpoint
+from moejax.checkpoints.experts import open_experts
+from moejax.checkpoints.verify import verify_checkpoint
+from moejax.engine import Engine
+from moejax.experts.budget import Limits
+from moejax.experts.tiering import Tiering
+from moejax.quantization.gptq import gptq
+from moejax.quantization.grid import Grid, dequantize, relative_error
+from moejax.quantization.hqq import hqq, kernel_refusal
+from moejax.quantization.least_squares import least_squares
+from moejax.quantization.milo import MiloSettings, milo
+from moejax.quantization.pipeline.recipe import parse_planes
+from moejax.quantization.pipeline.report import report_lines
+from moejax.quantization.pipeline.run import quantize_checkpoint
+from moejax.quantization.rtn import rtn
+from moejax.weights.linear import DEQUANTIZED, Kernels, choose_product, linear, take_rows
+from moejax.weights.qtensor import dense, from_codes
+from pallas_kernels import layout
+from pallas_kernels.target import SIMULATED
+from tests import slow
+from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
+
+TEXT = "".join(chr(32 + i * i % 95) for i in range(300))
+CPU = jax.devices("cpu")[0]
+
+
+def grid_of(*planes: int, weight: float = 0.9, group_size: int = 64) -> Grid:
+    return Grid(
+        bits=planes[-1], group_size=group_size, zero_kind="float", planes=planes,
+        plane_weight=weight,
+    )  # fmt: skip
+
+
+def step(bits: int) -> float:
+    """Step of a width in steps of the base, by the table of the layout's docstring."""
+    return {2: 1.0, 3: 1.05 / 2, 4: 1.1 / 4, 8: 1.05 / 64}[bits]
+
+
+def prefix_values(codes, scales, zeros, stored_bits, bits, group_size):
+    """float64[..., N, K] of a prefix from codes and the base's scales and zeros: the definition."""
+    group = np.arange(codes.shape[-1]) // group_size
+    a = scales.astype(np.float64)[..., group]
+    center = a * (1.5 - zeros.astype(np.float64)[..., group])
+    prefix = (codes >> (stored_bits - bits)).astype(np.float64)
+    return a * step(bits) * (prefix - (2**bits - 1) / 2) + center
+
+
+def matrix(rows=16, inputs=256, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(rows, inputs)).astype(np.float32))
+
+
+def correlated_hessian(inputs: int) -> np.ndarray:
+    rng = np.random.default_rng(1)
+    mixed = rng.normal(size=(inputs, inputs)) * np.exp(-0.02 * np.arange(inputs))[:, None]
+    x = rng.normal(size=(2048, inputs)) @ (0.5 * mixed + np.eye(inputs))
+    return (2 / len(x) * x.T @ x).astype(np.float32)
+
+
+class JointCodesTest(parameterized.TestCase):
+    @parameterized.product(
+        planes=((2, 3), (2, 4), (2, 8), (4, 8), (2, 4, 8)), weight=(0.0, 0.5, 0.9, 1.0)
+    )
+    def test_codes_are_the_best_of_all(self, planes, weight):
+        widest = planes[-1]
+        rng = np.random.default_rng(0)
+        u = rng.normal(size=400) * 2 ** (widest - 2)
+        found = np.asarray(
+            grid_of(*planes, weight=weight).round(jnp.asarray(u + (2**widest - 1) / 2, jnp.float32))
+        ).astype(int)
+        errors = np.zeros((2**widest, len(u)))
+        for bits in planes:
+            share = weight if bits == widest else (1 - weight) / (len(planes) - 1)
+            prefix = np.arange(2**widest) >> (widest - bits)
+            values = step(bits) / step(widest) * (prefix - (2**bits - 1) / 2)
+            errors += share * (u[None] - values[:, None]) ** 2
+        np.testing.assert_allclose(
+            errors[found, np.arange(len(u))], errors.min(axis=0), rtol=1e-4, atol=1e-5
+        )
+
+    def test_widths_may_approximate_different_weights(self):
+        grid = grid_of(2, 4, weight=0.5)
+        wide, narrow = (jnp.asarray(v, jnp.float32) for v in ([2.0, 9.0], [13.0, 9.0]))
+        found = np.asarray(grid.round(wide, narrow)).astype(int)
+        self.assertEqual(found[1], np.asarray(grid.round(wide))[1])
+        self.assertGreater(found[0] >> 2, 0)  # pulled towards the narrow width's weight
+
+    @parameterized.parameters(rtn, hqq, least_squares)
+    def test_a_higher_weight_favours_the_widest_width(self, quantize):
+        weights, errors = matrix(), []
+        for weight in (0.5, 0.9, 1.0):
+            grid = grid_of(2, 4, weight=weight)
+            codes = quantize(weights, grid)
+            both = (relative_error(weights, dequantize(codes, grid, w)) for w in grid.widths)
+            errors.append([float(error) for error in both])
+        (four, two) = zip(*errors, strict=True)
+        self.assertEqual(sorted(four, reverse=True), list(four))
+        self.assertEqual(sorted(two), list(two))
+
+    def test_least_squares_come_near_copies_of_their_own(self):
+        """Bounds by float64 numpy of the same problem: .0840 and .337, apart .0820 and .321."""
+        weights, grid = matrix(64), grid_of(2, 4)
+        codes = least_squares(weights, grid)
+        four, two = (
+            float(relative_error(weights, dequantize(codes, grid, w))) for w in grid.widths
+        )
+        self.assertLess(four, 0.0855)
+        self.assertLess(two, 0.345)
+
+    def test_gptq_lowers_the_output_error_of_both_widths(self):
+        weights, grid = matrix(), grid_of(2, 4)
+        hessian = correlated_hessian(256)
+        factor = np.linalg.cholesky(hessian.astype(np.float64))
+        errors = []
+        for codes in (
+            gptq(weights, jnp.asarray(hessian), grid).codes,
+            least_squares(weights, grid),
+        ):
+            missed = (np.asarray(weights - dequantize(codes, grid, w)) for w in grid.widths)
+            errors.append([np.linalg.norm(part @ factor) for part in missed])
+        self.assertLess(errors[0][0], errors[1][0])
+        self.assertLess(errors[0][1], errors[1][1])
+
+    def test_a_compensator_repairs_the_narrowest_width(self):
+        rng = np.random.default_rng(2)
+        low = rng.normal(size=(64, 4)) @ rng.normal(size=(4, 128))
+        weights = jnp.asarray((low + rng.normal(size=(64, 128))).astype(np.float32))
+        grid = grid_of(2, 4)
+        found = milo(weights, grid, MiloSettings(max_rank=8, max_passes=6), 8)
+        product = np.asarray(found.u) @ np.asarray(found.v)
+        two = np.asarray(dequantize(found.codes, grid, grid.widths[-1]))
+        four = np.asarray(dequantize(found.codes, grid))
+        bare = dequantize(hqq(weights, grid), grid, grid.widths[-1])
+        error = lambda values: np.linalg.norm(np.asarray(weights) - values)  # noqa: E731
+        self.assertLess(error(two + product), 0.9 * error(np.asarray(bare)))
+        self.assertLess(error(four), error(four + product))
+
+    def test_what_serves_one_width_refuses(self):
+        grid = grid_of(2, 4)
+        self.assertEqual(kernel_refusal(matrix(), grid), "it finds codes of one width")
+        with self.assertRaisesRegex(ValueError, "compensators of bit planes"):
+            milo(matrix(), grid, MiloSettings(max_rank=2, base="rtn"), 2)
+
+    def test_bad_grids(self):
+        for fields, said in (
+            ({"planes": (3, 4), "bits": 4}, "planes=3,4 is none of"),
+            ({"planes": (4,), "bits": 4}, "planes=4 is none of"),
+            ({"planes": (2, 4), "bits": 8}, "need bits 4"),
+            ({"planes": (2, 4), "bits": 4, "zero_kind": "integer"}, "float zeros"),
+            ({"planes": (2, 4), "bits": 4, "plane_weight": 1.5}, "not in 0..1"),
+        ):
+            with self.assertRaisesRegex(ValueError, said):
+                Grid(**{"group_size": 64, "zero_kind": "float", **fields})
+
+
+class PlanesTensorTest(parameterized.TestCase):
+    def tensor(self, planes=(2, 4), inputs=300, lead=(2,)):
+        rng = np.random.default_rng(3)
+        bits = planes[-1]
+        codes = rng.integers(0, 2**bits, (*lead, 5, inputs)).astype(np.uint8)
+        shape = (*lead, 5, -(-inputs // 64))
+        scales = rng.uniform(0.5, 2, shape).astype(np.float32)
+        zeros = rng.uniform(2 ** (bits - 1) - 1, 2 ** (bits - 1), shape).astype(np.float32)
+        tensor = from_codes(
+            *map(jnp.asarray, (codes, scales, zeros)), bits=bits, group_size=64,
+            zero_kind="float", scale_dtype=jnp.float32, by_planes=True,
+        )  # fmt: skip
+        return codes, scales, zeros, tensor
+
+    @parameterized.parameters((2, 3), (2, 4), (2, 8), (2, 4, 8))
+    def test_every_prefix_is_the_definition(self, *planes):
+        codes, scales, zeros, tensor = self.tensor(planes)
+        widest = planes[-1]
+        group = np.arange(300) // 64
+        expected = (codes - zeros.astype(np.float64)[..., group]) * scales[..., group]
+        np.testing.assert_allclose(tensor.dequantize(), expected, rtol=1e-4, atol=1e-3)
+        base = np.asarray(tensor.scales), np.asarray(tensor.zeros)
+        for bits in planes:
+            prefix = tensor.prefix(bits)
+            prefix.check()
+            values = prefix_values(codes, *base, widest, bits, 64)
+            np.testing.assert_allclose(
+                jax.jit(lambda t: t.dequantize())(prefix), values, rtol=1e-5, atol=2e-4
+            )
+
+    def test_two_bits_are_a_plain_int2(self):
+        codes, _, _, tensor = self.tensor()
+        two = tensor.prefix(2)
+        self.assertEqual(two.refinements, ())
+        np.testing.assert_array_equal(two.words, layout.pack(codes >> 2, 2))
+        self.assertEqual(two.nbytes + tensor.refinements[0].nbytes, tensor.nbytes)
+
+    def test_products_and_rows(self):
+        _, _, _, tensor = self.tensor(lead=(2,), inputs=64)
+        x = matrix(3, 64)
+        expected = np.asarray(x, np.float64) @ np.asarray(tensor.dequantize(), np.float64)[1].T
+        np.testing.assert_allclose(linear(x, tensor, 1), expected, rtol=1e-4, atol=1e-3)
+        for kernels in (Kernels(implementation="reference"), Kernels(SIMULATED)):
+            choice = choose_product(3, jnp.dtype(jnp.float16), tensor, kernels)
+            self.assertNotEqual(choice.implementation, DEQUANTIZED)
+        by_slots = linear(x, tensor, 1, kernels=Kernels(implementation="reference"))
+        np.testing.assert_allclose(by_slots, expected, rtol=1e-4, atol=1e-3)
+        rows = take_rows(tensor[0], jnp.asarray([4, 1]), jnp.float32)
+        np.testing.assert_allclose(rows, tensor.dequantize()[0, [4, 1]], rtol=1e-6)
+
+    def test_what_is_no_prefix(self):
+        tensor = self.tensor((2, 8))[-1]
+        with self.assertRaisesRegex(ValueError, "bits 3 is no prefix of 8 bits"):
+            tensor.prefix(3)
+        with self.assertRaisesRegex(ValueError, "2 planes, expected 3 of 8 bits"):
+            dataclasses.replace(tensor, refinements=tensor.refinements[:1]).check()
+        with self.assertRaisesRegex(ValueError, "refinements go with float zeros"):
+            dataclasses.replace(tensor, zeros=None).check()
+
+
+class PlanesCheckpointTest(QuantizeTestCase):
+    # All matrices are of one shape, for which a method is compiled once.
+    fields: ClassVar[dict] = {"num_kv_heads": 4, "expert_dim": 64, "mlp_dim": 64}
+
+    def planes_job(self, *rules, planes=(2, 4), **changes):
+        changes = {"bits": planes[-1], "planes": planes, "plane_weight": 0.9, **changes}
+        return self.job(*rules, **changes)
+
+    def load(self, directory, read_bits=0):
+        leaves = open_checkpoint(str(directory), read_bits).load(
+            dtype="float32", device=CPU, progress=False
+        )
+        return leaves, {n: np.asarray(dense(leaf, jnp.float32)) for n, leaf in leaves.items()}
+
+    def assert_reads(self, output, planes):
+        """Leaves and the manifest's errors are those of the files, by numpy in float64."""
+        tensors, source = all_tensors(output), all_tensors(self.source)
+        manifest = json.loads((output / "quantization.json").read_text())
+        for bits in planes:
+            leaves, plain = self.load(output, bits)
+            by_name = {
+                f"model.layers.{layer}.self_attn.o_proj": plain["attention.o_proj"][layer]
+                for layer in range(3)
+            }
+            for prefix, values in by_name.items():
+                entry = manifest["tensors"][f"{prefix}.weight"]
+                parts = [tensors[f"{prefix}.words"]]
+                count = len(layout.PREFIX_PLANES[planes[-1]])
+                parts += [tensors[f"{prefix}.refinement_{i}"] for i in range(1, count)]
+                codes = layout.unpack_planes(parts, planes[-1], values.shape[1])
+                base = tensors[f"{prefix}.scales"], tensors[f"{prefix}.zeros"]
+                expected = prefix_values(codes, *base, planes[-1], bits, entry["group_size"])
+                if f"{prefix}.u" in tensors and bits == planes[0]:
+                    u, v = (tensors[f"{prefix}.{n}"].astype(np.float64) for n in "uv")
+                    expected += u.T @ v
+                np.testing.assert_allclose(values, expected, atol=1e-5)
+                weights = source[f"{prefix}.weight"].astype(np.float64)
+                error = np.linalg.norm(expected - weights) / np.linalg.norm(weights)
+                said = entry["relative_error"]
+                if bits != planes[-1]:
+                    said = entry["narrow_errors"][str(bits)]
+                np.testing.assert_allclose(said, error, rtol=2e-4)
+            self.assertEqual(leaves["attention.o_proj"].bits, bits)
+
+    @slow.where(lambda how: how["method"] != "rtn")
+    @parameterized.parameters(
+        ({"method": "rtn"},),
+        ({"method": "hqq", "planes": (2, 3)},),
+        ({"method": "least_squares", "planes": (2, 4, 8)},),
+        ({"method": "gptq", "text": TEXT},),
+        ({"method": "milo", "factor_bits": 16},),
+    )
+    def test_one_checkpoint_is_read_at_each_width(self, how):
+        job = self.planes_job(**how)
+        outcome = quantize_checkpoint(job)
+        self.assert_reads(job.output, job.recipe.default.planes)
+        for bits in job.recipe.default.planes[:-1]:
+            self.assertIn(f"read_bits={bits} reads {bits} bits", "\n".join(report_lines(outcome)))
+        if how["method"] != "milo":
+            bits = job.recipe.default.bits + 32 / 32  # scales and zeros of fp16, groups of 32
+            self.assertAlmostEqual(outcome.totals["quantized_bits_per_weight"], bits)
+
+    def test_two_bits_read_the_base_alone(self):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        _, expected = self.load(job.output, 2)
+        opened = open_checkpoint(str(job.output), 2)
+        reader = open_experts(opened, dtype="float32", device=CPU)
+        with reader:
+            self.assertEqual(reader.row_nbytes, 3 * 64 * 64 * (2 + 1) // 8)
+            for plan in reader._leaves:
+                names = {name for part in plan.parts for name in part.matrix.names}
+                self.assertEmpty([name for name in names if "refinement" in name])
+        for path in job.output.glob("*.safetensors"):  # what nobody reads may hold anything
+            tensors = all_tensors_at(path)
+            raw = bytearray(path.read_bytes())
+            for name, (first, last) in tensors.items():
+                if "refinement" in name:
+                    raw[first:last] = b"\xff" * (last - first)
+            path.write_bytes(raw)
+        _, found = self.load(job.output, 2)
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values)
+        with self.assert_one_line("SHA-256"):
+            verify_checkpoint(str(job.output))
+
+    def test_rules_choose_planes_for_some(self):
+        job = self.job("experts: planes=2,4", "head: method=rtn bits=8", plane_weight=0.9)
+        quantize_checkpoint(job)
+        leaves, _ = self.load(job.output, 2)
+        self.assertEqual([leaves[n].bits for n in ("moe.gate_up", "moe.down")], [2, 2])
+        self.assertEqual(leaves["attention.o_proj"].bits, 3)
+        leaves, _ = self.load(job.output)
+        self.assertEqual(leaves["moe.down"].bits, 4)
+
+    @pytest.mark.slow
+    def test_a_run_that_was_killed(self):
+        job = self.planes_job(output=self.directory / "undisturbed")
+        with mock.patch("os.fsync") as fsync:
+            quantize_checkpoint(job)
+        expected, count = digests(job.output), fsync.call_count
+        job = self.planes_job()
+        for stopped in (count // 3, 2 * count // 3):
+            shutil.rmtree(job.output, ignore_errors=True)
+            with self.assertRaises(Killed), stopped_after(stopped, Killed()):
+                quantize_checkpoint(job)
+            self.assertGreater(quantize_checkpoint(job).shards_before, 0)
+            self.assertTrue(quantize_checkpoint(job).was_done)
+            self.assertEqual(digests(job.output), expected)
+
+    def test_bad_input_is_one_line(self):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        with self.assert_one_line("read_bits=3 is none of the widths", "2, 4"):
+            open_checkpoint(str(job.output), 3)
+        with self.assert_one_line("read_bits=2", "is not quantized"):
+            open_checkpoint(str(self.source), 2)
+        plain = quantize_checkpoint(self.job(output=self.directory / "plain")).output
+        with self.assert_one_line("read_bits=2", "lists none"):
+            open_checkpoint(str(plain), 2)
+        with self.assert_one_line("planes=a,4 must be widths"):
+            parse_planes("a,4")
+        for how, said in (
+            ({"method": "autoround"}, "chooses codes of one width"),
+            ({"method": "milo+"}, "chooses codes of one width"),
+            ({"zero_kind": "symmetric"}, "float zero points"),
+            ({"target": "gptq"}, "has no bit planes"),
+            ({"plane_weight": -0.1}, "plane_weight"),
+        ):
+            job = self.planes_job(output=self.directory / "refused", **how)
+            self.assert_refused(job, said)
+
+    @parameterized.parameters(2, 4)
+    @pytest.mark.slow
+    def test_residency_is_invisible(self, bits):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        tokens = [list(range(3, 20))]
+        with Engine.from_pretrained(job.output, read_bits=bits, progress=False) as engine:
+            expected = engine.generate(tokens, max_new_tokens=6)[0].tokens
+        with Engine.from_pretrained(
+            job.output, read_bits=bits, progress=False, limits=Limits(slots=2)
+        ) as engine:
+            self.assertEqual(engine.generate(tokens, max_new_tokens=6)[0].tokens, expected)
+
+    @pytest.mark.slow
+    def test_tiers_are_copies_of_prefixes(self):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        tiering = Tiering(policy="dymoe", tiers=("int4", "int2"))
+        with Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine:
+            self.assertLen(engine.generate([[3, 4, 5]], max_new_tokens=4)[0].tokens, 4)
+            widths = [tier.store.gate_up.bits for tier in engine._runner.memory.tiers]
+        self.assertEqual(widths, [4, 2])
+
+
+def all_tensors_at(path):
+    """First and last byte of each tensor in a safetensors file."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    return {
+        name: tuple(8 + size + place for place in entry["data_offsets"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+if __name__ == "__main__":
+    absltest.main()
