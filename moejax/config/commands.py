@@ -230,6 +230,7 @@ class PlanConfig(GenerateConfig):
 
     command = "moejax.plan"
 
+    platform: str = option("auto", "gpu or cpu; auto: gpu, whatever this machine has")
     shape: str = option(
         "", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}", choices=SHAPES
     )

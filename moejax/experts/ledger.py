@@ -284,9 +284,11 @@ class Ledger:
 
 
 def _percents(shares: dict[str, float]) -> str:
-    """Shares in percent; "skipped" and "substituted" only where not zero."""
-    kept = {n: s for n, s in shares.items() if n not in ("skipped", "substituted") or s}
-    return ", ".join(f"{name} {100 * share:.2f} %" for name, share in kept.items())
+    """Shares in percent; "skipped" and "substituted", a part of the others, only if not zero."""
+    kept = {n: s for n, s in shares.items() if n != "substituted" and (n != "skipped" or s)}
+    text = ", ".join(f"{name} {100 * share:.2f} %" for name, share in kept.items())
+    by_others = shares.get("substituted", 0.0)
+    return f"{text} (substituted {100 * by_others:.2f} % of all)" if by_others else text
 
 
 def _share(part: int, whole: int) -> float:

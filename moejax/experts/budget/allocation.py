@@ -205,7 +205,7 @@ class _TierPlan:
             raise BudgetError(
                 f"memory.device_gib={self.limits.device_gib:g} is too little for {what}: the "
                 f"smallest that would do is {gib_above(nbytes)} (batch {self.run.batch}, context "
-                f"{self.run.context})"
+                f"{self.run.context}); raise memory.device_gib to that, or lower batch or context"
             )
 
     def budget(
