@@ -23,8 +23,7 @@ from moejax.checkpoints.open import Checkpoint
 from moejax.engine import STEPS_PER_CALL
 from moejax.experts import pinned_memory as pinned
 from moejax.experts.budget import PINNED_LIMIT, Limits
-from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.disk_reader import DiskReader
+from moejax.experts.disk_cache import DiskExperts, DiskReader
 from moejax.inference.generation import GenerationSettings
 from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -259,7 +258,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertLess(planned.host["experts"], planned.total_host - 1)
         gib = (planned.total_host - 1) / 2**30
         with (
-            mock.patch.object(pinned, "is_pinned", return_value=True),
+            mock.patch.object(pinned, "_is_pinned", return_value=True),
             mock.patch.dict(os.environ, {PINNED_LIMIT: repr(gib)}),
             mock.patch.object(Checkpoint, "load", side_effect=AssertionError),
             self.assertRaisesRegex(MoejaxError, "more than the 0 GiB of host memory that JAX may"),

@@ -24,7 +24,7 @@ from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import one_layer_of
 from moejax.policies.base import AnyPolicy
 from moejax.weights import linear as ops

@@ -20,7 +20,6 @@ from absl import logging
 
 from moejax.errors import MoejaxError
 from moejax.experts import residency
-from moejax.experts.cache_plan import Jobs
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.host_store import Expert
 from moejax.experts.ledger import Ledger, TierLedger
@@ -36,6 +35,7 @@ from moejax.policies.make import with_kernels
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Compensator, Weight
+from pallas_kernels.cache_plan import Fetch
 
 UNKNOWN_TOKENS = 2**30  # more than any policy rests for
 POLL_S = 2e-4  # between looks at transfers that are waited for
@@ -122,7 +122,7 @@ class TierMemory:
         return self.disk.failures if self.disk else 0
 
     @property
-    def is_lost(self) -> bool:
+    def _is_lost(self) -> bool:
         """Whether a failed step consumed the slots donated to it."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool))
 
@@ -140,7 +140,7 @@ class TierMemory:
         if self.transfers is not None:
             self.transfers.send()
 
-    def forget_failed(self) -> None:
+    def _forget_failed(self) -> None:
         """Empties the slots if the disk failed a step since the last call: they may be wrong."""
         if self.failures == self._forgotten:
             return
@@ -244,19 +244,19 @@ class ExpertMemory:
         self.ledger = Ledger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
         self.programs = CompiledPrograms()
         self._answer: TransferRequests | None = None
-        self._counts = False  # whether tokens had run when that was asked
-        self._num_asked = 0  # since the last `read_counters`
+        self._answer_counts = False  # whether tokens had run when that was asked
+        self._num_polls = 0  # since the last `read_counters`
         self._backoff = _PollingBackoff()
         self._in_flight_on_device: tuple[Any, Any] = None, None  # what it is of, and the arrays
         self._lock = threading.RLock()
-        self.asks, self._is_emulated = False, any(pool.emulated for pool in pools)
+        self.moves_experts, self._is_emulated = False, any(pool.emulated for pool in pools)
         if policy is None:
             return
         operands = self.pool, *self._in_flight_and_room()
-        said = jax.eval_shape(functools.partial(request_transfers, self.spec), *operands)[1]
-        self.asks = len(said.moved.layer) + len(said.ahead.layer) > 0
-        self.ledger.asked = 0 if self.asks else None
-        if len(said.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
+        found = jax.eval_shape(functools.partial(request_transfers, self.spec), *operands)[1]
+        self.moves_experts = len(found.moved.layer) + len(found.ahead.layer) > 0
+        self.ledger.asked = 0 if self.moves_experts else None
+        if len(found.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
             logging.warning(
                 "the policy's foresight does nothing: no tier has experts on the disk and rows of "
                 "host memory to read them to"
@@ -291,10 +291,10 @@ class ExpertMemory:
         """Returns `failures` now, against which `step` and `reading` compare."""
         with self._lock:
             for tier in self.tiers:
-                tier.forget_failed()
+                tier._forget_failed()
             return self.failures
 
-    def check_failures(self, failures_before: int | None) -> None:
+    def _check_failures(self, failures_before: int | None) -> None:
         """Raises MoejaxError if the disk failed after `failure_count` gave `failures_before`."""
         if failures_before is not None and self.failures != failures_before:
             raise MoejaxError(next(t.disk.error for t in self.tiers if t.disk and t.failures))
@@ -323,8 +323,8 @@ class ExpertMemory:
 
     def _advance(self, failures_before: int | None) -> None:
         for tier in self.tiers:  # each, before one is raised
-            tier.forget_failed()
-        self.check_failures(failures_before)
+            tier._forget_failed()
+        self._check_failures(failures_before)
         for tier in self.tiers:
             tier.advance()
 
@@ -336,7 +336,7 @@ class ExpertMemory:
         except BaseException as error:
             has_failed = isinstance(error, jax.errors.JaxRuntimeError)
             for tier in self.tiers:
-                if has_failed or tier.is_lost:
+                if has_failed or tier._is_lost:
                     tier.reallocate()
             leaves = jax.tree.leaves((self._state, self._gate))
             if has_failed or any(leaf.is_deleted() for leaf in leaves):
@@ -357,7 +357,7 @@ class ExpertMemory:
                     tier.reallocate()
                 self._reset_policy()
             raise
-        self.check_failures(failures_before)
+        self._check_failures(failures_before)
 
     def read_counters(self) -> Ledger:
         """Waits for all steps so far and returns the ledger."""
@@ -367,9 +367,9 @@ class ExpertMemory:
             if self._gate is not None:
                 self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
                 self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.device)
-            if self.asks:
-                self.ledger.asked = (self.ledger.asked or 0) + self._num_asked
-                self._num_asked = 0
+            if self.moves_experts:
+                self.ledger.asked = (self.ledger.asked or 0) + self._num_polls
+                self._num_polls = 0
         return self.ledger
 
     def close(self) -> None:
@@ -388,7 +388,7 @@ class ExpertMemory:
           Tokens before which it asks for nothing more (`Policy.tokens_until_change`).
         """
         with self._lock, self.reading(failures_before):
-            self._num_asked += self._backoff.passed > 0
+            self._num_polls += self._backoff.passed > 0
             self._answer, last, repeats = None, np.zeros(0), True
             while repeats:
                 self._wait_for_transfers(failures_before)
@@ -427,7 +427,7 @@ class ExpertMemory:
 
         It is not asked while it has said that nothing would come of it.
         """
-        if not self.asks:
+        if not self.moves_experts:
             return
         backoff = self._backoff
         if self._answer is not None:
@@ -436,7 +436,7 @@ class ExpertMemory:
                 backoff.passed += num_tokens
                 return
             answer, self._answer = self._answer, None
-            self._num_asked += self._counts
+            self._num_polls += self._answer_counts
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
                 _, backoff.tokens = self._carry_out(answer)
         in_flight = self._in_flight()
@@ -444,7 +444,7 @@ class ExpertMemory:
             self.pool, self._answer = self._dispatch_requests()
             for numbers in jax.tree.leaves(self._answer):
                 numbers.copy_to_host_async()
-            self._counts = backoff.passed > 0
+            self._answer_counts = backoff.passed > 0
             self._backoff = backoff = _PollingBackoff(in_flight)
         backoff.passed += num_tokens
 
@@ -574,7 +574,7 @@ def _preloaded_pool(
             slots = (first + np.arange(experts.shape[1])[None]).reshape(-1).astype(np.int32)
             rows = store.row_of[layers[:, None], experts[layers]].reshape(-1)
             if slots.size:
-                pool = tier.copy_rows(pool, bank, bank, Jobs(rows, jnp.asarray(slots), None))
+                pool = tier.copy_rows(pool, bank, bank, Fetch(rows, jnp.asarray(slots)))
         return pool
 
     pool = jax.jit(fill, donate_argnums=0)(memory.pool, store)

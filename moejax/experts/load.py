@@ -14,31 +14,30 @@ from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import check_room, device_limits, room_nbytes
 from moejax.experts.budget import (
     Budget,
     BudgetError,
     Limits,
     PolicyDemands,
     RunSizes,
-    Tier,
     TierBudget,
+    TierSize,
     default_bulk,
     make_budget,
     unused,
 )
 from moejax.experts.budget.planned import RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.disk_reader import DiskReader, check_waiting
+from moejax.experts.disk_cache import DiskExperts, DiskReader, check_waiting
 from moejax.experts.host_store import HostStore
+from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like, open_tier
 from moejax.experts.transfers import Transfers
-from moejax.policies.attention_importance import importance_nbytes
 from moejax.policies.base import AnyPolicy, PolicySpec, moves_between_steps
+from moejax.policies.dymoe import importance_nbytes
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
 from moejax.quantization.pipeline.quantizers import Program
 from moejax.quantization.pipeline.recipe import Scheme
@@ -48,9 +47,9 @@ from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
 
-def tier_of(sizes: Sizes) -> Tier:
+def tier_of(sizes: Sizes) -> TierSize:
     """Returns the form of a model's experts as a budget's tier."""
-    return Tier(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
+    return TierSize(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
 
 
 def load_limited(
@@ -104,7 +103,7 @@ def load_limited(
         )  # fmt: skip
         if tiering is not None:
             if tiering.emulate:
-                memory = emulated(memory, device)
+                memory = _emulated(memory, device)
             if (first := _initial_experts(activations, part, memory, held)) is not None:
                 held += first.shape[1]
                 preload(memory, checkpoint.config, ops.Kernels(target_of(device)), first)
@@ -126,12 +125,12 @@ def load_whole(
     return checkpoint.load(dtype=dtype, device=device, progress=progress)
 
 
-def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
+def _disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
     """Returns the checkpoint whose files experts are read from; errors as of `open_like`."""
     return open_like(limits.disk_path, checkpoint, "memory.disk_path=", checkpoint.read_bits)
 
 
-class Planned(NamedTuple):
+class _Planned(NamedTuple):
     """Plan of a run before anything is read."""
 
     policy: AnyPolicy | None
@@ -152,7 +151,7 @@ def plan_experts(
     batch: int,
     context: int,
     chunk: int,
-) -> Planned:
+) -> _Planned:
     """Plans policy, tiers and bytes; arguments and errors as in `load_limited`."""
     config = checkpoint.config
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
@@ -175,7 +174,7 @@ def plan_experts(
         policy, activations = choose(tiering, checkpoint.directory, config)
         opened = [open_tier(tier, checkpoint) for tier in tiering.stored()]
         stored, sources = tuple(tier for tier, _ in opened), [source for _, source in opened]
-    disks = [disk_source(source, limits) for source in sources]  # what is wrong is said first
+    disks = [_disk_source(source, limits) for source in sources]  # what is wrong is said first
     refines = (False,) * len(stored)
     if tiering is None or policy is None:
         budget = make_budget(run, [tier_of(own)], limits)
@@ -196,11 +195,13 @@ def plan_experts(
                 rows = _rows_of(tier, tiering, reader)
                 name = str(disk.directory) if tiering is None else f"tier {tier.name}"
                 check_waiting(rows, device, name)
-    return Planned(policy, activations, stored, sources, refines, budget)
+    return _Planned(policy, activations, stored, sources, refines, budget)
 
 
 def _over_base(
-    plan: Callable[[Sequence[Tier]], Budget], tiers: Sequence[Tier], sources: Sequence[Checkpoint]
+    plan: Callable[[Sequence[TierSize]], Budget],
+    tiers: Sequence[TierSize],
+    sources: Sequence[Checkpoint],
 ) -> tuple[Budget, tuple[bool, ...]] | None:
     """Plans a first tier of one plane over a second one, of the same checkpoint.
 
@@ -231,10 +232,10 @@ def _over_base(
 def budget_of_tiers(
     policy: AnyPolicy,
     run: RunSizes,
-    tiers: Sequence[Tier],
+    tiers: Sequence[TierSize],
     slots: Sequence[int],
     limits: Limits,
-    copies: Sequence[Tier] = (),
+    copies: Sequence[TierSize] = (),
 ) -> Budget:
     """Makes a budget with a policy's prefetch, transfers and parts of its own.
 
@@ -255,18 +256,18 @@ def budget_of_tiers(
     )  # fmt: skip
     _check_suits(policy, copies or tiers, spec)
     state = jax.eval_shape(lambda: policy.init(spec))
-    asks = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
+    moves = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
     ahead = 0  # experts of the next layer that a decode step may prefetch
     if policy.needs.predicted:
-        asked = int(getattr(policy, "prefetch", -1))
-        ahead = asked if asked >= 0 else config.experts_per_token
-    bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if asks else 0
+        stated = int(getattr(policy, "prefetch", -1))
+        ahead = stated if stated >= 0 else config.experts_per_token
+    bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if moves else 0
     demands = PolicyDemands(
         slots=slots,
         prefetch=limits.prefetch or ahead,
         bulk=limits.bulk or min(bulk, num_layers * num_experts),
         device=_policy_parts(policy, run),
-        first_alone=not asks and policy.high_serves_low,
+        first_alone=not moves and policy.high_serves_low,
     )
     return make_budget(run, tiers, limits, demands)
 
@@ -285,7 +286,7 @@ def _load_tier(
     """Fills host rows, allocates an empty pool, opens the disk if rows are few."""
     limits = budget.limits
     rows_of = functools.partial(open_experts, dtype=dtype, device=device, last_plane=last_plane)
-    reader: Any = rows_of(disk_source(checkpoint, limits))
+    reader: Any = rows_of(_disk_source(checkpoint, limits))
     with rows_of(checkpoint) as own:
         terms = own.load_compensators(device, progress=progress)
         forms: list[Any] = [jax.tree.structure((r.gate_up, r.down)) for r in (own, reader)]
@@ -325,7 +326,7 @@ def _load_tier(
     return memory
 
 
-def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
+def _emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
     """Moves all rows to the device; slots become tables only."""
     row_of = np.asarray(memory.store.row_of)
     if (row_of < 0).any():
@@ -356,19 +357,19 @@ def _rows_of(
 
 def _sizes(
     tier: StoredTier, source: Checkpoint, tiering: Tiering, dtype: str, device: jax.Device
-) -> Tier:
+) -> TierSize:
     """Bytes of an expert of a tier; MoejaxError where it has no form in which experts move."""
     if tier.bits:
         with open_experts(source, dtype=dtype, device=device) as reader:
             rows = _rows_of(tier, tiering, reader)
-            return Tier(name=tier.name, expert_nbytes=rows.row_nbytes)
+            return TierSize(name=tier.name, expert_nbytes=rows.row_nbytes)
     sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
     if sizes.refusal:
         raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
-    return Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes)
+    return TierSize(name=tier.name, expert_nbytes=sizes.expert_nbytes)
 
 
-def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], spec: PolicySpec) -> None:
+def _check_suits(policy: AnyPolicy, tiers: Sequence[TierSize], spec: PolicySpec) -> None:
     """Raises MoejaxError before anything is read, if the policy refuses the tiers."""
     nbytes = [tier.expert_nbytes for tier in tiers]
     if sorted(nbytes, reverse=True) != nbytes:
