@@ -90,6 +90,7 @@ class EngineTest(parameterized.TestCase):
         self.assertIn("promotions to int4 {}, demotions {}\n".format(*moved), lines)
         self.assertIn("layer 1: int4", lines)
 
+    @pytest.mark.slow
     def test_the_ledger_of_each_step(self):
         engine = self.engine(policy="dymoe", settings={"retention": 0.5}, slots=(2, 8), **MADE)
         before, steps = np.zeros(()), []

@@ -39,6 +39,7 @@ _WINDOWS = flags.DEFINE_integer("windows", 4, "windows that are scored, spread o
 _SAMPLES = flags.DEFINE_integer("samples", 32, "samples of calibration")
 _SECTIONS = flags.DEFINE_list("sections", ["methods", "weights"], "what to measure")
 _METHODS = flags.DEFINE_list("methods", list(METHODS), "methods of quantization")
+_FORMS = flags.DEFINE_list("forms", ["planes", "int4", "int2"], "of the section methods")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
 
 
@@ -72,9 +73,13 @@ def schemes() -> Iterator[tuple[str, dict[str, Any]]]:
     """Label and settings of every quantization."""
     if "methods" in _SECTIONS.value:
         for method in _METHODS.value:
-            yield f"methods | {method} | planes", {"method": method, "planes": "2,4"}
-            for bits in reversed(PLANES):
-                yield f"methods | {method} | int{bits}", {"method": method, "bits": bits}
+            forms: dict[str, dict[str, Any]] = {
+                "planes": {"planes": "2,4"},
+                "int4": {"bits": 4},
+                "int2": {"bits": 2},
+            }
+            for form in _FORMS.value:
+                yield f"methods | {method} | {form}", {"method": method, **forms[form]}
     if "weights" in _SECTIONS.value:
         for method in _METHODS.value:
             for weight in WEIGHTS:
