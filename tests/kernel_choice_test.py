@@ -182,13 +182,12 @@ class TiersTest(absltest.TestCase):
         config = dataclasses.replace(LATENT, model_dim=256, expert_dim=256)
         high, low = (experts(Spec(bits=bits, group_size=64)) for bits in (8, 2))
         odd = experts(Spec(bits=2, group_size=64, permuted=True))
-        x = jnp.zeros((2, 256), bf16)
 
         def of(second: list[ops.Weight], impl: tuple[Any, ...]) -> choices.Record:
             with choices.recorded_choices() as found:
                 for tier, (form, stacks) in enumerate(zip(impl, (high, second), strict=True)):
                     chosen = choose_grouped(2, config, bf16, stacks, ops.Kernels(AMPERE))
-                    moe.record_experts(tier, form, x, stacks, chosen)
+                    moe.record_experts(tier, form, stacks, chosen)
             return found
 
         found = of(low, ("grouped_kernel", "grouped_kernel"))
