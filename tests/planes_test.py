@@ -397,7 +397,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
         weights = 3 * 64 * 64
         self.assertEqual(high.ledger.expert_bytes, weights * 2 // 8)
         self.assertEqual(copy.ledger.expert_bytes, weights * (4 + 1) // 8)
-        num_experts = 3 * 4
+        num_experts = high.spec.cache.num_layers * high.spec.cache.num_experts
         self.assertEqual(budget.total_host, num_experts * weights * (4 + 1) // 8)
         self.assertEqual(of_copies.total_host, num_experts * weights * (4 + 1 + 2 + 1) // 8)
 
