@@ -10,18 +10,18 @@ import numpy as np
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from moejax.policies import hotness
+from moejax.policies import dynaexq
 from moejax.policies.base import Observation, PolicySpec
 from moejax.policies.dynaexq import DynaExq
 from tests import policies_contract as contract
 from tests import slow
 from tests.policies_cases import SPEC, A, E, M, random_trace
 
-HOT_SET = jax.jit(hotness.hot_set)
-SWAPS = jax.jit(hotness.swaps, static_argnames="max_requests")
+HOT_SET = jax.jit(dynaexq._hot_set)
+SWAPS = jax.jit(dynaexq._swaps, static_argnames="max_requests")
 SMOOTHED = jax.jit(
-    lambda scores, seen, alpha: hotness.smoothed(
-        scores, hotness.gate_means(seen), hotness.num_active(seen), alpha
+    lambda scores, seen, alpha: dynaexq._smoothed(
+        scores, dynaexq._gate_means(seen), dynaexq._num_active(seen), alpha
     )
 )
 

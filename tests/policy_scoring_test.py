@@ -27,7 +27,7 @@ MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
 
 
 def total_chunk(
-    program: Any, spec: Any, state: Any, experts: Any, inputs: Any, chunk: steps.Chunk
+    program: Any, spec: Any, state: Any, experts: Any, inputs: Any, chunk: steps.TokenChunk
 ) -> steps.StepResult:
     """A step of `Runner.scan_windows`: the nats of each token at its own place."""
     cache, total = state

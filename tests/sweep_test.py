@@ -15,7 +15,7 @@ from moejax.config.grid import axis, described, eighths, settings
 from moejax.config.sweep import PICTURES, check_picture
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows, row_fields
-from moejax.policies.on_demand import OnDemand
+from moejax.policies.baselines import OnDemand
 from moejax.routing.profile_file import save_buddies
 from moejax.routing.simulate import sweeping, table
 from moejax.routing.simulate.costs import (
