@@ -294,14 +294,12 @@ def _last_plane_bits(leaves: Sequence[LeafPlan]) -> int:
 
 
 def open_experts(
-    checkpoint: Checkpoint, *, dtype: str, device: jax.Device, verify_checksums: bool = False,
-    last_plane: bool = False,
-) -> ExpertReader:  # fmt: skip
+    checkpoint: Checkpoint, *, dtype: str, device: jax.Device, last_plane: bool = False
+) -> ExpertReader:
     """Opens a reader of the experts that `checkpoint.load(..., experts=False)` leaves out.
 
     Args:
       dtype: type of plain experts, as in `Checkpoint.load`; "auto" depends on `device`.
-      verify_checksums: see `open_format`.
       last_plane: see `ExpertReader`.
 
     Raises:
@@ -314,10 +312,7 @@ def open_experts(
     if not config.moe_layers:
         raise MoejaxError(f"{directory}: the model has no sparse layer, so no experts")
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    reader = CheckpointReader(
-        directory, config, dtype=chosen, verify_checksums=verify_checksums,
-        read_bits=checkpoint.read_bits,
-    )  # fmt: skip
+    reader = CheckpointReader(directory, config, dtype=chosen, read_bits=checkpoint.read_bits)
     return ExpertReader(reader, last_plane=last_plane)
 
 
