@@ -7,6 +7,7 @@ one tier, and what a step needs is fetched on demand.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from moejax.experts.tiering import STORED
 from moejax.experts.transfer_programs import TransferRequests, is_ready, request_transfers
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.make import with_kernels
 from moejax.programs import CompiledPrograms
@@ -52,6 +54,7 @@ class TierMemory:
       disk: reads experts that the store lacks; None where it has all.
       transfers: move experts between steps; None where none are planned.
       fill: gives a new pool its first experts; None: it starts empty.
+      base: the next tier where this one refines it (`TierSpec.refines`).
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class TierMemory:
         slots = jax.tree.leaves(self.pool.banks[0])
         self.ledger = TierLedger(sum(leaf.nbytes // len(leaf) for leaf in slots))
         self.disk = disk
+        self.base: TierMemory | None = None
         self.transfers: Transfers | None = None
         self.fill: Callable[[TierMemory], TierSlots] | None = None
         self._forgotten = 0  # failures of the disk of which nothing is cached any more
@@ -98,7 +102,16 @@ class TierMemory:
             lambda bank, terms: (jax.tree.map(lambda leaf: leaf[None], bank), terms),
             self.pool.banks[0], self.store.terms,
         )  # fmt: skip
-        for name, stack, own in zip(("moe.gate_up", "moe.down"), slots, terms, strict=True):
+        if self.base is not None:
+            leading = self.base.stacks()
+            by_slot = jax.ShapeDtypeStruct((1, self.base.spec.cache.num_slots), "int32")
+            slots = [
+                self.spec.refined(
+                    leading[name], jax.ShapeDtypeStruct(plane.shape[1:], plane.dtype), by_slot
+                )
+                for name, plane in zip(EXPERT_LEAVES, slots, strict=True)
+            ]
+        for name, stack, own in zip(EXPERT_LEAVES, slots, terms, strict=True):
             placed = tuple(dataclasses.replace(term, start=by_slot, rank=by_slot) for term in own)
             found[name] = dataclasses.replace(stack, compensators=placed) if own else stack
         return found
@@ -207,6 +220,10 @@ class ExpertMemory:
         """
         if policy is None and len(tiers) != 1:
             raise ValueError(f"{len(tiers)} tiers and no policy that chooses among them")
+        for tier, following in itertools.pairwise((*tiers, None)):
+            if tier is not None and tier.spec.refines:
+                _check_base(tier, following)
+                tier.base = following
         pools = tuple(tier.spec for tier in tiers)
         self.tiers = tuple(tiers)
         self.device: jax.Device = next(iter(tiers[0].store.row_of.devices()))
@@ -513,18 +530,29 @@ class ExpertMemory:
                 tier.pool = dataclasses.replace(tier.pool, residency=content)
 
 
+def _check_base(tier: TierMemory, base: TierMemory | None) -> None:
+    """Raises ValueError unless a tier can refine the next one."""
+    if base is None or base.spec.refines:
+        raise ValueError("a tier of refinements needs a next tier, of whole experts")
+    is_there = base.spec.is_complete or base.spec.emulated
+    if not is_there or len(base.pool.banks) != 1:
+        raise ValueError("a tier of refinements needs every expert in the next tier")
+
+
 def preload(
     memory: TierMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
 ) -> None:
     """Fills an empty memory's slots with its initial experts, and again whenever they are lost.
 
-    A pool that holds every expert from now on is complete (`TierSpec.is_complete`): to be called
-    before the spec is used.
+    A pool that holds every expert from now on is complete (`TierSpec.is_complete`), in order of
+    their ids: to be called before the spec is used.
 
     Args:
       kernels: those that may copy.
       experts: int32[M, n], in host rows, n at most the slots of a layer, different ones in a row.
     """
+    if experts.shape[1] == memory.spec.cache.num_experts:
+        experts = np.sort(experts, axis=1)
     memory.pool = _preloaded_pool(memory, config, kernels, experts)
     memory.fill = lambda lost: _preloaded_pool(lost, config, kernels, experts)
     if experts.shape[1] == memory.spec.cache.num_experts and not memory.spec.emulated:

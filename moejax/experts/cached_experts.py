@@ -21,7 +21,14 @@ import jax.numpy as jnp
 
 from moejax.errors import MoejaxError
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots
-from moejax.experts.tier_step import CachePlanner, TierStep, Wanted, fetch_together
+from moejax.experts.tier_step import (
+    Base,
+    CachePlanner,
+    TierStep,
+    Wanted,
+    fetch_together,
+    plane_slots_of,
+)
 from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
@@ -66,6 +73,9 @@ class _CacheCarry(NamedTuple):
     importance: jax.Array | None  # float32[N], of tokens, where some layers have no attention
     deferred: tuple[Observation, ...]  # of the layers so far, if the last one updates the policy
     replayed: jax.Array | None  # int32[], which entry of a replay is this step's
+    # int32[1, S] of each tier that refines the next one and is as it is all through the step, see
+    # `Base.plane_slots`; None of others
+    plane_slots: tuple[jax.Array | None, ...] = ()
 
 
 class CachedExperts(Experts):
@@ -119,7 +129,24 @@ class CachedExperts(Experts):
             # whoever reads it after a layer has it copied before the next one counts.
             step = (self._cache.tiers[0].residency.clock - 1) // self.spec.cache.num_layers
             replayed = step % len(replay)
-        return _CacheCarry(self._cache, importance, (), replayed)
+        return _CacheCarry(self._cache, importance, (), replayed, self._plane_slots())
+
+    def _plane_slots(self) -> tuple[jax.Array | None, ...]:
+        found: list[jax.Array | None] = []
+        for i, (step, slots) in enumerate(zip(self._tiers, self._cache.tiers, strict=True)):
+            known = step.spec.refines and step.spec.is_still
+            base = (self._tiers[i + 1], self._cache.tiers[i + 1]) if known else None
+            found.append(None if base is None else plane_slots_of(step, slots, *base))
+        return tuple(found)
+
+    def _base(
+        self, carry: _CacheCarry, number: int, tiers: Sequence[TierSlots], layer: LayerIndex
+    ) -> Base | None:
+        """Returns what a tier refines in a layer, if it does."""
+        if not self._tiers[number].spec.refines:
+            return None
+        step, slots = self._tiers[number + 1], tiers[number + 1]
+        return step.base(slots, layer.turn, layer.mlp, carry.plane_slots[number])
 
     def route(
         self, carry: _CacheCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
@@ -159,7 +186,7 @@ class CachedExperts(Experts):
                 return self._candidates(layer, tier, decision.ahead, tiers)
             return lambda: self._predicted(carry, layer, next_routing(), inputs.token_mask)
 
-        out, cache = self._run(carry.cache, inputs, decision, rule, wanted)
+        out, cache = self._run(carry, inputs, decision, rule, wanted)
         carry = carry._replace(cache=cache)
         return out, carry if layer.next_moe else self._with_deferred_updates(carry), None
 
@@ -174,7 +201,7 @@ class CachedExperts(Experts):
 
     def _run(
         self,
-        cache: ExpertCache,
+        carry: _CacheCarry,
         inputs: MoeInputs,
         decision: Decision | None,
         rule: Rule | None,
@@ -188,7 +215,7 @@ class CachedExperts(Experts):
           wanted: of a tier the experts of the next layer to prefetch, by what is in all slots then.
         """
         layer, x, routing, token_mask, *_ = inputs
-        gates = routing.weights.astype(jnp.float32)
+        cache, gates = carry.cache, routing.weights.astype(jnp.float32)
         if decision is None:
             ids, weights, asked = routing.ids, routing.weights, Asked(routing.ids, gates)
         else:
@@ -218,9 +245,10 @@ class CachedExperts(Experts):
             for i, step in enumerate(steps):
                 tiers[i] = step.prefetch(tiers[i], layer, token_mask, wanted(i, tiers))
                 mine = found.tier == i
-                pairs, experts = step.pairs_and_stacks(tiers[i], layer, ids, mine, plans[i])
+                base = self._base(carry, i, tiers, layer)
+                pairs, experts = step.pairs_and_stacks(tiers[i], layer, ids, mine, plans[i], base)
                 stacks.append(experts)
-                if step.spec.emulated:
+                if step.spec.emulated or base is not None:
                     slot = jnp.where(found.tier == i, pairs.expert, slot)
             total = self._products_of_tiers(x, found.tier, slot, stacks)
         else:
@@ -231,8 +259,9 @@ class CachedExperts(Experts):
                     tiers[i] = step.prefetch(tiers[i], layer, token_mask, ahead)
                 mine = served[0] if decision is None else found.tier == i
                 own, tiers[i] = step.products(
-                    tiers[i], layer, x, ids, mine, plans[i], token_mask, ahead
-                )
+                    tiers[i], layer, x, ids, mine, plans[i], token_mask, ahead,
+                    self._base(carry, i, tiers, layer),
+                )  # fmt: skip
                 products.append(own)
             total = _selected(products, found.tier)
         runs = served[0] if decision is None else found.tier != SKIPPED

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.budget import (
     Budget,
+    BudgetError,
     Limits,
     PolicyDemands,
     RunSizes,
@@ -42,6 +43,7 @@ from moejax.quantization.pipeline.quantizers import Program
 from moejax.quantization.pipeline.recipe import Scheme
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
+from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
 
@@ -80,7 +82,7 @@ def load_limited(
         checkpoint or a tier cannot be read, or the policy's settings do not suit the tiers.
     """
     limits = device_limits(device, limits)
-    policy, activations, stored, sources, budget = plan_experts(
+    policy, activations, stored, sources, refines, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk,
     )  # fmt: skip
@@ -94,10 +96,11 @@ def load_limited(
     check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
     weights = load(experts=False)
     memories, held = [], 0
-    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
+    for tier, source, plane, part in zip(stored, sources, refines, budget.tiers, strict=True):
         memory = _load_tier(
-            source, part, tier, tiering, dtype=dtype, device=device, progress=progress
-        )
+            source, part, tier, tiering, dtype=dtype, device=device, progress=progress,
+            last_plane=plane,
+        )  # fmt: skip
         if tiering is not None:
             if tiering.emulate:
                 memory = _emulated(memory, device)
@@ -134,6 +137,7 @@ class _Planned(NamedTuple):
     activations: Any  # int[M, E], how often the policy's profile chose each expert; None without
     stored: tuple[StoredTier, ...]
     sources: list[Checkpoint]
+    refines: tuple[bool, ...]  # whether each tier is the last plane over the next one's
     budget: Budget
 
 
@@ -171,6 +175,7 @@ def plan_experts(
         opened = [open_tier(tier, checkpoint) for tier in tiering.stored()]
         stored, sources = tuple(tier for tier, _ in opened), [source for _, source in opened]
     disks = [_disk_source(source, limits) for source in sources]  # what is wrong is said first
+    refines = (False,) * len(stored)
     if tiering is None or policy is None:
         budget = make_budget(run, [tier_of(own)], limits)
         if budget.pooled and own.refusal:
@@ -180,14 +185,48 @@ def plan_experts(
             _sizes(tier, source, tiering, dtype, device)
             for tier, source in zip(stored, sources, strict=True)
         ]
-        budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
+        plan = functools.partial(
+            budget_of_tiers, policy, run, slots=tiering.slots, limits=limits, copies=tiers
+        )
+        budget, refines = _over_base(plan, tiers, sources) or (plan(tiers), refines)
     for tier, disk, part in zip(stored, disks, budget.tiers, strict=True):
         if part.host_share < 1:
             with open_experts(disk, dtype=dtype, device=device) as reader:
                 rows = _rows_of(tier, tiering, reader)
                 name = str(disk.directory) if tiering is None else f"tier {tier.name}"
                 check_waiting(rows, device, name)
-    return _Planned(policy, activations, stored, sources, budget)
+    return _Planned(policy, activations, stored, sources, refines, budget)
+
+
+def _over_base(
+    plan: Callable[[Sequence[TierSize]], Budget],
+    tiers: Sequence[TierSize],
+    sources: Sequence[Checkpoint],
+) -> tuple[Budget, tuple[bool, ...]] | None:
+    """Plans a first tier of one plane over a second one, of the same checkpoint.
+
+    So an expert in high precision counts once (DynaExq eq. 3.5). Returns None where that cannot be:
+    the tiers are no such prefixes, the second one has no room for every expert, or host memory has
+    none for all rows. Then each tier has whole copies.
+    """
+    if len(tiers) != 2 or sources[0].directory != sources[1].directory:
+        return None
+    widths = sources[0].planes
+    bits = [source.read_bits for source in sources]
+    if not all(bits) or layout.PREFIX_PLANES[bits[0]][:-1] != layout.PREFIX_PLANES[bits[1]]:
+        return None
+    assert set(bits) <= set(widths)
+    high, low = tiers
+    plane = high.expert_nbytes - low.expert_nbytes  # the base has all scales and zeros
+    try:
+        found = plan([dataclasses.replace(high, expert_nbytes=plane), low])
+    except BudgetError:
+        return None
+    first, second = found.tiers
+    is_full = second.slots == second.num_experts and second.banks == 1
+    if not is_full or min(first.host_share, second.host_share) < 1:
+        return None
+    return found, (True, False)
 
 
 def budget_of_tiers(
@@ -196,10 +235,14 @@ def budget_of_tiers(
     tiers: Sequence[TierSize],
     slots: Sequence[int],
     limits: Limits,
+    copies: Sequence[TierSize] = (),
 ) -> Budget:
     """Makes a budget with a policy's prefetch, transfers and parts of its own.
 
     Limits on prefetch and transfers that are stated take precedence over the policy's.
+
+    Args:
+      copies: whole copies in the place of tiers that may be planes; (): the tiers are such.
 
     Raises:
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
@@ -211,7 +254,7 @@ def budget_of_tiers(
         tiers=tuple(tier.name for tier in tiers), slots=(num_experts,) * len(tiers),
         expert_bytes=tuple(tier.expert_nbytes for tier in tiers),
     )  # fmt: skip
-    _check_suits(policy, tiers, spec)
+    _check_suits(policy, copies or tiers, spec)
     state = jax.eval_shape(lambda: policy.init(spec))
     moves = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
     ahead = 0  # experts of the next layer that a decode step may prefetch
@@ -238,11 +281,13 @@ def _load_tier(
     dtype: str,
     device: jax.Device,
     progress: bool,
+    last_plane: bool,
 ) -> TierMemory:
     """Fills host rows, allocates an empty pool, opens the disk if rows are few."""
     limits = budget.limits
-    reader: Any = open_experts(_disk_source(checkpoint, limits), dtype=dtype, device=device)
-    with open_experts(checkpoint, dtype=dtype, device=device) as own:
+    rows_of = functools.partial(open_experts, dtype=dtype, device=device, last_plane=last_plane)
+    reader: Any = rows_of(_disk_source(checkpoint, limits))
+    with rows_of(checkpoint) as own:
         terms = own.load_compensators(device, progress=progress)
         forms: list[Any] = [jax.tree.structure((r.gate_up, r.down)) for r in (own, reader)]
         if own.row != reader.row or forms[0] != forms[1]:
@@ -272,7 +317,9 @@ def _load_tier(
         transient=budget.transient, banks=budget.banks,
     )  # fmt: skip
     read = disk.read if disk else None
-    spec = TierSpec(cache, limits.prefetch, read, prefetch_in=limits.prefetch_in)
+    spec = TierSpec(
+        cache, limits.prefetch, read, prefetch_in=limits.prefetch_in, refines=own.plane_bits
+    )
     memory = TierMemory(spec, gate_up, down, supply.row_of, device, terms, disk)
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)

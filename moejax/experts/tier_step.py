@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
-from moejax.experts.residency import COLUMNS
+from moejax.experts.residency import COLUMNS, first_slot
 from moejax.experts.state import HostRows, TierSlots, TierSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
@@ -218,6 +218,23 @@ def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables
 
 
 Bank = tuple[Weight, Weight]  # of `TierSlots`
+
+
+class Base(NamedTuple):
+    """The tier that another one refines, in a layer: its leading planes.
+
+    Attributes:
+      experts: every expert of all layers.
+      slot_of: int32[E], where the layer's are in `experts`.
+      plane_slots: int32[1, S], slots in the refining tier of what lies in `experts`; None: they are
+        those of the layer's plan.
+    """
+
+    experts: ExpertStacks
+    slot_of: jax.Array
+    plane_slots: jax.Array | None
+
+
 Wanted = Callable[[], jax.Array]  # int32[L], experts to prefetch for the next layer; -1: none
 
 
@@ -369,6 +386,7 @@ class TierStep:
     def products(
         self, slots: TierSlots, layer: LayerIndex, x: jax.Array, ids: jax.Array,
         active: jax.Array, plan: _SlotPlan, mask: jax.Array, wanted: Wanted | None,
+        base: Base | None = None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
 
@@ -380,34 +398,37 @@ class TierStep:
           plan: of the layer; the experts of wave 0 are fetched.
           mask: bool[N], tokens that are no padding.
           wanted: gives the experts to prefetch after the waves.
+          base: what this tier refines.
         """
         if not self.num_waves(active.size):
-            return self._multiply(x, *self.pairs_and_stacks(slots, layer, ids, active, plan)), slots
+            stacks = self.pairs_and_stacks(slots, layer, ids, active, plan, base)
+            return self._multiply(x, *stacks), slots
         # Only chunks run in a loop, with a traced layer.
         double = self.spec.cache.banks > 1 and not isinstance(layer.mlp, int)
         run = self._stream_waves_double_buffered if double else self._stream_waves
-        products, slots = run(slots, layer.turn, layer.mlp, x, plan, active)
+        products, slots = run(slots, layer.turn, layer.mlp, x, ids, plan, active, base)
         # Comes last: anything that waits for slots of a wave would be copied.
         return products, self.prefetch(slots, layer, mask, wanted)
 
     def pairs_and_stacks(
         self, slots: TierSlots, layer: LayerIndex, ids: jax.Array, active: jax.Array,
-        plan: _SlotPlan,
+        plan: _SlotPlan, base: Base | None = None,
     ) -> tuple[ExpertPairs, ExpertStacks]:  # fmt: skip
         """The pairs and their experts where there are no waves."""
-        pairs = ExpertPairs(plan.slot, active & (plan.wave == 0), plan.wave)
+        pairs = ExpertPairs(_places(plan, ids, base), active & (plan.wave == 0), plan.wave)
         if self.spec.emulated:
-            pairs = ExpertPairs(self.rows.row_of[layer.mlp][ids], active)
-        return pairs, self._stacks(slots, layer.turn, layer.mlp, plan, 0)
+            rows = self.rows.row_of[layer.mlp] if base is None else base.slot_of
+            pairs = ExpertPairs(rows[ids], active)
+        return pairs, self._stacks(slots, layer.turn, layer.mlp, plan, 0, base=base)
 
     def _stream_waves(
-        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: _SlotPlan,
-        active: jax.Array,
+        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
+        plan: _SlotPlan, active: jax.Array, base: Base | None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched after the one before."""
-        now = active & (plan.wave == 0)
+        now, places = active & (plan.wave == 0), _places(plan, ids, base)
         products = self._multiply(
-            x, ExpertPairs(plan.slot, now), self._stacks(slots, turn, layer, plan, 0)
+            x, ExpertPairs(places, now), self._stacks(slots, turn, layer, plan, 0, base=base)
         )
         outside = slots
 
@@ -420,8 +441,8 @@ class TierStep:
             jobs = jax.tree.map(lambda jobs: jobs[number], plan.streamed)
             slots = self.copy_rows(slots, turn, layer, jobs)
             mine = active & (plan.wave == number + 1)
-            experts = self._stacks(slots, turn, layer, plan, number + 1)
-            found = self._multiply(x, ExpertPairs(plan.slot, mine), experts)
+            experts = self._stacks(slots, turn, layer, plan, number + 1, base=base)
+            found = self._multiply(x, ExpertPairs(places, mine), experts)
             products = jnp.where(mine[None, :, :, None], found, products)
             return self.bank(slots, turn), slots.counts, products
 
@@ -432,8 +453,8 @@ class TierStep:
         return products, self._with_bank(slots, turn, bank)
 
     def _stream_waves_double_buffered(
-        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: _SlotPlan,
-        active: jax.Array,
+        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
+        plan: _SlotPlan, active: jax.Array, base: Base | None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched beside the one before.
 
@@ -441,7 +462,7 @@ class TierStep:
         are, and of the other one. In a CUDA graph a copy waits for the products that read the array
         which it overwrites, and for the copy before it, but not for those that read the other one.
         """
-        num_waves = len(plan.streamed.rows)
+        num_waves, places = len(plan.streamed.rows), _places(plan, ids, base)
         beyond = (0, 1 + num_waves % 2), (0, 0)
         streamed = jax.tree.map(lambda a: jnp.pad(a, beyond, constant_values=-1), plan.streamed)
 
@@ -453,8 +474,8 @@ class TierStep:
             mine, inputs = active & (plan.wave == wave), x
             if products is not None:  # one after another, or XLA gathers the inputs of two waves
                 inputs, products = jax.lax.optimization_barrier((x, products))
-            experts = self._stacks(slots, turn, layer, plan, wave, bank)
-            found = self._multiply(inputs, ExpertPairs(plan.slot, mine), experts)
+            experts = self._stacks(slots, turn, layer, plan, wave, bank, base)
+            found = self._multiply(inputs, ExpertPairs(places, mine), experts)
             if products is not None:
                 found = jnp.where(mine[None, :, :, None], found, products)
             return self._after(slots, turn, found, bank)
@@ -492,18 +513,32 @@ class TierStep:
         return products_in_pairs(x, pairs, experts, num_experts, self.impl, chosen.implementation)
 
     def _stacks(
-        self, slots: TierSlots, turn: int, layer: Index, plan: _SlotPlan, wave: Index, bank: int = 0
-    ) -> ExpertStacks:
+        self, slots: TierSlots, turn: int, layer: Index, plan: _SlotPlan, wave: Index,
+        bank: int = 0, base: Base | None = None,
+    ) -> ExpertStacks:  # fmt: skip
         """Returns slots as stacks, with the low-rank terms of their experts."""
         experts, slot, wave_of = plan.holders
         held, num_slots = self.bank(slots, turn, bank), self.spec.cache.num_slots
         if self.spec.emulated:
             held, num_slots = (self.rows.gate_up, self.rows.down), self.rows.gate_up.shape[0]
             slot, wave_of = self.rows.row_of[layer][experts], jnp.zeros_like(wave_of)
-        places = jnp.where(wave_of == wave, slot, num_slots)
+        plane_slots = None
+        if base is not None:
+            num_slots = base.experts.gate_up.shape[1]
+            places = jnp.where(wave_of == wave, base.slot_of[experts], num_slots)
+            plane_slots = base.plane_slots
+            if plane_slots is None:
+                plane_slots = (
+                    jnp.zeros(num_slots, jnp.int32).at[places].set(slot, mode="drop")[None]
+                )
+        else:
+            places = jnp.where(wave_of == wave, slot, num_slots)
 
-        def stack(weight: Weight, terms: tuple[Compensator, ...]) -> Weight:
-            stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
+        def stack(weight: Weight, terms: tuple[Compensator, ...], leading: Weight | None) -> Weight:
+            if leading is None:
+                stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
+            else:
+                stacked = self.spec.refined(leading, weight, plane_slots)
             if not isinstance(stacked, QTensor) or not terms:
                 return stacked
             placed = tuple(
@@ -512,7 +547,41 @@ class TierStep:
             return dataclasses.replace(stacked, compensators=placed)
 
         (gate_up, down), (of_gate_up, of_down) = held, self.rows.terms
-        return ExpertStacks(stack(gate_up, of_gate_up), stack(down, of_down), 0)
+        first, second = (None, None) if base is None else base.experts[:2]
+        return ExpertStacks(stack(gate_up, of_gate_up, first), stack(down, of_down, second), 0)
+
+    def base(
+        self, slots: TierSlots, turn: int, layer: Index, plane_slots: jax.Array | None
+    ) -> Base:
+        """Returns this tier, which has every expert, as the base of the one before."""
+        held = (self.rows.gate_up, self.rows.down) if self.spec.emulated else self.bank(slots, turn)
+        gate_up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in held)
+        return Base(ExpertStacks(gate_up, down, 0), self.slots_of_all(slots)[layer], plane_slots)
+
+    def slots_of_all(self, slots: TierSlots) -> jax.Array:
+        """int32[M, E], where each expert is in its bank, or in the rows of an emulated tier."""
+        if self.spec.emulated:
+            return self.rows.row_of
+        cache = self.spec.cache
+        first = first_slot(cache, jnp.arange(cache.num_layers, dtype=jnp.int32))[:, None]
+        if self.spec.is_complete:  # in order, `cache.preload`
+            return first + jnp.arange(cache.num_experts, dtype=jnp.int32)[None]
+        return first + slots.residency.slot_of
+
+
+def _places(plan: _SlotPlan, ids: jax.Array, base: Base | None) -> jax.Array:
+    """int32[N, A], where pairs' experts are: in slots of the plan, or those of the base."""
+    return plan.slot if base is None else base.slot_of[ids]
+
+
+def plane_slots_of(
+    refining: TierStep, slots: TierSlots, base: TierStep, of_base: TierSlots
+) -> jax.Array:
+    """int32[1, S], by slot of the base tier the slot of its refinement, anything for none."""
+    planes, places = refining.slots_of_all(slots), base.slots_of_all(of_base)
+    stored = base.rows.gate_up if base.spec.emulated else base.bank(of_base, 0)[0]
+    found = jnp.zeros(stored.shape[0], jnp.int32)
+    return found.at[places.reshape(-1)].set(jnp.maximum(planes, 0).reshape(-1))[None]
 
 
 def fetch_together(

@@ -127,10 +127,7 @@ def open_like(source: str, own: Checkpoint, option: str, read_bits: int = 0) -> 
 
 
 def open_tier(tier: StoredTier, own: Checkpoint) -> tuple[StoredTier, Checkpoint]:
-    """Opens a tier's checkpoint; of bit planes int4 and the like are prefixes, as they are stored.
-
-    Each tier has a copy of its prefix.
-    """
+    """Opens a tier's checkpoint; of bit planes int4 and the like are prefixes as stored."""
     found = open_like(tier.source, own, "policy.tiers: ")
     if (bits := MADE.get(tier.name)) in found.planes:
         tier = StoredTier(tier.name, tier.source or str(found.directory))

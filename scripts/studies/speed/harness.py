@@ -273,6 +273,7 @@ class Options:
     """Settings of sections; those of the command line are described there.
 
     Attributes:
+      planes: DynaExq's high precision is the low one and a plane that refines it.
       n_hot: experts of a layer in DynaExq's high precision.
       period: T of DynaExq, in steps: of the tokens of a batch.
       requests: demotions and promotions that DynaExq asks a call.
@@ -284,6 +285,7 @@ class Options:
     tiers: Sequence[int] = (16, 4)
     gibs: Sequence[float] = ()
     cache_rates: Sequence[float] = ()
+    planes: bool = False
     n_hot: int = 32
     period: int = 64
     bulk: int = 32
