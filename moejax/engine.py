@@ -19,7 +19,7 @@ from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger
 from moejax.experts.load import load_limited, load_whole
 from moejax.experts.tiering import Tiering
-from moejax.inference.batch import Batch, raise_errors
+from moejax.inference.batch import RowBatch, raise_errors
 from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
     FixedSizes,
@@ -38,13 +38,13 @@ from moejax.inference.generation import (
 )
 from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.recorder import RecordSpec, recording
-from moejax.inference.runner import Runner, settings_by_row
+from moejax.inference.runner import Runner, describe_packing, settings_by_row
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import KernelChoice, describe_packing
 from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights import linear as ops
+from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import Weight
 
 PLANNED_CONTEXT = 4096  # under limits of memory, where the context is left to the prompts
@@ -364,7 +364,7 @@ class Engine:
         text = self.tokenizer.apply_chat_template(checked, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
 
-    def _stream(self, batch: Batch) -> Iterator[Chunk]:
+    def _stream(self, batch: RowBatch) -> Iterator[Chunk]:
         for deltas in batch.steps():
             raise_errors(deltas)
             [delta] = deltas
@@ -425,7 +425,7 @@ class Engine:
 
         `batch_size`: sequences of the call; 0: one per prompt.
         """
-        planned = self.budget.context if self.budget else self.config.context_limit
+        planned = self.budget.run.context if self.budget else self.config.context_limit
         return cache_length(
             max(map(len, prompts)), settings.max_new_tokens, self.context, planned,
             self.config.context_limit,
@@ -435,7 +435,7 @@ class Engine:
     @property
     def longest_prompt(self) -> int:
         """Most tokens of a prompt that leave room for an answer."""
-        planned = self.budget.context if self.budget else self.config.context_limit
+        planned = self.budget.run.context if self.budget else self.config.context_limit
         return (self.context or planned) - 1
 
     def check_prompt(self, ids: list[int]) -> None:
@@ -454,7 +454,7 @@ class Engine:
         """
         if not self.context:
             most = min(PLANNED_CONTEXT, self.config.max_positions)
-            self.context = self.budget.context if self.budget else most
+            self.context = self.budget.run.context if self.budget else most
         longest = longest_chunk(self.config, batch, self.context, self._runner.planned)
         sizes = {min(size, longest, self.context) for size in chunks}
         reads = {kv for kv in kv_lengths if 2 * kv <= self.context} | {self.context}
@@ -463,14 +463,16 @@ class Engine:
 
     def batch(
         self, prompts: Sequence[list[int]], settings: Sequence[GenerationSettings], **how: Any
-    ) -> Batch:
-        """Prompts as token ids with settings each, as one batch; `how` has `Batch`'s arguments."""
+    ) -> RowBatch:
+        """Prompts as token ids with settings each, as one batch; `how`: see `RowBatch`."""
         size = max(len(prompts), how.get("size", 0))
         length = max(
             self._cache_length([prompt], own, size)
             for prompt, own in zip(prompts, settings, strict=True)
         )
-        return Batch(self._runner, self.tokenizer, prompts, settings, length, self.eos_ids, **how)
+        return RowBatch(
+            self._runner, self.tokenizer, prompts, settings, length, self.eos_ids, **how
+        )
 
     def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:
         return token_ids_of(

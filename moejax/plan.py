@@ -35,7 +35,7 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
         lines = []
     bits = bits_line(model, sizes, [tier.tier for tier in budget.tiers])
     found = warnings(budget, this_machine(platform_of(config)))
-    print("\n".join([*lines, *describe(budget), bits, *_warned(found, config, budget.context)]))
+    print("\n".join([*lines, *describe(budget), bits, *_warned(found, config, budget.run.context)]))
 
 
 def _warned(found: list[str], config: PlanConfig, context: int) -> list[str]:

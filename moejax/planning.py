@@ -13,7 +13,7 @@ from moejax.config.commands import PlanConfig
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
-from moejax.experts.budget import Budget, RunSizes, Tier, make_budget
+from moejax.experts.budget import Budget, RunSizes, TierSize, make_budget
 from moejax.experts.load import budget_of_tiers, plan_experts, tier_of
 from moejax.experts.tiering import STORED, choose
 from moejax.inference.chunking import longest_chunk
@@ -46,12 +46,12 @@ def budget_of(config: PlanConfig) -> Budget:
     for tier in tiering.stored():
         group = config.group_size if tier.name == STORED else tiering.group_size
         stored = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
-        tiers.append(Tier(name=tier.name, expert_nbytes=stored.expert_nbytes))
+        tiers.append(TierSize(name=tier.name, expert_nbytes=stored.expert_nbytes))
     policy = choose(tiering, None, model).policy
     return budget_of_tiers(policy, run, tiers, tiering.slots, limits)
 
 
-def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[Tier]) -> str:
+def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[TierSize]) -> str:
     """Bits per weight of the experts in each tier, of the rest, and overall."""
     num_experts = len(model.moe_layers) * model.num_experts
     experts = {tier.name: num_experts * tier.expert_nbytes for tier in tiers if num_experts}

@@ -11,7 +11,7 @@ from absl import logging
 from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError, Tiering
-from moejax.experts import allocator
+from moejax.experts import machine
 from moejax.experts.budget import GIB, BudgetError, Limits
 from tests.tiny_engine import load_tiny_engine
 
@@ -34,10 +34,10 @@ class RoomTest(parameterized.TestCase):
         ({"bytes_limit": 100, "bytes_in_use": 30}, 50, 100),
     )
     def test_what_is_left(self, stats, planned, room):
-        self.assertEqual(allocator.room_nbytes(fake_device(**stats), planned), room)
+        self.assertEqual(machine.room_nbytes(fake_device(**stats), planned), room)
 
     def test_a_cpu_says_nothing(self):
-        self.assertIsNone(allocator.room_nbytes(jax.devices("cpu")[0]))
+        self.assertIsNone(machine.room_nbytes(jax.devices("cpu")[0]))
 
     @parameterized.parameters(
         (0, 5 * GIB, 0),  # no limit stays none
@@ -50,12 +50,12 @@ class RoomTest(parameterized.TestCase):
     def test_the_tighter_of_both_limits(self, stated, room, found):
         limits = Limits(device_gib=stated, slots=3)
         device = fake_device() if room is None else fake_device(bytes_limit=room)
-        self.assertEqual(allocator.device_limits(device, limits), Limits(device_gib=found, slots=3))
+        self.assertEqual(machine.device_limits(device, limits), Limits(device_gib=found, slots=3))
 
     def test_a_line_where_the_allocator_is_the_tighter_one(self):
         limits = Limits(device_gib=16)
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as said:
-            found = allocator.device_limits(
+            found = machine.device_limits(
                 fake_device(bytes_limit=15 * GIB + GIB // 2, bytes_in_use=GIB // 4), limits
             )
         self.assertEqual(found.device_gib, 15.25)
@@ -64,7 +64,7 @@ class RoomTest(parameterized.TestCase):
         self.assertIn("has 15.250 GiB left", line)
         for device in (fake_device(), fake_device(bytes_limit=16 * GIB)):
             with self.assertNoLogs(logging.get_absl_logger(), "WARNING"):
-                self.assertEqual(allocator.device_limits(device, limits), limits)
+                self.assertEqual(machine.device_limits(device, limits), limits)
 
     def test_what_cannot_fit_is_refused_without_a_limit_too(self):
         parts = {
@@ -72,10 +72,10 @@ class RoomTest(parameterized.TestCase):
             "activations and workspace": GIB, "reserve of the allocator": GIB,
             "experts gathered in a prefill step": GIB,
         }  # fmt: skip
-        allocator.check_room(parts, None)
-        allocator.check_room(parts, 5 * GIB)
+        machine.check_room(parts, None)
+        machine.check_room(parts, 5 * GIB)
         with self.assertRaises(BudgetError) as caught:
-            allocator.check_room(parts, 5 * GIB - 1)
+            machine.check_room(parts, 5 * GIB - 1)
         said = str(caught.exception)
         self.assertIn("weights take 5.00 GiB, but the device's allocator has 4.999 GiB left", said)
         self.assertIn("memory.device_gib", said)
@@ -95,7 +95,7 @@ class EngineTest(parameterized.TestCase):
 
     def load(self, room, limits=None, policy=None):
         with (
-            mock.patch.object(allocator, "room_nbytes", lambda device, planned_nbytes=0: room),
+            mock.patch.object(machine, "room_nbytes", lambda device, planned_nbytes=0: room),
             mock.patch("moejax.experts.load.room_nbytes", lambda device: room),
         ):
             return Engine.from_pretrained(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.policies.attention_importance import attention_received, importance_nbytes
+from moejax.policies.dymoe import attention_received, importance_nbytes
 from tests import slow
 
 

@@ -86,6 +86,27 @@ class OffloadTest(parameterized.TestCase):
         self.assertEqual(host.layer_bytes, dense + experts * hit)
         self.assertEqual(host.other_bytes, bytes_of["lm_head.weight"])
 
+    @parameterized.parameters(*SHAPES)
+    @pytest.mark.slow
+    def test_modules_compute_what_the_experts_of_transformers_do(self, shape):
+        fused = empty_model(SHAPES[shape], FORMS["fused"], torch.float32, "cpu")
+        fill(fused, {"model": 0, "lm_head": 0}, CPU)
+        state = {}
+        for name, value in fused.named_parameters():
+            if ".experts." not in name:
+                state[name] = value
+                continue
+            prefix, part = name.rsplit(".", 1)
+            for i, matrix in enumerate(value):
+                state[f"{prefix}.{i}.{part.removesuffix('_proj')}.weight"] = matrix
+        modules = empty_model(SHAPES[shape], FORMS["modules"], torch.float32, "cpu")
+        fill(modules, {"model": 0, "lm_head": 0}, CPU)
+        modules.load_state_dict(state)
+        for tokens in (list(range(20)), [5]):
+            np.testing.assert_allclose(
+                _logits(modules, tokens).numpy(), _logits(fused, tokens).numpy(), atol=1e-4
+            )
+
 
 class PlanTest(absltest.TestCase):
     def test_accelerate_leaves_room_for_the_largest_layer(self):

@@ -15,7 +15,7 @@ from moejax.benchmarking.measuring import BatchTimes, Bench, Measurement
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.sampling import StepOutput
+from moejax.inference.steps import StepOutput
 from moejax.models.shapes import TINY
 from moejax.routing.trace import Trace, trace_of_replay
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.policies import buddy_gates, substitution
-from moejax.policies.substitution import Candidates
+from moejax.policies import buddy_gates, buddymoe
+from moejax.policies.buddymoe import Candidates
 from pallas_kernels import buddy_search
 from tests import slow
 
@@ -49,8 +49,8 @@ CASES = {
 
 # One program for all seeds of a case: compiling is most of the time.
 SEARCH = jax.jit(buddy_search.search, static_argnames=("last_first", "implementation", "interpret"))
-SUBSTITUTE = jax.jit(substitution.substitute, static_argnames="last_first")
-CANDIDATES = jax.jit(substitution.candidates_of)
+SUBSTITUTE = jax.jit(buddymoe._substitute, static_argnames="last_first")
+CANDIDATES = jax.jit(buddymoe._candidates_of)
 
 
 def random_gate(
@@ -68,7 +68,7 @@ def random_gate(
     widest = np.argmax(np.diff(entropies[: len(entropies) * 3 // 4 + 1]))
     tau = np.full(layers, np.nan, np.float32)
     tau[layer] = entropies[widest : widest + 2].mean() if case.width > 1 else -1
-    gaps = np.asarray(buddy_gates.probability_margin(chosen))
+    gaps = np.asarray(buddy_gates._probability_margin(chosen))
     while np.abs(gaps - margin).min() < 1e-4:
         margin += 3e-4
     if case.width == 1:

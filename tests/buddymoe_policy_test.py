@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moejax.policies import buddy_gates, substitution
+from moejax.policies import buddy_gates, buddymoe
 from moejax.policies.base import SKIPPED, Observation
-from moejax.policies.buddymoe import BuddyMoe
-from moejax.policies.substitution import Candidates
+from moejax.policies.buddy_lists import BuddyLists
+from moejax.policies.buddymoe import BuddyMoe, Candidates
 from scripts.studies.buddymoe.controls import (
     MatchedRandom,
     Original,
     RandomExpert,
+    SoftBuddies,
 )
 from tests import buddymoe_reference as paper
 from tests import slow
@@ -107,6 +108,24 @@ class DecisionTest(parameterized.TestCase):
         self.assertEqual(counts[0].sum() == 0, policy.rho == 0)
 
     @pytest.mark.slow
+    def test_weights_meet_where_a_buddy_serves_twice(self):
+        ids = np.full((LAYERS, EXPERTS, 2), -1, np.int32)
+        ids[:, 0], ids[:, 1] = (4, 5), (4, 6)
+        lists = BuddyLists(ids, np.where(ids >= 0, np.float32([0.8, 0.2]), 0).astype(np.float32))
+        policy = SoftBuddies(lists=lists, discount=0.5)
+        weights = jnp.float32([[0.1, 0.2, 0.3, 0.4]])
+        resident = jnp.arange(EXPERTS)[None] >= 2
+        o = Observation(
+            jnp.int32(1), jnp.ones((1, EXPERTS), jnp.float32) / EXPERTS,
+            jnp.int32([[0, 1, 2, 3]]), weights, jnp.array([True]), resident,
+        )  # fmt: skip
+        decision, state = jax.jit(policy.decide)(policy.init(SPEC), o)
+        self.assertEqual(decision.ids.tolist(), [[4, 1, 2, 3]])  # different from each other
+        self.assertEqual(decision.tier.tolist(), [[0, SKIPPED, 0, 0]])
+        np.testing.assert_allclose(decision.weights, [[0.3, 0, 0.3, 0.4]], rtol=1e-6)
+        self.assertEqual(state.replaced[1, :2].tolist(), [1, 1])
+
+    @pytest.mark.slow
     def test_baselines(self):
         total = {}
         for of in (Original, BuddyMoe, MatchedRandom, RandomExpert):
@@ -157,12 +176,30 @@ class DecisionTest(parameterized.TestCase):
         self.assertAlmostEqual(float(experts), exact, delta=2 / buddy_gates.DELTA_BINS)
         self.assertBetween(fetched / 75, 0.5 * budget, 1.25 * budget)  # of the second half
 
+    @pytest.mark.slow
+    def test_draws_follow_the_seed(self):
+        first, second = (MatchedRandom(lists=LISTS, seed=seed) for seed in (5, 6))
+        decide = jax.jit(first.decide)
+        given, others = steps(2, 4), 0
+        drawn = [np.asarray(decide(first.init(SPEC), o)[0].ids) for o in given]
+        for ids, o in zip(drawn, given, strict=True):
+            self.assertTrue(all(len(set(row)) == WIDTH for row in ids.tolist()))
+            old, new = np.asarray(o.ids), ids != o.ids
+            others += sum(
+                int(b) not in LISTS.ids[int(o.layer), i]
+                for i, b in zip(old[new], ids[new], strict=True)
+            )
+        self.assertGreater(others, 0)
+        decide = jax.jit(second.decide)
+        anew = [np.asarray(decide(second.init(SPEC), o)[0].ids) for o in given]
+        self.assertTrue(any((a != b).any() for a, b in zip(drawn, anew, strict=True)))
+
     def test_long_lists(self):
         ids = jnp.array([[0, 1]], jnp.int32)
         listed = jnp.tile(jnp.arange(2, 42, dtype=jnp.int32), (1, 2, 1))  # 40 places
         listed = listed.at[:, :, :35].set(-1)
         wanted, budget = jnp.ones((1, 2), bool), jnp.int32(2)
-        found = substitution.substitute(ids, Candidates(listed), wanted, budget)
+        found = buddymoe._substitute(ids, Candidates(listed), wanted, budget)
         self.assertEqual(found.ids.tolist(), [[37, 38]])
 
     def test_prompts_may_be_left_alone(self):

@@ -12,7 +12,7 @@ import pytest
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from moejax.policies import buddy_gates, substitution
+from moejax.policies import buddy_gates, buddymoe
 from moejax.policies.buddy_lists import (
     alpha_schedule,
     buddy_lists,
@@ -20,7 +20,7 @@ from moejax.policies.buddy_lists import (
     output_gains,
     output_similarity,
 )
-from moejax.policies.substitution import Candidates
+from moejax.policies.buddymoe import Candidates
 from scripts.studies.buddymoe import controls
 from tests import buddymoe_reference as paper
 from tests import slow
@@ -31,12 +31,12 @@ from tests.buddymoe_cases import DEPTH, EXPERTS, LAYERS, TOKENS, WIDTH, as_lists
 def found_by(
     ids: Any, lists: Any, resident: Any, depth: Any, wanted: Any, budget: Any, scores: Any,
     *, last_first: bool, scored: bool,
-) -> substitution.Substitution:  # fmt: skip
+) -> buddymoe.Substitution:  # fmt: skip
     """`substitute` with scores float32[N, E, E] by token, missing expert and buddy."""
-    candidates = substitution.candidates_of(ids, lists, resident, depth)
+    candidates = buddymoe._candidates_of(ids, lists, resident, depth)
     token = jnp.arange(len(ids), dtype=jnp.int32)[:, None, None]
     value = scores[token, ids[:, :, None], jnp.maximum(candidates, 0)] if scored else None
-    return substitution.substitute(
+    return buddymoe._substitute(
         ids, Candidates(candidates, value), wanted, budget, last_first=last_first
     )
 
@@ -59,7 +59,7 @@ class GatesTest(parameterized.TestCase):
         np.testing.assert_allclose(found, expected, rtol=2e-6)
         chosen = buddy_gates.chosen_probabilities(probabilities, ids)
         margins = [paper.margin(p, i) for p, i in zip(probabilities, ids, strict=True)]
-        np.testing.assert_allclose(buddy_gates.probability_margin(chosen), margins, atol=1e-6)
+        np.testing.assert_allclose(buddy_gates._probability_margin(chosen), margins, atol=1e-6)
 
     def test_entropy_of_flat_peaky_and_single_choices(self):
         chosen = np.float32([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.5, 0, 0]])
@@ -264,20 +264,18 @@ class SubstitutionTest(parameterized.TestCase):
         candidates = rng.integers(-1, EXPERTS, (TOKENS, WIDTH, DEPTH)).astype(np.int32)
         q = rng.random(candidates.shape).astype(np.float32)
         hops = rng.integers(0, 3, EXPERTS).astype(np.float32)
-        logits = substitution.normalized_logits(probabilities)
+        logits = buddymoe._normalized_logits(probabilities)
         z = np.log(probabilities.astype(np.float64))
         z = (z - z.min(axis=1, keepdims=True)) / np.ptp(z, axis=1, keepdims=True)
         np.testing.assert_allclose(logits, z, atol=1e-5)
         for eta, kappa in ((0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.5, 0.4)):
-            found = substitution.buddy_score(
+            found = buddymoe._buddy_score(
                 candidates, q, logits, jnp.asarray(hops), jnp.float32(eta), jnp.float32(kappa)
             )
             for (n, a, h), j in np.ndenumerate(candidates):
                 expected = paper.score(q[n, a, h], eta, z[n, j], kappa, hops[j]) if j >= 0 else 0
                 self.assertAlmostEqual(float(found[n, a, h]), expected, places=5)
-        self.assertEqual(
-            substitution.normalized_logits(np.float32([[0.5, 0.5]])).tolist(), [[0, 0]]
-        )
+        self.assertEqual(buddymoe._normalized_logits(np.float32([[0.5, 0.5]])).tolist(), [[0, 0]])
 
     @pytest.mark.slow
     def test_a_discount_lets_a_buddy_serve_twice(self):

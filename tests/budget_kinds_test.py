@@ -17,13 +17,13 @@ from moejax.benchmarking.step_cost import floor_bytes
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.budget import GIB, BudgetError, Limits, RunSizes, make_budget
-from moejax.experts.budget.allocation import STATES
+from moejax.experts.budget.tiers import STATES
 from moejax.experts.load import tier_of
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import kind_of
 from moejax.models.shapes import SHAPES, with_layers
-from moejax.policies.attention_importance import importance_nbytes
+from moejax.policies.dymoe import importance_nbytes
 from moejax.weights.qtensor import CodesKind
 from tests import model_kinds
 from tests.random_checkpoints import TINY, write_random_checkpoint

@@ -12,9 +12,9 @@ from moejax.experts.budget import (
     GIB,
     BudgetError,
     Limits,
-    Machine,
+    MachineMemory,
     RunSizes,
-    Tier,
+    TierSize,
     describe,
     gib_above,
     make_budget,
@@ -29,7 +29,7 @@ from moejax.models.shapes import SHAPES
 from moejax.weights import LOW_RANK
 
 QWEN, MIXTRAL = SHAPES["Qwen3-30B-A3B"], SHAPES["Mixtral-8x7B"]
-MACHINE = Machine(host_nbytes=100 * GIB, pinned_nbytes=64 * GIB)
+MACHINE = MachineMemory(host_nbytes=100 * GIB, pinned_nbytes=64 * GIB)
 
 
 def weights_nbytes(config, itemsize=2):
@@ -44,7 +44,7 @@ def weights_nbytes(config, itemsize=2):
 def int4(config):
     """Half a byte a weight, and a float16 scale and zero point for 64 of them."""
     weights = 3 * config.model_dim * config.expert_dim
-    return Tier(name="int4", expert_nbytes=weights // 2 + weights // 64 * 4)
+    return TierSize(name="int4", expert_nbytes=weights // 2 + weights // 64 * 4)
 
 
 def run_budget(config=QWEN, *, batch=1, context=4096, chunk=1024, platform="gpu", **limits):
@@ -100,7 +100,7 @@ class PartsTest(parameterized.TestCase):
         self.assertEqual((budget.slots, budget.transient), (128, 0))
         self.assertEqual(budget.device["experts"], 48 * 128 * int4(QWEN).expert_nbytes)
         self.assertEqual((budget.total_host, budget.link_nbytes(10)), (0, 0))
-        machine = Machine(host_nbytes=0, pinned_nbytes=0)
+        machine = MachineMemory(host_nbytes=0, pinned_nbytes=0)
         self.assertEmpty(warnings(run_budget(), machine))
 
     def test_all_experts_may_have_slots(self):
@@ -120,7 +120,7 @@ class PartsTest(parameterized.TestCase):
             config=config, weights_nbytes=weights_nbytes(config), batch=1, context=64, chunk=16,
             platform="gpu",
         )  # fmt: skip
-        none = [Tier(name="none", expert_nbytes=0)]
+        none = [TierSize(name="none", expert_nbytes=0)]
         budget = make_budget(run, none, Limits(device_gib=40))
         self.assertFalse(budget.pooled)
         self.assertIn("no sparse layer", describe(budget)[-1])
@@ -307,7 +307,7 @@ class AdviceTest(parameterized.TestCase):
 
     def test_what_is_well_is_not_spoken_of(self):
         self.assertEmpty(warnings(run_budget(slots=60), MACHINE))
-        self.assertEmpty(warnings(run_budget(slots=60), Machine()))
+        self.assertEmpty(warnings(run_budget(slots=60), MachineMemory()))
 
     def test_described_totals_are_the_sums(self):
         budget = run_budget(MIXTRAL, device_gib=16, host_gib=20)

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.experts import cache_plan as placing
+from moejax.experts import tier_step as placing
 from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec
 from moejax.experts.tier_step import TierStep
 from moejax.inference.runner import Runner
-from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.layer_index import layer_indices
-from moejax.models.routing import routing_of
+from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.models.moe import MoeInputs, routing_of
 from moejax.weights import linear as ops
 from pallas_kernels import cache_plan, expert_fetch
 from pallas_kernels.target import Target
@@ -80,7 +80,7 @@ def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
         routings, carry = [routing_of(layer, CONFIG) for layer in logits], experts.init()
         for layer, routing in zip(layer_indices(CONFIG), routings, strict=True):
             ahead = (lambda: routings[1]) if layer.next_moe else None
-            found, carry, _ = experts(carry, layer, x, routing, mask, ahead, None)
+            found, carry, _ = experts(carry, MoeInputs(layer, x, routing, mask, ahead, None))
             outputs.append(jnp.where(mask[:, None], found, 0.0))
         return carry.cache.tiers[0], outputs
 

@@ -18,7 +18,7 @@ from moejax.experts.state import TierSpec
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import SHAPES
 from moejax.policies.base import (
     SKIPPED,
@@ -28,10 +28,9 @@ from moejax.policies.base import (
     Policy,
     PolicySpec,
 )
+from moejax.policies.baselines import OnDemand, as_routed
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.on_demand import OnDemand
-from moejax.policies.resident import as_routed
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import target_of

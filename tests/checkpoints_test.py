@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from moejax.checkpoints import open_checkpoint, reader, stored_dtype
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import read_model_config
-from moejax.models.hf.names import Spelling, find_spelling, placements, published_spelling
+from moejax.models.hf.names import _Spelling, find_spelling, placements, published_spelling
 from tests import slow
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import CHECKPOINTS, load_leaves, reference_model, write_checkpoint
@@ -164,7 +164,7 @@ class NamesTest(FolderTestCase):
     def test_placements_fill_every_leaf_once(self, name, fused):
         config = read_model_config(write_checkpoint(name, self.directory))
         count = {leaf: np.zeros(shape, int) for leaf, shape in weight_shapes(config).items()}
-        for placement in placements(config, Spelling("mlp", fused)):
+        for placement in placements(config, _Spelling("mlp", fused)):
             rows = placement.rows(count[placement.leaf][placement.index])
             self.assertEqual(rows.shape, placement.shape)
             rows += 1

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moejax.policies.base import SKIPPED, Decision, Observation, PolicySpec
@@ -12,6 +13,7 @@ from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
+from scripts.studies.buddymoe.controls import RandomExpert, SoftBuddies
 from tests import slow
 
 # A token's experts 0, 1 and 2 are missing; DyMoE leaves out 2, of the least weight.
@@ -29,14 +31,16 @@ def lists(*buddies: tuple[int, ...]) -> BuddyLists:
     return BuddyLists(ids, np.where(ids >= 0, np.float32(0.5), np.float32(0)))
 
 
-def decided(of: BuddyLists, first: int = 3, **settings: Any) -> tuple[Decision, list[int]]:
+def decided(
+    of: BuddyLists, first: int = 3, buddies: type[BuddyMoe] = BuddyMoe, **settings: Any
+) -> tuple[Decision, list[int]]:
     """The decision of DyMoE 4/0 with BuddyMoE, and the counts of what was replaced.
 
     Experts from `first` on are resident.
     """
     policy = Compose(
         importance=DyMoE(low="skip", schedule="equal", retention=0.67, prefetch=0),
-        buddies=BuddyMoe(lists=of, spend_on="last", **settings),
+        buddies=buddies(lists=of, spend_on="last", **settings),
     )
     probabilities = jnp.array([[0.4, 0.24, 0.16, 0.1, 0.06, 0.04]], jnp.float32)
     o = Observation(
@@ -60,6 +64,20 @@ class SkippedPairsTest(parameterized.TestCase):
     def test_take_no_buddy(self, form):
         decision, _ = decided(lists((), (3, 4), (3,)), form=form)
         self.assertEqual(decision.ids.tolist(), [[0, 3, 2]])
+
+    @pytest.mark.slow
+    def test_are_drawn_for_by_nobody(self):
+        decision, replaced = decided(lists((3,), (4,), (5,)), buddies=RandomExpert)
+        self.assertEqual(replaced, [1, 1, 0, 0, 0, 0])
+        self.assertEqual(decision.ids[0, 2].item(), 2)
+
+    @pytest.mark.slow
+    def test_carry_no_weight_of_others(self):
+        decision, replaced = decided(lists((3,), (3,), (3,)), buddies=SoftBuddies, discount=0.5)
+        self.assertEqual(decision.ids.tolist(), [[0, 3, 2]])
+        self.assertEqual(decision.tier.tolist(), [[SKIPPED, 0, SKIPPED]])
+        np.testing.assert_allclose(decision.weights[0, 1], 0.8, rtol=1e-6)
+        self.assertEqual(replaced, [1, 1, 0, 0, 0, 0])
 
     @slow.repeats()
     @parameterized.parameters("ranks", "kernel")

@@ -9,8 +9,8 @@ from moejax.errors import MoejaxError
 from moejax.routing.simulate.costs import (
     GIB,
     Machine,
-    Measured,
     Traffic,
+    _MeasuredRun,
     bandwidth_bound_ms,
     calibrate,
     step_ms,
@@ -63,7 +63,9 @@ class CostsTest(parameterized.TestCase):
         measured = []
         for share in (0.05, 0.1, 0.3, 0.6, 1.0):
             tpot = true.base_ms + float(true.link_ms(share * GIB))
-            measured.append(Measured(tpot_ms=tpot * rng.normal(1, 0.002), num_bytes=share * GIB))
+            measured.append(
+                _MeasuredRun(tpot_ms=tpot * rng.normal(1, 0.002), num_bytes=share * GIB)
+            )
         found = calibrate(measured, fetch_ms=0.02)
         self.assertAlmostEqual(found.link_gib_per_s, 44, delta=1)
         self.assertAlmostEqual(found.base_ms, 4, delta=0.2)
@@ -71,7 +73,7 @@ class CostsTest(parameterized.TestCase):
 
     def test_calibration_is_never_negative(self):
         # Twice the bytes took more than twice the time, which no machine does.
-        measured = [Measured(tpot_ms=20 * g - 1, num_bytes=g * GIB) for g in (0.1, 0.5, 1.0)]
+        measured = [_MeasuredRun(tpot_ms=20 * g - 1, num_bytes=g * GIB) for g in (0.1, 0.5, 1.0)]
         found = calibrate(measured)
         self.assertEqual(found.base_ms, 0)
         relative = np.array([[g / (20 * g - 1)] for g in (0.1, 0.5, 1.0)])
@@ -80,7 +82,7 @@ class CostsTest(parameterized.TestCase):
         for rows in (measured[:1], [measured[0]] * 3):
             with self.assertRaisesRegex(MoejaxError, "two settings"):
                 calibrate(rows)
-        falling = [Measured(tpot_ms=9 - g, num_bytes=g * GIB) for g in (1, 2)]
+        falling = [_MeasuredRun(tpot_ms=9 - g, num_bytes=g * GIB) for g in (1, 2)]
         with self.assertRaisesRegex(MoejaxError, "do not take longer"):
             calibrate(falling)
 

@@ -104,7 +104,7 @@ class TimingTest(absltest.TestCase):
         prompts = [random_tokens(12)]
 
         def run() -> Timing:
-            of = batch.Batch(serving, None, prompts, [settings], CONTEXT, (), steps_per_call=4)
+            of = batch.RowBatch(serving, None, prompts, [settings], CONTEXT, (), steps_per_call=4)
             list(of.steps())
             return of.timing
 

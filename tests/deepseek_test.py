@@ -24,13 +24,13 @@ from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models import latent_attention
 from moejax.models.attention import Attended
-from moejax.models.config import LatentAttention as Widths
+from moejax.models.config import LatentConfig as Widths
 from moejax.models.config import ModelConfig, RopeScaling, RouterRule
 from moejax.models.kv_cache import empty_cache
-from moejax.models.latent_attention import is_expanded
+from moejax.models.latent_attention import _is_expanded
 from moejax.models.layer_index import layer_indices
+from moejax.models.moe import prefetch_scores, routing_of
 from moejax.models.rope import model_angles
-from moejax.models.routing import prefetch_scores, routing_of
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.models.transformer import (
     ChunkSpec,
@@ -39,7 +39,7 @@ from moejax.models.transformer import (
     merge_weights,
     model_definition,
 )
-from moejax.policies.attention_importance import attention_received
+from moejax.policies.dymoe import attention_received
 from moejax.weights.qtensor import Weight
 from tests import parity, slow, tiny_engine
 from tests.cached_runners import CPU
@@ -192,7 +192,7 @@ def run_whole() -> jax.Array:
         model = merge_weights(definition, weights)
         return model(tokens, positions, mask, cache, ChunkSpec(0, True, "dense", "xla"))[1]
 
-    with mock.patch.object(latent_attention, "is_expanded", lambda *_, **__: True):
+    with mock.patch.object(latent_attention, "_is_expanded", lambda *_, **__: True):
         return run(tiny_weights(), cache, tokens, positions)
 
 
@@ -311,7 +311,7 @@ class FormsTest(parameterized.TestCase):
         spec, mask = ChunkSpec(SLOTS, False, "dense", "xla"), jnp.ones((2, 5), bool)
         attend = model.attention_of(cache, positions, spec, mask, is_observed=True)
         index, angles = layer_indices(TINY)[2], model_angles(TINY, positions)
-        with mock.patch.object(latent_attention, "is_expanded", lambda *_, **__: expanded):
+        with mock.patch.object(latent_attention, "_is_expanded", lambda *_, **__: expanded):
             found = model.attention(normed, index, angles, attend)
             return attend.take_attended(), found
 
@@ -345,5 +345,5 @@ class FormsTest(parameterized.TestCase):
     )  # fmt: skip
     def test_which_form_a_chunk_takes(self, length, slots, expected):
         c = DEEPSEEK_V2_LITE
-        found = is_expanded(c.latent, c.num_heads, batch=1, length=length, slots=slots, itemsize=2)
+        found = _is_expanded(c.latent, c.num_heads, batch=1, length=length, slots=slots, itemsize=2)
         self.assertEqual(found, expected)

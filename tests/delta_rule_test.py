@@ -10,7 +10,7 @@ import pytest
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from moejax.models.delta_rule import CHUNK_LENGTH, Tokens, causal_convolution, delta_rule
+from moejax.models.delta_net import CHUNK_LENGTH, _causal_convolution, _delta_rule, _DeltaTokens
 from tests import slow
 
 # Float32 against float64: a token's update passes the errors of those before it on, at most whole.
@@ -29,7 +29,7 @@ def draw(rng, batch, length, num_keys, repeats, key_dim, value_dim, decay):
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
     shared = unit(normal(batch, 1, num_keys, key_dim))  # keys that are alike make systems hard
-    tokens = Tokens(
+    tokens = _DeltaTokens(
         q=unit(normal(batch, length, num_keys, key_dim)),
         k=unit(shared + normal(batch, length, num_keys, key_dim) / key_dim),
         v=normal(batch, length, heads, value_dim),
@@ -59,7 +59,7 @@ def by_loop(tokens, active, state):
     return read, state
 
 
-rule = jax.jit(delta_rule)
+rule = jax.jit(_delta_rule)
 
 
 def ends(rng, batch, length):
@@ -104,7 +104,7 @@ class DeltaRuleTest(parameterized.TestCase):
         parts, first = [], 0
         for size in sizes:
             part = slice(first, first + size)
-            read, state = rule(Tokens(*(x[:, part] for x in tokens)), active[:, part], state)
+            read, state = rule(_DeltaTokens(*(x[:, part] for x in tokens)), active[:, part], state)
             parts.append(read)
             first += size
         found = np.where(active[:, :, None, None], np.concatenate(parts, axis=1), 0.0)
@@ -134,7 +134,7 @@ class ConvolutionTest(parameterized.TestCase):
         lengths = ends(rng, 3, length)
         active = np.arange(length)[None] < lengths[:, None]
         tail = np.zeros((3, width - 1, 2), np.float32)
-        convolve, parts, first = jax.jit(causal_convolution), [], 0
+        convolve, parts, first = jax.jit(_causal_convolution), [], 0
         for size in sizes:
             part = slice(first, first + size)
             found, tail = convolve(x[:, part], tail, weight, active[:, part])
@@ -150,7 +150,7 @@ class ConvolutionTest(parameterized.TestCase):
 
     def test_a_tail_of_half_precision_stays_so(self):
         x = jnp.ones((2, 1, 4), jnp.bfloat16)
-        convolve = functools.partial(causal_convolution, x, jnp.zeros((2, 3, 4), jnp.bfloat16))
+        convolve = functools.partial(_causal_convolution, x, jnp.zeros((2, 3, 4), jnp.bfloat16))
         found, tail = convolve(jnp.ones((4, 1, 4), jnp.bfloat16), jnp.array([[True], [False]]))
         self.assertEqual((found.dtype, tail.dtype), (jnp.float32, jnp.bfloat16))
         np.testing.assert_array_equal(jnp.sum(tail, axis=(1, 2), dtype=jnp.float32), [4, 0])

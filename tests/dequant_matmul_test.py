@@ -225,6 +225,14 @@ class CheckTest(HostTestCase):
         for rounds_weights in (False, True):
             self.assertIsNotNone(violation(found, operands, case, rounds_weights))
 
+    def test_weights_rounded_to_bfloat16_fail(self):
+        case = CASES["int4g32_symmetric"]
+        operands = random_operands(case, seed(self.id()))
+        rounded = np.asarray(operands.weights.scales).astype(jnp.bfloat16).astype(np.float32)
+        weights = dataclasses.replace(operands.weights, scales=rounded)
+        found = run(operands._replace(weights=weights), case, implementation="reference")
+        self.assertIsNotNone(violation(found, operands, case))
+
     def test_a_kernel_that_leaves_outputs_unwritten_fails(self):
         case = Case(Form(3), outputs=200, inputs=256)
         operands = random_operands(case, seed(self.id()))

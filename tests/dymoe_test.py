@@ -11,18 +11,17 @@ import numpy as np
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from moejax.policies import expert_importance, lookahead
+from moejax.policies import dymoe, ordering
 from moejax.policies.base import SKIPPED, Decision, Observation
-from moejax.policies.dymoe import FIGURE_3, DyMoE
-from moejax.policies.dymoe_schedule import critical_counts, retention_ratios
+from moejax.policies.dymoe import FIGURE_3, DyMoE, _critical_counts, _retention_ratios
 from pallas_kernels import cache_plan
 from tests import policies_contract as contract
 from tests.policies_cases import SPEC, A, E, M, random_trace
 
-HEAVY = jax.jit(expert_importance.heavy_hitters)
-BY_TOKENS = jax.jit(expert_importance.critical_by_tokens)
-PAIRS = jax.jit(expert_importance.critical_pairs)
-AHEAD = jax.jit(lookahead.experts_ahead)
+HEAVY = jax.jit(dymoe._heavy_hitters)
+BY_TOKENS = jax.jit(dymoe._critical_by_tokens)
+PAIRS = jax.jit(dymoe._critical_pairs)
+AHEAD = jax.jit(ordering.experts_ahead)
 
 
 @jax.jit
@@ -52,7 +51,7 @@ def routed(ids, *, prefill: bool, weights=None, active=None, **more) -> Observat
 class ScheduleTest(parameterized.TestCase):
     @parameterized.product(num_layers=(2, 7, 32, 48), retention=(0.5, 0.75, 0.9, 1.0))
     def test_equation_4(self, num_layers, retention):
-        found = retention_ratios("cosine", retention, num_layers)
+        found = _retention_ratios("cosine", retention, num_layers)
         lam = 2 * retention - 1
         for i in range(num_layers):
             expected = (1 - lam) * (math.cos(math.pi * i / (num_layers - 1)) + 1) / 2 + lam
@@ -62,11 +61,11 @@ class ScheduleTest(parameterized.TestCase):
         self.assertAlmostEqual(found[-1], lam)
 
     def test_equation_5_by_the_letter_on_mixtral(self):
-        ratios = {r: retention_ratios("cosine", r, 32) for r in (0.75, 0.9)}
-        decode = critical_counts(ratios[0.75], 2, "ceil")
+        ratios = {r: _retention_ratios("cosine", r, 32) for r in (0.75, 0.9)}
+        decode = _critical_counts(ratios[0.75], 2, "ceil")
         self.assertEqual(decode.tolist(), [2] * 31 + [1])  # a mean of 0.984
-        self.assertEqual(critical_counts(ratios[0.9], 2, "ceil").tolist(), [2] * 32)
-        prefill = critical_counts(ratios[0.75], 8, "ceil")
+        self.assertEqual(_critical_counts(ratios[0.9], 2, "ceil").tolist(), [2] * 32)
+        prefill = _critical_counts(ratios[0.75], 8, "ceil")
         self.assertEqual(prefill.tolist(), [math.ceil(8 * x - 1e-9) for x in ratios[0.75]])
 
     @parameterized.product(
@@ -76,8 +75,8 @@ class ScheduleTest(parameterized.TestCase):
     )
     def test_diffused_rounding_keeps_the_mean(self, shape, retention, schedule):
         num_layers, requested = shape
-        counts = critical_counts(
-            retention_ratios(schedule, retention, num_layers), requested, "diffused"
+        counts = _critical_counts(
+            _retention_ratios(schedule, retention, num_layers), requested, "diffused"
         )
         wanted = retention * requested * num_layers
         self.assertEqual(counts.sum(), math.floor(wanted + 0.5 + 1e-9))
@@ -90,7 +89,7 @@ class ScheduleTest(parameterized.TestCase):
         st.lists(st.integers(0, 100), min_size=1, max_size=12), st.sampled_from((1, 2, 8))
     )
     def test_diffused_rounding_carries_what_is_left(self, hundredths, requested):
-        counts = critical_counts(np.array(hundredths) / 100, requested, "diffused")
+        counts = _critical_counts(np.array(hundredths) / 100, requested, "diffused")
         total = 0
         for i, share in enumerate(hundredths):
             total += share * requested  # in hundredths
@@ -98,15 +97,15 @@ class ScheduleTest(parameterized.TestCase):
             self.assertBetween(counts[i], 0, requested)
 
     def test_linear_and_equal(self):
-        found = retention_ratios("linear", 0.75, 5)
+        found = _retention_ratios("linear", 0.75, 5)
         np.testing.assert_allclose(found, [1, 0.875, 0.75, 0.625, 0.5])
-        np.testing.assert_array_equal(retention_ratios("equal", 0.2, 3), [0.2] * 3)
-        np.testing.assert_array_equal(retention_ratios("cosine", 0.8, 1), [0.8])
+        np.testing.assert_array_equal(_retention_ratios("equal", 0.2, 3), [0.2] * 3)
+        np.testing.assert_array_equal(_retention_ratios("cosine", 0.8, 1), [0.8])
 
     @hypothesis.settings(max_examples=50, deadline=None)
     @hypothesis.given(st.lists(st.integers(1, 50), min_size=2, max_size=10))
     def test_sensitivity_is_proportional_cut_at_one(self, measured):
-        found = retention_ratios("sensitivity", 0.7, len(measured), [float(x) for x in measured])
+        found = _retention_ratios("sensitivity", 0.7, len(measured), [float(x) for x in measured])
         profile = (found - 0.4) / 0.6
         low, high = 0.0, float(len(measured))  # bisection for c of min(1, c s)
         for _ in range(80):
@@ -152,7 +151,7 @@ class PrefillTest(parameterized.TestCase):
     @parameterized.parameters((0.1, 0, 30, 3), (0.1, 0, 31, 4), (0, 0, 9, 0), (0.5, 2, 9, 2))
     def test_number_of_heavy_hitters(self, share, count, tokens, expected):
         active = np.arange(40) < tokens
-        found = expert_importance.num_heavy(active, np.float32(share), np.int32(count))
+        found = dymoe._num_heavy(active, np.float32(share), np.int32(count))
         self.assertEqual(int(found), expected)
 
     def test_prefill_without_importance_is_an_error(self):

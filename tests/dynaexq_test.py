@@ -10,18 +10,18 @@ import numpy as np
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from moejax.policies import hotness
+from moejax.policies import dynaexq
 from moejax.policies.base import Observation, PolicySpec
 from moejax.policies.dynaexq import DynaExq
 from tests import policies_contract as contract
 from tests import slow
 from tests.policies_cases import SPEC, A, E, M, random_trace
 
-HOT_SET = jax.jit(hotness.hot_set)
-SWAPS = jax.jit(hotness.swaps, static_argnames="max_requests")
+HOT_SET = jax.jit(dynaexq._hot_set)
+SWAPS = jax.jit(dynaexq._swaps, static_argnames="max_requests")
 SMOOTHED = jax.jit(
-    lambda scores, seen, alpha: hotness.smoothed(
-        scores, hotness.gate_means(seen), hotness.num_active(seen), alpha
+    lambda scores, seen, alpha: dynaexq._smoothed(
+        scores, dynaexq._gate_means(seen), dynaexq._num_active(seen), alpha
     )
 )
 
@@ -311,3 +311,27 @@ class SetsTest(parameterized.TestCase):
         np.testing.assert_array_equal(high & ~hot, False)
         if not exclusive:
             np.testing.assert_array_equal(hot, high)
+
+    def test_promotions_take_free_slots_before_those_of_others(self):
+        scores = np.float32([[0.9, 0.5, 0.4, 0.1]])
+        high, hot = np.array([[True, True, False, False]]), np.array([[False, False, False, True]])
+        asked = SWAPS(
+            scores, high, hot, np.ones((1, 4), bool), np.int32([2]), np.int32(4),
+            (np.int32(0), np.int32(1)), max_requests=40,
+        )  # fmt: skip
+        # One slot of two is free: expert 0 takes it, expert 1 that of expert 3.
+        self.assertEqual(list(contract.entries(asked)), [(0, 0, 0), (0, 3, 1), (0, 1, 0)])
+
+    def test_hottest_promotions_pair_with_coldest_demotions(self):
+        scores = np.float32([[0.9, 0.1, 0.5, 0.3], [0.6, 0.2, 0.0, 0.0]])
+        high = np.array([[True, False, True, False], [True, False, False, False]])
+        hot = np.array([[False, True, False, True], [False, True, False, False]])
+        asked = SWAPS(
+            scores, high, hot, np.ones((2, 4), bool), np.int32([2, 1]), np.int32(4),
+            (np.int32(0), np.int32(1)), max_requests=8,
+        )  # fmt: skip
+        found = list(contract.entries(asked))
+        # (0, 0) for (0, 1) gains 0.8; (1, 0) for (1, 1) 0.4; (0, 2) for (0, 3) 0.2.
+        expected = [(0, 1, 1), (0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 3, 1), (0, 2, 0)]
+        self.assertEqual(found, expected)
+        np.testing.assert_array_equal(np.asarray(asked.expert)[6:], -1)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from absl.testing import parameterized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moejax.models import expert_products, moe, routing
+from moejax.models import expert_products, moe
 from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, assert_near
@@ -25,7 +26,7 @@ class RouteTest(HostTestCase):
         rng = np.random.default_rng(4)
         x, router = rng.standard_normal((20, 12)), rng.standard_normal((5, 12))
         x, router = x.astype(np.float32), router.astype(np.float32)
-        found = routing.route(jnp.asarray(x), jnp.asarray(router), config)
+        found = moe.route(jnp.asarray(x), jnp.asarray(router), config)
         probabilities, weights, ids = numpy_model.route(
             x.astype(np.float64), router.astype(np.float64), config
         )
@@ -37,16 +38,19 @@ class RouteTest(HostTestCase):
     def test_softmax_is_float32_whatever_the_input(self):
         x = jnp.ones((1, 12), jnp.bfloat16)
         router = jnp.asarray(np.diag(np.arange(12))[:5] * 0.01, jnp.bfloat16)
-        found = routing.route(x, router, TINY)
+        found = moe.route(x, router, TINY)
         expected, _, _ = numpy_model.route(
             np.ones((1, 12)), np.asarray(router).astype(np.float64), TINY
         )
         assert_near(found.probabilities, expected)
 
     def test_of_equals_the_lower_id_comes_first(self):
-        found = routing.route(jnp.ones((1, 12)), jnp.zeros((5, 12)), TINY)
+        found = moe.route(jnp.ones((1, 12)), jnp.zeros((5, 12)), TINY)
         np.testing.assert_array_equal(found.ids, [[0, 1]])
         np.testing.assert_allclose(found.weights, [[0.5, 0.5]])
+
+
+FORMS = {"row": "row", "block": "block_in_cache", "grouped": "grouped_kernel"}
 
 
 def run_experts(
@@ -59,17 +63,11 @@ def run_experts(
     mask: jax.Array,
 ) -> jax.Array:
     """One of the ways, as `SparseMoe` calls it."""
-    match impl:
-        case "dense":
-            return moe.experts_dense(x, routing, gate_up, down, layer)
-        case "row":
-            return moe.experts_by_row(x, routing, gate_up, down, layer)
-        case "block":
-            return moe.experts_by_block(x, routing, gate_up, down, layer, mask, 2**20)
-    # Plain weights of half precision; float32 is refused.
-    return expert_products.experts_grouped(
-        x, routing.ids, routing.weights, gate_up, down, layer, mask, "reference"
-    )
+    if impl == "dense":
+        return moe._experts_dense(x, routing, gate_up, down, layer)
+    # Grouped takes plain weights of half precision; float32 is refused.
+    stacks, form = expert_products.ExpertStacks(gate_up, down, layer), FORMS[impl]
+    return moe._experts_in_pairs(x, routing, stacks, mask, form, "reference")
 
 
 RUN = jax.jit(run_experts, static_argnames=("impl", "layer"))
@@ -156,7 +154,9 @@ class ExpertsTest(HostTestCase):
         expert_bytes = 4 * (32 * 24 + 24 * 16)
         for num_bytes in (0, 3 * expert_bytes):  # one of the 7 blocks at a time, and three
             mask = jnp.ones(NUM_TOKENS, bool)
-            found = moe.experts_by_block(*operands, LAYER, mask, num_bytes)
+            stacks = expert_products.ExpertStacks(*operands[2:], LAYER)
+            with mock.patch.object(moe, "STEP_BYTES", {"block": num_bytes}):
+                found = moe._experts_in_pairs(*operands[:2], stacks, mask, "block")
             assert_near(found, self._expected(*operands))
 
     @parameterized.parameters((1, 8, 8), (64, 8, 8), (72, 8, 16), (4096, 8, 512), (10**6, 8, 512))

@@ -137,7 +137,7 @@ class TransfersTest(TransfersTestCase):
         self.assertEqual(transfers.num_pending, 0)
         transfers.request(2, [3, 5])
         self.drain(transfers)
-        self.assert_counters(transfers, requested=3, moved=3, landed=2, dropped=1)
+        self.assert_counters(transfers, requested=3, moved=3, inserted=2, dropped=1)
 
     @pytest.mark.slow
     def test_a_thread_that_cannot_start_is_tried_again(self):

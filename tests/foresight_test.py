@@ -11,11 +11,11 @@ from absl.testing import parameterized
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
-from moejax.policies import foresight
+from moejax.policies import dynaexq, expert_activity
+from moejax.policies.baselines import OnDemand
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.on_demand import OnDemand
 from moejax.routing.profile_file import FILE_NAME, save_buddies
 from tests import slow, tiny_engine
 from tests.buddy_profiles import random_profile
@@ -33,7 +33,7 @@ class FunctionsTest(parameterized.TestCase):
         self.following[0, 2] = 0  # never chosen
 
     def test_links_are_shares_of_those_that_follow(self):
-        links = foresight.links_of(self.following)
+        links = expert_activity.links_of(self.following)
         self.assertEqual((links.dtype, links.shape), (np.float32, (M, E, E)))
         np.testing.assert_array_equal(links[0], 0)
         for layer, i, j in np.ndindex(M - 1, E, E):
@@ -42,8 +42,11 @@ class FunctionsTest(parameterized.TestCase):
             np.testing.assert_allclose(links[layer + 1, i, j], share, rtol=1e-6)
 
     def test_hotness_is_carried_over_from_the_layer_before(self):
-        links, scores = foresight.links_of(self.following), self.rng.random((M, E), np.float32)
-        found = jax.jit(foresight.expected)(scores, links)
+        links, scores = (
+            expert_activity.links_of(self.following),
+            self.rng.random((M, E), np.float32),
+        )
+        found = jax.jit(dynaexq._expected)(scores, links)
         np.testing.assert_array_equal(found[0], scores[0])
         for layer, j in np.ndindex(M - 1, E):
             mean = sum(float(scores[layer, i]) * links[layer + 1, i, j] for i in range(E))
@@ -55,7 +58,7 @@ class FunctionsTest(parameterized.TestCase):
         worth = self.rng.random((M, E), np.float32)
         worth[0, 1] = 0
         settled = self.rng.random((M, E)) < 0.5
-        found = foresight.nearly_hot(
+        found = dynaexq._nearly_hot(
             jnp.asarray(worth), jnp.asarray(settled), jnp.int32(1), count, jnp.bool_(True)
         )
         rows = np.stack([np.asarray(field) for field in found], axis=1).reshape(count, M, 3)
@@ -81,7 +84,7 @@ class PolicyTest(parameterized.TestCase):
     def test_asks_once_when_the_hot_set_was_chosen(self, by):
         rng = np.random.default_rng(1)
         scores = rng.random((M, E), np.float32)
-        links = foresight.links_of(rng.random((M, E, E)).astype(np.float32) ** 8)
+        links = expert_activity.links_of(rng.random((M, E, E)).astype(np.float32) ** 8)
         policy = DynaExq(period=4, foresight=2, foresee_by=by, links=links)
         resident = np.zeros((M, 2, E), bool)
         resident[:, 0, 7] = resident[:, 1] = True
@@ -92,7 +95,7 @@ class PolicyTest(parameterized.TestCase):
             self.assertEqual(bool(found), is_due)
             if not is_due:
                 continue
-            worth = np.asarray(foresight.expected(scores, links)) if by == "links" else scores
+            worth = np.asarray(dynaexq._expected(scores, links)) if by == "links" else scores
             high = np.asarray(state.high)
             for layer in range(M):
                 rest = [e for e in np.argsort(-worth[layer]) if not high[layer, e]]

@@ -34,17 +34,16 @@ from moejax.experts.state import (
     no_gate,
 )
 from moejax.inference import steps
-from moejax.inference.sampling import Sampling
+from moejax.inference.steps import Sampling
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.kv_cache import empty_cache
-from moejax.models.leaf_kinds import leaves_of
+from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
 from moejax.models.shapes import CONFIGS, with_layers
 from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.policies.base import AnyPolicy, PolicySpec
+from moejax.policies.baselines import OnDemand
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.on_demand import OnDemand
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor
 from pallas_kernels import layout, op
@@ -222,7 +221,7 @@ def compiled_decode(
     chunk = ChunkSpec(CONTEXT, False, impl[0], "xla", "kernel", tiers=impl if spec.policy else ())
     definition = model_definition(config, ops.Kernels(GPU.target), holds_experts=False)
     step = functools.partial(
-        steps.decode, steps.Program(definition, spec), chunk, True, STEPS, True
+        steps.decode, steps.StepProgram(definition, spec), chunk, True, STEPS, True
     )
     return compiled(step, decode_and_dense(config, batch, is_plain, pool, stores), (0, 1), spec)
 
@@ -243,16 +242,16 @@ def compiled_prefill(config: ModelConfig, cached: Any, is_first: bool) -> jax.st
     chunk = ChunkSpec(0 if is_first else CONTEXT, is_first, "grouped_kernel", "xla")
     definition = model_definition(config, ops.Kernels(GPU.target), holds_experts=False)
     first = steps.PrefillState(state.cache, leaf_of((1, config.model_dim)))
-    part = steps.Chunk(
+    part = steps.TokenChunk(
         leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32)
     )
-    step = functools.partial(steps.prefill_chunk, steps.Program(definition, spec), chunk)
+    step = functools.partial(steps.prefill_chunk, steps.StepProgram(definition, spec), chunk)
     return compiled(step, (first, pool, inputs, part), (0, 1), spec, True)
 
 
 def compiled_resident(config: ModelConfig, batch: int) -> jax.stages.Compiled:
     """A call of eight steps of a resident model, attention and experts in INT4."""
-    program = steps.Program(model_definition(config, ops.Kernels(GPU.target)), None)
+    program = steps.StepProgram(model_definition(config, ops.Kernels(GPU.target)), None)
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
     step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
     state, *rest = decode_operands(config, batch)

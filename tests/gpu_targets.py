@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.inference import runner
-from moejax.models import attention, decode_layers, delta_net, expert_products, moe, norm
+from moejax.models import attention, delta_net, expert_products, moe, stacked, transformer
 from moejax.weights import linear
 from pallas_kernels import op
 from pallas_kernels.packed import PackedMatrices
@@ -88,8 +88,9 @@ def pretended(target: Target) -> Iterator[None]:
     ):
         yield
     for jitted in (
-        attention.token_attention, decode_layers.queries_and_cache, delta_net.states_in_place,
-        expert_products._grouped, linear._kernel_product, moe.routing_by_kernel, norm.norm_of_sum,
+        attention.token_attention, transformer._queries_and_cache, delta_net._states_in_place,
+        expert_products._grouped, linear._kernel_product, moe._routing_by_kernel,
+        stacked.norm_of_sum,
     ):  # fmt: skip
         jitted.clear_cache()
 

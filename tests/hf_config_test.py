@@ -18,7 +18,7 @@ from moejax.errors import MoejaxError
 from moejax.models import shapes
 from moejax.models.config import RouterRule, weight_shapes
 from moejax.models.hf.config import model_config, read_model_config, to_hf_config
-from moejax.models.rope import scaled_frequencies
+from moejax.models.rope import _scaled_frequencies
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, write_checkpoint
@@ -427,7 +427,7 @@ class YarnTest(parameterized.TestCase):
         with torch.device("meta"):
             attention = getattr(module, f"{name}Attention")(theirs, 0)
         scaling = config.rope_scaling
-        found = scaled_frequencies(config.rotary_dim, config.rope_theta, scaling)
+        found = _scaled_frequencies(config.rotary_dim, config.rope_theta, scaling)
         np.testing.assert_array_max_ulp(found, rotary.inv_freq.numpy(), maxulp=0)
         np.testing.assert_allclose(scaling.rotation_scale, rotary.attention_scaling, rtol=1e-12)
         np.testing.assert_allclose(config.score_scale, attention.scaling, rtol=1e-12)

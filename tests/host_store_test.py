@@ -195,7 +195,7 @@ class PinnedTest(StoreTestCase):
         self.limit("0.0001")
         self.store(Source(num_experts=400))  # ordinary memory has no limit
         with (
-            mock.patch.object(pinned, "is_pinned", return_value=True),
+            mock.patch.object(pinned, "_is_pinned", return_value=True),
             mock.patch.object(pinned, "_allocate") as allocate,
             self.assertRaisesRegex(
                 MoejaxError, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=1 before it starts, or a lower"
@@ -209,9 +209,9 @@ class PinnedTest(StoreTestCase):
         with mock.patch.dict("os.environ"), mock.patch.object(machine, "_has_gpu") as has_gpu:
             os.environ.pop(variable, None)
             for platform, left in (("cpu", 80 * 2**30), ("gpu", 64 * 2**30), ("gpu", None)):
-                with mock.patch.object(machine, "available_nbytes", return_value=left):
+                with mock.patch.object(machine, "_available_nbytes", return_value=left):
                     self.assertIsNone(machine.raise_pinned_limit(platform))
-            with mock.patch.object(machine, "available_nbytes", return_value=80 * 2**30):
+            with mock.patch.object(machine, "_available_nbytes", return_value=80 * 2**30):
                 has_gpu.return_value = False
                 self.assertIsNone(machine.raise_pinned_limit("auto"))
                 has_gpu.return_value = True

@@ -16,14 +16,16 @@ from moejax.benchmarking.expected_kernels import (
     wrong_kernels,
 )
 from moejax.errors import MoejaxError
+from moejax.inference import runner
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
-from moejax.models import kernel_choice, moe
-from moejax.models.config import LatentAttention
+from moejax.models import moe
+from moejax.models.config import LatentConfig
 from moejax.models.expert_products import choose_grouped
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.weights import choices
 from moejax.weights import linear as ops
+from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
 from tests import gpu_targets, tiny_engine
@@ -36,7 +38,7 @@ LATENT = dataclasses.replace(
     DEEPSEEK_V2_LITE, vocab_size=64, model_dim=32, num_layers=2, num_heads=8, num_kv_heads=8,
     head_dim=70, num_experts=4, experts_per_token=2, expert_dim=16, moe_layers=(1,),
     shared_dim=16, mlp_dim=16,
-    latent=LatentAttention(kv_rank=256, query_rank=None, nope_dim=64, rope_dim=6, value_dim=64),
+    latent=LatentConfig(kv_rank=256, query_rank=None, nope_dim=64, rope_dim=6, value_dim=64),
 )  # fmt: skip
 
 
@@ -49,7 +51,7 @@ class LatentTest(absltest.TestCase):
         assert isinstance(weight, QTensor)
         return weight
 
-    def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> kernel_choice.KernelChoice:
+    def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> KernelChoice:
         plain = tiny_engine.random_weights(LATENT)
         weights = {name: jnp.asarray(a, "bfloat16") for name, a in plain.items()}
         weights[EXPANDING_LEAF] = weight
@@ -64,8 +66,8 @@ class LatentTest(absltest.TestCase):
             decode = self.of(weight, target, 2)
             self.assertEqual(decode.implementation, ops.DEQUANTIZED)
             self.assertRegex(decode.describe(), "^dequantized, int4g64 .*take its rows apart")
-            (line,) = kernel_choice.phase_warnings(
-                "decode", {"kv_b": decode}, kernel_choice.expected_kernel(target)
+            (line,) = runner._phase_warnings(
+                "decode", {"kv_b": decode}, runner._expected_kernel(target)
             )
             self.assertIn(f"do not run on the {kernel} kernel: kv_b: dequantized", line)
 
@@ -73,7 +75,7 @@ class LatentTest(absltest.TestCase):
         weight = jnp.zeros((LATENT.num_layers, 8 * 128, 256), jnp.bfloat16)
         self.assertEqual(self.of(weight, AMPERE, 16).implementation, "triton")
         decode = self.of(weight, AMPERE, 2)
-        self.assertEqual(decode, kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {}))
+        self.assertEqual(decode, KernelChoice(ops.PLAIN, "bfloat16", False, {}))
 
     @pytest.mark.slow
     def test_that_is_what_runs(self):
@@ -128,14 +130,10 @@ class ExpectedTest(parameterized.TestCase):
 
     def test_what_is_wrong(self):
         found = {
-            "a": kernel_choice.KernelChoice(
-                "triton", "int4g64 float", True, {"mosaic": "K is 1408"}
-            ),
-            "b": kernel_choice.KernelChoice(
-                ops.DEQUANTIZED, "int4g64 float, block", True, {"triton": "no"}
-            ),
-            "c": kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {"mosaic": "no"}),
-            "d": kernel_choice.KernelChoice("mosaic", "int2g64 float", True, {}),
+            "a": KernelChoice("triton", "int4g64 float", True, {"mosaic": "K is 1408"}),
+            "b": KernelChoice(ops.DEQUANTIZED, "int4g64 float, block", True, {"triton": "no"}),
+            "c": KernelChoice(ops.PLAIN, "bfloat16", False, {"mosaic": "no"}),
+            "d": KernelChoice("mosaic", "int2g64 float", True, {}),
         }
         self.assertEqual([line[0] for line in wrong_kernels(found, ("mosaic",))], ["a", "b"])
         (line,) = wrong_kernels(found, ("mosaic", "triton"))
@@ -184,13 +182,12 @@ class TiersTest(absltest.TestCase):
         config = dataclasses.replace(LATENT, model_dim=256, expert_dim=256)
         high, low = (experts(Spec(bits=bits, group_size=64)) for bits in (8, 2))
         odd = experts(Spec(bits=2, group_size=64, permuted=True))
-        x = jnp.zeros((2, 256), bf16)
 
         def of(second: list[ops.Weight], impl: tuple[Any, ...]) -> choices.Record:
             with choices.recorded_choices() as found:
                 for tier, (form, stacks) in enumerate(zip(impl, (high, second), strict=True)):
                     chosen = choose_grouped(2, config, bf16, stacks, ops.Kernels(AMPERE))
-                    moe.record_experts(tier, form, x, stacks, chosen)
+                    moe.record_experts(tier, form, stacks, chosen)
             return found
 
         found = of(low, ("grouped_kernel", "grouped_kernel"))

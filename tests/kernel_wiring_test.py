@@ -16,13 +16,12 @@ from absl.testing import parameterized
 from flax import nnx
 
 from moejax import Engine
-from moejax.inference.runner import Runner
-from moejax.models import attention, delta_net, moe, norm
-from moejax.models import decode_layers as token_step
-from moejax.models.config import LatentAttention, RopeScaling
-from moejax.models.experts import ResidentExperts, routing_record
-from moejax.models.kernel_choice import phase_warnings
+from moejax.inference.runner import Runner, _phase_warnings
+from moejax.models import attention, delta_net, moe, stacked
+from moejax.models import transformer as token_step
+from moejax.models.config import LatentConfig, RopeScaling
 from moejax.models.kv_cache import KVCache, empty_cache
+from moejax.models.moe import MoeInputs, ResidentExperts, routing_record
 from moejax.models.shapes import (
     DEEPSEEK_V2_LITE,
     MIXTRAL_8X7B,
@@ -52,17 +51,17 @@ SCALED = dataclasses.replace(
 )
 LATENT = dataclasses.replace(
     DEEPSEEK_V2_LITE, **SMALL | {"num_kv_heads": 4, "head_dim": 40, "shared_dim": 16},
-    latent=LatentAttention(kv_rank=32, query_rank=None, nope_dim=24, rope_dim=16, value_dim=8),
+    latent=LatentConfig(kv_rank=32, query_rank=None, nope_dim=24, rope_dim=16, value_dim=8),
 )  # fmt: skip
 AMPERE = ops.Kernels(Target("gpu", (8, 6)))
 SPEC = ChunkSpec(kv_length=48, is_first=False, experts="dense", attention="xla", cached="kernel")
 # Module, function: each runs interpreted, in a jitted function whose traces are forgotten.
 CALLS = (
-    (token_step.residual_norm, "residual_norm", norm.norm_of_sum),
-    (token_step.qkv_to_cache, "qkv_to_cache", token_step.queries_and_cache),
+    (token_step.residual_norm, "residual_norm", stacked.norm_of_sum),
+    (token_step.qkv_to_cache, "qkv_to_cache", token_step._queries_and_cache),
     (attention.decode_attention, "decode_attention", attention.token_attention),
-    (moe.router_topk, "top_k", moe.routing_by_kernel),
-    (delta_net.kernel, "delta_step", delta_net.states_in_place),
+    (moe.router_topk, "top_k", moe._routing_by_kernel),
+    (delta_net.kernel, "delta_step", delta_net._states_in_place),
 )
 
 
@@ -130,8 +129,8 @@ def relative(found: Any, expected: Any) -> float:
 
 # Who chooses, by config, dtype and kernels, and configs that the kernel takes.
 CHOICES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "step": (token_step.choose_token_step, (QWEN3_30B_A3B, MIXTRAL_8X7B)),
-    "states": (delta_net.choose_delta_step, (NEXT,)),
+    "step": (token_step._choose_token_step, (QWEN3_30B_A3B, MIXTRAL_8X7B)),
+    "states": (delta_net._choose_delta_step, (NEXT,)),
     "attention": (
         lambda config, dtype, kernels: attention.choose_cached(
             config, dtype, kernels.target or Target("cpu", None),
@@ -140,7 +139,7 @@ CHOICES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (QWEN3_30B_A3B, MIXTRAL_8X7B, DEEPSEEK_V2_LITE, QWEN3_NEXT_80B_A3B),
     ),
     "routing": (
-        lambda config, _, kernels: moe.choose_routing(2048, config, kernels),
+        lambda config, _, kernels: moe._choose_routing(2048, config, kernels),
         (QWEN3_30B_A3B, MIXTRAL_8X7B),
     ),
 }  # fmt: skip
@@ -181,11 +180,11 @@ class WiringTest(HostTestCase):
 
     def test_reasons_of_both_kernels_are_given(self):
         config = dataclasses.replace(QWEN, model_dim=8200, head_dim=24)
-        found = token_step.choose_token_step(config, HALF, AMPERE)
+        found = token_step._choose_token_step(config, HALF, AMPERE)
         for reason in ("rows of 8200", "C=24"):
             self.assertIn(reason, found.refusals["triton"])
         wide = dataclasses.replace(QWEN, num_experts=1025)
-        found = moe.choose_routing(1, wide, AMPERE)
+        found = moe._choose_routing(1, wide, AMPERE)
         self.assertEqual(found, ("xla", {"triton": "1025 experts, more than 1024"}))
 
     # How often each kernel is traced: layers share a trace; the first norm has no sum before it.
@@ -242,8 +241,8 @@ class WiringTest(HostTestCase):
         logits = jax.random.normal(jax.random.key(2), (5, 6))
         how = {"num_chosen": 2, "normalise": True}
         with interpreted() as calls:
-            plain = moe.routing_by_kernel(logits, **how)
-            counted = moe.routing_by_kernel(logits, jnp.int32(12), **how)
+            plain = moe._routing_by_kernel(logits, **how)
+            counted = moe._routing_by_kernel(logits, jnp.int32(12), **how)
         for one, other in zip(plain, counted, strict=True):
             np.testing.assert_array_equal(one, other)
         first = [call.kwargs["first"] is None for call in calls["top_k"].call_args_list]
@@ -257,8 +256,8 @@ class WiringTest(HostTestCase):
             layers, seen, model = [], [], small_model(QWEN, kernels)
 
             class Seeing(ResidentExperts):
-                def __call__(self, carry: Any, layer: Any, x: jax.Array, *inputs: Any) -> Any:
-                    routing, _, next_routing, _ = inputs
+                def __call__(self, carry: Any, inputs: MoeInputs) -> Any:
+                    layer, x, routing, _, next_routing, _ = inputs
                     layers.append(layer.mlp)
                     seen.append((x, routing.ids, next_routing().ids if next_routing else None))
                     return x, None, None
@@ -351,7 +350,7 @@ class WiringTest(HostTestCase):
             self.assertEqual(by_xla.kernel_choices(1, 1)[name].describe(), "xla, bfloat16")
             with mock.patch.object(token_step.residual_norm.triton, "MAX_WIDTH", 16):
                 refused = on_gpu.kernel_choices(1, 1)
-        warnings = phase_warnings("decode", refused, "triton")
+        warnings = _phase_warnings("decode", refused, "triton")
         said = f"decode: {name} run without their kernel: xla, bfloat16 (triton: rows of 32"
         self.assertLen([line for line in warnings if line.startswith(said)], 1)
 

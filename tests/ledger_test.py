@@ -126,8 +126,8 @@ class LedgerTest(parameterized.TestCase):
             ],
         )
         self.assertEqual(self.book.host_hit_rate, 7 / 9)
-        self.book.bulk_requests = {"requested": 3, "refused": 0, "landed": 2}
-        self.assertEqual(self.book.describe()[-1], "bulk requests: requested 3, landed 2")
+        self.book.bulk_requests = {"requested": 3, "refused": 0, "inserted": 2}
+        self.assertEqual(self.book.describe()[-1], "bulk requests: requested 3, inserted 2")
 
     def test_gate_mass(self):
         for _ in range(2):

@@ -23,8 +23,7 @@ from moejax.checkpoints.open import Checkpoint
 from moejax.engine import STEPS_PER_CALL
 from moejax.experts import pinned_memory as pinned
 from moejax.experts.budget import PINNED_LIMIT, Limits
-from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.disk_reader import DiskReader
+from moejax.experts.disk_cache import DiskExperts, DiskReader
 from moejax.inference.generation import GenerationSettings
 from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -140,6 +139,23 @@ class LimitsTest(parameterized.TestCase):
             with self.assertRaisesRegex(MoejaxError, "is gone"):
                 runner.decode(session, 9, STEPS_PER_CALL, False)
         self.assertEqual(tokens(engine), RESIDENT)
+
+    @pytest.mark.slow
+    def test_a_step_that_fails_leaves_a_whole_engine(self):
+        engine = limited(slots=2, transient=2)
+        with self.assertRaises(KeyboardInterrupt), engine._runner.memory.step():
+            for leaf in jax.tree.leaves(engine._runner.memory.pool):
+                leaf.delete()  # as one that was donated is
+            raise KeyboardInterrupt
+        self.assertEqual(tokens(engine), RESIDENT)
+
+    @pytest.mark.slow
+    def test_slots_and_transients_are_those_asked_for(self):
+        engine = limited(slots=3, transient=2, prefetch=1)
+        self.assertEqual(tokens(engine), RESIDENT)
+        slots = jax.tree.leaves(engine._runner.memory.tiers[0].pool.banks)
+        self.assertEqual({leaf.shape[0] for leaf in slots}, {1 * 3 + 2})  # of two banks
+        self.assertEqual(totals(engine)["waits"], 0)
 
     @slow.repeats()
     @parameterized.product(has_checksums=[True, False], was_read=[True, False])
@@ -259,7 +275,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertLess(planned.host["experts"], planned.total_host - 1)
         gib = (planned.total_host - 1) / 2**30
         with (
-            mock.patch.object(pinned, "is_pinned", return_value=True),
+            mock.patch.object(pinned, "_is_pinned", return_value=True),
             mock.patch.dict(os.environ, {PINNED_LIMIT: repr(gib)}),
             mock.patch.object(Checkpoint, "load", side_effect=AssertionError),
             self.assertRaisesRegex(MoejaxError, "more than the 0 GiB of host memory that JAX may"),

@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from moejax.models.config import DeltaNet, LatentAttention, ModelConfig, RopeScaling, RouterRule
+from moejax.models.config import (
+    DeltaConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeScaling,
+    RouterRule,
+)
 from tests.random_checkpoints import TINY
 
 # Standard attention; shared experts; the first layer dense.
@@ -13,7 +19,7 @@ SHARED: dict[str, Any] = {
 # With latent attention, queries through their own latent, and YaRN.
 LATENT: dict[str, Any] = {
     **SHARED, "family": "deepseek_v2", "head_dim": 24, "interleaved_rope": True,
-    "latent": LatentAttention(kv_rank=32, query_rank=48, nope_dim=16, rope_dim=8, value_dim=16),
+    "latent": LatentConfig(kv_rank=32, query_rank=48, nope_dim=16, rope_dim=8, value_dim=16),
     "rope_scaling": RopeScaling(
         kind="yarn", factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.7
     ),
@@ -22,7 +28,7 @@ LATENT: dict[str, Any] = {
 DELTA: dict[str, Any] = {
     "family": "qwen3_next", "rope_dim": 4, "attention_gate": True, "zero_centred_norm": True,
     "moe_layers": (0, 1, 2, 3), "num_layers": 4, "shared_dim": 32, "shared_gate": True,
-    "delta_net": DeltaNet(
+    "delta_net": DeltaConfig(
         layers=(0, 1, 2), num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16,
         conv_width=4,
     ),

@@ -21,7 +21,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.sampling import names_a_token
+from moejax.inference.steps import _names_a_token
 from tests import commands, slow, tiny_engine
 from tests.folder_case import FolderTestCase
 from tests.serving_case import served, tiny_chat_engine
@@ -148,9 +148,9 @@ class LogitsTest(FolderTestCase):
                 self.assertIn("nan` or element < 0", str(error))
                 drawn.append(False)
         self.assertIn(True, drawn)
-        np.testing.assert_array_equal(jax.jit(names_a_token)(jnp.asarray(logits)), drawn)
+        np.testing.assert_array_equal(jax.jit(_names_a_token)(jnp.asarray(logits)), drawn)
         equal_or_masked = jnp.asarray([[0.0, 0.0], [-jnp.inf, 0.0], [-jnp.inf, -jnp.inf]])
-        np.testing.assert_array_equal(names_a_token(equal_or_masked), [True, True, False])
+        np.testing.assert_array_equal(_names_a_token(equal_or_masked), [True, True, False])
 
     def test_generate_and_stream_raise(self):
         engine = self.engine()

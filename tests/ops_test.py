@@ -233,19 +233,18 @@ class KernelTest(HostTestCase):
         self.assertEqual(memory.temp_size_in_bytes, 0)
 
 
+FORMS = {"row": "row", "block": "block", "grouped": "grouped_kernel"}
+
+
 def run_experts(
     impl: str, x: jax.Array, routing: moe.Routing, gate_up: Weight, down: Weight
 ) -> jax.Array:
     if impl == "dense":
-        return moe.experts_dense(x, routing, gate_up, down, LAYER)
-    if impl == "row":
-        return moe.experts_by_row(x, routing, gate_up, down, LAYER)
+        return moe._experts_dense(x, routing, gate_up, down, LAYER)
+    stacks, form = expert_products.ExpertStacks(gate_up, down, LAYER), FORMS[impl]
     mask = jnp.ones(len(x), bool)
-    if impl == "grouped":
-        return expert_products.experts_grouped(
-            x, routing.ids, routing.weights, gate_up, down, LAYER, mask, "reference"
-        )
-    return moe.experts_by_block(x, routing, gate_up, down, LAYER, mask, 2**12)
+    with mock.patch.object(moe, "STEP_BYTES", {"block": 2**12}):
+        return moe._experts_in_pairs(x, routing, stacks, mask, form, "reference")
 
 
 RUN = jax.jit(run_experts, static_argnames="impl")
@@ -290,10 +289,13 @@ class ExpertsTest(HostTestCase):
 
     def test_grouped_leaves_padding_alone(self):
         (x, routing, gate_up, down), expected = operands("int3_ranks")
-        found = expert_products.experts_grouped(
-            x.at[1].set(jnp.nan), routing.ids, routing.weights, gate_up, down, LAYER,
-            jnp.asarray([True, False]), "reference",
-        )  # fmt: skip
+        stacks, mask = (
+            expert_products.ExpertStacks(gate_up, down, LAYER),
+            jnp.asarray([True, False]),
+        )
+        found = moe._experts_in_pairs(
+            x.at[1].set(jnp.nan), routing, stacks, mask, "grouped_kernel", "reference"
+        )
         assert_near(found[:1], expected[:1])
         np.testing.assert_array_equal(found[1], 0)
 

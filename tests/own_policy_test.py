@@ -16,7 +16,7 @@ from moejax.evaluation.lm_eval_model import read_arguments
 from moejax.experts.tiering import Tiering
 from moejax.files.result_rows import read_rows
 from moejax.policies.base import Policy
-from moejax.policies.make import class_of, make_policy, settings_of
+from moejax.policies.make import _class_of, make_policy, settings_of
 from moejax.routing.trace import write_trace
 from tests import commands, tiny_engine
 from tests.folder_case import FolderTestCase
@@ -121,7 +121,7 @@ class OwnPolicyTest(FolderTestCase):
     )
     def test_what_is_none(self, name, said):
         with self.assertRaisesRegex(MoejaxError, said) as caught:
-            class_of(name)
+            _class_of(name)
         self.assertNotIn("\n", str(caught.exception))
 
     def test_mistakes_in_settings(self):

@@ -17,13 +17,13 @@ from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.config.policy import PolicyConfig
 from moejax.experts import machine
-from moejax.experts.budget import Limits, Machine, describe
+from moejax.experts.budget import Limits, MachineMemory, describe
 from moejax.experts.load import tier_of
 from moejax.inference import chunking as chunks
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.planning import bits_line
-from moejax.policies.attention_importance import importance_nbytes
+from moejax.policies.dymoe import importance_nbytes
 from moejax.weights import LOW_RANK
 from moejax.weights.qtensor import CodesKind
 from tests import commands, slow
@@ -396,16 +396,17 @@ class MainTest(PlanCase):
     def test_this_machine(self):
         path = self.directory / "meminfo"
         path.write_text("MemTotal:       10 kB\nMemAvailable:    7 kB\n")
-        self.assertEqual(machine.available_nbytes(path), 7 * 1024)
-        self.assertIsNone(machine.available_nbytes(self.directory / "nothing"))
+        self.assertEqual(machine._available_nbytes(path), 7 * 1024)
+        self.assertIsNone(machine._available_nbytes(self.directory / "nothing"))
         path.write_text("something else\n")
-        self.assertIsNone(machine.available_nbytes(path))
-        with mock.patch.object(machine, "available_nbytes", return_value=5):
+        self.assertIsNone(machine._available_nbytes(path))
+        with mock.patch.object(machine, "_available_nbytes", return_value=5):
             with mock.patch.dict("os.environ", {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "3"}):
                 self.assertEqual(
-                    machine.this_machine("gpu"), Machine(host_nbytes=5, pinned_nbytes=3 * 2**30)
+                    machine.this_machine("gpu"),
+                    MachineMemory(host_nbytes=5, pinned_nbytes=3 * 2**30),
                 )
-            self.assertEqual(machine.this_machine("cpu"), Machine(host_nbytes=5))
+            self.assertEqual(machine.this_machine("cpu"), MachineMemory(host_nbytes=5))
 
     def test_memory_is_given_in_the_file(self):
         config = PlanConfig(shape="Qwen3-30B-A3B", memory=MemoryConfig(device_gib=12, prefetch=2))

@@ -1,5 +1,6 @@
 """Bit planes: codes of several widths chosen jointly, written once and read at each width."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -16,6 +17,7 @@ from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.verify import verify_checkpoint
 from moejax.engine import Engine
+from moejax.experts import load
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
 from moejax.quantization.gptq import gptq
@@ -372,11 +374,38 @@ class PlanesCheckpointTest(QuantizeTestCase):
         ) as engine:
             self.assertEqual(engine.generate(tokens, max_new_tokens=6)[0].tokens, expected)
 
-    @pytest.mark.slow
-    def test_tiers_are_copies_of_prefixes(self):
+    def test_a_tier_refines_the_next_which_holds_all(self):
         job = self.planes_job()
         quantize_checkpoint(job)
-        tiering = Tiering(policy="dymoe", tiers=("int4", "int2"))
+        found = {}
+        for how in ("planes", "copies"):
+            as_planes = mock.patch.object(load, "_over_base", return_value=None)
+            tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(2, 4))
+            with (
+                as_planes if how == "copies" else contextlib.nullcontext(),
+                Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine,
+            ):
+                tokens = engine.generate([list(range(3, 20))], max_new_tokens=6)[0].tokens
+                high, low = engine._runner.memory.tiers
+                engine._runner.memory.read_counters()
+                found[how] = tokens, high, low, engine.budget
+        (tokens, high, low, budget), (expected, copy, _, of_copies) = found.values()
+        self.assertEqual(tokens, expected)
+        self.assertEqual([high.spec.refines, low.spec.refines, copy.spec.refines], [2, 0, 0])
+        for event in ("needed", "hits", "misses"):
+            self.assertEqual(high.ledger.total(event), copy.ledger.total(event))
+        weights = 3 * 64 * 64
+        self.assertEqual(high.ledger.expert_bytes, weights * 2 // 8)
+        self.assertEqual(copy.ledger.expert_bytes, weights * (4 + 1) // 8)
+        num_experts = high.spec.cache.num_layers * high.spec.cache.num_experts
+        self.assertEqual(budget.total_host, num_experts * weights * (4 + 1) // 8)
+        self.assertEqual(of_copies.total_host, num_experts * weights * (4 + 1 + 2 + 1) // 8)
+
+    @pytest.mark.slow
+    def test_tiers_that_both_lack_experts_have_copies(self):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(2, 2))
         with Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine:
             self.assertLen(engine.generate([[3, 4, 5]], max_new_tokens=4)[0].tokens, 4)
             widths = [tier.store.gate_up.bits for tier in engine._runner.memory.tiers]

@@ -22,8 +22,8 @@ from moejax.policies.base import (
     Observation,
     PolicySpec,
     Requests,
+    vmap_decide,
 )
-from moejax.policies.by_layer import vmap_decide
 from pallas_kernels.cache_plan import Rule
 from pallas_kernels.cache_plan.reference import wishes_of
 from tests.policies_cases import FIRST_CASES, A, Case, E
@@ -158,7 +158,7 @@ def check_layers_apart(case: Case, trace: Any) -> None:
         assert of_all_layers, "only draws are numbered, and a budget of bytes is of all layers"
         return
     one, state = compiled("decide", policy), policy.init(case.spec)
-    together = jax.jit(functools.partial(vmap_decide, policy, axes))
+    together = jax.jit(functools.partial(vmap_decide, policy))
     for step in range(jax.tree.leaves(trace)[0].shape[0]):
         seen = at(trace, step)
         decisions, after = jax.device_get(together(state, seen))

@@ -27,7 +27,7 @@ MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
 
 
 def total_chunk(
-    program: Any, spec: Any, state: Any, experts: Any, inputs: Any, chunk: steps.Chunk
+    program: Any, spec: Any, state: Any, experts: Any, inputs: Any, chunk: steps.TokenChunk
 ) -> steps.StepResult:
     """A step of `Runner.scan_windows`: the nats of each token at its own place."""
     cache, total = state
@@ -84,7 +84,7 @@ class PolicyScoringTest(FolderTestCase):
     def test_promotions_between_chunks_of_the_period(self):
         engine, counts = self.engine(**DYNAEXQ, emulate=False), []
         step, ledger = ExpertMemory.step, engine.ledger
-        asked, bulk = ledger.asked, ledger.tiers["int4"].total("bulk")
+        asked, bulk, gate = ledger.asked, ledger.tiers["int4"].total("bulk"), ledger.gate
 
         def counting(memory: ExpertMemory, since: Any = None, num_tokens: int = 0) -> Any:
             counts.append(num_tokens)
@@ -98,6 +98,9 @@ class PolicyScoringTest(FolderTestCase):
         self.assertContainsSubset(range(24, 400, 24), ends)
         self.assertGreaterEqual(ledger.asked - asked, 400 // 24)
         self.assertGreaterEqual(ledger.tiers["int4"].total("bulk") - bulk, 6)
+        gate = ledger.gate - gate
+        np.testing.assert_allclose(gate[:, -1], 400, rtol=1e-5)  # a token's weights' sum is 1
+        np.testing.assert_allclose(gate[:, :3].sum(axis=1), 400, rtol=1e-5)
         said = f"between steps the policy was asked {ledger.asked} times what to move"
         self.assertIn(said, ledger.describe())
 

@@ -13,8 +13,8 @@ import pytest
 from absl.testing import parameterized
 
 from moejax.models.kv_cache import KVCache
-from moejax.models.norm import rms_norm
 from moejax.models.rope import rotate
+from moejax.models.stacked import rms_norm
 from pallas_kernels import qkv_to_cache as package
 from pallas_kernels.qkv_to_cache import triton
 from tests import slow

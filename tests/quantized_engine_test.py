@@ -13,10 +13,11 @@ from absl.testing import parameterized
 from moejax import Engine
 from moejax.inference import chunking as chunks
 from moejax.inference import runner, steps
-from moejax.models import kernel_choice, moe
+from moejax.models import moe
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights import linear as ops
+from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
 from tests import gpu_targets, slow, tiny_engine
@@ -165,11 +166,11 @@ class QuantizedEngineTest(parameterized.TestCase):
             self.assertIn(name, told)
 
     def test_the_expected_kernel_is_not_remarked_on(self):
-        found = {"a": kernel_choice.KernelChoice("triton", "int4g64 float", True, {"mosaic": "no"})}
-        found["b"] = kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {})
-        self.assertEqual(kernel_choice.phase_warnings("prefill", found, "triton"), [])
-        self.assertEqual(kernel_choice.phase_warnings("prefill", found, None), [])
-        (line,) = kernel_choice.phase_warnings("prefill", found, "mosaic")
+        found = {"a": KernelChoice("triton", "int4g64 float", True, {"mosaic": "no"})}
+        found["b"] = KernelChoice(ops.PLAIN, "bfloat16", False, {})
+        self.assertEqual(runner._phase_warnings("prefill", found, "triton"), [])
+        self.assertEqual(runner._phase_warnings("prefill", found, None), [])
+        (line,) = runner._phase_warnings("prefill", found, "mosaic")
         self.assertEndsWith(line, "mosaic kernel: a: triton, int4g64 float (mosaic: no)")
         for target, expected in (
             (Target("cpu", None), None),
@@ -177,7 +178,7 @@ class QuantizedEngineTest(parameterized.TestCase):
             (Target("gpu", (9, 0)), "mosaic"),
             (Target("gpu", (12, 0)), "triton"),
         ):
-            self.assertEqual(kernel_choice.expected_kernel(target), expected)
+            self.assertEqual(runner._expected_kernel(target), expected)
 
     @pytest.mark.slow
     def test_scores_as_well(self):

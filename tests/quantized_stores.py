@@ -25,7 +25,7 @@ from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.devices import choose_device
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import to_hf_config
-from moejax.models.hf.names import Spelling, placements, published_spelling
+from moejax.models.hf.names import _Spelling, placements, published_spelling
 from moejax.weights.qtensor import QTensor, dense, from_codes
 from tests import quantized_files as files
 from tests.folder_case import FolderTestCase
@@ -55,7 +55,7 @@ class Store:
     def __init__(self, model, *, fused=False):
         self.model = model
         spelling = published_spelling(model.family)
-        self.spelling = Spelling(spelling.moe_module, fused=True) if fused else spelling
+        self.spelling = _Spelling(spelling.moe_module, fused=True) if fused else spelling
         self.tensors, self.weights = {}, {}
 
     def matrix(self, prefix, shape):

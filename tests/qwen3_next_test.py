@@ -17,7 +17,7 @@ from absl.testing import parameterized
 from moejax import Engine
 from moejax.evaluation.perplexity import log_likelihood
 from moejax.inference import runner, steps
-from moejax.models.config import DeltaNet, ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.config import DeltaConfig, ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.text.windows import Windowing
@@ -40,7 +40,7 @@ TWO_LAYERS = dataclasses.replace(
     rope_dim=4,
     attention_gate=True,
     zero_centred_norm=True,
-    delta_net=DeltaNet(
+    delta_net=DeltaConfig(
         layers=(0,), num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16, conv_width=4
     ),
     shared_dim=16,
@@ -163,9 +163,9 @@ def compiled_chunk(
     weights = {n: array(s, leaf_dtype(n, f32)) for n, s in weight_shapes(config).items()}
     cache = jax.eval_shape(functools.partial(long_cache, config, num_slots, batch))
     spec = ChunkSpec(num_slots, False, "block", "xla")
-    step = functools.partial(steps.prefill_chunk, steps.Program(model_definition(config)), spec)
+    step = functools.partial(steps.prefill_chunk, steps.StepProgram(model_definition(config)), spec)
     state = steps.PrefillState(cache, array((batch, config.model_dim), f32))
-    chunk = steps.Chunk(array((batch, size), i32), array((), i32), array((batch,), i32))
+    chunk = steps.TokenChunk(array((batch, size), i32), array((), i32), array((batch,), i32))
     inputs = steps.StepInputs(weights, None)
     lowered = jax.jit(step, donate_argnums=0).lower(state, None, inputs, chunk)
     return lowered.compile(AS_USERS_COMPILE)

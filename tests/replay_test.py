@@ -17,10 +17,8 @@ from moejax.policies.base import SKIPPED, Observation
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
 from moejax.routing.simulate import runs
-from moejax.routing.simulate.program_keys import ProgramKeys
-from moejax.routing.simulate.replay import EVENTS
-from moejax.routing.simulate.runs import Run, RunResult, run_policies, spec_of
-from moejax.routing.simulate.segments import CALL_STEPS, segments
+from moejax.routing.simulate.replay import CALL_STEPS, EVENTS, segments
+from moejax.routing.simulate.runs import Run, RunResult, _ProgramKeys, _spec_of, run_policies
 from moejax.routing.trace import Trace
 from tests import slow
 from tests.simulated_traces import random_trace
@@ -74,7 +72,7 @@ class PlainPools:
                 layer[t] |= dict.fromkeys(mine, (1, False))
         self.events = np.zeros((2, len(EVENTS), len(run.tiers)), int)
         self.gate = np.zeros((2, len(run.tiers) + 3))
-        self.state = run.policy.init(spec_of(trace, run))
+        self.state = run.policy.init(_spec_of(trace, run))
         self.delay = delay
         # Layer, tier and expert of what is on its way, and the calls since it was asked for.
         self.coming: dict[tuple[int, int, int], int] = {}
@@ -296,13 +294,13 @@ class ReplayTest(parameterized.TestCase):
         chosen = [run for run in RUNS.values() if isinstance(run.policy, DyMoE)]
         whole = run_policies(TRACE, chosen)
         with mock.patch.object(runs, "BLOCK_BYTES", 2**14):
-            self.assertEqual(runs.block_size(5, np.zeros(100), TRACE, 2), 2)
+            self.assertEqual(runs._block_size(5, np.zeros(100), TRACE, 2), 2)
             blocks = run_policies(TRACE, chosen)
         for a, b in zip(whole, blocks, strict=True):
             np.testing.assert_array_equal(a.events, b.events)
 
     def test_formulas_are_traced_once_for_what_is_read(self):
-        keys, spec = ProgramKeys(), spec_of(TRACE, RUNS["dymoe 4/2"])
+        keys, spec = _ProgramKeys(), _spec_of(TRACE, RUNS["dymoe 4/2"])
         with mock.patch.object(jax, "make_jaxpr", wraps=jax.make_jaxpr) as traced:
 
             def formula(name: str, **settings: Any) -> tuple[str, ...]:

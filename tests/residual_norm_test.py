@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moejax.models.norm import rms_norm
+from moejax.models.stacked import rms_norm
 from pallas_kernels import residual_norm as package
 from pallas_kernels.residual_norm import triton
 from tests import slow

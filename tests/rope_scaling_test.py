@@ -21,7 +21,7 @@ from moejax.inference import chunking as chunks
 from moejax.inference.generation import GenerationSettings
 from moejax.models.config import ModelConfig
 from moejax.models.hf.config import model_config, to_hf_config
-from moejax.models.rope import model_angles, scaled_frequencies
+from moejax.models.rope import _scaled_frequencies, model_angles
 from tests.hf_checkpoints import FAMILIES, TinyCheckpoint, reference_model, write_random_checkpoint
 from tests.hf_defaults_test import FULL
 from tests.numpy_model import RELATIVE_ERROR, relative_errors
@@ -65,7 +65,7 @@ class FrequenciesTest(parameterized.TestCase):
         for is_long in (False, True):
             length = 10**4 if is_long and ours.rope_scaling.kind == "longrope" else None
             expected, factor = compute(theirs, device="cpu", seq_len=length)
-            found = scaled_frequencies(
+            found = _scaled_frequencies(
                 ours.rotary_dim, ours.rope_theta, ours.rope_scaling, is_long=is_long
             )
             np.testing.assert_array_max_ulp(found, expected.numpy(), maxulp=1)

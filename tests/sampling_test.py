@@ -13,7 +13,7 @@ from absl.testing import parameterized
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from moejax.inference.sampling import Sampling, draw, filtered, penalized
+from moejax.inference.steps import Sampling, _draw, _filtered, _penalized
 from tests.host_test_case import HostTestCase
 
 VOCAB_SIZE = 37
@@ -21,8 +21,8 @@ SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 # A cumulative mass this near to p may fall on either side: two float32 sums in another order.
 MASS_ROUNDING = 1e-5
 
-FILTERED = jax.jit(filtered)
-DRAW = jax.jit(draw, static_argnames="all_greedy")
+FILTERED = jax.jit(_filtered)
+DRAW = jax.jit(_draw, static_argnames="all_greedy")
 
 
 def sampling_of(
@@ -79,7 +79,7 @@ def warped(
 
 
 def apply_filter(logits: np.ndarray, **how: Any) -> np.ndarray:
-    """`filtered` on the host."""
+    """`_filtered` on the host."""
     return np.asarray(FILTERED(jnp.asarray(logits), sampling_of(len(logits), **how)))
 
 
@@ -202,7 +202,7 @@ class PenalizedTest(HostTestCase):
         expected = processor(torch.tensor(ids), torch.tensor(logits)).numpy()
         seen = np.zeros(logits.shape, bool)
         np.put_along_axis(seen, ids, True, axis=1)
-        found = penalized(
+        found = _penalized(
             jnp.asarray(logits), jnp.asarray(seen), jnp.full(len(logits), penalty, jnp.float32)
         )
         np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6)

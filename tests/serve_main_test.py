@@ -129,6 +129,27 @@ class ProcessTest(parameterized.TestCase):
             with self.assertRaises(OSError):
                 health(port)
 
+    @pytest.mark.slow
+    def test_a_stream_that_sigterm_cuts_ends_with_an_error_event(self):
+        slow = (
+            "from moejax.inference.runner import Runner; decode = Runner.decode; "
+            "Runner.decode = lambda *a: (time.sleep(0.05), decode(*a))[1]"
+        )
+        with patched(slow, "--config.warm_up=False", "--config.grace_s=0") as server:
+            port = ready_port(server)
+            connection = asked(port, stream=True)
+            answer = connection.getresponse()
+            self.assertStartsWith(answer.readline().decode(), "data: {")
+            with socket.create_connection(("127.0.0.1", port), timeout=30):  # silent
+                server.send_signal(signal.SIGTERM)
+                *_, last = answer.read().strip().split(b"\n\n")
+                connection.close()
+                error = json.loads(last.removeprefix(b"data: "))["error"]
+                self.assertEqual(error["code"], "unavailable")
+                _, said = server.communicate(timeout=30)
+            self.assertEqual(server.returncode, 0)
+            self.assertRegex(said, "^stopping: [^\n]*\n$")
+
     def test_sigterm_while_a_program_compiles_tells_all_and_ends(self):
         """The compiler is one that takes a minute; a body that does not come is not waited for."""
         with patched(

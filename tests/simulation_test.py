@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moejax.policies.on_demand import OnDemand
-from moejax.routing.simulate.ceilings import MAX_SEARCHED, belady, needed_experts
+from moejax.policies.baselines import OnDemand
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
+from moejax.routing.simulate.sweeping import MAX_SEARCHED, _needed_experts, belady
 from tests.simulated_traces import random_trace
 
 # A prompt in two chunks, tokens one by one, a batch of three, another prompt, more tokens.
@@ -28,7 +28,7 @@ class CeilingsTest(parameterized.TestCase):
             trace = random_trace(
                 step_sizes=[1] * 9, num_layers=2, num_experts=5, width=2, seed=seed
             )
-            masks, is_decode = needed_experts(trace)
+            masks, is_decode = _needed_experts(trace)
             slots = [0, 1, 2, 3, 5]
             found = belady(masks, is_decode, jnp.asarray(slots))
             for k, layer in itertools.product(range(len(slots)), range(2)):
@@ -38,7 +38,7 @@ class CeilingsTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_belady_is_a_literal_version_and_beats_lru(self):
         trace = random_trace(step_sizes=STEPS, num_layers=2, num_experts=64, width=6)
-        (masks, is_decode), slots = needed_experts(trace), (0, 3, 8, 20, 40, 64)
+        (masks, is_decode), slots = _needed_experts(trace), (0, 3, 8, 20, 40, 64)
         self.assertGreater(masks.sum(2).max(), MAX_SEARCHED)
         found = belady(masks, is_decode, jnp.asarray(slots))
         for layer in range(2):

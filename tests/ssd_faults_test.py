@@ -13,7 +13,7 @@ from absl.testing import parameterized
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import TensorFiles, open_experts
 from moejax.errors import MoejaxError
-from moejax.experts.disk_reader import State
+from moejax.experts.disk_cache import _State
 from tests.quantized_stores import QWEN, Gptq, Own
 from tests.ssd_source import MOMENT, SECONDS, Source, SsdTestCase
 
@@ -62,7 +62,7 @@ class FaultTest(SsdTestCase):
             reader.close(MOMENT)
         self.assertLess(time.monotonic() - start, SECONDS / 2)
         self.assertIn("left behind", logs.output[0])
-        self.assertEqual(queued.state, State.OVER)
+        self.assertEqual(queued.state, _State.OVER)
         for call in (lambda: reader.request((0, 0)), lambda: reader.read_now((0, 0))):
             with self.assertRaisesRegex(ValueError, "is closed"):
                 call()
@@ -75,7 +75,7 @@ class FaultTest(SsdTestCase):
         self.finished(reader)
         reader.close()
         reader.close()
-        self.assertEqual(starving.state, State.OVER)
+        self.assertEqual(starving.state, _State.OVER)
         self.assertFalse(reader._thread.is_alive())
 
     def test_a_retry_does_not_hold_up_closing(self):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.experts.disk_reader import DiskReader, State
+from moejax.experts.disk_cache import DiskReader, _State
 
 SECONDS = 20.0  # for what must happen
 MOMENT = 0.05  # for what must not
@@ -64,9 +64,9 @@ class SsdTestCase(parameterized.TestCase):
     def is_read(self, ticket, seconds=SECONDS):
         """Whether a ticket is read, failed or cancelled within this time."""
         end = time.monotonic() + seconds
-        while ticket.state in (State.QUEUED, State.READING) and time.monotonic() < end:
+        while ticket.state in (_State.QUEUED, _State.READING) and time.monotonic() < end:
             time.sleep(0.001)
-        return ticket.state not in (State.QUEUED, State.READING)
+        return ticket.state not in (_State.QUEUED, _State.READING)
 
     def finished(self, reader, count=1):
         """Waits until `done` has returned `count` results, and returns them."""

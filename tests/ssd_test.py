@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
-from moejax.experts.disk_reader import DiskReader, State, check_waiting
+from moejax.experts.disk_cache import DiskReader, _State, check_waiting
 from tests.ssd_source import MOMENT, PARTS, SECONDS, Source, SsdTestCase
 
 
@@ -40,7 +40,7 @@ class DiskReaderTest(SsdTestCase):
         tickets = [reader.request((0, i)) for i in range(3)]
         first, second = self.finished(reader, 2)
         self.assertFalse(self.is_read(tickets[2], MOMENT))
-        self.assertEqual(tickets[2].state, State.QUEUED)
+        self.assertEqual(tickets[2].state, _State.QUEUED)
         self.assert_value(source, first)
         block = first.row
         reader.release(first)
@@ -81,7 +81,7 @@ class DiskReaderTest(SsdTestCase):
             self.assertEqual(reader.cancel(ticket), state != "delivered")
         if state == "delivered":
             reader.release(ticket)
-        self.assertEqual(ticket.state, State.OVER)
+        self.assertEqual(ticket.state, _State.OVER)
         source.gate.set()
         if state == "queued":
             self.assertEqual(self.finished(reader), [busy])

@@ -14,6 +14,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import grouped_dequant_matmul as grouped
 from pallas_kernels import mosaic_decode
+from pallas_kernels.grouped_dequant_matmul import mosaic
 from pallas_kernels.mosaic_decode import tiles
 from pallas_kernels.mosaic_decode.accumulate import _Accumulation
 from pallas_kernels.mosaic_decode.jobs import JobList, Pairs
@@ -168,6 +169,11 @@ def job_of_another(self, e, at, record, job=JobList.job):
     return found._replace(slot=e.rem(e.add(found.slot, 1), self.num_slots))
 
 
+def no_ranks(self, e, key, chunk, below, planes):
+    """Every pair leads."""
+    return self.num_pairs * e.band(key, 0)
+
+
 def one_item_fewer(self, e, found, block, shares=JobList._shares):
     """Every block leaves its last item out."""
     works, records = shares(self, e, found, block)
@@ -248,6 +254,13 @@ class KernelTest(HostTestCase):
             mock.patch.object(Late, "copies_wait", lambda self, n: wait(self, n + 1)),
         ):
             self.assertIsNotNone(violation(*layer(operands, tiles), operands))
+
+    def test_limits(self):
+        self.assertTrue(mosaic.streams(64, 8, None))
+        self.assertTrue(mosaic.streams(32, 2, None))
+        self.assertFalse(mosaic.streams(33, 2, None))
+        self.assertFalse(mosaic.streams(65, 7, None))
+        self.assertFalse(mosaic.streams(64, 9, None))
 
 
 class JobListTest(parameterized.TestCase):

@@ -14,7 +14,14 @@ from moejax import Engine, evaluate, generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.experts import cache
-from moejax.experts.budget import BudgetError, Limits, PolicyDemands, RunSizes, Tier, make_budget
+from moejax.experts.budget import (
+    BudgetError,
+    Limits,
+    PolicyDemands,
+    RunSizes,
+    TierSize,
+    make_budget,
+)
 from moejax.experts.tiering import Tiering
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy
@@ -83,6 +90,7 @@ class EngineTest(parameterized.TestCase):
         self.assertIn("promotions to int4 {}, demotions {}\n".format(*moved), lines)
         self.assertIn("layer 1: int4", lines)
 
+    @pytest.mark.slow
     def test_the_ledger_of_each_step(self):
         engine = self.engine(policy="dymoe", settings={"retention": 0.5}, slots=(2, 8), **MADE)
         before, steps = np.zeros(()), []
@@ -269,7 +277,7 @@ class CommandTest(parameterized.TestCase):
 
 class BudgetTest(parameterized.TestCase):
     def budget(self, gib: float, slots=(), names=("int4", "int2"), nbytes=(2**26, 2**25)):
-        tiers = [Tier(name=n, expert_nbytes=b) for n, b in zip(names, nbytes, strict=True)]
+        tiers = [TierSize(name=n, expert_nbytes=b) for n, b in zip(names, nbytes, strict=True)]
         run = RunSizes(
             config=CONFIG, weights_nbytes={"embed": 1000}, batch=1, context=64, chunk=16,
             platform="cpu",

@@ -14,7 +14,7 @@ from moejax.experts import cached_experts
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.models.config import RouterRule
-from moejax.models.routing import routing_of, weights_of
+from moejax.models.moe import _weights_of, routing_of
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.dymoe import DyMoE
@@ -173,7 +173,7 @@ class WeightsTest(parameterized.TestCase):
         logits = jnp.asarray(np.random.default_rng(0).standard_normal((7, 4)), jnp.float32)
         bias = jnp.asarray([0.3, -0.2, 0.1, 0.0], jnp.float32) if rule.has_bias else None
         found = routing_of(logits, config, bias)
-        again = weights_of(found.probabilities, found.ids, config)
+        again = _weights_of(found.probabilities, found.ids, config)
         np.testing.assert_array_equal(again, found.weights)
         total = np.asarray(found.weights).sum(axis=1)
         if normalises:

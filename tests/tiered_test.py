@@ -12,18 +12,17 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts import cache, cached_experts
-from moejax.experts import cache_plan as placing
-from moejax.experts.cache_plan import CachePlanner
+from moejax.experts import tier_step as placing
 from moejax.experts.cached_experts import CachedExperts
+from moejax.experts.tier_step import CachePlanner
 from moejax.experts.transfer_programs import request_transfers
 from moejax.models import expert_products
 from moejax.policies.base import Policy, Requests
+from moejax.policies.baselines import OnDemand, as_routed
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
-from moejax.policies.on_demand import OnDemand
-from moejax.policies.resident import as_routed
 from moejax.weights import linear as ops
 from pallas_kernels import cache_plan, expert_fetch, grouped_dequant_matmul
 from tests import buddymoe_reference as reference
@@ -237,7 +236,7 @@ class BetweenStepsTest(parameterized.TestCase):
         runner, memory = cached_runner(
             policy, (4, 2), (3, cold_slots), emulated=True, first=3 if cold_slots < 8 else -1
         )
-        self.assertTrue(memory.asks)
+        self.assertTrue(memory.moves_experts)
         for _ in range(3):
             runner.logits(TOKENS)
         memory.read_counters()

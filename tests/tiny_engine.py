@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 
 from moejax import Engine
 from moejax.checkpoints import save_hf_checkpoint
-from moejax.inference.batch import Batch, raise_errors
+from moejax.inference.batch import RowBatch, raise_errors
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig, weight_shapes
@@ -69,7 +69,7 @@ def answers(
 ) -> list[list[int]]:
     """Greedy tokens of each prompt."""
     settings = [GenerationSettings(max_new_tokens=num_tokens)] * len(prompts)
-    batch = Batch(runner, None, prompts, settings, cache_length, (), steps_per_call=per_call)
+    batch = RowBatch(runner, None, prompts, settings, cache_length, (), steps_per_call=per_call)
     for deltas in batch.steps():
         raise_errors(deltas)
     return [answer.tokens for answer in batch.answers]

@@ -121,7 +121,7 @@ class DiskTest(TransfersTestCase):
         transfers.request(0, [1])
         self.drain(transfers)
         self.assertEqual(self.resident(), {(0, 1), (0, 2)})
-        self.assert_counters(transfers, requested=3, failed=1, moved=2, landed=2)
+        self.assert_counters(transfers, requested=3, failed=1, moved=2, inserted=2)
 
     def test_a_failure_is_forgotten_with_the_request_that_was_served_another_way(self):
         disk, uses, read = self.disk(1, retries=0), np.zeros((4, 8), np.int32), self.source.read

@@ -38,7 +38,7 @@ class RequestTest(TransfersTestCase):
         self.drain(transfers)
         self.assertEqual(self.resident(), {(0, 6), (0, 7), (2, 3)})
         self.assertEqual(self.counts(), (5, 2, 2))
-        self.assert_counters(transfers, requested=5, moved=5, landed=5)
+        self.assert_counters(transfers, requested=5, moved=5, inserted=5)
         self.assertEqual(PROGRAMS.num_traces, num_traces)
 
     def test_a_landing_writes_the_pool_in_place(self):
@@ -69,7 +69,7 @@ class RequestTest(TransfersTestCase):
         transfers.request(1, [4, 5])
         self.drain(transfers)
         self.assertEqual(self.counts(), (2, 0, 0))
-        self.assert_counters(transfers, requested=3, moved=2, landed=2, needless=1)
+        self.assert_counters(transfers, requested=3, moved=2, inserted=2, needless=1)
 
     def test_what_a_step_has_fetched_meanwhile_is_dropped_and_counted(self):
         transfers = self.transfers()
@@ -109,7 +109,7 @@ class RequestTest(TransfersTestCase):
             with self.assertRaisesRegex(ValueError, "no expert"):
                 transfers.request(wrong[0], wrong[1:])
         self.drain(transfers)
-        self.assert_counters(transfers, requested=4, repeated=1, refused=1, moved=4, landed=4)
+        self.assert_counters(transfers, requested=4, repeated=1, refused=1, moved=4, inserted=4)
 
     def test_closed_in_the_middle(self):
         transfers = self.transfers()
@@ -223,7 +223,7 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(found, places)
         ledger = self.engine.ledger.tiers["stored"]
         counters = ledger.bulk_requests
-        self.assertGreater(counters["landed"], before.landed + 10)
+        self.assertGreater(counters["inserted"], before.inserted + 10)
         self.assertEqual(counters["failed"], before.failed)
         # Transfers in flight at the start may have arrived since; those in flight now have not.
         moved = counters["moved"] - before.moved

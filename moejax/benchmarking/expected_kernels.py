@@ -7,9 +7,9 @@ before it measures.
 from collections.abc import Iterator, Mapping
 
 from moejax.errors import MoejaxError
-from moejax.inference.runner import Runner
-from moejax.models.kernel_choice import KERNELS, KernelChoice
+from moejax.inference.runner import KERNELS, Runner
 from moejax.weights import linear as ops
+from moejax.weights.choices import KernelChoice
 from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
 
 EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops.choose_product`

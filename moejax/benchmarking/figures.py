@@ -12,7 +12,7 @@ from moejax.benchmarking.measuring import BatchTimes, Measurement
 from moejax.benchmarking.step_cost import floor_bytes
 from moejax.experts.bits import BitsPerWeight
 from moejax.inference.runner import Runner
-from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 
 
 @dataclasses.dataclass(frozen=True)

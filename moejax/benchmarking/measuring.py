@@ -9,7 +9,7 @@ from typing import Any
 
 from moejax.benchmarking.step_cost import distinct_experts
 from moejax.experts.ledger import Ledger, TierLedger
-from moejax.inference.batch import Batch, raise_errors, runs_whole
+from moejax.inference.batch import RowBatch, raise_errors, runs_whole
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner, settings_by_row
 from moejax.models.transformer import ChunkSpec
@@ -115,7 +115,7 @@ class Bench:
         """One batch, as `Engine.generate` runs it, but for the text."""
         runner, settings = self.runner, self.settings
         most = settings.max_new_tokens
-        batch = Batch(
+        batch = RowBatch(
             runner, None, prompts, settings_by_row(settings, len(prompts)), self.context,
             self._eos_ids, steps_per_call=self._per_call,
         )  # fmt: skip
@@ -167,7 +167,7 @@ class Bench:
         size, longest = len(batch), max(map(len, batch))
         parts = self.runner.chunks(size, longest, self.context, self.runner.short_chunk)
         found: set[Any] = {(size, *part) for part in parts}
-        # As `Batch` dispatches them.
+        # As `RowBatch` dispatches them.
         left = min(self.settings.max_new_tokens - 1, self.context - min(map(len, batch)))
         whole = runs_whole(left, self._per_call)
         while left > 0:

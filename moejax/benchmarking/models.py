@@ -17,10 +17,10 @@ from moejax.config.benchmark import BenchmarkConfig
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import check_room, device_limits, room_nbytes
-from moejax.experts.budget import Budget, Limits, RunSizes, Tier, make_budget
+from moejax.experts.budget import Budget, Limits, RunSizes, TierSize, make_budget
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
+from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.tiering import STORED, Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.runner import Runner
@@ -153,7 +153,7 @@ class _ShapeModels:
         policy = None if tiering is None else self._policy(tiering, work)
         names = ["experts"] if tiering is None else [tier.name for tier in tiering.stored()]
         tiers = [
-            Tier(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
+            TierSize(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
             for name, bits in zip(names, self._bits, strict=True)
         ]
         nbytes = work.probabilities.nbytes

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.models.config import FLOAT32_LEAVES, ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.kernel_choice import EXPERT_LEAVES
-from moejax.models.leaf_kinds import kind_of
+from moejax.models.leaf_kinds import EXPERT_LEAVES, kind_of
 from moejax.weights.qtensor import QTensor, Weight
 from pallas_kernels import layout
 

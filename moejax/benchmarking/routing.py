@@ -100,7 +100,7 @@ class Workload:
         return np.stack(counts) * (1 - np.eye(self.num_experts))
 
 
-def num_steps(batch: int) -> int:
+def _num_steps(batch: int) -> int:
     """S of a workload for so many sequences."""
     return max(LEAST_STEPS, min(MOST_STEPS, MOST_TOKENS // batch))
 
@@ -119,7 +119,7 @@ def with_skew(
     if exponent is None:
         exponent = EXPONENTS.get(shape, 0.0)
         why = f"{shape}'s own" if exponent else f"no skew of {shape} is published"
-    steps = num_steps(batch)
+    steps = _num_steps(batch)
     work = make_workload(
         config, num_steps=steps, batch=batch, exponent=exponent, recall=recall, seed=seed
     )
@@ -137,7 +137,7 @@ def of_trace(
     are made up; layers that it lacks are its layers again, from another place.
     """
     ids, gates = _scaled(config, trace, name)
-    steps = num_steps(batch)
+    steps = _num_steps(batch)
     ids_by_row, gates_by_row = (_spread(of, batch, steps) for of in (ids, gates))
     num_experts = config.num_experts
     work = _workload_of(ids_by_row, gates_by_row, num_experts, recall=recall, seed=seed)

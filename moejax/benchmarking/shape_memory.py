@@ -24,7 +24,7 @@ from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import one_layer_of
 from moejax.policies.base import AnyPolicy
 from moejax.weights import linear as ops
@@ -54,16 +54,23 @@ class TierPlan:
     first: np.ndarray | None = None
     prefetch_in: str = BOTH  # the steps that bring experts ahead, one of `budget.PHASES`
     few_rows: bool = False  # the experts share a few rows of host memory
+    refines: int = 0  # bits of the last plane of `bits`, which is all that a row is; 0: whole codes
 
 
 class _SyntheticRows:
     """All experts of a shape in host memory; a `moejax.experts.host_store.RowSource`."""
 
-    def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int):
+    def __init__(
+        self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int,
+        *, is_plane: bool = False,
+    ):  # fmt: skip
+        """Draws a few experts, all rows of `packing`, or planes of as many bits."""
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
         small = dataclasses.replace(one_layer_of(config, NUM_DRAWN), vocab_size=64)
         drawn = random_weights(small, packing, device)
         stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
+        if is_plane:
+            stacks = tuple(stack.words for stack in stacks)
         leaves, self._tree = jax.tree.flatten(stacks)
         self._drawn = [np.asarray(leaf)[0] for leaf in leaves]
         self.row = tuple(jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for leaf in leaves)
@@ -101,7 +108,7 @@ class ShapeMemories:
         self._host_gib = host_gib
         self.dense = random_weights(config, packing, device, experts=False)
         jax.block_until_ready(self.dense)
-        self._rows: dict[tuple[int, int], _SyntheticRows] = {}
+        self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
 
     def _packing(self, bits: int) -> Packing:
         return dataclasses.replace(self.packing, bits=bits)
@@ -111,47 +118,58 @@ class ShapeMemories:
         """M."""
         return len(self.config.moe_layers)
 
-    def expert_nbytes(self, bits: int) -> int:
-        """Bytes of one expert: codes, and float16 scales and zeros of each group."""
+    def expert_nbytes(self, bits: int, refines: int = 0) -> int:
+        """Bytes of one expert: codes, and float16 scales and zeros of each group.
+
+        With `refines` they are those of a plane of so many bits alone.
+        """
         shapes = weight_shapes(self.config)
         sizes = [shapes[name][-2:] for name in EXPERT_LEAVES]
         if bits == 16:
             return sum(2 * math.prod(size) for size in sizes)
+        if refines:
+            words = (n * layout.num_plane_words(inputs, refines) for n, inputs in sizes)
+            return sum(4 * count for count in words)
         group = self._packing(bits).group_size
         return sum(
             outputs * (4 * layout.num_words(inputs, bits) + 4 * layout.num_groups(inputs, group))
             for outputs, inputs in sizes
         )
 
-    def rows(self, bits: int, few: bool = False) -> _SyntheticRows:
-        """Rows of a precision; made once."""
-        nbytes, total = self.expert_nbytes(bits), self.num_layers * self.config.num_experts
+    def rows(self, bits: int, few: bool = False, refines: int = 0) -> _SyntheticRows:
+        """Rows of a precision, or of its last plane; made once."""
+        nbytes, total = self.expert_nbytes(bits, refines), self.num_layers * self.config.num_experts
         gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
         num_rows = min(total, max(1, int(gib * 2**30) // nbytes)) if gib else total
-        held = [count for of, count in self._rows if of == bits and count >= num_rows]
+        form = bits, refines
+        held = [count for *of, count in self._rows if tuple(of) == form and count >= num_rows]
         if held:
-            return self._rows[bits, max(held)]
+            return self._rows[*form, max(held)]
         start = time.perf_counter()
-        made = _SyntheticRows(self.config, self._packing(bits), self.device, num_rows)
+        made = _SyntheticRows(
+            self.config, self._packing(refines or bits), self.device, num_rows,
+            is_plane=refines > 0,
+        )  # fmt: skip
         assert made.row_nbytes == nbytes, (made.row_nbytes, nbytes)
-        self._rows[bits, num_rows] = made
+        self._rows[*form, num_rows] = made
         spent = time.perf_counter() - start
         print_stderr(
-            f"{tier_name(bits)}: {num_rows} rows of {total} experts, {made.nbytes / 2**30:.1f} "
-            f"GiB, in {spent:.1f} s"
+            f"{tier_name(bits)}{' refinements' if refines else ''}: {num_rows} rows of {total} "
+            f"experts, {made.nbytes / 2**30:.1f} GiB, in {spent:.1f} s"
         )
         return made
 
     def tier_memory(self, plan: TierPlan) -> TierMemory:
         """Slots of one precision."""
-        num_experts, rows = self.config.num_experts, self.rows(plan.bits, plan.few_rows)
+        num_experts = self.config.num_experts
+        rows = self.rows(plan.bits, plan.few_rows, plan.refines)
         is_full = plan.slots == num_experts
         transient = plan.transient or (1 if is_full else self.config.experts_per_token)
         cache = CacheSizes(
             num_layers=self.num_layers, num_experts=num_experts, slots=plan.slots,
             transient=transient, banks=2 if plan.prefetch else 1,
         )  # fmt: skip
-        spec = TierSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
+        spec = TierSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in, refines=plan.refines)
         memory = TierMemory(spec, *rows.stacks, rows.row_of, self.device)
         first = plan.first
         if is_full:

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from moejax.inference import steps
 from moejax.inference.runner import Runner, Session
 from moejax.models.config import ModelConfig
-from moejax.models.experts import ResidentExperts
-from moejax.models.kernel_choice import EXPERT_LEAVES
-from moejax.models.routing import Routing
+from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.models.moe import ResidentExperts, Routing
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.weights.qtensor import Weight
 

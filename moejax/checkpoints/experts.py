@@ -33,7 +33,8 @@ from moejax.checkpoints.safetensors_reader import (
 from moejax.errors import MoejaxError
 from moejax.files.checksums import checksum
 from moejax.models.leaf_kinds import EXPERT_LEAVES
-from moejax.weights.qtensor import Compensator
+from moejax.weights.qtensor import CodesKind, Compensator
+from pallas_kernels import layout
 
 _NUM_SAMPLES, _PAGE_BYTES = 16, 4096
 
@@ -115,13 +116,18 @@ class ExpertReader:
         QTensor with such leaves [M, E, ...] where it is packed, without its compensators.
       down: the form of `moe.down`.
       row: the arrays of one expert, in the order of `jax.tree.leaves((gate_up, down))`.
+      plane_bits: where rows are the last bit plane of the experts alone, its bits; else 0. Then
+        `gate_up` and `down` are the plane's words, uint32[M, E, N, W].
       row_nbytes: their bytes.
       uses_jax: whether JAX's CPU device converts what is read. Only plain experts and those of the
         package's own format lie in the files as rows hold them.
     """
 
-    def __init__(self, reader: CheckpointReader) -> None:
-        """Opens the files; raises MoejaxError if there are no slots for the experts' form."""
+    def __init__(self, reader: CheckpointReader, *, last_plane: bool = False) -> None:
+        """Opens the files; raises MoejaxError if there are no slots for the experts' form.
+
+        With `last_plane` rows are the last bit plane alone; ValueError where there are no planes.
+        """
         self._leaves = [reader.leaves[leaf] for leaf in EXPERT_LEAVES]
         for plan in self._leaves:
             if plan.refusal is not None:
@@ -138,11 +144,19 @@ class ExpertReader:
         self._parts = [_parts_by_expert(plan) for plan in self._leaves]
         config, tensors = reader.config, reader.stored.values()
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
-        self.gate_up, self.down = (plan.assemble(plan.arrays) for plan in self._leaves)
+        self.plane_bits = _last_plane_bits(self._leaves) if last_plane else 0
+        self._arrays = [
+            dict([list(plan.arrays.items())[-1]]) if last_plane else plan.arrays
+            for plan in self._leaves
+        ]
+        self.gate_up, self.down = (
+            next(iter(arrays.values())) if last_plane else plan.assemble(arrays)
+            for plan, arrays in zip(self._leaves, self._arrays, strict=True)
+        )
         self.row = tuple(
             jax.ShapeDtypeStruct(array.shape[2:], array.dtype)
-            for plan in self._leaves
-            for array in plan.arrays.values()
+            for arrays in self._arrays
+            for array in arrays.values()
         )
         self.row_nbytes = sum(array.size * array.dtype.itemsize for array in self.row)
         self.uses_jax = any(
@@ -194,8 +208,8 @@ class ExpertReader:
         self._check_row(into)
         arrays = iter(into)
         try:
-            for plan, parts in zip(self._leaves, self._parts, strict=True):
-                own = {name: next(arrays) for name in plan.arrays}
+            for plan, names, parts in zip(self._leaves, self._arrays, self._parts, strict=True):
+                own = {name: next(arrays) for name in names}
                 for part in parts[layer, expert]:
                     fill_part(plan, part, own, self._files.read)
         except OSError as error:
@@ -268,14 +282,25 @@ class ExpertReader:
         )
 
 
+def _last_plane_bits(leaves: Sequence[LeafPlan]) -> int:
+    widths = {
+        layout.PREFIX_PLANES[plan.kind.bits][-1]
+        for plan in leaves
+        if isinstance(plan.kind, CodesKind) and plan.kind.by_planes
+    }
+    if len(widths) != 1:
+        raise ValueError("the experts do not lie by bit planes of one width")
+    return widths.pop()
+
+
 def open_experts(
-    checkpoint: Checkpoint, *, dtype: str, device: jax.Device, verify_checksums: bool = False
+    checkpoint: Checkpoint, *, dtype: str, device: jax.Device, last_plane: bool = False
 ) -> ExpertReader:
     """Opens a reader of the experts that `checkpoint.load(..., experts=False)` leaves out.
 
     Args:
       dtype: type of plain experts, as in `Checkpoint.load`; "auto" depends on `device`.
-      verify_checksums: see `open_format`.
+      last_plane: see `ExpertReader`.
 
     Raises:
       MoejaxError: the checkpoint is an Orbax directory; the model has no experts, or they have a
@@ -287,11 +312,8 @@ def open_experts(
     if not config.moe_layers:
         raise MoejaxError(f"{directory}: the model has no sparse layer, so no experts")
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    reader = CheckpointReader(
-        directory, config, dtype=chosen, verify_checksums=verify_checksums,
-        read_bits=checkpoint.read_bits,
-    )  # fmt: skip
-    return ExpertReader(reader)
+    reader = CheckpointReader(directory, config, dtype=chosen, read_bits=checkpoint.read_bits)
+    return ExpertReader(reader, last_plane=last_plane)
 
 
 def _parts_by_expert(plan: LeafPlan) -> Mapping[tuple[int, ...], Sequence[Part]]:

@@ -91,7 +91,7 @@ class LeafPlan:
                 "scales": jax.ShapeDtypeStruct(blocks, np.dtype(np.float32)),
             }
         found = self.kind.arrays(self.shape)
-        if self.has_order:
+        if self._has_order:
             *lead, _, inputs = self.shape
             found["permutation"] = jax.ShapeDtypeStruct((*lead, inputs), np.dtype(np.int32))
         return found
@@ -102,7 +102,7 @@ class LeafPlan:
         return sum(array.size * array.dtype.itemsize for array in self.arrays.values())
 
     @functools.cached_property
-    def has_order(self) -> bool:
+    def _has_order(self) -> bool:
         """Whether a matrix is stored in GPTQ's act-order."""
         return any(part.matrix is not None and part.matrix.order for part in self.parts)
 
@@ -124,7 +124,7 @@ class LeafPlan:
         fused = any(part.matrix is not None and len(part.index) < 2 for part in self.parts)
         if isinstance(self.kind, Fp8Kind) or fused:
             return "FP8"
-        return "permuted by GPTQ's act-order" if self.kind is not None and self.has_order else None
+        return "permuted by GPTQ's act-order" if self.kind is not None and self._has_order else None
 
     @functools.cached_property
     def factor_pools(self) -> tuple["FactorPool", ...]:
@@ -228,7 +228,6 @@ def plan_leaves(
     stored: Mapping[str, StoredTensor],
     *,
     dtype: Any,
-    verify_checksums: bool = False,
     read_bits: int = 0,
 ) -> dict[str, LeafPlan]:
     """Plans every leaf of `weight_shapes(config)`, for plain and quantized checkpoints.
@@ -238,11 +237,7 @@ def plan_leaves(
     if the format cannot be read, or tensors do not fit config.json.
     """
     fields = quantization_fields(directory)
-    form = None
-    if fields is not None:
-        form = open_format(
-            directory, fields, verify_checksums=verify_checksums, read_bits=read_bits
-        )
+    form = None if fields is None else open_format(directory, fields, read_bits=read_bits)
     parts = _plan_parts(directory, config, form, Tensors(stored))
     plans = {
         leaf: _plan_leaf(leaf, shape, np.dtype(leaf_dtype(leaf, dtype)), parts[leaf])

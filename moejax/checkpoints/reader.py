@@ -61,16 +61,14 @@ class CheckpointReader:
         config: ModelConfig,
         *,
         dtype: Any,
-        verify_checksums: bool = False,
         read_bits: int = 0,
     ) -> None:
         """Reads little but headers; arguments and errors are those of `plan_leaves`."""
         self.directory, self.config = directory, config
         self.stored = stored_tensors(directory)
         self.leaves: Mapping[str, LeafPlan] = plan_leaves(  # by name of `weight_shapes(config)`
-            directory, config, self.stored, dtype=dtype, verify_checksums=verify_checksums,
-            read_bits=read_bits,
-        )  # fmt: skip
+            directory, config, self.stored, dtype=dtype, read_bits=read_bits
+        )
 
     def check_left_out(self) -> None:
         """Logs what is left out; raises MoejaxError if a head differs from tied embeddings."""
@@ -107,9 +105,9 @@ class CheckpointReader:
         with tqdm.tqdm(
             total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
         ) as bar:
-            return {leaf: self.read_leaf(leaf, device, bar.update) for leaf in leaves}
+            return {leaf: self._read_leaf(leaf, device, bar.update) for leaf in leaves}
 
-    def read_leaf(self, name: str, device: jax.Device, advance: Advance | None = None) -> Weight:
+    def _read_leaf(self, name: str, device: jax.Device, advance: Advance | None = None) -> Weight:
         """Loads one leaf to `device`; `advance` is called with the bytes of each part."""
         plan = self.leaves[name]
         if plan.mixture:
@@ -122,7 +120,7 @@ class CheckpointReader:
         for layer, parts in group_by_layer(plan.parts).items():
             for part in parts:
                 arrays = {array: memory.part(part.index) for array, memory in memories.items()}
-                fill_part(plan, part, arrays, read_checked)
+                fill_part(plan, part, arrays, _read_checked)
                 if advance is not None:
                     advance(part.num_bytes)
             for memory in memories.values():
@@ -231,7 +229,7 @@ def fill_part(
     if isinstance(stored, StoredTensor):
         _read_floats(stored, rows["array"], read)
     elif plan.kind is None:
-        convert_floats(part.placement.name, _dequantized(stored.read()), rows["array"])
+        _convert_floats(part.placement.name, _dequantized(stored.read()), rows["array"])
     elif stored.as_held is not None:
         for name, memory in rows.items():
             if name in stored.as_held:
@@ -295,7 +293,7 @@ def _dequantized(matrix: QTensor | Fp8Tensor) -> jax.Array:
     return matrix.dequantize()
 
 
-def read_checked(tensor: StoredTensor, destination: np.ndarray) -> None:
+def _read_checked(tensor: StoredTensor, destination: np.ndarray) -> None:
     """Reads a tensor (`ReadTensor`); raises MoejaxError if it is broken or out of range."""
     read_tensor(tensor, destination)
     check_range(tensor, destination)
@@ -308,10 +306,10 @@ def _read_floats(tensor: StoredTensor, rows: np.ndarray, read: ReadTensor) -> No
         return
     values = np.empty(tensor.shape, tensor.dtype)
     read(tensor, values)
-    convert_floats(tensor.name, values, rows)
+    _convert_floats(tensor.name, values, rows)
 
 
-def convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
+def _convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
     """Copies `values` into `rows`; raises MoejaxError if one is too large for its dtype."""
     with np.errstate(over="ignore"):
         np.copyto(rows, values, casting="unsafe")

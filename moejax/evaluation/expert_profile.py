@@ -16,10 +16,8 @@ from moejax.files import result_rows as results
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.expert_products import swiglu
-from moejax.models.experts import ResidentExperts
 from moejax.models.kv_cache import KVCache
-from moejax.models.moe import SparseMoe
-from moejax.models.routing import Routing
+from moejax.models.moe import ResidentExperts, Routing, SparseMoe
 from moejax.models.transformer import ChunkSpec, merge_weights
 from moejax.policies.expert_activity import (
     ExpertActivity,
@@ -93,12 +91,12 @@ def _step(counting: Counting) -> Callable[..., steps.StepResult[tuple[KVCache, E
     """Step for `Runner.scan_windows`; one object per setting, since functions are program keys."""
 
     def profile_chunk(
-        program: steps.Program,
+        program: steps.StepProgram,
         spec: ChunkSpec,
         state: tuple[KVCache, ExpertActivity],
         experts: None,
         inputs: steps.StepInputs,
-        chunk: steps.Chunk,
+        chunk: steps.TokenChunk,
     ) -> steps.StepResult[tuple[KVCache, ExpertActivity]]:
         if experts is not None:
             raise ValueError("a profile needs a model that holds all its experts")

@@ -220,7 +220,7 @@ class MoejaxLM(TemplateLM):
         if greedy:
             settings["temperature"] = 0.0
         budget = self.engine.budget
-        room = (budget.context if budget else self.max_length) - new_tokens
+        room = (budget.run.context if budget else self.max_length) - new_tokens
         if room < 1:
             raise MoejaxError(f"max_gen_toks={new_tokens} leaves no room for a prompt")
         stop = (until,) if isinstance(until, str) else tuple(until)

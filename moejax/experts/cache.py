@@ -7,6 +7,7 @@ one tier, and what a step needs is fetched on demand.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ from absl import logging
 
 from moejax.errors import MoejaxError
 from moejax.experts import residency
-from moejax.experts.cache_plan import Jobs
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.host_store import Expert
 from moejax.experts.ledger import Ledger, TierLedger
@@ -29,11 +29,13 @@ from moejax.experts.tiering import STORED
 from moejax.experts.transfer_programs import TransferRequests, is_ready, request_transfers
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.make import with_kernels
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Compensator, Weight
+from pallas_kernels.cache_plan import Fetch
 
 UNKNOWN_TOKENS = 2**30  # more than any policy rests for
 POLL_S = 2e-4  # between looks at transfers that are waited for
@@ -52,6 +54,7 @@ class TierMemory:
       disk: reads experts that the store lacks; None where it has all.
       transfers: move experts between steps; None where none are planned.
       fill: gives a new pool its first experts; None: it starts empty.
+      base: the next tier where this one refines it (`TierSpec.refines`).
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class TierMemory:
         slots = jax.tree.leaves(self.pool.banks[0])
         self.ledger = TierLedger(sum(leaf.nbytes // len(leaf) for leaf in slots))
         self.disk = disk
+        self.base: TierMemory | None = None
         self.transfers: Transfers | None = None
         self.fill: Callable[[TierMemory], TierSlots] | None = None
         self._forgotten = 0  # failures of the disk of which nothing is cached any more
@@ -98,7 +102,16 @@ class TierMemory:
             lambda bank, terms: (jax.tree.map(lambda leaf: leaf[None], bank), terms),
             self.pool.banks[0], self.store.terms,
         )  # fmt: skip
-        for name, stack, own in zip(("moe.gate_up", "moe.down"), slots, terms, strict=True):
+        if self.base is not None:
+            leading = self.base.stacks()
+            by_slot = jax.ShapeDtypeStruct((1, self.base.spec.cache.num_slots), "int32")
+            slots = [
+                self.spec.refined(
+                    leading[name], jax.ShapeDtypeStruct(plane.shape[1:], plane.dtype), by_slot
+                )
+                for name, plane in zip(EXPERT_LEAVES, slots, strict=True)
+            ]
+        for name, stack, own in zip(EXPERT_LEAVES, slots, terms, strict=True):
             placed = tuple(dataclasses.replace(term, start=by_slot, rank=by_slot) for term in own)
             found[name] = dataclasses.replace(stack, compensators=placed) if own else stack
         return found
@@ -109,7 +122,7 @@ class TierMemory:
         return self.disk.failures if self.disk else 0
 
     @property
-    def is_lost(self) -> bool:
+    def _is_lost(self) -> bool:
         """Whether a failed step consumed the slots donated to it."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool))
 
@@ -127,7 +140,7 @@ class TierMemory:
         if self.transfers is not None:
             self.transfers.send()
 
-    def forget_failed(self) -> None:
+    def _forget_failed(self) -> None:
         """Empties the slots if the disk failed a step since the last call: they may be wrong."""
         if self.failures == self._forgotten:
             return
@@ -207,6 +220,10 @@ class ExpertMemory:
         """
         if policy is None and len(tiers) != 1:
             raise ValueError(f"{len(tiers)} tiers and no policy that chooses among them")
+        for tier, following in itertools.pairwise((*tiers, None)):
+            if tier is not None and tier.spec.refines:
+                _check_base(tier, following)
+                tier.base = following
         pools = tuple(tier.spec for tier in tiers)
         self.tiers = tuple(tiers)
         self.device: jax.Device = next(iter(tiers[0].store.row_of.devices()))
@@ -227,19 +244,19 @@ class ExpertMemory:
         self.ledger = Ledger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
         self.programs = CompiledPrograms()
         self._answer: TransferRequests | None = None
-        self._counts = False  # whether tokens had run when that was asked
-        self._num_asked = 0  # since the last `read_counters`
+        self._answer_counts = False  # whether tokens had run when that was asked
+        self._num_polls = 0  # since the last `read_counters`
         self._backoff = _PollingBackoff()
         self._in_flight_on_device: tuple[Any, Any] = None, None  # what it is of, and the arrays
         self._lock = threading.RLock()
-        self.asks, self._is_emulated = False, any(pool.emulated for pool in pools)
+        self.moves_experts, self._is_emulated = False, any(pool.emulated for pool in pools)
         if policy is None:
             return
         operands = self.pool, *self._in_flight_and_room()
-        said = jax.eval_shape(functools.partial(request_transfers, self.spec), *operands)[1]
-        self.asks = len(said.moved.layer) + len(said.ahead.layer) > 0
-        self.ledger.asked = 0 if self.asks else None
-        if len(said.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
+        found = jax.eval_shape(functools.partial(request_transfers, self.spec), *operands)[1]
+        self.moves_experts = len(found.moved.layer) + len(found.ahead.layer) > 0
+        self.ledger.asked = 0 if self.moves_experts else None
+        if len(found.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
             logging.warning(
                 "the policy's foresight does nothing: no tier has experts on the disk and rows of "
                 "host memory to read them to"
@@ -274,10 +291,10 @@ class ExpertMemory:
         """Returns `failures` now, against which `step` and `reading` compare."""
         with self._lock:
             for tier in self.tiers:
-                tier.forget_failed()
+                tier._forget_failed()
             return self.failures
 
-    def check_failures(self, failures_before: int | None) -> None:
+    def _check_failures(self, failures_before: int | None) -> None:
         """Raises MoejaxError if the disk failed after `failure_count` gave `failures_before`."""
         if failures_before is not None and self.failures != failures_before:
             raise MoejaxError(next(t.disk.error for t in self.tiers if t.disk and t.failures))
@@ -306,8 +323,8 @@ class ExpertMemory:
 
     def _advance(self, failures_before: int | None) -> None:
         for tier in self.tiers:  # each, before one is raised
-            tier.forget_failed()
-        self.check_failures(failures_before)
+            tier._forget_failed()
+        self._check_failures(failures_before)
         for tier in self.tiers:
             tier.advance()
 
@@ -319,7 +336,7 @@ class ExpertMemory:
         except BaseException as error:
             has_failed = isinstance(error, jax.errors.JaxRuntimeError)
             for tier in self.tiers:
-                if has_failed or tier.is_lost:
+                if has_failed or tier._is_lost:
                     tier.reallocate()
             leaves = jax.tree.leaves((self._state, self._gate))
             if has_failed or any(leaf.is_deleted() for leaf in leaves):
@@ -340,7 +357,7 @@ class ExpertMemory:
                     tier.reallocate()
                 self._reset_policy()
             raise
-        self.check_failures(failures_before)
+        self._check_failures(failures_before)
 
     def read_counters(self) -> Ledger:
         """Waits for all steps so far and returns the ledger."""
@@ -350,9 +367,9 @@ class ExpertMemory:
             if self._gate is not None:
                 self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
                 self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.device)
-            if self.asks:
-                self.ledger.asked = (self.ledger.asked or 0) + self._num_asked
-                self._num_asked = 0
+            if self.moves_experts:
+                self.ledger.asked = (self.ledger.asked or 0) + self._num_polls
+                self._num_polls = 0
         return self.ledger
 
     def close(self) -> None:
@@ -371,7 +388,7 @@ class ExpertMemory:
           Tokens before which it asks for nothing more (`Policy.tokens_until_change`).
         """
         with self._lock, self.reading(failures_before):
-            self._num_asked += self._backoff.passed > 0
+            self._num_polls += self._backoff.passed > 0
             self._answer, last, repeats = None, np.zeros(0), True
             while repeats:
                 self._wait_for_transfers(failures_before)
@@ -410,7 +427,7 @@ class ExpertMemory:
 
         It is not asked while it has said that nothing would come of it.
         """
-        if not self.asks:
+        if not self.moves_experts:
             return
         backoff = self._backoff
         if self._answer is not None:
@@ -419,7 +436,7 @@ class ExpertMemory:
                 backoff.passed += num_tokens
                 return
             answer, self._answer = self._answer, None
-            self._num_asked += self._counts
+            self._num_polls += self._answer_counts
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
                 _, backoff.tokens = self._carry_out(answer)
         in_flight = self._in_flight()
@@ -427,7 +444,7 @@ class ExpertMemory:
             self.pool, self._answer = self._dispatch_requests()
             for numbers in jax.tree.leaves(self._answer):
                 numbers.copy_to_host_async()
-            self._counts = backoff.passed > 0
+            self._answer_counts = backoff.passed > 0
             self._backoff = backoff = _PollingBackoff(in_flight)
         backoff.passed += num_tokens
 
@@ -513,18 +530,29 @@ class ExpertMemory:
                 tier.pool = dataclasses.replace(tier.pool, residency=content)
 
 
+def _check_base(tier: TierMemory, base: TierMemory | None) -> None:
+    """Raises ValueError unless a tier can refine the next one."""
+    if base is None or base.spec.refines:
+        raise ValueError("a tier of refinements needs a next tier, of whole experts")
+    is_there = base.spec.is_complete or base.spec.emulated
+    if not is_there or len(base.pool.banks) != 1:
+        raise ValueError("a tier of refinements needs every expert in the next tier")
+
+
 def preload(
     memory: TierMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
 ) -> None:
     """Fills an empty memory's slots with its initial experts, and again whenever they are lost.
 
-    A pool that holds every expert from now on is complete (`TierSpec.is_complete`): to be called
-    before the spec is used.
+    A pool that holds every expert from now on is complete (`TierSpec.is_complete`), in order of
+    their ids: to be called before the spec is used.
 
     Args:
       kernels: those that may copy.
       experts: int32[M, n], in host rows, n at most the slots of a layer, different ones in a row.
     """
+    if experts.shape[1] == memory.spec.cache.num_experts:
+        experts = np.sort(experts, axis=1)
     memory.pool = _preloaded_pool(memory, config, kernels, experts)
     memory.fill = lambda lost: _preloaded_pool(lost, config, kernels, experts)
     if experts.shape[1] == memory.spec.cache.num_experts and not memory.spec.emulated:
@@ -546,7 +574,7 @@ def _preloaded_pool(
             slots = (first + np.arange(experts.shape[1])[None]).reshape(-1).astype(np.int32)
             rows = store.row_of[layers[:, None], experts[layers]].reshape(-1)
             if slots.size:
-                pool = tier.copy_rows(pool, bank, bank, Jobs(rows, jnp.asarray(slots), None))
+                pool = tier.copy_rows(pool, bank, bank, Fetch(rows, jnp.asarray(slots)))
         return pool
 
     pool = jax.jit(fill, donate_argnums=0)(memory.pool, store)

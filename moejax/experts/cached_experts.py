@@ -20,38 +20,50 @@ import jax
 import jax.numpy as jnp
 
 from moejax.errors import MoejaxError
-from moejax.experts.cache_plan import CachePlanner
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots
-from moejax.experts.tier_step import TierStep, Wanted, fetch_together
+from moejax.experts.tier_step import (
+    Base,
+    CachePlanner,
+    TierStep,
+    Wanted,
+    fetch_together,
+    plane_slots_of,
+)
 from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
+    ExpertPairs,
     ExpertStacks,
-    Pairs,
     choose_for_tiers,
     combine,
     products_of_tiers,
 )
-from moejax.models.experts import Experts
 from moejax.models.layer_index import LayerIndex
-from moejax.models.moe import ExpertImpl, SparseMoe, record_experts
-from moejax.models.routing import Routing, prefetch_scores
-from moejax.policies.attention_importance import attention_received
+from moejax.models.moe import (
+    ExpertImpl,
+    Experts,
+    MoeInputs,
+    Routing,
+    SparseMoe,
+    prefetch_scores,
+    record_experts,
+)
 from moejax.policies.base import (
     SKIPPED,
     AnyPolicy,
     Decision,
     Observation,
     moves_between_steps,
+    vmap_decide,
 )
-from moejax.policies.by_layer import vmap_decide
+from moejax.policies.dymoe import attention_received
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from pallas_kernels import cache_plan
 from pallas_kernels.cache_plan import Asked, Rule, Wishes
 
 
-class CacheCarry(NamedTuple):
+class _CacheCarry(NamedTuple):
     """Carry of `CachedExperts` from one sparse layer to the next.
 
     In a loop the tree never changes: policies are updated at the end of unrolled steps alone.
@@ -61,6 +73,9 @@ class CacheCarry(NamedTuple):
     importance: jax.Array | None  # float32[N], of tokens, where some layers have no attention
     deferred: tuple[Observation, ...]  # of the layers so far, if the last one updates the policy
     replayed: jax.Array | None  # int32[], which entry of a replay is this step's
+    # int32[1, S] of each tier that refines the next one and is as it is all through the step, see
+    # `Base.plane_slots`; None of others
+    plane_slots: tuple[jax.Array | None, ...] = ()
 
 
 class CachedExperts(Experts):
@@ -104,7 +119,7 @@ class CachedExperts(Experts):
         )
         self._planner = CachePlanner(spec.tiers, kernels.target, moves)
 
-    def init(self) -> CacheCarry:
+    def init(self) -> _CacheCarry:
         """Makes the first carry, as `Experts.init`."""
         importance = replayed = None
         if self.observes_attention and self._num_prefilled is not None:
@@ -114,10 +129,27 @@ class CachedExperts(Experts):
             # whoever reads it after a layer has it copied before the next one counts.
             step = (self._cache.tiers[0].residency.clock - 1) // self.spec.cache.num_layers
             replayed = step % len(replay)
-        return CacheCarry(self._cache, importance, (), replayed)
+        return _CacheCarry(self._cache, importance, (), replayed, self._plane_slots())
+
+    def _plane_slots(self) -> tuple[jax.Array | None, ...]:
+        found: list[jax.Array | None] = []
+        for i, (step, slots) in enumerate(zip(self._tiers, self._cache.tiers, strict=True)):
+            known = step.spec.refines and step.spec.is_still
+            base = (self._tiers[i + 1], self._cache.tiers[i + 1]) if known else None
+            found.append(None if base is None else plane_slots_of(step, slots, *base))
+        return tuple(found)
+
+    def _base(
+        self, carry: _CacheCarry, number: int, tiers: Sequence[TierSlots], layer: LayerIndex
+    ) -> Base | None:
+        """Returns what a tier refines in a layer, if it does."""
+        if not self._tiers[number].spec.refines:
+            return None
+        step, slots = self._tiers[number + 1], tiers[number + 1]
+        return step.base(slots, layer.turn, layer.mlp, carry.plane_slots[number])
 
     def route(
-        self, carry: CacheCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
+        self, carry: _CacheCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
         is_ahead: bool = False,
     ) -> Routing:  # fmt: skip
         """Routes tokens, as `Experts.route`; routes by replayed logits if there are any."""
@@ -128,42 +160,33 @@ class CachedExperts(Experts):
         replayed = replay[carry.replayed, layer]
         return moe.route(x, layer, override=lambda logits: _replay_after(logits, replayed))
 
-    def _replays(self, carry: CacheCarry, num_tokens: int) -> bool:
+    def _replays(self, carry: _CacheCarry, num_tokens: int) -> bool:
         """Whether the store replays steps of so many tokens."""
         replay = self._rows[0].replay
         return replay is not None and carry.replayed is not None and num_tokens == replay.shape[2]
 
     def __call__(
-        self,
-        carry: CacheCarry,
-        layer: LayerIndex,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
-        next_routing: Callable[[], Routing] | None,
-        attended: Attended | None,
-    ) -> tuple[jax.Array, CacheCarry, None]:
+        self, carry: _CacheCarry, inputs: MoeInputs
+    ) -> tuple[jax.Array, _CacheCarry, None]:
         """Runs a layer's experts, as `Experts`."""
-        decision = rule = None
+        layer, next_routing, decision, rule = inputs.layer, inputs.next_routing, None, None
         if self.spec.policy is not None:
             importance = carry.importance
-            if self.observes_attention and attended is not None:
+            if self.observes_attention and inputs.attended is not None:
                 aggregation = self._policy.needs.aggregation
-                importance = token_importance(attended, self.config, aggregation)
+                importance = token_importance(inputs.attended, self.config, aggregation)
             if carry.importance is not None:
                 carry = carry._replace(importance=importance)
-            decision, rule, carry = self._decide(
-                carry, layer, routing, token_mask, next_routing, importance
-            )
+            decision, rule, carry = self._decide(carry, inputs, importance)
 
         def wanted(tier: int, tiers: Sequence[TierSlots]) -> Wanted | None:
             if next_routing is None:
                 return None
             if decision is not None:
                 return self._candidates(layer, tier, decision.ahead, tiers)
-            return lambda: self._predicted(carry, layer, next_routing(), token_mask)
+            return lambda: self._predicted(carry, layer, next_routing(), inputs.token_mask)
 
-        out, cache = self._run(carry.cache, layer, x, routing, token_mask, decision, rule, wanted)
+        out, cache = self._run(carry, inputs, decision, rule, wanted)
         carry = carry._replace(cache=cache)
         return out, carry if layer.next_moe else self._with_deferred_updates(carry), None
 
@@ -178,11 +201,8 @@ class CachedExperts(Experts):
 
     def _run(
         self,
-        cache: ExpertCache,
-        layer: LayerIndex,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
+        carry: _CacheCarry,
+        inputs: MoeInputs,
         decision: Decision | None,
         rule: Rule | None,
         wanted: Callable[[int, Sequence[TierSlots]], Wanted | None],
@@ -194,7 +214,8 @@ class CachedExperts(Experts):
           rule: gives the tiers in place of the decision's; None: the decision's are used.
           wanted: of a tier the experts of the next layer to prefetch, by what is in all slots then.
         """
-        gates = routing.weights.astype(jnp.float32)
+        layer, x, routing, token_mask, *_ = inputs
+        cache, gates = carry.cache, routing.weights.astype(jnp.float32)
         if decision is None:
             ids, weights, asked = routing.ids, routing.weights, Asked(routing.ids, gates)
         else:
@@ -224,9 +245,10 @@ class CachedExperts(Experts):
             for i, step in enumerate(steps):
                 tiers[i] = step.prefetch(tiers[i], layer, token_mask, wanted(i, tiers))
                 mine = found.tier == i
-                pairs, experts = step.pairs_and_stacks(tiers[i], layer, ids, mine, plans[i])
+                base = self._base(carry, i, tiers, layer)
+                pairs, experts = step.pairs_and_stacks(tiers[i], layer, ids, mine, plans[i], base)
                 stacks.append(experts)
-                if step.spec.emulated:
+                if step.spec.emulated or base is not None:
                     slot = jnp.where(found.tier == i, pairs.expert, slot)
             total = self._products_of_tiers(x, found.tier, slot, stacks)
         else:
@@ -237,12 +259,13 @@ class CachedExperts(Experts):
                     tiers[i] = step.prefetch(tiers[i], layer, token_mask, ahead)
                 mine = served[0] if decision is None else found.tier == i
                 own, tiers[i] = step.products(
-                    tiers[i], layer, x, ids, mine, plans[i], token_mask, ahead
-                )
+                    tiers[i], layer, x, ids, mine, plans[i], token_mask, ahead,
+                    self._base(carry, i, tiers, layer),
+                )  # fmt: skip
                 products.append(own)
             total = _selected(products, found.tier)
         runs = served[0] if decision is None else found.tier != SKIPPED
-        out = combine(total, Pairs(ids, runs), weights, x.dtype)
+        out = combine(total, ExpertPairs(ids, runs), weights, x.dtype)
         return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)
 
     def _products_of_tiers(
@@ -263,10 +286,10 @@ class CachedExperts(Experts):
         return self.spec.policy
 
     def _decide(
-        self, carry: CacheCarry, layer: LayerIndex, routing: Routing, token_mask: jax.Array,
-        next_routing: Callable[[], Routing] | None, importance: jax.Array | None,
-    ) -> tuple[Decision, Rule | None, CacheCarry]:  # fmt: skip
+        self, carry: _CacheCarry, inputs: MoeInputs, importance: jax.Array | None
+    ) -> tuple[Decision, Rule | None, _CacheCarry]:
         """Returns the policy's decision, and its tier rule where a kernel applies it."""
+        layer, _, routing, token_mask, next_routing, _ = inputs
         cache, policy, pools = carry.cache, self._policy, carry.cache.tiers
         predicted = None
         if policy.needs.predicted and next_routing is not None:
@@ -310,17 +333,17 @@ class CachedExperts(Experts):
         may_wait = self._policy.layer_axes is not None and not self._policy.substitutes
         return isinstance(layer, int) and may_wait and not looks_ahead
 
-    def _with_deferred_updates(self, carry: CacheCarry) -> CacheCarry:
+    def _with_deferred_updates(self, carry: _CacheCarry) -> _CacheCarry:
         """Updates the policy for the layers whose update was deferred, all at once."""
         if not carry.deferred:
             return carry
         cache, policy = carry.cache, self._policy
         together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *carry.deferred)
-        _, state = vmap_decide(policy, policy.layer_axes, cache.state, together)
+        _, state = vmap_decide(policy, cache.state, together)
         return carry._replace(cache=dataclasses.replace(cache, state=state), deferred=())
 
     def _predicted(
-        self, carry: CacheCarry, layer: LayerIndex, predicted: Routing, token_mask: jax.Array
+        self, carry: _CacheCarry, layer: LayerIndex, predicted: Routing, token_mask: jax.Array
     ) -> jax.Array:
         """Predicts the experts of the next layer's router (DyMoE eq. 6-8)."""
         rows, most_ahead = self._rows[0], self._tiers[0].most_ahead

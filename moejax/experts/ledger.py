@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moejax.experts.budget import LINK_GIB_PER_S, size_text
-from moejax.experts.disk_reader import Counters
+from moejax.experts.disk_cache import Counters
 from moejax.experts.residency import EVENTS, Counts
 
 DISK_TROUBLE = ("retries", "errors")  # of what is counted of the disk

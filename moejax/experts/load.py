@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,41 +14,42 @@ from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
 from moejax.errors import MoejaxError
-from moejax.experts.allocator import check_room, device_limits, room_nbytes
 from moejax.experts.budget import (
     Budget,
+    BudgetError,
     Limits,
     PolicyDemands,
     RunSizes,
-    Tier,
     TierBudget,
+    TierSize,
     default_bulk,
     make_budget,
     unused,
 )
 from moejax.experts.budget.planned import RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.disk_cache import DiskExperts
-from moejax.experts.disk_reader import DiskReader, check_waiting
+from moejax.experts.disk_cache import DiskExperts, DiskReader, check_waiting
 from moejax.experts.host_store import HostStore
+from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like, open_tier
 from moejax.experts.transfers import Transfers
-from moejax.policies.attention_importance import importance_nbytes
 from moejax.policies.base import AnyPolicy, PolicySpec, moves_between_steps
+from moejax.policies.dymoe import importance_nbytes
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
 from moejax.quantization.pipeline.quantizers import Program
 from moejax.quantization.pipeline.recipe import Scheme
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
+from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
 
-def tier_of(sizes: Sizes) -> Tier:
+def tier_of(sizes: Sizes) -> TierSize:
     """Returns the form of a model's experts as a budget's tier."""
-    return Tier(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
+    return TierSize(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
 
 
 def load_limited(
@@ -81,7 +82,7 @@ def load_limited(
         checkpoint or a tier cannot be read, or the policy's settings do not suit the tiers.
     """
     limits = device_limits(device, limits)
-    policy, activations, stored, sources, budget = plan_experts(
+    policy, activations, stored, sources, refines, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk,
     )  # fmt: skip
@@ -95,13 +96,14 @@ def load_limited(
     check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
     weights = load(experts=False)
     memories, held = [], 0
-    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
+    for tier, source, plane, part in zip(stored, sources, refines, budget.tiers, strict=True):
         memory = _load_tier(
-            source, part, tier, tiering, dtype=dtype, device=device, progress=progress
-        )
+            source, part, tier, tiering, dtype=dtype, device=device, progress=progress,
+            last_plane=plane,
+        )  # fmt: skip
         if tiering is not None:
             if tiering.emulate:
-                memory = emulated(memory, device)
+                memory = _emulated(memory, device)
             if (first := _initial_experts(activations, part, memory, held)) is not None:
                 held += first.shape[1]
                 preload(memory, checkpoint.config, ops.Kernels(target_of(device)), first)
@@ -123,18 +125,19 @@ def load_whole(
     return checkpoint.load(dtype=dtype, device=device, progress=progress)
 
 
-def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
+def _disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
     """Returns the checkpoint whose files experts are read from; errors as of `open_like`."""
     return open_like(limits.disk_path, checkpoint, "memory.disk_path=", checkpoint.read_bits)
 
 
-class Planned(NamedTuple):
+class _Planned(NamedTuple):
     """Plan of a run before anything is read."""
 
     policy: AnyPolicy | None
     activations: Any  # int[M, E], how often the policy's profile chose each expert; None without
     stored: tuple[StoredTier, ...]
     sources: list[Checkpoint]
+    refines: tuple[bool, ...]  # whether each tier is the last plane over the next one's
     budget: Budget
 
 
@@ -148,7 +151,7 @@ def plan_experts(
     batch: int,
     context: int,
     chunk: int,
-) -> Planned:
+) -> _Planned:
     """Plans policy, tiers and bytes; arguments and errors as in `load_limited`."""
     config = checkpoint.config
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
@@ -171,7 +174,8 @@ def plan_experts(
         policy, activations = choose(tiering, checkpoint.directory, config)
         opened = [open_tier(tier, checkpoint) for tier in tiering.stored()]
         stored, sources = tuple(tier for tier, _ in opened), [source for _, source in opened]
-    disks = [disk_source(source, limits) for source in sources]  # what is wrong is said first
+    disks = [_disk_source(source, limits) for source in sources]  # what is wrong is said first
+    refines = (False,) * len(stored)
     if tiering is None or policy is None:
         budget = make_budget(run, [tier_of(own)], limits)
         if budget.pooled and own.refusal:
@@ -181,22 +185,64 @@ def plan_experts(
             _sizes(tier, source, tiering, dtype, device)
             for tier, source in zip(stored, sources, strict=True)
         ]
-        budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
+        plan = functools.partial(
+            budget_of_tiers, policy, run, slots=tiering.slots, limits=limits, copies=tiers
+        )
+        budget, refines = _over_base(plan, tiers, sources) or (plan(tiers), refines)
     for tier, disk, part in zip(stored, disks, budget.tiers, strict=True):
         if part.host_share < 1:
             with open_experts(disk, dtype=dtype, device=device) as reader:
                 rows = _rows_of(tier, tiering, reader)
                 name = str(disk.directory) if tiering is None else f"tier {tier.name}"
                 check_waiting(rows, device, name)
-    return Planned(policy, activations, stored, sources, budget)
+    return _Planned(policy, activations, stored, sources, refines, budget)
+
+
+def _over_base(
+    plan: Callable[[Sequence[TierSize]], Budget],
+    tiers: Sequence[TierSize],
+    sources: Sequence[Checkpoint],
+) -> tuple[Budget, tuple[bool, ...]] | None:
+    """Plans a first tier of one plane over a second one, of the same checkpoint.
+
+    So an expert in high precision counts once (DynaExq eq. 3.5). Returns None where that cannot be:
+    the tiers are no such prefixes, the second one has no room for every expert, or host memory has
+    none for all rows. Then each tier has whole copies.
+    """
+    if len(tiers) != 2 or sources[0].directory != sources[1].directory:
+        return None
+    widths = sources[0].planes
+    bits = [source.read_bits for source in sources]
+    if not all(bits) or layout.PREFIX_PLANES[bits[0]][:-1] != layout.PREFIX_PLANES[bits[1]]:
+        return None
+    assert set(bits) <= set(widths)
+    high, low = tiers
+    plane = high.expert_nbytes - low.expert_nbytes  # the base has all scales and zeros
+    try:
+        found = plan([dataclasses.replace(high, expert_nbytes=plane), low])
+    except BudgetError:
+        return None
+    first, second = found.tiers
+    is_full = second.slots == second.num_experts and second.banks == 1
+    if not is_full or min(first.host_share, second.host_share) < 1:
+        return None
+    return found, (True, False)
 
 
 def budget_of_tiers(
-    policy: AnyPolicy, run: RunSizes, tiers: Sequence[Tier], slots: Sequence[int], limits: Limits
+    policy: AnyPolicy,
+    run: RunSizes,
+    tiers: Sequence[TierSize],
+    slots: Sequence[int],
+    limits: Limits,
+    copies: Sequence[TierSize] = (),
 ) -> Budget:
     """Makes a budget with a policy's prefetch, transfers and parts of its own.
 
     Limits on prefetch and transfers that are stated take precedence over the policy's.
+
+    Args:
+      copies: whole copies in the place of tiers that may be planes; (): the tiers are such.
 
     Raises:
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
@@ -208,20 +254,20 @@ def budget_of_tiers(
         tiers=tuple(tier.name for tier in tiers), slots=(num_experts,) * len(tiers),
         expert_bytes=tuple(tier.expert_nbytes for tier in tiers),
     )  # fmt: skip
-    _check_suits(policy, tiers, spec)
+    _check_suits(policy, copies or tiers, spec)
     state = jax.eval_shape(lambda: policy.init(spec))
-    asks = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
+    moves = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
     ahead = 0  # experts of the next layer that a decode step may prefetch
     if policy.needs.predicted:
-        asked = int(getattr(policy, "prefetch", -1))
-        ahead = asked if asked >= 0 else config.experts_per_token
-    bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if asks else 0
+        stated = int(getattr(policy, "prefetch", -1))
+        ahead = stated if stated >= 0 else config.experts_per_token
+    bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if moves else 0
     demands = PolicyDemands(
         slots=slots,
         prefetch=limits.prefetch or ahead,
         bulk=limits.bulk or min(bulk, num_layers * num_experts),
         device=_policy_parts(policy, run),
-        first_alone=not asks and policy.high_serves_low,
+        first_alone=not moves and policy.high_serves_low,
     )
     return make_budget(run, tiers, limits, demands)
 
@@ -235,11 +281,13 @@ def _load_tier(
     dtype: str,
     device: jax.Device,
     progress: bool,
+    last_plane: bool,
 ) -> TierMemory:
     """Fills host rows, allocates an empty pool, opens the disk if rows are few."""
     limits = budget.limits
-    reader: Any = open_experts(disk_source(checkpoint, limits), dtype=dtype, device=device)
-    with open_experts(checkpoint, dtype=dtype, device=device) as own:
+    rows_of = functools.partial(open_experts, dtype=dtype, device=device, last_plane=last_plane)
+    reader: Any = rows_of(_disk_source(checkpoint, limits))
+    with rows_of(checkpoint) as own:
         terms = own.load_compensators(device, progress=progress)
         forms: list[Any] = [jax.tree.structure((r.gate_up, r.down)) for r in (own, reader)]
         if own.row != reader.row or forms[0] != forms[1]:
@@ -269,14 +317,16 @@ def _load_tier(
         transient=budget.transient, banks=budget.banks,
     )  # fmt: skip
     read = disk.read if disk else None
-    spec = TierSpec(cache, limits.prefetch, read, prefetch_in=limits.prefetch_in)
+    spec = TierSpec(
+        cache, limits.prefetch, read, prefetch_in=limits.prefetch_in, refines=own.plane_bits
+    )
     memory = TierMemory(spec, gate_up, down, supply.row_of, device, terms, disk)
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
 
 
-def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
+def _emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
     """Moves all rows to the device; slots become tables only."""
     row_of = np.asarray(memory.store.row_of)
     if (row_of < 0).any():
@@ -307,19 +357,19 @@ def _rows_of(
 
 def _sizes(
     tier: StoredTier, source: Checkpoint, tiering: Tiering, dtype: str, device: jax.Device
-) -> Tier:
+) -> TierSize:
     """Bytes of an expert of a tier; MoejaxError where it has no form in which experts move."""
     if tier.bits:
         with open_experts(source, dtype=dtype, device=device) as reader:
             rows = _rows_of(tier, tiering, reader)
-            return Tier(name=tier.name, expert_nbytes=rows.row_nbytes)
+            return TierSize(name=tier.name, expert_nbytes=rows.row_nbytes)
     sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
     if sizes.refusal:
         raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
-    return Tier(name=tier.name, expert_nbytes=sizes.expert_nbytes)
+    return TierSize(name=tier.name, expert_nbytes=sizes.expert_nbytes)
 
 
-def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], spec: PolicySpec) -> None:
+def _check_suits(policy: AnyPolicy, tiers: Sequence[TierSize], spec: PolicySpec) -> None:
     """Raises MoejaxError before anything is read, if the policy refuses the tiers."""
     nbytes = [tier.expert_nbytes for tier in tiers]
     if sorted(nbytes, reverse=True) != nbytes:

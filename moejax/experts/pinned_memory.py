@@ -22,7 +22,7 @@ from moejax.experts.machine import pinned_limit_nbytes
 _PINNED = "pinned_host"
 
 
-class HostArray(NamedTuple):
+class _HostArray(NamedTuple):
     """An array in a device's host memory, and numpy's writable view of it.
 
     Changes are seen through the view and by programs that take the array. `np.asarray` of the array
@@ -33,30 +33,30 @@ class HostArray(NamedTuple):
     view: np.ndarray
 
 
-def is_pinned(device: jax.Device) -> bool:
+def _is_pinned(device: jax.Device) -> bool:
     """Whether the host memory of a device is pinned memory of its own; on a CPU it is ordinary."""
     return device.platform == "gpu"
 
 
 def allocate_host_arrays(
     shapes: Sequence[jax.ShapeDtypeStruct], device: jax.Device
-) -> list[HostArray]:
+) -> list[_HostArray]:
     """Allocates arrays in a device's host memory; MoejaxError where it cannot be had.
 
     Their content is undefined.
     """
     nbytes = sum(part.size * np.dtype(part.dtype).itemsize for part in shapes)
     check_pinned_limit(nbytes, device)
-    kind = "pinned host memory" if is_pinned(device) else "host memory"
+    kind = "pinned host memory" if _is_pinned(device) else "host memory"
     with plain_memory_errors(nbytes, kind):
         arrays = [_allocate(part.shape, np.dtype(part.dtype), device) for part in shapes]
-        return [HostArray(array, _view(array)) for array in jax.block_until_ready(arrays)]
+        return [_HostArray(array, _view(array)) for array in jax.block_until_ready(arrays)]
 
 
 def check_pinned_limit(nbytes: int, device: jax.Device) -> None:
     """Raises MoejaxError where a device cannot be given `nbytes` of pinned memory."""
     limit = pinned_limit_nbytes()
-    if is_pinned(device) and nbytes > limit:
+    if _is_pinned(device) and nbytes > limit:
         enough = math.ceil(nbytes * 1.125 / GIB)  # an eighth for what else is pinned
         raise MoejaxError(
             f"{nbytes / GIB:.1f} GiB of experts are more than the {limit / GIB:.0f} GiB of host "
@@ -79,7 +79,7 @@ def plain_memory_errors(nbytes: int, kind: str) -> Iterator[None]:
 
 
 def _allocate(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
-    kind = _PINNED if is_pinned(device) else None
+    kind = _PINNED if _is_pinned(device) else None
     return _allocator(shape, dtype, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))()
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from moejax.experts.budget.limits import BOTH, DECODE, PREFILL
 from moejax.experts.residency import CacheSizes, Counts, Residency
 from moejax.policies.base import AnyPolicy
-from moejax.weights.qtensor import Compensator, Weight
+from moejax.weights.qtensor import Compensator, QTensor, Weight
 
 # Before buffers are assigned XLA counts pools twice, as donated and as given back, and the rows of
 # host memory too. Where pools fill the device it would compute much a second time, to no end: of 12
@@ -39,6 +39,8 @@ class TierSpec:
       between_steps: experts are moved between steps alone (`Policy.transfer_tiers`), and no step
         needs one that is not in a slot.
       prefetch_in: the steps that prefetch, one of `budget.limits.PHASES`.
+      refines: bits of the plane that a row is, whose experts have their leading planes in the next
+        tier, which holds every expert; 0: rows are whole experts.
     """
 
     cache: CacheSizes
@@ -48,10 +50,19 @@ class TierSpec:
     is_complete: bool = False
     between_steps: bool = False
     prefetch_in: str = BOTH
+    refines: int = 0
 
     def looks_ahead(self, is_prefill: bool) -> bool:
         """Whether prefill steps, or decode steps, prefetch for the next layer."""
         return self.prefetch > 0 and self.prefetch_in in (BOTH, PREFILL if is_prefill else DECODE)
+
+    def refined(self, leading: Weight, plane: Any, plane_slots: Any) -> QTensor:
+        """Joins leading planes and the plane of this tier, a pool, to matrices of more bits."""
+        assert isinstance(leading, QTensor)
+        return dataclasses.replace(
+            leading, bits=leading.bits + self.refines, refinements=(plane,),
+            plane_slots=plane_slots, compensators=(),
+        )  # fmt: skip
 
     @property
     def is_still(self) -> bool:
@@ -105,8 +116,9 @@ class HostRows:
     """A tier's experts that a step reads: rows of host memory, and parts that do not move.
 
     Attributes:
-      gate_up: [R, 2F, D], in pinned host memory on a GPU, without low-rank terms.
-      down: [R, D, F].
+      gate_up: [R, 2F, D], in pinned host memory on a GPU, without low-rank terms; of a tier that
+        refines another the words of its plane, uint32[R, 2F, W].
+      down: [R, D, F], or uint32[R, D, W].
       row_of: int32[M, E], rows; -1 for experts on the disk alone.
       terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
       replay: float32[steps, M, B, E], logits in place of the routers' in steps of B tokens, for

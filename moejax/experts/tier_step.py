@@ -12,32 +12,229 @@ Axes: N tokens, A experts a token, P parts of a product; the rest as in `moejax.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
-from moejax.experts.cache_plan import CachePlanner, Jobs, SlotPlan, terms_by_slot
+from moejax.experts.residency import COLUMNS, first_slot
 from moejax.experts.state import HostRows, TierSlots, TierSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
+    ExpertPairs,
     ExpertStacks,
-    Pairs,
     choose_grouped,
-    products_by_block,
-    products_by_row,
-    products_grouped,
 )
 from moejax.models.layer_index import LayerIndex
-from moejax.models.moe import STEP_BYTES, ExpertImpl, record_experts
+from moejax.models.moe import ExpertImpl, products_in_pairs, record_experts
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator, QTensor, Weight
-from pallas_kernels import expert_fetch
+from pallas_kernels import cache_plan, expert_fetch
+from pallas_kernels.cache_plan import Asked, Fetch, LayerPlan, Tables, TierOperands, TierShape
+from pallas_kernels.target import Target
+
+
+class _SlotPlan(NamedTuple):
+    """One tier's part of a plan, over all pairs; other tiers' pairs have no wave."""
+
+    slot: jax.Array  # int32[N, A]
+    wave: jax.Array  # int32[N, A]; -1 for pairs that do not run in this tier
+    admitted: Fetch  # [J]
+    streamed: Fetch  # [W, B]
+    # int32[N A] each: experts, an expert maybe several times, with their slots and waves
+    holders: tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlanner:
+    """Plans slots of the tiers, from static facts.
+
+    Attributes:
+      target: device whose kernels may plan; None: no kernels.
+      moves: whether transfers move experts between steps.
+    """
+
+    tiers: tuple[TierSpec, ...]
+    target: Target | None
+    moves: bool = True
+
+    def refusal(self, num_asked: int) -> str | None:
+        """Returns why one launch cannot plan so many pairs, or None."""
+        if self.target is None:
+            return "no kernels are wanted"
+        if any(tier.read is not None for tier in self.tiers):
+            return "experts may be on the disk alone, and the step asks the host for them by id"
+        if any(tier.emulated for tier in self.tiers):
+            return "a tier has no slots"
+        if len(self.tiers) > 1 and any(form.later_waves for form in self.forms(num_asked)):
+            return "of several tiers one streams experts in waves"
+        num_experts = self.tiers[0].cache.num_experts
+        sizes = num_experts, num_asked, len(self.tiers)
+        return cache_plan.PLAN.refusal("triton", *sizes, target=self.target)
+
+    def forms(self, num_pairs: int) -> tuple[TierShape, ...]:
+        """Returns each tier's static form, for a layer of so many pairs."""
+        return tuple(
+            TierShape(
+                slots=tier.cache.slots,
+                banks=tier.cache.banks,
+                transient=tier.cache.transient,
+                waves=self.num_waves(i, num_pairs),
+                is_full=tier.cache.slots == tier.cache.num_experts,
+                is_complete=tier.is_complete,
+                static_in_step=i == 0
+                and tier.between_steps
+                and tier.cache.slots > 0
+                and not tier.is_complete,
+                may_be_promoted_elsewhere=self.moves
+                or any(better.prefetch for better in self.tiers[:i]),
+            )
+            for i, tier in enumerate(self.tiers)
+        )
+
+    def num_waves(self, index: int, num_pairs: int) -> int:
+        """Number of waves through a tier's transient slots for so many pairs."""
+        tier, cache = self.tiers[index], self.tiers[index].cache
+        if cache.slots and (tier.is_complete or tier.between_steps):
+            return 0
+        most = min(num_pairs, cache.num_experts)
+        return cache_plan.num_waves(most, cache.slots, cache.transient)
+
+    def plan_layer(
+        self,
+        tiers: Sequence[TierSlots],
+        rows_of: Sequence[jax.Array],
+        gate: jax.Array | None,
+        layer: Index,
+        asked: Asked,
+        token_mask: jax.Array,
+    ) -> tuple[LayerPlan, list[_SlotPlan], jax.Array | None, list[TierSlots]]:
+        """Plans where a layer's pairs run, and which experts are fetched.
+
+        Args:
+          tiers: donated.
+          rows_of: int32[M, E] of each tier, rows of the host store; -1: none.
+          gate: as in `ExpertCache`, donated; None: it is not counted.
+          asked: routing of N tokens.
+          token_mask: bool[N], False for padding.
+
+        Returns:
+          The plan, each tier's part of it, and `gate` and `tiers` after it.
+        """
+        operands = tuple(
+            TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)
+        )
+        forms = self.forms(asked.ids.size)
+        by_kernel = self.refusal(asked.ids.size) is None
+        tables, gate, found = _planned(
+            operands, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
+        )
+        ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
+        parts = []
+        for i, form in enumerate(forms):
+            wave = found.tier if found.wave is None else found.wave
+            if len(forms) > 1:
+                wave = jnp.where(found.tier == i, 0 if found.wave is None else wave, -1)
+            admitted, streamed = _or_nothing(found.fetch[i]), _or_nothing(found.streamed[i])
+            if not form.later_waves:
+                streamed = jax.tree.map(lambda of: of.reshape(0, 1), _or_nothing(None))
+            parts.append(
+                _SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
+            )
+        return found, parts, gate, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
+
+    def plan_prefetch(
+        self,
+        slots: TierSlots,
+        row_of: jax.Array,
+        layer: Index,
+        ids: jax.Array,
+        token_mask: jax.Array,
+    ) -> tuple[Fetch, TierSlots]:
+        """Plans the prefetch of experts of a coming layer to the slots of the only tier.
+
+        Args:
+          slots: donated.
+          layer: the coming one.
+          ids: int32[L], experts that it will probably need; -1: none.
+        """
+        (spec,) = self.tiers
+        if spec.read is not None:  # nobody waits for the disk on a guess
+            ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
+        tables, found = _predicted(
+            TierOperands(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
+            form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
+        )  # fmt: skip
+        return found, _with(slots, tables)
+
+
+def _terms_by_slot(
+    term: Compensator, layer: Index, experts: jax.Array, places: jax.Array, num_slots: int
+) -> Compensator:
+    """Low-rank terms by slot, starts and ranks [1, S]; rank 0 in other slots."""
+
+    def by_slot(of_expert: jax.Array) -> jax.Array:
+        slots = jnp.zeros(num_slots, jnp.int32)
+        return slots.at[places].set(of_expert[layer, experts], mode="drop")[None]
+
+    return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))
+
+
+def _tables(slots: TierSlots) -> Tables:
+    """The arrays that a plan changes."""
+    residency, counts = slots.residency, slots.counts
+    return Tables(residency.table, residency.clock, counts.events, counts.gate)
+
+
+def _with(slots: TierSlots, found: Tables) -> TierSlots:
+    return dataclasses.replace(
+        slots,
+        residency=dataclasses.replace(slots.residency, table=found.table, clock=found.clock),
+        counts=dataclasses.replace(slots.counts, events=found.events, gate=found.gate),
+    )
+
+
+def _or_nothing(fetch: Fetch | None) -> Fetch:
+    return Fetch(*[jnp.full(0, -1, jnp.int32)] * 3) if fetch is None else fetch
+
+
+# Jitted, with the layer an operand: all layers share a trace and the kernel.
+@functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
+def _planned(
+    *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
+) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
+    how = "triton" if by_kernel else "reference"
+    return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
+def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, Fetch]:
+    how = "triton" if by_kernel else "reference"
+    return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)
+
 
 Bank = tuple[Weight, Weight]  # of `TierSlots`
+
+
+class Base(NamedTuple):
+    """The tier that another one refines, in a layer: its leading planes.
+
+    Attributes:
+      experts: every expert of all layers.
+      slot_of: int32[E], where the layer's are in `experts`.
+      plane_slots: int32[1, S], slots in the refining tier of what lies in `experts`; None: they are
+        those of the layer's plan.
+    """
+
+    experts: ExpertStacks
+    slot_of: jax.Array
+    plane_slots: jax.Array | None
+
+
 Wanted = Callable[[], jax.Array]  # int32[L], experts to prefetch for the next layer; -1: none
 
 
@@ -84,14 +281,14 @@ class TierStep:
         """Returns a layer's bank."""
         return slots.banks[(turn + after) % len(slots.banks)]
 
-    def with_bank(self, slots: TierSlots, turn: int, bank: Bank, after: int = 0) -> TierSlots:
+    def _with_bank(self, slots: TierSlots, turn: int, bank: Bank, after: int = 0) -> TierSlots:
         """Replaces a layer's bank."""
         banks = list(slots.banks)
         banks[(turn + after) % len(banks)] = bank
         return dataclasses.replace(slots, banks=tuple(banks))
 
     def copy_rows(
-        self, slots: TierSlots, turn: int, layer: Index, jobs: Jobs, after: int = 0,
+        self, slots: TierSlots, turn: int, layer: Index, jobs: Fetch, after: int = 0,
         beside: bool = False,
     ) -> TierSlots:  # fmt: skip
         """Copies experts of a layer into donated slots, from host memory or from the disk.
@@ -106,15 +303,15 @@ class TierStep:
         return self.finish_fetch(slots, turn, layer, bank, jobs, after)
 
     def finish_fetch(
-        self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Jobs, after: int = 0
+        self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Fetch, after: int = 0
     ) -> TierSlots:
         """Puts a filled bank in its place, after fetching the rest from the disk."""
         bank, waits = self._from_disk(bank, layer, jobs)
         if waits is not None:
             slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))
-        return self.with_bank(slots, turn, bank, after)
+        return self._with_bank(slots, turn, bank, after)
 
-    def _copy_job(self, bank: Bank, jobs: Jobs) -> expert_fetch.CopyJob | None:
+    def _copy_job(self, bank: Bank, jobs: Fetch) -> expert_fetch.CopyJob | None:
         """Returns the copy from host memory; None where there is nothing to copy."""
         if not jobs.rows.size or self.spec.is_still or not self.rows.gate_up.shape[0]:
             return None
@@ -130,7 +327,7 @@ class TierStep:
             raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
         return chosen.implementation
 
-    def _from_host(self, bank: Bank, jobs: Jobs, beside: Bank | None = None) -> Bank:
+    def _from_host(self, bank: Bank, jobs: Fetch, beside: Bank | None = None) -> Bank:
         """Copies host rows to a donated bank; `beside` is read by products meanwhile."""
         if (job := self._copy_job(bank, jobs)) is None:
             return bank
@@ -140,7 +337,7 @@ class TierStep:
         tiles = expert_fetch.default_tiles_beside()
         return expert_fetch.fetch(*job, implementation=how, tiles=tiles, after=beside)
 
-    def _from_disk(self, bank: Bank, layer: Index, jobs: Jobs) -> tuple[Bank, jax.Array | None]:
+    def _from_disk(self, bank: Bank, layer: Index, jobs: Fetch) -> tuple[Bank, jax.Array | None]:
         """Copies experts from the disk, if any; returns their int32[] count."""
         rows, slots, experts = jobs
         if (read_rows := self.spec.read) is None or not rows.size or self.spec.is_still:
@@ -188,7 +385,8 @@ class TierStep:
 
     def products(
         self, slots: TierSlots, layer: LayerIndex, x: jax.Array, ids: jax.Array,
-        active: jax.Array, plan: SlotPlan, mask: jax.Array, wanted: Wanted | None,
+        active: jax.Array, plan: _SlotPlan, mask: jax.Array, wanted: Wanted | None,
+        base: Base | None = None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
 
@@ -200,34 +398,37 @@ class TierStep:
           plan: of the layer; the experts of wave 0 are fetched.
           mask: bool[N], tokens that are no padding.
           wanted: gives the experts to prefetch after the waves.
+          base: what this tier refines.
         """
         if not self.num_waves(active.size):
-            return self._multiply(x, *self.pairs_and_stacks(slots, layer, ids, active, plan)), slots
+            stacks = self.pairs_and_stacks(slots, layer, ids, active, plan, base)
+            return self._multiply(x, *stacks), slots
         # Only chunks run in a loop, with a traced layer.
         double = self.spec.cache.banks > 1 and not isinstance(layer.mlp, int)
         run = self._stream_waves_double_buffered if double else self._stream_waves
-        products, slots = run(slots, layer.turn, layer.mlp, x, plan, active)
+        products, slots = run(slots, layer.turn, layer.mlp, x, ids, plan, active, base)
         # Comes last: anything that waits for slots of a wave would be copied.
         return products, self.prefetch(slots, layer, mask, wanted)
 
     def pairs_and_stacks(
         self, slots: TierSlots, layer: LayerIndex, ids: jax.Array, active: jax.Array,
-        plan: SlotPlan,
-    ) -> tuple[Pairs, ExpertStacks]:  # fmt: skip
+        plan: _SlotPlan, base: Base | None = None,
+    ) -> tuple[ExpertPairs, ExpertStacks]:  # fmt: skip
         """The pairs and their experts where there are no waves."""
-        pairs = Pairs(plan.slot, active & (plan.wave == 0), plan.wave)
+        pairs = ExpertPairs(_places(plan, ids, base), active & (plan.wave == 0), plan.wave)
         if self.spec.emulated:
-            pairs = Pairs(self.rows.row_of[layer.mlp][ids], active)
-        return pairs, self._stacks(slots, layer.turn, layer.mlp, plan, 0)
+            rows = self.rows.row_of[layer.mlp] if base is None else base.slot_of
+            pairs = ExpertPairs(rows[ids], active)
+        return pairs, self._stacks(slots, layer.turn, layer.mlp, plan, 0, base=base)
 
     def _stream_waves(
-        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: SlotPlan,
-        active: jax.Array,
+        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
+        plan: _SlotPlan, active: jax.Array, base: Base | None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched after the one before."""
-        now = active & (plan.wave == 0)
+        now, places = active & (plan.wave == 0), _places(plan, ids, base)
         products = self._multiply(
-            x, Pairs(plan.slot, now), self._stacks(slots, turn, layer, plan, 0)
+            x, ExpertPairs(places, now), self._stacks(slots, turn, layer, plan, 0, base=base)
         )
         outside = slots
 
@@ -235,13 +436,13 @@ class TierStep:
             # Carries this layer's bank alone: a loop that carries both makes XLA copy them, unless
             # each copy is ordered behind what reads its array (`_stream_waves_double_buffered`).
             bank, counts, products = carried
-            slots = self.with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
+            slots = self._with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
             products, slots = self._after(slots, turn, products)
             jobs = jax.tree.map(lambda jobs: jobs[number], plan.streamed)
             slots = self.copy_rows(slots, turn, layer, jobs)
             mine = active & (plan.wave == number + 1)
-            experts = self._stacks(slots, turn, layer, plan, number + 1)
-            found = self._multiply(x, Pairs(plan.slot, mine), experts)
+            experts = self._stacks(slots, turn, layer, plan, number + 1, base=base)
+            found = self._multiply(x, ExpertPairs(places, mine), experts)
             products = jnp.where(mine[None, :, :, None], found, products)
             return self.bank(slots, turn), slots.counts, products
 
@@ -249,11 +450,11 @@ class TierStep:
         num_waves = len(plan.streamed.rows)
         bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
         slots = dataclasses.replace(outside, counts=counts)
-        return products, self.with_bank(slots, turn, bank)
+        return products, self._with_bank(slots, turn, bank)
 
     def _stream_waves_double_buffered(
-        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, plan: SlotPlan,
-        active: jax.Array,
+        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
+        plan: _SlotPlan, active: jax.Array, base: Base | None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched beside the one before.
 
@@ -261,7 +462,7 @@ class TierStep:
         are, and of the other one. In a CUDA graph a copy waits for the products that read the array
         which it overwrites, and for the copy before it, but not for those that read the other one.
         """
-        num_waves = len(plan.streamed.rows)
+        num_waves, places = len(plan.streamed.rows), _places(plan, ids, base)
         beyond = (0, 1 + num_waves % 2), (0, 0)
         streamed = jax.tree.map(lambda a: jnp.pad(a, beyond, constant_values=-1), plan.streamed)
 
@@ -273,8 +474,8 @@ class TierStep:
             mine, inputs = active & (plan.wave == wave), x
             if products is not None:  # one after another, or XLA gathers the inputs of two waves
                 inputs, products = jax.lax.optimization_barrier((x, products))
-            experts = self._stacks(slots, turn, layer, plan, wave, bank)
-            found = self._multiply(inputs, Pairs(plan.slot, mine), experts)
+            experts = self._stacks(slots, turn, layer, plan, wave, bank, base)
+            found = self._multiply(inputs, ExpertPairs(places, mine), experts)
             if products is not None:
                 found = jnp.where(mine[None, :, :, None], found, products)
             return self._after(slots, turn, found, bank)
@@ -301,47 +502,90 @@ class TierStep:
         They read the slots that the copy may overwrite, and XLA would copy the slots instead.
         """
         products, read = jax.lax.optimization_barrier((products, self.bank(slots, turn, bank)))
-        return products, self.with_bank(slots, turn, read, bank)
+        return products, self._with_bank(slots, turn, read, bank)
 
-    def _multiply(self, x: jax.Array, pairs: Pairs, experts: ExpertStacks) -> jax.Array:
+    def _multiply(self, x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks) -> jax.Array:
         """Multiplies the active pairs: [P, N, A, D]."""
         stacks = (experts.gate_up, experts.down)
         chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
         record_experts(self.number, self.impl, stacks, chosen)
-        match self.impl:
-            case "row":
-                return products_by_row(x, pairs, experts)
-            case "block" | "block_in_cache":
-                size = STEP_BYTES[self.impl]
-                return products_by_block(x, pairs, experts, self.spec.cache.num_experts, size)
-            case "grouped_kernel":
-                return products_grouped(x, pairs, experts, chosen.implementation)
-        raise ValueError(f"experts of a cache cannot run by {self.impl!r}")
+        num_experts = self.spec.cache.num_experts
+        return products_in_pairs(x, pairs, experts, num_experts, self.impl, chosen.implementation)
 
     def _stacks(
-        self, slots: TierSlots, turn: int, layer: Index, plan: SlotPlan, wave: Index, bank: int = 0
-    ) -> ExpertStacks:
+        self, slots: TierSlots, turn: int, layer: Index, plan: _SlotPlan, wave: Index,
+        bank: int = 0, base: Base | None = None,
+    ) -> ExpertStacks:  # fmt: skip
         """Returns slots as stacks, with the low-rank terms of their experts."""
         experts, slot, wave_of = plan.holders
         held, num_slots = self.bank(slots, turn, bank), self.spec.cache.num_slots
         if self.spec.emulated:
             held, num_slots = (self.rows.gate_up, self.rows.down), self.rows.gate_up.shape[0]
             slot, wave_of = self.rows.row_of[layer][experts], jnp.zeros_like(wave_of)
-        places = jnp.where(wave_of == wave, slot, num_slots)
+        plane_slots = None
+        if base is not None:
+            num_slots = base.experts.gate_up.shape[1]
+            places = jnp.where(wave_of == wave, base.slot_of[experts], num_slots)
+            plane_slots = base.plane_slots
+            if plane_slots is None:
+                plane_slots = (
+                    jnp.zeros(num_slots, jnp.int32).at[places].set(slot, mode="drop")[None]
+                )
+        else:
+            places = jnp.where(wave_of == wave, slot, num_slots)
 
-        def stack(weight: Weight, terms: tuple[Compensator, ...]) -> Weight:
-            stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
+        def stack(weight: Weight, terms: tuple[Compensator, ...], leading: Weight | None) -> Weight:
+            if leading is None:
+                stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
+            else:
+                stacked = self.spec.refined(leading, weight, plane_slots)
             if not isinstance(stacked, QTensor) or not terms:
                 return stacked
-            placed = tuple(terms_by_slot(term, layer, experts, places, num_slots) for term in terms)
+            placed = tuple(
+                _terms_by_slot(term, layer, experts, places, num_slots) for term in terms
+            )
             return dataclasses.replace(stacked, compensators=placed)
 
         (gate_up, down), (of_gate_up, of_down) = held, self.rows.terms
-        return ExpertStacks(stack(gate_up, of_gate_up), stack(down, of_down), 0)
+        first, second = (None, None) if base is None else base.experts[:2]
+        return ExpertStacks(stack(gate_up, of_gate_up, first), stack(down, of_down, second), 0)
+
+    def base(
+        self, slots: TierSlots, turn: int, layer: Index, plane_slots: jax.Array | None
+    ) -> Base:
+        """Returns this tier, which has every expert, as the base of the one before."""
+        held = (self.rows.gate_up, self.rows.down) if self.spec.emulated else self.bank(slots, turn)
+        gate_up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in held)
+        return Base(ExpertStacks(gate_up, down, 0), self.slots_of_all(slots)[layer], plane_slots)
+
+    def slots_of_all(self, slots: TierSlots) -> jax.Array:
+        """int32[M, E], where each expert is in its bank, or in the rows of an emulated tier."""
+        if self.spec.emulated:
+            return self.rows.row_of
+        cache = self.spec.cache
+        first = first_slot(cache, jnp.arange(cache.num_layers, dtype=jnp.int32))[:, None]
+        if self.spec.is_complete:  # in order, `cache.preload`
+            return first + jnp.arange(cache.num_experts, dtype=jnp.int32)[None]
+        return first + slots.residency.slot_of
+
+
+def _places(plan: _SlotPlan, ids: jax.Array, base: Base | None) -> jax.Array:
+    """int32[N, A], where pairs' experts are: in slots of the plan, or those of the base."""
+    return plan.slot if base is None else base.slot_of[ids]
+
+
+def plane_slots_of(
+    refining: TierStep, slots: TierSlots, base: TierStep, of_base: TierSlots
+) -> jax.Array:
+    """int32[1, S], by slot of the base tier the slot of its refinement, anything for none."""
+    planes, places = refining.slots_of_all(slots), base.slots_of_all(of_base)
+    stored = base.rows.gate_up if base.spec.emulated else base.bank(of_base, 0)[0]
+    found = jnp.zeros(stored.shape[0], jnp.int32)
+    return found.at[places.reshape(-1)].set(jnp.maximum(planes, 0).reshape(-1))[None]
 
 
 def fetch_together(
-    tiers: Sequence[TierStep], banks: Sequence[Bank], jobs: Sequence[Jobs]
+    tiers: Sequence[TierStep], banks: Sequence[Bank], jobs: Sequence[Fetch]
 ) -> list[Bank]:
     """Copies host rows to a bank of each tier, in one launch where the kernel takes several."""
     wanted = list(zip(tiers, banks, jobs, strict=True))

@@ -127,10 +127,7 @@ def open_like(source: str, own: Checkpoint, option: str, read_bits: int = 0) -> 
 
 
 def open_tier(tier: StoredTier, own: Checkpoint) -> tuple[StoredTier, Checkpoint]:
-    """Opens a tier's checkpoint; of bit planes int4 and the like are prefixes, as they are stored.
-
-    Each tier has a copy of its prefix.
-    """
+    """Opens a tier's checkpoint; of bit planes int4 and the like are prefixes as stored."""
     found = open_like(tier.source, own, "policy.tiers: ")
     if (bits := MADE.get(tier.name)) in found.planes:
         tier = StoredTier(tier.name, tier.source or str(found.directory))
@@ -144,7 +141,7 @@ def verify_all(checkpoint: str, disk_path: str, tiering: Tiering | None) -> list
     return [verify_checkpoint(name) for name in dict.fromkeys(filter(None, names))]
 
 
-class Chosen(NamedTuple):
+class _Chosen(NamedTuple):
     """A policy, and how often its profile chose each expert, int[M, E]; None without one."""
 
     policy: AnyPolicy
@@ -153,7 +150,7 @@ class Chosen(NamedTuple):
 
 def choose(
     tiering: Tiering, directory: Path | None = None, config: ModelConfig | None = None
-) -> Chosen:
+) -> _Chosen:
     """Makes the policy of a run, with its profile where it reads one.
 
     Args:
@@ -161,13 +158,13 @@ def choose(
       config: of the model; None: any.
     """
     if not isinstance(tiering.policy, str):
-        return Chosen(tiering.policy)
+        return _Chosen(tiering.policy)
     name, given = tiering.policy, dict(tiering.settings)
     parts = parts_of(name, given)
     if "dynaexq" in parts and isinstance(given.get("links", ""), str):
         _take_links(given, directory, config)
     if "buddymoe" not in parts or not isinstance(given.get("lists", ""), str):
-        return Chosen(make_policy(name, **given))
+        return _Chosen(make_policy(name, **given))
     profile = _load_profile(given.pop("lists", ""), "buddymoe", "lists", directory, config)
     if isinstance(given.get("tae_tau"), str) and given["tae_tau"] == "profile":
         _take_temperature(given, profile)
@@ -180,7 +177,7 @@ def choose(
                 )
             given[setting] = value
     policy = make_policy(name, lists=profile.lists, **given)
-    return Chosen(policy, profile.activity.activations)
+    return _Chosen(policy, profile.activity.activations)
 
 
 def _take_links(given: dict[str, Any], directory: Path | None, config: ModelConfig | None) -> None:

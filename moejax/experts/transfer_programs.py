@@ -44,7 +44,7 @@ class BlobLayout:
                 raise ValueError(f"experts of {dtype} do not go into words of {WORD_NBYTES} bytes")
         return found
 
-    def spans(self) -> Iterator[tuple[slice, tuple[int, ...], Any]]:
+    def _spans(self) -> Iterator[tuple[slice, tuple[int, ...], Any]]:
         """Words, shape and dtype of each array."""
         start = 0
         for shape, dtype in self.row:
@@ -55,19 +55,19 @@ class BlobLayout:
     @property
     def num_words(self) -> int:
         """Number of words, W."""
-        return max(words.stop for words, _, _ in self.spans())
+        return max(words.stop for words, _, _ in self._spans())
 
     def views(self, memory: np.ndarray) -> list[np.ndarray]:
         """The arrays of an expert in words of the host, uint32[W]; to be written to."""
         return [
             memory[words].view(dtype)[: math.prod(shape)].reshape(shape)
-            for words, shape, dtype in self.spans()
+            for words, shape, dtype in self._spans()
         ]
 
     def parts(self, blob: jax.Array) -> list[jax.Array]:
         """The arrays of an expert out of its words on the device, uint32[W]."""
         parts = []
-        for words, shape, dtype in self.spans():
+        for words, shape, dtype in self._spans():
             numbers = jax.lax.bitcast_convert_type(blob[words], dtype)
             parts.append(numbers.reshape(-1)[: math.prod(shape)].reshape(shape))
         return parts

@@ -52,7 +52,7 @@ _LOOKED_AT = 64  # requests, of those that wait, before a step
 
 
 @dataclasses.dataclass(kw_only=True)
-class TransferCounters:
+class _TransferCounters:
     """Sums of requests by outcome."""
 
     requested: int = 0  # accepted
@@ -61,7 +61,7 @@ class TransferCounters:
     needless: int = 0  # of what was in a slot before anything crossed the link
     failed: int = 0  # of which the bytes could not be read
     moved: int = 0  # experts that were sent over the link
-    landed: int = 0  # of them, those that got a slot
+    inserted: int = 0  # of them, those that got a slot
     dropped: int = 0  # of them, those that did not: by then in one, or every slot was pinned
 
 
@@ -110,7 +110,7 @@ class Transfers:
             memory, and at most so many experts on the device beside the pool.
           queue_length: most requests that wait; more are refused.
         """
-        self.counters, self.most_in_flight = TransferCounters(), in_flight
+        self.counters, self.most_in_flight = _TransferCounters(), in_flight
         self.programs = CompiledPrograms()
         self._cache, self._supply, self._queue_length = cache, supply, queue_length
         rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]
@@ -265,7 +265,7 @@ class Transfers:
                 raise
             self._end(transfer)
             if slot >= 0:
-                self.counters.landed += 1
+                self.counters.inserted += 1
             else:
                 self.counters.dropped += 1
 

@@ -1,4 +1,4 @@
-"""Batch: the one loop over compiled steps, for generate, streams, the server and the benchmark."""
+"""The one loop over compiled steps, for generate, streams, the server and the benchmark."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.inference.generation import AnswerBuilder, FinishReason, GenerationSettings, Timing
 from moejax.inference.runner import Runner
-from moejax.inference.sampling import NOT_FINITE, StepOutput
+from moejax.inference.steps import NOT_FINITE, StepOutput
 from moejax.text.tokenizer import Tokenizer
 
 
@@ -31,7 +31,7 @@ class RowDelta(NamedTuple):
     error: str = ""
 
 
-class Batch:
+class RowBatch:
     """Prompts that pass through the model together, each row with settings of its own.
 
     A row's answer is what its prompt would get alone (see `Engine.generate` on rounding). A row

@@ -28,14 +28,14 @@ Answer = Callable[[str, list["Chunk"]], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
+class _Turns:
     """Source of the user's words."""
 
     lines: Iterator[str]  # one per turn, without line ends
     is_terminal: bool  # whether somebody types them
 
 
-def read_turns() -> Turns | None:
+def read_turns() -> _Turns | None:
     """Reads the lines of standard input; None if there are none.
 
     If nobody types them the first is read at once, so that a mistake is reported before a model is
@@ -44,13 +44,13 @@ def read_turns() -> Turns | None:
     if sys.stdin is None:  # the caller closed it
         return None
     if sys.stdin.isatty():
-        return Turns(_typed_lines(), True)
+        return _Turns(_typed_lines(), True)
     lines = _piped_lines()
     first = next(lines, None)
-    return None if first is None else Turns(_after(first, lines), False)
+    return None if first is None else _Turns(_after(first, lines), False)
 
 
-def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: Answer) -> None:
+def converse(turns: _Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: Answer) -> None:
     """Answers every turn with the whole conversation in view, until the lines end.
 
     Ctrl-C ends an answer; its text so far stays in the conversation. A turn without an answer,

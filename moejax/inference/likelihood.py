@@ -43,7 +43,7 @@ class Scored(NamedTuple):
     is_greedy: bool  # whether each of its tokens is the model's likeliest
     num_tokens: int
 
-    def and_then(self, following: "Scored") -> "Scored":
+    def _and_then(self, following: "Scored") -> "Scored":
         """Adds the score of a text that follows this one."""
         return Scored(
             self.log_likelihood + following.log_likelihood,
@@ -54,7 +54,7 @@ class Scored(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Places:
+class _Places:
     """Positions and targets to look up in a batch of rows, and results so far; donated."""
 
     positions: jax.Array  # int32[B, P] of the inputs, of which what comes next is scored
@@ -63,7 +63,7 @@ class Places:
     log_probabilities: jax.Array  # float32[B, P, N]
     likeliest: jax.Array  # bool[B, P, N], whether the target is the model's first choice
 
-    def looked_up(self, model: Transformer, hidden: jax.Array, start: jax.Array) -> "Places":
+    def _looked_up(self, model: Transformer, hidden: jax.Array, start: jax.Array) -> "_Places":
         """Adds a chunk's results: `hidden` [B, T, D] of the positions from `start` on."""
         length = hidden.shape[1]
         relative = self.positions - start
@@ -71,9 +71,9 @@ class Places:
         wanted = jnp.where(here[..., None], self.targets, -1)
         index = jnp.clip(relative, 0, length - 1)[..., None]
 
-        def found() -> "Places":
+        def found() -> "_Places":
             scores, first = _scores(model, jnp.take_along_axis(hidden, index, axis=1), wanted)
-            return Places(
+            return _Places(
                 self.positions,
                 self.targets,
                 jnp.where(wanted >= 0, scores, self.log_probabilities),
@@ -114,17 +114,17 @@ def _scores(
 
 
 def likelihood_chunk(
-    program: steps.Program,
+    program: steps.StepProgram,
     spec: ChunkSpec,
-    state: tuple[KVCache, Places],
+    state: tuple[KVCache, _Places],
     experts: ExpertCache | None,
     inputs: steps.StepInputs,
-    chunk: steps.Chunk,
-) -> steps.StepResult[tuple[KVCache, Places]]:
+    chunk: steps.TokenChunk,
+) -> steps.StepResult[tuple[KVCache, _Places]]:
     """Step for `Runner.scan_windows`: runs a chunk and scores its positions."""
     cache, places = state
     model, found = steps.run_chunk(program, spec, cache, experts, inputs, chunk)
-    places = places.looked_up(model, found.output, chunk.start)
+    places = places._looked_up(model, found.output, chunk.start)
     return steps.StepResult((found.state, places), found.experts, None, found.recorded)
 
 
@@ -180,7 +180,7 @@ class PairScorer:
         """Scores pairs of token ids like `of_texts`; no context is empty.
 
         A context that does not fit is cut at its beginning; a continuation longer than the
-        model's context is scored in windows (`token_windows`).
+        model's context is scored in windows (`_token_windows`).
 
         Raises:
           MoejaxError: a pair has nothing to score, or no finite log-likelihood.
@@ -193,7 +193,7 @@ class PairScorer:
                 raise MoejaxError(f"pair {index} has a {missing} without tokens: there is nothing")
             parts = [(context, continuation)]
             if len(continuation) > self.max_length:
-                parts = list(token_windows(continuation, context[-1], self.max_length))
+                parts = list(_token_windows(continuation, context[-1], self.max_length))
             windows += parts
             owners += [index] * len(parts)
         batch_size = 1 if self._runner.one_stream else batch_size
@@ -205,7 +205,7 @@ class PairScorer:
                 owner = owners[window]
                 if not math.isfinite(scored.log_likelihood):
                     raise MoejaxError(f"pair {owner}: {self._runner.not_finite()}")
-                totals[owner] = totals[owner].and_then(scored)
+                totals[owner] = totals[owner]._and_then(scored)
                 left[owner] -= 1
                 finished += not left[owner]
             on_done(finished)
@@ -292,7 +292,7 @@ class PairScorer:
             for n, (_, wanted) in enumerate(row.wanted):
                 targets[i, num_places - len(wanted) :, n] = wanted
         empty = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, bool)
-        places = Places(*jax.device_put((positions, targets, *empty), self._runner.device))
+        places = _Places(*jax.device_put((positions, targets, *empty), self._runner.device))
         places = self._runner.scan_windows(likelihood_chunk, places, tokens, lengths)
         scores = np.asarray(places.log_probabilities).astype(np.float64)
         likeliest = np.asarray(places.likeliest)
@@ -307,7 +307,7 @@ def _by_length(row: _Row) -> tuple[int, tuple[int, ...]]:
     return -len(row.inputs), row.inputs
 
 
-def token_windows(
+def _token_windows(
     ids: Sequence[int], before: int, max_length: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields (context, continuation) pairs that score each of the tokens once.

@@ -6,7 +6,7 @@ A recording step has one more output; a step that does not record is unchanged.
 import collections
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +19,9 @@ from moejax.experts.cached_experts import initial_importance, token_importance
 from moejax.experts.tiering import STORED
 from moejax.files import result_rows as results
 from moejax.files.termination import delete_on_sigterm
-from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
-from moejax.models.experts import Experts
-from moejax.models.kernel_choice import EXPERT_LEAVES
-from moejax.models.layer_index import LayerIndex
-from moejax.models.moe import SparseMoe
-from moejax.models.routing import Routing, prefetch_scores
+from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.models.moe import Experts, MoeInputs, Routing, SparseMoe, prefetch_scores
 from moejax.routing.trace import DECODE, PREFILL, STEPS_PER_CALL, TIERS, TraceWriter, id_dtype
 from moejax.weights.linear import Index
 
@@ -87,7 +83,7 @@ def empty_record(spec: RecordSpec, config: ModelConfig, batch: int, length: int)
     )
 
 
-class LayerRecord(NamedTuple):
+class _LayerRecord(NamedTuple):
     """Fields of `Recorded` of N tokens: of one layer [N, ...], of M stacked [M, N, ...]."""
 
     ids: jax.Array
@@ -138,32 +134,19 @@ class RecordingExperts(Experts):
         return self._inner.route(carry.inner, moe, layer, x, is_ahead=is_ahead)
 
     def __call__(
-        self,
-        carry: _RecordingCarry,
-        layer: LayerIndex,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
-        next_routing: Callable[[], Routing] | None,
-        attended: Attended | None,
-    ) -> tuple[jax.Array, _RecordingCarry, LayerRecord]:
+        self, carry: _RecordingCarry, inputs: MoeInputs
+    ) -> tuple[jax.Array, _RecordingCarry, _LayerRecord]:
         """Runs a layer's experts, as `Experts`."""
         importance = carry.importance
-        if self._weighs and attended is not None:
-            importance = token_importance(attended, self._config)
-        record = self._record(routing, next_routing, importance)
+        if self._weighs and inputs.attended is not None:
+            importance = token_importance(inputs.attended, self._config)
+        record = self._record(inputs, importance)
         kept = None if carry.importance is None else importance
-        out, inner, _ = self._inner(
-            carry.inner, layer, x, routing, token_mask, next_routing, attended
-        )
+        out, inner, _ = self._inner(carry.inner, inputs)
         return out, _RecordingCarry(inner, kept), record
 
-    def _record(
-        self,
-        routing: Routing,
-        next_routing: Callable[[], Routing] | None,
-        importance: jax.Array | None,
-    ) -> LayerRecord:
+    def _record(self, inputs: MoeInputs, importance: jax.Array | None) -> _LayerRecord:
+        routing, next_routing = inputs.routing, inputs.next_routing
         spec, (num_tokens, num_experts) = self._spec, routing.probabilities.shape
         kind, ids, chances = id_dtype(num_experts), None, None
         if spec.foreseen:
@@ -175,7 +158,7 @@ class RecordingExperts(Experts):
         if spec.importance:
             importance = jnp.zeros(num_tokens) if importance is None else importance
             importance = importance.astype(jnp.float16)
-        return LayerRecord(
+        return _LayerRecord(
             ids=routing.ids.astype(kind),
             weights=routing.weights.astype(jnp.float16),
             predicted_ids=ids,
@@ -185,7 +168,7 @@ class RecordingExperts(Experts):
         )
 
 
-def recorded_of(layers: LayerRecord, positions: jax.Array, mask: jax.Array) -> Recorded:
+def recorded_of(layers: _LayerRecord, positions: jax.Array, mask: jax.Array) -> Recorded:
     """The record of a call for tokens int32[B, T] and bool[B, T].
 
     Args:
@@ -271,7 +254,7 @@ def facts(model: str, text: str = "") -> dict[str, str]:
     }
 
 
-def stored_forms(runner: Any) -> str:
+def _stored_forms(runner: Any) -> str:
     """Stored forms of a runner's experts and the bytes of one, as a trace names them."""
     memory = runner.memory
     if memory is None:
@@ -302,7 +285,7 @@ def recording(
     config = runner.config
     if not config.moe_layers:
         raise MoejaxError("there is no routing to record: the model has no sparse layer")
-    about = {TIERS: stored_forms(runner)} | (about or {})
+    about = {TIERS: _stored_forms(runner)} | (about or {})
     writer = TraceWriter(path, config.num_experts, about)
     with writer, delete_on_sigterm(writer.folder):
         recorder = Recorder(spec, writer)

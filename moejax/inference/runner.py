@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,8 +12,8 @@ from absl import logging
 
 from moejax.devices import plain_memory_errors
 from moejax.experts.cache import ExpertMemory
-from moejax.experts.cache_plan import CachePlanner
 from moejax.experts.state import ExpertCache, compiler_options
+from moejax.experts.tier_step import CachePlanner
 from moejax.inference import steps
 from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
@@ -34,7 +34,7 @@ from moejax.inference.chunking import (
 )
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.recorder import Recorder
-from moejax.inference.sampling import Sampling, StepOutput
+from moejax.inference.steps import Sampling, StepOutput
 from moejax.models.attention import (
     DecodeAttentionImpl,
     choose_cached,
@@ -42,15 +42,16 @@ from moejax.models.attention import (
     default_attention_impl,
 )
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import EXPERT_LEAVES, expected_kernel, phase_warnings
 from moejax.models.kv_cache import KVCache, empty_cache
+from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
 from moejax.models.moe import ExpertImpl, default_expert_impl
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.programs import CompiledPrograms
 from moejax.weights import choices
 from moejax.weights import linear as ops
+from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
-from pallas_kernels.target import Choice, target_of
+from pallas_kernels.target import Choice, Target, target_of
 
 Put = Callable[[Any], jax.Array]  # an array of the host to the device
 
@@ -65,7 +66,7 @@ class Session:
     all_greedy: bool
     next_position: int  # largest position that the next step writes
     emitted: StepOutput  # of the last call, at first int32[B, 1]; not waited for
-    top_logprobs: int = 0  # see `steps.Program`
+    top_logprobs: int = 0  # see `steps.StepProgram`
     failures_before: int = 0  # see `ExpertMemory.failure_count`
 
     @property
@@ -83,12 +84,12 @@ def settings_by_row(
     return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(batch)]
 
 
-def seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
+def _seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
     """Seed of each row."""
     return [row.seeds(1)[0] for row in rows]
 
 
-def seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
+def _seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
     """bool[B, V], the tokens of each prompt, for the repetition penalty."""
     seen = np.zeros((len(prompts), config.vocab_size), bool)
     for row, prompt in enumerate(prompts):
@@ -96,7 +97,7 @@ def seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.
     return put(seen)
 
 
-def sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
+def _sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
     """Converts the settings of every sequence to arrays."""
 
     def column(name: str, dtype: type[np.generic]) -> jax.Array:
@@ -168,9 +169,9 @@ class Runner:
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
         self.programs = CompiledPrograms(lambda function: options[function is steps.decode])
         self.kernels = kernels or ops.Kernels(target_of(device))
-        self._asked_via = expert_impl
+        self._expert_impl = expert_impl
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
-        self._program = steps.Program(definition, memory.spec if memory else None)
+        self._program = steps.StepProgram(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
         self.memory, self.planned, self.one_stream = memory, PlannedSizes(), False
         self.fixed: FixedSizes | None = None
@@ -230,10 +231,10 @@ class Runner:
 
     def kernel_warnings(self) -> list[str]:
         """Warnings, one per part whose newest program runs it without its kernel."""
-        expected = expected_kernel(self.kernels.target)
+        expected = _expected_kernel(self.kernels.target)
         lines = []
         for phase, found in self.products.items():
-            lines += phase_warnings(phase, found, expected)
+            lines += _phase_warnings(phase, found, expected)
         if expected and self.memory:
             planner = CachePlanner(self.memory.spec.tiers, self.kernels.target)
             if reason := planner.refusal(self.config.experts_per_token):
@@ -261,16 +262,19 @@ class Runner:
         eos_ids: tuple[int, ...],
         top_logprobs: int = 0,
         any_settings: bool = False,
+        runs_prompts: bool = True,
     ) -> Session:
         """Runs prompts ([] pads a batch) and chooses first tokens; does not wait.
 
-        `any_settings`: take the programs that sample and penalize, whether these rows ask or not.
+        `any_settings`: take the programs that sample and penalize, whether these rows do or not.
+        `runs_prompts`: False leaves the cache empty, for a measurement of decode alone.
         """
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, failures = settings_by_row(settings, batch), self._failure_count()
-        state, keys = self._fresh(seeds_of(by_row), cache_length)
+        state, keys = self._fresh(_seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self._prompt_chunks(batch, max(lengths), cache_length):
+        chunks = self._prompt_chunks(batch, max(lengths), cache_length) if runs_prompts else ()
+        for start, size in chunks:
             is_first = start == 0 and size != self.short_chunk and not self.fixed
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             chunk = self._chunk(slice_prompts(prompts, start, size), start, device_lengths)
@@ -280,8 +284,8 @@ class Runner:
             )
         all_greedy = not any_settings and all(row.temperature == 0 for row in by_row)
         penalizes = any_settings or any(row.repetition_penalty != 1 for row in by_row)
-        seen = seen_tokens(prompts, self.config, self._put) if penalizes else None
-        sampling = sampling_of(by_row, self._put)
+        seen = _seen_tokens(prompts, self.config, self._put) if penalizes else None
+        sampling = _sampling_of(by_row, self._put)
         never = (-1,) * max(1, len(eos_ids))
         ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
         eos_by_row = self._put(np.asarray(ends, np.int32))
@@ -419,7 +423,7 @@ class Runner:
     def expert_impl(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertImpl:
         """Form that runs experts of so many tokens; None: the model's, first tier."""
         experts = self._experts if experts is None else experts
-        return self._asked_via or default_expert_impl(
+        return self._expert_impl or default_expert_impl(
             num_tokens, self.config, self.dtype, self.device.platform, experts, self.kernels,
             pooled=self.memory is not None,
         )  # fmt: skip
@@ -436,7 +440,7 @@ class Runner:
     ) -> Iterator[tuple[int, int]]:
         """Yields `chunks` of given tokens; a policy's transfers finish before each chunk."""
         memory = self.memory
-        if not (self.one_stream and memory is not None and memory.asks):
+        if not (self.one_stream and memory is not None and memory.moves_experts):
             yield from self.chunks(batch, length, cache_length)
             return
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
@@ -556,8 +560,68 @@ class Runner:
             cached=decode_impl(self._cached), tiers=tiers,
         )  # fmt: skip
 
-    def _chunk(self, tokens: np.ndarray, start: int, lengths: jax.Array) -> steps.Chunk:
-        return steps.Chunk(self._put(tokens), self._put(np.int32(start)), lengths)
+    def _chunk(self, tokens: np.ndarray, start: int, lengths: jax.Array) -> steps.TokenChunk:
+        return steps.TokenChunk(self._put(tokens), self._put(np.int32(start)), lengths)
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         return jax.device_put(array, self.device)
+
+
+# Leaves of one product with all tokens; "kept" ones too, since other engines may pack them.
+LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
+KERNELS = ("mosaic", "triton")
+PARTS = ("attention", "norms and writes", "delta rule", "routing")
+
+
+def _expected_kernel(target: Target | None) -> str | None:
+    """Implementation that packed weights should run on; None on a CPU."""
+    if target is None or target.platform != "gpu":
+        return None
+    return "mosaic" if target.capability == (9, 0) else "triton"
+
+
+def _phase_warnings(phase: str, record: choices.Record, expected: str | None) -> list[str]:
+    """Warnings for packed weights, and for plain parts of decode, that miss their kernel.
+
+    In decode, products with plain matrices of a stack should run by
+    `pallas_kernels.dequant_matmul`, plain experts by `grouped_dequant_matmul`, attention by
+    `decode_attention`, routing by `router_topk`, norms by `residual_norm`, cache writes by
+    `qkv_to_cache`, delta rules by `delta_step`. (`experts.cache_plan.CachePlanner.refusal` is of
+    experts that move.)
+    """
+    if expected is None:
+        return []
+    lines: dict[str, list[str]] = {}
+    for name, of in record.items():
+        if of.packed and of.implementation != expected:
+            lines.setdefault(of.describe(), []).append(name)
+    found = [
+        f"{phase}: packed weights do not run on the {expected} kernel: {', '.join(names)}: {said}"
+        for said, names in lines.items()
+    ]
+    if phase != "decode":
+        return found
+    return found + [
+        f"{phase}: {name} run without their kernel: {record[name].describe()}"
+        for name in record
+        if name.startswith("experts") or name in (*PARTS, *LINEAR_LEAVES)
+        if not record[name].packed
+        if record[name].refusals and record[name].implementation not in KERNELS
+    ]
+
+
+def describe_packing(
+    weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, KernelChoice]]
+) -> str:
+    """Describes packing, and the kernels of programs traced so far, to follow a size in a line."""
+    packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
+    kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
+    if not kinds:
+        return ", none packed"
+    said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
+    runs = []
+    for phase, found in products.items():
+        used = sorted({of.implementation for of in found.values() if of.packed})
+        how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
+        runs.append(f"{phase}: {how}")
+    return "; ".join([f" ({said})", *runs])

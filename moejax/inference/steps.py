@@ -23,23 +23,179 @@ from moejax.inference.recorder import (
     empty_record,
     recorded_of,
 )
-from moejax.inference.sampling import (
-    NO_TOKEN,
-    NOT_FINITE,
-    Logprobs,
-    Sampling,
-    StepOutput,
-    draw,
-    empty_step_output,
-    logprobs_of,
-    names_a_token,
-    penalized,
-)
 from moejax.models.config import ModelConfig
-from moejax.models.experts import Experts, ResidentExperts
 from moejax.models.kv_cache import KVCache, empty_cache
+from moejax.models.moe import Experts, ResidentExperts
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.weights.qtensor import Weight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Sampling settings of B sequences; arrays, so that they change without a retrace."""
+
+    temperature: jax.Array  # float32[B]; 0 is greedy
+    top_k: jax.Array  # int32[B]; 0 is off
+    top_p: jax.Array  # float32[B] in (0, 1]; 1 is off
+    min_p: jax.Array  # float32[B] in [0, 1]; 0 is off
+    repetition_penalty: jax.Array  # float32[B]; 1 is off
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Logprobs:
+    """Natural logarithms of the model's own probabilities: no penalty, temperature or filter.
+
+    Axes: B rows, n tokens of a call (absent while one is chosen), N likeliest tokens.
+    """
+
+    chosen: jax.Array  # float32[B, n], of the token that was taken
+    top: jax.Array  # float32[B, n, N], falling
+    top_ids: jax.Array  # int32[B, n, N]
+
+
+def _logprobs_of(logits: jax.Array, tokens: jax.Array, num_top: int) -> _Logprobs:
+    """Log-probabilities of the chosen tokens and of the likeliest ones.
+
+    Args:
+      logits: float32[B, V], as the model gives them.
+      tokens: int32[B].
+      num_top: static, N; where V is less, the rest is -inf of token 0.
+    """
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    count = min(num_top, logits.shape[-1])
+    top, top_ids = jax.lax.top_k(logprobs, count)
+    rest = ((0, 0), (0, num_top - count))
+    return _Logprobs(chosen, jnp.pad(top, rest, constant_values=-jnp.inf), jnp.pad(top_ids, rest))
+
+
+def _penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Divides logits of seen tokens by the penalty, or multiplies them if negative.
+
+    Keskar et al. 2019 (CTRL), section 4.1, with the sign rule of Hugging Face.
+
+    Args:
+      logits: float32[B, V].
+      seen: bool[B, V], tokens of the prompt and of the answer so far.
+      penalty: float32[B].
+    """
+    penalty = penalty[:, None]
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def _filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Applies temperature, then top-k, top-p and min-p; excluded logits become -inf.
+
+    Top-p keeps the smallest set of most likely tokens whose mass reaches p (Holtzman et al. 2020,
+    section 3.1), min-p what has at least p times the best token's probability (Nguyen et al. 2024,
+    section 3.2). Ties at the edge of top-k all stay. The best token always stays.
+
+    Args:
+      logits: float32[B, V].
+      sampling: settings of each row; rows of temperature 0 are left unscaled.
+
+    Returns:
+      float32[B, V], shifted so that the best logit of each row is 0.
+    """
+    vocab_size = logits.shape[-1]
+    smallest = jnp.finfo(jnp.float32).tiny
+    temperature = jnp.maximum(sampling.temperature, smallest)
+    temperature = jnp.where(sampling.temperature > 0, temperature, 1.0)
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    logits = (logits - best) / temperature[:, None]  # at most 0: no temperature overflows
+    falling = -jnp.sort(-logits, axis=-1)
+
+    k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size)
+    edge = jnp.take_along_axis(falling, (k - 1)[:, None], axis=-1)
+    falling = jnp.where(falling < edge, -jnp.inf, falling)
+    logits = jnp.where(logits < edge, -jnp.inf, logits)
+
+    probability = jax.nn.softmax(falling, axis=-1)
+    mass_before = jnp.cumsum(probability, axis=-1) - probability
+    # A sum of float32 reaches 1 before the last token does, so "off" is asked for by itself.
+    within = (mass_before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1.0)
+    kept = within & (falling > -jnp.inf)
+    edge = jnp.min(jnp.where(kept, falling, falling[:, :1]), axis=-1, keepdims=True)
+    logits = jnp.where(logits < edge, -jnp.inf, logits)
+
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    floor = best + jnp.log(sampling.min_p)[:, None]  # log(0) is -inf: off
+    return jnp.where(logits < floor, -jnp.inf, logits)
+
+
+def _draw(
+    logits: jax.Array, keys: jax.Array, sampling: Sampling, *, all_greedy: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Draws the next token of each row from its own random stream.
+
+    Args:
+      logits: float32[B, V].
+      keys: B typed keys; each row's _draw depends on its key and logits alone.
+      sampling: settings of each row.
+      all_greedy: static; True skips the sort and the _draw.
+
+    Returns:
+      int32[B] and the keys for the next _draw.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if all_greedy:
+        return greedy, keys
+    split = jax.vmap(jax.random.split)(keys)
+    drawn = jax.vmap(jax.random.categorical)(split[:, 0], _filtered(logits, sampling))
+    return jnp.where(sampling.temperature > 0, drawn.astype(jnp.int32), greedy), split[:, 1]
+
+
+NO_TOKEN = -1  # in the place of a token: the row has ended, or rests
+NOT_FINITE = -2  # the row's logits named none, and it ends here
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """The new tokens of a call of n steps.
+
+    Invariant: the leading axes of all arrays are those of `tokens`.
+    """
+
+    tokens: jax.Array  # int32[B, n], NO_TOKEN or NOT_FINITE where there is none
+    logprobs: _Logprobs | None  # None where the program tells none
+
+    def at_step(
+        self, index: jax.Array, tokens: jax.Array, logprobs: _Logprobs | None
+    ) -> "StepOutput":
+        """Writes the result of step `index`, int32[]: int32[B] and its logprobs or None."""
+
+        def place(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[:, index].set(new)
+
+        return jax.tree.map(place, self, StepOutput(tokens, logprobs))
+
+
+def _names_a_token(logits: jax.Array) -> jax.Array:
+    """bool[B], whether a softmax of logits [B, V] is a distribution.
+
+    It is none of a NaN, of +inf, or of -inf alone; -inf beside a finite logit masks its token.
+    """
+    # XLA's maximum on a CPU loses a NaN (jax 0.10.2, 2026-11-24).
+    numbers = jnp.where(jnp.isnan(logits), jnp.inf, logits)
+    return jnp.isfinite(jnp.max(numbers, axis=-1))
+
+
+def _empty_step_output(batch: int, length: int, top_logprobs: int) -> StepOutput:
+    """Empty output for `length` tokens of each row.
+
+    Args:
+      length: n.
+      top_logprobs: N, likeliest tokens told beside each; 0: no logprobs at all.
+    """
+    tokens = jnp.full((batch, length), NO_TOKEN, jnp.int32)
+    if not top_logprobs:
+        return StepOutput(tokens, None)
+    top = jnp.zeros((batch, length, top_logprobs), jnp.float32)
+    return StepOutput(tokens, _Logprobs(top[..., 0], top, jnp.zeros(top.shape, jnp.int32)))
+
 
 Weights = Mapping[str, Weight]
 
@@ -62,7 +218,7 @@ class StepResult(NamedTuple, Generic[State]):
     recorded: Recorded | None  # None without recording
 
 
-class Chunk(NamedTuple):
+class TokenChunk(NamedTuple):
     """Tokens `start`..`start + T` of B given texts."""
 
     tokens: jax.Array  # int32[B, T], padded at the end
@@ -77,7 +233,7 @@ class PrefillState(NamedTuple):
     last_hidden: jax.Array  # [B, D], of each prompt's last token, once that has run
 
 
-class Program(NamedTuple):
+class StepProgram(NamedTuple):
     """Static facts that all steps of a model share."""
 
     definition: nnx.GraphDef[Transformer]
@@ -124,7 +280,7 @@ def init_batch(
 
 
 def run_layers(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     model: Transformer,
     cache: KVCache,
@@ -159,12 +315,12 @@ def run_layers(
 
 
 def run_chunk(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     cache: KVCache,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    chunk: Chunk,
+    chunk: TokenChunk,
 ) -> tuple[Transformer, StepResult[KVCache]]:
     """Runs `run_layers` on a chunk of given texts; returns the model too."""
     model = merge_weights(program.definition, inputs.weights)
@@ -174,7 +330,7 @@ def run_chunk(
     )
 
 
-def chunk_positions(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+def chunk_positions(chunk: TokenChunk) -> tuple[jax.Array, jax.Array]:
     """int32[B, T], positions of a chunk's tokens; bool[B, T], False for padding."""
     steps = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(chunk.start + steps, chunk.tokens.shape)
@@ -182,12 +338,12 @@ def chunk_positions(chunk: Chunk) -> tuple[jax.Array, jax.Array]:
 
 
 def prefill_chunk(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     state: PrefillState,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    chunk: Chunk,
+    chunk: TokenChunk,
 ) -> StepResult[PrefillState]:
     """Runs a chunk of every prompt, without an output.
 
@@ -205,12 +361,12 @@ def prefill_chunk(
 
 
 def chunk_logits(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     cache: KVCache,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    chunk: Chunk,
+    chunk: TokenChunk,
 ) -> StepResult[KVCache]:
     """Runs a chunk; the output is the logits float32[B, T, V] of every position."""
     model, found = run_chunk(program, spec, cache, experts, inputs, chunk)
@@ -218,12 +374,12 @@ def chunk_logits(
 
 
 def score_chunk(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     cache: KVCache,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    chunk: Chunk,
+    chunk: TokenChunk,
     places: jax.Array,
     targets: jax.Array,
 ) -> StepResult[KVCache]:
@@ -250,23 +406,23 @@ def _next_tokens(
     sampling: Sampling,
     all_greedy: bool,
     top_logprobs: int,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, Logprobs | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None, _Logprobs | None]:
     """Chooses next tokens int32[B] for [B, D]; returns keys, seen tokens and logprobs too.
 
     `NOT_FINITE` stands where the logits name no token.
     """
     logits = own = model.project_to_vocab(hidden)
     if seen is not None:
-        logits = penalized(logits, seen, sampling.repetition_penalty)
-    tokens, keys = draw(logits, keys, sampling, all_greedy=all_greedy)
+        logits = _penalized(logits, seen, sampling.repetition_penalty)
+    tokens, keys = _draw(logits, keys, sampling, all_greedy=all_greedy)
     if seen is not None:
         seen = seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
-    logprobs = logprobs_of(own, tokens, top_logprobs) if top_logprobs else None
-    return jnp.where(names_a_token(own), tokens, NOT_FINITE), keys, seen, logprobs
+    logprobs = _logprobs_of(own, tokens, top_logprobs) if top_logprobs else None
+    return jnp.where(_names_a_token(own), tokens, NOT_FINITE), keys, seen, logprobs
 
 
 def first_token(
-    program: Program,
+    program: StepProgram,
     all_greedy: bool,
     cache: KVCache,
     keys: jax.Array,
@@ -283,7 +439,7 @@ def first_token(
 
     Args:
       program: static, of the model.
-      all_greedy: static, see `moejax.inference.sampling.draw`.
+      all_greedy: static, see `moejax.inference.steps.draw`.
       cache: donated, holds the prompts.
       keys: key[B], donated.
       seen: bool[B, V] of the prompts, donated, or None.
@@ -300,7 +456,7 @@ def first_token(
         model, last_hidden, keys, seen, sampling, all_greedy, program.top_logprobs
     )
     done = jnp.any(tokens[:, None] == eos_ids, axis=1) | (lengths == 0) | (tokens < 0)
-    emitted = empty_step_output(len(tokens), 1, program.top_logprobs)
+    emitted = _empty_step_output(len(tokens), 1, program.top_logprobs)
     emitted = emitted.at_step(jnp.int32(0), tokens, logprobs)
     tokens = jnp.maximum(tokens, 0)  # what a row that is done holds is a token, too
     return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
@@ -321,7 +477,7 @@ def _tree_where(condition: jax.Array, new: Any, old: Any) -> Any:
 
 
 def decode(
-    program: Program,
+    program: StepProgram,
     spec: ChunkSpec,
     all_greedy: bool,
     buffer_length: int,
@@ -338,7 +494,7 @@ def decode(
     Args:
       program: static, of the model.
       spec: static, how the tokens stand to the cache.
-      all_greedy: static, see `moejax.inference.sampling.draw`.
+      all_greedy: static, see `moejax.inference.steps.draw`.
       buffer_length: static, most steps of a call.
       fixed_trip_count: static, runs steps beyond `num_steps` too, in which all rows rest: they take
         time and advance the expert cache's clock, and change nothing else. If a loop's end is
@@ -385,7 +541,7 @@ def decode(
     batch, kept = state.tokens.shape[0], None
     if program.record is not None:
         kept = empty_record(program.record, model.config, batch, buffer_length)
-    emitted = empty_step_output(batch, buffer_length, program.top_logprobs)
+    emitted = _empty_step_output(batch, buffer_length, program.top_logprobs)
     carry = StepResult(state, experts, emitted, kept)
     if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
         return step(jnp.int32(0), carry)

@@ -12,9 +12,8 @@ from flax import nnx
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, cache_shape
 from moejax.models.layer_index import LayerIndex
-from moejax.models.norm import stacked_norm
-from moejax.models.parameter import StackedModule, stacked_parameter
 from moejax.models.rope import Angles, rotate
+from moejax.models.stacked import StackedModule, stacked_norm, stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from pallas_kernels import decode_attention

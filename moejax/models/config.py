@@ -21,7 +21,7 @@ GroupScore = Literal["max", "top2"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     Keys and values of all heads are linear in one latent of a token, which the cache stores beside
@@ -37,7 +37,7 @@ class LatentAttention:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaNet:
+class DeltaConfig:
     """Gated delta rule layers in place of attention (Yang et al., arXiv:2412.06464).
 
     Each value head keeps a matrix [key_dim, value_dim]; `num_value_heads` is a multiple of
@@ -196,8 +196,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     attention_gate: bool = False  # a head's output times the sigmoid of a projection of its own
     zero_centred_norm: bool = False  # norms multiply by 1 + weight
-    latent: LatentAttention | None = None  # in place of `qkv_proj`
-    delta_net: DeltaNet | None = None  # layers without attention
+    latent: LatentConfig | None = None  # in place of `qkv_proj`
+    delta_net: DeltaConfig | None = None  # layers without attention
     shared_dim: int = 0  # width of the expert that every token sees; 0: there is none
     shared_gate: bool = False  # which is multiplied by a sigmoid of its own
     router: RouterRule = PLAIN_ROUTER
@@ -385,7 +385,7 @@ class ModelConfig:
 
 
 _PARTS: Mapping[str, Any] = {
-    "rope_scaling": RopeScaling, "latent": LatentAttention, "delta_net": DeltaNet,
+    "rope_scaling": RopeScaling, "latent": LatentConfig, "delta_net": DeltaConfig,
     "router": RouterRule,
 }  # fmt: skip
 
@@ -475,7 +475,7 @@ def _latent_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _delta_shapes(c: ModelConfig, of: DeltaNet) -> dict[str, tuple[int, ...]]:
+def _delta_shapes(c: ModelConfig, of: DeltaConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of delta rule leaves; a key head's rows lie together, as checkpoints store them."""
     num = len(of.layers)
     return {

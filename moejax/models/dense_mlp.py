@@ -6,7 +6,7 @@ from flax import nnx
 
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import swiglu
-from moejax.models.parameter import StackedModule, stacked_parameter
+from moejax.models.stacked import StackedModule, stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 

@@ -25,7 +25,7 @@ from pallas_kernels import grouped_dequant_matmul
 from pallas_kernels.target import Choice
 
 
-class Pairs(NamedTuple):
+class ExpertPairs(NamedTuple):
     """The experts that each of N tokens runs, A of them."""
 
     expert: jax.Array  # int32[N, A], along the second axis of the stacks
@@ -47,7 +47,9 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def combine(
+    products: jax.Array, pairs: ExpertPairs, weights: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     """Sums weights[n, a] product[n, a] over a, in order, in float32: [N, D] in `dtype`.
 
     Args:
@@ -57,7 +59,7 @@ def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dt
     return grouped_dequant_matmul.combine(products, pairs.active, weights, dtype)
 
 
-def products_by_row(x: jax.Array, pairs: Pairs, experts: ExpertStacks) -> jax.Array:
+def products_by_row(x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks) -> jax.Array:
     """Unrolls one slice and two thin products per pair, active or not; `x.dtype`[1, N, A, D]."""
 
     def matrix(stacked: Weight, index: jax.Array) -> jax.Array:
@@ -79,7 +81,7 @@ def block_size(num_rows: int, num_experts: int) -> int:
 
 
 def products_by_block(
-    x: jax.Array, pairs: Pairs, experts: ExpertStacks, num_experts: int, step_bytes: int
+    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, num_experts: int, step_bytes: int
 ) -> jax.Array:
     """Sorts pairs by expert, pads them to blocks of one expert, and runs batched products.
 
@@ -137,9 +139,15 @@ def products_by_block(
 
 
 def products_grouped(
-    x: jax.Array, pairs: Pairs, experts: ExpertStacks, implementation: str
+    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, implementation: str
 ) -> jax.Array:
-    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D]."""
+    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
+
+    Raises:
+      ValueError: it refuses the weights.
+    """
+    if (reason := _kernel_refusal((experts.gate_up, experts.down))) is not None:
+        raise ValueError(f"the grouped kernel refuses: {reason}")
     tier = pairs.tier
     if tier is None:
         tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
@@ -195,30 +203,6 @@ def _grouped(
         down_low_rank=[of.low_rank for of in downs],
         implementation=implementation,
     )
-
-
-def experts_grouped(
-    x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    gate_up: Weight,
-    down: Weight,
-    layer: Index,
-    token_mask: jax.Array,
-    implementation: str,
-) -> jax.Array:
-    """Runs packed experts by the grouped kernel; M E slots of one tier.
-
-    y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n), e = ids[n, a].
-
-    Returns:
-      [N, D] in `x.dtype`.
-    """
-    if (reason := _kernel_refusal((gate_up, down))) is not None:
-        raise ValueError(f"the grouped kernel refuses: {reason}")
-    pairs = Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
-    products = products_grouped(x, pairs, ExpertStacks(gate_up, down, layer), implementation)
-    return combine(products, pairs, weights, x.dtype)
 
 
 def _kernel_refusal(experts: Sequence[Weight]) -> str | None:

@@ -20,12 +20,10 @@ from moejax.models.attention import (
     token_attention,
     visible_slots,
 )
-from moejax.models.config import LatentAttention as Widths
-from moejax.models.config import ModelConfig
+from moejax.models.config import LatentConfig, ModelConfig
 from moejax.models.layer_index import LayerIndex
-from moejax.models.norm import stacked_norm
-from moejax.models.parameter import StackedModule, stacked_parameter
 from moejax.models.rope import Angles, rotate
+from moejax.models.stacked import StackedModule, stacked_norm, stacked_parameter
 from moejax.weights import linear as ops
 from pallas_kernels.decode_attention import Latent
 from pallas_kernels.target import Choice
@@ -42,22 +40,22 @@ ABSORBED = "one token's heads take its rows apart, which is no product with rows
 PLAIN = Choice(ops.PLAIN, {})
 
 
-class Queries(NamedTuple):
+class _Queries(NamedTuple):
     """Queries of a layer's tokens, in their rotated and unrotated parts."""
 
     nope: jax.Array  # [B, T, H, nope_dim], not rotated
     rope: jax.Array  # [B, T, H, P], rotated
 
 
-class Latents(NamedTuple):
+class _Latents(NamedTuple):
     """Rotated key and latent of a layer's tokens: shared by all heads, and cached."""
 
     key: jax.Array  # [B, S, P], rotated
     latent: jax.Array  # [B, S, R], normed
 
 
-def is_expanded(
-    of: Widths, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
+def _is_expanded(
+    of: LatentConfig, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
 ) -> bool:
     """Whether T queries per sequence attend to S cache slots by expanded keys and values.
 
@@ -77,7 +75,7 @@ def is_expanded(
     return length > 1 and saved >= spent and nbytes <= EXPANDED_BYTES
 
 
-def expanded_attention(
+def _expanded_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -106,14 +104,14 @@ def expanded_attention(
     return _in_blocks(attend, k.shape[1], q, positions)
 
 
-def absorbed_attention(
-    queries: Queries,
-    seen: Latents,
+def _absorbed_attention(
+    queries: _Queries,
+    seen: _Latents,
     positions: jax.Array,
     window: int | None,
     scale: float,
 ) -> jax.Array:
-    """Attends like `expanded_attention`, with latents in place of keys and values.
+    """Attends like `_expanded_attention`, with latents in place of keys and values.
 
     Args:
       queries: with `nope` absorbed: [B, T, H, R].
@@ -161,7 +159,7 @@ def _in_blocks(attend: Callable[..., jax.Array], num_slots: int, *of: jax.Array)
 
 
 class LatentAttention(StackedModule):
-    """Projections of all layers; see `config.LatentAttention` for the widths.
+    """Projections of all layers; see `config.LatentConfig` for the widths.
 
     `norm`, [L, D], precedes the mixing of every layer.
     """
@@ -212,7 +210,7 @@ class LatentAttention(StackedModule):
 
     def queries(
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
-    ) -> Queries:
+    ) -> _Queries:
         """Projects [B, T, D] to queries, directly or through a latent (eq. 12 to 15)."""
         c = self.config
         if self.widths.query_rank is None:
@@ -223,23 +221,23 @@ class LatentAttention(StackedModule):
             q = self.linear(narrow, "q_b", layer)
         q = q.reshape(*q.shape[:2], c.num_heads, c.head_dim)
         nope, rope = jnp.split(q, [self.widths.nope_dim], axis=-1)
-        return Queries(nope, rotate(rope, cos, sin, interleaved=c.interleaved_rope))
+        return _Queries(nope, rotate(rope, cos, sin, interleaved=c.interleaved_rope))
 
     def latents(
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
-    ) -> Latents:
+    ) -> _Latents:
         """Projects [B, T, D] to the shared key and latent (eq. 9 and 15)."""
         both = self.linear(normed, "kv_a", layer, always_kernel=True)
         latent, key = jnp.split(both, [self.widths.kv_rank], axis=-1)
         interleaved = self.config.interleaved_rope
         key = rotate(key[:, :, None], cos, sin, interleaved=interleaved)[:, :, 0]
-        return Latents(key, self._latent_norm(latent, self.kv_a_norm[...], layer))
+        return _Latents(key, self._latent_norm(latent, self.kv_a_norm[...], layer))
 
     def _latent_norm(self, x: jax.Array, scales: jax.Array, layer: ops.Index) -> jax.Array:
         return stacked_norm(x, scales, layer, LATENT_NORM_EPS, self.kernels)
 
     def expand(
-        self, queries: Queries, seen: Latents, layer: ops.Index
+        self, queries: _Queries, seen: _Latents, layer: ops.Index
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Expands queries [B, T, H, C], keys [B, S, H, C] and values [B, S, H, V] of every head."""
         c = self.config
@@ -259,7 +257,7 @@ class LatentAttention(StackedModule):
         return attend(index, q, k, v)[..., :value_dim]
 
     def _with_cache(
-        self, queries: Queries, new: Latents, index: LayerIndex, attend: CachedAttention
+        self, queries: _Queries, new: _Latents, index: LayerIndex, attend: CachedAttention
     ) -> jax.Array:
         """Writes the tokens to the cache and attends: [B, T, H, V]."""
         c, layer = self.config, index.mixer
@@ -274,11 +272,11 @@ class LatentAttention(StackedModule):
         attend.keep(q, k)
         if attend.impl == "cudnn":
             return causal_attention(q, k, v, attend.window, attend.impl, c.score_scale)
-        return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
+        return _expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
     def _over_slots(
         self,
-        queries: Queries,
+        queries: _Queries,
         dtype: jnp.dtype,
         index: LayerIndex,
         attend: CachedAttention,
@@ -287,19 +285,19 @@ class LatentAttention(StackedModule):
         """Attends to the first slots of the cache: [B, T, H, V]."""
         c = self.config
         read = attend.cache.read(index.mixer, slots)
-        seen = Latents(*(part[:, 0].astype(dtype) for part in read))
+        seen = _Latents(*(part[:, 0].astype(dtype) for part in read))
         batch, length = queries.nope.shape[:2]
-        if not is_expanded(
+        if not _is_expanded(
             self.widths, c.num_heads, batch=batch, length=length, slots=slots,
             itemsize=dtype.itemsize,
         ):  # fmt: skip
             return self._absorbed(queries, seen, index, attend)
         q, k, v = self.expand(queries, seen, index.mixer)
         attend.keep(q, k)
-        return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
+        return _expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
     def _token(
-        self, queries: Queries, index: LayerIndex, attend: CachedAttention, kv_length: int
+        self, queries: _Queries, index: LayerIndex, attend: CachedAttention, kv_length: int
     ) -> jax.Array:
         """Attends from one token per sequence by the kernel, reading cached latents in place."""
         to_keys, to_values = self._to_heads(index.mixer, queries.nope.dtype)
@@ -322,7 +320,7 @@ class LatentAttention(StackedModule):
         return to_keys, to_values
 
     def _absorbed(
-        self, queries: Queries, seen: Latents, index: LayerIndex, attend: CachedAttention
+        self, queries: _Queries, seen: _Latents, index: LayerIndex, attend: CachedAttention
     ) -> jax.Array:
         c = self.config
         to_keys, to_values = self._to_heads(index.mixer, seen.latent.dtype)
@@ -331,7 +329,7 @@ class LatentAttention(StackedModule):
             q = jnp.concatenate([absorbed, queries.rope], axis=-1)
             keys = jnp.concatenate([seen.latent, seen.key], axis=-1)
             attend.keep(q, keys[:, :, None])
-        mixed = absorbed_attention(
-            Queries(absorbed, queries.rope), seen, attend.positions, attend.window, c.score_scale
+        mixed = _absorbed_attention(
+            _Queries(absorbed, queries.rope), seen, attend.positions, attend.window, c.score_scale
         )
         return jnp.einsum("bthr,hvr->bthv", mixed, to_values)

@@ -15,7 +15,7 @@ from moejax.weights.linear import Index
 LAYERS_A_PASS = 2
 
 
-class NextMoeLayer(NamedTuple):
+class _NextMoeLayer(NamedTuple):
     """The next sparse layer."""
 
     layer: Index  # among all
@@ -30,11 +30,11 @@ class LayerIndex(NamedTuple):
     mlp: Index  # among the sparse layers, or the dense ones
     is_delta: bool
     is_sparse: bool
-    next_moe: NextMoeLayer | None  # None after the last sparse layer; in a loop that one itself
+    next_moe: _NextMoeLayer | None  # None after the last sparse layer; in a loop that one itself
     turn: int  # `mlp` where that is static; in a loop that of the first pass
 
 
-class Loop(NamedTuple):
+class _Loop(NamedTuple):
     """A loop over layers first .. first + num_turns * num_passes - 1, `num_turns` a pass."""
 
     first: int
@@ -59,7 +59,7 @@ def layer_indices(config: ModelConfig) -> tuple[LayerIndex, ...]:
         index = counts[mlp]
         next_moe = None
         if mlp == "sparse" and index + 1 < len(sparse_layers):
-            next_moe = NextMoeLayer(sparse_layers[index + 1], index + 1)
+            next_moe = _NextMoeLayer(sparse_layers[index + 1], index + 1)
         found.append(
             LayerIndex(
                 layer, counts[mixer], index, mixer == "delta", mlp == "sparse", next_moe, index
@@ -70,7 +70,7 @@ def layer_indices(config: ModelConfig) -> tuple[LayerIndex, ...]:
     return tuple(found)
 
 
-def scan_plan(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A_PASS) -> Loop:
+def scan_plan(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A_PASS) -> _Loop:
     """Plans the loop over a model's layers; no loop if fewer than two passes remain.
 
     A loop begins after the last dense layer, and a pass has a multiple of the period in which kinds
@@ -86,16 +86,16 @@ def scan_plan(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A
     period = next((n for n in lengths if kinds[n:] == kinds[: len(kinds) - n]), 1)
     num_turns = math.lcm(layers_a_pass, period, num_turns)
     num_passes = len(kinds) // num_turns
-    return Loop(first, num_turns, num_passes if num_passes > 1 else 0)
+    return _Loop(first, num_turns, num_passes if num_passes > 1 else 0)
 
 
-def scanned_layer(config: ModelConfig, loop: Loop, turn: int, number: jax.Array) -> LayerIndex:
+def scanned_layer(config: ModelConfig, loop: _Loop, turn: int, number: jax.Array) -> LayerIndex:
     """Index of layer `turn` in pass `number`, int32[], of a loop."""
     start, pattern = layer_indices(config)[loop.first + turn], layer_indices(config)[loop.first :]
     alike = sum(index.is_delta == start.is_delta for index in pattern[: loop.num_turns])
     layer = start.layer + number * loop.num_turns
     mlp = start.mlp + number * loop.num_turns
-    next_moe = NextMoeLayer(
+    next_moe = _NextMoeLayer(
         jnp.minimum(layer + 1, config.num_layers - 1),
         jnp.minimum(mlp + 1, len(config.moe_layers) - 1),
     )

@@ -1,13 +1,13 @@
-"""The sparse MLP: a router, and four ways to run the experts that it chose.
+"""The sparse MLP: a router, what runs the experts that it chose (`Experts`), and four ways to.
 
 All four compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], on the
 whole layer-stacked arrays and a layer index, so that no layer's slab is ever copied:
 
-  * `experts_dense`: every expert on every token, masked. For training.
-  * `experts_by_row`: one small product an assignment. For a few rows on a CPU.
-  * `experts_by_block`: assignments sorted by expert, cut in blocks. For prefill; "block_in_cache"
+  * `_experts_dense`: every expert on every token, masked. For training.
+  * `products_by_row`: one small product an assignment. For a few rows on a CPU.
+  * `products_by_block`: assignments sorted by expert, cut in blocks. For prefill; "block_in_cache"
     takes steps whose weights stay in a CPU's cache.
-  * `experts_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
+  * `products_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
     packed or plain. For decode and prefill on a GPU.
 
 With packed weights, the first three read matrices through `moejax.weights.linear`. Shapes: x
@@ -17,30 +17,129 @@ which costs nothing and yields zero.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.config import ModelConfig
+from moejax.models.attention import Attended
+from moejax.models.config import ModelConfig, RouterRule
 from moejax.models.expert_products import (
+    ExpertPairs,
     ExpertStacks,
-    Pairs,
     choose_grouped,
     combine,
-    experts_grouped,
     products_by_block,
     products_by_row,
+    products_grouped,
 )
-from moejax.models.parameter import StackedModule, stacked_parameter
-from moejax.models.routing import Routing, routing_of, scaled
+from moejax.models.layer_index import LayerIndex
+from moejax.models.stacked import StackedModule, stacked_parameter
 from moejax.weights import choices
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import router_topk
 from pallas_kernels.target import Choice, Target
+
+# DeepSeek-V3's: keeps a sum of sigmoids away from zero.
+SUM_FLOOR = 1e-20
+
+
+class Routing(NamedTuple):
+    """Probabilities, chosen experts and weights of N tokens."""
+
+    probabilities: jax.Array  # float32[N, E], of all experts: the softmax, or sigmoids
+    weights: jax.Array  # float32[N, A], of the chosen experts, normalised where the model does so
+    ids: jax.Array  # int32[N, A], by falling weight
+
+
+def route(
+    x: jax.Array, router: jax.Array, config: ModelConfig, bias: jax.Array | None = None
+) -> Routing:
+    """Scores all experts in float32 and takes the top A.
+
+    Args:
+      x: [N, D].
+      router: [E, D].
+    """
+    logits = jnp.einsum("nd,ed->ne", x, router, preferred_element_type=jnp.float32)
+    return routing_of(logits, config, bias)
+
+
+def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = None) -> Routing:
+    """Routes by logits, float32[N, E].
+
+    Args:
+      config: gives A, the rule, and whether the chosen weights are divided by their sum.
+      bias: float32[E], added to the scores for the choice alone, not to the weights.
+    """
+    rule = config.router
+    is_softmax = rule.scoring == "softmax"
+    scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
+    if rule.is_plain:
+        weights, ids = jax.lax.top_k(scores, config.experts_per_token)
+        return _scaled(Routing(scores, _normalised(weights, config), ids), config)
+    width = config.experts_per_token
+    _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), width)
+    # A bias decides who is chosen, not who comes first.
+    weights, order = jax.lax.top_k(_weights_of(scores, ids, config), width)
+    return Routing(scores, weights, jnp.take_along_axis(ids, order, axis=-1))
+
+
+def _weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
+    """Weights float32[N, A] that the model's rule gives these experts.
+
+    Args:
+      scores: float32[N, E], of all experts: the softmax, or sigmoids.
+      ids: int32[N, A], of the chosen ones.
+    """
+    weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
+    weights = _normalised(weights, config)
+    return weights if config.router.scale == 1.0 else weights * config.router.scale
+
+
+def prefetch_scores(routing: Routing, config: ModelConfig) -> jax.Array:
+    """Prefetch scores float32[N, E]: higher where the next router is likelier to choose.
+
+    They are the router's scores where those alone decide (DyMoE eq. 7); with groups or a bias, the
+    experts that it would choose come before all others.
+    """
+    if config.router.is_plain:
+        return routing.probabilities
+    numbers = jnp.arange(routing.probabilities.shape[1], dtype=routing.ids.dtype)
+    chosen = jnp.any(routing.ids[:, :, None] == numbers[None, None], axis=1)
+    return routing.probabilities + chosen.astype(jnp.float32)
+
+
+def _normalised(weights: jax.Array, config: ModelConfig) -> jax.Array:
+    if not config.norm_topk_prob:
+        return weights
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / (total if config.router.scoring == "softmax" else total + SUM_FLOOR)
+
+
+def _scaled(routing: Routing, config: ModelConfig) -> Routing:
+    """Multiplies the weights by the model's routed scaling factor."""
+    if config.router.scale == 1.0:
+        return routing
+    return routing._replace(weights=routing.weights * config.router.scale)
+
+
+def _of_best_groups(scores: jax.Array, rule: RouterRule, bias: jax.Array | None) -> jax.Array:
+    """Choice scores float32[N, E], -inf outside the best groups."""
+    deciding = scores if bias is None else scores + bias[None]
+    if rule.num_groups == rule.top_groups:
+        return deciding
+    grouped = deciding.reshape(len(deciding), rule.num_groups, -1)
+    best = 1 if rule.group_score == "max" else min(2, grouped.shape[-1])
+    of_group = jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1)
+    _, groups = jax.lax.top_k(of_group, rule.top_groups)
+    numbers = jnp.arange(rule.num_groups, dtype=groups.dtype)
+    kept = jnp.any(groups[:, :, None] == numbers[None, None], axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(deciding.shape)
+
 
 ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "grouped_kernel"]
 
@@ -49,13 +148,13 @@ ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "grouped_kernel"
 # and compiled in 17.5 s against 7.8: more rows are not worth the compiling.
 MAX_UNROLLED_ROWS = 32
 MAX_KERNEL_TOKENS = 32  # that Triton's grouped kernel serves on plain experts
-# Weights gathered for one scan step of `experts_by_block`: bounds its temporary memory on a GPU. On
-# a CPU small steps are faster: the demo model's TTFT at 512 tokens was 133 ms with 512 MiB, 83 with
-# 0.8 MiB, 105 with one block (two cores, jax 0.10.2, 2026-11-21).
+# Weights gathered for a scan step of `products_by_block`: bounds its temporary memory on a GPU.
+# On a CPU small steps are faster: the demo model's TTFT at 512 tokens was 133 ms with 512 MiB, 83
+# with 0.8 MiB, 105 with one block (two cores, jax 0.10.2, 2026-11-21).
 STEP_BYTES: dict[ExpertImpl, int] = {"block": 512 * 2**20, "block_in_cache": 2**20}
 
 
-def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
+def _choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
     """Chooses the implementation of routing `num_tokens`; see `linear.choose_part`."""
 
     def choose(target: Target) -> Choice:
@@ -68,7 +167,7 @@ def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -
 
 
 @functools.partial(jax.jit, static_argnames=("num_chosen", "normalise"))
-def routing_by_kernel(
+def _routing_by_kernel(
     logits: jax.Array, first: jax.Array | None = None, *, num_chosen: int, normalise: bool
 ) -> Routing:
     """Runs `routing_of` in one launch, without a gradient; jitted for all layers.
@@ -84,7 +183,7 @@ def routing_by_kernel(
     return found if first is None else found._replace(ids=found.ids - first)
 
 
-def experts_dense(
+def _experts_dense(
     x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
 ) -> jax.Array:
     """Runs every expert on every token, masked by choice: two large products.
@@ -104,46 +203,50 @@ def experts_dense(
     return jnp.einsum("nef,edf->nd", hidden, ops.matrix(down, (layer,), x.dtype))
 
 
-def experts_by_row(
-    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
-) -> jax.Array:
-    """Unrolls one slice and two thin products per assignment."""
-    pairs = Pairs(routing.ids, jnp.ones(routing.ids.shape, bool))
-    products = products_by_row(x, pairs, ExpertStacks(gate_up, down, layer))
-    return combine(products, pairs, routing.weights, x.dtype)
-
-
-def experts_by_block(
+def _experts_in_pairs(
     x: jax.Array,
     routing: Routing,
-    gate_up: Weight,
-    down: Weight,
-    layer: Index,
+    experts: ExpertStacks,
     token_mask: jax.Array,
-    step_bytes: int,
+    impl: ExpertImpl,
+    implementation: str = "",
 ) -> jax.Array:
-    """Runs assignments sorted by expert, in blocks; see `products_by_block`.
+    """Runs the chosen experts by a form of `products_in_pairs`; [N, D] in `x.dtype`.
 
-    Args:
-      step_bytes: bytes of weights gathered per scan step; at least one block's.
-
-    Returns:
-      [N, D] in `x.dtype`.
+    Rows cost the same whether they are active or not, so that `token_mask` is for other forms.
     """
-    pairs = pairs_of(routing.ids, token_mask)
-    experts = ExpertStacks(gate_up, down, layer)
-    products = products_by_block(x, pairs, experts, gate_up.shape[1], step_bytes)
+    ids = routing.ids
+    active = jnp.ones(ids.shape, bool)
+    if impl != "row":
+        active = jnp.broadcast_to(token_mask[:, None], ids.shape)
+    pairs, num_experts = ExpertPairs(ids, active), experts.gate_up.shape[1]
+    products = products_in_pairs(x, pairs, experts, num_experts, impl, implementation)
     return combine(products, pairs, routing.weights, x.dtype)
 
 
-def pairs_of(ids: jax.Array, token_mask: jax.Array) -> Pairs:
-    """Pairs of every token that is not padding with its experts.
+def products_in_pairs(
+    x: jax.Array,
+    pairs: ExpertPairs,
+    experts: ExpertStacks,
+    num_experts: int,
+    impl: ExpertImpl,
+    implementation: str,
+) -> jax.Array:
+    """Multiplies the active pairs of N tokens and A experts: [P, N, A, D].
 
     Args:
-      ids: int32[N, A].
-      token_mask: bool[N].
+      num_experts: E, different ones that the pairs may have.
+      impl: any form but "dense".
+      implementation: of the grouped kernel.
     """
-    return Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
+    match impl:
+        case "row":
+            return products_by_row(x, pairs, experts)
+        case "block" | "block_in_cache":
+            return products_by_block(x, pairs, experts, num_experts, STEP_BYTES[impl])
+        case "grouped_kernel":
+            return products_grouped(x, pairs, experts, implementation)
+    raise ValueError(f"experts do not run pair by pair by {impl!r}")
 
 
 def _packings(experts: Sequence[Weight]) -> list[str]:
@@ -234,7 +337,7 @@ class SparseMoe(StackedModule):
         """Routes N tokens to experts.
 
         Args:
-          first_slot: an offset that the products add to the ids; see `routing_by_kernel`.
+          first_slot: an offset that the products add to the ids; see `_routing_by_kernel`.
           override: gives logits, float32[N, E], in place of the router's, to replay a trace.
         """
         wide = jnp.dtype(jnp.float32)
@@ -242,11 +345,11 @@ class SparseMoe(StackedModule):
         if override is not None:
             logits = override(logits)
         c = self.config
-        if choose_routing(len(x), c, self.kernels).implementation == "triton":
-            routing = routing_by_kernel(
+        if _choose_routing(len(x), c, self.kernels).implementation == "triton":
+            routing = _routing_by_kernel(
                 logits, first_slot, num_chosen=c.experts_per_token, normalise=c.norm_topk_prob
             )
-            return scaled(routing, c)
+            return _scaled(routing, c)
         bias = self.router_bias[...][layer] if c.router.has_bias else None
         return routing_of(logits, c, bias)
 
@@ -257,19 +360,95 @@ class SparseMoe(StackedModule):
         gate_up, down = self.gate_up[...], self.down[...]
         chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
         record_experts(0, impl, (gate_up, down), chosen)
-        match impl:
-            case "dense":
-                return experts_dense(x, routing, gate_up, down, layer)
-            case "row":
-                return experts_by_row(x, routing, gate_up, down, layer)
-            case "block" | "block_in_cache":
-                size = STEP_BYTES[impl]
-                return experts_by_block(x, routing, gate_up, down, layer, token_mask, size)
-            case "grouped_kernel":
-                if chosen.implementation == ops.DEQUANTIZED:
-                    raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
-                return experts_grouped(
-                    x, routing.ids, routing.weights, gate_up, down, layer, token_mask,
-                    chosen.implementation,
-                )  # fmt: skip
-        raise ValueError(f"impl {impl!r} is none of {get_args(ExpertImpl)}")
+        if impl == "dense":
+            return _experts_dense(x, routing, gate_up, down, layer)
+        if impl == "grouped_kernel" and chosen.implementation == ops.DEQUANTIZED:
+            raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
+        experts = ExpertStacks(gate_up, down, layer)
+        return _experts_in_pairs(x, routing, experts, token_mask, impl, chosen.implementation)
+
+
+class MoeInputs(NamedTuple):
+    """Inputs of a sparse layer's experts, of N tokens."""
+
+    layer: LayerIndex
+    x: jax.Array  # [N, D], normed
+    routing: Routing
+    token_mask: jax.Array  # bool[N], False for padding
+    # routes x by the next sparse layer's router (DyMoE eq. 6), a prediction; None after the last.
+    # In a loop never None: the last layer's is of itself, to be ignored.
+    next_routing: Callable[[], Routing] | None
+    attended: Attended | None  # None of a layer without attention, and if it is not observed
+
+
+class Experts(Protocol):
+    """Runs the experts of the sparse layers, one layer after another.
+
+    The model takes `init()` into its first sparse layer and the carry of each into the next. In a
+    loop its tree, shapes and dtypes never change; layers of an iteration are a multiple of
+    `layers_per_iteration`, since consecutive ones may use different arrays.
+
+    Attributes:
+      observes_attention: whether layers pass on the queries and keys of their attention.
+    """
+
+    layers_per_iteration: int = 1
+    observes_attention: bool = False
+
+    def init(self) -> Any:
+        """Returns the carry before the first layer; None where there is none."""
+        return None
+
+    def route(
+        self, carry: Any, moe: SparseMoe, layer: Index, x: jax.Array, *, is_ahead: bool = False
+    ) -> Routing:
+        """Routes tokens, x [N, D], by a layer's router."""
+        return moe.route(x, layer)
+
+    def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array, Any, Any]:
+        """Runs the chosen experts on N tokens.
+
+        Returns:
+          [N, D] in `x.dtype`, the carry, and a record: None, or a tree of arrays that is the same
+          for all layers.
+        """
+        ...
+
+
+class ResidentExperts(Experts):
+    """Runs experts that the model holds."""
+
+    def __init__(
+        self,
+        moe: SparseMoe | None,
+        impl: ExpertImpl,
+        record: Callable[[jax.Array, Routing], Any] = lambda x, routing: None,
+    ):
+        """Needs no carry.
+
+        Args:
+          moe: None of a model without sparse layers.
+          record: of a layer's input and its routing gives the layer's record.
+        """
+        self._moe, self._impl, self._record = moe, impl, record
+
+    def route(
+        self, carry: Any, moe: SparseMoe, layer: Index, x: jax.Array, *, is_ahead: bool = False
+    ) -> Routing:
+        """Routes tokens, as `Experts.route`."""
+        first_slot = None
+        if self._impl == "grouped_kernel" and isinstance(layer, int) and layer and not is_ahead:
+            first_slot = jnp.int32(layer * moe.gate_up.shape[1])
+        return moe.route(x, layer, first_slot)
+
+    def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array, Any, Any]:
+        """Runs a layer's experts, as `Experts`."""
+        assert self._moe is not None
+        layer, x, routing, token_mask, *_ = inputs
+        out = self._moe(x, routing, layer.mlp, token_mask, self._impl)
+        return out, carry, self._record(x, routing)
+
+
+def routing_record(x: jax.Array, routing: Routing) -> Routing:
+    """The routing alone, for `ResidentExperts`."""
+    return routing

@@ -11,7 +11,7 @@ from moejax.models.config import ModelConfig, RopeScaling
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines, float32[B, T, R / 2]
 
 
-def rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
+def _rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
     """theta^(-2i/C) as float32[C / 2], each operation rounded as transformers rounds it.
 
     On the host, because at position p an angle is off by p times what its frequency is off, and in
@@ -22,7 +22,7 @@ def rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
     return np.float32(1) / _powers(head_dim, theta)
 
 
-def scaled_frequencies(
+def _scaled_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, *, is_long: bool = False
 ) -> np.ndarray:
     """Rotation frequencies float32[C / 2] of a scaled rope, rounded as transformers rounds.
@@ -32,7 +32,7 @@ def scaled_frequencies(
     Args:
       is_long: the sequence exceeds the original positions; matters to "longrope" alone.
     """
-    plain = rotary_frequencies(head_dim, theta)
+    plain = _rotary_frequencies(head_dim, theta)
     if scaling is None or scaling.kind == "dynamic":
         return plain
     if scaling.kind == "linear":
@@ -103,8 +103,8 @@ def model_angles(
     """
     width, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
     if scaling is None:
-        return rotary_angles(positions, width, theta)
-    frequency = jnp.asarray(scaled_frequencies(width, theta, scaling))[None, None]
+        return _rotary_angles(positions, width, theta)
+    frequency = jnp.asarray(_scaled_frequencies(width, theta, scaling))[None, None]
     if scaling.depends_on_length:
         lengths = jnp.max(positions, axis=1) + 1 if lengths is None else lengths
         frequency = _by_length(frequency, width, theta, scaling, lengths)
@@ -122,7 +122,7 @@ def _by_length(
     """
     original = scaling.original_positions
     if scaling.kind == "longrope":
-        long = jnp.asarray(scaled_frequencies(width, theta, scaling, is_long=True))[None, None]
+        long = jnp.asarray(_scaled_frequencies(width, theta, scaling, is_long=True))[None, None]
         return jnp.where(lengths[:, None, None] > original, long, short)
     longer = jnp.maximum(lengths - original, 0).astype(jnp.float32)
     stretch = jnp.log1p(longer * np.float32(scaling.factor / original))
@@ -130,7 +130,7 @@ def _by_length(
     return short * jnp.exp(-stretch[:, None, None] * exponent.astype(np.float32)[None, None])
 
 
-def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> Angles:
+def _rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> Angles:
     """Cosine and sine of position * theta^(-2i/C) (Su et al. 2021, eq. 15).
 
     Args:
@@ -139,7 +139,7 @@ def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> Angles:
     Returns:
       Two float32[B, T, C / 2].
     """
-    angle = _angle(positions, rotary_frequencies(head_dim, theta))
+    angle = _angle(positions, _rotary_frequencies(head_dim, theta))
     return jnp.cos(angle), jnp.sin(angle)
 
 

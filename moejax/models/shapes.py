@@ -3,7 +3,13 @@
 import dataclasses
 
 from moejax.errors import MoejaxError
-from moejax.models.config import PLAIN_ROUTER, DeltaNet, LatentAttention, ModelConfig, RopeScaling
+from moejax.models.config import (
+    PLAIN_ROUTER,
+    DeltaConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeScaling,
+)
 
 QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",
@@ -86,7 +92,7 @@ DEEPSEEK_V2_LITE = dataclasses.replace(
     rope_scaling=RopeScaling(
         kind="yarn", factor=40.0, original_positions=4096, mscale=0.707, mscale_all_dim=0.707
     ),
-    latent=LatentAttention(kv_rank=512, query_rank=None, nope_dim=128, rope_dim=64, value_dim=128),
+    latent=LatentConfig(kv_rank=512, query_rank=None, nope_dim=128, rope_dim=64, value_dim=128),
 )
 
 QWEN3_NEXT_80B_A3B = ModelConfig(
@@ -113,7 +119,7 @@ QWEN3_NEXT_80B_A3B = ModelConfig(
     rope_dim=64,
     attention_gate=True,
     zero_centred_norm=True,
-    delta_net=DeltaNet(
+    delta_net=DeltaConfig(
         layers=tuple(layer for layer in range(48) if layer % 4 != 3),
         num_key_heads=16,
         num_value_heads=32,

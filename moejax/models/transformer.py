@@ -1,5 +1,6 @@
 """The decoder of every family, one module over layer-stacked weights; its flat dict of weights."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,11 +20,9 @@ from moejax.models.attention import (
     token_attention,
 )
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.decode_layers import choose_token_step, is_plain, queries_and_cache
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
-from moejax.models.experts import Experts, ResidentExperts, routing_record
-from moejax.models.kv_cache import KVCache
+from moejax.models.kv_cache import KVCache, cache_shape
 from moejax.models.latent_attention import LatentAttention
 from moejax.models.layer_index import (
     LAYERS_A_PASS,
@@ -32,14 +31,78 @@ from moejax.models.layer_index import (
     scan_plan,
     scanned_layer,
 )
-from moejax.models.moe import ExpertImpl, SparseMoe
-from moejax.models.norm import norm_of_sum, rounded, stacked_norm
-from moejax.models.parameter import stacked_parameter
+from moejax.models.moe import (
+    ExpertImpl,
+    Experts,
+    MoeInputs,
+    ResidentExperts,
+    Routing,
+    SparseMoe,
+    routing_record,
+)
 from moejax.models.rope import Angles, model_angles
-from moejax.models.routing import Routing
+from moejax.models.stacked import norm_of_sum, rounded, stacked_norm, stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
+from pallas_kernels import qkv_to_cache, residual_norm
+from pallas_kernels.target import Choice, Target
+
+
+def _choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
+    """Chooses norms, rotation and cache writes of a decode step; see `linear.choose_part`.
+
+    Where one kernel takes queries, keys and values to the cache depends on attention
+    (`_choose_cache_writes`); layers by a delta rule and latent attention write for themselves.
+    """
+
+    def choose(target: Target) -> Choice:
+        x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
+        found = [residual_norm.OPERATION.choose(x, target=target)]
+        if _is_plain(config):
+            found.append(_choose_cache_writes(config, dtype, target))
+        reasons = dict.fromkeys(choice.refusals["triton"] for choice in found if choice.refusals)
+        return Choice("xla", {"triton": "; ".join(reasons)}) if reasons else Choice("triton", {})
+
+    return ops.choose_part("norms and writes", str(dtype), kernels, choose)
+
+
+def _is_plain(config: ModelConfig) -> bool:
+    """Whether `qkv_to_cache` supports the model's attention.
+
+    Else the layers mix by `Transformer.mix`, whatever serves attention.
+    """
+    gated = config.attention_gate or config.zero_centred_norm
+    turned = config.rotary_dim != config.head_dim or config.interleaved_rope
+    return config.latent is None and not gated and not turned
+
+
+def _choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
+    """Chooses the implementation that splits a qkv product into queries and cache writes."""
+    qkv = jax.ShapeDtypeStruct((1, config.qkv_dim), dtype)
+    keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
+    return qkv_to_cache.OPERATION.choose(qkv, keys, target=target)
+
+
+@functools.partial(jax.jit, static_argnames="eps")
+def _queries_and_cache(
+    qkv: jax.Array,
+    cache: KVCache,
+    layer: jax.Array,
+    positions: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    scales: tuple[jax.Array, jax.Array] | None,
+    *,
+    eps: float,
+) -> tuple[jax.Array, KVCache]:
+    """Rotated queries [B, H, C], and the cache with the tokens; jitted as `norm_of_sum`."""
+    q, keys, values = qkv_to_cache.qkv_to_cache(
+        qkv, cache.keys, cache.values, layer=layer, positions=positions, cos=cos, sin=sin,
+        norms=None if scales is None else qkv_to_cache.HeadNorms(*scales, eps),
+        implementation="triton",
+    )  # fmt: skip
+    return q, dataclasses.replace(cache, keys=keys, values=values)
 
 
 class ChunkSpec(NamedTuple):
@@ -137,7 +200,8 @@ class Transformer(nnx.Module):
         mask = token_mask.reshape(-1)
         routing = experts.route(carry, self.moe, index.mlp, flat)
         ahead = self._next_routing(x, index, experts, carry)
-        out, carry, record = experts(carry, index, flat, routing, mask, ahead, attended)
+        inputs = MoeInputs(index, flat, routing, mask, ahead, attended)
+        out, carry, record = experts(carry, inputs)
         if self.config.shared_dim:
             out = out + self.shared(flat, index.mlp)
         return out.reshape(x.shape), carry, record
@@ -285,7 +349,7 @@ class Transformer(nnx.Module):
         if experts is None:
             moe = self.moe if self.config.moe_layers else None
             experts = ResidentExperts(moe, spec.experts)
-        if self.holds_experts if self._is_for_cpu else tokens.shape[1] > 1:
+        if self.loops(tokens.shape[1]):
             return self._looped(tokens, positions, token_mask, cache, spec, experts, lengths)
         if self._has_token_step(tokens, spec):
             return decode_layers(self, tokens, positions, token_mask, cache, spec, experts)
@@ -301,10 +365,14 @@ class Transformer(nnx.Module):
     def _has_token_step(self, tokens: jax.Array, spec: ChunkSpec) -> bool:
         """Whether kernels run norms and cache writes."""
         is_token = tokens.shape[1] == 1 and not spec.is_first
-        if not is_token or (spec.cached == "xla" and is_plain(self.config)):
+        if not is_token or (spec.cached == "xla" and _is_plain(self.config)):
             return False
-        chosen = choose_token_step(self.config, self.dtype, self.kernels)
+        chosen = _choose_token_step(self.config, self.dtype, self.kernels)
         return chosen.implementation == "triton"
+
+    def loops(self, length: int) -> bool:
+        """Whether layers run in a loop, for so many tokens of each sequence."""
+        return self.holds_experts if self._is_for_cpu else length > 1
 
     def _looped(
         self,
@@ -378,7 +446,7 @@ def decode_layers(
     spec: ChunkSpec,
     experts: Experts,
 ) -> tuple[KVCache, jax.Array, Any, Any]:
-    """`Transformer.__call__` of one token a sequence where `choose_token_step` says "triton"."""
+    """`Transformer.__call__` of one token a sequence where `_choose_token_step` says "triton"."""
     c = model.config
     angles = model_angles(c, positions)
     x, carry = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype), experts.init()
@@ -389,7 +457,7 @@ def decode_layers(
     for index in layer_indices(c):
         layer = jnp.int32(index.layer)
         x, normed = norm(x, delta, model.attention.norm[...], layer)
-        if is_plain(c) and not index.is_delta:
+        if _is_plain(c) and not index.is_delta:
             delta = _attended(model, normed, index, positions, angles, spec, attend)
         else:
             delta = model.mix(normed[:, None], index, angles, token_mask, attend)[:, 0]
@@ -419,7 +487,7 @@ def _attended(
     scales = (attention.q_norm[...], attention.k_norm[...]) if c.qk_norm else None
     cos, sin = (of[:, 0] for of in angles)
     qkv = attention.product(normed[:, None], index.mixer)[:, 0]
-    q, attend.cache = queries_and_cache(
+    q, attend.cache = _queries_and_cache(
         qkv, attend.cache, mixer, positions[:, 0], cos, sin, scales, eps=c.norm_eps
     )
     attended = token_attention(

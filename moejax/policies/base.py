@@ -128,7 +128,7 @@ class Needs:
 
     Attributes:
       importance: attention received by each token of a prefill step.
-      aggregation: how that attention is aggregated; see `attention_importance.attention_received`.
+      aggregation: how that attention is aggregated; see `dymoe.attention_received`.
       predicted: the next layer's probabilities.
     """
 
@@ -283,3 +283,35 @@ def tier_id(spec: PolicySpec, name: str, default: int) -> int:
     if name not in spec.tiers:
         raise MoejaxError(f"tier {name!r} is not stored; there are {', '.join(spec.tiers)}")
     return spec.tiers.index(name)
+
+
+def vmap_decide(policy: AnyPolicy, state: Any, observations: Observation) -> tuple[Decision, Any]:
+    """Decides all layers of a step at once, [M, ...], equal to deciding them in turn.
+
+    Each layer has a view of the state with its own rows alone, like the only layer of a model; a
+    leaf that `Policy.layer_axes` says to be shared, and that a layer changes in its own way, is an
+    error of `vmap`. `observations` are stacked, [M, ...]; `active` is the same of all layers.
+    """
+    o, axes = observations, policy.layer_axes
+    shared: dict[str, Any] = {"layer": jnp.zeros((), jnp.int32), "active": o.active[0]}
+    own = {
+        name: getattr(o, name)
+        for name in ("probabilities", "ids", "weights", "resident", "importance", "predicted")
+    }
+
+    def decide(rows: Any, of_layer: dict[str, Any]) -> tuple[Decision, Any]:
+        seen = Observation(**shared, **of_layer, is_prefill=o.is_prefill)
+        view = _mapped(jnp.expand_dims, axes, rows)
+        decision, view = policy.decide(view, seen)
+        return decision, _mapped(jnp.squeeze, axes, view)
+
+    return jax.vmap(decide, in_axes=(axes, 0), out_axes=(0, axes))(state, own)
+
+
+def _mapped(function: Any, axes: Any, state: Any) -> Any:
+    """Applies `function(leaf, axis)` to the leaves that have a layer axis."""
+
+    def of(axis: int | None, part: Any) -> Any:
+        return part if axis is None else jax.tree.map(lambda leaf: function(leaf, axis), part)
+
+    return jax.tree.map(of, axes, state, is_leaf=lambda leaf: leaf is None)

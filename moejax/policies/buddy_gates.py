@@ -46,7 +46,7 @@ def activating_entropy(chosen: jax.Array) -> jax.Array:
     return jnp.clip(-total / math.log(width), 0.0, 1.0)
 
 
-def probability_margin(chosen: jax.Array) -> jax.Array:
+def _probability_margin(chosen: jax.Array) -> jax.Array:
     """Margin m(x) = p~_max - p~_2nd, float32[N], of falling p~ float32[N, A]; 1 where k = 1."""
     if chosen.shape[-1] == 1:
         return jnp.ones(chosen.shape[:-1], chosen.dtype)
@@ -63,7 +63,7 @@ def tolerates(chosen: jax.Array, tau: jax.Array, margin: jax.Array) -> jax.Array
       tau: float32[]; below 0 all pass.
       margin: float32[], gamma; above 1 all pass.
     """
-    return (activating_entropy(chosen) > tau) & (probability_margin(chosen) < margin)
+    return (activating_entropy(chosen) > tau) & (_probability_margin(chosen) < margin)
 
 
 def requested_experts(ids: jax.Array, asked: jax.Array, num_experts: int) -> jax.Array:

@@ -8,7 +8,12 @@ fetched or dropped. A buddy takes the weight of the expert that it replaces, not
 most missed ones are fetched in the background, a number of bytes per step, or the set of residents
 would freeze.
 
-Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K places of a buddy list.
+Tokens are independent; the ranks of a token are visited in order, so that the result is that of the
+printed loops, not of the CUDA kernel's race (section 4). U_t holds all experts that the router
+chose, the missing ones too, as printed, and the buddies so far.
+
+Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K places of a buddy list,
+of which H are searched.
 """
 
 import dataclasses
@@ -20,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.policies import buddy_gates, substitution
+from moejax.policies import buddy_gates
 from moejax.policies.base import (
     SKIPPED,
     Decision,
@@ -30,8 +35,8 @@ from moejax.policies.base import (
     Requests,
     layer_axes_of,
 )
+from moejax.policies.baselines import always
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.resident import always
 from moejax.policies.settings import (
     ByContent,
     check_array,
@@ -40,15 +45,146 @@ from moejax.policies.settings import (
     check_number,
     check_numbers,
 )
-from moejax.policies.substitution import Candidates, Form, Substitution
+from pallas_kernels import buddy_search
 from pallas_kernels.buddy_search import Gate
 from pallas_kernels.cache_plan import Rule
 
+# "ranks" visits a token's ranks one after the other, on any device.
+# "kernel" is one launch (`pallas_kernels.buddy_search`) where lists are in their order.
+Form = Literal["ranks", "kernel"]
 FallBack = Literal["fetch", "drop"]
 NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.float32))
 
 
-class Settings(NamedTuple):
+class Candidates(NamedTuple):
+    """Possible buddies of each pair, before those of the token's other pairs are known."""
+
+    ids: jax.Array  # int32[N, A, H], -1 for none
+    # float32[N, A, H], the larger first, equal ones by place; None: by place
+    priority: jax.Array | None = None
+
+
+class Substitution(NamedTuple):
+    """Result of the search, for every pair."""
+
+    ids: jax.Array  # int32[N, A], the buddy's where `replaced`, else the router's
+    replaced: jax.Array  # bool[N, A]
+    # bool[N, A], wanted, and the token's budget was not spent yet; where it is not `replaced`,
+    # there is no buddy
+    searched: jax.Array
+
+
+def _candidates_of(
+    ids: jax.Array, lists: jax.Array, resident: jax.Array, depth: jax.Array
+) -> jax.Array:
+    """Finds each pair's listed buddies that are resident and not chosen (lines 15-17).
+
+    int32[N, A, H], -1 for none.
+
+    Args:
+      ids: int32[N, A], the router's choice.
+      lists: int32[E, H], buddies of each expert, the best first; -1 pads.
+      resident: bool[E].
+      depth: int32[], how far lists are searched, at most H.
+    """
+    listed = lists.at[ids].get(mode="clip")
+    usable = (listed >= 0) & resident.at[listed].get(mode="clip")
+    usable &= jnp.arange(lists.shape[1], dtype=jnp.int32)[None, None] < depth
+    for rank in range(ids.shape[1]):
+        usable &= listed != ids[:, rank, None, None]
+    return jnp.where(usable, listed, -1)
+
+
+def _normalized_logits(probabilities: jax.Array) -> jax.Array:
+    """Normalised logits z^ of eq. 3: the router's, up to a constant, scaled to 0..1.
+
+    float32[N, E], 0 where all are equal. The paper names no norm; this one leaves 1 + eta z^
+    positive.
+    """
+    logits = jnp.log(jnp.maximum(probabilities, float(np.finfo(np.float32).tiny)))
+    least = jnp.min(logits, axis=-1, keepdims=True)
+    span = jnp.max(logits, axis=-1, keepdims=True) - least
+    return (logits - least) / jnp.where(span > 0, span, 1.0)
+
+
+def _buddy_score(
+    candidates: jax.Array,  # int32[N, A, H], of `_candidates_of`
+    q: jax.Array,  # float32[N, A, H], of each candidate
+    logits: jax.Array,  # float32[N, E], of `_normalized_logits`
+    hops: jax.Array,  # float32[E], partitions between the tokens' device and each expert's
+    eta: jax.Array,  # float32[]
+    kappa: jax.Array,  # float32[]
+) -> jax.Array:
+    """Score of eq. 3: Psi(j | i, x) = q_(j|i) (1 + eta z^_j(x)) (1 - kappa hop(j)).
+
+    float32[N, A, H]; 0 where there is no candidate.
+    """
+    safe = jnp.maximum(candidates, 0)
+    flat = safe.reshape(len(safe), -1)
+    local = jnp.take_along_axis(logits, flat, axis=1, mode="clip").reshape(safe.shape)
+    psi = q * (1 + eta * local) * (1 - kappa * hops.at[safe].get(mode="clip"))
+    return jnp.where(candidates >= 0, psi, 0.0)
+
+
+def _in_order(candidates: Candidates) -> jax.Array:
+    """Sorts candidates by falling priority, then by place; drops priorities <= 0.
+
+    int32[N, A, H], -1 for none; by comparing all pairs of a list.
+    """
+    ids, value = candidates
+    if value is None:
+        return ids
+    place = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+    earlier, apart = place[None, :] < place[:, None], place[None, :] != place[:, None]
+    mine, other = value[..., :, None], value[..., None, :]
+    # A compiler may work out both sides anew and round them differently: nobody is before itself.
+    before = ((other > mine) & apart[None, None]) | ((other == mine) & earlier[None, None])
+    order = jnp.sum(before, axis=-1, dtype=jnp.int32)
+    usable = jnp.where(value > 0, ids, -1)
+    comes = order[..., None, :] == place[None, None, :, None]
+    return jnp.max(jnp.where(comes, usable[..., None, :], -1), axis=-1)
+
+
+def _substitute(
+    ids: jax.Array,
+    candidates: Candidates,
+    wanted: jax.Array,
+    budget: jax.Array,
+    *,
+    last_first: bool = False,
+) -> Substitution:
+    """Runs Algorithm 1 with the budget rho (section 5.1): no expert serves a token twice.
+
+    Args:
+      ids: int32[N, A], the router's choice, by falling weight.
+      wanted: bool[N, A], pairs whose expert is missing and may be replaced.
+      budget: int32[], rho, the most replacements per token.
+      last_first: visits ranks from the least weight on, which then get the budget first.
+    """
+    ordered = _in_order(candidates)
+    num_tokens, width, depth = ordered.shape
+    place = jnp.arange(depth, dtype=jnp.int32)[None]
+    num_replaced = jnp.zeros(num_tokens, jnp.int32)
+    taken: list[jax.Array] = []
+    buddies, searched = [num_replaced] * width, [num_replaced > 0] * width
+    for rank in reversed(range(width)) if last_first else range(width):
+        mine, seeks = ordered[:, rank], wanted[:, rank] & (num_replaced < budget)
+        free = (mine >= 0) & seeks[:, None]
+        for buddy in taken:
+            free &= mine != buddy[:, None]
+        first = jnp.min(jnp.where(free, place, depth), axis=-1, keepdims=True)
+        buddy = jnp.max(jnp.where(place == first, mine, -1), axis=-1)
+        buddies[rank], searched[rank] = buddy, seeks
+        num_replaced += (buddy >= 0).astype(jnp.int32)
+        taken.append(buddy)
+    # Without the barrier every reader computes it again: 24 s of compiling 16 layers against 9.
+    chosen = jax.lax.optimization_barrier(jnp.stack(buddies, axis=1))
+    return Substitution(
+        jnp.where(chosen >= 0, chosen, ids), chosen >= 0, jnp.stack(searched, axis=1)
+    )
+
+
+class _Settings(NamedTuple):
     """Settings that a sweep may vary: leaves of the state."""
 
     tau: jax.Array  # float32[M], of the TAE gate
@@ -71,7 +207,7 @@ class Settings(NamedTuple):
 class BuddyState:
     """State of BuddyMoE; shapes and dtypes never change."""
 
-    settings: Settings
+    settings: _Settings
     lists: jax.Array  # int32[M, E, K]
     q: jax.Array  # float32[M, E, K]
     gains: jax.Array | None  # float32[M, E, E], or None
@@ -89,14 +225,14 @@ class BuddyState:
     steps: jax.Array  # float32[], the steps of that, fading alike
 
 
-def layer_axes(has_gains: bool) -> BuddyState:
+def _layer_axes(has_gains: bool) -> BuddyState:
     """Layer axes of a state with gains, or without; see `Policy`."""
     rows = dict.fromkeys(("lists", "q", "replaced", "dropped", *("gains",) * has_gains), 0)
     shared: dict[str, Any] = {field.name: None for field in dataclasses.fields(BuddyState)}
-    return BuddyState(**shared | rows | {"settings": layer_axes_of(Settings, tau=0)})
+    return BuddyState(**shared | rows | {"settings": layer_axes_of(_Settings, tau=0)})
 
 
-def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
+def _with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
     """Counts a decode layer's misses among the pairs `asked`, as if no buddy replaced them."""
     requested = buddy_gates.requested_experts(o.ids, asked, o.resident.shape[1])
     count = jnp.sum(requested & ~o.resident[0], dtype=jnp.int32).astype(jnp.float32)
@@ -110,7 +246,7 @@ def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddySt
     )
 
 
-def most_missed(
+def _most_missed(
     state: BuddyState, resident: jax.Array, max_requests: int
 ) -> tuple[Requests, BuddyState]:
     """Requests the most missed experts, as many as the saved bytes allow; resident bool[M, 1, E].
@@ -223,11 +359,11 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         check_number("max_requests", self.max_requests, 0, 2**20, integer=True)
 
     @property
-    def layer_axes(self) -> Any:
+    def _layer_axes(self) -> Any:
         """Names the state's layer axes; None where all layers share a budget of bytes."""
         if self.bypass_bytes is not None:
             return None
-        return layer_axes(self.gains is not None)
+        return _layer_axes(self.gains is not None)
 
     def init(self, spec: PolicySpec) -> BuddyState:
         """Returns the state before any token."""
@@ -266,7 +402,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             steps=jnp.zeros((), jnp.float32),
         )
 
-    def _settings(self, spec: PolicySpec) -> Settings:
+    def _settings(self, spec: PolicySpec) -> _Settings:
         background = self.background_bytes
         if background is None:
             background = spec.expert_bytes[0] / 4
@@ -287,7 +423,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             "depth": self.depth or self.lists.ids.shape[-1],
         }
         tau = np.broadcast_to(np.asarray(self.tae_tau, np.float32), spec.num_layers)
-        return Settings(
+        return _Settings(
             tau=jnp.asarray(tau),
             **{name: jnp.asarray(value, jnp.float32) for name, value in real.items()},
             **{name: jnp.asarray(value, jnp.int32) for name, value in whole.items()},
@@ -326,7 +462,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             tier = jnp.where(dropped, SKIPPED, tier)
         decision = served._replace(ids=ids, tier=tier, weights=weights)
         if self.bypass_bytes is not None and not o.is_prefill:
-            state = with_missing(state, o, asked)
+            state = _with_missing(state, o, asked)
         return decision, self._counted(state, o, found.replaced, dropped)
 
     def decode_rule(self, state: BuddyState) -> Rule | None:
@@ -366,14 +502,14 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         return self.beta is not None or self.bypass_bytes is not None
 
     @property
-    def is_scored(self) -> bool:
+    def _is_scored(self) -> bool:
         """Whether candidates are ordered by a score and not by their lists."""
         return bool(self.eta or self.kappa)
 
     @property
     def _is_one_launch(self) -> bool:
         """Whether one kernel gates, searches and counts."""
-        return self.form == "kernel" and self.has_kernel and not self.is_scored
+        return self.form == "kernel" and self.has_kernel and not self._is_scored
 
     def _searched(
         self, state: BuddyState, o: Observation, resident: jax.Array, allowed: jax.Array
@@ -384,19 +520,21 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             asked = jnp.broadcast_to(allowed.reshape(len(o.ids), -1), o.ids.shape)
             allowed &= self._is_cheap(state, o, resident, asked)
         held = resident if o.tables is None else o.tables
-        found, replaced = substitution.search(
+        found = buddy_search.search(
             o.ids, state.lists, o.layer, held, allowed, s.depth, s.budget,
             Gate(o.probabilities, s.tau, s.margin, s.temperature), state.replaced,
             last_first=self.spend_on == "last",
         )  # fmt: skip
-        return found, dataclasses.replace(state, replaced=replaced)
+        assert found.replaced is not None
+        substitution = Substitution(found.ids, found.ids != o.ids, found.searched)
+        return substitution, dataclasses.replace(state, replaced=found.replaced)
 
     def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
         """Runs Algorithm 1 over the pairs of a layer that are `wanted`, bool[N, A]."""
         settings = state.settings
-        return substitution.substitute(
+        return _substitute(
             o.ids, self.candidates(state, o, resident), wanted, settings.budget,
             last_first=self.spend_on == "last",
         )  # fmt: skip
@@ -404,12 +542,12 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def candidates(self, state: BuddyState, o: Observation, resident: jax.Array) -> Candidates:
         """Finds resident buddies of every pair, with eq. 3's score if eta or kappa is not 0."""
         settings = state.settings
-        ids = substitution.candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
-        if not self.is_scored:
+        ids = _candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
+        if not self._is_scored:
             return Candidates(ids)
-        logits = substitution.normalized_logits(o.probabilities)
+        logits = _normalized_logits(o.probabilities)
         q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
-        return Candidates(ids, substitution.buddy_score(ids, q, logits, state.hops, *weights))
+        return Candidates(ids, _buddy_score(ids, q, logits, state.hops, *weights))
 
     def _counted(
         self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array
@@ -434,4 +572,4 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
 
     def transfers(self, state: BuddyState, resident: jax.Array) -> tuple[Requests, BuddyState]:
         """Requests the most missed experts, as many as the saved bytes allow."""
-        return most_missed(state, resident, self.max_requests)
+        return _most_missed(state, resident, self.max_requests)

@@ -32,7 +32,7 @@ from moejax.policies.settings import ByContent
 from pallas_kernels.cache_plan import Rule
 
 
-class ComposeState(NamedTuple):
+class _ComposeState(NamedTuple):
     """State of each part; None for a part that is left out."""
 
     hotness: Any
@@ -41,7 +41,7 @@ class ComposeState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Compose(ByContent, Policy[ComposeState]):
+class Compose(ByContent, Policy[_ComposeState]):
     """Two or three policies as one."""
 
     name: ClassVar[str] = "compose"
@@ -70,7 +70,7 @@ class Compose(ByContent, Policy[ComposeState]):
         parts = (self.hotness, self.importance, self.buddies)
         axes = [part.layer_axes if part is not None else None for part in parts]
         whole = all(a is not None for a, part in zip(axes, parts, strict=True) if part is not None)
-        return ComposeState(*axes) if whole else None
+        return _ComposeState(*axes) if whole else None
 
     @property
     def substitutes(self) -> bool:
@@ -82,7 +82,7 @@ class Compose(ByContent, Policy[ComposeState]):
         """Experts of the next layer that importance prefetches; -1: as many as critical."""
         return self.importance.prefetch if self.importance else 0
 
-    def init(self, spec: PolicySpec) -> ComposeState:
+    def init(self, spec: PolicySpec) -> _ComposeState:
         """Makes the first state, as `Policy.init`."""
         # Buddies see one tier: an expert is somewhere, or it is missing and comes in the lowest.
         one = dataclasses.replace(
@@ -91,19 +91,19 @@ class Compose(ByContent, Policy[ComposeState]):
             expert_bytes=spec.expert_bytes[-1:],
             slots=spec.slots[-1:],
         )
-        return ComposeState(
+        return _ComposeState(
             hotness=self.hotness.init(spec) if self.hotness else None,
             importance=self.importance.init(spec) if self.importance else None,
             buddies=self.buddies.init(one) if self.buddies else None,
         )
 
-    def max_prefetch(self, state: ComposeState) -> int:
+    def max_prefetch(self, state: _ComposeState) -> int:
         """Bounds the look-ahead, as `Policy.max_prefetch`."""
         return self.importance.max_prefetch(state.importance) if self.importance else 0
 
     def decide(
-        self, state: ComposeState, observation: Observation
-    ) -> tuple[Decision, ComposeState]:
+        self, state: _ComposeState, observation: Observation
+    ) -> tuple[Decision, _ComposeState]:
         """Chooses tiers and experts, as `Policy.decide`."""
         o, decision = observation, None
         if self.importance is not None:
@@ -143,19 +143,19 @@ class Compose(ByContent, Policy[ComposeState]):
         """Tells whether requests repeat; buddies count their own."""
         return self.hotness is not None and self.buddies is None
 
-    def tokens_until_change(self, state: ComposeState, resident: jax.Array) -> jax.Array:
+    def tokens_until_change(self, state: _ComposeState, resident: jax.Array) -> jax.Array:
         """Counts tokens, as `Policy.tokens_until_change`; buddies save up bytes between calls."""
         if self.hotness is None or self.buddies is not None:
             return jnp.zeros((), jnp.int32)
         return self.hotness.tokens_until_change(state.hotness, resident)
 
-    def disk_prefetch(self, state: ComposeState, resident: jax.Array) -> Requests:
+    def disk_prefetch(self, state: _ComposeState, resident: jax.Array) -> Requests:
         """Requests reads of the disk, as `Policy.disk_prefetch`."""
         if self.hotness is None:
             return no_requests()
         return self.hotness.disk_prefetch(state.hotness, resident)
 
-    def decode_rule(self, state: ComposeState) -> Rule | None:
+    def decode_rule(self, state: _ComposeState) -> Rule | None:
         """Gives the rule by which hotness and importance share one high tier."""
         hotness, importance = self.hotness, self.importance
         if hotness is None or importance is None or self.buddies is not None:
@@ -168,7 +168,9 @@ class Compose(ByContent, Policy[ComposeState]):
             rule, high_if_resident=rule.high_if_resident | (rule.low != SKIPPED)
         )
 
-    def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
+    def transfers(
+        self, state: _ComposeState, resident: jax.Array
+    ) -> tuple[Requests, _ComposeState]:
         """Requests promotions and demotions, then fetches of replaced experts."""
         asked = [no_requests()]
         if self.hotness is not None:

@@ -25,9 +25,8 @@ from moejax.policies.base import (
     no_requests,
     tier_id,
 )
-from moejax.policies.foresight import expected, nearly_hot
-from moejax.policies.hotness import gate_means, hot_set, num_active, smoothed, swaps
-from moejax.policies.resident import as_routed
+from moejax.policies.baselines import as_routed
+from moejax.policies.ordering import ranks
 from moejax.policies.settings import (
     ByContent,
     check_array,
@@ -42,7 +41,7 @@ CHOICES = ("hot", "random", "first")
 FORESEE_BY = ("scores", "links")
 
 
-class DynaExqSettings(NamedTuple):
+class _DynaExqSettings(NamedTuple):
     """Settings that a sweep may vary; see `DynaExq` for the meanings."""
 
     alpha: jax.Array  # float32[]
@@ -56,7 +55,7 @@ class DynaExqSettings(NamedTuple):
     cold: jax.Array  # int32[], the tier of low precision
 
 
-class DynaExqState(NamedTuple):
+class _DynaExqState(NamedTuple):
     """State of DynaExq."""
 
     scores: jax.Array  # float32[M, E], S of eq. 2.
@@ -67,12 +66,12 @@ class DynaExqState(NamedTuple):
     tokens: jax.Array
     warm: jax.Array  # bool[], whether the warm-up has ended
     is_fresh: jax.Array  # bool[], whether H was chosen by the last `transfers`
-    links: jax.Array | None  # float32[M, E, E], constant, of `foresight.links_of`; None if not used
-    settings: DynaExqSettings
+    links: jax.Array | None  # float32[M, E, E], constant; None if not used
+    settings: _DynaExqSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DynaExq(ByContent, Policy[DynaExqState]):
+class DynaExq(ByContent, Policy[_DynaExqState]):
     """Two precisions, hot and cold, assigned to experts by the workload.
 
     The low tier always holds every expert where the spec gives it E slots a layer; then a demotion
@@ -102,7 +101,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
     # how such experts are predicted: by "scores", their own hotness, or by "links", the hotness of
     # the layer before through a profile's cross-layer activations (the paper's way)
     foresee_by: str = "scores"
-    links: np.ndarray | None = None  # float32[M, E, E] for the latter, of `foresight.links_of`
+    links: np.ndarray | None = None  # float32[M, E, E] for the latter, by `links_of`
     # "hot"; or, for comparison, fixed choices that ignore frequencies: "random", or "first", the
     # smallest ids. (A static choice by the frequencies of the warm-up is "hot" with a period that
     # never ends, and an alpha of its own.)
@@ -139,14 +138,14 @@ class DynaExq(ByContent, Policy[DynaExqState]):
     @property
     def layer_axes(self) -> Any:
         """Names the state's layer axes, as `Policy.layer_axes`."""
-        return layer_axes_of(DynaExqState, scores=0)
+        return layer_axes_of(_DynaExqState, scores=0)
 
     def transfer_tiers(self, spec: PolicySpec) -> tuple[int, ...]:
         """Names the tiers of transfers, as `Policy.transfer_tiers`: all tiers but the cold one."""
         cold = tier_id(spec, self.cold, -1)
         return tuple(tier for tier in range(len(spec.tiers)) if tier != cold)
 
-    def init(self, spec: PolicySpec) -> DynaExqState:
+    def init(self, spec: PolicySpec) -> _DynaExqState:
         """Makes the first state, as `Policy.init`."""
         hot, cold = tier_id(spec, self.hot, 0), tier_id(spec, self.cold, -1)
         if not hot < cold:
@@ -159,7 +158,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         if self.choice != "hot":
             alpha = 1.0  # scores stay what they are
         scores = self._first_scores(spec)
-        settings = DynaExqSettings(
+        settings = _DynaExqSettings(
             alpha=jnp.asarray(alpha, jnp.float32),
             period=jnp.asarray(self.period, jnp.int32),
             warmup=jnp.asarray(self.warmup or self.period, jnp.int32),
@@ -170,7 +169,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
             hot=jnp.asarray(hot, jnp.int32),
             cold=jnp.asarray(cold, jnp.int32),
         )
-        return DynaExqState(
+        return _DynaExqState(
             scores=jnp.asarray(scores, jnp.float32),
             high=jnp.zeros(scores.shape, bool),
             tau=jnp.zeros(spec.num_layers, jnp.float32),
@@ -182,31 +181,33 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         )
 
     def decide(
-        self, state: DynaExqState, observation: Observation
-    ) -> tuple[Decision, DynaExqState]:
+        self, state: _DynaExqState, observation: Observation
+    ) -> tuple[Decision, _DynaExqState]:
         """Runs UPDATEHOTNESS of Algorithm 1 for the layer; the pools decide the precision."""
         settings, layer = state.settings, observation.layer
-        count = num_active(observation)
+        count = _num_active(observation)
         row = jax.lax.dynamic_index_in_dim(state.scores, layer, keepdims=False)
-        row = smoothed(row, gate_means(observation), count, settings.alpha)
+        row = _smoothed(row, _gate_means(observation), count, settings.alpha)
         scores = jax.lax.dynamic_update_index_in_dim(state.scores, row, layer, 0)
         tokens = state.tokens + jnp.where(layer == 0, count, 0)
         is_hot = observation.resident[settings.hot][observation.ids]
         decision = as_routed(observation, jnp.where(is_hot, settings.hot, settings.cold))
         return decision, state._replace(scores=scores, tokens=tokens)
 
-    def decode_rule(self, state: DynaExqState) -> Rule:
+    def decode_rule(self, state: _DynaExqState) -> Rule:
         """Gives the rule of decode steps, as `Policy.decode_rule`."""
         return Rule(None, state.settings.hot, state.settings.cold, jnp.ones((), bool))
 
-    def transfers(self, state: DynaExqState, resident: jax.Array) -> tuple[Requests, DynaExqState]:
+    def transfers(
+        self, state: _DynaExqState, resident: jax.Array
+    ) -> tuple[Requests, _DynaExqState]:
         """Runs PRECISIONSCHEDULE of Algorithm 1 for all layers, once T tokens have passed."""
         settings = state.settings
         first = ~state.warm & (state.tokens >= settings.warmup)
         due = first | (state.warm & (state.tokens >= settings.period))
         is_fixed = settings.fixed & ~first
         tau = jnp.where(is_fixed, state.tau, -jnp.inf)
-        found = hot_set(state.scores, state.high, settings.n_hot, tau, settings.hysteresis)
+        found = _hot_set(state.scores, state.high, settings.n_hot, tau, settings.hysteresis)
         state = state._replace(
             high=jnp.where(due, found.high, state.high),
             tau=jnp.where(due & ~is_fixed, found.last, state.tau),
@@ -214,7 +215,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
             warm=state.warm | first,
             is_fresh=due,
         )
-        asked = swaps(
+        asked = _swaps(
             state.scores,
             state.high,
             resident[:, settings.hot],
@@ -226,14 +227,14 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         )
         return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
 
-    def tokens_until_change(self, state: DynaExqState, resident: jax.Array) -> jax.Array:
+    def tokens_until_change(self, state: _DynaExqState, resident: jax.Array) -> jax.Array:
         """Counts the tokens until H is chosen, in the warm-up or while the pools hold H; else 0."""
         settings = state.settings
         rests = ~state.warm | jnp.all(state.high == resident[:, settings.hot])
         until = jnp.where(state.warm, settings.period, settings.warmup)
         return jnp.where(rests, jnp.maximum(until - state.tokens, 0), 0)
 
-    def disk_prefetch(self, state: DynaExqState, resident: jax.Array) -> Requests:
+    def disk_prefetch(self, state: _DynaExqState, resident: jax.Array) -> Requests:
         """Requests nearly hot experts from the disk when `transfers` has just chosen H.
 
         An expert that has a slot still, and is to leave it, is likely to return.
@@ -242,8 +243,8 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         if not self.foresight:
             return no_requests()
         hot = state.settings.hot
-        worth = state.scores if state.links is None else expected(state.scores, state.links)
-        return nearly_hot(worth, state.high, hot, self.foresight, state.is_fresh)
+        worth = state.scores if state.links is None else _expected(state.scores, state.links)
+        return _nearly_hot(worth, state.high, hot, self.foresight, state.is_fresh)
 
     @property
     def _uses_links(self) -> bool:
@@ -287,3 +288,165 @@ class DynaExq(ByContent, Policy[DynaExqState]):
                 raise MoejaxError(f"n_hot={int(numbers.max())}, but a layer has {slots} experts")
             raise MoejaxError(f"n_hot={int(numbers.max())}, but the hot tier has {slots} slots")
         return numbers
+
+
+def _gate_means(observation: Observation) -> jax.Array:
+    """Means float32[E] of g over the active tokens; 0 without any.
+
+    g is the router's full softmax, and 0 for experts that a token did not choose: Algorithm 1
+    lets inactive experts decay, which eq. 2 alone would not.
+    """
+    num_experts = observation.probabilities.shape[1]
+    expert = jax.lax.iota(jnp.int32, num_experts)
+    chosen = jnp.any(observation.ids[:, :, None] == expert[None, None], axis=1)
+    chosen &= observation.active[:, None]
+    total = jnp.sum(jnp.where(chosen, observation.probabilities, 0.0), axis=0)
+    return total / jnp.maximum(_num_active(observation), 1).astype(jnp.float32)
+
+
+def _num_active(observation: Observation) -> jax.Array:
+    """Number of tokens that are not padding, int32[]."""
+    return jnp.sum(observation.active, dtype=jnp.int32)
+
+
+def _smoothed(
+    scores: jax.Array,  # float32[E], S
+    means: jax.Array,  # float32[E], of `_gate_means`
+    num_tokens: jax.Array,  # int32[], n
+    alpha: jax.Array,  # float32[], 0 to 1, less than 1
+) -> jax.Array:
+    """Applies eq. 2 to n tokens at once: S <- alpha^n S + (1 - alpha^n) mean(g), float32[E].
+
+    For one token it is eq. 2. It does not depend on the order of the tokens, and a prompt counts as
+    much as the same number of decoded ones.
+    """
+    kept = jnp.power(alpha, num_tokens.astype(jnp.float32))
+    return kept * scores + (1 - kept) * means
+
+
+class _HotSet(NamedTuple):
+    """Hot set and its threshold: lines 14 and 15 of Algorithm 1."""
+
+    high: jax.Array  # bool[M, E], the set H
+    last: jax.Array  # float32[M], the n_hot-th score, tau_h = top(n_hot, S) of section 3.5
+
+
+def _hot_set(
+    scores: jax.Array,
+    high: jax.Array,
+    n_hot: jax.Array,
+    tau: jax.Array,
+    hysteresis: jax.Array,
+) -> _HotSet:
+    """Chooses the top n_hot experts with S >= tau; ties go to hot ones, then to small ids.
+
+    Args:
+      scores: float32[M, E], S.
+      high: bool[M, E], the set so far.
+      n_hot: int32[M], K.
+      tau: float32[M]; -inf lets all pass.
+      hysteresis: float32[], the share by which a score must exceed a hot expert's to replace it,
+        and by which a hot expert may fall below tau; 0 in the paper.
+    """
+    worth = jnp.where(high, scores * (1 + hysteresis), scores)
+    place = ranks(worth, high)
+    is_last = place == n_hot[:, None] - 1
+    last = jnp.max(jnp.where(is_last, scores, 0.0), axis=1)
+    return _HotSet((place < n_hot[:, None]) & (worth >= tau[:, None]), last)
+
+
+def _swaps(
+    scores: jax.Array,  # float32[M, E]
+    high: jax.Array,  # bool[M, E], H, at most n_hot in a layer
+    hot: jax.Array,  # bool[M, E], experts of the hot tier once all transfers in flight have arrived
+    cold: jax.Array,  # bool[M, E], the cold tier
+    n_hot: jax.Array,  # int32[M], slots of the hot tier
+    cold_slots: jax.Array,  # int32[], slots of a layer in the cold tier
+    tiers: tuple[jax.Array, jax.Array],  # int32[] of the hot tier and of the cold one
+    max_requests: int,  # R, static and even
+) -> Requests:
+    """Demotions and promotions that lead to the hot set: lines 16 to 22 of Algorithm 1.
+
+    In a layer the hottest promotion takes the slot of the coldest demotion, and so on; where slots
+    are free, promotions take these first. Over the layers, the pair that gains the most hotness
+    comes first. A demotion without a promotion needs room in the cold tier, if its expert is not
+    there already.
+
+    Returns:
+      R requests, a demotion and then its promotion, either of which may be none.
+    """
+    num_layers, num_experts = scores.shape
+    up, down = high & ~hot, ~high & hot
+    free = jnp.maximum(n_hot - _num(hot), 0)
+    # Places among the promotions, hottest first, and the demotions, coldest first.
+    up_place = jnp.where(up, ranks(up, scores), num_experts)
+    down_place = jnp.where(down, ranks(down, -scores) + free[:, None], num_experts)
+    may_up = up_place < (free + _num(down))[:, None]
+    alone = down & (down_place >= _num(up)[:, None])
+    needs_room = alone & ~cold
+    room = cold_slots - _num(cold)
+    refused = needs_room & (ranks(needs_room, -scores) >= room[:, None])
+    promoted, gain = _at_places(jnp.where(may_up, up_place, num_experts), scores)
+    demoted, loss = _at_places(jnp.where(refused, num_experts, down_place), scores)
+    some = (promoted >= 0) | (demoted >= 0)
+    urgency = jnp.where(some, gain - loss, -jnp.inf).reshape(-1)
+    num_pairs = min(max_requests // 2, urgency.size)
+    urgency, pair = jax.lax.top_k(urgency, num_pairs)
+    layer = jnp.broadcast_to(jax.lax.iota(jnp.int32, num_layers)[:, None], scores.shape)
+    experts = jnp.stack([demoted, promoted], axis=-1).reshape(-1, 2)[pair]
+    real = (urgency[:, None] > -jnp.inf) & (experts >= 0)
+    wanted = jnp.stack([tiers[1], tiers[0]])
+    fields = (layer.reshape(-1)[pair][:, None], experts, wanted[None])
+    padding = (0, max_requests - 2 * num_pairs)
+    return Requests(
+        *(jnp.pad(jnp.where(real, x, -1).reshape(-1), padding, constant_values=-1) for x in fields)
+    )
+
+
+def _num(mask: jax.Array) -> jax.Array:
+    """Number of set entries in each layer, int32[M]."""
+    return jnp.sum(mask, axis=1, dtype=jnp.int32)
+
+
+def _at_places(place: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Expert at each place 0..E - 1, int32[M, E] or -1, and its score, or 0."""
+    index = jax.lax.broadcasted_iota(jnp.int32, place.shape, 1)
+    layer = jax.lax.iota(jnp.int32, len(place))[:, None]
+    expert = jnp.full(place.shape, -1, jnp.int32).at[layer, place].set(index, mode="drop")
+    score = jnp.take_along_axis(scores, jnp.maximum(expert, 0), axis=1)
+    return expert, jnp.where(expert >= 0, score, 0.0)
+
+
+def _expected(scores: jax.Array, links: jax.Array) -> jax.Array:
+    """Hotness float32[M, E] predicted from the layer before; the first layer keeps its own.
+
+    `scores`, float32[M, E], are S of eq. 2, `links`, float32[M, E, E], those of `links_of`.
+    """
+    before = jnp.einsum("le,lef->lf", scores[:-1], links[1:], precision=jax.lax.Precision.HIGHEST)
+    return jnp.concatenate([scores[:1], before])
+
+
+def _nearly_hot(
+    worth: jax.Array, settled: jax.Array, tier: jax.Array, count: int, is_due: jax.Array
+) -> Requests:
+    """Requests the `count` most valuable experts of each layer that are not settled.
+
+    The first of every layer comes before the second of any.
+
+    Args:
+      worth: float32[M, E]; experts with 0 are never requested.
+      settled: bool[M, E], experts that are hot or will be.
+      tier: int32[], the hot tier.
+      is_due: bool[], whether to request anything.
+    """
+    num_layers, num_experts = worth.shape
+    place = ranks(~settled, worth)
+    index = jax.lax.broadcasted_iota(jnp.int32, place.shape, 1)
+    layer = jax.lax.broadcasted_iota(jnp.int32, (num_layers, count), 0)
+    wanted = ~settled & (worth > 0) & is_due
+    rows = jax.lax.iota(jnp.int32, num_layers)[:, None]
+    expert = jnp.full((num_layers, num_experts), -1, jnp.int32)
+    expert = expert.at[rows, jnp.where(wanted, place, num_experts)].set(index, mode="drop")
+    expert = expert[:, :count].T.reshape(-1)
+    asked = expert >= 0
+    return Requests(jnp.where(asked, layer.T.reshape(-1), -1), expert, jnp.where(asked, tier, -1))

@@ -132,3 +132,16 @@ def shares(activity: ExpertActivity, source: Source, smoothing: float) -> np.nda
         return output_similarity(np.asarray(activity.cosines), np.asarray(activity.activations))
     counts = activity.weighted if source == "weighted" else activity.coactivations
     return conditional_coactivation(np.asarray(counts), smoothing)
+
+
+def links_of(following: np.ndarray) -> np.ndarray:
+    """Share float32[M, E, E] of tokens with expert i one layer earlier that choose j here.
+
+    Rows sum to 1; to 0 for an i that was never chosen, and for the first layer.
+
+    Args:
+      following: [M, E, E], of `ExpertActivity`: tokens that chose i in layer l and j in the next.
+    """
+    counts = np.concatenate([np.zeros_like(following[:1]), following[:-1]]).astype(np.float64)
+    total = counts.sum(axis=-1, keepdims=True)
+    return np.divide(counts, total, out=np.zeros_like(counts), where=total > 0).astype(np.float32)

@@ -11,12 +11,11 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.policies.base import AnyPolicy, Policy
+from moejax.policies.baselines import OnDemand, Resident
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.on_demand import OnDemand
-from moejax.policies.resident import Resident
 
 # Each a frozen dataclass whose fields are the settings.
 POLICIES: Mapping[str, Callable[..., AnyPolicy]] = {
@@ -32,7 +31,7 @@ PARTS = {"hotness": "dynaexq", "importance": "dymoe", "buddies": "buddymoe"}
 DEFAULT_PARTS = "dynaexq+dymoe"
 
 
-def class_of(name: str) -> Callable[..., AnyPolicy]:
+def _class_of(name: str) -> Callable[..., AnyPolicy]:
     """Finds the class of a policy: one of `POLICIES`, or "module:Class" of the user's own.
 
     The module is searched on Python's path and in the current directory.
@@ -78,7 +77,7 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     if name == "compose":
         return _composed(**given)
-    return class_of(name)(**given)
+    return _class_of(name)(**given)
 
 
 def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
@@ -132,7 +131,7 @@ def settings_of(name: str, parts: Sequence[str] = tuple(PARTS.values())) -> dict
         for part in reversed(parts):
             found |= settings_of(part)
         return found
-    fields = dataclasses.fields(class_of(name))  # type: ignore[arg-type]
+    fields = dataclasses.fields(_class_of(name))  # type: ignore[arg-type]
     return {field.name: field.default for field in fields}
 
 

@@ -28,8 +28,7 @@ from moejax.files.whole import write_whole
 from moejax.models.config import ModelConfig
 from moejax.policies.buddy_gates import percentile_tau
 from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists, output_gains
-from moejax.policies.expert_activity import ExpertActivity, shares
-from moejax.policies.foresight import links_of
+from moejax.policies.expert_activity import ExpertActivity, links_of, shares
 
 FILE_NAME = "buddies.safetensors"
 FORMAT = "moejax buddies 1"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from moejax.engine import STEPS_PER_CALL, Engine
 from moejax.errors import MoejaxError
-from moejax.inference.batch import Batch, RowDelta
+from moejax.inference.batch import RowBatch, RowDelta
 from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
 from moejax.serving.metrics import Metrics
 from moejax.serving.programs import ServerPrograms
@@ -190,7 +190,7 @@ class Batcher:
             self._metrics.programs(engine.num_traces, engine.compile_seconds)
             self._metrics.ledger(engine.ledger)
 
-    def _end_rows(self, live: Batch, rows: list[Row], left: set[int]) -> None:
+    def _end_rows(self, live: RowBatch, rows: list[Row], left: set[int]) -> None:
         for i in sorted(left):
             if self._is_over(rows[i]):
                 live.finish_row(i)

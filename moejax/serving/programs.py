@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from moejax.engine import STEPS_PER_CALL, Engine
 from moejax.errors import print_stderr
-from moejax.inference.batch import Batch
+from moejax.inference.batch import RowBatch
 from moejax.inference.chunking import FixedSizes
 from moejax.inference.generation import GenerationSettings
 from moejax.serving.requests import MOST_LOGPROBS
@@ -44,7 +44,7 @@ class ServerPrograms:
         prompts: list[list[int]],
         settings: Sequence[GenerationSettings],
         wants_logprobs: bool,
-    ) -> Batch:
+    ) -> RowBatch:
         """A batch that has not run yet.
 
         Greedy rows run without sampling, a sort of the whole vocabulary, where all are greedy; one
@@ -76,7 +76,7 @@ class ServerPrograms:
         print_stderr(f"compiled {engine.num_traces} programs in {time.monotonic() - started:.0f} s")
 
 
-def _run(live: Batch, num_rows: int) -> None:
+def _run(live: RowBatch, num_rows: int) -> None:
     """A call of one step, then whole ones; rows but the first end early."""
     live.steps_per_call = 1
     for number, _ in enumerate(live.steps()):

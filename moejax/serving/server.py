@@ -118,7 +118,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
     print_stderr(f"listening at {url}")
     if not key and not _listens_here_alone(host):
         print_stderr(f"there is no api_key: whoever reaches {url} may use it")
-    counted = connections(config.max_connections, metrics)
+    counted = _count_connections(config.max_connections, metrics)
     server = _Server(
         uvicorn_config(api.application(), counted), batcher, counted, config.grace_s
     )  # fmt: skip
@@ -142,7 +142,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
         batcher.engine.close()
 
 
-def connections(most: int, metrics: Metrics) -> Connections:
+def _count_connections(most: int, metrics: Metrics) -> Connections:
     """Counts connections up to so many, or to what the process may open."""
     if (may := most_connections(most)) < most:
         said = f"max_connections={most} is {may} here, by the limit of open files (ulimit -n)"

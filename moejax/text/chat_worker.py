@@ -41,7 +41,7 @@ def main() -> None:
         except EOFError:
             return
         _limit_time()
-        connection.send_bytes(json.dumps(answer(request)).encode())
+        connection.send_bytes(json.dumps(_answer(request)).encode())
 
 
 def _limit_time() -> None:
@@ -52,7 +52,7 @@ def _limit_time() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
 
 
-def answer(request: bytes) -> dict[str, str]:
+def _answer(request: bytes) -> dict[str, str]:
     """Renders a conversation: its "text", or the "error" that ended the template."""
     try:
         fields = json.loads(request)

@@ -121,10 +121,9 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
 
     if not isinstance(weight, QTensor):
         return packed.plain(flat(weight))
-    refinements = tuple(
-        packed.Refinement(words=words, slots=jnp.arange(words.shape[0], dtype=jnp.int32))
-        for words in map(flat, weight.refinements)
-    )
+    slots, is_pool = weight.plane_slots, weight.plane_slots is not None
+    if slots is None:
+        slots = jnp.arange(math.prod(weight.shape[:-2]), dtype=jnp.int32)
     return packed.PackedMatrices(
         words=flat(weight.words),
         scales=flat(weight.scales),
@@ -132,7 +131,10 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
         num_inputs=weight.num_inputs,
         bits=weight.bits,
         group_size=weight.group_size,
-        refinements=refinements,
+        refinements=tuple(
+            packed.Refinement(words=plane if is_pool else flat(plane), slots=slots.reshape(-1))
+            for plane in weight.refinements
+        ),
     )
 
 

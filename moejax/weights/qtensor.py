@@ -112,6 +112,8 @@ class QTensor:
         integer one), or None (symmetric: 2^(bits - 1));
       * `refinements` are none, or uint32[..., N, W'] for each further plane of
         `layout.PREFIX_PLANES[bits]`, and `zeros` are then floats;
+      * `plane_slots`, int32[...], if any: matrix i has its refinements at `plane_slots[i]` of
+        arrays uint32[P, N, W'], a pool of P planes;
       * `permutation`, int32[..., K], if any: code k of a row belongs to input `permutation[k]`
         (GPTQ's act-order, in which the groups are runs of the permuted inputs);
       * with a permutation there are no compensators.
@@ -121,6 +123,7 @@ class QTensor:
     scales: jax.Array
     zeros: jax.Array | None
     refinements: tuple[jax.Array, ...] = ()
+    plane_slots: jax.Array | None = None
     permutation: jax.Array | None = None
     compensators: tuple["Compensator", ...] = ()
     num_inputs: int = _static()  # K
@@ -171,7 +174,10 @@ class QTensor:
         for i, (plane, width) in enumerate(zip(planes, widths, strict=True)):
             name = f"{REFINEMENT}{i}" if i else "words"
             words = layout.num_plane_words(inputs, width) if i else layout.num_words(inputs, width)
-            self._expect(name, plane, (*lead, rows, words), (np.uint32,))
+            axes = lead if not i or self.plane_slots is None else plane.shape[:1]
+            self._expect(name, plane, (*axes, rows, words), (np.uint32,))
+        if self.plane_slots is not None:
+            self._expect("plane_slots", self.plane_slots, lead, (np.int32,))
         if self.refinements and self.zero_kind != "float":
             raise ValueError(f"refinements go with float zeros, these are {self.zero_kind}")
         self._expect("scales", self.scales, (*lead, rows, groups), (np.float16, np.float32))
@@ -196,13 +202,18 @@ class QTensor:
             raise ValueError(f"{name} is {leaf.dtype}, expected {names}")
 
     def __getitem__(self, index: Any) -> "QTensor":
-        """Indexes the leading axes; factor pools stay whole, since matrices share them."""
+        """Indexes the leading axes; factor pools stay whole, since matrices share them.
+
+        Refinements of a pool are taken out of it.
+        """
+        of_plane = index if self.plane_slots is None else self.plane_slots[index]
         return dataclasses.replace(
             self,
             words=self.words[index],
             scales=self.scales[index],
             zeros=None if self.zeros is None else self.zeros[index],
-            refinements=tuple(plane[index] for plane in self.refinements),
+            refinements=tuple(plane[of_plane] for plane in self.refinements),
+            plane_slots=None,
             permutation=None if self.permutation is None else self.permutation[index],
             compensators=tuple(compensator[index] for compensator in self.compensators),
         )

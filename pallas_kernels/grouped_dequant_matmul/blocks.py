@@ -19,7 +19,7 @@ class Blocks(NamedTuple):
     used: jax.Array  # int32[1]
 
 
-def max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
+def _max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
     """Most blocks needed: each matrix adds at most one partial block."""
     return min(num_pairs, num_pairs // rows + num_matrices)
 
@@ -34,7 +34,7 @@ def make_blocks(assignments: Assignments, tiers: Sequence[PackedMatrices], rows:
     num_pairs = tier.shape[0]
     most = max(weights.num_slots for weights in tiers)
     num_matrices = sum(weights.num_slots for weights in tiers) + 1
-    num_blocks = max_blocks(num_pairs, rows, num_matrices)
+    num_blocks = _max_blocks(num_pairs, rows, num_matrices)
     runs = (tier >= 0) & (tier < len(tiers))
     key = jnp.where(runs, tier * most + jnp.clip(slot, 0, most - 1), len(tiers) * most)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)

@@ -36,7 +36,7 @@ def _product(
     return y
 
 
-def products_reference(
+def _products_reference(
     rows: jax.Array,
     tier: jax.Array,
     slot: jax.Array,
@@ -62,7 +62,7 @@ def gate_up_reference(
     num_tokens, width = assignments.slot.shape
     rows = jnp.repeat(x, width, axis=0)
     flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
-    gate, up = jnp.split(products_reference(rows, *flat, tiers, low_rank), 2, axis=1)
+    gate, up = jnp.split(_products_reference(rows, *flat, tiers, low_rank), 2, axis=1)
     return (jax.nn.silu(gate) * up).astype(x.dtype).reshape(num_tokens, width, -1)
 
 
@@ -76,7 +76,7 @@ def down_reference(
     num_tokens, width, _ = hidden.shape
     flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
     rows = hidden.reshape(num_tokens * width, -1)
-    y = products_reference(rows, *flat, tiers, low_rank)
+    y = _products_reference(rows, *flat, tiers, low_rank)
     return y.reshape(1, num_tokens, width, -1)
 
 

@@ -165,7 +165,7 @@ class _Accumulation:
         places = [self.e.add(self.kept.sums_at, i * each) for i in range(len(words))]
         return [self.stream.prepare_x(*pair) for pair in zip(words, places, strict=True)]
 
-    def one_stage(
+    def _one_stage(
         self, stage: Value, at: Value, totals: list[Value], left: int | None,
         x: list[Words] | None = None, preloaded: list[BlockOfX] | None = None,
     ) -> tuple[list[Value], Value]:  # fmt: skip
@@ -187,7 +187,7 @@ class _Accumulation:
                 after = self.depth  # there are always more
             e.copies_wait(min(self.depth - 1, after))
             e.warp_barrier()
-            before = self.totals_of(tile, totals, left)
+            before = self._totals_of(tile, totals, left)
             mine = before
             for block in range(stream.span):
                 mine = stream.multiply(tile, at, stage_id, block, parts[block], mine)
@@ -209,9 +209,9 @@ class _Accumulation:
             at = self.following(at, unit)
         return totals, at
 
-    def totals_of(self, tile: int, totals: list[Value], left: int | None) -> list[Value]:
-        """Totals of a tile so far; `left` as in `one_stage`."""
-        stored, number = self.kept_at(tile)
+    def _totals_of(self, tile: int, totals: list[Value], left: int | None) -> list[Value]:
+        """Totals of a tile so far; `left` as in `_one_stage`."""
+        stored, number = self._kept_at(tile)
         if stored is None:
             return totals[self.each * number : self.each * (number + 1)]
         if left == self.rounds - 1:
@@ -220,13 +220,13 @@ class _Accumulation:
 
     def put(self, tile: int, totals: list[Value], mine: list[Value]) -> None:
         """Stores a tile's new totals."""
-        stored, number = self.kept_at(tile)
+        stored, number = self._kept_at(tile)
         if stored is None:
             totals[self.each * number : self.each * (number + 1)] = mine
         else:
             stored.store(self.e, number, mine)
 
-    def kept_at(self, tile: int) -> tuple[Totals | None, int]:
+    def _kept_at(self, tile: int) -> tuple[Totals | None, int]:
         """Storage of a tile's totals, None for registers, and its number there."""
         if not isinstance(self.stream, FusedStream):
             return self.stored, tile
@@ -236,7 +236,7 @@ class _Accumulation:
     def clear(self) -> None:
         """Sets the totals in shared memory to zero."""
         for tile in range(self.stream.num_tiles):
-            if self.kept_at(tile)[0] is not None:
+            if self._kept_at(tile)[0] is not None:
                 self.put(tile, [], [0.0] * self.each)
 
     def do(self, meanwhile: Callable[[], None]) -> None:
@@ -257,11 +257,11 @@ class _Accumulation:
             for i in range(self.rounds):
                 stage = e.add(self.first, i * self.step)
                 left = self.rounds - 1 - i
-                totals, at = self.one_stage(stage, at, totals, left, preloaded=preloaded)
+                totals, at = self._one_stage(stage, at, totals, left, preloaded=preloaded)
             return totals, at
 
         def body(stage: Value, carried: list[Value]) -> list[Value]:
-            added, at = self.one_stage(stage, carried[-1], carried[:-1], None)
+            added, at = self._one_stage(stage, carried[-1], carried[:-1], None)
             return [*added, at]
 
         start = [e.const_f32(total) for total in totals]
@@ -292,7 +292,7 @@ class _Accumulation:
                 if i:
                     e.warp_barrier()  # all lanes have read the sums that are now overwritten
                 _ignore(
-                    self.one_stage(stage, self.place(i * tiles), [], self.rounds - 1 - i, words)
+                    self._one_stage(stage, self.place(i * tiles), [], self.rounds - 1 - i, words)
                 )
 
             e.when(e.compare(stage, "lt", self.stages), one)

@@ -234,7 +234,7 @@ class _Product:
         lane = self.here.lane
         return Stream(e, self.matrix, slot, [first], lane, self.span, tiles_at=tiles_at)
 
-    def columns_of_x(self, job: ExpertJob) -> list[Value]:
+    def _columns_of_x(self, job: ExpertJob) -> list[Value]:
         """Address i64 per column tile: this lane's row of x, plus 16 t bytes."""
         e, here, x = self.e, self.here, []
         for column in range(0, self.plan.columns, COLUMNS):
@@ -258,7 +258,7 @@ class _Product:
         def one_job(number: Value, carried: list[Value]) -> list[Value]:
             record = e.add(work.first_record, e.sub(number, work.first_job))
             job = jobs.job(e, here.shared, record)
-            x, base = self.columns_of_x(job), e.mul(number, plan.num_items)
+            x, base = self._columns_of_x(job), e.mul(number, plan.num_items)
             stream = self.stream(job.slot, e.const(0))
             preloaded = preload_x(stream, here.warp_k, self.tiles.warps_k, x, self.kept)
 
@@ -280,7 +280,7 @@ class _Product:
 
     def only_item(self, job: ExpertJob, item: Value) -> None:
         """Runs the only item of a block."""
-        self.item(job, self.columns_of_x(job), item)
+        self.item(job, self._columns_of_x(job), item)
 
     def item(
         self, job: ExpertJob, x: Sequence[Value], item: Value,

@@ -108,17 +108,17 @@ class JobList:
         return self.rounds * self.num_warps
 
     @property
-    def key_bits(self) -> int:
+    def _key_bits(self) -> int:
         """Bits of a slot and tier; one more marks skipped pairs."""
         return (self.num_slots * len(self.weights) - 1).bit_length()
 
     @property
-    def plane_words(self) -> int:
+    def _plane_words(self) -> int:
         """Words of a chunk's planes, a multiple of 4."""
-        return -(-(self.key_bits + 1) // 4) * 4
+        return -(-(self._key_bits + 1) // 4) * 4
 
     @property
-    def record_bytes(self) -> int:
+    def _record_bytes(self) -> int:
         """Bytes of a record: members, their number, the slot."""
         return 4 * (self.columns + 4)
 
@@ -133,13 +133,13 @@ class JobList:
     def _places(self) -> tuple[int, int, int]:
         """Byte offsets of planes, masks of leaders and records; keys come first."""
         planes = 4 * WARP * self.chunks
-        masks = planes + 4 * self.plane_words * self.chunks
+        masks = planes + 4 * self._plane_words * self.chunks
         return planes, masks, masks + 4 * len(self.weights) * self.chunks
 
     @property
     def num_bytes(self) -> int:
         """Bytes of shared memory, a multiple of 16."""
-        return self._places[2] + self.records * self.record_bytes
+        return self._places[2] + self.records * self._record_bytes
 
     def make(
         self, e: Mlir, pairs: Pairs, lane: Lane, warp: Value, block: Value, at: Value
@@ -183,7 +183,7 @@ class JobList:
         return shares
 
     def _record(self, e: Mlir, at: Value, number: Value) -> Value:
-        return e.add(e.add(at, self._places[2]), e.mul(number, self.record_bytes))
+        return e.add(e.add(at, self._places[2]), e.mul(number, self._record_bytes))
 
     def job(self, e: Mlir, at: Value, record: Value) -> ExpertJob:
         """Reads a job of the block's, after `make`."""
@@ -195,7 +195,7 @@ class JobList:
     def skipped(self, e: Mlir, at: Value, pair: Value) -> Value:
         """Whether a pair's tier is out of range, i1, after `make`."""
         key = e.load_shared(e.add(at, e.mul(pair, 4)), 0, "b32")
-        return e.compare(key, "ge", 1 << self.key_bits)
+        return e.compare(key, "ge", 1 << self._key_bits)
 
     def _keys(
         self, e: Mlir, pairs: Pairs, lane: Lane, chunk: Value, at: Value, planes: Value
@@ -206,11 +206,11 @@ class JobList:
         runs = e.both(e.compare(tier, "ge", 0), e.compare(tier, "lt", len(self.weights)))
         runs = e.both(runs, e.compare(index, "lt", pairs.number))
         key = e.add(e.mul(slot, len(self.weights)), tier)
-        key = e.select(runs, key, 1 << self.key_bits)
+        key = e.select(runs, key, 1 << self._key_bits)
         e.store_shared(e.add(at, e.mul(index, 4)), 0, key, "b32")
-        bits = [e.band(e.shr(key, bit), 1) for bit in range(self.key_bits + 1)]
+        bits = [e.band(e.shr(key, bit), 1) for bit in range(self._key_bits + 1)]
         words = [e.ballot(e.compare(bit, "ne", 0)) for bit in bits]
-        mine = e.add(planes, e.mul(chunk, 4 * self.plane_words))
+        mine = e.add(planes, e.mul(chunk, 4 * self._plane_words))
 
         def store() -> None:
             for bit, word in enumerate(words):
@@ -221,13 +221,13 @@ class JobList:
 
     def _rank(self, e: Mlir, key: Value, chunk: Value, below: Value, planes: Value) -> Value:
         """Counts the earlier pairs with a pair's key."""
-        bits = range(self.key_bits + 1)
+        bits = range(self._key_bits + 1)
         others = [e.sub(e.band(e.shr(key, bit), 1), 1) for bit in bits]  # all bits where 0
 
         def add(other: Value, carried: list[Value]) -> list[Value]:
             words: list[Value] = []
-            mine = e.add(planes, e.mul(other, 4 * self.plane_words))
-            for first in range(0, self.plane_words, 4):
+            mine = e.add(planes, e.mul(other, 4 * self._plane_words))
+            for first in range(0, self._plane_words, 4):
                 words += e.load_shared_words(mine, 4 * first, 4)
             same = e.select(e.compare(other, "eq", chunk), below, 0xFFFFFFFF)
             for bit in bits:

@@ -111,14 +111,14 @@ class BlockTerms:
             most = e.bor(most, placed.rank)
 
         def all_parts() -> None:
-            self.start_u_copies(lane)  # with the first copies of V
+            self._start_u_copies(lane)  # with the first copies of V
             self._thin_parts(0, x, lane)
             self.unpack(lane)
 
         if self.placed:
             e.when(e.compare(most, "gt", 0), all_parts)
 
-    def start_u_copies(self, lane: Lane) -> None:
+    def _start_u_copies(self, lane: Lane) -> None:
         """Starts copying U's words, with the next group of copies."""
         for placed in self.placed:
             for half in placed.u:
@@ -147,7 +147,7 @@ class BlockTerms:
     def begin_fused(self, stream: FusedStream[Totals], lane: Lane) -> None:
         """Replaces `begin` if V's rows are among the matrix's."""
         stream.other_stream()
-        self.start_u_copies(lane)
+        self._start_u_copies(lane)
 
     def end_fused(self, stream: FusedStream[Totals], lane: Lane) -> None:
         """Completes the fused tiles after the pass; a block barrier must follow."""

@@ -88,7 +88,7 @@ class Term:
         return self.first_row <= first and first + count <= end
 
 
-def term_of(terms: LowRank, kind: str) -> Term:
+def _term_of(terms: LowRank, kind: str) -> Term:
     """Static facts of a term; addresses are set when the kernel is lowered."""
     of_u = "f16" if terms.u.words.dtype == jnp.float16 else "bf16"
     v = dataclasses.replace(matrix_of(terms.v, kind), num_rows=max(ROWS, terms.v.num_outputs))
@@ -97,7 +97,7 @@ def term_of(terms: LowRank, kind: str) -> Term:
 
 def terms_of(low_rank: Sequence[LowRank], kind: str) -> tuple[Term, ...]:
     """Terms of one matrix."""
-    return tuple(term_of(terms, kind) for terms in low_rank if terms.max_rank)
+    return tuple(_term_of(terms, kind) for terms in low_rank if terms.max_rank)
 
 
 def operands_of(low_rank: Sequence[LowRank]) -> list[jax.Array]:

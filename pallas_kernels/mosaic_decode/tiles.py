@@ -141,12 +141,12 @@ def dense_tiles(
 
     def of_warps(warps: int, kept: bool) -> StreamTiles:
         row_blocks = matrix.num_rows // ROWS
-        warps_k, warps_n = share_out(matrix.num_blocks, warps, row_blocks)
-        row_tiles = even_tiles(row_blocks, warps_n, num_processors, columns, MOST_TILES)
+        warps_k, warps_n = _share_out(matrix.num_blocks, warps, row_blocks)
+        row_tiles = _even_tiles(row_blocks, warps_n, num_processors, columns, MOST_TILES)
         depth = 2 if warps == 16 else 3
         tiles = StreamTiles(row_tiles, warps_n, warps_k, depth, kept=kept)
-        tiles = with_less_x(tiles, matrix, num_x) if kept else tiles
-        return fitted(with_v(tiles, matrix, terms), [matrix], beside)
+        tiles = _with_less_x(tiles, matrix, num_x) if kept else tiles
+        return fitted(_with_v(tiles, matrix, terms), [matrix], beside)
 
     if matrix.form.bits < PLAIN_BITS and columns == 2:
         tiles = of_warps(16, kept=True)
@@ -156,7 +156,7 @@ def dense_tiles(
     return of_warps(16 if few else 8, kept=False)
 
 
-def with_less_x(tiles: StreamTiles, matrix: Matrix, num_x: int) -> StreamTiles:
+def _with_less_x(tiles: StreamTiles, matrix: Matrix, num_x: int) -> StreamTiles:
     """Makes clusters that split K, if blocks would each read more bytes of x than of words.
 
     Clusters have as many times more rows, so the number of blocks and their work stay equal.
@@ -173,7 +173,7 @@ def with_less_x(tiles: StreamTiles, matrix: Matrix, num_x: int) -> StreamTiles:
     return tiles
 
 
-def with_v(tiles: StreamTiles, matrix: Matrix, terms: Sequence[Term]) -> StreamTiles:
+def _with_v(tiles: StreamTiles, matrix: Matrix, terms: Sequence[Term]) -> StreamTiles:
     """Puts V of the only term among the warps' own rows, if x serves both alike.
 
     Clusters of two split V's rows, since every block needs all of V x.
@@ -204,12 +204,12 @@ def expert_tiles(
     outputs = matrix.num_rows // halves
     if num_tokens <= FEW_COLUMNS:
         blocks = min(tier.num_blocks for tier in tiers)
-        warps_k, warps_n = share_out(blocks, 8, outputs // ROWS)
+        warps_k, warps_n = _share_out(blocks, 8, outputs // ROWS)
         pairs, most = num_tokens * width, MOST_TILES // halves
-        row_tiles = even_tiles(outputs // ROWS, warps_n, num_processors, 1, most, pairs)
+        row_tiles = _even_tiles(outputs // ROWS, warps_n, num_processors, 1, most, pairs)
         tiles = StreamTiles(row_tiles, warps_n, warps_k, depth=3)
     else:
-        tiles = sharing_tiles(tiers, halves, num_processors)
+        tiles = _sharing_tiles(tiers, halves, num_processors)
 
     def room(tiles: StreamTiles) -> int:
         share = expert_share(tiles, gated, outputs)
@@ -219,7 +219,7 @@ def expert_tiles(
     return fitted(tiles, tiers, room)
 
 
-def sharing_tiles(tiers: Sequence[Matrix], halves: int, num_processors: int) -> StreamTiles:
+def _sharing_tiles(tiers: Sequence[Matrix], halves: int, num_processors: int) -> StreamTiles:
     """Chooses one block per multiprocessor, each with a share of the work.
 
     If there are as many blocks of K as warps along K, a warp has one block, and keeps x of an
@@ -239,7 +239,7 @@ def sharing_tiles(tiers: Sequence[Matrix], halves: int, num_processors: int) -> 
     return StreamTiles(1 if few else 2, warps_n, warps_k, workers=num_processors)
 
 
-def share_out(blocks: int, warps: int, row_tiles: int) -> tuple[int, int]:
+def _share_out(blocks: int, warps: int, row_tiles: int) -> tuple[int, int]:
     """Splits warps along K and along the rows, at most as many as row tiles."""
     warps_k = warps
     while warps_k > blocks and 2 * warps // warps_k <= row_tiles:
@@ -247,7 +247,7 @@ def share_out(blocks: int, warps: int, row_tiles: int) -> tuple[int, int]:
     return warps_k, warps // warps_k
 
 
-def even_tiles(
+def _even_tiles(
     tiles: int, warps_n: int, num_processors: int, column_tiles: int, most: int, copies: int = 1
 ) -> int:
     """Chooses row tiles per warp for the fewest steps: waves times tiles per warp.

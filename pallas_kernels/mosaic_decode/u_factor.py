@@ -61,7 +61,7 @@ def row_words(matrix: Matrix, count: int) -> int:
     return (last.at + last.count) | 1
 
 
-def end_of(part: Segment, matrix: Matrix) -> int:
+def _end_of(part: Segment, matrix: Matrix) -> int:
     """Bytes of a part's array."""
     return part.row_bytes * matrix.num_rows
 
@@ -121,7 +121,7 @@ class PoolColumns:
                     both = zip(mine, source or mine, strict=True)
                     source = [e.select(here, a, b) for a, b in both]
             chunks.append((e.add(to, e.mul(slot, WORD)), source))
-        whole = all(end_of(part, m) % WORD == 0 for part in self.segments)
+        whole = all(_end_of(part, m) % WORD == 0 for part in self.segments)
 
         last = e.sub(rows, 1)
 
@@ -148,7 +148,7 @@ class PoolColumns:
         if part.plane is not None:
             end = part.first + WORD * part.plane.num_words
         byte = e.smaller(byte, end - (2 if self._plain else part.each))
-        return [base, e.const(part.row_bytes), byte, e.const(end_of(part, self.matrix))]
+        return [base, e.const(part.row_bytes), byte, e.const(_end_of(part, self.matrix))]
 
     @property
     def _plain(self) -> bool:

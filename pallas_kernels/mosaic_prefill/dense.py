@@ -132,12 +132,12 @@ def _body(
             part = out.at[item.split]
             registers.store_sums(sums, item.row, item.token, part, (num_tokens, num_rows))
             return
-        store_rounded(tiles, item.row, item.token, sums, rooms["out_room"], out)
+        _store_rounded(tiles, item.row, item.token, sums, rooms["out_room"], out)
 
     work(parts, jnp.int32(num_items), item_of, store)
 
 
-def store_rounded(
+def _store_rounded(
     tiles: WgmmaTiles, row: jax.Array, token: jax.Array, sums: jax.Array, room: Any, out: Any
 ) -> None:
     """Stores a warpgroup's sums [64, tokens], rounded, in `out` [M, N].

@@ -27,7 +27,7 @@ class ExpertBlocks(NamedTuple):
     first_block: jax.Array  # int32[tiers + 1]: of each tier, then the end of the last
 
 
-def max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
+def _max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
     """Most blocks needed: each matrix adds at most one partial block."""
     return min(num_pairs, num_pairs // rows + num_matrices)
 
@@ -63,7 +63,7 @@ def make_expert_blocks(
     blocks = -(-lengths // rows)
     after = jnp.cumsum(blocks, dtype=jnp.int32)  # blocks up to and with each matrix
 
-    block = jnp.arange(max_blocks(tier.shape[0], rows, num_matrices), dtype=jnp.int32)
+    block = jnp.arange(_max_blocks(tier.shape[0], rows, num_matrices), dtype=jnp.int32)
     matrix = jnp.minimum(_search(after, block, "right"), num_matrices - 1)
     within = block - (after - blocks)[matrix]
     first = starts[matrix] + within * rows

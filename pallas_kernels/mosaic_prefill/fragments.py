@@ -91,14 +91,14 @@ class MatrixFormat:
         return tuple(found)
 
     @property
-    def words_per_block(self) -> int:
+    def _words_per_block(self) -> int:
         """Words per block of a row."""
         return BLOCK * self.bits // 32
 
     @property
     def num_raw(self) -> int:
         """Registers per lane for the words of a block, of both rows."""
-        return 2 * self.words_per_block // 4
+        return 2 * self._words_per_block // 4
 
     @property
     def zero_bytes(self) -> int:

@@ -31,7 +31,7 @@ Tiers = Sequence[PackedMatrices]
 BAND_TOKENS = 2048  # of one matrix whose tiles are worked off together: their x stays in L2
 
 
-class AssignmentArrays(Protocol):
+class _AssignmentArrays(Protocol):
     """Interface of `grouped_dequant_matmul.Assignments`, which is in a higher layer."""
 
     @property
@@ -62,7 +62,7 @@ def refusal_grouped(
 
 def gate_up(
     x: jax.Array,
-    assignments: AssignmentArrays,
+    assignments: _AssignmentArrays,
     tiers: Tiers,
     tiles: WgmmaTiles | None,
     target: Target,
@@ -80,7 +80,7 @@ def gate_up(
 
 def products(
     rows: jax.Array,
-    assignments: AssignmentArrays,
+    assignments: _AssignmentArrays,
     tiers: Tiers,
     tiles: WgmmaTiles | None,
     target: Target,
@@ -99,7 +99,9 @@ def products(
     return found.reshape(*assignments.slot.shape, -1)
 
 
-def _zero_where_skipped(found: jax.Array, assignments: AssignmentArrays, tiers: Tiers) -> jax.Array:
+def _zero_where_skipped(
+    found: jax.Array, assignments: _AssignmentArrays, tiers: Tiers
+) -> jax.Array:
     ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
     found = found.reshape(*ran.shape, -1)
     return jnp.where(ran[..., None], found, jnp.zeros((), found.dtype))
@@ -109,8 +111,8 @@ class _Call:
     """One product of a layer: a launch per tier, whose blocks it finds in device memory."""
 
     def __init__(
-        self, assignments: AssignmentArrays, tiers: Tiers, tiles: WgmmaTiles | None, target: Target,
-        paired: bool,
+        self, assignments: _AssignmentArrays, tiers: Tiers, tiles: WgmmaTiles | None,
+        target: Target, paired: bool,
     ) -> None:  # fmt: skip
         num_tokens, width = assignments.slot.shape
         tokens = tiles.tokens if tiles else grouped_tokens(num_tokens, width, tiers)

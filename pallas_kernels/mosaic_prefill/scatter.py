@@ -23,7 +23,7 @@ class Destination(NamedTuple):
     end: Value
 
 
-def swiglu(e: Emitter, sums: Columns) -> list[list[Value]]:
+def _swiglu(e: Emitter, sums: Columns) -> list[list[Value]]:
     """Computes silu(gate) up of sums with gate in rows g and up in rows g + 8."""
     return [
         [e.fmul(e.fmul(gate, e.quotient_of_exp(gate)), up) for gate, up in ((a, c), (b, d))]
@@ -43,7 +43,7 @@ def scatter_hidden(
       num_columns: F of out [P, F].
       refs: the warpgroup's two rooms [chunk, 32] in shared memory, the order, the output.
     """
-    values = swiglu(e, sums)
+    values = _swiglu(e, sums)
     words = [e.pack_pair(kind, low, high) for low, high in values]
 
     def write(room: Value, first: int) -> None:

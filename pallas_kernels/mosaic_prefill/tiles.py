@@ -47,7 +47,7 @@ def dense_tiles(
     """Chooses large tiles while they fill the card; for few tokens splits K until they do."""
     tokens = min(256, -(-num_tokens // 8) * 8)
     if tokens == 256:
-        return fitting(WgmmaTiles(tokens=256, x_stages=4, word_blocks=2), bits)
+        return _fitting(WgmmaTiles(tokens=256, x_stages=4, word_blocks=2), bits)
     stages = 8 if tokens <= 128 else 4
     items = -(-num_rows // 128)
     blocks = num_inputs // 256
@@ -55,10 +55,10 @@ def dense_tiles(
     tiles = WgmmaTiles(
         tokens=tokens, x_stages=stages, word_blocks=4 if tokens <= 128 else 3, splits=splits
     )
-    return fitting(tiles, bits)
+    return _fitting(tiles, bits)
 
 
-def fitting(tiles: WgmmaTiles, bits: int) -> WgmmaTiles:
+def _fitting(tiles: WgmmaTiles, bits: int) -> WgmmaTiles:
     """Limits the stages to shared memory.
 
     Raises:
@@ -100,4 +100,4 @@ def grouped_tiles(tokens: int, bits: int) -> WgmmaTiles:
     Args:
       tokens: tokens per tile; 32, 64, 128 or 256.
     """
-    return fitting(WgmmaTiles(tokens=tokens, x_stages=8, word_blocks=4), bits)
+    return _fitting(WgmmaTiles(tokens=tokens, x_stages=8, word_blocks=4), bits)

@@ -11,11 +11,10 @@ from flax import nnx
 from moejax.errors import MoejaxError
 from moejax.models.attention import Attention, AttentionImpl, Heads, causal_attention
 from moejax.models.config import ModelConfig
-from moejax.models.experts import ResidentExperts, routing_record
 from moejax.models.layer_index import LayerIndex, layer_indices
-from moejax.models.norm import rms_norm
+from moejax.models.moe import ResidentExperts, Routing, routing_record
 from moejax.models.rope import model_angles
-from moejax.models.routing import Routing
+from moejax.models.stacked import rms_norm
 from moejax.models.transformer import Transformer, merge_weights
 from scripts.demo_training.corpus import UNKNOWN_ID
 from scripts.demo_training.losses import HEAD_CHUNK_TOKENS, balance_loss, expert_share, head_loss

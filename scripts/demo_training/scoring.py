@@ -10,7 +10,7 @@ import numpy as np
 
 from moejax.models.attention import AttentionImpl
 from moejax.models.config import ModelConfig
-from moejax.models.norm import rms_norm
+from moejax.models.stacked import rms_norm
 from moejax.models.transformer import forward, merge_weights, model_definition
 from scripts.demo_training.corpus import END_OF_TEXT_ID, UNKNOWN_ID
 from scripts.demo_training.losses import expert_counts

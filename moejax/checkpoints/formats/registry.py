@@ -44,23 +44,16 @@ def quantization_fields(directory: Path) -> dict[str, Any] | None:
     return fields
 
 
-def open_format(
-    directory: Path,
-    fields: Mapping[str, Any],
-    *,
-    verify_checksums: bool = False,
-    read_bits: int = 0,
-) -> Format:
+def open_format(directory: Path, fields: Mapping[str, Any], *, read_bits: int = 0) -> Format:
     """Opens the reader of a format by its quantization_config; MoejaxError if it cannot be read.
 
-    With `verify_checksums` every file of the package's own format is read whole and its SHA-256
-    compared with the manifest's. Sizes are always compared. The other formats have no checksums.
-    `read_bits`: see `native_format`.
+    File sizes of the package's own format are compared with its manifest; `verify_checkpoint`
+    compares the contents. `read_bits`: see `native_format`.
     """
     method = settings.text(fields, "quant_method")
     if method == METHOD:
         manifest = read_manifest(directory, fields)
-        check_files(manifest, checksums=verify_checksums)
+        check_files(manifest, checksums=False)
         return native_format(manifest, read_bits)
     if read_bits:
         raise MoejaxError(

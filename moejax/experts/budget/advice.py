@@ -9,14 +9,14 @@ PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineMemory:
     """Memory of a machine; None where it is not known."""
 
     host_nbytes: int | None = None  # memory that processes can still take
     pinned_nbytes: int | None = None  # that XLA lets JAX pin
 
 
-def warnings(budget: Budget, machine: Machine) -> list[str]:
+def warnings(budget: Budget, machine: MachineMemory) -> list[str]:
     """Returns a line for each slowdown or failure to expect, worst first.
 
     How a policy uses slots of several tiers is not foreseen.
@@ -52,7 +52,7 @@ def unused(budget: Budget) -> list[str]:
     ]
 
 
-def _host(budget: Budget, machine: Machine) -> list[str]:
+def _host(budget: Budget, machine: MachineMemory) -> list[str]:
     found = []
     total = budget.total_host
     if machine.host_nbytes is not None and total > machine.host_nbytes:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from moejax.experts.budget.limits import Limits, limit_nbytes, num_banks
+from moejax.experts.budget.limits import GIB, Limits, limit_nbytes, num_banks, size_text
 from moejax.models.config import ModelConfig
 
 NUM_EVENTS = 13  # that `moejax.experts.residency` counts in each layer
@@ -50,7 +50,7 @@ class RunSizes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tier:
+class TierSize:
     """One stored form of the experts."""
 
     name: str  # "bf16", "int4", ...
@@ -86,7 +86,7 @@ class TierBudget(_Parts):
     """
 
     run: RunSizes
-    tier: Tier
+    tier: TierSize
     pooled: bool
     slots: int  # C
     transient: int  # B
@@ -140,9 +140,11 @@ class Budget(_Parts):
     """Every byte of a run, over all tiers; of several, each one's parts end in its name.
 
     Attributes:
+      run: the sizes that were planned for.
       tiers: a budget of each as if it were alone, with its slots and host rows.
     """
 
+    run: RunSizes
     tiers: tuple[TierBudget, ...]
 
     @property
@@ -154,16 +156,6 @@ class Budget(_Parts):
     def pooled(self) -> bool:
         """Whether experts are in slots rather than among the weights."""
         return self.tiers[0].pooled
-
-    @property
-    def batch(self) -> int:
-        """Sequences at once."""
-        return self.tiers[0].run.batch
-
-    @property
-    def context(self) -> int:
-        """Slots of the KV cache of each."""
-        return self.tiers[0].run.context
 
     def table(self) -> list[tuple[str, str, int]]:
         """(place, part, bytes) of every part, each place's total last."""
@@ -206,3 +198,53 @@ def table_nbytes(num_layers: int, num_experts: int, slots: int, *, last_uses: bo
     rows = num_layers * num_experts * 4
     counters = num_layers * 4 * (NUM_EVENTS + 2)
     return residency + rows + counters + (rows if last_uses else 0)
+
+
+MIB = 2**20
+LINK_GIB_PER_S = 50  # PCIe 5 x16 by DMA, measured on an H200 with jax 0.11.2, 2026-11-20
+
+
+def describe(budget: Budget) -> list[str]:
+    """Table of all parts, then slots; for one tier also shares and link bytes."""
+    first, is_alone, run = budget.tiers[0], len(budget.tiers) == 1, budget.run
+    head = f"batch {run.batch}, context {run.context}, prefill by {run.chunk} tokens"
+    lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]
+    width = 40 if is_alone else 46  # a tier's name ends its parts
+    limits = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}
+    for place, part, nbytes in budget.table():
+        of = f" of {limit:g}" if (limit := limits.get(place)) else ""
+        gib = f" = {nbytes / GIB:.3f} GiB{of}" if part == "total" else ""
+        lines.append(f"  {place:<7}{part:<{width}}{nbytes / MIB:>12.2f} MiB{gib}")
+    if is_alone:
+        return lines + _speed(first)
+    return lines + [
+        f"{tier.tier.name}: experts of {size_text(tier.tier.expert_nbytes)}, "
+        f"{tier.slots} of {tier.num_experts} cached a layer, {tier.transient} transient slots, "
+        f"{tier.host_rows} of {tier.num_layers * tier.num_experts} in host memory"
+        for tier in budget.tiers
+    ]
+
+
+def _speed(budget: TierBudget) -> list[str]:
+    if not budget.num_layers:
+        return ["the model has no sparse layer, so no experts"]
+    if not budget.pooled:
+        return [f"all {budget.num_layers} x {budget.num_experts} experts stay on the device"]
+    share = 100 * budget.slots / budget.num_experts
+    lines = [
+        f"slots: {budget.slots} of {budget.num_experts} a layer "
+        f"({share:.1f} % of the experts), and {budget.transient} transient",
+        f"host memory: {budget.host_rows} of {budget.num_layers * budget.num_experts} experts "
+        f"({100 * budget.host_share:.1f} %)",
+    ]
+    batch = budget.run.batch
+    for what, num_tokens, each in (
+        ("a token of a decode step", batch, batch),
+        ("a full prefill chunk", batch * budget.run.chunk, 1),
+    ):
+        nbytes = budget.link_nbytes(num_tokens) / each
+        lines.append(
+            f"over the link at worst: {size_text(nbytes)} {what}, "
+            f"{1e3 * nbytes / (LINK_GIB_PER_S * GIB):.2f} ms at {LINK_GIB_PER_S} GiB/s"
+        )
+    return lines

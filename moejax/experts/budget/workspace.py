@@ -3,14 +3,14 @@
 from typing import NamedTuple
 
 from moejax.experts.budget.planned import RunSizes
-from moejax.models.config import LatentAttention
+from moejax.models.config import LatentConfig
 
 # Sizes of `moejax.models.moe`, for the forms that run experts on a CPU.
 CPU_UNROLLED = 32
 CPU_STEP_BYTES = 2**20
 # Same as in `moejax.inference.chunking`; a context that is no multiple of it leaves shorter ones.
 MIN_CHUNK = 16
-# Tokens of a block of the chunked delta rule, as in `moejax.models.delta_rule`.
+# Tokens of a block of the chunked delta rule, as in `moejax.models.delta_net`.
 DELTA_BLOCK = 64
 # Bytes of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
 # `moejax.models.latent_attention`.
@@ -47,7 +47,7 @@ def workspace_nbytes(
     steps = _Steps(run, num_turns, num_tiers, is_packed)
     # Six arrays like the logits: penalized, sorted with their places, summed.
     sampling = 6 * 4 * run.batch * run.config.vocab_size
-    return max(steps.nbytes(run.chunk), steps.tried(run.chunk), steps.nbytes(1) + sampling)
+    return max(steps.nbytes(run.chunk), steps._tried(run.chunk), steps.nbytes(1) + sampling)
 
 
 class _Steps(NamedTuple):
@@ -68,7 +68,7 @@ class _Steps(NamedTuple):
         most = max(self._attention(tokens), self._delta_rule(tokens), self._experts(tokens))
         return stream + more + self._reads(tokens) + most
 
-    def tried(self, tokens: int) -> int:
+    def _tried(self, tokens: int) -> int:
         """Bytes of a chunk's largest product while it is compiled: two float32 results."""
         return 0 if self.run.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
 
@@ -107,7 +107,7 @@ class _Steps(NamedTuple):
         values = 2 * c.qkv_dim + c.num_heads * c.head_dim
         return self.run.batch * tokens * values * self.run.itemsize
 
-    def _latent_values(self, of: LatentAttention, tokens: int) -> int:
+    def _latent_values(self, of: LatentConfig, tokens: int) -> int:
         """Bytes of queries, latents, and the keys and values of new tokens.
 
         One token has no keys and values of heads: its queries, and what attention returns, have the
@@ -121,7 +121,7 @@ class _Steps(NamedTuple):
             heads = c.num_heads * (2 * of.kv_rank + of.rope_dim + of.value_dim)
         return self.run.batch * tokens * (latents + queries + heads) * self.run.itemsize
 
-    def _expanded(self, of: LatentAttention, tokens: int) -> int:
+    def _expanded(self, of: LatentConfig, tokens: int) -> int:
         """Bytes of cached latents, expanded for a later chunk; a token expands none."""
         if tokens == 1:
             return 0

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, LatentAttention, ModelConfig, RouterRule
+from moejax.models.config import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    LatentConfig,
+    ModelConfig,
+    RouterRule,
+)
 from moejax.models.hf.fields import (
     flag,
     integer,
@@ -147,9 +153,9 @@ def _unsupported(family: str, fields: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def _latent(fields: Mapping[str, Any]) -> LatentAttention:
+def _latent(fields: Mapping[str, Any]) -> LatentConfig:
     has_latent_queries = fields["q_lora_rank"] is not None
-    return LatentAttention(
+    return LatentConfig(
         kv_rank=integer(fields, "kv_lora_rank"),
         query_rank=integer(fields, "q_lora_rank") if has_latent_queries else None,
         nope_dim=integer(fields, "qk_nope_head_dim"),

@@ -42,24 +42,24 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spelling:
+class _Spelling:
     """Spelling of the experts' names in a checkpoint."""
 
     moe_module: str  # "mlp" | "block_sparse_moe"
     fused: bool  # one tensor for all experts of a layer
 
 
-def published_spelling(family: str) -> Spelling:
+def published_spelling(family: str) -> _Spelling:
     """Spelling of the makers' own checkpoints, which every reader knows."""
-    return Spelling(moe_module=_MOE_MODULE.get(family, "mlp"), fused=False)
+    return _Spelling(moe_module=_MOE_MODULE.get(family, "mlp"), fused=False)
 
 
-def find_spelling(family: str, names: Collection[str]) -> Spelling:
+def find_spelling(family: str, names: Collection[str]) -> _Spelling:
     """Finds the spelling of a checkpoint with tensors of these `names`."""
     text = "\n".join(names)  # searched at once: a file may have a million names
     modules = {module for module in ("mlp", "block_sparse_moe") if f".{module}.experts." in text}
     published = _MOE_MODULE.get(family, "mlp")
-    return Spelling(
+    return _Spelling(
         moe_module="mlp" if modules == {"mlp"} else published,
         fused=any(name.endswith(".experts.gate_up_proj") for name in names),
     )
@@ -88,7 +88,7 @@ def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
     return [name for name, layer in layers.items() if config.num_layers <= layer < end]
 
 
-def placements(config: ModelConfig, spelling: Spelling) -> Iterator[Placement]:
+def placements(config: ModelConfig, spelling: _Spelling) -> Iterator[Placement]:
     """Destinations of every tensor of a checkpoint; together they fill each leaf exactly once."""
     c = config
     yield Placement("model.embed_tokens.weight", "embed", (), 0, (c.vocab_size, c.model_dim))
@@ -176,7 +176,7 @@ def _shared_expert(c: ModelConfig, at: tuple[int, ...], prefix: str) -> Iterator
         yield Placement(f"{module}_gate.weight", "shared.gate", at, 0, (1, c.model_dim))
 
 
-def _experts(c: ModelConfig, spelling: Spelling, i: int, prefix: str) -> Iterator[Placement]:
+def _experts(c: ModelConfig, spelling: _Spelling, i: int, prefix: str) -> Iterator[Placement]:
     """Router and experts of the `i`-th sparse layer."""
     router = (c.num_experts, c.model_dim)
     yield Placement(f"{prefix}.gate.weight", "moe.router", (i,), 0, router)

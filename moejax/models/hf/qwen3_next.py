@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, DeltaNet, ModelConfig
+from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, DeltaConfig, ModelConfig
 from moejax.models.hf.defaults import DEFAULTS
 from moejax.models.hf.fields import (
     flag,
@@ -107,12 +107,12 @@ def _rotated_dims(fields: Mapping[str, Any], head_dim: int) -> int:
     return int(head_dim * share)
 
 
-def _delta_net(fields: Mapping[str, Any], num_layers: int) -> DeltaNet | None:
+def _delta_net(fields: Mapping[str, Any], num_layers: int) -> DeltaConfig | None:
     """Delta rule layers; None if all layers attend."""
     layers = tuple(i for i, kind in enumerate(_layer_types(fields, num_layers)) if kind == _DELTA)
     if not layers:
         return None
-    return DeltaNet(
+    return DeltaConfig(
         layers=layers,
         num_key_heads=integer(fields, "linear_num_key_heads"),
         num_value_heads=integer(fields, "linear_num_value_heads"),

@@ -43,7 +43,7 @@ def unsupported(
         rope = object_field(fields, name)
         if by_kind := [key for key, value in rope.items() if isinstance(value, dict)]:
             reasons.append(f"{name} apart for {', '.join(by_kind)}")
-        elif (kind := rope_type(rope)) not in ropes:
+        elif (kind := _rope_type(rope)) not in ropes:
             reasons.append(f"{name} of type {kind!r} (without it, the model's own context works)")
     rotated = rope_field(fields, "partial_rotary_factor")
     if not partial and rotated not in (None, 1, 1.0):
@@ -66,7 +66,7 @@ def rope_scaling(fields: Mapping[str, Any]) -> RopeScaling | None:
     Raises:
       MoejaxError: a field is missing or wrong, or the places that hold it disagree.
     """
-    kinds = {name: rope_type(of) for name in ROPES if (of := object_field(fields, name))}
+    kinds = {name: _rope_type(of) for name in ROPES if (of := object_field(fields, name))}
     kind = agreed(kinds)
     if kind in (None, "default"):
         return None
@@ -101,7 +101,7 @@ def _value(fields: Mapping[str, Any], name: str) -> Any:
     return tuple(number({name: of}, name) for of in value)
 
 
-def rope_type(rope: Mapping[str, Any]) -> Any:
+def _rope_type(rope: Mapping[str, Any]) -> Any:
     """Reads the kind in `rope_scaling` or `rope_parameters`."""
     return rope.get("rope_type", rope.get("type", "default"))
 

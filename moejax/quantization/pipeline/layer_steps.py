@@ -21,10 +21,9 @@ from moejax.models.expert_products import block_size, swiglu
 from moejax.models.latent_attention import LatentAttention
 from moejax.models.layer_index import LayerIndex, layer_indices
 from moejax.models.leaf_kinds import kind_of
-from moejax.models.moe import ExpertImpl, SparseMoe
-from moejax.models.norm import rms_norm
+from moejax.models.moe import ExpertImpl, Routing, SparseMoe, route
 from moejax.models.rope import model_angles
-from moejax.models.routing import Routing, route
+from moejax.models.stacked import rms_norm
 from moejax.quantization.hessian import add_outer_products
 from moejax.weights.qtensor import RecordedInput
 

@@ -109,7 +109,7 @@ class Scheme:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule:
+class RecipeRule:
     """One rule of a recipe."""
 
     text: str
@@ -136,7 +136,7 @@ class Recipe:
     """A default scheme and the rules that change it."""
 
     default: Scheme
-    rules: tuple[Rule, ...]
+    rules: tuple[RecipeRule, ...]
     format: str
 
 
@@ -151,7 +151,7 @@ def parse_planes(text: str) -> tuple[int, ...]:
     return planes
 
 
-def parse_rules(text: str) -> tuple[Rule, ...]:
+def parse_rules(text: str) -> tuple[RecipeRule, ...]:
     """Parses rules, with ";" or line ends between them; a MoejaxError names one not understood."""
     parts = [part.strip() for line in text.splitlines() for part in line.split(";")]
     return tuple(_parse_rule(part) for part in parts if part)
@@ -251,7 +251,7 @@ def _unfit(scheme: Scheme, entry: Entry, target: str) -> str | None:
     return None
 
 
-def _parse_rule(text: str) -> Rule:
+def _parse_rule(text: str) -> RecipeRule:
     # A regular expression may hold colons; what follows the pattern never does.
     pattern_text, colon, changes_text = text.rpartition(":")
     words = changes_text.split()
@@ -288,10 +288,10 @@ def _parse_rule(text: str) -> Rule:
                 re.compile(pattern[3:])
             except re.error as error:
                 raise MoejaxError(f"rule {text!r}: {pattern[3:]!r}: {error}") from error
-    return Rule(text=text, patterns=patterns, changes=changes)
+    return RecipeRule(text=text, patterns=patterns, changes=changes)
 
 
-def _useless(rule: Rule, inventory: Inventory) -> MoejaxError:
+def _useless(rule: RecipeRule, inventory: Inventory) -> MoejaxError:
     if any(rule.matches(entry) for entry in inventory.entries):
         return MoejaxError(
             f"rule {rule.text!r} concerns norms or biases, or projections that are kept as they "

@@ -89,14 +89,16 @@ def bandwidth_bound_ms(machine: Machine, num_bytes: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
+class _MeasuredRun:
     """A measured setting: time of a decode step, and its bytes over the link."""
 
     tpot_ms: float
     num_bytes: float
 
 
-def calibrate(measured: Sequence[Measured], overlap: float = 0.0, fetch_ms: float = 0.0) -> Machine:
+def calibrate(
+    measured: Sequence[_MeasuredRun], overlap: float = 0.0, fetch_ms: float = 0.0
+) -> Machine:
     """Fits a machine to measured steps: least squares of relative errors, none negative.
 
         tpot = base_ms + bytes / link
@@ -127,7 +129,7 @@ def calibrate(measured: Sequence[Measured], overlap: float = 0.0, fetch_ms: floa
     )
 
 
-def measured_rows(path: Path) -> list[Measured]:
+def measured_rows(path: Path) -> list[_MeasuredRun]:
     """Reads rows of one model, device and batch size under several budgets.
 
     They come from `moejax.benchmark` with `--config.budgets`, without prefetch.
@@ -147,11 +149,13 @@ def measured_rows(path: Path) -> list[Measured]:
                     figures[row.device, row.what.removeprefix(f"{name}, ")] = row.figure
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise MoejaxError(f"calibration {path} cannot be read: {error}") from error
-    found: dict[tuple[str, str], list[Measured]] = {}
+    found: dict[tuple[str, str], list[_MeasuredRun]] = {}
     for key, tpot_ms in times.items():
         if key in moved:
             run = (key[0], _BUDGET.sub("", key[1]))
-            found.setdefault(run, []).append(Measured(tpot_ms=tpot_ms, num_bytes=1e6 * moved[key]))
+            found.setdefault(run, []).append(
+                _MeasuredRun(tpot_ms=tpot_ms, num_bytes=1e6 * moved[key])
+            )
     several = [f"{what} on {device}" for (device, what), rows in found.items() if len(rows) > 1]
     if len(several) > 1:
         raise MoejaxError(

@@ -23,7 +23,7 @@ SHARES = (0.25, 0.5, 0.75)  # of the memory that goes to the first tier where al
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
+class _Candidate:
     """A policy, its tiers, and its setting with `slots`."""
 
     policy: str
@@ -45,20 +45,20 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recommended:
+class _Recommended:
     """Recommended candidate for one machine, and the best of each policy."""
 
-    candidate: Candidate  # the chosen one
+    candidate: _Candidate  # the chosen one
     figures: Mapping[str, float]  # the candidate's (`SweepPoint.figures`)
     best: Mapping[str, float]  # TPOT in ms of the fastest of each policy that reaches the floor
     why: str  # the reason, in a line
 
 
-def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candidate]:
+def _candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[_Candidate]:
     """Candidates whose slots fit in so much memory.
 
     Args:
-      trace: its shape and contents limit what can be replayed.
+      trace: its shape and contents limit what can be _replayed.
       tiers: of falling fidelity; the first one and the last one are used.
       device_gib: memory for the slots of all layers.
     """
@@ -71,24 +71,24 @@ def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candid
             f"of {size_text(first)}"
         )
     one = Tiers(names=tiers.names[:1], expert_bytes=(first,))
-    yield Candidate(policy="on_demand", tiers=one, setting={"slots": alone})
+    yield _Candidate(policy="on_demand", tiers=one, setting={"slots": alone})
     # A prompt's tokens count alike: attention is seldom in a trace.
     plain = {"prefetch": 0} | ({} if trace.importance is not None else {"selection": "load"})
     for r in RETENTIONS:
         setting = {"slots": alone, "retention": r, "low": SKIP} | plain
-        yield Candidate(policy="dymoe", tiers=one, setting=setting)
+        yield _Candidate(policy="dymoe", tiers=one, setting=setting)
     if len(tiers.names) < 2:
         return
     two = Tiers(names=(tiers.names[0], tiers.names[-1]), expert_bytes=(first, last))
     for slots in _divisions(room, first, last, trace):
         for period in PERIODS:
             setting = {"slots": slots, "period": period}
-            yield Candidate(policy="dynaexq", tiers=two, setting=setting)
+            yield _Candidate(policy="dynaexq", tiers=two, setting=setting)
         for r in RETENTIONS:
             setting = {"slots": slots, "retention": r} | plain
-            yield Candidate(policy="dymoe", tiers=two, setting=setting)
+            yield _Candidate(policy="dymoe", tiers=two, setting=setting)
             together = {"slots": slots, "retention": r, "period": 64} | plain
-            yield Candidate(policy="compose", tiers=two, setting=together)
+            yield _Candidate(policy="compose", tiers=two, setting=together)
 
 
 def _divisions(room: int, first: int, last: int, trace: Trace) -> list[tuple[int, int]]:
@@ -105,7 +105,7 @@ def _divisions(room: int, first: int, last: int, trace: Trace) -> list[tuple[int
     return list(dict.fromkeys(found))
 
 
-def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int | None) -> list[SweepPoint]:
+def _replayed(trace: Trace, chosen: Sequence[_Candidate], bulk: int | None) -> list[SweepPoint]:
     """Replays every candidate; those of one policy and tiers in one sweep."""
     groups: dict[Any, list[int]] = {}
     for i, one in enumerate(chosen):
@@ -117,9 +117,9 @@ def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int | None) -> lis
     return [found[i] for i in range(len(chosen))]
 
 
-def recommend(
-    chosen: Sequence[Candidate], swept: Sequence[SweepPoint], machine: Machine, floor: float
-) -> Recommended:
+def _recommend(
+    chosen: Sequence[_Candidate], swept: Sequence[SweepPoint], machine: Machine, floor: float
+) -> _Recommended:
     """Picks the fastest candidate that serves a gate mass share of at least `floor`.
 
     The share is that which is served as the first tier would. Ties go to the most faithful, then to
@@ -138,7 +138,7 @@ def recommend(
         f"{machine.link_gib_per_s:.4g} GiB/s, {100 * fidelity(of):.1f} % of the gate mass in "
         f"{one.tiers.names[0]} (floor {100 * floor:g} %); the best of others: {others or 'none'}"
     )
-    return Recommended(candidate=one, figures=of, best=best, why=why)
+    return _Recommended(candidate=one, figures=of, best=best, why=why)
 
 
 def lines(
@@ -150,14 +150,14 @@ def lines(
     floor: float,
 ) -> Iterator[str]:
     """Two lines per machine: the recommendation with its reason, and its flags."""
-    chosen = list(candidates(trace, tiers, device_gib))
-    swept = replayed(trace, chosen, bulk)
+    chosen = list(_candidates(trace, tiers, device_gib))
+    swept = _replayed(trace, chosen, bulk)
     for machine in machines:
-        best = recommend(chosen, swept, machine, floor)
+        best = _recommend(chosen, swept, machine, floor)
         yield best.why
         yield f"    {best.candidate.flags()}"
 
 
-def _kind(one: Candidate) -> str:
+def _kind(one: _Candidate) -> str:
     forms = "/".join(one.tiers.names)
     return f"{one.policy} {forms}" + (" or left out" if SKIP in one.setting.values() else "")

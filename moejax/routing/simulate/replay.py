@@ -4,27 +4,295 @@ The policy's own functions decide. Around them are pools of each tier under LRU,
 an expert that is in several tiers (`cache_plan.resolve_tiers`), prefetch one layer ahead, and bulk
 transfers between calls, which arrive some calls after their request (`DELAY`) and of which a
 limited number is in flight. Settings run side by side (`vmap`), and so do the layers of a step if
-the policy's layers are independent (`moejax.policies.by_layer`), with equal results; else one after
+the policy's layers are independent (`moejax.policies.base`), with equal results; else one after
 the other.
+
+Pools hold T tiers, of falling fidelity, of E experts; a tier of E slots or more always holds every
+expert. Ties of last use go by id. The trace is cut into calls of one shape (`segments`).
 """
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.policies.base import (
+    SKIPPED,
     AnyPolicy,
     Decision,
     Observation,
     Requests,
     pairs_with_room,
+    vmap_decide,
 )
-from moejax.policies.by_layer import vmap_decide
-from moejax.routing.simulate.pools import Moved, admit_each, initial, prefetch_experts, serve
-from moejax.routing.simulate.segments import LayerTokens, Tokens
+from moejax.routing.trace import DECODE, Trace
+from pallas_kernels import cache_plan
+from pallas_kernels.cache_plan import Wishes
+
+CALL_STEPS = 16  # decode steps of a call, where the trace does not know: those of the engine
+_LEAST_ROWS = 16  # tokens of a prompt's chunk are padded to a power of two from here on
+
+
+class _LayerTokens(NamedTuple):
+    """Routing of N tokens at one layer; arrays as in `moejax.routing.trace`, no layer axis."""
+
+    ids: Any
+    weights: Any
+    probabilities: Any
+    importance: Any
+    predicted_ids: Any
+    predicted_probabilities: Any
+
+    def dense(self, num_experts: int) -> tuple[Any, ...]:
+        """Observation's ids, weights, probabilities [N, E], importance and predicted [N, E].
+
+        If the trace lacks probabilities, they are the weights, and 0 for experts that were not
+        chosen.
+        """
+        ids, weights = self.ids.astype(jnp.int32), self.weights.astype(jnp.float32)
+        probabilities = self.probabilities
+        if probabilities is None:
+            probabilities = _spread(ids, weights, num_experts)
+        predicted = None
+        if self.predicted_ids is not None:
+            foreseen = self.predicted_ids.astype(jnp.int32)
+            predicted = _spread(
+                foreseen, self.predicted_probabilities.astype(jnp.float32), num_experts
+            )
+        importance = self.importance
+        if importance is not None:
+            importance = importance.astype(jnp.float32)
+        return ids, weights, probabilities.astype(jnp.float32), importance, predicted
+
+
+class _StepTokens(NamedTuple):
+    """Tokens of a step: active bool[N], layers' arrays [N, M, ...]; calls stack more axes."""
+
+    active: Any
+    layers: _LayerTokens
+
+    def by_layer(self) -> _LayerTokens:
+        """Moves the layer axis to the front."""
+        return jax.tree.map(lambda array: jnp.swapaxes(array, 0, 1), self.layers)
+
+
+class TraceSegment(NamedTuple):
+    """Calls of one shape: tokens [calls, steps, ...]."""
+
+    tokens: _StepTokens
+    is_prefill: bool
+
+
+def segments(trace: Trace) -> Iterator[TraceSegment]:
+    """Cuts the trace in order; padding of a call or a step is not active."""
+    _, starts, sizes = np.unique(trace.step, return_index=True, return_counts=True)
+    phases = trace.phase[starts]
+    layers, per_call = _layers(trace), trace.steps_per_call or CALL_STEPS
+
+    def kind(s: int) -> tuple[bool, int]:
+        if phases[s] == DECODE:
+            return False, int(sizes[s])
+        return True, max(_LEAST_ROWS, 1 << (int(sizes[s]) - 1).bit_length())
+
+    for (is_prefill, rows), group in itertools.groupby(range(len(starts)), kind):
+        steps = list(group)
+        length = 1 if is_prefill else per_call
+        shape = (-(-len(steps) // length), length, rows)
+        index = np.full((shape[0] * length, rows), -1, np.int64)
+        for place, s in enumerate(steps):
+            index[place, : sizes[s]] = starts[s] + np.arange(sizes[s])
+        index = index.reshape(shape)
+        yield TraceSegment(_StepTokens(index >= 0, jax.tree.map(_rows(index), layers)), is_prefill)
+
+
+def _rows(index: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function that takes these rows of an array."""
+    return lambda array: array[index]
+
+
+def _layers(trace: Trace) -> _LayerTokens:
+    """Routing of all layers [N, M, ...]; the last layer predicts nothing."""
+
+    def padded(array: np.ndarray | None) -> np.ndarray | None:
+        if array is None:
+            return None
+        return np.pad(array, ((0, 0), (0, 1), (0, 0)))
+
+    return _LayerTokens(
+        trace.ids,
+        trace.weights,
+        trace.probabilities,
+        trace.importance,
+        padded(trace.predicted_ids),
+        padded(trace.predicted_probabilities),
+    )
+
+
+def _spread(ids: jax.Array, values: jax.Array, num_experts: int) -> jax.Array:
+    """Scatters values [N, n] at ids [N, n] to float32[N, E]."""
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    return jnp.sum(
+        jnp.where(ids[:, :, None] == expert[None, None], values[:, :, None], 0.0), axis=1
+    )
+
+
+MAX_SEARCHED = 32  # above so many victims, sorting is cheaper than searching one after the other
+_LAST = np.int32(2**31 - 1)
+
+
+class _Moved(NamedTuple):
+    """Counts, int32[], of experts admitted, without a slot, evicted, and evicted unused."""
+
+    admitted: jax.Array
+    streamed: jax.Array
+    evictions: jax.Array
+    waste: jax.Array
+
+
+def _initial(slots: jax.Array, num_experts: int) -> jax.Array:
+    """Keys int32[T, E] before any token, of slots int32[T].
+
+    A key is 0 for an expert without a slot, else 2 x last use + (prefetched, not used yet). Tiers
+    of E slots hold all. Where the tiers together have E slots, they share the experts in order of
+    id, the first tier first, as two pools with one copy of each do; else they are empty.
+    """
+    expert = jnp.arange(num_experts, dtype=jnp.int32)[None]
+    full = slots[:, None] >= num_experts
+    ends = jnp.cumsum(slots)[:, None]
+    shares = (expert < ends) & (expert >= ends - slots[:, None])
+    fits = (jnp.sum(slots) >= num_experts) & ~jnp.any(full)
+    return jnp.where(full | (fits & shares), 2, 0).astype(jnp.int32)
+
+
+def _admit(
+    key: jax.Array,  # int32[E], after other evictions
+    coming: jax.Array,  # bool[E], experts to admit, none resident
+    protected: jax.Array,  # bool[E], experts that may not be evicted
+    slots: jax.Array,
+    stamp: jax.Array,  # int32[], key of the admitted
+    most: int,  # static, the most experts that are admitted
+) -> tuple[jax.Array, _Moved]:
+    """Admits experts to one tier's slots: free ones, then victims as in `cache_plan.plan`."""
+    num_experts = len(key)
+    there = key > 0
+    victims = there & ~protected
+    num_coming, free = _num(coming), slots - _num(there)
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    fits = num_coming <= free + _num(victims)
+    room = jnp.where(fits, num_coming, free)
+    ones = coming.astype(jnp.int32)
+    before = jnp.cumsum(ones) - ones
+    admitted = coming & (before < room)
+    num_gone = jnp.maximum(room - free, 0)
+    stride = 1 << (num_experts - 1).bit_length()
+    order = (key >> 1) * stride + expert  # whether it was brought ahead is no reason to stay
+    ranked = jnp.where(victims, order, _LAST)
+    last = jnp.full((), -1, jnp.int32)  # rank of the last victim
+    if most <= MAX_SEARCHED:
+        below = last
+        for i in range(most):
+            below = jnp.min(jnp.where(ranked > below, ranked, _LAST))
+            last = jnp.where(i < num_gone, below, last)
+    else:
+        place = jnp.clip(num_gone - 1, 0, num_experts - 1)
+        last = jnp.where(num_gone > 0, jnp.sort(ranked)[place], last)
+    gone = victims & (ranked <= last)
+    moved = _Moved(
+        admitted=_num(admitted),
+        streamed=num_coming - _num(admitted),
+        evictions=num_gone,
+        waste=_num(gone & (key & 1 == 1)),
+    )
+    return jnp.where(admitted, stamp, jnp.where(gone, 0, key)), moved
+
+
+def _prefetch_experts(
+    slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, most: int
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Prefetches the predicted experts: keys int32[T, E] and counts [T]."""
+    num_tiers, num_experts = key.shape
+    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
+    wanted = ahead[None] == tier
+    # A copy as good or better serves.
+    there = key > 0
+    served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
+    new = wanted & ~served
+    keys, moved = _admit_each(key, new, wanted, slots, 2 * clock + 1, most)
+    came = new & (keys > 0)
+    leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
+    counts = {
+        "prefetched": moved.admitted,
+        "evictions": moved.evictions,
+        "prefetch_waste": moved.waste,
+    }
+    return jnp.where(leaving, 0, keys), counts
+
+
+def _serve(
+    slots: jax.Array,
+    key: jax.Array,
+    decision: Decision,
+    observation: Observation,
+    clock: jax.Array,
+    most: int,
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+    """Runs a layer as decided: keys, counts [T] by name, gate mass float32[T + 3]."""
+    num_tiers, num_experts = key.shape
+    active = observation.active
+    wishes = Wishes(decision.tier, decision.at_least)
+    found = cache_plan.resolve_tiers(key > 0, decision.ids, wishes, active)
+    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
+    runs = found.tier[None] == tier  # bool[T, E]
+    misses = runs & found.fetched[None]
+    hits = runs & ~found.fetched[None]
+    key = jnp.where(found.leaving & (slots[:, None] < num_experts), 0, key)
+    events = {
+        "needed": _num(runs, axis=1),
+        "hits": _num(hits, axis=1),
+        "reused": _num(hits & found.reused[None], axis=1),
+        "misses": _num(misses, axis=1),
+        "prefetch_hits": _num(hits & (key & 1 == 1), axis=1),
+    }
+    key = jnp.where(hits, 2 * clock, key)
+    key, sums = _admit_each(key, misses, runs, slots, 2 * clock, most)
+    events |= {
+        "admitted": sums.admitted,
+        "streamed": sums.streamed,
+        "evictions": sums.evictions,
+        "prefetch_waste": sums.waste,
+    }
+    weights = jnp.where(active[:, None], observation.weights, 0.0)
+    computed = decision.tier != SKIPPED
+    at = jnp.where(computed, found.tier[decision.ids], -1)
+    by_tier = jnp.sum(jnp.where(at[None] == tier[:, :, None], weights[None], 0.0), axis=(1, 2))
+    skipped = jnp.sum(jnp.where(computed, 0.0, weights))
+    other = computed & (decision.ids != observation.ids)
+    replaced = jnp.sum(jnp.where(other, weights, 0.0))
+    gate = jnp.concatenate([by_tier, jnp.stack([skipped, replaced, jnp.sum(weights)])])
+    return key, events, gate
+
+
+def _admit_each(
+    key: jax.Array,
+    coming: jax.Array,
+    protected: jax.Array,
+    slots: jax.Array,
+    stamp: jax.Array,
+    most: int,
+) -> tuple[jax.Array, _Moved]:
+    """Runs `_admit` for every tier; the first four operands have its axis."""
+    one = functools.partial(_admit, stamp=stamp, most=most)
+    return jax.vmap(one)(key, coming, protected, slots)
+
+
+def _num(mask: jax.Array, axis: int | None = None) -> jax.Array:
+    return jnp.sum(mask, axis=axis, dtype=jnp.int32)
+
 
 # int32[2, len(EVENTS), T] by phase and tier, names as in `moejax.experts.ledger`; `reused`: hits
 # in a tier better than asked for; `bulk`: experts that transfers brought.
@@ -88,16 +356,11 @@ class Replay:
     # runs the layers of a step in turn, even if the policy's are independent
     one_by_one: bool = False
 
-    @property
-    def axes(self) -> Any:
-        """Layer axes of the policy's state; None: layers run in turn."""
-        return None if self.one_by_one else self.policy.layer_axes
-
 
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
     """Replay state before any token: a policy's `init` state, and pools of `slots` int32[T]."""
     num_tiers = len(slots)
-    keys = initial(slots, num_experts)
+    keys = _initial(slots, num_experts)
     tally = Tally(
         jnp.zeros((2, len(EVENTS), num_tiers), jnp.int32),
         jnp.zeros(2, jnp.int32),
@@ -115,21 +378,21 @@ def run_calls(
     running: Running,  # stacked, [K, ...]; donated
     slots: jax.Array,  # int32[K, T]
     bulk: jax.Array,  # int32[K], most experts in flight
-    tokens: Tokens,  # [calls, steps, ...]
+    tokens: _StepTokens,  # [calls, steps, ...]
     *,
     replay: Replay,
     is_prefill: bool,
 ) -> Running:
     """Runs calls of several steps each, of K settings; bulk transfers precede each call."""
 
-    def call(running: Running, now: Tokens, slots: jax.Array, bulk: jax.Array) -> Running:
-        def step(running: Running, step: Tokens) -> tuple[Running, None]:
+    def call(running: Running, now: _StepTokens, slots: jax.Array, bulk: jax.Array) -> Running:
+        def step(running: Running, step: _StepTokens) -> tuple[Running, None]:
             return _step(replay, is_prefill, slots, running, step), None
 
         running = _transfer(replay, slots, bulk, running, int(not is_prefill))
         return jax.lax.scan(step, running, now)[0]
 
-    def calls(running: Running, now: Tokens) -> tuple[Running, None]:
+    def calls(running: Running, now: _StepTokens) -> tuple[Running, None]:
         each = jax.vmap(call, in_axes=(0, None, 0, 0))
         return each(running, now, slots, bulk), None
 
@@ -153,7 +416,7 @@ class _Step:
     is_prefill: bool
     slots: jax.Array  # int32[T], of a layer
     clock: jax.Array
-    tokens: Tokens
+    tokens: _StepTokens
 
     def one_by_one(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
         """Runs all layers in turn; returns the policy's state and the layers' results."""
@@ -174,10 +437,10 @@ class _Step:
         (state, _), done = jax.lax.scan(layer, (state, none), layers)
         return state, done
 
-    def side_by_side(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
+    def _side_by_side(self, state: Any, keys: jax.Array) -> tuple[Any, _Layer]:
         """Runs `one_by_one` with all layers vmapped."""
         num_layers, _, num_experts = keys.shape
-        decide = functools.partial(vmap_decide, self.replay.policy, self.replay.axes)
+        decide = functools.partial(vmap_decide, self.replay.policy)
         layers = jnp.arange(num_layers, dtype=jnp.int32)
         seen = jax.vmap(self.observe)(keys, layers, self.tokens.by_layer())
         ahead = jnp.full((num_layers, num_experts), -1, jnp.int32)
@@ -190,7 +453,7 @@ class _Step:
         decision, state = decide(state, seen)
         return state, jax.vmap(self.run)(keys, prefetched, decision, seen)
 
-    def observe(self, key: jax.Array, layer: jax.Array, of_layer: LayerTokens) -> Observation:
+    def observe(self, key: jax.Array, layer: jax.Array, of_layer: _LayerTokens) -> Observation:
         """Builds the observation of a layer."""
         ids, weights, probabilities, importance, predicted = of_layer.dense(key.shape[-1])
         return Observation(
@@ -203,31 +466,32 @@ class _Step:
     def prefetch(
         self, key: jax.Array, ahead: jax.Array, seen: Observation
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Runs `prefetch_experts` if the replay prefetches."""
+        """Runs `_prefetch_experts` if the replay prefetches."""
         if not self.replay.foreseen:
             return key, {"prefetched": jnp.zeros(len(self.slots), jnp.int32)}
         most = min(self.replay.foreseen * len(seen.ids), key.shape[-1])
-        return prefetch_experts(self.slots, key, ahead, self.clock, most)
+        return _prefetch_experts(self.slots, key, ahead, self.clock, most)
 
     def run(
         self, key: jax.Array, prefetched: dict[str, jax.Array], decision: Decision,
         seen: Observation,
     ) -> _Layer:  # fmt: skip
-        """Runs `serve` and adds the counts of the prefetch."""
+        """Runs `_serve` and adds the counts of the prefetch."""
         most = min(seen.ids.size, key.shape[-1])
-        key, events, gate = serve(self.slots, key, decision, seen, self.clock, most)
+        key, events, gate = _serve(self.slots, key, decision, seen, self.clock, most)
         events = events | {name: events.get(name, 0) + n for name, n in prefetched.items()}
         ahead = prefetched["prefetched"]
         return _Layer(key, _row(events, ahead), ahead, gate)
 
 
 def _step(
-    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
+    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: _StepTokens
 ) -> Running:
     phase = int(not is_prefill)
     num_experts = running.keys.shape[-1]
     step = _Step(replay, is_prefill, slots, running.clock, tokens)
-    through = step.one_by_one if replay.axes is None else step.side_by_side
+    in_turn = replay.one_by_one or replay.policy.layer_axes is None
+    through = step.one_by_one if in_turn else step._side_by_side
     state, done = through(running.state, running.keys)
     t = running.tally
     ran = jnp.any(tokens.active).astype(jnp.int32)
@@ -283,9 +547,9 @@ def _transfer(
     arrived = coming == replay.delay + 1
     new = arrived & (keys == 0)
 
-    def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, Moved]:
+    def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, _Moved]:
         # Later than what the last step used, and before what the next one does.
-        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, num_experts)
+        return _admit_each(key, coming, coming, slots, 2 * running.clock - 1, num_experts)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
     come = (keys > 0) & (arrived | wanted)

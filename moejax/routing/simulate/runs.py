@@ -1,4 +1,9 @@
-"""Runs of many policy settings over one trace; those of one formula side by side."""
+"""Runs of many policy settings over one trace; those of one formula side by side.
+
+Formulas are compared as JAX traces them (`_ProgramKeys`). Tracing takes tens of milliseconds; so
+the fields of a policy that its functions read while they are traced are noted, and a policy that is
+equal in these has the same formula without another trace.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,10 +15,16 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.experts.budget import default_bulk
-from moejax.policies.base import AnyPolicy, PolicySpec
-from moejax.routing.simulate.program_keys import ProgramKeys
-from moejax.routing.simulate.replay import DELAY, Replay, Running, begin, run_calls
-from moejax.routing.simulate.segments import Segment, segments
+from moejax.policies.base import AnyPolicy, Observation, PolicySpec
+from moejax.routing.simulate.replay import (
+    DELAY,
+    Replay,
+    Running,
+    TraceSegment,
+    begin,
+    run_calls,
+    segments,
+)
 from moejax.routing.trace import PREFILL, Trace
 
 BLOCK_BYTES = 4 * 2**30  # of settings that run side by side, on a CPU
@@ -50,8 +61,8 @@ def run_policies(
 ) -> list[RunResult]:
     """Replays the trace under every run.
 
-    Runs whose policies compute by one formula (`program_keys`) are stacked, as many at a time as
-    `block_bytes` holds.
+    Runs whose policies compute by one formula (`_ProgramKeys`) are stacked, as many at a time as
+    `_block_bytes` holds.
 
     Args:
       one_by_one: runs the layers of a step in turn too, for comparison.
@@ -61,17 +72,17 @@ def run_policies(
       MoejaxError: a policy needs something that the trace lacks, or does not suit its tiers.
     """
     groups: dict[Any, list[int]] = {}
-    states, keys = {}, ProgramKeys()
+    states, keys = {}, _ProgramKeys()
     for i, run in enumerate(runs):
         _check_needs(trace, run)
-        spec = spec_of(trace, run)
+        spec = _spec_of(trace, run)
         states[i] = run.policy.init(spec)
         _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
         groups.setdefault(keys.key_of(run.policy, states[i], spec), []).append(i)
     cut = list(segments(trace))
     found: dict[int, RunResult] = {}
     for members in groups.values():
-        many = block_size(len(members), states[members[0]], trace, len(runs[members[0]].tiers))
+        many = _block_size(len(members), states[members[0]], trace, len(runs[members[0]].tiers))
         for first in range(0, len(members), many):
             block = members[first : first + many]
             # All blocks are of one size, so that they share a program: the last setting fills up.
@@ -84,7 +95,7 @@ def run_policies(
     return [found[i] for i in range(len(runs))]
 
 
-def spec_of(trace: Trace, run: Run) -> PolicySpec:
+def _spec_of(trace: Trace, run: Run) -> PolicySpec:
     """Facts of the trace's model that a policy may use."""
     return PolicySpec(
         num_layers=trace.num_layers,
@@ -128,24 +139,24 @@ def _check_foreseen(trace: Trace, run: Run, ahead: int) -> None:
         )
 
 
-def block_bytes() -> int:
+def _block_bytes() -> int:
     """Bytes of JAX's default device for settings that run side by side."""
     (device,) = jnp.zeros(()).devices()
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     return int(limit * BLOCK_SHARE) if limit else BLOCK_BYTES
 
 
-def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
-    """Number of settings that run side by side, in equal blocks within `block_bytes`."""
+def _block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
+    """Number of settings that run side by side, in equal blocks within `_block_bytes`."""
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     each = _TEMPORARIES * 4 * trace.num_layers * num_tiers * trace.num_experts + 4 * own
-    num_blocks = -(-count * each // block_bytes())
+    num_blocks = -(-count * each // _block_bytes())
     return -(-count // min(count, num_blocks))
 
 
 def _run_block(
     trace: Trace,
-    cut: Sequence[Segment],
+    cut: Sequence[TraceSegment],
     runs: Sequence[Run],
     states: Sequence[Any],
     one_by_one: bool,
@@ -173,3 +184,92 @@ def _run_block(
             running, slots, bulk, tokens, replay=replay, is_prefill=segment.is_prefill
         )
     return jax.device_get(running.tally)
+
+
+_PLAIN = (bool, int, float, str, type(None), type)  # compared by value; other things by identity
+Path = tuple[str, ...]
+
+
+class _ProgramKeys:
+    """Formulas traced so far."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[dict[Path, Any], tuple[str, ...]]]] = {}
+
+    def key_of(self, policy: AnyPolicy, state: Any, spec: PolicySpec) -> tuple[str, ...]:
+        """Key of a policy's computation, state aside: equal keys may share a program."""
+        leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state))
+        key = (type(policy), jax.tree.structure(state), leaves, spec.tiers)
+        for read, formula in self._known.setdefault(key, []):
+            if all(_same(_field(policy, path), value) for path, value in read.items()):
+                return formula
+        read = {}
+        formula = _traced(_watched(policy, read, ()), state, spec)
+        formula = (type(policy).__name__, str(key[1]), *spec.tiers, *formula)
+        self._known[key].append((read, formula))
+        return formula
+
+
+def _traced(policy: AnyPolicy, state: Any, spec: PolicySpec) -> tuple[str, ...]:
+    zero = jnp.zeros
+    observation = Observation(
+        layer=zero((), jnp.int32),
+        probabilities=zero((1, spec.num_experts)),
+        ids=zero((1, spec.width), jnp.int32),
+        weights=zero((1, spec.width)),
+        active=zero(1, bool),
+        resident=zero((len(spec.tiers), spec.num_experts), bool),
+        importance=zero(1),
+        predicted=zero((1, spec.num_experts)),
+    )
+    resident = zero((spec.num_layers, len(spec.tiers), spec.num_experts), bool)
+    prefill = dataclasses.replace(observation, is_prefill=True)
+    said = []
+    for function, argument in (
+        (policy.decide, observation),
+        (policy.decide, prefill),
+        (policy.transfers, resident),
+    ):
+        # Not the method itself, which would be hashed with all fields of its policy.
+        traced = jax.make_jaxpr(lambda *given, of=function: of(*given))(state, argument)
+        consts = [(np.asarray(c).shape, np.asarray(c).tobytes()) for c in traced.consts]
+        said.append(f"{traced.jaxpr} {consts}")
+    return tuple(said)
+
+
+def _watched(policy: Any, read: dict[Path, Any], path: Path) -> Any:
+    """Copies a policy so that reads of its fields, and of policies within it, are noted."""
+    kind = type(policy)
+    names = {field.name for field in dataclasses.fields(policy)}
+
+    def get(self: Any, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name not in names:
+            return value
+        read[(*path, name)] = _noted(value)
+        return _watched(value, read, (*path, name)) if _is_policy(value) else value
+
+    copy: Any = object.__new__(type(kind.__name__, (kind,), {"__getattribute__": get}))
+    copy.__dict__.update(vars(policy))
+    return copy
+
+
+def _field(policy: Any, path: Path) -> Any:
+    for name in path:
+        policy = getattr(policy, name, None)
+    return _noted(policy)
+
+
+def _noted(value: Any) -> Any:
+    """Returns a value to note; for a nested policy its class, since its reads are noted apart."""
+    return type(value) if _is_policy(value) else value
+
+
+def _is_policy(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and hasattr(value, "decide")
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and bool(a == b))

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from moejax.policies.base import SKIPPED, Decision, Observation
-from moejax.policies.buddymoe import BuddyMoe, BuddyState
+from moejax.policies.buddymoe import BuddyMoe, BuddyState, Candidates, Substitution
 from moejax.policies.settings import check_number
-from moejax.policies.substitution import Candidates, Substitution
 from pallas_kernels.cache_plan import Rule
 
 

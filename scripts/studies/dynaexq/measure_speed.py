@@ -40,13 +40,15 @@ def dynaexq(run: Run) -> None:
         plan = TierPlan(
             bits=high, slots=n_hot, bulk=run.options.bulk, first=work.hottest(n_hot, slice(0, 1)),
             transient=min(num_experts, batch * lab.config.experts_per_token),
+            refines=high - low if run.options.planes else 0,
         )  # fmt: skip
         policy = DynaExq(period=run.options.period * batch, max_requests=run.options.requests)
 
         timed = functools.partial(_with_hot, run, plan, low, full, policy, work, batch)
         found = run.attempt(f"dynaexq, {name}", timed)
         if found is not None:
-            what = f"dynaexq int4/int2, {n_hot} hot of {num_experts}, {name}"
+            how = " by planes" if run.options.planes else ""
+            what = f"dynaexq int4/int2{how}, {n_hot} hot of {num_experts}, {name}"
             _rows_of_hot(run, what, found, batch, {"pool": pooled, "resident": whole})
     release(full)
 

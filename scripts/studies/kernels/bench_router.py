@@ -19,7 +19,7 @@ from absl import app, flags
 
 from moejax.devices import choose_device
 from moejax.models.config import ModelConfig
-from moejax.models.routing import routing_of
+from moejax.models.moe import routing_of
 from moejax.models.shapes import SHAPES
 from pallas_kernels import router_topk
 from scripts.studies.kernels.timing import Chain, chain_for, time_jax

@@ -25,10 +25,8 @@ from moejax.experts.state import TierSpec
 from moejax.inference.runner import Runner
 from moejax.models.attention import causal_attention
 from moejax.models.config import ModelConfig
-from moejax.models.expert_products import ExpertStacks, Pairs, combine, products_by_block
-from moejax.models.experts import Experts
-from moejax.models.layer_index import LayerIndex
-from moejax.models.routing import Routing
+from moejax.models.expert_products import ExpertPairs, ExpertStacks, combine, products_by_block
+from moejax.models.moe import Experts, MoeInputs, Routing
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.quantization.pipeline.calibration import shipped_text
@@ -271,14 +269,12 @@ class EachToken:
             return jax.vmap(alone)(routing.probabilities, routing.ids, routing.weights)
 
         class Decided(Experts):
-            def __call__(
-                self, carry: None, layer: LayerIndex, x: jax.Array, routing: Routing,
-                token_mask: jax.Array, *_: Any,
-            ) -> tuple[jax.Array, None, None]:  # fmt: skip
+            def __call__(self, carry: None, inputs: MoeInputs) -> tuple[jax.Array, None, None]:
+                layer, x, routing, token_mask, *_ = inputs
                 found = decided(layer.mlp, routing)
                 ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
                 row = tier * rows_of_tier + layer.mlp * c.num_experts + ids
-                pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
+                pairs = ExpertPairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
                 products = products_by_block(x, pairs, held, num_copies, 2**20)
                 return combine(products, pairs, share, x.dtype), None, None
 

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.models.attention import causal_attention
-from moejax.models.experts import ResidentExperts
-from moejax.models.layer_index import LayerIndex
-from moejax.models.routing import Routing
+from moejax.models.moe import MoeInputs, ResidentExperts, Routing
 from moejax.models.transformer import merge_weights, model_definition
-from moejax.policies.attention_importance import attention_received
+from moejax.policies.dymoe import attention_received
 from scripts.studies.quality.bench import Windows
 from scripts.studies.quality.demo import WIKI, Demo, Finding, listed
 
@@ -72,10 +70,10 @@ def _program(demo: Demo) -> Callable[[Any, jax.Array], Seen]:
             return causal_attention(q, k, v, config.sliding_window, "xla")
 
         class Watched(ResidentExperts):
-            def __call__(self, carry: Any, layer: LayerIndex, *inputs: Any) -> Any:
-                if (next_routing := inputs[-2]) is not None:
-                    foreseen.append(next_routing().ids)
-                return super().__call__(carry, layer, *inputs)
+            def __call__(self, carry: Any, inputs: MoeInputs) -> Any:
+                if inputs.next_routing is not None:
+                    foreseen.append(inputs.next_routing().ids)
+                return super().__call__(carry, inputs)
 
         experts = Watched(model.moe, "block", lambda *found: found)
         _, _, (inputs, stacked) = model.layers(tokens, positions, active, attend, experts)

@@ -8,10 +8,10 @@ import numpy as np
 
 from moejax.evaluation.expert_profile import Counting, profile
 from moejax.inference.runner import Runner
+from moejax.policies.baselines import Resident
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import FIGURE_3, DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.resident import Resident
 from moejax.routing.profile_file import BuddyProfile, profile_of
 from scripts.studies.buddymoe.controls import MatchedRandom
 from scripts.studies.quality.bench import EachToken, Measured, Model, Served, Texts, Windows

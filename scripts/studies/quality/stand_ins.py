@@ -23,8 +23,8 @@ import numpy as np
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.expert_products import swiglu
-from moejax.models.experts import ResidentExperts
 from moejax.models.kv_cache import KVCache
+from moejax.models.moe import ResidentExperts
 from moejax.models.transformer import ChunkSpec, merge_weights
 from scripts.studies.quality.bench import Model, Windows
 from scripts.studies.quality.sections import CACHE_RATES, Bench, Point
@@ -110,12 +110,12 @@ def routed(model: Model, windows: Windows) -> Routed:
 
 
 def _collect(
-    program: steps.Program,
+    program: steps.StepProgram,
     spec: ChunkSpec,
     state: tuple[KVCache, Any],
     experts: None,
     inputs: steps.StepInputs,
-    chunk: steps.Chunk,
+    chunk: steps.TokenChunk,
 ) -> steps.StepResult[tuple[KVCache, Routed]]:
     """A step for `Runner.scan_windows`, of windows that are one chunk."""
     model = merge_weights(program.definition, inputs.weights)

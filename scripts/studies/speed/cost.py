@@ -8,10 +8,10 @@ import numpy as np
 
 from moejax.benchmarking.shape_memory import TierPlan
 from moejax.policies.base import AnyPolicy
+from moejax.policies.baselines import OnDemand
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.on_demand import OnDemand
 from scripts.studies.speed.harness import Measured, Run, released
 
 BITS = 4

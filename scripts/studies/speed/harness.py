@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -25,7 +24,7 @@ from moejax.experts.budget import (
     Limits,
     PolicyDemands,
     RunSizes,
-    Tier,
+    TierSize,
     make_budget,
 )
 from moejax.experts.cache import ExpertMemory
@@ -111,7 +110,7 @@ class Lab(ShapeMemories):
     ) -> Budget:  # fmt: skip
         """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
         config, context = self.config, self.sizes.context
-        tiers = [Tier(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
+        tiers = [TierSize(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
         run = RunSizes(
             config=config, weights_nbytes={n: leaf.nbytes for n, leaf in self.dense.items()},
             batch=1, context=context, chunk=longest_chunk(config, 1, context),
@@ -209,8 +208,7 @@ class Lab(ShapeMemories):
 def _session_without_prefill(runner: Runner, batch: int, sizes: Sizes) -> Session:
     """A session whose cache holds random keys and values: no prefill is compiled or run."""
     prompts = [[0] * sizes.position] * batch
-    with mock.patch.object(runner, "_prompt_chunks", lambda *_: iter(())):
-        session = runner.prefill(prompts, sizes.context, ONE_TOKEN, ())
+    session = runner.prefill(prompts, sizes.context, ONE_TOKEN, (), runs_prompts=False)
     leaves, tree = jax.tree.flatten(session.state.cache)
     draw = jax.jit(
         lambda key, like: jax.random.normal(key, like.shape, like.dtype), donate_argnums=1
@@ -275,6 +273,7 @@ class Options:
     """Settings of sections; those of the command line are described there.
 
     Attributes:
+      planes: DynaExq's high precision is the low one and a plane that refines it.
       n_hot: experts of a layer in DynaExq's high precision.
       period: T of DynaExq, in steps: of the tokens of a batch.
       requests: demotions and promotions that DynaExq asks a call.
@@ -286,6 +285,7 @@ class Options:
     tiers: Sequence[int] = (16, 4)
     gibs: Sequence[float] = ()
     cache_rates: Sequence[float] = ()
+    planes: bool = False
     n_hot: int = 32
     period: int = 64
     bulk: int = 32
