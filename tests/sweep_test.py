@@ -17,7 +17,7 @@ from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows, row_fields
 from moejax.policies.baselines import OnDemand
 from moejax.routing.profile_file import save_buddies
-from moejax.routing.simulate import sweeping, table
+from moejax.routing.simulate import recommend, sweeping, table
 from moejax.routing.simulate.costs import (
     GIB,
     Machine,
@@ -104,6 +104,29 @@ class TableTest(absltest.TestCase):
                     check_picture(path)
                     self.assertEqual(table.draw(path, {12.0: [point]}, "title"), "")
                 self.assertGreater(path.stat().st_size, 1000)
+
+
+class RecommendedTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (1.005, 0.9, "on_demand"),  # within a percent the exact one
+        (1.05, 0.9, "dymoe"),
+        (1.05, 0.99, "on_demand"),  # the other one is below the floor
+    )
+    def test_precision_is_given_up_for_time_alone(self, exact_ms, floor, expected):
+        tiers = Tiers(names=("int4",), expert_bytes=(1000,))
+        chosen = [
+            recommend._Candidate(policy="dymoe", tiers=tiers, setting={"slots": 4, "low": "skip"}),
+            recommend._Candidate(policy="on_demand", tiers=tiers, setting={"slots": 4}),
+        ]
+        swept = [
+            mock.Mock(figures=lambda _, ms=ms, share=share: {
+                "tpot_ms": ms, "gate_int4": share, "gate_substituted": 0.0,
+            })
+            for ms, share in ((1.0, 0.96), (exact_ms, 1.0))
+        ]  # fmt: skip
+        found = recommend._recommend(chosen, swept, MACHINE, floor)
+        self.assertEqual(found.candidate.policy, expected)
+        self.assertIn(f"{expected} ", found.why)
 
 
 class OwnPolicyTest(absltest.TestCase):

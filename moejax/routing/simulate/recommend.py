@@ -17,6 +17,7 @@ from moejax.routing.simulate.sweeping import SweepPoint, Tiers, sweep
 from moejax.routing.simulate.table import fidelity
 from moejax.routing.trace import Trace
 
+SAME_TIME = 0.01  # nobody gives up precision for less
 RETENTIONS = (0.5, 0.625, 0.75, 0.9)
 PERIODS = (64, 256)
 SHARES = (0.25, 0.5, 0.75)  # of the memory that goes to the first tier where all of it is divided
@@ -122,19 +123,26 @@ def _recommend(
 ) -> _Recommended:
     """Picks the fastest candidate that serves a gate mass share of at least `floor`.
 
-    The share is that which is served as the first tier would. Ties go to the most faithful, then to
-    the first. The cache of the first tier reaches every floor.
+    The share is that which is served as the first tier would. Times within `SAME_TIME` of the
+    shortest count as equal, of which the most faithful is taken, then the shortest, then the first.
+    The cache of the first tier reaches every floor.
     """
     figures = [one.figures(machine) for one in swept]
     enough = [i for i, of in enumerate(figures) if fidelity(of) >= floor - 1e-9]
-    order = sorted(enough, key=lambda i: (round(figures[i]["tpot_ms"], 6), -fidelity(figures[i])))
+    longest = (1 + SAME_TIME) * min(figures[i]["tpot_ms"] for i in enough)
+
+    def rank(i: int) -> tuple[float, ...]:
+        ms, lost = round(figures[i]["tpot_ms"], 6), -fidelity(figures[i])
+        return (0, lost, ms) if ms <= longest else (1, ms, lost)
+
+    order = sorted(enough, key=rank)
     best: dict[str, float] = {}
     for i in order:
         best.setdefault(_kind(chosen[i]), figures[i]["tpot_ms"])
     one, of = chosen[order[0]], figures[order[0]]
-    others = ", ".join(f"{kind} {ms:.2f}" for kind, ms in best.items() if kind != _kind(one))
+    others = ", ".join(f"{kind} {ms:.3g}" for kind, ms in best.items() if kind != _kind(one))
     why = (
-        f"{_kind(one)}, {described(one.setting)}: {of['tpot_ms']:.2f} ms a token at "
+        f"{_kind(one)}, {described(one.setting)}: {of['tpot_ms']:.3g} ms a token at "
         f"{machine.link_gib_per_s:.4g} GiB/s, {100 * fidelity(of):.1f} % of the gate mass in "
         f"{one.tiers.names[0]} (floor {100 * floor:g} %); the best of others: {others or 'none'}"
     )
