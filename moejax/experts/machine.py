@@ -5,11 +5,14 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
 from absl import logging
 
 from moejax.experts.budget import GIB, PINNED_LIMIT, BudgetError, Limits, MachineMemory, gib_above
+
+if TYPE_CHECKING:  # help and mistakes do not wait for it
+    import jax
 
 _DEFAULT_PINNED_GIB = 64  # XLA's own
 
@@ -69,7 +72,7 @@ _AT_MOST = ("activations", "KV cache", "states", "reserve", "staging", "importan
             "experts gathered", "experts on their way")  # how they begin  # fmt: skip
 
 
-def room_nbytes(device: jax.Device, planned_nbytes: int = 0) -> int | None:
+def room_nbytes(device: "jax.Device", planned_nbytes: int = 0) -> int | None:
     """Bytes that JAX can still allocate on a device; None where it does not say (CPU).
 
     Less than what XLA_CLIENT_MEM_FRACTION seems to give: the fraction is of what CUDA's own context
@@ -85,7 +88,7 @@ def room_nbytes(device: jax.Device, planned_nbytes: int = 0) -> int | None:
     return limit - max(0, stats.get("bytes_in_use", 0) - planned_nbytes)
 
 
-def device_limits(device: jax.Device, limits: Limits, planned_nbytes: int = 0) -> Limits:
+def device_limits(device: "jax.Device", limits: Limits, planned_nbytes: int = 0) -> Limits:
     """Lowers a stated limit of the device to `room_nbytes`; logs where it does."""
     room = room_nbytes(device, planned_nbytes)
     if room is None or not limits.device_gib or int(limits.device_gib * GIB) <= room:

@@ -17,7 +17,7 @@ which costs nothing and yields zero.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -246,7 +246,7 @@ def products_in_pairs(
             return products_by_block(x, pairs, experts, num_experts, STEP_BYTES[impl])
         case "grouped_kernel":
             return products_grouped(x, pairs, experts, implementation)
-    raise ValueError(f"experts do not run pair by pair by {impl!r}")
+    raise ValueError(f"{impl!r} is none of {', '.join(map(repr, get_args(ExpertImpl)[1:]))}")
 
 
 def _packings(experts: Sequence[Weight]) -> list[str]:

@@ -359,7 +359,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         check_number("max_requests", self.max_requests, 0, 2**20, integer=True)
 
     @property
-    def _layer_axes(self) -> Any:
+    def layer_axes(self) -> Any:
         """Names the state's layer axes; None where all layers share a budget of bytes."""
         if self.bypass_bytes is not None:
             return None
