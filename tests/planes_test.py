@@ -19,7 +19,7 @@ from moejax.checkpoints.verify import verify_checkpoint
 from moejax.engine import Engine
 from moejax.experts import load
 from moejax.experts.budget import Limits
-from moejax.experts.tiering import Tiering
+from moejax.experts.tiering import StoredTier, Tiering, open_tier
 from moejax.quantization.gptq import gptq
 from moejax.quantization.grid import Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq, kernel_refusal
@@ -400,6 +400,28 @@ class PlanesCheckpointTest(QuantizeTestCase):
         num_experts = high.spec.cache.num_layers * high.spec.cache.num_experts
         self.assertEqual(budget.total_host, num_experts * weights * (4 + 1) // 8)
         self.assertEqual(of_copies.total_host, num_experts * weights * (4 + 1 + 2 + 1) // 8)
+
+    def test_experts_without_planes_are_no_prefixes(self):
+        job = self.job("experts: method=rtn bits=4", planes=(2, 4), plane_weight=0.9, bits=4)
+        quantize_checkpoint(job)
+        checkpoint = open_checkpoint(str(job.output))
+        self.assertEqual(checkpoint.planes, (2, 4))  # of attention
+        tier, found = open_tier(StoredTier("int4", ""), checkpoint)
+        self.assertEqual((tier.source, found.read_bits), ("", 0))
+        with self.assertRaisesRegex(ValueError, "do not lie by bit planes"):
+            open_experts(checkpoint, dtype="float32", device=CPU, last_plane=True)
+
+    @parameterized.parameters(([[2], 4],), ([2, "4"],), ([4, 2],))
+    def test_a_manifest_of_no_such_planes_is_one_line(self, planes):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        path = job.output / "quantization.json"
+        manifest = json.loads(path.read_text())
+        for entry in manifest["tensors"].values():
+            entry["planes"] = planes
+        path.write_text(json.dumps(manifest))
+        with self.assert_one_line("is not understood"):
+            open_checkpoint(str(job.output))
 
     @pytest.mark.slow
     def test_tiers_that_both_lack_experts_have_copies(self):

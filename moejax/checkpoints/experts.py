@@ -282,15 +282,28 @@ class ExpertReader:
         )
 
 
+def have_planes(checkpoint: Checkpoint) -> bool:
+    """Tells whether all experts of a checkpoint lie by bit planes, read from its headers."""
+    if not checkpoint.planes or not checkpoint.config.moe_layers:
+        return False
+    reader = CheckpointReader(checkpoint.directory, checkpoint.config, dtype=np.dtype(np.float32))
+    return _plane_widths([reader.leaves[leaf] for leaf in EXPERT_LEAVES]) is not None
+
+
+def _plane_widths(leaves: Sequence[LeafPlan]) -> tuple[int, ...] | None:
+    """Bits of the planes that all leaves have alike, or None."""
+    found = set()
+    for plan in leaves:
+        if not isinstance(plan.kind, CodesKind) or not plan.kind.by_planes:
+            return None
+        found.add(layout.PREFIX_PLANES[plan.kind.bits])
+    return found.pop() if len(found) == 1 else None
+
+
 def _last_plane_bits(leaves: Sequence[LeafPlan]) -> int:
-    widths = {
-        layout.PREFIX_PLANES[plan.kind.bits][-1]
-        for plan in leaves
-        if isinstance(plan.kind, CodesKind) and plan.kind.by_planes
-    }
-    if len(widths) != 1:
+    if (widths := _plane_widths(leaves)) is None:
         raise ValueError("the experts do not lie by bit planes of one width")
-    return widths.pop()
+    return widths[-1]
 
 
 def open_experts(

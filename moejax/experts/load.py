@@ -206,21 +206,20 @@ def _over_base(
     """Plans a first tier of one plane over a second one, of the same checkpoint.
 
     So an expert in high precision counts once (DynaExq eq. 3.5). Returns None where that cannot be:
-    the tiers are no such prefixes, the second one has no room for every expert, or host memory has
-    none for all rows. Then each tier has whole copies.
+    the second tier is not one plane and the first one that and one more, there is no room for every
+    expert of the second, or host memory has none for all rows. Then each tier has whole copies.
     """
     if len(tiers) != 2 or sources[0].directory != sources[1].directory:
         return None
-    widths = sources[0].planes
-    bits = [source.read_bits for source in sources]
-    if not all(bits) or layout.PREFIX_PLANES[bits[0]][:-1] != layout.PREFIX_PLANES[bits[1]]:
+    planes = [layout.PREFIX_PLANES.get(source.read_bits, ()) for source in sources]
+    if len(planes[0]) != 2 or len(planes[1]) != 1 or planes[0][:1] != planes[1]:
         return None
-    assert set(bits) <= set(widths)
     high, low = tiers
     plane = high.expert_nbytes - low.expert_nbytes  # the base has all scales and zeros
     try:
         found = plan([dataclasses.replace(high, expert_nbytes=plane), low])
     except BudgetError:
+        logging.info("no room for the base plane of every expert: each tier has whole copies")
         return None
     first, second = found.tiers
     is_full = second.slots == second.num_experts and second.banks == 1

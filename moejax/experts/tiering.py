@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moejax.checkpoints.experts import have_planes
 from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.checkpoints.verify import verify_checkpoint
 from moejax.errors import MoejaxError
@@ -127,9 +128,9 @@ def open_like(source: str, own: Checkpoint, option: str, read_bits: int = 0) -> 
 
 
 def open_tier(tier: StoredTier, own: Checkpoint) -> tuple[StoredTier, Checkpoint]:
-    """Opens a tier's checkpoint; of bit planes int4 and the like are prefixes as stored."""
+    """Opens a tier's checkpoint; of experts by bit planes int4 and the like are their prefixes."""
     found = open_like(tier.source, own, "policy.tiers: ")
-    if (bits := MADE.get(tier.name)) in found.planes:
+    if (bits := MADE.get(tier.name)) in found.planes and have_planes(found):
         tier = StoredTier(tier.name, tier.source or str(found.directory))
         found = dataclasses.replace(found, read_bits=bits)
     return tier, found

@@ -135,9 +135,14 @@ def matrix_entry(path: Path, name: str, entry: Any) -> MatrixEntry:
     except (KeyError, TypeError, AttributeError) as error:
         raise MoejaxError(f"{path}: the entry of {name} is broken ({error!r})") from error
     if found.planes:
-        is_whole &= all(type(bits) is int for bits in found.planes)
-        is_whole &= planes_refusal(found.planes) is None and found.planes[-1] == found.bits
-        is_whole &= found.zero_kind == "float"
+        is_whole = (
+            is_whole
+            and all(type(bits) is int for bits in found.planes)
+            and planes_refusal(found.planes) is None
+            and found.planes[-1] == found.bits
+            and found.zero_kind == "float"
+            and (not entry.get("rank") or found.compensated_bits in found.planes)
+        )
     if not is_whole or found.bits not in layout.BITS or found.zero_kind not in ZERO_KINDS:
         raise MoejaxError(f"{path}: the entry of {name} is not understood: {entry}")
     return found
