@@ -354,7 +354,7 @@ BROKEN: dict[str, tuple[Callable[[Operands], Operands], str]] = {
     ),
     "refinements where the first planes lie": (
         lambda of: _with_slots(of, lambda slots: np.arange(len(slots), dtype=np.int32)),
-        "every_code_apart_int4",
+        "apart_int4_shared",
     ),
     "refinements of another matrix": (
         lambda of: _with_slots(of, lambda slots: slots - np.int32(1)), "apart_int4_shared"
