@@ -147,7 +147,10 @@ class JointCodesTest(parameterized.TestCase):
         two = np.asarray(dequantize(found.codes, grid, grid.widths[-1]))
         four = np.asarray(dequantize(found.codes, grid))
         bare = dequantize(hqq(weights, grid), grid, grid.widths[-1])
-        error = lambda values: np.linalg.norm(np.asarray(weights) - values)  # noqa: E731
+
+        def error(values):
+            return np.linalg.norm(np.asarray(weights) - values)
+
         self.assertLess(error(two + product), 0.9 * error(np.asarray(bare)))
         self.assertLess(error(four), error(four + product))
 
@@ -349,8 +352,9 @@ class PlanesCheckpointTest(QuantizeTestCase):
         plain = quantize_checkpoint(self.job(output=self.directory / "plain")).output
         with self.assert_one_line("read_bits=2", "lists none"):
             open_checkpoint(str(plain), 2)
-        with self.assert_one_line("planes=a,4 must be widths"):
-            parse_planes("a,4")
+        for text in ("a,4", "\N{SUPERSCRIPT TWO},4"):
+            with self.assert_one_line(f"planes={text} must be widths"):
+                parse_planes(text)
         for how, said in (
             ({"method": "autoround"}, "chooses codes of one width"),
             ({"method": "milo+"}, "chooses codes of one width"),
@@ -428,8 +432,12 @@ class PlanesCheckpointTest(QuantizeTestCase):
         job = self.planes_job()
         quantize_checkpoint(job)
         tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(2, 2))
-        with Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine:
+        with (
+            self.assertLogs("absl", "WARNING") as logs,
+            Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine,
+        ):
             self.assertLen(engine.generate([[3, 4, 5]], max_new_tokens=4)[0].tokens, 4)
+            self.assertIn("have whole copies, not planes", "\n".join(logs.output))
             widths = [tier.store.gate_up.bits for tier in engine._runner.memory.tiers]
         self.assertEqual(widths, [4, 2])
 

@@ -1,5 +1,6 @@
 """Loads weights and movable experts of a checkpoint under limits and a policy."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -216,16 +217,17 @@ def _over_base(
         return None
     high, low = tiers
     plane = high.expert_nbytes - low.expert_nbytes  # the base has all scales and zeros
-    try:
+    with contextlib.suppress(BudgetError):
         found = plan([dataclasses.replace(high, expert_nbytes=plane), low])
-    except BudgetError:
-        logging.info("no room for the base plane of every expert: each tier has whole copies")
-        return None
-    first, second = found.tiers
-    is_full = second.slots == second.num_experts and second.banks == 1
-    if not is_full or min(first.host_share, second.host_share) < 1:
-        return None
-    return found, (True, False)
+        first, second = found.tiers
+        is_full = second.slots == second.num_experts and second.banks == 1
+        if is_full and min(first.host_share, second.host_share) == 1:
+            return found, (True, False)
+    logging.warning(
+        "tiers %s and %s have whole copies, not planes: that needs the base plane of every expert "
+        "on the device and in host memory", high.name, low.name,
+    )  # fmt: skip
+    return None
 
 
 def budget_of_tiers(

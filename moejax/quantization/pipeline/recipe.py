@@ -143,7 +143,7 @@ class Recipe:
 def parse_planes(text: str) -> tuple[int, ...]:
     """Parses the widths of bit planes, "2,4"; MoejaxError if they are no widths of one code."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise MoejaxError(f"planes={text} must be widths, such as 2,4")
     planes = tuple(map(int, parts))
     if reason := planes_refusal(planes):
