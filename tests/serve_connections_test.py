@@ -152,7 +152,7 @@ class NumbersTest(absltest.TestCase):
         )
         found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
         few, many = map(int, found.stdout.split())
-        self.assertEqual((few, many), (448, 448))
+        self.assertEqual((few, many), (512, 704))
 
 
 class FramingTest(parameterized.TestCase):

@@ -1,6 +1,7 @@
 """`python -m moejax.serve` as a process: its start, its end, its errors; the stress, shortened."""
 
 import argparse
+import asyncio
 import contextlib
 import http.client
 import json
@@ -20,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from moejax import Engine, cli, serve
 from moejax.config.serve import ServeConfig
@@ -28,7 +29,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.ledger import Ledger, TierLedger
 from moejax.serving import foreign_fields
 from moejax.serving.metrics import Metrics
-from tests import slow
+from tests import commands, slow
 from tests.serving_case import served, shared_engine, tiny_chat_engine
 
 ROOT = Path(__file__).parents[1]
@@ -180,6 +181,73 @@ class ProcessTest(parameterized.TestCase):
             self.assertNotIn("Traceback", said)
 
     @pytest.mark.slow
+    def test_more_clients_than_open_files_reset_nobody(self):
+        """Each waits or gets 503; 32 others have all the room, as their bodies do not come."""
+        body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+        async def connect(sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            return reader, writer
+
+        async def status(sent: bytes) -> int:
+            reader, writer = await connect(sent)
+            line = await reader.readline()  # raises if the connection is reset
+            writer.close()
+            return int(line.split()[1])
+
+        async def ask_all() -> tuple[list[int], bytes]:
+            busy = [await connect(head) for _ in range(32)]
+            refused = await asyncio.gather(*(status(head + body) for _ in range(400)))
+            busy[0][1].write(body)
+            answer = await busy[0][0].read()
+            for _, writer in busy:
+                writer.close()
+            return refused, answer
+
+        few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (352, 352))"
+        with patched(few, "--config.warm_up=False") as server:
+            port = ready_port(server)
+            refused, answer = asyncio.run(ask_all())
+            self.assertEqual(refused, [503] * 400)
+            self.assertStartsWith(answer, b"HTTP/1.1 200")
+            connection = asked(port, max_tokens=1)
+            self.assertEqual(connection.getresponse().status, 200)
+            connection.close()
+            server.send_signal(signal.SIGTERM)
+            _, said = server.communicate(timeout=30)
+        self.assertRegex(said, "^stopping: [^\n]*\n$")  # no word of files that cannot be opened
+
+    def test_the_defaults_are_safe(self):
+        """Only this machine's own programs may ask, and not before all programs are compiled."""
+        late = (
+            "import sys; from moejax.serving.programs import ServerPrograms as S; "
+            "S.compile = lambda *_: (print('warms up', file=sys.stderr), time.sleep(60))"
+        )
+        with patched(late) as server:
+            assert server.stderr is not None
+            listening = server.stderr.readline()
+            self.assertRegex(listening, r"^listening at http://127\.0\.0\.1:\d+\n$")
+            port = int(listening.rpartition(":")[2])
+            first = next(line for line in server.stderr if line.startswith(("warms", "ready")))
+            self.assertEqual(first, "warms up\n")
+            self.assertIs(health(port)[1]["ready"], False)
+            for header in ({"Origin": "https://a.example"}, {"Host": "a.example"}):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+                with contextlib.closing(connection):
+                    connection.request("GET", "/v1/models", headers=header)
+                    answer = connection.getresponse()
+                    self.assertEqual(answer.status, 403)
+                    self.assertNotIn("access-control-allow-origin", answer.headers)
+        config = ServeConfig()
+        self.assertEqual((config.host, config.api_key, config.api_key_file), ("127.0.0.1", "", ""))
+        self.assertEqual((config.allowed_hosts, config.cors_origins), ((), ()))
+        self.assertLessEqual(config.max_answers, config.queue_limit)
+        self.assertLessEqual(config.max_answers, 128)
+
+    @pytest.mark.slow
     def test_one_line_errors(self):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -227,11 +295,23 @@ class ConfigTest(parameterized.TestCase):
         ("--config.cors_origins=('',)", "cors_origins holds an empty text"),
         ("--config.record_trace=x.trace", "record_trace"),
         ("--config.fidelity_share=0.5", "fidelity_share"),
+        ("--config.max_answers=0", "max_answers=0"),
+        ("--config.max_body_bytes=0", "max_body_bytes=0"),
+        ("--config.grace_s=-1", "grace_s=-1"),
+        ("--config.allowed_hosts=('',)", "allowed_hosts holds an empty text"),
+        ("--config.trace_dir=x", "trace_dir is not for a server"),
+        ("--config.api_key_file=no/such", "api_key_file="),
+        ("--config.host=no.such.invalid", "host=no.such.invalid: "),
+        ("--config.warm_up=perhaps", "warm_up='perhaps' must be true or false"),
         ("--config.hots=a", "did you mean 'host'"),
     )
-    def test_a_bad_one_is_named(self, flag, said):
-        with self.assertRaisesRegex(MoejaxError, re.escape(said)):
-            cli.parse(serve.COMMAND, ["serve", flag])
+    def test_what_the_configuration_forbids(self, flag, said):
+        """The command ends with one line before it loads a model."""
+        with absltest.mock.patch("moejax.serving.server.Batcher", side_effect=AssertionError):
+            status, out, err = commands.run(serve.COMMAND, flag)
+        self.assertIn(status, (1, 2))
+        self.assertEqual(out, "")
+        self.assertRegex(err, rf"\Aerror: [^\n]*{re.escape(said)}[^\n]*\n\Z")
 
     def test_a_key_in_a_file(self):
         with tempfile.TemporaryDirectory() as place:

@@ -14,13 +14,12 @@ from typing import Any
 from unittest import mock
 
 import openai
-import uvicorn
 
 from moejax import Engine
 from moejax.inference.generation import GenerationSettings
 from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher
-from moejax.serving.connections import ConnectionLimits, Connections
+from moejax.serving.connections import ConnectionLimits, Connections, LimitedServer
 from moejax.serving.metrics import Metrics
 from moejax.serving.server import bind, uvicorn_config
 from moejax.text.tokenizer import Tokenizer
@@ -116,8 +115,8 @@ def served(
         max_body_bytes=max_body_bytes, most_answers=settings["queue_limit"], access=access,
     )  # fmt: skip
     with contextlib.closing(bind("127.0.0.1", 0)) as listening:
-        config = uvicorn_config(api.application(), Connections(limits))
-        server = uvicorn.Server(config)
+        connections = Connections(limits)
+        server = LimitedServer(uvicorn_config(api.application(), connections), connections)
         thread = threading.Thread(target=server.run, args=([listening],))
         batcher.start()
         thread.start()

@@ -2,20 +2,25 @@
 
 uvicorn has a time limit between requests alone. A client that connects and is silent, sends half a
 header, goes on with a body after its answer, or does not read, would keep its connection for ever.
+Nor does it stop accepting, so that many clients at once would take all open files.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import resource
+import socket
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moejax.serving.errors import ApiError, raw_error, unavailable
 
-BACKLOG = 256  # connections that the kernel keeps until they are accepted, many at a time
-MOST_REFUSED = 64  # connections over the limit that are told so; further ones are closed at once
+BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+MOST_REFUSED = 64  # connections over the limit that are told so; further ones wait in the kernel
 REFUSED_S = 1.0  # a refused client may take to send its request and read the answer
+NO_FILES_S = 0.1  # until a connection is accepted once more where no file could be opened
 OTHER_FILES = 256  # descriptors that checkpoints, logs and the event loop may take
 
 
@@ -39,6 +44,8 @@ class Connections:
         self._open: set[LimitedProtocol] = set()
         self._idle: dict[LimitedProtocol, None] = {}  # without a request, the longest first
         self._refused: set[LimitedProtocol] = set()
+        self._has_room = asyncio.Event()  # whether one more may be accepted
+        self._has_room.set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -55,12 +62,15 @@ class Connections:
         self._open.add(one)
         return True
 
-    def refuse(self, one: "LimitedProtocol") -> bool:
-        """Whether a connection over the limit gets an answer before it is closed."""
-        if len(self._refused) >= MOST_REFUSED:
-            return False
+    def refuse(self, one: "LimitedProtocol") -> None:
+        """Counts a connection over the limit until it is closed."""
         self._refused.add(one)
-        return True
+        if len(self._refused) >= MOST_REFUSED:
+            self._has_room.clear()
+
+    async def room(self) -> None:
+        """Waits while as many are refused as may be."""
+        await self._has_room.wait()
 
     def set_idle(self, one: "LimitedProtocol", is_idle: bool) -> None:
         """Sets whether a connection is idle, without a request."""
@@ -74,6 +84,8 @@ class Connections:
         self._open.discard(one)
         self._idle.pop(one, None)
         self._refused.discard(one)
+        if len(self._refused) < MOST_REFUSED:
+            self._has_room.set()
 
     def end(self, error: ApiError) -> None:
         """Closes all connections; sends the error where no answer has begun."""
@@ -100,10 +112,8 @@ class LimitedProtocol(H11Protocol):
             self._watch()
             return
         self._is_refused = True
-        if self._all.refuse(self):
-            self._start("refused", REFUSED_S, transport.abort)
-        else:
-            transport.abort()
+        self._all.refuse(self)
+        self._start("refused", REFUSED_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         """Reads a part; asyncio calls it."""
@@ -167,9 +177,50 @@ class LimitedProtocol(H11Protocol):
             timer.cancel()
 
 
+class LimitedServer(uvicorn.Server):
+    """Server of uvicorn that accepts a connection when it is sure to have a descriptor for it."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections):
+        super().__init__(config)
+        self._connections = connections
+        self._accepting: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept; uvicorn calls it."""
+        await super().startup(sockets=[])
+        self._accepting = [asyncio.create_task(self._accept(one)) for one in sockets or ()]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts no more, and lets requests end; uvicorn calls it."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        listening.setblocking(False)
+        while True:
+            await self._connections.room()
+            try:
+                accepted, _ = await loop.sock_accept(listening)
+            except ConnectionAbortedError:
+                continue
+            except OSError:  # the process, or the machine, has no more files
+                await asyncio.sleep(NO_FILES_S)
+                continue
+            with contextlib.suppress(OSError):  # it is gone already
+                await loop.connect_accepted_socket(self._protocol, accepted)
+
+    def _protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        state, app_state = self.server_state, self.lifespan.state
+        return make(config=self.config, server_state=state, app_state=app_state)
+
+
 def most_connections(wanted: int) -> int:
     """Connections that the process's limit of open files allows, raised where that may be."""
-    others = BACKLOG + MOST_REFUSED + OTHER_FILES
+    others = MOST_REFUSED + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted + others:
         may = hard if hard != resource.RLIM_INFINITY else wanted + others

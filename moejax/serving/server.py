@@ -26,6 +26,7 @@ from moejax.serving.connections import (
     ConnectionLimits,
     Connections,
     LimitedProtocol,
+    LimitedServer,
     most_connections,
 )
 from moejax.serving.errors import unavailable
@@ -35,15 +36,14 @@ _LATE_S = 2.0  # after the grace, to tell the clients
 _COMPILES_S = 1.0  # as long as a program may compile before those that wait for it are told
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn's server; at its end running answers get a grace to finish."""
+class _Server(LimitedServer):
+    """The server; at its end running answers get a grace to finish."""
 
     def __init__(
         self, config: uvicorn.Config, batcher: Batcher, connections: Connections, grace_s: float
     ):
-        super().__init__(config)
+        super().__init__(config, connections)
         self._batcher = batcher
-        self._connections = connections
         self._grace_s = grace_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -159,7 +159,7 @@ def uvicorn_config(application: Starlette, connections: Connections) -> uvicorn.
     protocol: Any = functools.partial(LimitedProtocol, all_connections=connections)
     return uvicorn.Config(
         application, log_level="error", access_log=False, lifespan="off", ws="none",
-        loop="asyncio", http=protocol, backlog=BACKLOG, server_header=False,
+        loop="asyncio", http=protocol, server_header=False,
         timeout_keep_alive=int(limits.idle_s),
     )  # fmt: skip
 
