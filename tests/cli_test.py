@@ -5,6 +5,7 @@ import dataclasses
 import io
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
 from moejax.inference import report
 from moejax.inference.generation import Chunk, Generation, Timing
+from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.dymoe import DyMoE
+from moejax.policies.dynaexq import DynaExq
 from tests import commands
 from tests.folder_case import FolderTestCase
 
@@ -393,6 +397,17 @@ class CliTest(FolderTestCase):
             self.assertIn(f"  {name} ", out)
         self.assertIn("  --config.memory.device_gib ", out)
         self.assertNotIn("  --config.memory ", out)
+
+    @parameterized.parameters(("dymoe", DyMoE()), ("dynaexq", DynaExq()), ("buddymoe", BuddyMoe()))
+    def test_help_shows_the_settings_of_the_named_policy(self, name, policy):
+        out, _ = self.run_main(f"--config.policy.name={name}", "--help")
+        shown = out.split(f"\nSettings of {name} and their defaults, for policy.settings:\n")[1]
+        for field in dataclasses.fields(policy):
+            if field.name != "lists":  # the checkpoint's
+                value = getattr(policy, field.name)
+                said = "" if value == () else re.escape(str(value))
+                self.assertRegex(shown, rf"(?m)^  {field.name}={said} +\S", field.name)
+        self.assertNotIn("Settings of", self.run_main("--help")[0])
 
     @parameterized.parameters(
         (["--config.memory.device_gib=1.5"],), (["--config.memory.device_gib", "1.5"],)

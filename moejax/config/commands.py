@@ -48,7 +48,9 @@ class MemoryConfig(RunConfig):
         "slots through which other experts stream; 0: enough to keep the link busy",
         least=0,
     )
-    prefetch: int = option(Limits.prefetch, "experts of the next layer to prefetch", least=0)
+    prefetch: int = option(
+        Limits.prefetch, "experts of the next layer to prefetch; 0: none", least=0
+    )
     prefetch_in: str = option(
         Limits.prefetch_in, "steps that prefetch: both, prefill (of prompts) or decode"
     )

@@ -47,7 +47,7 @@ class ProfileConfig(RunConfig):
     )
     max_buddies: int = option(16, "most buddies per list", least=1)
     smoothing: float = option(1.0, "added to every pair's count (Laplace)", least=0)
-    warmup: int = option(0, "first tokens of each window, with less weight", least=0)
+    warmup: int = option(0, "first tokens of each window, with less weight; 0: none", least=0)
     warmup_weight: float = option(0.0, "weight of warmup tokens; 0: none", least=0, most=1)
     percentile: float = option(
         10.0, "share of the tokens (%) that the TAE gate holds back in each layer; 0: none",

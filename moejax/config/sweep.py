@@ -41,7 +41,7 @@ class SweepConfig(RunConfig):
     recommend: bool = option(
         False, "no grid: the fastest policy in device_gib that keeps the floor, and how to run it"
     )
-    device_gib: float = option(0.0, "recommend: accelerator memory for experts, GiB")
+    device_gib: float = option(0.0, "recommend: accelerator memory for experts, GiB; 0: not given")
     floor: float = option(
         0.95, "recommend: least share of the gate mass served like the first tier", least=0, most=1
     )
@@ -49,13 +49,13 @@ class SweepConfig(RunConfig):
         -1, "most experts in flight between calls of 16 steps, like memory.bulk; -1: the engine's",
         least=-1,
     )  # fmt: skip
-    base_ms: float = option(0.0, "milliseconds of a decode step without misses")
+    base_ms: float = option(0.0, "milliseconds of a decode step without misses; 0: transfers alone")
     links: tuple[str, ...] = option(
         ("50", "12"), "GiB/s from host to device: PCIe 5 x16 about 50, PCIe 3 x16 about 12"
     )
-    fetch_ms: float = option(0.0, "milliseconds of overhead per fetching launch")
+    fetch_ms: float = option(0.0, "milliseconds of overhead per fetching launch; 0: none")
     overlap: float = option(
-        0.0, "share of a layer's time that can hide prefetch: 0 the engine's, 1 ideal"
+        0.0, "share of a layer's time that can hide prefetch; 0: the engine's, 1: ideal"
     )
     calibration: str = option(
         "",
