@@ -14,6 +14,7 @@ from absl.testing import parameterized
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from moejax import generate
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.safetensors_reader import read_header
@@ -22,9 +23,11 @@ from moejax.checkpoints.verify import verify_checkpoint
 from moejax.demo import DEMO_DIRECTORY
 from moejax.errors import MoejaxError
 from moejax.files.checksums import CHECKSUMS, Checksum, checksum, checksum_fields
+from tests import commands
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq, Own
+from tests.random_checkpoints import write_tokenizer
 
 WEIGHTS = "model.safetensors"
 
@@ -197,6 +200,15 @@ class VerifyTest(FolderTestCase):
         self.assertRegex(
             verify_checkpoint(str(path)), f"^not verified: nothing says what the files of {path}"
         )
+
+    def test_a_run_says_so(self):
+        path = write_checkpoint("qwen3", self.directory)
+        write_tokenizer(path, 160)
+        given = {"checkpoint": path, "max_new_tokens": 1}
+        _, said = commands.succeed(generate.COMMAND, "--prompt=a", "--verify", **given)
+        self.assertRegex(said, f"(?m)^not verified: nothing says what the files of {path} should")
+        _, said = commands.succeed(generate.COMMAND, "--prompt=a", **given)
+        self.assertNotIn("verified", said)
 
     def test_demo(self):
         said = verify_checkpoint("demo")

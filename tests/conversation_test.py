@@ -1,5 +1,6 @@
 """Conversations: on a real terminal, in a pipe, from Python; Ctrl-C while XLA compiles."""
 
+import functools
 import io
 import os
 import pathlib
@@ -10,17 +11,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import psutil
 import transformers
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from moejax import generate
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import compile_notice
+from moejax.inference.generation import Chunk
 from tests import commands
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
@@ -99,8 +102,10 @@ class ConversationTest(FolderTestCase):
     def piped(self, text: bytes, *arguments: str) -> tuple[int, str, str]:
         return commands.run(generate.COMMAND, *self.common, *arguments, stdin=text)
 
-    def answer(self, prompt: str) -> str:
-        out, _ = commands.succeed(generate.COMMAND, *self.common, f"--prompt={prompt}")
+    @classmethod
+    @functools.cache
+    def answer(cls, prompt: str) -> str:
+        out, _ = commands.succeed(generate.COMMAND, *cls.common, f"--prompt={prompt}")
         return out.removesuffix("\n")
 
     def test_piped_lines_are_turns(self):
@@ -113,6 +118,48 @@ class ConversationTest(FolderTestCase):
         self.assertIn("there is no command /nothing: /help, /reset,", err)
         self.assertEqual(err.count("new tokens 6"), 3)
         self.assertNotIn("> ", err + out)
+
+    @parameterized.parameters(("auto", ""), ("on", "[True]"), ("off", "[False]"))
+    def test_thinking_by_flag_and_by_command(self, flag, first):
+        text = b"ab\n/think\n/reset\nab\n/no_think\n/reset\nab\n"
+        status, out, err = self.piped(text, "--chat", f"--config.thinking={flag}")
+        expected = [self.answer(f"u:ab!{how}") for how in (first, "[True]", "[False]")]
+        self.assertEqual((status, out), (0, "\n".join(expected) + "\n"), err)
+        self.assertNotIn("changes nothing", err)
+
+    def test_thinking_that_the_template_does_not_know(self):
+        path = self.checkpoint / "chat_template.jinja"
+        path.write_text(TEMPLATE.partition("{% if")[0])
+        self.addCleanup(path.write_text, TEMPLATE)
+        for text, flag in ((b"/think\n/no_think\n", "auto"), (b"/reset\n", "on")):
+            _, _, err = self.piped(text, "--chat", f"--config.thinking={flag}")
+            said = "the model's chat template has no enable_thinking: the setting changes nothing"
+            self.assertEqual(err.count(said), len(text.splitlines()), err)
+
+    def test_ctrl_c_ends_an_answer_and_its_part_stays_in_the_conversation(self):
+        stream = Engine.stream
+
+        def interrupted(engine: Engine, prompt: Any, **how: Any) -> Iterator[Chunk]:
+            for i, chunk in enumerate(stream(engine, prompt, **how)):
+                yield chunk
+                if i == 2 and not seen:
+                    seen.append(chunk)
+                    signal.raise_signal(signal.SIGINT)
+
+        seen: list[Chunk] = []
+        typed = mock.Mock(isatty=lambda: True)
+        with (
+            mock.patch.object(Engine, "stream", interrupted),
+            mock.patch.object(sys, "stdin", typed),
+            mock.patch("builtins.input", side_effect=["ab", "cd", EOFError]),
+        ):
+            out, err = commands.succeed(generate.COMMAND, *self.common, "--chat")
+        part, second, _ = out.split("\n")
+        whole = self.answer("u:ab!")
+        self.assertStartsWith(whole, part)
+        self.assertNotIn(part, ("", whole))
+        self.assertIn("interrupted; Ctrl-C once more, or Ctrl-D, ends the conversation\n", err)
+        self.assertEqual(second, self.answer(f"u:ab!a:{part}!u:cd!"))
 
     def test_what_is_piped_may_be_wrong(self):
         for text, arguments, said in (

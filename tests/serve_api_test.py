@@ -297,7 +297,10 @@ class ErrorsTest(parameterized.TestCase):
             "type": "TemplateProcessing", "single": text_b, "pair": [], "special_tokens": {},
         }  # fmt: skip
         panics = tokenizers.Tokenizer.from_str(json.dumps(fields))
-        with mock.patch.object(ENGINE.tokenizer, "_encoder", panics):
+        with (
+            mock.patch.object(ENGINE.tokenizer, "_encoder", panics),
+            self.assertNoLogs(), self.assertNoLogs("uvicorn"),
+        ):  # fmt: skip
             status, answer, _ = SERVER.post("/v1/completions", {"prompt": "a"})
         self.assertEqual(status, 400)
         self.assertRegex(answer["error"]["message"], "^the tokenizer of .* failed: [^\n]*$")
@@ -352,6 +355,7 @@ class ErrorsTest(parameterized.TestCase):
         ({"top_logprobs": 2}, "top_logprobs"), ({"enable_thinking": "yes"}, "enable_thinking"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"reasoning_effort": 3}, "reasoning_effort"), ({"echo": True}, "echo"),
+        ({"chat_template": "{{ 'a' * 10**10 }}"}, "chat_template"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"messages": [{"role": "user", "content": ""}] * 2049}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2049}]},
@@ -362,6 +366,7 @@ class ErrorsTest(parameterized.TestCase):
             body = {"messages": [{"role": "user", "content": "a"}], **body}
         status, said, _ = SERVER.post("/v1/chat/completions", body)
         self.assertEqual((status, said["error"]["param"]), (400, param), said)
+        self.assertNotIn("\n", said["error"]["message"])
 
     def test_what_asks_for_nothing_is_taken(self):
         body = {"prompt": "a", "max_tokens": 1, "presence_penalty": 0, "logit_bias": {}, "n": None}
