@@ -52,6 +52,10 @@ def ran(name: str) -> str:
 
 
 class InstallTest(parameterized.TestCase):
+    def test_readme_gives_the_installation(self):
+        for page in ("README.md", "docs/notebooks.md"):
+            self.assertIn("pip install '.[evaluation]'", (ROOT / page).read_text("utf-8"), page)
+
     @parameterized.parameters(*SCRIPTS)
     def test_what_is_missing_is_named_with_the_extra_that_has_it(self, name):
         # `pip install .`, as the README has it, brings no matplotlib.
