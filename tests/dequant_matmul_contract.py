@@ -110,6 +110,21 @@ def _whole_row_cases() -> dict[str, Case]:
     }
 
 
+def _long_group_cases() -> dict[str, Case]:
+    """Many rows, whose sums a kernel may take beforehand, and groups longer than it takes of K."""
+    return {
+        f"int{bits}g{group_size}_33_rows": Case(
+            Form(bits, group_size, zero_kind), rows=33, outputs=40, inputs=512, dtype=dtype
+        )
+        for bits, group_size, zero_kind, dtype in (
+            (2, 128, "float", "float16"),
+            (3, 128, "symmetric", "bfloat16"),
+            (4, 128, "integer", "bfloat16"),
+            (8, 128, "integer", "float16"),
+        )
+    }
+
+
 def _low_rank_cases() -> dict[str, Case]:
     """Factors of every kind. Pools hold other matrices' rows, and the third matrix has none."""
     ranks = (5, 2, 0)
@@ -219,7 +234,10 @@ def _whole_cases() -> dict[str, Case]:
 
 _APART = _apart_cases()
 WHOLE = _whole_cases() | {name: c for name, c in _APART.items() if name.startswith("whole_")}
-CASES = _form_cases() | _whole_row_cases() | _low_rank_cases() | _code_cases() | _APART | WHOLE
+CASES = (
+    _form_cases() | _whole_row_cases() | _long_group_cases() | _low_rank_cases() | _code_cases()
+    | _APART | WHOLE
+)  # fmt: skip
 
 
 # An interpreted Triton kernel takes seconds to compile: what differs from other cases in numbers

@@ -59,7 +59,7 @@ FAST = (
     "whole_every_code_int2", "whole_every_code_int3", "whole_every_code_int4",
     "whole_every_code_int8", "whole_every_code_apart_int3", "whole_every_code_apart_int4",
     "every_code_apart_int4", "whole_apart_int4_shared", "whole_int3g128_float",
-    "whole_plain_bfloat16", "whole_low_rank_32",
+    "whole_plain_bfloat16", "whole_low_rank_32", "int4g128_33_rows",
 )  # fmt: skip
 
 

@@ -64,6 +64,10 @@ CASES = {
     "prefill_tiers_and_terms": Case(
         (WITH_TERMS, alike(PLAIN, 2), INT4_TERMS), tokens=150, skipped=0.2
     ),
+    "prefill_long_groups": Case(
+        (alike(Form(4, 128, "integer")), Tier(Form(2, 256), INT8)), tokens=150, model_dim=512,
+        expert_dim=256,
+    ),
     "prefill_one_expert_owns_all_rows": Case(
         (alike(INT2),), tokens=300, width=1, pairs=(((0, 1),),) * 300
     ),

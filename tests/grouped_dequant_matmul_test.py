@@ -60,7 +60,7 @@ FAST = (
     ("mosaic", "whole_apart_and_int2"), ("triton", "apart_and_int2"),
     ("mosaic", "whole_low_rank_and_plain"), ("mosaic", "whole_one_token"),
     ("triton", "an_expert_twice_for_a_token"), ("triton", "int8"),
-    ("triton", "int4_int2_and_skipped"), ("triton", "plain"),
+    ("triton", "int4_int2_and_skipped"), ("triton", "plain"), ("triton", "prefill_long_groups"),
 )  # fmt: skip
 FAST_REFERENCE = (
     "int2_gate_up_int4_down", "int3_by_row", "int4_int2_and_skipped", "int8", "low_rank",

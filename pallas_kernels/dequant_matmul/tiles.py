@@ -177,7 +177,7 @@ def prefill_tiles(
     """Chooses large tiles with steps as short as the widest form allows, at least 64."""
     step = max(64, *(triton_product.min_step(weights) for weights in tiers))
     packed = [weights for weights in tiers if weights.bits != PLAIN_BITS]
-    if not all(triton_product.given_sums(weights, step) for weights in packed):
+    if not all(triton_product.sum_size(weights, step) for weights in packed):
         # Products by piece, and of the sums: too many accumulators for larger tiles on sm_100.
         block_m = min(block_m, MAX_DECODE_ROWS)
     tiles = TritonTiles(

@@ -64,9 +64,9 @@ def _columns(x_ref: Ref, sums_ref: Ref | None, rows: jax.Array) -> Columns:
         mask = mask_m[:, None] & (k < num_inputs)[None, :]
         return pltriton.load(x_ref.at[rows[:, None], k[None, :]], mask=mask, other=0.0)
 
-    def sums(group: Any) -> jax.Array:
+    def sums(index: Any) -> jax.Array:
         assert sums_ref is not None
-        return pltriton.load(sums_ref.at[group, rows], mask=mask_m, other=0.0)
+        return pltriton.load(sums_ref.at[index, rows], mask=mask_m, other=0.0)
 
     return Columns(load, None if sums_ref is None else sums, x_ref.dtype)
 
@@ -200,8 +200,8 @@ def dequant_matmul_triton(
     num_rows, num_outputs = x.shape[0], weights.num_outputs
     thin = _thin(x, slot, low_rank, interpret) if low_rank else None
     sums = None
-    if tiles.block_m > 32 and triton_product.given_sums(weights, tiles.step):
-        sums = triton_product.group_sums(x, weights.group_size)
+    if tiles.block_m > 32 and (size := triton_product.sum_size(weights, tiles.step)):
+        sums = triton_product.sums_of(x, size)
     leaves, treedef = jax.tree.flatten((x, sums, slot, weights, low_rank, thin))
     whole = tiles.split_k == 1
     out = launch.triton_call(

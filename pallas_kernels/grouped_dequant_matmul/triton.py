@@ -69,7 +69,7 @@ class _Operands(NamedTuple):
     """Operands of a launch: arrays, or refs inside it."""
 
     rows: jax.Array  # [R, K]
-    sums: tuple[jax.Array | None, ...]  # of each tier float32[G, R], where it takes them
+    sums: tuple[jax.Array | None, ...]  # of each tier, `sums_of` its rows, where it takes them
     source: _Pairs | Blocks
     tiers: tuple[PackedMatrices, ...]
     low_rank: tuple[tuple[LowRank, ...], ...]
@@ -251,10 +251,9 @@ class _Call:
             source = make_blocks(assignments, tiers, tiles.block_m)
             by_size: dict[int, jax.Array] = {}
             for i, weights in enumerate(tiers):
-                if triton_product.given_sums(weights, _step(weights, tiles)):
-                    size = weights.group_size
+                if size := triton_product.sum_size(weights, _step(weights, tiles)):
                     if size not in by_size:
-                        by_size[size] = triton_product.group_sums(rows, size)
+                        by_size[size] = triton_product.sums_of(rows, size)
                     sums[i] = by_size[size]
             programs = self.num_pairs // tiles.block_m + EXTRA_PROGRAMS
             self.programs = min(source.tier.shape[0], programs)
@@ -413,7 +412,7 @@ def _gathered_columns(x: Ref, sums: Ref | None, rows: jax.Array, mask: jax.Array
     """Gathers rows of x [R, K] by index; zero where masked.
 
     Args:
-      sums: ref of float32[G, R], or None.
+      sums: ref of `sums_of` x, or None.
       rows: int32[columns].
       mask: bool[columns].
     """
@@ -425,8 +424,8 @@ def _gathered_columns(x: Ref, sums: Ref | None, rows: jax.Array, mask: jax.Array
         view: Ref = x.at[rows[:, None], k[None, :]]
         return pltriton.load(view, mask=inside, other=0.0)
 
-    def load_sums(group: Any) -> jax.Array:
+    def load_sums(index: Any) -> jax.Array:
         assert sums is not None
-        return pltriton.load(sums.at[group, rows], mask=mask, other=0.0)
+        return pltriton.load(sums.at[index, rows], mask=mask, other=0.0)
 
     return Columns(load, None if sums is None else load_sums, x.dtype)

@@ -31,7 +31,7 @@ class Columns(NamedTuple):
     """Rows of x that a program multiplies: the columns of its tile."""
 
     load: Callable[[Int, int], jax.Array]  # (first k, count) -> [columns, count]; 0 beyond K
-    sums: Callable[[Int], jax.Array] | None  # group -> float32[columns]; None: not given
+    sums: Callable[[Int], jax.Array] | None  # index -> float32[columns], see `sums_of`
     dtype: Any
 
 
@@ -58,17 +58,23 @@ def num_steps(weights: PackedMatrices, step: int) -> int:
     return weights.num_inputs // layout.BLOCK * (layout.BLOCK // step)
 
 
-def given_sums(weights: PackedMatrices, step: int) -> bool:
-    """Whether sums of x per group (`group_sums`) can be used with steps of `step`."""
-    if weights.bits == PLAIN_BITS or weights.num_inputs % weights.group_size:
-        return False
-    size = weights.group_size
-    return weights.num_inputs % layout.BLOCK == 0 and (size % step == 0 or step % size == 0)
+def sum_size(weights: PackedMatrices, step: int) -> int | None:
+    """Consecutive k of one given sum of x (`sums_of`) with steps of `step`; None: none are given.
+
+    A group that is longer than a step has one sum for each of its steps, one that is a whole row
+    has one in all.
+    """
+    size, num_inputs = weights.group_size, weights.num_inputs
+    if weights.bits == PLAIN_BITS or num_inputs % size or num_inputs % layout.BLOCK:
+        return None
+    if weights.num_groups == 1:
+        return size
+    return min(size, step) if size % step == 0 or step % size == 0 else None
 
 
-def group_sums(x: jax.Array, group_size: int) -> jax.Array:
-    """Sums of the rows of x over the groups, float32[G, M]."""
-    return jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], -1, group_size), axis=-1).T
+def sums_of(x: jax.Array, size: int) -> jax.Array:
+    """Sums of the rows of x over each `size` consecutive k, float32[K / size, M]."""
+    return jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], -1, size), axis=-1).T
 
 
 def indices(tile: Int, count: int) -> jax.Array:
@@ -276,8 +282,9 @@ class _Product:
         if self.columns.sums is not None:
             if self.by_row:  # they come at the end
                 return products, None
-            group = quotient(first + pieces[0][0], self.weights.group_size)
-            return products, jnp.broadcast_to(self.columns.sums(group)[None, :], self.shape)
+            size = min(self.weights.group_size, self.step)
+            index = quotient(first + pieces[0][0], size)
+            return products, jnp.broadcast_to(self.columns.sums(index)[None, :], self.shape)
         if self.weights.zeros is None:
             return [p + sums for p in products], None
         return products, sums
