@@ -59,7 +59,7 @@ def measure(demo: Demo) -> Iterator[Finding]:
         kurtosis = np.asarray(excess_kurtosis(stack.matrices))
         quantized = _quantized(stack.matrices, "hqq", 3)
         residual = np.asarray(stack.matrices - _values(quantized))
-        error = np.sqrt(np.asarray(quantized.lost) / np.asarray(quantized.whole))
+        error = np.sqrt(np.asarray(quantized.lost[0]) / np.asarray(quantized.whole))
         spectra = np.linalg.svd(residual, compute_uv=False)
         spectra /= spectra[:, :1]
         small = (spectra < TAU).sum(-1)
