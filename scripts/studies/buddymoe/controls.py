@@ -105,7 +105,7 @@ class SoftBuddies(BuddyMoe):
         check_number("discount", self.discount, 0, 1)
 
     @property
-    def is_scored(self) -> bool:
+    def _is_scored(self) -> bool:
         """True: a discount changes the order of candidates."""
         return True
 
