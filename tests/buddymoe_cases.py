@@ -29,9 +29,12 @@ def routed(
     return probabilities, ids, weights / weights.sum(axis=-1, keepdims=True)
 
 
-def random_lists(rng: np.random.Generator, num_layers: int = LAYERS) -> BuddyLists:
+def random_lists(
+    rng: np.random.Generator, num_layers: int = LAYERS, num_experts: int = EXPERTS
+) -> BuddyLists:
     """Makes lists of every length from random co-activations."""
-    counts = rng.integers(0, 4, (num_layers, EXPERTS, EXPERTS)) * rng.integers(0, 2, EXPERTS)
+    shape = (num_layers, num_experts, num_experts)
+    counts = rng.integers(0, 4, shape) * rng.integers(0, 2, num_experts)
     return buddy_lists(conditional_coactivation(counts), 0.8, DEPTH)
 
 

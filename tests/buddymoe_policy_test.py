@@ -26,7 +26,6 @@ from tests.buddymoe_cases import (
     LAYERS,
     LISTS,
     SPEC,
-    TOKENS,
     WIDTH,
     as_lists,
     observation,
@@ -40,8 +39,8 @@ def expected_decision(
     """ids, replaced and searched, by the paper's loops and gates."""
     layer, active = int(o.layer), np.asarray(o.active)
     probabilities, ids, resident = map(np.asarray, (o.probabilities, o.ids, o.resident[0]))
-    may = np.zeros((TOKENS, WIDTH), bool)
-    for t in range(TOKENS):
+    may = np.zeros(ids.shape, bool)
+    for t in range(len(ids)):
         tae = paper.entropy(probabilities[t], ids[t])
         held = tae <= tau[layer] or paper.margin(probabilities[t], ids[t]) >= policy.tae_margin
         may[t] = active[t] and not held
@@ -50,12 +49,12 @@ def expected_decision(
     if policy.beta is not None and delta >= policy.beta:
         may[:] = False
     q, lists = policy.lists.q[layer], policy.lists.ids[layer]
-    scores = np.zeros((TOKENS, EXPERTS, EXPERTS))
+    scores = np.zeros((len(ids), *2 * probabilities.shape[1:]))
     z = np.log(probabilities.astype(np.float64))
     z = (z - z.min(axis=1, keepdims=True)) / np.ptp(z, axis=1, keepdims=True)
     for i, place in np.argwhere(lists >= 0):
         j = lists[i, place]
-        for t in range(TOKENS):
+        for t in range(len(ids)):
             hop = policy.hops[j] if policy.hops else 0
             scores[t, i, j] = paper.score(q[i, place], policy.eta, z[t, j], policy.kappa, hop)
     return paper.algorithm_1(

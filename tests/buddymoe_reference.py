@@ -3,6 +3,7 @@
 Axes: T tokens, K experts a token, E experts of a layer.
 """
 
+import collections
 import math
 
 import numpy as np
@@ -53,6 +54,66 @@ def beta_of_budget(
     is_last = np.append(falling[1:] < falling[:-1], True)
     affordable = falling[is_last & (bytes_down_to <= budget_bytes)]
     return float(affordable[-1]) if len(affordable) else math.inf
+
+
+def likely_experts(predicted: np.ndarray, width: int, count: int, *, is_prefill: bool) -> set[int]:
+    """Chooses what to prefetch of the next layer (section 2.3, Figure 3), at most `count` experts.
+
+    Of a prompt, those among the first `width` of the most tokens; in decode, those of the largest
+    probability, summed over tokens.
+
+    Args:
+      predicted: [T, E], the next layer's probabilities, from what this layer knows.
+    """
+    votes = np.zeros(predicted.shape[1])
+    for row in predicted:
+        if is_prefill:
+            votes[np.argsort(-row, kind="stable")[:width]] += 1
+        else:
+            votes += row
+    falling = sorted(range(len(votes)), key=lambda e: (-votes[e], e))
+    return {e for e in falling[:count] if votes[e] > 0}
+
+
+class LayerSlots:
+    """Slots of a layer on the GPU: a cache that evicts the least recently used expert."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.last_use: dict[int, int] = {}
+        self.unused: set[int] = set()  # prefetched, and not needed yet
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def prefetch(self, experts: set[int], clock: int) -> None:
+        """Brings experts that are not there."""
+        came = self._admit(experts - self.last_use.keys(), experts, clock)
+        self.unused |= came
+        self.counts.update(prefetched=len(came))
+
+    def run(self, needed: set[int], clock: int) -> None:
+        """Runs experts; those that are not there come on demand."""
+        misses = needed - self.last_use.keys()
+        hits = needed - misses
+        self.counts.update(
+            needed=len(needed), hits=len(hits), misses=len(misses),
+            prefetch_hits=len(hits & self.unused),
+        )  # fmt: skip
+        self.unused -= hits
+        self.last_use |= dict.fromkeys(hits, clock)
+        came = self._admit(misses, needed, clock)
+        self.counts.update(admitted=len(came), streamed=len(misses) - len(came))
+
+    def _admit(self, coming: set[int], kept: set[int], clock: int) -> set[int]:
+        victims = sorted((use, e) for e, use in self.last_use.items() if e not in kept)
+        free = self.size - len(self.last_use)
+        if len(coming) > free + len(victims):  # no victims, since these are not enough
+            coming = set(sorted(coming)[:free])
+        for _, expert in victims[: max(0, len(coming) - free)]:
+            self.counts.update(evictions=1, prefetch_waste=int(expert in self.unused))
+            self.unused.discard(expert)
+            del self.last_use[expert]
+        self.last_use |= dict.fromkeys(coming, clock)
+        return coming
 
 
 def coactivations(routed: list[list[int]], num_experts: int) -> np.ndarray:

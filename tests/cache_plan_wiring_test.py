@@ -1,6 +1,7 @@
 """A layer of pooled experts with the kernel that plans: the same outputs, pools and counts."""
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 from unittest import mock
@@ -14,16 +15,19 @@ from moejax.experts import tier_step as placing
 from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.residency import CacheSizes, empty, no_counts
-from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec
+from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec, no_gate
 from moejax.experts.tier_step import TierStep
 from moejax.inference.runner import Runner
 from moejax.models.layer_index import layer_indices
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import MoeInputs, routing_of
+from moejax.policies.base import PolicySpec
+from moejax.policies.buddymoe import BuddyMoe
 from moejax.weights import linear as ops
-from pallas_kernels import cache_plan, expert_fetch
+from pallas_kernels import buddy_search, cache_plan, expert_fetch
 from pallas_kernels.target import Target
 from tests import slow, tiny_engine
+from tests.buddymoe_cases import random_lists
 
 CONFIG = tiny_engine.CONFIG
 NUM_LAYERS, NUM_EXPERTS, WIDTH = 2, CONFIG.num_experts, 16
@@ -31,7 +35,7 @@ NUM_LAYERS, NUM_EXPERTS, WIDTH = 2, CONFIG.num_experts, 16
 
 @contextlib.contextmanager
 def interpreted() -> Any:
-    """The kernels run on the CPU; yields the plans and predictions made."""
+    """The kernels run on the CPU; yields the names of those that were called."""
     calls = []
 
     def run(name: str, call: Any, *args: Any, **options: Any) -> Any:
@@ -41,7 +45,8 @@ def interpreted() -> Any:
     patches = [
         mock.patch.object(package, name, functools.partial(run, name, getattr(package, name)))
         for package, name in (
-            (cache_plan, "plan"), (cache_plan, "predict"), (expert_fetch, "fetch")
+            (cache_plan, "plan"), (cache_plan, "predict"), (expert_fetch, "fetch"),
+            (buddy_search, "search"),
         )
     ]  # fmt: skip
     caches = (placing._planned, placing._predicted)
@@ -54,8 +59,10 @@ def interpreted() -> Any:
         yield calls
 
 
-def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
-    """Outputs of some steps of both layers, and the pool after them."""
+def steps(
+    slots: int, ahead: int, tokens: int, kernels: ops.Kernels, policy: BuddyMoe | None = None
+) -> Any:
+    """Outputs of some steps of both layers, and the cache after them."""
     cache = CacheSizes(
         num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, slots=slots, transient=2,
         banks=2 if ahead else 1,
@@ -73,16 +80,15 @@ def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
     spec = TierSpec(cache, ahead)
 
     @jax.jit
-    def step(pool: TierSlots, x: jax.Array, logits: jax.Array, mask: jax.Array) -> Any:
-        cached, outputs = CacheSpec(None, ("stored",), (spec,)), []
-        cache = ExpertCache((pool,), (), None)
+    def step(cache: ExpertCache, x: jax.Array, logits: jax.Array, mask: jax.Array) -> Any:
+        cached, outputs = CacheSpec(policy, ("stored",), (spec,)), []
         experts = CachedExperts(cached, CONFIG, cache, (store,), ("row",), kernels)
         routings, carry = [routing_of(layer, CONFIG) for layer in logits], experts.init()
         for layer, routing in zip(layer_indices(CONFIG), routings, strict=True):
             ahead = (lambda: routings[1]) if layer.next_moe else None
             found, carry, _ = experts(carry, MoeInputs(layer, x, routing, mask, ahead, None))
             outputs.append(jnp.where(mask[:, None], found, 0.0))
-        return carry.cache.tiers[0], outputs
+        return carry.cache, outputs
 
     pool = TierSlots(
         tuple(
@@ -91,12 +97,19 @@ def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
         ),
         empty(cache), no_counts(NUM_LAYERS),
     )  # fmt: skip
-    outputs = []
+    state, outputs, gate = (), [], None
+    if policy is not None:
+        facts = PolicySpec(
+            num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, width=CONFIG.experts_per_token,
+            tiers=("stored",), expert_bytes=(1,), slots=(slots,),
+        )  # fmt: skip
+        state, gate = policy.init(facts), no_gate(NUM_LAYERS, 1)
+    held = ExpertCache((pool,), state, gate)
     for number in range(6):
         mask = jnp.arange(tokens) != (number % 3 if tokens > 1 else -1)
-        pool, out = step(pool, normal(tokens, WIDTH), normal(2, tokens, NUM_EXPERTS), mask)
+        held, out = step(held, normal(tokens, WIDTH), normal(2, tokens, NUM_EXPERTS), mask)
         outputs.append(out)
-    return outputs, pool
+    return outputs, held
 
 
 class WiringTest(parameterized.TestCase):
@@ -108,7 +121,28 @@ class WiringTest(parameterized.TestCase):
             found = steps(slots, ahead, tokens, ops.Kernels(Target("gpu", (9, 0))))
         self.assertEqual(calls.count("plan"), 1)  # traced once for both layers
         self.assertEqual(calls.count("predict"), int(ahead > 0))
-        (outputs, pool), (wanted, wanted_pool) = found, expected
+        self.check(found, expected)
+
+    @slow.repeats()
+    @parameterized.parameters(1, 3)
+    def test_buddies_replace_what_the_prefetch_missed(self, tokens):
+        lists = random_lists(np.random.default_rng(1), NUM_LAYERS, NUM_EXPERTS)
+        policy = BuddyMoe(lists=lists, prefetch=2, rho=1, max_requests=0)
+        expected = steps(4, 2, tokens, ops.NO_KERNELS, policy)
+        with interpreted() as calls:
+            policy = dataclasses.replace(policy, form="kernel")
+            found = steps(4, 2, tokens, ops.Kernels(Target("gpu", (9, 0))), policy)
+        self.assertEqual(set(calls), {"plan", "predict", "fetch", "search"})
+        self.check(found, expected)
+        cache = found[1]
+        jax.tree.map(np.testing.assert_array_equal, cache.state, expected[1].state)
+        np.testing.assert_allclose(cache.gate, expected[1].gate, rtol=1e-6)
+        self.assertGreater(int(cache.tiers[0].counts.prefetch_hits.sum()), 0)
+        self.assertGreater(int(cache.state.replaced.sum()), 0)
+
+    def check(self, found, expected):
+        (outputs, cache), (wanted, wanted_cache) = found, expected
+        pool, wanted_pool = cache.tiers[0], wanted_cache.tiers[0]
         jax.tree.map(np.testing.assert_array_equal, outputs, wanted)
         np.testing.assert_allclose(pool.counts.gate, wanted_pool.counts.gate, rtol=1e-6)
         np.testing.assert_array_equal(pool.counts.events, wanted_pool.counts.events)

@@ -292,6 +292,10 @@ LOOPS = {
         "five", (4, 2), (3, 8), make_policy("dymoe", prefetch=2, **DYMOE), how={"prefetch": 2}
     ),
     "buddymoe": Looped("five", (4,), (4,), BuddyMoe(lists=LISTS, rho=1), how={"first": 4}),
+    "buddymoe and prefetch": Looped(
+        "five", (4,), (4,), BuddyMoe(lists=LISTS, rho=1, prefetch=2),
+        how={"first": 4, "prefetch": 2},
+    ),
     "layers without attention": Looped(
         "two periods", (4, 2), (3, 8), make_policy("dymoe", prefetch=0, **DYMOE),
         record=RECORD._replace(importance=True), rtol=1e-3,

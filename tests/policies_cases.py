@@ -94,14 +94,22 @@ CASES = {
         "buddymoe",
         (
             {"lists": LISTS, "max_requests": 2, "least_misses": 1.0, "background_bytes": 90.0},
-            {"lists": LISTS, "max_requests": 2, "rho": 1, "depth": 2},
-            {"lists": LISTS, "max_requests": 2, "tae_tau": 0.6},
+            {"lists": LISTS, "max_requests": 2, "rho": 1, "depth": 2, "prefetch": 2},
+            {"lists": LISTS, "max_requests": 2, "tae_tau": 0.6, "prefetch": -1},
         ),
         ONE,
     ),
     "compose_buddies": Case(
         "compose",
-        ({"parts": "dynaexq+buddymoe", "lists": LISTS, "period": 4, "max_requests": 4},),
+        (
+            {
+                "parts": "dynaexq+buddymoe",
+                "lists": LISTS,
+                "period": 4,
+                "max_requests": 4,
+                "prefetch": 1,
+            },
+        ),
         EXCLUSIVE,
         ("decode",),
     ),

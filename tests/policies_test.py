@@ -147,6 +147,7 @@ class MakeTest(parameterized.TestCase):
         ("dynaexq", {"choice": "cold"}, "choice='cold' must be one of hot, random, first"),
         ("dynaexq", {"max_requests": 7}, "max_requests=7 must be even"),
         ("on_demand", {"prefetch": True}, "prefetch=True must be an integer"),
+        ("buddymoe", {"prefetch": -2}, "prefetch=-2 must be an integer, from -1"),
         ("compose", {"parts": "dymoe"}, "compose takes two parts or three"),
         ("compose", {"parts": "dymoe+lru"}, "parts: 'lru' is none of dynaexq, dymoe, buddymoe"),
         ("compose", {"parts": "dymoe+dynaexq", "period": 0}, "period=0 must be an integer"),

@@ -246,6 +246,13 @@ class MainTest(FolderTestCase):
             f"--config.grid=('slots=8', 'lists={file}', 'tae_tau=profile')",
         )  # fmt: skip
         self.assertIn(f"slots=8 lists={file} tae_tau=profile |", out)
+        output = self.directory / "buddies.jsonl"
+        self.run_main(
+            "--config.policy=buddymoe", "--config.links=('25',)", f"--config.output={output}",
+            f"--config.grid=('slots=4', 'lists={file}', 'prefetch=0,2', 'max_requests=0')",
+        )  # fmt: skip
+        moved = [row.baseline["prefetch_mb"] for row in read_rows(output)]
+        self.assertEqual([amount > 0 for amount in moved], [False, True])
 
     def test_a_calibration(self):
         rows = self.directory / "measured.jsonl"

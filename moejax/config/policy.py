@@ -17,7 +17,8 @@ _OWN_CLASS = re.compile(r"[\w.]+:\w+")  # a policy of the user's own
 SETTINGS = {
     "parts": "compose: two or three of dynaexq+dymoe+buddymoe",
     "tier": "resident, on_demand: the tier that runs; '': the first",
-    "prefetch": "on_demand, dymoe: experts of the next layer to prefetch; 0: none; -1: by r",
+    "prefetch": "on_demand, dymoe, buddymoe: experts of the next layer to prefetch; 0: none; "
+    "-1: by r (dymoe), as many as a token has (buddymoe)",
     "hot": "dynaexq: the tier of high precision; '': the first",
     "cold": "dynaexq: the tier of low precision; '': the last",
     "period": "dynaexq: tokens between updates, T",

@@ -20,7 +20,7 @@ from moejax.policies.base import (
     layer_axes_of,
     tier_id,
 )
-from moejax.policies.ordering import experts_ahead
+from moejax.policies.ordering import experts_ahead, prefetch_limits
 from moejax.policies.settings import check_number, check_text
 from pallas_kernels.cache_plan import Rule
 
@@ -116,8 +116,7 @@ class OnDemand(Policy[_OnDemandState]):
     def init(self, spec: PolicySpec) -> _OnDemandState:
         """Makes the first state, as `Policy.init`."""
         tier = tier_id(spec, self.tier, 0)
-        limit = min(self.prefetch, spec.slots[tier])
-        limits = jnp.full(spec.num_layers, limit, jnp.int32).at[-1].set(0)
+        limits = prefetch_limits(spec, tier, self.prefetch)
         return _OnDemandState(jnp.asarray(tier, jnp.int32), limits)
 
     def decide(

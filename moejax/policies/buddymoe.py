@@ -1,5 +1,9 @@
 """BuddyMoE: a similar resident expert replaces a missing one, which is not fetched.
 
+With `prefetch`, a layer fetches the experts that the next one is predicted to need (sections 1 and
+2.3, Figure 3). They are in their slots before the next layer decides: an expert is missing, in
+eq. 2 and in Algorithm 1, where the prefetch failed.
+
 Per token and layer, in this order: the TAE gate (eq. 1), the distribution gate (eq. 2, off by
 default), the search of the missing experts' buddy lists (eq. 3, Algorithm 1) under the budget rho
 (section 5.1). A pair that a gate or the budget excludes is fetched; a pair without a buddy is
@@ -29,6 +33,7 @@ from moejax.policies import buddy_gates
 from moejax.policies.base import (
     SKIPPED,
     Decision,
+    Needs,
     Observation,
     Policy,
     PolicySpec,
@@ -37,6 +42,7 @@ from moejax.policies.base import (
 )
 from moejax.policies.baselines import always
 from moejax.policies.buddy_lists import BuddyLists
+from moejax.policies.ordering import experts_ahead, prefetch_limits
 from moejax.policies.settings import (
     ByContent,
     check_array,
@@ -188,6 +194,7 @@ class _Settings(NamedTuple):
     """Settings that a sweep may vary: leaves of the state."""
 
     tau: jax.Array  # float32[M], of the TAE gate
+    ahead: jax.Array  # int32[M], experts of the next layer to prefetch; 0 for the last
     margin: jax.Array  # float32[], gamma
     temperature: jax.Array  # float32[], of p~
     beta: jax.Array  # float32[], of the distribution gate
@@ -229,7 +236,7 @@ def _layer_axes(has_gains: bool) -> BuddyState:
     """Layer axes of a state with gains, or without; see `Policy`."""
     rows = dict.fromkeys(("lists", "q", "replaced", "dropped", *("gains",) * has_gains), 0)
     shared: dict[str, Any] = {field.name: None for field in dataclasses.fields(BuddyState)}
-    return BuddyState(**shared | rows | {"settings": layer_axes_of(_Settings, tau=0)})
+    return BuddyState(**shared | rows | {"settings": layer_axes_of(_Settings, tau=0, ahead=0)})
 
 
 def _with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
@@ -318,6 +325,10 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     depth: int | None = None  # H, places of a list that are searched; None is all
     fall_back: FallBack = "fetch"  # what happens to a pair without a buddy
     in_prefill: bool = True  # whether prompts are served by buddies as well
+    # experts of the next layer to prefetch, those that its router ranks first for this layer's
+    # input; -1: as many as a token has. 0 is Algorithm 1, which takes residency as it is given, in
+    # a system without prefetch (section 3.4). Never more than the layer has slots.
+    prefetch: int = 0
     # of transfers in the background, each time the engine asks for them, which is once a call of
     # decode steps; None is a quarter of an expert
     background_bytes: float | None = None
@@ -354,9 +365,15 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         if self.depth is not None:
             check_number("depth", self.depth, 1, self.lists.ids.shape[-1], integer=True)
         check_flag("in_prefill", self.in_prefill)
+        check_number("prefetch", self.prefetch, -1, 2**30, integer=True)
         if self.background_bytes is not None:
             check_number("background_bytes", self.background_bytes, 0)
         check_number("max_requests", self.max_requests, 0, 2**20, integer=True)
+
+    @property
+    def needs(self) -> Needs:
+        """Names what the engine must compute, as `Policy.needs`."""
+        return Needs(predicted=self.prefetch != 0)
 
     @property
     def layer_axes(self) -> Any:
@@ -425,6 +442,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         tau = np.broadcast_to(np.asarray(self.tae_tau, np.float32), spec.num_layers)
         return _Settings(
             tau=jnp.asarray(tau),
+            ahead=prefetch_limits(spec, 0, spec.width if self.prefetch < 0 else self.prefetch),
             **{name: jnp.asarray(value, jnp.float32) for name, value in real.items()},
             **{name: jnp.asarray(value, jnp.int32) for name, value in whole.items()},
         )
@@ -432,7 +450,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def decide(
         self, state: BuddyState, observation: Observation, runs: jax.Array | None = None
     ) -> tuple[Decision, BuddyState]:
-        """Decides which expert computes each pair of a layer.
+        """Decides which expert computes each pair of a layer, and what to prefetch.
 
         Only pairs that `runs`, bool[N, A], has (None: all) are replaced, use budget and are
         counted.
@@ -441,7 +459,9 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         asked = jnp.broadcast_to(o.active[:, None], o.ids.shape)
         asked = asked if runs is None else asked & runs
         tier = jnp.where(asked, 0, SKIPPED)
-        served = Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool))
+        served = Decision(
+            o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool), self.ahead(state, o)
+        )
         if o.is_prefill and not self.in_prefill:
             return served, state
         resident = o.resident[0]
@@ -464,6 +484,15 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         if self.bypass_bytes is not None and not o.is_prefill:
             state = _with_missing(state, o, asked)
         return decision, self._counted(state, o, found.replaced, dropped)
+
+    def ahead(self, state: BuddyState, o: Observation) -> jax.Array | None:
+        """Chooses what to prefetch of the next layer, as `Decision.ahead`; None without."""
+        ahead = experts_ahead(o, state.settings.ahead[o.layer])
+        return None if ahead is None else jnp.where(ahead, jnp.int32(0), -1)
+
+    def max_prefetch(self, state: BuddyState) -> int:
+        """Bounds the look-ahead, as `Policy.max_prefetch`."""
+        return int(state.settings.ahead.max())
 
     def decode_rule(self, state: BuddyState) -> Rule | None:
         """Gives the rule by which all pairs run, unless some are dropped."""

@@ -62,7 +62,7 @@ class Compose(ByContent, Policy[_ComposeState]):
     @property
     def needs(self) -> Needs:
         """Names what the engine must compute, as `Policy.needs`."""
-        return self.importance.needs if self.importance else Needs()
+        return self._prefetcher.needs if self._prefetcher else Needs()
 
     @property
     def layer_axes(self) -> Any:
@@ -79,8 +79,13 @@ class Compose(ByContent, Policy[_ComposeState]):
 
     @property
     def prefetch(self) -> int:
-        """Experts of the next layer that importance prefetches; -1: as many as critical."""
-        return self.importance.prefetch if self.importance else 0
+        """Experts of the next layer to prefetch; -1: as many as that part decides."""
+        return self._prefetcher.prefetch if self._prefetcher else 0
+
+    @property
+    def _prefetcher(self) -> DyMoE | BuddyMoe | None:
+        """The part that prefetches: importance, and buddies only without it."""
+        return self.importance or self.buddies
 
     def init(self, spec: PolicySpec) -> _ComposeState:
         """Makes the first state, as `Policy.init`."""
@@ -99,7 +104,9 @@ class Compose(ByContent, Policy[_ComposeState]):
 
     def max_prefetch(self, state: _ComposeState) -> int:
         """Bounds the look-ahead, as `Policy.max_prefetch`."""
-        return self.importance.max_prefetch(state.importance) if self.importance else 0
+        if self.importance is not None:
+            return self.importance.max_prefetch(state.importance)
+        return self.buddies.max_prefetch(state.buddies) if self.buddies else 0
 
     def decide(
         self, state: _ComposeState, observation: Observation
@@ -136,7 +143,11 @@ class Compose(ByContent, Policy[_ComposeState]):
         best = jnp.argmax(o.resident, axis=0).astype(jnp.int32)[found.ids]
         tier = jnp.where(found.ids != decision.ids, best, decision.tier)
         tier = jnp.where(found.tier == SKIPPED, SKIPPED, tier)
-        return decision._replace(ids=found.ids, tier=tier, weights=found.weights), state
+        ahead = decision.ahead
+        if self.importance is None and found.ahead is not None:
+            ahead = jnp.where(found.ahead >= 0, jnp.int32(len(o.resident) - 1), -1)
+        decision = Decision(found.ids, tier, found.weights, decision.at_least, ahead)
+        return decision, state
 
     @property
     def repeats_requests(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.base import Observation
+from moejax.policies.base import Observation, PolicySpec
 
 UNROLLED = 16  # of an axis up to which places are counted without a reduction
 
@@ -50,6 +50,12 @@ def chosen_by(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
     expert = jax.lax.iota(jnp.int32, num_experts)
     pairs = (ids[None] == expert[:, None, None]) & mask[None]
     return jnp.sum(pairs, axis=(1, 2), dtype=jnp.int32)
+
+
+def prefetch_limits(spec: PolicySpec, tier: int, count: int) -> jax.Array:
+    """Limits t of `experts_ahead`, int32[M]: `count`, at most the tier's slots; 0 in the last."""
+    limit = min(count, spec.slots[tier])
+    return jnp.full(spec.num_layers, limit, jnp.int32).at[-1].set(0)
 
 
 def experts_ahead(observation: Observation, limit: jax.Array) -> jax.Array | None:

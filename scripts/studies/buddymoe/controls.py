@@ -33,7 +33,8 @@ class Original(BuddyMoe):
         asked = jnp.broadcast_to(o.active[:, None], o.ids.shape)
         asked = asked if runs is None else asked & runs
         tier = jnp.where(asked, 0, SKIPPED)
-        return Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool)), state
+        given = jnp.zeros(o.ids.shape, bool), self.ahead(state, o)
+        return Decision(o.ids, tier, o.weights, *given), state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
