@@ -46,7 +46,7 @@ def budget_of(config: PlanConfig) -> Budget:
     for tier in tiering.stored():
         group = config.group_size if tier.name == STORED else tiering.group_size
         stored = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
-        tiers.append(TierSize(name=tier.name, expert_nbytes=stored.expert_nbytes))
+        tiers.append(tier_of(stored, tier.name))
     policy = choose(tiering, None, model).policy
     return budget_of_tiers(policy, run, tiers, tiering.slots, limits)
 
@@ -54,7 +54,11 @@ def budget_of(config: PlanConfig) -> Budget:
 def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[TierSize]) -> str:
     """Bits per weight of the experts in each tier, of the rest, and overall."""
     num_experts = len(model.moe_layers) * model.num_experts
-    experts = {tier.name: num_experts * tier.expert_nbytes for tier in tiers if num_experts}
+    experts = {
+        tier.name: num_experts * tier.expert_nbytes + tier.low_rank_nbytes
+        for tier in tiers
+        if num_experts
+    }
     return f"weights: {bits_of_sizes(model, sizes.weights_nbytes, experts).describe()}"
 
 

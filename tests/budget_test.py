@@ -13,6 +13,7 @@ from moejax.experts.budget import (
     BudgetError,
     Limits,
     MachineMemory,
+    PolicyDemands,
     RunSizes,
     TierSize,
     describe,
@@ -26,7 +27,6 @@ from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.shapes import SHAPES
-from moejax.weights import LOW_RANK
 
 QWEN, MIXTRAL = SHAPES["Qwen3-30B-A3B"], SHAPES["Mixtral-8x7B"]
 MACHINE = MachineMemory(host_nbytes=100 * GIB, pinned_nbytes=64 * GIB)
@@ -86,13 +86,16 @@ class PartsTest(parameterized.TestCase):
         self.assertEqual(table_nbytes(layers, experts, slots), _nbytes(held) + row_of)
 
     def test_low_rank_factors_stay_on_the_device(self):
-        weights = {**weights_nbytes(QWEN), f"moe{LOW_RANK}": 1000}
         run = RunSizes(
-            config=QWEN, weights_nbytes=weights, batch=1, context=64, chunk=16, platform="gpu"
+            config=QWEN, weights_nbytes={}, batch=1, context=64, chunk=16, platform="gpu"
         )
-        budget = make_budget(run, [int4(QWEN)], Limits(slots=2))
+        high = dataclasses.replace(int4(QWEN), low_rank_nbytes=1000)
+        low = TierSize(name="int2", expert_nbytes=high.expert_nbytes // 2, low_rank_nbytes=3000)
+        budget = make_budget(run, [high], Limits(slots=2))
         self.assertEqual(budget.device["low-rank factors of experts"], 1000)
-        self.assertNotIn(f"weights moe{LOW_RANK}", budget.device)
+        budget = make_budget(run, [high, low], Limits(), PolicyDemands())
+        self.assertEqual(budget.device["low-rank factors of experts, int4"], 1000)
+        self.assertEqual(budget.device["low-rank factors of experts, int2"], 3000)
 
     def test_without_limits_all_experts_are_among_the_weights(self):
         budget = budget_of()

@@ -24,7 +24,6 @@ from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.planning import bits_line
 from moejax.policies.dymoe import importance_nbytes
-from moejax.weights import LOW_RANK
 from moejax.weights.qtensor import CodesKind
 from tests import commands, slow
 from tests import quantized_stores as stores
@@ -78,9 +77,8 @@ class SizesTest(PlanCase):
         loaded = checkpoint.load(dtype=np.dtype(dtype).name, device=cpu, progress=False)
         terms = sum(_terms_nbytes(loaded[leaf]) for leaf in EXPERTS)
         expected = {name: leaf.nbytes for name, leaf in loaded.items() if name not in EXPERTS}
-        if terms:
-            expected[f"moe{LOW_RANK}"] = terms
         self.assertEqual(dict(sizes.weights_nbytes), expected)
+        self.assertEqual(sizes.low_rank_nbytes, terms)
         num_experts = len(checkpoint.config.moe_layers) * checkpoint.config.num_experts
         experts = sum(loaded[leaf].nbytes for leaf in EXPERTS)
         self.assertEqual(sizes.expert_nbytes * num_experts + terms, experts)

@@ -405,6 +405,28 @@ class PlanesCheckpointTest(QuantizeTestCase):
         self.assertEqual(budget.total_host, num_experts * weights * (4 + 1) // 8)
         self.assertEqual(of_copies.total_host, num_experts * weights * (4 + 1 + 2 + 1) // 8)
 
+    @pytest.mark.slow
+    def test_planned_bytes_are_allocated_with_compensators(self):
+        job = self.planes_job("experts: method=milo", rank="Uniform-4", passes=1)
+        quantize_checkpoint(job)
+        tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(2, 4))
+        with Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine:
+            device, host = dict(engine.budget.device), dict(engine.budget.host)
+            for name, leaf in engine.weights.items():
+                self.assertEqual(device.pop(f"weights {name}"), leaf.nbytes)
+            memories = dict(zip(("int4", "int2"), engine._runner.memory.tiers, strict=True))
+            for name, tier in memories.items():
+                slots = device.pop(f"expert slots, {name}") + device.pop(f"transient slots, {name}")
+                self.assertEqual(slots, nbytes_of(tier.pool.banks))
+                factors = device.pop(f"low-rank factors of experts, {name}", 0)
+                self.assertEqual(factors, nbytes_of(tier.store.terms))
+                rows = nbytes_of((tier.store.gate_up, tier.store.down))
+                self.assertEqual(host.pop(f"experts, {name}"), rows)
+            self.assertEqual(nbytes_of(memories["int4"].store.terms), 0)
+            self.assertGreater(nbytes_of(memories["int2"].store.terms), 0)
+            self.assertEqual(memories["int4"].spec.refines, 2)
+            self.assertEmpty([name for name in (*device, *host) if "low-rank" in name])
+
     def test_experts_without_planes_are_no_prefixes(self):
         job = self.job("experts: method=rtn bits=4", planes=(2, 4), plane_weight=0.9, bits=4)
         quantize_checkpoint(job)
@@ -440,6 +462,10 @@ class PlanesCheckpointTest(QuantizeTestCase):
             self.assertIn("have whole copies, not planes", "\n".join(logs.output))
             widths = [tier.store.gate_up.bits for tier in engine._runner.memory.tiers]
         self.assertEqual(widths, [4, 2])
+
+
+def nbytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def all_tensors_at(path):

@@ -10,7 +10,6 @@ from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.reader import CheckpointReader
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
-from moejax.weights import LOW_RANK
 from moejax.weights.qtensor import CodesKind
 
 
@@ -18,9 +17,9 @@ from moejax.weights.qtensor import CodesKind
 class Sizes:
     """Sizes of a model's weights, and the form of its experts."""
 
-    # Leaves that stay on the device; low-rank factors of experts under "moe" and `LOW_RANK`.
-    weights_nbytes: Mapping[str, int]
-    expert_nbytes: int  # of one expert; 0 where there are none
+    weights_nbytes: Mapping[str, int]  # of every leaf but the experts
+    expert_nbytes: int  # of one expert, without low-rank factors; 0 where there are none
+    low_rank_nbytes: int  # low-rank factors of all experts
     expert_form: str  # "int4", or "none"
     refusal: str | None = None  # why the experts have no form in which they could move
 
@@ -75,10 +74,10 @@ def _sizes(config: ModelConfig, leaves: Mapping[str, LeafPlan]) -> Sizes:
     experts = sum(nbytes.pop(leaf, 0) for leaf in EXPERT_LEAVES)
     terms = sum(low_rank.pop(leaf, 0) for leaf in EXPERT_LEAVES)
     nbytes = {leaf: size + low_rank[leaf] for leaf, size in nbytes.items()}
-    if terms:
-        nbytes[f"moe{LOW_RANK}"] = terms
     num_experts = len(config.moe_layers) * config.num_experts
     expert_nbytes = experts // num_experts if num_experts else 0
     forms = dict.fromkeys(leaves[leaf].form for leaf in EXPERT_LEAVES if leaf in leaves)
     form = " and ".join(forms) or "none"
-    return Sizes(weights_nbytes=nbytes, expert_nbytes=expert_nbytes, expert_form=form)
+    return Sizes(
+        weights_nbytes=nbytes, expert_nbytes=expert_nbytes, low_rank_nbytes=terms, expert_form=form
+    )

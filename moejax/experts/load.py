@@ -48,9 +48,13 @@ from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
 
-def tier_of(sizes: Sizes) -> TierSize:
-    """Returns the form of a model's experts as a budget's tier."""
-    return TierSize(name=sizes.expert_form, expert_nbytes=sizes.expert_nbytes)
+def tier_of(sizes: Sizes, name: str = "") -> TierSize:
+    """Returns the form of a model's experts as a budget's tier, of its own name or another."""
+    return TierSize(
+        name=name or sizes.expert_form,
+        expert_nbytes=sizes.expert_nbytes,
+        low_rank_nbytes=sizes.low_rank_nbytes,
+    )
 
 
 def load_limited(
@@ -122,6 +126,7 @@ def load_whole(
         chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
         sizes, config = checkpoint_sizes(checkpoint, chosen), checkpoint.config
         experts = len(config.moe_layers) * config.num_experts * sizes.expert_nbytes
+        experts += sizes.low_rank_nbytes
         check_room({**sizes.weights_nbytes, "experts": experts}, room)
     return checkpoint.load(dtype=dtype, device=device, progress=progress)
 
@@ -367,7 +372,7 @@ def _sizes(
     sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
     if sizes.refusal:
         raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
-    return TierSize(name=tier.name, expert_nbytes=sizes.expert_nbytes)
+    return tier_of(sizes, tier.name)
 
 
 def _check_suits(policy: AnyPolicy, tiers: Sequence[TierSize], spec: PolicySpec) -> None:

@@ -16,8 +16,7 @@ class RunSizes:
     """A run to be planned, whatever its tiers.
 
     Attributes:
-      weights_nbytes: bytes of every leaf on the device but the experts; of the experts' low-rank
-        factors under names that end in `LOW_RANK`.
+      weights_nbytes: bytes of every leaf on the device but the experts.
     """
 
     config: ModelConfig
@@ -55,6 +54,7 @@ class TierSize:
 
     name: str  # "bf16", "int4", ...
     expert_nbytes: int  # of one expert: what a slot holds, and a row of the host store
+    low_rank_nbytes: int = 0  # low-rank factors of all experts, which stay on the device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from moejax.experts.budget.planned import (
     table_nbytes,
 )
 from moejax.experts.budget.workspace import workspace_nbytes
-from moejax.weights import LOW_RANK
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
 # 5 x16, jax 0.11.2, 2026-11-20).
@@ -113,10 +112,9 @@ class _TierPlan:
     def dense(self) -> dict[str, int]:
         """Bytes by part, where experts' places make no difference."""
         run = self.run
-        low_rank = {n: size for n, size in run.weights_nbytes.items() if n.endswith(LOW_RANK)}
-        parts = {f"weights {n}": s for n, s in run.weights_nbytes.items() if n not in low_rank}
-        if low_rank:
-            parts["low-rank factors of experts"] = sum(low_rank.values())
+        parts = {f"weights {name}": nbytes for name, nbytes in run.weights_nbytes.items()}
+        if self.tier.low_rank_nbytes:
+            parts["low-rank factors of experts"] = self.tier.low_rank_nbytes
         parts["KV cache"] = run.batch * run.context * run.config.cached_values * run.itemsize
         wide, plain = run.config.state_values
         if wide:  # of a sequence, however long it is
