@@ -51,7 +51,7 @@ def _plan_tier(run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1
     whole = plan._unpooled()
     if not run.num_layers or (limits.slots < 0 and (limit is None or sum(whole.values()) <= limit)):
         plan._require(sum(whole.values()), limit, "the model, which has no experts to move")
-        return plan.budget(pooled=False, slots=plan.num_experts, transient=0, device=whole)
+        return plan.budget(pooled=False, slots=run.num_experts, transient=0, device=whole)
     slots, transient = plan._choose_slots(limit)
     device = plan.pooled(slots, transient)
     return plan.budget(pooled=True, slots=slots, transient=transient, device=device)
@@ -65,14 +65,6 @@ class _TierPlan:
     num_tiers: int
 
     @property
-    def num_layers(self) -> int:
-        return self.run.num_layers
-
-    @property
-    def num_experts(self) -> int:
-        return self.run.num_experts
-
-    @property
     def is_packed(self) -> bool:
         """Whether the experts take less than plain ones."""
         config = self.run.config
@@ -81,7 +73,7 @@ class _TierPlan:
 
     def check(self) -> None:
         """Raises BudgetError for settings that no memory size could satisfy."""
-        limits, most = self.limits, self.num_experts
+        limits, most = self.limits, self.run.num_experts
         slots, transient, prefetch, bulk = (
             limits.slots, limits.transient, limits.prefetch, limits.bulk
         )  # fmt: skip
@@ -102,7 +94,7 @@ class _TierPlan:
                 f"memory.bulk={bulk} must be 0 (none) or a number of experts, which need slots to "
                 f"go to, but memory.slots={slots}"
             )
-        if bulk > (every := self.num_layers * most):
+        if bulk > (every := self.run.num_layers * most):
             raise BudgetError(f"memory.bulk={bulk} is more than the {every} experts of the model")
         if slots >= 0 and prefetch > slots:
             raise BudgetError(
@@ -129,10 +121,10 @@ class _TierPlan:
     def _unpooled(self) -> dict[str, int]:
         """Device bytes with all experts among the weights."""
         parts = self.dense()
-        if not self.num_layers:
+        if not self.run.num_layers:
             return parts
-        layer = self.num_experts * self.tier.expert_nbytes
-        parts["experts"] = self.num_layers * layer
+        layer = self.run.num_experts * self.tier.expert_nbytes
+        parts["experts"] = self.run.num_layers * layer
         if self.run.platform == "gpu":
             if not self.is_packed:
                 parts["experts gathered in a prefill step"] = min(GATHERED_BYTES, parts["experts"])
@@ -146,11 +138,11 @@ class _TierPlan:
         """Device bytes with experts in slots."""
         parts, own = self.dense(), self.tier.expert_nbytes
         banks = num_banks(self.limits)
-        layers = banks * -(-self.num_layers // banks)
+        layers = banks * -(-self.run.num_layers // banks)
         parts["expert slots"] = layers * slots * own
         parts["transient slots"] = banks * transient * own
         parts["residency tables"] = table_nbytes(
-            self.num_layers, self.num_experts, slots, last_uses=self._reads_disk
+            self.run.num_layers, self.run.num_experts, slots, last_uses=self._reads_disk
         )
         if self.limits.bulk:  # the program that writes them to slots has one as an array of its own
             parts["experts on their way between steps"] = self.bulk_nbytes + own
@@ -169,7 +161,7 @@ class _TierPlan:
     def _reads_disk(self) -> bool:
         """Whether host memory lacks some experts."""
         limit = limit_nbytes(self.limits.host_gib)
-        experts = self.num_layers * self.num_experts * self.tier.expert_nbytes
+        experts = self.run.num_layers * self.run.num_experts * self.tier.expert_nbytes
         return limit is not None and experts + self.bulk_nbytes > limit
 
     def _choose_slots(self, limit: int | None) -> tuple[int, int]:
@@ -179,10 +171,10 @@ class _TierPlan:
         enough = max(
             self.run.config.experts_per_token, -(-TRANSIENT_BYTES // self.tier.expert_nbytes)
         )
-        if self.limits.slots == self.num_experts:
+        if self.limits.slots == self.run.num_experts:
             enough = 1
         asked = self.limits.transient
-        transient = asked or min(self.num_experts, enough)
+        transient = asked or min(self.run.num_experts, enough)
         if limit is None:
             return least, transient
         smallest = sum(self.pooled(least, asked or 1).values())
@@ -193,7 +185,8 @@ class _TierPlan:
             return least, transient
         # Slots come with entries of tables and the like: the quotient may be too many by a few.
         room = limit - sum(self.pooled(least, transient).values())
-        slots = min(self.num_experts, least + room // (self.num_layers * self.tier.expert_nbytes))
+        fitting = room // (self.run.num_layers * self.tier.expert_nbytes)
+        slots = min(self.run.num_experts, least + fitting)
         while sum(self.pooled(slots, transient).values()) > limit:
             slots -= 1
         return slots, transient
@@ -211,7 +204,7 @@ class _TierPlan:
         self, *, pooled: bool, slots: int, transient: int, device: Mapping[str, int]
     ) -> TierBudget:
         """Adds the host's and the disk's parts to a given plan of the device."""
-        num_experts = self.num_layers * self.num_experts
+        num_experts = self.run.num_layers * self.run.num_experts
         nbytes = self.tier.expert_nbytes
         host: dict[str, int] = {}
         disk: dict[str, int] = {}
@@ -243,7 +236,7 @@ class _TierPlan:
         """Host rows R: all experts, or those that fit beside the disk's blocks."""
         limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
         num_experts, at_once = (
-            self.num_layers * self.num_experts,
+            self.run.num_layers * self.run.num_experts,
             self.run.most_at_once(slots, transient),
         )
         if limit is None or not self._reads_disk:
