@@ -1,7 +1,9 @@
-"""Plans every byte of a configuration before anything is loaded.
+r"""Plans every byte of a configuration before anything is loaded.
 
     python -m moejax.plan --config=configs/qwen3_30b_a3b.py --config.memory.device_gib=24
     python -m moejax.plan --config.shape=Mixtral-8x7B --config.bits=4 --config.memory.device_gib=16
+    python -m moejax.plan --config.shape=Qwen3-30B-A3B --config.planes=2,4 \
+        --config.policy.name=dynaexq --config.policy.tiers=int4,int2 --config.memory.device_gib=12
 
 Reads config.json and the headers of the weights, or takes a named shape; needs no accelerator. The
 table goes to stdout. A configuration that cannot run is refused; the error names the smallest
@@ -30,6 +32,8 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     budget = budget_of(config)
     name, model, sizes, _ = model_of(config)
     form = "tiers without files" if config.policy.name else f"experts in {sizes.expert_form}"
+    if config.planes:
+        form += f" by bit planes {config.planes}"
     lines = [f"{name}, {form}, on a {platform_of(config)}"]
     if config.policy.name and not config.shape:
         lines = []

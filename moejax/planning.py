@@ -14,11 +14,12 @@ from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
 from moejax.experts.budget import Budget, RunSizes, TierSize, make_budget
-from moejax.experts.load import budget_of_tiers, plan_experts, tier_of
-from moejax.experts.tiering import STORED, choose
+from moejax.experts.load import plan_experts, plan_tiers, tier_of
+from moejax.experts.tiering import STORED, StoredTier, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
+from moejax.quantization.pipeline.recipe import parse_planes
 from moejax.weights.qtensor import CodesKind
 
 
@@ -42,13 +43,18 @@ def budget_of(config: PlanConfig) -> Budget:
         return make_budget(run, [tier_of(own)], limits)
     if tiering.emulate:
         raise MoejaxError("a shape takes no policy.emulate")
-    tiers = []
+    tiers, widths = [], []
     for tier in tiering.stored():
-        group = config.group_size if tier.name == STORED else tiering.group_size
-        stored = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
-        tiers.append(tier_of(stored, tier.name))
+        bits = _bits_of(config, tier)
+        of_checkpoint = config.planes or tier.name == STORED
+        group = config.group_size if of_checkpoint else tiering.group_size
+        tiers.append(tier_of(_sizes_of_shape(config, bits, group), tier.name))
+        widths.append(bits)
     policy = choose(tiering, None, model).policy
-    return budget_of_tiers(policy, run, tiers, tiering.slots, limits)
+    budget, _ = plan_tiers(
+        policy, run, tiers, tiering.slots, limits, widths if config.planes else ()
+    )
+    return budget
 
 
 def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[TierSize]) -> str:
@@ -88,13 +94,25 @@ def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
         dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
         sizes = checkpoint_sizes(checkpoint, dtype)
         return config.checkpoint, checkpoint.config, sizes, dtype.itemsize
-    sizes = _sizes_of_shape(config, config.bits, config.group_size)
+    sizes = _sizes_of_shape(config, _bits_of(config), config.group_size)
     return config.shape, SHAPES[config.shape], sizes, _dtype_of_shape(config).itemsize
 
 
 def _dtype_of_shape(config: PlanConfig) -> np.dtype:
     wide = config.dtype == "float32" or (config.dtype == "auto" and platform_of(config) == "cpu")
     return np.dtype(np.float32 if wide else np.float16)  # bfloat16 is of this size too
+
+
+def _bits_of(config: PlanConfig, tier: StoredTier | None = None) -> int:
+    """Bits of a shape's experts in a tier; None: as they are stored, by planes the widest width."""
+    planes = parse_planes(config.planes) if config.planes else ()
+    stored = planes[-1] if planes else config.bits
+    bits = stored if tier is None else tier.bits_of_shape(stored)
+    if tier is not None and planes and bits not in planes:
+        raise MoejaxError(
+            f"policy.tiers: {tier.name} is none of the widths of planes={config.planes}"
+        )
+    return bits
 
 
 def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
@@ -105,9 +123,12 @@ def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
             return None
         return CodesKind(bits=bits, group_size=group_size, zero_kind="float", scale_dtype="float16")
 
+    experts = kind(bits, group_size)
+    if experts is not None and config.planes:
+        experts = experts.prefix(bits)
     try:
         return shape_sizes(
-            SHAPES[config.shape], _dtype_of_shape(config), expert_kind=kind(bits, group_size),
+            SHAPES[config.shape], _dtype_of_shape(config), expert_kind=experts,
             attention_kind=kind(config.attention_bits), shared_kind=kind(config.shared_bits),
         )  # fmt: skip
     except ValueError as error:  # groups that are longer than a row

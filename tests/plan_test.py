@@ -355,6 +355,41 @@ class MainTest(PlanCase):
         self.assertLessEqual(budget.total_device, gib * 2**30)
         self.assertGreater(budget.total_device + num_layers * nbytes[0], gib * 2**30)  # no more
 
+    @parameterized.parameters(("Qwen3-Next-80B-A3B", 32, 512), ("Qwen3-30B-A3B", 16, 768))
+    def test_planes_of_a_shape_count_an_expert_once(self, shape, gib, expert_dim):
+        asked = (
+            f"--config.shape={shape}", f"--config.memory.device_gib={gib}", "--config.context=4096",
+            "--config.policy.name=dynaexq", "--config.policy.tiers=int4,int2",
+        )  # fmt: skip
+        hot = []
+        for how in ((), ("--config.planes=2,4",)):
+            out = self.run_plan(*asked, *how)
+            hot.append(int(re.search(r"int4: .*, (\d+) of \d+ cached", out)[1]))
+            self.assertRegex(out, r"int2: .*, (\d+) of \1 cached")
+        self.assertGreater(hot[1], 2 * hot[0])
+        kib = 3 * 2048 * expert_dim * 2 / 8 / 1024  # two bits a weight, no constants
+        said = f"{kib:.2f} KiB" if kib < 1024 else f"{kib / 1024:.2f} MiB"
+        self.assertIn(f"int4: experts of {said}", out)
+        self.assertIn("by bit planes 2,4, on a gpu", out)
+        self.assertIn("(experts: int4 2.00 and int2 2.50 together", out)
+
+    def test_planes_of_a_shape_without_a_policy(self):
+        asked = ("--config.shape=Qwen3-30B-A3B", "--config.memory.device_gib=16")
+        out = self.run_plan(*asked, "--config.planes=2,4", "--config.bits=2")
+        self.assertIn("experts in int4 by bit planes 2,4, on a gpu", out)
+        of_int4 = self.run_plan(*asked, "--config.bits=4")
+        self.assertEqual(out.splitlines()[1:], of_int4.splitlines()[1:])
+
+    @parameterized.parameters(
+        ((), "planes=2,4 is for a shape"),
+        (("shape=Qwen3-30B-A3B", "policy.name=dynaexq", "policy.tiers=int4,int3"),
+         "policy.tiers: int3 is none of the widths of planes=2,4"),
+        (("shape=Qwen3-30B-A3B", "planes=2,5"), "planes=2,5 is none of 2,3, 2,4"),
+    )  # fmt: skip
+    def test_planes_that_cannot_be(self, asked, said):
+        asked = [f"--config.{option}" for option in asked]
+        self.assertIn(said, self.run_plan("--config.planes=2,4", *asked, status=1))
+
     def test_tiers_of_a_shape_are_those_of_a_checkpoint_of_it(self):
         write_random_checkpoint(self.directory)
         asked = (

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from moejax import plan
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.verify import verify_checkpoint
@@ -20,6 +21,8 @@ from moejax.engine import Engine
 from moejax.experts import load
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import StoredTier, Tiering, open_tier
+from moejax.models.config import ModelConfig
+from moejax.models.shapes import SHAPES
 from moejax.quantization.gptq import gptq
 from moejax.quantization.grid import Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq, kernel_refusal
@@ -33,8 +36,9 @@ from moejax.weights.linear import DEQUANTIZED, Kernels, choose_product, linear, 
 from moejax.weights.qtensor import dense, from_codes
 from pallas_kernels import layout
 from pallas_kernels.target import SIMULATED
-from tests import slow
+from tests import commands, slow
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
+from tests.random_checkpoints import TINY
 
 TEXT = "".join(chr(32 + i * i % 95) for i in range(300))
 CPU = jax.devices("cpu")[0]
@@ -404,6 +408,26 @@ class PlanesCheckpointTest(QuantizeTestCase):
         num_experts = high.spec.cache.num_layers * high.spec.cache.num_experts
         self.assertEqual(budget.total_host, num_experts * weights * (4 + 1) // 8)
         self.assertEqual(of_copies.total_host, num_experts * weights * (4 + 1 + 2 + 1) // 8)
+
+    def test_planes_of_a_shape_are_planned_as_those_of_a_checkpoint(self):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        asked = (
+            "--config.policy.name=dynaexq", "--config.policy.tiers=int4,int2",
+            "--config.context=64", "--config.policy.slots=2,4",
+        )  # fmt: skip
+        found = []
+        tiny = {"tiny": ModelConfig(**{**TINY, **self.fields})}
+        for how in (
+            (f"--config.checkpoint={job.output}",),
+            ("--config.shape=tiny", "--config.planes=2,4", "--config.attention_bits=4",
+             "--config.group_size=32"),
+        ):  # fmt: skip
+            with mock.patch.dict(SHAPES, tiny):
+                status, out, err = commands.run(plan.COMMAND, *asked, *how)
+            self.assertEqual(status, 0, err)
+            found.append(out)
+        self.assertEqual(found[1].partition("\n")[2], found[0])
 
     @pytest.mark.slow
     def test_planned_bytes_are_allocated_with_compensators(self):

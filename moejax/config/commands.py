@@ -240,8 +240,22 @@ class PlanConfig(GenerateConfig):
     attention_bits: int = ATTENTION_BITS
     shared_bits: int = SHARED_BITS
     group_size: int = GROUP_SIZE
+    planes: str = option(
+        "",
+        "in place of bits, widths of bit planes of a shape's one copy, such as 2,4, from which its "
+        "tiers (int4,int2) are read; '': none",
+    )
     batch: int = option(1, "sequences per batch", least=1)
     chunk: int = option(0, "prompt tokens per prefill step; 0: the engine's default", least=0)
+
+    def check(self) -> None:
+        """Checks the fields, as `RunConfig.check`."""
+        super().check()
+        if self.planes and not self.shape:
+            raise MoejaxError(
+                f"planes={self.planes} is for a shape: a checkpoint says its planes itself, so "
+                "name a shape, or leave it out"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -191,10 +191,9 @@ def plan_experts(
             _sizes(tier, source, tiering, dtype, device)
             for tier, source in zip(stored, sources, strict=True)
         ]
-        plan = functools.partial(
-            budget_of_tiers, policy, run, slots=tiering.slots, limits=limits, copies=tiers
-        )
-        budget, refines = _over_base(plan, tiers, sources) or (plan(tiers), refines)
+        is_one = len({source.directory for source in sources}) == 1
+        widths = [source.read_bits for source in sources] if is_one else []
+        budget, refines = plan_tiers(policy, run, tiers, tiering.slots, limits, widths)
     for tier, disk, part in zip(stored, disks, budget.tiers, strict=True):
         if part.host_share < 1:
             with open_experts(disk, dtype=dtype, device=device) as reader:
@@ -204,10 +203,33 @@ def plan_experts(
     return _Planned(policy, activations, stored, sources, refines, budget)
 
 
-def _over_base(
-    plan: Callable[[Sequence[TierSize]], Budget],
+def plan_tiers(
+    policy: AnyPolicy,
+    run: RunSizes,
     tiers: Sequence[TierSize],
-    sources: Sequence[Checkpoint],
+    slots: Sequence[int],
+    limits: Limits,
+    widths: Sequence[int] = (),
+) -> tuple[Budget, tuple[bool, ...]]:
+    """Plans tiers under a policy, as bit planes of one copy where that can be.
+
+    Args:
+      tiers: as whole copies.
+      slots: of a layer in each tier; (): see `budget.make_budget`.
+      widths: bits in which each tier reads one checkpoint by planes; (): they read none.
+
+    Returns:
+      The budget, and whether each tier is the last plane over the next one's.
+
+    Raises:
+      MoejaxError: as of `budget_of_tiers`.
+    """
+    plan = functools.partial(budget_of_tiers, policy, run, slots=slots, limits=limits, copies=tiers)
+    return _over_base(plan, tiers, widths) or (plan(tiers), (False,) * len(tiers))
+
+
+def _over_base(
+    plan: Callable[[Sequence[TierSize]], Budget], tiers: Sequence[TierSize], widths: Sequence[int]
 ) -> tuple[Budget, tuple[bool, ...]] | None:
     """Plans a first tier of one plane over a second one, of the same checkpoint.
 
@@ -215,10 +237,8 @@ def _over_base(
     the second tier is not one plane and the first one that and one more, there is no room for every
     expert of the second, or host memory has none for all rows. Then each tier has whole copies.
     """
-    if len(tiers) != 2 or sources[0].directory != sources[1].directory:
-        return None
-    planes = [layout.PREFIX_PLANES.get(source.read_bits, ()) for source in sources]
-    if len(planes[0]) != 2 or len(planes[1]) != 1 or planes[0][:1] != planes[1]:
+    planes = [layout.PREFIX_PLANES.get(bits, ()) for bits in widths]
+    if [len(prefix) for prefix in planes] != [2, 1] or planes[0][:1] != planes[1]:
         return None
     high, low = tiers
     plane = high.expert_nbytes - low.expert_nbytes  # the base has all scales and zeros
