@@ -332,7 +332,7 @@ class MainTest(PlanCase):
         self.assertIn(said, self.run_plan(argument, status=1))
 
     @parameterized.parameters(
-        ("Qwen3-Next-80B-A3B", 48, ("int4", "int2"), 32, 44),
+        ("Qwen3-Next-80B-A3B", 48, ("int4", "int2"), 32, 45),
         ("Qwen3-Next-80B-A3B", 48, ("int4", "int2"), 48, 247),
         ("Qwen3-30B-A3B", 48, ("bf16", "int4"), 32, 25),
     )
@@ -350,6 +350,7 @@ class MainTest(PlanCase):
         self.assertEqual([tier.tier.expert_nbytes for tier in budget.tiers], nbytes)
         self.assertEqual(cold.slots, cold.num_experts)
         self.assertEqual(hot.slots, slots)  # of docs/memory.md
+        self.assertEqual(hot.transient, 1)  # no step fetches a hot expert
         taken = num_layers * (hot.slots * nbytes[0] + cold.slots * nbytes[1])
         self.assertLessEqual(taken, gib * 2**30)
         self.assertLessEqual(budget.total_device, gib * 2**30)

@@ -292,6 +292,7 @@ def budget_of_tiers(
         slots=slots,
         prefetch=limits.prefetch or ahead,
         bulk=limits.bulk or min(bulk, num_layers * num_experts),
+        between_steps=policy.transfer_tiers(spec),
         device=_policy_parts(policy, run),
         first_alone=not moves and policy.high_serves_low,
     )

@@ -264,6 +264,8 @@ class PolicyDemands:
       slots: of a layer in each tier; () for the rule of `make_budget`.
       prefetch: experts of the next layer that each tier which lacks some brings ahead at most.
       bulk: experts of such a tier in flight between steps at once.
+      between_steps: indices of tiers of which no step fetches an expert, so that their transient
+        slots are never used; `limits.transient` does not hold for them.
       device: bytes by part that the steps take on the device for the policy's sake.
       first_alone: a copy of the first tier serves whoever asks for a lower one, and nothing is
         brought to the lower ones between steps, so slots are best spent on the first (experts
@@ -274,6 +276,7 @@ class PolicyDemands:
     slots: Sequence[int] = ()
     prefetch: int = 0
     bulk: int = 0
+    between_steps: Sequence[int] = ()
     device: Mapping[str, int] = dataclasses.field(default_factory=dict)
     first_alone: bool = False
 
@@ -313,11 +316,12 @@ def make_budget(
 
     def alone(chosen: Sequence[int], host_gib: float) -> list[TierBudget]:
         budgets = []
-        for tier, count in zip(tiers, chosen, strict=True):
+        for i, (tier, count) in enumerate(zip(tiers, chosen, strict=True)):
             cached = 0 < count < num_experts
+            streams = count < num_experts and not (count and i in policy.between_steps)
             own = dataclasses.replace(
                 limits, device_gib=0.0, host_gib=host_gib * tier.expert_nbytes / total_nbytes,
-                slots=count, transient=1 if count == num_experts else limits.transient,
+                slots=count, transient=limits.transient if streams else 1,
                 prefetch=min(policy.prefetch, count) if cached else 0,
                 bulk=policy.bulk if cached else 0,
             )  # fmt: skip
