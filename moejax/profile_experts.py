@@ -52,6 +52,7 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             platform=config.platform,
             compilation_cache=config.compilation_cache,
             generation_config=False,
+            read_bits=config.read_bits,
         )
         window = config.window or min(WINDOW, engine.config.context_limit)
         if window > engine.config.context_limit:
@@ -83,7 +84,8 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
     found = buddies.profile_of(
         activity,
         provenance(config.checkpoint, directory, engine, text, stream)
-        | {"window": window, "counting": dataclasses.asdict(counting)},
+        | {"window": window, "counting": dataclasses.asdict(counting)}
+        | {"read_bits": config.read_bits},
         source=cast(Source, config.source),
         smoothing=config.smoothing,
         alpha=config.alphas(len(engine.config.moe_layers)),

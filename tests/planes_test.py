@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import plan
+from moejax import benchmark, plan, profile_experts
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.verify import verify_checkpoint
@@ -32,6 +32,7 @@ from moejax.quantization.pipeline.recipe import parse_planes
 from moejax.quantization.pipeline.report import report_lines
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.quantization.rtn import rtn
+from moejax.routing.profile_file import load_buddies
 from moejax.weights.linear import DEQUANTIZED, Kernels, choose_product, linear, take_rows
 from moejax.weights.qtensor import dense, from_codes
 from pallas_kernels import layout
@@ -408,6 +409,48 @@ class PlanesCheckpointTest(QuantizeTestCase):
         num_experts = high.spec.cache.num_layers * high.spec.cache.num_experts
         self.assertEqual(budget.total_host, num_experts * weights * (4 + 1) // 8)
         self.assertEqual(of_copies.total_host, num_experts * weights * (4 + 1 + 2 + 1) // 8)
+
+    @pytest.mark.slow
+    def test_commands_read_the_width_that_is_asked(self):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        record, profile = (self.directory / name for name in ("x.json", "x.safetensors"))
+        text = self.directory / "text.txt"
+        text.write_text(TEXT)
+        asked = {"checkpoint": job.output, "platform": "cpu"}
+        found = []
+        for bits in (0, 2):
+            status, out, err = commands.run(
+                benchmark.COMMAND, **asked, read_bits=bits, prompt_tokens=8, new_tokens=3, runs=1,
+                output=record,
+            )  # fmt: skip
+            self.assertEqual(status, 0, err)
+            self.assertEqual(f"{job.output} in 2 bits" in out, bits == 2)
+            measured = json.loads(record.read_text())["points"][0]["figures"]
+            status, _, err = commands.run(
+                profile_experts.COMMAND, **asked, read_bits=bits, text=text, output=profile
+            )
+            self.assertEqual(status, 0, err)
+            of = load_buddies(profile).provenance
+            self.assertEqual(of["read_bits"], bits)
+            found.append((measured["bits a weight"]["value"], of["bits_per_weight"]))
+        (wide, narrow) = found
+        with Engine.from_pretrained(job.output, read_bits=2, progress=False) as engine:
+            np.testing.assert_allclose(narrow, engine.bits_per_weight)
+        self.assertLess(narrow, wide)
+
+    @parameterized.parameters(benchmark, profile_experts)
+    def test_commands_refuse_a_width_that_is_not_there(self, main):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        status, _, err = commands.run(main.COMMAND, checkpoint=job.output, read_bits=3)
+        self.assertEqual(status, 1)
+        self.assertIn("read_bits=3 is none of the widths", err)
+
+    def test_a_shape_is_not_read_in_a_width(self):
+        status, _, err = commands.run(benchmark.COMMAND, shape="Qwen3-30B-A3B", read_bits=2)
+        self.assertEqual(status, 1)
+        self.assertIn("read_bits=2 is for a checkpoint of bit planes", err)
 
     def test_planes_of_a_shape_are_planned_as_those_of_a_checkpoint(self):
         job = self.planes_job()

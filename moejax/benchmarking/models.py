@@ -58,10 +58,12 @@ class CheckpointModels:
 
     def __init__(self, config: BenchmarkConfig, device: jax.Device):
         self._asked, self.device = config, device
-        self._checkpoint = open_checkpoint(config.checkpoint)
+        self._checkpoint = open_checkpoint(config.checkpoint, config.read_bits)
         self.config, self.eos_ids = self._checkpoint.config, self._checkpoint.eos_ids
         self.tokenizer = Tokenizer.from_directory(self._checkpoint.directory)
         self.about = config.checkpoint
+        if config.read_bits:
+            self.about += f" in {config.read_bits} bits"
         self._tiering = config.policy.tiering()
         self._whole: Engine | None = None
 
@@ -100,7 +102,7 @@ class CheckpointModels:
         return Engine.from_pretrained(
             self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
             context=context, compilation_cache=self._asked.compilation_cache, limits=limits,
-            generation_config=False, **more,
+            generation_config=False, read_bits=self._asked.read_bits, **more,
         )  # fmt: skip
 
 

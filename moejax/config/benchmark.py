@@ -12,6 +12,7 @@ from moejax.config.commands import (
     MEMORY,
     PLATFORM,
     POLICY,
+    READ_BITS,
     SHARED_BITS,
     MemoryConfig,
 )
@@ -33,6 +34,7 @@ class BenchmarkConfig(RunConfig):
     command = "moejax.benchmark"
 
     checkpoint: str = CHECKPOINT
+    read_bits: int = READ_BITS
     shape: str = option(
         "", f"in place of a checkpoint, random weights of a shape: {', '.join(CONFIGS)}",
         choices=CONFIGS,
@@ -149,6 +151,11 @@ class BenchmarkConfig(RunConfig):
             raise MoejaxError(f"layers={self.layers} is more than the {most} of {self.shape}")
         if self.prompts:
             raise MoejaxError("a shape has no tokenizer for prompts: give prompt_tokens")
+        if self.read_bits:
+            raise MoejaxError(
+                f"read_bits={self.read_bits} is for a checkpoint of bit planes: give bits of the "
+                "shape, or leave it out"
+            )
         if self.memory.disk_path:
             raise MoejaxError("a shape has no files: leave memory.disk_path out")
         if wrong := [b for b in self.batches if self.num_prompts % b]:

@@ -12,6 +12,7 @@ from moejax.config.commands import (
     DTYPE,
     JOIN,
     PLATFORM,
+    READ_BITS,
 )
 from moejax.config.options import RunConfig, option
 from moejax.errors import MoejaxError
@@ -25,6 +26,7 @@ class ProfileConfig(RunConfig):
     command = "moejax.profile_experts"
 
     checkpoint: str = CHECKPOINT
+    read_bits: int = READ_BITS
     text: str = option(
         "default", "default (the calibration text that ships), or a UTF-8 file (.txt, .xz, .gz)",
         needed="'default' or a file",
