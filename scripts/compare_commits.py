@@ -7,9 +7,10 @@
 Each job is a benchmark with small settings: TPOT of a resident Qwen3-30B in INT4,
 of the same with 24 slots a layer, of Mixtral under 24 GiB, and one row each of DynaExq, DyMoE and
 BuddyMoE. The trees take turns (old, new, new, old, ...), each in a process of its own, so that a
-drift of the clocks falls on both. A row is compared by the median over turns; times of whole
-processes, which compile without a cache, are printed beside. Exits with 1 where a time is longer by
-more than `--most_percent`.
+drift of the clocks falls on both. The rows of a turn are printed when it ends, so that a run that
+is cut keeps them; after a job's last turn a table compares the medians. Times of whole processes,
+which compile without a cache, are rows too. Exits with 1 where a time is longer by more than
+`--most_percent`.
 """
 
 import dataclasses
@@ -135,19 +136,20 @@ def main(argv: list[str]) -> None:
         if not (tree / "scripts").is_dir():
             sys.exit(f"{tree} is no tree of this repository: it has no folder scripts")
     slower = []
-    print("| job | row | old | new | change |\n| --- | --- | --- | --- | --- |", flush=True)
     for name in names:
         turns: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
         for turn in range(_TURNS.value):
             for which in ("old", "new") if turn % 2 == 0 else ("new", "old"):
-                turns[which].append(run(trees[which], JOBS[name]))
+                turns[which].append(found := run(trees[which], JOBS[name]))
+                for what, figure in found.items():
+                    print(f"{name}, turn {turn + 1}, {which}: {what}: {figure:.4g}", flush=True)
+        print("\n| job | row | old | new | change |\n| --- | --- | --- | --- | --- |")
         for what, (before, after) in compared(turns["old"], turns["new"]).items():
             percent = 100 * (after / before - 1)
-            print(
-                f"| {name} | {what} | {before:.4g} | {after:.4g} | {percent:+.1f} % |", flush=True
-            )
+            print(f"| {name} | {what} | {before:.4g} | {after:.4g} | {percent:+.1f} % |")
             if percent > _MOST.value:
                 slower.append(f"{name}, {what}: {percent:+.1f} %")
+        print(flush=True)
     if slower:
         sys.exit("slower:\n" + "\n".join(slower))
 

@@ -37,8 +37,21 @@ class CompareTest(absltest.TestCase):
         how = ("--job=dymoe", "--turns=1", "--most_percent=2")
         done = run_module("scripts.compare_commits", f"--old={old}", f"--new={new}", *how)
         self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn("dymoe, turn 1, new: TPOT: 2.5\n", done.stdout)
         self.assertIn("| dymoe | TPOT | 2 | 2.5 | +25.0 % |", done.stdout)
         self.assertIn("dymoe, TPOT: +25.0 %", done.stderr)
+
+    @pytest.mark.slow
+    def test_turns_before_a_failure_are_told(self):
+        file = "studies/speed/bench_policies.py"
+        old, new = self.tree("old", 2.0, file), self.tree("new", 2.5, file)
+        (new / "scripts" / file).write_text("raise SystemExit('cut')")
+        done = run_module("scripts.compare_commits", f"--old={old}", f"--new={new}", "--job=dymoe")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("cut", done.stderr)
+        self.assertIn("dymoe, turn 1, old: TPOT: 2\n", done.stdout)
+        self.assertIn("dymoe, turn 1, old: the whole process, s: ", done.stdout)
+        self.assertNotIn("| dymoe |", done.stdout)
 
     @pytest.mark.slow
     def test_a_tree_without_the_benchmark_is_named(self):
