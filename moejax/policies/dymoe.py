@@ -2,7 +2,8 @@
 
 For each layer a number of critical experts (eq. 4 and 5) is chosen by importance: by heavy hitters
 in prefill, by gate in decode (eq. 1 to 3). The next layer's are prefetched (eq. 6 to 8), and a
-resident copy of higher precision than requested serves (`cache_plan.resolve_tiers`).
+resident copy of higher precision than requested serves, whether or not the low tier has every
+expert (`cache_plan.resolve_tiers`).
 
 Eq. 4 is r(l) = (1 - lambda) f(l) + lambda with f(l) = (cos(pi l / (L - 1)) + 1) / 2. Every profile
 f here has the mean 1/2, so that the mean of r(l) is r = (1 + lambda) / 2, the retention that the

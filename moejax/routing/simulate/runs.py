@@ -43,6 +43,8 @@ class Run:
     # most experts in flight between calls, like the engine's `memory.bulk`; None: the engine's
     # default
     bulk: int | None = None
+    # whether each tier is bit planes over the next one, which then has every expert; (): none is
+    refines: tuple[bool, ...] = ()
 
 
 class RunResult(NamedTuple):
@@ -78,7 +80,8 @@ def run_policies(
         spec = _spec_of(trace, run)
         states[i] = run.policy.init(spec)
         _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
-        groups.setdefault(keys.key_of(run.policy, states[i], spec), []).append(i)
+        formula = keys.key_of(run.policy, states[i], spec), run.refines
+        groups.setdefault(formula, []).append(i)
     cut = list(segments(trace))
     found: dict[int, RunResult] = {}
     for members in groups.values():
@@ -177,7 +180,7 @@ def _run_block(
     )
     start = jax.vmap(begin, in_axes=(0, 0, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
-    replay = Replay(policy, foreseen, delay, one_by_one)
+    replay = Replay(policy, foreseen, delay, one_by_one, runs[0].refines)
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(
