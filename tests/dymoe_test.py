@@ -285,6 +285,8 @@ class AheadTest(parameterized.TestCase):
         self.assertEqual(policy.counts(M, A).tolist(), [3, 2, 0])
         np.testing.assert_array_equal(state.ahead[0], [2, 0, 0])
         np.testing.assert_array_equal(state.ahead[1], np.minimum([*policy.counts(M, E)[1:], 0], 3))
+        found = policy.init(dataclasses.replace(SPEC, prefetch=(1, 2))).ahead
+        np.testing.assert_array_equal(found, np.minimum(state.ahead, 1))  # the best ones
         found = DyMoE(prefetch=2).init(SPEC).ahead
         np.testing.assert_array_equal(found, [[2, 2, 0]] * 2)
 

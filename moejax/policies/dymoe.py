@@ -105,7 +105,7 @@ class DyMoE(Policy[_DyMoEState]):
     # an expert to be left out runs if its high copy is resident, by the rule of conservative reuse;
     # the paper "entirely bypasses" it
     reuse_skipped: bool = False
-    # t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier has slots.
+    # t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier prefetches or has slots.
     prefetch: int = -1
     seed: int = 0  # from `random`
 
@@ -161,7 +161,7 @@ class DyMoE(Policy[_DyMoEState]):
             )
         counts = np.stack([self.counts(spec.num_layers, n) for n in (spec.width, spec.num_experts)])
         ahead = counts if self.prefetch < 0 else np.full_like(counts, self.prefetch)
-        ahead = np.minimum(np.pad(ahead[:, 1:], ((0, 0), (0, 1))), spec.slots[high])
+        ahead = np.minimum(np.pad(ahead[:, 1:], ((0, 0), (0, 1))), spec.most_ahead(high))
         return _DyMoEState(
             decode=jnp.asarray(counts[0], jnp.int32),
             prefill=jnp.asarray(counts[1], jnp.int32),

@@ -15,7 +15,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.experts.budget import default_bulk
-from moejax.policies.base import AnyPolicy, Observation, PolicySpec
+from moejax.policies.base import AnyPolicy, Observation, PolicySpec, default_prefetch
 from moejax.routing.simulate.replay import (
     DELAY,
     Replay,
@@ -99,7 +99,7 @@ def run_policies(
 
 
 def _spec_of(trace: Trace, run: Run) -> PolicySpec:
-    """Facts of the trace's model that a policy may use."""
+    """Facts of the trace's model that a policy may use, in an engine by its defaults."""
     return PolicySpec(
         num_layers=trace.num_layers,
         num_experts=trace.num_experts,
@@ -107,6 +107,7 @@ def _spec_of(trace: Trace, run: Run) -> PolicySpec:
         tiers=run.tiers,
         expert_bytes=run.expert_bytes,
         slots=run.slots,
+        prefetch=(default_prefetch(run.policy, trace.width),) * len(run.tiers),
     )
 
 
