@@ -35,6 +35,7 @@ class Case(NamedTuple):
     policy: bool = True
     cold: bool = False
     fixed: bool = False
+    refines: bool = False  # the first tier, the next
     rule: str = ""  # "critical", "held", "reused" or "one": by a rule in place of wishes
     fed: bool = True
     limit: int = 2  # of a prediction
@@ -78,6 +79,9 @@ CASES = {
     "unfed_three": Case(2, 10, (6, 5, 7), 1, 3, banks=2, fed=False),
     "unfed_over_streams": Case(2, 12, (9, 0), 1, 3, fed=False),
     "critical": Case(2, 12, (6, 7), 1, 4, rule="critical"),
+    "refines": Case(2, 9, (4, 9), 2, 4, refines=True),
+    "refines_by_rule": Case(2, 9, (4, 9), 1, 4, refines=True, rule="critical", fed=False),
+    "critical_over_all": Case(2, 9, (4, 9), 1, 4, rule="critical", fed=False),
     "critical_tokens": Case(2, 16, (9, 10), 3, 3, rule="critical", fed=False),
     "critical_unfed": Case(1, 128, (64, 8), 1, 8, rule="critical", fed=False),
     "skips": Case(2, 12, (6,), 1, 4, rule="skips"),
@@ -120,6 +124,7 @@ def forms(case: Case) -> tuple[package.TierShape, ...]:
                 is_full=slots == case.experts,
                 is_complete=slots == case.experts and not case.cold,
                 static_in_step=case.fixed and i == 0,
+                refines=case.refines and i == 0,
                 may_be_promoted_elsewhere=case.fed,
             )
         )

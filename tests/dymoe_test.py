@@ -285,6 +285,8 @@ class AheadTest(parameterized.TestCase):
         self.assertEqual(policy.counts(M, A).tolist(), [3, 2, 0])
         np.testing.assert_array_equal(state.ahead[0], [2, 0, 0])
         np.testing.assert_array_equal(state.ahead[1], np.minimum([*policy.counts(M, E)[1:], 0], 3))
+        found = policy.init(dataclasses.replace(SPEC, prefetch=(1, 2))).ahead
+        np.testing.assert_array_equal(found, np.minimum(state.ahead, 1))  # the best ones
         found = DyMoE(prefetch=2).init(SPEC).ahead
         np.testing.assert_array_equal(found, [[2, 2, 0]] * 2)
 
@@ -336,6 +338,20 @@ class CacheTest(parameterized.TestCase):
                 held = [names[t] for t in range(2) if resident[t, expert]]
                 self.assertEqual(held, [cache.stored[expert]] if expert in cache.stored else [])
         self.assertEqual(loads, cache.loads)
+
+    @parameterized.parameters(((), [0, 1, 0]), ((True, False), [1, 1, 0]))
+    def test_a_high_copy_is_reused_beside_every_low_one(self, refines, expected):
+        copies = jnp.stack([jnp.arange(E) == 0, jnp.ones(E, bool)])
+        resident = cache_plan.servable(copies, (False, True))
+        ids, tier = np.int32([[0, 1, 2]]), np.int32([[1, 1, 0]])  # 2 is in low alone
+        wishes = cache_plan.Wishes(tier, tier == 1)
+        found = cache_plan.resolve_tiers(resident, ids, wishes, np.ones(1, bool), refines)
+        np.testing.assert_array_equal(found.tier[:3], expected)
+        np.testing.assert_array_equal(found.reused[:3], [not refines, False, False])
+        np.testing.assert_array_equal(found.fetched[:3], [False, False, True])
+        strict = cache_plan.Wishes(tier, tier < 0)
+        found = cache_plan.resolve_tiers(resident, ids, strict, np.ones(1, bool), refines)
+        np.testing.assert_array_equal(found.tier[:3], tier[0])
 
     def test_who_asks_strictly_gets_what_it_asks_for(self):
         resident = np.stack([np.ones(E, bool), np.zeros(E, bool)])

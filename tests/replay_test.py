@@ -62,7 +62,7 @@ class PlainPools:
         ]
         everyone = range(trace.num_experts)
         is_full = [slots >= trace.num_experts for slots in run.slots]
-        self.is_full = is_full
+        self.is_full, self.refines = is_full, run.refines or (False,) * len(run.slots)
         ends = np.cumsum(run.slots)
         for layer, t in itertools.product(self.held, tiers):
             if is_full[t]:
@@ -158,13 +158,11 @@ class PlainPools:
                 strict[expert] = strict.get(expert, False) or not bool(decision.at_least[n, a])
         held, runs, misses = self.held[layer], dict(asked), set()
         for expert, tier in asked.items():
-            better = [t for t in range(tier) if expert in held[t]]
-            if expert in held[tier]:
-                continue
+            better = [t for t in range(tier) if expert in held[t] and not self.refines[t]]
             if better and not strict[expert]:
                 runs[expert] = better[-1]
                 self.count(phase, "reused", better[-1])
-            else:
+            elif expert not in held[tier]:
                 misses.add(expert)
         for expert, tier in runs.items():
             self.count(phase, "needed", tier)
@@ -234,6 +232,10 @@ RUNS = {
     "dymoe 4/0": two_tiers("dymoe", (4, 0), retention=0.7, selection="load", low="skip"),
     "dymoe, another r": two_tiers("dymoe", (5, 2), retention=0.9, selection="load"),
     "dymoe and prefetch": two_tiers("dymoe", (4, 3), retention=0.7, selection="load", prefetch=2),
+    "dymoe over all in low": two_tiers("dymoe", (4, 12), selection="load", prefetch=1),
+    "dymoe by planes": dataclasses.replace(
+        two_tiers("dymoe", (4, 12), selection="load", prefetch=1), refines=(True, False)
+    ),
     "dymoe, random": two_tiers("dymoe", (3, 4), selection="random", prefetch=0),
     "dynaexq and dymoe": two_tiers(
         "compose", (4, 12), period=4, selection="load", prefetch=0, retention=0.6
@@ -243,7 +245,7 @@ RUNS = {
 }
 
 
-FAST = ("dymoe 4/2", "dynaexq, low always there")
+FAST = ("dymoe 4/2", "dymoe over all in low", "dymoe by planes", "dynaexq, low always there")
 
 
 @functools.cache
@@ -325,6 +327,8 @@ class ReplayTest(parameterized.TestCase):
 
         self.assertGreater(events("cache and prefetch", "prefetch_hits"), 0)
         self.assertGreater(events("dymoe 4/2", "reused")[0], 0)
+        self.assertGreater(events("dymoe over all in low", "reused")[0], 0)
+        self.assertEqual(events("dymoe by planes", "reused").sum(), 0)
         self.assertGreater(events("dynaexq, low always there", "bulk")[0], 0)
         self.assertEqual(events("dynaexq, low always there", "misses").sum(), 0)
 

@@ -25,6 +25,7 @@ from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
 from moejax.weights import linear as ops
 from pallas_kernels import cache_plan, expert_fetch, grouped_dequant_matmul
+from scripts.studies.dymoe.controls import AsAsked
 from tests import buddymoe_reference as reference
 from tests import numpy_model, slow
 from tests.cached_runners import PROMPTS, QWEN, answers, cached_runner, plain, random_weights
@@ -101,9 +102,8 @@ class MixtureTest(parameterized.TestCase):
     @parameterized.product(low=("", "skip"), slots=((8, 8), (3, 2)))
     @pytest.mark.slow
     def test_dymoe_weighs_tokens_by_attention(self, low, slots):
-        policy = make_policy(
-            "dymoe", low=low, retention=0.5, schedule="equal", heavy_count=3, prefetch=0
-        )
+        kind = AsAsked if slots[0] == NUM_EXPERTS else DyMoE
+        policy = kind(low=low, retention=0.5, schedule="equal", heavy_count=3, prefetch=0)
         bits = (4,) if low else (4, 2)
         runner, memory = cached_runner(policy, bits, slots[: len(bits)])
         stored = [wide(width) for width in bits]
@@ -124,9 +124,20 @@ class MixtureTest(parameterized.TestCase):
         self.assertGreater(ledger.shares["skipped" if low else "int2"], 0.05)
         check_exclusive(self, memory)
 
+    def test_dymoe_reuses_high_copies_beside_every_low_one(self):
+        policy = make_policy("dymoe", retention=0.5, schedule="equal", heavy_count=3, prefetch=0)
+        runner, memory = cached_runner(policy, (4, 2), (NUM_EXPERTS, NUM_EXPERTS))
+
+        def decide(m, routing, q, k):
+            _, weights, ids = routing
+            return np.zeros_like(ids), ids, weights
+
+        numpy_model.assert_near(runner.logits(TOKENS), expected([wide(4), wide(2)], decide))
+        self.assertEqual(memory.read_counters().shares["int2"], 0)
+
     @pytest.mark.slow
     def test_dymoe_decodes_by_the_gate(self):
-        policy = make_policy("dymoe", retention=0.5, schedule="equal", prefetch=2, heavy_count=2)
+        policy = AsAsked(retention=0.5, schedule="equal", prefetch=2, heavy_count=2)
         runner, memory = cached_runner(policy, (4, 2), (3, NUM_EXPERTS), prefetch=2)
         stored, prompt = [wide(4), wide(2)], PROMPTS[2]
         found = answers(runner, [prompt], 5)[0]

@@ -233,6 +233,7 @@ class ExpertMemory:
                 num_layers=cache.num_layers, num_experts=cache.num_experts, width=width,
                 tiers=tuple(names), expert_bytes=tuple(tier.ledger.expert_bytes for tier in tiers),
                 slots=tuple(tier.spec.cache.slots for tier in tiers),
+                prefetch=tuple(tier.spec.prefetch for tier in tiers),
             )  # fmt: skip
             between = policy.transfer_tiers(self._policy_spec)
             pools = tuple(

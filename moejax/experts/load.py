@@ -37,7 +37,7 @@ from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like, open_tier
 from moejax.experts.transfers import Transfers
-from moejax.policies.base import AnyPolicy, PolicySpec, moves_between_steps
+from moejax.policies.base import AnyPolicy, PolicySpec, default_prefetch, moves_between_steps
 from moejax.policies.dymoe import importance_nbytes
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
 from moejax.quantization.pipeline.quantizers import Program
@@ -283,14 +283,10 @@ def budget_of_tiers(
     _check_suits(policy, copies or tiers, spec)
     state = jax.eval_shape(lambda: policy.init(spec))
     moves = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
-    ahead = 0  # experts of the next layer that a decode step may prefetch
-    if policy.needs.predicted:
-        stated = int(getattr(policy, "prefetch", -1))
-        ahead = stated if stated >= 0 else config.experts_per_token
     bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if moves else 0
     demands = PolicyDemands(
         slots=slots,
-        prefetch=limits.prefetch or ahead,
+        prefetch=limits.prefetch or default_prefetch(policy, config.experts_per_token),
         bulk=limits.bulk or min(bulk, num_layers * num_experts),
         between_steps=policy.transfer_tiers(spec),
         device=_policy_parts(policy, run),

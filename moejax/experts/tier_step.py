@@ -90,6 +90,7 @@ class CachePlanner:
                 and tier.between_steps
                 and tier.cache.slots > 0
                 and not tier.is_complete,
+                refines=tier.refines > 0,
                 may_be_promoted_elsewhere=self.moves
                 or any(better.prefetch for better in self.tiers[:i]),
             )

@@ -38,6 +38,9 @@ class PolicySpec:
       tiers: names, of falling fidelity, such as ("int4", "int2").
       expert_bytes: bytes of one expert in each tier.
       slots: slots per layer in each tier's pool.
+      prefetch: most experts of the next layer that a layer prefetches in each tier; (): as many as
+        there are slots. Of a longer `Decision.ahead` the smaller ids come, so a policy that orders
+        experts asks for no more (`most_ahead`).
     """
 
     num_layers: int
@@ -46,6 +49,11 @@ class PolicySpec:
     tiers: tuple[str, ...]
     expert_bytes: tuple[int, ...]
     slots: tuple[int, ...]
+    prefetch: tuple[int, ...] = ()
+
+    def most_ahead(self, tier: int) -> int:
+        """Counts the experts of the next layer that a layer may prefetch in a tier."""
+        return min((self.slots[tier], *self.prefetch[tier : tier + 1]))
 
 
 @jax.tree_util.register_dataclass
@@ -264,6 +272,17 @@ def pairs_with_room(moves: jax.Array, room: jax.Array) -> jax.Array:
 def layer_axes_of(kind: Any, **axes: int) -> Any:
     """Returns `layer_axes` of a NamedTuple state; a field that is not named has None."""
     return kind(**(dict.fromkeys(kind._fields) | axes))
+
+
+def default_prefetch(policy: AnyPolicy, width: int) -> int:
+    """Experts of the next layer that a tier prefetches at most, if nobody says otherwise.
+
+    As many as the policy's setting `prefetch`; `width`, A, if it has none or a negative one.
+    """
+    if not policy.needs.predicted:
+        return 0
+    stated = int(getattr(policy, "prefetch", -1))
+    return stated if stated >= 0 else width
 
 
 def no_requests() -> Requests:

@@ -2,7 +2,8 @@
 
 For each layer a number of critical experts (eq. 4 and 5) is chosen by importance: by heavy hitters
 in prefill, by gate in decode (eq. 1 to 3). The next layer's are prefetched (eq. 6 to 8), and a
-resident copy of higher precision than requested serves (`cache_plan.resolve_tiers`).
+resident copy of higher precision than requested serves, whether or not the low tier has every
+expert (`cache_plan.resolve_tiers`).
 
 Eq. 4 is r(l) = (1 - lambda) f(l) + lambda with f(l) = (cos(pi l / (L - 1)) + 1) / 2. Every profile
 f here has the mean 1/2, so that the mean of r(l) is r = (1 + lambda) / 2, the retention that the
@@ -104,7 +105,7 @@ class DyMoE(Policy[_DyMoEState]):
     # an expert to be left out runs if its high copy is resident, by the rule of conservative reuse;
     # the paper "entirely bypasses" it
     reuse_skipped: bool = False
-    # t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier has slots.
+    # t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier prefetches or has slots.
     prefetch: int = -1
     seed: int = 0  # from `random`
 
@@ -160,7 +161,7 @@ class DyMoE(Policy[_DyMoEState]):
             )
         counts = np.stack([self.counts(spec.num_layers, n) for n in (spec.width, spec.num_experts)])
         ahead = counts if self.prefetch < 0 else np.full_like(counts, self.prefetch)
-        ahead = np.minimum(np.pad(ahead[:, 1:], ((0, 0), (0, 1))), spec.slots[high])
+        ahead = np.minimum(np.pad(ahead[:, 1:], ((0, 0), (0, 1))), spec.most_ahead(high))
         return _DyMoEState(
             decode=jnp.asarray(counts[0], jnp.int32),
             prefill=jnp.asarray(counts[1], jnp.int32),

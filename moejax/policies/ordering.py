@@ -53,8 +53,8 @@ def chosen_by(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
 
 
 def prefetch_limits(spec: PolicySpec, tier: int, count: int) -> jax.Array:
-    """Limits t of `experts_ahead`, int32[M]: `count`, at most the tier's slots; 0 in the last."""
-    limit = min(count, spec.slots[tier])
+    """Limits t of `experts_ahead`, int32[M]: `count` or `PolicySpec.most_ahead`; 0 in the last."""
+    limit = min(count, spec.most_ahead(tier))
     return jnp.full(spec.num_layers, limit, jnp.int32).at[-1].set(0)
 
 

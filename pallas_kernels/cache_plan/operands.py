@@ -63,6 +63,8 @@ class TierShape:
       is_complete: every expert is in its slot for ever: nothing is fetched, and its table stays.
       static_in_step: the first tier alone: transfers between steps alone change its slots, and
         steps ask only for experts that are there.
+      refines: its copies are bit planes over those of the next tier, which has every expert: a
+        request for the next tier reads that one alone, fewer bytes.
       may_be_promoted_elsewhere: of a tier that is neither full nor the first: transfers or
         look-ahead may bring a better copy of an expert that has a slot here. Where this is False
         and one came, the copy here serves nobody, and stays until its slot is taken.
@@ -75,6 +77,7 @@ class TierShape:
     is_full: bool = False
     is_complete: bool = False
     static_in_step: bool = False
+    refines: bool = False
     may_be_promoted_elsewhere: bool = True
 
     @property

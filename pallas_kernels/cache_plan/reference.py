@@ -169,14 +169,21 @@ def servable(copies: jax.Array, full: Sequence[bool]) -> jax.Array:
 
 
 def resolve_tiers(
-    resident: jax.Array, ids: jax.Array, wishes: Wishes, active: jax.Array
+    resident: jax.Array,
+    ids: jax.Array,
+    wishes: Wishes,
+    active: jax.Array,
+    refines: Sequence[bool] = (),
 ) -> ResolvedTiers:
     """Which tier serves each expert, by the rules of DyMoE's mixed-precision cache (section 4.4.2).
 
       * No duplication: an expert is stored in one format only.
       * Precision promotion: low precision is there, high is asked for: a miss; the high copy is
         loaded and the low one leaves.
-      * Conservative reuse: high precision is there, low is asked for: a hit, the high copy serves.
+      * Conservative reuse: high precision is there, low is asked for: a hit, the high copy serves,
+        whether or not a low one is there too, in a tier that holds every expert. It costs no load
+        and loses nothing. Where high precision is low precision refined, the low copy serves, of
+        which the high one is made: it has fewer bytes to read.
 
     Args:
       resident: bool[T, E], of `servable`.
@@ -184,6 +191,8 @@ def resolve_tiers(
       wishes: of each pair. A copy of higher fidelity serves where all active pairs of the tier
         that an expert is asked for in allow it (`at_least`).
       active: bool[N].
+      refines: static, of each tier whether its copies refine those of the next one, which has every
+        expert; (): none does.
 
     Returns:
       See `ResolvedTiers`; no expert is both reused and fetched.
@@ -196,9 +205,11 @@ def resolve_tiers(
     asked = jnp.where(best == num_tiers, -1, best)
     strict = pairs & (wishes.tier[None] == asked[:, None, None]) & ~wishes.at_least[None]
     better = resident & (tier < asked[None]) & ~jnp.any(strict, axis=(1, 2))[None]
-    exact = jnp.any(resident & (tier == asked[None]), axis=0)
-    reused = jnp.any(better, axis=0) & ~exact
+    if any(refines):
+        better &= ~np.asarray(refines)[:, None]
+    reused = jnp.any(better, axis=0)
     there = jnp.max(jnp.where(better, tier, -1), axis=0)
+    exact = jnp.any(resident & (tier == asked[None]), axis=0)
     fetched = (asked >= 0) & ~exact & ~reused
     return ResolvedTiers(jnp.where(reused, there, asked), fetched, reused, resident & fetched[None])
 
@@ -307,7 +318,8 @@ def plan_reference(
         wishes = asked.by
         if isinstance(wishes, Rule):
             wishes = wishes_of(wishes, ids, active, layer, resident)
-        found = resolve_tiers(resident, ids, wishes, active)
+        refines = [form.refines for form in forms]
+        found = resolve_tiers(resident, ids, wishes, active, refines)
         chosen = jnp.where(active[:, None] & (wishes.tier >= 0), found.tier[ids], -1)
         better = [jnp.any(copies[:i], axis=0) for i in range(num_tiers)]
         gone = [copies[i] & (found.fetched | better[i]) for i in range(num_tiers)]

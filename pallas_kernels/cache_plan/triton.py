@@ -157,17 +157,20 @@ def _by_rule(
     return tier, critical if at_least else ids >= 0
 
 
-def _resolve_tiers(pairs: _Pairs, states: Sequence[_Entries]) -> tuple[jax.Array, jax.Array]:
+def _resolve_tiers(
+    pairs: _Pairs, states: Sequence[_Entries], forms: Sequence[TierShape]
+) -> tuple[jax.Array, jax.Array]:
     """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
     if len(states) == 1:  # whatever is asked for, the one tier serves
         asks = pairs.ids >= 0
         return jnp.where(asks, 0, -1), asks & ~states[0].serves
     exact, there = pairs.ids < -1, jnp.full_like(pairs.ids, -1)
-    for i, state in enumerate(states):
+    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
         exact |= state.serves & (pairs.tier == i)
-        there = jnp.where(state.serves & (pairs.tier > i) & ~pairs.strict, i, there)
+        if not form.refines:
+            there = jnp.where(state.serves & (pairs.tier > i) & ~pairs.strict, i, there)
     asks = pairs.ids >= 0
-    reused = asks & ~exact & (there >= 0)
+    reused = asks & (there >= 0)
     served = jnp.where(reused, there, pairs.tier)
     return jnp.where(asks, served, -1), asks & ~exact & ~reused
 
@@ -409,7 +412,7 @@ def _plan_body(
     total, routed = _load_gate(of, layer) if "mass" in of else None, None
     if "routed_ids" in of:
         routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
-    tier, fetched = _resolve_tiers(pairs, states)
+    tier, fetched = _resolve_tiers(pairs, states, forms)
     parts, counts, moves = [], [], []
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
         runs = tier == i

@@ -240,12 +240,13 @@ def _serve(
     observation: Observation,
     clock: jax.Array,
     most: int,
+    refines: tuple[bool, ...],
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """Runs a layer as decided: keys, counts [T] by name, gate mass float32[T + 3]."""
     num_tiers, num_experts = key.shape
     active = observation.active
     wishes = Wishes(decision.tier, decision.at_least)
-    found = cache_plan.resolve_tiers(key > 0, decision.ids, wishes, active)
+    found = cache_plan.resolve_tiers(key > 0, decision.ids, wishes, active, refines)
     tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
     runs = found.tier[None] == tier  # bool[T, E]
     misses = runs & found.fetched[None]
@@ -355,6 +356,7 @@ class Replay:
     delay: int = DELAY  # calls from a request to its arrival; 0: it serves the next call
     # runs the layers of a step in turn, even if the policy's are independent
     one_by_one: bool = False
+    refines: tuple[bool, ...] = ()  # as in `runs.Run`
 
 
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
@@ -478,7 +480,9 @@ class _Step:
     ) -> _Layer:  # fmt: skip
         """Runs `_serve` and adds the counts of the prefetch."""
         most = min(seen.ids.size, key.shape[-1])
-        key, events, gate = _serve(self.slots, key, decision, seen, self.clock, most)
+        key, events, gate = _serve(
+            self.slots, key, decision, seen, self.clock, most, self.replay.refines
+        )
         events = events | {name: events.get(name, 0) + n for name, n in prefetched.items()}
         ahead = prefetched["prefetched"]
         return _Layer(key, _row(events, ahead), ahead, gate)

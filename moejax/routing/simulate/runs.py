@@ -15,7 +15,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.experts.budget import default_bulk
-from moejax.policies.base import AnyPolicy, Observation, PolicySpec
+from moejax.policies.base import AnyPolicy, Observation, PolicySpec, default_prefetch
 from moejax.routing.simulate.replay import (
     DELAY,
     Replay,
@@ -43,6 +43,8 @@ class Run:
     # most experts in flight between calls, like the engine's `memory.bulk`; None: the engine's
     # default
     bulk: int | None = None
+    # whether each tier is bit planes over the next one, which then has every expert; (): none is
+    refines: tuple[bool, ...] = ()
 
 
 class RunResult(NamedTuple):
@@ -78,7 +80,8 @@ def run_policies(
         spec = _spec_of(trace, run)
         states[i] = run.policy.init(spec)
         _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
-        groups.setdefault(keys.key_of(run.policy, states[i], spec), []).append(i)
+        formula = keys.key_of(run.policy, states[i], spec), run.refines
+        groups.setdefault(formula, []).append(i)
     cut = list(segments(trace))
     found: dict[int, RunResult] = {}
     for members in groups.values():
@@ -96,7 +99,7 @@ def run_policies(
 
 
 def _spec_of(trace: Trace, run: Run) -> PolicySpec:
-    """Facts of the trace's model that a policy may use."""
+    """Facts of the trace's model that a policy may use, in an engine by its defaults."""
     return PolicySpec(
         num_layers=trace.num_layers,
         num_experts=trace.num_experts,
@@ -104,6 +107,7 @@ def _spec_of(trace: Trace, run: Run) -> PolicySpec:
         tiers=run.tiers,
         expert_bytes=run.expert_bytes,
         slots=run.slots,
+        prefetch=(default_prefetch(run.policy, trace.width),) * len(run.tiers),
     )
 
 
@@ -177,7 +181,7 @@ def _run_block(
     )
     start = jax.vmap(begin, in_axes=(0, 0, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
-    replay = Replay(policy, foreseen, delay, one_by_one)
+    replay = Replay(policy, foreseen, delay, one_by_one, runs[0].refines)
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(

@@ -10,10 +10,11 @@ from moejax.evaluation.expert_profile import Counting, profile
 from moejax.inference.runner import Runner
 from moejax.policies.baselines import Resident
 from moejax.policies.buddymoe import BuddyMoe
-from moejax.policies.dymoe import FIGURE_3, DyMoE
+from moejax.policies.dymoe import FIGURE_3
 from moejax.policies.dynaexq import DynaExq
 from moejax.routing.profile_file import BuddyProfile, profile_of
 from scripts.studies.buddymoe.controls import MatchedRandom
+from scripts.studies.dymoe.controls import AsAsked
 from scripts.studies.quality.bench import EachToken, Measured, Model, Served, Texts, Windows
 
 PAIRS = (("int4", "int2"), ("bf16", "int4"))
@@ -158,13 +159,13 @@ def dymoe(bench: Bench) -> Iterator[Point]:
         for r in (0.5, 0.625, 0.75, 0.875)
     ]
     for selection in ("critical", "random"):
-        base = DyMoE(prefetch=0, selection=selection)
+        base = AsAsked(prefetch=0, selection=selection)
         served = Served(bench.model, base, tiers, (experts, experts))
         each = EachToken(bench.model, base, tiers)
         for name, r, given in settings:
             if given.get("selection", "critical") != selection:
                 continue
-            policy = DyMoE(**{**given, "selection": selection, "retention": r, "prefetch": 0})
+            policy = AsAsked(**{**given, "selection": selection, "retention": r, "prefetch": 0})
             realised = {
                 count: {"realised mean": float(policy.counts(layers, count).mean() / count)}
                 for count in (experts, width)
