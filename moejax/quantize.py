@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from moejax import cli
-from moejax.config.commands import QuantizeConfig
+from moejax.config.commands import CODE_BITS, FACTOR_BITS, QuantizeConfig
 from moejax.errors import MoejaxError
 
 if TYPE_CHECKING:  # it imports JAX
@@ -57,11 +57,11 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
     planes = parse_planes(config.planes) if config.planes else ()
     default = Scheme(
         method=config.method,
-        bits=planes[-1] if planes else config.bits,
+        bits=planes[-1] if planes else _given(config.bits, CODE_BITS),
         group_size=config.group_size,
         zero_kind=config.zero_kind,
         scale_dtype=config.scale_dtype,
-        factor_bits=config.factor_bits,
+        factor_bits=_given(config.factor_bits, FACTOR_BITS),
         act_order=config.act_order,
         planes=planes,
         plane_weight=config.plane_weight,
@@ -82,6 +82,10 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
         progress=progress,
     )
     return quantize_checkpoint(job)
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def _read_text(name: str) -> str | None:

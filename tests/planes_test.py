@@ -23,8 +23,8 @@ from moejax.experts.budget import Limits
 from moejax.experts.tiering import StoredTier, Tiering, open_tier
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
-from moejax.quantization.gptq import gptq
-from moejax.quantization.grid import Grid, dequantize, relative_error
+from moejax.quantization.gptq import GptqSettings, gptq
+from moejax.quantization.grid import PLANE_WEIGHTS, Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq, kernel_refusal
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.milo import MiloSettings, milo
@@ -141,6 +141,16 @@ class JointCodesTest(parameterized.TestCase):
             errors.append([np.linalg.norm(part @ factor) for part in missed])
         self.assertLess(errors[0][0], errors[1][0])
         self.assertLess(errors[0][1], errors[1][1])
+
+    @parameterized.parameters(({},), ({"block_size": 16},), ({"act_order": True},))
+    def test_gptq_fits_every_group_to_its_own_members(self, how):
+        """By H = I no error spreads, so that groups are those of least squares."""
+        weights, grid = matrix(16, 96), grid_of(2, 4, group_size=40)
+        found = gptq(weights, jnp.eye(96), grid, GptqSettings(**how)).codes
+        for i, (first, end) in enumerate(((0, 40), (40, 80), (80, 96))):
+            alone = least_squares(weights[:, first:end], grid_of(2, 4, group_size=end - first))
+            np.testing.assert_allclose(found.scales[:, i], alone.scales[:, 0], rtol=1e-5)
+            np.testing.assert_allclose(found.zeros[:, i], alone.zeros[:, 0], rtol=1e-5)
 
     def test_a_compensator_repairs_the_narrowest_width(self):
         rng = np.random.default_rng(2)
@@ -332,6 +342,16 @@ class PlanesCheckpointTest(QuantizeTestCase):
         leaves, _ = self.load(job.output)
         self.assertEqual(leaves["moe.down"].bits, 4)
 
+    def test_matrices_of_different_widths(self):
+        rules = ("experts: planes=4,8", "mlp: planes=2,8")
+        job = self.planes_job(*rules, plane_weight=None)
+        quantize_checkpoint(job)
+        with self.assert_one_line("read_bits=4 must be a width", "widths 2,4 and 2,8 and 4,8"):
+            open_checkpoint(str(job.output), 4)
+        tensors = json.loads((job.output / "quantization.json").read_text())["tensors"]
+        weights = {tuple(e["planes"]): e["plane_weight"] for e in tensors.values() if "bits" in e}
+        self.assertEqual(weights, {widths: PLANE_WEIGHTS[widths] for widths in weights})
+
     @pytest.mark.slow
     def test_a_run_that_was_killed(self):
         job = self.planes_job(output=self.directory / "undisturbed")
@@ -350,7 +370,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
     def test_bad_input_is_one_line(self):
         job = self.planes_job()
         quantize_checkpoint(job)
-        with self.assert_one_line("read_bits=3 is none of the widths", "2, 4"):
+        with self.assert_one_line("read_bits=3 must be a width", "has widths 2,4"):
             open_checkpoint(str(job.output), 3)
         with self.assert_one_line("read_bits=2", "is not quantized"):
             open_checkpoint(str(self.source), 2)

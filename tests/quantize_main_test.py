@@ -97,6 +97,16 @@ class QuantizeMainTest(FolderTestCase):
         (["--config.checkpoint="], "checkpoint='' must be a name"),
         (["--config.checkpoint=/no/such/place"], "no such directory: /no/such/place"),
         (["--config.platform=tpu"], "platform 'tpu' is none of"),
+        (["--config.planes=2,4", "--config.bits=4"], "bits=4 beside planes=2,4"),
+        (["--config.plane_weight=0.5"], "plane_weight=0.5 weighs widths of bit planes"),
+        (
+            ["--config.planes=2,4", "--config.plane_weight=1.5"],
+            "plane_weight=1.5 must be from 0 to 1",
+        ),
+        (
+            ["--config.method=hqq", "--config.planes=2,4", "--config.factor_bits=8"],
+            "factor_bits=8 is of the compensators of milo",
+        ),
     )
     def test_mistakes(self, arguments, message):
         status, out, err = self.run_main("--config.group_size=32", *arguments)
@@ -104,3 +114,12 @@ class QuantizeMainTest(FolderTestCase):
         self.assertIn(message, err)
         self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
         self.assertFalse(self.output.exists())
+
+    @parameterized.parameters(
+        {"planes": "2,4", "plane_weight": 0.5},
+        {"rules": "experts: planes=2,4", "plane_weight": 0.0, "bits": 4},
+        {"method": "milo", "factor_bits": 8},
+        {"rules": "attention: method=milo+", "factor_bits": 8, "method": "rtn"},
+    )
+    def test_settings_that_have_an_effect(self, **settings):
+        QuantizeConfig(**settings).check()

@@ -125,6 +125,8 @@ class RecipeTest(FolderTestCase):
         ("head: bits=8", "lm_head, which is not quantized", "method=rtn"),
         ("head: method=rtm", "rule 'head: method=rtm', lm_head: method=rtm is none of none, rtn"),
         ("attention: bits=5", "bits=5 is none of 2, 3, 4, 8"),
+        ("attention: bits=4 planes=2,4", "planes are widths in place of bits"),
+        ("attention: planes=2,4 bits=2", "planes are widths in place of bits"),
         ("attention: zero=big", "zero_kind=big is none of auto, float"),
         ("attention: scale=bfloat16", "scale_dtype=bfloat16 is none of float16, float32"),
         ("attention: method=milo factor_bits=5", "factor_bits=5 is none of 3, 4, 8, 16"),

@@ -19,6 +19,9 @@ from moejax.text.corpus import JOINS
 from moejax.text.windows import PRESETS, Windowing
 
 SHAPE_BITS = (2, 3, 4, 8, 16)
+# Bits that `moejax.quantize` takes where none are given.
+CODE_BITS = 3
+FACTOR_BITS = 3
 THINKING = {"auto": None, "on": True, "off": False}
 _TASKS_BY_LM_EVAL = (
     "python -m moejax.lm_eval --model moejax --model_args pretrained=CHECKPOINT --tasks NAME "
@@ -271,16 +274,20 @@ class QuantizeConfig(RunConfig):
         "milo",
         "for attention and MLPs: none, rtn, hqq, least_squares, gptq, autoround, milo, milo+",
     )
-    bits: int = option(3, "bits of a code: 2, 3, 4 or 8")
+    bits: int | None = option(
+        None, f"bits of a code: 2, 3, 4 or 8; None: {CODE_BITS}, or those of planes", kind=int
+    )
     planes: str = option(
         "",
         "in place of bits, widths of bit planes that one copy is read in (read_bits): 2,4, 2,3, "
         "2,8, 4,8 or 2,4,8; '': none",
     )
-    plane_weight: float = option(
-        0.9, "share of the widest width in the error that codes of bit planes minimise",
-        least=0, most=1,
-    )  # fmt: skip
+    plane_weight: float | None = option(
+        None,
+        "share of the widest width in the error that codes of bit planes minimise, 0 to 1; None: "
+        "measured ones, by the widths",
+        kind=float,
+    )
     group_size: int = option(64, "inputs per scale; 0: a whole row (per channel)")
     zero_kind: str = option(
         "auto", "zero point: auto (by method and format), float, integer, symmetric"
@@ -293,7 +300,10 @@ class QuantizeConfig(RunConfig):
         "ranks of compensators: a sum of Uniform-, Dense-, Sparse-, Kurtosis-, Frequency-r or -r%, "
         "optionally 'within 200 MB', or a set of the paper's such as mixtral-s1",
     )
-    factor_bits: int = option(3, "bits of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
+    factor_bits: int | None = option(
+        None, f"bits of milo's compensators: 3, 4, 8 or 16 (bfloat16); None: {FACTOR_BITS}",
+        kind=int,
+    )  # fmt: skip
     passes: int = option(20, "most passes of milo", least=1)
     act_order: bool = option(
         False, "gptq visits inputs by falling importance, in groups that are fixed beforehand"
@@ -314,6 +324,26 @@ class QuantizeConfig(RunConfig):
     )
     platform: str = PLATFORM
     compilation_cache: str = COMPILATION_CACHE
+
+    def check(self) -> None:
+        """Checks fields and refuses those that would have no effect (`RunConfig.check`)."""
+        super().check()
+        if self.planes and self.bits is not None:
+            raise MoejaxError(
+                f"bits={self.bits} beside planes={self.planes}: planes are widths in place of "
+                "bits; give one of them"
+            )
+        if self.plane_weight is not None and not self.planes and "planes=" not in self.rules:
+            raise MoejaxError(
+                f"plane_weight={self.plane_weight:g} weighs widths of bit planes, and no matrix "
+                "has them: give planes too, such as planes=2,4, or leave it out"
+            )
+        has_factors = self.method.startswith("milo") or "method=milo" in self.rules
+        if self.factor_bits is not None and not has_factors:
+            raise MoejaxError(
+                f"factor_bits={self.factor_bits} is of the compensators of milo and milo+, and "
+                "no matrix takes such a method; leave it out"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.quantization.grid import Codes, Grid, split_groups
+from moejax.quantization.grid import Codes, Grid, group_members, split_groups
 from moejax.quantization.hessian import inverse_factor
 from moejax.quantization.hqq import hqq
-from moejax.quantization.least_squares import least_squares
+from moejax.quantization.least_squares import fit_groups
 from moejax.quantization.rtn import range_grid, rtn
 from pallas_kernels import layout
 
@@ -117,7 +117,11 @@ def gptq(
         starved |= num_tokens < math.ceil(settings.min_tokens_per_input * num_inputs)
     upper = jnp.where(starved, jnp.eye(num_inputs, dtype=jnp.float32), upper)
 
-    fixed = _fitted(alive, grid) if settings.act_order else None
+    fixed = None
+    if settings.act_order:
+        groups = split_groups(alive, grid.group_size)
+        members = group_members(num_inputs, grid.group_size, groups.ndim)
+        fixed = _fitted(groups, *members, grid)
     codes = _solve(alive[:, order], upper, grid, settings.block_size, order, fixed)
     if settings.act_order:
         codes = codes._replace(codes=codes.codes[:, jnp.argsort(order)])
@@ -181,12 +185,14 @@ def _padded_columns(num_inputs: int, group_size: int, block_size: int) -> _Colum
     return _Columns(place.reshape(-1), block, span)
 
 
-def _fitted(weights: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
-    """Scales and zeros float32[N, G]: those of the range, or the best of all widths of planes."""
-    if grid.planes:
-        found = least_squares(weights, grid)
-        return found.scales, found.zeros
-    return range_grid(split_groups(weights, grid.group_size), grid)
+def _fitted(
+    groups: jax.Array, mask: jax.Array, counts: jax.Array, grid: Grid
+) -> tuple[jax.Array, jax.Array]:
+    """Scales and zeros float32[N, G]: those of the range, or the best of all widths of planes.
+
+    Padding (`fit_groups`) repeats a member.
+    """
+    return fit_groups(groups, mask, counts, grid) if grid.planes else range_grid(groups, grid)
 
 
 def _enter_group(
@@ -198,8 +204,10 @@ def _enter_group(
     def fit() -> tuple[jax.Array, jax.Array]:
         part = jax.lax.dynamic_slice_in_dim(state.weights[0], first, span)
         real = jax.lax.dynamic_slice_in_dim(jnp.asarray(exists), first, span)
-        part = jnp.where(real[:, None], part, part[:1])  # padding must not widen the range
-        scales, zeros = _fitted(part.T, dataclasses.replace(grid, group_size=span))
+        part = jnp.where(real[:, None], part, part[:1])
+        mask = real.astype(jnp.float32)[None, None]
+        count = jnp.sum(mask, axis=-1, keepdims=True)
+        scales, zeros = _fitted(part.T[:, None], mask, count, grid)
         scale, zero = scales[:, 0], zeros[:, 0]
         group = first // span
         return state.scales.at[group].set(scale), state.zeros.at[group].set(zero)

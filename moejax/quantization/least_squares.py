@@ -60,6 +60,24 @@ def least_squares(
     """
     groups = split_groups(weights, grid.group_size)
     mask, counts = group_members(weights.shape[-1], grid.group_size, groups.ndim)
+    scales, zeros = fit_groups(groups, mask, counts, grid, settings)
+    return nearest_codes(weights, scales, zeros, grid)
+
+
+def fit_groups(
+    groups: jax.Array,
+    mask: jax.Array,
+    counts: jax.Array,
+    grid: Grid,
+    settings: LeastSquaresSettings = LeastSquaresSettings(),
+) -> tuple[jax.Array, jax.Array]:
+    """Fits scales and zeros float32[..., G] of groups float32[..., G, S] by `least_squares`.
+
+    Args:
+      groups: padding repeats a member, so that it widens no range.
+      mask: float32 that broadcasts to `groups`, 0 where there is padding.
+      counts: float32 that broadcasts to [..., G, 1], members of a group.
+    """
     mean = jnp.sum(groups * mask, axis=-1, keepdims=True) / counts
     if grid.zero_kind != "float":
         mean = jnp.zeros_like(mean)
@@ -78,7 +96,7 @@ def least_squares(
     none = _start(low, high, starts[0], grid)
     (scales, zeros, _), _ = jax.lax.scan(body, none, starts)
     zeros = zeros - mean / scales
-    return nearest_codes(weights, scales[..., 0], zeros[..., 0], grid)
+    return scales[..., 0], zeros[..., 0]
 
 
 def _start(low: jax.Array, high: jax.Array, start: jax.Array, grid: Grid) -> State:

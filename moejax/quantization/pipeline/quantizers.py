@@ -35,11 +35,7 @@ class Program:
     @property
     def grid(self) -> Grid:
         """Grid of the codes."""
-        s = self.scheme
-        return Grid(
-            bits=s.bits, group_size=s.group_size, zero_kind=s.zero_kind, planes=s.planes,
-            plane_weight=s.plane_weight,
-        )  # fmt: skip
+        return self.scheme.grid
 
     def by_kernel(self, weights: jax.Array) -> bool:
         """Whether the GPU kernel solves HQQ's part of such weights."""
@@ -93,8 +89,8 @@ def kernel_remarks(matrices: Iterable[tuple[tuple[int, ...], Scheme]]) -> list[s
     reasons: dict[str, int] = defaultdict(int)
     for shape, scheme in matrices:
         if scheme.method in ("hqq", "milo"):
-            grid = Program(scheme=scheme, max_rank=0, passes=1).grid
-            if reason := kernel_refusal(jax.ShapeDtypeStruct(shape, jnp.float32), grid):
+            weights = jax.ShapeDtypeStruct(shape, jnp.float32)
+            if reason := kernel_refusal(weights, scheme.grid):
                 reasons[reason] += 1
     return [
         f"{count} matrices were solved without the HQQ kernel, which refuses: {reason}"

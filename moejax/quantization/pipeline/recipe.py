@@ -16,6 +16,7 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.models.leaf_kinds import KINDS, NEVER_PACKED
+from moejax.quantization.grid import Grid
 from moejax.quantization.pipeline.inventory import Entry, Inventory
 from moejax.weights.qtensor import CodesKind, planes_refusal
 from pallas_kernels import layout
@@ -61,7 +62,7 @@ class Scheme:
     rank: int | None = None  # None: what the rank policy says
     act_order: bool = False  # gptq visits inputs by falling Hessian, in groups fixed beforehand
     planes: tuple[int, ...] = ()  # widths of bit planes, rising, the last one `bits`; (): none
-    plane_weight: float = 1.0  # see `Grid`
+    plane_weight: float | None = None  # see `Grid`
 
     @property
     def kind(self) -> CodesKind:
@@ -72,6 +73,17 @@ class Scheme:
             zero_kind=self.zero_kind,
             scale_dtype=self.scale_dtype,
             by_planes=bool(self.planes),
+        )
+
+    @property
+    def grid(self) -> Grid:
+        """Grid of the codes; of a resolved scheme."""
+        return Grid(
+            bits=self.bits,
+            group_size=self.group_size,
+            zero_kind=self.zero_kind,
+            planes=self.planes,
+            plane_weight=self.plane_weight,
         )
 
     def check(self) -> None:
@@ -92,7 +104,7 @@ class Scheme:
             raise MoejaxError(f"rank={self.rank} must be 0 or positive")
         if self.planes and (reason := planes_refusal(self.planes)):
             raise MoejaxError(reason)
-        if not 0 <= self.plane_weight <= 1:
+        if self.plane_weight is not None and not 0 <= self.plane_weight <= 1:
             raise MoejaxError(f"plane_weight={self.plane_weight} must be from 0 to 1")
         if self.planes and self.method in _ONE_WIDTH:
             raise MoejaxError(
@@ -266,6 +278,8 @@ def _parse_rule(text: str) -> RecipeRule:
             "'head: method=rtn bits=8'"
         )
     changes: dict[str, Any] = {}
+    if {"bits", "planes"} <= {word.partition("=")[0] for word in words}:
+        raise MoejaxError(f"rule {text!r}: planes are widths in place of bits; give one of them")
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in _SPELLINGS:

@@ -180,7 +180,7 @@ def _record(task: MatrixTask, parts: _Parts, num_bytes: int) -> dict[str, Any]:
     }
     if scheme.planes:
         record["planes"] = list(scheme.planes)
-        record["plane_weight"] = scheme.plane_weight
+        record["plane_weight"] = scheme.grid.widths[0].share
         record["narrow_errors"] = dict(
             zip(map(str, scheme.planes[-2::-1]), errors[1:], strict=True)
         )

@@ -5,7 +5,7 @@
 Every row is quantized by `moejax.quantize`, read back at one width and scored in float32, in
 windows of 2048 tokens that do not overlap. `--sections` chooses among `methods` (each method by
 planes and apart), `weights` (the weight between the widths, by each method) and `errors` (the same
-in relative errors of one layer's experts, without a text).
+in relative errors of one layer's experts, without a text), all for the widths of `--planes`.
 """
 
 import functools
@@ -28,6 +28,7 @@ from moejax.devices import choose_device, enable_compilation_cache
 from moejax.quantization.grid import Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq
 from moejax.quantization.least_squares import least_squares
+from moejax.quantization.pipeline.recipe import parse_planes
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights.qtensor import dense
 from scripts.demo_training.scoring import Windows, cut_windows, make_scorer, score_windows
@@ -35,14 +36,15 @@ from scripts.studies.measuring import Report
 
 WINDOW = 2048
 METHODS = ("rtn", "hqq", "least_squares", "gptq", "milo")
-WEIGHTS = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0)
-PLANES = (2, 4)
+WEIGHTS = ("0", "0.5", "0.8", "0.9", "0.95", "1")
 
 _TEXT = flags.DEFINE_string("text", "", "UTF-8 text to score, plain or .xz")
 _WINDOWS = flags.DEFINE_integer("windows", 4, "windows that are scored, spread over the text")
 _SAMPLES = flags.DEFINE_integer("samples", 32, "samples of calibration")
 _SECTIONS = flags.DEFINE_list("sections", ["methods", "weights"], "what to measure")
 _METHODS = flags.DEFINE_list("methods", list(METHODS), "methods of quantization")
+_PLANES = flags.DEFINE_string("planes", "2,4", "widths of bit planes")
+_WEIGHTS = flags.DEFINE_list("weights", list(WEIGHTS), "weights between the widths")
 _FORMS = flags.DEFINE_list("forms", ["planes", "int4", "int2"], "of the section methods")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
 
@@ -75,35 +77,39 @@ class Bench:
 
 def schemes() -> Iterator[tuple[str, dict[str, Any]]]:
     """Label and settings of every quantization."""
+    planes = "planes" if _PLANES.value == "2,4" else f"planes {_PLANES.value}"
     if "methods" in _SECTIONS.value:
         for method in _METHODS.value:
-            forms: dict[str, dict[str, Any]] = {
-                "planes": {"planes": "2,4"},
-                "int4": {"bits": 4},
-                "int2": {"bits": 2},
-            }
             for form in _FORMS.value:
-                yield f"methods | {method} | {form}", {"method": method, **forms[form]}
+                settings: dict[str, Any] = {"method": method}
+                if form == "planes":
+                    yield f"methods | {method} | {planes}", settings | {"planes": _PLANES.value}
+                else:
+                    bits = int(form.removeprefix("int"))
+                    yield f"methods | {method} | {form}", settings | {"bits": bits}
     if "weights" in _SECTIONS.value:
         for method in _METHODS.value:
-            for weight in WEIGHTS:
-                settings = {"method": method, "planes": "2,4", "plane_weight": weight}
-                yield f"weights | {method} | {weight:g} | planes", settings
+            for weight in map(float, _WEIGHTS.value):
+                settings = {"method": method, "planes": _PLANES.value, "plane_weight": weight}
+                yield f"weights | {method} | {weight:g} | {planes}", settings
 
 
 def errors(report: Report, device: jax.Device) -> None:
     """Relative errors of the demo's experts of layer 3 at both widths, by weight."""
     leaves = open_checkpoint("demo").load(dtype="float32", device=device, progress=False)
     experts = dense(leaves["moe.gate_up"], jnp.float32)[3]
+    planes = parse_planes(_PLANES.value)
+    label = "" if _PLANES.value == "2,4" else f"planes {_PLANES.value} | "
     for name, run in (("hqq", hqq), ("least_squares", least_squares)):
-        for weight in WEIGHTS:
+        for weight in map(float, _WEIGHTS.value):
             grid = Grid(
-                bits=4, group_size=64, zero_kind="float", planes=PLANES, plane_weight=weight
-            )
+                bits=planes[-1], group_size=64, zero_kind="float", planes=planes,
+                plane_weight=weight,
+            )  # fmt: skip
             codes = run(experts, grid)
-            for bits, width in zip(reversed(PLANES), grid.widths, strict=True):
+            for bits, width in zip(reversed(planes), grid.widths, strict=True):
                 error = relative_error(experts, dequantize(codes, grid, width)).mean()
-                report.add(f"errors | {name} | {weight:g} | {bits} bits", float(error), "")
+                report.add(f"errors | {name} | {weight:g} | {label}{bits} bits", float(error), "")
 
 
 def main(argv: list[str]) -> None:
@@ -121,8 +127,9 @@ def main(argv: list[str]) -> None:
     add = functools.partial(
         report.add, unit="nats", windows=_WINDOWS.value, tokens=int(bench.windows.scored.sum())
     )
-    plain, _ = bench.log_perplexity("demo")
-    add("unquantized | log-perplexity", plain)
+    if "methods" in _SECTIONS.value:
+        plain, _ = bench.log_perplexity("demo")
+        add("unquantized | log-perplexity", plain)
     for label, settings in schemes():
         with tempfile.TemporaryDirectory() as directory:
             config = QuantizeConfig(
@@ -130,8 +137,8 @@ def main(argv: list[str]) -> None:
             )
             outcome = quantize.run(config, progress=False)
             stored = outcome.totals["quantized_bits_per_weight"]
-            is_plane = "planes" in settings
-            for bits in reversed(PLANES) if is_plane else (0,):
+            widths = parse_planes(settings["planes"]) if "planes" in settings else (0,)
+            for bits in reversed(widths):
                 nats, num_bytes = bench.log_perplexity(directory, bits)
                 width = bits or settings["bits"]
                 add(
