@@ -95,6 +95,7 @@ class Compose(ByContent, Policy[_ComposeState]):
             tiers=spec.tiers[-1:],
             expert_bytes=spec.expert_bytes[-1:],
             slots=spec.slots[-1:],
+            prefetch=spec.prefetch[-1:],
         )
         return _ComposeState(
             hotness=self.hotness.init(spec) if self.hotness else None,
