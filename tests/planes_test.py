@@ -37,6 +37,7 @@ from moejax.weights.linear import DEQUANTIZED, Kernels, choose_product, linear, 
 from moejax.weights.qtensor import dense, from_codes
 from pallas_kernels import layout
 from pallas_kernels.target import SIMULATED
+from scripts.studies.dymoe.controls import AsAsked
 from tests import commands, slow
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 from tests.random_checkpoints import TINY
@@ -409,7 +410,8 @@ class PlanesCheckpointTest(QuantizeTestCase):
         found = {}
         for how in ("planes", "copies"):
             as_planes = mock.patch.object(load, "_over_base", return_value=None)
-            tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(2, 4))
+            # Copies of high precision would serve whoever asks for low, planes do not.
+            tiering = Tiering(policy=AsAsked(), tiers=("int4", "int2"), slots=(2, 4))
             with (
                 as_planes if how == "copies" else contextlib.nullcontext(),
                 Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine,
@@ -465,7 +467,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
         quantize_checkpoint(job)
         status, _, err = commands.run(main.COMMAND, checkpoint=job.output, read_bits=3)
         self.assertEqual(status, 1)
-        self.assertIn("read_bits=3 is none of the widths", err)
+        self.assertIn("has widths 2,4", err)
 
     def test_a_shape_is_not_read_in_a_width(self):
         status, _, err = commands.run(benchmark.COMMAND, shape="Qwen3-30B-A3B", read_bits=2)
