@@ -28,6 +28,7 @@ FAMILIES = {
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
 }
 
 _SHARED: dict[str, Any] = {
@@ -64,6 +65,12 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"intermediate_size": 24, "num_local_experts": 4},
+    "olmoe": {
+        "intermediate_size": 16,
+        "num_experts": 8,
+        "num_key_value_heads": 4,
+        "pad_token_id": None,
+    },
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK | {"n_group": 4, "topk_group": 2},
     "qwen3_next": {
@@ -234,11 +241,34 @@ QWEN3_NEXT: dict[str, TinyCheckpoint] = {
 }
 
 
+def _olmoe(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="olmoe", fields=fields, **(how or {}))
+
+
+OLMOE: dict[str, TinyCheckpoint] = {
+    "olmoe": _olmoe({"old_config": True}),
+    "olmoe_gqa2_bias": _olmoe(num_key_value_heads=2, attention_bias=True),
+    "olmoe_gqa4_tied_fused": _olmoe(
+        {"fused": True}, num_key_value_heads=1, tie_word_embeddings=True
+    ),
+    "olmoe_normalised_top3_of_5": _olmoe(
+        num_experts=5, num_experts_per_tok=3, norm_topk_prob=True
+    ),
+    "olmoe_odd_sizes_sharded": _olmoe(
+        {"max_shard_size": "20KB"}, hidden_size=36, num_attention_heads=3, num_key_value_heads=3,
+        intermediate_size=12, rms_norm_eps=1e-2,
+    ),
+    "olmoe_yarn_bf16": _olmoe({"dtype": torch.bfloat16}, **_yarn()),
+    "olmoe_top1": _olmoe(num_experts_per_tok=1, num_hidden_layers=2),
+}  # fmt: skip
+GROUPS = (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, OLMOE)
+
+
 def write_checkpoint(name: str, parent: Path) -> Path:
     """Writes a checkpoint by its name to `parent / name`, unless it is there; returns the path."""
     directory = parent / name
     if not directory.exists():
-        of = next(o for o in (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT) if name in o)
+        of = next(group for group in GROUPS if name in group)
         write_random_checkpoint(of[name], directory, seed=sorted(of).index(name))
     return directory
 
@@ -294,8 +324,8 @@ def _rewrite_config_as_transformers_4(path: Path) -> None:
         config["rope_scaling"] = {"type": kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     config["transformers_version"] = "4.51.0"
-    if config["model_type"] == "qwen3_moe":
-        config["num_experts"] = config.pop("num_local_experts")
+    if config["model_type"] in ("qwen3_moe", "olmoe"):
+        config["num_experts"] = config.pop("num_local_experts", config.get("num_experts"))
         config["rope_scaling"] = None
     if config["model_type"] == "qwen3_next":
         config["partial_rotary_factor"] = rope["partial_rotary_factor"]

@@ -21,7 +21,7 @@ from moejax.models.hf.config import model_config, read_model_config, to_hf_confi
 from moejax.models.rope import _scaled_frequencies
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
 from tests.folder_case import FolderTestCase
-from tests.hf_checkpoints import CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, write_checkpoint
+from tests.hf_checkpoints import GROUPS, write_checkpoint
 
 # The fields, that bear on the model, of published config.json files.
 QWEN3: dict[str, Any] = {
@@ -85,12 +85,22 @@ V3: dict[str, Any] = {
     "topk_method": "noaux_tc", "vocab_size": 129280,
     "rope_scaling": V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }  # fmt: skip
+OLMOE_1B_7B: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024,
+    "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": False,
+    "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+    "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "vocab_size": 50304,
+}  # fmt: skip
 PUBLISHED = {
     "Qwen3-30B-A3B": (QWEN3, shapes.QWEN3_30B_A3B),
     "Mixtral-8x7B": (MIXTRAL, shapes.MIXTRAL_8X7B),
     "Qwen3-Next-80B-A3B": (NEXT, shapes.QWEN3_NEXT_80B_A3B),
     "DeepSeek-MoE-16B": (MOE_16B, shapes.DEEPSEEK_MOE_16B),
     "DeepSeek-V2-Lite": (V2_LITE, shapes.DEEPSEEK_V2_LITE),
+    "OLMoE-1B-7B": (OLMOE_1B_7B, shapes.OLMOE_1B_7B),
 }
 
 
@@ -112,8 +122,9 @@ class PublishedTest(parameterized.TestCase):
         self.assertEqual(model_config(as_json(to_hf_config(expected, dtype="float32"))), expected)
 
     @parameterized.parameters(
-        ("Qwen3-Next-80B-A3B", 79.7), ("DeepSeek-MoE-16B", 16.4), ("DeepSeek-V2-Lite", 15.7)
-    )
+        ("Qwen3-Next-80B-A3B", 79.7), ("DeepSeek-MoE-16B", 16.4), ("DeepSeek-V2-Lite", 15.7),
+        ("OLMoE-1B-7B", 6.9),
+    )  # fmt: skip
     def test_sizes_are_those_of_the_papers(self, name, billions):
         sizes = weight_shapes(PUBLISHED[name][1]).values()
         self.assertAlmostEqual(sum(math.prod(shape) for shape in sizes) / 1e9, billions, delta=0.05)
@@ -136,7 +147,7 @@ class PublishedTest(parameterized.TestCase):
         self.assertEqual(v3.latent, latent)
         self.assertEqual((v3.head_dim, v3.moe_layers), (192, tuple(range(3, 61))))
 
-    @parameterized.parameters(QWEN3, MIXTRAL, NEXT, V2_LITE, V3)
+    @parameterized.parameters(QWEN3, MIXTRAL, NEXT, V2_LITE, V3, OLMOE_1B_7B)
     def test_transformers_5_writes_the_same_model(self, **fields):
         written = by_transformers(fields)
         self.assertIn("rope_parameters", written)
@@ -161,7 +172,7 @@ class WayBackTest(FolderTestCase):
         super().setUpClass()
         cls.checkpoints = cls.class_folder()
 
-    @parameterized.parameters(*CHECKPOINTS, *DEEPSEEK_CHECKPOINTS, *QWEN3_NEXT)
+    @parameterized.parameters(*(name for group in GROUPS for name in group))
     def test_of_checkpoints(self, name):
         config = read_model_config(write_checkpoint(name, self.checkpoints))
         fields = as_json(to_hf_config(config, dtype="bfloat16", eos_token_id=[3, 4]))
@@ -336,6 +347,7 @@ class RefusalTest(FolderTestCase):
         (NEXT, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (NEXT, {"rope_scaling": {"type": "mrope", "factor": 4.0}}, "rope_scaling of type 'mrope'"),
         (NEXT, {"num_experts": 0}, "num_experts is 0"),
+        (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv 8.0"),
         (V2_LITE, {"attention_bias": True}, "attention_bias true"),
         (V2_LITE, {"mlp_bias": True}, "mlp_bias true"),
         (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),

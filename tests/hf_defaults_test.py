@@ -39,6 +39,9 @@ _LATENT = {
 # Every value differs from the default, where another one is served.
 FULL: dict[str, dict[str, Any]] = {
     "mixtral": _SIZES | {"num_local_experts": 24, "head_dim": 24, "sliding_window": 9},
+    "olmoe": _SIZES | {
+        "num_experts": 24, "norm_topk_prob": True, "attention_bias": True, "head_dim": 24,
+    },
     "qwen3_moe": _QWEN
     | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 9},
     "qwen3_next": _QWEN | {
@@ -62,6 +65,7 @@ ALSO_READ = {
     "num_local_experts", "num_experts", "n_routed_experts", "rope_scaling", "rope_parameters",
     "partial_rotary_factor", "use_sliding_window", "scoring_func", "mlp_bias", "moe_layer_freq",
     "topk_method", "norm_topk_prob", "rope_interleave", "head_dim", "n_group", "topk_group",
+    "clip_qkv",
 }  # fmt: skip
 # Defaults of the code beside DeepSeek-MoE-16B (configuration_deepseek.py), which transformers has
 # no class for.

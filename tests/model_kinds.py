@@ -40,7 +40,12 @@ SIGMOID: dict[str, Any] = {
         scoring="sigmoid", scale=2.5, num_groups=4, top_groups=2, group_score="top2", has_bias=True
     ),
 }  # fmt: skip
-KINDS = {"shared": SHARED, "latent": LATENT, "delta": DELTA, "sigmoid": SIGMOID}
+# OLMoE: queries and keys are normalised over all heads together; nothing is shared.
+JOINT: dict[str, Any] = {
+    "family": "olmoe", "joint_qk_norm": True, "attention_bias": True, "moe_layers": (0, 1, 2),
+    "norm_topk_prob": False,
+}  # fmt: skip
+KINDS = {"shared": SHARED, "latent": LATENT, "delta": DELTA, "sigmoid": SIGMOID, "joint": JOINT}
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:

@@ -9,6 +9,8 @@ import torch
 from moejax import Engine
 from tests.numpy_model import RELATIVE_ERROR, relative_errors
 
+RouterGap = Callable[..., torch.Tensor]  # of a model, a router's place and its logits
+
 MIN_GAP = 1e-5  # below it the order of two logits, or of two router weights, is rounding
 NUM_GREEDY = 64
 
@@ -30,7 +32,7 @@ def softmax_gap(model: Any, place: int, logits: torch.Tensor) -> torch.Tensor:
     return choice_gap(logits.softmax(-1), model.config.num_experts_per_tok)
 
 
-def of_transformers(model: Any, router_gap: Callable[..., torch.Tensor] = softmax_gap) -> Reference:
+def of_transformers(model: Any, router_gap: RouterGap = softmax_gap) -> Reference:
     """A model of transformers; `router_gap` takes it, the place of a router, and its logits."""
 
     def run(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -358,9 +358,11 @@ class Attention(StackedModule):
 
     def _head_norm(self, x: jax.Array, scales: jax.Array, layer: Index) -> jax.Array:
         c = self.config
-        return stacked_norm(
-            x, scales, layer, c.norm_eps, self.kernels, zero_centred=c.zero_centred_norm
-        )
+        normed = stacked_norm(
+            x.reshape(*x.shape[:2], -1, scales.shape[1]), scales, layer, c.norm_eps, self.kernels,
+            zero_centred=c.zero_centred_norm,
+        )  # fmt: skip
+        return normed.reshape(x.shape)
 
     def product(self, normed: jax.Array, layer: Index) -> jax.Array:
         """Applies the fused projection: [B, T, D] to [B, T, (H + 2K) C], not rotated."""

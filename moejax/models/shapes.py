@@ -131,12 +131,37 @@ QWEN3_NEXT_80B_A3B = ModelConfig(
     shared_gate=True,
 )
 
+OLMOE_1B_7B = ModelConfig(
+    family="olmoe",
+    vocab_size=50304,
+    model_dim=2048,
+    num_layers=16,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=128,
+    num_experts=64,
+    experts_per_token=8,
+    expert_dim=1024,
+    mlp_dim=1024,
+    moe_layers=tuple(range(16)),
+    norm_topk_prob=False,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    max_positions=4096,
+    tied_embeddings=False,
+    qk_norm=True,
+    joint_qk_norm=True,
+    attention_bias=False,
+    sliding_window=None,
+)
+
 SHAPES = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
     "DeepSeek-MoE-16B": DEEPSEEK_MOE_16B,
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
+    "OLMoE-1B-7B": OLMOE_1B_7B,
 }
 TINY = dataclasses.replace(
     SHAPES["Qwen3-30B-A3B"], vocab_size=512, model_dim=64, num_layers=2, num_heads=4,

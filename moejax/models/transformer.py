@@ -72,7 +72,7 @@ def _is_plain(config: ModelConfig) -> bool:
 
     Else the layers mix by `Transformer.mix`, whatever serves attention.
     """
-    gated = config.attention_gate or config.zero_centred_norm
+    gated = config.attention_gate or config.zero_centred_norm or config.joint_qk_norm
     turned = config.rotary_dim != config.head_dim or config.interleaved_rope
     return config.latent is None and not gated and not turned
 

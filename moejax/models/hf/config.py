@@ -28,6 +28,7 @@ from moejax.models.hf.rope import rope_fields, rope_scaling, rope_theta, unsuppo
 
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     **hf_deepseek.ARCHITECTURES,
@@ -86,14 +87,17 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     fields = with_defaults(family, fields)
     if read := _READERS.get(family):
         return read(family, fields)
-    if reasons := unsupported(fields):
+    reasons = unsupported(fields)
+    if family == "olmoe" and fields.get("clip_qkv") is not None:
+        reasons.append(f"clip_qkv {fields['clip_qkv']}")
+    if reasons:
         raise MoejaxError("not supported: " + "; ".join(reasons))
     num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
     num_heads = integer(fields, "num_attention_heads")
     model_dim = integer(fields, "hidden_size")
     mlp_dim = integer(fields, "intermediate_size")
-    is_qwen3 = family == "qwen3_moe"
-    windowed = fields["sliding_window"] is not None
+    is_qwen3, is_mixtral = family == "qwen3_moe", family == "mixtral"
+    windowed = family != "olmoe" and fields["sliding_window"] is not None
     windowed &= not is_qwen3 or flag(fields, "use_sliding_window")
     return ModelConfig(
         family=family,
@@ -108,14 +112,15 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         expert_dim=integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
         mlp_dim=mlp_dim,
         moe_layers=sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
-        norm_topk_prob=flag(fields, "norm_topk_prob") if is_qwen3 else True,
+        norm_topk_prob=is_mixtral or flag(fields, "norm_topk_prob"),
         norm_eps=number(fields, "rms_norm_eps"),
         rope_theta=rope_theta(family, fields),
         rope_scaling=rope_scaling(fields),
         max_positions=integer(fields, "max_position_embeddings"),
         tied_embeddings=flag(fields, "tie_word_embeddings"),
-        qk_norm=is_qwen3,
-        attention_bias=flag(fields, "attention_bias") if is_qwen3 else False,
+        qk_norm=not is_mixtral,
+        joint_qk_norm=family == "olmoe",
+        attention_bias=not is_mixtral and flag(fields, "attention_bias"),
         sliding_window=integer(fields, "sliding_window") if windowed else None,
     )
 
@@ -165,7 +170,9 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
         }
     else:
         fields["intermediate_size"] = c.expert_dim
-    # Mixtral has no dense layers, so the width of one does not come back.
+    if c.family == "olmoe":
+        fields |= {"norm_topk_prob": c.norm_topk_prob, "attention_bias": c.attention_bias}
+    # Mixtral and OLMoE have no dense layers, so the width of one does not come back.
     mlp_dim = c.mlp_dim if c.dense_layers else fields["intermediate_size"]
     return _checked(fields, dataclasses.replace(c, mlp_dim=mlp_dim))
 

@@ -59,6 +59,23 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": None,
         "eos_token_id": 2,
     },
+    "olmoe": _SHARED
+    | {
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "eos_token_id": 50279,
+    },
     "qwen3_moe": _QWEN
     | {
         "intermediate_size": 6144,

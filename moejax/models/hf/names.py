@@ -137,7 +137,8 @@ def _attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
         yield Placement(f"{prefix}.o_proj.bias", "attention.o_bias", at, 0, (c.model_dim,))
     if c.qk_norm:
         for x in ("q_norm", "k_norm"):
-            yield Placement(f"{prefix}.{x}.weight", f"attention.{x}", at, 0, (c.head_dim,))
+            scales = weight_shapes(c)[f"attention.{x}"][1:]
+            yield Placement(f"{prefix}.{x}.weight", f"attention.{x}", at, 0, scales)
 
 
 def _latent_attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
