@@ -1,17 +1,120 @@
-"""Devices, and the directory of compiled programs."""
+"""Devices, meshes of them, and the directory of compiled programs."""
 
 import contextlib
+import dataclasses
 import errno
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
 
 from moejax.errors import MoejaxError
 
 PLATFORMS = ("auto", "cpu", "gpu")
+MESH_AXIS = "shares"  # name of a mesh's one axis in the programs
+REPLICATED = PartitionSpec()
+SPLIT = PartitionSpec(MESH_AXIS)  # along the first axis, one part a device
+
+Place = jax.Device | jax.sharding.Sharding  # where `jax.device_put` puts an array
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMesh:
+    """Several devices that run one program, each on its share of every expert.
+
+    An array is either replicated or split: the parts of the devices lie one below the other along
+    its first axis, so that a part has the shape that one device alone would have.
+    """
+
+    mesh: jax.sharding.Mesh
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """Devices, in the order of their shares."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.mesh.size
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding of arrays that every device has whole."""
+        return NamedSharding(self.mesh, REPLICATED)
+
+    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """Joins arrays of equal shape, one on each device, to a split array; nothing is copied."""
+        first = parts[0]
+        kind = first.sharding.memory_kind
+        shape = (self.size * first.shape[0], *first.shape[1:])
+        sharding = NamedSharding(self.mesh, SPLIT, memory_kind=kind)
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
+
+    def map(self, function: Callable[..., Any], arguments: Any, results: Any) -> Any:
+        """Returns `function` of what each device has of the arguments.
+
+        Args:
+          arguments: arrays, or trees of them, that say which of them are split.
+          results: `REPLICATED` or `SPLIT`, or a tree of them that begins as the results do.
+        """
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=specs_of(arguments), out_specs=results,
+            check_vma=False,
+        )  # fmt: skip
+
+
+def specs_of(arrays: Any) -> Any:
+    """Tree of the specs of arrays on a mesh."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, arrays)
+
+
+def mesh_of(sharding: jax.sharding.Sharding) -> DeviceMesh | None:
+    """Mesh of an array's sharding; None where the array is on one device."""
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return DeviceMesh(mesh) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def mesh_size(text: str) -> int:
+    """Number of devices of a mesh.
+
+    Args:
+      text: the number, or several numbers that are multiplied: "2", "2,4"; "": one device.
+
+    Raises:
+      MoejaxError: the text is no such number.
+    """
+    numbers = text.split(",") if text else []
+    if not all(number.strip().isdecimal() and int(number) for number in numbers):
+        raise MoejaxError(f"mesh={text!r} must be a number of devices, such as 2, or 2,4 for 8")
+    return math.prod(map(int, numbers))
+
+
+def make_mesh(text: str, platform: str = "auto") -> DeviceMesh | None:
+    """Makes a mesh of the first devices of a platform; None for one device.
+
+    Raises:
+      MoejaxError: as of `mesh_size`, or JAX sees fewer devices.
+    """
+    count = mesh_size(text)
+    if count == 1:
+        return None
+    platform = choose_device(platform).platform
+    devices = jax.devices(platform)
+    if len(devices) < count:
+        more = f" (XLA_FLAGS=--xla_force_host_platform_device_count={count} makes CPU devices)"
+        more = more if platform == "cpu" else ""
+        raise MoejaxError(
+            f"mesh={text} takes {count} devices, but JAX sees {len(devices)} of the platform "
+            f"{platform}: take a smaller mesh, or leave it out{more}"
+        )
+    return DeviceMesh(jax.sharding.Mesh(np.asarray(devices[:count]), (MESH_AXIS,)))
 
 
 def choose_device(platform: str) -> jax.Device:

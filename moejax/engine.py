@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.checkpoints import open_checkpoint
-from moejax.devices import check_dtype, choose_device, enable_compilation_cache, plain_memory_errors
+from moejax.devices import (
+    DeviceMesh,
+    check_dtype,
+    choose_device,
+    enable_compilation_cache,
+    make_mesh,
+    plain_memory_errors,
+)
 from moejax.errors import MoejaxError
 from moejax.experts.bits import BitsPerWeight, bits_of
 from moejax.experts.budget import Budget, Limits
@@ -78,6 +85,7 @@ class Engine:
         kernels: ops.Kernels | None = None,
         memory: ExpertMemory | None = None,
         defaults: Mapping[str, Any] | None = None,
+        mesh: DeviceMesh | None = None,
     ):
         """Makes an engine from weights on the device; `from_pretrained` reads them.
 
@@ -89,6 +97,7 @@ class Engine:
           kernels: kernels for packed weights; None for the device's.
           memory: holds the experts if `weights` lack them (`moejax.experts`).
           defaults: fields of `GenerationSettings` in place of its own defaults.
+          mesh: devices that the weights are on, `device` the first; None: one device.
         """
         if not 0 <= context <= config.context_limit:
             raise MoejaxError(
@@ -105,7 +114,7 @@ class Engine:
         self.load_seconds = 0.0
         self.budget: Budget | None = None
         self._open: Runner | None = Runner(
-            config, self.weights, self.device, kernels=kernels, memory=memory
+            config, self.weights, self.device, kernels=kernels, memory=memory, mesh=mesh
         )
         self._open.one_stream = memory is not None and memory.spec.policy is not None
 
@@ -124,6 +133,7 @@ class Engine:
         batch: int = 1,
         generation_config: bool = True,
         read_bits: int = 0,
+        mesh: str = "",
     ) -> "Engine":
         """Loads a checkpoint.
 
@@ -143,11 +153,14 @@ class Engine:
           generation_config: settings that a call omits come from the checkpoint's
             generation_config.json; its eos tokens apply either way.
           read_bits: width in which a checkpoint of bit planes is read; 0: the widest.
+          mesh: number of devices that run the model together, each with its share of every expert
+            (`devices.make_mesh`); "": one. Limits of the device are then those of each.
 
         Raises:
           MoejaxError: with one line for every kind of bad input.
         """
         device = choose_device(platform)
+        devices = make_mesh(mesh, platform)
         check_dtype(dtype, device.platform)
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
@@ -159,19 +172,21 @@ class Engine:
         sizes = PlannedSizes()
         with plain_memory_errors(device):
             if limits is None and policy is None:
-                weights = load_whole(checkpoint, dtype=dtype, device=device, progress=progress)
+                weights = load_whole(
+                    checkpoint, dtype=dtype, device=device, progress=progress, mesh=devices
+                )
             else:
                 planned = context or min(PLANNED_CONTEXT, checkpoint.config.context_limit)
                 chunk = min(planned, longest_chunk(checkpoint.config, batch, planned))
                 weights, memory, budget = load_limited(
                     checkpoint, limits or Limits(), policy, dtype=dtype, device=device,
-                    batch=batch, context=planned, chunk=chunk, progress=progress,
+                    batch=batch, context=planned, chunk=chunk, progress=progress, mesh=devices,
                 )  # fmt: skip
                 if budget.limits.device_gib:
                     sizes = PlannedSizes(batch, planned, chunk)
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
-            device=device, context=context, memory=memory, defaults=defaults,
+            device=device, context=context, memory=memory, defaults=defaults, mesh=devices,
         )  # fmt: skip
         engine.budget, engine._runner.planned = budget, sizes
         if progress:
@@ -227,8 +242,14 @@ class Engine:
         return self._runner.dtype
 
     @property
+    def devices_text(self) -> str:
+        """Name of the device, or of the devices of a mesh."""
+        mesh = self._runner.mesh
+        return str(self.device) if mesh is None else ", ".join(map(str, mesh.devices))
+
+    @property
     def weights_nbytes(self) -> int:
-        """Bytes of all weights on the device: codes, scales, zeros and low-rank terms included."""
+        """Bytes of all weights: codes, scales, zeros, low-rank terms; replicated leaves once."""
         return sum(leaf.nbytes for leaf in self.weights.values())
 
     @property

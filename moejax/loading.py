@@ -25,7 +25,7 @@ def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
     )  # fmt: skip
     print_stderr(
         f"compilation cache: {jax.config.values['jax_compilation_cache_dir'] or 'off'}",
-        f"loaded {config.checkpoint} on {engine.device} in {engine.load_seconds:.2f} s",
+        f"loaded {config.checkpoint} on {engine.devices_text} in {engine.load_seconds:.2f} s",
         f"weights: {engine.weights_summary}",
         *report.placement(engine.budget),
     )
@@ -61,7 +61,8 @@ def _load(
         print_stderr(*verify_all(checkpoint, config.memory.disk_path, policy))
     return Engine.from_pretrained(
         checkpoint, dtype=config.dtype, platform=config.platform, policy=policy, limits=limits,
-        compilation_cache=config.compilation_cache, read_bits=config.read_bits, **arguments,
+        compilation_cache=config.compilation_cache, read_bits=config.read_bits,
+        mesh=config.mesh, **arguments,
     )  # fmt: skip
 
 

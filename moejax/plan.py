@@ -37,7 +37,8 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     lines = [f"{name}, {form}, on a {platform_of(config)}"]
     if config.policy.name and not config.shape:
         lines = []
-    bits = bits_line(model, sizes, [tier.tier for tier in budget.tiers])
+    tiers = [tier.tier for tier in budget.tiers]
+    bits = bits_line(model, sizes, tiers, budget.run.num_devices)
     found = warnings(budget, this_machine(platform_of(config)))
     print("\n".join([*lines, *describe(budget), bits, *_warned(found, config, budget.run.context)]))
 

@@ -1,5 +1,6 @@
 """Converts a configuration of `moejax.plan` to a budget."""
 
+import dataclasses
 import types
 from collections.abc import Sequence
 from typing import cast
@@ -10,6 +11,7 @@ import numpy as np
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
 from moejax.config.commands import PlanConfig
+from moejax.devices import mesh_size
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
@@ -21,6 +23,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.quantization.pipeline.recipe import parse_planes
 from moejax.weights.qtensor import CodesKind
+from moejax.weights.shares import shares_of
 
 
 def budget_of(config: PlanConfig) -> Budget:
@@ -32,12 +35,13 @@ def budget_of(config: PlanConfig) -> Budget:
         planned = plan_experts(
             open_checkpoint(config.checkpoint, config.read_bits), limits, tiering,
             dtype=config.dtype, device=_device(config), batch=config.batch, context=context,
-            chunk=chunk,
+            chunk=chunk, num_devices=mesh_size(config.mesh),
         )  # fmt: skip
         return planned.budget
     run = RunSizes(
-        config=model, weights_nbytes=own.weights_nbytes, batch=config.batch, context=context,
-        chunk=chunk, platform=platform_of(config), itemsize=itemsize,
+        config=dataclasses.replace(model, expert_dim=own.expert_dim),
+        weights_nbytes=own.weights_nbytes, batch=config.batch, context=context, chunk=chunk,
+        platform=platform_of(config), itemsize=itemsize, num_devices=mesh_size(config.mesh),
     )  # fmt: skip
     if tiering is None:
         return make_budget(run, [tier_of(own)], limits)
@@ -57,9 +61,11 @@ def budget_of(config: PlanConfig) -> Budget:
     return budget
 
 
-def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[TierSize]) -> str:
+def bits_line(
+    model: ModelConfig, sizes: Sizes, tiers: Sequence[TierSize], num_devices: int = 1
+) -> str:
     """Bits per weight of the experts in each tier, of the rest, and overall."""
-    num_experts = len(model.moe_layers) * model.num_experts
+    num_experts = len(model.moe_layers) * model.num_experts * num_devices  # shares of them
     experts = {
         tier.name: num_experts * tier.expert_nbytes + tier.low_rank_nbytes
         for tier in tiers
@@ -92,7 +98,7 @@ def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
     if not config.shape:
         checkpoint = open_checkpoint(config.checkpoint, config.read_bits)
         dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
-        sizes = checkpoint_sizes(checkpoint, dtype)
+        sizes = checkpoint_sizes(checkpoint, dtype, mesh_size(config.mesh))
         return config.checkpoint, checkpoint.config, sizes, dtype.itemsize
     sizes = _sizes_of_shape(config, _bits_of(config), config.group_size)
     return config.shape, SHAPES[config.shape], sizes, _dtype_of_shape(config).itemsize
@@ -126,9 +132,13 @@ def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
     experts = kind(bits, group_size)
     if experts is not None and config.planes:
         experts = experts.prefix(bits)
+    model, count = SHAPES[config.shape], mesh_size(config.mesh)
+    if count > 1:
+        width = shares_of(model.expert_dim, count, None if bits == 16 else group_size).share_width
+        model = dataclasses.replace(model, expert_dim=width)
     try:
         return shape_sizes(
-            SHAPES[config.shape], _dtype_of_shape(config), expert_kind=experts,
+            model, _dtype_of_shape(config), expert_kind=experts,
             attention_kind=kind(config.attention_bits), shared_kind=kind(config.shared_bits),
         )  # fmt: skip
     except ValueError as error:  # groups that are longer than a row

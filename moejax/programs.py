@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from moejax.devices import REPLICATED, DeviceMesh
 from moejax.errors import MoejaxError
 
 Function = Callable[..., Any]
@@ -21,10 +22,17 @@ class CompiledPrograms:
     """
 
     def __init__(
-        self, options_of: Callable[[Function], Mapping[str, str]] = lambda function: {}
+        self,
+        options_of: Callable[[Function], Mapping[str, str]] = lambda function: {},
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        """Starts without programs; `options_of` gives a function's XLA options."""
-        self._options_of = options_of
+        """Starts without programs.
+
+        Args:
+          options_of: gives a function's XLA options.
+          mesh: devices that run each program on their own parts of the arguments; None: one device.
+        """
+        self._options_of, self._mesh = options_of, mesh
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self.seconds = 0.0  # spent in tracing, lowering and compiling so far
         self.num_traces = 0  # programs built so far; constant after warm-up
@@ -53,6 +61,7 @@ class CompiledPrograms:
         arguments: tuple[Any, ...],
         *,
         num_donated: int,
+        results: Any = REPLICATED,
     ) -> jax.stages.Compiled:
         """Compiles `function(*static, *arguments)`, called with `arguments` alone.
 
@@ -61,6 +70,7 @@ class CompiledPrograms:
           static: hashable leading arguments, closed over.
           arguments: arrays or trees of them; their shapes and dtypes are part of the key.
           num_donated: how many of the first `arguments` are donated.
+          results: which results are split on a mesh, as in `DeviceMesh.map`.
         """
         self.check_open()
         leaves, tree = jax.tree.flatten(arguments)
@@ -73,7 +83,9 @@ class CompiledPrograms:
             self.is_compiling = True
             try:
                 with self.announce(function.__name__.replace("_", " ")):
-                    lowered = self.lower(function, static, arguments, num_donated=num_donated)
+                    lowered = self.lower(
+                        function, static, arguments, num_donated=num_donated, results=results
+                    )
                     program = lowered.compile()
             finally:
                 self.is_compiling = False
@@ -91,10 +103,17 @@ class CompiledPrograms:
         arguments: tuple[Any, ...],
         *,
         num_donated: int,
+        results: Any = REPLICATED,
     ) -> jax.stages.Lowered:
         """Traces and lowers the program that `get` compiles."""
+
+        def body(*args: Any) -> Any:
+            return function(*static, *args)
+
+        if self._mesh is not None:
+            body = self._mesh.map(body, arguments, results)
         jitted = jax.jit(
-            lambda *args: function(*static, *args),
+            body,
             donate_argnums=tuple(range(num_donated)),
             compiler_options=dict(self._options_of(function)) or None,
         )

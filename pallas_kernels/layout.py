@@ -198,6 +198,40 @@ def unpack_planes(words: Sequence[Any], bits: int, num_codes: int) -> Any:
     return _unpack_planes(words, widths, num_codes)
 
 
+def take_codes(
+    words: Any, widths: Sequence[int], num_codes: int, start: int, stop: int, length: int
+) -> Any:
+    """Packs the codes start..stop of packed rows anew, followed by zeros.
+
+    Args:
+      words: uint32[..., W], planes of `widths` one after another, of `num_codes` codes.
+      length: codes of the new rows, at least stop - start.
+
+    Returns:
+      uint32[..., W'], rows of `length` codes in the same planes.
+    """
+    xp = _namespace(words)
+    found, first = [], 0
+    for width in widths:
+        count = num_plane_words(num_codes, width)
+        plane = words[..., first : first + count]
+        first += count
+        # Whole blocks, or an end of the same length, lie the same in the new rows.
+        if (
+            start % BLOCK == 0
+            and stop - start == length
+            and (length % BLOCK == 0 or stop == num_codes)
+        ):
+            found.append(
+                plane[..., start * width // WORD_BITS :][..., : num_plane_words(length, width)]
+            )
+            continue
+        codes = _unpack_planes([plane], [width], num_codes)[..., start:stop]
+        padding = [(0, 0)] * (codes.ndim - 1) + [(0, length - (stop - start))]
+        found += _pack_planes(xp.pad(codes, padding), width, [width])
+    return found[0] if len(found) == 1 else xp.concatenate(found, axis=-1)
+
+
 def _check_bits(bits: int) -> None:
     if bits not in PLANES:
         raise ValueError(f"bits {bits} is none of {', '.join(map(str, BITS))}")

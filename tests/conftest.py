@@ -15,7 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # first compiles; processes inherit it.
 from scripts import quick_compile
 
-os.environ["XLA_FLAGS"] = quick_compile.xla_flags()
+# Eight CPU devices are for tests of meshes; all others take the first.
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick_compile.xla_flags()}"
 
 import jax
 import pytest

@@ -15,6 +15,7 @@ from moejax.checkpoints.orbax_directory import (
 )
 from moejax.checkpoints.reader import CheckpointReader, stored_dtype
 from moejax.checkpoints.resolve import resolve_checkpoint
+from moejax.devices import DeviceMesh
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf.config import read_model_config
@@ -37,8 +38,9 @@ class Checkpoint:
     read_bits: int = 0  # the one in which they are; 0: the widest
 
     def load(
-        self, *, dtype: str, device: jax.Device, progress: bool, experts: bool = True
-    ) -> Mapping[str, Weight]:
+        self, *, dtype: str, device: jax.Device, progress: bool, experts: bool = True,
+        mesh: DeviceMesh | None = None,
+    ) -> Mapping[str, Weight]:  # fmt: skip
         """Loads the leaves of `weight_shapes(self.config)`; packed ones stay packed.
 
         Args:
@@ -46,16 +48,18 @@ class Checkpoint:
           progress: show a bar on stderr (not for an Orbax directory).
           experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`. An Orbax
             directory is loaded whole (MoejaxError).
+          mesh: devices that have a share of every expert each, `device` the first; None: it alone.
         """
         chosen = self.choose_dtype(dtype, device)
         if self.is_orbax:
-            if not experts:
+            if not experts or mesh is not None:
                 raise self.orbax_is_whole()
             return load_orbax(self.directory, dtype=chosen, device=device)[1]
         reader = CheckpointReader(
             self.directory, self.config, dtype=chosen, read_bits=self.read_bits
         )
-        return reader.load(device, progress=progress, experts=experts)
+        place = device if mesh is None else mesh.replicated
+        return reader.load(place, progress=progress, experts=experts, mesh=mesh)
 
     @property
     def is_orbax(self) -> bool:

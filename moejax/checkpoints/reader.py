@@ -37,11 +37,13 @@ from moejax.checkpoints.safetensors_reader import (
     stored_tensors,
     without_masks,
 )
+from moejax.devices import DeviceMesh, Place
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf.names import multi_token
 from moejax.models.leaf_kinds import EXPERT_LEAVES
-from moejax.weights.qtensor import Compensator, Fp8Tensor, QTensor, Weight
+from moejax.weights.qtensor import CodesKind, Compensator, Fp8Tensor, QTensor, Weight
+from moejax.weights.shares import Shares, shares_of
 
 # The XLA CPU client takes over host memory without a copy only at this alignment.
 _ALIGNMENT_BYTES = 64
@@ -88,12 +90,13 @@ class CheckpointReader:
             )
 
     def load(
-        self, device: jax.Device, *, progress: bool = True, experts: bool = True
-    ) -> dict[str, Weight]:
+        self, place: Place, *, progress: bool = True, experts: bool = True,
+        mesh: DeviceMesh | None = None,
+    ) -> dict[str, Weight]:  # fmt: skip
         """Loads all leaves; those whose matrices are of one kind stay packed.
 
         `EXPERT_LEAVES` are checked even without `experts`. `progress` shows a bar over the bytes on
-        stderr.
+        stderr. On a mesh each device gets its share of every expert, and all of the other leaves.
 
         Raises:
           MoejaxError: a file ended early or has not its checksums; a value does not fit float16.
@@ -105,27 +108,36 @@ class CheckpointReader:
         with tqdm.tqdm(
             total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
         ) as bar:
-            return {leaf: self._read_leaf(leaf, device, bar.update) for leaf in leaves}
+            return {leaf: self._read_leaf(leaf, place, mesh, bar.update) for leaf in leaves}
 
-    def _read_leaf(self, name: str, device: jax.Device, advance: Advance | None = None) -> Weight:
-        """Loads one leaf to `device`; `advance` is called with the bytes of each part."""
+    def shares(self, count: int) -> Shares:
+        """Shares of every expert among so many devices; MoejaxError if there are too many."""
+        kind = self.leaves[EXPERT_LEAVES[1]].kind
+        group_size = kind.group_size if isinstance(kind, CodesKind) else None
+        return shares_of(self.config.expert_dim, count, group_size)
+
+    def _read_leaf(
+        self, name: str, place: Place, mesh: DeviceMesh | None, advance: Advance
+    ) -> Weight:
+        """Loads one leaf; `advance` is called with the bytes of each part."""
         plan = self.leaves[name]
         if plan.mixture:
             logging.warning(
                 "%s is dequantized to %s while it is loaded: %s",
                 name, plan.dtype.name, plan.mixture,
             )  # fmt: skip
+        if mesh is not None and name in EXPERT_LEAVES:
+            return _read_shares(plan, self.shares(mesh.size), mesh, advance)
         is_stacked = plan.parts[0].index != ()
-        memories = _allocate(plan, device, is_stacked=is_stacked)
+        memories = _allocate(plan, place, is_stacked=is_stacked)
         for layer, parts in group_by_layer(plan.parts).items():
             for part in parts:
                 arrays = {array: memory.part(part.index) for array, memory in memories.items()}
                 fill_part(plan, part, arrays, _read_checked)
-                if advance is not None:
-                    advance(part.num_bytes)
+                advance(part.num_bytes)
             for memory in memories.values():
                 memory.finish_layer(layer)
-        compensators = read_compensators(plan, device)
+        compensators = read_compensators(plan, place)
         return plan.assemble({n: m.finish() for n, m in memories.items()}, compensators)
 
     def _log_share(self) -> None:
@@ -172,13 +184,11 @@ class _LeafMemory:
     there, and one layer of it is staged in host memory.
     """
 
-    def __init__(
-        self, array: jax.ShapeDtypeStruct, device: jax.Device, *, is_stacked: bool
-    ) -> None:
-        self._device = device
+    def __init__(self, array: jax.ShapeDtypeStruct, place: Place, *, is_stacked: bool) -> None:
+        self._place = place
         self._leaf: jax.Array | None = None
-        if is_stacked and not _is_host(device):
-            self._leaf = jnp.zeros(array.shape, array.dtype, device=device)
+        if is_stacked and not _is_host(place):
+            self._leaf = jnp.zeros(array.shape, array.dtype, device=place)
             self._memory = np.empty(array.shape[1:], array.dtype)
         else:
             self._memory = aligned_empty(array.shape, array.dtype)
@@ -190,7 +200,7 @@ class _LeafMemory:
     def finish_layer(self, layer: int) -> None:
         """Finishes a layer whose parts are written, before another one begins."""
         if self._leaf is not None:
-            slab = jax.device_put(self._memory, self._device)
+            slab = jax.device_put(self._memory, self._place)
             self._leaf = _with_layer(self._leaf, slab, layer)
             self._leaf.block_until_ready()  # the staging memory is about to be written again
 
@@ -198,22 +208,59 @@ class _LeafMemory:
         """Returns the array on its device; nothing may write to it any more."""
         if self._leaf is not None:
             return self._leaf
-        return jax.device_put(self._memory, self._device)
+        return jax.device_put(self._memory, self._place)
 
 
-def _allocate(plan: LeafPlan, device: jax.Device, *, is_stacked: bool) -> dict[str, _LeafMemory]:
+def _allocate(plan: LeafPlan, place: Place, *, is_stacked: bool) -> dict[str, _LeafMemory]:
     arrays = plan.arrays.items()
-    return {name: _LeafMemory(array, device, is_stacked=is_stacked) for name, array in arrays}
+    return {name: _LeafMemory(array, place, is_stacked=is_stacked) for name, array in arrays}
 
 
-def _is_host(device: jax.Device) -> bool:
-    return device.platform == "cpu"
+def _is_host(place: Place) -> bool:
+    return isinstance(place, jax.Device) and place.platform == "cpu"
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array:
     """Puts `slab` [...] into `leaf` [L, ...] as one layer, in place."""
     return jax.lax.dynamic_update_index_in_dim(leaf, slab, layer, 0)
+
+
+def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Advance) -> Weight:
+    """Loads a leaf of experts, of which each device of a mesh gets its share, layer by layer."""
+    if plan.kind is not None and plan.refusal:
+        raise MoejaxError(
+            f"{plan.name} is {plan.refusal}, which a mesh does not serve yet; quantize it anew in "
+            "the package's own format (python -m moejax.quantize), or leave the mesh out"
+        )
+    if plan.factor_pools:
+        raise MoejaxError(
+            f"{plan.name} has low-rank compensators, which a mesh does not serve yet; quantize it "
+            "by another method, or leave the mesh out"
+        )
+    memory = {name: np.empty(of.shape[1:], of.dtype) for name, of in plan.arrays.items()}
+    take = shares.gate_up if plan.name == EXPERT_LEAVES[0] else shares.down
+    whole = plan.assemble(memory)
+    stacks: list[Any] = [None] * mesh.size
+    for layer, parts in group_by_layer(plan.parts).items():
+        for part in parts:
+            arrays = {name: array[part.index[1:]] for name, array in memory.items()}
+            fill_part(plan, part, arrays, _read_checked)
+            advance(part.num_bytes)
+        for i, device in enumerate(mesh.devices):
+            slabs = jax.device_put(take(whole, i), device)
+            if stacks[i] is None:
+                stacks[i] = jax.tree.map(
+                    lambda slab: jnp.zeros(
+                        (plan.shape[0], *slab.shape), slab.dtype, device=slab.sharding
+                    ),
+                    slabs,
+                )
+            put = functools.partial(_with_layer, layer=layer)
+            stacks[i] = jax.tree.map(put, stacks[i], slabs)
+        jax.block_until_ready(stacks)
+    found: Weight = jax.tree.map(lambda *leaves: mesh.join(leaves), *stacks)
+    return found
 
 
 def fill_part(
@@ -244,19 +291,19 @@ def fill_part(
 
 
 def read_compensators(
-    plan: LeafPlan, device: jax.Device, advance: Callable[[Part], Any] | None = None
+    plan: LeafPlan, place: Place, advance: Callable[[Part], Any] | None = None
 ) -> tuple[Compensator, ...]:
     """Loads the low-rank terms of a leaf's matrices; `advance` is called with each part."""
-    return tuple(_read_pool(pool, device, advance) for pool in plan.factor_pools)
+    return tuple(_read_pool(pool, place, advance) for pool in plan.factor_pools)
 
 
 def _read_pool(
-    pool: FactorPool, device: jax.Device, advance: Callable[[Part], Any] | None
+    pool: FactorPool, place: Place, advance: Callable[[Part], Any] | None
 ) -> Compensator:
     lead = pool.shape[:-2]
     starts, ranks = np.zeros(lead, np.int32), np.zeros(lead, np.int32)
     plans = {name: pool.factor(name) for name in ("u", "v")}
-    memories = {name: _allocate(plan, device, is_stacked=False) for name, plan in plans.items()}
+    memories = {name: _allocate(plan, place, is_stacked=False) for name, plan in plans.items()}
     start = 0
     for part, rank in zip(pool.owners, pool.ranks, strict=True):
         assert part.matrix is not None and part.matrix.read_factors is not None
@@ -278,8 +325,8 @@ def _read_pool(
     return Compensator(
         u=u,
         v=v,
-        start=jax.device_put(starts, device),
-        rank=jax.device_put(ranks, device),
+        start=jax.device_put(starts, place),
+        rank=jax.device_put(ranks, place),
         first_row=pool.owners[0].placement.start,
         num_rows=pool.num_rows,
         max_rank=max(pool.ranks),

@@ -11,6 +11,7 @@ from moejax.checkpoints.reader import CheckpointReader
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
 from moejax.weights.qtensor import CodesKind
+from moejax.weights.shares import shares_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,24 +22,39 @@ class Sizes:
     expert_nbytes: int  # of one expert, without low-rank factors; 0 where there are none
     low_rank_nbytes: int  # low-rank factors of all experts
     expert_form: str  # "int4", or "none"
+    expert_dim: int  # width of an expert on a device: F, or that of a share
     refusal: str | None = None  # why the experts have no form in which they could move
 
 
-def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype) -> Sizes:
+def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int = 1) -> Sizes:
     """Sizes of the leaves that `Checkpoint.load` gives; of a plain checkpoint no file is opened.
+
+    On a mesh of `num_devices` they are those of each device, which has a share of every expert.
 
     Raises MoejaxError as `Checkpoint.load`, but for what only reading the weights shows.
     """
     config, directory = checkpoint.config, checkpoint.directory
     if not checkpoint.is_quantized:
+        if num_devices > 1:
+            width = shares_of(config.expert_dim, num_devices, None).share_width
+            config = dataclasses.replace(config, expert_dim=width)
         sizes = shape_sizes(config, dtype, expert_kind=None)
         refusal = str(checkpoint.orbax_is_whole()) if checkpoint.is_orbax else None
         return dataclasses.replace(sizes, refusal=refusal)
     read_bits = checkpoint.read_bits
-    leaves = CheckpointReader(directory, config, dtype=dtype, read_bits=read_bits).leaves
+    reader = CheckpointReader(directory, config, dtype=dtype, read_bits=read_bits)
+    leaves = dict(reader.leaves)
     refusals = {leaf: leaves[leaf].refusal for leaf in EXPERT_LEAVES if leaf in leaves}
     said = [f"{leaf} is {refusal}" for leaf, refusal in refusals.items() if refusal]
     refusal = f"{directory}: {' and '.join(said)}" if said else None
+    if num_devices > 1 and config.moe_layers:
+        width = reader.shares(num_devices).share_width
+        config = dataclasses.replace(config, expert_dim=width)
+        shapes = weight_shapes(config)
+        leaves |= {
+            leaf: dataclasses.replace(leaves[leaf], shape=shapes[leaf], parts=())
+            for leaf in EXPERT_LEAVES
+        }
     return dataclasses.replace(_sizes(config, leaves), refusal=refusal)
 
 
@@ -79,5 +95,6 @@ def _sizes(config: ModelConfig, leaves: Mapping[str, LeafPlan]) -> Sizes:
     forms = dict.fromkeys(leaves[leaf].form for leaf in EXPERT_LEAVES if leaf in leaves)
     form = " and ".join(forms) or "none"
     return Sizes(
-        weights_nbytes=nbytes, expert_nbytes=expert_nbytes, low_rank_nbytes=terms, expert_form=form
-    )
+        weights_nbytes=nbytes, expert_nbytes=expert_nbytes, low_rank_nbytes=terms,
+        expert_form=form, expert_dim=config.expert_dim,
+    )  # fmt: skip

@@ -92,6 +92,10 @@ VERIFY = option(
     False, "first compare the files of checkpoints with their SHA-256, or checksums, where known"
 )
 PLATFORM = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+MESH = option(
+    "", "number of devices that run the model together, each with its share of every expert: 2, or "
+    "2,4 for 8; '': one",
+)  # fmt: skip
 DTYPE = option(
     "auto", "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16"
 )
@@ -153,6 +157,7 @@ class GenerateConfig(RecordConfig):
     read_bits: int = READ_BITS
     verify: bool = VERIFY
     platform: str = PLATFORM
+    mesh: str = MESH
     dtype: str = DTYPE
     context: int = option(0, "tokens that the KV cache holds; 0: what the prompts need", least=0)
     memory: MemoryConfig = MEMORY
@@ -379,6 +384,7 @@ class EvaluateConfig(RecordConfig):
     )  # fmt: skip
     output: str = option("", "a JSON file for the result; '': none")
     platform: str = PLATFORM
+    mesh: str = MESH
     dtype: str = DTYPE
     compilation_cache: str = COMPILATION_CACHE
     add_special_tokens: bool = ADD_SPECIAL_TOKENS

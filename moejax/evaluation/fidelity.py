@@ -133,7 +133,7 @@ def kl_from_exact(
         with Engine.from_pretrained(
             config.checkpoint, dtype=config.dtype, platform=config.platform,
             compilation_cache=config.compilation_cache, progress=False, generation_config=False,
-            read_bits=config.read_bits,
+            read_bits=config.read_bits, mesh=config.mesh,
             limits=config.memory.limits() if config.memory != MemoryConfig() else None,
         ) as exact:  # fmt: skip
             theirs = [predictions(exact.logits, sample) for sample in samples]

@@ -14,6 +14,7 @@ from absl import logging
 from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
+from moejax.devices import DeviceMesh
 from moejax.errors import MoejaxError
 from moejax.experts.budget import (
     Budget,
@@ -68,6 +69,7 @@ def load_limited(
     context: int,
     chunk: int,
     progress: bool,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[Mapping[str, Weight], ExpertMemory | None, Budget]:
     """Loads a model under limits and a policy: whole if it fits and no policy decides.
 
@@ -86,6 +88,8 @@ def load_limited(
       MoejaxError: the limits are too tight (the text names the least that would do), the
         checkpoint or a tier cannot be read, or the policy's settings do not suit the tiers.
     """
+    if mesh is not None:
+        raise MoejaxError("a mesh does not serve memory limits or policies yet: leave one out")
     limits = device_limits(device, limits)
     policy, activations, stored, sources, refines, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
@@ -118,17 +122,21 @@ def load_limited(
 
 
 def load_whole(
-    checkpoint: Checkpoint, *, dtype: str, device: jax.Device, progress: bool
-) -> Mapping[str, Weight]:
+    checkpoint: Checkpoint, *, dtype: str, device: jax.Device, progress: bool,
+    mesh: DeviceMesh | None = None,
+) -> Mapping[str, Weight]:  # fmt: skip
     """Loads a model to the device without a plan; MoejaxError where it has no room for it."""
     room = room_nbytes(device)
     if room is not None:
         chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-        sizes, config = checkpoint_sizes(checkpoint, chosen), checkpoint.config
+        sizes, config = (
+            checkpoint_sizes(checkpoint, chosen, mesh.size if mesh else 1),
+            checkpoint.config,
+        )
         experts = len(config.moe_layers) * config.num_experts * sizes.expert_nbytes
         experts += sizes.low_rank_nbytes
         check_room({**sizes.weights_nbytes, "experts": experts}, room)
-    return checkpoint.load(dtype=dtype, device=device, progress=progress)
+    return checkpoint.load(dtype=dtype, device=device, progress=progress, mesh=mesh)
 
 
 def _disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
@@ -157,14 +165,16 @@ def plan_experts(
     batch: int,
     context: int,
     chunk: int,
+    num_devices: int = 1,
 ) -> _Planned:
     """Plans policy, tiers and bytes; arguments and errors as in `load_limited`."""
     config = checkpoint.config
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    own = checkpoint_sizes(checkpoint, chosen)
+    own = checkpoint_sizes(checkpoint, chosen, num_devices)
     run = RunSizes(
-        config=config, weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
-        platform=device.platform, itemsize=chosen.itemsize,
+        config=dataclasses.replace(config, expert_dim=own.expert_dim),
+        weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
+        platform=device.platform, itemsize=chosen.itemsize, num_devices=num_devices,
     )  # fmt: skip
     policy: AnyPolicy | None = None
     activations, sources = None, [checkpoint]

@@ -292,7 +292,7 @@ class PairScorer:
             for n, (_, wanted) in enumerate(row.wanted):
                 targets[i, num_places - len(wanted) :, n] = wanted
         empty = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, bool)
-        places = _Places(*jax.device_put((positions, targets, *empty), self._runner.device))
+        places = _Places(*jax.device_put((positions, targets, *empty), self._runner.place))
         places = self._runner.scan_windows(likelihood_chunk, places, tokens, lengths)
         scores = np.asarray(places.log_probabilities).astype(np.float64)
         likeliest = np.asarray(places.likeliest)

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from moejax.devices import plain_memory_errors
+from moejax.devices import (
+    MESH_AXIS,
+    REPLICATED,
+    DeviceMesh,
+    Place,
+    plain_memory_errors,
+    specs_of,
+)
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.state import ExpertCache, compiler_options
 from moejax.experts.tier_step import CachePlanner
@@ -121,7 +128,9 @@ class Runner:
     Attributes:
       config: the model's shape.
       weights: flat dict of layer-stacked leaves, plain or packed, on `device`.
-      device: where it runs.
+      device: where it runs; on a mesh the first of its devices.
+      mesh: the devices that have a share of every expert each; None: there is one device.
+      place: where operands of the steps go.
       dtype: of the activations and the cache; that of the norms, which are never packed.
       kernels: which may serve products with packed weights.
       experts_used: which forms ran the experts so far.
@@ -145,6 +154,7 @@ class Runner:
         memory: ExpertMemory | None = None,
         decode_impl: DecodeAttentionImpl | None = None,
         whole_calls: bool | None = None,
+        mesh: DeviceMesh | None = None,
     ):
         """Compiles nothing yet.
 
@@ -157,6 +167,7 @@ class Runner:
           memory: of experts that `weights` lack; None where it has them all.
           decode_impl: what serves attention of decode; None for the kernel where it can.
           whole_calls: see `steps.decode` on `fixed_trip_count`; None for what suits the device.
+          mesh: devices that run the steps together, `device` the first; None: it alone.
         """
         self.config = config
         self.weights = weights
@@ -167,10 +178,15 @@ class Runner:
         self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
         pools = memory.spec.tiers if memory and device.platform == "gpu" else ()
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
-        self.programs = CompiledPrograms(lambda function: options[function is steps.decode])
+        self.mesh = mesh
+        self.place: Place = device if mesh is None else mesh.replicated
+        self.programs = CompiledPrograms(lambda function: options[function is steps.decode], mesh)
         self.kernels = kernels or ops.Kernels(target_of(device))
         self._expert_impl = expert_impl
-        definition = model_definition(config, self.kernels, holds_experts=memory is None)
+        definition = model_definition(
+            config, self.kernels, holds_experts=memory is None,
+            share_axis=MESH_AXIS if mesh else "",
+        )  # fmt: skip
         self._program = steps.StepProgram(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
         self.memory, self.planned, self.one_stream = memory, PlannedSizes(), False
@@ -214,8 +230,10 @@ class Runner:
             return model.project_to_vocab(found.output[:, -1])
 
         experts, rows = (self.memory.pool, self.memory.store) if self.memory else (None, None)
+        operands = steps.StepInputs(self.weights, rows), experts
+        traced = call if self.mesh is None else self.mesh.map(call, operands, REPLICATED)
         with choices.recorded_choices() as found:
-            jax.eval_shape(call, steps.StepInputs(self.weights, rows), experts)
+            jax.eval_shape(traced, *operands)
         return self._attention_choices(phase) | found
 
     def _attention_choices(self, phase: str) -> choices.Record:
@@ -508,7 +526,13 @@ class Runner:
         with memory.step(failures, max(1, num_tokens)) if memory else contextlib.nullcontext():
             experts, rows = (memory.pool, memory.store) if memory else (None, None)
             inputs = steps.StepInputs(self.weights, rows)
-            found = self._call(function, static, (state, experts), inputs, *operands)
+            results: Any = REPLICATED
+            if self.mesh is not None and experts is not None:
+                parts: Any = (REPLICATED, specs_of(experts), REPLICATED, REPLICATED)
+                results = steps.StepResult(*parts)
+            found = self._call(
+                function, static, (state, experts), inputs, *operands, results=results
+            )
             if memory:
                 memory.pool = found.experts
         if self._recorder is not None and found.recorded is not None:
@@ -530,12 +554,15 @@ class Runner:
         return self.memory.reading(failures) if self.memory else contextlib.nullcontext()
 
     def _call(
-        self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any
-    ) -> Any:
+        self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any,
+        results: Any = REPLICATED,
+    ) -> Any:  # fmt: skip
         arguments = (*donated, *arguments)
         with plain_memory_errors(self.device):
             with choices.recorded_choices() as found:  # empty unless the program is traced now
-                program = self.programs.get(function, static, arguments, num_donated=len(donated))
+                program = self.programs.get(
+                    function, static, arguments, num_donated=len(donated), results=results
+                )
             if found:
                 self._record_choices("decode" if function is steps.decode else "prefill", found)
             return program(*arguments)
@@ -564,7 +591,7 @@ class Runner:
         return steps.TokenChunk(self._put(tokens), self._put(np.int32(start)), lengths)
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
-        return jax.device_put(array, self.device)
+        return jax.device_put(array, self.place)
 
 
 # Leaves of one product with all tokens; "kept" ones too, since other engines may pack them.

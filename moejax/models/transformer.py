@@ -134,10 +134,12 @@ class Transformer(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         kernels: ops.Kernels = ops.NO_KERNELS,
         holds_experts: bool = True,
+        share_axis: str = "",
     ):
         self.config = config
         self.kernels = kernels
         self.holds_experts = holds_experts
+        self.share_axis = share_axis
         self.embed = stacked_parameter("embed", config, rngs, dtype)
         mixer = LatentAttention if config.latent else Attention
         self.attention = mixer(config, rngs=rngs, dtype=dtype, kernels=kernels)
@@ -202,6 +204,8 @@ class Transformer(nnx.Module):
         ahead = self._next_routing(x, index, experts, carry)
         inputs = MoeInputs(index, flat, routing, mask, ahead, attended)
         out, carry, record = experts(carry, inputs)
+        if self.share_axis:  # each device ran its share of every expert
+            out = jax.lax.psum(out, self.share_axis)
         if self.config.shared_dim:
             out = out + self.shared(flat, index.mlp)
         return out.reshape(x.shape), carry, record
@@ -528,16 +532,24 @@ def forward(
 
 
 def model_definition(
-    config: ModelConfig, kernels: ops.Kernels = ops.NO_KERNELS, *, holds_experts: bool = True
+    config: ModelConfig,
+    kernels: ops.Kernels = ops.NO_KERNELS,
+    *,
+    holds_experts: bool = True,
+    share_axis: str = "",
 ) -> nnx.GraphDef[Transformer]:
     """Builds the graph of a Transformer without weights; allocates nothing.
 
     Args:
       holds_experts: False where its experts come from elsewhere (`Experts`).
+      share_axis: axis of a mesh whose devices have a share of every expert each; "": none.
     """
 
     def build() -> Transformer:
-        return Transformer(config, rngs=nnx.Rngs(0), kernels=kernels, holds_experts=holds_experts)
+        return Transformer(
+            config, rngs=nnx.Rngs(0), kernels=kernels, holds_experts=holds_experts,
+            share_axis=share_axis,
+        )  # fmt: skip
 
     abstract = nnx.eval_shape(build)
     return nnx.split(abstract)[0]

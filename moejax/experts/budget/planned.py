@@ -16,6 +16,7 @@ class RunSizes:
     """A run to be planned, whatever its tiers.
 
     Attributes:
+      config: the model; on a mesh with the width of each device's share of an expert.
       weights_nbytes: bytes of every leaf on the device but the experts.
     """
 
@@ -26,6 +27,7 @@ class RunSizes:
     chunk: int  # tokens of one sequence that a prefill step takes
     platform: str  # "gpu" or "cpu"
     itemsize: int = 2  # bytes of a number of the activations and of the KV cache
+    num_devices: int = 1  # of a mesh; bytes of the device are those of each, the host's of all
 
     @property
     def is_cpu(self) -> bool:
@@ -208,6 +210,8 @@ def describe(budget: Budget) -> list[str]:
     """Table of all parts, then slots; for one tier also shares and link bytes."""
     first, is_alone, run = budget.tiers[0], len(budget.tiers) == 1, budget.run
     head = f"batch {run.batch}, context {run.context}, prefill by {run.chunk} tokens"
+    if run.num_devices > 1:
+        head += f", each of {run.num_devices} devices"
     lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]
     width = 40 if is_alone else 46  # a tier's name ends its parts
     limits = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}

@@ -162,7 +162,15 @@ class _TierPlan:
         """Whether host memory lacks some experts."""
         limit = limit_nbytes(self.limits.host_gib)
         experts = self.run.num_layers * self.run.num_experts * self.tier.expert_nbytes
-        return limit is not None and experts + self.bulk_nbytes > limit
+        needed = self.run.num_devices * (experts + self.bulk_nbytes)
+        if limit is None or needed <= limit:
+            return False
+        if self.run.num_devices > 1:
+            raise BudgetError(
+                f"memory.host_gib={self.limits.host_gib:g} is too little for all experts, and a "
+                f"mesh does not serve experts from disk yet: raise it to {gib_above(needed)}"
+            )
+        return True
 
     def _choose_slots(self, limit: int | None) -> tuple[int, int]:
         """Chooses C, the slots of a layer, and B, the transient slots."""
@@ -211,9 +219,9 @@ class _TierPlan:
         rows = 0
         if pooled:
             rows = self.host_rows(slots, transient)
-            host["experts"] = rows * nbytes
+            host["experts"] = self.run.num_devices * rows * nbytes
             if self.limits.bulk:
-                host["blocks of transfers between steps"] = self.bulk_nbytes
+                host["blocks of transfers between steps"] = self.run.num_devices * self.bulk_nbytes
             if rows < num_experts:
                 host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
                 waited = blocks_from_disk(self.run.most_at_once(slots, transient)) - RING_BLOCKS

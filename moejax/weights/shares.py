@@ -1,0 +1,145 @@
+"""Experts split along their width F, a share for each device of a mesh.
+
+A share has rows of gate and of up, and columns of down: silu(gate x) * up x of its own part of F,
+and what that part adds to down's product, so that the sum over the shares is the expert's own.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.weights.qtensor import QTensor, Weight
+from pallas_kernels import layout
+
+PLAIN_UNIT = 64  # columns of a plain matrix that stay together, where F is a multiple
+
+_take_codes = jax.jit(layout.take_codes, static_argnums=(1, 2, 3, 4, 5))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Cut of an expert's width F into `count` shares of whole units.
+
+    Shares differ by one unit at most, and are padded with zeros to one width: gates and ups of
+    zero weights, so that what down has there is multiplied by zero.
+
+    Attributes:
+      count: n, of the shares.
+      width: F.
+      unit: columns that stay together, a quantization group of down.
+    """
+
+    count: int
+    width: int
+    unit: int
+
+    def __post_init__(self) -> None:
+        if self.num_units < self.count:
+            raise MoejaxError(
+                f"an expert of width {self.width} has {self.num_units} groups of {self.unit}, too "
+                f"few for a mesh of {self.count}: take a smaller mesh, or smaller groups"
+            )
+
+    @property
+    def num_units(self) -> int:
+        """Units of F; the last may be shorter."""
+        return -(-self.width // self.unit)
+
+    @property
+    def share_width(self) -> int:
+        """Width of every share, with padding."""
+        return min(self.width, -(-self.num_units // self.count) * self.unit)
+
+    def span(self, index: int) -> tuple[int, int]:
+        """First column of a share, and the one after its last."""
+        ends = [self.num_units * i // self.count * self.unit for i in (index, index + 1)]
+        return ends[0], min(ends[1], self.width)
+
+    def gate_up(self, weight: Weight, index: int) -> Weight:
+        """Takes a share of [..., 2F, D], of numpy leaves: [..., 2 share_width, D]."""
+        start, stop = self.span(index)
+
+        def rows(array: np.ndarray) -> np.ndarray:
+            parts = array.reshape(*array.shape[:-2], 2, self.width, array.shape[-1])
+            cut = _padded(parts[..., start:stop, :], -2, self.share_width)
+            return cut.reshape(*array.shape[:-2], 2 * self.share_width, array.shape[-1])
+
+        _check_form(weight)
+        found: Weight = jax.tree.map(rows, weight)
+        return found
+
+    def down(self, weight: Weight, index: int) -> Weight:
+        """Takes a share of [..., D, F], of numpy leaves: [..., D, share_width]."""
+        start, stop = self.span(index)
+
+        def columns(array: Any, per: int = 1) -> Any:
+            cut = array[..., start // per : -(-stop // per)]
+            return _padded(cut, -1, -(-self.share_width // per))
+
+        def words(array: Any, widths: tuple[int, ...]) -> Any:
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                return np.asarray(
+                    _take_codes(array, widths, self.width, start, stop, self.share_width)
+                )
+
+        _check_form(weight)
+        if not isinstance(weight, QTensor):
+            plain: Weight = columns(weight)
+            return plain
+        if self.unit % weight.group_size:
+            raise MoejaxError(
+                f"shares of whole groups of {self.unit} cut groups of {weight.group_size}: "
+                "quantize all experts in groups of one size"
+            )
+        by_planes = layout.PREFIX_PLANES[weight.bits] if weight.refinements else ()
+        zeros = weight.zeros
+        return dataclasses.replace(
+            weight,
+            words=words(weight.words, by_planes[:1] or layout.PLANES[weight.bits]),
+            scales=columns(weight.scales, weight.group_size),
+            zeros=None if zeros is None else columns(zeros, weight.group_size),
+            refinements=tuple(
+                words(plane, (width,))
+                for plane, width in zip(weight.refinements, by_planes[1:], strict=True)
+            ),
+            num_inputs=self.share_width,
+        )
+
+
+def shares_of(width: int, count: int, group_size: int | None) -> Shares:
+    """Shares of experts of a width.
+
+    Args:
+      group_size: of down's quantization groups; None of a plain matrix.
+
+    Raises:
+      MoejaxError: there are more shares than groups.
+    """
+    return Shares(count, width, group_size or math.gcd(width, PLAIN_UNIT))
+
+
+def _check_form(weight: Weight) -> None:
+    """Raises MoejaxError for a form that is not cut."""
+    if isinstance(weight, QTensor):
+        said = "permuted (act-order)" if weight.permutation is not None else ""
+        said = "with low-rank compensators" if weight.compensators else said
+    else:
+        said = "" if hasattr(weight, "ndim") and not dataclasses.is_dataclass(weight) else "FP8"
+    if said:
+        raise MoejaxError(
+            f"a mesh does not serve experts that are {said} yet; quantize them by another method "
+            "(python -m moejax.quantize), or leave the mesh out"
+        )
+
+
+def _padded(array: np.ndarray, axis: int, length: int) -> np.ndarray:
+    missing = length - array.shape[axis]
+    if not missing:
+        return array
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, missing)
+    return np.pad(array, padding)
