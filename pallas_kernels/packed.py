@@ -275,6 +275,13 @@ def low_rank_factors(terms: LowRank, slots: jax.Array) -> tuple[jax.Array, jax.A
     steps = jnp.arange(terms.max_rank, dtype=jnp.int32)
     used = steps < terms.rank[slots][..., None]
     rows = terms.start[slots][..., None] + jnp.where(used, steps, 0)
-    pools = (dequantize(part, jnp.zeros((), jnp.int32)) for part in (terms.u, terms.v))
-    u, v = (jnp.where(used[..., None], pool[rows], 0.0) for pool in pools)
+    taken = (_pool_rows(part, rows) for part in (terms.u, terms.v))
+    u, v = (jnp.where(used[..., None], values, 0.0) for values in taken)
     return u, v
+
+
+def _pool_rows(pool: PackedMatrices, rows: jax.Array) -> jax.Array:
+    """Dequantizes rows int32[..., R] of a pool of one slot, float32[..., R, K], and no others."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    taken = jax.tree.map(lambda leaf: leaf[0][flat], pool)
+    return dequantize(taken, jnp.arange(flat.shape[0])).reshape(*rows.shape, pool.num_inputs)

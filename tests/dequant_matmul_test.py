@@ -20,7 +20,7 @@ from pallas_kernels.dequant_matmul import mosaic
 from pallas_kernels.mosaic_decode import launch_blocks
 from pallas_kernels.packed import plain
 from pallas_kernels.target import SIMULATED, Target, current_target
-from tests import packed_operands, slow
+from tests import gpu_programs, packed_operands, slow
 from tests.dequant_matmul_contract import (
     BROKEN,
     CASES,
@@ -59,7 +59,8 @@ FAST = (
     "whole_every_code_int2", "whole_every_code_int3", "whole_every_code_int4",
     "whole_every_code_int8", "whole_every_code_apart_int3", "whole_every_code_apart_int4",
     "every_code_apart_int4", "whole_apart_int4_shared", "whole_int3g128_float",
-    "whole_plain_bfloat16", "whole_low_rank_32", "int4g128_33_rows",
+    "whole_plain_bfloat16", "whole_low_rank_32", "low_rank_large", "low_rank_large_33_rows",
+    "int4g128_33_rows",
 )  # fmt: skip
 
 
@@ -288,6 +289,16 @@ class ChoiceTest(parameterized.TestCase):
             for kernel, target in (*gpus, *[("mosaic", SIMULATED)] * (name in WHOLE)):
                 reason = package.OPERATION.refusal(kernel, x, weights, low_rank, target=target)
                 self.assertIsNone(reason, f"{kernel} {name}")
+
+    @parameterized.product(rank=(16, 64, 512, 1024), rows=(1, 16, 64))
+    def test_the_fast_kernel_takes_terms_of_every_rank(self, rank, rows):
+        """MiLo's ranks, at its attention; versions aside, which say nothing of ranks."""
+        weights = gpu_programs.shapes_of_matrices(Form(3), 32, 4096, 4096)
+        terms = gpu_programs.shapes_of_terms(Form(3), weights, rank)
+        x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+        with mock.patch.object(jax, "__version_info__", (0, 11, 2)):
+            choice = package.OPERATION.choose(x, weights, (terms,), target=HOPPER)
+        self.assertEqual(choice.implementation, "mosaic", choice.describe())
 
     def test_what_does_not_fit_is_refused(self):
         operands = random_operands(self.case, seed(self.id()))

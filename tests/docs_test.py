@@ -15,6 +15,7 @@ from moejax.benchmarking.record import COLUMNS
 from moejax.config.options import options
 from moejax.config.policy import SETTINGS
 from moejax.models.hf.config import ARCHITECTURES
+from pallas_kernels.dequant_matmul import low_rank
 from pallas_kernels.dequant_matmul import mosaic as dense
 from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
 from pallas_kernels.mosaic_decode import low_rank_spec
@@ -199,6 +200,7 @@ class PagesTest(absltest.TestCase):
             f"at most {grouped.MOST_STREAMED}, and at most {grouped.MOST_PAIRS} pairs",
             f"up to {low_rank_spec.MAX_TERMS} low-rank terms of a matrix, "
             f"each up to rank {low_rank_spec.MAX_RANK}",
+            f"above {low_rank.MAX_FEW_ROWS} rows of x",
         ):
             self.assertIn(text, page)
         for width, most in ((2, 32), (4, 40), (8, 64), (10, 51)):

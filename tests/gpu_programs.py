@@ -20,8 +20,10 @@ from pallas_kernels.decode_attention import triton as attention_triton
 from pallas_kernels.delta_step import DeltaWeights, Projection
 from pallas_kernels.delta_step import triton as delta_triton
 from pallas_kernels.dequant_matmul import triton as dense_triton
+from pallas_kernels.dequant_matmul.low_rank import MAX_FEW_ROWS
 from pallas_kernels.grouped_dequant_matmul import Assignments
 from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
+from pallas_kernels.mosaic_decode.low_rank_spec import MAX_RANK
 from pallas_kernels.packed import LowRank, PackedMatrices, Refinement
 from pallas_kernels.qkv_to_cache import HeadNorms
 from pallas_kernels.qkv_to_cache import triton as writing_triton
@@ -88,7 +90,9 @@ def dense(
         )
 
     operands = (leaf(rows, inputs, dtype="bfloat16"), weights, leaf(dtype="int32"), low_rank)
-    return Program(function, operands, (weights,), 2 if rank else 1)
+    # Large ranks have launches of their own; many rows multiply by them without one.
+    launches = 1 if rank > MAX_RANK and rows > MAX_FEW_ROWS else 1 + (rank > 0) + (rank > MAX_RANK)
+    return Program(function, operands, (weights,), launches)
 
 
 def layer(
@@ -223,6 +227,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "dense_decode_int4": lambda: dense(Form(4, 32, "symmetric"), 16),
     "dense_decode_int8_by_row": lambda: dense(Form(8, 0, dtype="float32"), 3),
     "dense_prefill_int4_rank_32": lambda: dense(Form(4), 300, rank=32),
+    "dense_decode_int3_rank_1024": lambda: dense(Form(3), 1, rank=1024),
+    "dense_decode_int4_rank_512": lambda: dense(Form(4), 32, rank=512),
+    "dense_prefill_int3_rank_512": lambda: dense(Form(3), 1024, rank=512),
     "dense_prefill_int8": lambda: dense(Form(8), 1024),
     "dense_prefill_plain": lambda: dense(PLAIN, 1024),
     "dense_plain": lambda: dense(PLAIN, 16),

@@ -261,6 +261,7 @@ def product(
     slot: int,
     low_rank: tuple[LowRank, ...] = (),
     rounds_weights: bool = False,
+    rounds_factors: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """float64[M, N] of x W^T, and how far a right float32 product may be from it before rounding.
 
@@ -269,6 +270,7 @@ def product(
     all. Groups are summed apart, since they have their own scales. The thin product x V^T may be
     rounded to x's dtype on its way to a matrix unit. A kernel that `rounds_weights` rounds every
     packed weight to x's dtype, once: errors of independent signs, of variance u_w^2 sum (x w)^2.
+    One that `rounds_factors` does so with low-rank factors.
     """
     dtype = x.dtype.name
     offset, roundoff = CODE_OFFSET[dtype], ROUNDINGS * ROUNDOFF[dtype]
@@ -282,6 +284,9 @@ def product(
         thin, thin_variance = _sums(x, *v, terms.v.group_size)
         term, term_variance = _sums(thin, u[0].T, u[1].T, max(1, len(u[0])))
         thin_variance += (roundoff * thin) ** 2
+        if rounds_factors:
+            thin_variance += roundoff**2 * (x**2 @ (v[0] ** 2).T)
+            term_variance += roundoff**2 * (thin**2 @ u[0] ** 2)
         span = slice(terms.first_row, terms.first_row + terms.num_rows)
         y[:, span] += term
         variance[:, span] += term_variance + thin_variance @ u[0] ** 2

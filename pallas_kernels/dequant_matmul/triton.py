@@ -2,7 +2,8 @@
 
 One launch; few plain outputs go by one of its own (`RowTiles`). One more each where K is split over
 programs (XLA adds the parts, in order), where there are low-rank terms (x V^T comes first), and at
-prefill of packed weights (sums of x over groups).
+prefill of packed weights (sums of x over groups). Terms of large ranks are added apart, by
+`low_rank`.
 """
 
 import functools
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
+from pallas_kernels.dequant_matmul.low_rank import are_fused, thin_products, with_terms
 from pallas_kernels.dequant_matmul.tiles import (
     RowTiles,
     Tiles,
@@ -25,12 +27,10 @@ from pallas_kernels.target import Target
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
 from pallas_kernels.triton.elements import power_above
-from pallas_kernels.triton.product import Columns, Span
+from pallas_kernels.triton.product import Span, columns_of
 
 Ref = Any
 MIN_CAPABILITY = (8, 0)
-THIN_ROWS = 32  # of x, that a program of the thin products holds
-THIN_WARPS = 2
 
 
 def refusal(
@@ -54,23 +54,6 @@ def platform_refusal(target: Target) -> str | None:
     return None
 
 
-def _columns(x_ref: Ref, sums_ref: Ref | None, rows: jax.Array) -> Columns:
-    """Loads rows of x; those beyond the last are zero."""
-    num_rows, num_inputs = x_ref.shape
-    mask_m = rows < num_rows
-
-    def load(first: Any, count: int) -> jax.Array:
-        k = first + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
-        mask = mask_m[:, None] & (k < num_inputs)[None, :]
-        return pltriton.load(x_ref.at[rows[:, None], k[None, :]], mask=mask, other=0.0)
-
-    def sums(index: Any) -> jax.Array:
-        assert sums_ref is not None
-        return pltriton.load(sums_ref.at[index, rows], mask=mask_m, other=0.0)
-
-    return Columns(load, None if sums_ref is None else sums, x_ref.dtype)
-
-
 def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None:
     """Program (n, m, s) computes a tile of one part of the sum over K."""
     x_ref, sums_ref, slot_ref, weights, low_rank, thin_ref = treedef.unflatten(refs[:-1])
@@ -85,7 +68,7 @@ def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None
     steps = triton_product.num_steps(weights, tiles.step)
     is_last = s == tiles.split_k - 1
     accs = triton_product.product(
-        _columns(x_ref, sums_ref, rows_m), weights, slot, tiles_n,
+        columns_of(x_ref, sums_ref, rows_m), weights, slot, tiles_n,
         Span(*triton_product.split(steps, tiles.split_k, s), is_last),
         num_columns=tiles.block_m, step=tiles.step, interpret=interpret,
     )  # fmt: skip
@@ -138,44 +121,6 @@ def _by_rows(
     )(x, slot, weights.words)
 
 
-def _thin_body(*refs: Ref, treedef: Any, block_m: int, interpret: bool) -> None:
-    """Program (tile of V, m, part of K) computes a thin product."""
-    x_ref, slot_ref, low_rank = treedef.unflatten(refs[:-1])
-    out_ref = refs[-1]
-    tile, m, part = (pl.program_id(axis) for axis in range(3))
-    rows_m = triton_product.indices(m, block_m)
-    rows_r = triton_product.indices(tile, triton_low_rank.TILE)
-
-    def store(acc: jax.Array) -> None:
-        view = out_ref.at[part, rows_m[:, None], rows_r[None, :]]
-        mask = jnp.broadcast_to((rows_m < x_ref.shape[0])[:, None], acc.T.shape)
-        pltriton.store(view, acc.T, mask=mask)
-
-    triton_low_rank.thin_products(
-        _columns(x_ref, None, rows_m), low_rank, slot_ref[()], tile, part, out_ref.shape[0],
-        num_columns=block_m, store=store, interpret=interpret,
-    )  # fmt: skip
-
-
-def _thin(
-    x: jax.Array, slot: jax.Array, low_rank: tuple[LowRank, ...], interpret: bool
-) -> jax.Array:
-    num_rows = x.shape[0]
-    block_m = min(THIN_ROWS, max(8, power_above(num_rows)))
-    parts = triton_low_rank.thin_parts(low_rank, num_rows)
-    rows = triton_low_rank.thin_rows(low_rank)
-    leaves, treedef = jax.tree.flatten((x, slot, low_rank))
-    return launch.triton_call(
-        functools.partial(_thin_body, treedef=treedef, block_m=block_m, interpret=interpret),
-        name=f"dequant_matmul_thin_{low_rank[0].v.describe().replace(' ', '_')}_m{block_m}",
-        grid=(rows // triton_low_rank.TILE, -(-num_rows // block_m), parts),
-        out_shape=jax.ShapeDtypeStruct((parts, num_rows, rows), jnp.float32),
-        num_warps=THIN_WARPS,
-        num_stages=2,
-        interpret=interpret,
-    )(*leaves)
-
-
 def dequant_matmul_triton(
     x: jax.Array,
     weights: PackedMatrices,
@@ -198,7 +143,10 @@ def dequant_matmul_triton(
         raise ValueError(f"tiles {tiles} are not Triton's")
     tiles.check(weights)
     num_rows, num_outputs = x.shape[0], weights.num_outputs
-    thin = _thin(x, slot, low_rank, interpret) if low_rank else None
+    apart: tuple[LowRank, ...] = ()
+    if not are_fused(low_rank):
+        apart, low_rank = low_rank, ()
+    thin = thin_products(x, slot, low_rank, interpret) if low_rank else None
     sums = None
     if tiles.block_m > 32 and (size := triton_product.sum_size(weights, tiles.step)):
         sums = triton_product.sums_of(x, size)
@@ -209,10 +157,12 @@ def dequant_matmul_triton(
         name=f"dequant_matmul_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
         grid=(-(-num_outputs // tiles.outputs), -(-num_rows // tiles.block_m), tiles.split_k),
         out_shape=jax.ShapeDtypeStruct(
-            (tiles.split_k, num_rows, num_outputs), out_dtype if whole else jnp.float32
+            (tiles.split_k, num_rows, num_outputs),
+            out_dtype if whole and not apart else jnp.float32,
         ),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
     )(*leaves)
-    return out[0] if whole else jnp.sum(out, axis=0).astype(out_dtype)
+    y = out[0] if whole else jnp.sum(out, axis=0)
+    return with_terms(y, x, slot, apart, out_dtype, interpret) if apart else y.astype(out_dtype)

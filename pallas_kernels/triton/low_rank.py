@@ -95,6 +95,7 @@ def add_terms(
     *,
     within: tuple[int, int],
     interpret: bool,
+    tiles: tuple[Int, int] | None = None,
 ) -> jax.Array:
     """Adds U (V x) to `acc`: the epilogue of a tile.
 
@@ -105,11 +106,15 @@ def add_terms(
       columns: int32[columns], rows of `thin`.
       columns_mask: bool[columns].
       within: outputs first .. last of all such tiles; terms of others are passed over.
+      tiles: first and number of the tiles of each term's rank that are added; None: all.
     """
     first = 0
     for terms in low_rank:
         if within[0] < terms.first_row + terms.num_rows and terms.first_row < within[1]:
-            acc = _add_term(acc, terms, slot, rows, thin, columns, columns_mask, first, interpret)
+            acc = _add_term(
+                acc, terms, slot, rows, thin, columns, columns_mask, first, interpret,
+                *(tiles or (0, _padded(terms) // TILE)),
+            )  # fmt: skip
         first += _padded(terms)
     return acc
 
@@ -128,6 +133,8 @@ def _add_term(
     columns_mask: jax.Array,
     first: int,
     interpret: bool,
+    first_tile: Int,
+    num_tiles: int,
 ) -> jax.Array:
     local = rows - terms.first_row
     inside = (local >= 0) & (local < terms.num_rows)
@@ -136,7 +143,7 @@ def _add_term(
     parts = thin.shape[0]
     steps = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
 
-    def add(acc: jax.Array, tile: int) -> jax.Array:
+    def add(acc: jax.Array, tile: Int) -> jax.Array:
         r = tile * TILE + steps
         used = r < rank
         pool_rows = start + jnp.where(used, r, 0)
@@ -153,7 +160,7 @@ def _add_term(
         return acc + pltriton.dot(u, total, precision=precision)
 
     # Not a loop: Triton would keep several of its turns in shared memory.
-    for tile in range(_padded(terms) // TILE):
-        run = functools.partial(add, tile=tile)
-        acc = jax.lax.cond(tile * TILE < rank, run, lambda acc: acc, acc)
+    for i in range(num_tiles):
+        run = functools.partial(add, tile=first_tile + i)
+        acc = jax.lax.cond((first_tile + i) * TILE < rank, run, lambda acc: acc, acc)
     return acc

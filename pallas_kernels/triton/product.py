@@ -35,6 +35,23 @@ class Columns(NamedTuple):
     dtype: Any
 
 
+def columns_of(x_ref: Ref, sums_ref: Ref | None, rows: jax.Array) -> Columns:
+    """Loads rows of x; those beyond the last are zero."""
+    num_rows, num_inputs = x_ref.shape
+    mask_m = rows < num_rows
+
+    def load(first: Any, count: int) -> jax.Array:
+        k = first + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
+        mask = mask_m[:, None] & (k < num_inputs)[None, :]
+        return pltriton.load(x_ref.at[rows[:, None], k[None, :]], mask=mask, other=0.0)
+
+    def sums(index: Any) -> jax.Array:
+        assert sums_ref is not None
+        return pltriton.load(sums_ref.at[index, rows], mask=mask_m, other=0.0)
+
+    return Columns(load, None if sums_ref is None else sums, x_ref.dtype)
+
+
 class Span(NamedTuple):
     """Part of K that a program sums: steps of whole blocks, and perhaps the short last one."""
 

@@ -4,6 +4,8 @@
         --out=scripts/studies/kernels/kernels_h200.jsonl
     python -m scripts.studies.kernels.bench_kernels --only=grouped --shapes=qwen3-30b --m=1,16,64
     python -m scripts.studies.kernels.bench_kernels --only=planes --implementations=mosaic
+    python -m scripts.studies.kernels.bench_kernels --only=compensator \
+        --shapes=4096x4096,4096x14336 --m=1,16,64 --ranks=64,512,1024
     python -m scripts.studies.kernels.bench_kernels \
         --smoke      # tries the script on a CPU, in seconds
 
@@ -25,7 +27,7 @@ from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
 from pallas_kernels.target import current_target
-from scripts.studies.kernels.data import DENSE, MOE, SMOKE_DENSE, SMOKE_MOE
+from scripts.studies.kernels.data import ASKED_DENSE, DENSE, MOE, RANK, SMOKE_DENSE, SMOKE_MOE
 from scripts.studies.kernels.dense import bench_compensator, bench_dense
 from scripts.studies.kernels.grouped import bench_grouped
 from scripts.studies.kernels.peers import versions
@@ -35,12 +37,13 @@ from scripts.studies.kernels.timing import compute_rate, empty_call, read_bandwi
 from scripts.studies.measuring import Report
 
 SECTIONS = ("dense", "grouped", "compensator", "planes")
-_SHAPE_NAMES = (*(shape.name for shape in DENSE), *(moe.name for moe in MOE))
+_SHAPE_NAMES = [shape.name for shape in (*DENSE, *ASKED_DENSE, *MOE)]
 
 _ONLY = flags.DEFINE_list("only", list(SECTIONS[:3]), f"of {', '.join(SECTIONS)}")
 _SHAPES = flags.DEFINE_list("shapes", [], f"of {', '.join(_SHAPE_NAMES)}; none: all")
 _BITS = flags.DEFINE_list("bits", ["16", "3", "4", "2"], "of dense weights: 2, 3, 4, 8, 16 (bf16)")
 _M = flags.DEFINE_list("m", [], "rows of x, or tokens of a layer; none: those of the table")
+_RANKS = flags.DEFINE_list("ranks", [str(RANK)], "of compensators")
 _IMPLEMENTATIONS = flags.DEFINE_list(
     "implementations", [], f"of {', '.join(IMPLEMENTATIONS)}; none: all but the reference"
 )
@@ -96,7 +99,9 @@ def run_sections(bench: Bench) -> None:
     """
     dense, models = (SMOKE_DENSE, SMOKE_MOE) if bench.smoke else (DENSE, MOE)
     asked, rows = _SHAPES.value, [int(m) for m in _M.value]
-    if unknown := set(asked) - {shape.name for shape in dense} - {moe.name for moe in models}:
+    if asked:
+        dense = (*dense, *ASKED_DENSE)
+    if unknown := set(asked) - {shape.name for shape in (*dense, *models)}:
         raise app.UsageError(f"unknown shapes: {', '.join(sorted(unknown))}")
     dense_rows = (1, 4) if bench.smoke else DENSE_ROWS
     products = [shape for shape in dense if not asked or shape.name in asked]
@@ -105,7 +110,9 @@ def run_sections(bench: Bench) -> None:
     if "grouped" in _ONLY.value:
         bench_grouped(bench, [moe for moe in models if not asked or moe.name in asked], rows)
     if "compensator" in _ONLY.value:
-        bench_compensator(bench, dense[0], rows or COMPENSATOR_ROWS)
+        ranks = [int(rank) for rank in _RANKS.value]
+        for shape in products if asked else dense[:1]:
+            bench_compensator(bench, shape, rows or COMPENSATOR_ROWS, ranks)
     if "planes" in _ONLY.value:
         layers = [moe for moe in models if not asked or moe.name in asked]
         bench_planes(bench, products, layers, rows or (dense_rows if bench.smoke else PLANES_ROWS))

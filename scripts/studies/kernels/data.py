@@ -61,6 +61,7 @@ class Moe(NamedTuple):
 
 
 DENSE = (Dense(4096, 14336), Dense(14336, 4096), Dense(2048, 1536), Dense(768, 2048))
+ASKED_DENSE = (Dense(4096, 4096),)  # measured only where named: Mixtral's attention
 MOE = (
     Moe("qwen3-30b", 128, 8, 2048, 768, 4, (1, 4, 16, 32, 64)),
     Moe("mixtral", 8, 2, 4096, 14336, 3, (1, 16, 32)),
@@ -113,9 +114,9 @@ def random_planes(
     return dataclasses.replace(base, bits=bits, refinements=(refinement,))
 
 
-def random_terms(weights: PackedMatrices, bits: int = 3) -> LowRank:
-    """Compensators of rank 32 for every slot, a tenth of the weights' size."""
-    slots, rank = weights.num_slots, RANK
+def random_terms(weights: PackedMatrices, rank: int, bits: int = 3) -> LowRank:
+    """Compensators of a rank for every slot, a tenth of the weights' size."""
+    slots = weights.num_slots
     of = functools.partial(random_stack, slots=1, rows=slots * rank, bits=bits, zeros=False)
     u = of(jnp.uint32(91), inputs=weights.num_outputs)
     v = of(jnp.uint32(92), inputs=weights.num_inputs)

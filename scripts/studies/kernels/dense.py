@@ -1,7 +1,7 @@
 """Single products: ours, cuBLAS, unpack-then-cuBLAS, other libraries; compensators on and off."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices, dequantiz
 from scripts.studies.kernels.data import (
     ERROR_LIMIT,
     PEER_ERROR_LIMIT,
+    RANK,
     Dense,
     Sample,
     as_bf16,
@@ -183,10 +184,12 @@ def _peer(
     bench.record(what, timing, errors, PEER_ERROR_LIMIT, *need)
 
 
-def bench_compensator(bench: Bench, shape: Dense, rows: Sequence[int]) -> None:
-    """INT3 with and without rank-32 INT3 compensators, and the percentage between them."""
+def bench_compensator(
+    bench: Bench, shape: Dense, rows: Sequence[int], ranks: Sequence[int]
+) -> None:
+    """INT3 without compensators, with INT3 ones of each rank, and the percentages between them."""
     product = Product(bench, shape, 3)
-    terms = random_terms(product.weights)
+    terms = {rank: random_terms(product.weights, rank) for rank in ranks}
     for m in rows:
         x = random_rows(m, (m, shape.num_inputs))
         chain = product.chain(m)
@@ -198,15 +201,17 @@ def bench_compensator(bench: Bench, shape: Dense, rows: Sequence[int]) -> None:
 
 
 def _with_and_without(
-    product: Product, name: str, x: jax.Array, chain: Chain, terms: LowRank
+    product: Product, name: str, x: jax.Array, chain: Chain, terms: Mapping[int, LowRank]
 ) -> None:
     bench, m, weights = product.bench, x.shape[0], product.weights
     what = f"compensator | {product.shape.name} {weights.describe()} | M {m}"
-    if reason := OPERATION.refusal(name, x, weights, (terms,)):
-        print(f"  {what} | {name}: refuses: {reason}", flush=True)
-        return
-    num_bytes, operations = product.bytes_and_operations(m, weights)
-    for label, low_rank in (("without", None), ("rank 32", terms)):
+    for rank, low_rank in {0: None, **terms}.items():
+        own = () if low_rank is None else (low_rank,)
+        label = f"rank {rank}" if rank else "without"
+        if reason := OPERATION.refusal(name, x, weights, own):
+            print(f"  {what}, {label} | {name}: refuses: {reason}", flush=True)
+            continue
+        num_bytes, operations = product.bytes_and_operations(m, weights)
 
         def call(x: jax.Array, held: Any, i: int) -> jax.Array:
             weights, low_rank = held
@@ -219,8 +224,10 @@ def _with_and_without(
         errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
         if low_rank is not None:
             num_bytes += (low_rank.u.slot_nbytes + low_rank.v.slot_nbytes) / weights.num_slots
+            operations += 2.0 * m * rank * (product.shape.num_inputs + product.shape.num_outputs)
         row = f"{what}, {label} | {name}"
         bench.record(row, timing, errors, ERROR_LIMIT, num_bytes, operations)
-    pair = [bench.figures.get(f"{what}, {label} | {name}") for label in ("rank 32", "without")]
-    if pair[0] is not None and pair[1] is not None:
-        bench.add(f"{what}, more | {name}", 100 * (pair[0] / pair[1] - 1), "%")
+        pair = [bench.figures.get(f"{what}, {of} | {name}") for of in (label, "without")]
+        if rank and pair[0] is not None and pair[1] is not None:
+            more = "more" if rank == RANK else f"more by {label}"
+            bench.add(f"{what}, {more} | {name}", 100 * (pair[0] / pair[1] - 1), "%")
