@@ -26,6 +26,7 @@ from moejax.models import latent_attention
 from moejax.models.attention import Attended
 from moejax.models.config import LatentConfig as Widths
 from moejax.models.config import ModelConfig, RopeScaling, RouterRule
+from moejax.models.hf.names import multi_token
 from moejax.models.kv_cache import empty_cache
 from moejax.models.latent_attention import _is_expanded
 from moejax.models.layer_index import layer_indices
@@ -51,7 +52,7 @@ from tests.hf_checkpoints import (
     write_checkpoint,
 )
 from tests.numpy_model import RELATIVE_ERROR, relative_errors
-from tests.parity import Reference, choice_gap, of_transformers
+from tests.parity import Reference, grouped_gap, of_transformers
 
 PROMPT_LENGTHS = (3, 17, 9)
 
@@ -86,24 +87,6 @@ def sigmoid_router(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, family="deepseek_v3", router=rule, norm_topk_prob=True)
 
 
-def router_gap(model: Any, place: int, logits: torch.Tensor) -> torch.Tensor:
-    """How near a router was to another choice of groups or experts, [T]."""
-    config = model.config
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    bias = getattr(gates[place], "e_score_correction_bias", None)
-    has_bias = bias is not None
-    scores = logits.sigmoid() + bias if has_bias else logits.softmax(-1)
-    if not has_bias and config.topk_method == "greedy":
-        return choice_gap(scores, config.num_experts_per_tok)
-    grouped = scores.reshape(len(scores), config.n_group, -1)
-    of_group = grouped.topk(2 if has_bias else 1, -1).values.sum(-1)
-    kept = of_group.topk(config.topk_group, -1).indices
-    inside = torch.zeros_like(of_group).scatter(1, kept, 1.0).bool()[:, :, None]
-    masked = grouped.masked_fill(~inside, -torch.inf).reshape(scores.shape)
-    of_experts = choice_gap(masked, config.num_experts_per_tok)
-    return torch.minimum(choice_gap(of_group, config.topk_group), of_experts)
-
-
 class ParityTest(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -114,7 +97,7 @@ class ParityTest(parameterized.TestCase):
     @parameterized.parameters(*DEEPSEEK_CHECKPOINTS)
     def test_transformers(self, name):
         path = write_checkpoint(name, self.directory)
-        self.check(path, of_transformers(reference_model(path), router_gap))
+        self.check(path, of_transformers(reference_model(path), grouped_gap))
 
     def test_a_bias_of_minus_infinity_masks_experts(self):
         source = write_checkpoint("v3", self.directory)
@@ -127,12 +110,12 @@ class ParityTest(parameterized.TestCase):
             tensors[name][[0, 5]] = -np.inf
         save_file(tensors, file, {"format": "pt"})
         tokens = np.random.default_rng(0).integers(0, 160, (1, 40))
-        expected = of_transformers(reference_model(path), router_gap)(torch.as_tensor(tokens[0]))[
+        expected = of_transformers(reference_model(path), grouped_gap)(torch.as_tensor(tokens[0]))[
             0
         ].numpy()
-        unmasked = of_transformers(reference_model(source), router_gap)(torch.as_tensor(tokens[0]))[
-            0
-        ].numpy()
+        unmasked = of_transformers(reference_model(source), grouped_gap)(
+            torch.as_tensor(tokens[0])
+        )[0].numpy()
         self.assertGreater(relative_errors(unmasked, expected).max(), 0.01)
         engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
         found = engine.logits(tokens)[0]
@@ -225,6 +208,12 @@ class FurtherLayersTest(parameterized.TestCase):
             save_file(tensors | {wrong: np.zeros(4, np.float32)}, file)
             with self.assertRaisesRegex(MoejaxError, f"unexpected tensors.*{wrong}"):
                 load_leaves(path, jnp.bfloat16)
+
+    @parameterized.parameters("glm4_moe", "glm4_moe_lite")
+    def test_those_of_glm_are_left_out_too(self, family):
+        config = dataclasses.replace(sigmoid_router(TINY), family=family)
+        last, further = (f"model.layers.{config.num_layers + i}.eh_proj.weight" for i in (-1, 0))
+        self.assertEqual(multi_token(config, [last, further]), [further])
 
     def test_a_bias_decides_who_is_chosen_and_not_the_order(self):
         config = dataclasses.replace(

@@ -7,7 +7,7 @@ from absl.testing import parameterized
 
 from moejax import Engine
 from tests import parity, slow
-from tests.hf_checkpoints import OLMOE, reference_model, write_checkpoint
+from tests.hf_checkpoints import GLM, OLMOE, reference_model, write_checkpoint
 
 
 class ParityTest(parameterized.TestCase):
@@ -20,6 +20,11 @@ class ParityTest(parameterized.TestCase):
     @parameterized.parameters(*OLMOE)
     def test_olmoe(self, name):
         self.check(name, parity.softmax_gap)
+
+    @slow.where(lambda name: name not in ("air", "flash"))
+    @parameterized.parameters(*GLM)
+    def test_glm(self, name):
+        self.check(name, parity.grouped_gap)
 
     def check(self, name: str, router_gap: parity.RouterGap) -> None:
         path = write_checkpoint(name, self.directory)

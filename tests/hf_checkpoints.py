@@ -29,6 +29,8 @@ FAMILIES = {
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
 }
 
 _SHARED: dict[str, Any] = {
@@ -73,6 +75,16 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK | {"n_group": 4, "topk_group": 2},
+    "glm4_moe": {
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "attention_bias": True,
+    },
+    "glm4_moe_lite": {k: v for k, v in _DEEPSEEK.items() if k != "first_k_dense_replace"},
     "qwen3_next": {
         "head_dim": 16,
         "intermediate_size": 40,
@@ -261,7 +273,57 @@ OLMOE: dict[str, TinyCheckpoint] = {
     "olmoe_yarn_bf16": _olmoe({"dtype": torch.bfloat16}, **_yarn()),
     "olmoe_top1": _olmoe(num_experts_per_tok=1, num_hidden_layers=2),
 }  # fmt: skip
-GROUPS = (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, OLMOE)
+
+
+def _air(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="glm4_moe", fields=fields, **(how or {}))
+
+
+def _flash(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="glm4_moe_lite", fields=fields, **(how or {}))
+
+
+GLM: dict[str, TinyCheckpoint] = {
+    "air": _air({"old_config": True}),
+    "air_norms_groups_scaled": _air(
+        use_qk_norm=True, n_group=4, topk_group=2, routed_scaling_factor=2.5
+    ),
+    "air_head24_gqa4_whole_fused": _air(
+        {"fused": True}, head_dim=24, num_key_value_heads=1, partial_rotary_factor=1.0
+    ),
+    "air_tied_no_bias_dense2": _air(
+        attention_bias=False, tie_word_embeddings=True, first_k_dense_replace=2,
+        num_hidden_layers=4,
+    ),
+    "air_unnormalised_top3_quarter": _air(
+        norm_topk_prob=False, num_experts_per_tok=3, head_dim=16, partial_rotary_factor=0.25,
+        n_shared_experts=1, num_key_value_heads=4,
+    ),
+    "air_all_sparse_odd_sizes_sharded": _air(
+        {"max_shard_size": "20KB"}, first_k_dense_replace=0, hidden_size=36, head_dim=12,
+        num_attention_heads=3, num_key_value_heads=3, n_routed_experts=5, rms_norm_eps=1e-2,
+        use_qk_norm=True,
+    ),
+    "air_yarn_bf16": _air({"dtype": torch.bfloat16}, head_dim=16, **_yarn()),
+    "flash": _flash({"old_config": True}, num_hidden_layers=3),
+    "flash_halves_direct_queries": _flash(rope_interleave=False, q_lora_rank=None),
+    "flash_groups_scaled": _flash(n_group=4, topk_group=2, routed_scaling_factor=1.8),
+    "flash_dense_between": _flash(
+        num_hidden_layers=3, mlp_layer_types=["sparse", "dense", "sparse"]
+    ),
+    "flash_wide_values_tied_fused": _flash(
+        {"fused": True}, v_head_dim=24, tie_word_embeddings=True, n_shared_experts=1
+    ),
+    "flash_odd_sizes_unnormalised": _flash(
+        hidden_size=36, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=16,
+        v_head_dim=8, n_routed_experts=5, num_experts_per_tok=3, norm_topk_prob=False,
+        rms_norm_eps=1e-2,
+    ),
+    "flash_yarn_bf16": _flash(
+        {"dtype": torch.bfloat16}, **_yarn(mscale=1.0, mscale_all_dim=0.5)
+    ),
+}  # fmt: skip
+GROUPS = (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, OLMOE, GLM)
 
 
 def write_checkpoint(name: str, parent: Path) -> Path:
@@ -326,6 +388,9 @@ def _rewrite_config_as_transformers_4(path: Path) -> None:
     config["transformers_version"] = "4.51.0"
     if config["model_type"] in ("qwen3_moe", "olmoe"):
         config["num_experts"] = config.pop("num_local_experts", config.get("num_experts"))
+        config["rope_scaling"] = None
+    if config["model_type"] == "glm4_moe":
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
         config["rope_scaling"] = None
     if config["model_type"] == "qwen3_next":
         config["partial_rotary_factor"] = rope["partial_rotary_factor"]

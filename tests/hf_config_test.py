@@ -94,6 +94,30 @@ OLMOE_1B_7B: dict[str, Any] = {
     "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "vocab_size": 50304,
 }  # fmt: skip
+GLM_AIR: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "first_k_dense_replace": 1,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408,
+    "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+    "torch_dtype": "bfloat16", "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+GLM_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False,
+    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1,
+    "n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47,
+    "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+    "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
 PUBLISHED = {
     "Qwen3-30B-A3B": (QWEN3, shapes.QWEN3_30B_A3B),
     "Mixtral-8x7B": (MIXTRAL, shapes.MIXTRAL_8X7B),
@@ -101,6 +125,8 @@ PUBLISHED = {
     "DeepSeek-MoE-16B": (MOE_16B, shapes.DEEPSEEK_MOE_16B),
     "DeepSeek-V2-Lite": (V2_LITE, shapes.DEEPSEEK_V2_LITE),
     "OLMoE-1B-7B": (OLMOE_1B_7B, shapes.OLMOE_1B_7B),
+    "GLM-4.5-Air": (GLM_AIR, shapes.GLM_4_5_AIR),
+    "GLM-4.7-Flash": (GLM_FLASH, shapes.GLM_4_7_FLASH),
 }
 
 
@@ -123,7 +149,7 @@ class PublishedTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("Qwen3-Next-80B-A3B", 79.7), ("DeepSeek-MoE-16B", 16.4), ("DeepSeek-V2-Lite", 15.7),
-        ("OLMoE-1B-7B", 6.9),
+        ("OLMoE-1B-7B", 6.9), ("GLM-4.5-Air", 106.85), ("GLM-4.7-Flash", 29.9),
     )  # fmt: skip
     def test_sizes_are_those_of_the_papers(self, name, billions):
         sizes = weight_shapes(PUBLISHED[name][1]).values()
@@ -147,7 +173,7 @@ class PublishedTest(parameterized.TestCase):
         self.assertEqual(v3.latent, latent)
         self.assertEqual((v3.head_dim, v3.moe_layers), (192, tuple(range(3, 61))))
 
-    @parameterized.parameters(QWEN3, MIXTRAL, NEXT, V2_LITE, V3, OLMOE_1B_7B)
+    @parameterized.parameters(QWEN3, MIXTRAL, NEXT, V2_LITE, V3, OLMOE_1B_7B, GLM_AIR, GLM_FLASH)
     def test_transformers_5_writes_the_same_model(self, **fields):
         written = by_transformers(fields)
         self.assertIn("rope_parameters", written)
@@ -375,6 +401,14 @@ class RefusalTest(FolderTestCase):
         (V3, {"scoring_func": "softmax"}, "scoring_func 'softmax', only 'sigmoid' is"),
         (V3, {"topk_method": "greedy"}, "topk_method 'greedy'"),
         (V3, {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        (GLM_AIR, {"mlp_bias": True}, "mlp_bias true"),
+        (GLM_AIR, {"scoring_func": "softmax"}, "scoring_func 'softmax', only 'sigmoid' is"),
+        (GLM_AIR, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        (GLM_FLASH, {"attention_bias": True}, "attention_bias true"),
+        (GLM_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (GLM_FLASH, {"num_key_value_heads": 4}, "num_key_value_heads 4 of 20 heads"),
+        (GLM_FLASH, {"mlp_layer_types": ["dense"]}, "mlp_layer_types is .*, expected 47 times"),
+        (GLM_FLASH, {"first_k_dense_replace": 3}, "first_k_dense_replace 3 but mlp_layer_types"),
         (MOE_16B, {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling of type 'yarn'"),
         (MOE_16B, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid', only 'softmax' is"),
         (MOE_16B, {"hidden_size": 2050}, "hidden_size 2050 is no multiple of 16 heads"),

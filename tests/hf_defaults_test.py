@@ -58,6 +58,16 @@ FULL: dict[str, dict[str, Any]] = {
         "n_group": 4, "topk_group": 3, "norm_topk_prob": False, "rope_interleave": False,
         "num_attention_heads": 128, "num_key_value_heads": 128,
     },
+    "glm4_moe": _DEEPSEEK | {
+        "num_key_value_heads": 4, "head_dim": 24, "attention_bias": True, "use_qk_norm": True,
+        "partial_rotary_factor": 0.25, "routed_scaling_factor": 3.5, "n_group": 4,
+        "topk_group": 3, "norm_topk_prob": False,
+    },
+    "glm4_moe_lite": _DEEPSEEK | _LATENT | {
+        "n_group": 4, "topk_group": 3, "norm_topk_prob": False, "rope_interleave": False,
+        "num_attention_heads": 20, "num_key_value_heads": 20, "hidden_size": 100,
+        "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 6,
+    },
 }  # fmt: skip
 # Read beside those that have defaults: names of the number of experts, what rope is, and what the
 # classes of transformers do not look at.
@@ -97,7 +107,10 @@ def theirs(family: str, fields: dict[str, Any]) -> Found:
         return "refused"
     if whole["rope_parameters"]["rope_theta"] is None:  # which no model of theirs can be built of
         return "refused"
-    if family == "qwen3_next":  # as the model reads it; a second reading would see a default
+    if family in (
+        "qwen3_next",
+        "glm4_moe",
+    ):  # as the model reads it; a second reading would see a default
         whole["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return ours(family, whole)
 

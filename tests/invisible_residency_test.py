@@ -45,6 +45,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "shared_dim": 32, "router": RouterRule(num_groups=4, top_groups=2, scale=1.5),
     },
     "sigmoid": {"shared_dim": 32},
+    "biased": {"head_dim": 8, "rope_dim": 4, "shared_dim": 32},
     "joint": {"head_dim": 8, "num_layers": 2, "moe_layers": (0, 1)},
     "delta": {
         "head_dim": 8, "shared_dim": 16, "num_layers": 2, "moe_layers": (0, 1),

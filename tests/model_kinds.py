@@ -45,7 +45,16 @@ JOINT: dict[str, Any] = {
     "family": "olmoe", "joint_qk_norm": True, "attention_bias": True, "moe_layers": (0, 1, 2),
     "norm_topk_prob": False,
 }  # fmt: skip
-KINDS = {"shared": SHARED, "latent": LATENT, "delta": DELTA, "sigmoid": SIGMOID, "joint": JOINT}
+# GLM-4.5: DeepSeek-V3's router, biases but on outputs, half of a head rotated; no groups.
+BIASED: dict[str, Any] = {
+    **SHARED, "family": "glm4_moe", "num_kv_heads": 2, "qk_norm": True, "norm_topk_prob": True,
+    "attention_bias": True, "output_bias": False, "rope_dim": 8,
+    "router": RouterRule(scoring="sigmoid", scale=1.5, group_score="top2", has_bias=True),
+}  # fmt: skip
+KINDS = {
+    "shared": SHARED, "latent": LATENT, "delta": DELTA, "sigmoid": SIGMOID, "joint": JOINT,
+    "biased": BIASED,
+}  # fmt: skip
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:

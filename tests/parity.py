@@ -32,6 +32,24 @@ def softmax_gap(model: Any, place: int, logits: torch.Tensor) -> torch.Tensor:
     return choice_gap(logits.softmax(-1), model.config.num_experts_per_tok)
 
 
+def grouped_gap(model: Any, place: int, logits: torch.Tensor) -> torch.Tensor:
+    """The gap of a router of DeepSeek-V2, V3 and GLM, of groups and of experts."""
+    config = model.config
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    bias = getattr(gates[place], "e_score_correction_bias", None)
+    has_bias = bias is not None
+    scores = logits.sigmoid() + bias if has_bias else logits.softmax(-1)
+    if not has_bias and config.topk_method == "greedy":
+        return choice_gap(scores, config.num_experts_per_tok)
+    grouped = scores.reshape(len(scores), config.n_group, -1)
+    of_group = grouped.topk(2 if has_bias else 1, -1).values.sum(-1)
+    kept = of_group.topk(config.topk_group, -1).indices
+    inside = torch.zeros_like(of_group).scatter(1, kept, 1.0).bool()[:, :, None]
+    masked = grouped.masked_fill(~inside, -torch.inf).reshape(scores.shape)
+    of_experts = choice_gap(masked, config.num_experts_per_tok)
+    return torch.minimum(choice_gap(of_group, config.topk_group), of_experts)
+
+
 def of_transformers(model: Any, router_gap: RouterGap = softmax_gap) -> Reference:
     """A model of transformers; `router_gap` takes it, the place of a router, and its logits."""
 

@@ -60,6 +60,11 @@ ENTRIES = {
         "model.layers.1.self_attn.k_proj.bias": ("norm", "attention.qkv_bias", 1),
         "model.layers.2.self_attn.q_norm.weight": ("norm", "attention.q_norm", 2),
     },
+    "biased": {
+        "model.layers.0.self_attn.q_proj.bias": ("norm", "attention.qkv_bias", 0),
+        "model.layers.1.mlp.gate.e_score_correction_bias": ("norm", "moe.router_bias", 1),
+        "model.layers.2.mlp.shared_experts.up_proj.weight": ("shared_experts", "shared.gate_up", 2),
+    },
 }
 
 
@@ -103,6 +108,7 @@ class QuantizeKindsTest(QuantizeTestCase):
     @parameterized.parameters(
         ("shared", "rtn"), ("latent", "rtn"), ("delta", "rtn"), ("latent", "gptq"),
         ("delta", "gptq"), ("shared", "milo"), ("delta", "milo"), ("joint", "rtn"),
+        ("biased", "rtn"),
     )  # fmt: skip
     def test_written_and_loaded(self, name, method):
         source = self.source_of(name)

@@ -321,6 +321,7 @@ class Attention(StackedModule):
             self.k_norm = stacked_parameter("attention.k_norm", config, rngs, dtype)
         if config.attention_bias:
             self.qkv_bias = stacked_parameter("attention.qkv_bias", config, rngs, dtype)
+        if config.attention_bias and config.output_bias:
             self.o_bias = stacked_parameter("attention.o_bias", config, rngs, dtype)
 
     def __call__(
@@ -377,6 +378,6 @@ class Attention(StackedModule):
             attended = attended * jax.nn.sigmoid(gate)
         flat = attended.reshape(*attended.shape[:2], -1)
         out = self.linear(flat, "o_proj", layer)
-        if self.config.attention_bias:
+        if self.config.attention_bias and self.config.output_bias:
             out = out + self.o_bias[layer][None, None]
         return out

@@ -194,6 +194,7 @@ class ModelConfig:
     rope_dim: int | None = None  # of a head, that are rotated; None: all, or `latent.rope_dim`
     interleaved_rope: bool = False  # pairs are neighbours, not halves
     rope_scaling: RopeScaling | None = None
+    output_bias: bool = True  # False: `attention_bias` spares the o projection (GLM-4.5)
     joint_qk_norm: bool = False  # `qk_norm` is over all heads together (OLMoE)
     attention_gate: bool = False  # a head's output times the sigmoid of a projection of its own
     zero_centred_norm: bool = False  # norms multiply by 1 + weight
@@ -454,7 +455,9 @@ def _head_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, of in zip(("attention.q_norm", "attention.k_norm"), heads, strict=True):
             shapes[name] = (num, of * c.head_dim)
     if c.attention_bias:
-        shapes |= {"attention.qkv_bias": (num, c.qkv_dim), "attention.o_bias": (num, c.model_dim)}
+        shapes["attention.qkv_bias"] = (num, c.qkv_dim)
+        if c.output_bias:
+            shapes["attention.o_bias"] = (num, c.model_dim)
     return shapes
 
 

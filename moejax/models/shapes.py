@@ -9,6 +9,7 @@ from moejax.models.config import (
     LatentConfig,
     ModelConfig,
     RopeScaling,
+    RouterRule,
 )
 
 QWEN3_30B_A3B = ModelConfig(
@@ -155,6 +156,57 @@ OLMOE_1B_7B = ModelConfig(
     sliding_window=None,
 )
 
+GLM_4_5_AIR = ModelConfig(
+    family="glm4_moe",
+    vocab_size=151552,
+    model_dim=4096,
+    num_layers=46,
+    num_heads=96,
+    num_kv_heads=8,
+    head_dim=128,
+    num_experts=128,
+    experts_per_token=8,
+    expert_dim=1408,
+    mlp_dim=10944,
+    moe_layers=tuple(range(1, 46)),
+    norm_topk_prob=True,
+    norm_eps=1e-5,
+    rope_theta=1e6,
+    max_positions=131072,
+    tied_embeddings=False,
+    qk_norm=False,
+    attention_bias=True,
+    output_bias=False,
+    sliding_window=None,
+    rope_dim=64,
+    shared_dim=1408,
+    router=RouterRule(scoring="sigmoid", group_score="top2", has_bias=True),
+)
+
+GLM_4_7_FLASH = dataclasses.replace(
+    GLM_4_5_AIR,
+    family="glm4_moe_lite",
+    vocab_size=154880,
+    model_dim=2048,
+    num_layers=47,
+    num_heads=20,
+    num_kv_heads=20,
+    head_dim=256,
+    num_experts=64,
+    experts_per_token=4,
+    expert_dim=1536,
+    mlp_dim=10240,
+    moe_layers=tuple(range(1, 47)),
+    max_positions=202752,
+    attention_bias=False,
+    output_bias=True,
+    rope_dim=None,
+    interleaved_rope=True,
+    latent=LatentConfig(kv_rank=512, query_rank=768, nope_dim=192, rope_dim=64, value_dim=256),
+    shared_dim=1536,
+    router=dataclasses.replace(GLM_4_5_AIR.router, scale=1.8),
+)
+
 SHAPES = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
@@ -162,6 +214,8 @@ SHAPES = {
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
     "OLMoE-1B-7B": OLMOE_1B_7B,
+    "GLM-4.5-Air": GLM_4_5_AIR,
+    "GLM-4.7-Flash": GLM_4_7_FLASH,
 }
 TINY = dataclasses.replace(
     SHAPES["Qwen3-30B-A3B"], vocab_size=512, model_dim=64, num_layers=2, num_heads=4,

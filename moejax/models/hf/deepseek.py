@@ -1,10 +1,12 @@
-"""config.json of DeepSeek's families to `ModelConfig`, and back.
+"""config.json of DeepSeek's families, and of GLM's with its router, to `ModelConfig`, and back.
 
 "deepseek" is DeepSeek-MoE-16B (standard attention), for which transformers has no class: it is read
 as the code beside its checkpoint reads it. "deepseek_v2" and "deepseek_v3" follow transformers
 where the code beside their checkpoints differs:
   * V2 never divides the chosen weights by their sum, whatever `norm_topk_prob` says;
   * YaRN scales cosines and sines by its default where one of `mscale` and `mscale_all_dim` is 0.
+"glm4_moe_lite" (GLM-4.7-Flash) is DeepSeek-V3 with dense layers named one by one. "glm4_moe"
+(GLM-4.5, 4.7) has V3's router and experts beside standard attention.
 """
 
 from collections.abc import Mapping
@@ -23,13 +25,26 @@ from moejax.models.hf.fields import (
     integer,
     number,
 )
-from moejax.models.hf.rope import KINDS, rope_fields, rope_scaling, rope_theta, unsupported
+from moejax.models.hf.rope import (
+    KINDS,
+    rope_fields,
+    rope_scaling,
+    rope_theta,
+    rotated_dims,
+    unsupported,
+)
 
 ARCHITECTURES = {
     "deepseek": "DeepseekForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
 }
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_SIGMOID = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+
+_DENSE, _SPARSE = "dense", "sparse"  # in `mlp_layer_types`
 
 # How V3 and V2 choose experts: of all, or of the best groups.
 _GREEDY, _BY_GROUPS, _BY_GROUPS_AND_BIAS = "greedy", "group_limited_greedy", "noaux_tc"
@@ -48,10 +63,12 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
     model_dim, expert_dim = (
         integer(fields, name) for name in ("hidden_size", "moe_intermediate_size")
     )
-    latent = None if family == "deepseek" else _latent(fields)
+    latent, is_glm = _latent(fields) if family in _LATENT else None, family == "glm4_moe"
     shared = fields.get("n_shared_experts")
     num_shared = 0 if shared in (None, 0) else integer(fields, "n_shared_experts")
     head_dim = model_dim // num_heads if latent is None else latent.nope_dim + latent.rope_dim
+    if is_glm:
+        head_dim = integer(fields, "head_dim", default=head_dim)
     return ModelConfig(
         family=family,
         vocab_size=integer(fields, "vocab_size"),
@@ -72,9 +89,11 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         rope_theta=rope_theta(family, fields),
         max_positions=integer(fields, "max_position_embeddings"),
         tied_embeddings=flag(fields, "tie_word_embeddings"),
-        qk_norm=False,
-        attention_bias=False,
+        qk_norm=is_glm and flag(fields, "use_qk_norm"),
+        attention_bias=flag(fields, "attention_bias"),
         sliding_window=None,
+        rope_dim=rotated_dims(family, fields, head_dim) if is_glm else None,
+        output_bias=not is_glm,
         interleaved_rope=flag(fields, "rope_interleave") or family == "deepseek_v2",
         rope_scaling=rope_scaling(fields),
         latent=latent,
@@ -100,17 +119,24 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "n_routed_experts": c.num_experts,
         "n_shared_experts": c.shared_dim // c.expert_dim or None,
         "num_experts_per_tok": c.experts_per_token,
-        "first_k_dense_replace": first,
-        "moe_layer_freq": frequency,
         "norm_topk_prob": c.norm_topk_prob,
         "scoring_func": rule.scoring,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
         "max_position_embeddings": c.max_positions,
         "tie_word_embeddings": c.tied_embeddings,
-        "attention_bias": False,
+        "attention_bias": c.attention_bias,
         **rope_fields(c),
     }
+    if c.family == "glm4_moe_lite":
+        sparse = set(c.moe_layers)
+        kinds = [_SPARSE if layer in sparse else _DENSE for layer in range(c.num_layers)]
+        fields["mlp_layer_types"] = kinds
+    else:
+        fields |= {"first_k_dense_replace": first, "moe_layer_freq": frequency}
+    if c.family == "glm4_moe":
+        rotated = {"partial_rotary_factor": c.rotary_dim / c.head_dim}
+        fields |= {"head_dim": c.head_dim, "use_qk_norm": c.qk_norm, **rope_fields(c, **rotated)}
     if c.latent is not None:
         fields |= {
             "q_lora_rank": c.latent.query_rank,
@@ -118,30 +144,37 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
             "qk_nope_head_dim": c.latent.nope_dim,
             "qk_rope_head_dim": c.latent.rope_dim,
             "v_head_dim": c.latent.value_dim,
+        }
+    if c.family != "deepseek":
+        fields |= {
             "routed_scaling_factor": rule.scale,
             "n_group": rule.num_groups,
             "topk_group": rule.top_groups,
             "topk_method": _BY_GROUPS if rule.num_groups > 1 else _GREEDY,
         }
-    if c.family == "deepseek_v3":
-        fields |= {"topk_method": _BY_GROUPS_AND_BIAS, "rope_interleave": c.interleaved_rope}
+    if c.family in _SIGMOID:
+        fields["topk_method"] = _BY_GROUPS_AND_BIAS
+    if c.family in _SIGMOID and c.latent is not None:
+        fields["rope_interleave"] = c.interleaved_rope
     return fields
 
 
 def _unsupported(family: str, fields: Mapping[str, Any]) -> list[str]:
     """Every reason why the model cannot run as it does in transformers."""
-    reasons = unsupported(fields, ropes=("default",) if family == "deepseek" else KINDS)
-    scoring = "sigmoid" if family == "deepseek_v3" else "softmax"
+    ropes = ("default",) if family == "deepseek" else KINDS
+    reasons = unsupported(fields, ropes=ropes, partial=family == "glm4_moe")
+    scoring = "sigmoid" if family in _SIGMOID else "softmax"
     if (asked := fields.get("scoring_func")) not in (None, scoring):
         reasons.append(f"scoring_func {asked!r}, only {scoring!r} is")
-    reasons += [f"{name} true" for name in ("attention_bias", "mlp_bias") if flag(fields, name)]
+    biases = ("mlp_bias",) if family == "glm4_moe" else ("attention_bias", "mlp_bias")
+    reasons += [f"{name} true" for name in biases if flag(fields, name)]
     heads, keys = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if family == "deepseek":
         model_dim = integer(fields, "hidden_size")
         if model_dim % integer(fields, "num_attention_heads"):
             reasons.append(f"hidden_size {model_dim} is no multiple of {heads} heads")
         return reasons
-    if keys not in (None, heads):
+    if family in _LATENT and keys not in (None, heads):
         reasons.append(f"num_key_value_heads {keys} of {heads} heads, which share a latent")
     if (frequency := fields.get("moe_layer_freq")) not in (None, 1):
         reasons.append(f"moe_layer_freq {frequency}")
@@ -189,11 +222,35 @@ def _router(family: str, fields: Mapping[str, Any]) -> RouterRule:
 
 def _sparse_layers(family: str, fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Sparse layers: those after the dense ones; for "deepseek" every `moe_layer_freq`-th."""
+    if family == "glm4_moe_lite":
+        return _named_sparse(fields, num_layers)
     first = fields["first_k_dense_replace"]
     if first != 0 or type(first) is not int:
         first = integer(fields, "first_k_dense_replace")
     every = integer(fields, "moe_layer_freq") if family == "deepseek" else 1
     return _layers(first, every, num_layers)
+
+
+def _named_sparse(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Sparse layers of `mlp_layer_types`, without it all but the first.
+
+    `first_k_dense_replace` of published files, which transformers does not read, must agree.
+    """
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None:
+        kinds = [_DENSE] + [_SPARSE] * (num_layers - 1)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {_DENSE, _SPARSE}:
+        raise MoejaxError(
+            f"mlp_layer_types is {kinds!r}, expected {num_layers} times {_DENSE!r} or {_SPARSE!r}"
+        )
+    found = tuple(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
+    first = fields.get("first_k_dense_replace")
+    if first is not None and found != tuple(range(first, num_layers)):
+        raise MoejaxError(
+            f"first_k_dense_replace {first} but mlp_layer_types has the sparse layers {found}; "
+            "remove the wrong one"
+        )
+    return found
 
 
 def _layers(first: int, every: int, num_layers: int) -> tuple[int, ...]:

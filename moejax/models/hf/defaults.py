@@ -41,6 +41,14 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+_GLM: dict[str, Any] = _SHARED | {
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": _SHARED
     | {
@@ -154,6 +162,45 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": True,
         "max_position_embeddings": 4096,
         "rope_interleave": True,
+        "eos_token_id": 1,
+    },
+    "glm4_moe": _GLM
+    | {
+        "vocab_size": 151552,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131072,
+    },
+    "glm4_moe_lite": _GLM
+    | _LATENT
+    | {
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "mlp_layer_types": None,
+        "rope_interleave": True,
+        "max_position_embeddings": 202752,
         "eos_token_id": 1,
     },
 }

@@ -23,7 +23,8 @@ _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 # The head that predicts further tokens at once (Qwen3-Next), which decoding here does not use.
 _MULTI_TOKEN = re.compile(r"^mtp\.")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-_FURTHER = re.compile(r"\.(enorm|hnorm|eh_proj)\.")  # what such a layer of DeepSeek-V3 has alone
+_FURTHER = re.compile(r"\.(enorm|hnorm|eh_proj)\.")  # what only a layer for further tokens has
+_HAVE_FURTHER_LAYERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +74,12 @@ def ignored(config: ModelConfig, names: Collection[str]) -> set[str]:
 def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
     """Tensors of a checkpoint that predict further tokens at once.
 
-    In DeepSeek-V3 they are layers after the last one, with norms of their own that tell them from a
-    decoder's: a config with one layer too few does not lose that layer.
+    In DeepSeek-V3 and GLM-4.5 they are layers after the last one, with norms of their own that tell
+    them from a decoder's: a config with one layer too few does not lose that layer.
     """
     if config.family == "qwen3_next":
         return [name for name in names if _MULTI_TOKEN.match(name)]
-    if config.family != "deepseek_v3":
+    if config.family not in _HAVE_FURTHER_LAYERS:
         return []
     layers = {name: int(found[1]) for name in names if (found := _LAYER.match(name))}
     marked = {layer for name, layer in layers.items() if _FURTHER.search(name)}
@@ -133,7 +134,7 @@ def _attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
         if c.attention_bias:
             yield Placement(f"{prefix}.{x}_proj.bias", "attention.qkv_bias", at, start, (size,))
     yield Placement(f"{prefix}.o_proj.weight", "attention.o_proj", at, 0, (c.model_dim, attended))
-    if c.attention_bias:
+    if c.attention_bias and c.output_bias:
         yield Placement(f"{prefix}.o_proj.bias", "attention.o_bias", at, 0, (c.model_dim,))
     if c.qk_norm:
         for x in ("q_norm", "k_norm"):

@@ -10,15 +10,19 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, DeltaConfig, ModelConfig
-from moejax.models.hf.defaults import DEFAULTS
 from moejax.models.hf.fields import (
     flag,
     integer,
     number,
-    rope_field,
     sparse_layers,
 )
-from moejax.models.hf.rope import rope_fields, rope_scaling, rope_theta, unsupported
+from moejax.models.hf.rope import (
+    rope_fields,
+    rope_scaling,
+    rope_theta,
+    rotated_dims,
+    unsupported,
+)
 
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
 
@@ -58,7 +62,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         qk_norm=True,
         attention_bias=flag(fields, "attention_bias"),
         sliding_window=None,
-        rope_dim=_rotated_dims(fields, head_dim),
+        rope_dim=rotated_dims(family, fields, head_dim),
         attention_gate=True,
         zero_centred_norm=True,
         delta_net=_delta_net(fields, num_layers),
@@ -95,16 +99,6 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
             "linear_conv_kernel_dim": c.delta_net.conv_width,
         }
     return fields
-
-
-def _rotated_dims(fields: Mapping[str, Any], head_dim: int) -> int:
-    """Rotated dimensions of a head, rounded down; all of them if the share is null."""
-    name = "partial_rotary_factor"
-    default = 1.0 if name in fields else DEFAULTS["qwen3_next"][name]
-    share = number({name: rope_field(fields, name)}, name, default=default)
-    if share > 1:
-        raise MoejaxError(f"{name} is {share}, more than a whole head")
-    return int(head_dim * share)
 
 
 def _delta_net(fields: Mapping[str, Any], num_layers: int) -> DeltaConfig | None:

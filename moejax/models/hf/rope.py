@@ -60,6 +60,16 @@ def rope_theta(family: str, fields: Mapping[str, Any]) -> float:
     return number(found, "rope_theta", default=default)
 
 
+def rotated_dims(family: str, fields: Mapping[str, Any], head_dim: int) -> int:
+    """Rotated dimensions of a head, rounded down; all of them if the share is null."""
+    name = "partial_rotary_factor"
+    default = 1.0 if name in fields else DEFAULTS[family][name]
+    share = number({name: rope_field(fields, name)}, name, default=default)
+    if share > 1:
+        raise MoejaxError(f"{name} is {share}, more than a whole head")
+    return int(head_dim * share)
+
+
 def rope_scaling(fields: Mapping[str, Any]) -> RopeScaling | None:
     """Reads the scaling of rotary frequencies; None for none.
 
