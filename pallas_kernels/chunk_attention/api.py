@@ -1,0 +1,124 @@
+"""Public call of chunk attention, and its operation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chunk_attention import triton
+from pallas_kernels.chunk_attention.reference import chunk_attention_reference
+from pallas_kernels.chunk_attention.tiles import ChunkTiles
+from pallas_kernels.op import Implementation, Operation, not_half
+
+Operand = jax.Array | jax.ShapeDtypeStruct
+
+
+def _abstract(
+    q: jax.Array, keys: jax.Array, values: jax.Array, *_: Any, **__: Any
+) -> tuple[jax.Array, jax.Array, int]:
+    return q, keys, values.shape[-1]
+
+
+def _shared_refusals(q: Operand, keys: Operand, value_dim: int) -> list[str]:
+    reasons = not_half(("q is", q.dtype), ("the cache is", keys.dtype))
+    if not reasons and q.dtype != keys.dtype:
+        reasons.append(f"q is {q.dtype}, the cache {keys.dtype}")
+    if keys.shape[4] != value_dim:
+        reasons.append(f"keys of {keys.shape[4]} and values of {value_dim} numbers, as of latents")
+    return reasons
+
+
+# A choice is for q [B, T, H, C], keys [L, B, K, S, C] and the width of values.
+OPERATION = Operation(
+    "chunk_attention",
+    kernels=(Implementation("triton", triton.refusal, triton.chunk_attention_triton),),
+    reference=chunk_attention_reference,
+    abstract=_abstract,
+    shared_refusals=_shared_refusals,
+)
+
+
+def chunk_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    layer: int | jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    kv_length: int,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    tiles: ChunkTiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """softmax(q k / sqrt(C)) v over slots 0..position (Vaswani et al. 2017, eq. 1), grouped heads.
+
+    Query head h reads kv head h K / H. Slot s holds position s; the chunk's own keys and values are
+    in the cache already. Token t of a sequence stands at position `starts` + t. Scores, softmax and
+    sums are float32; the kernel rounds the weights to the cache's dtype for their product with the
+    values, as FlashAttention does, and takes no memory for scores. The result is the same bits
+    every time.
+
+    Args:
+      q: [B, T, H, C] in bfloat16 or float16 (the reference takes float32 too).
+      keys: [L, B, K, S, C], whole: it is indexed inside the kernel, nothing is copied. Slots beyond
+        a sequence's last token, or before the first one's window, are never read: they may hold
+        anything.
+      values: like keys.
+      layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
+      starts: int32[B], positions of the chunk's first tokens.
+      lengths: int32[B], tokens of each sequence in the chunk, 0..T; others are padding, and what
+        they attend to is 0. `starts + lengths` are at most `kv_length`.
+      kv_length: slots looked at, at most S; static. The kernel's time does not depend on it.
+      window: tokens that a query sees, itself included; None: all. Static.
+      scale: positive factor on the scores; None: 1 / sqrt(C). Static.
+      implementation: "triton" or "reference"; None for the first that does not refuse.
+      tiles: None for the heuristic's; only with the kernel.
+
+    Returns:
+      [B, T, H, C] in `q.dtype`.
+
+    Raises:
+      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
+    """
+    scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
+    _check(q, keys, values, starts, lengths, kv_length, window, scale)
+    return OPERATION(
+        q, keys, values, jnp.asarray(layer, jnp.int32), starts, lengths, kv_length=kv_length,
+        window=window, scale=scale, implementation=implementation, tiles=tiles,
+        interpret=interpret,
+    )  # fmt: skip
+
+
+def _check(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    kv_length: int,
+    window: int | None,
+    scale: float,
+) -> None:
+    if q.ndim != 4 or keys.ndim != 5:
+        raise ValueError(f"q is {q.shape} and keys {keys.shape}, not [B, T, H, C], [L, B, K, S, C]")
+    batch, _, num_heads, head_dim = q.shape
+    _, cache_batch, num_kv, length, cache_dim = keys.shape
+    reasons = []
+    if (cache_batch, cache_dim) != (batch, head_dim) or num_heads % num_kv:
+        reasons.append(f"q is {q.shape}, keys {keys.shape}: B or C differ, or K does not divide H")
+    if (keys.shape, keys.dtype) != (values.shape, values.dtype):
+        reasons.append(f"keys {keys.dtype}{keys.shape}, values {values.dtype}{values.shape} differ")
+    for name, array in (("starts", starts), ("lengths", lengths)):
+        if array.shape != (batch,) or array.dtype != jnp.int32:
+            reasons.append(f"{name} are {array.dtype}{array.shape}, not int32[{batch}]")
+    if not 1 <= kv_length <= length:
+        reasons.append(f"kv_length {kv_length} is not in 1..{length}")
+    if window is not None and window < 1:
+        reasons.append(f"window {window} is not positive")
+    if scale <= 0:
+        reasons.append(f"scale {scale} is not positive")
+    if reasons:
+        raise ValueError("chunk_attention: " + "; ".join(reasons))
