@@ -48,7 +48,7 @@ def _tests() -> Iterator[Job]:
     """Workers share a card: a kernel's test takes little of it, a whole engine's more."""
     kernels = (
         "residual_norm", "router_topk", "buddy_search", "cache_plan",
-        "decode_attention", "qkv_to_cache", "dequant_matmul",
+        "chunk_attention", "decode_attention", "qkv_to_cache", "dequant_matmul",
         "grouped_dequant_matmul", "hqq_solve", "expert_fetch",
         "bench_kernels", "delta_step",
     )  # fmt: skip
@@ -110,6 +110,10 @@ def _kernels() -> Iterator[Job]:
         f"{KERNELS}.bench_attention",
         file="output - attention",
     )
+    yield _job(
+        "kernels", "attention of prompts", 120, f"{KERNELS}.bench_chunk_attention",
+        file="output - chunk_attention",
+    )  # fmt: skip
 
 
 def _policies() -> Iterator[Job]:

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import layout
+from pallas_kernels.chunk_attention import ChunkTiles
+from pallas_kernels.chunk_attention import triton as chunk_triton
 from pallas_kernels.decode_attention import Latent
 from pallas_kernels.decode_attention import triton as attention_triton
 from pallas_kernels.delta_step import DeltaWeights, Projection
@@ -115,6 +117,25 @@ def layer(
     pairs = Assignments(index, index, weight)
     operands = (leaf(tokens, model_dim, dtype="bfloat16"), pairs, gate_up, down, terms)
     return Program(function, operands, (*gate_up, *down), 5 if rank else 3)
+
+
+def chunk_attention(
+    batch: int, num_kv: int, *, chunk: int = 1024, length: int = 4096, head_dim: int = 128,
+    num_heads: int = 32, num_layers: int = 32, window: int | None = None,
+    tiles: ChunkTiles | None = None,
+) -> Program:  # fmt: skip
+    """Attention of a chunk to a whole cache; no packed weights."""
+
+    def function(*operands: Any, target: Target) -> Any:
+        return chunk_triton.chunk_attention_triton(
+            *operands, kv_length=length, window=window, scale=float(head_dim) ** -0.5,
+            target=target, tiles=tiles,
+        )  # fmt: skip
+
+    cache = leaf(num_layers, batch, num_kv, length, head_dim, dtype="bfloat16")
+    q = leaf(batch, chunk, num_heads, head_dim, dtype="bfloat16")
+    rows = leaf(batch, dtype="int32")
+    return Program(function, (q, cache, cache, leaf(dtype="int32"), rows, rows), (), 1)
 
 
 def attention(
@@ -253,6 +274,11 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     ),
     "attention_qwen3_next": lambda: attention(1, 2, head_dim=256, num_heads=16, num_layers=12),
     "attention_wide": lambda: attention(2, 1, head_dim=256, num_heads=64, num_layers=2),
+    "chunk_qwen": lambda: chunk_attention(1, 4),
+    "chunk_mixtral_window": lambda: chunk_attention(4, 8, window=1000),
+    "chunk_demo": lambda: chunk_attention(1, 2, chunk=16, head_dim=64, num_heads=4, length=512),
+    "chunk_qwen3_next": lambda: chunk_attention(1, 2, head_dim=256, num_heads=16, num_layers=12),
+    "chunk_32_bits": lambda: chunk_attention(8, 8, num_layers=65),
     "router_qwen": lambda: router(1, 128, 8),
     "router_qwen_prefill": lambda: router(2048, 128, 8),
     "router_mixtral": lambda: router(4, 8, 2),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # Cases that every GPU lowers; the H100 lowers all.
 EVERYWHERE = (
     "dense_decode_int3_rank_32", "dense_prefill_int3", "layer_decode", "layer_prefill",
-    "attention_qwen", "attention_mixtral_32", "router_qwen", "router_mixtral",
+    "attention_qwen", "attention_mixtral_32", "chunk_qwen", "router_qwen", "router_mixtral",
     "norm_qwen", "norm_mixtral_64", "writing_qwen", "writing_mixtral_64",
     "plan_qwen", "plan_tiers_qwen", "buddies_qwen",
 )  # fmt: skip
@@ -34,6 +34,10 @@ LAUNCHED: dict[str, Any] = {
         for batch, num_kv, launches in (
             (1, 4, 2), (16, 4, 2), (32, 4, 1), (1, 8, 2), (32, 8, 1)
         )
+    ],
+    "chunk_attention": [
+        (partial(gpu_programs.chunk_attention, batch, num_kv), 1, f"{32 // num_kv}x128_", ())
+        for batch, num_kv in ((1, 4), (4, 8))
     ],
     "delta_step": [
         (partial(gpu_programs.delta, batch), 2, "16x128_32x128", ((1, 4), (1, 8)))
@@ -85,7 +89,7 @@ class LoweringTest(parameterized.TestCase):
     # Of a token's kernels the next test lowers the same programs.
     @slow.where(
         lambda gpu, name: gpu != "H100" or name not in EVERYWHERE
-        or name.startswith(("attention_", "router_", "norm_", "writing_"))
+        or name.startswith(("attention_", "chunk_", "router_", "norm_", "writing_"))
     )  # fmt: skip
     @parameterized.parameters(pairs_of_gpu_and_program())
     def test_launches_read_the_weights_where_they_lie(self, gpu, name):

@@ -10,6 +10,7 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import (
     buddy_search,
+    chunk_attention,
     decode_attention,
     delta_step,
     dequant_matmul,
@@ -125,6 +126,30 @@ def _attention_case() -> Case:
     )
 
 
+def _chunk_case() -> Case:
+    def queries(width: int, dtype: str = "float16") -> jax.ShapeDtypeStruct:
+        return leaf(1, 16, 4, width, dtype=dtype)
+
+    def cache(width: int) -> jax.ShapeDtypeStruct:
+        return leaf(1, 1, 1, 32, width, dtype="float16")
+
+    return Case(
+        chunk_attention.OPERATION,
+        (queries(64), cache(64), cache(64), whole(), whole(1), whole(1)),
+        {"kv_length": 32, "window": None, "scale": 1.0},
+        (
+            (
+                {0: queries(24, "float32"), 1: cache(24), 2: cache(24)},
+                ("q is float32", "sm_80", "C=24"),
+            ),
+        ),
+        (
+            ({0: queries(64, "bfloat16")}, ("q is bfloat16, the cache float16",)),
+            ({2: cache(512)}, ("keys of 64 and values of 512 numbers",)),
+        ),
+    )
+
+
 def _cache_write_case() -> Case:
     def cache(width: int) -> jax.ShapeDtypeStruct:
         return leaf(2, 1, 1, 8, width, dtype="float16")
@@ -178,6 +203,7 @@ CASES = {
             ),
         ),
     ),
+    "chunk_attention": _chunk_case(),
     "decode_attention": _attention_case(),
     "delta_step": _delta_case(),
     "dequant_matmul": _product_case(),
