@@ -33,7 +33,7 @@ from moejax.inference.chunking import (
     PlannedSizes,
     cache_length,
     least_cache_length,
-    longest_chunk,
+    planned_chunk,
 )
 from moejax.inference.compile_notice import compile_notice
 from moejax.inference.generation import (
@@ -177,7 +177,8 @@ class Engine:
                 )
             else:
                 planned = context or min(PLANNED_CONTEXT, checkpoint.config.context_limit)
-                chunk = min(planned, longest_chunk(checkpoint.config, batch, planned))
+                itemsize = checkpoint.choose_dtype(dtype, device).itemsize
+                chunk = planned_chunk(checkpoint.config, batch, planned, itemsize, device.platform)
                 weights, memory, budget = load_limited(
                     checkpoint, limits or Limits(), policy, dtype=dtype, device=device,
                     batch=batch, context=planned, chunk=chunk, progress=progress, mesh=devices,
@@ -476,7 +477,7 @@ class Engine:
         if not self.context:
             most = min(PLANNED_CONTEXT, self.config.max_positions)
             self.context = self.budget.run.context if self.budget else most
-        longest = longest_chunk(self.config, batch, self.context, self._runner.planned)
+        longest = self._runner.longest_chunk(batch, self.context)
         sizes = {min(size, longest, self.context) for size in chunks}
         reads = {kv for kv in kv_lengths if 2 * kv <= self.context} | {self.context}
         self._runner.fixed = FixedSizes(tuple(sorted(sizes)), tuple(sorted(reads)))

@@ -18,7 +18,8 @@ from moejax.experts.bits import bits_of_sizes
 from moejax.experts.budget import Budget, RunSizes, TierSize, make_budget
 from moejax.experts.load import plan_experts, plan_tiers, tier_of
 from moejax.experts.tiering import STORED, StoredTier, choose
-from moejax.inference.chunking import longest_chunk
+from moejax.inference.chunking import planned_chunk
+from moejax.models.attention import stores_scores
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.quantization.pipeline.recipe import parse_planes
@@ -30,7 +31,7 @@ def budget_of(config: PlanConfig) -> Budget:
     """Plans the budget of a configuration; tiers of a shape have the bits that their names say."""
     tiering, limits = config.policy.tiering(), config.memory.limits()
     _, model, own, itemsize = model_of(config)
-    context, chunk = _sizes(config, model)
+    context, chunk = _sizes(config, model, itemsize)
     if not config.shape:
         planned = plan_experts(
             open_checkpoint(config.checkpoint, config.read_bits), limits, tiering,
@@ -42,6 +43,7 @@ def budget_of(config: PlanConfig) -> Budget:
         config=dataclasses.replace(model, expert_dim=own.expert_dim),
         weights_nbytes=own.weights_nbytes, batch=config.batch, context=context, chunk=chunk,
         platform=platform_of(config), itemsize=itemsize, num_devices=mesh_size(config.mesh),
+        stores_scores=stores_scores(model, itemsize, platform_of(config)),
     )  # fmt: skip
     if tiering is None:
         return make_budget(run, [tier_of(own)], limits)
@@ -74,12 +76,12 @@ def bits_line(
     return f"weights: {bits_of_sizes(model, sizes.weights_nbytes, experts).describe()}"
 
 
-def _sizes(config: PlanConfig, model: ModelConfig) -> tuple[int, int]:
+def _sizes(config: PlanConfig, model: ModelConfig, itemsize: int) -> tuple[int, int]:
     """Slots of the KV cache, and tokens of a prefill chunk."""
     context = config.context or min(PLANNED_CONTEXT, model.context_limit)
     if context > model.context_limit:
         raise MoejaxError(f"context={context} is beyond the model's own {model.context_limit}")
-    longest = min(context, longest_chunk(model, config.batch, context))
+    longest = planned_chunk(model, config.batch, context, itemsize, platform_of(config))
     return context, min(context, config.chunk or longest)
 
 

@@ -173,8 +173,8 @@ class WiringTest(HostTestCase):
 
     def test_attention_that_is_asked_of_the_kernel_and_refused_is_an_error(self):
         choose = functools.partial(attention.choose_cached, QWEN)
-        self.assertEqual(attention.decode_impl(choose(HALF, AMPERE.target)), "kernel")
-        self.assertEqual(attention.decode_impl(choose(HALF, AMPERE.target, "xla")), "xla")
+        self.assertEqual(attention.cached_impl(choose(HALF, AMPERE.target)), "kernel")
+        self.assertEqual(attention.cached_impl(choose(HALF, AMPERE.target, "xla")), "xla")
         with self.assertRaisesRegex(ValueError, "by the kernel: "):
             choose(jnp.dtype("float32"), AMPERE.target, "kernel")
 
@@ -286,8 +286,9 @@ class WiringTest(HostTestCase):
         model = small_model(QWEN, ops.Kernels(SIMULATED))
         with interpreted() as calls:
             norms, writes = calls["residual_norm"], calls["qkv_to_cache"]
-            jax.eval_shape(stepping(model, SPEC), chunk, chunk, cache)
-            jax.eval_shape(stepping(model, SPEC._replace(cached="xla")), token, token, cache)
+            by_xla = SPEC._replace(cached="xla")
+            jax.eval_shape(stepping(model, by_xla), chunk, chunk, cache)
+            jax.eval_shape(stepping(model, by_xla), token, token, cache)
             self.assertEqual(writes.call_count, 0)
             sums = [call.args[1] is not None for call in norms.call_args_list]
             self.assertNotEmpty(sums)

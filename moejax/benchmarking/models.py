@@ -22,8 +22,9 @@ from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
 from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.tiering import STORED, Tiering, choose
-from moejax.inference.chunking import longest_chunk
+from moejax.inference.chunking import planned_chunk
 from moejax.inference.runner import Runner
+from moejax.models.attention import stores_scores
 from moejax.models.shapes import CONFIGS, with_layers
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -220,10 +221,12 @@ class _ShapeModels:
 
     def _run(self, batch: int, context: int, replayed_nbytes: int) -> RunSizes:
         parts = self._dense_nbytes | {REPLAYED: replayed_nbytes}
-        chunk = min(context, longest_chunk(self.config, batch, context))
+        sizes = (BFLOAT16_BYTES, self.device.platform)
         return RunSizes(
-            config=self.config, weights_nbytes=parts, batch=batch, context=context, chunk=chunk,
+            config=self.config, weights_nbytes=parts, batch=batch, context=context,
+            chunk=planned_chunk(self.config, batch, context, *sizes),
             platform=self.device.platform, itemsize=BFLOAT16_BYTES,
+            stores_scores=stores_scores(self.config, *sizes),
         )  # fmt: skip
 
     def _policy(self, tiering: Tiering, work: routing.Workload) -> AnyPolicy:

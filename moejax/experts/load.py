@@ -38,6 +38,7 @@ from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like, open_tier
 from moejax.experts.transfers import Transfers
+from moejax.models.attention import stores_scores
 from moejax.policies.base import AnyPolicy, PolicySpec, default_prefetch, moves_between_steps
 from moejax.policies.dymoe import importance_nbytes
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
@@ -175,6 +176,7 @@ def plan_experts(
         config=dataclasses.replace(config, expert_dim=own.expert_dim),
         weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
         platform=device.platform, itemsize=chosen.itemsize, num_devices=num_devices,
+        stores_scores=stores_scores(config, chosen.itemsize, device.platform),
     )  # fmt: skip
     policy: AnyPolicy | None = None
     activations, sources = None, [checkpoint]

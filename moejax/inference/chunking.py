@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.models import attention
 from moejax.models.config import ModelConfig
 
 MIN_PREFILL_LENGTH = 16
 MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
 SCORE_BYTES = 2**30  # of the float32 attention scores of one chunk and layer
+MAX_PREFILL_TOKENS = 4096  # of a chunk of all sequences, where scores take no memory
 MIN_KV_LENGTH = 256
 # On a CPU compiling takes seconds: short prompts go through one program, whatever their length.
 CPU_CHUNK_LENGTH = 64
@@ -113,21 +115,44 @@ class FixedSizes:
 
 
 def longest_chunk(
-    config: ModelConfig, batch_size: int, cache_length: int, planned: PlannedSizes | None = None
+    config: ModelConfig,
+    batch_size: int,
+    cache_length: int,
+    planned: PlannedSizes | None = None,
+    stores_scores: bool = True,
 ) -> int:
     """Positions of a prefill chunk, a power of two.
 
     Its scores B H T S fit `SCORE_BYTES`, and its tokens B T are at most those of the planned chunk:
     a cache that is shorter than the planned one would else allow a longer chunk.
+
+    Args:
+      stores_scores: False where attention takes no memory for them; tokens B T are then at most
+        `MAX_PREFILL_TOKENS`.
     """
     longest = MAX_PREFILL_LENGTH
     most_tokens = planned.batch * planned.chunk if planned else 0
+    if not stores_scores:
+        most_tokens = min(most_tokens or MAX_PREFILL_TOKENS, MAX_PREFILL_TOKENS)
+    row = 4 * batch_size * config.num_heads * cache_length * stores_scores
     while longest > MIN_PREFILL_LENGTH and (
-        4 * batch_size * config.num_heads * longest * cache_length > SCORE_BYTES
-        or (most_tokens and batch_size * longest > most_tokens)
+        longest * row > SCORE_BYTES or (most_tokens and batch_size * longest > most_tokens)
     ):
         longest //= 2
     return longest
+
+
+def planned_chunk(
+    config: ModelConfig, batch_size: int, cache_length: int, itemsize: int, platform: str
+) -> int:
+    """Positions of a prefill chunk that a plan is made for.
+
+    Args:
+      itemsize: bytes of a number of the activations.
+      platform: "gpu" or "cpu".
+    """
+    stored = attention.stores_scores(config, itemsize, platform)
+    return min(cache_length, longest_chunk(config, batch_size, cache_length, None, stored))
 
 
 def slice_tokens(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndarray:

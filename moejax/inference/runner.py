@@ -43,9 +43,10 @@ from moejax.inference.generation import GenerationSettings
 from moejax.inference.recorder import Recorder
 from moejax.inference.steps import Sampling, StepOutput
 from moejax.models.attention import (
-    DecodeAttentionImpl,
+    CachedAttentionImpl,
+    cached_impl,
     choose_cached,
-    decode_impl,
+    choose_chunked,
     default_attention_impl,
 )
 from moejax.models.config import ModelConfig
@@ -152,7 +153,8 @@ class Runner:
         kernels: ops.Kernels | None = None,
         expert_impl: ExpertImpl | None = None,
         memory: ExpertMemory | None = None,
-        decode_impl: DecodeAttentionImpl | None = None,
+        decode_impl: CachedAttentionImpl | None = None,
+        prompt_impl: CachedAttentionImpl | None = None,
         whole_calls: bool | None = None,
         mesh: DeviceMesh | None = None,
     ):
@@ -166,6 +168,7 @@ class Runner:
           expert_impl: the form that runs the experts of any number of tokens; None: the default.
           memory: of experts that `weights` lack; None where it has them all.
           decode_impl: what serves attention of decode; None for the kernel where it can.
+          prompt_impl: what serves attention of prompts to the cache; None for `PROMPTS_BY`.
           whole_calls: see `steps.decode` on `fixed_trip_count`; None for what suits the device.
           mesh: devices that run the steps together, `device` the first; None: it alone.
         """
@@ -196,7 +199,9 @@ class Runner:
         self.dtype = norm.dtype
         self.experts_used: set[ExpertImpl] = set()
         self._attention = default_attention_impl(config, self.dtype, device.platform)
-        self._cached = choose_cached(config, self.dtype, target_of(device), decode_impl)
+        target = target_of(device)
+        self._cached = choose_cached(config, self.dtype, target, decode_impl)
+        self._chunked = choose_chunked(config, self.dtype, target, prompt_impl)
         self._stored = dict(weights) | (memory.stacks() if memory else {})
         self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
         self._tiers = [[*tier.stacks().values()] for tier in (memory.tiers if memory else ())]
@@ -238,12 +243,13 @@ class Runner:
 
     def _attention_choices(self, phase: str) -> choices.Record:
         """Choices made with the runner; norms and cache writes by XLA come with attention by it."""
-        choice = self._cached if phase == "decode" else Choice(self._attention, {})
-        names = ["attention"]
-        if phase == "decode" and decode_impl(choice) == "xla":
-            names.append("norms and writes")
+        made = {"attention": Choice(self._attention, {}), "attention to the cache": self._chunked}
+        if phase == "decode":
+            made = {"attention": self._cached}
+            if cached_impl(self._cached) == "xla":
+                made["norms and writes"] = self._cached
         with choices.recorded_choices() as found:
-            for name in names:
+            for name, choice in made.items():
                 choices.record(name, choice, str(self.dtype))
         return found
 
@@ -461,7 +467,7 @@ class Runner:
         if not (self.one_stream and memory is not None and memory.moves_experts):
             yield from self.chunks(batch, length, cache_length)
             return
-        longest = longest_chunk(self.config, batch, cache_length, self.planned)
+        longest = self.longest_chunk(batch, cache_length)
         start = 0
         while start < length:
             rests = memory.catch_up(failures) or MIN_PREFILL_LENGTH  # as often as decode asks
@@ -480,8 +486,14 @@ class Runner:
         self, batch: int, length: int, cache_length: int, short: int = 0
     ) -> Iterator[tuple[int, int]]:
         """(start, size) of chunks of `length` positions; `short` is of `prefill_chunks`."""
-        longest = longest_chunk(self.config, batch, cache_length, self.planned)
+        longest = self.longest_chunk(batch, cache_length)
         return prefill_chunks(length, cache_length, longest, short)
+
+    def longest_chunk(self, batch: int, cache_length: int) -> int:
+        """Positions of a prefill chunk of so many sequences, a power of two."""
+        return longest_chunk(
+            self.config, batch, cache_length, self.planned, cached_impl(self._chunked) == "xla"
+        )
 
     def kv_length(self, length: int, cache_length: int) -> int:
         """Slots that attention may look at, to see `length` of them.
@@ -570,13 +582,18 @@ class Runner:
     def _chunk_spec(
         self, batch: int, start: int, size: int, cache_length: int, is_first: bool | None = None
     ) -> ChunkSpec:
-        """`is_first`: whether it attends to itself alone; None: where it starts at 0."""
+        """`is_first`: whether it attends to itself alone; None: where it starts at 0.
+
+        Without cuDNN the kernel attends among the tokens of a first chunk too, by the cache.
+        """
+        cached = cached_impl(self._chunked)
         is_first = start == 0 if is_first is None else is_first
+        is_first = is_first and (self._attention, cached) != ("xla", "kernel")
         experts, tiers = self._expert_impls(batch * size)
         return ChunkSpec(
             kv_length=0 if is_first else self.kv_length(start + size, cache_length),
-            is_first=is_first, experts=experts, attention=self._attention, tiers=tiers,
-            kv_lengths=() if is_first else self._kv_lengths(cache_length),
+            is_first=is_first, experts=experts, attention=self._attention, cached=cached,
+            tiers=tiers, kv_lengths=() if is_first else self._kv_lengths(cache_length),
         )  # fmt: skip
 
     def _decode_spec(self, batch: int) -> ChunkSpec:
@@ -584,7 +601,7 @@ class Runner:
         experts, tiers = self._expert_impls(batch)
         return ChunkSpec(
             kv_length=MIN_KV_LENGTH, is_first=False, experts=experts, attention=self._attention,
-            cached=decode_impl(self._cached), tiers=tiers,
+            cached=cached_impl(self._cached), tiers=tiers,
         )  # fmt: skip
 
     def _chunk(self, tokens: np.ndarray, start: int, lengths: jax.Array) -> steps.TokenChunk:

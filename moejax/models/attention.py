@@ -16,14 +16,17 @@ from moejax.models.rope import Angles, rotate
 from moejax.models.stacked import StackedModule, stacked_norm, stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
-from pallas_kernels import decode_attention
+from pallas_kernels import chunk_attention, decode_attention
 from pallas_kernels.decode_attention import Latent
 from pallas_kernels.target import Choice, Target
 
 AttentionImpl = Literal["xla", "cudnn"]  # of the tokens of a chunk to one another
-DecodeAttentionImpl = Literal["xla", "kernel"]  # of one new token of each sequence to the cache
+CachedAttentionImpl = Literal["xla", "kernel"]  # of new tokens to the cache
 
 CUDNN_MAX_HEAD_DIM = 128
+# What runs attention of prompts to the cache, if nothing else is asked for: "kernel" where it does
+# not refuse, or "xla". TODO: "kernel" as soon as `bench_chunk_attention` has shown it on a GPU.
+PROMPTS_BY: CachedAttentionImpl = "xla"
 
 
 def default_attention_impl(config: ModelConfig, dtype: jnp.dtype, platform: str) -> AttentionImpl:
@@ -38,7 +41,7 @@ def default_attention_impl(config: ModelConfig, dtype: jnp.dtype, platform: str)
 
 
 def choose_cached(
-    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: DecodeAttentionImpl | None = None
+    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: CachedAttentionImpl | None = None
 ) -> Choice:
     """Chooses decode attention over the cache, with the kernel's refusals.
 
@@ -60,14 +63,42 @@ def choose_cached(
     q = jax.ShapeDtypeStruct((1, config.num_heads, width), dtype)
     keys = jax.ShapeDtypeStruct((*lead, width), dtype)
     chosen = decode_attention.OPERATION.choose(q, keys, more_dim, target=target)
+    return _kernel_or_xla(chosen, "decode", asked)
+
+
+def choose_chunked(
+    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: CachedAttentionImpl | None = None
+) -> Choice:
+    """Chooses attention of prompts to the cache like `choose_cached`; None means `PROMPTS_BY`."""
+    if (asked or PROMPTS_BY) == "xla":
+        return Choice("xla", {})
+    keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
+    q = jax.ShapeDtypeStruct((1, 1, config.num_heads, config.head_dim), dtype)
+    chosen = chunk_attention.OPERATION.choose(q, keys, config.cached_dims[1], target=target)
+    return _kernel_or_xla(chosen, "prompts", asked)
+
+
+def stores_scores(config: ModelConfig, itemsize: int, platform: str) -> bool:
+    """Whether attention of prompts takes memory for scores on `platform`: the kernel does not.
+
+    Args:
+      itemsize: bytes of a number of the activations; a GPU is taken for one that has the kernels.
+    """
+    target = Target(platform, (9, 0) if platform == "gpu" else None)
+    dtype = jnp.dtype("bfloat16" if itemsize == 2 else "float32")
+    return choose_chunked(config, dtype, target).implementation == "xla"
+
+
+def _kernel_or_xla(chosen: Choice, phase: str, asked: CachedAttentionImpl | None) -> Choice:
+    """The kernel unless it refused; an error if it was asked for."""
     if chosen.implementation == "triton":
         return chosen
     if asked == "kernel":
-        raise ValueError(f"attention of decode by the kernel: {chosen.refusals['triton']}")
+        raise ValueError(f"attention of {phase} by the kernel: {chosen.refusals['triton']}")
     return Choice("xla", chosen.refusals)
 
 
-def decode_impl(choice: Choice) -> DecodeAttentionImpl:
+def cached_impl(choice: Choice) -> CachedAttentionImpl:
     """Translates a choice to the value of `ChunkSpec.cached`."""
     return "kernel" if choice.implementation == "triton" else "xla"
 
@@ -180,6 +211,42 @@ def token_attention(
     return attended[:, None]
 
 
+@functools.partial(jax.jit, static_argnames=("kv_length", "sliding_window", "scale"))
+def prompt_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    positions: jax.Array,
+    token_mask: jax.Array,
+    *,
+    kv_length: int,
+    sliding_window: int | None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Runs `cached_attention` for consecutive tokens by the kernel, jitted like `token_attention`.
+
+    Args:
+      q: [B, T, H, C] in bfloat16 or float16.
+      keys: [L, B, K, S, C] of all layers.
+      values: [L, B, K, S, C].
+      layer: int32[].
+      positions: int32[B, T], consecutive.
+      token_mask: bool[B, T], False for the padding after a sequence's tokens.
+      kv_length: slots that may be looked at.
+      sliding_window: tokens that a query sees, itself included; None: all.
+      scale: factor on the scores; None: 1 / sqrt(C).
+
+    Returns:
+      [B, T, H, C] in `q.dtype`; 0 for padding.
+    """
+    return chunk_attention.chunk_attention(
+        q, keys, values, layer=layer, starts=positions[:, 0],
+        lengths=jnp.sum(token_mask, axis=1, dtype=jnp.int32), kv_length=kv_length,
+        window=sliding_window, scale=scale, implementation="triton",
+    )  # fmt: skip
+
+
 class Attended(NamedTuple):
     """Queries and keys of a layer's attention, from which a policy weighs tokens."""
 
@@ -207,7 +274,7 @@ class CachedAttention:
       kv_length: slots that are looked at; None: the tokens see one another alone.
       window: see `causal_attention`.
       impl: implementation among the new tokens.
-      cached: implementation of decode attention over the cache.
+      cached: implementation of attention to the cache.
       scale: factor on the scores; None: 1 / sqrt(C).
       is_observed: whether `attended` is kept.
       token_mask: bool[B, T], False for padding.
@@ -221,7 +288,7 @@ class CachedAttention:
     kv_length: int | None
     window: int | None
     impl: AttentionImpl
-    cached: DecodeAttentionImpl
+    cached: CachedAttentionImpl
     scale: float | None
     is_observed: bool
     token_mask: jax.Array
@@ -243,6 +310,12 @@ class CachedAttention:
             return token_attention(
                 q, self.cache.keys, self.cache.values, jnp.int32(index.mixer), self.positions,
                 kv_length=self.kv_length, sliding_window=self.window, scale=self.scale,
+            )  # fmt: skip
+        if self.cached == "kernel":
+            return prompt_attention(
+                q, self.cache.keys, self.cache.values, jnp.int32(index.mixer), self.positions,
+                self.token_mask, kv_length=self.kv_length, sliding_window=self.window,
+                scale=self.scale,
             )  # fmt: skip
 
         def attended(kv_length: int) -> jax.Array:

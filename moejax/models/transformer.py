@@ -15,7 +15,7 @@ from moejax.models.attention import (
     AttentionFn,
     AttentionImpl,
     CachedAttention,
-    DecodeAttentionImpl,
+    CachedAttentionImpl,
     causal_attention,
     token_attention,
 )
@@ -112,9 +112,7 @@ class ChunkSpec(NamedTuple):
     is_first: bool  # the chunk starts at position 0: attend within it, read no cache
     experts: ExpertImpl
     attention: AttentionImpl
-    cached: DecodeAttentionImpl = (
-        "xla"  # of one token a sequence; longer chunks read the cache by XLA
-    )
+    cached: CachedAttentionImpl = "xla"  # to the cache
     tiers: tuple[ExpertImpl, ...] = ()  # the form of each, where experts are stored in several
     kv_lengths: tuple[int, ...] = ()  # fewer slots, among which the step chooses by its positions
 

@@ -27,6 +27,7 @@ class RunSizes:
     chunk: int  # tokens of one sequence that a prefill step takes
     platform: str  # "gpu" or "cpu"
     itemsize: int = 2  # bytes of a number of the activations and of the KV cache
+    stores_scores: bool = True  # whether attention of a prefill step takes memory for scores
     num_devices: int = 1  # of a mesh; bytes of the device are those of each, the host's of all
 
     @property

@@ -93,7 +93,7 @@ class _Steps(NamedTuple):
     def _scores(self, tokens: int) -> int:
         """Number of attention scores at once."""
         c = self.run.config
-        if not c.attention_layers:
+        if not c.attention_layers or (tokens > 1 and not self.run.stores_scores):
             return 0
         row = self.run.batch * c.num_heads * self.run.context
         # Latent attention takes one block of queries after another.

@@ -29,9 +29,10 @@ from moejax.experts.budget import (
 )
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger
-from moejax.inference.chunking import longest_chunk
+from moejax.inference.chunking import planned_chunk
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner, Session
+from moejax.models.attention import stores_scores
 from moejax.models.config import ModelConfig
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
 from scripts.studies.measuring import Report
@@ -110,11 +111,12 @@ class Lab(ShapeMemories):
     ) -> Budget:  # fmt: skip
         """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
         config, context = self.config, self.sizes.context
+        sizes = (2, self.device.platform)  # bytes of a number
         tiers = [TierSize(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
         run = RunSizes(
             config=config, weights_nbytes={n: leaf.nbytes for n, leaf in self.dense.items()},
-            batch=1, context=context, chunk=longest_chunk(config, 1, context),
-            platform=self.device.platform,
+            batch=1, context=context, chunk=planned_chunk(config, 1, context, *sizes),
+            platform=self.device.platform, stores_scores=stores_scores(config, *sizes),
         )  # fmt: skip
         limits = Limits(device_gib=gib, prefetch_in=prefetch_in)
         policy = PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk)
