@@ -43,6 +43,7 @@ class Shape(NamedTuple):
     layers: int = 2
     eps: float = 1e-6
     floor: float = 1e-6
+    rows_by_head: bool = True
 
     @property
     def num_heads(self) -> int:
@@ -58,11 +59,13 @@ SHAPES = {
     "of_one_value_head": Shape(3, 3, 1, 16, 32),
     "of_four_value_heads": Shape(2, 2, 4, 32, 16, taps=2, layers=1, floor=1e-2),
     "resting": Shape(5, 2, 2, 16, 16, eps=1e-2),
+    "rows_of_all_heads": Shape(3, 2, 2, 16, 32, rows_by_head=False),
 }
 GPU_SHAPES = SHAPES | {
     "qwen3_next_8": Shape(8, 16, 2, 128, 128, layers=6),
     "qwen3_next_64": Shape(64, 16, 2, 128, 128),
     "wide_values": Shape(3, 4, 2, 64, 256, taps=3),
+    "qwen3_5_8": Shape(8, 16, 2, 128, 128, layers=6, rows_by_head=False),
 }
 
 
@@ -116,9 +119,10 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 def expected_of(of: Operands, s: Shape, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Results of an active sequence: [H, value dim], states [H, key dim, value dim], tail."""
-    heads = of.rows[b].reshape(s.num_keys, -1)
-    ends = [s.key_dim, 2 * s.key_dim, 2 * s.key_dim + s.repeats * s.value_dim]
-    *parts, gates = np.split(heads, ends, axis=1)
+    # Of one group, that of all heads, or of one a key head.
+    groups, heads = (s.num_keys, 1) if s.rows_by_head else (1, s.num_keys)
+    sizes = np.array([s.key_dim, s.key_dim, s.repeats * s.value_dim])
+    *parts, gates = np.split(of.rows[b].reshape(groups, -1), heads * np.cumsum(sizes), axis=1)
     token = np.concatenate([part.reshape(-1) for part in parts])
     inputs = np.concatenate([of.tails[of.layer, b], token[None]])
     taps = of.conv[of.layer, :, 0].astype(np.float64)
@@ -131,7 +135,8 @@ def expected_of(of: Operands, s: Shape, b: int) -> tuple[np.ndarray, np.ndarray,
         of_key = slice(key * s.key_dim, (key + 1) * s.key_dim)
         of_head = slice(head * s.value_dim, (head + 1) * s.value_dim)
         unit_q, unit_k = (x[of_key] / np.sqrt((x[of_key] ** 2).sum() + s.floor) for x in (q, k))
-        b_of, a_of = of.b_and_a[b].astype(np.float64).reshape(s.num_keys, 2, s.repeats)[key]
+        b_and_a = of.b_and_a[b].astype(np.float64).reshape(groups, 2, heads, s.repeats)
+        b_of, a_of = b_and_a.swapaxes(1, 2).reshape(s.num_keys, 2, s.repeats)[key]
         step = np.logaddexp(0, a_of[number] + of.dt_bias[of.layer, head].astype(np.float64))
         decay = np.exp(-np.exp(of.a_log[of.layer, head].astype(np.float64)) * step)
         beta = 1 / (1 + np.exp(-b_of[number]))
@@ -183,12 +188,14 @@ def call(
     return package.delta_step(projection, states, tails, weights, layer=layer, active=active, **how)
 
 
-COMPILED = jax.jit(call, static_argnames=("eps", "floor", "implementation", "interpret"))
+STATIC = ("eps", "floor", "rows_by_head", "implementation", "interpret")
+COMPILED = jax.jit(call, static_argnames=STATIC)
 
 
 def run(function: Any, of: Operands, shape: Shape, **how: Any) -> Any:
     operands = jax.tree.map(jnp.asarray, of._replace(layer=np.int32(of.layer)))
-    return function(*operands, eps=shape.eps, floor=shape.floor, **how)
+    static = {"eps": shape.eps, "floor": shape.floor, "rows_by_head": shape.rows_by_head}
+    return function(*operands, **static, **how)
 
 
 def in_plain_jnp(of: Operands, shape: Shape) -> Any:

@@ -2,12 +2,26 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
+import transformers
 from absl.testing import parameterized
+from safetensors.torch import load_file, save_file
 
 from moejax import Engine
+from moejax.text.tokenizer import read_eos_ids
 from tests import parity, slow
-from tests.hf_checkpoints import GLM, OLMOE, reference_model, write_checkpoint
+from tests.hf_checkpoints import (
+    GLM,
+    OLMOE,
+    QWEN3_5,
+    reference_model,
+    write_checkpoint,
+    write_with_vision_tower,
+)
+from tests.numpy_model import RELATIVE_ERROR, relative_errors
 
 
 class ParityTest(parameterized.TestCase):
@@ -26,8 +40,38 @@ class ParityTest(parameterized.TestCase):
     def test_glm(self, name):
         self.check(name, parity.grouped_gap)
 
-    def check(self, name: str, router_gap: parity.RouterGap) -> None:
+    @slow.where(lambda name: name != "qwen35")
+    @parameterized.parameters(*QWEN3_5)
+    def test_qwen3_5(self, name):
+        # The last is more than one chunk of the delta rule.
+        self.check(name, parity.softmax_gap, lengths=(3, 17, 70), least_sure=0.6)
+
+    def test_decoder_of_a_model_that_sees_images(self):
+        path = self.directory / "nested"
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            write_with_vision_tower(path)
+        tensors = load_file(path / "model.safetensors")
+        further = {"mtp.fc.weight": torch.zeros(3)}
+        save_file(tensors | further, path / "model.safetensors", {"format": "pt"})
+        with self.assertLogs("absl", "WARNING") as logs:
+            engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
+        said = "\n".join(logs.output)
+        num_images = sum(name.startswith("model.visual.") for name in tensors)
+        self.assertIn(f"left out {num_images} tensors (model.visual.", said)
+        self.assertIn("left out 1 tensors (mtp.fc.weight", said)
+        self.assertEqual(read_eos_ids(path, vocab_size=160), (7,))
+        model = transformers.Qwen3_5MoeForConditionalGeneration.from_pretrained(
+            path, attn_implementation="eager"
+        ).eval()
+        tokens = np.random.default_rng(0).integers(10, 160, (2, 30))
+        with torch.no_grad():
+            expected = model(torch.as_tensor(tokens)).logits.numpy()
+        found = engine.logits(tokens)
+        self.assertLess(relative_errors(found, expected).max(), RELATIVE_ERROR)
+
+    def check(self, name: str, router_gap: parity.RouterGap, **how: Any) -> None:
         path = write_checkpoint(name, self.directory)
         reference = parity.of_transformers(reference_model(path), router_gap)
         engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
-        parity.check(self, engine, reference, lengths=(3, 17, 9))
+        parity.check(self, engine, reference, **{"lengths": (3, 17, 9)} | how)

@@ -214,8 +214,8 @@ def writing(
     return Program(function, operands, (), 1)
 
 
-def delta(batch: int, *, num_layers: int = 36) -> Program:
-    """A token's delta rule at Qwen3-Next's shape; no packed weights."""
+def delta(batch: int, *, num_layers: int = 36, rows_by_head: bool = True) -> Program:
+    """A token's delta rule at the shape of Qwen3-Next and Qwen3.5; no packed weights."""
     keys, values, dim, taps = 16, 32, 128, 4
     channels = (2 * keys + values) * dim
     bf16, wide = (functools.partial(leaf, dtype=dtype) for dtype in ("bfloat16", "float32"))
@@ -226,7 +226,8 @@ def delta(batch: int, *, num_layers: int = 36) -> Program:
     )  # fmt: skip
 
     def function(*operands: Any, target: Target) -> Any:
-        return delta_triton.delta_step_triton(*operands, eps=1e-6, floor=1e-6, target=target)
+        how = {"eps": 1e-6, "floor": 1e-6, "rows_by_head": rows_by_head}
+        return delta_triton.delta_step_triton(*operands, **how, target=target)
 
     states = wide(num_layers, batch, values, dim, dim)
     tails = bf16(num_layers, batch, taps - 1, channels)
@@ -297,6 +298,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "writing_narrow": lambda: writing(2, 2, head_dim=16, num_heads=4, num_layers=2),
     "delta_qwen3_next": lambda: delta(1),
     "delta_qwen3_next_64": lambda: delta(64),
+    "delta_qwen3_5": lambda: delta(1, num_layers=30, rows_by_head=False),
     "dense_router": lambda: dense(PLAIN, 1, inputs=2048, outputs=128),
     "dense_router_32": lambda: dense(PLAIN, 32, inputs=2048, outputs=512),
     "plan_qwen": lambda: plan((24,), num_experts=128, pairs=8),

@@ -28,6 +28,7 @@ FAMILIES = {
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
@@ -59,6 +60,19 @@ _DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
 }
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 8,
+    "full_attention_interval": 2,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "intermediate_size": 40,
@@ -85,21 +99,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     "glm4_moe_lite": {k: v for k, v in _DEEPSEEK.items() if k != "first_k_dense_replace"},
-    "qwen3_next": {
-        "head_dim": 16,
-        "intermediate_size": 40,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "num_experts": 8,
-        "norm_topk_prob": True,
-        "full_attention_interval": 2,
-        "partial_rotary_factor": 0.25,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
-    },
+    "qwen3_next": _DELTA | {"intermediate_size": 40, "norm_topk_prob": True},
+    "qwen3_5_moe": _DELTA,
 }
 
 
@@ -157,7 +158,7 @@ _YARN = {
 }  # fmt: skip
 
 
-def _yarn(**fields: float) -> dict[str, Any]:
+def _yarn(**fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {**_YARN, **fields}}
 
 
@@ -323,7 +324,38 @@ GLM: dict[str, TinyCheckpoint] = {
         {"dtype": torch.bfloat16}, **_yarn(mscale=1.0, mscale_all_dim=0.5)
     ),
 }  # fmt: skip
-GROUPS = (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, OLMOE, GLM)
+
+
+def _qwen35(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="qwen3_5_moe", fields=fields, **(how or {}))
+
+
+QWEN3_5: dict[str, TinyCheckpoint] = {
+    "qwen35": _qwen35(),
+    "qwen35_heads1_conv2_tied": _qwen35(
+        linear_num_value_heads=2, linear_conv_kernel_dim=2, tie_word_embeddings=True,
+        partial_rotary_factor=0.5,
+    ),
+    "qwen35_heads3_interval3": _qwen35(
+        num_hidden_layers=4, full_attention_interval=3, linear_num_key_heads=1,
+        linear_num_value_heads=3, linear_value_head_dim=24, linear_conv_kernel_dim=3,
+    ),
+    "qwen35_shared24_top3_fused": _qwen35(
+        {"fused": True}, num_hidden_layers=4, full_attention_interval=4, num_experts_per_tok=3,
+        shared_expert_intermediate_size=24, linear_key_head_dim=12,
+    ),
+    "qwen35_gqa4_bias_head24_sharded": _qwen35(
+        {"max_shard_size": "20KB"}, num_key_value_heads=1, head_dim=24, attention_bias=True,
+        partial_rotary_factor=1.0, linear_num_key_heads=4, linear_conv_kernel_dim=5,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+    ),
+    "qwen35_top1_bf16": _qwen35({"dtype": torch.bfloat16}, num_experts_per_tok=1),
+    "qwen35_mrope_sections_yarn": _qwen35(
+        head_dim=32,
+        **_yarn(partial_rotary_factor=0.5, mrope_section=[4, 2, 2], mrope_interleaved=True),
+    ),
+}  # fmt: skip
+GROUPS = (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, OLMOE, GLM, QWEN3_5)
 
 
 def write_checkpoint(name: str, parent: Path) -> Path:
@@ -348,6 +380,22 @@ def write_random_checkpoint(spec: TinyCheckpoint, directory: Path, seed: int) ->
     )
     if spec.old_config:
         _rewrite_config_as_transformers_4(directory / "config.json")
+
+
+def write_with_vision_tower(directory: Path) -> None:
+    """Writes Qwen3.5's decoder as it is published: nested, beside a tower for images."""
+    config = transformers.Qwen3_5MoeConfig(
+        text_config={**_SHARED, **_DELTA, "eos_token_id": 7},
+        vision_config={
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+            "out_hidden_size": 32, "num_position_embeddings": 16, "patch_size": 4,
+        },
+        image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4,
+    )  # fmt: skip
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config)
+    _perturb_vectors(model)
+    model.save_pretrained(directory, save_original_format=False)  # experts in one, as published
+    (directory / "generation_config.json").unlink()
 
 
 def reference_model(

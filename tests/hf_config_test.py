@@ -118,12 +118,33 @@ GLM_FLASH: dict[str, Any] = {
     "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
     "v_head_dim": 256, "vocab_size": 154880,
 }  # fmt: skip
+# Of Qwen3.5 and 3.6 the field that the text is nested in, and some beside it.
+QWEN35: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056,
+    "model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": {"depth": 27},
+    "text_config": {
+        "attention_bias": False, "attn_output_gate": True, "dtype": "bfloat16",
+        "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144, "mlp_only_layers": [],
+        "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512,
+        "mtp_num_hidden_layers": 1, "num_attention_heads": 16, "num_experts": 256,
+        "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06, "shared_expert_intermediate_size": 512, "vocab_size": 248320,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+            "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+        },
+    },
+}  # fmt: skip
 PUBLISHED = {
     "Qwen3-30B-A3B": (QWEN3, shapes.QWEN3_30B_A3B),
     "Mixtral-8x7B": (MIXTRAL, shapes.MIXTRAL_8X7B),
     "Qwen3-Next-80B-A3B": (NEXT, shapes.QWEN3_NEXT_80B_A3B),
     "DeepSeek-MoE-16B": (MOE_16B, shapes.DEEPSEEK_MOE_16B),
     "DeepSeek-V2-Lite": (V2_LITE, shapes.DEEPSEEK_V2_LITE),
+    "Qwen3.6-35B-A3B": (QWEN35, shapes.QWEN3_6_35B_A3B),
     "OLMoE-1B-7B": (OLMOE_1B_7B, shapes.OLMOE_1B_7B),
     "GLM-4.5-Air": (GLM_AIR, shapes.GLM_4_5_AIR),
     "GLM-4.7-Flash": (GLM_FLASH, shapes.GLM_4_7_FLASH),
@@ -150,6 +171,7 @@ class PublishedTest(parameterized.TestCase):
     @parameterized.parameters(
         ("Qwen3-Next-80B-A3B", 79.7), ("DeepSeek-MoE-16B", 16.4), ("DeepSeek-V2-Lite", 15.7),
         ("OLMoE-1B-7B", 6.9), ("GLM-4.5-Air", 106.85), ("GLM-4.7-Flash", 29.9),
+        ("Qwen3.6-35B-A3B", 34.66),
     )  # fmt: skip
     def test_sizes_are_those_of_the_papers(self, name, billions):
         sizes = weight_shapes(PUBLISHED[name][1]).values()
@@ -173,7 +195,8 @@ class PublishedTest(parameterized.TestCase):
         self.assertEqual(v3.latent, latent)
         self.assertEqual((v3.head_dim, v3.moe_layers), (192, tuple(range(3, 61))))
 
-    @parameterized.parameters(QWEN3, MIXTRAL, NEXT, V2_LITE, V3, OLMOE_1B_7B, GLM_AIR, GLM_FLASH)
+    @parameterized.parameters(QWEN3, MIXTRAL, NEXT, V2_LITE, V3, OLMOE_1B_7B, GLM_AIR, GLM_FLASH,
+                              QWEN35["text_config"])  # fmt: skip
     def test_transformers_5_writes_the_same_model(self, **fields):
         written = by_transformers(fields)
         self.assertIn("rope_parameters", written)
@@ -374,6 +397,13 @@ class RefusalTest(FolderTestCase):
         (NEXT, {"rope_scaling": {"type": "mrope", "factor": 4.0}}, "rope_scaling of type 'mrope'"),
         (NEXT, {"num_experts": 0}, "num_experts is 0"),
         (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        (QWEN35, {"text_config": [1]}, r"text_config is \[1\], expected a JSON object"),
+        (QWEN35, {"text_config": {"model_type": "x"}}, "model_type 'x'"),
+        (
+            QWEN35,
+            {"text_config": QWEN35["text_config"] | {"tie_word_embeddings": True}},
+            "text_config.tie_word_embeddings says True;",
+        ),
         (V2_LITE, {"attention_bias": True}, "attention_bias true"),
         (V2_LITE, {"mlp_bias": True}, "mlp_bias true"),
         (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),

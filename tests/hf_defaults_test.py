@@ -32,6 +32,13 @@ _DEEPSEEK = _SIZES | {
     "moe_intermediate_size": 48, "first_k_dense_replace": 2, "n_routed_experts": 24,
     "n_shared_experts": 4, "attention_bias": False,
 }  # fmt: skip
+_DELTA = {
+    "moe_intermediate_size": 48, "num_experts": 24, "head_dim": 24, "attention_bias": True,
+    "shared_expert_intermediate_size": 56, "partial_rotary_factor": 0.5,
+    "full_attention_interval": 2, "layer_types": None, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 10, "linear_value_head_dim": 14,
+    "linear_conv_kernel_dim": 3, "use_sliding_window": False,
+}  # fmt: skip
 _LATENT = {
     "kv_lora_rank": 40, "q_lora_rank": 44, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 20, "routed_scaling_factor": 3.5,
@@ -44,12 +51,8 @@ FULL: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": _QWEN
     | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 9},
-    "qwen3_next": _QWEN | {
-        "norm_topk_prob": False, "shared_expert_intermediate_size": 56,
-        "partial_rotary_factor": 0.5, "full_attention_interval": 2, "layer_types": None,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10,
-        "linear_value_head_dim": 14, "linear_conv_kernel_dim": 3, "use_sliding_window": False,
-    },
+    "qwen3_next": _QWEN | _DELTA | {"norm_topk_prob": False},
+    "qwen3_5_moe": {name: _SIZES[name] for name in _SIZES if name != "intermediate_size"} | _DELTA,
     "deepseek_v2": _DEEPSEEK | _LATENT | {
         "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
         "norm_topk_prob": True, "mlp_bias": False,
@@ -107,10 +110,7 @@ def theirs(family: str, fields: dict[str, Any]) -> Found:
         return "refused"
     if whole["rope_parameters"]["rope_theta"] is None:  # which no model of theirs can be built of
         return "refused"
-    if family in (
-        "qwen3_next",
-        "glm4_moe",
-    ):  # as the model reads it; a second reading would see a default
+    if "partial_rotary_factor" in FULL[family]:  # as the model reads it, not its default again
         whole["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return ours(family, whole)
 
@@ -140,7 +140,7 @@ class DefaultsTest(parameterized.TestCase):
             fields = FULL[family] | {name: None}
             if isinstance(value, bool):
                 expected = theirs(family, fields | {name: False})
-            elif name == "num_key_value_heads" and family != "qwen3_next":
+            elif name == "num_key_value_heads" and family not in ("qwen3_next", "qwen3_5_moe"):
                 expected = theirs(family, fields | {name: fields["num_attention_heads"]})
             else:
                 expected = theirs(family, fields)

@@ -47,10 +47,12 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "sigmoid": {"shared_dim": 32},
     "biased": {"head_dim": 8, "rope_dim": 4, "shared_dim": 32},
     "joint": {"head_dim": 8, "num_layers": 2, "moe_layers": (0, 1)},
-    "delta": {
+} | {
+    kind: {
         "head_dim": 8, "shared_dim": 16, "num_layers": 2, "moe_layers": (0, 1),
-        "delta_net": dataclasses.replace(model_kinds.DELTA["delta_net"], layers=(0,)),
-    },
+        "delta_net": dataclasses.replace(model_kinds.KINDS[kind]["delta_net"], layers=(0,)),
+    }
+    for kind in ("delta", "by_part")
 }  # fmt: skip
 KINDS = tuple(WIDTHS)
 

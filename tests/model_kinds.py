@@ -1,5 +1,6 @@
 """Tiny models of every kind of layer, as fields in which each differs from `random_checkpoints`."""
 
+import dataclasses
 from typing import Any
 
 from moejax.models.config import (
@@ -51,9 +52,14 @@ BIASED: dict[str, Any] = {
     "attention_bias": True, "output_bias": False, "rope_dim": 8,
     "router": RouterRule(scoring="sigmoid", scale=1.5, group_score="top2", has_bias=True),
 }  # fmt: skip
+# Qwen3.5: rows of a delta rule's projections lie by part, not by head.
+BY_PART: dict[str, Any] = {
+    **DELTA, "family": "qwen3_5_moe",
+    "delta_net": dataclasses.replace(DELTA["delta_net"], rows_by_head=False),
+}  # fmt: skip
 KINDS = {
     "shared": SHARED, "latent": LATENT, "delta": DELTA, "sigmoid": SIGMOID, "joint": JOINT,
-    "biased": BIASED,
+    "biased": BIASED, "by_part": BY_PART,
 }  # fmt: skip
 
 

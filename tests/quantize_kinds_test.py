@@ -60,6 +60,16 @@ ENTRIES = {
         "model.layers.1.self_attn.k_proj.bias": ("norm", "attention.qkv_bias", 1),
         "model.layers.2.self_attn.q_norm.weight": ("norm", "attention.q_norm", 2),
     },
+    "by_part": {
+        "model.layers.2.linear_attn.in_proj_qkv.weight": ("attention", "delta.qkvz_proj", 2),
+        "model.layers.2.linear_attn.in_proj_z.weight": ("attention", "delta.qkvz_proj", 2),
+        "model.layers.1.linear_attn.in_proj_a.weight": ("kept", "delta.ba_proj", 1),
+        "model.layers.3.mlp.shared_expert.gate_proj.weight": (
+            "shared_experts",
+            "shared.gate_up",
+            3,
+        ),
+    },
     "biased": {
         "model.layers.0.self_attn.q_proj.bias": ("norm", "attention.qkv_bias", 0),
         "model.layers.1.mlp.gate.e_score_correction_bias": ("norm", "moe.router_bias", 1),
@@ -109,6 +119,7 @@ class QuantizeKindsTest(QuantizeTestCase):
         ("shared", "rtn"), ("latent", "rtn"), ("delta", "rtn"), ("latent", "gptq"),
         ("delta", "gptq"), ("shared", "milo"), ("delta", "milo"), ("joint", "rtn"),
         ("biased", "rtn"),
+        ("by_part", "rtn"),
     )  # fmt: skip
     def test_written_and_loaded(self, name, method):
         source = self.source_of(name)

@@ -40,14 +40,14 @@ from moejax.checkpoints.safetensors_reader import (
 from moejax.devices import DeviceMesh, Place
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
-from moejax.models.hf.names import multi_token
+from moejax.models.hf.names import multi_token, vision_tower
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.weights.qtensor import CodesKind, Compensator, Fp8Tensor, QTensor, Weight
 from moejax.weights.shares import Shares, shares_of
 
 # The XLA CPU client takes over host memory without a copy only at this alignment.
 _ALIGNMENT_BYTES = 64
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 
 # Reads a tensor into contiguous memory of its size and dtype, and checks what was read.
 ReadTensor = Callable[[StoredTensor, np.ndarray], None]
@@ -79,9 +79,14 @@ class CheckpointReader:
                 "%s: left out %d tensors (%s, ...) of the head that predicts further tokens at "
                 "once", self.directory, len(further), further[0],
             )  # fmt: skip
-        if not self.config.tied_embeddings or not {_HEAD, _EMBEDDING} <= self.stored.keys():
+        if images := vision_tower(self.config, tuple(self.stored)):
+            logging.warning(
+                "%s: left out %d tensors (%s, ...) of the vision tower: only text can be given",
+                self.directory, len(images), images[0],
+            )  # fmt: skip
+        head, embedding = self.stored.get(_HEAD), self.leaves["embed"].parts[0].tensor
+        if not self.config.tied_embeddings or head is None or embedding is None:
             return
-        embedding, head = self.stored[_EMBEDDING], self.stored[_HEAD]
         one, other = (read_array(tensor).view(np.uint8) for tensor in (embedding, head))
         if not np.array_equal(one, other):
             raise MoejaxError(

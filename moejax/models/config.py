@@ -50,6 +50,9 @@ class DeltaConfig:
     key_dim: int  # of a head
     value_dim: int  # of a head
     conv_width: int  # W, taps of the causal convolution before it
+    # Rows of the projections: those of a key head lie together (Qwen3-Next), or those of all heads,
+    # queries first, then keys, values, gates; b, then a (Qwen3.5).
+    rows_by_head: bool = True
 
     @property
     def key_width(self) -> int:
@@ -482,7 +485,7 @@ def _latent_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _delta_shapes(c: ModelConfig, of: DeltaConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of delta rule leaves; a key head's rows lie together, as checkpoints store them."""
+    """Shapes of delta rule leaves, whose rows lie as checkpoints store them."""
     num = len(of.layers)
     return {
         "delta.qkvz_proj": (num, of.conv_dim + of.value_width, c.model_dim),

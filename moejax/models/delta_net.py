@@ -195,7 +195,7 @@ def _choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kerne
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames="eps")
+@functools.partial(jax.jit, static_argnames=("eps", "rows_by_head"))
 def _states_in_place(
     projection: kernel.Projection,
     cache: KVCache,
@@ -204,12 +204,13 @@ def _states_in_place(
     active: jax.Array,
     *,
     eps: float,
+    rows_by_head: bool,
 ) -> tuple[jax.Array, KVCache]:
     """Advances states by a token: [B, H value dim] and the cache; jitted for all layers."""
     assert cache.states is not None and cache.tails is not None
     opened, states, tails = kernel.delta_step(
         projection, cache.states, cache.tails, weights, layer=layer, active=active, eps=eps,
-        floor=NORM_FLOOR, implementation="triton",
+        floor=NORM_FLOOR, rows_by_head=rows_by_head, implementation="triton",
     )  # fmt: skip
     return opened, dataclasses.replace(cache, states=states, tails=tails)
 
@@ -278,7 +279,7 @@ class DeltaNet(StackedModule):
         )
         opened, cached.cache = _states_in_place(
             kernel.Projection(rows[:, 0], b_and_a[:, 0]), cached.cache, weights, jnp.int32(layer),
-            token_mask[:, 0], eps=self.config.norm_eps,
+            token_mask[:, 0], eps=self.config.norm_eps, rows_by_head=self.of.rows_by_head,
         )  # fmt: skip
         return self.linear(opened[:, None], "o_proj", layer)
 
@@ -292,6 +293,10 @@ class DeltaNet(StackedModule):
     def project(self, rows: jax.Array, ba: jax.Array) -> _Projected:
         """Splits projected rows [B, T, .]: per key head q, k, R values, R gates, R of b and a."""
         of, lead = self.of, rows.shape[:2]
+        if not of.rows_by_head:
+            mixed, z = jnp.split(rows, [of.conv_dim], axis=2)
+            gate = z.reshape(*lead, of.num_value_heads, of.value_dim)
+            return _Projected(mixed, gate, *jnp.split(ba, 2, axis=2))
         shared, repeats = of.num_key_heads, of.num_value_heads // of.num_key_heads
         ends = [of.key_dim, 2 * of.key_dim, 2 * of.key_dim + repeats * of.value_dim]
         q, k, v, z = jnp.split(rows.reshape(*lead, shared, -1), ends, axis=3)

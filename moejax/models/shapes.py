@@ -207,12 +207,33 @@ GLM_4_7_FLASH = dataclasses.replace(
     router=dataclasses.replace(GLM_4_5_AIR.router, scale=1.8),
 )
 
+QWEN3_6_35B_A3B = dataclasses.replace(
+    QWEN3_NEXT_80B_A3B,
+    family="qwen3_5_moe",
+    vocab_size=248320,
+    num_layers=40,
+    num_experts=256,
+    experts_per_token=8,
+    mlp_dim=512,
+    moe_layers=tuple(range(40)),
+    delta_net=DeltaConfig(
+        layers=tuple(layer for layer in range(40) if layer % 4 != 3),
+        num_key_heads=16,
+        num_value_heads=32,
+        key_dim=128,
+        value_dim=128,
+        conv_width=4,
+        rows_by_head=False,
+    ),
+)
+
 SHAPES = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
     "DeepSeek-MoE-16B": DEEPSEEK_MOE_16B,
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
+    "Qwen3.6-35B-A3B": QWEN3_6_35B_A3B,
     "OLMoE-1B-7B": OLMOE_1B_7B,
     "GLM-4.5-Air": GLM_4_5_AIR,
     "GLM-4.7-Flash": GLM_4_7_FLASH,

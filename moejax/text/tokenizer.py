@@ -10,7 +10,7 @@ import tokenizers
 
 from moejax.errors import MoejaxError
 from moejax.files.small import check_depth, parse_json, read_file
-from moejax.models.hf.config import read_json
+from moejax.models.hf.config import read_json, text_fields
 from moejax.models.hf.defaults import default_eos_id
 from moejax.models.hf.fields import flag
 from moejax.text.chat_template import ChatRenderer, find_chat_template
@@ -208,7 +208,7 @@ def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
       MoejaxError: one of the files is broken, or names an unknown token.
     """
     for name in ("generation_config.json", "config.json"):
-        fields = _read_if_there(directory / name)
+        fields = text_fields(_read_if_there(directory / name))
         ids = fields.get("eos_token_id", default_eos_id(fields, vocab_size))
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]

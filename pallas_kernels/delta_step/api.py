@@ -33,6 +33,7 @@ def delta_step(
     active: jax.Array,
     eps: float,
     floor: float,
+    rows_by_head: bool = True,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -54,6 +55,7 @@ def delta_step(
       layer: int or int32[] in 0..G - 1; an array lets all layers share a trace.
       active: bool[B]; other sequences keep state and tail, and their results are meaningless.
       floor: added to the sum of squares of queries and keys; static.
+      rows_by_head: order of the projection, see `Projection`; static.
       implementation: "triton" or "reference"; None for the first that does not refuse.
 
     Returns:
@@ -65,8 +67,9 @@ def delta_step(
     _check(projection, states, tails, weights, active)
     operands = (projection, states, tails, weights, jnp.asarray(layer, jnp.int32), active)
     return OPERATION(
-        *operands, eps=eps, floor=floor, implementation=implementation, interpret=interpret
-    )
+        *operands, eps=eps, floor=floor, rows_by_head=rows_by_head, implementation=implementation,
+        interpret=interpret,
+    )  # fmt: skip
 
 
 def _check(

@@ -29,8 +29,10 @@ class Projection(NamedTuple):
     """Projected tokens; K key heads of R value heads each, H = K R.
 
     Attributes:
-      rows: [B, K (2 key dim + 2 R value dim)]; per key head q, k, R values, R gates.
-      b_and_a: float32[B, K 2 R]; per key head R times b, then R times a.
+      rows: [B, K (2 key dim + 2 R value dim)]; by head: per key head q, k, R values, R gates.
+        Else those of all heads: queries, keys, values, gates.
+      b_and_a: float32[B, K 2 R]; by head: per key head R times b, then R times a. Else all b,
+        then all a.
     """
 
     rows: jax.Array
@@ -73,14 +75,18 @@ def delta_step_reference(
     *,
     eps: float,
     floor: float,
+    rows_by_head: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `api.delta_step` in plain JAX."""
     of = widths_of(projection, states)
     batch, wide = len(projection.rows), jnp.float32
-    heads = projection.rows.reshape(batch, of.num_keys, of.stride)
-    ends = [of.key_dim, 2 * of.key_dim, 2 * of.key_dim + of.repeats * of.value_dim]
-    *parts, gate = jnp.split(heads, ends, axis=2)
-    x = jnp.concatenate([part.reshape(batch, -1) for part in parts], axis=1)
+    if rows_by_head:
+        heads = projection.rows.reshape(batch, of.num_keys, of.stride)
+        ends = [of.key_dim, 2 * of.key_dim, 2 * of.key_dim + of.repeats * of.value_dim]
+        *parts, gate = jnp.split(heads, ends, axis=2)
+        x = jnp.concatenate([part.reshape(batch, -1) for part in parts], axis=1)
+    else:
+        x, gate = jnp.split(projection.rows, [of.channels], axis=1)
     inputs = jnp.concatenate([tails[layer], x[:, None]], axis=1)  # [B, W, channels]
     taps = weights.conv[layer][:, 0].astype(wide).T  # [W, channels]
     mixed = jax.nn.silu(jnp.sum(inputs.astype(wide) * taps[None], axis=1))
@@ -95,7 +101,8 @@ def delta_step_reference(
 
     q, k = of_each_value_head(q) * of.key_dim**-0.5, of_each_value_head(k)
     v = v.reshape(batch, -1, of.value_dim)
-    b, a = jnp.split(projection.b_and_a.reshape(batch, of.num_keys, -1), 2, axis=2)
+    groups = of.num_keys if rows_by_head else 1
+    b, a = jnp.split(projection.b_and_a.reshape(batch, groups, -1), 2, axis=2)
     mask = active[:, None]
     step = jax.nn.softplus(a.reshape(batch, -1) + weights.dt_bias[layer][None])
     decay = jnp.where(mask, jnp.exp(-jnp.exp(weights.a_log[layer])[None] * step), 1.0)

@@ -47,7 +47,7 @@ def _silu(x: jax.Array) -> jax.Array:
 
 def _mixing_body(
     layer_ref: Ref, active_ref: Ref, rows_ref: Ref, conv_ref: Ref, tails_in_ref: Ref,
-    mixed_ref: Ref, tails_ref: Ref, *, of: Widths, floor: float,
+    mixed_ref: Ref, tails_ref: Ref, *, of: Widths, floor: float, rows_by_head: bool,
 ) -> None:  # fmt: skip
     """Program (b, k) mixes the channels of key head k of sequence b to `mixed` and `tails`."""
     del tails_in_ref  # the same memory as `tails_ref`
@@ -61,7 +61,8 @@ def _mixing_body(
         (2 * of.key_dim, 2 * key_width + head * values, values, None),
     ):
         channels = first + iota(count)
-        token = rows_ref[b, head * of.stride + start + iota(count)]
+        row = head * of.stride + start + iota(count) if rows_by_head else channels
+        token = rows_ref[b, row]
         inputs = [tails_ref[layer, b, tap, channels] for tap in range(num_kept)] + [token]
         total = jnp.zeros((count,), jnp.float32)
         for tap, x in enumerate(inputs):
@@ -78,7 +79,7 @@ def _mixing_body(
 def _state_body(
     layer_ref: Ref, active_ref: Ref, rows_ref: Ref, b_and_a_ref: Ref, mixed_ref: Ref,
     dt_bias_ref: Ref, a_log_ref: Ref, norm_ref: Ref, states_in_ref: Ref, out_ref: Ref,
-    states_ref: Ref, *, of: Widths, eps: float,
+    states_ref: Ref, *, of: Widths, eps: float, rows_by_head: bool,
 ) -> None:  # fmt: skip
     """Program (b, h) advances value head h of sequence b.
 
@@ -94,19 +95,24 @@ def _state_body(
     key_width = of.num_keys * of.key_dim
     q, k = (mixed_ref[b, start + of_key * of.key_dim + rows] for start in (0, key_width))
     v = mixed_ref[b, 2 * key_width + head * of.value_dim + columns]
-    first = 2 * of_key * of.repeats + number
-    step = b_and_a_ref[b, first + of.repeats] + dt_bias_ref[layer, head]
+    if rows_by_head:
+        of_b = 2 * of_key * of.repeats + number
+        of_a = of_b + of.repeats
+        gate = of_key * of.stride + 2 * of.key_dim + (of.repeats + number) * of.value_dim
+    else:
+        of_b, of_a = head, of.num_keys * of.repeats + head
+        gate = of.channels + head * of.value_dim
+    step = b_and_a_ref[b, of_a] + dt_bias_ref[layer, head]
     step = jnp.maximum(step, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(step)))  # softplus
     decay = jnp.where(active, jnp.exp(-jnp.exp(a_log_ref[layer, head]) * step), 1.0)
-    beta = jnp.where(active, jax.lax.logistic(b_and_a_ref[b, first]), 0.0)
+    beta = jnp.where(active, jax.lax.logistic(b_and_a_ref[b, of_b]), 0.0)
     written = beta * (v - decay * jnp.sum(k[:, None] * state, axis=0))
     read = decay * jnp.sum(q[:, None] * state, axis=0) + jnp.sum(k * q) * written
     # A state that rests keeps its bits: -0 + 0 would be 0.
     states_ref[at] = jnp.where(active, decay * state + k[:, None] * written[None], state)
     normed = read * jax.lax.rsqrt(jnp.sum(read * read) / of.value_dim + eps)
     normed = normed * norm_ref[layer, columns].astype(wide)
-    start = of_key * of.stride + 2 * of.key_dim + (of.repeats + number) * of.value_dim
-    opened = normed * _silu(rows_ref[b, start + columns].astype(wide))
+    opened = normed * _silu(rows_ref[b, gate + columns].astype(wide))
     out_ref[b, head * of.value_dim + columns] = opened.astype(out_ref.dtype)
 
 
@@ -120,6 +126,7 @@ def delta_step_triton(
     *,
     eps: float,
     floor: float,
+    rows_by_head: bool,
     target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `api.delta_step` by Triton; two launches."""
@@ -127,9 +134,10 @@ def delta_step_triton(
     batch, num_heads = len(rows), of.num_keys * of.repeats
     flags = active.astype(jnp.int32)
     form = f"{rows.dtype.name}_{of.num_keys}x{of.key_dim}_{num_heads}x{of.value_dim}"
+    form += "" if rows_by_head else "_all_heads"
     mixing = (layer, flags, rows, weights.conv)
     mixed, tails = launch.triton_call(
-        functools.partial(_mixing_body, of=of, floor=floor),
+        functools.partial(_mixing_body, of=of, floor=floor, rows_by_head=rows_by_head),
         name=f"delta_step_mixing_{form}",
         grid=(batch, of.num_keys),
         out_shape=[
@@ -145,7 +153,7 @@ def delta_step_triton(
         layer, flags, rows, b_and_a, mixed, weights.dt_bias, weights.a_log, weights.norm,
     )  # fmt: skip
     opened, states = launch.triton_call(
-        functools.partial(_state_body, of=of, eps=eps),
+        functools.partial(_state_body, of=of, eps=eps, rows_by_head=rows_by_head),
         name=f"delta_step_{form}",
         grid=(batch, num_heads),
         out_shape=[

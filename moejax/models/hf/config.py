@@ -18,6 +18,7 @@ from moejax.models.hf import deepseek as hf_deepseek
 from moejax.models.hf import qwen3_next as hf_qwen3_next
 from moejax.models.hf.defaults import with_defaults
 from moejax.models.hf.fields import (
+    agreed,
     flag,
     integer,
     number,
@@ -31,11 +32,14 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     **hf_deepseek.ARCHITECTURES,
 }
+# `model_type` of a decoder alone, where the family's own is that of a model that sees images too.
+_TEXT_TYPES = {"qwen3_5_moe": "qwen3_5_moe_text"}
 # Families with a module of their own; the others are read and written here.
 _READERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.model_config)
-_READERS["qwen3_next"] = hf_qwen3_next.model_config
+_READERS |= dict.fromkeys(("qwen3_next", "qwen3_5_moe"), hf_qwen3_next.model_config)
 _WRITERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.config_fields)
 
 
@@ -82,6 +86,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     Raises:
       MoejaxError: as in `read_model_config`, without the file's name.
     """
+    fields = text_fields(fields)
     family = _family(fields)
     object_field(fields, "quantization_config")  # the weights' reader knows which ones it can read
     fields = with_defaults(family, fields)
@@ -125,6 +130,19 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of the decoder, where a config.json nests them in `text_config`.
+
+    The weights' `quantization_config` and `tie_word_embeddings` stand outside.
+    """
+    if fields.get("model_type") not in tuple(_TEXT_TYPES) or "text_config" not in fields:
+        return fields
+    text, tied = object_field(fields, "text_config"), "tie_word_embeddings"
+    places = {tied: fields.get(tied), f"text_config.{tied}": text.get(tied)}
+    outside = {name: fields[name] for name in ("quantization_config",) if name in fields}
+    return {**text, **outside, tied: bool(agreed(places))}
+
+
 def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[str, Any]:
     """Writes config.json fields in both spellings, for transformers 4 and 5.
 
@@ -132,7 +150,8 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
       ValueError: the family cannot express the config (a Mixtral with biases, for instance).
     """
     c = config
-    head: dict[str, Any] = {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family}
+    model_type = _TEXT_TYPES.get(c.family, c.family)
+    head: dict[str, Any] = {"architectures": [ARCHITECTURES[c.family]], "model_type": model_type}
     if write := _WRITERS.get(c.family):
         fields = head | write(c) | {"dtype": dtype, "torch_dtype": dtype, **token_ids}
         return _checked(fields, c)
@@ -155,7 +174,7 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
         "torch_dtype": dtype,
         **token_ids,
     }
-    if c.family == "qwen3_next":
+    if c.family in ("qwen3_next", "qwen3_5_moe"):
         fields |= hf_qwen3_next.fields_of(c)
     elif c.family == "qwen3_moe":
         fields |= {
@@ -172,8 +191,8 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
         fields["intermediate_size"] = c.expert_dim
     if c.family == "olmoe":
         fields |= {"norm_topk_prob": c.norm_topk_prob, "attention_bias": c.attention_bias}
-    # Mixtral and OLMoE have no dense layers, so the width of one does not come back.
-    mlp_dim = c.mlp_dim if c.dense_layers else fields["intermediate_size"]
+    # Some families have no dense layers, so the width of one does not come back.
+    mlp_dim = c.mlp_dim if c.dense_layers else fields.get("intermediate_size", c.expert_dim)
     return _checked(fields, dataclasses.replace(c, mlp_dim=mlp_dim))
 
 
@@ -190,8 +209,9 @@ def _checked(fields: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
 
 def _family(fields: Mapping[str, Any]) -> str:
     model_type = fields.get("model_type")
-    if isinstance(model_type, str) and model_type in ARCHITECTURES:
-        return model_type
+    for family in ARCHITECTURES:
+        if model_type in (family, _TEXT_TYPES.get(family, family)):
+            return family
     architectures = fields.get("architectures") or "no architecture"
     if isinstance(architectures, list):
         architectures = ", ".join(map(str, architectures))

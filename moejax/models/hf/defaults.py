@@ -49,6 +49,21 @@ _GLM: dict[str, Any] = _SHARED | {
     "topk_group": 1,
     "norm_topk_prob": True,
 }
+_DELTA: dict[str, Any] = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "layer_types": None,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": _SHARED
     | {
@@ -99,25 +114,24 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 4096,
     },
     "qwen3_next": _QWEN
+    | _DELTA
     | {
         "intermediate_size": 5632,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
         "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
-        "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4,
-        "layer_types": None,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
+    },
+    "qwen3_5_moe": _SHARED
+    | _DELTA
+    | {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
     },
     "deepseek": _DEEPSEEK
     | {

@@ -17,11 +17,15 @@ from moejax.models.layer_index import layer_indices
 _DENSE = ("gate_proj", "up_proj", "down_proj")
 _EXPERT_PROJECTIONS = {"mixtral": ("w1", "w3", "w2")}  # the others': _DENSE
 _MOE_MODULE = {"mixtral": "block_sparse_moe"}  # the others': "mlp"
-_SHARED_MODULE = {"qwen3_next": "shared_expert"}  # the others': "shared_experts"
+# The others': "shared_experts".
+_SHARED_MODULE = {"qwen3_next": "shared_expert", "qwen3_5_moe": "shared_expert"}
+# Where files of a model with a vision tower have its decoder; those of decoders alone: "model".
+_NESTED = "model.language_model"
 # Buffers that transformers recomputes and that old checkpoints hold nevertheless.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
-# The head that predicts further tokens at once (Qwen3-Next), which decoding here does not use.
+# The head that predicts further tokens at once (Qwen), which decoding here does not use.
 _MULTI_TOKEN = re.compile(r"^mtp\.")
+_VISION = re.compile(r"^model\.visual\.")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _FURTHER = re.compile(r"\.(enorm|hnorm|eh_proj)\.")  # what only a layer for further tokens has
 _HAVE_FURTHER_LAYERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -48,6 +52,7 @@ class _Spelling:
 
     moe_module: str  # "mlp" | "block_sparse_moe"
     fused: bool  # one tensor for all experts of a layer
+    root: str = "model"  # before the decoder's names
 
 
 def published_spelling(family: str) -> _Spelling:
@@ -63,12 +68,21 @@ def find_spelling(family: str, names: Collection[str]) -> _Spelling:
     return _Spelling(
         moe_module="mlp" if modules == {"mlp"} else published,
         fused=any(name.endswith(".experts.gate_up_proj") for name in names),
+        root=_NESTED if f"\n{_NESTED}." in f"\n{text}" else "model",
     )
 
 
 def ignored(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Tensors of a checkpoint that no model here needs."""
-    return {name for name in names if _IGNORED.search(name)} | set(multi_token(config, names))
+    left_out = {*multi_token(config, names), *vision_tower(config, names)}
+    return {name for name in names if _IGNORED.search(name)} | left_out
+
+
+def vision_tower(config: ModelConfig, names: Collection[str]) -> list[str]:
+    """Tensors of a checkpoint that read images, beside a decoder of text."""
+    if config.family != "qwen3_5_moe":
+        return []
+    return [name for name in names if _VISION.match(name)]
 
 
 def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
@@ -77,7 +91,7 @@ def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
     In DeepSeek-V3 and GLM-4.5 they are layers after the last one, with norms of their own that tell
     them from a decoder's: a config with one layer too few does not lose that layer.
     """
-    if config.family == "qwen3_next":
+    if config.family in ("qwen3_next", "qwen3_5_moe"):
         return [name for name in names if _MULTI_TOKEN.match(name)]
     if config.family not in _HAVE_FURTHER_LAYERS:
         return []
@@ -92,12 +106,13 @@ def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
 def placements(config: ModelConfig, spelling: _Spelling) -> Iterator[Placement]:
     """Destinations of every tensor of a checkpoint; together they fill each leaf exactly once."""
     c = config
-    yield Placement("model.embed_tokens.weight", "embed", (), 0, (c.vocab_size, c.model_dim))
+    root = spelling.root
+    yield Placement(f"{root}.embed_tokens.weight", "embed", (), 0, (c.vocab_size, c.model_dim))
     for index in layer_indices(config):
         assert isinstance(index.layer, int)
         assert isinstance(index.mixer, int) and isinstance(index.mlp, int)
         layer = (index.layer,)
-        prefix = f"model.layers.{index.layer}"
+        prefix = f"{root}.layers.{index.layer}"
         yield Placement(
             f"{prefix}.input_layernorm.weight", "attention.norm", layer, 0, (c.model_dim,)
         )
@@ -117,7 +132,7 @@ def placements(config: ModelConfig, spelling: _Spelling) -> Iterator[Placement]:
             yield from _shared_expert(c, at, moe_prefix)
         else:
             yield from _gated_mlp(f"{prefix}.mlp", "mlp", at, _DENSE, c.mlp_dim, c.model_dim)
-    yield Placement("model.norm.weight", "final_norm", (), 0, (c.model_dim,))
+    yield Placement(f"{root}.norm.weight", "final_norm", (), 0, (c.model_dim,))
     if not c.tied_embeddings:
         yield Placement("lm_head.weight", "head", (), 0, (c.vocab_size, c.model_dim))
 
@@ -157,15 +172,24 @@ def _latent_attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement
 
 def _delta_net(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
     """Projections, convolution, decays and the norm of the output."""
-    shapes = weight_shapes(c)
+    assert c.delta_net is not None
+    shapes, of = weight_shapes(c), c.delta_net
+    heads = of.num_value_heads
+    parts = {"qkvz": of.conv_dim + of.value_width, "ba": 2 * heads}
+    if not of.rows_by_head:
+        parts = {"qkv": of.conv_dim, "z": of.value_width, "b": heads, "a": heads}
+    starts = {"z": of.conv_dim, "a": heads}  # in a leaf, of what does not begin it
+    for name, size in parts.items():
+        leaf = "delta.qkvz_proj" if name[0] in "qz" else "delta.ba_proj"
+        at, shape = starts.get(name, 0), (size, c.model_dim)
+        yield Placement(f"{prefix}.in_proj_{name}.weight", leaf, (i,), at, shape)
     names = {
-        "qkvz_proj": "in_proj_qkvz.weight", "ba_proj": "in_proj_ba.weight",
         "conv": "conv1d.weight", "dt_bias": "dt_bias", "a_log": "A_log", "norm": "norm.weight",
         "o_proj": "out_proj.weight",
     }  # fmt: skip
     for leaf, name in names.items():
-        shape = shapes[f"delta.{leaf}"][1:]
-        yield Placement(f"{prefix}.{name}", f"delta.{leaf}", (i,), 0, shape)
+        whole = shapes[f"delta.{leaf}"][1:]
+        yield Placement(f"{prefix}.{name}", f"delta.{leaf}", (i,), 0, whole)
 
 
 def _shared_expert(c: ModelConfig, at: tuple[int, ...], prefix: str) -> Iterator[Placement]:

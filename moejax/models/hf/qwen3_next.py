@@ -1,8 +1,10 @@
-"""config.json of Qwen3-Next to `ModelConfig`, and back.
+"""config.json of Qwen3-Next and of Qwen3.5's decoder to `ModelConfig`, and back.
 
 The published files are transformers 4's: `full_attention_interval` says which layers attend, and
 `rope_theta` and `partial_rotary_factor` stand at the top. Transformers 5 writes `layer_types` and
-`rope_parameters`. Where both are there, `layer_types` counts, as it does in transformers.
+`rope_parameters`. Where both are there, `layer_types` counts, as it does in transformers. All
+layers of Qwen3.5 are sparse, their chosen weights are normalised, and the three positions of a
+token of text are one, whatever `mrope_section` says.
 """
 
 from collections.abc import Mapping
@@ -39,7 +41,8 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
     if reasons:
         raise MoejaxError("not supported: " + "; ".join(reasons))
     num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
-    head_dim = integer(fields, "head_dim")
+    head_dim, expert_dim = (integer(fields, name) for name in ("head_dim", "moe_intermediate_size"))
+    is_next = family == "qwen3_next"
     return ModelConfig(
         family=family,
         vocab_size=integer(fields, "vocab_size"),
@@ -50,10 +53,10 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         num_experts=integer(fields, "num_local_experts", "num_experts", most=MOST_EXPERTS),
         experts_per_token=integer(fields, "num_experts_per_tok"),
-        expert_dim=integer(fields, "moe_intermediate_size"),
-        mlp_dim=integer(fields, "intermediate_size"),
-        moe_layers=sparse_layers(fields, num_layers),
-        norm_topk_prob=flag(fields, "norm_topk_prob"),
+        expert_dim=expert_dim,
+        mlp_dim=integer(fields, "intermediate_size") if is_next else expert_dim,
+        moe_layers=sparse_layers(fields, num_layers) if is_next else tuple(range(num_layers)),
+        norm_topk_prob=flag(fields, "norm_topk_prob") if is_next else True,
         norm_eps=number(fields, "rms_norm_eps"),
         rope_theta=rope_theta(family, fields),
         rope_scaling=rope_scaling(fields),
@@ -65,7 +68,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         rope_dim=rotated_dims(family, fields, head_dim),
         attention_gate=True,
         zero_centred_norm=True,
-        delta_net=_delta_net(fields, num_layers),
+        delta_net=_delta_net(fields, num_layers, rows_by_head=is_next),
         shared_dim=integer(fields, "shared_expert_intermediate_size"),
         shared_gate=True,
     )
@@ -76,12 +79,8 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
     c, rotated = config, config.rotary_dim / config.head_dim
     fields = {
         "num_experts": c.num_experts,
-        "intermediate_size": c.mlp_dim,
         "moe_intermediate_size": c.expert_dim,
         "shared_expert_intermediate_size": c.shared_dim,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(c.dense_layers),
-        "norm_topk_prob": c.norm_topk_prob,
         "attention_bias": c.attention_bias,
         "use_sliding_window": False,
         "partial_rotary_factor": rotated,
@@ -90,6 +89,13 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
             _ATTENTION if layer in c.attention_layers else _DELTA for layer in range(c.num_layers)
         ],
     }
+    if c.family == "qwen3_next":
+        fields |= {
+            "intermediate_size": c.mlp_dim,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(c.dense_layers),
+            "norm_topk_prob": c.norm_topk_prob,
+        }
     if c.delta_net is not None:
         fields |= {
             "linear_num_key_heads": c.delta_net.num_key_heads,
@@ -101,7 +107,9 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _delta_net(fields: Mapping[str, Any], num_layers: int) -> DeltaConfig | None:
+def _delta_net(
+    fields: Mapping[str, Any], num_layers: int, *, rows_by_head: bool
+) -> DeltaConfig | None:
     """Delta rule layers; None if all layers attend."""
     layers = tuple(i for i, kind in enumerate(_layer_types(fields, num_layers)) if kind == _DELTA)
     if not layers:
@@ -113,6 +121,7 @@ def _delta_net(fields: Mapping[str, Any], num_layers: int) -> DeltaConfig | None
         key_dim=integer(fields, "linear_key_head_dim"),
         value_dim=integer(fields, "linear_value_head_dim"),
         conv_width=integer(fields, "linear_conv_kernel_dim"),
+        rows_by_head=rows_by_head,
     )
 
 
