@@ -76,8 +76,13 @@ class CacheModel:
         self.clock += 1
         width, first = self.spec.transient, self.spec.first_transient
         places = {e: (0, self.place(layer, self.where(layer, e))) for e in needed - set(streamed)}
-        places |= {e: (1 + i // width, first + i % width) for i, e in enumerate(streamed)}
         admitted = [(e, self.place(layer, c)) for e, c in admitted]
+        at_once = self.spec.banks == 1 and self.spec.slots < self.max_needed <= width
+        if at_once:  # one wave is fetched with the admitted experts
+            coming = [(e, first + i) for i, e in enumerate(streamed)]
+            places |= {e: (0, slot) for e, slot in coming}
+            return {"places": places, "admitted": admitted + coming, "streamed": []}
+        places |= {e: (1 + i // width, first + i % width) for i, e in enumerate(streamed)}
         return {"places": places, "admitted": admitted, "streamed": streamed}
 
     def place(self, layer: int, c: int | None) -> int:

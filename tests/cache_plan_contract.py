@@ -89,6 +89,10 @@ CASES = {
     "held": Case(2, 9, (4, 9), 1, 4, banks=2, fixed=True, rule="held"),
     "held_tokens": Case(2, 9, (4, 9), 3, 3, fixed=True, rule="held"),
     "held_in_the_second": Case(2, 9, (3, 4, 9), 2, 2, rule="held"),
+    "small_second": Case(2, 12, (6, 1), 1, 3, transient=3),
+    "small_second_by_rule": Case(2, 8, (6, 1), 1, 2, transient=2, rule="critical", fed=False),
+    "small_both": Case(2, 12, (2, 3), 2, 3, transient=6),
+    "one_bank_at_once": alone(2, 12, 1, 4, slots=2, transient=4),
     "one_by_rule": Case(3, 9, (5,), 1, 4, banks=2, rule="one"),
 }
 
@@ -114,7 +118,7 @@ def forms(case: Case) -> tuple[package.TierShape, ...]:
     for i, slots in enumerate(case.slots):
         pairs = case.tokens * case.width
         transient = case.transient or (1 if slots else pairs)
-        has_waves = not case.policy or not slots or len(case.slots) == 1
+        has_waves = not case.policy or not slots or len(case.slots) == 1 or case.transient > 0
         found.append(
             package.TierShape(
                 slots=slots,

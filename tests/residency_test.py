@@ -34,6 +34,7 @@ SPECS = {
     "decode": (spec(3, 9, 4, 2), 4),
     "many_slots": (spec(2, 9, 6, 2), 3),
     "scan": (spec(2, 8, 3, 2), 8),
+    "one_wave": (spec(2, 9, 2, 4), 4),
     "one_layer": (spec(1, 5, 3, 2), 5),
     "no_cache": (spec(2, 5, 0, 2), 5),
     "one_slot": (spec(2, 4, 1, 1), 1),

@@ -58,7 +58,7 @@ class TierShape:
       banks: arrays in which layers have their slots in turn; a slot's number counts within one.
       transient: B, slots of a bank after those of the layers.
       waves: W, in which experts that find no slot pass through the transient ones; 0: slots serve
-        whatever a layer needs. One wave without slots of layers is fetched as admitted experts are.
+        whatever a layer needs.
       is_full: it has a slot for every expert; copies stay, even if the expert is in another tier.
       is_complete: every expert is in its slot for ever: nothing is fetched, and its table stays.
       static_in_step: the first tier alone: transfers between steps alone change its slots, and
@@ -96,14 +96,22 @@ class TierShape:
         return not (self.is_complete or self.static_in_step)
 
     @property
+    def at_once(self) -> bool:
+        """Whether the only wave is fetched with the admitted experts, and runs with them.
+
+        With two banks its copies run beside the products of what is there instead.
+        """
+        return self.waves == 1 and (self.streams or self.banks == 1)
+
+    @property
     def later_waves(self) -> int:
         """Waves that are fetched after the products of wave 0."""
-        return 0 if self.streams and self.waves == 1 else self.waves
+        return 0 if self.at_once else self.waves
 
     def num_jobs(self, num_pairs: int, num_experts: int) -> int:
         """J, of wave 0."""
-        at_once = self.transient if self.streams and self.waves == 1 else self.slots
-        return min(num_pairs, num_experts, at_once)
+        places = self.slots + (self.transient if self.at_once else 0)
+        return min(num_pairs, num_experts, places)
 
     def first_transient(self, num_layers: int) -> int:
         """Global slot at which a bank's transient ones begin: ceil(M / banks) C."""

@@ -271,12 +271,10 @@ def _plan_one(
     first = form.first_transient(num_layers)
     places = jnp.asarray(layer, jnp.int32) // form.banks * form.slots + row.slot_of
     slot = jnp.where(cached, places, jnp.where(streams, first + index % width, -1))
-    at_once = form.waves and not form.later_waves
-    wave = jnp.where(cached, 0, jnp.where(streams, 0 if at_once else 1 + index // width, -1))
+    wave = jnp.where(cached, 0, jnp.where(streams, 0 if form.at_once else 1 + index // width, -1))
     streamed = index_of(index, _iota(form.waves * width)).reshape(form.waves, width)
-    admitted = index_of(jnp.where(come, order, -1), _iota(jobs))
-    if at_once:
-        admitted = streamed[0, : form.num_jobs(size, num_experts)]
+    first_copied = come | streams if form.at_once else come
+    admitted = index_of(jnp.where(first_copied, order, -1), _iota(form.num_jobs(size, num_experts)))
     used = (row.owner >= 0) & _at(needed, row.owner)
     row = row._replace(
         last_use=jnp.where(used, clock, row.last_use), prefetched=row.prefetched & ~used

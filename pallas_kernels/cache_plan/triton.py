@@ -284,13 +284,13 @@ def _transient(tier: _Tier) -> _Moved:
 
 
 def _store_streamed(tier: _Tier, index: jax.Array, row: jax.Array) -> None:
-    """Writes the copies of what streams: in waves, or all at once."""
+    """Writes the copies of a tier's only experts, which stream: in waves, or all at once."""
     of, form = tier.state.of, tier.form
     if form.later_waves:
         jobs = iota(of["streamed"].shape[0])
         rows = pick(matches(jobs, index), row[None, :], 1)
         pltriton.store(of["streamed"].at[jobs], rows, mask=jobs < of["streamed"].shape[0])
-    elif form.streams:
+    else:
         first = form.first_transient(of["row_of"].shape[0])
         vectors.store_jobs(of, of["rows"].shape[0], index, row, first + index)
 
@@ -340,14 +340,19 @@ def _changed(tier: _Tier) -> _Moved:
         index = jnp.where(miss & (local < 0), order - victims, -1)
         index = jnp.where(index < form.waves * form.transient, index, -1)
         streamed = vectors.count(lead & (index >= 0))
-    come = jnp.where(miss & (local >= 0), order, -1)
+    come, place = jnp.where(miss & (local >= 0), order, -1), tier.first_slot + local
+    copied = come
+    if form.at_once:
+        first = form.first_transient(of["row_of"].shape[0])
+        copied = jnp.where(miss & ((local >= 0) | (index >= 0)), order, -1)
+        place = jnp.where(index >= 0, first + index, place)
     tier.wait()
     if gone is not None:
         _store_released(tier, loaded, gone, coming, jnp.where(come >= 0, ids, -2))
     vectors.store_owners(of, layer, table, coming)
     vectors.store_use(of, layer, table, table.wanted | came, state.clock, 0)
-    vectors.store_jobs(of, of["rows"].shape[0], come, row, tier.first_slot + local)
-    if form.waves:
+    vectors.store_jobs(of, of["rows"].shape[0], copied, row, place)
+    if form.later_waves:
         _store_streamed(tier, index, row)
     return _Moved(local, index, admitted, streamed, evictions + released, waste + unused)
 
