@@ -505,16 +505,18 @@ def forward(
     *,
     experts: ExpertImpl = "dense",
     attention: AttentionImpl = "xla",
-) -> tuple[jax.Array, Routing]:
+    record: Callable[[jax.Array, Routing], Any] = routing_record,
+) -> tuple[jax.Array, Any]:
     """Runs whole sequences without a cache, differentiably: for training and analysis.
 
     Args:
       tokens: int32[B, T].
+      record: of a layer's input [N, D] and its routing gives the layer's record, N = B T.
 
     Returns:
       The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
-      routing with a leading axis of M sparse layers: probabilities float32[M, N, E], weights
-      float32[M, N, A], ids int32[M, N, A], N = B T.
+      records with a leading axis of M sparse layers; by default the routing: probabilities
+      float32[M, N, E], weights float32[M, N, A], ids int32[M, N, A].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     mask = jnp.ones(tokens.shape, bool)
@@ -524,9 +526,9 @@ def forward(
         c = model.config
         return causal_attention(q, k, v, c.sliding_window, attention, c.score_scale)
 
-    run = ResidentExperts(model.moe, experts, routing_record)
-    hidden, _, routings = model.layers(tokens, positions, mask, attend, run)
-    return hidden, routings
+    run = ResidentExperts(model.moe, experts, record)
+    hidden, _, records = model.layers(tokens, positions, mask, attend, run)
+    return hidden, records
 
 
 def model_definition(

@@ -10,18 +10,24 @@ tokens.xz, streams.json and corpus.json (what was dropped, compression per domai
 
 import collections
 import json
-import lzma
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 from absl import app, flags, logging
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from scripts.demo_training import corpus as corpus_lib
 from scripts.demo_training import wikitext
+from scripts.demo_training.texts import (
+    DOMAINS,
+    encode,
+    long_lines,
+    read_rows,
+    read_text,
+    train_tokenizer,
+    wikitext_variants,
+)
 
 _DATA = flags.DEFINE_string("data", None, "directory of the source text", required=True)
 _OUTPUT = flags.DEFINE_string("output", "demo_data", "directory to write")
@@ -31,35 +37,8 @@ _VARIANTS = flags.DEFINE_integer(
 )
 _SEED = flags.DEFINE_integer("seed", 0, "seed of the filled-in words")
 
-DOMAINS = ("books", "textbooks", "code", "math", "chinese")
 # Bytes of each domain that the tokenizer learns from; all of WikiText besides.
 _TOKENIZER_SAMPLE = {"books": 6e6, "textbooks": 5e6, "code": 4e6, "math": 3e6, "chinese": 1.5e6}
-# Qwen's split, but digits go in pairs with the space before them (years are two tokens, not five).
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LONG_LINE = 100  # characters; a shared line this long marks a document as a duplicate
-
-
-def read_text(path: Path) -> str:
-    """Text of an xz file, newlines as they are."""
-    return lzma.open(path, "rt", encoding="utf-8", newline="").read()
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a JSONL file; only the newline ends a row."""
-    return [json.loads(line) for line in read_text(path).split("\n") if line]
-
-
-def long_lines(texts: Iterable[str]) -> set[str]:
-    """Stripped lines of at least `_LONG_LINE` characters."""
-    return {
-        stripped
-        for text in texts
-        for line in text.split("\n")
-        if len(stripped := line.strip()) >= _LONG_LINE
-    }
 
 
 def render_chat(problem: dict[str, str]) -> str:
@@ -70,60 +49,10 @@ def render_chat(problem: dict[str, str]) -> str:
     return "".join(f"{start}{role}\n{text}{end}\n" for role, text in turns)
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """Byte-level BPE; special tokens take ids 0 to 3, then the 256 bytes, then the merges."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(corpus_lib.SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        max_token_length=24,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
 def take_bytes(texts: list[str], limit: float) -> Iterator[str]:
     """Texts spread evenly over the list until `limit` characters are passed."""
     mean = sum(map(len, texts)) / len(texts)
     yield from texts[:: max(1, int(len(texts) * mean / limit))]
-
-
-def encode(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> tuple[np.ndarray, int]:
-    """Documents ended by the end-of-text token, as ids, and their bytes."""
-    parts: list[np.ndarray] = []
-    for i in range(0, len(texts), 64):
-        parts.extend(
-            np.array([*encoding.ids, corpus_lib.END_OF_TEXT_ID], np.uint16)
-            for encoding in tokenizer.encode_batch(texts[i : i + 64])
-        )
-    return np.concatenate(parts), sum(len(text.encode()) for text in texts)
-
-
-def wikitext_variants(
-    articles: list[list[str]],
-    known: collections.Counter[str],
-    rare: wikitext.RareWords,
-    num_variants: int,
-    rng: np.random.Generator,
-) -> list[str]:
-    """Whole copies of the training text, alternately in file form and in joined form."""
-    variants = []
-    for i in range(num_variants):
-        order = rng.permutation(len(articles))
-        filled = [wikitext.spell_out(articles[j], rare, known, rng) for j in order]
-        if i % 2:
-            variants.append(wikitext.joined_form([line for lines in filled for line in lines]))
-        else:
-            variants.append("".join(map(wikitext.file_form, filled)))
-    return variants
 
 
 def main(argv: list[str]) -> None:

@@ -11,7 +11,6 @@ bfloat16. `--time_budget_s` stops early, after a checkpoint; the same command go
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from moejax.models.config import ModelConfig
 from scripts.demo_training import corpus as corpus_lib
 from scripts.demo_training import plotting
 from scripts.demo_training.batches import crop_source
+from scripts.demo_training.json_log import JsonLog, mean_metrics
 from scripts.demo_training.objective import Metrics, Objective, Weights
 from scripts.demo_training.optimizer import OptimizerConfig, from_views, num_parameters
 from scripts.demo_training.scoring import Scorer, Windows, cut_windows, make_scorer, score_windows
@@ -100,26 +100,6 @@ class Validator:
             key = name if "/" in name else f"train/{name}"
             results[key] = score.bits / score.num_targets / self._bytes_per_token[name]
         return {key: round(value, 4) for key, value in results.items()}
-
-
-class JsonLog:
-    """Appends JSON objects to a file, one a line, and shows them."""
-
-    def __init__(self, path: Path):
-        self._file = path.open("a")
-
-    def write(self, **fields: Any) -> None:
-        """Writes one line."""
-        line = json.dumps(fields)
-        self._file.write(line + "\n")
-        self._file.flush()
-        print(line, flush=True)
-
-
-def mean_metrics(rows: list[Metrics]) -> dict[str, float]:
-    """Means over steps, on the host."""
-    stacked = jax.device_get(jax.tree.map(lambda *leaves: jnp.mean(jnp.stack(leaves)), *rows))
-    return {name: round(float(value), 5) for name, value in stacked._asdict().items()}
 
 
 def train(config: ml_collections.ConfigDict, data: Path, run_dir: Path, budget_s: float) -> bool:

@@ -1,0 +1,276 @@
+"""The study model: cut without a change of function, trained, measured, kept in pieces."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from absl.testing import absltest, parameterized
+
+from moejax.checkpoints.save import save_hf_checkpoint
+from moejax.errors import MoejaxError
+from moejax.models.hf.config import read_model_config
+from moejax.models.transformer import forward, merge_weights, model_definition
+from scripts.demo_training.texts import train_tokenizer
+from scripts.studies.study_model import make, parent, pieces
+from scripts.studies.study_model.distillation import token_losses
+from scripts.studies.study_model.measure import pair_cosines
+from scripts.studies.study_model.routers import domain_rows
+from scripts.studies.study_model.upcycle import (
+    as_float32,
+    parent_config,
+    read_parent,
+    replicated,
+    replicated_config,
+)
+from tests.demo_pipeline_test import PROSE, write_source
+from tests.hf_checkpoints import reference_model
+from tests.script_runs import run_module
+
+VOCABULARY = 300
+SHARDS, REPLICAS = 4, 3
+TINY = {
+    "num_shards": 2,
+    "num_replicas": 2,
+    "replicas.textbooks": 0,
+    "replicas.code": 1,
+    "replicas.math": 1,
+    "replicas.chinese": 1,
+    "router_tokens": 32,
+    "dtype": "float32",
+    "batch_size": 2,
+    "context": 16,
+    "timed_steps": 1,
+    "minutes": 1e-4,
+    "warmup_steps": 2,
+    "log_every": 2,
+    "validate_every": 3,
+    "validation_tokens": 32,
+    "evaluation_tokens": 64,
+}
+
+
+def write_llama(directory: Path, **fields: object) -> transformers.LlamaForCausalLM:
+    """Writes a tiny random Llama in bfloat16, with a tokenizer; returns it in float32."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=1, head_dim=8, max_position_embeddings=64,
+        rms_norm_eps=1e-5, initializer_range=0.3, tie_word_embeddings=True, bos_token_id=1,
+        eos_token_id=2, pad_token_id=2,
+        **fields,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    train_tokenizer(iter([PROSE * 3]), VOCABULARY).save(str(directory / "tokenizer.json"))
+    return reference_model(directory)
+
+
+class StudyTest(parameterized.TestCase):
+    def directory(self) -> Path:
+        return Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+
+class UpcycleTest(StudyTest):
+    @parameterized.parameters(1, REPLICAS)
+    def test_experts_compute_what_the_dense_model_in_transformers_does(self, num_replicas):
+        """In transformers and here, and every shard is taken once."""
+        directory = self.directory()
+        dense = write_llama(directory / "parent")
+        one = parent_config(directory / "parent", SHARDS)
+        leaves = read_parent(directory / "parent", one)
+        rng = np.random.default_rng(0)
+        rows = rng.normal(size=(2, num_replicas, 24))
+        leaves, config = replicated(leaves, rows), replicated_config(one, num_replicas)
+        save_hf_checkpoint(directory / "sparse", config, leaves, dtype=jnp.bfloat16)
+        self.assertEqual(read_model_config(directory / "sparse"), config)
+
+        tokens = rng.integers(0, VOCABULARY, (2, 12))
+        with torch.no_grad():
+            expected = dense(torch.tensor(tokens)).logits.numpy()
+            sparse = reference_model(directory / "sparse")(torch.tensor(tokens)).logits.numpy()
+        model = merge_weights(model_definition(config), as_float32(leaves))
+        hidden, routing = forward(model, jnp.asarray(tokens, jnp.int32))
+        found = np.asarray(model.project_to_vocab(hidden))
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(sparse, expected, atol=2e-5 * scale)
+        np.testing.assert_allclose(found, expected, atol=2e-5 * scale)
+        shards = np.sort(np.asarray(routing.ids) % SHARDS, axis=-1)
+        np.testing.assert_array_equal(shards, np.broadcast_to(np.arange(SHARDS), shards.shape))
+        if num_replicas > 1:
+            self.assertGreater(len(np.unique(np.asarray(routing.ids) // SHARDS)), 1)
+
+    def test_shards_must_divide_the_width(self):
+        directory = self.directory()
+        write_llama(directory)
+        with self.assertRaisesRegex(MoejaxError, "intermediate_size 32 is no multiple of 5 shards"):
+            parent_config(directory, 5)
+
+    def test_other_models_are_refused_by_name(self):
+        directory = self.directory()
+        (directory / "config.json").write_text('{"model_type": "gpt2", "intermediate_size": 8}')
+        with self.assertRaisesRegex(MoejaxError, "model_type is 'gpt2', expected 'llama'"):
+            parent_config(directory, 4)
+
+    def test_router_rows_find_their_domains(self):
+        directory = self.directory()
+        write_llama(directory)
+        config = parent_config(directory, SHARDS)
+        weights = {n: jnp.asarray(x) for n, x in as_float32(read_parent(directory, config)).items()}
+        rng = np.random.default_rng(1)
+        replicas = np.arange(24) % 3
+        crops = (rng.integers(0, 8, (24, 16)) + 20 * replicas[:, None]).astype(np.int32)
+        rows = domain_rows(
+            weights, config, crops, replicas, num_replicas=3, scale=2.0, attention="xla"
+        )
+        leaves = replicated({n: np.asarray(x) for n, x in weights.items()}, rows)
+        model = merge_weights(model_definition(replicated_config(config, 3)), leaves)
+        routing = forward(model, jnp.asarray(crops))[1]
+        taken = np.asarray(routing.ids[..., 0]).reshape(2, 24, 16) // SHARDS
+        self.assertGreater(np.mean(taken == replicas[None, :, None]), 0.9)
+        logits = np.log(np.asarray(routing.probabilities))
+        logits -= logits.mean(axis=-1, keepdims=True)
+        np.testing.assert_allclose(np.sqrt(np.mean(logits**2)), 2.0, rtol=0.05)
+
+
+class MeasuresTest(StudyTest):
+    def test_token_losses_equal_float64(self):
+        rng = np.random.default_rng(0)
+        x, y, head = (rng.normal(size=shape) for shape in ((5, 8), (5, 8), (11, 8)))
+        targets = rng.integers(0, 11, 5)
+        found = token_losses(*(jnp.asarray(a, jnp.float32) for a in (x, y, head)), targets)
+
+        def log_softmax(a):
+            return a - np.log(np.exp(a).sum(axis=1, keepdims=True))
+
+        p, q = log_softmax(x @ head.T), log_softmax(y @ head.T)
+        np.testing.assert_allclose(found.divergence, (np.exp(q) * (q - p)).sum(1), rtol=1e-4)
+        np.testing.assert_allclose(found.cross_entropy, -p[np.arange(5), targets], rtol=1e-4)
+        np.testing.assert_allclose(found.parent_cross_entropy, -q[np.arange(5), targets], rtol=1e-4)
+        np.testing.assert_array_equal(found.agrees, p.argmax(1) == q.argmax(1))
+
+    def test_cosines_of_replicas_and_of_others(self):
+        rng = np.random.default_rng(0)
+        outputs = rng.normal(size=(3, 6, 5))  # 2 shards of 3 replicas
+        counted = np.array([True, False, True])
+        expected = np.zeros(2)
+        for n in (0, 2):
+            unit = outputs[n] / np.linalg.norm(outputs[n], axis=1, keepdims=True)
+            pairs = [(e, f) for e in range(6) for f in range(6) if e != f]
+            for kind, same in enumerate((True, False)):
+                of = [unit[e] @ unit[f] for e, f in pairs if ((e - f) % 2 == 0) is same]
+                expected[kind] += np.mean(of)
+        found = pair_cosines(jnp.asarray(outputs, jnp.float32), jnp.asarray(counted), 2)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class ParentTest(StudyTest):
+    def test_rows_of_heads_go_back_to_halves(self):
+        heads, width = 3, 8
+        matrix = np.arange(heads * width * 2).reshape(heads * width, 2)
+        # llama.cpp's order of a Llama model's queries and keys.
+        stored = matrix.reshape(heads, 2, width // 2, 2).swapaxes(1, 2).reshape(matrix.shape)
+        self.assertFalse(np.array_equal(stored, matrix))
+        np.testing.assert_array_equal(parent.halves_of_heads(stored, heads), matrix)
+
+    def test_names(self):
+        names = {
+            "blk.3.attn_output.weight": "model.layers.3.self_attn.o_proj.weight",
+            "blk.12.ffn_norm.weight": "model.layers.12.post_attention_layernorm.weight",
+            "token_embd.weight": "model.embed_tokens.weight",
+        }
+        for name, expected in names.items():
+            self.assertEqual(parent.published_name(name), expected)
+        with self.assertRaisesRegex(MoejaxError, "'blk.0.attn_q.bias'"):
+            parent.published_name("blk.0.attn_q.bias")
+
+
+class PiecesTest(StudyTest):
+    def cut(self) -> tuple[Path, Path, dict[str, bytes]]:
+        """Files of several sizes, one empty, in pieces of 1,000 bytes."""
+        directory = self.directory()
+        (directory / "files").mkdir()
+        rng = np.random.default_rng(0)
+        files = {name: rng.bytes(size) for name, size in (("a", 2500), ("b", 0), ("c.bin", 700))}
+        for name, content in files.items():
+            (directory / "files" / name).write_bytes(content)
+        pieces.split(directory / "files", directory / "pieces", 1000)
+        return directory / "pieces", directory / "joined", files
+
+    def test_files_come_back(self):
+        cut, joined, files = self.cut()
+        self.assertEqual(
+            [p.stat().st_size for p in sorted(cut.glob("*.piece"))], [1000] * 3 + [200]
+        )
+        pieces.join(cut, joined)
+        self.assertEqual({p.name: p.read_bytes() for p in joined.iterdir()}, files)
+
+    def test_missing_and_damaged_pieces_are_named_and_nothing_is_written(self):
+        cut, joined, _ = self.cut()
+        whole = (cut / "0001.piece").read_bytes()
+        (cut / "0001.piece").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with self.assertRaisesRegex(MoejaxError, "damaged pieces.*'0001.piece'"):
+            pieces.join(cut, joined)
+        (cut / "0003.piece").unlink()
+        with self.assertRaisesRegex(MoejaxError, "lacks 1 of 4 pieces: .'0003.piece'"):
+            pieces.join(cut, joined)
+        self.assertFalse(joined.exists())
+
+
+class RunTest(StudyTest):
+    def run_step(self, command: list[str], *more: str) -> int:
+        done = run_module(*command, *more, JAX_PLATFORMS="cpu")
+        self.assertIn(done.returncode, (0, 3), done.stderr[-4000:])
+        return done.returncode
+
+    @pytest.mark.slow
+    def test_steps_of_the_one_command(self):
+        """From texts to a model that transformers loads; training stops once and goes on."""
+        work = self.directory()
+        write_source(work / "data")
+        write_llama(work / "parent")
+        table = make.commands(
+            config="configs/train_study_model.py",
+            parent=str(work / "parent"),
+            data=work / "data",
+            work=work / "run",
+        )
+        tiny = [f"--config.{name}={value}" for name, value in TINY.items()]
+        self.assertEqual(list(table), list(make.STEPS))
+        (_, prepare), (_, train) = table["prepare_data"][0], table["train"][0]
+        self.run_step(prepare)
+        stopped = self.run_step(train, *tiny, "--config.total_steps=4", "--time_budget_s=1e-3")
+        self.assertEqual(stopped, 3)
+        self.assertFalse((work / "run/model").exists())
+        self.assertEqual(self.run_step(train, *tiny), 0)  # its steps by the minutes
+        log = [json.loads(line) for line in (work / "run/log.jsonl").read_text().splitlines()]
+        steps = json.loads((work / "run/schedule.json").read_text())["total_steps"]
+        last = [row for row in log if row["event"] == "train"][-1]
+        self.assertEqual(last["step"], steps)
+        first = next(row for row in log if row["event"] == "valid")
+        self.assertLess(max(first["divergence"].values()), 1e-4)
+        self.assertGreater(first["replica_cosine"], 0.999)
+        self.assertLess(first["other_cosine"], 0.9)
+        for step in ("evaluate", "card", "pieces"):
+            for result, command in table[step]:
+                self.run_step(command, *(tiny if step == "evaluate" else ()))
+                self.assertTrue(result.exists(), step)
+        card = (work / "run/model/README.md").read_text()
+        self.assertIn("4 experts of which 2 run", card)
+        pieces.join(work / "run/pieces", work / "joined")
+        tokens = torch.arange(20, 30)[None]
+        with torch.no_grad():
+            trained = reference_model(work / "joined")(tokens).logits.numpy()
+            same = reference_model(work / "run/parent_as_experts")(tokens).logits.numpy()
+            dense = reference_model(work / "parent")(tokens).logits.numpy()
+        np.testing.assert_allclose(same, dense, atol=2e-5 * np.abs(dense).max())
+        self.assertGreater(np.abs(trained - dense).max(), 1e-3)
+        self.assertTrue(np.isfinite(trained).all())
+
+
+if __name__ == "__main__":
+    absltest.main()
