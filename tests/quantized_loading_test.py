@@ -49,9 +49,9 @@ SHARED = ("shared.gate_up", "shared.down")
 
 
 class KindsTest(LoadingTestCase):
-    """DeepSeek-V2 and Qwen3-Next as others' libraries quantize them: leaves, and logits."""
+    """DeepSeek-V2, Qwen3-Next and Qwen3.5 as others quantize them: leaves, and logits."""
 
-    @parameterized.product(kind=("latent", "delta"), make=(Gptq, Awq))
+    @parameterized.product(kind=("latent", "delta", "by_part"), make=(Gptq, Awq))
     @pytest.mark.slow
     def test_codes(self, kind, make):
         changes = {"num_layers": 2}
@@ -64,7 +64,9 @@ class KindsTest(LoadingTestCase):
             }
         else:
             quantized = (*DELTA, *ATTENTION, *EXPERTS, *SHARED)
-            delta = dataclasses.replace(model_kinds.DELTA["delta_net"], layers=(0,))
+            delta = model_kinds.KINDS[kind]["delta_net"]
+            # Words of AWQ hold eight outputs, here one of each value head.
+            delta = dataclasses.replace(delta, layers=(0,), num_value_heads=8)
             changes |= {"moe_layers": (0, 1), "delta_net": delta}
 
         class Published(make):
