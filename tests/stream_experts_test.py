@@ -142,12 +142,12 @@ CASES = {
 }  # fmt: skip
 
 
-def next_item_stays_behind(self, *rest, fetch=_Accumulation.fetch):
+def next_item_stays_behind(self, unit, base, to, fetch=_Accumulation.fetch):
     """Copies of the next item are those of this one."""
     row = self.next_item and self.stream.rows[0]
     next_item = self.next_item and dataclasses.replace(self.next_item, row=row)
     with mock.patch.object(self, "next_item", next_item):
-        fetch(self, *rest)
+        fetch(self, unit, base, to)
 
 
 def ring_does_not_run_on(self, *rest, run=_Accumulation.run):

@@ -115,9 +115,9 @@ class StageTest(parameterized.TestCase):
         self.assertLessEqual(end, tile_bytes(matrix, 1))
 
 
-def a_copy_skipped(self, tile, *rest, fetch=Stream.fetch):
+def a_copy_skipped(self, tile, stage, present, to, row, fetch=Stream.fetch):
     if tile:
-        fetch(self, tile, *rest)
+        fetch(self, tile, stage, present, to, row)
 
 
 def one_pair_fewer(e, *rest, job_of_pair=experts.job_of_pair):

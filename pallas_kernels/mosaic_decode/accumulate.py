@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.mosaic_decode.fused_low_rank import FusedStream
 from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, x_sums_bytes
-from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Rows, Stream, Which
+from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Rows, Stream
 
 Words = list[list[list[Value]]]  # of a block of x: column tiles, steps, 4 words
 UNROLLED = 1  # stages of a warp that are written out; above, a loop
@@ -105,18 +105,11 @@ class _Accumulation:
         return self.e.add(self.ring_at, unit % self.depth * self.stream.tile_bytes)
 
     def start(self) -> None:
-        """Fills the ring.
+        """Fills the ring."""
+        for unit in range(self.depth):
+            self.fetch(unit, self.first, self.place(unit))
 
-        Where the refinement lies is read from memory, so its copies start after all others.
-        """
-        planes: tuple[Which, ...] = ("all",)
-        if self.stream.matrix.form.apart:
-            planes = ("base", "refinement")
-        for which in planes:
-            for unit in range(self.depth):
-                self.fetch(unit, self.first, self.place(unit), which)
-
-    def fetch(self, unit: int, base: Value, to: Value, which: Which = "all") -> None:
+    def fetch(self, unit: int, base: Value, to: Value) -> None:
         """Fetches tile `unit` of the stages from `base` on, or of the next pass's first ones."""
         e, stream, next_item = self.e, self.stream, self.next_item
         later, tile = divmod(unit, stream.num_tiles)
@@ -137,7 +130,7 @@ class _Accumulation:
             inside = e.select(e.compare(stage, "lt", self.stages), 1, 0)
             present = inside if present is None else e.band(inside, present)
             stage = e.smaller(stage, self.stages - 1)
-        stream.fetch(tile, stage, 1 if present is None else present, to, row, which)
+        stream.fetch(tile, stage, 1 if present is None else present, to, row)
 
     @functools.cached_property
     def passed(self) -> Value:

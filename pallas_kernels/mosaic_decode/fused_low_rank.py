@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from pallas_kernels.mosaic_decode.emit import Value
-from pallas_kernels.mosaic_decode.product import BlockOfX, Rows, Stream, Which
+from pallas_kernels.mosaic_decode.product import BlockOfX, Rows, Stream
 
 _Totals = TypeVar("_Totals")
 
@@ -60,12 +60,11 @@ class FusedStream(Generic[_Totals]):
         return self.other_stream() if other else self.stream, number
 
     def fetch(
-        self, tile: int, stage: Value, present: Value, to: Value, row: Rows | None = None,
-        which: Which = "all",
-    ) -> None:  # fmt: skip
+        self, tile: int, stage: Value, present: Value, to: Value, row: Rows | None = None
+    ) -> None:
         """Fetches like `Stream.fetch`."""
         stream, number = self._of(tile)
-        stream.fetch(number, stage, present, to, row, which)
+        stream.fetch(number, stage, present, to, row)
 
     def multiply(
         self, tile: int, at: Value, stage: Value, block: int, x: BlockOfX, totals: Sequence[Value]

@@ -12,7 +12,6 @@ so the scale meets float32, never a weight (MiLo section 3.3 scales weights in f
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.mosaic_decode.fragments import STEP, CodeFormat, pair, prepare, values
@@ -51,8 +50,6 @@ MAX_IMMEDIATE = 2**22  # bytes from a row to a part, within 24 bits of an instru
 # lies if that is apart.
 Rows = tuple[Value, ...]
 
-Which = Literal["all", "base", "refinement"]  # of the planes of a stage
-
 
 class Stream:
     """Blocks of some row tiles of one matrix, as a warp copies and multiplies them.
@@ -82,7 +79,7 @@ class Stream:
         self.num_tiles = len(first_rows) * len(tiles_at)
         slots, bases = [slot], {"scales": matrix.scales, "zeros": matrix.zeros}
         if matrix.form.apart:
-            slots += e.load(e.offset(matrix.refined_slots, slot, 4), 0, 1, in_order=True)
+            slots += e.load(e.offset(matrix.refined_slots, slot, 4), 0, 1)
             bases["second"] = matrix.refined
         self.rows: list[Rows] = [
             tuple(e.add(e.mul(slot, matrix.num_rows), first) for slot in slots)
@@ -106,15 +103,12 @@ class Stream:
         return self.e.band(row, ROWS - 1)  # a part of few bytes is copied twice, to one place
 
     def fetch(
-        self, tile: int, stage: Value, present: Value, to: Value, row: Rows | None = None,
-        which: Which = "all",
-    ) -> None:  # fmt: skip
+        self, tile: int, stage: Value, present: Value, to: Value, row: Rows | None = None
+    ) -> None:
         """Starts copying a tile's stage into shared memory; zeros if `present` (i32) is 0.
 
         Args:
           row: in place of the first of `rows`.
-          which: "base" leaves out a plane that lies apart, and ends no group of copies;
-            "refinement" copies that plane alone.
         """
         e, copied = self.e, [part for part in self.parts if part.copied]
         if self.wanted is not None:
@@ -128,9 +122,6 @@ class Stream:
         number, among = divmod(tile, len(self.tiles_at))
         row = self.rows[number] if row is None else row
         for (part, place, column), base in zip(pieces, self.sources, strict=True):
-            is_refinement = self.matrix.form.apart and part.of == "second"
-            if which != "all" and is_refinement != (which == "refinement"):
-                continue
             place = e.add(to, e.add(e.mul(place, part.pitch), column))
             of_part = row[-1] if part.of == "second" else row[0]
             source = e.offset(base, of_part, part.matrix_row_bytes)
@@ -144,8 +135,7 @@ class Stream:
                 e.copy_async(
                     place, part.at + rows * part.pitch, source, imm, present, part.piece
                 )  # fmt: skip
-        if which != "base":
-            e.copies_commit()
+        e.copies_commit()
 
     def _place(self, part: StagePart) -> tuple[Value, Value]:
         """Row and byte in the row that this lane copies first in a part."""
