@@ -97,6 +97,8 @@ def mosaic_pipeline_call(
     scratch: Mapping[str, Any],
     num_warpgroups: int,
     alias: int | None = None,
+    approx_math: bool = False,
+    interpret: bool = False,
 ) -> Callable[..., Any]:
     """Builds a Pallas-Mosaic kernel written in Pallas, whose warpgroups differ.
 
@@ -104,15 +106,20 @@ def mosaic_pipeline_call(
       body: takes one ref per operand, then one per output, then the scratch by name.
       num_warpgroups: warpgroups per block, axis "warpgroup"; 128 threads each.
       alias: the operand whose memory the only output reuses, see `aliases` of `triton_call`.
+      approx_math: powers of two by one instruction.
+      interpret: on a CPU, from jax 0.11.1 on; not with an alias.
     """
     params = plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-    )
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True,
+        approx_math=approx_math,
+    )  # fmt: skip
     mesh: dict[str, Any] = {
         "grid": (num_blocks,), "grid_names": ("block",), "num_threads": num_warpgroups,
         "thread_name": "warpgroup", "kernel_name": name,
     }  # fmt: skip
     if alias is None:
+        if interpret:
+            mesh["interpret"] = plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
         return plgpu.kernel(
             body, out_type=out_shape, scratch_types=dict(scratch), compiler_params=params, **mesh
         )

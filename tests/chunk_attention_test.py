@@ -3,7 +3,10 @@
 Expectations are float64 numpy, one head at a time; the tolerance follows from the dtype.
 """
 
+import contextlib
+import math
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,10 @@ import pytest
 from absl.testing import parameterized
 
 from pallas_kernels import chunk_attention as package
-from pallas_kernels.chunk_attention import tiles, triton
-from pallas_kernels.target import Target
+from pallas_kernels.chunk_attention import mosaic, tiles, triton
+from pallas_kernels.target import Target, target_of
 from tests import slow
+from tests.gpu_targets import leaf
 from tests.host_test_case import HostTestCase
 from tests.kernel_contract import (
     ROUNDOFF,
@@ -197,6 +201,58 @@ def compiled(of: Operands, shape: Shape, chosen: Any = None) -> jax.Array:
     return run(CALL, of, shape, implementation="triton", tiles=chosen)
 
 
+def finite(of: Operands) -> Operands:
+    """The operands with large numbers for NaN: Mosaic multiplies a block's unseen slots by 0."""
+    keys, values = (
+        np.where(np.isnan(a.astype(np.float32)), 1e4, a).astype(a.dtype) for a in of[1:3]
+    )
+    return of._replace(keys=keys, values=values)
+
+
+def by_mosaic(of: Operands, shape: Shape) -> jax.Array:
+    return run(CALL, finite(of), shape, implementation="mosaic")
+
+
+class Sums:
+    """Stands in for sums in registers, which JAX's interpreter does not have."""
+
+    def __init__(self, value: Any, dtype: Any = None):
+        self.value = value if dtype is None else jnp.zeros(value, dtype)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.value
+
+    @staticmethod
+    def init(value: jax.Array) -> "Sums":
+        return Sums(value)
+
+
+def add_product(sums: Sums, left: Any, right: Any) -> None:
+    left = left if isinstance(left, jax.Array) else left[...]
+    sums.value = sums.value + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+
+
+def changed_sums(change: Any) -> Any:
+    def run_state(sums: Sums) -> jax.Array:
+        change(sums)
+        return sums.value
+
+    return run_state
+
+
+def mosaic_interpreted(of: Operands, shape: Shape) -> jax.Array:
+    with contextlib.ExitStack() as stack:
+        for owner, name, new in (
+            (mosaic.plgpu, "WGMMAAccumulatorRef", Sums), (mosaic.plgpu, "wgmma", add_product),
+            (mosaic.pl, "run_scoped", lambda change, sums: change(sums)),
+            (mosaic.pl, "run_state", changed_sums),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(owner, name, new))
+        return run(
+            package.chunk_attention, finite(of), shape, implementation="mosaic", interpret=True
+        )
+
+
 def moved(by: int) -> Any:
     """The kernel of a chunk that is said to stand elsewhere."""
     return lambda of, shape: traced_again(of._replace(starts=of.starts + by), shape)
@@ -293,7 +349,7 @@ class RefusalTest(HostTestCase):
         ({"scale": 0.0}, "scale 0.0 is not positive"),
         ({"starts": np.zeros(3, np.int32)}, r"starts are int32\(3,\)"),
         ({"lengths": np.zeros(2, np.int64)}, r"lengths are int64"),
-        ({"implementation": "cudnn"}, "none of triton, reference"),
+        ({"implementation": "cudnn"}, "none of mosaic, triton, reference"),
         ({"tiles": tiles.ChunkTiles(24, 16, 4, 2)}, "no powers of two"),
         ({"tiles": tiles.ChunkTiles(16, 8, 4, 2)}, "fewer than 16"),
     )
@@ -313,6 +369,78 @@ class RefusalTest(HostTestCase):
         held = found.rows + 2 * found.num_stages * found.block
         most = tiles.SHARED_BYTES.get(capability, tiles.LEAST_SHARED_BYTES)
         self.assertLessEqual(2 * held * head_dim, most)
+
+
+# Shapes that both the interpreter and Mosaic take; a warpgroup has a tile of 64 tokens of a head.
+MOSAIC_SHAPES = {
+    "first": Shape(128, 4, 2, 64, 128, (0,), (128,)),
+    "unequal": Shape(72, 6, 2, 64, 304, (100, 0, 230), (72, 0, 30)),
+    "window": Shape(64, 2, 1, 128, 512, (400,), (64,), window=150),
+    "group_of_one": Shape(136, 1, 1, 128, 400, (256,), (130,)),
+    "wide": Shape(16, 2, 1, 256, 144, (120,), (16,)),
+}
+
+
+class MosaicTest(HostTestCase):
+    @slow.repeats()
+    @parameterized.parameters(sorted(MOSAIC_SHAPES))
+    def test_value_is_that_of_float64(self, name):
+        if jax.__version_info__ < (0, 11, 2):
+            self.skipTest("jax interprets Mosaic kernels from 0.11.2 on")
+        shape = MOSAIC_SHAPES[name]
+        of = random_operands(shape, "bfloat16", len(name))
+        self.assertIsNone(violation(mosaic_interpreted(of, shape), of, shape))
+
+    @slow.repeats()
+    @parameterized.parameters((1024, 8, 128, None), (64, 4, 128, 1000), (1024, 2, 256, None))
+    def test_it_is_one_launch(self, chunk, num_kv, head_dim, window):
+        """The program for Hopper, made without a GPU."""
+        target = Target("gpu", (9, 0))
+        cache = leaf(2, 2, num_kv, 4096, head_dim, dtype="bfloat16")
+        q = leaf(2, chunk, 32, head_dim, dtype="bfloat16")
+        numbers = [leaf(*size, dtype="int32") for size in ((), (2,), (2,))]
+
+        def call(*operands: Any) -> jax.Array:
+            return mosaic.chunk_attention_mosaic(
+                *operands, kv_length=4096, window=window, scale=0.1, target=target
+            )
+
+        traced = jax.jit(call).trace(q, cache, cache, *numbers)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        self.assertEqual(text.count("stablehlo.custom_call"), 1)
+        held = mosaic.WARPGROUPS * mosaic.TOKENS + 2 * math.prod(mosaic._sizes(head_dim))
+        self.assertLessEqual(2 * held * head_dim, tiles.SHARED_BYTES[9, 0])
+
+    @parameterized.parameters(
+        ({"chunk": 20}, "T=20 is no multiple of 8"), ({"length": 75}, "S=75 is no multiple"),
+        ({"head_dim": 32}, "C=32 is none of 64, 128, 256"),
+    )  # fmt: skip
+    def test_refusals(self, changed, said):
+        shape = MOSAIC_SHAPES["first"]._replace(starts=(0,), lengths=(8,), **changed)
+        of = random_operands(shape, "bfloat16", 1)
+        reason = package.OPERATION.refusal(
+            "mosaic", of.q, of.keys, shape.head_dim, target=Target("gpu", (9, 0))
+        )
+        self.assertIn(said, reason)
+
+
+ON_MOSAIC = CONTRACT._replace(
+    gpu_shapes={
+        name: of for name, of in (GPU_SHAPES | MOSAIC_SHAPES).items()
+        if of.chunk % 8 == of.length % 8 == 0 and of.head_dim in mosaic.WIDTHS
+    },
+    compiled=by_mosaic, loosest=MOSAIC_SHAPES["window"],
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+class MosaicDeviceTest(on_device(ON_MOSAIC)):
+    """The Mosaic kernel compiled; on Hopper."""
+
+    def setUp(self):
+        super().setUp()
+        if target_of(jax.devices()[0]).capability != (9, 0):
+            self.skipTest("wgmma is Hopper's")
 
 
 @pytest.mark.gpu

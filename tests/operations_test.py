@@ -140,7 +140,7 @@ def _chunk_case() -> Case:
         (
             (
                 {0: queries(24, "float32"), 1: cache(24), 2: cache(24)},
-                ("q is float32", "sm_80", "C=24"),
+                ("q is float32", "sm_75", "C=24"),
             ),
         ),
         (

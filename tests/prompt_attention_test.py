@@ -95,7 +95,7 @@ class PromptTest(HostTestCase):
             self.assertGreaterEqual(calls.call_count, 2)
         self.assertLess(relative(found, expected), 0.02)
         said = by_kernel.products["prefill"]["attention to the cache"].describe()
-        self.assertEqual(said, "triton, bfloat16")
+        self.assertRegex(said, "^triton, bfloat16 .mosaic: C=16 is none of 64, 128, 256")
 
 
 class ChoiceTest(HostTestCase):
@@ -106,7 +106,11 @@ class ChoiceTest(HostTestCase):
     @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B, QWEN3_NEXT_80B_A3B)
     def test_the_kernel_serves_where_it_is_chosen(self, config):
         with BY_KERNEL:
-            self.assertEqual(attention.choose_chunked(config, HALF, AMPERE), ("triton", {}))
+            found = attention.choose_chunked(config, HALF, AMPERE)
+            self.assertEqual(found.implementation, "triton")
+            self.assertEqual([*found.refusals], ["mosaic"])
+            on_hopper = attention.choose_chunked(config, HALF, Target("gpu", (9, 0)))
+            self.assertEqual(on_hopper, ("mosaic", {}))
             on_cpu = attention.choose_chunked(config, HALF, Target("cpu", None))
             self.assertEqual(on_cpu.implementation, "xla")
             self.assertIn("it runs on GPUs", on_cpu.refusals["triton"])
@@ -117,7 +121,9 @@ class ChoiceTest(HostTestCase):
         with BY_KERNEL:
             latents = attention.choose_chunked(DEEPSEEK_V2_LITE, HALF, AMPERE)
         self.assertIn("keys of 64 and values of 512", latents.refusals["triton"])
-        with self.assertRaisesRegex(ValueError, "attention of prompts by the kernel: q is float32"):
+        with self.assertRaisesRegex(
+            ValueError, "attention of prompts by the kernel: q is f.*sm_80"
+        ):
             attention.choose_chunked(QWEN3_30B_A3B, jnp.dtype("float32"), AMPERE, "kernel")
 
 

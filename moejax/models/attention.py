@@ -18,6 +18,7 @@ from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from pallas_kernels import chunk_attention, decode_attention
 from pallas_kernels.decode_attention import Latent
+from pallas_kernels.op import REFERENCE
 from pallas_kernels.target import Choice, Target
 
 AttentionImpl = Literal["xla", "cudnn"]  # of the tokens of a chunk to one another
@@ -27,6 +28,7 @@ CUDNN_MAX_HEAD_DIM = 128
 # What runs attention of prompts to the cache, if nothing else is asked for: "kernel" where it does
 # not refuse, or "xla". TODO: "kernel" as soon as `bench_chunk_attention` has shown it on a GPU.
 PROMPTS_BY: CachedAttentionImpl = "xla"
+TILED = 16  # tokens of the shortest chunk, which a choice is for; others may run by another kernel
 
 
 def default_attention_impl(config: ModelConfig, dtype: jnp.dtype, platform: str) -> AttentionImpl:
@@ -49,7 +51,7 @@ def choose_cached(
       asked: an implementation by name; None takes the kernel unless it refuses.
 
     Returns:
-      "triton", the kernel, or "xla".
+      A kernel or "xla".
 
     Raises:
       ValueError: the kernel was asked for and refuses.
@@ -72,8 +74,8 @@ def choose_chunked(
     """Chooses attention of prompts to the cache like `choose_cached`; None means `PROMPTS_BY`."""
     if (asked or PROMPTS_BY) == "xla":
         return Choice("xla", {})
-    keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
-    q = jax.ShapeDtypeStruct((1, 1, config.num_heads, config.head_dim), dtype)
+    keys = jax.ShapeDtypeStruct(cache_shape(config, 1, TILED), dtype)
+    q = jax.ShapeDtypeStruct((1, TILED, config.num_heads, config.head_dim), dtype)
     chosen = chunk_attention.OPERATION.choose(q, keys, config.cached_dims[1], target=target)
     return _kernel_or_xla(chosen, "prompts", asked)
 
@@ -90,17 +92,18 @@ def stores_scores(config: ModelConfig, itemsize: int, platform: str) -> bool:
 
 
 def _kernel_or_xla(chosen: Choice, phase: str, asked: CachedAttentionImpl | None) -> Choice:
-    """The kernel unless it refused; an error if it was asked for."""
-    if chosen.implementation == "triton":
+    """The kernel unless all refused; an error if one was asked for."""
+    if chosen.implementation != REFERENCE:
         return chosen
     if asked == "kernel":
-        raise ValueError(f"attention of {phase} by the kernel: {chosen.refusals['triton']}")
+        reasons = "; ".join(chosen.refusals.values())
+        raise ValueError(f"attention of {phase} by the kernel: {reasons}")
     return Choice("xla", chosen.refusals)
 
 
 def cached_impl(choice: Choice) -> CachedAttentionImpl:
     """Translates a choice to the value of `ChunkSpec.cached`."""
-    return "kernel" if choice.implementation == "triton" else "xla"
+    return "xla" if choice.implementation == "xla" else "kernel"
 
 
 def causal_attention(
@@ -243,7 +246,7 @@ def prompt_attention(
     return chunk_attention.chunk_attention(
         q, keys, values, layer=layer, starts=positions[:, 0],
         lengths=jnp.sum(token_mask, axis=1, dtype=jnp.int32), kv_length=kv_length,
-        window=sliding_window, scale=scale, implementation="triton",
+        window=sliding_window, scale=scale,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chunk_attention import triton
+from pallas_kernels.chunk_attention import mosaic, triton
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
 from pallas_kernels.chunk_attention.tiles import ChunkTiles
 from pallas_kernels.op import Implementation, Operation, not_half
@@ -31,7 +31,11 @@ def _shared_refusals(q: Operand, keys: Operand, value_dim: int) -> list[str]:
 # A choice is for q [B, T, H, C], keys [L, B, K, S, C] and the width of values.
 OPERATION = Operation(
     "chunk_attention",
-    kernels=(Implementation("triton", triton.refusal, triton.chunk_attention_triton),),
+    kernels=(
+        # TODO: Mosaic goes if `bench_chunk_attention` does not find it faster on an H100.
+        Implementation("mosaic", mosaic.refusal, mosaic.chunk_attention_mosaic),
+        Implementation("triton", triton.refusal, triton.chunk_attention_triton),
+    ),
     reference=chunk_attention_reference,
     abstract=_abstract,
     shared_refusals=_shared_refusals,
@@ -64,8 +68,8 @@ def chunk_attention(
     Args:
       q: [B, T, H, C] in bfloat16 or float16 (the reference takes float32 too).
       keys: [L, B, K, S, C], whole: it is indexed inside the kernel, nothing is copied. Slots beyond
-        a sequence's last token, or before the first one's window, are never read: they may hold
-        anything.
+        a sequence's last token, or before the first one's window, may hold any finite number;
+        Triton never reads them, Mosaic multiplies those in a block's rest by 0.
       values: like keys.
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       starts: int32[B], positions of the chunk's first tokens.
@@ -74,8 +78,8 @@ def chunk_attention(
       kv_length: slots looked at, at most S; static. The kernel's time does not depend on it.
       window: tokens that a query sees, itself included; None: all. Static.
       scale: positive factor on the scores; None: 1 / sqrt(C). Static.
-      implementation: "triton" or "reference"; None for the first that does not refuse.
-      tiles: None for the heuristic's; only with the kernel.
+      implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
+      tiles: None for the heuristic's; only with Triton.
 
     Returns:
       [B, T, H, C] in `q.dtype`.

@@ -5,14 +5,16 @@
     python -m scripts.studies.kernels.bench_chunk_attention --others= \
         --tiles=128x64w8p2,128x128w8p2,64x64w4p3    # others beside ours
 
-A figure is microseconds a chunk, of a chain of calls; a row is printed as soon as it is measured.
-The chunk's first token stands at `--offset`. Operations are those of the scores that are seen.
+The first figure is Triton's: microseconds a chunk, of a chain of calls; a row is printed as soon
+as it is measured. The chunk's first token stands at `--offset`. Operations are those of the scores
+that are seen.
 
-`xla` is what the model runs without the kernel, in pieces as long as `longest_chunk` allows;
-`cudnn` is two calls, of the chunk to itself and to the slots before it, joined by their sums, since
-JAX's cuDNN has no causal mask for queries that begin at an offset; it copies the slots to the order
-that it wants. `shipped` is `jax.experimental.pallas.ops.gpu.attention_mgpu` in float16, which has
-no offset. Results are compared. `--smoke` tries the script on a CPU, the kernel interpreted.
+`mosaic` is our other kernel; `xla` is what the model runs without either, in pieces as long as
+`longest_chunk` allows; `cudnn` is two calls, of the chunk to itself and to the slots before it,
+joined by their sums, since JAX's cuDNN has no causal mask for queries that begin at an offset; it
+copies the slots to the order that it wants. `shipped` is JAX's own kernel, `attention_mgpu` of
+`jax.experimental.pallas.ops.gpu`, in float16, which has no offset. Results are compared. `--smoke`
+tries the script on a CPU, Triton interpreted.
 """
 
 import functools
@@ -38,7 +40,9 @@ _SHAPES = flags.DEFINE_list("shapes", ["Qwen3-30B-A3B", "Mixtral-8x7B"], "names 
 _BATCH = flags.DEFINE_multi_integer("batch", [1, 4], "sequences")
 _CHUNK = flags.DEFINE_multi_integer("chunk", [1024, 2048, 4096], "tokens of each")
 _OFFSET = flags.DEFINE_multi_integer("offset", [0, 8192, 31744], "tokens before them")
-_OTHERS = flags.DEFINE_list("others", ["xla", "cudnn", "shipped"], "what is timed beside ours")
+_OTHERS = flags.DEFINE_list(
+    "others", ["mosaic", "xla", "cudnn", "shipped"], "what is timed beside ours"
+)
 _TILES = flags.DEFINE_list("tiles", [], "tried beside the rule's, as 128x64w8p3: rows, slots, ...")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "pairs of timed queues; the median is taken")
 
@@ -49,13 +53,15 @@ GUESS_RATE = 3e14  # operations a second
 MAX_DIFFERENCE = 1e-2  # of the norm; all round weights and results to 16 bits
 
 
-def by_kernel(q: jax.Array, operands: Any, call: int, tiles: ChunkTiles | None) -> jax.Array:
+def by_kernel(
+    q: jax.Array, operands: Any, call: int, by: str = "triton", tiles: ChunkTiles | None = None
+) -> jax.Array:
     """One launch."""
     keys, values, starts = operands
     lengths = jnp.full_like(starts, q.shape[1])
     return chunk_attention(
         q, keys, values, layer=jnp.int32(call % len(keys)), starts=starts, lengths=lengths,
-        kv_length=keys.shape[3], implementation="triton", tiles=tiles, interpret=_SMOKE.value,
+        kv_length=keys.shape[3], implementation=by, tiles=tiles, interpret=_SMOKE.value,
     )  # fmt: skip
 
 
@@ -133,21 +139,22 @@ def measure(report: Report, name: str, batch: int, chunk: int, offset: int, leng
     # The shipped kernel has no factor on scores.
     scaled_q = (q.astype(jnp.float32) * float(head_dim) ** -0.5).astype(q.dtype)
 
-    def timed(call: Any, by: jax.Array = q, slower: float = 1, **how: Any) -> Timing:
+    def timed(call: Any, x: jax.Array = q, slower: float = 1, **how: Any) -> Timing:
         rounds = 1 if _SMOKE.value else round(1e-3 * GUESS_RATE / (operations * slower))
         chain = Chain(2, 2, max(1, rounds))
         bound = functools.partial(call, **how)
-        return time_jax(bound, by, operands, chain, _REPEATS.value, {} if _SMOKE.value else None)
+        return time_jax(bound, x, operands, chain, _REPEATS.value, {} if _SMOKE.value else None)
 
     where = f"attention of {name}, batch {batch}, chunk {chunk} at {offset}"
-    ours = timed(by_kernel, tiles=None)
+    ours = timed(by_kernel)
     others: dict[str, Any] = {
+        "mosaic": lambda: timed(by_kernel, by="mosaic"),
         "xla": lambda: timed(
             by_xla, slower=10, seen=offset + chunk,
             piece=min(chunk, longest_chunk(config, batch, length)),
         ),
         "cudnn": lambda: timed(by_cudnn, offset=offset),
-        "shipped": lambda: timed(by_shipped, by=scaled_q),
+        "shipped": lambda: timed(by_shipped, x=scaled_q),
     }  # fmt: skip
     unfit = {"xla": batch * chunk > XLA_TOKENS * batch, "shipped": offset > 0}
     beside: dict[str, Any] = {}
