@@ -49,12 +49,15 @@ class DeviceMesh:
         """Sharding of arrays that every device has whole."""
         return NamedSharding(self.mesh, REPLICATED)
 
+    def split(self, memory_kind: str | None = None) -> NamedSharding:
+        """Sharding of arrays of which every device has a part; `memory_kind`: None for its own."""
+        return NamedSharding(self.mesh, SPLIT, memory_kind=memory_kind)
+
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Joins arrays of equal shape, one on each device, to a split array; nothing is copied."""
         first = parts[0]
-        kind = first.sharding.memory_kind
         shape = (self.size * first.shape[0], *first.shape[1:])
-        sharding = NamedSharding(self.mesh, SPLIT, memory_kind=kind)
+        sharding = self.split(first.sharding.memory_kind)
         return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
     def map(self, function: Callable[..., Any], arguments: Any, results: Any) -> Any:

@@ -3,6 +3,7 @@
 Float32 sums in another order differ by rounding, which no routing of these models turns on.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,6 +13,8 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine
 from moejax.devices import make_mesh
+from moejax.experts.budget import Limits
+from moejax.experts.tiering import Tiering
 from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from tests import model_kinds, slow
@@ -93,10 +96,52 @@ class MeshTest(FolderTestCase):
                 self.assertLen(array.sharding.device_set, count)
                 self.assertEqual(array.is_fully_replicated, name not in EXPERT_LEAVES, name)
 
+    @slow.where(lambda case: case != ("dynaexq", 2))
+    @parameterized.parameters((("slots", 2),), (("slots", 8),), (("dynaexq", 2),), (("dymoe", 3),))
+    def test_residency_is_invisible_on_a_mesh(self, case):
+        """Where experts are changes no bit; who is where, and why, is as on one device."""
+        what, count = case
+        mesh, slots = str(count), QWEN.num_experts
+        Plain(dataclasses.replace(QWEN, expert_dim=192)).write(self.directory)
+        if what == "slots":
+            limits = Limits(slots=3, prefetch=2)
+            one, some, expected = (
+                self.load(limits=limits), self.load(limits=limits, mesh=mesh), self.load(mesh=mesh),
+            )  # fmt: skip
+        else:
+            how = {"policy": what, "tiers": ("int4", "int2"), "group_size": 32}
+            settings = {"period": 4, "warmup": 4} if what == "dynaexq" else {}
+            moving = Tiering(settings=settings, slots=(2, slots), **how)
+            one, some = self.load(policy=moving), self.load(policy=moving, mesh=mesh)
+            expected = None
+        found = [engine.logits(TOKENS) for engine in (one, some)]
+        self.assertLess(np.abs(found[0] - found[1]).max() / np.abs(found[0]).max(), 1e-5)
+        if expected is not None:
+            np.testing.assert_array_equal(found[1], expected.logits(TOKENS))
+        ledgers = [engine.ledger for engine in (one, some)]
+        for name, tier in ledgers[0].tiers.items():
+            shared = ledgers[1].tiers[name]
+            self.assertEqual(shared.layers, tier.layers)
+            self.assertEqual(shared.bulk_requests, tier.bulk_requests)
+            self.assertEqual(count * shared.expert_bytes, tier.expert_bytes)
+        if what == "dynaexq":
+            self.assertGreater(ledgers[1].tiers["int4"].bulk_requests["inserted"], 0)
+        if what != "slots":
+            return
+        # Planned bytes are allocated bytes, on each device.
+        [tier], pool = some._runner.memory.tiers, some.budget.device
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(tier.pool.banks))
+        planned = pool["expert slots"] + pool["transient slots"]
+        self.assertEqual(held, count * planned)
+        rows = sum(leaf.nbytes for leaf in jax.tree.leaves((tier.store.gate_up, tier.store.down)))
+        self.assertEqual(rows, some.budget.host["experts"])
+
     def test_errors_take_one_line(self):
         Packed(QWEN, 4).write(self.directory)
         with self.assert_one_line("mesh=16 takes 16 devices, but JAX sees 8 of the platform cpu"):
             self.load(mesh="16")
+        with self.assert_one_line("a mesh does not serve experts from disk yet: raise it to"):
+            self.load(mesh="2", limits=Limits(slots=2, host_gib=1e-4))
         with self.assert_one_line("mesh='two' must be a number of devices"):
             self.load(mesh="two")
         self.assertIsNone(make_mesh("1", "cpu"))

@@ -72,8 +72,9 @@ def bits_of(
     """Sizes of a loaded model; `memory` holds the experts where `weights` lack them."""
     tiers = dict(zip(memory.spec.names, memory.tiers, strict=True)) if memory else {}
     num_experts = len(config.moe_layers) * config.num_experts
+    num_shares = memory.mesh.size if memory and memory.mesh else 1
     experts = {
-        name: num_experts * tier.ledger.expert_bytes
+        name: num_shares * num_experts * tier.ledger.expert_bytes
         + sum(leaf.nbytes for leaf in jax.tree.leaves(tier.store.terms))
         for name, tier in tiers.items()
     }

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from moejax.devices import REPLICATED, DeviceMesh, Place, mesh_of, specs_of
 from moejax.errors import MoejaxError
 from moejax.experts import residency
 from moejax.experts.disk_cache import DiskExperts
@@ -63,12 +64,15 @@ class TierMemory:
         gate_up: Weight,
         down: Weight,
         row_of: np.ndarray,
-        device: jax.Device,
+        place: Place,
         terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ()),
         disk: DiskExperts | None = None,
     ) -> None:
-        """Wraps a filled store (fields as of `HostRows`); allocates an empty pool."""
-        rows = jax.device_put(np.asarray(row_of, np.int32), device)
+        """Wraps a filled store (fields as of `HostRows`); allocates an empty pool.
+
+        `place`: the device, or the replicated sharding of a mesh.
+        """
+        rows = jax.device_put(np.asarray(row_of, np.int32), place)
         self.spec, self.store = spec, HostRows(gate_up, down, rows, terms)
         self.pool = self._empty_pool()
         slots = jax.tree.leaves(self.pool.banks[0])
@@ -80,26 +84,33 @@ class TierMemory:
         self._forgotten = 0  # failures of the disk of which nothing is cached any more
 
     def _empty_pool(self) -> TierSlots:
-        cache, device = self.spec.cache, self.store.row_of.device
+        cache, place, mesh = self.spec.cache, self.store.row_of.sharding, self.mesh
 
         def slots(row: Any) -> jax.Array:
-            return jnp.zeros((cache.num_slots, *row.shape[1:]), row.dtype, device=device)
+            count = cache.num_slots * (mesh.size if mesh else 1)
+            where = mesh.split() if mesh else place
+            return jnp.zeros((count, *row.shape[1:]), row.dtype, device=where)
 
         used = None
         if self.spec.read is not None:
-            used = jnp.zeros((cache.num_layers, cache.num_experts), jnp.int32, device=device)
+            used = jnp.zeros((cache.num_layers, cache.num_experts), jnp.int32, device=place)
         rows = self.store.gate_up, self.store.down
         banks = tuple(jax.tree.map(slots, rows) for _ in range(cache.banks))
         state = (residency.empty(cache), residency.no_counts(cache.num_layers))
-        tables, counts = jax.device_put(state, device)
+        tables, counts = jax.device_put(state, place)
         return TierSlots(banks, tables, counts, used)
 
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Mesh whose devices have a share of every expert; None: one device has them whole."""
+        return mesh_of(self.store.row_of.sharding)
+
     def stacks(self) -> dict[str, Weight]:
-        """Shapes of a bank as leaves [1, S, ...], with low-rank terms."""
-        found = {}
-        by_slot = jax.ShapeDtypeStruct((1, self.spec.cache.num_slots), "int32")
+        """Shapes of a device's bank as leaves [1, S, ...], with low-rank terms."""
+        found, num_slots = {}, self.spec.cache.num_slots
+        by_slot = jax.ShapeDtypeStruct((1, num_slots), "int32")
         slots, terms = jax.eval_shape(
-            lambda bank, terms: (jax.tree.map(lambda leaf: leaf[None], bank), terms),
+            lambda bank, terms: (jax.tree.map(lambda leaf: leaf[None, :num_slots], bank), terms),
             self.pool.banks[0], self.store.terms,
         )  # fmt: skip
         if self.base is not None:
@@ -226,9 +237,10 @@ class ExpertMemory:
                 tier.base = following
         pools = tuple(tier.spec for tier in tiers)
         self.tiers = tuple(tiers)
-        self.device: jax.Device = next(iter(tiers[0].store.row_of.devices()))
+        self.place, self.mesh = tiers[0].store.row_of.sharding, tiers[0].mesh
         if policy is not None:
-            policy, cache = with_kernels(policy, self.device.platform), tiers[0].spec.cache
+            device: jax.Device = next(iter(self.place.device_set))
+            policy, cache = with_kernels(policy, device.platform), tiers[0].spec.cache
             self._policy_spec = PolicySpec(
                 num_layers=cache.num_layers, num_experts=cache.num_experts, width=width,
                 tiers=tuple(names), expert_bytes=tuple(tier.ledger.expert_bytes for tier in tiers),
@@ -243,7 +255,7 @@ class ExpertMemory:
         self.spec = CacheSpec(policy, tuple(names), pools)
         self._state, self._gate = self._init_policy(policy)
         self.ledger = Ledger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
-        self.programs = CompiledPrograms()
+        self.programs = CompiledPrograms(mesh=self.mesh)
         self._answer: TransferRequests | None = None
         self._answer_counts = False  # whether tokens had run when that was asked
         self._num_polls = 0  # since the last `read_counters`
@@ -367,7 +379,7 @@ class ExpertMemory:
                 tier.read_counters()
             if self._gate is not None:
                 self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
-                self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.device)
+                self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.place)
             if self.moves_experts:
                 self.ledger.asked = (self.ledger.asked or 0) + self._num_polls
                 self._num_polls = 0
@@ -420,7 +432,10 @@ class ExpertMemory:
     def _dispatch_requests(self) -> tuple[ExpertCache, TransferRequests]:
         """Dispatches the policy's choice of transfers; waits for nothing."""
         operands = (self.pool, *self._in_flight_and_room())
-        program = self.programs.get(request_transfers, (self.spec,), operands, num_donated=1)
+        results = (specs_of(operands[0]), REPLICATED) if self.mesh else REPLICATED
+        program = self.programs.get(
+            request_transfers, (self.spec,), operands, num_donated=1, results=results
+        )
         return program(*operands)
 
     def _poll_policy(self, num_tokens: int) -> None:
@@ -484,7 +499,7 @@ class ExpertMemory:
             for i, experts in enumerate(in_flight):
                 for layer, expert in experts:
                     mask[layer, i, expert] = True
-            operands = jax.device_put((mask, np.int32(room)), self.device)
+            operands = jax.device_put((mask, np.int32(room)), self.place)
             self._in_flight_on_device = in_flight, operands
         operands = self._in_flight_on_device[1]
         return operands
@@ -493,11 +508,11 @@ class ExpertMemory:
         """A policy's state and gate mass before any token; nothing without a policy."""
         if policy is None:
             return (), None
-        state = jax.device_put(policy.init(self._policy_spec), self.device)
+        state = jax.device_put(policy.init(self._policy_spec), self.place)
         # Leaves of their own: a state may name one array twice, which cannot be donated.
         state = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
         gate = no_gate(self.spec.cache.num_layers, len(self.tiers))
-        return state, jax.device_put(gate, self.device)
+        return state, jax.device_put(gate, self.place)
 
     def _reset_policy(self, policy: AnyPolicy | None = None) -> None:
         self._state, self._gate = self._init_policy(policy or self.spec.policy)
@@ -527,7 +542,7 @@ class ExpertMemory:
             for tier, experts in zip(self.tiers, held, strict=len(held) > 0):
                 assert tier.spec.emulated
                 content = residency.seeded(tier.spec.cache, experts)
-                content = jax.device_put(content, self.device)
+                content = jax.device_put(content, self.place)
                 tier.pool = dataclasses.replace(tier.pool, residency=content)
 
 
@@ -565,7 +580,7 @@ def _preloaded_pool(
 ) -> TierSlots:
     spec, store = dataclasses.replace(memory.spec, is_complete=False), memory.store
     cache = spec.cache
-    content = jax.device_put(residency.seeded(cache, experts), next(iter(store.row_of.devices())))
+    content = jax.device_put(residency.seeded(cache, experts), store.row_of.sharding)
 
     def fill(pool: TierSlots, store: HostRows) -> TierSlots:
         tier = TierStep(spec, config, store, "block", kernels)
@@ -578,5 +593,8 @@ def _preloaded_pool(
                 pool = tier.copy_rows(pool, bank, bank, Fetch(rows, jnp.asarray(slots)))
         return pool
 
-    pool = jax.jit(fill, donate_argnums=0)(memory.pool, store)
+    program: Any = fill
+    if memory.mesh is not None:
+        program = memory.mesh.map(fill, (memory.pool, store), specs_of(memory.pool))
+    pool = jax.jit(program, donate_argnums=0)(memory.pool, store)
     return dataclasses.replace(pool, residency=content)

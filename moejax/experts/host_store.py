@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import tqdm
 
+from moejax.devices import DeviceMesh
 from moejax.experts.pinned_memory import allocate_host_arrays
 
 _THREADS = 4
@@ -39,7 +40,7 @@ class RowSource(Protocol):
     def read(
         self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
     ) -> None:
-        """Fills one row."""
+        """Fills one row; on a mesh the row of each device, one after another."""
 
 
 class HostStore:
@@ -47,17 +48,22 @@ class HostStore:
 
     Attributes:
       num_rows: R.
-      arrays: [R, ...] in the order of the source's `row`; operands of the step.
+      arrays: [R, ...] in the order of the source's `row`; operands of the step. On a mesh each
+        device has R rows, of its shares.
       row_of: int32[M, E], the row of each expert, -1 where it is in none.
     """
 
-    def __init__(self, source: RowSource, num_rows: int, device: jax.Device) -> None:
+    def __init__(
+        self, source: RowSource, num_rows: int, device: jax.Device, mesh: DeviceMesh | None = None
+    ) -> None:
         """Allocates memory; its content is undefined."""
         self._source, self.num_rows = source, num_rows
         shapes = [jax.ShapeDtypeStruct((num_rows, *part.shape), part.dtype) for part in source.row]
-        held = allocate_host_arrays(shapes, device)
+        held = allocate_host_arrays(shapes, device, mesh)
         self.arrays = tuple(one.array for one in held)
-        self._views = [one.view for one in held]
+        self._views = [
+            view for views in zip(*(one.views for one in held), strict=True) for view in views
+        ]  # those of the first device first
         self.row_of = np.full((source.num_layers, source.num_experts), -1, np.int32)
 
     def rows(self, row: int) -> list[np.ndarray]:

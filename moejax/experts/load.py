@@ -35,6 +35,7 @@ from moejax.experts.host_store import HostStore
 from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSizes
+from moejax.experts.share_rows import ShareRows
 from moejax.experts.state import TierSpec
 from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like, open_tier
 from moejax.experts.transfers import Transfers
@@ -89,18 +90,18 @@ def load_limited(
       MoejaxError: the limits are too tight (the text names the least that would do), the
         checkpoint or a tier cannot be read, or the policy's settings do not suit the tiers.
     """
-    if mesh is not None:
-        raise MoejaxError("a mesh does not serve memory limits or policies yet: leave one out")
     limits = device_limits(device, limits)
     policy, activations, stored, sources, refines, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
-        chunk=chunk,
+        chunk=chunk, num_devices=mesh.size if mesh else 1,
     )  # fmt: skip
     if not limits.device_gib:
         check_room(budget.device, room_nbytes(device))
     for line in unused(budget):
         logging.warning("%s", line)
-    load = functools.partial(checkpoint.load, dtype=dtype, device=device, progress=progress)
+    load = functools.partial(
+        checkpoint.load, dtype=dtype, device=device, progress=progress, mesh=mesh
+    )
     if not budget.pooled:
         return load(), None, budget
     check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
@@ -109,11 +110,11 @@ def load_limited(
     for tier, source, plane, part in zip(stored, sources, refines, budget.tiers, strict=True):
         memory = _load_tier(
             source, part, tier, tiering, dtype=dtype, device=device, progress=progress,
-            last_plane=plane,
+            last_plane=plane, mesh=mesh,
         )  # fmt: skip
         if tiering is not None:
             if tiering.emulate:
-                memory = _emulated(memory, device)
+                memory = _emulated(memory)
             if (first := _initial_experts(activations, part, memory, held)) is not None:
                 held += first.shape[1]
                 preload(memory, checkpoint.config, ops.Kernels(target_of(device)), first)
@@ -200,10 +201,11 @@ def plan_experts(
             raise MoejaxError(f"the experts do not fit and cannot move: {own.refusal}")
     else:
         tiers = [
-            _sizes(tier, source, tiering, dtype, device)
+            _sizes(tier, source, tiering, dtype, device, num_devices)
             for tier, source in zip(stored, sources, strict=True)
         ]
-        is_one = len({source.directory for source in sources}) == 1
+        # On a mesh tiers are whole copies.
+        is_one = len({source.directory for source in sources}) == 1 and num_devices == 1
         widths = [source.read_bits for source in sources] if is_one else []
         budget, refines = plan_tiers(policy, run, tiers, tiering.slots, limits, widths)
     for tier, disk, part in zip(stored, disks, budget.tiers, strict=True):
@@ -317,6 +319,7 @@ def _load_tier(
     device: jax.Device,
     progress: bool,
     last_plane: bool,
+    mesh: DeviceMesh | None,
 ) -> TierMemory:
     """Fills host rows, allocates an empty pool, opens the disk if rows are few."""
     limits = budget.limits
@@ -330,11 +333,16 @@ def _load_tier(
                 f"memory.disk_path={limits.disk_path} holds experts of another form than "
                 f"{checkpoint.directory}: give a copy of it"
             )
-    reader = _rows_of(tier, tiering, reader)
+    reader = _rows_of(tier, tiering, reader, mesh.size if mesh else 1)
+    if mesh is not None and any(terms):
+        raise MoejaxError(
+            f"the experts of {checkpoint.directory} have low-rank compensators, which a mesh does "
+            "not serve yet; quantize them by another method, or leave the mesh out"
+        )
     store, disk = None, None
     arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)
     if budget.host_rows:
-        store = HostStore(reader, budget.host_rows, device)
+        store = HostStore(reader, budget.host_rows, device, mesh)
         store.fill(progress=progress)
         arrays = store.arrays
     if budget.host_share < 1:
@@ -355,28 +363,34 @@ def _load_tier(
     spec = TierSpec(
         cache, limits.prefetch, read, prefetch_in=limits.prefetch_in, refines=own.plane_bits
     )
-    memory = TierMemory(spec, gate_up, down, supply.row_of, device, terms, disk)
+    place = device if mesh is None else mesh.replicated
+    memory = TierMemory(spec, gate_up, down, supply.row_of, place, terms, disk)
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
 
 
-def _emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
+def _emulated(memory: TierMemory) -> TierMemory:
     """Moves all rows to the device; slots become tables only."""
     row_of = np.asarray(memory.store.row_of)
     if (row_of < 0).any():
         raise MoejaxError("policy.emulate holds every expert: set memory.host_gib=0")
     memory.close()
-    kind = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
-    gate_up, down = jax.device_put((memory.store.gate_up, memory.store.down), kind)
+    place = memory.store.row_of.sharding
+    device: jax.Device = next(iter(place.device_set))
+    kind = device.default_memory().kind
+    where = (memory.mesh.split() if memory.mesh else place).with_memory_kind(kind)
+    gate_up, down = jax.device_put((memory.store.gate_up, memory.store.down), where)
     spec = dataclasses.replace(memory.spec, emulated=True, read=None)
-    return TierMemory(spec, gate_up, down, row_of, device, memory.store.terms)
+    return TierMemory(spec, gate_up, down, row_of, place, memory.store.terms)
 
 
 def _rows_of(
-    tier: StoredTier, tiering: Tiering | None, reader: ExpertReader
-) -> ExpertReader | QuantizedRows:
-    """Returns the reader of a tier's rows, which may be quantized while they are read."""
+    tier: StoredTier, tiering: Tiering | None, reader: ExpertReader, num_devices: int = 1
+) -> ExpertReader | QuantizedRows | ShareRows:
+    """Returns the reader of a tier's rows, which may be quantized or cut while they are read."""
+    if num_devices > 1:
+        return ShareRows(_rows_of(tier, tiering, reader), num_devices)
     if tiering is None or tier.bits is None:
         return reader
     scheme = Scheme(
@@ -391,14 +405,16 @@ def _rows_of(
 
 
 def _sizes(
-    tier: StoredTier, source: Checkpoint, tiering: Tiering, dtype: str, device: jax.Device
-) -> TierSize:
+    tier: StoredTier, source: Checkpoint, tiering: Tiering, dtype: str, device: jax.Device,
+    num_devices: int,
+) -> TierSize:  # fmt: skip
     """Bytes of an expert of a tier; MoejaxError where it has no form in which experts move."""
     if tier.bits:
         with open_experts(source, dtype=dtype, device=device) as reader:
-            rows = _rows_of(tier, tiering, reader)
+            rows = _rows_of(tier, tiering, reader, num_devices)
             return TierSize(name=tier.name, expert_nbytes=rows.row_nbytes)
-    sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
+    chosen = np.dtype(source.choose_dtype(dtype, device))
+    sizes = checkpoint_sizes(source, chosen, num_devices)
     if sizes.refusal:
         raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
     return tier_of(sizes, tier.name)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from moejax.devices import DeviceMesh
 from moejax.errors import MoejaxError
 from moejax.experts.budget import GIB, PINNED_LIMIT
 from moejax.experts.machine import pinned_limit_nbytes
@@ -23,14 +24,14 @@ _PINNED = "pinned_host"
 
 
 class _HostArray(NamedTuple):
-    """An array in a device's host memory, and numpy's writable view of it.
+    """An array in host memory, and numpy's writable views of what each device has of it.
 
-    Changes are seen through the view and by programs that take the array. `np.asarray` of the array
-    may be a copy that JAX made once and keeps.
+    Changes are seen through the views and by programs that take the array. `np.asarray` of the
+    array may be a copy that JAX made once and keeps.
     """
 
     array: jax.Array
-    view: np.ndarray
+    views: tuple[np.ndarray, ...]
 
 
 def _is_pinned(device: jax.Device) -> bool:
@@ -39,18 +40,23 @@ def _is_pinned(device: jax.Device) -> bool:
 
 
 def allocate_host_arrays(
-    shapes: Sequence[jax.ShapeDtypeStruct], device: jax.Device
+    shapes: Sequence[jax.ShapeDtypeStruct], device: jax.Device, mesh: DeviceMesh | None = None
 ) -> list[_HostArray]:
     """Allocates arrays in a device's host memory; MoejaxError where it cannot be had.
 
-    Their content is undefined.
+    Their content is undefined. On a mesh each device has an array of each shape, joined to one.
     """
-    nbytes = sum(part.size * np.dtype(part.dtype).itemsize for part in shapes)
+    devices = (device,) if mesh is None else mesh.devices
+    nbytes = len(devices) * sum(part.size * np.dtype(part.dtype).itemsize for part in shapes)
     check_pinned_limit(nbytes, device)
     kind = "pinned host memory" if _is_pinned(device) else "host memory"
     with plain_memory_errors(nbytes, kind):
-        arrays = [_allocate(part.shape, np.dtype(part.dtype), device) for part in shapes]
-        return [_HostArray(array, _view(array)) for array in jax.block_until_ready(arrays)]
+        found = []
+        for part in shapes:
+            own = [_allocate(part.shape, np.dtype(part.dtype), each) for each in devices]
+            views = tuple(_view(array) for array in jax.block_until_ready(own))
+            found.append(_HostArray(own[0] if mesh is None else mesh.join(own), views))
+        return found
 
 
 def check_pinned_limit(nbytes: int, device: jax.Device) -> None:

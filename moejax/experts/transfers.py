@@ -30,6 +30,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from moejax.devices import REPLICATED, mesh_of, specs_of
 from moejax.errors import MoejaxError
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.host_store import Expert, HostStore, copy_row
@@ -111,17 +112,24 @@ class Transfers:
           queue_length: most requests that wait; more are refused.
         """
         self.counters, self.most_in_flight = _TransferCounters(), in_flight
-        self.programs = CompiledPrograms()
+        self._mesh = mesh = mesh_of(pool.residency.clock.sharding)
+        self.programs = CompiledPrograms(mesh=mesh)
         self._cache, self._supply, self._queue_length = cache, supply, queue_length
         rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]
         self._layout = BlobLayout.of(rows)
         words = jax.ShapeDtypeStruct((self._layout.num_words,), np.uint32)
-        self._blocks = allocate_host_arrays([words] * in_flight, device)
+        self._blocks = allocate_host_arrays([words] * in_flight, device, mesh)
         self._free = list(range(in_flight))
         self._batch = min(in_flight, MOST_INSERTED)
         # The device's own memory: a put of a pinned array by device alone might move nothing.
         kind = device.default_memory().kind
+        self._place: jax.sharding.Sharding
+        self._split: jax.sharding.Sharding
         self._place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+        # Of an expert's words, of which each device of a mesh has those of its share.
+        self._split = self._place
+        if mesh is not None:
+            self._place, self._split = mesh.replicated, mesh.split(kind)
         self._queue: dict[Expert, None] = {}  # in order of the requests
         self._moving: dict[Expert, _Transfer] = {}  # those that have a block
         self._lock = threading.Lock()
@@ -184,7 +192,7 @@ class Transfers:
         with self._lock:
             if self._is_closed or not (ready := self._finish_copies()):
                 return
-            put = jax.device_put([self._blocks[t.block].array for t in ready], self._place)
+            put = jax.device_put([self._blocks[t.block].array for t in ready], self._split)
             for transfer, words in zip(ready, put, strict=True):
                 transfer.staged, transfer.state, transfer.result = words, _State.FLYING, None
             self.counters.moved += len(ready)
@@ -308,7 +316,8 @@ class Transfers:
                 continue
             block = self._free[-1]
             try:
-                into = self._layout.views(self._blocks[block].view)
+                blocks = self._blocks[block].views
+                into = [part for words in blocks for part in self._layout.views(words)]
                 copied = self._copier.submit(copy_row, into, row)
             except RuntimeError:  # no thread: it waits where it was, and this copy must never run
                 self._copier = _copier()
@@ -339,13 +348,17 @@ class Transfers:
             return jax.ShapeDtypeStruct(dims, dtype, sharding=self._place)
 
         self._program(is_resident, (), (pool, shape((2, self._batch), np.int32)), 0)
-        blob = shape((self._layout.num_words,), np.uint32)
+        num_words = self._layout.num_words * (self._mesh.size if self._mesh else 1)
+        blob = jax.ShapeDtypeStruct((num_words,), np.uint32, sharding=self._split)
         for size in sorted({bucket(n, self._batch) for n in range(1, self._batch + 1)}):
             arguments = (pool, (blob,) * size, shape((2, size), np.int32))
             self._program(insert_experts, (self._cache, self._layout), arguments, 1)
 
     def _program(self, function: Any, static: tuple[Any, ...], inputs: Any, donated: int) -> Any:
-        return self.programs.get(function, static, inputs, num_donated=donated)
+        results: Any = REPLICATED
+        if self._mesh is not None and donated:
+            results = (specs_of(inputs[0]), REPLICATED)
+        return self.programs.get(function, static, inputs, num_donated=donated, results=results)
 
 
 def _copier() -> concurrent.futures.ThreadPoolExecutor:

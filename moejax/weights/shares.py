@@ -109,6 +109,12 @@ class Shares:
             num_inputs=self.share_width,
         )
 
+    def narrow(self, down: Weight) -> Weight:
+        """Gives arrays of shares of down, in the tree of the whole, the width of a share."""
+        if not isinstance(down, QTensor):
+            return down
+        return dataclasses.replace(down, num_inputs=self.share_width)
+
 
 def shares_of(width: int, count: int, group_size: int | None) -> Shares:
     """Shares of experts of a width.
