@@ -110,6 +110,11 @@ def make_mesh(text: str, platform: str = "auto") -> DeviceMesh | None:
         return None
     platform = choose_device(platform).platform
     devices = jax.devices(platform)
+    if jax.process_count() > 1:
+        raise MoejaxError(
+            f"mesh={text} runs in one process, which drives all of its devices; here JAX has "
+            f"{jax.process_count()} processes: start one alone"
+        )
     if len(devices) < count:
         more = f" (XLA_FLAGS=--xla_force_host_platform_device_count={count} makes CPU devices)"
         more = more if platform == "cpu" else ""

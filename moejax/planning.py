@@ -57,9 +57,8 @@ def budget_of(config: PlanConfig) -> Budget:
         tiers.append(tier_of(_sizes_of_shape(config, bits, group), tier.name))
         widths.append(bits)
     policy = choose(tiering, None, model).policy
-    budget, _ = plan_tiers(
-        policy, run, tiers, tiering.slots, limits, widths if config.planes else ()
-    )
+    by_planes = config.planes and run.num_devices == 1  # tiers of a mesh are whole copies
+    budget, _ = plan_tiers(policy, run, tiers, tiering.slots, limits, widths if by_planes else ())
     return budget
 
 

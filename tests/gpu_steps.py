@@ -2,6 +2,7 @@
 
     python -m tests.gpu_steps pools                # banks that are not copied
     python -m tests.gpu_steps tiers                # temporary memory and launches under policies
+    python -m tests.gpu_steps mesh                 # the step of two GPUs beside that of one
     python -m tests.gpu_steps Qwen3-Next-80B-A3B --layers=4 --batch=8   # of a resident model
 
 Attention and experts in INT4, all else as the shape has it. Needs JAX's CUDA plugin and no GPU.
@@ -21,8 +22,10 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels
+from moejax.devices import MESH_AXIS, REPLICATED, DeviceMesh, specs_of
 from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.experts.state import (
     CacheSpec,
@@ -259,6 +262,72 @@ def compiled_resident(config: ModelConfig, batch: int) -> jax.stages.Compiled:
     return compiled(step, (state, None, steps.StepInputs(weights, None), *rest), (0,))
 
 
+def mesh_of_gpus(count: int) -> DeviceMesh:
+    """GPUs of one process, which are not there."""
+    from jax.experimental import topologies
+
+    topology = f"1x1x{count}"
+    devices = topologies.get_topology_desc(
+        platform="cuda", topology_name=topology, topology=topology, target_config=GPU.description
+    ).devices
+    return DeviceMesh(jax.sharding.Mesh(np.asarray(devices), (MESH_AXIS,)))
+
+
+def compiled_on_mesh(
+    config: ModelConfig, slots: int, mesh: DeviceMesh | None
+) -> tuple[jax.stages.Compiled, Any]:
+    """A decode call of a mesh, or of one GPU; with `slots` of a layer, else resident; its pool."""
+    count = mesh.size if mesh else 1
+    own = dataclasses.replace(config, expert_dim=config.expert_dim // count)  # of a device
+    spec, pool, stores = under_no_policy(own, slots, 0) if slots else (None, None, ())
+    definition = model_definition(
+        config, ops.Kernels(GPU.target), holds_experts=not slots,
+        share_axis=MESH_AXIS if mesh else "",
+    )  # fmt: skip
+    chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
+    program = steps.StepProgram(definition, spec)
+    step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
+    state, *rest = decode_operands(config, 1)
+    are_packed = leaves_of("attention") if slots else leaves_of("attention", "experts")
+    weights = weights_of(own, are_packed)
+    if slots:
+        weights = {name: of for name, of in weights.items() if name not in EXPERT_LEAVES}
+    operands = state, pool, steps.StepInputs(weights, tuple(stores) or None), *rest
+    if mesh is None:
+        return compiled(step, operands, (0, 1), spec), pool
+
+    def placed(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        names = {getattr(key, "name", getattr(key, "key", "")) for key in path}
+        is_split = names & {"banks", "gate_up", "down", *EXPERT_LEAVES}
+        shape = (count * leaf.shape[0], *leaf.shape[1:]) if is_split else leaf.shape
+        sharding = mesh.split() if is_split else mesh.replicated
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+    operands = jax.tree_util.tree_map_with_path(placed, operands)
+    parts: Any = (REPLICATED, specs_of(operands[1]), REPLICATED, REPLICATED)
+    several = mesh.map(lambda *given: step(*given), operands, steps.StepResult(*parts))
+    with described(GPU):
+        traced = jax.jit(several, donate_argnums=(0, 1)).trace(*operands)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    options = compiler_options(spec.tiers, False) if spec else None
+    return lowered.compile(compiler_options=options), pool
+
+
+def print_mesh() -> None:
+    """A line a case: name; temporary bytes, aliased and donated ones of a GPU, launches, sums."""
+    config = with_layers(CONFIGS["Qwen3-30B-A3B"], 2)
+    for name, slots in (("resident", 0), ("slots", 32)):
+        for mesh in (None, mesh_of_gpus(2)):
+            program, pool = compiled_on_mesh(config, slots, mesh)
+            memory, text = program.memory_analysis(), program.as_text()
+            assert memory is not None
+            print(
+                f"{name}_{mesh.size if mesh else 1}", memory.temp_size_in_bytes,
+                memory.alias_size_in_bytes, num_bytes(pool), num_launches(text),
+                len(re.findall(r" all-reduce(?:-start)?\(", text)), flush=True,
+            )  # fmt: skip
+
+
 def num_launches(text: str) -> int:
     """Launches of the largest computation: the step, which a loop runs."""
     computations = re.split(r"\n(?=\S[^\n]*\{\n)", text)
@@ -320,9 +389,9 @@ def print_resident(shape: str, layers: int, batch: int) -> None:
 
 
 def main() -> None:
-    """Prints one of the three."""
+    """Prints one of the four."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["pools", "tiers", *sorted(CONFIGS)])
+    parser.add_argument("what", choices=["pools", "tiers", "mesh", *sorted(CONFIGS)])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=1)
     given = parser.parse_args()
@@ -337,6 +406,8 @@ def main() -> None:
         print_pools()
     elif given.what == "tiers":
         print_tiers()
+    elif given.what == "mesh":
+        print_mesh()
     else:
         print_resident(given.what, given.layers, given.batch)
 

@@ -45,6 +45,19 @@ class CompilingTest(absltest.TestCase):
                     more = int(found[f"{name}_replayed"][1]) - int(found[f"{name}_routed"][1])
                     self.assertBetween(more, LAYERS, LAYERS + 2)  # and two a step
 
+    def test_two_gpus_run_the_step_of_one(self):
+        """A sum a layer, and nothing else; pools stay where they are."""
+        lines = [line.split() for line in self.printed("mesh").splitlines()]
+        found = {line[0]: list(map(int, line[1:])) for line in lines if len(line) == 6}
+        self.assertLen(found, 4)
+        for name in ("resident", "slots"):
+            one, two = found[f"{name}_1"], found[f"{name}_2"]
+            temporary, aliased, donated, launches, sums = two
+            self.assertLess(temporary, one[0] + MOST_BYTES)
+            self.assertGreaterEqual(aliased, donated)
+            self.assertEqual((one[4], sums), (0, 2))  # of two layers
+            self.assertLessEqual(launches, one[3] + 2 * sums)
+
     def test_no_bank_is_copied(self):
         printed = self.printed("pools")
         lines = [line.split() for line in printed.splitlines() if "_slots_" in line]

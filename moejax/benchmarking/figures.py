@@ -121,7 +121,8 @@ def of_floor(measured: Measurement, runner: Runner, bandwidth: Bandwidth) -> Fig
         assert measured.distinct is not None
         distinct = measured.distinct
         whole = sum(runner.weights[n].nbytes for n in EXPERT_LEAVES if n in runner.weights)
-        experts_nbytes = whole * distinct / config.num_experts
+        num_devices = runner.mesh.size if runner.mesh else 1  # that read their shares at once
+        experts_nbytes = whole * distinct / config.num_experts / num_devices
     least = floor_bytes(
         config, runner.weights, experts_nbytes=experts_nbytes,
         positions=statistics.mean(positions(b, config.sliding_window) for b in full if b.steps),

@@ -14,7 +14,13 @@ from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shape_memory import ShapeMemories, release, replay
 from moejax.checkpoints import open_checkpoint
 from moejax.config.benchmark import BenchmarkConfig
-from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
+from moejax.devices import (
+    DeviceMesh,
+    choose_device,
+    enable_compilation_cache,
+    make_mesh,
+    plain_memory_errors,
+)
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Budget, Limits, RunSizes, TierSize, make_budget
@@ -31,6 +37,7 @@ from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy, parts_of
 from moejax.routing.trace import Trace, read_trace
 from moejax.text.tokenizer import Tokenizer
+from moejax.weights.shares import shares_of
 
 OWN_ROUTING = "the model's own"
 NEAR_UNIFORM = (
@@ -65,6 +72,7 @@ class CheckpointModels:
         self.about = config.checkpoint
         if config.read_bits:
             self.about += f" in {config.read_bits} bits"
+        self.about += _mesh_text(make_mesh(config.mesh, config.platform))
         self._tiering = config.policy.tiering()
         self._whole: Engine | None = None
 
@@ -103,7 +111,7 @@ class CheckpointModels:
         return Engine.from_pretrained(
             self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
             context=context, compilation_cache=self._asked.compilation_cache, limits=limits,
-            generation_config=False, read_bits=self._asked.read_bits, **more,
+            generation_config=False, read_bits=self._asked.read_bits, mesh=self._asked.mesh, **more,
         )  # fmt: skip
 
 
@@ -131,8 +139,15 @@ class _ShapeModels:
         packed = self._packing
         layers = f"{self.config.num_layers} layers, " if config.layers else ""
         self.about = f"{config.shape}, {layers}random weights, {packed.describe()}"
+        self._mesh = mesh = make_mesh(config.mesh, config.platform)
+        self.about += _mesh_text(mesh)
+        self._own = self.config  # of the experts that a device has
+        if mesh is not None:
+            group_size = None if min(self._bits) == 16 else config.group_size
+            shares = shares_of(self.config.expert_dim, mesh.size, group_size)
+            self._own = dataclasses.replace(self.config, expert_dim=shares.share_width)
         with plain_memory_errors(device):
-            self._memories = ShapeMemories(self.config, packed, device, config.memory.host_gib)
+            self._memories = ShapeMemories(self._own, packed, device, config.memory.host_gib, mesh)
         self._dense_nbytes = {n: leaf.nbytes for n, leaf in self._memories.dense.items()}
         self._whole: Runner | None = None
 
@@ -186,9 +201,16 @@ class _ShapeModels:
         """A model whose experts are all on the device."""
         if not limits.device_gib:
             check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
-        experts = random_weights(self.config, self._packing, self.device, dense=False)
+        devices = self._mesh.devices if self._mesh else (self.device,)
+        drawn = [
+            random_weights(self._own, self._packing, device, dense=False) for device in devices
+        ]
+        experts = drawn[0]
+        if self._mesh is not None:
+            join = self._mesh.join
+            experts = jax.tree.map(lambda *leaves: join(leaves), *drawn)
         weights = jax.block_until_ready(self._memories.dense | experts)
-        runner = Runner(self.config, weights, self.device)
+        runner = Runner(self.config, weights, self.device, mesh=self._mesh)
         if limits == Limits():
             self._whole = runner
         stated = budget if limits.device_gib else None
@@ -197,8 +219,10 @@ class _ShapeModels:
     def _moving(
         self, memory: ExpertMemory, work: routing.Workload, batch: int, budget: Budget
     ) -> LoadedModel:
-        replay(memory, work, batch, self.device)
-        runner = Runner(self.config, self._memories.dense, self.device, memory=memory)
+        replay(memory, work, batch)
+        runner = Runner(
+            self.config, self._memories.dense, self.device, memory=memory, mesh=self._mesh
+        )
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
         if gib := self._asked.memory.host_gib:
             said += f"; experts share rows of {gib:g} GiB of host memory, as many bytes each"
@@ -223,10 +247,11 @@ class _ShapeModels:
         parts = self._dense_nbytes | {REPLAYED: replayed_nbytes}
         sizes = (BFLOAT16_BYTES, self.device.platform)
         return RunSizes(
-            config=self.config, weights_nbytes=parts, batch=batch, context=context,
+            config=self._own, weights_nbytes=parts, batch=batch, context=context,
             chunk=planned_chunk(self.config, batch, context, *sizes),
             platform=self.device.platform, itemsize=BFLOAT16_BYTES,
             stores_scores=stores_scores(self.config, *sizes),
+            num_devices=self._mesh.size if self._mesh else 1,
         )  # fmt: skip
 
     def _policy(self, tiering: Tiering, work: routing.Workload) -> AnyPolicy:
@@ -238,6 +263,10 @@ class _ShapeModels:
             settings["lists"] = buddy_lists(shares, CFT_ALPHA, MOST_BUDDIES)
             return make_policy(tiering.policy, **settings)
         return choose(tiering, Path(), self.config).policy
+
+
+def _mesh_text(mesh: DeviceMesh | None) -> str:
+    return f", on {mesh.size} devices" if mesh else ""
 
 
 Models = CheckpointModels | _ShapeModels

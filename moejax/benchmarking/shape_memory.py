@@ -16,6 +16,7 @@ import numpy as np
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.routing import Workload
+from moejax.devices import DeviceMesh, Place
 from moejax.errors import print_stderr
 from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
@@ -62,7 +63,7 @@ class _SyntheticRows:
 
     def __init__(
         self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int,
-        *, is_plane: bool = False,
+        *, is_plane: bool = False, mesh: DeviceMesh | None = None,
     ):  # fmt: skip
         """Draws a few experts, all rows of `packing`, or planes of as many bits."""
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
@@ -72,15 +73,15 @@ class _SyntheticRows:
         if is_plane:
             stacks = tuple(stack.words for stack in stacks)
         leaves, self._tree = jax.tree.flatten(stacks)
-        self._drawn = [np.asarray(leaf)[0] for leaf in leaves]
+        self._drawn = [np.asarray(leaf)[0] for leaf in leaves] * (mesh.size if mesh else 1)
         self.row = tuple(jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for leaf in leaves)
         self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
         self.uses_jax = False
         del drawn, stacks, leaves
         total = self.num_layers * self.num_experts
-        store = self.store = HostStore(self, num_rows, device)
+        store = self.store = HostStore(self, num_rows, device, mesh)
         store.fill(progress=False)
-        self.nbytes, self.row_of = num_rows * self.row_nbytes, store.row_of
+        self.nbytes, self.row_of = sum(array.nbytes for array in store.arrays), store.row_of
         self.row_of[...] = np.arange(total).reshape(self.row_of.shape) % num_rows  # few are shared
         self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)
 
@@ -97,16 +98,21 @@ class ShapeMemories:
     """A shape with random dense weights on the device, and experts in host memory."""
 
     def __init__(
-        self, config: ModelConfig, packing: Packing, device: jax.Device, host_gib: float = 0.0
-    ):
+        self, config: ModelConfig, packing: Packing, device: jax.Device, host_gib: float = 0.0,
+        mesh: DeviceMesh | None = None,
+    ):  # fmt: skip
         """Makes the dense weights, of `packing` but for the experts.
 
         Args:
+          config: on a mesh with the width of a device's share of an expert.
           host_gib: of a precision's rows, which experts share where they are more; 0: no limit.
         """
         self.config, self.packing, self.device = config, packing, device
-        self._host_gib = host_gib
-        self.dense = random_weights(config, packing, device, experts=False)
+        self._mesh = mesh
+        self._place: Place = mesh.replicated if mesh else device
+        self._host_gib = host_gib / (mesh.size if mesh else 1)
+        dense = random_weights(config, packing, device, experts=False)
+        self.dense = jax.device_put(dense, self._place) if mesh else dense
         jax.block_until_ready(self.dense)
         self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
 
@@ -148,7 +154,7 @@ class ShapeMemories:
         start = time.perf_counter()
         made = _SyntheticRows(
             self.config, self._packing(refines or bits), self.device, num_rows,
-            is_plane=refines > 0,
+            is_plane=refines > 0, mesh=self._mesh,
         )  # fmt: skip
         assert made.row_nbytes == nbytes, (made.row_nbytes, nbytes)
         self._rows[*form, num_rows] = made
@@ -170,7 +176,7 @@ class ShapeMemories:
             transient=transient, banks=2 if plan.prefetch else 1,
         )  # fmt: skip
         spec = TierSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in, refines=plan.refines)
-        memory = TierMemory(spec, *rows.stacks, rows.row_of, self.device)
+        memory = TierMemory(spec, *rows.stacks, rows.row_of, self._place)
         first = plan.first
         if is_full:
             first = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))
@@ -214,13 +220,13 @@ class ShapeMemories:
         )  # fmt: skip
 
 
-def replay(memory: ExpertMemory, workload: Workload, batch: int, device: jax.Device) -> None:
+def replay(memory: ExpertMemory, workload: Workload, batch: int) -> None:
     """From now on decode steps of so many sequences take what the workload says."""
     if workload.ids.shape[2] != batch:
         raise ValueError(f"a workload of {workload.ids.shape[2]} sequences, not {batch}")
 
     def kept(array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, device)
+        return jax.device_put(array, memory.place)
 
     def logits(probabilities: np.ndarray) -> jax.Array:
         return kept(np.log(np.maximum(probabilities, np.finfo(np.float32).tiny)))

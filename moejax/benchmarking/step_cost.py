@@ -6,12 +6,13 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from moejax.devices import REPLICATED
 from moejax.inference import steps
 from moejax.inference.runner import Runner, Session
 from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import ResidentExperts, Routing
-from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
+from moejax.models.transformer import ChunkSpec, merge_weights
 from moejax.weights.qtensor import Weight
 
 
@@ -46,7 +47,7 @@ def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float
     The routing of the next step is counted on the device. The session, after a prefill or some
     steps, is used up: its cache is donated.
     """
-    definition = model_definition(runner.config, runner.kernels)
+    definition = runner._program.definition
 
     def count(
         state: steps.DecodeState, weights: steps.Weights
@@ -64,5 +65,7 @@ def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float
         mean = jnp.mean(counts.astype(jnp.float32))
         return dataclasses.replace(state, cache=cache), mean
 
-    _, mean = jax.jit(count, donate_argnums=0)(session.state, runner.weights)
+    operands = session.state, runner.weights
+    program = count if runner.mesh is None else runner.mesh.map(count, operands, REPLICATED)
+    _, mean = jax.jit(program, donate_argnums=0)(*operands)
     return float(mean)

@@ -10,6 +10,7 @@ from moejax.config.commands import (
     COMPILATION_CACHE,
     GROUP_SIZE,
     MEMORY,
+    MESH,
     PLATFORM,
     POLICY,
     READ_BITS,
@@ -94,6 +95,7 @@ class BenchmarkConfig(RunConfig):
         "latter are appended)",
     )  # fmt: skip
     platform: str = PLATFORM
+    mesh: str = MESH
     dtype: str = option(
         "auto",
         "of a checkpoint: auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 "

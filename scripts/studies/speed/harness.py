@@ -163,7 +163,7 @@ class Lab(ShapeMemories):
         """
         sizes, memory = self.sizes, runner.memory
         if memory is not None:
-            replay(memory, workload, batch, self.device)
+            replay(memory, workload, batch)
         prompt = sizes.prompt if ttft else 0
         refuse_dequantized(runner, batch, prompt=prompt, context=sizes.context)
         first = 0.0
