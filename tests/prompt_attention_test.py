@@ -32,6 +32,7 @@ HALF = jnp.dtype("bfloat16")
 AMPERE = Target("gpu", (8, 0))
 TINY = dataclasses.replace(tiny_engine.CONFIG, head_dim=16)
 SLOTS, CHUNK = 40, 12
+BY_XLA = mock.patch.object(attention, "PROMPTS_BY", "xla")
 BY_KERNEL = mock.patch.object(attention, "PROMPTS_BY", "kernel")
 
 
@@ -99,9 +100,10 @@ class PromptTest(HostTestCase):
 
 
 class ChoiceTest(HostTestCase):
-    def test_xla_serves_until_the_kernel_was_measured(self):
+    @BY_XLA
+    def test_xla_serves_where_it_is_chosen(self):
         found = attention.choose_chunked(QWEN3_30B_A3B, HALF, AMPERE)
-        self.assertEqual(found, Choice(attention.PROMPTS_BY, {}))
+        self.assertEqual(found, Choice("xla", {}))
 
     @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B, QWEN3_NEXT_80B_A3B)
     def test_the_kernel_serves_where_it_is_chosen(self, config):
@@ -142,7 +144,8 @@ class PlanTest(HostTestCase):
 
     def test_chunks_do_not_shorten_with_the_cache(self):
         sizes = {"itemsize": 2, "platform": "gpu"}
-        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, **sizes), 256)
+        with BY_XLA:
+            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, **sizes), 256)
         with BY_KERNEL:
             self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, **sizes), 1024)
             self.assertEqual(
