@@ -22,6 +22,7 @@ from moejax.quantization.pipeline.layer_steps import one_layer
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.weights.qtensor import QTensor, dense
 from tests import model_kinds, numpy_model, slow
+from tests.hf_checkpoints import write_with_vision_tower
 from tests.quantize_case import QuantizeTestCase
 from tests.random_checkpoints import write_random_checkpoint, write_tokenizer
 
@@ -113,6 +114,27 @@ class QuantizeKindsTest(QuantizeTestCase):
         source = write_random_checkpoint(self.directory / "source", **fields)
         write_tokenizer(source, 160)
         return source
+
+    @pytest.mark.slow
+    def test_decoder_of_a_model_that_sees_images(self):
+        source, output = self.directory / "source", self.directory / "output"
+        write_with_vision_tower(source)
+        write_tokenizer(source, 160)
+        quantize_checkpoint(
+            self.job(source=source, output=output, method="rtn", bits=4, group_size=16)
+        )
+        fields = json.loads((output / "config.json").read_text())
+        self.assertEqual(fields["model_type"], "qwen3_5_moe_text")
+        self.assertEqual(fields["architectures"], ["Qwen3_5MoeForCausalLM"])
+        self.assertEqual(fields["eos_token_id"], 7)
+        self.assertNotIn("vision_config", fields)
+        checkpoints = [open_checkpoint(str(path)) for path in (source, output)]
+        self.assertEqual(checkpoints[0].config, checkpoints[1].config)
+        cpu = jax.devices("cpu")[0]
+        plain, packed = (of.load(dtype="float32", device=cpu, progress=False) for of in checkpoints)
+        self.assertEqual(plain.keys(), packed.keys())
+        self.assertIsInstance(packed["delta.qkvz_proj"], QTensor)
+        np.testing.assert_array_equal(plain["delta.ba_proj"], packed["delta.ba_proj"])
 
     @slow.where(lambda name, method: (name, method) != ("latent", "rtn"))
     @parameterized.parameters(

@@ -131,16 +131,19 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of the decoder, where a config.json nests them in `text_config`.
+    """Fields of a decoder's own config.json, where they are nested in `text_config`.
 
-    The weights' `quantization_config` and `tie_word_embeddings` stand outside.
+    `tie_word_embeddings`, the dtype and the weights' `quantization_config` may stand outside.
     """
-    if fields.get("model_type") not in tuple(_TEXT_TYPES) or "text_config" not in fields:
+    family = fields.get("model_type")
+    if family not in tuple(_TEXT_TYPES) or "text_config" not in fields:
         return fields
     text, tied = object_field(fields, "text_config"), "tie_word_embeddings"
     places = {tied: fields.get(tied), f"text_config.{tied}": text.get(tied)}
-    outside = {name: fields[name] for name in ("quantization_config",) if name in fields}
-    return {**text, **outside, tied: bool(agreed(places))}
+    names = ("dtype", "torch_dtype", "quantization_config")
+    outside = {name: fields[name] for name in names if name in fields}
+    head = {"architectures": [ARCHITECTURES[str(family)]], tied: bool(agreed(places))}
+    return {**outside, **text, **head}
 
 
 def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from moejax.checkpoints.safetensors_reader import INDEX_FILE, read_header
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
 from moejax.files.whole import WrittenFile, json_text, write_json, write_whole
-from moejax.models.hf.config import read_json
+from moejax.models.hf.config import read_json, text_fields
 from moejax.quantization.pipeline import manifest
 from moejax.quantization.pipeline.batches import BatchPlan, MatrixTask
 from moejax.quantization.pipeline.calibration import NUM_SAMPLES, calibration_tokens
@@ -246,7 +246,8 @@ class _Run:
         files |= manifest.copy_other_files(source, output)
         missing = draw_report(output, records, histograms)
         quantization = config_of(self.job.recipe.format, records)
-        fields = {**read_json(source / manifest.CONFIG_FILE), "quantization_config": quantization}
+        fields = text_fields(read_json(source / manifest.CONFIG_FILE))
+        fields = {**fields, "quantization_config": quantization}
         config = json_text(fields).encode()
         files[manifest.CONFIG_FILE] = WrittenFile(len(config), hashlib.sha256(config).hexdigest())
         made_of = {name: value for name, value in self.log.identity.items() if name != "versions"}
