@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # One GPU and two GPUs of one host, under ten minutes: does a mesh answer as one GPU does, and how fast?
-#   scripts/studies/speed/two_gpus.sh OUT            # rows go to OUT/*.jsonl, logs to OUT/*.log
+#   scripts/studies/speed/two_gpus.sh OUT                              # rows: OUT/*.jsonl, logs: OUT/*.log
+#   scripts/studies/speed/two_gpus.sh OUT Mixtral-8x7B "(8.,12.,16.)"    # another shape and its budgets
 # First what checks the mesh; then one GPU, resident on card 0 and under budgets on card 1, at once; then
 # both. A part that takes too long is stopped, and what it measured stays.
 set -u
-out=$1 python=${PYTHON:-python3}
+out=$1 name=${2:-Qwen3-30B-A3B} gib=${3:-(4.,8.,12.)} python=${PYTHON:-python3}
 mkdir -p "$out"
 export NCCL_LAUNCH_ORDER_IMPLICIT=1 NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1  # no NVLink multicast
-shape=(--config.shape=Qwen3-30B-A3B --config.bits=4 --config.attention_bits=4 --config.new_tokens=96
+shape=(--config.shape="$name" --config.bits=4 --config.attention_bits=4 --config.new_tokens=96
        --config.runs=2 --config.count_experts=false "--config.compilation_cache=$(mktemp -d)")
 resident=("${shape[@]}" "--config.batches=(1,16,64)" --config.prompt_tokens=128)
-budgets=("${shape[@]}" "--config.budgets=(4.,8.,12.)" --config.skew=uniform --config.prompt_tokens=512)
+budgets=("${shape[@]}" "--config.budgets=$gib" --config.skew=uniform --config.prompt_tokens=512)
 
 bench() {  # name, most seconds, flags
   local name=$1 seconds=$2; shift 2
@@ -20,7 +21,7 @@ bench() {  # name, most seconds, flags
   tail -n 12 "$out/$name.log" | cut -c1-240
 }
 
-timeout -k 10 120 "$python" -m scripts.studies.speed.check_mesh --devices=2 2>&1 | tail -n 6 | cut -c1-300
+timeout -k 10 120 "$python" -m scripts.studies.speed.check_mesh --devices=2 --shape="$name" 2>&1 | tail -n 6 | cut -c1-300
 echo "== checked, after $SECONDS s"
 CUDA_VISIBLE_DEVICES=0 bench one_resident 200 "${resident[@]}" &
 CUDA_VISIBLE_DEVICES=1 bench one_budgets 200 "${budgets[@]}" &
