@@ -107,13 +107,9 @@ class CompiledPrograms:
     ) -> jax.stages.Lowered:
         """Traces and lowers the program that `get` compiles."""
 
-        def body(*args: Any) -> Any:
-            return function(*static, *args)
-
-        if self._mesh is not None:
-            body = self._mesh.map(body, arguments, results)
+        place: Callable[..., Any] = self._mesh.map if self._mesh else lambda body, *_: body
         jitted = jax.jit(
-            body,
+            place(lambda *args: function(*static, *args), arguments, results),
             donate_argnums=tuple(range(num_donated)),
             compiler_options=dict(self._options_of(function)) or None,
         )
