@@ -106,7 +106,6 @@ class CompiledPrograms:
         results: Any = REPLICATED,
     ) -> jax.stages.Lowered:
         """Traces and lowers the program that `get` compiles."""
-
         place: Callable[..., Any] = self._mesh.map if self._mesh else lambda body, *_: body
         jitted = jax.jit(
             place(lambda *args: function(*static, *args), arguments, results),
