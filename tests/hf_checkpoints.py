@@ -259,7 +259,7 @@ def _olmoe(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
 
 
 OLMOE: dict[str, TinyCheckpoint] = {
-    "olmoe": _olmoe({"old_config": True}),
+    "olmoe": _olmoe({"old_config": True}, num_hidden_layers=2),
     "olmoe_gqa2_bias": _olmoe(num_key_value_heads=2, attention_bias=True),
     "olmoe_gqa4_tied_fused": _olmoe(
         {"fused": True}, num_key_value_heads=1, tie_word_embeddings=True
@@ -306,7 +306,7 @@ GLM: dict[str, TinyCheckpoint] = {
         use_qk_norm=True,
     ),
     "air_yarn_bf16": _air({"dtype": torch.bfloat16}, head_dim=16, **_yarn()),
-    "flash": _flash({"old_config": True}, num_hidden_layers=3),
+    "flash": _flash({"old_config": True}),
     "flash_halves_direct_queries": _flash(rope_interleave=False, q_lora_rank=None),
     "flash_groups_scaled": _flash(n_group=4, topk_group=2, routed_scaling_factor=1.8),
     "flash_dense_between": _flash(
@@ -331,7 +331,7 @@ def _qwen35(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
 
 
 QWEN3_5: dict[str, TinyCheckpoint] = {
-    "qwen35": _qwen35(),
+    "qwen35": _qwen35(num_hidden_layers=2),
     "qwen35_heads1_conv2_tied": _qwen35(
         linear_num_value_heads=2, linear_conv_kernel_dim=2, tie_word_embeddings=True,
         partial_rotary_factor=0.5,
