@@ -45,6 +45,10 @@ SMALL: dict[str, Any] = {
 QWEN = dataclasses.replace(QWEN3_30B_A3B, **SMALL)
 MIXTRAL = dataclasses.replace(MIXTRAL_8X7B, **SMALL | {"moe_layers": (0, 1, 2)})
 NEXT = model_kinds.config_of("delta", num_layers=4, num_experts=4, head_dim=16)
+BY_PART, JOINT, SPARED = (
+    model_kinds.config_of(kind, num_experts=4, head_dim=16)
+    for kind in ("by_part", "joint", "biased")
+)
 BIASED = dataclasses.replace(QWEN, attention_bias=True)
 SCALED = dataclasses.replace(
     QWEN, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_positions=16)
@@ -191,7 +195,9 @@ class WiringTest(HostTestCase):
     @slow.repeats()
     @parameterized.parameters(
         *((config, (2, 1, 1, 1, 0)) for config in (QWEN, MIXTRAL, BIASED, SCALED)),
-        (NEXT, (4, 0, 1, 1, 1)), (LATENT, (2, 0, 1, 1, 0)),
+        (NEXT, (4, 0, 1, 1, 1)), (LATENT, (2, 0, 1, 1, 0)), (BY_PART, (4, 0, 1, 1, 1)),
+        (JOINT, (3, 0, 1, 1, 0)),  # queries are as wide as a token: they share its trace
+        (SPARED, (4, 0, 1, 0, 0)),
     )  # fmt: skip
     def test_the_model_gives_what_it_gave(self, config, traced):
         model, plain = (small_model(config, k) for k in (ops.Kernels(SIMULATED), ops.NO_KERNELS))
