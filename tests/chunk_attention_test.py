@@ -49,6 +49,7 @@ class Shape(NamedTuple):
     window: int | None = None
     kv_length: int = 0  # 0: S
     layers: int = 2
+    has_sinks: bool = False
 
     @property
     def batch(self) -> int:
@@ -71,6 +72,7 @@ SHAPES = {
     "window_of_one": Shape(33, 4, 4, 16, 80, (40, 0), (33, 20), window=1),
     "group_of_five": Shape(45, 10, 2, 16, 70, (20,), (45,)),
     "wide": Shape(20, 4, 2, 256, 90, (61, 7), (20, 20)),
+    "sinks": Shape(40, 6, 2, 64, 160, (100, 0), (40, 21), window=30, has_sinks=True),
     "one_token": Shape(1, 4, 2, 32, 40, (0, 39), (1, 1)),
 }
 GPU_SHAPES = {
@@ -92,6 +94,7 @@ class Operands(NamedTuple):
     layer: int
     starts: np.ndarray
     lengths: np.ndarray
+    sinks: np.ndarray | None = None
 
 
 def random_operands(shape: Shape, dtype: str, seed: int) -> Operands:
@@ -115,7 +118,8 @@ def random_operands(shape: Shape, dtype: str, seed: int) -> Operands:
                 cache[-1, b, :, first : start + live] = drawn.astype(cache.dtype)
     q = (2 * normal(s.batch, s.chunk, s.num_heads, s.head_dim)).astype(jnp.dtype(dtype))
     numbers = [np.array(of, np.int32) for of in (s.starts, s.lengths)]
-    return Operands(q, *caches, s.layers - 1, *numbers)
+    sinks = 2 + normal(s.layers, s.num_heads) if s.has_sinks else None
+    return Operands(q, *caches, s.layers - 1, *numbers, sinks)
 
 
 def expected_and_tolerance(of: Operands, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
@@ -137,8 +141,10 @@ def expected_and_tolerance(of: Operands, shape: Shape) -> tuple[np.ndarray, np.n
         ahead = start + np.arange(live)[:, None] - np.arange(end)[None]
         seen = (ahead >= 0) & (ahead < (shape.window or end + 1))
         scores = np.where(seen, q @ k.T, -np.inf)
-        weights = np.exp(scores - scores.max(axis=1, initial=-np.inf, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
+        sink = -np.inf if of.sinks is None else float(of.sinks[of.layer, h])
+        top = np.maximum(scores.max(axis=1, initial=-np.inf, keepdims=True), sink)
+        weights = np.exp(scores - top)
+        weights /= weights.sum(axis=1, keepdims=True) + np.exp(sink - top)
         expected[b, :live, h] = weights @ v
         sizes = np.where(seen, 4 * np.sqrt(width) * (np.abs(q) @ np.abs(k).T), 0)
         score_error = sizes.max(axis=1, initial=0) + 8 * np.abs(q @ k.T).max(axis=1, initial=0)
@@ -174,7 +180,7 @@ CALL = jax.jit(package.chunk_attention, static_argnames=STATIC)
 def run(call: Any, of: Operands, shape: Shape, **how: Any) -> jax.Array:
     return call(
         of.q, of.keys, of.values, layer=np.int32(of.layer), starts=of.starts, lengths=of.lengths,
-        kv_length=shape.slots, window=shape.window, **how,
+        kv_length=shape.slots, window=shape.window, sinks=of.sinks, **how,
     )  # fmt: skip
 
 
@@ -277,13 +283,14 @@ BROKEN = {
     ),
     "takes unseen scores for zero": tampered(traced_again, triton, "UNSEEN", 0.0),
     "leaves out a kv head": tampered(traced_again, triton.launch, "triton_call", one_program_fewer),
+    "forgets sinks": lambda of, shape: traced_again(of._replace(sinks=None), shape),
     "relies on a weight of zero": tampered(
         traced_again, triton.pltriton, "load", lambda load, ref, **_: load(ref)
     ),
 }  # fmt: skip
 CONTRACT = Contract(
     SHAPES, GPU_SHAPES, random_operands, violation, in_plain_jnp, (interpreted, in_small_tiles),
-    compiled, fresh=traced_again, loosest=SHAPES["window"], broken=BROKEN, spoiled=swapped,
+    compiled, fresh=traced_again, loosest=SHAPES["sinks"], broken=BROKEN, spoiled=swapped,
 )  # fmt: skip
 
 
@@ -348,6 +355,7 @@ class RefusalTest(HostTestCase):
         ({"window": 0}, "window 0"),
         ({"scale": 0.0}, "scale 0.0 is not positive"),
         ({"starts": np.zeros(3, np.int32)}, r"starts are int32\(3,\)"),
+        ({"sinks": np.zeros(4)}, r"sinks are \(4,\), not \(2, 4\)"),
         ({"lengths": np.zeros(2, np.int64)}, r"lengths are int64"),
         ({"implementation": "cudnn"}, "none of mosaic, triton, reference"),
         ({"tiles": tiles.ChunkTiles(24, 16, 4, 2)}, "no powers of two"),
@@ -377,6 +385,7 @@ MOSAIC_SHAPES = {
     "unequal": Shape(72, 6, 2, 64, 304, (100, 0, 230), (72, 0, 30)),
     "window": Shape(64, 2, 1, 128, 512, (400,), (64,), window=150),
     "group_of_one": Shape(136, 1, 1, 128, 400, (256,), (130,)),
+    "sinks": Shape(64, 3, 1, 64, 256, (128,), (50,), window=70, has_sinks=True),
     "wide": Shape(16, 2, 1, 256, 144, (120,), (16,)),
 }
 
@@ -405,9 +414,11 @@ class MosaicTest(HostTestCase):
                 *operands, kv_length=4096, window=window, scale=0.1, target=target
             )
 
-        traced = jax.jit(call).trace(q, cache, cache, *numbers)
+        sinks = [leaf(2, 32, dtype="bfloat16")] if window else []
+        traced = jax.jit(call).trace(q, cache, cache, *numbers, *sinks)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         self.assertEqual(text.count("stablehlo.custom_call"), 1)
+        self.assertEqual(text.count("stablehlo.convert"), len(sinks))
         held = mosaic.WARPGROUPS * mosaic.TOKENS + 2 * math.prod(mosaic._sizes(head_dim))
         self.assertLessEqual(2 * held * head_dim, tiles.SHARED_BYTES[9, 0])
 
@@ -429,7 +440,7 @@ ON_MOSAIC = CONTRACT._replace(
         name: of for name, of in (GPU_SHAPES | MOSAIC_SHAPES).items()
         if of.chunk % 8 == of.length % 8 == 0 and of.head_dim in mosaic.WIDTHS
     },
-    compiled=by_mosaic, loosest=MOSAIC_SHAPES["window"],
+    compiled=by_mosaic, loosest=MOSAIC_SHAPES["sinks"],
 )  # fmt: skip
 
 

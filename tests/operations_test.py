@@ -135,7 +135,7 @@ def _chunk_case() -> Case:
 
     return Case(
         chunk_attention.OPERATION,
-        (queries(64), cache(64), cache(64), whole(), whole(1), whole(1)),
+        (queries(64), cache(64), cache(64), whole(), whole(1), whole(1), None),
         {"kv_length": 32, "window": None, "scale": 1.0},
         (
             (

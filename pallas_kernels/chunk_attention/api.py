@@ -53,6 +53,7 @@ def chunk_attention(
     kv_length: int,
     window: int | None = None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: str | None = None,
     tiles: ChunkTiles | None = None,
     interpret: bool = False,
@@ -78,6 +79,8 @@ def chunk_attention(
       kv_length: slots looked at, at most S; static. The kernel's time does not depend on it.
       window: tokens that a query sees, itself included; None: all. Static.
       scale: positive factor on the scores; None: 1 / sqrt(C). Static.
+      sinks: [L, H], logits that join each head's softmax and attend to nothing; None: there are
+        none.
       implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the heuristic's; only with Triton.
 
@@ -89,10 +92,14 @@ def chunk_attention(
     """
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
     _check(q, keys, values, starts, lengths, kv_length, window, scale)
+    if sinks is not None and sinks.shape != (keys.shape[0], q.shape[2]):
+        raise ValueError(
+            f"chunk_attention: sinks are {sinks.shape}, not {(keys.shape[0], q.shape[2])}"
+        )
     return OPERATION(
-        q, keys, values, jnp.asarray(layer, jnp.int32), starts, lengths, kv_length=kv_length,
-        window=window, scale=scale, implementation=implementation, tiles=tiles,
-        interpret=interpret,
+        q, keys, values, jnp.asarray(layer, jnp.int32), starts, lengths, sinks,
+        kv_length=kv_length, window=window, scale=scale, implementation=implementation,
+        tiles=tiles, interpret=interpret,
     )  # fmt: skip
 
 

@@ -70,11 +70,15 @@ def _clipped(x: Any, low: Any, high: Any) -> Any:
 
 def _body(
     layer_ref: Ref, starts_ref: Ref, lengths_ref: Ref, q_ref: Ref, keys_ref: Ref, values_ref: Ref,
-    out_ref: Ref, *, window: int | None, scale: float, block: int, stages: int,
+    *refs: Ref, window: int | None, scale: float, block: int, stages: int,
     q_room: Ref, k_room: Ref, v_room: Ref, q_full: Ref, k_full: Ref, v_full: Ref, k_free: Ref,
     v_free: Ref, turn: Ref,
 ) -> None:  # fmt: skip
-    """Program (b K + k) N + i: the i-th pair from the end of N pairs of tokens and heads."""
+    """Program (b K + k) N + i: the i-th pair from the end of N pairs of tokens and heads.
+
+    `refs`: sinks, if there are any; the output.
+    """
+    *sinks, out_ref = refs
     num_kv, head_dim = keys_ref.shape[2], keys_ref.shape[4]
     length, group = q_ref.shape[1], q_ref.shape[2] // num_kv
     num_items = group * -(-length // TOKENS)
@@ -152,11 +156,14 @@ def _body(
             k_free=k_free, v_free=v_free, turn=turn, lowest=lowest, first=first, window=window,
             to_log2=scale * math.log2(math.e), block=block, stages=stages,
         )  # fmt: skip
-        sums = jnp.zeros((TOKENS,), jnp.float32)
+        # A sink is a score that was seen before, of a slot whose value is zero.
+        top = sinks[0][layer, head] * math.log2(math.e) if sinks else jnp.float32(-jnp.inf)
         state = (
             plgpu.layout_cast(jnp.zeros((TOKENS, head_dim), jnp.float32), _WGMMA),
-            plgpu.layout_cast(sums - jnp.inf, _WGMMA.reduce(1)),
-            plgpu.layout_cast(sums, _WGMMA.reduce(1)),
+            plgpu.layout_cast(jnp.full((TOKENS,), top, jnp.float32), _WGMMA.reduce(1)),
+            plgpu.layout_cast(
+                jnp.full((TOKENS,), float(len(sinks)), jnp.float32), _WGMMA.reduce(1)
+            ),
         )
         pl.when(warpgroup == 1)(lambda: _take_turns(turn))
         if window is not None:
@@ -240,6 +247,7 @@ def chunk_attention_mosaic(
     layer: jax.Array,
     starts: jax.Array,
     lengths: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     kv_length: int,
     window: int | None,
@@ -254,6 +262,7 @@ def chunk_attention_mosaic(
     block, stages = _sizes(head_dim)
     num_pairs = -(-group * -(-length // TOKENS) // WARPGROUPS)
     room = (stages, block, head_dim)
+    more = () if sinks is None else (sinks.astype(jnp.float32),)
     scratch = {
         "q_room": plgpu.SMEM((WARPGROUPS, TOKENS, head_dim), q.dtype, transforms=_TILED),
         "k_room": plgpu.SMEM(room, q.dtype, transforms=_TILED),
@@ -274,4 +283,4 @@ def chunk_attention_mosaic(
         num_warpgroups=WARPGROUPS + 1,
         approx_math=True,
         interpret=target.simulated,
-    )(layer.reshape(1), starts, lengths, q, keys, values)
+    )(layer.reshape(1), starts, lengths, q, keys, values, *more)

@@ -11,6 +11,7 @@ def chunk_attention_reference(
     layer: jax.Array,
     starts: jax.Array,
     lengths: jax.Array,
+    sinks: jax.Array | None,
     kv_length: int,
     window: int | None,
     scale: float,
@@ -32,7 +33,11 @@ def chunk_attention_reference(
         return jnp.where(jnp.any(seen, axis=1)[:, None, :, None], found, 0.0)  # 0 times NaN is NaN
 
     scores = jnp.einsum("btkgc,bksc->bkgts", grouped, read(keys)) * scale
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    if sinks is not None:
+        sink = sinks[layer].astype(jnp.float32).reshape(1, num_kv, -1, 1, 1)
+        scores = jnp.append(scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1)), axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :kv_length]
     weights = jnp.where(live[:, None, None, :, None], weights, 0.0)
     attended = jnp.einsum("bkgts,bksc->btkgc", weights, read(values))
     return attended.reshape(q.shape).astype(q.dtype)

@@ -47,9 +47,13 @@ def _clipped(x: Any, low: Any, high: Any) -> Any:
 
 def _body(
     q_ref: Ref, keys_ref: Ref, values_ref: Ref, layer_ref: Ref, starts_ref: Ref, lengths_ref: Ref,
-    out_ref: Ref, *, kv_length: int, window: int | None, scale: float, tiles: ChunkTiles,
+    *refs: Ref, kv_length: int, window: int | None, scale: float, tiles: ChunkTiles,
 ) -> None:  # fmt: skip
-    """Program (i, b K + k): the i-th tile from the end, of a kv head of a sequence."""
+    """Program (i, b K + k): the i-th tile from the end, of a kv head of a sequence.
+
+    `refs`: sinks, if there are any; the output.
+    """
+    *sinks, out_ref = refs
     num_kv, head_dim = keys_ref.shape[2], keys_ref.shape[4]
     length, group = q_ref.shape[1], q_ref.shape[2] // num_kv
     rows, block = tiles.rows, tiles.block
@@ -106,11 +110,12 @@ def _body(
         acc = acc * shrink[:, None] + pltriton.dot(weights.astype(v.dtype), v)
         return acc, new_top, total * shrink + jnp.sum(weights, axis=1)
 
-    state = (
-        jnp.zeros((rows, head_dim), jnp.float32),
-        jnp.full((rows,), -jnp.inf, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-    )
+    # A sink is a score that was seen before, of a slot whose value is zero.
+    top, total = jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    if sinks:
+        top = sinks[0][layer, head].astype(jnp.float32) * math.log2(math.e)
+        total = jnp.ones_like(total)
+    state = (jnp.zeros((rows, head_dim), jnp.float32), top, total)
     masked: Callable[..., Any] = functools.partial(step, is_masked=True)
     if window is not None:
         state = jax.lax.fori_loop(lowest, whole, masked, state)
@@ -128,6 +133,7 @@ def chunk_attention_triton(
     layer: jax.Array,
     starts: jax.Array,
     lengths: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     kv_length: int,
     window: int | None,
@@ -151,4 +157,4 @@ def chunk_attention_triton(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=target.simulated,
-    )(q, keys, values, layer, starts, lengths)  # fmt: skip
+    )(q, keys, values, layer, starts, lengths, *(() if sinks is None else (sinks,)))  # fmt: skip
