@@ -99,7 +99,8 @@ def write_card(run_dir: Path) -> str:
 
 A Mixture-of-Experts model of the family Mixtral with {start["parameters"] / 1e6:.0f} million
 parameters, made from the dense SmolLM2-135M-Instruct (Apache-2.0): each MLP was cut into {shards}
-shards and each shard copied {replicas} times, {shards * replicas} experts of which {shards} run.
+shards and each shard copied {replicas} times, {shards * replicas} experts of which {shards} run;
+expert e is a replica of shard e mod {shards}.
 Routers and experts were trained; embeddings, attention and norms are the parent's. It exists to
 measure what policies and quantizers do to a model that knows something.""",
         f"""## Training
