@@ -6,12 +6,14 @@ Float32 sums in another order differ by rounding, which no routing of these mode
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
+from moejax.checkpoints import open as checkpoints
 from moejax.devices import make_mesh
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
@@ -144,6 +146,12 @@ class MeshTest(FolderTestCase):
             self.load(mesh="2", limits=Limits(slots=2, host_gib=1e-4))
         with self.assert_one_line("mesh='two' must be a number of devices"):
             self.load(mesh="two")
+        biases = {"moe.down_bias": (1,)}
+        with (
+            mock.patch.object(checkpoints, "weight_shapes", lambda config: biases),
+            self.assert_one_line("does not serve experts with moe.down_bias yet"),
+        ):
+            self.load(mesh="2")
         self.assertIsNone(make_mesh("1", "cpu"))
         self.assertEqual(make_mesh("2,2", "cpu").size, 4)
 

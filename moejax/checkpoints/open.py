@@ -17,12 +17,15 @@ from moejax.checkpoints.reader import CheckpointReader, stored_dtype
 from moejax.checkpoints.resolve import resolve_checkpoint
 from moejax.devices import DeviceMesh
 from moejax.errors import MoejaxError
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import read_model_config
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.text.tokenizer import read_eos_ids
 from moejax.weights.qtensor import Weight
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Leaves of sparse layers that devices of a mesh can have, a share or the whole.
+MESH_LEAVES = (*EXPERT_LEAVES, "moe.router", "moe.router_bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,13 @@ class Checkpoint:
           mesh: devices that have a share of every expert each, `device` the first; None: it alone.
         """
         chosen = self.choose_dtype(dtype, device)
+        if mesh is not None:
+            others = [leaf for leaf in weight_shapes(self.config) if leaf.startswith("moe.")]
+            if others := [leaf for leaf in others if leaf not in MESH_LEAVES]:
+                raise MoejaxError(
+                    f"{self.directory}: a mesh does not serve experts with {' and '.join(others)} "
+                    "yet; leave it out"
+                )
         if self.is_orbax:
             if not experts or mesh is not None:
                 raise self.orbax_is_whole()
