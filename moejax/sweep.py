@@ -51,7 +51,8 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
             f"{path} does not say in which forms its model's experts are stored: give "
             "--config.tiers=NAME=BYTES, the bytes of an expert, such as int4=2654208"
         )
-    tiers = sweeping.Tiers(names=tuple(stored), expert_bytes=tuple(stored.values()))
+    make = sweeping.Tiers.by_planes if config.planes else sweeping.Tiers
+    tiers = make(names=tuple(stored), expert_bytes=tuple(stored.values()))
     device = choose_device(config.platform)
     if config.recommend:
         with jax.default_device(device):

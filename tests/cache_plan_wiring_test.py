@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.experts import tier_step as placing
+from moejax.experts import cache_planner as placing
 from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.residency import CacheSizes, empty, no_counts
@@ -164,6 +164,10 @@ class WiringTest(parameterized.TestCase):
         self.assertFalse(serves(TierSpec(cache), cpu, 8))
         self.assertFalse(serves(TierSpec(cache), ops.NO_KERNELS, 8))
         self.assertFalse(serves(TierSpec(cache, read=lambda layer, experts: ()), gpu, 8))
+        planes = dataclasses.replace(cache, planes=2)
+        shared = TierSpec(planes, refines=2, shares_slots=True), TierSpec(planes)
+        said = placing.CachePlanner(shared, gpu.target).refusal(8)
+        self.assertEqual(said, "two tiers share slots, which the reference alone plans")
 
     def test_an_engine_says_where_the_kernel_does_not_plan(self):
         cpu = jax.devices("cpu")[0]

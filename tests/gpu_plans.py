@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.experts import residency
-from moejax.experts.residency import CacheSizes, no_counts
-from moejax.experts.tier_step import COLUMNS
+from moejax.experts.residency import COLUMNS, CacheSizes, no_counts
 from pallas_kernels import buddy_search, cache_plan
 from pallas_kernels.buddy_search import triton as buddy_triton
 from pallas_kernels.cache_plan import triton as plan_triton

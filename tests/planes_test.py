@@ -409,7 +409,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
         quantize_checkpoint(job)
         found = {}
         for how in ("planes", "copies"):
-            as_planes = mock.patch.object(load, "_over_base", return_value=None)
+            as_planes = mock.patch.object(load, "_by_planes", return_value=None)
             # Copies of high precision would serve whoever asks for low, planes do not.
             tiering = Tiering(policy=AsAsked(), tiers=("int4", "int2"), slots=(2, 4))
             with (
@@ -538,19 +538,42 @@ class PlanesCheckpointTest(QuantizeTestCase):
         with self.assert_one_line("is not understood"):
             open_checkpoint(str(job.output))
 
-    @pytest.mark.slow
-    def test_tiers_that_both_lack_experts_have_copies(self):
+    def test_tiers_that_both_lack_experts_share_slots(self):
         job = self.planes_job()
         quantize_checkpoint(job)
-        tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(2, 2))
-        with (
-            self.assertLogs("absl", "WARNING") as logs,
-            Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine,
-        ):
-            self.assertLen(engine.generate([[3, 4, 5]], max_new_tokens=4)[0].tokens, 4)
-            self.assertIn("have whole copies, not planes", "\n".join(logs.output))
-            widths = [tier.store.gate_up.bits for tier in engine._runner.memory.tiers]
-        self.assertEqual(widths, [4, 2])
+        found = []
+        for slots in ((2, 2), (2, 4)):
+            tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=slots)
+            with Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine:
+                found.append(engine.generate([list(range(3, 20))], max_new_tokens=6)[0].tokens)
+                high, low = engine._runner.memory.tiers
+                self.assertEqual(high.spec.shares_slots, slots == (2, 2))
+                if high.spec.shares_slots:
+                    self.assertEqual(low.spec.cache.slots, 4)
+                    self.check_bytes(engine.budget, {"int4": high, "int2": low})
+        self.assertEqual(*found)
+
+    def check_bytes(self, budget, tiers):
+        """Planned bytes of slots, tables and rows are those that are allocated."""
+        for name, tier in tiers.items():
+            parts = ("expert slots", "transient slots", "residency tables")
+            planned = sum(budget.device.get(f"{part}, {name}", 0) for part in parts)
+            allocated = nbytes_of((tier.pool.banks, tier.pool.residency, tier.pool.counts))
+            self.assertEqual(planned, allocated + nbytes_of(tier.store.row_of), name)
+            rows = nbytes_of((tier.store.gate_up, tier.store.down))
+            self.assertEqual(budget.host[f"experts, {name}"], rows)
+
+    def test_tiers_whose_experts_move_between_steps_have_copies(self):
+        job = self.planes_job()
+        quantize_checkpoint(job)
+        with self.assertLogs("absl", "WARNING") as logs:
+            status, out, err = commands.run(
+                plan.COMMAND, "--config.policy.name=dynaexq", "--config.policy.tiers=int4,int2",
+                "--config.policy.slots=2,2", checkpoint=job.output,
+            )  # fmt: skip
+        self.assertEqual(status, 0, err)
+        self.assertIn("experts move between steps", "\n".join(logs.output))
+        self.assertNotIn("base planes", out)
 
 
 def nbytes_of(tree):

@@ -238,6 +238,23 @@ class MainTest(FolderTestCase):
         (full,) = (line for line in out.splitlines() if "retention=1.0" in line)
         self.assertIn("| 100.0 | 0.0 | 0.0 | 0.0 |", full)
 
+    def test_tiers_by_planes(self):
+        output, moved = self.directory / "planes.jsonl", {}
+        for planes in (False, True):
+            self.run_main(
+                "--config.policy=dymoe", "--config.tiers=('int4=1800000', 'int2=1000000')",
+                "--config.grid=('slots=4/6,3/16', 'selection=load', 'prefetch=0')",
+                f"--config.planes={planes}", "--config.links=('25',)", f"--config.output={output}",
+            )  # fmt: skip
+            for row in read_rows(output)[-2:]:
+                moved[planes, "3/16" in row.what] = row.baseline
+        # Slots of both tiers are one pool of base planes' size; over every base plane, one of
+        # refinements' size.
+        of = 2 * 1e6 / GIB
+        self.assertAlmostEqual(moved[True, False]["device_gib"], 10 * of, places=6)
+        self.assertAlmostEqual(moved[True, True]["device_gib"], (3 * 0.8 + 16) * of, places=6)
+        self.assertLess(moved[True, True]["demand_mb"], moved[False, True]["demand_mb"])
+
     def test_buddies_of_a_profile(self):
         file = self.directory / "x.safetensors"
         save_buddies(file, random_profile(2, 16))
@@ -346,6 +363,7 @@ class MainTest(FolderTestCase):
         ("--config.plot=x.foo", "plot='x.foo' must end in .png"),
         ("--config.grid=('prefetch=1',)", "no slots, but slots is a whole number for each tier"),
         ("--config.grid=slots=1:1000000000:1", "1000000000 settings; at most 100000: take larger"),
+        ("--config.planes=True", "planes are of two tiers"),
         ("--config.recommend", "recommend needs --config.device_gib=GIB"),
         ("--config.device_gib=inf", "device_gib=inf must be a number of GiB"),
         ("--config.grid=('slots=4', 'prefetch=3')", "the trace foresees 2"),

@@ -12,9 +12,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts import cache, cached_experts
-from moejax.experts import tier_step as placing
+from moejax.experts import cache_planner as placing
+from moejax.experts.cache_planner import CachePlanner
 from moejax.experts.cached_experts import CachedExperts
-from moejax.experts.tier_step import CachePlanner
 from moejax.experts.transfer_programs import request_transfers
 from moejax.models import expert_products
 from moejax.policies.base import Policy, Requests

@@ -38,6 +38,11 @@ class SweepConfig(RunConfig):
         (),
         "tiers of falling fidelity, each NAME=BYTES of an expert; (): the trace's",
     )
+    planes: bool = option(
+        False,
+        "the two tiers are bit planes of one copy; where slots of the second are fewer than the "
+        "experts, planes of both share the sum of the slots",
+    )
     recommend: bool = option(
         False, "no grid: the fastest policy in device_gib that keeps the floor, and how to run it"
     )
@@ -80,6 +85,8 @@ class SweepConfig(RunConfig):
             _number("links", link)
         if not 0 <= self.device_gib < 1e6:
             raise MoejaxError(f"device_gib={self.device_gib:g} must be a number of GiB")
+        if self.recommend and self.planes:
+            raise MoejaxError("recommend compares whole copies: leave planes out")
         if self.recommend and not self.device_gib:
             raise MoejaxError("recommend needs --config.device_gib=GIB")
         for tier in self.tiers:

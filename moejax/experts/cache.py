@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,8 +76,9 @@ class TierMemory:
         rows = jax.device_put(np.asarray(row_of, np.int32), place)
         self.spec, self.store = spec, HostRows(gate_up, down, rows, terms)
         self.pool = self._empty_pool()
-        slots = jax.tree.leaves(self.pool.banks[0])
-        self.ledger = TierLedger(sum(leaf.nbytes // len(leaf) for leaf in slots))
+        row = jax.eval_shape(lambda *leaves: leaves, *jax.tree.leaves((gate_up, down)))
+        nbytes = (math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in row)
+        self.ledger = TierLedger(sum(nbytes))
         self.disk = disk
         self.base: TierMemory | None = None
         self.transfers: Transfers | None = None
@@ -95,8 +97,11 @@ class TierMemory:
         if self.spec.read is not None:
             used = jnp.zeros((cache.num_layers, cache.num_experts), jnp.int32, device=place)
         rows = self.store.gate_up, self.store.down
-        banks = tuple(jax.tree.map(slots, rows) for _ in range(cache.banks))
-        state = (residency.empty(cache), residency.no_counts(cache.num_layers))
+        content, num_banks = residency.empty(cache), cache.banks
+        if self.spec.shares_slots:
+            num_banks, content = 0, dataclasses.replace(content, table=content.table[:, :0])
+        banks = tuple(jax.tree.map(slots, rows) for _ in range(num_banks))
+        state = (content, residency.no_counts(cache.num_layers))
         tables, counts = jax.device_put(state, place)
         return TierSlots(banks, tables, counts, used)
 
@@ -109,10 +114,16 @@ class TierMemory:
         """Shapes of a device's bank as leaves [1, S, ...], with low-rank terms."""
         found, num_slots = {}, self.spec.cache.num_slots
         by_slot = jax.ShapeDtypeStruct((1, num_slots), "int32")
+        shares, pool = self.spec.shares_slots, self.pool
+        if shares:
+            assert self.base is not None
+            pool = self.base.pool
         slots, terms = jax.eval_shape(
             lambda bank, terms: (jax.tree.map(lambda leaf: leaf[None, :num_slots], bank), terms),
-            self.pool.banks[0], self.store.terms,
+            pool.banks[0], self.store.terms,
         )  # fmt: skip
+        if shares:
+            slots = tuple(stack.words for stack in slots)
         if self.base is not None:
             leading = self.base.stacks()
             by_slot = jax.ShapeDtypeStruct((1, self.base.spec.cache.num_slots), "int32")
@@ -550,9 +561,23 @@ def _check_base(tier: TierMemory, base: TierMemory | None) -> None:
     """Raises ValueError unless a tier can refine the next one."""
     if base is None or base.spec.refines:
         raise ValueError("a tier of refinements needs a next tier, of whole experts")
+    if tier.spec.shares_slots:
+        return _check_shared(tier, base)
     is_there = base.spec.is_complete or base.spec.emulated
     if not is_there or len(base.pool.banks) != 1:
         raise ValueError("a tier of refinements needs every expert in the next tier")
+
+
+def _check_shared(tier: TierMemory, base: TierMemory) -> None:
+    """Raises ValueError unless a tier of refinements can share the slots of its base."""
+    planes = jax.tree.leaves((tier.store.gate_up, tier.store.down))
+    words = [getattr(rows, "words", rows) for rows in (base.store.gate_up, base.store.down)]
+    if [p.shape[1:] for p in planes] != [w.shape[1:] for w in words]:
+        raise ValueError("planes of different sizes cannot share slots: both are of 2 bits")
+    if tier.spec.cache != base.spec.cache or tier.spec.cache.planes != 2:
+        raise ValueError("tiers that share slots have the same ones, each of one of 2 planes")
+    if any(of.spec.emulated or of.spec.read is not None for of in (tier, base)):
+        raise ValueError("experts in shared slots are real, and all in host memory")
 
 
 def preload(

@@ -20,14 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from moejax.errors import MoejaxError
+from moejax.experts.cache_planner import CachePlanner
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots
 from moejax.experts.tier_step import (
     Base,
-    CachePlanner,
     TierStep,
     Wanted,
     fetch_together,
     plane_slots_of,
+    prefetch_planes,
 )
 from moejax.models.attention import Attended
 from moejax.models.config import ModelConfig
@@ -118,6 +119,8 @@ class CachedExperts(Experts):
             for number, (tier, of_tier, form) in enumerate(zip(spec.tiers, rows, impl, strict=True))
         )
         self._planner = CachePlanner(spec.tiers, kernels.target, moves)
+        # Of each tier the one in whose slots its experts are.
+        self._slots_at = [i + tier.shares_slots for i, tier in enumerate(spec.tiers)]
 
     def init(self) -> _CacheCarry:
         """Makes the first carry, as `Experts.init`."""
@@ -140,12 +143,15 @@ class CachedExperts(Experts):
         return tuple(found)
 
     def _base(
-        self, carry: _CacheCarry, number: int, tiers: Sequence[TierSlots], layer: LayerIndex
-    ) -> Base | None:
+        self, carry: _CacheCarry, number: int, tiers: Sequence[TierSlots], layer: LayerIndex,
+        shared: cache_plan.SharedBase | None,
+    ) -> Base | None:  # fmt: skip
         """Returns what a tier refines in a layer, if it does."""
         if not self._tiers[number].spec.refines:
             return None
         step, slots = self._tiers[number + 1], tiers[number + 1]
+        if shared is not None:
+            return Base(None, shared.slot_of, None, step, shared.streamed)
         return step.base(slots, layer.turn, layer.mlp, carry.plane_slots[number])
 
     def route(
@@ -231,11 +237,7 @@ class CachedExperts(Experts):
             token_mask,
         )  # fmt: skip
         served = [found.tier == i for i in range(len(tiers))] if decision is not None else []
-        banks = [step.bank(tier, layer.turn) for step, tier in zip(steps, tiers, strict=True)]
-        jobs = [plan.admitted for plan in plans]
-        banks = fetch_together(steps, banks, jobs)
-        for i, step in enumerate(steps):
-            tiers[i] = step.finish_fetch(tiers[i], *at, banks[i], jobs[i])
+        tiers = fetch_together(steps, tiers, *at, [plan.admitted for plan in plans])
         if decision is None:
             served = [jnp.broadcast_to(token_mask[:, None], ids.shape)]
         for i, step in enumerate(steps):
@@ -243,10 +245,12 @@ class CachedExperts(Experts):
         if decision is not None and self.is_grouped(ids.size):
             slot, stacks = found.slot, []
             for i, step in enumerate(steps):
-                tiers[i] = step.prefetch(tiers[i], layer, token_mask, wanted(i, tiers))
+                tiers = self._prefetch(i, tiers, layer, token_mask, wanted)
                 mine = found.tier == i
-                base = self._base(carry, i, tiers, layer)
-                pairs, experts = step.pairs_and_stacks(tiers[i], layer, ids, mine, plans[i], base)
+                base = self._base(carry, i, tiers, layer, found.base)
+                pairs, experts = step.pairs_and_stacks(
+                    tiers[self._slots_at[i]], layer, ids, mine, plans[i], base
+                )
                 stacks.append(experts)
                 if step.spec.emulated or base is not None:
                     slot = jnp.where(found.tier == i, pairs.expert, slot)
@@ -254,19 +258,35 @@ class CachedExperts(Experts):
         else:
             products = []
             for i, step in enumerate(steps):
-                ahead = wanted(i, tiers)
-                if not step.num_waves(ids.size):
-                    tiers[i] = step.prefetch(tiers[i], layer, token_mask, ahead)
-                mine = served[0] if decision is None else found.tier == i
-                own, tiers[i] = step.products(
-                    tiers[i], layer, x, ids, mine, plans[i], token_mask, ahead,
-                    self._base(carry, i, tiers, layer),
+                if not (has_waves := step.num_waves(ids.size)):
+                    tiers = self._prefetch(i, tiers, layer, token_mask, wanted)
+                mine, where = served[0] if decision is None else found.tier == i, self._slots_at[i]
+                own, tiers[where] = step.products(
+                    tiers[where], layer, x, ids, mine, plans[i],
+                    self._base(carry, i, tiers, layer, found.base),
                 )  # fmt: skip
                 products.append(own)
+                # Comes last: anything that waits for slots of a wave would be copied.
+                if has_waves:
+                    tiers = self._prefetch(i, tiers, layer, token_mask, wanted)
             total = _selected(products, found.tier)
         runs = served[0] if decision is None else found.tier != SKIPPED
         out = combine(total, ExpertPairs(ids, runs), weights, x.dtype)
         return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)
+
+    def _prefetch(
+        self, number: int, tiers: Sequence[TierSlots], layer: LayerIndex, mask: jax.Array,
+        wanted: Callable[[int, Sequence[TierSlots]], Wanted | None],
+    ) -> list[TierSlots]:  # fmt: skip
+        """Prefetches the next layer's experts to a tier; to shared slots in the second's turn."""
+        found, step = list(tiers), self._tiers[number]
+        if step.spec.shares_slots:
+            return found
+        if number and self._tiers[number - 1].spec.shares_slots:
+            planes = wanted(0, tiers), wanted(1, tiers)
+            return prefetch_planes(self._planner, self._tiers, found, layer, mask, planes)
+        found[number] = step.prefetch(found[number], layer, mask, wanted(number, tiers))
+        return found
 
     def _products_of_tiers(
         self, x: jax.Array, tier: jax.Array, slot: jax.Array, tiers: Sequence[ExpertStacks]
@@ -300,7 +320,7 @@ class CachedExperts(Experts):
             ids=routing.ids,
             weights=routing.weights,
             active=token_mask,
-            resident=cache_plan.servable(self._resident(pools, layer.mlp), self.spec.full),
+            resident=self._servable(pools, layer.mlp),
             importance=importance,
             predicted=predicted,
             tables=pools[0].residency.table if len(pools) == 1 else None,
@@ -319,9 +339,14 @@ class CachedExperts(Experts):
 
     def _resident(self, pools: Sequence[TierSlots], layer: Index) -> jax.Array:
         """Returns bool[T, E], whether an expert has a slot in each tier."""
-        num_experts = self.config.num_experts
-        rows = [pool.residency.table[layer, :num_experts] for pool in pools]
-        return jnp.stack(rows) >= 0
+        return self.spec.resident([pool.residency.table[layer] for pool in pools])
+
+    def _servable(self, pools: Sequence[TierSlots], layer: Index) -> jax.Array:
+        """Returns bool[T, E], whether an expert has a copy that serves in each tier."""
+        resident = self._resident(pools, layer)
+        if self.spec.tiers[0].shares_slots:  # both tiers read the base plane
+            return resident
+        return cache_plan.servable(resident, self.spec.full)
 
     def _defers_update(self, layer: Index) -> bool:
         """Whether the policy is updated for all layers after the last one.
@@ -366,8 +391,10 @@ class CachedExperts(Experts):
 
         def wanted() -> jax.Array:
             # Experts that the tier holds count too, so that a prefetch takes no slot of theirs.
-            better = jnp.any(self._resident(pools, following)[:tier], axis=0)
-            some, ids = jax.lax.top_k(((ahead == tier) & ~better).astype(jnp.int32), limit)
+            asked = ahead == tier
+            if not self.spec.tiers[0].shares_slots:
+                asked &= ~jnp.any(self._resident(pools, following)[:tier], axis=0)
+            some, ids = jax.lax.top_k(asked.astype(jnp.int32), limit)
             return jnp.where(some > 0, ids, -1)
 
         return wanted

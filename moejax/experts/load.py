@@ -207,7 +207,9 @@ def plan_experts(
         # On a mesh tiers are whole copies.
         is_one = len({source.directory for source in sources}) == 1 and num_devices == 1
         widths = [source.read_bits for source in sources] if is_one else []
-        budget, refines = plan_tiers(policy, run, tiers, tiering.slots, limits, widths)
+        budget, refines = plan_tiers(
+            policy, run, tiers, tiering.slots, limits, widths, may_share=not tiering.emulate
+        )
     for tier, disk, part in zip(stored, disks, budget.tiers, strict=True):
         if part.host_share < 1:
             with open_experts(disk, dtype=dtype, device=device) as reader:
@@ -224,6 +226,8 @@ def plan_tiers(
     slots: Sequence[int],
     limits: Limits,
     widths: Sequence[int] = (),
+    *,
+    may_share: bool = True,
 ) -> tuple[Budget, tuple[bool, ...]]:
     """Plans tiers under a policy, as bit planes of one copy where that can be.
 
@@ -231,6 +235,7 @@ def plan_tiers(
       tiers: as whole copies.
       slots: of a layer in each tier; (): see `budget.make_budget`.
       widths: bits in which each tier reads one checkpoint by planes; (): they read none.
+      may_share: whether planes may share slots.
 
     Returns:
       The budget, and whether each tier is the last plane over the next one's.
@@ -239,33 +244,53 @@ def plan_tiers(
       MoejaxError: as of `budget_of_tiers`.
     """
     plan = functools.partial(budget_of_tiers, policy, run, slots=slots, limits=limits, copies=tiers)
-    return _over_base(plan, tiers, widths) or (plan(tiers), (False,) * len(tiers))
+    found = _by_planes(plan, tiers, widths, may_share)
+    return (plan(tiers), (False,) * len(tiers)) if found is None else (found, (True, False))
 
 
-def _over_base(
-    plan: Callable[[Sequence[TierSize]], Budget], tiers: Sequence[TierSize], widths: Sequence[int]
-) -> tuple[Budget, tuple[bool, ...]] | None:
+def _by_planes(
+    plan: Callable[[Sequence[TierSize]], Budget],
+    tiers: Sequence[TierSize],
+    widths: Sequence[int],
+    may_share: bool,
+) -> Budget | None:
     """Plans a first tier of one plane over a second one, of the same checkpoint.
 
-    So an expert in high precision counts once (DynaExq eq. 3.5). Returns None where that cannot be:
-    the second tier is not one plane and the first one that and one more, there is no room for every
-    expert of the second, or host memory has none for all rows. Then each tier has whole copies.
+    So an expert in high precision counts once (DynaExq eq. 3.5). The second tier has every expert;
+    where there is no room for that, planes of equal size share slots. Returns None where neither
+    can be: the second tier is not one plane and the first one that and one more, planes differ and
+    there is no room for every expert of the second, the policy moves experts between steps, or host
+    memory has no room for all rows. Then each tier has whole copies.
     """
     planes = [layout.PREFIX_PLANES.get(bits, ()) for bits in widths]
     if [len(prefix) for prefix in planes] != [2, 1] or planes[0][:1] != planes[1]:
         return None
     high, low = tiers
     plane = high.expert_nbytes - low.expert_nbytes  # the base has all scales and zeros
+    high = dataclasses.replace(high, expert_nbytes=plane)
     with contextlib.suppress(BudgetError):
-        found = plan([dataclasses.replace(high, expert_nbytes=plane), low])
-        first, second = found.tiers
+        found = plan([high, low])
+        second = found.tiers[1]
         is_full = second.slots == second.num_experts and second.banks == 1
-        if is_full and min(first.host_share, second.host_share) == 1:
-            return found, (True, False)
+        if is_full and all(tier.host_share == 1 for tier in found.tiers):
+            return found
+    reason = "that needs the base plane of every expert on the device"
+    if planes[0][0] == planes[0][1] and may_share:
+        try:
+            found = plan(
+                [
+                    dataclasses.replace(high, planes=2, shares_slots=True),
+                    dataclasses.replace(low, planes=2),
+                ]
+            )
+            if all(tier.host_share == 1 for tier in found.tiers):
+                return found
+            reason = "that needs every plane in host memory"
+        except BudgetError as error:
+            reason = str(error)
     logging.warning(
-        "tiers %s and %s have whole copies, not planes: that needs the base plane of every expert "
-        "on the device and in host memory", high.name, low.name,
-    )  # fmt: skip
+        "tiers %s and %s have whole copies, not planes: %s", high.name, low.name, reason
+    )
     return None
 
 
@@ -285,7 +310,8 @@ def budget_of_tiers(
       copies: whole copies in the place of tiers that may be planes; (): the tiers are such.
 
     Raises:
-      MoejaxError: the policy refuses the tiers, or the limits are too tight.
+      MoejaxError: the policy refuses the tiers, or the limits are too tight; a `BudgetError` too
+        where tiers share slots and experts move between steps.
     """
     config = run.config
     num_layers, num_experts = run.num_layers, run.num_experts
@@ -297,6 +323,11 @@ def budget_of_tiers(
     _check_suits(policy, copies or tiers, spec)
     state = jax.eval_shape(lambda: policy.init(spec))
     moves = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
+    if tiers[0].shares_slots and (moves or limits.bulk):
+        raise BudgetError(
+            "that needs the base plane of every expert on the device, since experts move between "
+            "steps"
+        )
     bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if moves else 0
     demands = PolicyDemands(
         slots=slots,
@@ -357,12 +388,13 @@ def _load_tier(
     gate_up, down = jax.tree.unflatten(jax.tree.structure((reader.gate_up, reader.down)), arrays)
     cache = CacheSizes(
         num_layers=budget.num_layers, num_experts=budget.num_experts, slots=budget.slots,
-        transient=budget.transient, banks=budget.banks,
+        transient=budget.transient, banks=budget.banks, planes=budget.tier.planes,
     )  # fmt: skip
     read = disk.read if disk else None
     spec = TierSpec(
-        cache, limits.prefetch, read, prefetch_in=limits.prefetch_in, refines=own.plane_bits
-    )
+        cache, limits.prefetch, read, prefetch_in=limits.prefetch_in, refines=own.plane_bits,
+        shares_slots=budget.tier.shares_slots,
+    )  # fmt: skip
     place = device if mesh is None else mesh.replicated
     memory = TierMemory(spec, gate_up, down, supply.row_of, place, terms, disk)
     if limits.bulk:
@@ -459,7 +491,7 @@ def _initial_experts(
     Every expert where there is room for all; else those that the policy's profile saw most, but for
     the first `held`, which are in tiers of higher fidelity.
     """
-    if (np.asarray(memory.store.row_of) < 0).any() or not budget.slots:
+    if (np.asarray(memory.store.row_of) < 0).any() or not budget.slots or budget.tier.planes > 1:
         return None
     num_layers, num_experts = budget.num_layers, budget.num_experts
     if budget.slots == num_experts:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cache_plan.reference import (
+from pallas_kernels.cache_plan.rows import (
     LayerTables,
     assigned,
     departures,
@@ -88,6 +88,9 @@ def no_counts(num_layers: int) -> Counts:
 class CacheSizes:
     """Static sizes of a cache.
 
+    With `planes` 2 a slot holds an item, the refinement of expert e (item e) or its base plane
+    (item E + e), and the tables are of these items (`pallas_kernels.cache_plan.shared_slots`).
+
     `banks`: arrays that the layers' slots lie in, layer l in bank l mod `banks`. A slot's global
     number counts within its bank, which has the same number of slots as the others: with two, what
     is copied into the next layer's slots touches no array that this layer's products read.
@@ -98,6 +101,12 @@ class CacheSizes:
     slots: int  # C, 0 for no cache
     transient: int  # B
     banks: int = 1
+    planes: int = 1  # of an expert that have slots of their own
+
+    @property
+    def num_items(self) -> int:
+        """Items of a layer that slots may hold: its experts, or their planes."""
+        return self.planes * self.num_experts
 
     @property
     def num_slots(self) -> int:
@@ -112,8 +121,8 @@ class CacheSizes:
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_experts < 1:
             raise ValueError(f"{self.num_layers} layers of {self.num_experts} experts")
-        if not 0 <= self.slots <= self.num_experts:
-            raise ValueError(f"{self.slots} slots for {self.num_experts} experts of a layer")
+        if not 0 <= self.slots <= self.num_items:
+            raise ValueError(f"{self.slots} slots for {self.num_items} experts of a layer")
         if self.transient < 1:
             raise ValueError(f"{self.transient} transient slots; at least 1")
         if self.banks < 1:
@@ -162,7 +171,7 @@ class Residency:
 
     def check(self, spec: CacheSizes) -> None:
         """Raises ValueError naming the invariant that does not hold; for concrete arrays."""
-        num_layers, num_experts = spec.num_layers, spec.num_experts
+        num_layers, num_experts = spec.num_layers, spec.num_items
         shapes = {"table": (num_layers, num_experts + 3 * spec.slots), "clock": ()}
         for name, shape in shapes.items():
             leaf = getattr(self, name)
@@ -196,18 +205,18 @@ def seeded(spec: CacheSizes, experts: np.ndarray | jax.Array) -> Residency:
         raise ValueError(
             f"experts of shape {given.shape} for {spec.num_layers} layers of {spec.slots} slots"
         )
-    if given.size and not 0 <= given.min() <= given.max() < spec.num_experts:
-        raise ValueError(f"an expert that is none of {spec.num_experts}")
+    if given.size and not 0 <= given.min() <= given.max() < spec.num_items:
+        raise ValueError(f"an expert that is none of {spec.num_items}")
     if (np.diff(np.sort(given, axis=1), axis=1) == 0).any():
         raise ValueError("an expert stands twice in a layer")
-    slot_of = np.full((spec.num_layers, spec.num_experts), -1, np.int32)
+    slot_of = np.full((spec.num_layers, spec.num_items), -1, np.int32)
     owner = np.full((spec.num_layers, spec.slots), -1, np.int32)
     owner[:, : given.shape[1]] = given
     slots = np.broadcast_to(np.arange(given.shape[1], dtype=np.int32), given.shape)
     np.put_along_axis(slot_of, given.astype(np.int64), slots, axis=1)
     unset = np.zeros_like(owner)
     table = np.concatenate([slot_of, owner, unset, unset], axis=1)
-    return Residency(jnp.asarray(table), jnp.asarray(1, jnp.int32), spec.num_experts)
+    return Residency(jnp.asarray(table), jnp.asarray(1, jnp.int32), spec.num_items)
 
 
 def first_slot(spec: CacheSizes, layer: Layer) -> jax.Array:

@@ -15,6 +15,7 @@ from moejax.experts.budget.limits import BOTH, DECODE, PREFILL
 from moejax.experts.residency import CacheSizes, Counts, Residency
 from moejax.policies.base import AnyPolicy
 from moejax.weights.qtensor import Compensator, QTensor, Weight
+from pallas_kernels import cache_plan
 
 # Before buffers are assigned XLA counts pools twice, as donated and as given back, and the rows of
 # host memory too. Where pools fill the device it would compute much a second time, to no end: of 12
@@ -41,6 +42,9 @@ class TierSpec:
       prefetch_in: the steps that prefetch, one of `budget.limits.PHASES`.
       refines: bits of the plane that a row is, whose experts have their leading planes in the next
         tier, which holds every expert; 0: rows are whole experts.
+      shares_slots: of the first of two tiers, with `refines`: its rows go to the slots of the next
+        one, which then needs not hold every expert. Both have equal `cache`, of 2 planes; this one
+        has no arrays and no table of its own.
     """
 
     cache: CacheSizes
@@ -51,6 +55,7 @@ class TierSpec:
     between_steps: bool = False
     prefetch_in: str = BOTH
     refines: int = 0
+    shares_slots: bool = False
 
     def looks_ahead(self, is_prefill: bool) -> bool:
         """Whether prefill steps, or decode steps, prefetch for the next layer."""
@@ -96,7 +101,7 @@ class TierSlots:
     """A tier's slots on the device, residency and counts; donated through every step.
 
     Invariants: shapes never change; `residency` has the expert in each slot of a layer, transient
-    slots have none between layers.
+    slots have none between layers. A tier that shares slots (`TierSpec.shares_slots`) has no banks.
 
     Attributes:
       banks: each bank's slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
@@ -157,10 +162,21 @@ class CacheSpec:
         """Sizes of the tier of highest fidelity."""
         return self.tiers[0].cache
 
+    def resident(self, tables: Sequence[jax.Array]) -> jax.Array:
+        """bool[..., T, E], experts that have slots in each tier.
+
+        Args:
+          tables: of each tier, the columns of a layer or of all of them [..., K].
+        """
+        num_experts = self.cache.num_experts
+        if self.tiers[0].shares_slots:
+            return cache_plan.resident_planes(tables[1], num_experts)
+        return jnp.stack([table[..., :num_experts] >= 0 for table in tables], axis=-2)
+
     @property
     def full(self) -> tuple[bool, ...]:
         """Whether each tier has a slot for every expert, never to be evicted."""
-        return tuple(tier.cache.slots >= tier.cache.num_experts for tier in self.tiers)
+        return tuple(tier.cache.slots >= tier.cache.num_items for tier in self.tiers)
 
 
 @jax.tree_util.register_dataclass

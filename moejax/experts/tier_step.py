@@ -12,7 +12,6 @@ Axes: N tokens, A experts a token, P parts of a product; the rest as in `moejax.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
-from moejax.experts.residency import COLUMNS, first_slot
+from moejax.experts.cache_planner import CachePlanner, SlotPlan
+from moejax.experts.residency import first_slot
 from moejax.experts.state import HostRows, TierSlots, TierSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
@@ -33,144 +33,8 @@ from moejax.models.moe import ExpertImpl, products_in_pairs, record_experts
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator, QTensor, Weight
-from pallas_kernels import cache_plan, expert_fetch
-from pallas_kernels.cache_plan import Asked, Fetch, LayerPlan, Tables, TierOperands, TierShape
-from pallas_kernels.target import Target
-
-
-class _SlotPlan(NamedTuple):
-    """One tier's part of a plan, over all pairs; other tiers' pairs have no wave."""
-
-    slot: jax.Array  # int32[N, A]
-    wave: jax.Array  # int32[N, A]; -1 for pairs that do not run in this tier
-    admitted: Fetch  # [J]
-    streamed: Fetch  # [W, B]
-    # int32[N A] each: experts, an expert maybe several times, with their slots and waves
-    holders: tuple[jax.Array, jax.Array, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class CachePlanner:
-    """Plans slots of the tiers, from static facts.
-
-    Attributes:
-      target: device whose kernels may plan; None: no kernels.
-      moves: whether transfers move experts between steps.
-    """
-
-    tiers: tuple[TierSpec, ...]
-    target: Target | None
-    moves: bool = True
-
-    def refusal(self, num_asked: int) -> str | None:
-        """Returns why one launch cannot plan so many pairs, or None."""
-        if self.target is None:
-            return "no kernels are wanted"
-        if any(tier.read is not None for tier in self.tiers):
-            return "experts may be on the disk alone, and the step asks the host for them by id"
-        if any(tier.emulated for tier in self.tiers):
-            return "a tier has no slots"
-        if len(self.tiers) > 1 and any(form.later_waves for form in self.forms(num_asked)):
-            return "of several tiers one streams experts in waves"
-        num_experts = self.tiers[0].cache.num_experts
-        sizes = num_experts, num_asked, len(self.tiers)
-        return cache_plan.PLAN.refusal("triton", *sizes, target=self.target)
-
-    def forms(self, num_pairs: int) -> tuple[TierShape, ...]:
-        """Returns each tier's static form, for a layer of so many pairs."""
-        return tuple(
-            TierShape(
-                slots=tier.cache.slots,
-                banks=tier.cache.banks,
-                transient=tier.cache.transient,
-                waves=self.num_waves(i, num_pairs),
-                is_full=tier.cache.slots == tier.cache.num_experts,
-                is_complete=tier.is_complete,
-                static_in_step=i == 0
-                and tier.between_steps
-                and tier.cache.slots > 0
-                and not tier.is_complete,
-                refines=tier.refines > 0,
-                may_be_promoted_elsewhere=self.moves
-                or any(better.prefetch for better in self.tiers[:i]),
-            )
-            for i, tier in enumerate(self.tiers)
-        )
-
-    def num_waves(self, index: int, num_pairs: int) -> int:
-        """Number of waves through a tier's transient slots for so many pairs."""
-        tier, cache = self.tiers[index], self.tiers[index].cache
-        if cache.slots and (tier.is_complete or tier.between_steps):
-            return 0
-        most = min(num_pairs, cache.num_experts)
-        return cache_plan.num_waves(most, cache.slots, cache.transient)
-
-    def plan_layer(
-        self,
-        tiers: Sequence[TierSlots],
-        rows_of: Sequence[jax.Array],
-        gate: jax.Array | None,
-        layer: Index,
-        asked: Asked,
-        token_mask: jax.Array,
-    ) -> tuple[LayerPlan, list[_SlotPlan], jax.Array | None, list[TierSlots]]:
-        """Plans where a layer's pairs run, and which experts are fetched.
-
-        Args:
-          tiers: donated.
-          rows_of: int32[M, E] of each tier, rows of the host store; -1: none.
-          gate: as in `ExpertCache`, donated; None: it is not counted.
-          asked: routing of N tokens.
-          token_mask: bool[N], False for padding.
-
-        Returns:
-          The plan, each tier's part of it, and `gate` and `tiers` after it.
-        """
-        operands = tuple(
-            TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)
-        )
-        forms = self.forms(asked.ids.size)
-        by_kernel = self.refusal(asked.ids.size) is None
-        tables, gate, found = _planned(
-            operands, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
-        )
-        ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
-        parts = []
-        for i, form in enumerate(forms):
-            wave = found.tier if found.wave is None else found.wave
-            if len(forms) > 1:
-                wave = jnp.where(found.tier == i, 0 if found.wave is None else wave, -1)
-            admitted, streamed = _or_nothing(found.fetch[i]), _or_nothing(found.streamed[i])
-            if not form.later_waves:
-                streamed = jax.tree.map(lambda of: of.reshape(0, 1), _or_nothing(None))
-            parts.append(
-                _SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
-            )
-        return found, parts, gate, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
-
-    def plan_prefetch(
-        self,
-        slots: TierSlots,
-        row_of: jax.Array,
-        layer: Index,
-        ids: jax.Array,
-        token_mask: jax.Array,
-    ) -> tuple[Fetch, TierSlots]:
-        """Plans the prefetch of experts of a coming layer to the slots of the only tier.
-
-        Args:
-          slots: donated.
-          layer: the coming one.
-          ids: int32[L], experts that it will probably need; -1: none.
-        """
-        (spec,) = self.tiers
-        if spec.read is not None:  # nobody waits for the disk on a guess
-            ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
-        tables, found = _predicted(
-            TierOperands(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
-            form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
-        )  # fmt: skip
-        return found, _with(slots, tables)
+from pallas_kernels import expert_fetch
+from pallas_kernels.cache_plan import Fetch
 
 
 def _terms_by_slot(
@@ -185,39 +49,6 @@ def _terms_by_slot(
     return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))
 
 
-def _tables(slots: TierSlots) -> Tables:
-    """The arrays that a plan changes."""
-    residency, counts = slots.residency, slots.counts
-    return Tables(residency.table, residency.clock, counts.events, counts.gate)
-
-
-def _with(slots: TierSlots, found: Tables) -> TierSlots:
-    return dataclasses.replace(
-        slots,
-        residency=dataclasses.replace(slots.residency, table=found.table, clock=found.clock),
-        counts=dataclasses.replace(slots.counts, events=found.events, gate=found.gate),
-    )
-
-
-def _or_nothing(fetch: Fetch | None) -> Fetch:
-    return Fetch(*[jnp.full(0, -1, jnp.int32)] * 3) if fetch is None else fetch
-
-
-# Jitted, with the layer an operand: all layers share a trace and the kernel.
-@functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
-def _planned(
-    *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
-) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
-    how = "triton" if by_kernel else "reference"
-    return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
-
-
-@functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
-def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, Fetch]:
-    how = "triton" if by_kernel else "reference"
-    return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)
-
-
 Bank = tuple[Weight, Weight]  # of `TierSlots`
 
 
@@ -225,15 +56,19 @@ class Base(NamedTuple):
     """The tier that another one refines, in a layer: its leading planes.
 
     Attributes:
-      experts: every expert of all layers.
+      experts: every expert of all layers; None: they are in the slots that both tiers share.
       slot_of: int32[E], where the layer's are in `experts`.
       plane_slots: int32[1, S], slots in the refining tier of what lies in `experts`; None: they are
         those of the layer's plan.
+      step: of the tier whose slots are shared.
+      streamed: leading planes of the waves of the refining tier, which shares slots.
     """
 
-    experts: ExpertStacks
+    experts: ExpertStacks | None
     slot_of: jax.Array
     plane_slots: jax.Array | None
+    step: "TierStep | None" = None
+    streamed: Fetch | None = None
 
 
 Wanted = Callable[[], jax.Array]  # int32[L], experts to prefetch for the next layer; -1: none
@@ -242,6 +77,9 @@ Wanted = Callable[[], jax.Array]  # int32[L], experts to prefetch for the next l
 @dataclasses.dataclass(frozen=True, eq=False)
 class TierStep:
     """One tier's part of a step: functions from its slots to its slots, in one trace.
+
+    A tier that shares slots (`TierSpec.shares_slots`) takes and gives those of the next one, of
+    which it fills the words.
 
     `turn` is `LayerIndex.turn` of the layer that runs; its bank is that of `after` 0, the next
     layer's that of 1.
@@ -275,17 +113,20 @@ class TierStep:
 
     def num_waves(self, num_pairs: int) -> int:
         """Number of waves after the first fetch."""
-        still = self.spec.emulated or self.spec.between_steps
-        return 0 if still else self.planner.forms(num_pairs)[0].later_waves
+        if self.spec.emulated or self.spec.between_steps:
+            return 0
+        return self.planner.forms(num_pairs)[0].later_waves
 
     def bank(self, slots: TierSlots, turn: int, after: int = 0) -> Bank:
-        """Returns a layer's bank."""
-        return slots.banks[(turn + after) % len(slots.banks)]
+        """Returns a layer's bank; of a tier that shares slots their words."""
+        held = slots.banks[(turn + after) % len(slots.banks)]
+        return _words(held) if self.spec.shares_slots else held
 
     def _with_bank(self, slots: TierSlots, turn: int, bank: Bank, after: int = 0) -> TierSlots:
         """Replaces a layer's bank."""
         banks = list(slots.banks)
-        banks[(turn + after) % len(banks)] = bank
+        index = (turn + after) % len(banks)
+        banks[index] = _with_words(banks[index], bank) if self.spec.shares_slots else bank
         return dataclasses.replace(slots, banks=tuple(banks))
 
     def copy_rows(
@@ -386,8 +227,7 @@ class TierStep:
 
     def products(
         self, slots: TierSlots, layer: LayerIndex, x: jax.Array, ids: jax.Array,
-        active: jax.Array, plan: _SlotPlan, mask: jax.Array, wanted: Wanted | None,
-        base: Base | None = None,
+        active: jax.Array, plan: SlotPlan, base: Base | None = None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
 
@@ -397,8 +237,6 @@ class TierStep:
           ids: int32[N, A], experts.
           active: bool[N, A], pairs that run here.
           plan: of the layer; the experts of wave 0 are fetched.
-          mask: bool[N], tokens that are no padding.
-          wanted: gives the experts to prefetch after the waves.
           base: what this tier refines.
         """
         if not self.num_waves(active.size):
@@ -406,14 +244,14 @@ class TierStep:
             return self._multiply(x, *stacks), slots
         # Only chunks run in a loop, with a traced layer.
         double = self.spec.cache.banks > 1 and not isinstance(layer.mlp, int)
+        # Of shared slots a wave may need a plane that is in a slot of the layer's own bank.
+        double &= self.spec.cache.planes == 1
         run = self._stream_waves_double_buffered if double else self._stream_waves
-        products, slots = run(slots, layer.turn, layer.mlp, x, ids, plan, active, base)
-        # Comes last: anything that waits for slots of a wave would be copied.
-        return products, self.prefetch(slots, layer, mask, wanted)
+        return run(slots, layer.turn, layer.mlp, x, ids, plan, active, base)
 
     def pairs_and_stacks(
         self, slots: TierSlots, layer: LayerIndex, ids: jax.Array, active: jax.Array,
-        plan: _SlotPlan, base: Base | None = None,
+        plan: SlotPlan, base: Base | None = None,
     ) -> tuple[ExpertPairs, ExpertStacks]:  # fmt: skip
         """The pairs and their experts where there are no waves."""
         pairs = ExpertPairs(_places(plan, ids, base), active & (plan.wave == 0), plan.wave)
@@ -424,9 +262,10 @@ class TierStep:
 
     def _stream_waves(
         self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
-        plan: _SlotPlan, active: jax.Array, base: Base | None,
+        plan: SlotPlan, active: jax.Array, base: Base | None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched after the one before."""
+        owner = self if base is None or base.step is None else base.step
         now, places = active & (plan.wave == 0), _places(plan, ids, base)
         products = self._multiply(
             x, ExpertPairs(places, now), self._stacks(slots, turn, layer, plan, 0, base=base)
@@ -437,25 +276,28 @@ class TierStep:
             # Carries this layer's bank alone: a loop that carries both makes XLA copy them, unless
             # each copy is ordered behind what reads its array (`_stream_waves_double_buffered`).
             bank, counts, products = carried
-            slots = self._with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
-            products, slots = self._after(slots, turn, products)
+            slots = owner._with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
+            products, slots = owner._after(slots, turn, products)
+            if base is not None and base.streamed is not None:
+                jobs = jax.tree.map(lambda jobs: jobs[number], base.streamed)
+                slots = owner.copy_rows(slots, turn, layer, jobs)
             jobs = jax.tree.map(lambda jobs: jobs[number], plan.streamed)
             slots = self.copy_rows(slots, turn, layer, jobs)
             mine = active & (plan.wave == number + 1)
             experts = self._stacks(slots, turn, layer, plan, number + 1, base=base)
             found = self._multiply(x, ExpertPairs(places, mine), experts)
             products = jnp.where(mine[None, :, :, None], found, products)
-            return self.bank(slots, turn), slots.counts, products
+            return owner.bank(slots, turn), slots.counts, products
 
-        carried = (self.bank(slots, turn), outside.counts, products)
+        carried = (owner.bank(slots, turn), outside.counts, products)
         num_waves = len(plan.streamed.rows)
         bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
         slots = dataclasses.replace(outside, counts=counts)
-        return products, self._with_bank(slots, turn, bank)
+        return products, owner._with_bank(slots, turn, bank)
 
     def _stream_waves_double_buffered(
         self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
-        plan: _SlotPlan, active: jax.Array, base: Base | None,
+        plan: SlotPlan, active: jax.Array, base: Base | None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched beside the one before.
 
@@ -514,7 +356,7 @@ class TierStep:
         return products_in_pairs(x, pairs, experts, num_experts, self.impl, chosen.implementation)
 
     def _stacks(
-        self, slots: TierSlots, turn: int, layer: Index, plan: _SlotPlan, wave: Index,
+        self, slots: TierSlots, turn: int, layer: Index, plan: SlotPlan, wave: Index,
         bank: int = 0, base: Base | None = None,
     ) -> ExpertStacks:  # fmt: skip
         """Returns slots as stacks, with the low-rank terms of their experts."""
@@ -523,9 +365,15 @@ class TierStep:
         if self.spec.emulated:
             held, num_slots = (self.rows.gate_up, self.rows.down), self.rows.gate_up.shape[0]
             slot, wave_of = self.rows.row_of[layer][experts], jnp.zeros_like(wave_of)
-        plane_slots = None
+        plane_slots, leading = None, None
         if base is not None:
-            num_slots = base.experts.gate_up.shape[1]
+            leading = base.experts
+            if leading is None:
+                assert base.step is not None
+                own = base.step.bank(slots, turn, bank)
+                gate_up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in own)
+                leading = ExpertStacks(gate_up, down, 0)
+            num_slots = leading.gate_up.shape[1]
             places = jnp.where(wave_of == wave, base.slot_of[experts], num_slots)
             plane_slots = base.plane_slots
             if plane_slots is None:
@@ -548,7 +396,7 @@ class TierStep:
             return dataclasses.replace(stacked, compensators=placed)
 
         (gate_up, down), (of_gate_up, of_down) = held, self.rows.terms
-        first, second = (None, None) if base is None else base.experts[:2]
+        first, second = (None, None) if leading is None else leading[:2]
         return ExpertStacks(stack(gate_up, of_gate_up, first), stack(down, of_down, second), 0)
 
     def base(
@@ -570,7 +418,7 @@ class TierStep:
         return first + slots.residency.slot_of
 
 
-def _places(plan: _SlotPlan, ids: jax.Array, base: Base | None) -> jax.Array:
+def _places(plan: SlotPlan, ids: jax.Array, base: Base | None) -> jax.Array:
     """int32[N, A], where pairs' experts are: in slots of the plan, or those of the base."""
     return plan.slot if base is None else base.slot_of[ids]
 
@@ -585,7 +433,66 @@ def plane_slots_of(
     return found.at[places.reshape(-1)].set(jnp.maximum(planes, 0).reshape(-1))[None]
 
 
+def _words(bank: Bank) -> Bank:
+    """The arrays of a bank in which refinements lie too."""
+    gate_up, down = bank
+    assert isinstance(gate_up, QTensor) and isinstance(down, QTensor)
+    return gate_up.words, down.words
+
+
+def _with_words(bank: Bank, words: Bank) -> Bank:
+    """Replaces the arrays that `_words` gives."""
+    gate_up, down = bank
+    assert isinstance(gate_up, QTensor) and isinstance(down, QTensor)
+    first, second = jax.tree.leaves(words)
+    return dataclasses.replace(gate_up, words=first), dataclasses.replace(down, words=second)
+
+
 def fetch_together(
+    steps: Sequence[TierStep], tiers: Sequence[TierSlots], turn: int, layer: Index,
+    jobs: Sequence[Fetch],
+) -> list[TierSlots]:  # fmt: skip
+    """Copies a layer's experts to the slots of all tiers, in one launch where the kernel can."""
+    found = list(tiers)
+    if steps[0].spec.shares_slots:  # the arrays of one tier: one copy after the other
+        for step, of in zip(reversed(steps), reversed(jobs), strict=True):
+            found[1] = step.copy_rows(found[1], turn, layer, of)
+        return found
+    banks = [step.bank(slots, turn) for step, slots in zip(steps, tiers, strict=True)]
+    banks = _filled_together(steps, banks, jobs)
+    for i, step in enumerate(steps):
+        found[i] = step.finish_fetch(found[i], turn, layer, banks[i], jobs[i])
+    return found
+
+
+def prefetch_planes(
+    planner: CachePlanner, steps: Sequence[TierStep], tiers: Sequence[TierSlots],
+    layer: LayerIndex, mask: jax.Array, wanted: Sequence[Wanted | None],
+) -> list[TierSlots]:  # fmt: skip
+    """Prefetches planes of the next layer's predicted experts to slots that two tiers share.
+
+    Args:
+      wanted: of each tier, experts that will probably run in it.
+    """
+    found = list(tiers)
+    asked = [experts() if experts is not None else None for experts in wanted]
+    some = [(i, ids) for i, ids in enumerate(asked) if ids is not None]
+    if not some or not steps[1].most_ahead:
+        return found
+    assert layer.next_moe is not None
+    following, mask = layer.next_moe.mlp, mask.reshape(-1)
+    if not isinstance(layer.mlp, int):
+        mask &= layer.mlp + 1 < steps[1].spec.cache.num_layers
+    ids = jnp.concatenate([ids for _, ids in some])
+    refined = jnp.concatenate([jnp.full(len(ids), i == 0) for i, ids in some])
+    rows_of = [step.rows.row_of for step in steps]
+    jobs, found = planner.plan_planes(found, rows_of, following, ids, refined, mask)
+    for step, of in zip(reversed(steps), reversed(jobs), strict=True):
+        found[1] = step.copy_rows(found[1], layer.turn, following, of, 1, beside=True)
+    return found
+
+
+def _filled_together(
     tiers: Sequence[TierStep], banks: Sequence[Bank], jobs: Sequence[Fetch]
 ) -> list[Bank]:
     """Copies host rows to a bank of each tier, in one launch where the kernel takes several."""

@@ -190,9 +190,7 @@ def request_transfers(
         would leave a slot empty for as long as its promotion waits. Other requests all are.
     """
     assert spec.policy is not None
-    num_experts = spec.cache.num_experts
-    slot_of = [tier.residency.table[:, :num_experts] for tier in cache.tiers]
-    resident = (jnp.stack(slot_of, axis=1) >= 0) | in_flight
+    resident = spec.resident([tier.residency.table for tier in cache.tiers]) | in_flight
     requests, state = spec.policy.transfers(cache.state, resident)
     ahead = spec.policy.disk_prefetch(state, resident)
     idle = spec.policy.tokens_until_change(state, resident)

@@ -60,6 +60,10 @@ def placement(budget: "Budget | None") -> list[str]:
         return []
     total = f"{budget.total_device / 2**30:.2f} GiB planned on the device"
     if len(budget.tiers) > 1:
+        if budget.tiers[0].tier.shares_slots:
+            named = " and ".join(budget.names)
+            text = f"{budget.tiers[0].slots} planes of a layer cached, of {named}"
+            return [f"memory: {text}; {total}"]
         slots = (f"{tier.slots} of {tier.num_experts} in {tier.tier.name}" for tier in budget.tiers)
         return [f"memory: experts of a layer cached: {', '.join(slots)}; {total}"]
     if not budget.pooled:

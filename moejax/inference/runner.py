@@ -19,8 +19,8 @@ from moejax.devices import (
     specs_of,
 )
 from moejax.experts.cache import ExpertMemory
+from moejax.experts.cache_planner import CachePlanner
 from moejax.experts.state import ExpertCache, compiler_options
-from moejax.experts.tier_step import CachePlanner
 from moejax.inference import steps
 from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
@@ -630,7 +630,7 @@ def _phase_warnings(phase: str, record: choices.Record, expected: str | None) ->
     In decode, products with plain matrices of a stack should run by
     `pallas_kernels.dequant_matmul`, plain experts by `grouped_dequant_matmul`, attention by
     `decode_attention`, routing by `router_topk`, norms by `residual_norm`, cache writes by
-    `qkv_to_cache`, delta rules by `delta_step`. (`experts.cache_plan.CachePlanner.refusal` is of
+    `qkv_to_cache`, delta rules by `delta_step`. (`experts.cache_planner.CachePlanner.refusal` is of
     experts that move.)
     """
     if expected is None:

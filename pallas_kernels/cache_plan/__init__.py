@@ -7,6 +7,7 @@ from pallas_kernels.cache_plan.operands import Asked as Asked
 from pallas_kernels.cache_plan.operands import Fetch as Fetch
 from pallas_kernels.cache_plan.operands import LayerPlan as LayerPlan
 from pallas_kernels.cache_plan.operands import Rule as Rule
+from pallas_kernels.cache_plan.operands import SharedBase as SharedBase
 from pallas_kernels.cache_plan.operands import Tables as Tables
 from pallas_kernels.cache_plan.operands import TierOperands as TierOperands
 from pallas_kernels.cache_plan.operands import TierShape as TierShape
@@ -14,3 +15,5 @@ from pallas_kernels.cache_plan.operands import Wishes as Wishes
 from pallas_kernels.cache_plan.operands import num_waves as num_waves
 from pallas_kernels.cache_plan.reference import resolve_tiers as resolve_tiers
 from pallas_kernels.cache_plan.reference import servable as servable
+from pallas_kernels.cache_plan.shared_slots import predict_shared as predict_shared
+from pallas_kernels.cache_plan.shared_slots import resident_planes as resident_planes

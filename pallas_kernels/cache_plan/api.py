@@ -18,6 +18,7 @@ from pallas_kernels.cache_plan.operands import (
     TierOperands,
     TierShape,
     Wishes,
+    table_width,
 )
 from pallas_kernels.cache_plan.reference import plan_reference, predict_reference
 from pallas_kernels.op import Implementation, Operation
@@ -58,7 +59,8 @@ def plan(
     misses, in order of id, take the victims: free slots, then those of experts not needed, the
     least recently used first; ties go to the smaller expert id. With waves, where there are fewer
     victims than misses, misses take the free slots alone and the rest is streamed (a scan evicts
-    nothing). What was used gets the clock, which then advances.
+    nothing). What was used gets the clock, which then advances. Tiers that share slots follow
+    `shared_slots`, by the reference alone.
 
     Args:
       tiers: of falling fidelity; donate their tables.
@@ -80,6 +82,10 @@ def plan(
     reasons = _misfits(tiers, gate, asked, active, forms)
     if missing := sorted(set(PLAN_EVENTS) - set(columns)):
         reasons.append(f"no column for {', '.join(missing)}")
+    if forms and forms[0].shares_slots:
+        implementation = implementation or "reference"
+        if implementation != "reference":
+            reasons.append(f"{implementation} plans no tiers that share slots: the reference does")
     if reasons:
         raise ValueError(f"cache_plan.plan: {'; '.join(reasons)}")
     return PLAN(
@@ -140,7 +146,7 @@ def _misfits_of_tier(
     table, clock, events, gate = tier.tables
     if tier.row_of.shape != shape:
         reasons.append(f"tier {i} is of {tier.row_of.shape}, the first of {shape}")
-    if table.ndim != 2 or table.shape != (num_layers, num_experts + 3 * form.slots):
+    if table.shape != (num_layers, table_width(form, num_experts)):
         reasons.append(f"the table of tier {i} is {table.shape}, of {form.slots} slots")
     for name, of in (("events", events), ("gate", gate)):
         if of.ndim != 2 or of.shape[0] != num_layers:
@@ -173,6 +179,11 @@ def _misfits(
         reasons += _misfits_of_tier(i, tier, form, shape)
         if form.waves < 0 or form.transient < 1 or (form.streams and not form.waves):
             reasons.append(f"tier {i}: {form.slots} slots, {form.waves} waves of {form.transient}")
+        if form.shares_slots and (i or len(tiers) != 2 or form.planes != 2 or form.transient < 2):
+            reasons.append(
+                "slots are shared by the first of two tiers, which refines the second, with two "
+                "transient ones or more"
+            )
         if form.static_in_step and (i or not form.slots):
             reasons.append(f"tier {i} is fixed: the first one may be, with slots")
         if (form.is_full or form.is_complete) and form.slots < shape[-1]:

@@ -65,6 +65,10 @@ class TierShape:
         steps ask only for experts that are there.
       refines: its copies are bit planes over those of the next tier, which has every expert: a
         request for the next tier reads that one alone, fewer bytes.
+      shares_slots: of the first of two tiers, with `refines`: its planes and those of the next
+        tier share that one's slots, whose table has 2 E items (`shared_slots`); its own is
+        int32[M, 0].
+      planes: of an expert that have slots of their own: 2 in tiers that share slots.
       may_be_promoted_elsewhere: of a tier that is neither full nor the first: transfers or
         look-ahead may bring a better copy of an expert that has a slot here. Where this is False
         and one came, the copy here serves nobody, and stays until its slot is taken.
@@ -78,6 +82,8 @@ class TierShape:
     is_complete: bool = False
     static_in_step: bool = False
     refines: bool = False
+    shares_slots: bool = False
+    planes: int = 1
     may_be_promoted_elsewhere: bool = True
 
     @property
@@ -101,7 +107,8 @@ class TierShape:
 
         With two banks its copies run beside the products of what is there instead.
         """
-        return self.waves == 1 and (self.streams or self.banks == 1)
+        alone = self.streams or self.banks == 1
+        return self.waves == 1 and alone and self.planes == 1
 
     @property
     def later_waves(self) -> int:
@@ -182,6 +189,18 @@ class Fetch(NamedTuple):
     experts: jax.Array | None = None
 
 
+class SharedBase(NamedTuple):
+    """Base planes of experts that run in the first of two tiers that share slots.
+
+    Attributes:
+      slot_of: int32[E], global slots; -1 where there is none.
+      streamed: base planes of the first tier's later waves, as `LayerPlan.streamed`.
+    """
+
+    slot_of: jax.Array
+    streamed: Fetch | None
+
+
 class LayerPlan(NamedTuple):
     """Where the pairs of a layer run.
 
@@ -193,6 +212,7 @@ class LayerPlan(NamedTuple):
       fetch: of each tier what to copy before its products; None of one that never fetches.
       streamed: of each tier the copies of its later waves, int32[W, B], of which the slots are not
         padded; None where there are none.
+      base: of tiers that share slots.
     """
 
     tier: jax.Array
@@ -200,11 +220,17 @@ class LayerPlan(NamedTuple):
     wave: jax.Array | None
     fetch: tuple[Fetch | None, ...]
     streamed: tuple[Fetch | None, ...]
+    base: SharedBase | None = None
 
 
 def num_waves(max_needed: int, slots: int, transient: int) -> int:
     """W, waves of a layer that needs up to `max_needed` experts."""
     return 0 if max_needed <= slots else -(-max_needed // transient)
+
+
+def table_width(form: TierShape, num_experts: int) -> int:
+    """Columns of a tier's table."""
+    return 0 if form.shares_slots else form.planes * num_experts + 3 * form.slots
 
 
 def num_slots(table: jax.Array | jax.ShapeDtypeStruct, num_experts: int) -> int:

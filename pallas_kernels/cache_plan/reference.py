@@ -1,9 +1,4 @@
-"""The cache's rule in plain jnp: what every implementation must do, and what a CPU runs.
-
-A layer's row of the tables is handled by comparisons of all pairs: on a GPU each small operation
-costs 1 to 2 us, and XLA fuses these comparisons into a few reductions, which sorts, prefix sums and
-scatters it does not.
-"""
+"""The cache's rule in plain jnp: what every implementation must do, and what a CPU runs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,115 +19,24 @@ from pallas_kernels.cache_plan.operands import (
     Wishes,
     num_slots,
 )
-
-
-class LayerTables(NamedTuple):
-    """The tables of one layer, or of all of them.
-
-    Attributes:
-      slot_of: int32[..., E], local slot of an expert.
-      owner: int32[..., C], expert of a slot; -1 if it is free.
-      last_use: int32[..., C], clock of the last use; 0 never.
-      prefetched: bool[..., C], brought ahead and not used yet.
-    """
-
-    slot_of: jax.Array
-    owner: jax.Array
-    last_use: jax.Array
-    prefetched: jax.Array
-
-    @classmethod
-    def of(cls, table: jax.Array, num_experts: int) -> "LayerTables":
-        """The columns of a table [..., E + 3 C]."""
-        slots = (table.shape[-1] - num_experts) // 3
-        owner, last_use, prefetched = (
-            table[..., num_experts + i * slots : num_experts + (i + 1) * slots] for i in range(3)
-        )
-        return cls(table[..., :num_experts], owner, last_use, prefetched != 0)
-
-    @property
-    def columns(self) -> jax.Array:
-        """int32[..., E + 3 C], the part of a table that `of` reads."""
-        flags = self.prefetched.astype(jnp.int32)
-        return jnp.concatenate((self.slot_of, self.owner, self.last_use, flags), axis=-1)
-
-
-def read_row(table: jax.Array, layer: int | jax.Array, num_experts: int) -> LayerTables:
-    """The row of a layer."""
-    row = jax.lax.dynamic_index_in_dim(table, layer, keepdims=False)
-    # One copy of the row, or XLA copies columns one by one, and at times the whole table, before
-    # it overwrites the row in place.
-    return LayerTables.of(jax.lax.optimization_barrier(row), num_experts)
-
-
-def write_row(table: jax.Array, layer: int | jax.Array, row: LayerTables) -> jax.Array:
-    """The table with a layer's row replaced."""
-    return jax.lax.dynamic_update_index_in_dim(table, row.columns, layer, 0)
-
-
-def ordered_victims(
-    row: LayerTables, clock: jax.Array, needed: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Orders the slots that may be taken: masks them, bool[C], and numbers them, int32[C].
-
-    Free ones come first, then the least recently used; ties go to the smaller expert id. Numbers
-    are right for victims only.
-    """
-    owned = row.owner >= 0
-    victim = ~(owned & _at(needed, row.owner))
-    # Modulo 2^32, so that a wrapped clock does no harm.
-    age = jax.lax.bitcast_convert_type(clock - row.last_use, jnp.uint32)
-    age = jnp.where(owned, age, np.uint32(2**32 - 1))
-    # Equal uses go by the smaller id, whatever the slot: hits do not depend on slots.
-    tie = jnp.where(owned, len(age) + row.owner, _iota(len(age)))
-    before = (age[None] > age[:, None]) | ((age[None] == age[:, None]) & (tie[None] < tie[:, None]))
-    return victim, _num(victim[None] & before, axis=1)
-
-
-def _order_of(mask: jax.Array) -> jax.Array:
-    """int32[n], how many before each element are set."""
-    index = _iota(len(mask))
-    return _num(mask[None] & (index[None] < index[:, None]), axis=1)
-
-
-def assigned(
-    row: LayerTables, new: jax.Array, order: jax.Array, victim: jax.Array, place: jax.Array
-) -> tuple[jax.Array, LayerTables]:
-    """The n-th new expert takes the n-th victim: int32[C] who takes each slot, and the row after.
-
-    Uses and flags of the slots are as before.
-    """
-    coming = index_of(jnp.where(new, order, -2), jnp.where(victim, place, -1))
-    owner = jnp.where(coming >= 0, coming, row.owner)
-    return coming, row._replace(owner=owner, slot_of=index_of(owner, _iota(len(new))))
-
-
-def index_of(values: jax.Array, wanted: jax.Array) -> jax.Array:
-    """int32[n], for each wanted value the largest index i of which values[i] equals it, or -1."""
-    index = jnp.where(values[None] == wanted[:, None], _iota(len(values))[None], -1)
-    # Not `max(initial=-1)`, which is one operation more.
-    return jax.lax.reduce(index, np.int32(-1), jax.lax.max, (1,))
-
-
-def without(row: LayerTables, experts: jax.Array) -> LayerTables:
-    """The row without experts, bool[E], whose slots are free from now on."""
-    gone = (row.owner >= 0) & _at(experts, row.owner)
-    owner = jnp.where(gone, -1, row.owner)
-    return LayerTables(
-        slot_of=index_of(owner, _iota(len(row.slot_of))),
-        owner=owner,
-        last_use=jnp.where(gone, 0, row.last_use),
-        prefetched=row.prefetched & ~gone,
-    )
-
-
-def departures(before: LayerTables, after: LayerTables) -> dict[str, jax.Array]:
-    """Counts of the experts that have left their slots."""
-    gone = (before.slot_of >= 0) & (after.slot_of < 0)
-    return {
-        "evictions": _num(gone),
-        "prefetch_waste": _num(gone & _at(before.prefetched, before.slot_of)),
-    }
+from pallas_kernels.cache_plan.rows import (
+    TierPart,
+    assigned,
+    at,
+    counted,
+    departures,
+    fetch_of,
+    index_of,
+    iota,
+    marked,
+    num,
+    order_of,
+    ordered_victims,
+    read_row,
+    without,
+    write_row,
+)
+from pallas_kernels.cache_plan.shared_slots import plan_shared, resident_planes
 
 
 class ResolvedTiers(NamedTuple):
@@ -198,7 +102,7 @@ def resolve_tiers(
       See `ResolvedTiers`; no expert is both reused and fetched.
     """
     num_tiers, num_experts = resident.shape
-    expert, tier = _iota(num_experts), _iota(num_tiers)[:, None]
+    expert, tier = iota(num_experts), iota(num_tiers)[:, None]
     asks = active[:, None] & (wishes.tier >= 0)
     pairs = (ids[None] == expert[:, None, None]) & asks[None]
     best = jnp.min(jnp.where(pairs, wishes.tier[None], num_tiers), axis=(1, 2))
@@ -221,26 +125,10 @@ def wishes_of(
     num_experts, width = resident.shape[1], ids.shape[1]
     critical = jnp.zeros(num_experts, bool)
     if rule.critical is not None:
-        first = active[:, None] & (_iota(width)[None] < rule.critical[layer])
-        critical = _marked(ids, first, num_experts)
+        first = active[:, None] & (iota(width)[None] < rule.critical[layer])
+        critical = marked(ids, first, num_experts)
     high = critical | (rule.high_if_resident & resident[rule.high])
     return Wishes(jnp.where(high[ids], rule.high, rule.low), ~critical[ids] & rule.at_least)
-
-
-def _marked(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
-    """bool[E]: those among the ids where the mask is set."""
-    places = jnp.where(mask, ids, num_experts).reshape(-1)
-    return jnp.zeros(num_experts, bool).at[places].set(True, mode="drop")
-
-
-class _OneTier(NamedTuple):
-    """A tier's part of a plan; slot and wave int32[E], -1 where an expert does not run."""
-
-    tables: Tables
-    slot: jax.Array
-    wave: jax.Array
-    fetch: Fetch
-    streamed: Fetch | None
 
 
 def _plan_one(
@@ -250,49 +138,49 @@ def _plan_one(
     size: int,
     form: TierShape,
     columns: Columns,
-) -> _OneTier:
+) -> TierPart:
     """Slots for the experts of one tier that a layer needs, bool[E]; at most `size` of them."""
     tables, row_of = tier
     (num_layers, num_experts), clock = row_of.shape, tables.clock
     before = read_row(tables.table, layer, num_experts)
     hit, miss = needed & (before.slot_of >= 0), needed & (before.slot_of < 0)
-    order, jobs = _order_of(miss), min(size, form.slots)
+    order, jobs = order_of(miss), min(size, form.slots)
     victim, place = ordered_victims(before, clock, needed)
     if form.waves:
-        fits = _num(miss) <= _num(victim)
+        fits = num(miss) <= num(victim)
         victim &= fits | (before.owner < 0)
     _, row = assigned(before, miss & (order < jobs), order, victim, place)
     cached, come = needed & (row.slot_of >= 0), miss & (row.slot_of >= 0)
     width, index = form.transient, jnp.full_like(order, -1)
     if form.waves:
-        index = jnp.where(needed & ~cached, order - _num(victim), -1)
+        index = jnp.where(needed & ~cached, order - num(victim), -1)
         index = jnp.where(index < form.waves * width, index, -1)
     streams = index >= 0
     first = form.first_transient(num_layers)
     places = jnp.asarray(layer, jnp.int32) // form.banks * form.slots + row.slot_of
     slot = jnp.where(cached, places, jnp.where(streams, first + index % width, -1))
     wave = jnp.where(cached, 0, jnp.where(streams, 0 if form.at_once else 1 + index // width, -1))
-    streamed = index_of(index, _iota(form.waves * width)).reshape(form.waves, width)
+    streamed = index_of(index, iota(form.waves * width)).reshape(form.waves, width)
     first_copied = come | streams if form.at_once else come
-    admitted = index_of(jnp.where(first_copied, order, -1), _iota(form.num_jobs(size, num_experts)))
-    used = (row.owner >= 0) & _at(needed, row.owner)
+    admitted = index_of(jnp.where(first_copied, order, -1), iota(form.num_jobs(size, num_experts)))
+    used = (row.owner >= 0) & at(needed, row.owner)
     row = row._replace(
         last_use=jnp.where(used, clock, row.last_use), prefetched=row.prefetched & ~used
     )
-    events = _counted(
-        tables.events, layer, columns, steps=jnp.any(needed), needed=_num(needed), hits=_num(hit),
-        misses=_num(miss), admitted=_num(come), streamed=_num(streams),
-        unserved=_num(needed & ~cached & ~streams),
-        prefetch_hits=_num(hit & _at(before.prefetched, before.slot_of)),
+    events = counted(
+        tables.events, layer, columns, steps=jnp.any(needed), needed=num(needed), hits=num(hit),
+        misses=num(miss), admitted=num(come), streamed=num(streams),
+        unserved=num(needed & ~cached & ~streams),
+        prefetch_hits=num(hit & at(before.prefetched, before.slot_of)),
         **departures(before, row),
     )  # fmt: skip
     table = tables.table if form.is_complete else write_row(tables.table, layer, row)
     rows, later = row_of[layer], None
     if form.later_waves:
-        transient = jnp.broadcast_to(first + _iota(width), streamed.shape)
-        later = _fetch(rows, streamed, transient)._replace(slots=transient)
+        transient = jnp.broadcast_to(first + iota(width), streamed.shape)
+        later = fetch_of(rows, streamed, transient)._replace(slots=transient)
     tables = tables._replace(table=table, clock=clock + 1, events=events)
-    return _OneTier(tables, slot, wave, _fetch(rows, admitted, _at(slot, admitted)), later)
+    return TierPart(tables, slot, wave, fetch_of(rows, admitted, at(slot, admitted)), later)
 
 
 def plan_reference(
@@ -309,10 +197,14 @@ def plan_reference(
     ids, weights = asked.ids, asked.weights
     num_experts, num_tiers = tiers[0].row_of.shape[1], len(tiers)
     size = min(ids.size, num_experts)
+    is_shared, base = forms[0].shares_slots, None
     chosen, gone = jnp.where(active[:, None], 0, jnp.full_like(ids, -1)), None
     if asked.by is not None:
-        copies = jnp.stack([tier.tables.table[layer, :num_experts] >= 0 for tier in tiers])
-        resident = servable(copies, [form.is_full for form in forms])
+        if is_shared:
+            resident = copies = resident_planes(tiers[1].tables.table[layer], num_experts)
+        else:
+            copies = jnp.stack([tier.tables.table[layer, :num_experts] >= 0 for tier in tiers])
+            resident = servable(copies, [form.is_full for form in forms])
         wishes = asked.by
         if isinstance(wishes, Rule):
             wishes = wishes_of(wishes, ids, active, layer, resident)
@@ -321,12 +213,18 @@ def plan_reference(
         chosen = jnp.where(active[:, None] & (wishes.tier >= 0), found.tier[ids], -1)
         better = [jnp.any(copies[:i], axis=0) for i in range(num_tiers)]
         gone = [copies[i] & (found.fetched | better[i]) for i in range(num_tiers)]
+    parts: list[TierPart] = []
+    if is_shared:
+        parts[:], base = plan_shared(tiers, layer, found.tier, size, forms, columns)
     slot, wave, after, fetch, streamed = jnp.full_like(ids, -1), jnp.full_like(ids, -1), [], [], []
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
-        if gone is not None and num_tiers > 1 and not (form.is_full or form.static_in_step):
-            tier = tier._replace(tables=_released(tier.tables, layer, gone[i], columns))
         mine = chosen == i
-        made = _plan_one(tier, layer, _marked(ids, mine, num_experts), size, form, columns)
+        if is_shared:
+            made = parts[i]
+        else:
+            if gone is not None and num_tiers > 1 and not (form.is_full or form.static_in_step):
+                tier = tier._replace(tables=_released(tier.tables, layer, gone[i], columns))
+            made = _plan_one(tier, layer, marked(ids, mine, num_experts), size, form, columns)
         slot = jnp.where(mine, made.slot[ids], slot)
         wave = jnp.where(mine, made.wave[ids], wave)
         mass = jnp.sum(jnp.where(mine, weights, 0.0))
@@ -335,7 +233,7 @@ def plan_reference(
         streamed.append(made.streamed)
     if gate is not None:
         routed = ids if asked.routed_ids is None else asked.routed_ids
-        index = _iota(num_tiers)[:, None, None]
+        index = iota(num_tiers)[:, None, None]
         other = (chosen >= 0) & (ids != routed)
         kinds = [chosen[None] == index, (chosen < 0)[None], other[None], jnp.ones_like(other)[None]]
         mass = jnp.where(active[:, None], weights, 0.0)
@@ -343,7 +241,7 @@ def plan_reference(
         gate = jax.lax.dynamic_update_index_in_dim(gate, gate[layer] + sums, layer, 0)
     waves = wave if any(form.later_waves for form in forms) else None
     runs = jnp.where(slot >= 0, chosen, -1)
-    return tuple(after), gate, LayerPlan(runs, slot, waves, tuple(fetch), tuple(streamed))
+    return tuple(after), gate, LayerPlan(runs, slot, waves, tuple(fetch), tuple(streamed), base)
 
 
 def predict_reference(
@@ -358,22 +256,20 @@ def predict_reference(
     """Computes `api.predict` in plain JAX."""
     tables, num_experts = tier.tables, tier.row_of.shape[1]
     before = read_row(tables.table, layer, num_experts)
-    wanted = _marked(ids, (ids >= 0) & jnp.any(active), num_experts)
+    wanted = marked(ids, (ids >= 0) & jnp.any(active), num_experts)
     new = wanted & (before.slot_of < 0)
-    order = _order_of(new)
+    order = order_of(new)
     coming, row = assigned(before, new, order, *ordered_victims(before, tables.clock, wanted))
     come = new & (row.slot_of >= 0)
     row = row._replace(
         last_use=jnp.where(coming >= 0, tables.clock, row.last_use),
         prefetched=row.prefetched | (coming >= 0),
     )
-    events = _counted(
-        tables.events, layer, columns, prefetched=_num(come), **departures(before, row)
-    )
+    events = counted(tables.events, layer, columns, prefetched=num(come), **departures(before, row))
     places = jnp.asarray(layer, jnp.int32) // form.banks * form.slots + row.slot_of
-    experts = index_of(jnp.where(come, order, -1), _iota(len(ids)))
+    experts = index_of(jnp.where(come, order, -1), iota(len(ids)))
     tables = tables._replace(table=write_row(tables.table, layer, row), events=events)
-    return tables, _fetch(tier.row_of[layer], experts, _at(places, experts))
+    return tables, fetch_of(tier.row_of[layer], experts, at(places, experts))
 
 
 def _released(tables: Tables, layer: jax.Array, gone: jax.Array, columns: Columns) -> Tables:
@@ -382,38 +278,5 @@ def _released(tables: Tables, layer: jax.Array, gone: jax.Array, columns: Column
         return tables
     before = read_row(tables.table, layer, len(gone))
     row = without(before, gone)
-    events = _counted(tables.events, layer, columns, **departures(before, row))
+    events = counted(tables.events, layer, columns, **departures(before, row))
     return tables._replace(table=write_row(tables.table, layer, row), events=events)
-
-
-def _fetch(row_of: jax.Array, experts: jax.Array, slots: jax.Array) -> Fetch:
-    """The copies of experts of a layer, -1 for none, into slots."""
-    some = experts >= 0
-    return Fetch(jnp.where(some, _at(row_of, experts), -1), jnp.where(some, slots, -1), experts)
-
-
-def _counted(
-    events: jax.Array, layer: jax.Array, columns: Columns, **amounts: jax.Array
-) -> jax.Array:
-    """The counts with amounts added to a layer, by one operation."""
-    zero = jnp.zeros((), jnp.int32)
-    by_column = {columns[name]: jnp.asarray(amount, jnp.int32) for name, amount in amounts.items()}
-    row = jnp.stack([by_column.get(i, zero) for i in range(events.shape[1])])
-    return events.at[layer].add(row)
-
-
-def _at(values: jax.Array, index: jax.Array) -> jax.Array:
-    """values[index], of indices that may be outside, where anything is returned."""
-    if not len(values):
-        return jnp.zeros(index.shape, values.dtype)
-    return values.at[index].get(mode="clip")
-
-
-def _num(mask: jax.Array, axis: int | None = None) -> jax.Array:
-    """int32, how many are set."""
-    return mask.sum(axis=axis, dtype=jnp.int32)
-
-
-def _iota(size: int) -> jax.Array:
-    """int32[size], 0, 1, ..."""
-    return jax.lax.iota(jnp.int32, size)

@@ -58,6 +58,8 @@ class TierSize:
     name: str  # "bf16", "int4", ...
     expert_nbytes: int  # of one expert: what a slot holds, and a row of the host store
     low_rank_nbytes: int = 0  # low-rank factors of all experts, which stay on the device
+    planes: int = 1  # planes of an expert that compete for slots, by `CacheSizes.planes`
+    shares_slots: bool = False  # experts lie in the slots of the next tier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,13 +193,19 @@ def least_host_nbytes(expert_nbytes: int, num_experts: int, bulk: int, at_once: 
     return least * expert_nbytes + bulk_nbytes(expert_nbytes, bulk)
 
 
-def table_nbytes(num_layers: int, num_experts: int, slots: int, *, last_uses: bool = False) -> int:
+def table_nbytes(
+    num_layers: int, num_experts: int, slots: int, *, items: int | None = None,
+    last_uses: bool = False,
+) -> int:  # fmt: skip
     """Bytes of the residency tables, of the counters and of the table of rows on the device.
 
-    `last_uses` includes the table of last uses, by which host memory evicts.
+    Args:
+      items: that may have a slot; None: the experts.
+      last_uses: includes the table of last uses, by which host memory evicts.
     """
-    # The slot of an expert; owner, last use and flag of a slot. And the clock.
-    residency = num_layers * 4 * (num_experts + 3 * slots) + 4
+    # The slot of an item; owner, last use and flag of a slot. And the clock.
+    items = num_experts if items is None else items
+    residency = num_layers * 4 * (items + 3 * slots) + 4
     rows = num_layers * num_experts * 4
     counters = num_layers * 4 * (NUM_EVENTS + 2)
     return residency + rows + counters + (rows if last_uses else 0)
@@ -222,6 +230,15 @@ def describe(budget: Budget) -> list[str]:
         lines.append(f"  {place:<7}{part:<{width}}{nbytes / MIB:>12.2f} MiB{gib}")
     if is_alone:
         return lines + _speed(first)
+    if first.tier.shares_slots:
+        base = budget.tiers[1]
+        said = (
+            f"{first.tier.name}: refinements of {size_text(first.tier.expert_nbytes)}, "
+            f"{base.tier.name}: base planes of {size_text(base.tier.expert_nbytes)}; {base.slots} "
+            f"slots a layer, each of one plane of one of {base.num_experts} experts, "
+            f"{base.transient} transient slots"
+        )
+        return [*lines, said]
     return lines + [
         f"{tier.tier.name}: experts of {size_text(tier.tier.expert_nbytes)}, "
         f"{tier.slots} of {tier.num_experts} cached a layer, {tier.transient} transient slots, "

@@ -74,6 +74,7 @@ class _TierPlan:
     def check(self) -> None:
         """Raises BudgetError for settings that no memory size could satisfy."""
         limits, most = self.limits, self.run.num_experts
+        places = self.tier.planes * most
         slots, transient, prefetch, bulk = (
             limits.slots, limits.transient, limits.prefetch, limits.bulk
         )  # fmt: skip
@@ -85,9 +86,9 @@ class _TierPlan:
             )
         check_phase(limits.prefetch_in)
         for name, count in (("slots", slots), ("transient", transient)):
-            if count > most:
+            if count > places:
                 raise BudgetError(
-                    f"memory.{name}={count} is more than the {most} experts of a layer"
+                    f"memory.{name}={count} is more than the {places} experts of a layer"
                 )
         if bulk < 0 or (bulk and slots == 0):
             raise BudgetError(
@@ -139,11 +140,17 @@ class _TierPlan:
         parts, own = self.dense(), self.tier.expert_nbytes
         banks = num_banks(self.limits)
         layers = banks * -(-self.run.num_layers // banks)
-        parts["expert slots"] = layers * slots * own
-        parts["transient slots"] = banks * transient * own
+        items = self.tier.planes * self.run.num_experts
+        if self.tier.shares_slots:
+            items = table_slots = 0
+        else:
+            table_slots = slots
+            parts["expert slots"] = layers * slots * own
+            parts["transient slots"] = banks * transient * own
         parts["residency tables"] = table_nbytes(
-            self.run.num_layers, self.run.num_experts, slots, last_uses=self._reads_disk
-        )
+            self.run.num_layers, self.run.num_experts, table_slots, items=items,
+            last_uses=self._reads_disk,
+        )  # fmt: skip
         if self.limits.bulk:  # the program that writes them to slots has one as an array of its own
             parts["experts on their way between steps"] = self.bulk_nbytes + own
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
@@ -179,10 +186,10 @@ class _TierPlan:
         enough = max(
             self.run.config.experts_per_token, -(-TRANSIENT_BYTES // self.tier.expert_nbytes)
         )
-        if self.limits.slots == self.run.num_experts:
-            enough = 1
+        places = self.tier.planes * self.run.num_experts
+        enough = 1 if self.limits.slots == places else self.tier.planes * enough
         asked = self.limits.transient
-        transient = asked or min(self.run.num_experts, enough)
+        transient = asked or min(places, enough)
         if limit is None:
             return least, transient
         smallest = sum(self.pooled(least, asked or 1).values())
@@ -298,7 +305,8 @@ def make_budget(
     without a limit every tier has room for all experts (the first one for
     `limits.slots`, if that is given). Under a limit the lower tiers have, if that leaves the first
     one as many slots as a token needs experts, and it gets what is left; else all tiers have the
-    same number, or the first one has them all (`first_alone`).
+    same number, or the first one has them all (`first_alone`). Of two tiers that share slots both
+    have as many as fit, or the sum of what the policy asks for.
 
     Args:
       tiers: in order of falling fidelity.
@@ -320,19 +328,29 @@ def make_budget(
             disk=only.disk,
         )
     num_experts, names = run.config.num_experts, tuple(tier.name for tier in tiers)
+    shares = tiers[0].shares_slots
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
 
     def alone(chosen: Sequence[int], host_gib: float) -> list[TierBudget]:
         budgets = []
         for i, (tier, count) in enumerate(zip(tiers, chosen, strict=True)):
-            cached = 0 < count < num_experts
-            streams = count < num_experts and not (count and i in policy.between_steps)
+            cached = 0 < count < tier.planes * num_experts
+            streams = count < tier.planes * num_experts and not (
+                count and i in policy.between_steps
+            )
+            transient = limits.transient if streams else 1
+            if shares and transient:  # a wave of the first tier has both planes of an expert
+                transient = max(2, transient)
             own = dataclasses.replace(
                 limits, device_gib=0.0, host_gib=host_gib * tier.expert_nbytes / total_nbytes,
-                slots=count, transient=limits.transient if streams else 1,
+                slots=count, transient=transient,
                 prefetch=min(policy.prefetch, count) if cached else 0,
                 bulk=policy.bulk if cached else 0,
             )  # fmt: skip
+            if shares and i == 0:  # as many transient slots as the next one has by its bytes
+                next_own = dataclasses.replace(own, host_gib=0.0)
+                transient = _plan_tier(run, tiers[1], next_own, len(tiers)).transient
+                own = dataclasses.replace(own, transient=transient)
             budgets.append(_plan_tier(run, tier, own, len(tiers)))
         return budgets
 
@@ -359,10 +377,18 @@ def make_budget(
                 f"memory.slots={limits.slots} and policy.slots={tuple(slots)} both say how many "
                 "experts are cached: leave memory.slots out"
             )
+        if shares:
+            slots = (sum(slots),) * 2
         return _within(made(slots), limit, policy.device)
     if limit is None:
         first = num_experts if limits.slots < 0 else limits.slots
         return made([first] + [num_experts] * num_lower)
+    if shares:
+        for count in range(2 * num_experts - 1, 1, -1):
+            found = made((count, count))
+            if found.total_device <= limit:
+                return found
+        return _within(found, limit, policy.device)
     counts = range(num_experts, -1, -1)
     choices = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
     choices += [(n, 0 if policy.first_alone else n) for n in counts]

@@ -8,7 +8,9 @@ the policy's layers are independent (`moejax.policies.base`), with equal results
 the other.
 
 Pools hold T tiers, of falling fidelity, of E experts; a tier of E slots or more always holds every
-expert. Ties of last use go by id. The trace is cut into calls of one shape (`segments`).
+expert. Ties of last use go by id. Two tiers of planes may share one pool, whose items are E
+refinements and E base planes (`pallas_kernels.cache_plan.shared_slots`). The trace is cut into
+calls of one shape (`segments`).
 """
 
 import dataclasses
@@ -146,7 +148,7 @@ _LAST = np.int32(2**31 - 1)
 
 
 class _Moved(NamedTuple):
-    """Counts, int32[], of experts admitted, without a slot, evicted, and evicted unused."""
+    """Experts admitted, without a slot, evicted, and evicted unused: masks, or their counts."""
 
     admitted: jax.Array
     streamed: jax.Array
@@ -176,6 +178,7 @@ def _admit(
     slots: jax.Array,
     stamp: jax.Array,  # int32[], key of the admitted
     most: int,  # static, the most experts that are admitted
+    first: int = 0,  # static, whose turn is the first, in a circle
 ) -> tuple[jax.Array, _Moved]:
     """Admits experts to one tier's slots: free ones, then victims as in `cache_plan.plan`."""
     num_experts = len(key)
@@ -185,8 +188,8 @@ def _admit(
     expert = jnp.arange(num_experts, dtype=jnp.int32)
     fits = num_coming <= free + _num(victims)
     room = jnp.where(fits, num_coming, free)
-    ones = coming.astype(jnp.int32)
-    before = jnp.cumsum(ones) - ones
+    ones = jnp.roll(coming.astype(jnp.int32), -first)
+    before = jnp.roll(jnp.cumsum(ones) - ones, first)
     admitted = coming & (before < room)
     num_gone = jnp.maximum(room - free, 0)
     stride = 1 << (num_experts - 1).bit_length()
@@ -203,21 +206,24 @@ def _admit(
         last = jnp.where(num_gone > 0, jnp.sort(ranked)[place], last)
     gone = victims & (ranked <= last)
     moved = _Moved(
-        admitted=_num(admitted),
-        streamed=num_coming - _num(admitted),
-        evictions=num_gone,
-        waste=_num(gone & (key & 1 == 1)),
-    )
+        admitted=admitted, streamed=coming & ~admitted, evictions=gone,
+        waste=gone & (key & 1 == 1),
+    )  # fmt: skip
     return jnp.where(admitted, stamp, jnp.where(gone, 0, key)), moved
 
 
 def _prefetch_experts(
-    slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, most: int
+    slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, most: int, shares: bool
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Prefetches the predicted experts: keys int32[T, E] and counts [T]."""
     num_tiers, num_experts = key.shape
     tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
     wanted = ahead[None] == tier
+    if shares:
+        wanted = jnp.stack([ahead == 0, ahead >= 0])
+        new = wanted & (key == 0)
+        keys, moved = _admit_shared(key, new, wanted, slots, 2 * clock + 1, most)
+        return keys, _prefetch_counts(moved)
     # A copy as good or better serves.
     there = key > 0
     served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
@@ -225,12 +231,25 @@ def _prefetch_experts(
     keys, moved = _admit_each(key, new, wanted, slots, 2 * clock + 1, most)
     came = new & (keys > 0)
     leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
-    counts = {
+    return jnp.where(leaving, 0, keys), _prefetch_counts(moved)
+
+
+def _prefetch_counts(moved: _Moved) -> dict[str, jax.Array]:
+    """Counts of a prefetch by the names of `EVENTS`."""
+    return {
         "prefetched": moved.admitted,
         "evictions": moved.evictions,
         "prefetch_waste": moved.waste,
     }
-    return jnp.where(leaving, 0, keys), counts
+
+
+def _resident(key: jax.Array, shares: bool) -> jax.Array:
+    """bool[..., T, E], experts that are there in each tier, by keys of that shape."""
+    there = key > 0
+    if not shares:
+        return there
+    base = there[..., 1, :]
+    return jnp.stack([there[..., 0, :] & base, base], axis=-2)
 
 
 def _serve(
@@ -241,17 +260,22 @@ def _serve(
     clock: jax.Array,
     most: int,
     refines: tuple[bool, ...],
+    shares: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """Runs a layer as decided: keys, counts [T] by name, gate mass float32[T + 3]."""
     num_tiers, num_experts = key.shape
     active = observation.active
     wishes = Wishes(decision.tier, decision.at_least)
-    found = cache_plan.resolve_tiers(key > 0, decision.ids, wishes, active, refines)
+    resident = _resident(key, shares)
+    found = cache_plan.resolve_tiers(resident, decision.ids, wishes, active, refines)
     tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
     runs = found.tier[None] == tier  # bool[T, E]
-    misses = runs & found.fetched[None]
-    hits = runs & ~found.fetched[None]
-    key = jnp.where(found.leaving & (slots[:, None] < num_experts), 0, key)
+    if shares:  # the first tier needs both planes
+        runs = runs.at[1].set(runs[0] | runs[1])
+        hits, misses = runs & (key > 0), runs & (key == 0)
+    else:
+        misses, hits = runs & found.fetched[None], runs & ~found.fetched[None]
+        key = jnp.where(found.leaving & (slots[:, None] < num_experts), 0, key)
     events = {
         "needed": _num(runs, axis=1),
         "hits": _num(hits, axis=1),
@@ -260,7 +284,8 @@ def _serve(
         "prefetch_hits": _num(hits & (key & 1 == 1), axis=1),
     }
     key = jnp.where(hits, 2 * clock, key)
-    key, sums = _admit_each(key, misses, runs, slots, 2 * clock, most)
+    admit = _admit_shared if shares else _admit_each
+    key, sums = admit(key, misses, runs, slots, 2 * clock, most)
     events |= {
         "admitted": sums.admitted,
         "streamed": sums.streamed,
@@ -288,7 +313,22 @@ def _admit_each(
 ) -> tuple[jax.Array, _Moved]:
     """Runs `_admit` for every tier; the first four operands have its axis."""
     one = functools.partial(_admit, stamp=stamp, most=most)
-    return jax.vmap(one)(key, coming, protected, slots)
+    key, moved = jax.vmap(one)(key, coming, protected, slots)
+    return key, _Moved(*(_num(mask, axis=1) for mask in moved))
+
+
+def _admit_shared(
+    key: jax.Array,
+    coming: jax.Array,
+    protected: jax.Array,
+    slots: jax.Array,
+    stamp: jax.Array,
+    most: int,
+) -> tuple[jax.Array, _Moved]:
+    """Runs `_admit` for the planes of one pool, base planes first; operands as `_admit_each`."""
+    shape, items = key.shape, [array.reshape(-1) for array in (key, coming, protected)]
+    key, moved = _admit(items[0], items[1], items[2], slots[1], stamp, 2 * most, first=shape[1])
+    return key.reshape(shape), _Moved(*(_num(mask.reshape(shape), axis=1) for mask in moved))
 
 
 def _num(mask: jax.Array, axis: int | None = None) -> jax.Array:
@@ -357,12 +397,17 @@ class Replay:
     # runs the layers of a step in turn, even if the policy's are independent
     one_by_one: bool = False
     refines: tuple[bool, ...] = ()  # as in `runs.Run`
+    shares_slots: bool = False  # likewise
 
 
-def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
+def begin(
+    state: Any, slots: jax.Array, num_layers: int, num_experts: int, shares_slots: bool
+) -> Running:
     """Replay state before any token: a policy's `init` state, and pools of `slots` int32[T]."""
     num_tiers = len(slots)
     keys = _initial(slots, num_experts)
+    if shares_slots:
+        keys = jnp.zeros_like(keys)
     tally = Tally(
         jnp.zeros((2, len(EVENTS), num_tiers), jnp.int32),
         jnp.zeros(2, jnp.int32),
@@ -430,7 +475,7 @@ class _Step:
             index, key, of_layer = now
             seen = self.observe(key, index, of_layer)
             key, prefetched = self.prefetch(key, ahead, seen)
-            seen = dataclasses.replace(seen, resident=key > 0)
+            seen = dataclasses.replace(seen, resident=_resident(key, self.replay.shares_slots))
             decision, state = self.replay.policy.decide(state, seen)
             done = self.run(key, prefetched, decision, seen)
             return (state, none if decision.ahead is None else decision.ahead), done
@@ -451,7 +496,7 @@ class _Step:
             if decision.ahead is not None:
                 ahead = jnp.concatenate([ahead[:1], decision.ahead[:-1]])
         keys, prefetched = jax.vmap(self.prefetch)(keys, ahead, seen)
-        seen = dataclasses.replace(seen, resident=keys > 0)
+        seen = dataclasses.replace(seen, resident=_resident(keys, self.replay.shares_slots))
         decision, state = decide(state, seen)
         return state, jax.vmap(self.run)(keys, prefetched, decision, seen)
 
@@ -459,7 +504,8 @@ class _Step:
         """Builds the observation of a layer."""
         ids, weights, probabilities, importance, predicted = of_layer.dense(key.shape[-1])
         return Observation(
-            layer, probabilities, ids, weights, self.tokens.active, key > 0,
+            layer, probabilities, ids, weights, self.tokens.active,
+            _resident(key, self.replay.shares_slots),
             importance=importance if self.is_prefill else None,
             predicted=predicted if self.replay.foreseen else None,
             is_prefill=self.is_prefill,
@@ -472,7 +518,8 @@ class _Step:
         if not self.replay.foreseen:
             return key, {"prefetched": jnp.zeros(len(self.slots), jnp.int32)}
         most = min(self.replay.foreseen * len(seen.ids), key.shape[-1])
-        return _prefetch_experts(self.slots, key, ahead, self.clock, most)
+        shares = self.replay.shares_slots
+        return _prefetch_experts(self.slots, key, ahead, self.clock, most, shares)
 
     def run(
         self, key: jax.Array, prefetched: dict[str, jax.Array], decision: Decision,
@@ -481,8 +528,9 @@ class _Step:
         """Runs `_serve` and adds the counts of the prefetch."""
         most = min(seen.ids.size, key.shape[-1])
         key, events, gate = _serve(
-            self.slots, key, decision, seen, self.clock, most, self.replay.refines
-        )
+            self.slots, key, decision, seen, self.clock, most, self.replay.refines,
+            self.replay.shares_slots,
+        )  # fmt: skip
         events = events | {name: events.get(name, 0) + n for name, n in prefetched.items()}
         ahead = prefetched["prefetched"]
         return _Layer(key, _row(events, ahead), ahead, gate)

@@ -15,7 +15,13 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.experts.budget import default_bulk
-from moejax.policies.base import AnyPolicy, Observation, PolicySpec, default_prefetch
+from moejax.policies.base import (
+    AnyPolicy,
+    Observation,
+    PolicySpec,
+    default_prefetch,
+    moves_between_steps,
+)
 from moejax.routing.simulate.replay import (
     DELAY,
     Replay,
@@ -45,6 +51,9 @@ class Run:
     bulk: int | None = None
     # whether each tier is bit planes over the next one, which then has every expert; (): none is
     refines: tuple[bool, ...] = ()
+    # whether two tiers, of which the first refines the second, share one pool, of `slots[1]` slots
+    # of a layer for one plane each; then the second needs not have every expert
+    shares_slots: bool = False
 
 
 class RunResult(NamedTuple):
@@ -78,6 +87,7 @@ def run_policies(
     for i, run in enumerate(runs):
         _check_needs(trace, run)
         spec = _spec_of(trace, run)
+        _check_planes(run, spec)
         states[i] = run.policy.init(spec)
         _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
         formula = keys.key_of(run.policy, states[i], spec), run.refines
@@ -127,6 +137,20 @@ def _check_needs(trace: Trace, run: Run) -> None:
             f"{run.policy.name} weighs a prompt's tokens by the attention that they receive, which "
             "the trace lacks: record it with --config.record_importance, or set selection='load'"
         )
+
+
+def _check_planes(run: Run, spec: PolicySpec) -> None:
+    """Raises MoejaxError for tiers that cannot share slots."""
+    if not run.shares_slots:
+        return
+    if run.refines != (True, False) or run.slots[0] != run.slots[1]:
+        raise MoejaxError(
+            "planes share the slots of two tiers, of which the first refines the second: give both "
+            f"as many slots, not {', '.join(map(str, run.slots))}"
+        )
+    dims, state = (spec.num_layers, 2, spec.num_experts), run.policy.init(spec)
+    if moves_between_steps(run.policy, state, dims):
+        raise MoejaxError(f"{run.policy.name} moves experts between steps, which shared slots lack")
 
 
 def _check_foreseen(trace: Trace, run: Run, ahead: int) -> None:
@@ -179,9 +203,10 @@ def _run_block(
     stacked = jax.tree.map(
         lambda *leaves: jnp.asarray(np.stack(leaves)), *(jax.device_get(s) for s in states)
     )
-    start = jax.vmap(begin, in_axes=(0, 0, None, None))
-    running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
-    replay = Replay(policy, foreseen, delay, one_by_one, runs[0].refines)
+    shares = runs[0].shares_slots
+    start = jax.vmap(begin, in_axes=(0, 0, None, None, None))
+    running: Running = start(stacked, slots, trace.num_layers, trace.num_experts, shares)
+    replay = Replay(policy, foreseen, delay, one_by_one, runs[0].refines, shares)
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(

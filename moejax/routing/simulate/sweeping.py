@@ -24,10 +24,39 @@ from moejax.routing.trace import DECODE, Trace
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """Stored forms: names, of falling fidelity, and bytes per expert."""
+    """Stored forms: names, of falling fidelity, and bytes per expert.
+
+    With `planes` the first of two tiers is the last bit plane over the second, and its bytes are
+    that plane's. Where the second has slots for fewer experts than there are, the planes of both
+    share the sum of the slots, each as large as one of the second.
+    """
 
     names: tuple[str, ...]
     expert_bytes: tuple[int, ...]
+    planes: bool = False
+
+    @classmethod
+    def by_planes(cls, names: tuple[str, ...], expert_bytes: tuple[int, ...]) -> "Tiers":
+        """Makes two tiers of planes; of a first one of more bytes these are a whole copy's.
+
+        Raises:
+          MoejaxError: there are not two.
+        """
+        if len(names) != 2:
+            raise MoejaxError(f"planes are of two tiers, such as int4,int2, not {', '.join(names)}")
+        first, second = expert_bytes
+        plane = first - second if first > second else first
+        return cls(names=names, expert_bytes=(plane, second), planes=True)
+
+    def shares_slots(self, slots: tuple[int, ...], num_experts: int) -> bool:
+        """Whether planes of both tiers share their slots."""
+        return self.planes and slots[1] < num_experts
+
+    def pool_bytes(self, slots: tuple[int, ...], num_experts: int) -> int:
+        """Bytes of a layer's slots."""
+        if self.shares_slots(slots, num_experts):
+            return sum(slots) * self.expert_bytes[1]
+        return sum(map(operator.mul, slots, self.expert_bytes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,8 +121,8 @@ def sweep(
         _check_lru(grid, tiers)
         policy = "on_demand"
     found = _sweep_policy(trace, policy, grid, slots, tiers, bulk)
-    cheapest = min(tiers.expert_bytes)
-    sizes = [sum(map(operator.mul, row, tiers.expert_bytes)) for row in slots]
+    cheapest = tiers.expert_bytes[1] if tiers.planes else min(tiers.expert_bytes)
+    sizes = [tiers.pool_bytes(row, trace.num_experts) for row in slots]
     best = _belady(trace, [size // cheapest for size in sizes])
     # Pools that hold all experts do so from the start (`pools.initial`).
     all_there = [sum(row) >= trace.num_experts for row in slots]
@@ -152,9 +181,13 @@ def _sweep_policy(
             made = make(**given)
         except MoejaxError as error:
             raise MoejaxError(f"{described(setting) or policy}: {error}") from error
+        shares = tiers.shares_slots(row, trace.num_experts)
         runs.append(
-            Run(policy=made, tiers=tiers.names, expert_bytes=tiers.expert_bytes, slots=row,
-                bulk=bulk)
+            Run(
+                policy=made, tiers=tiers.names, expert_bytes=tiers.expert_bytes,
+                slots=(sum(row),) * 2 if shares else row, bulk=bulk,
+                refines=(True, False) if tiers.planes else (), shares_slots=shares,
+            )
         )  # fmt: skip
     return [_decode_result(trace, result) for result in run_policies(trace, runs)]
 

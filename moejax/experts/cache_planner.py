@@ -1,0 +1,217 @@
+"""The plan of slots inside the compiled step: which experts are where, and which are fetched.
+
+Axes: N tokens, A experts a token; the rest as in `moejax.experts.state`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.experts.residency import COLUMNS
+from moejax.experts.state import TierSlots, TierSpec
+from moejax.weights.linear import Index
+from pallas_kernels import cache_plan
+from pallas_kernels.cache_plan import Asked, Fetch, LayerPlan, Tables, TierOperands, TierShape
+from pallas_kernels.target import Target
+
+
+class SlotPlan(NamedTuple):
+    """One tier's part of a plan, over all pairs; other tiers' pairs have no wave."""
+
+    slot: jax.Array  # int32[N, A]
+    wave: jax.Array  # int32[N, A]; -1 for pairs that do not run in this tier
+    admitted: Fetch  # [J]
+    streamed: Fetch  # [W, B]
+    # int32[N A] each: experts, an expert maybe several times, with their slots and waves
+    holders: tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlanner:
+    """Plans slots of the tiers, from static facts.
+
+    Attributes:
+      target: device whose kernels may plan; None: no kernels.
+      moves: whether transfers move experts between steps.
+    """
+
+    tiers: tuple[TierSpec, ...]
+    target: Target | None
+    moves: bool = True
+
+    def refusal(self, num_asked: int) -> str | None:
+        """Returns why one launch cannot plan so many pairs, or None."""
+        if self.target is None:
+            return "no kernels are wanted"
+        if any(tier.read is not None for tier in self.tiers):
+            return "experts may be on the disk alone, and the step asks the host for them by id"
+        if any(tier.emulated for tier in self.tiers):
+            return "a tier has no slots"
+        if self.tiers[0].shares_slots:
+            return "two tiers share slots, which the reference alone plans"
+        if len(self.tiers) > 1 and any(form.later_waves for form in self.forms(num_asked)):
+            return "of several tiers one streams experts in waves"
+        num_experts = self.tiers[0].cache.num_experts
+        sizes = num_experts, num_asked, len(self.tiers)
+        return cache_plan.PLAN.refusal("triton", *sizes, target=self.target)
+
+    def forms(self, num_pairs: int) -> tuple[TierShape, ...]:
+        """Returns each tier's static form, for a layer of so many pairs."""
+        return tuple(
+            TierShape(
+                slots=tier.cache.slots,
+                banks=tier.cache.banks,
+                transient=tier.cache.transient,
+                waves=self.num_waves(i, num_pairs),
+                is_full=tier.cache.slots == tier.cache.num_items,
+                is_complete=tier.is_complete,
+                static_in_step=i == 0
+                and tier.between_steps
+                and tier.cache.slots > 0
+                and not tier.is_complete,
+                refines=tier.refines > 0,
+                shares_slots=tier.shares_slots,
+                planes=tier.cache.planes,
+                may_be_promoted_elsewhere=self.moves
+                or any(better.prefetch for better in self.tiers[:i]),
+            )
+            for i, tier in enumerate(self.tiers)
+        )
+
+    def num_waves(self, index: int, num_pairs: int) -> int:
+        """Number of waves through a tier's transient slots for so many pairs."""
+        tier, cache = self.tiers[index], self.tiers[index].cache
+        if cache.slots and (tier.is_complete or tier.between_steps):
+            return 0
+        most = min(num_pairs, cache.num_experts)
+        if cache.planes == 1:
+            return cache_plan.num_waves(most, cache.slots, cache.transient)
+        # A wave of the tier that refines the other one has both planes of its experts.
+        experts = cache.transient // (2 if tier.shares_slots else 1)
+        return 0 if 2 * most <= cache.slots else -(-most // experts)
+
+    def plan_layer(
+        self,
+        tiers: Sequence[TierSlots],
+        rows_of: Sequence[jax.Array],
+        gate: jax.Array | None,
+        layer: Index,
+        asked: Asked,
+        token_mask: jax.Array,
+    ) -> tuple[LayerPlan, list[SlotPlan], jax.Array | None, list[TierSlots]]:
+        """Plans where a layer's pairs run, and which experts are fetched.
+
+        Args:
+          tiers: donated.
+          rows_of: int32[M, E] of each tier, rows of the host store; -1: none.
+          gate: as in `ExpertCache`, donated; None: it is not counted.
+          asked: routing of N tokens.
+          token_mask: bool[N], False for padding.
+
+        Returns:
+          The plan, each tier's part of it, and `gate` and `tiers` after it.
+        """
+        operands = tuple(
+            TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)
+        )
+        forms = self.forms(asked.ids.size)
+        by_kernel = self.refusal(asked.ids.size) is None
+        tables, gate, found = _planned(
+            operands, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
+        )
+        ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
+        parts = []
+        for i, form in enumerate(forms):
+            wave = found.tier if found.wave is None else found.wave
+            if len(forms) > 1:
+                wave = jnp.where(found.tier == i, 0 if found.wave is None else wave, -1)
+            admitted, streamed = _or_nothing(found.fetch[i]), _or_nothing(found.streamed[i])
+            if not form.later_waves:
+                streamed = jax.tree.map(lambda of: of.reshape(0, 1), _or_nothing(None))
+            parts.append(
+                SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
+            )
+        return found, parts, gate, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
+
+    def plan_planes(
+        self,
+        tiers: Sequence[TierSlots],
+        rows_of: Sequence[jax.Array],
+        layer: Index,
+        ids: jax.Array,
+        refined: jax.Array,
+        token_mask: jax.Array,
+    ) -> tuple[tuple[Fetch, Fetch], list[TierSlots]]:
+        """Plans a prefetch as `plan_prefetch` to slots that two tiers share.
+
+        Args:
+          ids: int32[L], experts of which the base plane is to come; -1: none.
+          refined: bool[L], those of which the refinement is, too.
+        """
+        operands = [TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)]
+        tables, found = cache_plan.predict_shared(
+            operands, jnp.int32(layer), ids, refined, token_mask, forms=self.forms(1),
+            columns=COLUMNS,
+        )  # fmt: skip
+        return found, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
+
+    def plan_prefetch(
+        self,
+        slots: TierSlots,
+        row_of: jax.Array,
+        layer: Index,
+        ids: jax.Array,
+        token_mask: jax.Array,
+    ) -> tuple[Fetch, TierSlots]:
+        """Plans the prefetch of experts of a coming layer to the slots of the only tier.
+
+        Args:
+          slots: donated.
+          layer: the coming one.
+          ids: int32[L], experts that it will probably need; -1: none.
+        """
+        (spec,) = self.tiers
+        if spec.read is not None:  # nobody waits for the disk on a guess
+            ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
+        tables, found = _predicted(
+            TierOperands(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
+            form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
+        )  # fmt: skip
+        return found, _with(slots, tables)
+
+
+def _tables(slots: TierSlots) -> Tables:
+    """The arrays that a plan changes."""
+    residency, counts = slots.residency, slots.counts
+    return Tables(residency.table, residency.clock, counts.events, counts.gate)
+
+
+def _with(slots: TierSlots, found: Tables) -> TierSlots:
+    return dataclasses.replace(
+        slots,
+        residency=dataclasses.replace(slots.residency, table=found.table, clock=found.clock),
+        counts=dataclasses.replace(slots.counts, events=found.events, gate=found.gate),
+    )
+
+
+def _or_nothing(fetch: Fetch | None) -> Fetch:
+    return Fetch(*[jnp.full(0, -1, jnp.int32)] * 3) if fetch is None else fetch
+
+
+# Jitted, with the layer an operand: all layers share a trace and the kernel.
+@functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
+def _planned(
+    *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
+) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
+    how = "triton" if by_kernel else "reference"
+    return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
+def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, Fetch]:
+    how = "triton" if by_kernel else "reference"
+    return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)
