@@ -18,6 +18,7 @@ from moejax.benchmarking.routing import EXPONENTS, QWEN3_HIT_RATES, make_workloa
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import read_rows
 from moejax.models.shapes import SHAPES, TINY
+from moejax.policies.dymoe import DyMoE
 from scripts.studies.buddymoe.measure_speed import one_miss_workload
 from scripts.studies.measuring import Report
 from scripts.studies.speed import cost, harness
@@ -220,6 +221,17 @@ class SectionTest(absltest.TestCase):
         for name, row in (("gate_int2", low), ("gate_skipped", skips)):
             self.assertBetween(row.baseline[name], 0.01, 0.5)
         self.assertGreater(low.baseline["prefetched_a_step"], 0)
+
+    @pytest.mark.slow
+    def test_dymoe_by_planes_that_share_slots(self):
+        policy = DyMoE(retention=0.75, prefetch=0)
+        budget, plans = self.lab.by_planes(policy, 0.00619)
+        self.assertEqual([plan.planes for plan in plans], [2, 2])
+        self.assertEqual(*[tier.slots for tier in budget.tiers])
+        rows = self.run_section("dymoe", gibs=(0.00619,), only=("4/2, 0",), planes=True)
+        (row,) = self.ends(rows, "TPOT")
+        self.assertBetween(row.baseline["gate_int2"], 0.01, 0.5)
+        self.assertGreater(row.baseline["misses_a_step"], 0)
 
     @pytest.mark.slow
     def test_dymoe_spends_slots_best_on_high_precision(self):

@@ -56,6 +56,7 @@ class TierPlan:
     prefetch_in: str = BOTH  # the steps that bring experts ahead, one of `budget.PHASES`
     few_rows: bool = False  # the experts share a few rows of host memory
     refines: int = 0  # bits of the last plane of `bits`, which is all that a row is; 0: whole codes
+    planes: int = 1  # of an expert that have slots of their own, as `CacheSizes.planes`
 
 
 class _SyntheticRows:
@@ -169,13 +170,16 @@ class ShapeMemories:
         """Slots of one precision."""
         num_experts = self.config.num_experts
         rows = self.rows(plan.bits, plan.few_rows, plan.refines)
-        is_full = plan.slots == num_experts
+        is_full = plan.slots == num_experts and plan.planes == 1
         transient = plan.transient or (1 if is_full else self.config.experts_per_token)
         cache = CacheSizes(
             num_layers=self.num_layers, num_experts=num_experts, slots=plan.slots,
-            transient=transient, banks=2 if plan.prefetch else 1,
+            transient=transient, banks=2 if plan.prefetch else 1, planes=plan.planes,
         )  # fmt: skip
-        spec = TierSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in, refines=plan.refines)
+        spec = TierSpec(
+            cache, plan.prefetch, prefetch_in=plan.prefetch_in, refines=plan.refines,
+            shares_slots=plan.refines > 0 and plan.planes > 1,
+        )  # fmt: skip
         memory = TierMemory(spec, *rows.stacks, rows.row_of, self._place)
         first = plan.first
         if is_full:
@@ -216,7 +220,7 @@ class ShapeMemories:
         limits = budget.limits
         return TierPlan(
             bits=bits, slots=budget.slots, transient=budget.transient, prefetch=limits.prefetch,
-            prefetch_in=limits.prefetch_in, bulk=limits.bulk, **more,
+            prefetch_in=limits.prefetch_in, bulk=limits.bulk, planes=budget.tier.planes, **more,
         )  # fmt: skip
 
 

@@ -66,9 +66,12 @@ def _quantized(run: Run, gib: float, low: str, prefetch: int, where: str = BOTH)
     """The cache under DyMoE, which skips experts or runs them in INT2."""
     lab, bits = run.lab, (4,) if low else (4, 2)
     policy = DyMoE(low=low, retention=RETENTION, prefetch=prefetch)
-    ahead = lab.config.experts_per_token if prefetch else 0
-    budget = lab.split(bits, gib, run.options.split, prefetch=ahead, prefetch_in=where)
-    plans = [lab.plan_of(b, tier) for b, tier in zip(bits, budget.tiers, strict=True)]
+    if run.options.planes and not low:
+        budget, plans = lab.by_planes(policy, gib, where)
+    else:
+        ahead = lab.config.experts_per_token if prefetch else 0
+        budget = lab.split(bits, gib, run.options.split, prefetch=ahead, prefetch_in=where)
+        plans = [lab.plan_of(b, tier) for b, tier in zip(bits, budget.tiers, strict=True)]
     slots = ", ".join(
         f"{tier.slots} of {name}" for name, tier in zip(budget.names, budget.tiers, strict=True)
     )

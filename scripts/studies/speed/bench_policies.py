@@ -39,7 +39,7 @@ from scripts.studies.speed.sections import PROMPTED, SECTIONS
 _SECTION = flags.DEFINE_multi_enum("section", [], list(SECTIONS), "what to measure")
 _MODEL = flags.DEFINE_enum("model", "", ["", *sorted(CONFIGS)], "shape; '': the section's")
 _BATCH = flags.DEFINE_multi_integer("batch", [], "sequences, each a measurement; []: the section's")
-_PLANES = flags.DEFINE_bool("planes", False, "dynaexq: INT4 is INT2 and a refinement plane")
+_PLANES = flags.DEFINE_bool("planes", False, "dynaexq, dymoe: INT4 is INT2 and a plane")
 _TIERS = flags.DEFINE_list("tiers", ["16", "4"], "dynaexq_wide: bits of both precisions")
 _GIB = flags.DEFINE_multi_float("gib", [], "of device memory; []: the section's")
 _RATE = flags.DEFINE_multi_float("cache_rate", [], "buddymoe, cost: c; []: 0.75, 0.5, 0.375; 1")

@@ -16,7 +16,13 @@ import numpy as np
 from moejax.benchmarking.expected_kernels import refuse_dequantized
 from moejax.benchmarking.random_weights import Packing
 from moejax.benchmarking.routing import EXPONENTS, Workload, make_workload
-from moejax.benchmarking.shape_memory import ShapeMemories, release, replay, tier_name
+from moejax.benchmarking.shape_memory import (
+    ShapeMemories,
+    TierPlan,
+    release,
+    replay,
+    tier_name,
+)
 from moejax.experts.budget import (
     BOTH,
     Budget,
@@ -29,11 +35,13 @@ from moejax.experts.budget import (
 )
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger
+from moejax.experts.load import plan_tiers
 from moejax.inference.chunking import planned_chunk
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner, Session
 from moejax.models.attention import stores_scores
 from moejax.models.config import ModelConfig
+from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
 from scripts.studies.measuring import Report
 
@@ -110,17 +118,31 @@ class Lab(ShapeMemories):
         slots: Sequence[int] = (), prefetch_in: str = BOTH,
     ) -> Budget:  # fmt: skip
         """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
+        limits = Limits(device_gib=gib, prefetch_in=prefetch_in)
+        policy = PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk)
+        return make_budget(self._run_sizes(), self._tier_sizes(bits), limits, policy)
+
+    def by_planes(
+        self, policy: AnyPolicy, gib: float, prefetch_in: str = BOTH
+    ) -> tuple[Budget, list[TierPlan]]:
+        """Plans INT4 and INT2 as bit planes of one copy, or as copies where planes do not fit."""
+        bits, limits = (4, 2), Limits(device_gib=gib, prefetch_in=prefetch_in)
+        sizes = self._tier_sizes(bits)
+        budget, refines = plan_tiers(policy, self._run_sizes(), sizes, (), limits, bits)
+        parts = zip(bits, budget.tiers, refines, strict=True)
+        return budget, [self.plan_of(b, part, refines=2 * plane) for b, part, plane in parts]
+
+    def _tier_sizes(self, bits: Sequence[int]) -> list[TierSize]:
+        return [TierSize(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
+
+    def _run_sizes(self) -> RunSizes:
         config, context = self.config, self.sizes.context
         sizes = (2, self.device.platform)  # bytes of a number
-        tiers = [TierSize(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
-        run = RunSizes(
+        return RunSizes(
             config=config, weights_nbytes={n: leaf.nbytes for n, leaf in self.dense.items()},
             batch=1, context=context, chunk=planned_chunk(config, 1, context, *sizes),
             platform=self.device.platform, stores_scores=stores_scores(config, *sizes),
         )  # fmt: skip
-        limits = Limits(device_gib=gib, prefetch_in=prefetch_in)
-        policy = PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk)
-        return make_budget(run, tiers, limits, policy)
 
     def split(self, bits: Sequence[int], gib: float, how: str, **more: Any) -> Budget:
         """The budget of two tiers whose slots are shared out by a rule, or as they say.
@@ -275,7 +297,7 @@ class Options:
     """Settings of sections; those of the command line are described there.
 
     Attributes:
-      planes: DynaExq's high precision is the low one and a plane that refines it.
+      planes: high precision is the low one and a plane that refines it.
       n_hot: experts of a layer in DynaExq's high precision.
       period: T of DynaExq, in steps: of the tokens of a batch.
       requests: demotions and promotions that DynaExq asks a call.
