@@ -77,6 +77,8 @@ class SharesTest(FolderTestCase):
         self.assertCountEqual(sizes, [64] * 4 + [128] * 4)
         self.assertEqual(shares.share_width, 128)
         self.assertEqual(shares_of(14336, 4, None), Shares(4, 14336, 64))
+        self.assertEqual(shares_of(192, 2, None), Shares(2, 192, 32))  # not padded
+        self.assertEqual(shares_of(64, 8, None).share_width, 8)
 
     def test_what_is_not_cut(self):
         with self.assert_one_line("width 768 has 12 groups of 64, too few for a mesh of 13"):

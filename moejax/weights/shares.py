@@ -15,7 +15,8 @@ from moejax.errors import MoejaxError
 from moejax.weights.qtensor import QTensor, Weight
 from pallas_kernels import layout
 
-PLAIN_UNIT = 64  # columns of a plain matrix that stay together, where F is a multiple
+# Columns of a plain matrix that stay together, and fewest of them.
+PLAIN_UNIT, LEAST_PLAIN_UNIT = 64, 8
 
 _take_codes = jax.jit(layout.take_codes, static_argnums=(1, 2, 3, 4, 5))
 
@@ -125,7 +126,10 @@ def shares_of(width: int, count: int, group_size: int | None) -> Shares:
     Raises:
       MoejaxError: there are more shares than groups.
     """
-    return Shares(count, width, group_size or math.gcd(width, PLAIN_UNIT))
+    unit = group_size or math.gcd(width, PLAIN_UNIT)
+    while not group_size and unit > LEAST_PLAIN_UNIT and width // unit % count:
+        unit //= 2  # rather than to pad
+    return Shares(count, width, unit)
 
 
 def _check_form(weight: Weight) -> None:
