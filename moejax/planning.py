@@ -17,14 +17,15 @@ from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
 from moejax.experts.budget import Budget, RunSizes, TierSize, make_budget
 from moejax.experts.load import plan_experts, plan_tiers, tier_of
-from moejax.experts.tiering import STORED, StoredTier, choose
+from moejax.experts.tiering import STORED, StoredTier, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
 from moejax.models.attention import stores_scores
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.quantization.pipeline.recipe import parse_planes
-from moejax.weights.qtensor import CodesKind
+from moejax.weights.qtensor import MXFP4, CodesKind
 from moejax.weights.shares import shares_of
+from pallas_kernels import mxfp4
 
 
 def budget_of(config: PlanConfig) -> Budget:
@@ -96,13 +97,16 @@ def platform_of(config: PlanConfig) -> str:
 
 def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
     """Name, shape, sizes of the weights, and bytes per number of the activations."""
-    if not config.shape:
-        checkpoint = open_checkpoint(config.checkpoint, config.read_bits)
+    checkpoint = None if config.shape else open_checkpoint(config.checkpoint, config.read_bits)
+    model = checkpoint.config if checkpoint else SHAPES[config.shape]
+    if mesh_size(config.mesh) > 1 and model.mesh_refusal:
+        raise MoejaxError(model.mesh_refusal)
+    if checkpoint is not None:
         dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
         sizes = checkpoint_sizes(checkpoint, dtype, mesh_size(config.mesh))
-        return config.checkpoint, checkpoint.config, sizes, dtype.itemsize
+        return config.checkpoint, model, sizes, dtype.itemsize
     sizes = _sizes_of_shape(config, _bits_of(config), config.group_size)
-    return config.shape, SHAPES[config.shape], sizes, _dtype_of_shape(config).itemsize
+    return config.shape, model, sizes, _dtype_of_shape(config).itemsize
 
 
 def _dtype_of_shape(config: PlanConfig) -> np.dtype:
@@ -113,7 +117,7 @@ def _dtype_of_shape(config: PlanConfig) -> np.dtype:
 def _bits_of(config: PlanConfig, tier: StoredTier | None = None) -> int:
     """Bits of a shape's experts in a tier; None: as they are stored, by planes the widest width."""
     planes = parse_planes(config.planes) if config.planes else ()
-    stored = planes[-1] if planes else config.bits
+    stored = planes[-1] if planes else mxfp4.BITS if config.mxfp4 else config.bits
     bits = stored if tier is None else tier.bits_of_shape(stored)
     if tier is not None and planes and bits not in planes:
         raise MoejaxError(
@@ -124,13 +128,16 @@ def _bits_of(config: PlanConfig, tier: StoredTier | None = None) -> int:
 
 def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
     """Sizes of a shape with experts and dense MLPs in so many bits and such groups."""
+    tiering = config.policy.tiering()
+    stored = tiering.stored() if tiering else ()
+    is_mxfp4 = shape_is_mxfp4(config.mxfp4, stored) and bits == mxfp4.BITS
 
     def kind(bits: int, group_size: int = config.group_size) -> CodesKind | None:
         if bits == 16:
             return None
         return CodesKind(bits=bits, group_size=group_size, zero_kind="float", scale_dtype="float16")
 
-    experts = kind(bits, group_size)
+    experts = MXFP4 if is_mxfp4 else kind(bits, group_size)
     if experts is not None and config.planes:
         experts = experts.prefix(bits)
     model, count = SHAPES[config.shape], mesh_size(config.mesh)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import layout
+from pallas_kernels import layout, mxfp4
 
 PLAIN_BITS = 16
 BITS = (*layout.BITS, PLAIN_BITS)
@@ -46,12 +46,14 @@ class StoredPlane(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedMatrices:
-    """S matrices [N, K] of one stored form: w = (q - zero) scale, or plain bf16 or fp16.
+    """S matrices [N, K] of one stored form: w = (q - zero) scale, MXFP4, or plain bf16 or fp16.
 
     Invariants (`check`):
       * packed: `words` is uint32[P, N, W] of P >= S slots, rows packed by `layout`; `scales` is
         float16 or float32 [S, N, G]; `zeros` is of the scales' dtype (float zero points), uint8
         (integer ones), or None (symmetric, 2^(bits - 1));
+      * MXFP4 (`pallas_kernels.mxfp4`): packed, 4 bits in groups of 32, with `scales` of uint8, no
+        zeros and no refinements;
       * in planes that lie apart: `words` has the first plane, whose `scales` and float `zeros` give
         the product's by `layout.prefix_constants(bits)`; `refinements` has the other planes of
         `layout.PREFIX_PLANES[bits]`, in order;
@@ -84,9 +86,14 @@ class PackedMatrices:
         return 0 if self.scales is None else self.scales.shape[2]
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether codes and scales are those of MXFP4."""
+        return self.scales is not None and self.scales.dtype == jnp.uint8
+
+    @property
     def zero_kind(self) -> str:
-        """Kind of zeros: "float", "integer", "symmetric" or, for plain matrices, "none"."""
-        if self.bits == PLAIN_BITS:
+        """Kind of zeros: "float", "integer", "symmetric"; of plain matrices and MXFP4 "none"."""
+        if self.bits == PLAIN_BITS or self.is_mxfp4:
             return "none"
         if self.zeros is None:
             return "symmetric"
@@ -118,6 +125,8 @@ class PackedMatrices:
         """Describes the form in a few words, such as "int3g64 float"."""
         if self.bits == PLAIN_BITS:
             return str(self.words.dtype)
+        if self.is_mxfp4:
+            return "mxfp4"
         group = "row" if self.group_size == self.num_inputs else str(self.group_size)
         planes = "p" + "".join(map(str, self.widths)) if self.refinements else ""
         return f"int{self.bits}{planes}g{group} {self.zero_kind}"
@@ -146,8 +155,14 @@ class PackedMatrices:
         enough = self.words.shape[0] >= slots and self.words.shape[1:] == words[1:]
         if not enough or self.words.dtype != jnp.uint32:
             raise ValueError(f"words are {self.words.dtype}{self.words.shape}, not uint32{words}")
-        if self.scales is None or self.scales.dtype not in (jnp.float16, jnp.float32):
-            raise ValueError("scales are not float16 or float32")
+        if self.scales is None or self.scales.dtype not in (jnp.float16, jnp.float32, jnp.uint8):
+            raise ValueError("scales are not float16, float32 or uint8")
+        form = (self.bits, self.group_size, self.zeros, self.refinements)
+        if self.is_mxfp4 and form != (mxfp4.BITS, mxfp4.GROUP_SIZE, None, ()):
+            raise ValueError(
+                f"scales are uint8, those of MXFP4, and codes of {self.bits} bits in groups of "
+                f"{self.group_size}, or with zeros or refinements"
+            )
         if self.scales.shape != groups:
             raise ValueError(f"scales have shape {self.scales.shape}, expected {groups}")
         if self.zeros is not None:
@@ -248,6 +263,9 @@ def dequantize(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
         return weights.words[slots].astype(jnp.float32)
     assert weights.scales is not None
     group = np.arange(weights.num_inputs) // weights.group_size
+    if weights.is_mxfp4:
+        scales = mxfp4.scale_values(weights.scales[slots])[..., group]
+        return mxfp4.code_values(_codes(weights, slots)) * scales
     codes = _codes(weights, slots).astype(jnp.float32)
     scales = weights.scales[slots].astype(jnp.float32)[..., group]
     if weights.zeros is None:

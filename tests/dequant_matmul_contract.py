@@ -95,6 +95,14 @@ def _form_cases() -> dict[str, Case]:
                 dtype=ACTIVATIONS[(i + j // 2) % 2],
                 slot=(i + j) % 3,
             )
+    mxfp4 = Form(4, 32, "mxfp4")
+    cases["mxfp4"] = Case(mxfp4)
+    cases["mxfp4_row"] = Case(mxfp4, rows=1, inputs=512, dtype="float16", out_dtype="float32")
+    cases["mxfp4_33_rows"] = Case(mxfp4, rows=33, outputs=200, inputs=544, slot=0)
+    cases["mxfp4_of_one_group"] = Case(mxfp4, inputs=32, slot=2)
+    cases["every_code_mxfp4"] = Case(
+        mxfp4, rows=4, outputs=16, inputs=288, out_dtype="float32", every_code=True
+    )
     for dtype in ACTIVATIONS:
         cases[f"plain_{dtype}"] = Case(Form(16, dtype=dtype), dtype=dtype, rows=33)
     return cases

@@ -58,7 +58,7 @@ FAST = (
     "plain_bfloat16", "rows_of_a_router", "rows_of_several_a_program",
     "whole_every_code_int2", "whole_every_code_int3", "whole_every_code_int4",
     "whole_every_code_int8", "whole_every_code_apart_int3", "whole_every_code_apart_int4",
-    "every_code_apart_int4", "whole_apart_int4_shared", "whole_int3g128_float",
+    "every_code_apart_int4", "every_code_mxfp4", "whole_apart_int4_shared", "whole_int3g128_float",
     "whole_plain_bfloat16", "whole_low_rank_32", "low_rank_large", "low_rank_large_33_rows",
     "int4g128_33_rows",
 )  # fmt: skip

@@ -7,6 +7,7 @@ from tests.packed_operands import Form, Terms
 
 INT2, INT3, INT4 = Form(2), Form(3), Form(4, 32, "integer", "float32")
 INT8, PLAIN = Form(8, 128, "symmetric"), Form(16, dtype="bfloat16")
+MXFP4 = Form(4, 32, "mxfp4")
 BY_ROW = Form(3, 0, "symmetric", "float32")
 
 APART, ONE_POOL, APART_INT3 = Form(4, apart="own"), Form(4, apart="shared"), Form(3, apart="own")
@@ -35,6 +36,8 @@ CASES = {
         pairs=(((0, 2), SKIPPED, (1, 0), (0, 0)), ((1, 1), (0, 2), BEYOND, SKIPPED)),
     ),
     "int3_and_plain": Case((alike(INT3, 2), alike(PLAIN, 4)), tokens=5),
+    "mxfp4_and_int2": Case((alike(MXFP4), alike(INT2)), tokens=5, model_dim=288, skipped=0.2),
+    "prefill_mxfp4": Case((alike(MXFP4, 5), alike(INT2)), tokens=150, dtype="float16"),
     "three_tiers_with_terms": Case(
         (WITH_TERMS, INT4_TERMS, alike(PLAIN, 1)), tokens=6, width=3, skipped=0.2
     ),

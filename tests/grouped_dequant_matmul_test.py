@@ -102,7 +102,7 @@ def refusal(kernel: str, operands: Operands, target: Target) -> str | None:
     terms = [*operands.gate_up_low_rank, *operands.down_low_rank]
     width = operands.tier.shape[1]
     return package.OPERATION.refusal(
-        kernel, operands.x, width, operands.gate_up, operands.down, terms, target=target
+        kernel, operands.x, width, operands.gate_up, operands.down, terms, True, target=target
     )
 
 

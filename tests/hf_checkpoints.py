@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from moejax.checkpoints.reader import CheckpointReader
 from moejax.models.hf.config import read_model_config
@@ -32,6 +34,7 @@ FAMILIES = {
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
 }
 
 _SHARED: dict[str, Any] = {
@@ -101,6 +104,14 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {k: v for k, v in _DEEPSEEK.items() if k != "first_k_dense_replace"},
     "qwen3_next": _DELTA | {"intermediate_size": 40, "norm_topk_prob": True},
     "qwen3_5_moe": _DELTA,
+    "gpt_oss": {
+        "hidden_size": 64,
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "sliding_window": 8,
+        "num_hidden_layers": 4,
+    },
 }
 
 
@@ -114,6 +125,7 @@ class TinyCheckpoint:
     fused: bool = False  # transformers 5's mlp.experts.gate_up_proj instead of published names
     max_shard_size: str = "50GB"
     old_config: bool = False  # config.json as transformers 4 wrote it
+    mxfp4: bool = False  # the experts in MXFP4, as gpt-oss is published
 
 
 def _qwen3(**how: Any) -> TinyCheckpoint:
@@ -355,7 +367,41 @@ QWEN3_5: dict[str, TinyCheckpoint] = {
         **_yarn(partial_rotary_factor=0.5, mrope_section=[4, 2, 2], mrope_interleaved=True),
     ),
 }  # fmt: skip
-GROUPS = (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, OLMOE, GLM, QWEN3_5)
+
+
+def _oss(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="gpt_oss", fields=fields, **(how or {}))
+
+
+GPT_OSS: dict[str, TinyCheckpoint] = {
+    "oss": _oss(),
+    "oss_old_config_sharded": _oss({"old_config": True, "max_shard_size": "20KB"}, **_yarn()),
+    "oss_full_first_window1": _oss(
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        num_hidden_layers=3, sliding_window=1, num_key_value_heads=1, head_dim=24,
+    ),
+    "oss_all_sliding_top1": _oss(
+        layer_types=["sliding_attention"] * 4, num_experts_per_tok=1, tie_word_embeddings=True
+    ),
+    "oss_no_window_no_bias": _oss(
+        layer_types=["full_attention"] * 4, attention_bias=False, num_key_value_heads=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "oss_tight_limit_odd": _oss(
+        swiglu_limit=0.5, swiglu_alpha=0.75, hidden_size=36, intermediate_size=20,
+        num_local_experts=5, num_experts_per_tok=3, num_attention_heads=6, rms_norm_eps=1e-2,
+    ),
+    "oss_bf16_all_experts": _oss(
+        {"dtype": torch.bfloat16}, num_local_experts=4, num_experts_per_tok=4,
+        sliding_window=40, num_hidden_layers=5,
+    ),
+    "oss_mxfp4": _oss({"mxfp4": True}),
+    "oss_mxfp4_bf16_wide": _oss(
+        {"mxfp4": True, "dtype": torch.bfloat16, "old_config": True}, hidden_size=288,
+        intermediate_size=96, num_hidden_layers=2, num_local_experts=4, **_yarn(),
+    ),
+}  # fmt: skip
+GROUPS = (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, OLMOE, GLM, QWEN3_5, GPT_OSS)
 
 
 def write_checkpoint(name: str, parent: Path) -> Path:
@@ -378,6 +424,8 @@ def write_random_checkpoint(spec: TinyCheckpoint, directory: Path, seed: int) ->
     model.to(spec.dtype).save_pretrained(
         directory, max_shard_size=spec.max_shard_size, save_original_format=not spec.fused
     )
+    if spec.mxfp4:
+        _rewrite_experts_in_mxfp4(directory, seed)
     if spec.old_config:
         _rewrite_config_as_transformers_4(directory / "config.json")
 
@@ -416,13 +464,29 @@ def _perturb_vectors(model: torch.nn.Module) -> None:
     divides, and where that is near zero two float32 models differ by 1e-4 and more.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or name.endswith("_proj_bias"):
             parameter.add_(0.3 * torch.randn_like(parameter))
         if name.endswith("A_log"):
             parameter.sub_(3.0)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.add_(0.3 * torch.randn_like(buffer))
+
+
+def _rewrite_experts_in_mxfp4(directory: Path, seed: int) -> None:
+    """Random codes and scales in place of the experts' matrices, of deviation 0.3 or so."""
+    path, rng = directory / "model.safetensors", np.random.default_rng(seed)
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+        num_experts, inputs, outputs = tensors.pop(name).shape
+        groups = (num_experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (*groups, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(123, 126, groups, np.uint8)
+    stored = {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
+    save_file(stored, path, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def _rewrite_config_as_transformers_4(path: Path) -> None:

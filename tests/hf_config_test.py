@@ -138,6 +138,20 @@ QWEN35: dict[str, Any] = {
         },
     },
 }  # fmt: skip
+OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4,
+    "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "intermediate_size": 2880, "max_position_embeddings": 131072, "model_type": "gpt_oss",
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "num_attention_heads": 64,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+        "original_max_position_embeddings": 4096, "truncate": False,
+    },
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}  # fmt: skip
 PUBLISHED = {
     "Qwen3-30B-A3B": (QWEN3, shapes.QWEN3_30B_A3B),
     "Mixtral-8x7B": (MIXTRAL, shapes.MIXTRAL_8X7B),
@@ -148,6 +162,7 @@ PUBLISHED = {
     "OLMoE-1B-7B": (OLMOE_1B_7B, shapes.OLMOE_1B_7B),
     "GLM-4.5-Air": (GLM_AIR, shapes.GLM_4_5_AIR),
     "GLM-4.7-Flash": (GLM_FLASH, shapes.GLM_4_7_FLASH),
+    "gpt-oss-20b": (OSS_20B, shapes.GPT_OSS_20B),
 }
 
 
@@ -171,7 +186,7 @@ class PublishedTest(parameterized.TestCase):
     @parameterized.parameters(
         ("Qwen3-Next-80B-A3B", 79.7), ("DeepSeek-MoE-16B", 16.4), ("DeepSeek-V2-Lite", 15.7),
         ("OLMoE-1B-7B", 6.9), ("GLM-4.5-Air", 106.85), ("GLM-4.7-Flash", 29.9),
-        ("Qwen3.6-35B-A3B", 34.66),
+        ("Qwen3.6-35B-A3B", 34.66), ("gpt-oss-20b", 20.9),
     )  # fmt: skip
     def test_sizes_are_those_of_the_papers(self, name, billions):
         sizes = weight_shapes(PUBLISHED[name][1]).values()
@@ -195,8 +210,10 @@ class PublishedTest(parameterized.TestCase):
         self.assertEqual(v3.latent, latent)
         self.assertEqual((v3.head_dim, v3.moe_layers), (192, tuple(range(3, 61))))
 
-    @parameterized.parameters(QWEN3, MIXTRAL, NEXT, V2_LITE, V3, OLMOE_1B_7B, GLM_AIR, GLM_FLASH,
-                              QWEN35["text_config"])  # fmt: skip
+    @parameterized.parameters(
+        QWEN3, MIXTRAL, NEXT, V2_LITE, V3, OLMOE_1B_7B, GLM_AIR, GLM_FLASH, QWEN35["text_config"],
+        OSS_20B,
+    )  # fmt: skip
     def test_transformers_5_writes_the_same_model(self, **fields):
         written = by_transformers(fields)
         self.assertIn("rope_parameters", written)

@@ -71,6 +71,11 @@ FULL: dict[str, dict[str, Any]] = {
         "num_attention_heads": 20, "num_key_value_heads": 20, "hidden_size": 100,
         "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 6,
     },
+    "gpt_oss": _SIZES | {
+        "num_local_experts": 24, "head_dim": 24, "attention_bias": False, "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention"] * 4, "swiglu_alpha": 1.5,
+        "swiglu_limit": 5.0,
+    },
 }  # fmt: skip
 # Read beside those that have defaults: names of the number of experts, what rope is, and what the
 # classes of transformers do not look at.

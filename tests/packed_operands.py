@@ -24,6 +24,8 @@ from tests.kernel_contract import UNIT_ROUNDOFF, outside
 WIDTHS = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,), 16: (16,)}  # of the planes
 APART = {3: (2, 1), 4: (2, 2), 8: (2, 2, 4)}  # where they lie apart
 STEPS = {3: 1.05, 4: 1.1, 8: 1.05}  # 2^(B - 2) steps of B bits, over one of the first plane
+# Values of MXFP4's codes, as the OCP Microscaling Formats 1.0 list them (section 5.3.3).
+E2M1 = np.array([*(s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6))])
 # Half the distance from 1 to the next number.
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 FROBENIUS = {"bfloat16": 3e-3, "float16": 5e-4, "float32": 1e-5}  # relative error, by x's dtype
@@ -37,7 +39,10 @@ ROUNDINGS = 3
 
 
 class Form(NamedTuple):
-    """One stored form of matrices; `group_size` 0, or a longer one than a row, is one a row."""
+    """One stored form of matrices; `group_size` 0, or a longer one than a row, is one a row.
+
+    MXFP4 is `Form(4, 32, "mxfp4")`.
+    """
 
     bits: int
     group_size: int = 64
@@ -115,7 +120,10 @@ def random_matrices(
     elif form.zero_kind == "float":  # HQQ's lie outside the codes at times
         zeros = (rng.uniform(-0.2, 1.2, groups) * top).astype(form.dtype)
         zeros[unused] = np.nan
-    scales[unused] = np.nan
+    if form.zero_kind == "mxfp4":
+        middle = 127 + round(np.log2(size / E2M1.std()))
+        scales = rng.integers(middle - 1, middle + 2, groups).astype(np.uint8)
+    scales[unused] = 255 if form.zero_kind == "mxfp4" else np.nan
     words: Any
     refinements: tuple[Refinement, ...] = ()
     if form.apart:
@@ -344,6 +352,9 @@ def _values_and_summands(
     group = np.arange(weights.num_inputs) // weights.group_size
     assert weights.scales is not None
     scales = np.asarray(weights.scales[slot, row]).astype(np.float64)[:, group]
+    if weights.scales.dtype == np.uint8:  # MXFP4
+        found = E2M1[codes] * 2.0 ** (scales - 127)
+        return found, np.abs(found)
     zeros: Any = np.float64(2 ** (weights.bits - 1))
     if weights.zeros is not None:
         zeros = np.asarray(weights.zeros[slot, row]).astype(np.float64)[:, group]

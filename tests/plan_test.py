@@ -233,7 +233,10 @@ class MainTest(PlanCase):
         self.assertIn("warning: 20 % of the experts are not in host memory", out)
 
     @parameterized.parameters(
-        "plan_deepseek_v2_lite", "plan_deepseek_moe_16b", "plan_qwen3_next_80b_a3b"
+        "plan_deepseek_v2_lite",
+        "plan_deepseek_moe_16b",
+        "plan_qwen3_next_80b_a3b",
+        "plan_gpt_oss_120b",
     )
     def test_tables_of_the_examples_are_what_they_say(self, name):
         """Slots at each size of device; and parts add up to the total."""

@@ -125,7 +125,10 @@ def of_floor(measured: Measurement, runner: Runner, bandwidth: Bandwidth) -> Fig
         experts_nbytes = whole * distinct / config.num_experts / num_devices
     least = floor_bytes(
         config, runner.weights, experts_nbytes=experts_nbytes,
-        positions=statistics.mean(positions(b, config.sliding_window) for b in full if b.steps),
+        positions=statistics.mean(
+            positions(b, config.window_of(layer))
+            for b in full if b.steps for layer in config.attention_layers
+        ),
         itemsize=runner.dtype.itemsize, batch=size,
     )  # fmt: skip
     floor_ms = 1e3 * least / bandwidth.bytes_per_s

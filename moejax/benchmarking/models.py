@@ -27,7 +27,7 @@ from moejax.experts.budget import Budget, Limits, RunSizes, TierSize, make_budge
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
 from moejax.experts.machine import check_room, device_limits, room_nbytes
-from moejax.experts.tiering import STORED, Tiering, choose
+from moejax.experts.tiering import STORED, Tiering, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
 from moejax.inference.runner import Runner
 from moejax.models.attention import stores_scores
@@ -38,6 +38,7 @@ from moejax.policies.make import make_policy, parts_of
 from moejax.routing.trace import Trace, read_trace
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights.shares import shares_of
+from pallas_kernels import mxfp4
 
 OWN_ROUTING = "the model's own"
 NEAR_UNIFORM = (
@@ -122,10 +123,13 @@ class _ShapeModels:
         self._asked, self.device = config, device
         self._trace: Trace | None = read_trace(Path(config.trace)) if config.trace else None
         self._tiering = config.policy.tiering()
-        self._bits, self._by_profile = [config.bits], False
+        stored = self._tiering.stored() if self._tiering else ()
+        is_mxfp4 = shape_is_mxfp4(config.mxfp4, stored)
+        own = mxfp4.BITS if config.mxfp4 else config.bits
+        self._bits, self._by_profile = [own], False
         if (tiering := self._tiering) is not None:
             assert isinstance(tiering.policy, str)
-            self._bits = [tier.bits_of_shape(config.bits) for tier in tiering.stored()]
+            self._bits = [tier.bits_of_shape(own) for tier in stored]
             self._by_profile = "buddymoe" in parts_of(tiering.policy, tiering.settings)
             if tiering.emulate:
                 raise MoejaxError("a shape takes no policy.emulate")
@@ -133,7 +137,7 @@ class _ShapeModels:
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: tuple[int, ...] = ()
         self._packing = Packing(
-            bits=config.bits, group_size=config.group_size,
+            bits=own, group_size=config.group_size, mxfp4=is_mxfp4,
             attention_bits=config.attention_bits, shared_bits=config.shared_bits,
         )  # fmt: skip
         packed = self._packing

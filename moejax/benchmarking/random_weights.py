@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.models.config import FLOAT32_LEAVES, ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES, kind_of
-from moejax.weights.qtensor import QTensor, Weight
-from pallas_kernels import layout
+from moejax.weights.qtensor import MXFP4, QTensor, Weight
+from pallas_kernels import layout, mxfp4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class Packing:
     attention_bits: int = 16  # of the projections of attention, or of a delta rule; 16 for bf16
     shared_bits: int = 16  # of the experts that every token takes; 16 for bf16
     head_bits: int = 16  # of the head; 16 for bf16
+    mxfp4: bool = False  # experts and dense MLPs of 4 bits are in MXFP4
 
     def bits_of(self, leaf: str) -> int:
         """Bits of a leaf of `weight_shapes`; 16: plain."""
@@ -40,6 +43,8 @@ class Packing:
         names = ["bf16" if b == 16 else f"INT{b}" for b in (self.attention_bits, self.head_bits)]
         if (self.bits, self.shared_bits, *names) == (16, 16, "bf16", "bf16"):
             return "bf16"
+        if self.mxfp4 and self.bits == mxfp4.BITS:
+            return f"MXFP4, attention {names[0]}, head {names[1]}"
         experts = "bf16" if self.bits == 16 else f"INT{self.bits} g{self.group_size}"
         shared = f", shared experts INT{self.shared_bits}" if self.shared_bits != 16 else ""
         return f"{experts} {self.zero_kind}, attention {names[0]}{shared}, head {names[1]}"
@@ -84,6 +89,19 @@ class _Drawing:
             self._key, new = jax.random.split(self._key)
             leaf = _fill(leaf, jnp.int32(layer), new, jnp.float32(std), **how)
         return leaf if len(shape) > 2 else leaf[0]
+
+    def in_mxfp4(self, shape: tuple[int, ...]) -> QTensor:
+        """Any codes, with scales by which weights are N(0, 1/K) wide or so."""
+        inputs = shape[-1]
+        exponent = 127 - 0.5 * math.log2(inputs * float(np.mean(mxfp4.VALUES**2)))
+        arrays = MXFP4.arrays(shape)
+        found = {
+            "words": self.leaf(arrays["words"].shape, arrays["words"].dtype, words=True),
+            "scales": self.leaf(
+                arrays["scales"].shape, arrays["scales"].dtype, low=exponent - 1, high=exponent + 1
+            ),
+        }
+        return MXFP4.tensor(inputs, found)
 
     def packed(self, shape: tuple[int, ...], bits: int, packing: Packing) -> QTensor:
         """Codes uniform in 0..2^bits - 1 about their middle, so that weights are N(0, 1/K) wide."""
@@ -134,6 +152,8 @@ def random_weights(
             weights[name] = jnp.full(shape, 0 if is_centred else 1, dtype, device=device)
         elif name in FLOAT32_LEAVES:
             weights[name] = jnp.zeros(shape, dtype, device=device)
+        elif packing.mxfp4 and bits == mxfp4.BITS and kind_of(name) in ("experts", "mlp"):
+            weights[name] = drawing.in_mxfp4(shape)
         elif bits != 16:
             weights[name] = drawing.packed(shape, bits, packing)
         else:

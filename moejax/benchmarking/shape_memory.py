@@ -29,16 +29,18 @@ from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import one_layer_of
 from moejax.policies.base import AnyPolicy
 from moejax.weights import linear as ops
-from moejax.weights.qtensor import Weight
-from pallas_kernels import layout
+from moejax.weights.qtensor import MXFP4, Weight
+from pallas_kernels import layout, mxfp4
 from pallas_kernels.target import target_of
 
 FEW_GIB = 4.0
 NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own
 
 
-def tier_name(bits: int) -> str:
+def tier_name(bits: int, *, is_mxfp4: bool = False) -> str:
     """Such as "int4"."""
+    if is_mxfp4 and bits == mxfp4.BITS:
+        return "mxfp4"
     return "bf16" if bits == 16 else f"int{bits}"
 
 
@@ -117,6 +119,9 @@ class ShapeMemories:
         jax.block_until_ready(self.dense)
         self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
 
+    def _tier_name(self, bits: int) -> str:
+        return tier_name(bits, is_mxfp4=self.packing.mxfp4)
+
     def _packing(self, bits: int) -> Packing:
         return dataclasses.replace(self.packing, bits=bits)
 
@@ -126,7 +131,7 @@ class ShapeMemories:
         return len(self.config.moe_layers)
 
     def expert_nbytes(self, bits: int, refines: int = 0) -> int:
-        """Bytes of one expert: codes, and float16 scales and zeros of each group.
+        """Bytes of one expert: codes, and float16 scales and zeros of each group, or MXFP4.
 
         With `refines` they are those of a plane of so many bits alone.
         """
@@ -137,6 +142,8 @@ class ShapeMemories:
         if refines:
             words = (n * layout.num_plane_words(inputs, refines) for n, inputs in sizes)
             return sum(4 * count for count in words)
+        if self.packing.mxfp4 and bits == mxfp4.BITS:
+            return sum(MXFP4.num_bytes(size) for size in sizes)
         group = self._packing(bits).group_size
         return sum(
             outputs * (4 * layout.num_words(inputs, bits) + 4 * layout.num_groups(inputs, group))
@@ -161,8 +168,8 @@ class ShapeMemories:
         self._rows[*form, num_rows] = made
         spent = time.perf_counter() - start
         print_stderr(
-            f"{tier_name(bits)}{' refinements' if refines else ''}: {num_rows} rows of {total} "
-            f"experts, {made.nbytes / 2**30:.1f} GiB, in {spent:.1f} s"
+            f"{self._tier_name(bits)}{' refinements' if refines else ''}: {num_rows} rows of "
+            f"{total} experts, {made.nbytes / 2**30:.1f} GiB, in {spent:.1f} s"
         )
         return made
 
@@ -208,7 +215,7 @@ class ShapeMemories:
         tiers, said = [], []
         for plan in plans:
             if isinstance(plan, TierPlan):
-                said.append(tier_name(plan.bits))
+                said.append(self._tier_name(plan.bits))
                 tiers.append(self.tier_memory(plan))
             else:
                 tiers.append(plan)

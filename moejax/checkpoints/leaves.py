@@ -115,7 +115,7 @@ class LeafPlan:
     def form(self) -> str:
         """Name of the stored form for people, such as "int4"."""
         if isinstance(self.kind, CodesKind):
-            return f"int{self.kind.bits}"
+            return "mxfp4" if self.kind.is_mxfp4 else f"int{self.kind.bits}"
         return f"{8 * self.dtype.itemsize}-bit floats" if self.kind is None else "fp8"
 
     @property
@@ -140,7 +140,10 @@ class LeafPlan:
         """View of a part's rows of `array`, which is `arrays[name]` at its index."""
         if name == "permutation":
             return array
-        start, shape = part.placement.start, part.placement.shape
+        placement = part.placement
+        if placement.is_interleaved or placement.is_transposed:
+            return placement.rows(array)
+        start, shape = placement.start, placement.shape
         stop = start + shape[0]
         if name == "scales" and isinstance(self.kind, Fp8Kind) and len(shape) == 2:
             start, stop = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
@@ -208,18 +211,24 @@ def group_by_layer(parts: Sequence[Part]) -> dict[int, list[Part]]:
 
 
 def split_experts(part: Part) -> Iterator[Part]:
-    """A part for each expert, where one plain tensor holds all experts of a layer; else the part.
+    """A part for each expert, where all experts of a layer lie together; else the part.
 
     Slices have no checksum of their own.
     """
-    placement, tensor = part.placement, part.tensor
-    if placement.leaf not in EXPERT_LEAVES or len(placement.shape) < 3 or tensor is None:
+    placement, stored = part.placement, part.stored
+    is_whole = isinstance(stored, StoredMatrix) and stored.expert is None
+    if placement.leaf not in EXPERT_LEAVES or len(placement.shape) < 3 or is_whole:
         yield part
         return
     num_experts, *shape = placement.shape
     for expert in range(num_experts):
         own = dataclasses.replace(placement, index=(*placement.index, expert), shape=tuple(shape))
-        yield Part(own, tensor.part(expert, own.shape), part.num_bytes // num_experts)
+        if isinstance(stored, StoredTensor):
+            one: StoredTensor | StoredMatrix = stored.part(expert, own.shape)
+        else:
+            assert stored.expert is not None
+            one = stored.expert(expert)
+        yield Part(own, one, part.num_bytes // num_experts)
 
 
 def plan_leaves(
@@ -274,6 +283,8 @@ def _common_kind(parts: Sequence[Part]) -> Kind | str:
         values = sorted({getattr(kind, name) for kind in codes})
         if len(values) > 1:
             return f"its matrices have {name} {' and '.join(map(str, values))}"
+    if len({kind.is_mxfp4 for kind in codes}) > 1:
+        return "some of its matrices are MXFP4 and some are not"
     if len({kind.by_planes for kind in codes}) > 1:
         return "some of its matrices lie by bit planes and some do not"
     orders: dict[tuple[int, ...], set[bytes]] = {}
@@ -289,7 +300,7 @@ def _common_kind(parts: Sequence[Part]) -> Kind | str:
         codes[0],
         # Each kind of zero point can be written as the one before it.
         zero_kind=min((kind.zero_kind for kind in codes), key=ZERO_KINDS.index),
-        scale_dtype=max(kind.scale_dtype for kind in codes),  # "float16" < "float32"
+        scale_dtype=max(kind.scale_dtype for kind in codes),  # "float16" < "float32"; one "uint8"
     )
 
 
@@ -306,12 +317,13 @@ def _plan_parts(
         prefix, matrix = placement.name.removesuffix(".weight"), None
         num_faults = tensors.num_faults
         if form is not None and len(placement.shape) > 1:
-            matrix = form.find(prefix, placement.shape, tensors)
+            matrix = form.find(prefix, placement.by_rows.shape, tensors)
         if matrix is not None:
+            placement = placement.by_rows
             used.update((*matrix.names, *matrix.unread))
             extras.update(prefix + end for end in (form.extras if form is not None else ()))
             num_bytes = sum(tensors[name].num_bytes for name in matrix.names)
-            parts[placement.leaf].append(Part(placement, matrix, num_bytes))
+            parts[placement.leaf] += split_experts(Part(placement, matrix, num_bytes))
         elif num_faults < tensors.num_faults:
             is_broken = True
         else:

@@ -281,7 +281,8 @@ def fill_part(
     if isinstance(stored, StoredTensor):
         _read_floats(stored, rows["array"], read)
     elif plan.kind is None:
-        _convert_floats(part.placement.name, _dequantized(stored.read()), rows["array"])
+        values = np.asarray(_dequantized(stored.read())).reshape(rows["array"].shape)
+        _convert_floats(part.placement.name, values, rows["array"])
     elif stored.as_held is not None:
         for name, memory in rows.items():
             if name in stored.as_held:
@@ -292,7 +293,7 @@ def fill_part(
         matrix = stored.read()
         for name, memory in rows.items():
             values = getattr(matrix, name)
-            memory[...] = plan.default(name) if values is None else values
+            memory[...] = plan.default(name) if values is None else values.reshape(memory.shape)
 
 
 def read_compensators(
@@ -353,12 +354,12 @@ def _read_checked(tensor: StoredTensor, destination: np.ndarray) -> None:
 
 def _read_floats(tensor: StoredTensor, rows: np.ndarray, read: ReadTensor) -> None:
     """Reads a tensor into `rows`, converting floats to their dtype."""
-    if tensor.dtype == rows.dtype:
+    if tensor.dtype == rows.dtype and rows.flags.c_contiguous:
         read(tensor, rows)
         return
     values = np.empty(tensor.shape, tensor.dtype)
     read(tensor, values)
-    _convert_floats(tensor.name, values, rows)
+    _convert_floats(tensor.name, values.reshape(rows.shape), rows)
 
 
 def _convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:

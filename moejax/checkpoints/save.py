@@ -79,7 +79,9 @@ def _write_shards(
         names = [WEIGHTS_FILE]
     for name, shard in zip(names, shards, strict=True):
         tensors = {
-            p.name: np.ascontiguousarray(p.rows(host[p.leaf][p.index]), leaf_dtype(p.leaf, dtype))
+            p.name: np.ascontiguousarray(
+                p.rows(host[p.leaf][p.index]), leaf_dtype(p.leaf, dtype)
+            ).reshape(p.shape)
             for p in shard
         }
         write_safetensors(directory / (name + _NEW), dict(sorted(tensors.items())))

@@ -14,6 +14,7 @@ from moejax.config.commands import (
     PLATFORM,
     POLICY,
     READ_BITS,
+    SHAPE_MXFP4,
     SHARED_BITS,
     MemoryConfig,
 )
@@ -45,6 +46,7 @@ class BenchmarkConfig(RunConfig):
     attention_bits: int = ATTENTION_BITS
     shared_bits: int = SHARED_BITS
     group_size: int = GROUP_SIZE
+    mxfp4: bool = SHAPE_MXFP4
     trace: str = option("", "with a shape: a trace whose routing its decode steps replay")
     skew: str = option(
         "", "routing of a shape without a trace: zipf:S (popularity of rank r is r^-S) or uniform; "
@@ -125,6 +127,8 @@ class BenchmarkConfig(RunConfig):
             raise MoejaxError(f"batches={self.batches} must be numbers from 1 to {MAX_BATCH}")
         if not self.budgets or not all(0 <= gib < 1e6 for gib in self.budgets):
             raise MoejaxError(f"budgets={self.budgets} must be 0 (no limit) or numbers of GiB")
+        if self.mxfp4 and not self.shape:
+            raise MoejaxError("mxfp4=True is for a shape: a checkpoint says its form itself")
         if self.fidelity_share and (self.shape or not self.policy.name):
             raise MoejaxError(
                 f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model of "

@@ -116,6 +116,7 @@ BITS = option(
 )
 ATTENTION_BITS = option(16, "bits of a shape's attention or delta rule", choices=SHAPE_BITS)
 SHARED_BITS = option(16, "bits of a shape's shared experts", choices=SHAPE_BITS)
+SHAPE_MXFP4 = option(False, "a shape's experts are in MXFP4, whatever bits and group_size say")
 GROUP_SIZE = option(64, "inputs per scale in a packed shape", least=1)
 
 
@@ -248,6 +249,7 @@ class PlanConfig(GenerateConfig):
     attention_bits: int = ATTENTION_BITS
     shared_bits: int = SHARED_BITS
     group_size: int = GROUP_SIZE
+    mxfp4: bool = SHAPE_MXFP4
     planes: str = option(
         "",
         "in place of bits, widths of bit planes of a shape's one copy, such as 2,4, from which its "
@@ -262,6 +264,11 @@ class PlanConfig(GenerateConfig):
         if self.planes and not self.shape:
             raise MoejaxError(
                 f"planes={self.planes} is for a shape: a checkpoint says its planes itself, so "
+                "name a shape, or leave it out"
+            )
+        if self.mxfp4 and (self.planes or not self.shape):
+            raise MoejaxError(
+                "mxfp4=True is for a shape without planes: a checkpoint says its form itself, so "
                 "name a shape, or leave it out"
             )
 

@@ -15,7 +15,7 @@ from moejax.errors import MoejaxError
 from moejax.files import result_rows as results
 from moejax.inference import steps
 from moejax.inference.runner import Runner
-from moejax.models.expert_products import swiglu
+from moejax.models.expert_products import gated
 from moejax.models.kv_cache import KVCache
 from moejax.models.moe import ResidentExperts, Routing, SparseMoe
 from moejax.models.transformer import ChunkSpec, merge_weights
@@ -138,14 +138,18 @@ def _compared(
     """Adds the cosines of all experts' outputs on tokens [N, D], a few tokens at a time."""
     gate_up = ops.matrix(moe.gate_up[...], (layer,), x.dtype)
     down = ops.matrix(moe.down[...], (layer,), x.dtype)
-    size = math.gcd(len(x), COMPARED_TOKENS)
+    size, biases = math.gcd(len(x), COMPARED_TOKENS), moe.biases
 
     def add(
         activity: ExpertActivity, part: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[ExpertActivity, None]:
         x, ids, counted = part
-        hidden = swiglu(jnp.einsum("nd,ekd->enk", x, gate_up))
-        outputs = jnp.einsum("enf,edf->end", hidden, down)
+        products = jnp.einsum("nd,ekd->enk", x, gate_up)
+        if biases is not None:
+            products = products + biases.gate_up[layer][:, None]
+        outputs = jnp.einsum("enf,edf->end", gated(products, moe.config.gating), down)
+        if biases is not None:
+            outputs = outputs + biases.down[layer][:, None]
         return with_outputs(activity, layer, outputs, ids, counted), None
 
     parts = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), (x, ids, counted))

@@ -236,6 +236,7 @@ class CachedExperts(Experts):
             cache.tiers, [rows.row_of for rows in self._rows], cache.gate, layer.mlp, asked,
             token_mask,
         )  # fmt: skip
+        biases = None if inputs.biases is None else inputs.biases.of_pairs(layer.mlp, ids)
         served = [found.tier == i for i in range(len(tiers))] if decision is not None else []
         tiers = fetch_together(steps, tiers, *at, [plan.admitted for plan in plans])
         if decision is None:
@@ -254,7 +255,8 @@ class CachedExperts(Experts):
                 stacks.append(experts)
                 if step.spec.emulated or base is not None:
                     slot = jnp.where(found.tier == i, pairs.expert, slot)
-            total = self._products_of_tiers(x, found.tier, slot, stacks)
+            pairs = ExpertPairs(slot, found.tier != SKIPPED, found.tier, biases)
+            total = self._products_of_tiers(x, pairs, stacks)
         else:
             products = []
             for i, step in enumerate(steps):
@@ -263,7 +265,7 @@ class CachedExperts(Experts):
                 mine, where = served[0] if decision is None else found.tier == i, self._slots_at[i]
                 own, tiers[where] = step.products(
                     tiers[where], layer, x, ids, mine, plans[i],
-                    self._base(carry, i, tiers, layer, found.base),
+                    self._base(carry, i, tiers, layer, found.base), biases,
                 )  # fmt: skip
                 products.append(own)
                 # Comes last: anything that waits for slots of a wave would be copied.
@@ -271,7 +273,7 @@ class CachedExperts(Experts):
                     tiers = self._prefetch(i, tiers, layer, token_mask, wanted)
             total = _selected(products, found.tier)
         runs = served[0] if decision is None else found.tier != SKIPPED
-        out = combine(total, ExpertPairs(ids, runs), weights, x.dtype)
+        out = combine(total, ExpertPairs(ids, runs, None, biases), weights, x.dtype)
         return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)
 
     def _prefetch(
@@ -289,7 +291,7 @@ class CachedExperts(Experts):
         return found
 
     def _products_of_tiers(
-        self, x: jax.Array, tier: jax.Array, slot: jax.Array, tiers: Sequence[ExpertStacks]
+        self, x: jax.Array, pairs: ExpertPairs, tiers: Sequence[ExpertStacks]
     ) -> jax.Array:
         """[P, N, A, D], one launch of gates and ups and one of downs for the pairs of all tiers."""
         stacks = [(experts.gate_up, experts.down) for experts in tiers]
@@ -298,7 +300,8 @@ class CachedExperts(Experts):
             raise MoejaxError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
         for of, experts in zip(self._tiers, stacks, strict=True):
             record_experts(of.number, of.impl, experts, chosen)
-        return products_of_tiers(x, tier, slot, tiers, chosen.implementation)
+        implementation, gating = chosen.implementation, self.config.gating
+        return products_of_tiers(x, pairs, tiers, implementation, gating)
 
     @property
     def _policy(self) -> AnyPolicy:
@@ -309,7 +312,7 @@ class CachedExperts(Experts):
         self, carry: _CacheCarry, inputs: MoeInputs, importance: jax.Array | None
     ) -> tuple[Decision, Rule | None, _CacheCarry]:
         """Returns the policy's decision, and its tier rule where a kernel applies it."""
-        layer, _, routing, token_mask, next_routing, _ = inputs
+        layer, _, routing, token_mask, next_routing, *_ = inputs
         cache, policy, pools = carry.cache, self._policy, carry.cache.tiers
         predicted = None
         if policy.needs.predicted and next_routing is not None:
@@ -405,8 +408,9 @@ def token_importance(
 ) -> jax.Array:
     """Attention that each token of a chunk receives of the chunk (DyMoE eq. 1), float32[N]."""
     received = attention_received(
-        *attended, aggregation=aggregation, sliding_window=config.sliding_window,
-        scale=config.score_scale,
+        attended.q, attended.keys, attended.positions, attended.token_mask,
+        aggregation=aggregation, sliding_window=attended.window, scale=config.score_scale,
+        sinks=attended.sinks,
     )  # fmt: skip
     places = jnp.minimum(attended.positions, received.shape[1] - 1)
     return jnp.take_along_axis(received, places, axis=1).reshape(-1)

@@ -26,6 +26,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
     ExpertPairs,
     ExpertStacks,
+    PairBiases,
     choose_grouped,
 )
 from moejax.models.layer_index import LayerIndex
@@ -228,6 +229,7 @@ class TierStep:
     def products(
         self, slots: TierSlots, layer: LayerIndex, x: jax.Array, ids: jax.Array,
         active: jax.Array, plan: SlotPlan, base: Base | None = None,
+        biases: PairBiases | None = None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
 
@@ -238,16 +240,17 @@ class TierStep:
           active: bool[N, A], pairs that run here.
           plan: of the layer; the experts of wave 0 are fetched.
           base: what this tier refines.
+          biases: of the pairs' experts; None: they have none.
         """
         if not self.num_waves(active.size):
-            stacks = self.pairs_and_stacks(slots, layer, ids, active, plan, base)
-            return self._multiply(x, *stacks), slots
+            pairs, stacks = self.pairs_and_stacks(slots, layer, ids, active, plan, base)
+            return self._multiply(x, pairs._replace(biases=biases), stacks), slots
         # Only chunks run in a loop, with a traced layer.
         double = self.spec.cache.banks > 1 and not isinstance(layer.mlp, int)
         # Of shared slots a wave may need a plane that is in a slot of the layer's own bank.
         double &= self.spec.cache.planes == 1
         run = self._stream_waves_double_buffered if double else self._stream_waves
-        return run(slots, layer.turn, layer.mlp, x, ids, plan, active, base)
+        return run(slots, layer.turn, layer.mlp, x, ids, plan, active, base, biases)
 
     def pairs_and_stacks(
         self, slots: TierSlots, layer: LayerIndex, ids: jax.Array, active: jax.Array,
@@ -262,13 +265,15 @@ class TierStep:
 
     def _stream_waves(
         self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
-        plan: SlotPlan, active: jax.Array, base: Base | None,
+        plan: SlotPlan, active: jax.Array, base: Base | None, biases: PairBiases | None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched after the one before."""
         owner = self if base is None or base.step is None else base.step
         now, places = active & (plan.wave == 0), _places(plan, ids, base)
         products = self._multiply(
-            x, ExpertPairs(places, now), self._stacks(slots, turn, layer, plan, 0, base=base)
+            x,
+            ExpertPairs(places, now, None, biases),
+            self._stacks(slots, turn, layer, plan, 0, base=base),
         )
         outside = slots
 
@@ -285,7 +290,7 @@ class TierStep:
             slots = self.copy_rows(slots, turn, layer, jobs)
             mine = active & (plan.wave == number + 1)
             experts = self._stacks(slots, turn, layer, plan, number + 1, base=base)
-            found = self._multiply(x, ExpertPairs(places, mine), experts)
+            found = self._multiply(x, ExpertPairs(places, mine, None, biases), experts)
             products = jnp.where(mine[None, :, :, None], found, products)
             return owner.bank(slots, turn), slots.counts, products
 
@@ -297,7 +302,7 @@ class TierStep:
 
     def _stream_waves_double_buffered(
         self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
-        plan: SlotPlan, active: jax.Array, base: Base | None,
+        plan: SlotPlan, active: jax.Array, base: Base | None, biases: PairBiases | None,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched beside the one before.
 
@@ -318,7 +323,7 @@ class TierStep:
             if products is not None:  # one after another, or XLA gathers the inputs of two waves
                 inputs, products = jax.lax.optimization_barrier((x, products))
             experts = self._stacks(slots, turn, layer, plan, wave, bank, base)
-            found = self._multiply(inputs, ExpertPairs(places, mine), experts)
+            found = self._multiply(inputs, ExpertPairs(places, mine, None, biases), experts)
             if products is not None:
                 found = jnp.where(mine[None, :, :, None], found, products)
             return self._after(slots, turn, found, bank)
@@ -352,8 +357,10 @@ class TierStep:
         stacks = (experts.gate_up, experts.down)
         chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
         record_experts(self.number, self.impl, stacks, chosen)
-        num_experts = self.spec.cache.num_experts
-        return products_in_pairs(x, pairs, experts, num_experts, self.impl, chosen.implementation)
+        num_experts, gating = self.spec.cache.num_experts, self.config.gating
+        return products_in_pairs(
+            x, pairs, experts, num_experts, self.impl, chosen.implementation, gating
+        )
 
     def _stacks(
         self, slots: TierSlots, turn: int, layer: Index, plan: SlotPlan, wave: Index,

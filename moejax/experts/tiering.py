@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ from moejax.policies.base import AnyPolicy
 from moejax.policies.make import make_policy, parts_of
 from moejax.policies.settings import check_number
 from moejax.routing.profile_file import BuddyProfile, load_buddies
+from pallas_kernels import mxfp4
 
 MADE = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # tiers that can be made at load
+MXFP4 = "mxfp4"  # the name of a shape's experts in that form
 PLAIN = ("bf16", "bfloat16", "float16", "float32")  # names of experts that are in no codes
 STORED = "stored"  # the name of the only tier where none are named
 QUANTIZERS = ("rtn", "hqq", "least_squares")
@@ -108,13 +110,22 @@ class StoredTier:
             raise MoejaxError(
                 f"policy.tiers: a shape takes no checkpoint {self.source}: {self.name} alone"
             )
-        named = {**MADE, **dict.fromkeys(PLAIN, 16), STORED: stored}
+        named = {**MADE, **dict.fromkeys(PLAIN, 16), MXFP4: mxfp4.BITS, STORED: stored}
         if self.name not in named:
             raise MoejaxError(
                 f"policy.tiers: {self.name!r} says no bits, which a shape's tiers do by their "
-                f"names: {PLAIN[0]}, {', '.join(MADE)}, or {STORED} for the shape's own"
+                f"names: {PLAIN[0]}, {MXFP4}, {', '.join(MADE)}, or {STORED} for the shape's own"
             )
         return named[self.name]
+
+
+def shape_is_mxfp4(asked: bool, tiers: Sequence[StoredTier]) -> bool:
+    """Whether a shape's codes of 4 bits are those of MXFP4: if asked for, or named by a tier."""
+    names = [tier.name for tier in tiers]
+    found = asked or MXFP4 in names
+    if found and "int4" in names:
+        raise MoejaxError("policy.tiers: of a shape in mxfp4 there is no tier int4 beside it")
+    return found
 
 
 def open_like(source: str, own: Checkpoint, option: str, read_bits: int = 0) -> Checkpoint:

@@ -34,10 +34,10 @@ TILED = 16  # tokens of the shortest chunk, which a choice is for; others may ru
 def default_attention_impl(config: ModelConfig, dtype: jnp.dtype, platform: str) -> AttentionImpl:
     """Causal attention on `platform`: cuDNN for half precision on a GPU, else XLA.
 
-    `jax.nn.dot_product_attention` never picks cuDNN by itself.
+    `jax.nn.dot_product_attention` never picks cuDNN by itself, and through it cuDNN takes no sinks.
     """
     half = dtype in (jnp.bfloat16, jnp.float16)
-    one_width = config.head_dim == config.value_dim
+    one_width = config.head_dim == config.value_dim and not config.attention_sinks
     served = one_width and config.head_dim % 8 == 0 and config.head_dim <= CUDNN_MAX_HEAD_DIM
     return "cudnn" if platform == "gpu" and half and served else "xla"
 
@@ -77,6 +77,8 @@ def choose_chunked(
     keys = jax.ShapeDtypeStruct(cache_shape(config, 1, TILED), dtype)
     q = jax.ShapeDtypeStruct((1, TILED, config.num_heads, config.head_dim), dtype)
     chosen = chunk_attention.OPERATION.choose(q, keys, config.cached_dims[1], target=target)
+    if config.attention_sinks:
+        chosen = Choice("reference", {"triton": "it takes no attention sinks"})
     return _kernel_or_xla(chosen, "prompts", asked)
 
 
@@ -113,6 +115,7 @@ def causal_attention(
     sliding_window: int | None,
     impl: AttentionImpl,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends from each token to itself and earlier ones, within the window.
 
@@ -122,10 +125,15 @@ def causal_attention(
       v: [B, T, K, C].
       sliding_window: tokens that a query sees, itself included; None: all.
       scale: factor on the scores; None: 1 / sqrt(C).
+      sinks: [H], see `cached_attention`, which then serves.
 
     Returns:
       [B, T, H, C] in `q.dtype`.
     """
+    if sinks is not None:
+        positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+        keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        return cached_attention(q, keys, values, positions, sliding_window, scale, sinks)
     window = None if sliding_window is None else (sliding_window - 1, 0)
     with jax.numpy_dtype_promotion("standard"):  # it mixes weak and strong types inside
         return jax.nn.dot_product_attention(
@@ -140,6 +148,7 @@ def cached_attention(
     positions: jax.Array,
     sliding_window: int | None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends from queries at `positions` to slots 0..position (slot s holds position s).
 
@@ -150,9 +159,10 @@ def cached_attention(
       q: [B, T, H, C].
       keys: [B, K, S, C].
       values: [B, K, S, C].
-      positions: int32[B, T].
+      positions: int32[B, T] or int32[1, T].
       sliding_window: tokens that a query sees, itself included; None: all.
       scale: factor on the scores; None: 1 / sqrt(C).
+      sinks: [H], logits that join each head's softmax and attend to nothing; None: there are none.
 
     Returns:
       [B, T, H, C] in `q.dtype`; scores and softmax are float32.
@@ -164,8 +174,15 @@ def cached_attention(
     visible = visible_slots(positions, keys.shape[2], sliding_window)
     scale = head_dim**-0.5 if scale is None else scale
     scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    attended = jnp.einsum("bkgts,bksc->btkgc", probabilities, values)
+    if sinks is None:
+        probabilities = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = sinks.astype(jnp.float32).reshape(1, num_kv, -1, 1, 1)
+        largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink)
+        powers = jnp.exp(scores - largest)
+        total = jnp.sum(powers, axis=-1, keepdims=True) + jnp.exp(sink - largest)
+        probabilities = powers / total
+    attended = jnp.einsum("bkgts,bksc->btkgc", probabilities.astype(q.dtype), values)
     return attended.reshape(q.shape).astype(q.dtype)
 
 
@@ -189,6 +206,7 @@ def token_attention(
     kv_length: int,
     sliding_window: int | None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Runs `cached_attention` for one token per sequence by the kernel.
 
@@ -203,13 +221,14 @@ def token_attention(
       kv_length: slots that may be looked at; those beyond a position are not.
       sliding_window: tokens that a query sees, itself included; None: all.
       scale: factor on the scores; None: as in `decode_attention`.
+      sinks: [L, H] of all layers; None: there are none.
 
     Returns:
       [B, 1, H, C] in `q.dtype`.
     """
     attended = decode_attention.decode_attention(
         q[:, 0], keys, values, layer=layer, positions=positions[:, 0], kv_length=kv_length,
-        window=sliding_window, scale=scale, implementation="triton",
+        window=sliding_window, scale=scale, sinks=sinks, implementation="triton",
     )  # fmt: skip
     return attended[:, None]
 
@@ -257,6 +276,8 @@ class Attended(NamedTuple):
     keys: jax.Array  # [B, S, K, C], rotated, of positions 0..S - 1
     positions: jax.Array  # int32[B, T], of the queries
     token_mask: jax.Array  # bool[B, T], False for padding
+    window: int | None = None  # tokens that a query sees, itself included; None: all
+    sinks: jax.Array | None = None  # [H], see `cached_attention`
 
 
 class AttentionFn(Protocol):
@@ -275,10 +296,10 @@ class CachedAttention:
       cache: with the tokens of the layers so far.
       positions: int32[B, T].
       kv_length: slots that are looked at; None: the tokens see one another alone.
-      window: see `causal_attention`.
       impl: implementation among the new tokens.
       cached: implementation of attention to the cache.
       scale: factor on the scores; None: 1 / sqrt(C).
+      sinks: [U, H] of all layers that attend, see `cached_attention`; None: there are none.
       is_observed: whether `attended` is kept.
       token_mask: bool[B, T], False for padding.
       is_for_cpu: see `KVCache.write_chunk`.
@@ -289,10 +310,10 @@ class CachedAttention:
     cache: KVCache
     positions: jax.Array
     kv_length: int | None
-    window: int | None
     impl: AttentionImpl
     cached: CachedAttentionImpl
     scale: float | None
+    sinks: jax.Array | None
     is_observed: bool
     token_mask: jax.Array
     is_for_cpu: bool = False
@@ -306,24 +327,28 @@ class CachedAttention:
             seen = k
             if self.kv_length is not None:
                 seen = self.cache.read(index.mixer, self.kv_length)[0].swapaxes(1, 2)
-            self.keep(q, seen)
+            self.keep(q, seen, index)
+        sinks = None if self.sinks is None else self.sinks[index.mixer]
         if self.kv_length is None:
-            return causal_attention(q, k, v, self.window, self.impl, self.scale)
+            return causal_attention(q, k, v, index.window, self.impl, self.scale, sinks)
         if self.cached == "kernel" and q.shape[1] == 1:
             return token_attention(
                 q, self.cache.keys, self.cache.values, jnp.int32(index.mixer), self.positions,
-                kv_length=self.kv_length, sliding_window=self.window, scale=self.scale,
+                kv_length=self.kv_length, sliding_window=index.window, scale=self.scale,
+                sinks=self.sinks,
             )  # fmt: skip
         if self.cached == "kernel":
             return prompt_attention(
                 q, self.cache.keys, self.cache.values, jnp.int32(index.mixer), self.positions,
-                self.token_mask, kv_length=self.kv_length, sliding_window=self.window,
+                self.token_mask, kv_length=self.kv_length, sliding_window=index.window,
                 scale=self.scale,
             )  # fmt: skip
 
         def attended(kv_length: int) -> jax.Array:
             keys, values = self.cache.read(index.mixer, kv_length)
-            return cached_attention(q, keys, values, self.positions, self.window, self.scale)
+            return cached_attention(
+                q, keys, values, self.positions, index.window, self.scale, sinks
+            )
 
         return self.over_slots(attended)
 
@@ -349,10 +374,11 @@ class CachedAttention:
                 index.mixer, k, v, self.positions[0, 0], is_for_cpu=self.is_for_cpu
             )
 
-    def keep(self, q: jax.Array, keys: jax.Array) -> None:
+    def keep(self, q: jax.Array, keys: jax.Array, index: LayerIndex) -> None:
         """Keeps q [B, T, H, C] and keys [B, S, K, C] for `take_attended` if they are observed."""
         if self.is_observed:
-            self.attended = Attended(q, keys, self.positions, self.token_mask)
+            sinks = None if self.sinks is None else self.sinks[index.mixer]
+            self.attended = Attended(q, keys, self.positions, self.token_mask, index.window, sinks)
 
     def take_attended(self) -> Attended | None:
         """Returns what the layers since the last call attended to; None if none did."""
@@ -399,6 +425,8 @@ class Attention(StackedModule):
             self.qkv_bias = stacked_parameter("attention.qkv_bias", config, rngs, dtype)
         if config.attention_bias and config.output_bias:
             self.o_bias = stacked_parameter("attention.o_bias", config, rngs, dtype)
+        if config.attention_sinks:
+            self.sinks = stacked_parameter("attention.sinks", config, rngs, dtype)
 
     def __call__(
         self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn

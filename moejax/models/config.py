@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pallas_kernels.gating import SWIGLU, Gating
+
 RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
@@ -143,6 +145,7 @@ class RouterRule:
     top_groups: int = 1
     group_score: GroupScore = "max"
     has_bias: bool = False
+    has_logit_bias: bool = False  # one that is added to the logits, and so to weights too (gpt-oss)
 
     @property
     def is_plain(self) -> bool:
@@ -169,6 +172,8 @@ class ModelConfig:
       * `moe_layers` is strictly increasing, each in `[0, num_layers)`; the other layers are dense
         MLPs of width `mlp_dim`;
       * `rotary_dim` is even (rotary pairs) and at most `head_dim`;
+      * `window_layers` are like `moe_layers`, at least one, and need a `sliding_window`;
+      * latent attention has no sinks and one window for all layers;
       * with `latent`, `num_kv_heads` is `num_heads` and `head_dim` is that of queries and keys;
       * the layers of `delta_net` are like `moe_layers`, and at least one;
       * `router.num_groups` divides `num_experts`, and the best groups hold enough experts.
@@ -194,6 +199,8 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over each query and key head (Qwen3)
     attention_bias: bool  # bias on q, k, v and o projections
     sliding_window: int | None  # tokens seen by a query, itself included; None: all
+    window_layers: tuple[int, ...] | None = None  # that have the window; None: all layers
+    attention_sinks: bool = False  # a logit a head that joins its softmax and attends to nothing
     rope_dim: int | None = None  # of a head, that are rotated; None: all, or `latent.rope_dim`
     interleaved_rope: bool = False  # pairs are neighbours, not halves
     rope_scaling: RopeScaling | None = None
@@ -206,11 +213,15 @@ class ModelConfig:
     shared_dim: int = 0  # width of the expert that every token sees; 0: there is none
     shared_gate: bool = False  # which is multiplied by a sigmoid of its own
     router: RouterRule = PLAIN_ROUTER
+    gating: Gating = SWIGLU  # of gate and up, in MLPs and experts
+    expert_bias: bool = False  # biases on the experts' gate, up and down projections
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "ModelConfig":
         """Builds a config from JSON or a ConfigDict, in which a tuple may be a list."""
         given = {**fields, "moe_layers": tuple(fields["moe_layers"])}
+        if given.get("window_layers") is not None:
+            given["window_layers"] = tuple(given["window_layers"])
         for name, kind in _PARTS.items():
             if given.get(name) is not None and not isinstance(given[name], kind):
                 part = dict(given[name])
@@ -250,6 +261,18 @@ class ModelConfig:
             )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window {self.sliding_window} is not positive")
+        if self.window_layers is not None and (
+            self.sliding_window is None
+            or not self.window_layers
+            or list(self.window_layers) != sorted(set(self.window_layers))
+            or not set(self.window_layers) <= set(range(self.num_layers))
+        ):
+            raise ValueError(
+                f"window_layers {self.window_layers} with sliding_window {self.sliding_window} is "
+                f"not an increasing list of layers below {self.num_layers} that have a window"
+            )
+        if self.latent is not None and (self.attention_sinks or self.window_layers is not None):
+            raise ValueError("latent attention has no sinks and one window for all layers")
         self._check_parts()
 
     def _check_parts(self) -> None:
@@ -316,6 +339,19 @@ class ModelConfig:
         """The layers that attend, in order."""
         others = set(self.delta_net.layers) if self.delta_net else set()
         return tuple(i for i in range(self.num_layers) if i not in others)
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees, itself included; None: all."""
+        if self.window_layers is not None and layer not in self.window_layers:
+            return None
+        return self.sliding_window
+
+    @property
+    def mesh_refusal(self) -> str | None:
+        """Reason why experts cannot be split over the devices of a mesh, or None."""
+        if not self.expert_bias:
+            return None
+        return f"a mesh cannot split experts with biases, as those of {self.family}: leave mesh out"
 
     @property
     def rotary_dim(self) -> int:
@@ -391,7 +427,7 @@ class ModelConfig:
 
 _PARTS: Mapping[str, Any] = {
     "rope_scaling": RopeScaling, "latent": LatentConfig, "delta_net": DeltaConfig,
-    "router": RouterRule,
+    "router": RouterRule, "gating": Gating,
 }  # fmt: skip
 
 # Leaves that stay float32 whatever the activations are: of biases that decide who is chosen, and of
@@ -422,8 +458,13 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["moe.router"] = (num_moe, c.num_experts, c.model_dim)
         if c.router.has_bias:
             shapes["moe.router_bias"] = (num_moe, c.num_experts)
+        if c.router.has_logit_bias:
+            shapes["moe.logit_bias"] = (num_moe, c.num_experts)
         shapes["moe.gate_up"] = (num_moe, c.num_experts, 2 * c.expert_dim, c.model_dim)
         shapes["moe.down"] = (num_moe, c.num_experts, c.model_dim, c.expert_dim)
+        if c.expert_bias:
+            shapes["moe.gate_up_bias"] = (num_moe, c.num_experts, 2 * c.expert_dim)
+            shapes["moe.down_bias"] = (num_moe, c.num_experts, c.model_dim)
     if num_moe and c.shared_dim:
         shapes["shared.gate_up"] = (num_moe, 2 * c.shared_dim, c.model_dim)
         shapes["shared.down"] = (num_moe, c.model_dim, c.shared_dim)
@@ -461,6 +502,8 @@ def _head_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["attention.qkv_bias"] = (num, c.qkv_dim)
         if c.output_bias:
             shapes["attention.o_bias"] = (num, c.model_dim)
+    if c.attention_sinks:
+        shapes["attention.sinks"] = (num, c.num_heads)
     return shapes
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.models.config import ModelConfig
-from moejax.models.expert_products import swiglu
+from moejax.models.expert_products import gated
 from moejax.models.stacked import StackedModule, stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
@@ -24,13 +24,13 @@ class DenseMlp(StackedModule):
         dtype: jnp.dtype,
         kernels: ops.Kernels = ops.NO_KERNELS,
     ):
-        self.kernels = kernels
+        self.kernels, self.gating = kernels, config.gating
         self.gate_up = stacked_parameter("mlp.gate_up", config, rngs, dtype)
         self.down = stacked_parameter("mlp.down", config, rngs, dtype)
 
     def __call__(self, x: jax.Array, layer: Index) -> jax.Array:
         """[N, D] to [N, D]; `layer` is the index among the dense layers."""
-        hidden = swiglu(self.linear(x, "gate_up", layer))
+        hidden = gated(self.linear(x, "gate_up", layer), self.gating)
         return self.linear(hidden, "down", layer)
 
 
@@ -51,7 +51,7 @@ class SharedExpert(StackedModule):
         dtype: jnp.dtype,
         kernels: ops.Kernels = ops.NO_KERNELS,
     ):
-        self.kernels = kernels
+        self.kernels, self.gating = kernels, config.gating
         self.gate_up = stacked_parameter("shared.gate_up", config, rngs, dtype)
         self.down = stacked_parameter("shared.down", config, rngs, dtype)
         if config.shared_gate:
@@ -59,7 +59,7 @@ class SharedExpert(StackedModule):
 
     def __call__(self, x: jax.Array, layer: Index) -> jax.Array:
         """[N, D] to [N, D]; `layer` is the index among the sparse layers."""
-        hidden = swiglu(self.linear(x, "gate_up", layer))
+        hidden = gated(self.linear(x, "gate_up", layer), self.gating)
         out = self.linear(hidden, "down", layer)
         if not hasattr(self, "gate"):
             return out

@@ -4,9 +4,10 @@ By row and by block they run as plain operations; grouped ones read weights as t
 `pallas_kernels.grouped_dequant_matmul`.
 
 All take pairs (token n, a) and stacks of experts [M, E, ...] (a resident model) or [1, S, ...] (the
-slots of a pool), and yield parts [P, N, A, D] whose sums over P are down_e(silu(gate_e x_n) * up_e
-x_n). A pair's product does not depend on which other pairs are active, to the bit: a layer may run
-in several calls, of some pairs each, and `combine` of all of them gives what one call gives.
+slots of a pool), and yield parts [P, N, A, D] whose sums over P are down_e(gating(gate_e x_n,
+up_e x_n)). Biases of gates and ups come with the pairs; those of down are added by `combine`. A
+pair's product does not depend on which other pairs are active, to the bit: a layer may run in
+several calls, of some pairs each, and `combine` of all of them gives what one call gives.
 """
 
 import functools
@@ -22,7 +23,15 @@ from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import grouped_dequant_matmul
+from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.target import Choice
+
+
+class PairBiases(NamedTuple):
+    """Biases of the experts that pairs run, wherever the experts' matrices are."""
+
+    gate_up: jax.Array  # [N, A, 2F]
+    down: jax.Array  # [N, A, D]
 
 
 class ExpertPairs(NamedTuple):
@@ -31,6 +40,7 @@ class ExpertPairs(NamedTuple):
     expert: jax.Array  # int32[N, A], along the second axis of the stacks
     active: jax.Array  # bool[N, A]; what is not costs nothing where a form can help it
     tier: jax.Array | None = None  # int32[N, A], where a plan has it: 0 where active, -1 elsewhere
+    biases: PairBiases | None = None
 
 
 class ExpertStacks(NamedTuple):
@@ -41,10 +51,10 @@ class ExpertStacks(NamedTuple):
     layer: Index  # in 0..M - 1
 
 
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """silu(gate) * up (Shazeer 2020, eq. 6): [..., 2F] to [..., F]."""
+def gated(gate_up: jax.Array, gating: Gating = SWIGLU) -> jax.Array:
+    """silu(gate) * up (Shazeer 2020, eq. 6), or another gating: [..., 2F] to [..., F]."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return gating(gate, up)
 
 
 def combine(
@@ -56,10 +66,15 @@ def combine(
       products: [P, N, A, D]; anything where a pair is not active.
       weights: float32[N, A].
     """
+    if pairs.biases is not None:
+        first = products[:1].astype(jnp.float32) + pairs.biases.down.astype(jnp.float32)[None]
+        products = jnp.concatenate([first, products[1:].astype(jnp.float32)])
     return grouped_dequant_matmul.combine(products, pairs.active, weights, dtype)
 
 
-def products_by_row(x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks) -> jax.Array:
+def products_by_row(
+    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, gating: Gating = SWIGLU
+) -> jax.Array:
     """Unrolls one slice and two thin products per pair, active or not; `x.dtype`[1, N, A, D]."""
 
     def matrix(stacked: Weight, index: jax.Array) -> jax.Array:
@@ -70,7 +85,10 @@ def products_by_row(x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks) -> 
         for a in range(pairs.expert.shape[1]):
             index = jnp.maximum(pairs.expert[n, a], 0)
             gate_up = jnp.einsum("nd,fd->nf", x[n : n + 1], matrix(experts.gate_up, index))
-            rows.append(jnp.einsum("nf,df->nd", swiglu(gate_up), matrix(experts.down, index)))
+            if pairs.biases is not None:
+                gate_up = gate_up + pairs.biases.gate_up[n, a][None]
+            hidden = gated(gate_up, gating)
+            rows.append(jnp.einsum("nf,df->nd", hidden, matrix(experts.down, index)))
     return jnp.concatenate(rows).reshape(1, *pairs.expert.shape, -1)
 
 
@@ -81,8 +99,9 @@ def block_size(num_rows: int, num_experts: int) -> int:
 
 
 def products_by_block(
-    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, num_experts: int, step_bytes: int
-) -> jax.Array:
+    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, num_experts: int, step_bytes: int,
+    gating: Gating = SWIGLU,
+) -> jax.Array:  # fmt: skip
     """Sorts pairs by expert, pads them to blocks of one expert, and runs batched products.
 
     The number of blocks is static: each expert adds at most one partial block. An expert's weights
@@ -104,6 +123,9 @@ def products_by_block(
     blocks_per_step = min(num_blocks, max(1, step_bytes // expert_bytes))
     num_steps = -(-num_blocks // blocks_per_step)
 
+    biases = None
+    if pairs.biases is not None:
+        biases = pairs.biases.gate_up.reshape(num_rows, -1)
     # Rows in order of slot; inactive ones belong to slot S and come last.
     row_slot = jnp.where(pairs.active, pairs.expert, num_slots).reshape(-1)
     order = jnp.argsort(row_slot, stable=True)
@@ -125,7 +147,10 @@ def products_by_block(
         block_x = x[jnp.minimum(rows // width, x.shape[0] - 1)]
         index = (experts.layer, slots)
         gate_up = ops.matrix(experts.gate_up, index, x.dtype)
-        hidden = swiglu(jnp.einsum("zrd,zfd->zrf", block_x, gate_up))
+        sums = jnp.einsum("zrd,zfd->zrf", block_x, gate_up)
+        if biases is not None:
+            sums = sums + biases[jnp.minimum(rows, num_rows - 1)]
+        hidden = gated(sums, gating)
         out = jnp.einsum("zrf,zdf->zrd", hidden, ops.matrix(experts.down, index, x.dtype))
         return outputs.at[rows].set(out, mode="drop"), None
 
@@ -139,8 +164,9 @@ def products_by_block(
 
 
 def products_grouped(
-    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, implementation: str
-) -> jax.Array:
+    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, implementation: str,
+    gating: Gating = SWIGLU,
+) -> jax.Array:  # fmt: skip
     """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
 
     Raises:
@@ -151,34 +177,38 @@ def products_grouped(
     tier = pairs.tier
     if tier is None:
         tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
-    return products_of_tiers(x, tier, pairs.expert, [experts], implementation)
+    pairs = pairs._replace(tier=tier)
+    return products_of_tiers(x, pairs, [experts], implementation, gating)
 
 
 def products_of_tiers(
     x: jax.Array,
-    tier: jax.Array,
-    expert: jax.Array,
+    pairs: ExpertPairs,
     tiers: Sequence[ExpertStacks],
     implementation: str,
+    gating: Gating = SWIGLU,
 ) -> jax.Array:
     """Runs `products_grouped` on experts in several precisions, in as many launches as for one.
 
     Args:
-      tier: int32[N, A], which of the tiers a pair runs in; -1: it is not active.
-      expert: int32[N, A], along the second axis of its tier's stacks.
+      pairs: `tier` says which of the tiers a pair runs in, -1: it is not active; `expert` is along
+        the second axis of its tier's stacks.
     """
+    assert pairs.tier is not None
     return _grouped(
         x,
         tuple(jnp.int32(of.layer * of.gate_up.shape[1]) for of in tiers),
-        tier,
-        expert,
+        pairs.tier,
+        pairs.expert,
         tuple(ops.operands(of.gate_up) for of in tiers),
         tuple(ops.operands(of.down) for of in tiers),
+        None if pairs.biases is None else pairs.biases.gate_up,
         implementation=implementation,
+        gating=gating,
     )
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+@functools.partial(jax.jit, static_argnames=("implementation", "gating"))
 def _grouped(
     x: jax.Array,
     first_slots: tuple[jax.Array, ...],
@@ -186,8 +216,10 @@ def _grouped(
     expert: jax.Array,
     gate_ups: tuple[ops.Operands, ...],
     downs: tuple[ops.Operands, ...],
+    bias: jax.Array | None,
     *,
     implementation: str,
+    gating: Gating,
 ) -> jax.Array:
     """Runs the grouped kernel, jitted with first slots as operands: all layers share a trace."""
     slot = expert + first_slots[0]
@@ -201,6 +233,8 @@ def _grouped(
         [of.weights for of in downs],
         gate_up_low_rank=[of.low_rank for of in gate_ups],
         down_low_rank=[of.low_rank for of in downs],
+        bias=bias,
+        gating=gating,
         implementation=implementation,
     )
 
@@ -246,6 +280,7 @@ def choose_for_tiers(
         [gate_up.weights for gate_up, _ in shapes],
         [down.weights for _, down in shapes],
         [operands.low_rank for experts in shapes for operands in experts],
+        config.gating == SWIGLU and not config.expert_bias,
         target=kernels.target,
     )
     return ops.kernel_or_dequantized(chosen)

@@ -269,10 +269,10 @@ class LatentAttention(StackedModule):
                 lambda slots: self._over_slots(queries, new.key.dtype, index, attend, slots)
             )
         q, k, v = self.expand(queries, new, layer)
-        attend.keep(q, k)
+        attend.keep(q, k, index)
         if attend.impl == "cudnn":
-            return causal_attention(q, k, v, attend.window, attend.impl, c.score_scale)
-        return _expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
+            return causal_attention(q, k, v, index.window, attend.impl, c.score_scale)
+        return _expanded_attention(q, k, v, attend.positions, index.window, c.score_scale)
 
     def _over_slots(
         self,
@@ -293,8 +293,8 @@ class LatentAttention(StackedModule):
         ):  # fmt: skip
             return self._absorbed(queries, seen, index, attend)
         q, k, v = self.expand(queries, seen, index.mixer)
-        attend.keep(q, k)
-        return _expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
+        attend.keep(q, k, index)
+        return _expanded_attention(q, k, v, attend.positions, index.window, c.score_scale)
 
     def _token(
         self, queries: _Queries, index: LayerIndex, attend: CachedAttention, kv_length: int
@@ -305,7 +305,7 @@ class LatentAttention(StackedModule):
         mixed = token_attention(
             jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys), cache.values,
             Latent(queries.rope[:, 0], cache.keys), jnp.int32(index.mixer), attend.positions,
-            kv_length=kv_length, sliding_window=attend.window, scale=c.score_scale,
+            kv_length=kv_length, sliding_window=index.window, scale=c.score_scale,
         )  # fmt: skip
         return jnp.einsum("bthr,hvr->bthv", mixed, to_values)
 
@@ -328,8 +328,8 @@ class LatentAttention(StackedModule):
         if attend.is_observed:  # one key for all heads, of another width but the same scores
             q = jnp.concatenate([absorbed, queries.rope], axis=-1)
             keys = jnp.concatenate([seen.latent, seen.key], axis=-1)
-            attend.keep(q, keys[:, :, None])
+            attend.keep(q, keys[:, :, None], index)
         mixed = _absorbed_attention(
-            _Queries(absorbed, queries.rope), seen, attend.positions, attend.window, c.score_scale
+            _Queries(absorbed, queries.rope), seen, attend.positions, index.window, c.score_scale
         )
         return jnp.einsum("bthr,hvr->bthv", mixed, to_values)

@@ -32,6 +32,7 @@ class LayerIndex(NamedTuple):
     is_sparse: bool
     next_moe: _NextMoeLayer | None  # None after the last sparse layer; in a loop that one itself
     turn: int  # `mlp` where that is static; in a loop that of the first pass
+    window: int | None = None  # tokens that a query sees, itself included; None: all
 
 
 class _Loop(NamedTuple):
@@ -62,7 +63,14 @@ def layer_indices(config: ModelConfig) -> tuple[LayerIndex, ...]:
             next_moe = _NextMoeLayer(sparse_layers[index + 1], index + 1)
         found.append(
             LayerIndex(
-                layer, counts[mixer], index, mixer == "delta", mlp == "sparse", next_moe, index
+                layer=layer,
+                mixer=counts[mixer],
+                mlp=index,
+                is_delta=mixer == "delta",
+                is_sparse=mlp == "sparse",
+                next_moe=next_moe,
+                turn=index,
+                window=config.window_of(layer),
             )
         )
         counts[mixer] += 1
@@ -81,7 +89,7 @@ def scan_plan(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A
       num_turns: a pass has a multiple of so many layers.
     """
     first = max(config.dense_layers, default=-1) + 1
-    kinds = [index.is_delta for index in layer_indices(config)[first:]]
+    kinds = [(index.is_delta, index.window) for index in layer_indices(config)[first:]]
     lengths = range(1, len(kinds) + 1)
     period = next((n for n in lengths if kinds[n:] == kinds[: len(kinds) - n]), 1)
     num_turns = math.lcm(layers_a_pass, period, num_turns)
@@ -100,4 +108,6 @@ def scanned_layer(config: ModelConfig, loop: _Loop, turn: int, number: jax.Array
         jnp.minimum(mlp + 1, len(config.moe_layers) - 1),
     )
     mixer = start.mixer + number * alike
-    return LayerIndex(layer, mixer, mlp, start.is_delta, start.is_sparse, next_moe, start.turn)
+    return LayerIndex(
+        layer, mixer, mlp, start.is_delta, start.is_sparse, next_moe, start.turn, start.window
+    )

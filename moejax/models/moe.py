@@ -1,7 +1,8 @@
 """The sparse MLP: a router, what runs the experts that it chose (`Experts`), and four ways to.
 
-All four compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], on the
-whole layer-stacked arrays and a layer index, so that no layer's slab is ever copied:
+All four compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], or by
+another gating (`ModelConfig.gating`) and with biases (`ExpertBiases`), on the whole layer-stacked
+arrays and a layer index, so that no layer's slab is ever copied:
 
   * `_experts_dense`: every expert on every token, masked. For training.
   * `products_by_row`: one small product an assignment. For a few rows on a CPU.
@@ -28,6 +29,7 @@ from moejax.models.config import ModelConfig, RouterRule
 from moejax.models.expert_products import (
     ExpertPairs,
     ExpertStacks,
+    PairBiases,
     choose_grouped,
     combine,
     products_by_block,
@@ -41,6 +43,7 @@ from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import router_topk
+from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.target import Choice, Target
 
 # DeepSeek-V3's: keeps a sum of sigmoids away from zero.
@@ -55,16 +58,36 @@ class Routing(NamedTuple):
     ids: jax.Array  # int32[N, A], by falling weight
 
 
+class ExpertBiases(NamedTuple):
+    """Biases of all experts of the sparse layers; they stay on the device wherever experts are."""
+
+    gate_up: jax.Array  # [M, E, 2F]
+    down: jax.Array  # [M, E, D]
+
+    def of_pairs(self, layer: Index, ids: jax.Array) -> PairBiases:
+        """Gathers those of the experts int32[N, A] of a layer; any for one that is none."""
+        ids = jnp.clip(ids, 0, self.down.shape[1] - 1)
+        return PairBiases(self.gate_up[layer, ids], self.down[layer, ids])
+
+
 def route(
-    x: jax.Array, router: jax.Array, config: ModelConfig, bias: jax.Array | None = None
+    x: jax.Array,
+    router: jax.Array,
+    config: ModelConfig,
+    bias: jax.Array | None = None,
+    logit_bias: jax.Array | None = None,
 ) -> Routing:
     """Scores all experts in float32 and takes the top A.
 
     Args:
       x: [N, D].
       router: [E, D].
+      bias: [E], see `routing_of`.
+      logit_bias: [E], added to the logits; None: there is none.
     """
     logits = jnp.einsum("nd,ed->ne", x, router, preferred_element_type=jnp.float32)
+    if logit_bias is not None:
+        logits = logits + logit_bias.astype(jnp.float32)[None]
     return routing_of(logits, config, bias)
 
 
@@ -184,8 +207,9 @@ def _routing_by_kernel(
 
 
 def _experts_dense(
-    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
-) -> jax.Array:
+    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index,
+    gating: Gating = SWIGLU, biases: ExpertBiases | None = None,
+) -> jax.Array:  # fmt: skip
     """Runs every expert on every token, masked by choice: two large products.
 
     Returns:
@@ -198,9 +222,14 @@ def _experts_dense(
     gate, up = jnp.split(ops.matrix(gate_up, (layer,), x.dtype), 2, axis=1)
     gate = jnp.einsum("nd,kd->nk", x, gate.reshape(-1, model_dim))
     up = jnp.einsum("nd,kd->nk", x, up.reshape(-1, model_dim))
-    hidden = (jax.nn.silu(gate) * up).reshape(-1, num_experts, expert_dim)
-    hidden = hidden * combine.astype(x.dtype)[:, :, None]
-    return jnp.einsum("nef,edf->nd", hidden, ops.matrix(down, (layer,), x.dtype))
+    share = combine.astype(x.dtype)
+    if biases is not None:
+        of_gate, of_up = jnp.split(biases.gate_up[layer], 2, axis=1)
+        gate, up = gate + of_gate.reshape(1, -1), up + of_up.reshape(1, -1)
+    hidden = gating(gate, up).reshape(-1, num_experts, expert_dim)
+    hidden = hidden * share[:, :, None]
+    out = jnp.einsum("nef,edf->nd", hidden, ops.matrix(down, (layer,), x.dtype))
+    return out if biases is None else out + jnp.einsum("ne,ed->nd", share, biases.down[layer])
 
 
 def _experts_in_pairs(
@@ -210,6 +239,8 @@ def _experts_in_pairs(
     token_mask: jax.Array,
     impl: ExpertImpl,
     implementation: str = "",
+    gating: Gating = SWIGLU,
+    biases: ExpertBiases | None = None,
 ) -> jax.Array:
     """Runs the chosen experts by a form of `products_in_pairs`; [N, D] in `x.dtype`.
 
@@ -219,8 +250,9 @@ def _experts_in_pairs(
     active = jnp.ones(ids.shape, bool)
     if impl != "row":
         active = jnp.broadcast_to(token_mask[:, None], ids.shape)
-    pairs, num_experts = ExpertPairs(ids, active), experts.gate_up.shape[1]
-    products = products_in_pairs(x, pairs, experts, num_experts, impl, implementation)
+    own = None if biases is None else biases.of_pairs(experts.layer, ids)
+    pairs, num_experts = ExpertPairs(ids, active, None, own), experts.gate_up.shape[1]
+    products = products_in_pairs(x, pairs, experts, num_experts, impl, implementation, gating)
     return combine(products, pairs, routing.weights, x.dtype)
 
 
@@ -231,6 +263,7 @@ def products_in_pairs(
     num_experts: int,
     impl: ExpertImpl,
     implementation: str,
+    gating: Gating = SWIGLU,
 ) -> jax.Array:
     """Multiplies the active pairs of N tokens and A experts: [P, N, A, D].
 
@@ -241,11 +274,12 @@ def products_in_pairs(
     """
     match impl:
         case "row":
-            return products_by_row(x, pairs, experts)
+            return products_by_row(x, pairs, experts, gating)
         case "block" | "block_in_cache":
-            return products_by_block(x, pairs, experts, num_experts, STEP_BYTES[impl])
+            step_bytes = STEP_BYTES[impl]
+            return products_by_block(x, pairs, experts, num_experts, step_bytes, gating)
         case "grouped_kernel":
-            return products_grouped(x, pairs, experts, implementation)
+            return products_grouped(x, pairs, experts, implementation, gating)
     raise ValueError(f"{impl!r} is none of {', '.join(map(repr, get_args(ExpertImpl)[1:]))}")
 
 
@@ -323,9 +357,21 @@ class SparseMoe(StackedModule):
         self.router = stacked_parameter("moe.router", config, rngs, dtype)
         if config.router.has_bias:
             self.router_bias = stacked_parameter("moe.router_bias", config, rngs, dtype)
+        if config.router.has_logit_bias:
+            self.logit_bias = stacked_parameter("moe.logit_bias", config, rngs, dtype)
+        if config.expert_bias:
+            self.gate_up_bias = stacked_parameter("moe.gate_up_bias", config, rngs, dtype)
+            self.down_bias = stacked_parameter("moe.down_bias", config, rngs, dtype)
         if holds_experts:
             self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
             self.down = stacked_parameter("moe.down", config, rngs, dtype)
+
+    @property
+    def biases(self) -> ExpertBiases | None:
+        """Biases of the experts; None of most families."""
+        if not self.config.expert_bias:
+            return None
+        return ExpertBiases(self.gate_up_bias[...], self.down_bias[...])
 
     def route(
         self,
@@ -342,6 +388,8 @@ class SparseMoe(StackedModule):
         """
         wide = jnp.dtype(jnp.float32)
         logits = self.linear(x, "router", layer, wide, always_kernel=True)
+        if self.config.router.has_logit_bias:
+            logits = logits + self.logit_bias[...][layer].astype(wide)[None]
         if override is not None:
             logits = override(logits)
         c = self.config
@@ -361,11 +409,15 @@ class SparseMoe(StackedModule):
         chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
         record_experts(0, impl, (gate_up, down), chosen)
         if impl == "dense":
-            return _experts_dense(x, routing, gate_up, down, layer)
+            gating, biases = self.config.gating, self.biases
+            return _experts_dense(x, routing, gate_up, down, layer, gating, biases)
         if impl == "grouped_kernel" and chosen.implementation == ops.DEQUANTIZED:
             raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
         experts = ExpertStacks(gate_up, down, layer)
-        return _experts_in_pairs(x, routing, experts, token_mask, impl, chosen.implementation)
+        return _experts_in_pairs(
+            x, routing, experts, token_mask, impl, chosen.implementation, self.config.gating,
+            self.biases,
+        )  # fmt: skip
 
 
 class MoeInputs(NamedTuple):
@@ -379,6 +431,7 @@ class MoeInputs(NamedTuple):
     # In a loop never None: the last layer's is of itself, to be ignored.
     next_routing: Callable[[], Routing] | None
     attended: Attended | None  # None of a layer without attention, and if it is not observed
+    biases: ExpertBiases | None = None
 
 
 class Experts(Protocol):

@@ -11,6 +11,7 @@ from moejax.models.config import (
     RopeScaling,
     RouterRule,
 )
+from pallas_kernels.gating import Gating
 
 QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",
@@ -227,6 +228,43 @@ QWEN3_6_35B_A3B = dataclasses.replace(
     ),
 )
 
+GPT_OSS_20B = ModelConfig(
+    family="gpt_oss",
+    vocab_size=201088,
+    model_dim=2880,
+    num_layers=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    num_experts=32,
+    experts_per_token=4,
+    expert_dim=2880,
+    mlp_dim=2880,
+    moe_layers=tuple(range(24)),
+    norm_topk_prob=True,
+    norm_eps=1e-5,
+    rope_theta=1.5e5,
+    max_positions=131072,
+    tied_embeddings=False,
+    qk_norm=False,
+    attention_bias=True,
+    sliding_window=128,
+    window_layers=tuple(range(0, 24, 2)),
+    attention_sinks=True,
+    rope_scaling=RopeScaling(kind="yarn", factor=32.0, original_positions=4096, truncate=False),
+    router=RouterRule(has_logit_bias=True),
+    gating=Gating(alpha=1.702, limit=7.0, up_offset=1.0),
+    expert_bias=True,
+)
+
+GPT_OSS_120B = dataclasses.replace(
+    GPT_OSS_20B,
+    num_layers=36,
+    num_experts=128,
+    moe_layers=tuple(range(36)),
+    window_layers=tuple(range(0, 36, 2)),
+)
+
 SHAPES = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
@@ -237,6 +275,8 @@ SHAPES = {
     "OLMoE-1B-7B": OLMOE_1B_7B,
     "GLM-4.5-Air": GLM_4_5_AIR,
     "GLM-4.7-Flash": GLM_4_7_FLASH,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
 }
 TINY = dataclasses.replace(
     SHAPES["Qwen3-30B-A3B"], vocab_size=512, model_dim=64, num_layers=2, num_heads=4,
@@ -266,14 +306,20 @@ def with_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
     if delta is not None:
         of_those = kept(delta.layers)
         delta = dataclasses.replace(delta, layers=of_those) if of_those else None
+    windows, window = config.window_layers, config.sliding_window
+    if windows is not None:
+        windows = kept(windows) or None
+        window = window if windows else None
     return dataclasses.replace(
-        config, num_layers=num_layers, moe_layers=moe_layers, delta_net=delta
-    )
+        config, num_layers=num_layers, moe_layers=moe_layers, delta_net=delta,
+        window_layers=windows, sliding_window=window,
+    )  # fmt: skip
 
 
 def one_layer_of(config: ModelConfig, num_experts: int) -> ModelConfig:
     """A sparse layer of few experts, as wide as the model's, for tests of experts alone."""
     return dataclasses.replace(
         config, num_layers=1, moe_layers=(0,), num_experts=num_experts, delta_net=None,
+        window_layers=None,
         experts_per_token=min(config.experts_per_token, num_experts), router=PLAIN_ROUTER,
     )  # fmt: skip

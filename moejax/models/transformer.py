@@ -200,7 +200,7 @@ class Transformer(nnx.Module):
         mask = token_mask.reshape(-1)
         routing = experts.route(carry, self.moe, index.mlp, flat)
         ahead = self._next_routing(x, index, experts, carry)
-        inputs = MoeInputs(index, flat, routing, mask, ahead, attended)
+        inputs = MoeInputs(index, flat, routing, mask, ahead, attended, self.moe.biases)
         out, carry, record = experts(carry, inputs)
         if self.share_axis:  # each device ran its share of every expert
             out = jax.lax.psum(out, self.share_axis)
@@ -360,6 +360,13 @@ class Transformer(nnx.Module):
         return attend.cache, *found
 
     @property
+    def _sinks(self) -> jax.Array | None:
+        """[U, H], see `attention.cached_attention`; None of most families."""
+        if not isinstance(self.attention, Attention) or not self.config.attention_sinks:
+            return None
+        return self.attention.sinks[...]
+
+    @property
     def _is_for_cpu(self) -> bool:
         target = self.kernels.target
         return target is not None and target.platform != "gpu"
@@ -427,10 +434,10 @@ class Transformer(nnx.Module):
     ) -> CachedAttention:  # fmt: skip
         """Builds the attention of a chunk's tokens to one another and to a cache."""
         length = None if spec.is_first else spec.kv_length
-        how = (length, self.config.sliding_window, spec.attention, spec.cached)
+        how = (length, spec.attention, spec.cached, self.config.score_scale)
         return CachedAttention(
-            cache, positions, *how, self.config.score_scale, is_observed, token_mask,
-            self._is_for_cpu, spec.kv_lengths,
+            cache, positions, *how, self._sinks, is_observed, token_mask, self._is_for_cpu,
+            spec.kv_lengths,
         )  # fmt: skip
 
 
@@ -494,7 +501,8 @@ def _attended(
     )
     attended = token_attention(
         q[:, None], attend.cache.keys, attend.cache.values, mixer, positions,
-        kv_length=spec.kv_length, sliding_window=c.sliding_window, scale=c.score_scale,
+        kv_length=spec.kv_length, sliding_window=index.window, scale=c.score_scale,
+        sinks=model._sinks,
     )  # fmt: skip
     return attention.output(attended, index.mixer)[:, 0]
 
@@ -522,9 +530,9 @@ def forward(
     mask = jnp.ones(tokens.shape, bool)
 
     def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        del index
-        c = model.config
-        return causal_attention(q, k, v, c.sliding_window, attention, c.score_scale)
+        sinks = None if model._sinks is None else model._sinks[index.mixer]
+        scale = model.config.score_scale
+        return causal_attention(q, k, v, index.window, attention, scale, sinks)
 
     run = ResidentExperts(model.moe, experts, record)
     hidden, _, records = model.layers(tokens, positions, mask, attend, run)

@@ -383,6 +383,7 @@ def attention_received(
     aggregation: str = "mean",
     sliding_window: int | None = None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     block: int | None = None,
 ) -> jax.Array:
     """Computes s_i = 1/H sum_h a_i^(h) of eq. 1, for every key.
@@ -399,6 +400,7 @@ def attention_received(
       aggregation: "mean", "sum" or "last_query".
       sliding_window: keys that a query sees, itself included; None: all.
       scale: factor on the scores; None: 1 / sqrt(C).
+      sinks: [H], logits that join each head's softmax and are no token; None: there are none.
       block: queries at a time; None: as many as keep their weights under `BLOCK_BYTES`.
 
     Returns:
@@ -432,7 +434,7 @@ def attention_received(
     def add(
         sums: tuple[jax.Array, jax.Array], queries: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        found = _of_block(*queries, k, sliding_window, scale)
+        found = _of_block(*queries, k, sliding_window, scale, sinks)
         return (sums[0] + found[0], sums[1] + found[1]), None
 
     zeros = jnp.zeros((batch, num_keys), jnp.float32)
@@ -482,6 +484,7 @@ def _of_block(
     k: jax.Array,
     sliding_window: int | None,
     scale: float | None,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums a block of queries: head-mean attention to each key and count of viewers, [B, S]."""
     batch, block, num_heads, head_dim = q.shape
@@ -497,7 +500,12 @@ def _of_block(
     scores = jnp.where(visible, scores * scale, -jnp.inf)
     # Written out: a query that sees nothing has a row of -inf, of which softmax makes NaN.
     largest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, num_kv, -1, 1, 1)
+        largest = jnp.maximum(largest, sink)
     powers = jnp.exp(scores - jnp.where(largest > -jnp.inf, largest, 0.0))
     total = jnp.sum(powers, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - largest)
     shares = powers / jnp.where(total > 0, total, 1.0)
     return jnp.sum(shares, axis=(1, 2, 3)) / num_heads, jnp.sum(sees, axis=1, dtype=jnp.float32)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from moejax.models.hf.config import read_json, text_fields
 from moejax.models.hf.defaults import default_eos_id
 from moejax.models.hf.fields import flag
 from moejax.text.chat_template import ChatRenderer, find_chat_template
+from moejax.text.harmony import FinalChannelStream, find_markers
 from moejax.text.token_bytes import most_token_bytes
+from moejax.text.token_stream import TokenStream
 from moejax.text.tokenizer_check import check_tokenizer
 
 # Everything that `Tokenizer` reads, but for the eos tokens.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders write it for half a character
 # Classes of transformers 4 that read two fields of tokenizer_config.json, and the fields' defaults.
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "DeepseekTokenizerFast")
 _LLAMA_ADDS = {"add_bos_token": True, "add_eos_token": False}
@@ -107,9 +108,14 @@ class Tokenizer:
         """Id of a token by its text, such as "<s>"; None if there is no such token."""
         return self._encoder.token_to_id(token)
 
-    def stream(self) -> "TokenStream":
-        """Starts a decoder that takes one token at a time."""
-        return TokenStream(self.decode)
+    def stream(self) -> TokenStream | FinalChannelStream:
+        """Starts a decoder that takes one token at a time; of harmony's, to the final channel."""
+        markers = find_markers(self.token_id)
+        return (
+            TokenStream(self.decode)
+            if markers is None
+            else FinalChannelStream(self.decode, markers)
+        )
 
     def apply_chat_template(
         self,
@@ -160,43 +166,6 @@ class Tokenizer:
                 "tokenizer.json has no such token; download both again"
             )
         return [token_id]
-
-
-class TokenStream:
-    """Decodes a growing sequence of tokens to text, never half a character.
-
-    Invariant: what was returned so far, `flush()` included, is `decode()` of what was pushed, as
-    long as the tokens spell valid UTF-8.
-
-    A decoder looks at a token's neighbours (the first space of a text is dropped, bytes make up a
-    character), so each piece is the difference of two decodings that begin at the same token: the
-    first of the piece before.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]):
-        self._decode = decode
-        self._ids: list[int] = []  # of the last piece, then those not yet returned
-        self._num_returned = 0
-
-    def push(self, token_id: int) -> str:
-        """Adds a token; returns the text that has become certain, perhaps none."""
-        self._ids.append(token_id)
-        piece = self._pending()
-        if not piece or piece.endswith(_REPLACEMENT):
-            return ""
-        del self._ids[: self._num_returned]
-        self._num_returned = len(self._ids)
-        return piece
-
-    def flush(self) -> str:
-        """Returns the remaining text: nothing, or an incomplete character's replacement."""
-        piece = self._pending()
-        self._num_returned = len(self._ids)
-        return piece
-
-    def _pending(self) -> str:
-        returned = self._decode(self._ids[: self._num_returned])
-        return self._decode(self._ids)[len(returned) :]
 
 
 def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:

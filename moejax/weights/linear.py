@@ -72,6 +72,8 @@ def packing(weight: Weight) -> str | None:
         groups = "one group a row" if whole_row else f"groups of {weight.group_size}"
         zeros = "symmetric" if weight.zeros is None else f"{weight.zero_kind} zeros"
         low_rank = ", low-rank terms" if weight.terms else ""
+        if weight.is_mxfp4:
+            return f"MXFP4 in groups of {weight.group_size}{low_rank}"
         planes = " by bit planes" if weight.refinements else ""
         return f"INT{weight.bits}{planes} in {groups}, {zeros}{low_rank}"
     return None

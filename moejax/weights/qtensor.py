@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import layout
+from pallas_kernels import layout, mxfp4
 
 FP8_BLOCK = 128
 ZERO_KINDS = ("float", "integer", "symmetric")
@@ -44,8 +44,13 @@ class CodesKind:
     bits: int
     group_size: int
     zero_kind: str = "symmetric"  # one of `ZERO_KINDS`
-    scale_dtype: str = "float16"  # or "float32"
+    scale_dtype: str = "float16"  # "float32", or "uint8": exponents of `pallas_kernels.mxfp4`
     by_planes: bool = False  # bit planes in arrays of their own, with float zeros; at 2 bits none
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether codes and scales are those of MXFP4."""
+        return self.scale_dtype == "uint8"
 
     def prefix(self, bits: int) -> "CodesKind":
         """Stored form of the leading `bits` bits of matrices that are stored by planes."""
@@ -96,10 +101,15 @@ class CodesKind:
         return tensor
 
 
+MXFP4 = CodesKind(bits=mxfp4.BITS, group_size=mxfp4.GROUP_SIZE, scale_dtype="uint8")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QTensor:
     """Matrices [..., N, K] in groups of codes: w = (q - zero) scale, plus compensators.
+
+    In MXFP4, which scales of uint8 tell, w is an E2M1 code's value times 2^(scale - 127).
 
     With refinements the codes lie by bit planes (`layout.pack_planes`): `words` is the plane of
     the two leading bits, and scales and zeros are those of 2 bits, from which
@@ -107,7 +117,8 @@ class QTensor:
 
     Invariants (`check`):
       * `words` is uint32[..., N, W], rows packed by `pallas_kernels.layout` under `layout`;
-      * `scales` is float16 or float32 [..., N, G], G = ceil(K / group_size);
+      * `scales` is float16 or float32 [..., N, G], G = ceil(K / group_size), or uint8 of 4 bits in
+        groups of 32, symmetric and without refinements (MXFP4);
       * `zeros` has the shape of `scales` and is of its dtype (a float zero point), uint8 (an
         integer one), or None (symmetric: 2^(bits - 1));
       * `refinements` are none, or uint32[..., N, W'] for each further plane of
@@ -154,6 +165,11 @@ class QTensor:
         return "integer" if self.zeros.dtype == jnp.uint8 else "float"
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether codes and scales are those of MXFP4."""
+        return self.scales.dtype == jnp.uint8
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales, zeros, refinements, permutation and compensators."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
@@ -180,12 +196,21 @@ class QTensor:
             self._expect("plane_slots", self.plane_slots, lead, (np.int32,))
         if self.refinements and self.zero_kind != "float":
             raise ValueError(f"refinements go with float zeros, these are {self.zero_kind}")
-        self._expect("scales", self.scales, (*lead, rows, groups), (np.float16, np.float32))
+        allowed = (np.float16, np.float32, np.uint8)
+        self._expect("scales", self.scales, (*lead, rows, groups), allowed)
+        if self.is_mxfp4 and (
+            (self.bits, self.group_size) != (mxfp4.BITS, mxfp4.GROUP_SIZE)
+            or self.zeros is not None
+            or self.refinements
+        ):
+            raise ValueError(
+                f"scales are uint8, those of MXFP4, and codes {self.zero_kind} ones of {self.bits} "
+                f"bits in groups of {self.group_size}"
+            )
         if self.layout != layout.LAYOUT:
             raise ValueError(f"layout is {self.layout!r}, this version reads {layout.LAYOUT!r}")
         if self.zeros is not None:
-            allowed = (self.scales.dtype, np.uint8)
-            self._expect("zeros", self.zeros, (*lead, rows, groups), allowed)
+            self._expect("zeros", self.zeros, (*lead, rows, groups), (self.scales.dtype, np.uint8))
         if self.permutation is not None:
             self._expect("permutation", self.permutation, (*lead, inputs), (np.int32,))
             if self.compensators:
@@ -245,7 +270,20 @@ class QTensor:
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """Dequantizes to [..., N, K] in `dtype`, computed in float32."""
+        weights = self._values()
+        if self.permutation is not None:
+            inverse = jnp.argsort(self.permutation, axis=-1)[..., None, :]
+            weights = jnp.take_along_axis(weights, inverse, axis=-1)
+        for compensator in self.terms:
+            weights = compensator.add_to(weights)
+        return weights.astype(dtype)
+
+    def _values(self) -> jax.Array:
+        """float32[..., N, K], in the order of storage and without compensators."""
         group = np.arange(self.num_inputs) // self.group_size
+        if self.is_mxfp4:
+            scales = mxfp4.scale_values(self.scales)[..., group]
+            return mxfp4.code_values(self.codes()) * scales
         scales = self.scales.astype(jnp.float32)[..., group]
         if self.zeros is None:
             zeros: jax.Array | np.float32 = np.float32(2 ** (self.bits - 1))
@@ -255,13 +293,7 @@ class QTensor:
             constants = layout.prefix_constants(self.bits)
             scales = scales * np.float32(constants.scale_factor)
             zeros = zeros * np.float32(constants.zero_factor) + np.float32(constants.zero_offset)
-        weights = (self.codes().astype(jnp.float32) - zeros) * scales
-        if self.permutation is not None:
-            inverse = jnp.argsort(self.permutation, axis=-1)[..., None, :]
-            weights = jnp.take_along_axis(weights, inverse, axis=-1)
-        for compensator in self.terms:
-            weights = compensator.add_to(weights)
-        return weights.astype(dtype)
+        return (self.codes().astype(jnp.float32) - zeros) * scales
 
 
 Factor = jax.Array | QTensor

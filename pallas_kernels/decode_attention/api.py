@@ -48,6 +48,7 @@ def decode_attention(
     kv_length: int,
     window: int | None = None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: str | None = None,
     tiles: AttentionTiles | None = None,
     interpret: bool = False,
@@ -70,6 +71,7 @@ def decode_attention(
       kv_length: slots looked at, at most S; static.
       window: tokens that a query sees, itself included; None: all. Static.
       scale: factor on the scores; None: 1 / sqrt(C), with a latent 1 / sqrt(C + P). Static.
+      sinks: [L, H], a logit a head that joins the softmax and attends to nothing; None: none.
       implementation: "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the heuristic's; only with the kernel.
 
@@ -82,8 +84,11 @@ def decode_attention(
     _check(q, keys, values, positions, kv_length, window)
     more_dim = values.q.shape[2] if isinstance(values, Latent) else 0
     scale = float(q.shape[2] + more_dim) ** -0.5 if scale is None else scale
+    if sinks is not None and sinks.shape != (keys.shape[0], q.shape[1]):
+        expected = [keys.shape[0], q.shape[1]]
+        raise ValueError(f"decode_attention: sinks are {list(sinks.shape)}, expected {expected}")
     return OPERATION(
-        q, keys, values, jnp.asarray(layer, jnp.int32), positions, kv_length=kv_length,
+        q, keys, values, jnp.asarray(layer, jnp.int32), positions, sinks, kv_length=kv_length,
         window=window, scale=scale, implementation=implementation, tiles=tiles,
         interpret=interpret,
     )  # fmt: skip

@@ -27,6 +27,8 @@ def decode_attention_reference(
     values: jax.Array | Latent,
     layer: jax.Array,
     positions: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
     kv_length: int,
     window: int | None,
     scale: float,
@@ -52,5 +54,10 @@ def decode_attention_reference(
     else:
         v = read(values)
     v = jnp.where(seen[:, None, :, None], v, 0.0)  # 0 times NaN is NaN
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores * scale, -jnp.inf), axis=-1)
+    scores = jnp.where(seen[:, None, None], scores * scale, -jnp.inf)
+    if sinks is not None:
+        sink = sinks[layer].astype(jnp.float32).reshape(1, num_kv, -1, 1)
+        sink = jnp.broadcast_to(sink, (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :kv_length]
     return jnp.einsum("bkgs,bksc->bkgc", weights, v).reshape(q.shape).astype(q.dtype)

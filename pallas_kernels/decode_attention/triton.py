@@ -65,15 +65,16 @@ def _blocks(first: Any, end: jax.Array, block: int) -> tuple[Any, jax.Array]:
 
 
 def _attend_body(
-    q_ref: Ref, keys_ref: Ref, *refs: Ref, is_latent: bool, kv_length: int, window: int | None,
-    scale: float, tiles: AttentionTiles,
+    q_ref: Ref, keys_ref: Ref, *refs: Ref, is_latent: bool, has_sinks: bool, kv_length: int,
+    window: int | None, scale: float, tiles: AttentionTiles,
 ) -> None:  # fmt: skip
     """Program (b K + k, s): the heads of a kv head over every n-th block of slots from the s-th.
 
-    `refs`: the values, or the second parts of queries and keys; layer, positions, outputs.
+    `refs`: the values, or the second parts of queries and keys; layer, positions, sinks, outputs.
     """
     more_refs, values_ref = (refs[:2], keys_ref) if is_latent else ((), refs[0])
     layer_ref, positions_ref, *out_refs = refs[1 + is_latent :]
+    sinks_ref = out_refs.pop(0) if has_sinks else None
     num_kv, head_dim = keys_ref.shape[2], keys_ref.shape[4]
     group, block = q_ref.shape[1] // num_kv, tiles.block
     rows = _rows(group)
@@ -120,6 +121,11 @@ def _attend_body(
     acc, top, total = jax.lax.fori_loop(jnp.int32(0), count, step, state)
     head, written = kv_head * group + heads, heads < group
     if tiles.splits == 1:
+        if sinks_ref is not None:
+            sink = sinks_ref[layer, own].astype(jnp.float32) * math.log2(math.e)
+            new_top = jnp.maximum(top, sink)
+            shrink = jnp.exp2(top - new_top)
+            acc, total = acc * shrink[:, None], total * shrink + jnp.exp2(sink - new_top)
         out_ref = out_refs[0]
         mask = jnp.broadcast_to(written[:, None], acc.shape)
         out = (acc / total[:, None]).astype(out_ref.dtype)
@@ -134,11 +140,11 @@ def _attend_body(
 
 
 def _combine_body(
-    parts_ref: Ref, tops_ref: Ref, totals_ref: Ref, positions_ref: Ref, out_ref: Ref, *,
+    parts_ref: Ref, tops_ref: Ref, totals_ref: Ref, positions_ref: Ref, *refs: Ref,
     kv_length: int, window: int | None, tiles: AttentionTiles,
 ) -> None:  # fmt: skip
     """Program (b, h): the sum of a head's parts, each scaled to the largest score of all."""
-    b, head = pl.program_id(0), pl.program_id(1)
+    b, head, out_ref = pl.program_id(0), pl.program_id(1), refs[-1]
     head_dim, parts = out_ref.shape[2], iota(tiles.splits)
     _, count = _blocks(*_seen(positions_ref[b], kv_length, window), tiles.block)
     live = parts < count
@@ -147,8 +153,17 @@ def _combine_body(
     mask = jnp.broadcast_to(live[:, None], (tiles.splits, head_dim))
     columns = iota(head_dim)
     acc = pltriton.load(parts_ref.at[b, head, parts[:, None], columns[None, :]], mask=mask, other=0)
-    scales = jnp.exp2(tops - jnp.max(tops))
-    out = jnp.sum(acc * scales[:, None], axis=0) / jnp.sum(totals * scales)
+    top = jnp.max(tops)
+    if len(refs) == 1:
+        scales = jnp.exp2(tops - top)
+        total = jnp.sum(totals * scales)
+    else:
+        layer_ref, sinks_ref = refs[:2]
+        sink = sinks_ref[layer_ref[()], head].astype(jnp.float32) * math.log2(math.e)
+        top = jnp.maximum(top, sink)
+        scales = jnp.exp2(tops - top)
+        total = jnp.sum(totals * scales) + jnp.exp2(sink - top)
+    out = jnp.sum(acc * scales[:, None], axis=0) / total
     out_ref[b, head, columns] = out.astype(out_ref.dtype)
 
 
@@ -158,6 +173,7 @@ def decode_attention_triton(
     values: jax.Array | Latent,
     layer: jax.Array,
     positions: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     kv_length: int,
     window: int | None,
@@ -181,7 +197,9 @@ def decode_attention_triton(
     part = (batch, num_heads, tiles.splits)
     parts = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*part, head_dim), part, part)]
     attend = launch.triton_call(
-        functools.partial(_attend_body, is_latent=is_latent, scale=scale, **static),
+        functools.partial(
+            _attend_body, is_latent=is_latent, has_sinks=sinks is not None, scale=scale, **static
+        ),
         name=f"decode_attention_{q.dtype.name}_{num_heads // num_kv}x{width}_{tiles.describe()}",
         grid=(batch * num_kv, tiles.splits),
         out_shape=[out_shape] if tiles.splits == 1 else parts,
@@ -189,7 +207,7 @@ def decode_attention_triton(
         num_stages=tiles.num_stages,
         interpret=target.simulated,
     )
-    found = attend(q, keys, *others, layer, positions)
+    found = attend(q, keys, *others, layer, positions, *(() if sinks is None else (sinks,)))
     if tiles.splits == 1:
         return found[0]
     return launch.triton_call(
@@ -200,4 +218,4 @@ def decode_attention_triton(
         num_warps=COMBINE_WARPS,
         num_stages=1,
         interpret=target.simulated,
-    )(*found, positions)
+    )(*found, positions, *(() if sinks is None else (layer, sinks)))

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import mosaic, triton
 from pallas_kernels.grouped_dequant_matmul.reference import (
     Assignments,
@@ -39,11 +40,15 @@ def _run(name: str) -> Callable[..., jax.Array]:
         down_tiers: Tiers,
         gate_up_terms: LowRanks,
         down_terms: LowRanks,
+        bias: jax.Array | None = None,
         *,
+        gating: Gating = SWIGLU,
         target: Target,
         tiles: Tiles | None = None,
     ) -> jax.Array:
-        hidden = GATE_UP[name](x, assignments, gate_up_tiers, gate_up_terms, tiles, target)
+        hidden = GATE_UP[name](
+            x, assignments, gate_up_tiers, gate_up_terms, tiles, target, bias, gating
+        )
         return DOWN[name](hidden, assignments, down_tiers, down_terms, tiles, target)
 
     return products
@@ -56,8 +61,11 @@ def _reference(
     down_tiers: Tiers,
     gate_up_terms: LowRanks,
     down_terms: LowRanks,
+    bias: jax.Array | None = None,
+    *,
+    gating: Gating = SWIGLU,
 ) -> jax.Array:
-    hidden = gate_up_reference(x, assignments, gate_up_tiers, gate_up_terms)
+    hidden = gate_up_reference(x, assignments, gate_up_tiers, gate_up_terms, bias, gating)
     return down_reference(hidden, assignments, down_tiers, down_terms)
 
 
@@ -68,13 +76,16 @@ def _abstract(
     down_tiers: Tiers,
     gate_up_terms: LowRanks,
     down_terms: LowRanks,
+    bias: jax.Array | None = None,
+    *,
+    gating: Gating = SWIGLU,
 ) -> tuple[Any, ...]:
-    terms = [*gate_up_terms, *down_terms]
-    return x, assignments.slot.shape[1], gate_up_tiers, down_tiers, terms
+    terms, is_plain = [*gate_up_terms, *down_terms], bias is None and gating == SWIGLU
+    return x, assignments.slot.shape[1], gate_up_tiers, down_tiers, terms, is_plain
 
 
-# A choice is for x [T, D], A experts a token, each tier's matrices of both products, and all
-# low-rank terms, in any order.
+# A choice is for x [T, D], A experts a token, each tier's matrices of both products, all low-rank
+# terms, in any order, and whether the hidden values are SwiGLU's without a bias.
 OPERATION = Operation(
     "grouped_dequant_matmul",
     kernels=(
@@ -95,6 +106,8 @@ def moe_layer(
     *,
     gate_up_low_rank: LowRanks | None = None,
     down_low_rank: LowRanks | None = None,
+    bias: jax.Array | None = None,
+    gating: Gating = SWIGLU,
     implementation: str | None = None,
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -106,6 +119,8 @@ def moe_layer(
       assignments: tier, slot and weight of each of the A pairs of a token.
       gate_up_tiers: for each tier S matrices [2F, D], gate rows first.
       down_tiers: for each tier S matrices [D, F] in equal slots.
+      bias: [T, A, 2F], added to each pair's gates and ups; None: there is none.
+      gating: what gates and ups become, silu(gate) * up by default; static.
       implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the measured or the heuristic ones; only with a kernel.
 
@@ -117,8 +132,8 @@ def moe_layer(
     """
     products = moe_products(
         x, assignments, gate_up_tiers, down_tiers, gate_up_low_rank=gate_up_low_rank,
-        down_low_rank=down_low_rank, implementation=implementation, tiles=tiles,
-        interpret=interpret,
+        down_low_rank=down_low_rank, bias=bias, gating=gating, implementation=implementation,
+        tiles=tiles, interpret=interpret,
     )  # fmt: skip
     return combine(products, ran(assignments, down_tiers), assignments.weight, x.dtype)
 
@@ -131,6 +146,8 @@ def moe_products(
     *,
     gate_up_low_rank: LowRanks | None = None,
     down_low_rank: LowRanks | None = None,
+    bias: jax.Array | None = None,
+    gating: Gating = SWIGLU,
     implementation: str | None = None,
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -144,11 +161,12 @@ def moe_products(
       float32[P, T, A, D], P parts of each product; undefined for skipped pairs.
     """
     gate_up_terms = _check(x, assignments, gate_up_tiers, gate_up_low_rank)
+    _check_bias(bias, assignments, gate_up_tiers)
     hidden_shape = (*assignments.slot.shape, gate_up_tiers[0].num_outputs // 2)
     hidden = jax.ShapeDtypeStruct(hidden_shape, x.dtype)
     down_terms = _check(hidden, assignments, down_tiers, down_low_rank)
     return OPERATION(
-        x, assignments, gate_up_tiers, down_tiers, gate_up_terms, down_terms,
+        x, assignments, gate_up_tiers, down_tiers, gate_up_terms, down_terms, bias, gating=gating,
         implementation=implementation, tiles=tiles, interpret=interpret,
     )  # fmt: skip
 
@@ -164,15 +182,20 @@ def gate_up(
     tiers: Tiers,
     *,
     low_rank: LowRanks | None = None,
+    bias: jax.Array | None = None,
+    gating: Gating = SWIGLU,
     implementation: str,
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes silu(gate_e x_t) * up_e x_t: [T, D] to [T, A, F]."""
+    """Computes silu(gate_e x_t) * up_e x_t: [T, D] to [T, A, F]; `moe_layer` says the rest."""
     terms = _check(x, assignments, tiers, low_rank)
+    _check_bias(bias, assignments, tiers)
     if implementation == REFERENCE:
-        return gate_up_reference(x, assignments, tiers, terms)
-    return GATE_UP[implementation](x, assignments, tiers, terms, tiles, _target(interpret))
+        return gate_up_reference(x, assignments, tiers, terms, bias, gating)
+    return GATE_UP[implementation](
+        x, assignments, tiers, terms, tiles, _target(interpret), bias, gating
+    )
 
 
 def down(
@@ -212,6 +235,12 @@ def down_products(
 
 def _target(interpret: bool) -> Target:
     return SIMULATED if interpret else current_target()
+
+
+def _check_bias(bias: jax.Array | None, assignments: Assignments, tiers: Tiers) -> None:
+    expected = (*assignments.slot.shape, tiers[0].num_outputs)
+    if bias is not None and bias.shape != expected:
+        raise ValueError(f"bias is {bias.shape}, expected {expected}")
 
 
 def _check(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels import mosaic_decode, mosaic_prefill
+from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles, measured
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
@@ -36,6 +37,7 @@ def refusal(
     gate_up_tiers: Tiers,
     down_tiers: Tiers,
     low_rank: Sequence[tuple[LowRank, ...]],
+    is_plain: bool,
     target: Target,
 ) -> str | None:
     """Reason why this implementation refuses, or None."""
@@ -51,6 +53,8 @@ def refusal(
             found.append("its kernel for many rows has no interpret mode")
         if any(low_rank):
             found.append("its kernel for many rows takes no low-rank terms")
+    if not is_plain:
+        found.append("its hidden values are silu(gate) * up, without a bias or another gating")
     return "; ".join(found) or None
 
 
@@ -66,8 +70,12 @@ def gate_up_mosaic(
     low_rank: Sequence[tuple[LowRank, ...]],
     tiles: Tiles | None,
     target: Target,
+    bias: jax.Array | None = None,
+    gating: Gating = SWIGLU,
 ) -> jax.Array:
     """Computes `api.gate_up` by Mosaic GPU."""
+    if bias is not None or gating != SWIGLU:
+        raise ValueError("mosaic computes silu(gate) * up, without a bias or another gating")
     tokens, width = assignments.slot.shape
     if tiles is None and not any(low_rank):
         tiles = measured("gate_up", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.packed import LowRank, PackedMatrices, dequantize, low_rank_factors
 
 
@@ -57,13 +58,20 @@ def gate_up_reference(
     assignments: Assignments,
     tiers: Sequence[PackedMatrices],
     low_rank: Sequence[tuple[LowRank, ...]],
+    bias: jax.Array | None = None,
+    gating: Gating = SWIGLU,
 ) -> jax.Array:
     """Computes `api.gate_up` in plain JAX."""
     num_tokens, width = assignments.slot.shape
     rows = jnp.repeat(x, width, axis=0)
     flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
-    gate, up = jnp.split(_products_reference(rows, *flat, tiers, low_rank), 2, axis=1)
-    return (jax.nn.silu(gate) * up).astype(x.dtype).reshape(num_tokens, width, -1)
+    products = _products_reference(rows, *flat, tiers, low_rank)
+    if bias is not None:
+        ran = (flat[0] >= 0) & (flat[0] < len(tiers))
+        own = bias.astype(jnp.float32).reshape(products.shape)
+        products = products + jnp.where(ran[:, None], own, 0.0)
+    gate, up = jnp.split(products, 2, axis=1)
+    return gating(gate, up).astype(x.dtype).reshape(num_tokens, width, -1)
 
 
 def down_reference(

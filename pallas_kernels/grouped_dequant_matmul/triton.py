@@ -3,6 +3,8 @@
 Three launches at decode, one more for each product with low-rank terms. Tiers share a launch: the
 program branches on its matrix's tier, so each tier is compiled as if it were alone.
 
+Biases and gating are part of the first launch.
+
 Decode: a program belongs to a pair. The first pair of a matrix (and each that comes `columns` pairs
 later among those of the matrix) leads and does the work of `columns` of them, so that the matrix is
 read once; the other programs end. Prefill: a program takes blocks of `blocks.make_blocks`.
@@ -21,6 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import launch
 from pallas_kernels.dequant_matmul.tiles import TritonTiles
 from pallas_kernels.dequant_matmul.triton import platform_refusal
+from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import tiles as rules
 from pallas_kernels.grouped_dequant_matmul.blocks import Blocks, make_blocks
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
@@ -39,10 +42,11 @@ EXTRA_PROGRAMS = 128  # of prefill, beyond those that full blocks take; more blo
 
 
 def refusal(
-    x: Any, width: int, gate_up_tiers: Tiers, down_tiers: Tiers, low_rank: LowRanks, target: Target
-) -> str | None:
+    x: Any, width: int, gate_up_tiers: Tiers, down_tiers: Tiers, low_rank: LowRanks, is_plain: bool,
+    target: Target,
+) -> str | None:  # fmt: skip
     """Reason why this implementation refuses, or None."""
-    del x, width
+    del x, width, is_plain
     reasons = [platform_refusal(target)]
     reasons += [triton_product.refusal(weights) for weights in (*gate_up_tiers, *down_tiers)]
     reasons += [triton_low_rank.refusal(terms) for terms in low_rank]
@@ -74,6 +78,7 @@ class _Operands(NamedTuple):
     tiers: tuple[PackedMatrices, ...]
     low_rank: tuple[tuple[LowRank, ...], ...]
     thin: jax.Array | None
+    bias: jax.Array | None = None  # [P, 2F], of gate_up
 
 
 class _Static(NamedTuple):
@@ -85,6 +90,7 @@ class _Static(NamedTuple):
     row_width: int  # pairs that share a row: A of gate_up, 1 of down
     alone: bool
     interpret: bool
+    gating: Gating = SWIGLU
 
 
 def _jobs(operands: _Operands, static: _Static, run: Any) -> None:
@@ -143,7 +149,7 @@ def _tile_rows(tiles: TritonTiles, num_rows: int) -> tuple[list[jax.Array], list
 def _gate_up_body(*refs: Ref, static: _Static) -> None:
     """Program (f, job) computes hidden values of a job's pairs."""
     operands: _Operands = static.treedef.unflatten(refs[:-1])
-    out_ref, tiles = refs[-1], static.tiles
+    out_ref, tiles, gating = refs[-1], static.tiles, static.gating
     num_hidden = out_ref.shape[1]
     hidden, rows = _tile_rows(tiles, num_hidden)
     both = [*rows, *(num_hidden + index for index in rows)]
@@ -155,13 +161,23 @@ def _gate_up_body(*refs: Ref, static: _Static) -> None:
             view = out_ref.at[job.pairs[:, None], hidden[tile][None, :]]
             pltriton.store(view, values.T.astype(out_ref.dtype), mask=mask)
 
+        def with_bias(acc: jax.Array, tile: int, half: int = 0) -> jax.Array:
+            if operands.bias is None:
+                return acc
+            outputs = (half * num_hidden + rows[tile])[None, :]
+            view: Ref = operands.bias.at[job.pairs[:, None], outputs]
+            mask = jnp.broadcast_to(job.mask[:, None], acc.T.shape)
+            return acc + pltriton.load(view, mask=mask, other=0.0).astype(jnp.float32).T
+
         def of_tier(tier: int) -> None:
             weights = operands.tiers[tier]
             span = Span(0, triton_product.num_steps(weights, _step(weights, tiles)), True)
             accs = _products(columns[tier], operands, static, tier, job, both, span, ranges)
             for tile in range(len(rows)):
-                gate, up = accs[tile], accs[len(rows) + tile]
-                store(tile, gate / (1.0 + jnp.exp(-gate)) * up)
+                gate, up = with_bias(accs[tile], tile), with_bias(accs[len(rows) + tile], tile, 1)
+                gate, up = gating.limited(gate, up)
+                slope = gate if gating.alpha == 1.0 else gate * gating.alpha
+                store(tile, gate / (1.0 + jnp.exp(-slope)) * up)
 
         def skip() -> None:
             for tile in range(len(rows)):
@@ -311,12 +327,17 @@ def gate_up_triton(
     low_rank: LowRanks,
     tiles: Tiles | None,
     target: Target,
+    bias: jax.Array | None = None,
+    gating: Gating = SWIGLU,
 ) -> jax.Array:
     """Computes `api.gate_up` by Triton."""
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.gate_up_tiles(num_tokens, width, tiers, target), tiers)
     call = _Call(x, assignments, tiers, low_rank, tiles, width, target.simulated)
     call.add_thin("gate_up")
+    if bias is not None:
+        call.operands = call.operands._replace(bias=bias.reshape(num_tokens * width, -1))
+    call.static = call.static._replace(gating=gating)
     num_hidden = tiers[0].num_outputs // 2
     hidden = call.run(
         _gate_up_body, "gate_up", (-(-num_hidden // tiles.outputs), 1),

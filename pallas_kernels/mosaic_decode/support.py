@@ -68,6 +68,8 @@ def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
     group = weights.group_size
     if group % STEP or (form.block % group and group % form.block):
         found.append(f"groups of {group} are not 32, 64, 128 or a multiple of {form.block}")
-    if weights.scales is not None and weights.scales.dtype not in (jnp.float16, jnp.float32):
+    if weights.is_mxfp4:
+        found.append("it decodes no MXFP4")
+    elif weights.scales is not None and weights.scales.dtype not in (jnp.float16, jnp.float32):
         found.append(f"scales are {weights.scales.dtype}")
     return found

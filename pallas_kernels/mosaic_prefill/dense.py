@@ -45,6 +45,8 @@ def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
         return found
     if len(weights.widths) > 2:
         found.append(f"it merges two planes, not {len(weights.widths)}")
+    if weights.is_mxfp4:
+        found.append("it decodes no MXFP4")
     group = weights.group_size
     if group < weights.num_inputs and (group % 16 or (BLOCK % group and group % BLOCK)):
         found.append(f"groups of {group}: not 16, 32, 64, 128, a multiple of {BLOCK} or a row")

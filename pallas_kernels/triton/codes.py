@@ -2,7 +2,8 @@
 
 Two codes lie side by side in a word once a shift and a mask have taken one position of it, and an
 `or` makes floating point numbers of both: 0x4300 + q is the bfloat16 128 + q, 0x5400 + 16 q the
-float16 64 + q. Nothing moves between threads.
+float16 64 + q; of two codes of MXFP4 `mxfp4.pair_bits` makes their values. Nothing moves between
+threads.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layout
+from pallas_kernels import layout, mxfp4
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices, stored_planes
 from pallas_kernels.triton.elements import Int
 
@@ -44,6 +45,8 @@ class PackedCodes:
             self.place, self.magic, self.offset = (0, 0x6400, 1024)
             if weights.bits < 8:
                 self.place, self.magic, self.offset = (4, 0x5400, 64)
+        if weights.is_mxfp4:
+            self.place, self.magic, self.offset, self.two_values = 0, 0, 0, False
         self.by_row = weights.num_groups == 1
         self.planes = [] if weights.bits == PLAIN_BITS else stored_planes(weights, slot)
 
@@ -104,6 +107,8 @@ class PackedCodes:
           first_position: int32[] in the block, where the step begins.
         """
         codes = self._pairs(planes, piece, first_position)
+        if self.weights.is_mxfp4:
+            return [self._floats(mxfp4.pair_bits(codes, self.dtype))]
         magic = _u32(self.magic * 0x10001)
         if not self.two_values:
             return [self._floats(codes | magic)]

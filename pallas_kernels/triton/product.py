@@ -8,7 +8,8 @@ units take it (`triton_codes`), with an offset. Per quantization group
 
 in float32: the scale meets the accumulator, never a code. `sums` come from the matrix units too (a
 product with ones), which idle at decode, or are given, at prefill. Tiles of W are the left operand:
-it is the one that the matrix units take from registers.
+it is the one that the matrix units take from registers. MXFP4 has neither zeros nor offsets, and so
+no sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import layout
+from pallas_kernels import layout, mxfp4
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 from pallas_kernels.triton.codes import PackedCodes, position_codes
 from pallas_kernels.triton.elements import Int, element_codes, quotient, remainder
@@ -82,7 +83,8 @@ def sum_size(weights: PackedMatrices, step: int) -> int | None:
     has one in all.
     """
     size, num_inputs = weights.group_size, weights.num_inputs
-    if weights.bits == PLAIN_BITS or num_inputs % size or num_inputs % layout.BLOCK:
+    is_short = num_inputs % size or num_inputs % layout.BLOCK
+    if weights.bits == PLAIN_BITS or weights.is_mxfp4 or is_short:
         return None
     if weights.num_groups == 1:
         return size
@@ -176,6 +178,8 @@ class _Product:
         """Computes acc + scale (products - (zero + offset) sums)."""
 
         def spread(row: jax.Array) -> jax.Array:
+            if row.dtype == jnp.uint8 and self.weights.is_mxfp4:
+                row = mxfp4.scale_values(row)
             return jnp.broadcast_to(row.astype(jnp.float32)[:, None], self.shape)
 
         if sums is not None:
@@ -270,6 +274,8 @@ class _Product:
 
     def _centered(self) -> bool:
         """Whether products come without their offset and zero."""
+        if self.weights.is_mxfp4:
+            return True
         return self.weights.zeros is None and self.columns.sums is None
 
     def _by_row(
@@ -289,13 +295,15 @@ class _Product:
         sums = None
         for k, count, piece in pieces:
             x = self.columns.load(first + k, count).T
-            if self.columns.sums is None:
+            if self.columns.sums is None and not self.weights.is_mxfp4:
                 total = pltriton.dot(self._constant(count), x)
                 sums = total if sums is None else sums + total
             for t, planes in enumerate(words):
                 for values in self.codes.values(planes, piece, position):
                     part = pltriton.dot(values, x)
                     products[t] = part if products[t] is None else products[t] + part
+        if self.weights.is_mxfp4:
+            return products, None
         if self.columns.sums is not None:
             if self.by_row:  # they come at the end
                 return products, None
@@ -314,17 +322,23 @@ class _Product:
             return accs
         num_chunks = -(-(weights.num_inputs - first) // CHUNK)
         steps = jax.lax.broadcasted_iota(jnp.int32, (CHUNK,), 0)
+        dtype, is_mxfp4 = self.columns.dtype, weights.is_mxfp4
         ones = jnp.ones((self.shape[0], CHUNK), self.columns.dtype)
 
         def body(i: Int, accs: list[jax.Array]) -> list[jax.Array]:
             k = first + i * CHUNK
             x = self.columns.load(k, CHUNK).T
-            sums = pltriton.dot(ones, x)
+            sums = None if is_mxfp4 else pltriton.dot(ones, x)
             group = 0 if self.by_row else quotient(k, weights.group_size)
             added = []
             for rows, acc, s in zip(self.rows, accs, self._scales([group]), strict=True):
                 codes = element_codes(weights, self.slot, rows[:, None], (k + steps)[None, :])
-                part = pltriton.dot(codes.astype(jnp.float32).astype(self.columns.dtype), x)
+                if is_mxfp4:
+                    halves = mxfp4.pair_bits(codes, dtype).astype(jnp.uint16)
+                    values = jax.lax.bitcast_convert_type(halves, dtype)
+                else:
+                    values = codes.astype(jnp.float32).astype(dtype)
+                part = pltriton.dot(values, x)
                 zero = s[1] if len(s) > 1 else None
                 added.append(self._scaled(acc, part, sums, s[0], zero, 0))
             return added

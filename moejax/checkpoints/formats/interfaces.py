@@ -42,6 +42,8 @@ class StoredMatrix:
     # The tensors of `words`, `scales`, `zeros` and `permutation`, as far as there are any, where
     # they lie in the file as a QTensor has them.
     as_held: Mapping[str, StoredTensor] | None = None
+    # One expert, where this is all experts of a layer, and they can be read one by one.
+    expert: Callable[[int], "StoredMatrix"] | None = None
     # The compensator alone, where `rank` is not 0.
     read_factors: Callable[[], Compensator] | None = None
 

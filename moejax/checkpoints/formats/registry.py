@@ -12,6 +12,7 @@ from moejax.checkpoints.formats.gptq import gptq_format, parse_gptq
 from moejax.checkpoints.formats.hqq import parse_hqq
 from moejax.checkpoints.formats.interfaces import Format
 from moejax.checkpoints.formats.manifest import METHOD, check_files, read_manifest
+from moejax.checkpoints.formats.mxfp4 import parse_mxfp4
 from moejax.checkpoints.formats.native import native_format
 from moejax.errors import MoejaxError
 from moejax.models.hf.config import read_json
@@ -23,6 +24,7 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "compressed-tensors": parse_compressed_tensors,
     "fp8": parse_fp8,
     "hqq": parse_hqq,
+    "mxfp4": parse_mxfp4,
 }
 # Where GPTQ and AWQ kept their settings before config.json had a place for them.
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

@@ -160,6 +160,9 @@ class _Steps(NamedTuple):
         # and those of the tiers up to it.
         products = pairs * c.model_dim * (2 * self.run.itemsize + 4 + 8 * (self.num_tiers - 1))
         sparse = routing + hidden + products + (self._matrices(tokens) if self.run.is_cpu else 0)
+        if c.expert_bias:  # gathered for each pair, and products to which they are added
+            gathered = 2 * c.expert_dim + c.model_dim
+            sparse += pairs * (gathered * self.run.itemsize + 4 * c.model_dim)
         if c.shared_dim:  # XLA may run it before, between or after the experts' products
             # Gates and ups, and their product; a CPU has the gates once more.
             width = (4 if self.run.is_cpu else 3) * c.shared_dim + c.model_dim

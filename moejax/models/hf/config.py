@@ -15,6 +15,7 @@ from moejax.errors import MoejaxError
 from moejax.files.small import check_depth, parse_json, read_file
 from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
 from moejax.models.hf import deepseek as hf_deepseek
+from moejax.models.hf import gpt_oss as hf_gpt_oss
 from moejax.models.hf import qwen3_next as hf_qwen3_next
 from moejax.models.hf.defaults import with_defaults
 from moejax.models.hf.fields import (
@@ -34,12 +35,14 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     **hf_deepseek.ARCHITECTURES,
+    "gpt_oss": "GptOssForCausalLM",
 }
 # `model_type` of a decoder alone, where the family's own is that of a model that sees images too.
 _TEXT_TYPES = {"qwen3_5_moe": "qwen3_5_moe_text"}
 # Families with a module of their own; the others are read and written here.
 _READERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.model_config)
 _READERS |= dict.fromkeys(("qwen3_next", "qwen3_5_moe"), hf_qwen3_next.model_config)
+_READERS["gpt_oss"] = hf_gpt_oss.model_config
 _WRITERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.config_fields)
 
 
@@ -179,6 +182,8 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
     }
     if c.family in ("qwen3_next", "qwen3_5_moe"):
         fields |= hf_qwen3_next.fields_of(c)
+    elif c.family == "gpt_oss":
+        fields |= hf_gpt_oss.fields_of(c)
     elif c.family == "qwen3_moe":
         fields |= {
             "num_experts": c.num_experts,

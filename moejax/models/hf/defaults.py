@@ -217,6 +217,26 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 202752,
         "eos_token_id": 1,
     },
+    "gpt_oss": _SHARED
+    | {
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1.5e5,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "layer_types": None,
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
 }
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of one number
 _ROPE = ("rope_theta", "partial_rotary_factor")  # which may be inside an object: `hf_rope` reads it

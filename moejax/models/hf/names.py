@@ -2,7 +2,9 @@
 
 Experts are stored under two spellings. Published checkpoints hold one tensor an expert and
 projection (`mlp.experts.3.gate_proj.weight`; Mixtral: `block_sparse_moe.experts.3.w1.weight`);
-transformers 5 may also write its own fused form (`mlp.experts.gate_up_proj`, [E, 2F, D]).
+transformers 5 may also write its own fused form (`mlp.experts.gate_up_proj`, [E, 2F, D]). gpt-oss
+is published fused alone, with inputs before outputs, [E, D, 2F], and gates and ups by turns; so are
+its experts' biases. The package's own format names its experts as those of other families.
 """
 
 import dataclasses
@@ -26,6 +28,7 @@ _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 # The head that predicts further tokens at once (Qwen), which decoding here does not use.
 _MULTI_TOKEN = re.compile(r"^mtp\.")
 _VISION = re.compile(r"^model\.visual\.")
+_FUSED = (".experts.gate_up_proj", ".experts.gate_up_proj_blocks")  # plain, and in MXFP4
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _FURTHER = re.compile(r"\.(enorm|hnorm|eh_proj)\.")  # what only a layer for further tokens has
 _HAVE_FURTHER_LAYERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -40,10 +43,30 @@ class Placement:
     index: tuple[int, ...]  # leading positions: layer, then expert
     start: int  # first row
     shape: tuple[int, ...]
+    is_interleaved: bool = False  # gate and up rows by turns, where the leaf has gates, then ups
+    is_transposed: bool = False  # [..., inputs, outputs]
+
+    @property
+    def by_rows(self) -> "Placement":
+        """Placement of the same matrices with outputs before inputs."""
+        if not self.is_transposed:
+            return self
+        *lead, inputs, outputs = self.shape
+        return dataclasses.replace(self, shape=(*lead, outputs, inputs), is_transposed=False)
 
     def rows(self, part: np.ndarray) -> np.ndarray:
-        """View of the rows of `part`, `weights[leaf][index]`, that the tensor fills."""
-        return part[self.start : self.start + self.shape[0]]
+        """View of `part` in the order of the tensor's numbers, perhaps with an axis cut in two.
+
+        `part` is `weights[leaf][index]`, or has other numbers of its rows.
+        """
+        if not (self.is_interleaved or self.is_transposed):
+            return part[self.start : self.start + self.shape[0]]
+        if self.is_interleaved:
+            axis = len(self.by_rows.shape) - (1 if self.leaf.endswith("bias") else 2)
+            *lead, rows = part.shape[: axis + 1]
+            halves = part.reshape(*lead, 2, rows // 2, *part.shape[axis + 1 :])
+            part = halves.swapaxes(axis, axis + 1)
+        return np.moveaxis(part, -1, len(self.shape) - 2) if self.is_transposed else part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +80,12 @@ class _Spelling:
 
 def published_spelling(family: str) -> _Spelling:
     """Spelling of the makers' own checkpoints, which every reader knows."""
-    return _Spelling(moe_module=_MOE_MODULE.get(family, "mlp"), fused=False)
+    return _Spelling(moe_module=_MOE_MODULE.get(family, "mlp"), fused=family == "gpt_oss")
+
+
+def expert_spelling(family: str) -> _Spelling:
+    """Spelling with a tensor for each expert and projection: that of the package's own format."""
+    return dataclasses.replace(published_spelling(family), fused=False)
 
 
 def find_spelling(family: str, names: Collection[str]) -> _Spelling:
@@ -67,7 +95,7 @@ def find_spelling(family: str, names: Collection[str]) -> _Spelling:
     published = _MOE_MODULE.get(family, "mlp")
     return _Spelling(
         moe_module="mlp" if modules == {"mlp"} else published,
-        fused=any(name.endswith(".experts.gate_up_proj") for name in names),
+        fused=any(name.endswith(_FUSED) for name in names),
         root=_NESTED if f"\n{_NESTED}." in f"\n{text}" else "model",
     )
 
@@ -151,6 +179,8 @@ def _attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
     yield Placement(f"{prefix}.o_proj.weight", "attention.o_proj", at, 0, (c.model_dim, attended))
     if c.attention_bias and c.output_bias:
         yield Placement(f"{prefix}.o_proj.bias", "attention.o_bias", at, 0, (c.model_dim,))
+    if c.attention_sinks:
+        yield Placement(f"{prefix}.sinks", "attention.sinks", at, 0, (c.num_heads,))
     if c.qk_norm:
         for x in ("q_norm", "k_norm"):
             scales = weight_shapes(c)[f"attention.{x}"][1:]
@@ -204,16 +234,31 @@ def _shared_expert(c: ModelConfig, at: tuple[int, ...], prefix: str) -> Iterator
 
 def _experts(c: ModelConfig, spelling: _Spelling, i: int, prefix: str) -> Iterator[Placement]:
     """Router and experts of the `i`-th sparse layer."""
-    router = (c.num_experts, c.model_dim)
-    yield Placement(f"{prefix}.gate.weight", "moe.router", (i,), 0, router)
+    router, bias = (c.num_experts, c.model_dim), (c.num_experts,)
+    module = f"{prefix}.router" if c.family == "gpt_oss" else f"{prefix}.gate"
+    yield Placement(f"{module}.weight", "moe.router", (i,), 0, router)
+    if c.router.has_logit_bias:
+        yield Placement(f"{module}.bias", "moe.logit_bias", (i,), 0, bias)
+    if c.expert_bias:
+        names = f"{prefix}.experts.gate_up_proj_bias", f"{prefix}.experts.down_proj_bias"
+        rows = (c.num_experts, 2 * c.expert_dim), (c.num_experts, c.model_dim)
+        yield Placement(names[0], "moe.gate_up_bias", (i,), 0, rows[0], is_interleaved=True)
+        yield Placement(names[1], "moe.down_bias", (i,), 0, rows[1])
     if c.router.has_bias:
-        bias = (c.num_experts,)
         yield Placement(f"{prefix}.gate.e_score_correction_bias", "moe.router_bias", (i,), 0, bias)
     if spelling.fused:
         gate_up = (c.num_experts, 2 * c.expert_dim, c.model_dim)
         down = (c.num_experts, c.model_dim, c.expert_dim)
-        yield Placement(f"{prefix}.experts.gate_up_proj", "moe.gate_up", (i,), 0, gate_up)
-        yield Placement(f"{prefix}.experts.down_proj", "moe.down", (i,), 0, down)
+        is_gpt_oss = c.family == "gpt_oss"
+        if is_gpt_oss:
+            gate_up, down = ((e, inputs, outputs) for e, outputs, inputs in (gate_up, down))
+        yield Placement(
+            f"{prefix}.experts.gate_up_proj", "moe.gate_up", (i,), 0, gate_up,
+            is_interleaved=is_gpt_oss, is_transposed=is_gpt_oss,
+        )  # fmt: skip
+        yield Placement(
+            f"{prefix}.experts.down_proj", "moe.down", (i,), 0, down, is_transposed=is_gpt_oss
+        )
         return
     for expert in range(c.num_experts):
         yield from _gated_mlp(

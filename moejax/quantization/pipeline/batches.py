@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.quantization.pipeline.inventory import Entry
 from moejax.quantization.pipeline.quantizers import Program
 from moejax.quantization.pipeline.recipe import Scheme
@@ -60,12 +59,12 @@ class Batch:
     ranges: tuple[RowRange, ...]
 
     def read(self) -> np.ndarray:
-        """Reads float32[C, N, K], zeros beyond the last range; MoejaxError as `read_matrix`."""
+        """Reads float32[C, N, K], zeros beyond the last range; MoejaxError as `Entry.read`."""
         num_inputs = self.ranges[0].task.entry.shape[1]
         weights = np.empty((self.num_matrices, self.num_rows, num_inputs), np.float32)
         for part, rows in zip(self.ranges, weights, strict=False):
             rows[part.num_rows :] = 0
-            read_matrix(part.task.entry.source, rows[: part.num_rows], part.first_row)
+            part.task.entry.read(rows[: part.num_rows], part.first_row)
         weights[len(self.ranges) :] = 0
         return weights
 

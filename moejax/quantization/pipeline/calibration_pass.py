@@ -77,11 +77,13 @@ class CalibrationRun:
             leaf = leaves[entry.leaf]
             part = leaf if entry.expert is None else leaf[entry.expert]
             rows = part[entry.start : entry.start + entry.shape[0]]
+            if entry.leaf == "moe.gate_up_bias":  # gates and ups by turns
+                rows = rows.reshape(len(rows), 2, -1).swapaxes(1, 2)
             if entry.name in matrices:
                 placed = jax.device_put(matrices[entry.name], self._device)
                 rows[...] = np.asarray(_dequantized(placed))
             else:
-                rows[...] = read_matrix(entry.source)
+                rows[...] = entry.read().reshape(rows.shape)
         return leaves
 
 

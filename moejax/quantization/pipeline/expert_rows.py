@@ -1,4 +1,4 @@
-"""Experts of a plain checkpoint as packed rows, quantized one at a time while they are read."""
+"""Experts of a plain checkpoint, or in MXFP4, as packed rows, quantized while they are read."""
 
 from collections.abc import Sequence
 
@@ -9,30 +9,31 @@ import numpy as np
 from moejax.checkpoints.experts import ExpertReader
 from moejax.errors import MoejaxError
 from moejax.quantization.pipeline.quantizers import Program, quantize_stack
-from moejax.weights.qtensor import QTensor, Weight
+from moejax.weights.qtensor import QTensor, Weight, dense
 
 
 class QuantizedRows:
-    """A `host_store.RowSource` over a reader of plain experts; its methods are thread-safe.
+    """A `host_store.RowSource` over a reader of experts; its methods are thread-safe.
 
     Its attributes are those of `ExpertReader`; rows are computed, so that no disk can stand for
     host memory (`uses_jax`).
     """
 
     def __init__(self, reader: ExpertReader, program: Program):
-        """Quantizes by `program`, without compensators; whoever opened `reader` closes it.
+        """Quantizes plain or MXFP4 experts by `program`, without compensators.
 
-        MoejaxError if the experts are packed already, or groups are longer than their rows.
+        Whoever opened `reader` closes it. MoejaxError if the experts are packed in another form, or
+        groups are longer than their rows.
         """
         plain = (reader.gate_up, reader.down)
-        if any(isinstance(part, QTensor) for part in plain):
+        if any(isinstance(part, QTensor) and not part.is_mxfp4 for part in plain):
             raise MoejaxError(
                 "experts that are packed already cannot be quantized once more: name a checkpoint "
                 "for each tier"
             )
         self._reader, self._program = reader, program
         self.num_layers, self.num_experts = reader.num_layers, reader.num_experts
-        self._plain_row = reader.row
+        self._plain_row, self._forms = reader.row, plain
         self.gate_up, self.down = (self._form(part.shape) for part in plain)
         leaves = jax.tree.leaves((self.gate_up, self.down))
         self.row = tuple(jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for leaf in leaves)
@@ -54,7 +55,10 @@ class QuantizedRows:
         plain = [np.empty(part.shape, part.dtype) for part in self._plain_row]
         self._reader.read(layer, expert, plain, check=check)
         cpu = jax.devices("cpu")[0]
-        stacks = [jax.device_put(part[None].astype(np.float32), cpu) for part in plain]
+        with jax.default_device(cpu):
+            tree = jax.tree.structure(self._forms)
+            experts = jax.tree.unflatten(tree, [jnp.asarray(part)[None] for part in plain])
+            stacks = [dense(part, jnp.float32).astype(jnp.float32) for part in experts]
         no_rank = jnp.zeros(1, jnp.int32)
         packed = [quantize_stack(s, no_rank, None, self._program).tensor for s in stacks]
         for view, leaf in zip(into, jax.tree.leaves(packed), strict=True):

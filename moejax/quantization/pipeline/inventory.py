@@ -1,7 +1,8 @@
 """The contents of a Hugging Face checkpoint: every tensor, its class, and its output shard.
 
 Tensors carry their published names, one an expert and projection, whatever the source's spelling:
-a matrix of transformers' fused experts is a slice of the source's file.
+a matrix of transformers' fused experts is a slice of the source's file, and one of gpt-oss, plain
+or in MXFP4, is converted while it is read.
 """
 
 import dataclasses
@@ -9,19 +10,26 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from moejax.checkpoints.formats.registry import quantization_fields
-from moejax.checkpoints.leaves import split_experts
+from moejax.checkpoints.leaves import LeafPlan, Part, split_experts
 from moejax.checkpoints.orbax_directory import is_orbax_directory
-from moejax.checkpoints.reader import CheckpointReader
-from moejax.checkpoints.safetensors_reader import StoredTensor, check_floats
+from moejax.checkpoints.reader import CheckpointReader, fill_part
+from moejax.checkpoints.safetensors_reader import (
+    StoredTensor,
+    check_floats,
+    read_matrix,
+    read_tensor,
+)
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf.config import read_model_config
-from moejax.models.hf.names import Placement, placements, published_spelling
+from moejax.models.hf.names import Placement, expert_spelling, placements
 from moejax.models.leaf_kinds import kind_of, layers_of
 
+METHODS = ("mxfp4",)  # quantized checkpoints that can be quantized anew
 # Of the model's size in bytes: enough to tell a fine-tuned model from its base.
 _SAMPLE_BYTES = 64
 
@@ -36,7 +44,10 @@ class Entry:
     start: int
     layer: int | None
     expert: int | None
-    source: StoredTensor  # under the published name; of fused experts the slice
+    # Under the published name; of fused experts the slice. Where `arranged` is given, its shape and
+    # size are right, but its bytes lie in another order, or are codes.
+    source: StoredTensor
+    arranged: "ArrangedMatrix | None" = None
 
     @property
     def prefix(self) -> str:
@@ -46,7 +57,41 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """(N, K) of a matrix."""
-        return self.source.shape
+        return self.source.shape if self.arranged is None else self.arranged.shape
+
+    def read(self, rows: np.ndarray | None = None, first_row: int = 0) -> np.ndarray:
+        """Reads float32 values of the matrix as `read_matrix`."""
+        if self.arranged is None:
+            return read_matrix(self.source, rows, first_row)
+        values = self.arranged.read()
+        if rows is None:
+            return values
+        rows[...] = values[first_row : first_row + len(rows)]
+        return rows
+
+    def stored(self) -> StoredTensor | np.ndarray:
+        """Returns the tensor as a file stores it unquantized."""
+        if self.arranged is None:
+            return self.source
+        return self.arranged.read().astype(self.arranged.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrangedMatrix:
+    """Rows of a stored matrix that has other rows too, inputs before outputs, or codes."""
+
+    plan: LeafPlan
+    part: Part
+    start: int  # first row in the leaf
+    shape: tuple[int, int]
+    dtype: np.dtype  # of a file of it unquantized: its own, or bfloat16 of codes
+
+    def read(self) -> np.ndarray:
+        """Reads float32[N, K]; MoejaxError as `fill_part`."""
+        plain = dataclasses.replace(self.plan, kind=None, dtype=np.dtype(np.float32))
+        whole = np.empty(self.plan.shape[2:], np.float32)
+        fill_part(plain, self.part, {"array": whole}, read_tensor)
+        return whole[self.start : self.start + self.shape[0]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +125,8 @@ def take_inventory(directory: Path) -> Inventory:
     """
     if is_orbax_directory(directory):
         raise MoejaxError(f"{directory} holds Orbax weights; give the Hugging Face directory")
-    if (quantization := quantization_fields(directory)) is not None:
+    quantization = quantization_fields(directory)
+    if quantization is not None and quantization.get("quant_method") not in METHODS:
         raise MoejaxError(
             f"{directory} is quantized already (quant_method {quantization.get('quant_method')!r})"
             "; give the checkpoint that it was made from"
@@ -88,7 +134,8 @@ def take_inventory(directory: Path) -> Inventory:
     config = read_model_config(directory)
     reader = CheckpointReader(directory, config, dtype=np.float32)
     reader.check_left_out()
-    check_floats(reader.stored.values())
+    if quantization is None:
+        check_floats(reader.stored.values())
     entries = _entries(reader)
     layers: list[int | None] = [*range(config.num_layers), None]
     shards = tuple(
@@ -124,28 +171,40 @@ def _entries(reader: CheckpointReader) -> list[Entry]:
     """The published tensors, each with where its rows lie in the source."""
     # What fills which place of the leaves, in the source's spelling.
     sources = {
-        (plan.name, part.index, part.placement.start): part.tensor
+        (plan.name, part.index, part.placement.start): part
         for plan in reader.leaves.values()
         for whole in plan.parts
         for part in split_experts(whole)
-        if part.tensor is not None
     }
     config = reader.config
     return [
-        _entry(config, placement, sources)
-        for placement in placements(config, published_spelling(config.family))
+        _entry(reader, placement, sources)
+        for placement in placements(config, expert_spelling(config.family))
     ]
 
 
 def _entry(
-    config: ModelConfig,
+    reader: CheckpointReader,
     placement: Placement,
-    sources: Mapping[tuple[str, tuple[int, ...], int], StoredTensor],
+    sources: Mapping[tuple[str, tuple[int, ...], int], Part],
 ) -> Entry:
     leaf, index, start = placement.leaf, placement.index, placement.start
-    source = sources.get((leaf, index, start)) or sources[leaf, index, 0]
-    if source.shape != placement.shape:
-        source = source.part(start, placement.shape)
+    part, arranged = sources.get((leaf, index, start)) or sources[leaf, index, 0], None
+    found, config = part.placement, reader.config
+    is_bias = len(placement.shape) == len(found.shape) and found.name == placement.name
+    if part.tensor is not None and (is_bias or not (found.is_interleaved or found.is_transposed)):
+        source = part.tensor
+        if source.shape != placement.shape:
+            source = source.part(start, placement.shape)
+    else:
+        source, dtype = _first_tensor(reader, part), np.dtype(ml_dtypes.bfloat16)
+        dtype = dtype if part.tensor is None else source.dtype
+        num_rows, num_inputs = placement.shape
+        arranged = ArrangedMatrix(
+            plan=reader.leaves[leaf], part=part, start=start, shape=(num_rows, num_inputs),
+            dtype=dtype,
+        )  # fmt: skip
+        source = dataclasses.replace(source, shape=placement.shape, dtype=dtype, checksum=None)
     return Entry(
         name=placement.name,
         kind=kind_of(leaf),
@@ -154,4 +213,14 @@ def _entry(
         layer=layers_of(config, leaf)[index[0]] if index else None,
         expert=index[1] if len(index) > 1 else None,
         source=dataclasses.replace(source, name=placement.name),
+        arranged=arranged,
     )
+
+
+def _first_tensor(reader: CheckpointReader, part: Part) -> StoredTensor:
+    """Place of an expert's numbers: of its floats, or of the first of what its codes lie in."""
+    if part.tensor is not None:
+        return part.tensor
+    assert part.matrix is not None
+    whole = reader.stored[part.matrix.names[0]]
+    return whole.part(part.index[1], whole.shape[1:])

@@ -17,7 +17,7 @@ from moejax.models.attention import Attention, AttentionImpl, causal_attention
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
-from moejax.models.expert_products import block_size, swiglu
+from moejax.models.expert_products import block_size, gated
 from moejax.models.latent_attention import LatentAttention
 from moejax.models.layer_index import LayerIndex, layer_indices
 from moejax.models.leaf_kinds import kind_of
@@ -41,7 +41,10 @@ def one_layer(config: ModelConfig, layer: int) -> ModelConfig:
         is_delta = layer in delta.layers
         delta = dataclasses.replace(delta, layers=(0,)) if is_delta else None
     moe_layers = (0,) if layer in config.moe_layers else ()
-    return dataclasses.replace(config, num_layers=1, moe_layers=moe_layers, delta_net=delta)
+    return dataclasses.replace(
+        config, num_layers=1, moe_layers=moe_layers, delta_net=delta, window_layers=None,
+        sliding_window=config.window_of(layer),
+    )  # fmt: skip
 
 
 def watched_leaves(config: ModelConfig) -> dict[str, int]:
@@ -146,7 +149,12 @@ def expert_step(
             inputs = jnp.where((within + j * size < count)[:, None], flat[rows], 0)
             if leaf == "moe.down":
                 gate_up = weights["moe.gate_up"][first + i]
-                inputs = swiglu(jnp.einsum("nd,fd->nf", inputs, gate_up))
+                products = jnp.einsum("nd,fd->nf", inputs, gate_up)
+                if config.expert_bias:
+                    products = products + weights["moe.gate_up_bias"][first + i][None]
+                inputs = gated(products, config.gating)
+                # Of rows that are none a bias would make some.
+                inputs = jnp.where((within + j * size < count)[:, None], inputs, 0)
             return add_outer_products(total, inputs)
 
         total = jax.lax.fori_loop(0, -(-count // size), block, totals[i])
@@ -173,8 +181,8 @@ def _mixed(
     normed = rms_norm(x, scales, config.norm_eps, zero_centred=centred)
 
     def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        del index
-        return causal_attention(q, k, v, config.sliding_window, impl, config.score_scale)
+        sinks = weights.get("attention.sinks")
+        return causal_attention(q, k, v, index.window, impl, config.score_scale, sinks)
 
     if index.is_delta:
         mask = jnp.ones(x.shape[:2], bool)
@@ -194,7 +202,8 @@ def _mlp_input(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array
 
 def _routing(weights: Weights, flat: jax.Array, config: ModelConfig) -> Routing:
     """Routes normed rows [N, D]."""
-    return route(flat, weights["moe.router"], config, weights.get("moe.router_bias"))
+    biases = weights.get("moe.router_bias"), weights.get("moe.logit_bias")
+    return route(flat, weights["moe.router"], config, *biases)
 
 
 def _module(

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.errors import MoejaxError
 from moejax.quantization import ranks
 from moejax.quantization.pipeline.batches import BATCH_BYTES
@@ -45,7 +44,7 @@ def measure_kurtosis(
             weights = np.zeros((count, *shape), np.float32)
             with meter.phase("survey"):
                 for entry, matrix in zip(members, weights, strict=False):
-                    read_matrix(entry.source, matrix)
+                    entry.read(matrix)
                 measured = np.asarray(compute(jax.device_put(weights, device)))
             named = zip(members, measured, strict=False)
             found |= {entry.name: float(value) for entry, value in named}

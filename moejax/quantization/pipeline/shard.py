@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.checkpoints.formats.native import whole_compensator
-from moejax.checkpoints.safetensors_reader import read_matrix
 from moejax.checkpoints.safetensors_writer import Tensor
 from moejax.devices import plain_memory_errors
 from moejax.errors import MoejaxError
@@ -83,7 +82,7 @@ def quantize_shard(
     seen: set[str] = set()
     for entry in shard.entries:
         if entry.name not in tasks:
-            total.tensors[entry.name] = entry.source
+            total.tensors[entry.name] = entry.stored()
             dtype, num_bytes = entry.source.dtype.name, entry.source.num_bytes
             total.records[entry.name] = {**_place(entry), "dtype": dtype, "bytes": num_bytes}
             continue
@@ -97,7 +96,7 @@ def quantize_shard(
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         total.records[entry.name] = _record(tasks[entry.name], parts, num_bytes)
         if entry.kind not in seen and math.prod(entry.shape) <= MOST_WEIGHTS:
-            total.histograms[entry.name] = histogram(read_matrix(entry.source), matrix)
+            total.histograms[entry.name] = histogram(entry.read(), matrix)
             seen.add(entry.kind)
     return total
 

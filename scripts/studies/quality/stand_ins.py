@@ -22,7 +22,7 @@ import numpy as np
 
 from moejax.inference import steps
 from moejax.inference.runner import Runner
-from moejax.models.expert_products import swiglu
+from moejax.models.expert_products import gated
 from moejax.models.kv_cache import KVCache
 from moejax.models.moe import ResidentExperts
 from moejax.models.transformer import ChunkSpec, merge_weights
@@ -138,7 +138,7 @@ def outputs_of(model: Model, layer: int, text: Routed, tier: str = "bf16") -> np
 
 @jax.jit
 def _outputs(gate_up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
-    hidden = swiglu(jnp.einsum("nd,ekd->nek", x, gate_up))
+    hidden = gated(jnp.einsum("nd,ekd->nek", x, gate_up))
     return jnp.einsum("nef,edf->ned", hidden, down)
 
 

@@ -1,0 +1,227 @@
+"""gpt-oss against transformers: sinks, alternating windows, biases, clamped gates."""
+
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from absl.testing import parameterized
+
+from moejax import Engine
+from moejax.experts.budget import Limits
+from moejax.experts.tiering import Tiering
+from moejax.inference.generation import AnswerBuilder
+from moejax.policies.buddy_lists import BuddyLists
+from moejax.quantization.pipeline.recipe import Recipe, Scheme, parse_rules
+from moejax.quantization.pipeline.run import Job, quantize_checkpoint
+from moejax.text.tokenizer import Tokenizer
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import dense
+from pallas_kernels import decode_attention, grouped_dequant_matmul
+from pallas_kernels.gating import Gating
+from pallas_kernels.packed import plain
+from pallas_kernels.target import Target
+from tests import parity, slow
+from tests.decode_attention_test import Shape, parts_of, random_operands
+from tests.hf_checkpoints import GPT_OSS, reference_model, write_checkpoint
+from tests.random_checkpoints import write_tokenizer
+
+# Of 4 layers of 8 experts: the next three of each.
+BUDDIES = BuddyLists(
+    np.broadcast_to((np.arange(8)[:, None] + [1, 2, 3]) % 8, (4, 8, 3)).astype(np.int32),
+    np.broadcast_to(np.float32([0.5, 0.3, 0.2]), (4, 8, 3)),
+)
+
+
+class GptOssTestCase(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+
+    def load(self, name: str = "oss", **how) -> Engine:
+        path = write_checkpoint(name, self.directory)
+        how = {"dtype": "float32", "platform": "cpu", "progress": False} | how
+        return Engine.from_pretrained(path, **how)
+
+    def reference(self, name: str = "oss") -> torch.nn.Module:
+        return reference_model(write_checkpoint(name, self.directory))
+
+
+class ParityTest(GptOssTestCase):
+    @slow.repeats()
+    @parameterized.parameters(*GPT_OSS)
+    def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
+        reference = parity.of_transformers(self.reference(name))
+        parity.check(
+            self, self.load(name), reference, lengths=(3, 17, 40), num_tokens=60, least_sure=0.6
+        )
+
+
+class KernelTest(parameterized.TestCase):
+    @slow.repeats()
+    @parameterized.product(splits=(1, 4), window=(None, 40))
+    def test_decode_attention_with_sinks(self, splits, window):
+        shape = Shape(3, 8, 2, 32, 90, 81, window)
+        of = random_operands(shape, "bfloat16", seed=4)
+        sinks = np.random.default_rng(5).normal(0, 3, (shape.layers, 8)).astype(np.float32)
+        found = decode_attention.decode_attention(
+            of.q, of.keys, of.values, layer=of.layer, positions=jnp.asarray(of.positions),
+            kv_length=shape.kv_length, window=window, sinks=jnp.asarray(sinks),
+            implementation="triton", interpret=True,
+            tiles=decode_attention.AttentionTiles(16, splits, 4, 2),
+        )  # fmt: skip
+        for b, h in np.ndindex(found.shape[:2]):
+            q, k, v = parts_of(of, shape, b, h)
+            powers = np.exp(k @ q / np.sqrt(32))
+            weights = powers / (powers.sum() + np.exp(np.float64(sinks[of.layer, h])))
+            off = np.abs(np.asarray(found[b, h]).astype(np.float64) - weights @ v)
+            self.assertLess((off / (weights @ np.abs(v))).max(), 2**-6)
+
+    @slow.repeats()
+    @parameterized.parameters(3, 150)  # programs by pairs, and by blocks
+    def test_biases_and_clamped_gates(self, num_tokens):
+        rng, gating = np.random.default_rng(6), Gating(alpha=1.702, limit=1.5, up_offset=1.0)
+        x, gate_up = (
+            rng.normal(0, 1, size).astype(np.float32).astype(jnp.bfloat16)
+            for size in ((num_tokens, 64), (4, 80, 64))
+        )
+        bias = rng.normal(0, 3, (num_tokens, 2, 80)).astype(np.float32)
+        slot = rng.integers(0, 4, (num_tokens, 2)).astype(np.int32)
+        tier = np.where(rng.random(slot.shape) < 0.2, -1, 0).astype(np.int32)
+        pairs = grouped_dequant_matmul.Assignments(*map(jnp.asarray, (tier, slot, 1.0 * slot)))
+        wide = np.einsum("nk,nafk->naf", x.astype(np.float64), gate_up.astype(np.float64)[slot])
+        gate, up = np.split(wide + bias, 2, axis=-1)
+        gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+        expected = (up + 1) * gate / (1 + np.exp(-1.702 * gate)) * (tier >= 0)[..., None]
+        for how in (
+            {"implementation": "reference"},
+            {"implementation": "triton", "interpret": True},
+        ):
+            found = grouped_dequant_matmul.gate_up(
+                jnp.asarray(x), pairs, [plain(jnp.asarray(gate_up))], bias=jnp.asarray(bias),
+                gating=gating, **how,
+            )  # fmt: skip
+            found = np.asarray(found).astype(np.float64)
+            np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-4)
+
+    def test_mosaic_refuses_biases_and_other_gates(self):
+        shape = jax.ShapeDtypeStruct((2, 256), jnp.bfloat16)
+        target, stacks = Target("gpu", (9, 0)), [plain(jnp.zeros((2, 512, 256), jnp.bfloat16))]
+        reason = grouped_dequant_matmul.OPERATION.refusal(
+            "mosaic", shape, 2, stacks, stacks, [], False, target=target
+        )
+        self.assertIn("without a bias or another gating", reason)
+
+
+class Mxfp4Test(GptOssTestCase):
+    def test_stored_matrices_are_those_that_transformers_dequantizes(self):
+        engine, stored = self.load("oss_mxfp4"), self.reference("oss_mxfp4").state_dict()
+        for leaf, name in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+            weight = engine.weights[f"moe.{leaf}"]
+            self.assertEqual(ops.packing(weight), "MXFP4 in groups of 32")
+            self.assertEqual(weight.nbytes * 32, weight.size * 17)  # 4 bits, and 8 for 32 weights
+            for layer in range(4):
+                expected = stored[f"model.layers.{layer}.mlp.experts.{name}"].mT.numpy()
+                if leaf == "gate_up":
+                    expected = np.concatenate([expected[:, ::2], expected[:, 1::2]], axis=1)
+                np.testing.assert_array_equal(weight[layer].dequantize(), expected)
+
+    @pytest.mark.slow
+    @parameterized.parameters("oss_bf16_all_experts", "oss_mxfp4_bf16_wide")
+    def test_quantized_to_the_package_s_own_format(self, name):
+        source = write_checkpoint(name, self.directory)
+        write_tokenizer(source, 160)
+        scheme = Scheme(
+            method="rtn", bits=8, group_size=32, zero_kind="auto", scale_dtype="float32",
+            factor_bits=8,
+        )  # fmt: skip
+        recipe = Recipe(
+            default=scheme, rules=parse_rules("attention: method=none"), format="moejax"
+        )
+        output = self.directory / f"{name}_int8"
+        job = Job(
+            source=source, output=output, recipe=recipe, rank_policy="Uniform-0", passes=1,
+            calibration_text=None, calibration_samples=0, calibration_length=0,
+            device=jax.devices("cpu")[0], progress=False,
+        )  # fmt: skip
+        quantize_checkpoint(job)
+        plain, found = self.load(name), self.load(output.name)
+        for leaf, weight in plain.weights.items():
+            expected = np.asarray(dense(weight, jnp.float32))
+            off = np.abs(np.asarray(dense(found.weights[leaf], jnp.float32)) - expected).max()
+            self.assertLessEqual(off, 0.01 * np.abs(expected).max(), leaf)
+        self.assertEqual(ops.packing(found.weights["moe.down"])[:4], "INT8")
+
+
+class MovingTest(GptOssTestCase):
+    """Experts in slots: biases stay on the device, whichever expert a slot holds."""
+
+    def tokens(self, name: str, **how) -> list[list[int]]:
+        engine = self.load(name, batch=2, context=128, **how)
+        if how:
+            pools = [tier.pool for tier in engine._runner.memory.tiers]
+            held = [sum(leaf.nbytes for leaf in jax.tree.leaves(pool.banks)) for pool in pools]
+            parts = engine.budget.device.items()
+            slots = ("expert slots", "transient slots")
+            planned = [nbytes for part, nbytes in parts if part.startswith(slots)]
+            self.assertEqual(sum(held), sum(planned))
+        answers = engine.generate([[5, 9, 3], list(range(1, 30))], max_new_tokens=24)
+        return [answer.tokens for answer in answers]
+
+    @pytest.mark.slow
+    @parameterized.parameters("oss", "oss_mxfp4")
+    def test_slots_are_invisible_in_the_answer(self, name):
+        whole = self.tokens(name)
+        self.assertEqual(self.tokens(name, limits=Limits(slots=3)), whole)
+        self.assertEqual(self.tokens(name, policy=Tiering(slots=(3,))), whole)
+
+    @pytest.mark.slow
+    @parameterized.parameters(
+        ("dymoe", {"retention": 0.5}, ("mxfp4", "int2"), (4, 4)),
+        ("dynaexq", {"n_hot": 2, "period": 4}, ("mxfp4", "int2"), (3, 8)),
+        ("buddymoe", {"lists": BUDDIES}, ("mxfp4",), (4,)),
+    )
+    def test_policies_over_tiers_of_mxfp4(self, policy, settings, tiers, slots):
+        tiering = Tiering(
+            policy=policy, settings=settings, tiers=tiers, slots=slots, group_size=32,
+            quantizer="rtn",
+        )  # fmt: skip
+        found = self.tokens("oss_mxfp4", policy=tiering)
+        self.assertEqual([len(row) for row in found], [24, 24])
+
+
+class HarmonyTest(parameterized.TestCase):
+    WORDS = ("analysis", "final", "assistant", "let", "me", "see", "4", "!")
+
+    def answer(self, text: str, max_tokens: int = 100) -> AnswerBuilder:
+        names = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "return")]
+        vocab = {word: i for i, word in enumerate((*self.WORDS, *names))}
+        encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, names[0]))
+        encoder.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        encoder.add_special_tokens(names)
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        encoder.save(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer.from_directory(folder)
+        builder = AnswerBuilder(
+            tokenizer, stop=(), eos_ids=(vocab["<|return|>"],), max_tokens=max_tokens
+        )
+        for token in tokenizer.encode(text, add_special_tokens=False)[:max_tokens]:
+            builder.push(token)
+        return builder
+
+    def test_the_text_is_the_final_channel(self):
+        thought = "<|channel|> analysis <|message|> let me see <|end|>"
+        said = "<|start|> assistant <|channel|> final <|message|> 4 ! <|return|>"
+        found = self.answer(f"{thought} {said}")
+        self.assertEqual((found.text, found.finish_reason), ("4 !", "eos"))
+        self.assertLen(found.tokens, 15)
+        self.assertEqual(self.answer(f"{thought} {said}", max_tokens=5).text, "")
+
+    def test_a_text_without_channels_is_whole(self):
+        self.assertEqual(self.answer("let me see 4").text, "let me see 4")
+        self.assertEqual(self.answer("4 <|message|> see").text, "4 see")
