@@ -23,6 +23,7 @@ from pallas_kernels.delta_step import DeltaWeights, Projection
 from pallas_kernels.delta_step import triton as delta_triton
 from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.dequant_matmul.low_rank import MAX_FEW_ROWS
+from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import Assignments
 from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
 from pallas_kernels.mosaic_decode.low_rank_spec import MAX_RANK
@@ -61,7 +62,7 @@ def shapes_of_matrices(form: Form, slots: int, rows: int, inputs: int) -> Packed
         )
     return PackedMatrices(
         words=part(layout.num_plane_words(inputs, width), dtype="uint32"),
-        scales=part(groups, dtype=form.dtype),
+        scales=part(groups, dtype="uint8" if form.zero_kind == "mxfp4" else form.dtype),
         zeros=None if zeros is None else part(groups, dtype=zeros),
         num_inputs=inputs, bits=form.bits, group_size=group_size, refinements=refinements,
     )  # fmt: skip
@@ -99,9 +100,9 @@ def dense(
 
 def layer(
     forms: tuple[Form, ...], tokens: int, *, width: int, model_dim: int, expert_dim: int,
-    slots: int = 16, rank: int = 0,
+    slots: int = 16, rank: int = 0, gating: Gating = SWIGLU,
 ) -> Program:  # fmt: skip
-    """A MoE layer with a tier of each form."""
+    """A MoE layer with a tier of each form; with another gating than SwiGLU there are biases."""
     gate_up = [shapes_of_matrices(form, slots, 2 * expert_dim, model_dim) for form in forms]
     down = [shapes_of_matrices(form, slots, model_dim, expert_dim) for form in forms]
     terms = [
@@ -109,13 +110,18 @@ def layer(
         for stacks in (gate_up, down)
     ]
 
-    def function(x: Any, pairs: Any, gate_up: Any, down: Any, terms: Any, target: Target) -> Any:
-        hidden = grouped_triton.gate_up_triton(x, pairs, gate_up, terms[0], None, target)
+    def function(
+        x: Any, pairs: Any, gate_up: Any, down: Any, terms: Any, bias: Any, target: Target
+    ) -> Any:
+        hidden = grouped_triton.gate_up_triton(
+            x, pairs, gate_up, terms[0], None, target, bias, gating
+        )
         return grouped_triton.down_triton(hidden, pairs, down, terms[1], None, target)
 
     index, weight = (leaf(tokens, width, dtype=dtype) for dtype in ("int32", "float32"))
     pairs = Assignments(index, index, weight)
-    operands = (leaf(tokens, model_dim, dtype="bfloat16"), pairs, gate_up, down, terms)
+    bias = leaf(tokens, width, 2 * expert_dim, dtype="bfloat16") if gating != SWIGLU else None
+    operands = (leaf(tokens, model_dim, dtype="bfloat16"), pairs, gate_up, down, terms, bias)
     return Program(function, operands, (*gate_up, *down), 5 if rank else 3)
 
 
@@ -141,6 +147,7 @@ def chunk_attention(
 def attention(
     batch: int, num_kv: int, *, kv_length: int = 1024, length: int = 4096, head_dim: int = 128,
     num_heads: int = 32, num_layers: int = 32, window: int | None = None, more_dim: int = 0,
+    has_sinks: bool = False,
 ) -> Program:  # fmt: skip
     """Decode attention over a whole cache; no packed weights."""
 
@@ -152,15 +159,16 @@ def attention(
 
     latent = Latent(queries(more_dim), cache(more_dim))
 
-    def function(q: Any, keys: Any, values: Any, index: Any, positions: Any, target: Target) -> Any:
+    def function(*operands: Any, target: Target) -> Any:
         return attention_triton.decode_attention_triton(
-            q, keys, values, index, positions, kv_length=kv_length, window=window,
+            *operands, kv_length=kv_length, window=window,
             scale=float(head_dim + more_dim) ** -0.5, target=target,
         )  # fmt: skip
 
     values = latent if more_dim else cache(head_dim)
     numbers = (leaf(dtype="int32"), leaf(batch, dtype="int32"))
-    operands = (queries(head_dim), cache(head_dim), values, *numbers)
+    sinks = (leaf(num_layers, num_heads, dtype="bfloat16"),) if has_sinks else ()
+    operands = (queries(head_dim), cache(head_dim), values, *numbers, *sinks)
     return Program(function, operands, (), 2)
 
 
@@ -237,7 +245,9 @@ def delta(batch: int, *, num_layers: int = 36, rows_by_head: bool = True) -> Pro
 
 QWEN = {"width": 8, "model_dim": 2048, "expert_dim": 768}
 MIXTRAL = {"width": 2, "model_dim": 4096, "expert_dim": 14336, "slots": 8}
-PLAIN = Form(16, dtype="bfloat16")
+CLAMPED = Gating(alpha=1.702, limit=7.0, up_offset=1.0)
+OSS: dict[str, Any] = {"width": 4, "model_dim": 2880, "expert_dim": 2880, "gating": CLAMPED}
+PLAIN, MXFP4 = Form(16, dtype="bfloat16"), Form(4, 32, "mxfp4")
 APART, APART_INT3 = Form(4, apart="own"), Form(3, apart="own")
 
 # Made when asked for: the heuristics of tiles need a target, but no GPU.
@@ -259,6 +269,12 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "dense_prefill_planes": lambda: dense(APART, 1024),
     "layer_decode_planes": lambda: layer((APART, Form(2)), 4, **QWEN),
     "layer_prefill_planes": lambda: layer((APART_INT3,), 1024, **MIXTRAL),
+    "dense_decode_mxfp4": lambda: dense(MXFP4, 4),
+    "layer_decode_mxfp4": lambda: layer((MXFP4, Form(2)), 1, **OSS),
+    "layer_prefill_mxfp4": lambda: layer((MXFP4,), 512, **OSS),
+    "attention_gpt_oss": lambda: attention(
+        1, 8, head_dim=64, num_heads=64, num_layers=36, window=128, has_sinks=True
+    ),
     "layer_decode": lambda: layer((Form(4), Form(2)), 1, **QWEN),
     "layer_decode_int3_rank_16": lambda: layer((Form(3),), 4, rank=16, **MIXTRAL),
     "layer_decode_32_tokens": lambda: layer((Form(4),), 32, **QWEN),

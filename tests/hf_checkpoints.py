@@ -396,9 +396,12 @@ GPT_OSS: dict[str, TinyCheckpoint] = {
         sliding_window=40, num_hidden_layers=5,
     ),
     "oss_mxfp4": _oss({"mxfp4": True}),
+    # So wide that weights as large as the others' would make attention take one token alone, and
+    # rounding errors a hundred times as large.
     "oss_mxfp4_bf16_wide": _oss(
         {"mxfp4": True, "dtype": torch.bfloat16, "old_config": True}, hidden_size=288,
-        intermediate_size=96, num_hidden_layers=2, num_local_experts=4, **_yarn(),
+        intermediate_size=96, num_hidden_layers=2, num_local_experts=4, initializer_range=0.1,
+        **_yarn(),
     ),
 }  # fmt: skip
 GROUPS = (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT, OLMOE, GLM, QWEN3_5, GPT_OSS)

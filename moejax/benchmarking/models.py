@@ -146,6 +146,8 @@ class _ShapeModels:
         self._mesh = mesh = make_mesh(config.mesh, config.platform)
         self.about += _mesh_text(mesh)
         self._own = self.config  # of the experts that a device has
+        if mesh is not None and self.config.mesh_refusal:
+            raise MoejaxError(self.config.mesh_refusal)
         if mesh is not None:
             group_size = None if min(self._bits) == 16 else config.group_size
             shares = shares_of(self.config.expert_dim, mesh.size, group_size)

@@ -85,8 +85,8 @@ class PolicyConfig(RunConfig):
     tiers: tuple[str, ...] = option(
         (),
         "forms of the experts by falling fidelity, NAME=CHECKPOINT of the same model each; int8, "
-        "int4, int3, int2 alone are made of the checkpoint's plain experts at load, any other name "
-        "is the checkpoint as it is; (): only that",
+        "int4, int3, int2 alone are made of the checkpoint's plain or MXFP4 experts at load, any "
+        "other name is the checkpoint as it is; (): only that",
     )
     slots: tuple[str, ...] = option(
         (), "experts of a layer that the accelerator caches in each tier; (): as memory allows"

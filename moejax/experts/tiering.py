@@ -34,9 +34,9 @@ class Tiering:
         the path of a profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains`
         and `tae_tau` may be "profile"; with such a tau, `tae_temperature` is the profile's.
       tiers: in order of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same
-        model; or NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts
-        while they are read, or are prefixes of its bit planes; any other name is the checkpoint as
-        it is. (): the checkpoint as it is.
+        model; or NAME alone: int8, int4, int3 and int2 are made of the model's own plain or MXFP4
+        experts while they are read, or are prefixes of its bit planes; any other name is the
+        checkpoint as it is. (): the checkpoint as it is.
       slots: experts of a layer that each tier caches; (): see `budget.make_budget`.
       quantizer: makes tiers at load: rtn, hqq or least_squares.
       group_size: inputs of a group of such a tier.

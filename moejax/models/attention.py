@@ -77,8 +77,6 @@ def choose_chunked(
     keys = jax.ShapeDtypeStruct(cache_shape(config, 1, TILED), dtype)
     q = jax.ShapeDtypeStruct((1, TILED, config.num_heads, config.head_dim), dtype)
     chosen = chunk_attention.OPERATION.choose(q, keys, config.cached_dims[1], target=target)
-    if config.attention_sinks:
-        chosen = Choice("reference", {"triton": "it takes no attention sinks"})
     return _kernel_or_xla(chosen, "prompts", asked)
 
 
@@ -245,6 +243,7 @@ def prompt_attention(
     kv_length: int,
     sliding_window: int | None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Runs `cached_attention` for consecutive tokens by the kernel, jitted like `token_attention`.
 
@@ -258,6 +257,7 @@ def prompt_attention(
       kv_length: slots that may be looked at.
       sliding_window: tokens that a query sees, itself included; None: all.
       scale: factor on the scores; None: 1 / sqrt(C).
+      sinks: [L, H] of all layers; None: there are none.
 
     Returns:
       [B, T, H, C] in `q.dtype`; 0 for padding.
@@ -265,7 +265,7 @@ def prompt_attention(
     return chunk_attention.chunk_attention(
         q, keys, values, layer=layer, starts=positions[:, 0],
         lengths=jnp.sum(token_mask, axis=1, dtype=jnp.int32), kv_length=kv_length,
-        window=sliding_window, scale=scale,
+        window=sliding_window, scale=scale, sinks=sinks,
     )  # fmt: skip
 
 
@@ -341,7 +341,7 @@ class CachedAttention:
             return prompt_attention(
                 q, self.cache.keys, self.cache.values, jnp.int32(index.mixer), self.positions,
                 self.token_mask, kv_length=self.kv_length, sliding_window=index.window,
-                scale=self.scale,
+                scale=self.scale, sinks=self.sinks,
             )  # fmt: skip
 
         def attended(kv_length: int) -> jax.Array:

@@ -3,6 +3,8 @@
     python -m scripts.studies.kernels.bench_kernels --shapes=4096x14336,14336x4096 --bits=16,3,4,2 \
         --out=scripts/studies/kernels/kernels_h200.jsonl
     python -m scripts.studies.kernels.bench_kernels --only=grouped --shapes=qwen3-30b --m=1,16,64
+    python -m scripts.studies.kernels.bench_kernels --only=grouped --expect=triton \
+        --shapes=gpt-oss-120b,gpt-oss-120b-mxfp4 --implementations=triton,torch_grouped
     python -m scripts.studies.kernels.bench_kernels --only=planes --implementations=mosaic
     python -m scripts.studies.kernels.bench_kernels --only=compensator \
         --shapes=4096x4096,4096x14336 --m=1,16,64 --ranks=64,512,1024
@@ -27,7 +29,15 @@ from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
 from pallas_kernels.target import current_target
-from scripts.studies.kernels.data import ASKED_DENSE, DENSE, MOE, RANK, SMOKE_DENSE, SMOKE_MOE
+from scripts.studies.kernels.data import (
+    ASKED_DENSE,
+    ASKED_MOE,
+    DENSE,
+    MOE,
+    RANK,
+    SMOKE_DENSE,
+    SMOKE_MOE,
+)
 from scripts.studies.kernels.dense import bench_compensator, bench_dense
 from scripts.studies.kernels.grouped import bench_grouped
 from scripts.studies.kernels.peers import versions
@@ -37,7 +47,7 @@ from scripts.studies.kernels.timing import compute_rate, empty_call, read_bandwi
 from scripts.studies.measuring import Report
 
 SECTIONS = ("dense", "grouped", "compensator", "planes")
-_SHAPE_NAMES = [shape.name for shape in (*DENSE, *ASKED_DENSE, *MOE)]
+_SHAPE_NAMES = [shape.name for shape in (*DENSE, *ASKED_DENSE, *MOE, *ASKED_MOE)]
 
 _ONLY = flags.DEFINE_list("only", list(SECTIONS[:3]), f"of {', '.join(SECTIONS)}")
 _SHAPES = flags.DEFINE_list("shapes", [], f"of {', '.join(_SHAPE_NAMES)}; none: all")
@@ -100,7 +110,7 @@ def run_sections(bench: Bench) -> None:
     dense, models = (SMOKE_DENSE, SMOKE_MOE) if bench.smoke else (DENSE, MOE)
     asked, rows = _SHAPES.value, [int(m) for m in _M.value]
     if asked:
-        dense = (*dense, *ASKED_DENSE)
+        dense, models = (*dense, *ASKED_DENSE), (*models, *ASKED_MOE)
     if unknown := set(asked) - {shape.name for shape in (*dense, *models)}:
         raise app.UsageError(f"unknown shapes: {', '.join(sorted(unknown))}")
     dense_rows = (1, 4) if bench.smoke else DENSE_ROWS

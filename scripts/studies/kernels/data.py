@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import layout
+from pallas_kernels import layout, mxfp4
 from pallas_kernels.packed import (
     PLAIN_BITS,
     LowRank,
@@ -58,16 +58,25 @@ class Moe(NamedTuple):
     bits: int
     tokens: tuple[int, ...]
     num_layers: int = 2
+    is_mxfp4: bool = False  # its 4 bits are MXFP4's
 
 
 DENSE = (Dense(4096, 14336), Dense(14336, 4096), Dense(2048, 1536), Dense(768, 2048))
 ASKED_DENSE = (Dense(4096, 4096),)  # measured only where named: Mixtral's attention
-MOE = (
+MOE: tuple[Moe, ...] = (
     Moe("qwen3-30b", 128, 8, 2048, 768, 4, (1, 4, 16, 32, 64)),
     Moe("mixtral", 8, 2, 4096, 14336, 3, (1, 16, 32)),
 )
+# Measured only where named: gpt-oss-120b's experts, as published and in INT4.
+ASKED_MOE: tuple[Moe, ...] = (
+    Moe("gpt-oss-120b", 128, 4, 2880, 2880, 4, (1, 4, 16, 64, 512)),
+    Moe("gpt-oss-120b-mxfp4", 128, 4, 2880, 2880, 4, (1, 4, 16, 64, 512), is_mxfp4=True),
+)
 SMOKE_DENSE = (Dense(256, 96),)
-SMOKE_MOE = (Moe("smoke", 4, 2, 128, 64, 4, (1, 3)),)
+SMOKE_MOE: tuple[Moe, ...] = (
+    Moe("smoke", 4, 2, 128, 64, 4, (1, 3)),
+    Moe("smoke-mxfp4", 4, 2, 128, 64, 4, (1, 3), is_mxfp4=True),
+)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "rows", "inputs", "bits", "zeros"))
@@ -97,6 +106,24 @@ def random_stack(
         num_inputs=inputs,
         bits=bits,
         group_size=GROUP_SIZE,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("slots", "rows", "inputs", "bits"))
+def random_mxfp4(
+    seed: jax.Array, *, slots: int, rows: int, inputs: int, bits: int = mxfp4.BITS
+) -> PackedMatrices:
+    """Any codes of MXFP4, with scales for a standard deviation near inputs^-0.5."""
+    words_key, scales_key = jax.random.split(jax.random.key(seed, impl="rbg"))
+    middle = 127 + round(math.log2(inputs**-0.5 / float(np.std(mxfp4.VALUES))))
+    groups = (slots, rows, layout.num_groups(inputs, mxfp4.GROUP_SIZE))
+    return PackedMatrices(
+        words=jax.random.bits(words_key, (slots, rows, layout.num_words(inputs, bits)), jnp.uint32),
+        scales=jax.random.randint(scales_key, groups, middle - 1, middle + 2).astype(jnp.uint8),
+        zeros=None,
+        num_inputs=inputs,
+        bits=bits,
+        group_size=mxfp4.GROUP_SIZE,
     )
 
 
@@ -161,6 +188,9 @@ class HostMatrix(NamedTuple):
             return words[0].astype(np.float32)
         group = np.arange(self.num_inputs) // self.group_size
         scales = self.scales[rows].astype(np.float32)
+        if self.scales.dtype == np.uint8:
+            codes = layout.unpack(words[0], self.bits, self.num_inputs)
+            return mxfp4.VALUES[codes] * np.exp2(scales - np.float32(127))[:, group]
         zeros = np.full((), 2 ** (self.bits - 1), np.float32)
         if self.zeros is not None:
             zeros = self.zeros[rows].astype(np.float32)

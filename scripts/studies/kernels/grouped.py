@@ -17,6 +17,7 @@ from scripts.studies.kernels.data import (
     Moe,
     Sample,
     moe_sample,
+    random_mxfp4,
     random_rows,
     random_stack,
     routing,
@@ -39,8 +40,9 @@ CALLS = 8  # of a chain with more than one token: each reads most of a layer
 class Layer:
     """One model's layers, packed, and in bf16 once a baseline asks."""
 
-    def __init__(self, bench: Bench, moe: Moe, make: Any = random_stack) -> None:
+    def __init__(self, bench: Bench, moe: Moe, make: Any = None) -> None:
         self.bench, self.moe = bench, moe
+        make = make or (random_mxfp4 if moe.is_mxfp4 else random_stack)
         stack = functools.partial(make, slots=moe.num_layers * moe.num_experts, bits=moe.bits)
         self.gate_up = stack(jnp.uint32(1), rows=2 * moe.expert_dim, inputs=moe.model_dim)
         self.down = stack(jnp.uint32(2), rows=moe.model_dim, inputs=moe.expert_dim)
@@ -156,7 +158,7 @@ def bench_grouped(bench: Bench, models: Sequence[Moe], tokens: Sequence[int]) ->
         for num_tokens in (t for t in moe.tokens if not tokens or t in tokens):
             label = layer.label(num_tokens)
             x = jax.ShapeDtypeStruct((num_tokens, moe.model_dim), jnp.bfloat16)
-            choice = OPERATION.choose(x, moe.width, [layer.gate_up], [layer.down], ())
+            choice = OPERATION.choose(x, moe.width, [layer.gate_up], [layer.down], (), True)
             print(f"{label}: {choice.describe()}", flush=True)
             bench.check_choice(label, choice, moe.bits)
             case = make_case(layer, num_tokens)
@@ -200,7 +202,8 @@ def layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], j
     implementation = name.removesuffix("_bf16")
     if name in BF16:
         gate_up, down = (plain(stack) for stack in layer.in_bf16)
-    if reason := OPERATION.refusal(implementation, x, layer.moe.width, [gate_up], [down], ()):
+    given = (x, layer.moe.width, [gate_up], [down], (), True)
+    if reason := OPERATION.refusal(implementation, *given):
         return reason
 
     def call(x: jax.Array, held: Any, i: int) -> jax.Array:
