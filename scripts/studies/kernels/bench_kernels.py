@@ -47,7 +47,8 @@ from scripts.studies.kernels.timing import compute_rate, empty_call, read_bandwi
 from scripts.studies.measuring import Report
 
 SECTIONS = ("dense", "grouped", "compensator", "planes")
-_SHAPE_NAMES = [shape.name for shape in (*DENSE, *ASKED_DENSE, *MOE, *ASKED_MOE)]
+_SHAPE_NAMES = [shape.name for shape in (*DENSE, *ASKED_DENSE)]
+_SHAPE_NAMES += [model.name for model in (*MOE, *ASKED_MOE)]
 
 _ONLY = flags.DEFINE_list("only", list(SECTIONS[:3]), f"of {', '.join(SECTIONS)}")
 _SHAPES = flags.DEFINE_list("shapes", [], f"of {', '.join(_SHAPE_NAMES)}; none: all")
@@ -111,7 +112,8 @@ def run_sections(bench: Bench) -> None:
     asked, rows = _SHAPES.value, [int(m) for m in _M.value]
     if asked:
         dense, models = (*dense, *ASKED_DENSE), (*models, *ASKED_MOE)
-    if unknown := set(asked) - {shape.name for shape in (*dense, *models)}:
+    known = {shape.name for shape in dense} | {model.name for model in models}
+    if unknown := set(asked) - known:
         raise app.UsageError(f"unknown shapes: {', '.join(sorted(unknown))}")
     dense_rows = (1, 4) if bench.smoke else DENSE_ROWS
     products = [shape for shape in dense if not asked or shape.name in asked]
