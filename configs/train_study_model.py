@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
 
     config.dtype = "bfloat16"
     config.attention = "auto"  # cudnn on a GPU, xla elsewhere
-    config.batch_size = 32
+    config.batch_size = 16
     config.context = 1024
     config.total_steps = 0  # 0: as many as the minutes allow, by the first steps' speed
     config.minutes = 11.0  # of training steps, when total_steps is 0
@@ -46,11 +46,11 @@ def get_config() -> ConfigDict:
     config.router_rate = 0.2  # of routers, over that of experts
     config.adam_b2 = 0.95
     config.max_grad_norm = 1.0
-    config.warmup_steps = 50
+    config.warmup_steps = 100
     config.decay_fraction = 0.4
 
-    config.log_every = 20
-    config.validate_every = 400
+    config.log_every = 40
+    config.validate_every = 800
     config.validation_tokens = 8192  # a stream, while training
     config.evaluation_tokens = 131_072  # a stream, at the end
     config.checkpoint_every_s = 180.0
