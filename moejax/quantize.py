@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from moejax import cli
-from moejax.config.commands import CODE_BITS, FACTOR_BITS, QuantizeConfig
+from moejax.config.commands import CODE_BITS, FACTOR_BITS, RANK_DIVISOR, QuantizeConfig
 from moejax.errors import MoejaxError
 
 if TYPE_CHECKING:  # it imports JAX
@@ -65,6 +65,7 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
         act_order=config.act_order,
         planes=planes,
         plane_weight=config.plane_weight,
+        rank_divisor=_given(config.rank_divisor, RANK_DIVISOR),
     )
     recipe = Recipe(default=default, rules=parse_rules(config.rules), format=config.format)
     device = choose_device(config.platform)

@@ -27,7 +27,7 @@ from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import PLANE_WEIGHTS, Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq, kernel_refusal
 from moejax.quantization.least_squares import least_squares
-from moejax.quantization.milo import MiloSettings, milo
+from moejax.quantization.milo import MiloSettings, milo, width_ranks
 from moejax.quantization.pipeline.recipe import parse_planes
 from moejax.quantization.pipeline.report import report_lines
 from moejax.quantization.pipeline.run import quantize_checkpoint
@@ -170,6 +170,34 @@ class JointCodesTest(parameterized.TestCase):
         self.assertLess(error(two + product), 0.9 * error(np.asarray(bare)))
         self.assertLess(error(four), error(four + product))
 
+    def test_wider_widths_have_compensators_of_their_own(self):
+        rng = np.random.default_rng(2)
+        low = rng.normal(size=(64, 8)) @ rng.normal(size=(8, 128))
+        weights = jnp.asarray((low + rng.normal(size=(64, 128))).astype(np.float32))
+        grid = grid_of(2, 4)
+        settings = MiloSettings(max_rank=8, max_passes=6, rank_divisor=2)
+        found = milo(weights, grid, settings, 8)
+        errors = []
+        for width, rank, own in zip(grid.widths, (4, 8), found.factors, strict=True):
+            u, v = (np.asarray(part, np.float64) for part in (own.u, own.v))
+            self.assertEqual((u.shape, v.shape), ((64, rank), (rank, 128)))
+            missed = np.asarray(weights) - np.asarray(dequantize(found.codes, grid, width))
+            self.assertLess(np.linalg.norm(missed - u @ v), np.linalg.norm(missed))
+            # No other factors of that rank leave less than the SVD's; one iteration comes near.
+            rest = np.linalg.svd(missed, compute_uv=False)[rank:]
+            self.assertLess(np.linalg.norm(missed - u @ v), 1.02 * np.linalg.norm(rest))
+            errors.append(np.linalg.norm(missed - u @ v))
+        base_alone = milo(weights, grid, dataclasses.replace(settings, rank_divisor=0), 8)
+        missed = weights - dequantize(base_alone.codes, grid)
+        self.assertLess(errors[0], np.linalg.norm(missed))
+        self.assertEqual(base_alone.factors[0].u.shape, (64, 0))
+
+    @parameterized.parameters(
+        (8, 3, 2, [2, 4, 8]), (9, 2, 4, [2, 9]), (8, 2, 0, [0, 8]), (5, 1, 4, [5])
+    )
+    def test_ranks_of_widths(self, rank, num_widths, divisor, expected):
+        self.assertEqual(width_ranks(rank, num_widths, divisor), expected)
+
     def test_what_serves_one_width_refuses(self):
         grid = grid_of(2, 4)
         self.assertEqual(kernel_refusal(matrix(), grid), "it finds codes of one width")
@@ -280,9 +308,12 @@ class PlanesCheckpointTest(QuantizeTestCase):
                 codes = layout.unpack_planes(parts, planes[-1], values.shape[1])
                 base = tensors[f"{prefix}.scales"], tensors[f"{prefix}.zeros"]
                 expected = prefix_values(codes, *base, planes[-1], bits, entry["group_size"])
-                if f"{prefix}.u" in tensors and bits == planes[0]:
-                    u, v = (tensors[f"{prefix}.{n}"].astype(np.float64) for n in "uv")
+                end = "" if bits == planes[0] else f"_{bits}"
+                if f"{prefix}.u{end}" in tensors:
+                    u, v = (tensors[f"{prefix}.{n}{end}"].astype(np.float64) for n in "uv")
                     expected += u.T @ v
+                    if bits != planes[0]:
+                        self.assertLen(u, entry["refined_ranks"][str(bits)])
                 np.testing.assert_allclose(values, expected, atol=1e-5)
                 weights = source[f"{prefix}.weight"].astype(np.float64)
                 error = np.linalg.norm(expected - weights) / np.linalg.norm(weights)
@@ -299,6 +330,8 @@ class PlanesCheckpointTest(QuantizeTestCase):
         ({"method": "least_squares", "planes": (2, 4, 8)},),
         ({"method": "gptq", "text": TEXT},),
         ({"method": "milo", "factor_bits": 16},),
+        ({"method": "milo", "factor_bits": 16, "rank_divisor": 2},),
+        ({"method": "milo", "factor_bits": 16, "rank_divisor": 2, "planes": (2, 4, 8)},),
     )
     def test_one_checkpoint_is_read_at_each_width(self, how):
         job = self.planes_job(**how)
@@ -306,7 +339,20 @@ class PlanesCheckpointTest(QuantizeTestCase):
         self.assert_reads(job.output, job.recipe.default.planes)
         for bits in job.recipe.default.planes[:-1]:
             self.assertIn(f"read_bits={bits} reads {bits} bits", "\n".join(report_lines(outcome)))
-        if how["method"] != "milo":
+        ranks = {
+            name.rpartition(".u")[2]: len(tensor)
+            for name, tensor in all_tensors(job.output).items() if "o_proj.u" in name
+        }  # fmt: skip
+        wider = [f"_{bits}" for bits in job.recipe.default.planes[1:]]
+        if how["method"] == "milo":
+            self.assertEqual(
+                ranks,
+                {"": 8} | dict(zip(wider, (4, 2), strict=False))
+                if "rank_divisor" in how
+                else {"": 8},
+            )
+        else:
+            self.assertEqual(ranks, {})
             bits = job.recipe.default.bits + 32 / 32  # scales and zeros of fp16, groups of 32
             self.assertAlmostEqual(outcome.totals["quantized_bits_per_weight"], bits)
 
@@ -387,6 +433,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
             ({"zero_kind": "symmetric"}, "float zero points"),
             ({"target": "gptq"}, "has no bit planes"),
             ({"plane_weight": -0.1}, "plane_weight"),
+            ({"rank_divisor": -1}, "rank_divisor=-1 must be 0 or positive"),
         ):
             job = self.planes_job(output=self.directory / "refused", **how)
             self.assert_refused(job, said)
@@ -404,24 +451,32 @@ class PlanesCheckpointTest(QuantizeTestCase):
         ) as engine:
             self.assertEqual(engine.generate(tokens, max_new_tokens=6)[0].tokens, expected)
 
-    def test_a_tier_refines_the_next_which_holds_all(self):
-        job = self.planes_job()
+    @slow.where(lambda how: how)
+    @parameterized.parameters(
+        ({},),
+        ({"method": "milo", "rank": "Uniform-8", "rank_divisor": 2, "passes": 1},),
+    )
+    def test_a_tier_refines_the_next_which_holds_all(self, how):
+        job = self.planes_job(**how)
         quantize_checkpoint(job)
         found = {}
-        for how in ("planes", "copies"):
+        for form in ("planes", "copies"):
             as_planes = mock.patch.object(load, "_by_planes", return_value=None)
             # Copies of high precision would serve whoever asks for low, planes do not.
             tiering = Tiering(policy=AsAsked(), tiers=("int4", "int2"), slots=(2, 4))
             with (
-                as_planes if how == "copies" else contextlib.nullcontext(),
+                as_planes if form == "copies" else contextlib.nullcontext(),
                 Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine,
             ):
                 tokens = engine.generate([list(range(3, 20))], max_new_tokens=6)[0].tokens
                 high, low = engine._runner.memory.tiers
                 engine._runner.memory.read_counters()
-                found[how] = tokens, high, low, engine.budget
-        (tokens, high, low, budget), (expected, copy, _, of_copies) = found.values()
+                found[form] = tokens, high, low, engine.budget
+        (tokens, high, low, budget), (expected, copy, copied_low, of_copies) = found.values()
         self.assertEqual(tokens, expected)
+        for tier, of in ((high, copy), (low, copied_low)):
+            self.assertEqual(nbytes_of(tier.store.terms) > 0, bool(how))
+            jax.tree.map(np.testing.assert_array_equal, tier.store.terms, of.store.terms)
         self.assertEqual([high.spec.refines, low.spec.refines, copy.spec.refines], [2, 0, 0])
         for event in ("needed", "hits", "misses"):
             self.assertEqual(high.ledger.total(event), copy.ledger.total(event))
@@ -495,8 +550,10 @@ class PlanesCheckpointTest(QuantizeTestCase):
         self.assertEqual(found[1].partition("\n")[2], found[0])
 
     @pytest.mark.slow
-    def test_planned_bytes_are_allocated_with_compensators(self):
-        job = self.planes_job("experts: method=milo", rank="Uniform-4", passes=1)
+    @parameterized.parameters(0, 2)
+    def test_planned_bytes_are_allocated_with_compensators(self, divisor):
+        rule = f"experts: method=milo rank_divisor={divisor}"
+        job = self.planes_job(rule, rank="Uniform-4", passes=1)
         quantize_checkpoint(job)
         tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(2, 4))
         with Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine:
@@ -511,8 +568,9 @@ class PlanesCheckpointTest(QuantizeTestCase):
                 self.assertEqual(factors, nbytes_of(tier.store.terms))
                 rows = nbytes_of((tier.store.gate_up, tier.store.down))
                 self.assertEqual(host.pop(f"experts, {name}"), rows)
-            self.assertEqual(nbytes_of(memories["int4"].store.terms), 0)
-            self.assertGreater(nbytes_of(memories["int2"].store.terms), 0)
+            high, low = (nbytes_of(memories[name].store.terms) for name in ("int4", "int2"))
+            self.assertGreater(low, high)
+            self.assertEqual(high > 0, divisor > 0)
             self.assertEqual(memories["int4"].spec.refines, 2)
             self.assertEmpty([name for name in (*device, *host) if "low-rank" in name])
 

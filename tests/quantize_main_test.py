@@ -99,6 +99,11 @@ class QuantizeMainTest(FolderTestCase):
         (["--config.platform=tpu"], "platform 'tpu' is none of"),
         (["--config.planes=2,4", "--config.bits=4"], "bits=4 beside planes=2,4"),
         (["--config.plane_weight=0.5"], "plane_weight=0.5 weighs widths of bit planes"),
+        (["--config.rank_divisor=2"], "rank_divisor=2 is of milo's compensators of bit planes"),
+        (
+            ["--config.planes=2,4", "--config.rank_divisor=-1"],
+            "rank_divisor=-1 must be 0 or positive",
+        ),
         (
             ["--config.planes=2,4", "--config.plane_weight=1.5"],
             "plane_weight=1.5 must be from 0 to 1",
@@ -118,6 +123,8 @@ class QuantizeMainTest(FolderTestCase):
     @parameterized.parameters(
         {"planes": "2,4", "plane_weight": 0.5},
         {"rules": "experts: planes=2,4", "plane_weight": 0.0, "bits": 4},
+        {"planes": "2,4"},
+        {"rules": "experts: planes=2,4 method=milo", "method": "rtn", "rank_divisor": 0},
         {"method": "milo", "factor_bits": 8},
         {"rules": "attention: method=milo+", "factor_bits": 8, "method": "rtn"},
     )

@@ -9,6 +9,7 @@ from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from moejax.models.shapes import MIXTRAL_8X7B
+from moejax.quantization.milo import width_ranks
 from moejax.quantization.ranks import (
     RankedMatrix,
     RankPlan,
@@ -229,6 +230,18 @@ class RanksTest(parameterized.TestCase):
         ]
         if can_grow:
             self.assertLess(budget - plan.num_bytes, 8 * max(costs))
+
+    def test_a_budget_counts_the_compensators_of_every_width(self):
+        """Planes (2, 4, 8) and divisor 4 make ranks r, r // 4 and r // 16."""
+        matrices = [dataclasses.replace(m, all_widths=1 + 1 / 4 + 1 / 16) for m in _mixtral()]
+        budget = 50_000_000
+        plan = _plan(f"Dense-512 + Kurtosis-16 within {budget} B", matrices)
+        stored = sum(
+            sum(width_ranks(rank, 3, 4)) * rank_bytes(m.num_rows, m.num_inputs, 8)
+            for rank, m in zip(plan.ranks, matrices, strict=True)
+        )
+        self.assertLessEqual(stored, budget)
+        self.assertGreater(stored, 0.9 * budget)
 
     def test_budget_scales_both_terms(self):
         matrices = _mixtral()

@@ -22,6 +22,7 @@ SHAPE_BITS = (2, 3, 4, 8, 16)
 # Bits that `moejax.quantize` takes where none are given.
 CODE_BITS = 3
 FACTOR_BITS = 3
+RANK_DIVISOR = 4
 THINKING = {"auto": None, "on": True, "off": False}
 _TASKS_BY_LM_EVAL = (
     "python -m moejax.lm_eval --model moejax --model_args pretrained=CHECKPOINT --tasks NAME "
@@ -316,6 +317,12 @@ class QuantizeConfig(RunConfig):
         None, f"bits of milo's compensators: 3, 4, 8 or 16 (bfloat16); None: {FACTOR_BITS}",
         kind=int,
     )  # fmt: skip
+    rank_divisor: int | None = option(
+        None,
+        "rank of milo's compensators in the widths of bit planes: a wider one has that of the next "
+        f"narrower divided by this, 0: none; None: {RANK_DIVISOR}",
+        kind=int,
+    )  # fmt: skip
     passes: int = option(20, "most passes of milo", least=1)
     act_order: bool = option(
         False, "gptq visits inputs by falling importance, in groups that are fixed beforehand"
@@ -351,6 +358,12 @@ class QuantizeConfig(RunConfig):
                 "has them: give planes too, such as planes=2,4, or leave it out"
             )
         has_factors = self.method.startswith("milo") or "method=milo" in self.rules
+        has_planes = self.planes or "planes=" in self.rules
+        if self.rank_divisor is not None and not (has_factors and has_planes):
+            raise MoejaxError(
+                f"rank_divisor={self.rank_divisor} is of milo's compensators of bit planes, and no "
+                "matrix has them: give planes and method=milo too, or leave it out"
+            )
         if self.factor_bits is not None and not has_factors:
             raise MoejaxError(
                 f"factor_bits={self.factor_bits} is of the compensators of milo and milo+, and "

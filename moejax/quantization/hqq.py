@@ -48,7 +48,7 @@ def hqq(
     weights: jax.Array,
     grid: Grid,
     settings: HqqSettings = HqqSettings(),
-    narrow_weights: jax.Array | None = None,
+    narrower: Sequence[jax.Array] = (),
 ) -> Codes:
     """Minimises |W - s (q - z)|_p over z, with s fixed (MiLo eq. 4-9).
 
@@ -59,15 +59,14 @@ def hqq(
     Args:
       weights: float32[..., N, K], finite; each matrix stops by itself.
       grid: its zero is "float"; ValueError otherwise.
-      narrow_weights: what the narrowest width of planes approximates; None: `weights` too.
+      narrower: what each narrower width of planes approximates; (): `weights` too.
     """
     if grid.zero_kind != "float":
         raise ValueError(f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}")
     num_inputs = weights.shape[-1]
     groups = split_groups(weights, grid.group_size)
-    targets = [groups] * len(grid.widths)
-    if narrow_weights is not None:
-        targets[-1] = split_groups(narrow_weights, grid.group_size)
+    others = narrower or [weights] * (len(grid.widths) - 1)
+    targets = [groups, *(split_groups(other, grid.group_size) for other in others)]
     inverse, start = _range_grid(groups, grid)
     if settings.round_start:
         start = jnp.round(start)

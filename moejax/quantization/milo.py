@@ -1,13 +1,13 @@
 """MiLo: alternates codes and low-rank compensators (Algorithm 1); MiLo+ goes beyond it.
 
-With bit planes the compensators belong to the narrowest width, which lacks most: its codes
-approximate W - U V, those of the other widths W alone, and the codes of all are chosen jointly.
+With bit planes every width B has its own compensators: its codes approximate W - U_B V_B, and the
+codes of all widths are chosen jointly. The narrowest width lacks most and has the highest rank.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class MiloSettings:
     # returned unquantized, and the caller's rounding adds to the error.
     refit: bool = False
     factor_bits: int = 3  # if `refit`
+    rank_divisor: int = 0  # see `width_ranks`
 
     def __post_init__(self) -> None:
         if self.base not in BASES:
@@ -68,33 +69,54 @@ def milo_plus(max_rank: int, factor_bits: int = 3, max_passes: int = 20) -> Milo
     )
 
 
+def width_ranks(rank: Any, num_widths: int, divisor: int) -> list[Any]:
+    """Ranks of the compensators of each width of a grid, the widest first.
+
+    Args:
+      rank: int or int32[...], that of the narrowest width, the last one.
+      divisor: a wider width has the rank of the next narrower one divided by it, rounded down; 0:
+        none.
+    """
+    ranks = [rank]
+    for _ in range(num_widths - 1):
+        ranks.append(ranks[-1] // divisor if divisor else 0 * rank)
+    return ranks[::-1]
+
+
 class Factors(NamedTuple):
     """Factors U and V; if they were quantized, also the codes of U transposed and V."""
 
-    u: jax.Array  # float32[..., N, max_rank], zero beyond the matrix's rank
-    v: jax.Array  # float32[..., max_rank, K], zero beyond the matrix's rank
-    u_codes: Codes | None  # [..., max_rank, N]
-    v_codes: Codes | None  # [..., max_rank, K]
+    u: jax.Array  # float32[..., N, R], zero beyond the matrix's rank
+    v: jax.Array  # float32[..., R, K], zero beyond the matrix's rank
+    u_codes: Codes | None  # [..., R, N]
+    v_codes: Codes | None  # [..., R, K]
 
 
 class MiloResult(NamedTuple):
-    """Best pass of each matrix; the factors' fields are those of `Factors`."""
+    """Best pass of each matrix."""
 
     codes: Codes
-    u: jax.Array
-    v: jax.Array
-    u_codes: Codes | None
-    v_codes: Codes | None
+    factors: tuple[Factors, ...]  # of each of the grid's `widths`
     errors: jax.Array  # float32[..., max_passes], eq. 14 of each pass, 0 for those that did not run
     passes: jax.Array  # int32[...], how many ran
+
+    @property
+    def u(self) -> jax.Array:
+        """U of the narrowest width."""
+        return self.factors[-1].u
+
+    @property
+    def v(self) -> jax.Array:
+        """V of the narrowest width."""
+        return self.factors[-1].v
 
 
 class _Pass(NamedTuple):
     """Result of one pass."""
 
     codes: Codes
-    factors: Factors
-    basis: jax.Array  # float32[..., R, K], what the next decomposition starts from
+    factors: tuple[Factors, ...]
+    bases: tuple[jax.Array, ...]  # float32[..., R, K], what the next decompositions start from
     error: jax.Array  # float32[...]
 
 
@@ -119,7 +141,8 @@ def milo(
 
     Args:
       weights: float32[..., N, K], finite.
-      rank: int32[...], components of each matrix, at most `settings.max_rank`, which N and K bound.
+      rank: int32[...], components of each matrix, at most `settings.max_rank`, which N and K bound;
+        with planes those of the narrowest width.
 
     Raises:
       ValueError: the grid has planes, for which `settings` are not the paper's.
@@ -149,24 +172,28 @@ def milo(
         return _State(state.done + 1, found, best, errors, passes, active)
 
     end = jax.lax.while_loop(again, body, start)
-    return MiloResult(end.best.codes, *end.best.factors, end.errors, end.passes)
+    return MiloResult(end.best.codes, end.best.factors, end.errors, end.passes)
 
 
 def _paper_pass(
     weights: jax.Array, grid: Grid, settings: MiloSettings, rank: jax.Array, last: _Pass,
     iterations: jax.Array,
 ) -> _Pass:  # fmt: skip
-    """Runs one pass of Algorithm 1: eq. 4-9, then eq. 10-12, then eq. 14."""
+    """Runs one pass of Algorithm 1: eq. 4-9, then eq. 10-12 and 14 for each width."""
     codes = _solve(weights, last.factors, grid, settings)
-    missed = weights - dequantize(codes, grid, grid.widths[-1])
-    u, v, basis = _decompose(missed, last.basis, settings, rank, iterations)
-    error = _norm(missed - _product(u, v))
-    if grid.planes:
-        errors = [_norm(weights - dequantize(codes, grid, width)) for width in grid.widths[:-1]]
-        shares = [width.share for width in grid.widths]
-        parts = zip(shares, [*errors, error], strict=True)
-        error = jnp.sqrt(sum((share * part**2 for share, part in parts), jnp.zeros_like(error)))
-    return _Pass(codes, Factors(u, v, None, None), basis, error)
+    ranks = width_ranks(rank, len(grid.widths), settings.rank_divisor)
+    factors, bases, error = [], [], jnp.zeros(rank.shape, jnp.float32)
+    parts = zip(grid.widths, ranks, last.factors, last.bases, strict=True)
+    for width, own, old, basis in parts:
+        missed = weights - dequantize(codes, grid, width)
+        # One width after the other, by a sum with nothing: a CPU that runs LAPACK for two at once
+        # may wait for ever (jax 0.10.2).
+        missed = missed + 0.0 * error[..., None, None]
+        u, v, found = _decompose(missed, basis, own, iterations, old.u.shape[-1])
+        factors.append(Factors(u, v, None, None))
+        bases.append(found)
+        error = error + width.share * _norm(missed - _product(u, v)) ** 2
+    return _Pass(codes, tuple(factors), tuple(bases), jnp.sqrt(error))
 
 
 def _refit_pass(
@@ -178,53 +205,55 @@ def _refit_pass(
     The error of quantizing the factors is part of W - U V when that is quantized, so that it costs
     as much as any other weight.
     """
-    product = _product(last.factors.u, last.factors.v)
+    (old,), (basis,) = last.factors, last.bases
+    product = _product(old.u, old.v)
     missed = weights - dequantize(last.codes, grid) - product
     target = product + STEP * missed
-    u, v, basis = _decompose(target, last.basis, settings, rank, iterations)
+    u, v, basis = _decompose(target, basis, rank, iterations, settings.max_rank)
     factors = _quantized(u, v, settings)
-    codes = _solve(weights, factors, grid, settings)
+    codes = _solve(weights, (factors,), grid, settings)
     missed = weights - dequantize(codes, grid) - _product(factors.u, factors.v)
-    return _Pass(codes, factors, basis, _norm(missed))
+    return _Pass(codes, (factors,), (basis,), _norm(missed))
 
 
 def _first(weights: jax.Array, grid: Grid, settings: MiloSettings) -> _Pass:
     """Empty factors, and their codes if the first pass begins with the codes' error."""
     *lead, num_rows, num_inputs = weights.shape
-    u = jnp.zeros((*lead, num_rows, settings.max_rank), jnp.float32)
-    v = jnp.zeros((*lead, settings.max_rank, num_inputs), jnp.float32)
-    factors = _quantized(u, v, settings) if settings.refit else Factors(u, v, None, None)
-    basis = sketch(weights, settings.max_rank)
+    factors = []
+    ranks = width_ranks(settings.max_rank, len(grid.widths), settings.rank_divisor)
+    for rank in ranks:
+        u = jnp.zeros((*lead, num_rows, rank), jnp.float32)
+        v = jnp.zeros((*lead, rank, num_inputs), jnp.float32)
+        factors.append(_quantized(u, v, settings) if settings.refit else Factors(u, v, None, None))
     if settings.refit:
         codes = _solve(weights, factors, grid, settings)
     else:  # of the right shapes; every pass finds its own
         codes = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(rtn, weights, grid)
         )
-    return _Pass(codes, factors, basis, jnp.full(lead, jnp.inf, jnp.float32))
+    bases = tuple(sketch(weights, rank) for rank in ranks)
+    return _Pass(codes, tuple(factors), bases, jnp.full(lead, jnp.inf, jnp.float32))
 
 
-def _solve(weights: jax.Array, factors: Factors, grid: Grid, settings: MiloSettings) -> Codes:
+def _solve(
+    weights: jax.Array, factors: Sequence[Factors], grid: Grid, settings: MiloSettings
+) -> Codes:
     if settings.solver is not None:
-        return settings.solver(weights, factors.u, factors.v, grid)
-    if grid.planes:
-        return hqq(weights, grid, narrow_weights=weights - _product(factors.u, factors.v))
-    return BASES[settings.base](weights - _product(factors.u, factors.v), grid)
+        (own,) = factors
+        return settings.solver(weights, own.u, own.v, grid)
+    first, *others = (weights - _product(own.u, own.v) for own in factors)
+    return hqq(first, grid, narrower=others) if others else BASES[settings.base](first, grid)
 
 
 def _decompose(
-    matrix: jax.Array,
-    basis: jax.Array,
-    settings: MiloSettings,
-    rank: jax.Array,
-    iterations: jax.Array,
+    matrix: jax.Array, basis: jax.Array, rank: jax.Array, iterations: jax.Array, max_rank: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes U and V, truncated to each rank, and the next basis."""
-    if settings.max_rank == 0:
+    if max_rank == 0:
         return matrix[..., :, :0], matrix[..., :0, :], basis
     columns, rows = subspace_svd(matrix, basis, iterations)
-    u, v = balanced(columns, rows, settings.max_rank)
-    shape = (*rank.shape, settings.max_rank)
+    u, v = balanced(columns, rows, max_rank)
+    shape = (*rank.shape, max_rank)
     used = jax.lax.broadcasted_iota(jnp.int32, shape, rank.ndim) < rank[..., None]
     return jnp.where(used[..., None, :], u, 0.0), jnp.where(used[..., :, None], v, 0.0), rows
 

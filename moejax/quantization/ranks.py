@@ -23,6 +23,7 @@ The paper lets Kurtosis and Frequency "control the average rank to be r" and say
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -62,6 +63,8 @@ class RankedMatrix:
     num_inputs: int  # K
     kurtosis: float | None = None  # excess kurtosis of its weights
     frequency: float | None = None  # share of its layer's assignments that its expert gets
+    # Ranks of all widths of bit planes together, over the one that is assigned, the narrowest's.
+    all_widths: float = 1.0
 
     @property
     def max_rank(self) -> int:
@@ -191,7 +194,10 @@ def assign_ranks(
 
 
 def _problem(matrices: Sequence[RankedMatrix], factor_bits: int) -> _Problem:
-    costs = [rank_bytes(m.num_rows, m.num_inputs, factor_bits) for m in matrices]
+    costs = [
+        math.ceil(m.all_widths * rank_bytes(m.num_rows, m.num_inputs, factor_bits))
+        for m in matrices
+    ]
     return _Problem(
         matrices=matrices,
         costs=np.array(costs, np.int64),

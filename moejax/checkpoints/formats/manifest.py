@@ -5,14 +5,15 @@
                                    "zero_kind": ..., "scale_dtype": ..., "rank": r,
                                    "factor_bits": ..., "factor_group_size": 64,
                                    "planes": [2, 4], "compensated_bits": 2,
+                                   "refined_ranks": {"4": r},
                                    "relative_error": ..., "bytes": ...}, ...},
      "files": {"model-00001-of-00025.safetensors": {"size": bytes, "sha256": hex}, ...},
      "totals": {...}}
 
 A reader needs `bits`, `group_size` and, where factors are packed in other groups than 64,
 `factor_group_size`; of bit planes `planes`, the widths that codes were chosen for, and
-`compensated_bits`, the one that the factors belong to. It checks `layout`, `shape`, `zero_kind` and
-the files. The rest is for people.
+`compensated_bits`, the one that factors named for no width belong to. It checks `layout`, `shape`,
+`zero_kind` and the files. The rest is for people.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ class MatrixEntry:
     zero_kind: str
     factor_group_size: int
     planes: tuple[int, ...] = ()  # widths of bit planes, rising; (): one array of codes
-    compensated_bits: int = 0  # width that has the compensator, if there are planes
+    compensated_bits: int = 0  # width of the factors named for none, if there are planes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

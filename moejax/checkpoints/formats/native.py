@@ -7,13 +7,14 @@
     PREFIX.u, PREFIX.v  BF16 [r, N] (U transposed) and [r, K], the compensator of rank r; or packed
     PREFIX.u.words, PREFIX.u.scales, PREFIX.v.words, PREFIX.v.scales
                         rows of symmetric codes, again by the layout
+    PREFIX.u_B, ...     the same of bit planes read in B bits, where PREFIX.u is that of fewer bits
 
 The manifest has each matrix's kind; ranks and the bits of factors follow from the shapes.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -38,8 +39,8 @@ _SCALES = ("float16", "float32")
 def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
     """Returns the tensors that store the matrix PREFIX [N, K] in a safetensors file.
 
-    It has at most one compensator, of all rows. The file gets only the rows of the factor pools
-    that the matrix owns, and none where its rank is 0.
+    It has at most one compensator of a width, of all rows. The file gets only the rows of the
+    factor pools that the matrix owns, and none where its rank is 0.
 
     Raises:
       ValueError: `matrix` is not whole (`QTensor.check`), a stack, or has more compensators.
@@ -54,22 +55,26 @@ def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
         tensors[f"{REFINEMENT}{i}"] = plane
     if matrix.permutation is not None:
         tensors["permutation"] = matrix.permutation
-    tensors |= _factor_tensors(prefix, matrix)
+    widths = [compensator.bits for compensator in matrix.compensators]
+    if len(set(widths)) < len(widths):
+        raise ValueError(f"{prefix} has compensators of parts of its rows; write its parts")
+    for compensator in matrix.compensators:
+        suffix = "" if compensator.bits == min(widths) else f"_{compensator.bits}"
+        tensors |= _factor_tensors(prefix, matrix, compensator, suffix)
     return {
         f"{prefix}.{name}": np.ascontiguousarray(tensor)  # from the device as well
         for name, tensor in tensors.items()
     }
 
 
-def _factor_tensors(prefix: str, matrix: QTensor) -> dict[str, Any]:
-    if not matrix.compensators:
-        return {}
-    compensator, *others = matrix.compensators
-    if others or compensator.first_row or compensator.num_rows != matrix.shape[0]:
+def _factor_tensors(
+    prefix: str, matrix: QTensor, compensator: Compensator, suffix: str
+) -> dict[str, Any]:
+    if compensator.first_row or compensator.num_rows != matrix.shape[0]:
         raise ValueError(f"{prefix} has compensators of parts of its rows; write its parts")
     start, rank = int(compensator.start), int(compensator.rank)
     tensors: dict[str, Any] = {}
-    for name, factor in (("u", compensator.u), ("v", compensator.v)):
+    for name, factor in ((f"u{suffix}", compensator.u), (f"v{suffix}", compensator.v)):
         if not rank:
             continue
         rows = slice(start, start + rank)
@@ -138,24 +143,28 @@ def _find(
     if permutation in tensors:
         fits.append(tensors.fits(permutation, (num_inputs,), ["int32"]))
         parts["permutation"] = permutation
-    factor_names, rank, factors = _factors(prefix, shape, entry, tensors)
-    if not all(fits) or rank is None:
+    by_width = {
+        bits: _factors(ends, shape, entry, tensors) for bits, ends in _ends(prefix, entry).items()
+    }
+    if not all(fits) or None in (found.rank for found in by_width.values()):
         return None
     unread: list[str] = []
     if entry.planes:
         kind = kind.prefix(read_bits or entry.bits)
         own = kind.arrays(shape).keys() | {"permutation"}
         unread = [parts.pop(name) for name in list(parts) if name not in own]
-        if factor_names and kind.bits != entry.compensated_bits:
-            unread, factor_names, rank, factors = [*unread, *factor_names], [], 0, None
+    width = kind.bits if entry.planes else 0
+    ends = _ends(prefix, entry).get(width, ())
+    factor_names, rank, factors = by_width.pop(width, _StoredFactors([], 0, None))
+    unread += [name for others in by_width.values() for name in others.names]
     path = tensors[parts["words"]].path
 
     def read_factors() -> Compensator:
         assert factors is not None
         try:
             u, v = (
-                _factor(f"{prefix}.{name}", kind, length, tensors)
-                for name, kind, length in zip("uv", factors, shape, strict=True)
+                _factor(name, kind, length, tensors)
+                for name, kind, length in zip(ends, factors, shape, strict=True)
             )
         except ValueError as error:
             raise MoejaxError(f"{path}: {prefix}: {error}") from error
@@ -178,7 +187,7 @@ def _find(
         kind=dataclasses.replace(kind, scale_dtype=scale_dtype(as_held["scales"])),
         read=read,
         factors=factors,
-        rank=rank,
+        rank=rank or 0,
         order=digest(tensors.read(permutation)) if permutation in tensors else b"",
         as_held=as_held if is_held else None,
         read_factors=read_factors,
@@ -202,18 +211,33 @@ def _entry(manifest: Manifest, prefix: str, shape: tuple[int, ...]) -> MatrixEnt
     return entry
 
 
+class _StoredFactors(NamedTuple):
+    """The tensors of one compensator."""
+
+    names: list[str]
+    rank: int | None  # None where they are broken
+    kinds: FactorKinds | None
+
+
+def _ends(prefix: str, entry: MatrixEntry) -> dict[int, tuple[str, str]]:
+    """Names of U and V, by the width of bit planes that they belong to; of other codes by 0."""
+    names = {entry.compensated_bits or min(entry.planes): ""} if entry.planes else {0: ""}
+    names = {bits: f"_{bits}" for bits in entry.planes} | names
+    return {bits: (f"{prefix}.u{end}", f"{prefix}.v{end}") for bits, end in names.items()}
+
+
 def _factors(
-    prefix: str, shape: tuple[int, ...], entry: MatrixEntry, tensors: Tensors
-) -> tuple[list[str], int | None, FactorKinds | None]:
-    """Names, rank and kinds of a matrix's factors; rank None where they are broken."""
-    lengths = {f"{prefix}.u": shape[0], f"{prefix}.v": shape[1]}
+    of: tuple[str, str], shape: tuple[int, ...], entry: MatrixEntry, tensors: Tensors
+) -> _StoredFactors:
+    """The factors U and V of these names, as far as they are there."""
+    lengths = dict(zip(of, shape, strict=True))
     if found := [name for name in lengths if name in tensors]:
         rank = (*tensors[found[0]].shape, 0)[0]
         fits = [tensors.fits(name, (rank, size), ["bfloat16"]) for name, size in lengths.items()]
-        return list(lengths), rank if all(fits) else None, (None, None)
+        return _StoredFactors(list(lengths), rank if all(fits) else None, (None, None))
     found = [name for name in lengths if f"{name}.words" in tensors]
     if not found:
-        return [], 0, None
+        return _StoredFactors([], 0, None)
     stored = tensors[f"{found[0]}.words"]
     rank, num_words = (stored.shape[0], stored.shape[-1]) if stored.shape else (0, 0)
     codes = lengths[found[0]]
@@ -231,12 +255,12 @@ def _factors(
             fits.append(tensors.fits(names[-1], array.shape, dtypes[part]))
         kinds.append(kind)
     if not all(fits):
-        return [], None, None
+        return _StoredFactors([], None, None)
     scales = [scale_dtype(tensors[f"{name}.scales"]) for name in lengths]
     if scales[0] != scales[1]:
-        raise MoejaxError(f"{stored.path}: the factors of {prefix} have scales of two types")
+        raise MoejaxError(f"{stored.path}: {' and '.join(of)} have scales of two types")
     u, v = (dataclasses.replace(kind, scale_dtype=scales[0]) for kind in kinds)
-    return names, rank, (u, v)
+    return _StoredFactors(names, rank, (u, v))
 
 
 def _factor(name: str, kind: CodesKind | None, length: int, tensors: Tensors) -> Factor:

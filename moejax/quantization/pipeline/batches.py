@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moejax.quantization.milo import width_ranks
 from moejax.quantization.pipeline.inventory import Entry
 from moejax.quantization.pipeline.quantizers import Program
 from moejax.quantization.pipeline.recipe import Scheme
@@ -33,7 +34,12 @@ class MatrixTask(NamedTuple):
 
     entry: Entry
     scheme: Scheme
-    rank: int  # of its compensator, or 0
+    rank: int  # of its compensator, or 0; with planes that of the narrowest width
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the compensators of each of the grid's `widths`."""
+        return width_ranks(self.rank, len(self.scheme.planes or (0,)), self.scheme.rank_divisor)
 
     @property
     def key(self) -> tuple[Shape, Scheme]:
@@ -69,7 +75,7 @@ class Batch:
         return weights
 
     def ranks(self) -> np.ndarray:
-        """Ranks of the compensators: int32[C]."""
+        """Ranks of the compensators, of the narrowest width: int32[C]."""
         ranks = np.zeros(self.num_matrices, np.int32)
         ranks[: len(self.ranges)] = [part.task.rank for part in self.ranges]
         return ranks

@@ -55,5 +55,5 @@ def _stored_bytes(entry: Entry, task: MatrixTask | None) -> int:
     order_bytes = 4 * num_inputs  # of GPTQ's g_idx
     # Factors that surge are kept in more bits.
     factor_bits = max(scheme.factor_bits, SAFE_FACTOR_BITS)
-    factor_bytes = task.rank * rank_bytes(num_rows, num_inputs, factor_bits)
+    factor_bytes = sum(task.ranks) * rank_bytes(num_rows, num_inputs, factor_bits)
     return scheme.kind.num_bytes(entry.shape) + order_bytes + factor_bytes

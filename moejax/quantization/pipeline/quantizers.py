@@ -15,7 +15,7 @@ from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Codes, Grid, dequantize
 from moejax.quantization.hqq import hqq, kernel_hqq, kernel_refusal
 from moejax.quantization.least_squares import least_squares
-from moejax.quantization.milo import BASES, MiloSettings, milo, milo_plus
+from moejax.quantization.milo import BASES, Factors, MiloSettings, milo, milo_plus
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Scheme
 from moejax.weights.qtensor import QTensor, from_codes
 
@@ -62,12 +62,15 @@ class StackFactors(NamedTuple):
     v: jax.Array | QTensor  # [C, R, K]
 
 
+Compensators = tuple[StackFactors | None, ...]  # None for widths without
+
+
 class QuantizedStack(NamedTuple):
     """A stack of C quantized matrices."""
 
     tensor: QTensor  # [C, N, K], without compensators
-    factors: StackFactors | None
-    safe_factors: StackFactors | None  # in `SAFE_FACTOR_BITS`, for the matrices that surged
+    factors: Compensators  # of each of the grid's `widths`
+    safe_factors: Compensators  # in `SAFE_FACTOR_BITS`, for the matrices that surged
     surged: jax.Array  # bool[C]
     starved: jax.Array  # bool[C]: saw too little text, and took the fallback
     is_storable: jax.Array  # bool[C]: scales and zeros are finite in the scheme's type
@@ -79,9 +82,10 @@ class _Solution(NamedTuple):
     """Codes, and the factors they may have been fitted to."""
 
     codes: Codes
-    factors: StackFactors
-    lost: jax.Array  # float32[C], with these factors
-    free_lost: jax.Array | None  # with unquantized ones; None where codes are fitted to factors
+    factors: Compensators
+    lost: tuple[jax.Array, ...]  # float32[C] of each width, with these factors
+    # The same with unquantized ones; None where codes are fitted to factors.
+    free_lost: tuple[jax.Array, ...] | None
 
 
 def kernel_remarks(matrices: Iterable[tuple[tuple[int, ...], Scheme]]) -> list[str]:
@@ -108,12 +112,13 @@ def quantize_stack(
     """Quantizes and packs C matrices, float32[C, N, K], and measures the error.
 
     Args:
-      ranks: int32[C], of the compensators, at most `program.max_rank`.
+      ranks: int32[C], of the compensators of the narrowest width, at most `program.max_rank`.
       calibration: None for methods that need none.
     """
     method = program.scheme.method
     starved = surged = jnp.zeros(weights.shape[0], bool)
-    factors = safe_factors = None
+    factors: Compensators = (None,) * len(program.grid.widths)
+    safe_factors = factors
     if method in CALIBRATED:
         assert calibration is not None
         codes, starved = _calibrated(weights, calibration, program)
@@ -124,11 +129,12 @@ def quantize_stack(
     tensor = from_codes(*codes, **dataclasses.asdict(program.scheme.kind))
     widths = program.scheme.planes[::-1] or (program.scheme.bits,)
     values = [tensor.prefix(bits).dequantize() for bits in widths]
-    if factors is not None:
-        product = _product(factors)
-        if safe_factors is not None:
-            product = jnp.where(surged[:, None, None], _product(safe_factors), product)
-        values[-1] += product
+    for i, (own, safe) in enumerate(zip(factors, safe_factors, strict=True)):
+        if own is not None:
+            product = _product(own)
+            if safe is not None:
+                product = jnp.where(surged[:, None, None], _product(safe), product)
+            values[i] += product
     return QuantizedStack(
         tensor=tensor,
         factors=factors,
@@ -174,22 +180,22 @@ def _calibrated(
 
 def _compensated(
     weights: jax.Array, ranks: jax.Array, program: Program
-) -> tuple[Codes, StackFactors, StackFactors | None, jax.Array]:
+) -> tuple[Codes, Compensators, Compensators, jax.Array]:
     """Quantizes with compensators: codes, factors, wider factors and who needs them."""
     solution = _solve(weights, ranks, program, program.scheme.factor_bits)
     if not program.surges:
         nothing = jnp.zeros(weights.shape[0], bool)
-        return solution.codes, solution.factors, None, nothing
+        return solution.codes, solution.factors, (None,) * len(solution.factors), nothing
     surged = (ranks > 0) & _has_surged(weights, solution, program)
 
     # Solved again, since codes may be fitted to their factors, but only where it happened at all.
-    def solve() -> tuple[Codes, StackFactors]:
+    def solve() -> tuple[Codes, Compensators]:
         found = _solve(weights, ranks, program, SAFE_FACTOR_BITS)
         return found.codes, found.factors
 
-    def nothing_to_solve() -> tuple[Codes, StackFactors]:
+    def nothing_to_solve() -> tuple[Codes, Compensators]:
         zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)  # noqa: E731
-        found: tuple[Codes, StackFactors] = jax.tree.map(zeros, jax.eval_shape(solve))
+        found: tuple[Codes, Compensators] = jax.tree.map(zeros, jax.eval_shape(solve))
         return found
 
     safe_codes, safe_factors = jax.lax.cond(jnp.any(surged), solve, nothing_to_solve)
@@ -200,11 +206,12 @@ def _compensated(
 
 def _has_surged(weights: jax.Array, solution: _Solution, program: Program) -> jax.Array:
     """Mask bool[C]: the factors' codes lose most of the gain of unquantized factors."""
-    grid = program.grid
+    # The narrowest width decides: the others gain little, and have little rank to lose it.
+    grid, lost = program.grid, solution.lost[-1]
     bare = _squares(weights - dequantize(_plain(weights, program), grid, grid.widths[-1]))
     if solution.free_lost is None:
-        return solution.lost >= bare
-    return gain_lost(bare, solution.free_lost, solution.lost) > MAX_GAIN_LOST
+        return lost >= bare
+    return gain_lost(bare, solution.free_lost[-1], lost) > MAX_GAIN_LOST
 
 
 def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: int) -> _Solution:
@@ -217,23 +224,33 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
             max_passes=program.passes,
             base="least_squares" if is_plus else "hqq",
             solver=kernel_hqq if not is_plus and program.by_kernel(weights) else None,
+            rank_divisor=program.scheme.rank_divisor,
         )
     found = milo(weights, grid, settings, ranks)
-    parts = (jnp.swapaxes(found.u, -1, -2), found.v)
-    left = weights - dequantize(found.codes, grid, grid.widths[-1])
+    factors, lost, free_lost = [], [], []
+    for width, own in zip(grid.widths, found.factors, strict=True):
+        left = weights - dequantize(found.codes, grid, width)
+        packed = _packed(own, factor_bits) if own.u.shape[-1] else None
+        factors.append(packed)
+        lost.append(_squares(left if packed is None else left - _product(packed)))
+        free = StackFactors(jnp.swapaxes(own.u, -1, -2), own.v)
+        free_lost.append(_squares(left - _product(free)))
+    return _Solution(
+        found.codes, tuple(factors), tuple(lost), None if settings.refit else tuple(free_lost)
+    )
+
+
+def _packed(factors: Factors, factor_bits: int) -> StackFactors:
+    """Factors in few bits, or in bfloat16."""
+    parts = (jnp.swapaxes(factors.u, -1, -2), factors.v)
     if factor_bits == 16:
-        factors = StackFactors(*(part.astype(jnp.bfloat16) for part in parts))
-    else:
-        found_codes = (found.u_codes, found.v_codes)
-        coded = [
-            quantize_factor(part, factor_bits) if codes is None else codes
-            for part, codes in zip(parts, found_codes, strict=True)
-        ]
-        factors = StackFactors(*map(functools.partial(_pack_factor, factor_bits), coded))
-    lost, free_lost = _squares(left - _product(factors)), None
-    if not settings.refit:
-        free_lost = _squares(left - _product(StackFactors(*parts)))
-    return _Solution(found.codes, factors, lost, free_lost)
+        return StackFactors(*(part.astype(jnp.bfloat16) for part in parts))
+    found_codes = (factors.u_codes, factors.v_codes)
+    coded = [
+        quantize_factor(part, factor_bits) if codes is None else codes
+        for part, codes in zip(parts, found_codes, strict=True)
+    ]
+    return StackFactors(*map(functools.partial(_pack_factor, factor_bits), coded))
 
 
 def _pack_factor(factor_bits: int, codes: Codes) -> QTensor:

@@ -90,6 +90,7 @@ def plan_ranks(
             num_inputs=entry.shape[1],
             kurtosis=kurtosis.get(entry.name),
             frequency=frequencies.get((entry.layer, entry.expert)),
+            all_widths=_all_widths(schemes[entry.name]),
         )
         for entry in others
     ]
@@ -99,6 +100,12 @@ def plan_ranks(
         raise MoejaxError(f"rank policy: {error}") from error
     chosen = {entry.name: rank for entry, rank in zip(others, plan.ranks, strict=True)}
     return {"ranks": {**chosen, **fixed}, "capped": list(plan.capped)}
+
+
+def _all_widths(scheme: Scheme) -> float:
+    """Ranks of all widths together over the narrowest's, before any is rounded down."""
+    others = range(1, len(scheme.planes)) if scheme.rank_divisor else ()
+    return 1 + sum(float(scheme.rank_divisor) ** -i for i in others)
 
 
 def _compensated(inventory: Inventory, schemes: Mapping[str, Scheme]) -> Sequence[Entry]:

@@ -46,6 +46,7 @@ _SPELLINGS = {
     "scale_dtype": "scale_dtype",
     "rank": "rank",
     "factor_bits": "factor_bits",
+    "rank_divisor": "rank_divisor",
 }
 
 
@@ -63,6 +64,7 @@ class Scheme:
     act_order: bool = False  # gptq visits inputs by falling Hessian, in groups fixed beforehand
     planes: tuple[int, ...] = ()  # widths of bit planes, rising, the last one `bits`; (): none
     plane_weight: float | None = None  # see `Grid`
+    rank_divisor: int = 0  # of compensators of bit planes, see `width_ranks`
 
     @property
     def kind(self) -> CodesKind:
@@ -106,6 +108,8 @@ class Scheme:
             raise MoejaxError(reason)
         if self.plane_weight is not None and not 0 <= self.plane_weight <= 1:
             raise MoejaxError(f"plane_weight={self.plane_weight} must be from 0 to 1")
+        if self.rank_divisor < 0:
+            raise MoejaxError(f"rank_divisor={self.rank_divisor} must be 0 or positive")
         if self.planes and self.method in _ONE_WIDTH:
             raise MoejaxError(
                 f"method={self.method} chooses codes of one width; planes go with rtn, hqq, "

@@ -307,7 +307,7 @@ def _identity(job: Job, inventory: Inventory, tokens: np.ndarray | None) -> dict
     del default["rank"]
     has_planes = any(rule.changes.get("planes") for rule in job.recipe.rules)
     if not (job.recipe.default.planes or has_planes):
-        del default["planes"], default["plane_weight"]
+        del default["planes"], default["plane_weight"], default["rank_divisor"]
     return {
         "source": source_fingerprint(inventory),
         "format": job.recipe.format,

@@ -137,11 +137,15 @@ def _add(parts: _Parts, part: RowRange, result: QuantizedStack, i: int) -> None:
         raise MoejaxError(f"{entry.prefix}: {part.task.scheme.method} gave no finite result")
     tensor = _first_rows(result.tensor, i, part.num_rows)
     surged = bool(result.surged[i])
-    factors = result.safe_factors if surged else result.factors
-    if factors is not None and part.task.rank:
-        u, v = (_first_rows(factor, i, part.task.rank) for factor in factors)
-        compensator = whole_compensator(u, v, bits=(*part.task.scheme.planes, 0)[0])
-        tensor = dataclasses.replace(tensor, compensators=(compensator,))
+    compensators = []
+    for bits, rank, factors in zip(
+        part.task.scheme.planes[::-1] or (0,), part.task.ranks,
+        result.safe_factors if surged else result.factors, strict=True,
+    ):  # fmt: skip
+        if factors is not None and rank:
+            u, v = (_first_rows(factor, i, rank) for factor in factors)
+            compensators.append(whole_compensator(u, v, bits=bits))
+    tensor = dataclasses.replace(tensor, compensators=tuple(compensators))
     parts.tensors.append(tensor)
     parts.lost.append(tuple(float(lost[i]) for lost in result.lost))
     parts.whole.append(float(result.whole[i]))
@@ -189,6 +193,8 @@ def _record(task: MatrixTask, parts: _Parts, num_bytes: int) -> dict[str, Any]:
         record["factor_group_size"] = FACTOR_GROUP_SIZE
         if scheme.planes:
             record["compensated_bits"] = scheme.planes[0]
+            others = zip(scheme.planes[:0:-1], task.ranks[:-1], strict=True)
+            record["refined_ranks"] = {str(bits): rank for bits, rank in others}
     if parts.surged:
         record["surged"] = True
     if parts.starved:

@@ -4,7 +4,8 @@
 
 Every row is quantized by `moejax.quantize`, read back at one width and scored in float32, in
 windows of 2048 tokens that do not overlap. `--sections` chooses among `methods` (each method by
-planes and apart), `weights` (the weight between the widths, by each method) and `errors` (the same
+planes and apart), `weights` (the weight between the widths, by each method), `compensators` (MiLo's
+ranks in the wider widths, and groups of 128 that pay for them) and `errors` (the same as `weights`
 in relative errors of one layer's experts, without a text), all for the widths of `--planes`.
 """
 
@@ -36,6 +37,15 @@ from scripts.studies.measuring import Report
 
 WINDOW = 2048
 METHODS = ("rtn", "hqq", "least_squares", "gptq", "milo")
+# Down projections have 64 inputs; the budget makes 4.5 bits a weight of it all, as INT4 has.
+SHORT_OF_BITS = {"group_size": 128, "rules": "*.down_proj: group=64",
+                 "rank": "Dense-25% + Kurtosis-6.25% within 265 KB"}  # fmt: skip
+COMPENSATORS: dict[str, dict[str, Any]] = {
+    "no wider ranks": {"rank_divisor": 0},
+    "wider ranks a quarter": {"rank_divisor": 4},
+    "groups of 128 | no wider ranks": {"rank_divisor": 0, **SHORT_OF_BITS},
+    "groups of 128 | wider ranks a quarter": {"rank_divisor": 4, **SHORT_OF_BITS},
+}
 WEIGHTS = ("0", "0.5", "0.8", "0.9", "0.95", "1")
 
 _TEXT = flags.DEFINE_string("text", "", "UTF-8 text to score, plain or .xz")
@@ -92,6 +102,11 @@ def schemes() -> Iterator[tuple[str, dict[str, Any]]]:
             for weight in map(float, _WEIGHTS.value):
                 settings = {"method": method, "planes": _PLANES.value, "plane_weight": weight}
                 yield f"weights | {method} | {weight:g} | {planes}", settings
+    if "compensators" in _SECTIONS.value:
+        for name, how in COMPENSATORS.items():
+            yield f"compensators | {name} | {planes}", {
+                "method": "milo", "planes": _PLANES.value, **how
+            }  # fmt: skip
 
 
 def errors(report: Report, device: jax.Device) -> None:
@@ -121,7 +136,7 @@ def main(argv: list[str]) -> None:
     report = Report(device, "", _OUTPUT.value, ("jax", "jaxlib", "flax"))
     if "errors" in _SECTIONS.value:
         errors(report, device)
-    if not {"methods", "weights"} & set(_SECTIONS.value):
+    if set(_SECTIONS.value) <= {"errors"}:
         return
     bench = Bench(device)
     add = functools.partial(

@@ -156,7 +156,7 @@ def _quantized(matrices: jax.Array, method: str, bits: int, rank: int = 0) -> Qu
 def _values(quantized: QuantizedStack) -> jax.Array:
     """Values of the stored matrices, compensators added."""
     values = quantized.tensor.dequantize()
-    factors = quantized.factors
+    (factors,) = quantized.factors
     if factors is None:
         return values
     u, v = (f.dequantize() if isinstance(f, QTensor) else f for f in factors)

@@ -264,10 +264,9 @@ class Quantizer:
 def stored_bytes(result: QuantizedStack, ranks: np.ndarray) -> int:
     """Bytes of packed codes, scales, zeros, and the rows of factors that the ranks name."""
     total = result.tensor.nbytes
-    if result.factors is None:
-        return total
     surged = np.asarray(result.surged)
-    for factors, is_used in ((result.factors, ~surged), (result.safe_factors, surged)):
+    (own,), (safe,) = result.factors, result.safe_factors
+    for factors, is_used in ((own, ~surged), (safe, surged)):
         if factors is None:
             continue
         num_rows = np.where(is_used, ranks, 0).sum()
@@ -279,12 +278,13 @@ def stored_bytes(result: QuantizedStack, ranks: np.ndarray) -> int:
 
 def sum_of_parts(result: QuantizedStack, ranks: np.ndarray, dequantize: Any) -> jax.Array:
     """float32[C, N, K]: codes and compensators together, by one `QTensor` of fixed shapes."""
-    if result.factors is None:
+    (own,), (safe,) = result.factors, result.safe_factors
+    if own is None:
         return dequantize(result.tensor)
     surged = np.asarray(result.surged)
-    parts = [_compensator(result, result.factors, np.where(surged, 0, ranks))]
-    if result.safe_factors is not None:
-        parts.append(_compensator(result, result.safe_factors, np.where(surged, ranks, 0)))
+    parts = [_compensator(result, own, np.where(surged, 0, ranks))]
+    if safe is not None:
+        parts.append(_compensator(result, safe, np.where(surged, ranks, 0)))
     return dequantize(dataclasses.replace(result.tensor, compensators=tuple(parts)))
 
 
