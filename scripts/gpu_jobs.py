@@ -74,6 +74,11 @@ def _models() -> Iterator[Job]:
                  f"--config.attention_bits={bits}")  # fmt: skip
         batches = "--config.batches=(1,4,16,32)"
         yield _users("models", f"decode, {shape} {bits}", 250, *model, batches)
+        if (shape, bits) == ("Mixtral-8x7B", 3):  # MiLo's Table 6 is with compensators
+            for dense, experts in ((512, 16), (1024, 32)):
+                ranks = (f"--config.dense_rank={dense}", f"--config.expert_rank={experts}")
+                few = "--config.batches=(1,16,32)"
+                yield _users("models", f"decode, {shape} rank {dense}", 150, *model, *ranks, few)
         prompts = ("--config.prompt_tokens=2048", "--config.new_tokens=2")
         yield _users("models", f"prompts, {shape} {bits}", 120, *model, *prompts)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.random_weights import Packing, expert_terms_nbytes, random_weights
 from moejax.benchmarking.step_cost import floor_bytes
 from moejax.models.config import weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES
@@ -85,10 +85,39 @@ class WeightsTest(HostTestCase):
             cache, 3 * 5 * 2 * 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
         )
 
+    def test_compensators_are_of_every_packed_matrix(self):
+        packing = Packing(bits=3, attention_bits=4, group_size=32, dense_rank=96, expert_rank=8)
+        weights = random_weights(CONFIG, packing, jax.devices("cpu")[0])
+        rows = {
+            "attention.qkv_proj": [(0, 128, 96), (128, 64, 64), (192, 64, 64)],
+            "attention.o_proj": [(0, 128, 96)],
+            "mlp.gate_up": [(0, 64, 64), (64, 64, 64)],
+            "mlp.down": [(0, 128, 64)],
+            "moe.gate_up": [(0, 64, 8), (64, 64, 8)],
+            "moe.down": [(0, 128, 8)],
+        }
+        for name, leaf in weights.items():
+            terms = leaf.terms if isinstance(leaf, QTensor) else ()
+            found = [(t.first_row, t.num_rows, t.max_rank) for t in terms]
+            self.assertEqual(found, rows.get(name, []), name)
+            for term in terms:
+                self.assertEqual(term.v.shape[0], term.start.size * term.max_rank)
+        nbytes = [leaf.nbytes for leaf in jax.tree.leaves(
+            [weights[name].compensators for name in EXPERT_LEAVES]
+        )]  # fmt: skip
+        self.assertEqual(sum(nbytes), expert_terms_nbytes(CONFIG, packing))
+        packed = dense(weights["moe.down"], jnp.float32)
+        bare = dense(dataclasses.replace(weights["moe.down"], compensators=()), jnp.float32)
+        self.assertGreater(float(jnp.abs(packed - bare).max()), 0)
+
     def test_in_words(self):
         self.assertEqual(Packing().describe(), "bf16")
         packing = Packing(bits=3, attention_bits=3)
         self.assertEqual(packing.describe(), "INT3 g64 float, attention INT3, head bf16")
+        packing = dataclasses.replace(packing, dense_rank=512, expert_rank=16)
+        self.assertEndsWith(
+            packing.describe(), "head bf16, compensators of rank 512, of experts 16"
+        )
 
 
 class _Sized:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from moejax.benchmarking import routing
-from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.random_weights import Packing, expert_terms_nbytes, random_weights
 from moejax.benchmarking.shape_memory import ShapeMemories, release, replay
 from moejax.checkpoints import open_checkpoint
 from moejax.config.benchmark import BenchmarkConfig
@@ -139,6 +139,7 @@ class _ShapeModels:
         self._packing = Packing(
             bits=own, group_size=config.group_size, mxfp4=is_mxfp4,
             attention_bits=config.attention_bits, shared_bits=config.shared_bits,
+            dense_rank=config.dense_rank, expert_rank=config.expert_rank,
         )  # fmt: skip
         packed = self._packing
         layers = f"{self.config.num_layers} layers, " if config.layers else ""
@@ -177,7 +178,11 @@ class _ShapeModels:
         policy = None if tiering is None else self._policy(tiering, work)
         names = ["experts"] if tiering is None else [tier.name for tier in tiering.stored()]
         tiers = [
-            TierSize(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
+            TierSize(
+                name=name,
+                expert_nbytes=self._memories.expert_nbytes(bits),
+                low_rank_nbytes=expert_terms_nbytes(self.config, self._packing),
+            )
             for name, bits in zip(names, self._bits, strict=True)
         ]
         nbytes = work.probabilities.nbytes
@@ -190,6 +195,11 @@ class _ShapeModels:
             nbytes += work.predicted.nbytes if policy.needs.predicted else 0
             run = self._run(batch, context, nbytes)
             budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
+        if self._asked.expert_rank:
+            raise MoejaxError(
+                f"expert_rank={self._asked.expert_rank} is for experts that are all on the device: "
+                "leave it out, or the policy and the limits"
+            )
         memories, held = [], 0
         for bits, part in zip(self._bits, budget.tiers, strict=True):
             cached, first = 0 < part.slots < self.config.num_experts, None

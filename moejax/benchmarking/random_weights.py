@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,9 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.models.config import FLOAT32_LEAVES, ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.hf.names import placements, published_spelling
 from moejax.models.leaf_kinds import EXPERT_LEAVES, kind_of
-from moejax.weights.qtensor import MXFP4, QTensor, Weight
+from moejax.weights.qtensor import (
+    FACTOR_GROUP_SIZE,
+    MXFP4,
+    CodesKind,
+    Compensator,
+    QTensor,
+    Weight,
+)
 from pallas_kernels import layout, mxfp4
+
+FACTOR_BITS = 3  # of compensators
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +38,9 @@ class Packing:
     shared_bits: int = 16  # of the experts that every token takes; 16 for bf16
     head_bits: int = 16  # of the head; 16 for bf16
     mxfp4: bool = False  # experts and dense MLPs of 4 bits are in MXFP4
+    # Ranks of INT3 compensators of packed matrices (MiLo), at most their width; 0: none.
+    dense_rank: int = 0  # of attention, the experts that every token takes, and dense MLPs
+    expert_rank: int = 0  # of routed experts
 
     def bits_of(self, leaf: str) -> int:
         """Bits of a leaf of `weight_shapes`; 16: plain."""
@@ -38,6 +53,13 @@ class Packing:
         }
         return bits_of_kind.get(kind_of(leaf), 16)
 
+    def rank_of(self, leaf: str) -> int:
+        """Rank of the compensators of a leaf of `weight_shapes`; 0: it has none."""
+        kind = kind_of(leaf)
+        if kind == "experts":
+            return self.expert_rank
+        return self.dense_rank if kind in ("attention", "shared_experts", "mlp") else 0
+
     def describe(self) -> str:
         """Such as "INT3 g64 float, attention INT3, head bf16"."""
         names = ["bf16" if b == 16 else f"INT{b}" for b in (self.attention_bits, self.head_bits)]
@@ -47,7 +69,10 @@ class Packing:
             return f"MXFP4, attention {names[0]}, head {names[1]}"
         experts = "bf16" if self.bits == 16 else f"INT{self.bits} g{self.group_size}"
         shared = f", shared experts INT{self.shared_bits}" if self.shared_bits != 16 else ""
-        return f"{experts} {self.zero_kind}, attention {names[0]}{shared}, head {names[1]}"
+        ranks = ""
+        if self.dense_rank or self.expert_rank:
+            ranks = f", compensators of rank {self.dense_rank}, of experts {self.expert_rank}"
+        return f"{experts} {self.zero_kind}, attention {names[0]}{shared}, head {names[1]}{ranks}"
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames=("words", "low", "high"))
@@ -126,6 +151,52 @@ class _Drawing:
         tensor.check()
         return tensor
 
+    def with_terms(self, tensor: QTensor, parts: Mapping[int, int], rank: int) -> QTensor:
+        """Adds a compensator of each part of the rows, in INT3; `parts` are rows by the first."""
+        lead, count = tensor.shape[:-2], math.prod(tensor.shape[:-2])
+        found = []
+        for first, num_rows in parts.items():
+            own = min(rank, num_rows, tensor.num_inputs)
+            u, v = (
+                self.packed((count * own, length), FACTOR_BITS, Packing(
+                    zero_kind="symmetric", group_size=min(FACTOR_GROUP_SIZE, length)
+                ))
+                for length in (num_rows, tensor.num_inputs)
+            )  # fmt: skip
+            start = np.arange(count, dtype=np.int32).reshape(lead) * np.int32(own)
+            where = jax.device_put((start, np.full_like(start, own)), self._device)
+            found.append(Compensator(
+                u=u, v=v, start=where[0], rank=where[1], first_row=first, num_rows=num_rows,
+                max_rank=own,
+            ))  # fmt: skip
+        tensor = dataclasses.replace(tensor, compensators=tuple(found))
+        tensor.check()
+        return tensor
+
+
+def _parts(config: ModelConfig) -> dict[str, dict[int, int]]:
+    """By leaf, the matrices of a checkpoint that its rows are: number of rows by the first."""
+    found: dict[str, dict[int, int]] = defaultdict(dict)
+    for placement in placements(config, published_spelling(config.family)):
+        if len(placement.shape) == 2:
+            found[placement.leaf][placement.start] = placement.shape[0]
+    return found
+
+
+def expert_terms_nbytes(config: ModelConfig, packing: Packing) -> int:
+    """Bytes of the compensators of all experts, with where each expert's are."""
+    total, parts, shapes = 0, _parts(config), weight_shapes(config)
+    for leaf in EXPERT_LEAVES if packing.expert_rank else ():
+        *lead, _, num_inputs = shapes[leaf]
+        for num_rows in parts[leaf].values():
+            rank = min(packing.expert_rank, num_rows, num_inputs)
+            for length in (num_rows, num_inputs):
+                group_size = min(FACTOR_GROUP_SIZE, length)
+                kind = CodesKind(bits=FACTOR_BITS, group_size=group_size)
+                total += kind.num_bytes((math.prod(lead) * rank, length))
+            total += 2 * np.dtype(np.int32).itemsize * math.prod(lead)
+    return total
+
 
 def random_weights(
     config: ModelConfig,
@@ -142,6 +213,7 @@ def random_weights(
     """
     drawing = _Drawing(device)
     weights: dict[str, Weight] = {}
+    parts = _parts(config) if packing.dense_rank or packing.expert_rank else {}
     for name, shape in weight_shapes(config).items():
         bits = packing.bits_of(name)
         if not (experts if name in EXPERT_LEAVES else dense):
@@ -155,7 +227,9 @@ def random_weights(
         elif packing.mxfp4 and bits == mxfp4.BITS and kind_of(name) in ("experts", "mlp"):
             weights[name] = drawing.in_mxfp4(shape)
         elif bits != 16:
-            weights[name] = drawing.packed(shape, bits, packing)
+            packed = drawing.packed(shape, bits, packing)
+            rank = packing.rank_of(name)
+            weights[name] = drawing.with_terms(packed, parts[name], rank) if rank else packed
         else:
             std = 1.0 if name == "embed" else shape[-1] ** -0.5
             weights[name] = drawing.leaf(shape, dtype, std)

@@ -123,7 +123,7 @@ class ShapeMemories:
         return tier_name(bits, is_mxfp4=self.packing.mxfp4)
 
     def _packing(self, bits: int) -> Packing:
-        return dataclasses.replace(self.packing, bits=bits)
+        return dataclasses.replace(self.packing, bits=bits, expert_rank=0)
 
     @property
     def num_layers(self) -> int:

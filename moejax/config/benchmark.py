@@ -47,6 +47,13 @@ class BenchmarkConfig(RunConfig):
     shared_bits: int = SHARED_BITS
     group_size: int = GROUP_SIZE
     mxfp4: bool = SHAPE_MXFP4
+    dense_rank: int = option(
+        0, "rank of INT3 compensators of a shape's packed attention and MLPs; 0: none", least=0
+    )
+    expert_rank: int = option(
+        0, "rank of INT3 compensators of a shape's packed experts, all on the device; 0: none",
+        least=0,
+    )  # fmt: skip
     trace: str = option("", "with a shape: a trace whose routing its decode steps replay")
     skew: str = option(
         "", "routing of a shape without a trace: zipf:S (popularity of rank r is r^-S) or uniform; "
@@ -137,7 +144,20 @@ class BenchmarkConfig(RunConfig):
         for name in self.outputs():
             if not name.endswith(FORMATS):
                 raise MoejaxError(f"output={name} must end with one of {', '.join(FORMATS)}")
+        self._check_ranks()
         self._check_routing()
+
+    def _check_ranks(self) -> None:
+        packed = {
+            "dense_rank": min(self.attention_bits, self.shared_bits, self.bits) < 16,
+            "expert_rank": self.bits < 16,
+        }
+        for name, is_packed in packed.items():
+            if getattr(self, name) and not (self.shape and is_packed):
+                raise MoejaxError(
+                    f"{name}={getattr(self, name)} is of compensators of a shape's packed "
+                    "matrices: name a shape and fewer bits, or leave it out"
+                )
 
     def _check_routing(self) -> None:
         if not re.fullmatch(r"|uniform|zipf:\d+(\.\d*)?", self.skew):
