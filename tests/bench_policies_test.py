@@ -15,6 +15,7 @@ from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.routing import EXPONENTS, QWEN3_HIT_RATES, make_workload
+from moejax.benchmarking.shape_memory import TierPlan
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import read_rows
 from moejax.models.shapes import SHAPES, TINY
@@ -224,14 +225,13 @@ class SectionTest(absltest.TestCase):
 
     @pytest.mark.slow
     def test_dymoe_by_planes_that_share_slots(self):
-        policy = DyMoE(retention=0.75, prefetch=0)
-        budget, plans = self.lab.by_planes(policy, 0.00619)
-        self.assertEqual([plan.planes for plan in plans], [2, 2])
-        self.assertEqual(*[tier.slots for tier in budget.tiers])
-        rows = self.run_section("dymoe", gibs=(0.00619,), only=("4/2, 0",), planes=True)
-        (row,) = self.ends(rows, "TPOT")
-        self.assertBetween(row.baseline["gate_int2"], 0.01, 0.5)
-        self.assertGreater(row.baseline["misses_a_step"], 0)
+        shared = {"slots": 6, "transient": 4, "planes": 2}
+        plans = [TierPlan(bits=4, refines=2, **shared), TierPlan(bits=2, **shared)]
+        memory = self.lab.tiered(DyMoE(retention=0.75, prefetch=0), plans)
+        run = Run(self.lab, Report(self.lab.device, "dymoe", ""), OPTIONS)
+        found = self.lab.timed(self.lab.runner(memory), run.workload())
+        self.assertBetween(found.facts["gate_int2"], 0.01, 0.5)
+        self.assertGreater(found.facts["misses_a_step"], 0)
 
     @pytest.mark.slow
     def test_dymoe_spends_slots_best_on_high_precision(self):
