@@ -26,8 +26,8 @@ CachedAttentionImpl = Literal["xla", "kernel"]  # of new tokens to the cache
 
 CUDNN_MAX_HEAD_DIM = 128
 # What runs attention of prompts to the cache, if nothing else is asked for: "kernel" where it does
-# not refuse, or "xla". TODO: "kernel" as soon as `bench_chunk_attention` has shown it on a GPU.
-PROMPTS_BY: CachedAttentionImpl = "xla"
+# not refuse, or "xla".
+PROMPTS_BY: CachedAttentionImpl = "kernel"
 TILED = 16  # tokens of the shortest chunk, which a choice is for; others may run by another kernel
 
 
