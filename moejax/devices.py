@@ -84,22 +84,22 @@ def mesh_of(sharding: jax.sharding.Sharding) -> DeviceMesh | None:
     return DeviceMesh(mesh) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
-def mesh_size(text: str) -> int:
+def mesh_size(text: str | int) -> int:
     """Number of devices of a mesh.
 
     Args:
-      text: the number, or several numbers that are multiplied: "2", "2,4"; "": one device.
+      text: the number, or several numbers that are multiplied: "2", "2,4", 2; "": one device.
 
     Raises:
       MoejaxError: the text is no such number.
     """
-    numbers = text.split(",") if text else []
+    numbers = str(text).split(",") if text else []
     if not all(number.strip().isdecimal() and int(number) for number in numbers):
         raise MoejaxError(f"mesh={text!r} must be a number of devices, such as 2, or 2,4 for 8")
     return math.prod(map(int, numbers))
 
 
-def make_mesh(text: str, platform: str = "auto") -> DeviceMesh | None:
+def make_mesh(text: str | int, platform: str = "auto") -> DeviceMesh | None:
     """Makes a mesh of the first devices of a platform; None for one device.
 
     Raises:

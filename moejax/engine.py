@@ -53,6 +53,7 @@ from moejax.text.tokenizer import Tokenizer
 from moejax.weights import linear as ops
 from moejax.weights.choices import KernelChoice
 from moejax.weights.qtensor import Weight
+from pallas_kernels.target import target_of
 
 PLANNED_CONTEXT = 4096  # under limits of memory, where the context is left to the prompts
 STEPS_PER_CALL = 16  # decode steps of one call when nobody is streaming
@@ -133,7 +134,7 @@ class Engine:
         batch: int = 1,
         generation_config: bool = True,
         read_bits: int = 0,
-        mesh: str = "",
+        mesh: str | int = "",
     ) -> "Engine":
         """Loads a checkpoint.
 
@@ -180,7 +181,8 @@ class Engine:
             else:
                 planned = context or min(PLANNED_CONTEXT, checkpoint.config.context_limit)
                 itemsize = checkpoint.choose_dtype(dtype, device).itemsize
-                chunk = planned_chunk(checkpoint.config, batch, planned, itemsize, device.platform)
+                target = target_of(device)
+                chunk = planned_chunk(checkpoint.config, batch, planned, itemsize, target)
                 weights, memory, budget = load_limited(
                     checkpoint, limits or Limits(), policy, dtype=dtype, device=device,
                     batch=batch, context=planned, chunk=chunk, progress=progress, mesh=devices,

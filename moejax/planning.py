@@ -26,6 +26,7 @@ from moejax.quantization.pipeline.recipe import parse_planes
 from moejax.weights.qtensor import MXFP4, CodesKind
 from moejax.weights.shares import shares_of
 from pallas_kernels import mxfp4
+from pallas_kernels.target import target_of
 
 
 def budget_of(config: PlanConfig) -> Budget:
@@ -44,7 +45,7 @@ def budget_of(config: PlanConfig) -> Budget:
         config=dataclasses.replace(model, expert_dim=own.expert_dim),
         weights_nbytes=own.weights_nbytes, batch=config.batch, context=context, chunk=chunk,
         platform=platform_of(config), itemsize=itemsize, num_devices=mesh_size(config.mesh),
-        stores_scores=stores_scores(model, itemsize, platform_of(config)),
+        stores_scores=stores_scores(model, itemsize, target_of(_device(config))),
     )  # fmt: skip
     if tiering is None:
         return make_budget(run, [tier_of(own)], limits)
@@ -81,7 +82,7 @@ def _sizes(config: PlanConfig, model: ModelConfig, itemsize: int) -> tuple[int, 
     context = config.context or min(PLANNED_CONTEXT, model.context_limit)
     if context > model.context_limit:
         raise MoejaxError(f"context={context} is beyond the model's own {model.context_limit}")
-    longest = planned_chunk(model, config.batch, context, itemsize, platform_of(config))
+    longest = planned_chunk(model, config.batch, context, itemsize, target_of(_device(config)))
     return context, min(context, config.chunk or longest)
 
 

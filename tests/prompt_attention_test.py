@@ -94,6 +94,9 @@ class PromptTest(HostTestCase):
             by_kernel = Runner(TINY, half, cpu, prompt_impl="kernel", **how)
             found = by_kernel.logits(tokens)
             self.assertGreaterEqual(calls.call_count, 2)
+            # A chunk of one token is no decode step: it knows its prompt's length.
+            specs = [by_kernel._chunk_spec(2, 16, size, 32) for size in (1, 16)]
+            self.assertEqual([spec.cached for spec in specs], ["xla", "kernel"])
         self.assertLess(relative(found, expected), 0.02)
         said = by_kernel.products["prefill"]["attention to the cache"].describe()
         self.assertRegex(said, "^triton, bfloat16 .mosaic: C=16 is none of 64, 128, 256")
@@ -143,7 +146,7 @@ class PlanTest(HostTestCase):
         self.assertBetween(planned, compiled_mib, 1.3 * compiled_mib if stored else 300)
 
     def test_chunks_do_not_shorten_with_the_cache(self):
-        sizes = {"itemsize": 2, "platform": "gpu"}
+        sizes = {"itemsize": 2, "target": Target("gpu", None)}
         with BY_XLA:
             self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, **sizes), 256)
         with BY_KERNEL:
@@ -151,5 +154,9 @@ class PlanTest(HostTestCase):
             self.assertEqual(
                 planned_chunk(QWEN3_30B_A3B, 16, 32768, **sizes), MAX_PREFILL_TOKENS // 16
             )
-            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, 2, "cpu"), 256)
+            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, 2, Target("cpu", None)), 256)
             self.assertEqual(planned_chunk(DEEPSEEK_V2_LITE, 1, 32768, **sizes), 512)
+            # Not shorter than by XLA, or experts that move would move more often.
+            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 16, 1024, **sizes), 512)
+            old = Target("gpu", (7, 5))  # without the kernel
+            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, 2, old), 256)

@@ -39,6 +39,7 @@ from moejax.routing.trace import Trace, read_trace
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights.shares import shares_of
 from pallas_kernels import mxfp4
+from pallas_kernels.target import target_of
 
 OWN_ROUTING = "the model's own"
 NEAR_UNIFORM = (
@@ -261,7 +262,7 @@ class _ShapeModels:
 
     def _run(self, batch: int, context: int, replayed_nbytes: int) -> RunSizes:
         parts = self._dense_nbytes | {REPLAYED: replayed_nbytes}
-        sizes = (BFLOAT16_BYTES, self.device.platform)
+        sizes = (BFLOAT16_BYTES, target_of(self.device))
         return RunSizes(
             config=self._own, weights_nbytes=parts, batch=batch, context=context,
             chunk=planned_chunk(self.config, batch, context, *sizes),

@@ -62,7 +62,12 @@ class Checkpoint:
                     "yet; leave it out"
                 )
         if self.is_orbax:
-            if not experts or mesh is not None:
+            if mesh is not None:
+                raise MoejaxError(
+                    f"{self.directory}: an Orbax directory is loaded whole, and a mesh divides "
+                    "experts: give the directory of safetensors, or leave the mesh out"
+                )
+            if not experts:
                 raise self.orbax_is_whole()
             return load_orbax(self.directory, dtype=chosen, device=device)[1]
         reader = CheckpointReader(

@@ -111,6 +111,7 @@ def _head(
         "device": engine.device.device_kind,
         "policy": dataclasses.asdict(config.policy) if config.policy.name else None,
         "memory": dataclasses.asdict(config.memory),
+        **({"mesh": config.mesh} if config.mesh else {}),
     }
 
 

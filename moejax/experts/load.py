@@ -177,7 +177,7 @@ def plan_experts(
         config=dataclasses.replace(config, expert_dim=own.expert_dim),
         weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
         platform=device.platform, itemsize=chosen.itemsize, num_devices=num_devices,
-        stores_scores=stores_scores(config, chosen.itemsize, device.platform),
+        stores_scores=stores_scores(config, chosen.itemsize, target_of(device)),
     )  # fmt: skip
     policy: AnyPolicy | None = None
     activations, sources = None, [checkpoint]

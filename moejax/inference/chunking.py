@@ -8,6 +8,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.models import attention
 from moejax.models.config import ModelConfig
+from pallas_kernels.target import Target
 
 MIN_PREFILL_LENGTH = 16
 MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
@@ -127,31 +128,34 @@ def longest_chunk(
     a cache that is shorter than the planned one would else allow a longer chunk.
 
     Args:
-      stores_scores: False where attention takes no memory for them; tokens B T are then at most
-        `MAX_PREFILL_TOKENS`.
+      stores_scores: False where attention takes no memory for them; a chunk whose tokens B T are at
+        most `MAX_PREFILL_TOKENS` is then as good.
     """
-    longest = MAX_PREFILL_LENGTH
     most_tokens = planned.batch * planned.chunk if planned else 0
-    if not stores_scores:
-        most_tokens = min(most_tokens or MAX_PREFILL_TOKENS, MAX_PREFILL_TOKENS)
-    row = 4 * batch_size * config.num_heads * cache_length * stores_scores
-    while longest > MIN_PREFILL_LENGTH and (
-        longest * row > SCORE_BYTES or (most_tokens and batch_size * longest > most_tokens)
-    ):
+    row = 4 * batch_size * config.num_heads * cache_length
+
+    def fits(length: int) -> bool:
+        num_tokens = batch_size * length
+        has_room = length * row <= SCORE_BYTES
+        has_room |= not stores_scores and num_tokens <= MAX_PREFILL_TOKENS
+        return has_room and (not most_tokens or num_tokens <= most_tokens)
+
+    longest = MAX_PREFILL_LENGTH
+    while longest > MIN_PREFILL_LENGTH and not fits(longest):
         longest //= 2
     return longest
 
 
 def planned_chunk(
-    config: ModelConfig, batch_size: int, cache_length: int, itemsize: int, platform: str
+    config: ModelConfig, batch_size: int, cache_length: int, itemsize: int, target: Target
 ) -> int:
     """Positions of a prefill chunk that a plan is made for.
 
     Args:
       itemsize: bytes of a number of the activations.
-      platform: "gpu" or "cpu".
+      target: the device, see `attention.stores_scores`.
     """
-    stored = attention.stores_scores(config, itemsize, platform)
+    stored = attention.stores_scores(config, itemsize, target)
     return min(cache_length, longest_chunk(config, batch_size, cache_length, None, stored))
 
 

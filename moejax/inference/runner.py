@@ -586,7 +586,8 @@ class Runner:
 
         Without cuDNN the kernel attends among the tokens of a first chunk too, by the cache.
         """
-        cached = cached_impl(self._chunked)
+        # One token would run as a decode step does, which observes no attention.
+        cached = "xla" if size == 1 else cached_impl(self._chunked)
         is_first = start == 0 if is_first is None else is_first
         is_first = is_first and (self._attention, cached) != ("xla", "kernel")
         experts, tiers = self._expert_impls(batch * size)

@@ -80,13 +80,15 @@ def choose_chunked(
     return _kernel_or_xla(chosen, "prompts", asked)
 
 
-def stores_scores(config: ModelConfig, itemsize: int, platform: str) -> bool:
-    """Whether attention of prompts takes memory for scores on `platform`: the kernel does not.
+def stores_scores(config: ModelConfig, itemsize: int, target: Target) -> bool:
+    """Whether attention of prompts takes memory for scores on a device: the kernel does not.
 
     Args:
-      itemsize: bytes of a number of the activations; a GPU is taken for one that has the kernels.
+      itemsize: bytes of a number of the activations.
+      target: the device; a GPU of no stated capability is taken for one that has the kernels.
     """
-    target = Target(platform, (9, 0) if platform == "gpu" else None)
+    if target.platform == "gpu" and target.capability is None:
+        target = target._replace(capability=(9, 0))
     dtype = jnp.dtype("bfloat16" if itemsize == 2 else "float32")
     return choose_chunked(config, dtype, target).implementation == "xla"
 

@@ -354,7 +354,7 @@ class Transformer(nnx.Module):
         if self.loops(tokens.shape[1]):
             return self._looped(tokens, positions, token_mask, cache, spec, experts, lengths)
         if self._has_token_step(tokens, spec):
-            return decode_layers(self, tokens, positions, token_mask, cache, spec, experts)
+            return decode_layers(self, tokens, positions, token_mask, cache, spec, experts, lengths)
         attend = self.attention_of(cache, positions, spec, token_mask, experts.observes_attention)
         found = self.layers(tokens, positions, token_mask, attend, experts, lengths)
         return attend.cache, *found
@@ -454,10 +454,11 @@ def decode_layers(
     cache: KVCache,
     spec: ChunkSpec,
     experts: Experts,
+    lengths: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array, Any, Any]:
     """`Transformer.__call__` of one token a sequence where `_choose_token_step` says "triton"."""
     c = model.config
-    angles = model_angles(c, positions)
+    angles = model_angles(c, positions, lengths)
     x, carry = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype), experts.init()
     delta: jax.Array | None = None  # what the layer before adds to x
     attend = model.attention_of(cache, positions, spec, token_mask)

@@ -43,6 +43,7 @@ from moejax.models.attention import stores_scores
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
+from pallas_kernels.target import target_of
 from scripts.studies.measuring import Report
 
 # Of the profiles in `scripts/studies/quality/sections.py`.
@@ -137,7 +138,7 @@ class Lab(ShapeMemories):
 
     def _run_sizes(self) -> RunSizes:
         config, context = self.config, self.sizes.context
-        sizes = (2, self.device.platform)  # bytes of a number
+        sizes = (2, target_of(self.device))  # bytes of a number
         return RunSizes(
             config=config, weights_nbytes={n: leaf.nbytes for n, leaf in self.dense.items()},
             batch=1, context=context, chunk=planned_chunk(config, 1, context, *sizes),
