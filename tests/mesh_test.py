@@ -14,6 +14,8 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine
 from moejax.checkpoints import open as checkpoints
+from moejax.checkpoints.open import open_checkpoint
+from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.devices import make_mesh
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
@@ -154,11 +156,14 @@ class MeshTest(FolderTestCase):
             self.load(mesh="2")
         self.assertIsNone(make_mesh("1", "cpu"))
         self.assertEqual(make_mesh("2,2", "cpu").size, 4)
+        self.assertEqual(make_mesh(2, "cpu").size, 2)
 
     def test_fp8_is_refused(self):
         Fp8(CONFIGS["qwen3"]).write(self.directory)
         with self.assert_one_line("FP8, which a mesh does not serve yet"):
             self.load(mesh="2")
+        with self.assert_one_line("FP8, which a mesh does not serve yet"):  # before any weights
+            checkpoint_sizes(open_checkpoint(str(self.directory)), np.dtype(np.float32), 2)
 
 
 if __name__ == "__main__":

@@ -231,8 +231,8 @@ def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array
     return jax.lax.dynamic_update_index_in_dim(leaf, slab, layer, 0)
 
 
-def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Advance) -> Weight:
-    """Loads a leaf of experts, of which each device of a mesh gets its share, layer by layer."""
+def refuse_shares(plan: LeafPlan) -> None:
+    """Raises MoejaxError for a leaf of experts that no mesh divides."""
     if plan.kind is not None and plan.refusal:
         raise MoejaxError(
             f"{plan.name} is {plan.refusal}, which a mesh does not serve yet; quantize it anew in "
@@ -243,6 +243,11 @@ def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Adva
             f"{plan.name} has low-rank compensators, which a mesh does not serve yet; quantize it "
             "by another method, or leave the mesh out"
         )
+
+
+def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Advance) -> Weight:
+    """Loads a leaf of experts, of which each device of a mesh gets its share, layer by layer."""
+    refuse_shares(plan)
     memory = {name: np.empty(of.shape[1:], of.dtype) for name, of in plan.arrays.items()}
     take = shares.gate_up if plan.name == EXPERT_LEAVES[0] else shares.down
     whole = plan.assemble(memory)

@@ -7,7 +7,7 @@ import numpy as np
 
 from moejax.checkpoints.leaves import LeafPlan
 from moejax.checkpoints.open import Checkpoint
-from moejax.checkpoints.reader import CheckpointReader
+from moejax.checkpoints.reader import CheckpointReader, refuse_shares
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
 from moejax.weights.qtensor import CodesKind
@@ -48,6 +48,8 @@ def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int =
     said = [f"{leaf} is {refusal}" for leaf, refusal in refusals.items() if refusal]
     refusal = f"{directory}: {' and '.join(said)}" if said else None
     if num_devices > 1 and config.moe_layers:
+        for leaf in EXPERT_LEAVES:
+            refuse_shares(leaves[leaf])
         width = reader.shares(num_devices).share_width
         config = dataclasses.replace(config, expert_dim=width)
         shapes = weight_shapes(config)
