@@ -47,6 +47,7 @@ from moejax.quantization.pipeline.quantizers import Program
 from moejax.quantization.pipeline.recipe import Scheme
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
+from moejax.weights.shares import shares_of
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
@@ -204,6 +205,8 @@ def plan_experts(
             _sizes(tier, source, tiering, dtype, device, num_devices)
             for tier, source in zip(stored, sources, strict=True)
         ]
+        if num_devices > 1:
+            _check_shares(stored, sources, tiering, chosen, num_devices)
         # On a mesh tiers are whole copies.
         is_one = len({source.directory for source in sources}) == 1 and num_devices == 1
         widths = [source.read_bits for source in sources] if is_one else []
@@ -450,6 +453,26 @@ def _sizes(
     if sizes.refusal:
         raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
     return tier_of(sizes, tier.name)
+
+
+def _check_shares(
+    stored: Sequence[StoredTier], sources: Sequence[Checkpoint], tiering: Tiering, dtype: np.dtype,
+    num_devices: int,
+) -> None:  # fmt: skip
+    """Raises MoejaxError where a device's shares of an expert differ in width between tiers."""
+    widths = {
+        tier.name: shares_of(source.config.expert_dim, num_devices, tiering.group_size).share_width
+        if tier.bits
+        else checkpoint_sizes(source, dtype, num_devices).expert_dim
+        for tier, source in zip(stored, sources, strict=True)
+    }
+    if len(set(widths.values())) > 1:
+        said = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise MoejaxError(
+            f"a mesh of {num_devices} cuts an expert to different widths "
+            f"in different tiers ({said}): give tiers of one group size (policy.group_size), or "
+            "another mesh"
+        )
 
 
 def _check_suits(policy: AnyPolicy, tiers: Sequence[TierSize], spec: PolicySpec) -> None:
