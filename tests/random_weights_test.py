@@ -13,7 +13,7 @@ from moejax.benchmarking.random_weights import Packing, expert_terms_nbytes, ran
 from moejax.benchmarking.step_cost import floor_bytes
 from moejax.models.config import weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES
-from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
+from moejax.models.shapes import GPT_OSS_20B, MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.weights.qtensor import QTensor, dense
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY
@@ -110,6 +110,11 @@ class WeightsTest(HostTestCase):
         bare = dense(dataclasses.replace(weights["moe.down"], compensators=()), jnp.float32)
         self.assertGreater(float(jnp.abs(packed - bare).max()), 0)
 
+    def test_compensators_of_experts_that_are_published_together(self):
+        found = expert_terms_nbytes(GPT_OSS_20B, Packing(bits=3, expert_rank=16))
+        codes = 24 * 32 * 16 * 3 * (2880 + 2880) * 3 / 8  # in INT3, beside scales
+        self.assertBetween(found / codes, 1, 1.1)
+
     def test_in_words(self):
         self.assertEqual(Packing().describe(), "bf16")
         packing = Packing(bits=3, attention_bits=3)
@@ -118,6 +123,11 @@ class WeightsTest(HostTestCase):
         self.assertEndsWith(
             packing.describe(), "head bf16, compensators of rank 512, of experts 16"
         )
+        packing = Packing(bits=4, mxfp4=True, attention_bits=4, shared_bits=3, dense_rank=8)
+        self.assertEqual(
+            packing.describe(), "MXFP4, attention INT4, shared experts INT3, head bf16, "
+            "compensators of rank 8, of experts 0"
+        )  # fmt: skip
 
 
 class _Sized:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.models.config import FLOAT32_LEAVES, ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.hf.names import placements, published_spelling
+from moejax.models.hf.names import expert_spelling, placements
 from moejax.models.leaf_kinds import EXPERT_LEAVES, kind_of
 from moejax.weights.qtensor import (
     FACTOR_GROUP_SIZE,
@@ -65,14 +65,15 @@ class Packing:
         names = ["bf16" if b == 16 else f"INT{b}" for b in (self.attention_bits, self.head_bits)]
         if (self.bits, self.shared_bits, *names) == (16, 16, "bf16", "bf16"):
             return "bf16"
-        if self.mxfp4 and self.bits == mxfp4.BITS:
-            return f"MXFP4, attention {names[0]}, head {names[1]}"
         experts = "bf16" if self.bits == 16 else f"INT{self.bits} g{self.group_size}"
+        experts = f"{experts} {self.zero_kind}"
+        if self.mxfp4 and self.bits == mxfp4.BITS:
+            experts = "MXFP4"
         shared = f", shared experts INT{self.shared_bits}" if self.shared_bits != 16 else ""
         ranks = ""
         if self.dense_rank or self.expert_rank:
             ranks = f", compensators of rank {self.dense_rank}, of experts {self.expert_rank}"
-        return f"{experts} {self.zero_kind}, attention {names[0]}{shared}, head {names[1]}{ranks}"
+        return f"{experts}, attention {names[0]}{shared}, head {names[1]}{ranks}"
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames=("words", "low", "high"))
@@ -177,7 +178,7 @@ class _Drawing:
 def _parts(config: ModelConfig) -> dict[str, dict[int, int]]:
     """By leaf, the matrices of a checkpoint that its rows are: number of rows by the first."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
-    for placement in placements(config, published_spelling(config.family)):
+    for placement in placements(config, expert_spelling(config.family)):
         if len(placement.shape) == 2:
             found[placement.leaf][placement.start] = placement.shape[0]
     return found
