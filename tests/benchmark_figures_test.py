@@ -190,6 +190,8 @@ class ConfigTest(parameterized.TestCase):
         ({"shape": "tiny", "skew": "uniform", "trace": "x"}, "both say the routing"),
         ({"shape": "tiny", "prompts": "x"}, "no tokenizer"),
         ({"shape": "tiny", "num_prompts": 6, "batches": (2, 4)}, "no multiple of batch 4"),
+        ({"shape": "tiny", "mxfp4": True, "expert_rank": 8}, "in MXFP4 have no compensators"),
+        ({"shape": "tiny", "mxfp4": True, "bits": 3, "dense_rank": 8}, "a shape and fewer bits"),
         ({"output": "x.txt"}, "must end with one of"), ({"split": "words"}, "split"),
     )  # fmt: skip
     def test_what_is_refused(self, fields, said):

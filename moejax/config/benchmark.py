@@ -148,8 +148,14 @@ class BenchmarkConfig(RunConfig):
         self._check_routing()
 
     def _check_ranks(self) -> None:
+        if self.mxfp4 and self.expert_rank:
+            raise MoejaxError(
+                f"expert_rank={self.expert_rank} beside mxfp4=True: experts in MXFP4 have no "
+                "compensators; leave one of them out"
+            )
+        mlp_bits = 16 if self.mxfp4 else self.bits
         packed = {
-            "dense_rank": min(self.attention_bits, self.shared_bits, self.bits) < 16,
+            "dense_rank": min(self.attention_bits, self.shared_bits, mlp_bits) < 16,
             "expert_rank": self.bits < 16,
         }
         for name, is_packed in packed.items():
