@@ -132,6 +132,11 @@ def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
     tiering = config.policy.tiering()
     stored = tiering.stored() if tiering else ()
     is_mxfp4 = shape_is_mxfp4(config.mxfp4, stored) and bits == mxfp4.BITS
+    if is_mxfp4 and config.planes:
+        raise MoejaxError(
+            f"policy.tiers: mxfp4 has no bit planes: name int4 of planes={config.planes}, or "
+            "leave planes out"
+        )
 
     def kind(bits: int, group_size: int = config.group_size) -> CodesKind | None:
         if bits == 16:
@@ -143,7 +148,8 @@ def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
         experts = experts.prefix(bits)
     model, count = SHAPES[config.shape], mesh_size(config.mesh)
     if count > 1:
-        width = shares_of(model.expert_dim, count, None if bits == 16 else group_size).share_width
+        unit = None if experts is None else experts.group_size
+        width = shares_of(model.expert_dim, count, unit).share_width
         model = dataclasses.replace(model, expert_dim=width)
     try:
         return shape_sizes(

@@ -12,6 +12,7 @@ from absl.testing import absltest, parameterized
 
 from moejax.benchmarking import bandwidth, figures, routing
 from moejax.benchmarking.measuring import BatchTimes, Bench, Measurement
+from moejax.benchmarking.models import models_of
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
@@ -197,6 +198,13 @@ class ConfigTest(parameterized.TestCase):
     def test_what_is_refused(self, fields, said):
         with self.assertRaisesRegex(MoejaxError, said):
             BenchmarkConfig(**fields).check()
+
+    def test_a_mesh_cuts_mxfp4_in_its_own_groups(self):
+        how: dict[str, Any] = {"shape": "tiny", "platform": "cpu", "mesh": "2"}
+        found = models_of(BenchmarkConfig(mxfp4=True, **how))
+        self.assertEqual(found._own.expert_dim, 32)  # one group of each of two devices
+        with self.assertRaisesRegex(MoejaxError, "1 groups of 64, too few for a mesh of 2"):
+            models_of(BenchmarkConfig(bits=4, **how))
 
     def test_points_are_every_batch_under_every_budget(self):
         config = BenchmarkConfig(batches=(1, 4), budgets=(12.0, 0.0))

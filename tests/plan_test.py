@@ -377,6 +377,11 @@ class MainTest(PlanCase):
         self.assertIn("by bit planes 2,4, on a gpu", out)
         self.assertIn("(experts: int4 2.00 and int2 2.50 together", out)
 
+    def test_a_mesh_cuts_a_shape_of_mxfp4_in_its_own_groups(self):
+        config = PlanConfig(shape="Qwen3-30B-A3B", mxfp4=True, mesh="8", context=64)
+        [tier] = planning.budget_of(config).tiers
+        self.assertEqual(tier.tier.expert_nbytes, 3 * 2048 * 96 * 4.25 / 8)  # 3 of 24 groups
+
     def test_planes_of_a_shape_without_a_policy(self):
         asked = ("--config.shape=Qwen3-30B-A3B", "--config.memory.device_gib=16")
         out = self.run_plan(*asked, "--config.planes=2,4", "--config.bits=2")
@@ -388,6 +393,8 @@ class MainTest(PlanCase):
         ((), "planes=2,4 is for a shape"),
         (("shape=Qwen3-30B-A3B", "policy.name=dynaexq", "policy.tiers=int4,int3"),
          "policy.tiers: int3 is none of the widths of planes=2,4"),
+        (("shape=Qwen3-30B-A3B", "policy.name=dynaexq", "policy.tiers=mxfp4,int2"),
+         "policy.tiers: mxfp4 has no bit planes: name int4 of planes=2,4, or leave planes out"),
         (("shape=Qwen3-30B-A3B", "planes=2,5"), "planes=2,5 is none of 2,3, 2,4"),
     )  # fmt: skip
     def test_planes_that_cannot_be(self, asked, said):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,8 +152,13 @@ class _ShapeModels:
         if mesh is not None and self.config.mesh_refusal:
             raise MoejaxError(self.config.mesh_refusal)
         if mesh is not None:
-            group_size = None if min(self._bits) == 16 else config.group_size
-            shares = shares_of(self.config.expert_dim, mesh.size, group_size)
+            units = [
+                mxfp4.GROUP_SIZE if is_mxfp4 and bits == mxfp4.BITS else config.group_size
+                for bits in self._bits
+                if bits != 16
+            ]  # of all tiers, which are cut alike
+            unit = math.lcm(*units) if units else None
+            shares = shares_of(self.config.expert_dim, mesh.size, unit)
             self._own = dataclasses.replace(self.config, expert_dim=shares.share_width)
         with plain_memory_errors(device):
             self._memories = ShapeMemories(self._own, packed, device, config.memory.host_gib, mesh)
