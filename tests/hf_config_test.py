@@ -299,6 +299,12 @@ class FieldsTest(FolderTestCase):
         del fields["rope_theta"]
         self.assertEqual(model_config(fields).rope_theta, 5e6)
 
+    @parameterized.parameters(GLM_AIR, MOE_16B)
+    def test_rope_interleave_is_of_latent_attention_alone(self, **fields):
+        found = model_config(fields | {"rope_interleave": True})
+        self.assertEqual(found, model_config(fields))
+        self.assertFalse(found.interleaved_rope)
+
     def test_every_second_layer(self):
         path = self.directory / "second"
         DeepseekMoe(Shape(num_hidden_layers=5, moe_layer_freq=2), seed=0).write(path)

@@ -94,7 +94,8 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         sliding_window=None,
         rope_dim=rotated_dims(family, fields, head_dim) if is_glm else None,
         output_bias=not is_glm,
-        interleaved_rope=flag(fields, "rope_interleave") or family == "deepseek_v2",
+        interleaved_rope=family == "deepseek_v2"
+        or (family in _LATENT and flag(fields, "rope_interleave")),
         rope_scaling=rope_scaling(fields),
         latent=latent,
         shared_dim=num_shared * expert_dim,
