@@ -225,11 +225,15 @@ def _sparse_layers(family: str, fields: Mapping[str, Any], num_layers: int) -> t
     """Sparse layers: those after the dense ones; for "deepseek" every `moe_layer_freq`-th."""
     if family == "glm4_moe_lite":
         return _named_sparse(fields, num_layers)
-    first = fields["first_k_dense_replace"]
-    if first != 0 or type(first) is not int:
-        first = integer(fields, "first_k_dense_replace")
+    first = _first_sparse(fields)
     every = integer(fields, "moe_layer_freq") if family == "deepseek" else 1
     return _layers(first, every, num_layers)
+
+
+def _first_sparse(fields: Mapping[str, Any]) -> int:
+    first = fields["first_k_dense_replace"]
+    is_zero = type(first) is int and first == 0
+    return 0 if is_zero else integer(fields, "first_k_dense_replace")
 
 
 def _named_sparse(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -240,13 +244,16 @@ def _named_sparse(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
     kinds = fields.get("mlp_layer_types")
     if kinds is None:
         kinds = [_DENSE] + [_SPARSE] * (num_layers - 1)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {_DENSE, _SPARSE}:
+    is_list = isinstance(kinds, list) and len(kinds) == num_layers
+    if not is_list or any(kind not in (_DENSE, _SPARSE) for kind in kinds):
         raise MoejaxError(
             f"mlp_layer_types is {kinds!r}, expected {num_layers} times {_DENSE!r} or {_SPARSE!r}"
         )
     found = tuple(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
-    first = fields.get("first_k_dense_replace")
-    if first is not None and found != tuple(range(first, num_layers)):
+    if fields.get("first_k_dense_replace") is None:
+        return found
+    first = _first_sparse(fields)
+    if found != tuple(range(first, num_layers)):
         raise MoejaxError(
             f"first_k_dense_replace {first} but mlp_layer_types has the sparse layers {found}; "
             "remove the wrong one"
