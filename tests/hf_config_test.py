@@ -17,7 +17,7 @@ from moejax import Engine
 from moejax.errors import MoejaxError
 from moejax.models import shapes
 from moejax.models.config import RouterRule, weight_shapes
-from moejax.models.hf.config import model_config, read_model_config, to_hf_config
+from moejax.models.hf.config import model_config, read_model_config, text_fields, to_hf_config
 from moejax.models.rope import _scaled_frequencies
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
 from tests.folder_case import FolderTestCase
@@ -305,6 +305,20 @@ class FieldsTest(FolderTestCase):
         self.assertEqual(found, model_config(fields))
         self.assertFalse(found.interleaved_rope)
 
+    def test_nested_text_without_a_model_type(self):
+        expected = model_config(QWEN35)
+        text = QWEN35["text_config"]
+        unnamed = {name: value for name, value in text.items() if name != "model_type"}
+        for nested in (unnamed, unnamed | {"model_type": None}):
+            fields = QWEN35 | {"text_config": nested}
+            self.assertEqual(model_config(fields), expected)
+            self.assertEqual(text_fields(fields)["model_type"], "qwen3_5_moe_text")
+
+    def test_nested_text_that_is_null_has_the_defaults_of_transformers(self):
+        fields = QWEN35 | {"text_config": None}
+        made = transformers.AutoConfig.for_model(**as_json(fields)).text_config.to_dict()
+        self.assertEqual(model_config(fields), model_config(as_json(made)))
+
     def test_every_second_layer(self):
         path = self.directory / "second"
         DeepseekMoe(Shape(num_hidden_layers=5, moe_layer_freq=2), seed=0).write(path)
@@ -422,6 +436,7 @@ class RefusalTest(FolderTestCase):
         (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv 8.0"),
         (QWEN35, {"text_config": [1]}, r"text_config is \[1\], expected a JSON object"),
         (QWEN35, {"text_config": {"model_type": "x"}}, "model_type 'x'"),
+        (QWEN35, {"text_config": {"model_type": ["x"]}}, r"model_type \['x'\]"),
         (
             QWEN35,
             {"text_config": QWEN35["text_config"] | {"tie_word_embeddings": True}},

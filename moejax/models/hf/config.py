@@ -136,6 +136,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fields of a decoder's own config.json, where they are nested in `text_config`.
 
+    Without a `model_type` of its own, or null, it is the family's decoder, of defaults where null.
     `tie_word_embeddings`, the dtype and the weights' `quantization_config` may stand outside.
     """
     family = fields.get("model_type")
@@ -145,7 +146,11 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     places = {tied: fields.get(tied), f"text_config.{tied}": text.get(tied)}
     names = ("dtype", "torch_dtype", "quantization_config")
     outside = {name: fields[name] for name in names if name in fields}
-    head = {"architectures": [ARCHITECTURES[str(family)]], tied: bool(agreed(places))}
+    head = {
+        "architectures": [ARCHITECTURES[str(family)]],
+        "model_type": text.get("model_type") or _TEXT_TYPES[str(family)],
+        tied: bool(agreed(places)),
+    }
     return {**outside, **text, **head}
 
 
