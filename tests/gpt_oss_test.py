@@ -196,10 +196,11 @@ class MovingTest(GptOssTestCase):
 
 
 class HarmonyTest(parameterized.TestCase):
-    WORDS = ("analysis", "final", "assistant", "let", "me", "see", "4", "!")
+    WORDS = ("analysis", "final", "assistant", "let", "me", "see", "4", "!", "json", "to=x")
 
     def answer(self, text: str, max_tokens: int = 100) -> AnswerBuilder:
-        names = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "return")]
+        marks = ("start", "channel", "message", "end", "return", "constrain")
+        names = [f"<|{name}|>" for name in marks]
         vocab = {word: i for i, word in enumerate((*self.WORDS, *names))}
         encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, names[0]))
         encoder.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -221,6 +222,16 @@ class HarmonyTest(parameterized.TestCase):
         self.assertEqual((found.text, found.finish_reason), ("4 !", "eos"))
         self.assertLen(found.tokens, 15)
         self.assertEqual(self.answer(f"{thought} {said}", max_tokens=5).text, "")
+
+    @parameterized.parameters(
+        ("<|channel|> final <|constrain|> json <|message|> 4 <|return|>", "4"),
+        ("<|start|> assistant <|channel|> final <|constrain|> json <|message|> 4", "4"),
+        ("<|start|> assistant <|message|> 4", "4"),
+        ("<|start|> assistant to=x <|message|> 4", ""),
+        ("<|start|> assistant <|channel|> analysis to=x <|constrain|> json <|message|> 4", ""),
+    )
+    def test_headers(self, text, shown):
+        self.assertEqual(self.answer(text).text, shown)
 
     def test_a_text_without_channels_is_whole(self):
         self.assertEqual(self.answer("let me see 4").text, "let me see 4")

@@ -2,7 +2,9 @@
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 
-A text without these tokens is its own answer.
+A header may say more after the channel's name, such as `final <|constrain|>json`. A message
+without a channel (`<|start|>assistant<|message|>`) is shown, and a text without these tokens is its
+own answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from typing import NamedTuple
 from moejax.text.token_stream import TokenStream
 
 FINAL = "final"  # the channel for the user; others are for thoughts and tools
+_ASSISTANT = "assistant"  # the role in a header without a channel
 
 
 class Markers(NamedTuple):
@@ -45,8 +48,9 @@ class FinalChannelStream:
             self._text, self._header = TokenStream(self._decode), []
             return rest
         if token_id == marks.message:
-            name = self._decode(self._header or []).strip()
-            self._is_shown, self._header = name in ("", FINAL), None
+            words = self._decode(self._header or []).split()
+            self._is_shown = words in ([], [_ASSISTANT]) or words[0] == FINAL
+            self._header = None
             return ""
         if self._header is not None:
             self._header.append(token_id)
