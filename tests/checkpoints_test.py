@@ -173,3 +173,12 @@ class NamesTest(FolderTestCase):
 
     def test_spelling_of_nothing_is_the_published_one(self):
         self.assertEqual(find_spelling("mixtral", []), published_spelling("mixtral"))
+
+    @parameterized.parameters("model", "model.language_model")
+    def test_spelling_is_that_of_the_decoder_alone(self, root):
+        apart = f"{root}.layers.0.mlp.experts.0.gate_proj.weight"
+        fused = ".layers.0.mlp.experts.gate_up_proj"
+        found = find_spelling("qwen3_5_moe", [apart, f"mtp{fused}"])
+        self.assertEqual((found.root, found.fused), (root, False))
+        found = find_spelling("qwen3_5_moe", [f"{root}{fused}", f"mtp{fused}"])
+        self.assertEqual((found.root, found.fused), (root, True))

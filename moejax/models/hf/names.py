@@ -90,13 +90,15 @@ def expert_spelling(family: str) -> _Spelling:
 
 def find_spelling(family: str, names: Collection[str]) -> _Spelling:
     """Finds the spelling of a checkpoint with tensors of these `names`."""
-    text = "\n".join(names)  # searched at once: a file may have a million names
+    root = _NESTED if any(name.startswith(f"{_NESTED}.") for name in names) else "model"
+    own = [name for name in names if name.startswith(f"{root}.")]  # not of `mtp.*`
+    text = "\n".join(own)  # searched at once: a file may have a million names
     modules = {module for module in ("mlp", "block_sparse_moe") if f".{module}.experts." in text}
     published = _MOE_MODULE.get(family, "mlp")
     return _Spelling(
         moe_module="mlp" if modules == {"mlp"} else published,
-        fused=any(name.endswith(_FUSED) for name in names),
-        root=_NESTED if f"\n{_NESTED}." in f"\n{text}" else "model",
+        fused=any(name.endswith(_FUSED) for name in own),
+        root=root,
     )
 
 
