@@ -127,6 +127,8 @@ class RecipeTest(FolderTestCase):
         ("attention: bits=5", "bits=5 is none of 2, 3, 4, 8"),
         ("attention: bits=4 planes=2,4", "planes are widths in place of bits"),
         ("attention: planes=2,4 bits=2", "planes are widths in place of bits"),
+        ("attention: method=milo rank_divisor=2", "rank_divisor is of milo's compensators of bit"),
+        ("attention: planes=2,4 rank_divisor=2", "no matrix of the rule has them"),
         ("attention: zero=big", "zero_kind=big is none of auto, float"),
         ("attention: scale=bfloat16", "scale_dtype=bfloat16 is none of float16, float32"),
         ("attention: method=milo factor_bits=5", "factor_bits=5 is none of 3, 4, 8, 16"),
@@ -140,6 +142,13 @@ class RecipeTest(FolderTestCase):
     )
     def test_refused(self, rule, *messages):
         self.assert_refused(*messages, rules=[rule])
+
+    def test_rank_divisor_needs_one_matrix_with_planes(self):
+        rules = ("experts: method=milo planes=2,4 rank_divisor=3", "*.up_proj: bits=4")
+        found = self.schemes(*rules, default=scheme(rank_divisor=2))
+        self.assertEqual({(s.planes, s.rank_divisor) for s in found.values()}, {
+            ((), 2), ((), 3), ((2, 4), 3),
+        })  # fmt: skip
 
     def test_nothing_to_do(self):
         self.assert_refused("nothing is to be done", default=scheme(method="none"))

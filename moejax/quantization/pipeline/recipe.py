@@ -193,6 +193,15 @@ def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
     found = {name: scheme for name, scheme in found.items() if scheme.method != "none"}
     if not found:
         raise MoejaxError("the recipe leaves every matrix as it is; nothing is to be done")
+    for rule in recipe.rules:
+        if "rank_divisor" in rule.changes and not any(
+            scheme.planes and scheme.method in COMPENSATED and rule.matches(by_name[name])
+            for name, scheme in found.items()
+        ):
+            raise MoejaxError(
+                f"rule {rule.text!r}: rank_divisor is of milo's compensators of bit planes, and no "
+                "matrix of the rule has them; leave it out"
+            )
     if recipe.default.act_order and all(scheme.method != "gptq" for scheme in found.values()):
         raise MoejaxError("act_order is gptq's, and no matrix takes method=gptq")
     return {name: _resolved(scheme, by_name[name], recipe.format) for name, scheme in found.items()}
