@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import math
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
