@@ -1,9 +1,13 @@
-"""Gated activation between the two products of an MLP or an expert."""
+"""Gated activation between the two products of an MLP or an expert.
+
+Configurations hold it, and are read without JAX, which is imported where it is used.
+"""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,15 +22,19 @@ class Gating:
     limit: float | None = None
     up_offset: float = 0.0
 
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def __call__(self, gate: "jax.Array", up: "jax.Array") -> "jax.Array":
         """Applies it to two arrays of one shape and float dtype."""
+        import jax
+
         gate, up = self.limited(gate, up)
         if self.alpha == 1.0:
             return jax.nn.silu(gate) * up
         return gate * jax.nn.sigmoid(gate * self.alpha) * up
 
-    def limited(self, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def limited(self, gate: "jax.Array", up: "jax.Array") -> "tuple[jax.Array, jax.Array]":
         """Gates and ups after the limit, ups with the offset: the factors beside the sigmoid."""
+        import jax.numpy as jnp
+
         if self.limit is not None:
             gate = jnp.minimum(gate, self.limit)
             up = jnp.maximum(jnp.minimum(up, self.limit), -self.limit)
