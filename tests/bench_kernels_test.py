@@ -149,7 +149,7 @@ class DataTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_terms_are_seen(self):
         weights = data.random_stack(jnp.uint32(5), slots=2, rows=96, inputs=128, bits=3)
-        terms = data.random_terms(weights)
+        terms = data.random_terms(weights, 32)
         terms.check(weights)
         x = data.random_rows(1, (4, 128))
         y = dequant_matmul(

@@ -93,7 +93,7 @@ class FloorTest(absltest.TestCase):
             return types.SimpleNamespace(nbytes=nbytes)
 
         runner: Any = types.SimpleNamespace(
-            config=TINY, dtype=np.dtype(np.float32),
+            config=TINY, dtype=np.dtype(np.float32), mesh=None,
             weights={"embed": leaf(10**6), "head": leaf(1000), "attention.o_proj": leaf(200),
                      "moe.gate_up": leaf(8000), "moe.down": leaf(4000)},
         )  # fmt: skip

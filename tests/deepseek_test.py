@@ -314,7 +314,7 @@ class FormsTest(parameterized.TestCase):
         # Scores are those of the model's own scale, however wide what is shown is.
         received = [
             attention_received(q * (TINY.score_scale * q.shape[-1] ** 0.5), k, positions, mask)
-            for q, k, positions, mask in (one, other)
+            for q, k, positions, mask, *_ in (one, other)
         ]
         np.testing.assert_allclose(*received, rtol=1e-4, atol=1e-6)
 

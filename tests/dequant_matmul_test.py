@@ -167,6 +167,7 @@ class ContractCoverageTest(parameterized.TestCase):
             (c.form.bits, c.form.group_size, c.form.zero_kind, c.form.dtype, c.dtype)
             for name, c in CASES.items()
             if c.form.bits < 16 and not c.terms and not c.every_code and whole == (name in WHOLE)
+            if "mxfp4" not in (c.form.zero_kind, c.form.dtype)  # it has one width and one group
         }
         for one, two in itertools.combinations(range(5), 2):
             met = {(values[one], values[two]) for values in properties}

@@ -263,7 +263,7 @@ class WiringTest(HostTestCase):
 
             class Seeing(ResidentExperts):
                 def __call__(self, carry: Any, inputs: MoeInputs) -> Any:
-                    layer, x, routing, _, next_routing, _ = inputs
+                    layer, x, routing, _, next_routing, *_ = inputs
                     layers.append(layer.mlp)
                     seen.append((x, routing.ids, next_routing().ids if next_routing else None))
                     return x, None, None

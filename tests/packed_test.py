@@ -135,8 +135,8 @@ class InvariantsTest(parameterized.TestCase):
         ({"group_size": 301}, "group_size 301 is not in 1..300"),
         ({"group_size": 32}, r"scales have shape \(3, 20, 5\), expected \(3, 20, 10\)"),
         ({"words": np.zeros((3, 20, 30), np.int32)}, "words are int32"),
-        ({"scales": None}, "scales are not float16 or float32"),
-        ({"scales": np.zeros((3, 20, 5))}, "scales are not float16 or float32"),
+        ({"scales": None}, "scales are not float16, float32 or uint8"),
+        ({"scales": np.zeros((3, 20, 5))}, "scales are not float16, float32 or uint8"),
         ({"zeros": np.zeros((3, 20, 5), np.float32)}, "zeros are float32, not float16 or uint8"),
         ({"zeros": np.zeros((3, 20, 4), np.float16)}, r"zeros have shape \(3, 20, 4\)"),
     )
