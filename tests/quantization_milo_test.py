@@ -155,8 +155,9 @@ class MiloTest(parameterized.TestCase):
         np.testing.assert_allclose(errors_of(weights, got)[0], alone, rtol=1e-5)
         if kind == "plus":  # the factors are what their codes stand for
             grids = factor_grid(3, 48), factor_grid(3, 128)
-            np.testing.assert_array_equal(dequantize(got.u_codes, grids[0]), got.u.swapaxes(1, 2))
-            np.testing.assert_array_equal(dequantize(got.v_codes, grids[1]), got.v)
+            codes = got.factors[-1]
+            np.testing.assert_array_equal(dequantize(codes.u_codes, grids[0]), got.u.swapaxes(1, 2))
+            np.testing.assert_array_equal(dequantize(codes.v_codes, grids[1]), got.v)
 
     @parameterized.parameters("paper", "plus")
     @pytest.mark.slow

@@ -69,6 +69,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
     head_dim = model_dim // num_heads if latent is None else latent.nope_dim + latent.rope_dim
     if is_glm:
         head_dim = integer(fields, "head_dim", default=head_dim)
+    is_interleaved = flag(fields, "rope_interleave")  # checked where it changes nothing, too
     return ModelConfig(
         family=family,
         vocab_size=integer(fields, "vocab_size"),
@@ -94,8 +95,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         sliding_window=None,
         rope_dim=rotated_dims(family, fields, head_dim) if is_glm else None,
         output_bias=not is_glm,
-        interleaved_rope=family == "deepseek_v2"
-        or (family in _LATENT and flag(fields, "rope_interleave")),
+        interleaved_rope=family == "deepseek_v2" or (is_interleaved and family in _LATENT),
         rope_scaling=rope_scaling(fields),
         latent=latent,
         shared_dim=num_shared * expert_dim,
