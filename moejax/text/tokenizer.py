@@ -14,9 +14,8 @@ from moejax.models.hf.config import read_json, text_fields
 from moejax.models.hf.defaults import default_eos_id
 from moejax.models.hf.fields import flag
 from moejax.text.chat_template import ChatRenderer, find_chat_template
-from moejax.text.harmony import FinalChannelStream, find_markers
 from moejax.text.token_bytes import most_token_bytes
-from moejax.text.token_stream import TokenStream
+from moejax.text.token_stream import FinalChannelStream, TokenStream, find_markers
 from moejax.text.tokenizer_check import check_tokenizer
 
 # Everything that `Tokenizer` reads, but for the eos tokens.
