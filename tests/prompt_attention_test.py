@@ -32,8 +32,6 @@ HALF = jnp.dtype("bfloat16")
 AMPERE = Target("gpu", (8, 0))
 TINY = dataclasses.replace(tiny_engine.CONFIG, head_dim=16)
 SLOTS, CHUNK = 40, 12
-BY_XLA = mock.patch.object(attention, "PROMPTS_BY", "xla")
-BY_KERNEL = mock.patch.object(attention, "PROMPTS_BY", "kernel")
 
 
 def relative(found: jax.Array, expected: jax.Array) -> float:
@@ -103,28 +101,25 @@ class PromptTest(HostTestCase):
 
 
 class ChoiceTest(HostTestCase):
-    @BY_XLA
     def test_xla_serves_where_it_is_chosen(self):
-        found = attention.choose_chunked(QWEN3_30B_A3B, HALF, AMPERE)
+        found = attention.choose_chunked(QWEN3_30B_A3B, HALF, AMPERE, "xla")
         self.assertEqual(found, Choice("xla", {}))
 
     @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B, QWEN3_NEXT_80B_A3B)
     def test_the_kernel_serves_where_it_is_chosen(self, config):
-        with BY_KERNEL:
-            found = attention.choose_chunked(config, HALF, AMPERE)
-            self.assertEqual(found.implementation, "triton")
-            self.assertEqual([*found.refusals], ["mosaic"])
-            on_hopper = attention.choose_chunked(config, HALF, Target("gpu", (9, 0)))
-            self.assertEqual(on_hopper, ("mosaic", {}))
-            on_cpu = attention.choose_chunked(config, HALF, Target("cpu", None))
-            self.assertEqual(on_cpu.implementation, "xla")
-            self.assertIn("it runs on GPUs", on_cpu.refusals["triton"])
+        found = attention.choose_chunked(config, HALF, AMPERE)
+        self.assertEqual(found.implementation, "triton")
+        self.assertEqual([*found.refusals], ["mosaic"])
+        on_hopper = attention.choose_chunked(config, HALF, Target("gpu", (9, 0)))
+        self.assertEqual(on_hopper, ("mosaic", {}))
+        on_cpu = attention.choose_chunked(config, HALF, Target("cpu", None))
+        self.assertEqual(on_cpu.implementation, "xla")
+        self.assertIn("it runs on GPUs", on_cpu.refusals["triton"])
         asked = attention.choose_chunked(config, HALF, AMPERE, "kernel")
         self.assertEqual(asked.implementation, "triton")
 
     def test_refusals_are_said(self):
-        with BY_KERNEL:
-            latents = attention.choose_chunked(DEEPSEEK_V2_LITE, HALF, AMPERE)
+        latents = attention.choose_chunked(DEEPSEEK_V2_LITE, HALF, AMPERE)
         self.assertIn("keys of 64 and values of 512", latents.refusals["triton"])
         with self.assertRaisesRegex(
             ValueError, "attention of prompts by the kernel: q is f.*sm_80"
@@ -147,16 +142,11 @@ class PlanTest(HostTestCase):
 
     def test_chunks_do_not_shorten_with_the_cache(self):
         sizes = {"itemsize": 2, "target": Target("gpu", None)}
-        with BY_XLA:
-            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, **sizes), 256)
-        with BY_KERNEL:
-            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, **sizes), 1024)
-            self.assertEqual(
-                planned_chunk(QWEN3_30B_A3B, 16, 32768, **sizes), MAX_PREFILL_TOKENS // 16
-            )
-            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, 2, Target("cpu", None)), 256)
-            self.assertEqual(planned_chunk(DEEPSEEK_V2_LITE, 1, 32768, **sizes), 512)
-            # Not shorter than by XLA, or experts that move would move more often.
-            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 16, 1024, **sizes), 512)
-            old = Target("gpu", (7, 5))  # without the kernel
-            self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, 2, old), 256)
+        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, **sizes), 1024)
+        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 16, 32768, **sizes), MAX_PREFILL_TOKENS // 16)
+        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, 2, Target("cpu", None)), 256)
+        self.assertEqual(planned_chunk(DEEPSEEK_V2_LITE, 1, 32768, **sizes), 512)
+        # Not shorter than by XLA, or experts that move would move more often.
+        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 16, 1024, **sizes), 512)
+        old = Target("gpu", (7, 5))  # without the kernel
+        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, 2, old), 256)

@@ -168,7 +168,7 @@ class Runner:
           expert_impl: the form that runs the experts of any number of tokens; None: the default.
           memory: of experts that `weights` lack; None where it has them all.
           decode_impl: what serves attention of decode; None for the kernel where it can.
-          prompt_impl: what serves attention of prompts to the cache; None for `PROMPTS_BY`.
+          prompt_impl: what serves attention of prompts to the cache, as `decode_impl`.
           whole_calls: see `steps.decode` on `fixed_trip_count`; None for what suits the device.
           mesh: devices that run the steps together, `device` the first; None: it alone.
         """

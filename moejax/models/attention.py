@@ -25,9 +25,6 @@ AttentionImpl = Literal["xla", "cudnn"]  # of the tokens of a chunk to one anoth
 CachedAttentionImpl = Literal["xla", "kernel"]  # of new tokens to the cache
 
 CUDNN_MAX_HEAD_DIM = 128
-# What runs attention of prompts to the cache, if nothing else is asked for: "kernel" where it does
-# not refuse, or "xla".
-PROMPTS_BY: CachedAttentionImpl = "kernel"
 TILED = 16  # tokens of the shortest chunk, which a choice is for; others may run by another kernel
 
 
@@ -71,8 +68,8 @@ def choose_cached(
 def choose_chunked(
     config: ModelConfig, dtype: jnp.dtype, target: Target, asked: CachedAttentionImpl | None = None
 ) -> Choice:
-    """Chooses attention of prompts to the cache like `choose_cached`; None means `PROMPTS_BY`."""
-    if (asked or PROMPTS_BY) == "xla":
+    """Chooses attention of prompts to the cache, as `choose_cached` does that of decode."""
+    if asked == "xla":
         return Choice("xla", {})
     keys = jax.ShapeDtypeStruct(cache_shape(config, 1, TILED), dtype)
     q = jax.ShapeDtypeStruct((1, TILED, config.num_heads, config.head_dim), dtype)
