@@ -32,7 +32,6 @@ def _shared_refusals(q: Operand, keys: Operand, value_dim: int) -> list[str]:
 OPERATION = Operation(
     "chunk_attention",
     kernels=(
-        # TODO: Mosaic goes if `bench_chunk_attention` does not find it faster on an H100.
         Implementation("mosaic", mosaic.refusal, mosaic.chunk_attention_mosaic),
         Implementation("triton", triton.refusal, triton.chunk_attention_triton),
     ),
