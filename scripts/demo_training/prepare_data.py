@@ -8,7 +8,6 @@ for books, textbooks, code, math and chinese, WikiText-2 as plain text, and GSM8
 tokens.xz, streams.json and corpus.json (what was dropped, compression per domain).
 """
 
-import collections
 import json
 import re
 from collections.abc import Iterator
@@ -20,12 +19,12 @@ from absl import app, flags, logging
 from scripts.demo_training import corpus as corpus_lib
 from scripts.demo_training import wikitext
 from scripts.demo_training.texts import (
-    DOMAINS,
     encode,
-    long_lines,
     read_rows,
     read_text,
     train_tokenizer,
+    training_texts,
+    valid_texts,
     wikitext_variants,
 )
 
@@ -61,39 +60,27 @@ def main(argv: list[str]) -> None:
     data, output = Path(_DATA.value), Path(_OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(_SEED.value)
-    held = {
-        f"valid/{d}": [r["text"] for r in read_rows(data / f"valid/{d}.jsonl.xz")] for d in DOMAINS
-    }
+    held = valid_texts(data)
     for split in ("valid", "test"):
         raw = read_text(data / f"eval/wikitext2.{split}.raw.xz")
         held[f"{split}/wikitext"] = [raw]
         held[f"{split}/wikitext_joined"] = [
             wikitext.joined_form(raw.removesuffix("\n").split("\n"))
         ]
-    forbidden = long_lines(text for texts in held.values() for text in texts)
-
-    train: dict[str, list[str]] = {}
-    dropped: dict[str, int] = {}
-    for domain in DOMAINS:
-        texts = [row["text"] for row in read_rows(data / f"train/{domain}.jsonl.xz")]
-        train[domain] = [text for text in texts if not (long_lines([text]) & forbidden)]
-        dropped[domain] = len(texts) - len(train[domain])
+    found = training_texts(data, held)
+    train = dict(found.by_domain)
     train["chat"] = [render_chat(p) for p in read_rows(data / "eval/gsm8k.train.jsonl.xz")]
-    source = read_text(data / "train/wikitext2.train.tokens.xz")
-    articles = wikitext.split_articles(source)
-    clean = [a for a in articles if not (long_lines(a) & forbidden)]
-    dropped["wikitext"] = len(articles) - len(clean)
-    known = collections.Counter(source.split())
-    rare = wikitext.find_rare_words(known, train["books"] + train["textbooks"])
     logging.info(
         "%d articles, %d rare names, %d rare terms, dropped as duplicates: %s",
-        len(clean),
-        len(rare.names),
-        len(rare.terms),
-        dropped,
+        len(found.articles),
+        len(found.rare.names),
+        len(found.rare.terms),
+        found.dropped,
     )
-    train["wikitext"] = wikitext_variants(clean, known, rare, _VARIANTS.value, rng)
-    train["wikitext_masked"] = ["".join(map(wikitext.file_form, clean))]
+    train["wikitext"] = wikitext_variants(
+        found.articles, found.words, found.rare, _VARIANTS.value, rng
+    )
+    train["wikitext_masked"] = ["".join(map(wikitext.file_form, found.articles))]
 
     def sample() -> Iterator[str]:
         for lines in (
@@ -109,7 +96,7 @@ def main(argv: list[str]) -> None:
     streams = {name: encode(tokenizer, texts) for name, texts in (train | held).items()}
     corpus_lib.write_corpus(output, corpus_lib.pack_corpus(streams))
     summary = {
-        "dropped_documents": dropped,
+        "dropped_documents": found.dropped,
         "bytes_per_token": {n: round(b / len(ids), 3) for n, (ids, b) in streams.items()},
         "tokens": {n: len(ids) for n, (ids, _) in streams.items()},
         "bytes": {n: b for n, (_, b) in streams.items()},

@@ -3,8 +3,9 @@
 import collections
 import json
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -40,6 +41,50 @@ def long_lines(texts: Iterable[str]) -> set[str]:
         for line in text.split("\n")
         if len(stripped := line.strip()) >= _LONG_LINE
     }
+
+
+class TrainingTexts(NamedTuple):
+    """Documents to train on, without those that share a long line with held-out text.
+
+    Attributes:
+      by_domain: documents of each of `DOMAINS`.
+      articles: WikiText's, each its lines.
+      words: of all of WikiText's training text, and how often each.
+      rare: words that may fill its gaps.
+      dropped: documents left out, by domain and of "wikitext".
+    """
+
+    by_domain: dict[str, list[str]]
+    articles: list[list[str]]
+    words: collections.Counter[str]
+    rare: wikitext.RareWords
+    dropped: dict[str, int]
+
+
+def valid_texts(data: Path) -> dict[str, list[str]]:
+    """Held-out documents of each domain, by the name of their stream."""
+    return {
+        f"valid/{d}": [row["text"] for row in read_rows(data / f"valid/{d}.jsonl.xz")]
+        for d in DOMAINS
+    }
+
+
+def training_texts(data: Path, held: Mapping[str, Iterable[str]]) -> TrainingTexts:
+    """Reads the documents to train on; `held`: held-out ones, by stream."""
+    forbidden = long_lines(text for texts in held.values() for text in texts)
+    by_domain: dict[str, list[str]] = {}
+    dropped: dict[str, int] = {}
+    for domain in DOMAINS:
+        texts = [row["text"] for row in read_rows(data / f"train/{domain}.jsonl.xz")]
+        by_domain[domain] = [text for text in texts if not (long_lines([text]) & forbidden)]
+        dropped[domain] = len(texts) - len(by_domain[domain])
+    source = read_text(data / "train/wikitext2.train.tokens.xz")
+    articles = wikitext.split_articles(source)
+    clean = [article for article in articles if not (long_lines(article) & forbidden)]
+    dropped["wikitext"] = len(articles) - len(clean)
+    words = collections.Counter(source.split())
+    rare = wikitext.find_rare_words(words, by_domain["books"] + by_domain["textbooks"])
+    return TrainingTexts(by_domain, clean, words, rare, dropped)
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:

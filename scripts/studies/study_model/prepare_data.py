@@ -8,7 +8,6 @@ Writes tokens.xz, streams.json and corpus.json (tokens, bytes, dropped documents
 shares a line of 100 characters with any held-out text is dropped.
 """
 
-import collections
 import json
 from pathlib import Path
 
@@ -20,11 +19,10 @@ from moejax.files.whole import write_json
 from scripts.demo_training import corpus as corpus_lib
 from scripts.demo_training import wikitext
 from scripts.demo_training.texts import (
-    DOMAINS,
     encode,
-    long_lines,
-    read_rows,
     read_text,
+    training_texts,
+    valid_texts,
     wikitext_variants,
 )
 
@@ -37,31 +35,18 @@ _SEED = flags.DEFINE_integer("seed", 0, "seed of WikiText's filled-in words")
 
 def held_out(data: Path) -> dict[str, list[str]]:
     """Documents of the held-out streams."""
-    held = {
-        f"valid/{d}": [r["text"] for r in read_rows(data / f"valid/{d}.jsonl.xz")] for d in DOMAINS
-    }
+    held = valid_texts(data)
     raw = read_text(data / "eval/wikitext2.test.raw.xz")
     held["test/wikitext"] = [wikitext.joined_form(raw.removesuffix("\n").split("\n"))]
     return held
 
 
-def training(data: Path, forbidden: set[str]) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Documents of the training streams without those that share long lines, and their number."""
-    train: dict[str, list[str]] = {}
-    dropped: dict[str, int] = {}
-    for domain in DOMAINS:
-        texts = [row["text"] for row in read_rows(data / f"train/{domain}.jsonl.xz")]
-        train[domain] = [text for text in texts if not (long_lines([text]) & forbidden)]
-        dropped[domain] = len(texts) - len(train[domain])
-    source = read_text(data / "train/wikitext2.train.tokens.xz")
-    articles = wikitext.split_articles(source)
-    clean = [article for article in articles if not (long_lines(article) & forbidden)]
-    dropped["wikitext"] = len(articles) - len(clean)
-    known = collections.Counter(source.split())
-    rare = wikitext.find_rare_words(known, train["books"] + train["textbooks"])
+def training(data: Path, held: dict[str, list[str]]) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Documents of the training streams, and how many were dropped of each."""
+    found = training_texts(data, held)
     rng = np.random.default_rng(_SEED.value)
-    train["wikitext"] = wikitext_variants(clean, known, rare, 1, rng)
-    return train, dropped
+    joined = wikitext_variants(found.articles, found.words, found.rare, 1, rng)
+    return found.by_domain | {"wikitext": joined}, found.dropped
 
 
 def main(argv: list[str]) -> None:
@@ -71,7 +56,7 @@ def main(argv: list[str]) -> None:
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer.from_file(str(Path(_PARENT.value) / "tokenizer.json"))
     held = held_out(data)
-    train, dropped = training(data, long_lines(text for texts in held.values() for text in texts))
+    train, dropped = training(data, held)
     streams = {}
     for name, texts in (train | held).items():
         ids, num_bytes = encode(tokenizer, texts)
