@@ -89,6 +89,10 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
             answers = _print_answers(engine, prompts, request, shown_all)
     if values.stats:
         print_stderr(*(engine.ledger.describe_layers() if engine.ledger else [report.NO_COUNTS]))
+        if engine.ledger and config.policy.name:
+            from moejax.evaluation.expert_errors import layer_errors
+
+            print_stderr(*layer_errors(config, engine))
         if engine.ledger and config.fidelity_share and config.policy.tiering():
             from moejax.evaluation.fidelity import kl_from_exact
 

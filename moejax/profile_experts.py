@@ -2,17 +2,20 @@
 
     python -m moejax.profile_experts
     python -m moejax.profile_experts --config.checkpoint=DIR --config.source=outputs
+    python -m moejax.profile_experts --config.checkpoint=DIR --config.tiers=int4,int2
     python -m moejax.profile_experts --config.checkpoint=DIR --config.output=elsewhere.safetensors
 
 Counts over the text which experts the routers choose, alone and together, and writes the lists
-(BuddyMoE eq. 4 to 6) beside the checkpoint, with all that is needed to make them again. Use a text
+(BuddyMoE eq. 4 to 6) beside the checkpoint, with all that is needed to make them again. With tiers
+it measures too what each loses of each expert's output, from which `moejax.generate --stats`
+estimates the error of every layer. Use a text
 of the domain to be served (`--config.text=FILE`; one ships), and not one that is evaluated on. One
 line with the result goes to stdout, a progress bar to stderr.
 """
 
 import contextlib
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import tqdm
@@ -34,8 +37,9 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
 
     import jax
 
-    from moejax.checkpoints import resolve_checkpoint
+    from moejax.checkpoints import open_checkpoint, resolve_checkpoint
     from moejax.engine import Engine
+    from moejax.evaluation.expert_errors import load_tiers, measure_errors, measured_tiers
     from moejax.evaluation.expert_profile import Counting, profile, provenance
     from moejax.evaluation.record import check_output
     from moejax.inference.runner import Runner
@@ -63,6 +67,7 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
         stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
             stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)
+        tiering = config.tiering()
         counting = Counting(
             config.warmup,
             config.warmup_weight,
@@ -70,9 +75,7 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             config.outputs or config.source == "outputs",
         )
         runner = Runner(engine.config, engine.weights, engine.device)
-        with contextlib.closing(
-            tqdm.tqdm(total=len(stream.ids) - 1, desc="profiling", unit="tok")
-        ) as bar:
+        with _bar("profiling", len(stream.ids) - 1) as bar:
             activity = profile(
                 runner,
                 np.asarray(stream.ids),
@@ -81,19 +84,33 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
                 counting,
                 lambda n: bar.update(n),
             )
-    found = buddies.profile_of(
-        activity,
-        provenance(config.checkpoint, directory, engine, text, stream)
-        | {"window": window, "counting": dataclasses.asdict(counting)}
-        | {"read_bits": config.read_bits},
-        source=cast(Source, config.source),
-        smoothing=config.smoothing,
-        alpha=config.alphas(len(engine.config.moe_layers)),
-        max_buddies=config.max_buddies,
-        percentile=config.percentile,
-    )
+        found = buddies.profile_of(
+            activity,
+            provenance(config.checkpoint, directory, engine, text, stream)
+            | {"window": window, "counting": dataclasses.asdict(counting)}
+            | {"read_bits": config.read_bits}
+            | {"measured": measured_tiers(tiering)},
+            source=cast(Source, config.source),
+            smoothing=config.smoothing,
+            alpha=config.alphas(len(engine.config.moe_layers)),
+            max_buddies=config.max_buddies,
+            percentile=config.percentile,
+        )
+        if tiering is not None:
+            own = open_checkpoint(str(directory), config.read_bits)
+            tiers = load_tiers(own, tiering, engine.weights, engine.device)
+            with _bar("measuring tiers", len(stream.ids) - 1) as bar:
+                errors = measure_errors(
+                    runner, tiers, found.lists.ids[:, :, 0], np.asarray(stream.ids), window,
+                    config.batch_size, lambda n: bar.update(n),
+                )  # fmt: skip
+            found = dataclasses.replace(found, errors=errors)
     buddies.save_buddies(output, found)
     print(buddies.summary(found, output))
+
+
+def _bar(what: str, total: int) -> contextlib.closing[Any]:
+    return contextlib.closing(tqdm.tqdm(total=total, desc=what, unit="tok"))
 
 
 def _text(config: ProfileConfig) -> Text:

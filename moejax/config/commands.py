@@ -191,6 +191,10 @@ class GenerateConfig(RecordConfig):
         "the exact model is loaded beside it under equal limits; 0: none",
         least=0, most=1,
     )  # fmt: skip
+    tier_errors: str = option(
+        "", "a profile with tiers (moejax.profile_experts) by which --stats tells each layer's "
+        "error under a policy; '': the checkpoint's, if it has one",
+    )  # fmt: skip
     seed: int = option(
         0,
         "sampling seed; text is not reproducible if a policy transfers experts between steps (see "
@@ -229,6 +233,11 @@ class GenerateConfig(RecordConfig):
             raise MoejaxError(
                 f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model: "
                 "name policy.name, or leave it out"
+            )
+        if self.tier_errors and not self.policy.name:
+            raise MoejaxError(
+                f"tier_errors={self.tier_errors} is of a policy's tiers: name policy.name, or "
+                "leave it out"
             )
         GenerationSettings.of(**self.request())
 

@@ -1,7 +1,7 @@
 """Configuration of `python -m moejax.profile_experts`."""
 
 import dataclasses
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -15,8 +15,12 @@ from moejax.config.commands import (
     READ_BITS,
 )
 from moejax.config.options import RunConfig, option
+from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
 from moejax.policies.buddy_lists import Source, alpha_schedule
+
+if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
+    from moejax.experts.tiering import Tiering
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,16 @@ class ProfileConfig(RunConfig):
         least=0, most=100,
     )  # fmt: skip
     temperature: float = option(1.0, "temperature of TAE's softmax")
+    tiers: tuple[str, ...] = option(
+        (), "tiers of which each expert's output error is measured, as policy.tiers of the other "
+        "commands; (): none",
+    )  # fmt: skip
+    quantizer: str = option(
+        PolicyConfig.quantizer, "quantizer of tiers that are made at load", needed="a quantizer"
+    )
+    group_size: int = option(
+        PolicyConfig.group_size, "inputs per scale in tiers that are made at load", least=1
+    )
     output: str = option("", "a file for the profile; '': buddies.safetensors in the checkpoint")
     platform: str = PLATFORM
     dtype: str = DTYPE
@@ -67,6 +81,14 @@ class ProfileConfig(RunConfig):
         if not self.alpha_last:
             return self.alpha
         return alpha_schedule(self.alpha, self.alpha_last, num_layers)
+
+    def tiering(self) -> "Tiering | None":
+        """Builds the tiers that are measured; None for none."""
+        if not self.tiers:
+            return None
+        from moejax.experts.tiering import Tiering
+
+        return Tiering(tiers=self.tiers, quantizer=self.quantizer, group_size=self.group_size)
 
     def check(self) -> None:
         """Checks the fields, as `RunConfig.check`."""

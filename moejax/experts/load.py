@@ -37,14 +37,21 @@ from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSizes
 from moejax.experts.share_rows import ShareRows
 from moejax.experts.state import TierSpec
-from moejax.experts.tiering import STORED, StoredTier, Tiering, choose, open_like, open_tier
+from moejax.experts.tiering import (
+    STORED,
+    StoredTier,
+    Tiering,
+    choose,
+    made_scheme,
+    open_like,
+    open_tier,
+)
 from moejax.experts.transfers import Transfers
 from moejax.models.attention import stores_scores
 from moejax.policies.base import AnyPolicy, PolicySpec, default_prefetch, moves_between_steps
 from moejax.policies.dymoe import importance_nbytes
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
 from moejax.quantization.pipeline.quantizers import Program
-from moejax.quantization.pipeline.recipe import Scheme
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from moejax.weights.shares import shares_of
@@ -428,14 +435,7 @@ def _rows_of(
         return ShareRows(_rows_of(tier, tiering, reader), num_devices)
     if tiering is None or tier.bits is None:
         return reader
-    scheme = Scheme(
-        method=tiering.quantizer,
-        bits=tier.bits,
-        group_size=tiering.group_size,
-        zero_kind="float",
-        scale_dtype="float16",
-        factor_bits=8,
-    )
+    scheme = made_scheme(tiering, tier.bits)
     return QuantizedRows(reader, Program(scheme=scheme, max_rank=0, passes=1))
 
 

@@ -14,6 +14,7 @@ from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
 from moejax.policies.make import make_policy, parts_of
 from moejax.policies.settings import check_number
+from moejax.quantization.pipeline.recipe import Scheme
 from moejax.routing.profile_file import BuddyProfile, load_buddies
 from pallas_kernels import mxfp4
 
@@ -117,6 +118,18 @@ class StoredTier:
                 f"names: {PLAIN[0]}, {MXFP4}, {', '.join(MADE)}, or {STORED} for the shape's own"
             )
         return named[self.name]
+
+
+def made_scheme(tiering: Tiering, bits: int) -> Scheme:
+    """Scheme of a tier that is made at load."""
+    return Scheme(
+        method=tiering.quantizer,
+        bits=bits,
+        group_size=tiering.group_size,
+        zero_kind="float",
+        scale_dtype="float16",
+        factor_bits=8,
+    )
 
 
 def shape_is_mxfp4(asked: bool, tiers: Sequence[StoredTier]) -> bool:

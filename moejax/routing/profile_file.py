@@ -7,6 +7,7 @@
     tau                     float32[M]       of the TAE gate, at the percentile of the profile
     tokens, activations, coactivations, weighted, entropies, following and perhaps cosines:
                             `ExpertActivity`
+    plain, bounds, estimates, outputs: `TierErrors`, where tiers were measured
 
 and in its metadata `format` and `provenance`, which is JSON.
 """
@@ -29,21 +30,24 @@ from moejax.models.config import ModelConfig
 from moejax.policies.buddy_gates import percentile_tau
 from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists, output_gains
 from moejax.policies.expert_activity import ExpertActivity, links_of, shares
+from moejax.routing.tier_errors import TierErrors
 
 FILE_NAME = "buddies.safetensors"
 FORMAT = "moejax buddies 1"
+_ERRORS = ("plain", "bounds", "estimates", "outputs")  # of `TierErrors`
 _MEND = "profile the model again (python -m moejax.profile_experts)"
 
 
 @dataclasses.dataclass(frozen=True)
 class BuddyProfile:
-    """Profile of a model for BuddyMoE: buddy lists, thresholds and counts."""
+    """Profile of a model: buddy lists, thresholds, counts, and perhaps errors of tiers."""
 
     lists: BuddyLists  # for `policies.buddymoe.BuddyMoe`
     tau: np.ndarray  # float32[M], for `policies.buddymoe.BuddyMoe` too
     # counts, on the host; `profile_of` makes lists and tau with other options from them
     activity: ExpertActivity
     provenance: dict[str, Any]  # model, text, options, versions, date, command
+    errors: TierErrors | None = None  # None where no tiers were measured
 
     @property
     def links(self) -> np.ndarray | None:
@@ -123,6 +127,8 @@ def save_buddies(path: Path, profile: BuddyProfile) -> None:
         "tau": profile.tau,
         **{name: np.asarray(value) for name, value in counted.items() if value is not None},
     }
+    if profile.errors is not None:
+        tensors |= {name: getattr(profile.errors, name) for name in _ERRORS}
     metadata = {"format": FORMAT, "provenance": json.dumps(profile.provenance, ensure_ascii=False)}
     content = save({k: np.asarray(v, order="C") for k, v in tensors.items()}, metadata)
     write_whole(path, content)
@@ -152,15 +158,29 @@ def load_buddies(
         provenance = json.loads(metadata["provenance"])
     except (KeyError, ValueError, RecursionError) as error:  # the last: nested too deeply
         raise MoejaxError(f"{path} does not say where it comes from; {_MEND}") from error
-    _check(path, stored, config)
+    tiers = _tiers(path, provenance)
+    _check(path, stored, config, tiers)
     _check_origin(path, provenance, config, directory)
     arrays = {name: read_array(tensor) for name, tensor in stored.items()}
     fields = {field.name for field in dataclasses.fields(ExpertActivity)} & arrays.keys()
     counted: dict[str, Any] = {name: arrays[name] for name in fields}
     activity = ExpertActivity(**counted)
     lists = BuddyLists(arrays["buddies"], arrays["q"])
-    _check_values(path, lists, {name: arrays[name] for name in ("q", "tau", *sorted(fields))})
-    return BuddyProfile(lists, arrays["tau"], activity, provenance)
+    errors, measured = None, _ERRORS if tiers else ()
+    if tiers:
+        errors = TierErrors(tiers, *(arrays[name] for name in _ERRORS))
+    checked = ("q", "tau", *sorted(fields), *measured)
+    _check_values(path, lists, {name: arrays[name] for name in checked})
+    return BuddyProfile(lists, arrays["tau"], activity, provenance, errors)
+
+
+def _tiers(path: Path, provenance: Any) -> tuple[str, ...]:
+    """Names of the tiers whose errors a profile has; MoejaxError where they are no names."""
+    measured = provenance.get("measured", {}) if isinstance(provenance, dict) else {}
+    names = measured.get("names", []) if isinstance(measured, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise MoejaxError(f"{path} does not say which tiers it measured; {_MEND}")
+    return tuple(names)
 
 
 def _check_origin(
@@ -206,11 +226,16 @@ def _check_values(path: Path, lists: BuddyLists, numbers: dict[str, np.ndarray])
         raise MoejaxError(f"{path}: q rises along a list; {_MEND}")
 
 
-def _check(path: Path, stored: dict[str, StoredTensor], config: ModelConfig | None) -> None:
+def _check(
+    path: Path,
+    stored: dict[str, StoredTensor],
+    config: ModelConfig | None,
+    tiers: tuple[str, ...],
+) -> None:
     """Raises MoejaxError for tensors that are missing or have another size."""
     optional = ("cosines", "following")
     names = [field.name for field in dataclasses.fields(ExpertActivity)]
-    needed = [name for name in names if name not in optional]
+    needed = [name for name in names if name not in optional] + [*(_ERRORS if tiers else ())]
     if missing := [name for name in ("buddies", "q", "tau", *needed) if name not in stored]:
         raise MoejaxError(f"{path} has no {', '.join(missing)}; {_MEND}")
     lists = stored["buddies"].shape
@@ -227,6 +252,8 @@ def _check(path: Path, stored: dict[str, StoredTensor], config: ModelConfig | No
         "buddies": lists, "q": (num_layers, num_experts, places), "tau": (num_layers,),
         "tokens": (), "activations": pairs[:2], "coactivations": pairs, "weighted": pairs,
         "cosines": pairs, "following": pairs,
+        **dict.fromkeys(_ERRORS[:3], (num_layers, num_experts, len(tiers) + 2)),
+        "outputs": (num_layers,),
     }  # fmt: skip
     for name, shape in shapes.items():
         kind = np.dtype(np.int32 if name == "buddies" else np.float32)
