@@ -51,7 +51,7 @@ from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights import linear as ops
-from moejax.weights.choices import KernelChoice
+from moejax.weights.linear import KernelChoice
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import target_of
 

@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from moejax.policies import dymoe, ordering
+from moejax.policies import base, dymoe
 from moejax.policies.base import SKIPPED, Decision, Observation
 from moejax.policies.dymoe import FIGURE_3, DyMoE, _critical_counts, _retention_ratios
 from pallas_kernels import cache_plan
@@ -21,7 +21,7 @@ from tests.policies_cases import SPEC, A, E, M, random_trace
 HEAVY = jax.jit(dymoe._heavy_hitters)
 BY_TOKENS = jax.jit(dymoe._critical_by_tokens)
 PAIRS = jax.jit(dymoe._critical_pairs)
-AHEAD = jax.jit(ordering.experts_ahead)
+AHEAD = jax.jit(base.experts_ahead)
 
 
 @jax.jit

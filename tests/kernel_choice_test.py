@@ -23,9 +23,8 @@ from moejax.models import moe
 from moejax.models.config import LatentConfig
 from moejax.models.expert_products import choose_grouped
 from moejax.models.shapes import DEEPSEEK_V2_LITE
-from moejax.weights import choices
 from moejax.weights import linear as ops
-from moejax.weights.choices import KernelChoice
+from moejax.weights.linear import ChoiceRecord, KernelChoice, recorded_choices
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
 from tests import gpu_targets, tiny_engine
@@ -183,8 +182,8 @@ class TiersTest(absltest.TestCase):
         high, low = (experts(Spec(bits=bits, group_size=64)) for bits in (8, 2))
         odd = experts(Spec(bits=2, group_size=64, permuted=True))
 
-        def of(second: list[ops.Weight], impl: tuple[Any, ...]) -> choices.Record:
-            with choices.recorded_choices() as found:
+        def of(second: list[ops.Weight], impl: tuple[Any, ...]) -> ChoiceRecord:
+            with recorded_choices() as found:
                 for tier, (form, stacks) in enumerate(zip(impl, (high, second), strict=True)):
                     chosen = choose_grouped(2, config, bf16, stacks, ops.Kernels(AMPERE))
                     moe.record_experts(tier, form, stacks, chosen)

@@ -29,8 +29,8 @@ from moejax.models.shapes import (
     QWEN3_NEXT_80B_A3B,
 )
 from moejax.models.transformer import ChunkSpec, Transformer, forward
-from moejax.weights import choices
 from moejax.weights import linear as ops
+from moejax.weights.linear import KernelChoice
 from pallas_kernels import op
 from pallas_kernels.target import SIMULATED, Target
 from tests import gpu_targets, model_kinds, slow, tiny_engine
@@ -350,7 +350,7 @@ class WiringTest(HostTestCase):
             ):  # fmt: skip
                 self.assertEqual(
                     on_gpu.kernel_choices(num_tokens, 1)[kind],
-                    choices.KernelChoice("triton", dtype, False, {}),
+                    KernelChoice("triton", dtype, False, {}),
                 )
             self.assertNotIn(name, on_gpu.kernel_choices(256, 1))
             by_xla = Runner(config, half, cpu, kernels=AMPERE, decode_impl="xla")

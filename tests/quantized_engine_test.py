@@ -17,7 +17,7 @@ from moejax.models import moe
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights import linear as ops
-from moejax.weights.choices import KernelChoice
+from moejax.weights.linear import KernelChoice
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
 from tests import gpu_targets, slow, tiny_engine

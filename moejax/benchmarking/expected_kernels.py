@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from moejax.errors import MoejaxError
 from moejax.inference.runner import KERNELS, Runner
 from moejax.weights import linear as ops
-from moejax.weights.choices import KernelChoice
+from moejax.weights.linear import KernelChoice
 from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
 
 EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops.choose_product`

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cache_plan.rows import (
+from pallas_kernels.cache_plan.operands import (
     LayerTables,
     assigned,
     departures,

@@ -55,9 +55,8 @@ from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
 from moejax.models.moe import ExpertImpl, default_expert_impl
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.programs import CompiledPrograms
-from moejax.weights import choices
 from moejax.weights import linear as ops
-from moejax.weights.choices import KernelChoice
+from moejax.weights.linear import ChoiceRecord, KernelChoice, record_choice, recorded_choices
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
 from pallas_kernels.target import Choice, Target, target_of
 
@@ -206,11 +205,11 @@ class Runner:
         self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
         self._tiers = [[*tier.stacks().values()] for tier in (memory.tiers if memory else ())]
         self._forms: dict[int, tuple[ExpertImpl, tuple[ExpertImpl, ...]]] = {}
-        self.products: dict[str, choices.Record] = {}
+        self.products: dict[str, ChoiceRecord] = {}
         self._warned: set[str] = set()
         self._warn()
 
-    def kernel_choices(self, num_tokens: int, num_sequences: int) -> choices.Record:
+    def kernel_choices(self, num_tokens: int, num_sequences: int) -> ChoiceRecord:
         """Kernel choices of a call of this size, by part: it is traced, and nothing runs.
 
         Rows of one token each are a decode step, others a prompt's first chunk; with the head.
@@ -237,20 +236,20 @@ class Runner:
         experts, rows = (self.memory.pool, self.memory.store) if self.memory else (None, None)
         operands = steps.StepInputs(self.weights, rows), experts
         traced = call if self.mesh is None else self.mesh.map(call, operands, REPLICATED)
-        with choices.recorded_choices() as found:
+        with recorded_choices() as found:
             jax.eval_shape(traced, *operands)
         return self._attention_choices(phase) | found
 
-    def _attention_choices(self, phase: str) -> choices.Record:
+    def _attention_choices(self, phase: str) -> ChoiceRecord:
         """Choices made with the runner; norms and cache writes by XLA come with attention by it."""
         made = {"attention": Choice(self._attention, {}), "attention to the cache": self._chunked}
         if phase == "decode":
             made = {"attention": self._cached}
             if cached_impl(self._cached) == "xla":
                 made["norms and writes"] = self._cached
-        with choices.recorded_choices() as found:
+        with recorded_choices() as found:
             for name, choice in made.items():
-                choices.record(name, choice, str(self.dtype))
+                record_choice(name, choice, str(self.dtype))
         return found
 
     def kernel_warnings(self) -> list[str]:
@@ -265,7 +264,7 @@ class Runner:
                 lines.append(f"decode: experts are found and placed without their kernel: {reason}")
         return lines
 
-    def _record_choices(self, phase: str, found: choices.Record) -> None:
+    def _record_choices(self, phase: str, found: ChoiceRecord) -> None:
         """Keeps the choices of a program that was just traced; logs warnings, each once."""
         if phase not in self.products:
             self.products[phase] = self._attention_choices(phase)
@@ -571,7 +570,7 @@ class Runner:
     ) -> Any:  # fmt: skip
         arguments = (*donated, *arguments)
         with plain_memory_errors(self.device):
-            with choices.recorded_choices() as found:  # empty unless the program is traced now
+            with recorded_choices() as found:  # empty unless the program is traced now
                 program = self.programs.get(
                     function, static, arguments, num_donated=len(donated), results=results
                 )
@@ -625,7 +624,7 @@ def _expected_kernel(target: Target | None) -> str | None:
     return "mosaic" if target.capability == (9, 0) else "triton"
 
 
-def _phase_warnings(phase: str, record: choices.Record, expected: str | None) -> list[str]:
+def _phase_warnings(phase: str, record: ChoiceRecord, expected: str | None) -> list[str]:
     """Warnings for packed weights, and for plain parts of decode, that miss their kernel.
 
     In decode, products with plain matrices of a stack should run by

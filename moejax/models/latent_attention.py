@@ -313,7 +313,7 @@ class LatentAttention(StackedModule):
         """Projections from a latent to keys and values of heads: [H, nope, R] and [H, V, R]."""
         packed = ops.packing(self.kv_b[...]) is not None
         absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED}) if packed else PLAIN
-        ops.record_choice("attention.kv_b", absorbed, self.kv_b[...])
+        ops.record_product("attention.kv_b", absorbed, self.kv_b[...])
         kv_b = ops.matrix(self.kv_b[...], (layer,), dtype)
         kv_b = kv_b.reshape(self.config.num_heads, -1, self.widths.kv_rank)
         to_keys, to_values = jnp.split(kv_b, [self.widths.nope_dim], axis=1)

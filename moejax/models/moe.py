@@ -38,9 +38,8 @@ from moejax.models.expert_products import (
 )
 from moejax.models.layer_index import LayerIndex
 from moejax.models.stacked import StackedModule, stacked_parameter
-from moejax.weights import choices
 from moejax.weights import linear as ops
-from moejax.weights.linear import Index
+from moejax.weights.linear import Index, is_new_choice, record_choice
 from moejax.weights.qtensor import Weight
 from pallas_kernels import router_topk
 from pallas_kernels.gating import SWIGLU, Gating
@@ -330,12 +329,12 @@ def record_experts(tier: int, impl: ExpertImpl, experts: Sequence[Weight], group
         choice = Choice(ops.DEQUANTIZED, grouped.refusals)
     else:
         choice = Choice(impl, grouped.refusals if impl == "block" else {})
-    if not choices.is_new(name, choice):
+    if not is_new_choice(name, choice):
         return
     forms = " and ".join(dict.fromkeys(map(ops.form, experts)))
     if packed and impl != "grouped_kernel":
         forms += f", {impl}"
-    choices.record(name, choice, forms, packed=packed)
+    record_choice(name, choice, forms, packed=packed)
 
 
 class SparseMoe(StackedModule):

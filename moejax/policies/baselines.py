@@ -17,10 +17,11 @@ from moejax.policies.base import (
     Observation,
     Policy,
     PolicySpec,
+    experts_ahead,
     layer_axes_of,
+    prefetch_limits,
     tier_id,
 )
-from moejax.policies.ordering import experts_ahead, prefetch_limits
 from moejax.policies.settings import check_number, check_text
 from pallas_kernels.cache_plan import Rule
 

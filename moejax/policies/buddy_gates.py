@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.policies.ordering import of_few
+from moejax.policies.base import of_few
 
 ENTROPY_BINS = 1000  # of the histogram from which a profile calibrates tau
 DELTA_BINS = 32  # a power of two: edges are exact

@@ -38,11 +38,12 @@ from moejax.policies.base import (
     Policy,
     PolicySpec,
     Requests,
+    experts_ahead,
     layer_axes_of,
+    prefetch_limits,
 )
 from moejax.policies.baselines import always
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.ordering import experts_ahead, prefetch_limits
 from moejax.policies.settings import (
     ByContent,
     check_array,

@@ -28,10 +28,13 @@ from moejax.policies.base import (
     Observation,
     Policy,
     PolicySpec,
+    chosen_by,
+    experts_ahead,
     layer_axes_of,
+    of_few,
+    ranks,
     tier_id,
 )
-from moejax.policies.ordering import chosen_by, experts_ahead, of_few, ranks
 from moejax.policies.settings import (
     check_choice,
     check_flag,

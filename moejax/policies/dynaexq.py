@@ -23,10 +23,10 @@ from moejax.policies.base import (
     Requests,
     layer_axes_of,
     no_requests,
+    ranks,
     tier_id,
 )
 from moejax.policies.baselines import as_routed
-from moejax.policies.ordering import ranks
 from moejax.policies.settings import (
     ByContent,
     check_array,

@@ -1,10 +1,10 @@
-"""Tokenizer: text to token ids and back by a checkpoint's tokenizer.json; chat templates."""
+"""Text to token ids and back by a checkpoint's tokenizer.json, whole or token by token."""
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -15,7 +15,6 @@ from moejax.models.hf.defaults import default_eos_id
 from moejax.models.hf.fields import flag
 from moejax.text.chat_template import ChatRenderer, find_chat_template
 from moejax.text.token_bytes import most_token_bytes
-from moejax.text.token_stream import FinalChannelStream, TokenStream, find_markers
 from moejax.text.tokenizer_check import check_tokenizer
 
 # Everything that `Tokenizer` reads, but for the eos tokens.
@@ -23,6 +22,97 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 # Classes of transformers 4 that read two fields of tokenizer_config.json, and the fields' defaults.
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "DeepseekTokenizerFast")
 _LLAMA_ADDS = {"add_bos_token": True, "add_eos_token": False}
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders write it for half a character
+_FINAL = "final"  # the channel for the user; others are for thoughts and tools
+_ASSISTANT = "assistant"  # the role in a header without a channel
+
+
+class TokenStream:
+    """Decodes a growing sequence of tokens to text, never half a character.
+
+    Invariant: what was returned so far, `flush()` included, is `decode()` of what was pushed, as
+    long as the tokens spell valid UTF-8.
+
+    A decoder looks at a token's neighbours (the first space of a text is dropped, bytes make up a
+    character), so each piece is the difference of two decodings that begin at the same token: the
+    first of the piece before.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
+        self._ids: list[int] = []  # of the last piece, then those not yet returned
+        self._num_returned = 0
+
+    def push(self, token_id: int) -> str:
+        """Adds a token; returns the text that has become certain, perhaps none."""
+        self._ids.append(token_id)
+        piece = self._pending()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        del self._ids[: self._num_returned]
+        self._num_returned = len(self._ids)
+        return piece
+
+    def flush(self) -> str:
+        """Returns the remaining text: nothing, or an incomplete character's replacement."""
+        piece = self._pending()
+        self._num_returned = len(self._ids)
+        return piece
+
+    def _pending(self) -> str:
+        returned = self._decode(self._ids[: self._num_returned])
+        return self._decode(self._ids)[len(returned) :]
+
+
+class _Markers(NamedTuple):
+    """Ids of the tokens around channels and messages."""
+
+    start: int
+    channel: int
+    message: int
+    end: int
+
+
+def _find_markers(token_id: Callable[[str], int | None]) -> _Markers | None:
+    """Looks up the markers; None where the tokenizer lacks one."""
+    ids = [token_id(f"<|{name}|>") for name in _Markers._fields]
+    return None if None in ids else _Markers(*(i for i in ids if i is not None))
+
+
+class FinalChannelStream:
+    """Decodes a growing answer to the text of its final channel, as `TokenStream` does a text.
+
+    OpenAI's harmony format (gpt-oss):
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+    A text without these tokens is its own answer.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], markers: _Markers):
+        self._decode, self._markers = decode, markers
+        self._text = TokenStream(decode)
+        self._header: list[int] | None = None  # of the message to come; None inside a message
+        self._is_shown = True
+
+    def push(self, token_id: int) -> str:
+        """Adds a token; returns the text that has become certain, perhaps none."""
+        marks = self._markers
+        if token_id in (marks.start, marks.channel, marks.end):
+            rest = self.flush()
+            self._text, self._header = TokenStream(self._decode), []
+            return rest
+        if token_id == marks.message:
+            words = self._decode(self._header or []).split()
+            self._is_shown = words in ([], [_ASSISTANT]) or words[0] == _FINAL
+            self._header = None
+            return ""
+        if self._header is not None:
+            self._header.append(token_id)
+            return ""
+        return self._text.push(token_id) if self._is_shown else ""
+
+    def flush(self) -> str:
+        """Returns the remaining text: nothing, or an incomplete character's replacement."""
+        return self._text.flush() if self._header is None and self._is_shown else ""
 
 
 class Tokenizer:
@@ -109,7 +199,7 @@ class Tokenizer:
 
     def stream(self) -> TokenStream | FinalChannelStream:
         """Starts a decoder that takes one token at a time; of harmony's, to the final channel."""
-        markers = find_markers(self.token_id)
+        markers = _find_markers(self.token_id)
         return (
             TokenStream(self.decode)
             if markers is None

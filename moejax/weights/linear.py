@@ -1,6 +1,7 @@
 """Products with weights of any kind: plain arrays, packed codes, FP8 blocks.
 
-Kernels for packed weights are chosen here alone (`choose_product`). Where every kernel refuses,
+Kernels for packed weights are chosen here alone (`choose_product`), and every choice is recorded
+where it is made, while a program is traced (`recorded_choices`). Where every kernel refuses,
 packed matrices are dequantized in float32, cast to the dtype of the activations and multiplied as
 plain ones: only the matrices (or rows) that a call uses, never a whole stack. Plain arrays go
 through untouched.
@@ -8,17 +9,18 @@ through untouched.
 Axes: N outputs (rows), K inputs; leading axes are layers, then experts.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.weights import choices
 from moejax.weights.qtensor import (
     FP8_BLOCK,
     Compensator,
@@ -159,7 +161,7 @@ def choose_part(
         choice = choose(kernels.target)
         if choice.implementation != "triton":
             choice = Choice("xla", choice.refusals)
-    choices.record(name, choice, form)
+    record_choice(name, choice, form)
     return choice
 
 
@@ -174,10 +176,10 @@ def form(weight: Weight) -> str:
     return of.weights.describe() + ranks
 
 
-def record_choice(leaf: str, choice: Choice, weight: Weight) -> None:
+def record_product(leaf: str, choice: Choice, weight: Weight) -> None:
     """Records what multiplies by a leaf; nothing for ""."""
-    if leaf and choices.is_new(leaf, choice):
-        choices.record(leaf, choice, form(weight), packed=packing(weight) is not None)
+    if leaf and is_new_choice(leaf, choice):
+        record_choice(leaf, choice, form(weight), packed=packing(weight) is not None)
 
 
 def choose_product(
@@ -329,7 +331,7 @@ def _by_kernel(
     """Computes [..., N] by a kernel, or returns None if every kernel refuses."""
     num_rows = math.prod(x.shape[:-1])
     choice = choose_product(num_rows, x.dtype, weight, kernels, always_kernel=always_kernel)
-    record_choice(leaf, choice, weight)
+    record_product(leaf, choice, weight)
     chosen = choice.implementation
     if chosen in (PLAIN, DEQUANTIZED):
         return None
@@ -421,3 +423,53 @@ def _compensated_rows(compensator: Compensator, ids: jax.Array) -> jax.Array:
     inside = (index >= 0) & (index < compensator.num_rows)
     u = jnp.where(inside[None], u[:, jnp.clip(index, 0, compensator.num_rows - 1)], 0.0)
     return jnp.einsum("rn,rk->nk", u, v, precision="highest")
+
+
+class KernelChoice(NamedTuple):
+    """The implementation chosen for one product."""
+
+    implementation: str  # of `pallas_kernels`, `DEQUANTIZED`, `PLAIN`, a form of experts
+    form: str  # of the stored matrices: "int4g64 float", "bfloat16", "FP8 ..."
+    packed: bool
+    refusals: Mapping[str, str]  # of the implementations that come before it
+
+    def describe(self) -> str:
+        """Describes the choice: "mosaic, int4g64 float", "dequantized, ... (mosaic: ...)"."""
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
+        return f"{self.implementation}, {self.form}" + (f" ({reasons})" if reasons else "")
+
+
+ChoiceRecord = dict[str, KernelChoice]  # by leaf, or by part: "experts", "routing", ...
+
+_record: contextvars.ContextVar[ChoiceRecord | None] = contextvars.ContextVar(
+    "record", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[ChoiceRecord]:
+    """Collects the choices of all that this thread traces inside the context.
+
+    A program that is traced already adds nothing, so whoever keeps programs keeps their records.
+    """
+    found: ChoiceRecord = {}
+    token = _record.set(found)
+    try:
+        yield found
+    finally:
+        _record.reset(token)
+
+
+def is_new_choice(name: str, choice: Choice) -> bool:
+    """Whether recording would change something: layers of a stack choose alike."""
+    if (found := _record.get()) is None:
+        return False
+    if (known := found.get(name)) is None:
+        return True
+    return (known.implementation, known.refusals) != (choice.implementation, choice.refusals)
+
+
+def record_choice(name: str, choice: Choice, form: str, *, packed: bool = False) -> None:
+    """Records the choice for a leaf or a part; the last of a name counts."""
+    if (found := _record.get()) is not None:
+        found[name] = KernelChoice(choice.implementation, form, packed, choice.refusals)

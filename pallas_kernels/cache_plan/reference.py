@@ -15,12 +15,9 @@ from pallas_kernels.cache_plan.operands import (
     Rule,
     Tables,
     TierOperands,
+    TierPart,
     TierShape,
     Wishes,
-    num_slots,
-)
-from pallas_kernels.cache_plan.rows import (
-    TierPart,
     assigned,
     at,
     counted,
@@ -30,6 +27,7 @@ from pallas_kernels.cache_plan.rows import (
     iota,
     marked,
     num,
+    num_slots,
     order_of,
     ordered_victims,
     read_row,

@@ -2,7 +2,7 @@
 
 An *item* is a plane of an expert, and a slot holds one: item e is the refinement of expert e, item
 E + e its base plane. An expert that runs in the first tier needs both, one that runs in the second
-its base plane alone. Misses, base planes first, take the victims of `rows.ordered_victims`: of
+its base plane alone. Misses, base planes first, take the victims of `operands.ordered_victims`: of
 items that were last used together refinements go first, their numbers are smaller.
 
 Where misses find no slot their experts pass through the transient slots, in waves of each tier: a
@@ -18,14 +18,12 @@ import jax.numpy as jnp
 from pallas_kernels.cache_plan.operands import (
     Columns,
     Fetch,
+    LayerTables,
     SharedBase,
     Tables,
     TierOperands,
-    TierShape,
-)
-from pallas_kernels.cache_plan.rows import (
-    LayerTables,
     TierPart,
+    TierShape,
     assigned,
     at,
     counted,
