@@ -136,7 +136,9 @@ class ProcessTest(parameterized.TestCase):
             "from moejax.inference.runner import Runner; decode = Runner.decode; "
             "Runner.decode = lambda *a: (time.sleep(0.05), decode(*a))[1]"
         )
-        with patched(slow, "--config.warm_up=False", "--config.grace_s=0") as server:
+        with patched(
+            slow, "--config.warm_up=False", "--config.log_requests=False", "--config.grace_s=0"
+        ) as server:
             port = ready_port(server)
             connection = asked(port, stream=True)
             answer = connection.getresponse()
@@ -208,7 +210,7 @@ class ProcessTest(parameterized.TestCase):
             return refused, answer
 
         few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (352, 352))"
-        with patched(few, "--config.warm_up=False") as server:
+        with patched(few, "--config.warm_up=False", "--config.log_requests=False") as server:
             port = ready_port(server)
             refused, answer = asyncio.run(ask_all())
             self.assertEqual(refused, [503] * 400)
@@ -351,7 +353,7 @@ class DocsTest(parameterized.TestCase):
             (page.name, shlex.split(line.replace("\\\n", " "), comments=True))
             for page in pages
             for line in re.findall(r"^ *(curl (?:.*\\\n)*.*)$", page.read_text(), re.MULTILINE)
-            if "/v1/" in line
+            if ":8000/" in line and "/health" not in line
         ]
         self.assertGreater(len(asked), 4)
         engine = shared_engine()

@@ -103,6 +103,7 @@ def served(
     limits: ConnectionLimits = ConnectionLimits(100),  # noqa: B008
     max_body_bytes: int = 100_000,
     model_name: str = NAME,
+    logs_requests: bool = False,
     **how: Any,
 ) -> Iterator[Served]:
     """A server of an engine, which outlives it; `how` replaces settings of the batcher."""
@@ -113,6 +114,7 @@ def served(
         batcher, metrics, model_name=model_name,
         defaults=lambda _: GenerationSettings(max_new_tokens=12),
         max_body_bytes=max_body_bytes, most_answers=settings["queue_limit"], access=access,
+        logs_requests=logs_requests,
     )  # fmt: skip
     with contextlib.closing(bind("127.0.0.1", 0)) as listening:
         connections = Connections(limits)

@@ -64,6 +64,9 @@ class ServeConfig(GenerateConfig):
     warm_up: bool = option(
         True, "compile all programs before it is ready, so that no request waits for a compiler"
     )
+    log_requests: bool = option(
+        True, "print a line to stderr when a request has ended: its id, status, tokens and times"
+    )
     grace_s: float = option(10.0, "seconds that answers may continue after SIGTERM", least=0)
 
     def settings(self, defaults: dict[str, Any]) -> GenerationSettings:

@@ -1,7 +1,7 @@
 """Answers as JSON objects of OpenAI's API, whole or in chunks."""
 
+import dataclasses
 import math
-import secrets
 import time
 from typing import Any
 
@@ -12,6 +12,31 @@ from moejax.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 _LEAST = -9999.0  # JSON has no infinity; OpenAI's API writes this
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Seconds of a request by the server's clock."""
+
+    prompt_s: float  # from its arrival to its first token, waiting included
+    decode_s: float  # from then to its last token
+
+    def of(self, num_prompt: int, num_new: int) -> dict[str, float]:
+        """The object `timings`, with llama.cpp's names; the first token is the prompt's."""
+        return {
+            **_pace("prompt", num_prompt, self.prompt_s, num_prompt),
+            **_pace("predicted", num_new, self.decode_s, max(0, num_new - 1)),
+        }
+
+
+def _pace(name: str, count: int, seconds: float, num_timed: int) -> dict[str, float]:
+    """Tokens, milliseconds and rates; the rates are of the tokens within the seconds."""
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": round(1e3 * seconds, 3),
+        f"{name}_per_token_ms": round(1e3 * seconds / max(1, num_timed), 3),
+        f"{name}_per_second": round(num_timed / seconds, 3) if seconds > 0 else 0.0,
+    }
 
 
 class TokenTexts:
@@ -34,11 +59,17 @@ class AnswerWriter:
     """Writes the answer of one request."""
 
     def __init__(
-        self, request: Request, model_name: str, texts: TokenTexts, eos_ids: tuple[int, ...]
+        self,
+        request: Request,
+        request_id: str,
+        model_name: str,
+        texts: TokenTexts,
+        eos_ids: tuple[int, ...],
     ):
         """Writes nothing yet.
 
         Args:
+          request_id: ends the answer's id.
           model_name: name by which clients call the model.
           texts: texts of the model's tokens.
           eos_ids: tokens that end an answer.
@@ -53,7 +84,7 @@ class AnswerWriter:
         kind = "chat.completion" if request.is_chat else "text_completion"
         prefix = "chatcmpl" if request.is_chat else "cmpl"
         self._head = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "id": f"{prefix}-{request_id}",
             "object": kind,
             "created": int(time.time()),
             "model": model_name,
@@ -68,7 +99,19 @@ class AnswerWriter:
             "total_tokens": prompt + self._num_new,
         }
 
-    def whole(self, parts: list[AnswerPart]) -> dict[str, Any]:
+    def _ended(self, timings: Timings) -> dict[str, Any]:
+        """The counts of tokens, and beside them, as llama.cpp has it, how long they took."""
+        times = timings.of(self._request.num_prompt_tokens, self._num_new)
+        return {"usage": self.usage(), "timings": times}
+
+    def log_line(self, timings: Timings) -> str:
+        """Tokens and their times, for the log."""
+        num_prompt, num_new = self._request.num_prompt_tokens, self._num_new
+        rate = timings.of(num_prompt, num_new)["predicted_per_second"]
+        said = f"{num_prompt} + {num_new} tokens, the first after {timings.prompt_s:.3f} s"
+        return f"{said}, {rate:.1f} tokens/s"
+
+    def whole(self, parts: list[AnswerPart], timings: Timings) -> dict[str, Any]:
         """The answer of a request that does not stream: one part a row, in order."""
         choices = []
         for part in parts:
@@ -81,7 +124,7 @@ class AnswerWriter:
             choice["logprobs"] = self._logprobs(part.row, part.logprobs)
             choice["finish_reason"] = FINISH_REASONS[part.finish_reason or "length"]
             choices.append(choice)
-        return {**self._head, "choices": choices, "usage": self.usage()}
+        return {**self._head, "choices": choices, **self._ended(timings)}
 
     def chunks(self, part: AnswerPart) -> list[dict[str, Any]]:
         """Returns a part's stream chunks; none while its text is held back."""
@@ -107,11 +150,11 @@ class AnswerWriter:
             chunks.append(self._chunk(part.row, {} if self._request.is_chat else "", (), reason))
         return chunks
 
-    def last_chunk(self) -> dict[str, Any] | None:
-        """The counts of tokens, where the request asks for them."""
+    def last_chunk(self, timings: Timings) -> dict[str, Any] | None:
+        """The counts of tokens and their times, where the request asks for them."""
         if not self._request.include_usage:
             return None
-        return {**self._chunk_head(), "choices": [], "usage": self.usage()}
+        return {**self._chunk_head(), "choices": [], **self._ended(timings)}
 
     def _chunk_head(self) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._request.is_chat else "text_completion"

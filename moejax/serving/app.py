@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,23 +17,26 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moejax.engine import Engine
 from moejax.inference.generation import GenerationSettings
-from moejax.serving.answers import AnswerWriter, TokenTexts
+from moejax.serving.answers import AnswerWriter, Timings, TokenTexts
 from moejax.serving.batcher import Batcher
 from moejax.serving.bodies import Bodies
 from moejax.serving.errors import ApiError, error_response, json_response, unavailable
 from moejax.serving.fields import read_object
 from moejax.serving.guards import AccessGuard, HostGuard
 from moejax.serving.metrics import Metrics
+from moejax.serving.request_log import HEADER, RequestLog
 from moejax.serving.requests import ModelFacts, Request, read_chat, read_completion
 from moejax.serving.rows import AnswerPart, Row
+from moejax.serving.token_requests import read_detokenize, read_tokenize
 from moejax.text.chat_template import ChatSettings
 
 _LOG = logging.getLogger(__name__)
-Reader = Callable[[Mapping[str, Any], ModelFacts], Request]
+_T = TypeVar("_T")
+Reader = Callable[[Mapping[str, Any], ModelFacts], _T]  # of a body's object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Access:
         if self.origins:
             cors = Middleware(
                 CORSMiddleware, allow_origins=self.origins, allow_methods=("GET", "POST"),
-                allow_headers=("*",),
+                allow_headers=("*",), expose_headers=(HEADER,),
             )  # fmt: skip
             guards.append(cors)
         return [*guards, Middleware(AccessGuard, key=self.key, origins=self.origins)]
@@ -75,6 +78,7 @@ class _Exchange:
         self._batcher = batcher
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
+        self._ended_at: float | None = None  # of `time.monotonic`, when all rows have ended
         self._rows = [
             Row(
                 i, prompt, settings, request.top_logprobs is not None, request.stream, self._tell,
@@ -117,7 +121,17 @@ class _Exchange:
                 raise part.error
             if part.finish_reason:
                 left.discard(part.row)
+            if not left:
+                self._ended_at = time.monotonic()
             yield part
+
+    def timings(self) -> Timings:
+        """Seconds of the request, once all of its rows have ended."""
+        assert self._ended_at is not None
+        arrived = min(row.arrived for row in self._rows)
+        told = [row.first_token_at for row in self._rows if row.first_token_at is not None]
+        first = min(told, default=self._ended_at)
+        return Timings(first - arrived, self._ended_at - first)
 
     async def answers(self) -> list[AnswerPart]:
         """The last part of each row, in order; raises as `parts`."""
@@ -151,6 +165,7 @@ class Api:
         access: Access,  # conditions on clients
         # settings of conversations whose request leaves them out
         chat: ChatSettings = ChatSettings(),  # noqa: B008, frozen
+        logs_requests: bool = False,  # whether stderr gets a line about each
     ):
         self._batcher = batcher
         self._metrics = metrics
@@ -161,10 +176,11 @@ class Api:
         self._told: set[str] = set()  # fields that were ignored so far
         self._access = access
         self._chat = chat
+        self._logs_requests = logs_requests
         self._texts: TokenTexts | None = None
         self._started = int(time.time())
 
-    def application(self) -> Starlette:
+    def application(self) -> ASGIApp:
         """Returns the ASGI application."""
         handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _server_error}
         post = ["POST"]
@@ -173,11 +189,14 @@ class Api:
             Route("/metrics", self._tell_metrics),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._models),
-            Route("/v1/completions", self._endpoint("completions", read_completion), methods=post),
-            Route("/v1/chat/completions", self._endpoint("chat", read_chat), methods=post),
+            Route("/v1/completions", self._answers("completions", read_completion), methods=post),
+            Route("/v1/chat/completions", self._answers("chat", read_chat), methods=post),
+            Route("/tokenize", self._counts("tokenize", read_tokenize), methods=post),
+            Route("/detokenize", self._counts("detokenize", read_detokenize), methods=post),
         ]
         guards = self._access.middleware()
-        return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
+        inner = Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
+        return RequestLog(inner, is_printed=self._logs_requests)
 
     async def _health(self, request: HttpRequest) -> Response:
         engine = self._batcher.engine
@@ -207,32 +226,55 @@ class Api:
             return error_response(ApiError(said, status=404, param="model", code="model_not_found"))
         return json_response(model)
 
-    def _endpoint(self, name: str, read: Reader) -> Any:
-        async def answer(http: HttpRequest) -> Any:
+    def _endpoint(self, name: str, answer: Callable[[HttpRequest], Any]) -> Any:
+        """A route that counts how its requests end; a stream counts its own end."""
+
+        async def answered(http: HttpRequest) -> Any:
             error: BaseException | None = None
+            response: Any = None
             try:
-                request, engine = await self._read(http, read)
-                if request.stream:
-                    return _EventStream(self._stream(request, engine, http, name))
-                async with self._exchange(request, http) as exchange:
-                    parts = await exchange.answers()
-                return json_response(self._writer(request, engine).whole(parts))
+                response = await answer(http)
             except ApiError as refused:
                 error = refused
-                return error_response(refused)
+                response = error_response(refused)
             except (_ClientGone, ClientDisconnect):
                 error = _ClientGone()
-                return Response(status_code=499)  # nobody reads it
+                response = Response(status_code=499)  # nobody reads it
             except BaseException as other:
                 error = other
                 raise
             finally:
-                if error is not None or not request.stream:
-                    self._count(name, error)
+                if not isinstance(response, _EventStream):
+                    self._count(http, name, error)
+            return response
 
-        return answer
+        return answered
 
-    async def _read(self, http: HttpRequest, read: Reader) -> tuple[Request, Engine]:
+    def _answers(self, name: str, read: Reader[Request]) -> Any:
+        async def answer(http: HttpRequest) -> Any:
+            request, engine = await self._read(http, read)
+            for field in set(request.ignored) - self._told:
+                self._told.add(field)
+                _LOG.warning("ignored: the field %s of a request; said once", field)
+            if request.stream:
+                return _EventStream(self._stream(request, engine, http, name))
+            async with self._exchange(request, http) as exchange:
+                parts = await exchange.answers()
+            writer, timings = self._writer(request, engine, http), exchange.timings()
+            found = writer.whole(parts, timings)
+            http.state.log.usage = writer.log_line(timings)
+            return json_response(found)
+
+        return self._endpoint(name, answer)
+
+    def _counts(self, name: str, read: Reader[dict[str, Any]]) -> Any:
+        async def answer(http: HttpRequest) -> Response:
+            found, _ = await self._read(http, read)
+            return json_response(found)
+
+        return self._endpoint(name, answer)
+
+    async def _read(self, http: HttpRequest, read: Reader[_T]) -> tuple[_T, Engine]:
         """Reads and checks a request."""
         engine = self._batcher.engine
         async with self._bodies.received(http) as body:
@@ -244,9 +286,6 @@ class Api:
                 self._most_answers, self._chat,
             )  # fmt: skip
             request = await self._bodies.parse(body, lambda body: read(read_object(body), facts))
-        for name in set(request.ignored) - self._told:
-            self._told.add(name)
-            _LOG.warning("ignored: the field %s of a request; said once", name)
         return request, engine
 
     def _exchange(self, request: Request, http: HttpRequest) -> _Exchange:
@@ -254,17 +293,18 @@ class Api:
         client = http.client.host if http.client else ""
         return _Exchange(request, self._batcher, http.receive, client)
 
-    def _writer(self, request: Request, engine: Engine) -> AnswerWriter:
+    def _writer(self, request: Request, engine: Engine, http: HttpRequest) -> AnswerWriter:
         if self._texts is None:
             assert engine.tokenizer is not None
             self._texts = TokenTexts(engine.tokenizer)
-        return AnswerWriter(request, self._model_name, self._texts, engine.eos_ids)
+        log = http.state.log
+        return AnswerWriter(request, log.id, self._model_name, self._texts, engine.eos_ids)
 
     async def _stream(
         self, request: Request, engine: Engine, http: HttpRequest, name: str
     ) -> AsyncIterator[dict[str, Any]]:
         """Yields an answer's chunks; an error before the first chunk is raised."""
-        writer, has_begun = self._writer(request, engine), False
+        writer, has_begun = self._writer(request, engine, http), False
         error: BaseException | None = None
         try:
             async with self._exchange(request, http) as exchange:
@@ -272,7 +312,9 @@ class Api:
                     for chunk in writer.chunks(part):
                         has_begun = True
                         yield chunk
-            if (last := writer.last_chunk()) is not None:
+            timings = exchange.timings()
+            http.state.log.usage = writer.log_line(timings)
+            if (last := writer.last_chunk(timings)) is not None:
                 yield last
         except ApiError as refused:
             error = refused
@@ -283,10 +325,12 @@ class Api:
             error = _ClientGone() if isinstance(other, GeneratorExit) else other
             raise
         finally:
-            self._count(name, error)
+            self._count(http, name, error)
 
-    def _count(self, endpoint: str, error: BaseException | None) -> None:
-        self._metrics.requests.labels(endpoint, _outcome_of(error)).inc()
+    def _count(self, http: HttpRequest, endpoint: str, error: BaseException | None) -> None:
+        outcome = _outcome_of(error)
+        self._metrics.requests.labels(endpoint, outcome).inc()
+        http.state.log.outcome = outcome
 
 
 def _outcome_of(error: BaseException | None) -> str:

@@ -57,7 +57,7 @@ class ModelFacts:
         """Token ids of a prompt that leaves room to answer."""
         code = None
         if isinstance(prompt, str):
-            self._refuse_early(prompt, field)
+            self.refuse_early(prompt, field)
         try:
             ids = token_ids_of(
                 prompt, self.tokenizer, self.vocab_size, add_special_tokens=add_special_tokens
@@ -68,7 +68,7 @@ class ModelFacts:
             raise ApiError(str(error), param=field, code=code) from error
         return ids
 
-    def _refuse_early(self, prompt: str, field: str) -> None:
+    def refuse_early(self, prompt: str, field: str) -> None:
         """Refuses a text that is far too long: tokenizers take seconds and gigabytes for megabytes.
 
         It counts bytes first, where a token has a most of them, then the tokens of the beginning.
@@ -103,6 +103,38 @@ class Request:
     ignored: tuple[str, ...] = ()  # fields that the log is to name
 
 
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages, and the variables that the chat template gets beside them."""
+
+    messages: list[dict[str, str]]  # roles and contents
+    variables: dict[str, Any]  # by their names
+
+    @classmethod
+    def read(cls, fields: Fields, model: ModelFacts) -> "Conversation":
+        """Reads `messages` and the fields of the template."""
+        messages = _messages(fields)
+        variables = {**model.chat.variables(), **fields.mapping("chat_template_kwargs")}
+        for name in ("messages", "self", "add_generation_prompt"):
+            if name in variables:
+                fields.refuse("chat_template_kwargs", f"{name} is not the caller's to set")
+        if (thinking := fields.boolean("enable_thinking", None)) is not None:
+            variables["enable_thinking"] = thinking
+        if effort := fields.text("reasoning_effort", ""):
+            if effort == "none":
+                variables.setdefault("enable_thinking", False)
+            variables.setdefault("reasoning_effort", effort)
+        return cls(messages, variables)
+
+    def prompt(self, model: ModelFacts) -> str:
+        """Renders the prompt, in which the template writes the special tokens."""
+        messages = model.chat.messages(self.messages)
+        try:
+            return model.tokenizer.apply_chat_template(messages, **self.variables)
+        except MoejaxError as error:
+            raise ApiError(str(error), param="messages") from error
+
+
 def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
     """A request of /v1/completions.
 
@@ -110,7 +142,7 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
       ApiError: naming the field that is wrong or not supported.
     """
     fields = Fields(body)
-    _check_model(fields, model)
+    check_model(fields, model)
     given = _prompts(fields)
     add_special_tokens = fields.boolean("add_special_tokens", model.defaults.add_special_tokens)
     settings = _settings(fields, model.defaults, ("max_tokens",))
@@ -137,30 +169,17 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
 def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     """A request of /v1/chat/completions; raises as `read_completion`."""
     fields = Fields(body)
-    _check_model(fields, model)
-    messages = _messages(fields)
-    template = {**model.chat.variables(), **fields.mapping("chat_template_kwargs")}
-    for name in ("messages", "self", "add_generation_prompt"):
-        if name in template:
-            fields.refuse("chat_template_kwargs", f"{name} is not the caller's to set")
-    if (thinking := fields.boolean("enable_thinking", None)) is not None:
-        template["enable_thinking"] = thinking
+    check_model(fields, model)
+    conversation = Conversation.read(fields, model)
     settings = _settings(fields, model.defaults, ("max_completion_tokens", "max_tokens"))
     wants = fields.boolean("logprobs", False)
     top_logprobs = fields.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
     if top_logprobs and not wants:
         fields.refuse("top_logprobs", "needs logprobs=true")
-    if effort := fields.text("reasoning_effort", ""):
-        if effort == "none":
-            template.setdefault("enable_thinking", False)
-        template.setdefault("reasoning_effort", effort)
     fields.refuse_but({"echo": (False,), "add_special_tokens": (False,)}, NOT_SUPPORTED)
     count, how = _shape(fields)
     model.check_count(1, count)
-    try:
-        prompt = model.tokenizer.apply_chat_template(model.chat.messages(messages), **template)
-    except MoejaxError as error:
-        raise ApiError(str(error), param="messages") from error
+    prompt = conversation.prompt(model)
     ids = model.encode(prompt, "messages", add_special_tokens=False)  # the template writes them
     _check_limits(fields, len(ids), settings)
     return Request(
@@ -169,7 +188,8 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     )  # fmt: skip
 
 
-def _check_model(fields: Fields, model: ModelFacts) -> None:
+def check_model(fields: Fields, model: ModelFacts) -> None:
+    """Raises an ApiError where a request is for another model."""
     name = fields.text("model", model.name)
     if name != model.name:
         said = f"the model {name[:100]!r} is not served here; {model.name!r} is"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from moejax.config.serve import ServeConfig
 from moejax.engine import Engine
@@ -111,7 +111,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
         max_body_bytes=config.max_body_bytes,
         most_answers=min(config.max_answers, config.queue_limit),
         access=Access(config.host, config.allowed_hosts, config.cors_origins, key),
-        chat=config.chat_settings(),
+        chat=config.chat_settings(), logs_requests=config.log_requests,
     )  # fmt: skip
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -153,7 +153,7 @@ def _count_connections(most: int, metrics: Metrics) -> Connections:
     return found
 
 
-def uvicorn_config(application: Starlette, connections: Connections) -> uvicorn.Config:
+def uvicorn_config(application: ASGIApp, connections: Connections) -> uvicorn.Config:
     """Settings of uvicorn; the same whatever loops and parsers are installed beside it."""
     limits = connections.limits
     protocol: Any = functools.partial(LimitedProtocol, all_connections=connections)
