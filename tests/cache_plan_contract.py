@@ -38,6 +38,7 @@ class Case(NamedTuple):
     refines: bool = False  # the first tier, the next
     rule: str = ""  # "critical", "held", "reused" or "one": by a rule in place of wishes
     fed: bool = True
+    shared: bool = False  # two tiers of planes share the slots of the second
     limit: int = 2  # of a prediction
     steps: int = 150
 
@@ -47,6 +48,13 @@ def alone(*sizes: int, slots: int, transient: int, **more: Any) -> Case:
     layers, experts, tokens, width = sizes
     how = {"transient": transient, "policy": False, "cold": True, "steps": 220} | more
     return Case(layers, experts, (slots,), tokens, width, **how)
+
+
+def shared(*sizes: int, slots: int, **more: Any) -> Case:
+    """Two tiers of planes in one pool: layers, experts, tokens, width."""
+    layers, experts, tokens, width = sizes
+    how = {"shared": True, "refines": True, "cold": True, "fed": False, "transient": 2} | more
+    return Case(layers, experts, (slots, slots), tokens, width, **how)
 
 
 CASES = {
@@ -93,6 +101,11 @@ CASES = {
     "small_second_by_rule": Case(2, 8, (6, 1), 1, 2, transient=2, rule="critical", fed=False),
     "small_both": Case(2, 12, (2, 3), 2, 3, transient=6),
     "one_bank_at_once": alone(2, 12, 1, 4, slots=2, transient=4),
+    "shared": shared(3, 9, 1, 4, slots=9, banks=2, rule="critical"),
+    "shared_by_wishes": shared(2, 12, 2, 3, slots=14, limit=4),
+    "shared_in_waves": shared(2, 12, 3, 3, slots=7, transient=5, limit=6),
+    "shared_in_few_waves": shared(2, 12, 1, 4, slots=6, transient=8, banks=2, rule="critical"),
+    "shared_qwen": shared(1, 128, 1, 8, slots=80, rule="critical", limit=8, steps=100),
     "one_by_rule": Case(3, 9, (5,), 1, 4, banks=2, rule="one"),
 }
 
@@ -114,9 +127,18 @@ class Given(NamedTuple):
 
 
 def forms(case: Case) -> tuple[package.TierShape, ...]:
-    found = []
-    for i, slots in enumerate(case.slots):
-        pairs = case.tokens * case.width
+    found, pairs = [], case.tokens * case.width
+    for i, slots in enumerate(case.slots if case.shared else ()):
+        most, planes = min(pairs, case.experts), 2
+        experts = case.transient // (1 if i else planes)
+        found.append(
+            package.TierShape(
+                slots=slots, banks=case.banks, transient=case.transient, refines=i == 0,
+                shares_slots=i == 0, planes=planes, is_full=slots == planes * case.experts,
+                waves=0 if planes * most <= slots else -(-most // experts),
+            )
+        )  # fmt: skip
+    for i, slots in enumerate(() if case.shared else case.slots):
         transient = case.transient or (1 if slots else pairs)
         has_waves = not case.policy or not slots or len(case.slots) == 1 or case.transient > 0
         found.append(
@@ -153,7 +175,7 @@ def random_steps(case: Case, seed: int) -> Given:
     arrives = rng.integers(case.experts, size=(n, len(case.slots)), dtype=np.int32)
     full = np.isin(case.slots, (0, case.experts if case.policy else -1))
     arrives[(rng.random(arrives.shape) < 0.7) | full | (not case.fed)] = -1
-    predicts = not case.policy and case.slots[0] > 0
+    predicts = case.shared or (not case.policy and case.slots[0] > 0)
     return Given(
         rng.random(n) >= 0.25 * predicts,
         rng.integers(case.layers, size=n, dtype=np.int32),
@@ -198,7 +220,9 @@ def wishes_pair_by_pair(case: Case, given: Given, serves: jax.Array) -> package.
 
 def arrived(case: Case, given: Given, tables: Any) -> Any:
     """With what bulk transfers bring, in whatever tier the expert is already."""
-    after = []
+    after: list[Any] = []
+    if case.shared:
+        return list(tables)
     for i, of in enumerate(tables):
         spec = CacheSizes(
             num_layers=case.layers, num_experts=case.experts, slots=case.slots[i], transient=1
@@ -219,8 +243,11 @@ def plan(case: Case, given: Given, tables: Any, row_of: Any, *, by_pairs: bool, 
     if case.policy:
         by: Any = package.Wishes(given.tier, given.at_least)
         if case.rule and by_pairs:
-            copies = jnp.stack([of.table[given.layer, : case.experts] >= 0 for of in tables])
-            serves = package.servable(copies, [form.is_full for form in forms(case)])
+            if case.shared:
+                serves = package.resident_planes(tables[1].table[given.layer], case.experts)
+            else:
+                copies = jnp.stack([of.table[given.layer, : case.experts] >= 0 for of in tables])
+                serves = package.servable(copies, [form.is_full for form in forms(case)])
             by = wishes_pair_by_pair(case, given, serves)
         elif case.rule:
             by = rule_of(case, given)
@@ -235,10 +262,21 @@ def plan(case: Case, given: Given, tables: Any, row_of: Any, *, by_pairs: bool, 
         return [of and of._replace(experts=None) for of in fetch]
 
     made = made._replace(fetch=copies_of(made.fetch), streamed=copies_of(made.streamed))
+    if made.base is not None:
+        [leading] = copies_of([made.base.streamed])
+        made = made._replace(base=made.base._replace(streamed=leading))
     return list(after), gate, made
 
 
 def predict(case: Case, given: Given, tables: Any, row_of: Any, **how: Any) -> Any:
+    if case.shared:
+        operands = [package.TierOperands(of, row_of) for of in tables]
+        refined = given.tier.reshape(-1)[: case.limit] == 0
+        after, found = package.predict_shared(
+            operands, given.layer, given.ahead[: len(refined)], refined, given.active,
+            forms=forms(case), columns=COLUMNS, **how,
+        )  # fmt: skip
+        return list(after), [jobs._replace(experts=None) for jobs in found]
     [form] = forms(case)
     after, fetch = package.predict(
         package.TierOperands(tables[0], row_of), given.layer, given.ahead, given.active, form=form,
@@ -258,7 +296,7 @@ def replay(case: Case, steps: Given, how: Any, row_of: jax.Array) -> Any:
         expected = [plan(case, given, tables, row_of, by_pairs=True, **reference)]
         found = [plan(case, given, tables, row_of, by_pairs=False, **dict(how))]
         after = expected[0][0]
-        if not case.policy and case.slots[0]:
+        if case.shared or (not case.policy and case.slots[0]):
             expected.append(predict(case, given, tables, row_of, **reference))
             found.append(predict(case, given, tables, row_of, **dict(how)))
             after = jax.tree.map(lambda a, b: jnp.where(given.is_plan, a, b), after, expected[1][0])
@@ -267,14 +305,16 @@ def replay(case: Case, steps: Given, how: Any, row_of: jax.Array) -> Any:
     start = []
     for slots, form in zip(case.slots, forms(case), strict=True):
         spec = CacheSizes(
-            num_layers=case.layers, num_experts=case.experts, slots=slots, transient=1
-        )
+            num_layers=case.layers, num_experts=case.experts, slots=slots, transient=1,
+            planes=form.planes,
+        )  # fmt: skip
         state, counts = residency.empty(spec), no_counts(case.layers)
+        table = state.table[:, :0] if form.shares_slots else state.table
         if form.is_complete:
             every = np.tile(np.arange(case.experts, dtype=np.int32)[::-1], (case.layers, 1))
-            state = residency.seeded(spec, every)
+            table = residency.seeded(spec, every).table
         clock = jnp.int32(START)
-        start.append(package.Tables(state.table, clock, counts.events, counts.gate))
+        start.append(package.Tables(table, clock, counts.events, counts.gate))
     return jax.lax.scan(step, start, steps)[1]
 
 

@@ -16,7 +16,9 @@ from tests.cache_plan_contract import CASES
 
 class ContractTest(parameterized.TestCase):
     # Other rules are the first one's with another flag.
-    @slow.where(lambda case, seed: seed or case not in ("decode", "one", "critical", "held"))
+    @slow.where(
+        lambda case, seed: seed or case not in ("decode", "one", "critical", "held", "shared")
+    )
     @parameterized.product(case=tuple(CASES), seed=(0, 1))
     def test_the_kernel_decides_as_the_reference(self, case, seed):
         tables, _, made = contract.check(CASES[case], seed, implementation="triton", interpret=True)

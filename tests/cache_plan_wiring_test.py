@@ -23,11 +23,13 @@ from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import MoeInputs, routing_of
 from moejax.policies.base import PolicySpec
 from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.dymoe import DyMoE
 from moejax.weights import linear as ops
 from pallas_kernels import buddy_search, cache_plan, expert_fetch
 from pallas_kernels.target import Target
 from tests import slow, tiny_engine
 from tests.buddymoe_cases import random_lists
+from tests.shared_slots_test import shared_memory
 
 CONFIG = tiny_engine.CONFIG
 NUM_LAYERS, NUM_EXPERTS, WIDTH = 2, CONFIG.num_experts, 16
@@ -45,11 +47,11 @@ def interpreted() -> Any:
     patches = [
         mock.patch.object(package, name, functools.partial(run, name, getattr(package, name)))
         for package, name in (
-            (cache_plan, "plan"), (cache_plan, "predict"), (expert_fetch, "fetch"),
-            (buddy_search, "search"),
+            (cache_plan, "plan"), (cache_plan, "predict"), (cache_plan, "predict_shared"),
+            (expert_fetch, "fetch"), (buddy_search, "search"),
         )
     ]  # fmt: skip
-    caches = (placing._planned, placing._predicted)
+    caches = (placing._planned, placing._predicted, placing._planes_predicted)
     with contextlib.ExitStack() as stack:
         for cache in caches:
             cache.clear_cache()
@@ -150,6 +152,30 @@ class WiringTest(parameterized.TestCase):
         jax.tree.map(np.testing.assert_array_equal, pool.residency, wanted_pool.residency)
         jax.tree.map(np.testing.assert_array_equal, pool.banks, wanted_pool.banks)
 
+    def test_planes_in_shared_slots(self):
+        memory = shared_memory(DyMoE(prefetch=2), 9, prefetch=2)
+        rng, pools = np.random.default_rng(2), [tier.pool for tier in memory.tiers]
+        rows, width = [tier.store.row_of for tier in memory.tiers], CONFIG.experts_per_token
+        ids = jnp.asarray(rng.permutation(NUM_EXPERTS)[: 2 * width].reshape(2, width), jnp.int32)
+        wishes = cache_plan.Wishes(ids % 2, ids > 3)
+        asked = cache_plan.Asked(ids, jnp.ones(ids.shape), wishes)
+
+        def plans(target: Target | None) -> Any:
+            planner = placing.CachePlanner(memory.spec.tiers, target)
+            ahead, mask = jnp.arange(3, dtype=jnp.int32), jnp.ones(2, bool)
+            gate = no_gate(NUM_LAYERS, 2)
+            jobs, tiers = planner.plan_planes(pools, rows, 1, ahead, ahead > 1, mask)
+            made, _, gate, tiers = planner.plan_layer(tiers, rows, gate, 1, asked, mask)
+            fetches = [(of.rows, of.slots) for of in (*jobs, *made.fetch) if of is not None]
+            return fetches, made.tier, made.slot, made.base.slot, gate, tiers
+
+        expected = plans(None)
+        with interpreted() as calls:
+            found = plans(Target("gpu", (9, 0)))
+        self.assertEqual(calls, ["predict_shared", "plan"])
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        self.assertGreater(int(found[-1][1].counts.misses.sum()), 0)
+
     def test_what_the_kernel_does_not_plan(self):
         cache = CacheSizes(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
         gpu, cpu = (ops.Kernels(Target(name, (9, 0))) for name in ("gpu", "cpu"))
@@ -166,8 +192,7 @@ class WiringTest(parameterized.TestCase):
         self.assertFalse(serves(TierSpec(cache, read=lambda layer, experts: ()), gpu, 8))
         planes = dataclasses.replace(cache, planes=2)
         shared = TierSpec(planes, refines=2, shares_slots=True), TierSpec(planes)
-        said = placing.CachePlanner(shared, gpu.target).refusal(8)
-        self.assertEqual(said, "two tiers share slots, which the reference alone plans")
+        self.assertIsNone(placing.CachePlanner(shared, gpu.target).refusal(8))
 
     def test_an_engine_says_where_the_kernel_does_not_plan(self):
         cpu = jax.devices("cpu")[0]

@@ -67,6 +67,51 @@ def plan(
     return Program(function, (tiers, layer, ids, weights), (), 1)
 
 
+def planes(
+    slots: int, *, num_experts: int, pairs: int, tokens: int = 1, waves: int = 0, ahead: int = 0,
+    num_layers: int = 48,
+) -> Program:  # fmt: skip
+    """Where a layer's pairs run, of two tiers of planes in one pool; or what it brings ahead."""
+    sizes = CacheSizes(
+        num_layers=num_layers, num_experts=num_experts, slots=slots, transient=16, planes=2
+    )
+    forms = [
+        cache_plan.TierShape(
+            slots=slots, transient=16, waves=waves * number, refines=is_first,
+            shares_slots=is_first, planes=2,
+        )
+        for is_first, number in ((True, 2), (False, 1))
+    ]  # fmt: skip
+
+    def empty() -> list[Any]:
+        of, counts = residency.empty(sizes), no_counts(num_layers)
+        rows = jnp.zeros((num_layers, num_experts), jnp.int32)
+        tables = cache_plan.Tables(of.table, of.clock, counts.events, counts.gate)
+        first = tables._replace(table=of.table[:, :0])
+        return [cache_plan.TierOperands(one, rows) for one in (first, tables)]
+
+    tiers, layer = jax.eval_shape(empty), leaf(dtype="int32")
+    ids, weights = (leaf(tokens, pairs // tokens, dtype=dtype) for dtype in ("int32", "float32"))
+
+    def function(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
+        active = jnp.ones(tokens, bool)
+        if ahead:
+            wanted = ids.reshape(-1)[:ahead]
+            return plan_triton.predict_shared_triton(
+                tuple(tiers), layer, wanted, wanted > 3, active, forms=forms, columns=COLUMNS,
+                target=target,
+            )  # fmt: skip
+        critical, high = jnp.zeros(num_layers, jnp.int32), jnp.int32(0)
+        by = cache_plan.Rule(critical, high, high + 1, high > 0, at_least=True)
+        gate = jnp.zeros((num_layers, len(tiers) + 3), jnp.float32)
+        return plan_triton.plan_triton(
+            tuple(tiers), gate, layer, cache_plan.Asked(ids, weights, by), active, forms=forms,
+            columns=COLUMNS, target=target,
+        )  # fmt: skip
+
+    return Program(function, (tiers, layer, ids, weights), (), 1)
+
+
 def buddies(
     pairs: int, num_experts: int, places: int, *, num_layers: int = 48, by_pair: bool = False
 ) -> Program:

@@ -33,7 +33,7 @@ from pallas_kernels.qkv_to_cache import triton as writing_triton
 from pallas_kernels.residual_norm import triton as norm_triton
 from pallas_kernels.router_topk import triton as router_triton
 from pallas_kernels.target import Target
-from tests.gpu_plans import buddies, plan
+from tests.gpu_plans import buddies, plan, planes
 from tests.gpu_targets import GPUS, SKIP_CHECKS, Program, leaf
 from tests.packed_operands import Form
 
@@ -329,6 +329,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "plan_tiers_qwen": lambda: plan((32, 128), num_experts=128, pairs=8),
     "plan_tiers_mixtral": lambda: plan((4, 3), num_experts=8, pairs=2),
     "plan_tiers_streaming": lambda: plan((4, 0), num_experts=8, pairs=2),
+    "plan_planes_qwen": lambda: planes(110, num_experts=128, pairs=8),
+    "plan_planes_waves": lambda: planes(110, num_experts=128, pairs=128, tokens=16, waves=8),
+    "plan_planes_mixtral": lambda: planes(6, num_experts=8, pairs=2),
+    "predict_planes_qwen": lambda: planes(110, num_experts=128, pairs=16, tokens=2, ahead=16),
     "buddies_qwen": lambda: buddies(8, 128, 16),
     "buddies_by_pair": lambda: buddies(8, 128, 16, by_pair=True),
     "buddies_8_tokens": lambda: buddies(8, 64, 8),

@@ -51,9 +51,8 @@ class CachePlanner:
             return "experts may be on the disk alone, and the step asks the host for them by id"
         if any(tier.emulated for tier in self.tiers):
             return "a tier has no slots"
-        if self.tiers[0].shares_slots:
-            return "two tiers share slots, which the reference alone plans"
-        if len(self.tiers) > 1 and any(form.later_waves for form in self.forms(num_asked)):
+        apart = len(self.tiers) > 1 and not self.tiers[0].shares_slots
+        if apart and any(form.later_waves for form in self.forms(num_asked)):
             return "of several tiers one streams experts in waves"
         num_experts = self.tiers[0].cache.num_experts
         sizes = num_experts, num_asked, len(self.tiers)
@@ -153,9 +152,9 @@ class CachePlanner:
           refined: bool[L], those of which the refinement is, too.
         """
         operands = [TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)]
-        tables, found = cache_plan.predict_shared(
+        tables, found = _planes_predicted(
             operands, jnp.int32(layer), ids, refined, token_mask, forms=self.forms(1),
-            columns=COLUMNS,
+            by_kernel=self.refusal(len(ids)) is None,
         )  # fmt: skip
         return found, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
 
@@ -215,3 +214,11 @@ def _planned(
 def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, Fetch]:
     how = "triton" if by_kernel else "reference"
     return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)
+
+
+@functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
+def _planes_predicted(
+    *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
+) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
+    how = "triton" if by_kernel else "reference"
+    return cache_plan.predict_shared(*operands, forms=forms, columns=COLUMNS, implementation=how)

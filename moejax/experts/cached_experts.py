@@ -144,15 +144,15 @@ class CachedExperts(Experts):
 
     def _base(
         self, carry: _CacheCarry, number: int, tiers: Sequence[TierSlots], layer: LayerIndex,
-        shared: cache_plan.SharedBase | None,
+        ids: jax.Array, shared: cache_plan.SharedBase | None,
     ) -> Base | None:  # fmt: skip
         """Returns what a tier refines in a layer, if it does."""
         if not self._tiers[number].spec.refines:
             return None
         step, slots = self._tiers[number + 1], tiers[number + 1]
         if shared is not None:
-            return Base(None, shared.slot_of, None, step, shared.streamed)
-        return step.base(slots, layer.turn, layer.mlp, carry.plane_slots[number])
+            return Base(None, shared.slot, None, step, shared.streamed)
+        return step.base(slots, layer.turn, layer.mlp, ids, carry.plane_slots[number])
 
     def route(
         self, carry: _CacheCarry, moe: SparseMoe, layer: Index, x: jax.Array, *,
@@ -248,7 +248,7 @@ class CachedExperts(Experts):
             for i, step in enumerate(steps):
                 tiers = self._prefetch(i, tiers, layer, token_mask, wanted)
                 mine = found.tier == i
-                base = self._base(carry, i, tiers, layer, found.base)
+                base = self._base(carry, i, tiers, layer, ids, found.base)
                 pairs, experts = step.pairs_and_stacks(
                     tiers[self._slots_at[i]], layer, ids, mine, plans[i], base
                 )
@@ -265,7 +265,7 @@ class CachedExperts(Experts):
                 mine, where = served[0] if decision is None else found.tier == i, self._slots_at[i]
                 own, tiers[where] = step.products(
                     tiers[where], layer, x, ids, mine, plans[i],
-                    self._base(carry, i, tiers, layer, found.base), biases,
+                    self._base(carry, i, tiers, layer, ids, found.base), biases,
                 )  # fmt: skip
                 products.append(own)
                 # Comes last: anything that waits for slots of a wave would be copied.

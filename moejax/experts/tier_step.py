@@ -58,7 +58,7 @@ class Base(NamedTuple):
 
     Attributes:
       experts: every expert of all layers; None: they are in the slots that both tiers share.
-      slot_of: int32[E], where the layer's are in `experts`.
+      slot: int32[N, A], where those of the layer's pairs are in `experts`.
       plane_slots: int32[1, S], slots in the refining tier of what lies in `experts`; None: they are
         those of the layer's plan.
       step: of the tier whose slots are shared.
@@ -66,7 +66,7 @@ class Base(NamedTuple):
     """
 
     experts: ExpertStacks | None
-    slot_of: jax.Array
+    slot: jax.Array
     plane_slots: jax.Array | None
     step: "TierStep | None" = None
     streamed: Fetch | None = None
@@ -257,10 +257,10 @@ class TierStep:
         plan: SlotPlan, base: Base | None = None,
     ) -> tuple[ExpertPairs, ExpertStacks]:  # fmt: skip
         """The pairs and their experts where there are no waves."""
-        pairs = ExpertPairs(_places(plan, ids, base), active & (plan.wave == 0), plan.wave)
+        pairs = ExpertPairs(_places(plan, base), active & (plan.wave == 0), plan.wave)
         if self.spec.emulated:
-            rows = self.rows.row_of[layer.mlp] if base is None else base.slot_of
-            pairs = ExpertPairs(rows[ids], active)
+            places = self.rows.row_of[layer.mlp][ids] if base is None else base.slot
+            pairs = ExpertPairs(places, active)
         return pairs, self._stacks(slots, layer.turn, layer.mlp, plan, 0, base=base)
 
     def _stream_waves(
@@ -269,7 +269,7 @@ class TierStep:
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes [P, N, A, D] of all waves, each fetched after the one before."""
         owner = self if base is None or base.step is None else base.step
-        now, places = active & (plan.wave == 0), _places(plan, ids, base)
+        now, places = active & (plan.wave == 0), _places(plan, base)
         products = self._multiply(
             x,
             ExpertPairs(places, now, None, biases),
@@ -310,7 +310,7 @@ class TierStep:
         are, and of the other one. In a CUDA graph a copy waits for the products that read the array
         which it overwrites, and for the copy before it, but not for those that read the other one.
         """
-        num_waves, places = len(plan.streamed.rows), _places(plan, ids, base)
+        num_waves, places = len(plan.streamed.rows), _places(plan, base)
         beyond = (0, 1 + num_waves % 2), (0, 0)
         streamed = jax.tree.map(lambda a: jnp.pad(a, beyond, constant_values=-1), plan.streamed)
 
@@ -381,7 +381,7 @@ class TierStep:
                 gate_up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in own)
                 leading = ExpertStacks(gate_up, down, 0)
             num_slots = leading.gate_up.shape[1]
-            places = jnp.where(wave_of == wave, base.slot_of[experts], num_slots)
+            places = jnp.where(wave_of == wave, base.slot.reshape(-1), num_slots)
             plane_slots = base.plane_slots
             if plane_slots is None:
                 plane_slots = (
@@ -407,12 +407,15 @@ class TierStep:
         return ExpertStacks(stack(gate_up, of_gate_up, first), stack(down, of_down, second), 0)
 
     def base(
-        self, slots: TierSlots, turn: int, layer: Index, plane_slots: jax.Array | None
-    ) -> Base:
+        self, slots: TierSlots, turn: int, layer: Index, ids: jax.Array,
+        plane_slots: jax.Array | None,
+    ) -> Base:  # fmt: skip
         """Returns this tier, which has every expert, as the base of the one before."""
         held = (self.rows.gate_up, self.rows.down) if self.spec.emulated else self.bank(slots, turn)
         gate_up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in held)
-        return Base(ExpertStacks(gate_up, down, 0), self.slots_of_all(slots)[layer], plane_slots)
+        return Base(
+            ExpertStacks(gate_up, down, 0), self.slots_of_all(slots)[layer][ids], plane_slots
+        )
 
     def slots_of_all(self, slots: TierSlots) -> jax.Array:
         """int32[M, E], where each expert is in its bank, or in the rows of an emulated tier."""
@@ -425,9 +428,9 @@ class TierStep:
         return first + slots.residency.slot_of
 
 
-def _places(plan: SlotPlan, ids: jax.Array, base: Base | None) -> jax.Array:
+def _places(plan: SlotPlan, base: Base | None) -> jax.Array:
     """int32[N, A], where pairs' experts are: in slots of the plan, or those of the base."""
-    return plan.slot if base is None else base.slot_of[ids]
+    return plan.slot if base is None else base.slot
 
 
 def plane_slots_of(

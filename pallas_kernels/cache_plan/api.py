@@ -21,6 +21,7 @@ from pallas_kernels.cache_plan.operands import (
     table_width,
 )
 from pallas_kernels.cache_plan.reference import plan_reference, predict_reference
+from pallas_kernels.cache_plan.shared_slots import predict_shared as predict_shared_reference
 from pallas_kernels.op import Implementation, Operation
 
 # A choice is for E experts, pairs of a plan (N A) or experts of a prediction (L), and T tiers.
@@ -37,6 +38,12 @@ PREDICT = Operation(
     kernels=(Implementation("triton", triton.refusal, triton.predict_triton),),
     reference=predict_reference,
     abstract=lambda tier, layer, ids, *_, **__: (tier.row_of.shape[-1], ids.size, 1),
+)
+PREDICT_SHARED = Operation(
+    "cache_plan.predict_shared",
+    kernels=(Implementation("triton", triton.refusal, triton.predict_shared_triton),),
+    reference=predict_shared_reference,
+    abstract=lambda tiers, layer, ids, *_, **__: (tiers[0].row_of.shape[-1], ids.size, 2),
 )
 
 
@@ -60,7 +67,7 @@ def plan(
     least recently used first; ties go to the smaller expert id. With waves, where there are fewer
     victims than misses, misses take the free slots alone and the rest is streamed (a scan evicts
     nothing). What was used gets the clock, which then advances. Tiers that share slots follow
-    `shared_slots`, by the reference alone.
+    `shared_slots`.
 
     Args:
       tiers: of falling fidelity; donate their tables.
@@ -82,10 +89,6 @@ def plan(
     reasons = _misfits(tiers, gate, asked, active, forms)
     if missing := sorted(set(PLAN_EVENTS) - set(columns)):
         reasons.append(f"no column for {', '.join(missing)}")
-    if forms and forms[0].shares_slots:
-        implementation = implementation or "reference"
-        if implementation != "reference":
-            reasons.append(f"{implementation} plans no tiers that share slots: the reference does")
     if reasons:
         raise ValueError(f"cache_plan.plan: {'; '.join(reasons)}")
     return PLAN(
@@ -137,6 +140,50 @@ def predict(
     )  # fmt: skip
 
 
+def predict_shared(
+    tiers: Sequence[TierOperands],
+    layer: int | jax.Array,
+    ids: jax.Array,
+    refined: jax.Array,
+    active: jax.Array,
+    *,
+    forms: Sequence[TierShape],
+    columns: Columns,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
+    """Admits planes of experts that a layer to come will probably need, to slots that tiers share.
+
+    As `predict`; base planes come first, then refinements.
+
+    Args:
+      tiers: of refinements, whose table stays, and of base planes; donate their tables.
+      ids: int32[L], experts whose base plane is to come; -1: none.
+      refined: bool[L], those whose refinement is to come too.
+      active: bool[N]; nothing is admitted if no token is.
+      columns: of `Tables.events`, by the names of `PREDICT_EVENTS`.
+
+    Returns:
+      The tables of each tier, and what to fetch of each, int32[L].
+
+    Raises:
+      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
+    """
+    reasons = _misfits_of_tiers(tiers, forms)
+    if not (forms and forms[0].shares_slots):
+        reasons.append("no tiers share slots")
+    if ids.ndim != 1 or ids.dtype != jnp.int32 or refined.shape != ids.shape:
+        reasons.append(f"ids are {ids.dtype}{ids.shape}, not int32[L], refined {refined.shape}")
+    if missing := sorted(set(PREDICT_EVENTS) - set(columns)):
+        reasons.append(f"no column for {', '.join(missing)}")
+    if reasons:
+        raise ValueError(f"cache_plan.predict_shared: {'; '.join(reasons)}")
+    return PREDICT_SHARED(
+        tuple(tiers), jnp.asarray(layer, jnp.int32), ids, refined, active, forms=tuple(forms),
+        columns=columns, implementation=implementation, interpret=interpret,
+    )  # fmt: skip
+
+
 def _misfits_of_tier(
     i: int, tier: TierOperands, form: TierShape, shape: tuple[int, ...]
 ) -> list[str]:
@@ -162,19 +209,11 @@ def _misfits_of_tier(
     return reasons
 
 
-def _misfits(
-    tiers: Sequence[TierOperands],
-    gate: jax.Array | None,
-    asked: Asked,
-    active: jax.Array,
-    forms: Sequence[TierShape],
-) -> list[str]:
+def _misfits_of_tiers(tiers: Sequence[TierOperands], forms: Sequence[TierShape]) -> list[str]:
     reasons = []
     if not tiers or len(forms) != len(tiers):
         return [f"{len(forms)} forms of {len(tiers)} tiers"]
     shape = tiers[0].row_of.shape
-    if len(tiers) > 1 and asked.by is None:
-        reasons.append(f"{len(tiers)} tiers, and nobody says which")
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
         reasons += _misfits_of_tier(i, tier, form, shape)
         if form.waves < 0 or form.transient < 1 or (form.streams and not form.waves):
@@ -188,6 +227,22 @@ def _misfits(
             reasons.append(f"tier {i} is fixed: the first one may be, with slots")
         if (form.is_full or form.is_complete) and form.slots < shape[-1]:
             reasons.append(f"tier {i} is not full: it has {form.slots} slots")
+    return reasons
+
+
+def _misfits(
+    tiers: Sequence[TierOperands],
+    gate: jax.Array | None,
+    asked: Asked,
+    active: jax.Array,
+    forms: Sequence[TierShape],
+) -> list[str]:
+    reasons = _misfits_of_tiers(tiers, forms)
+    if not tiers:
+        return reasons
+    if len(tiers) > 1 and asked.by is None:
+        reasons.append(f"{len(tiers)} tiers, and nobody says which")
+    shape = tiers[0].row_of.shape
     wanted = (shape[0], len(tiers) + 3)
     if gate is not None and (gate.shape != wanted or gate.dtype != jnp.float32):
         reasons.append(f"gate is {gate.dtype}{gate.shape}, of {len(tiers)} tiers")

@@ -121,6 +121,11 @@ class TierShape:
         """Waves that are fetched after the products of wave 0."""
         return 0 if self.at_once else self.waves
 
+    @property
+    def passing(self) -> int:
+        """Experts of a wave; of planes that share slots both have one of the transient ones."""
+        return self.transient // 2 if self.shares_slots else self.transient
+
     def num_jobs(self, num_pairs: int, num_experts: int) -> int:
         """J, of wave 0."""
         places = self.slots + (self.transient if self.at_once else 0)
@@ -196,14 +201,14 @@ class Fetch(NamedTuple):
 
 
 class SharedBase(NamedTuple):
-    """Base planes of experts that run in the first of two tiers that share slots.
+    """Base planes of two tiers that share slots.
 
     Attributes:
-      slot_of: int32[E], global slots; -1 where there is none.
-      streamed: base planes of the first tier's later waves, as `LayerPlan.streamed`.
+      slot: int32[N, A], the global slots of pairs' base planes, those of the second tier too; -1.
+      streamed: those of the first tier's later waves, as `LayerPlan.streamed`.
     """
 
-    slot_of: jax.Array
+    slot: jax.Array
     streamed: Fetch | None
 
 

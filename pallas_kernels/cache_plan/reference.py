@@ -213,7 +213,8 @@ def plan_reference(
         gone = [copies[i] & (found.fetched | better[i]) for i in range(num_tiers)]
     parts: list[TierPart] = []
     if is_shared:
-        parts[:], base = plan_shared(tiers, layer, found.tier, size, forms, columns)
+        pairs = jnp.where(chosen >= 0, ids, -1)
+        parts[:], base = plan_shared(tiers, layer, found.tier, pairs, forms, columns)
     slot, wave, after, fetch, streamed = jnp.full_like(ids, -1), jnp.full_like(ids, -1), [], [], []
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
         mine = chosen == i

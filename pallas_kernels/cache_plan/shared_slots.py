@@ -51,7 +51,7 @@ def plan_shared(
     tiers: Sequence[TierOperands],
     layer: jax.Array,
     tier: jax.Array,
-    size: int,
+    pairs: jax.Array,
     forms: Sequence[TierShape],
     columns: Columns,
 ) -> tuple[tuple[TierPart, TierPart], SharedBase]:
@@ -60,12 +60,13 @@ def plan_shared(
     Args:
       tiers: of the refinements, whose table is not read, and of the pool.
       tier: int32[E], in which an expert runs; -1 where it does not.
-      size: most experts that run.
+      pairs: int32[N, A], experts of the pairs that run; -1: none.
 
     Returns:
       Each tier's part, that of the first with slots of refinements, and its base planes.
     """
     (num_layers, num_experts), form = tiers[0].row_of.shape, forms[1]
+    size = min(pairs.size, num_experts)
     tables, clock = tiers[1].tables, tiers[1].tables.clock
     high, runs = tier == 0, tier >= 0
     needed = jnp.concatenate((high, runs))
@@ -81,7 +82,7 @@ def plan_shared(
     at_slot = jnp.where(needed & held, at_slot, -1).reshape(2, num_experts)
     lacks = absent.reshape(2, num_experts)
     streams = jnp.any(lacks, axis=0)
-    widths = form.transient // 2, form.transient
+    widths = forms[0].passing, form.passing
     of_plane, of_base, waves, streamed = at_slot[0], at_slot[1], [], []
     for i, (mine, width) in enumerate(zip((high, runs & ~high), widths, strict=True)):
         num_waves = forms[i].waves
@@ -127,7 +128,7 @@ def plan_shared(
         TierPart(_ticked(after[0]), of_plane, waves[0], admitted(0, of_plane), passing[0]),
         TierPart(_ticked(after[1]), of_base, waves[1], admitted(1, of_base), passing[1]),
     )
-    return parts, SharedBase(of_base, leading)
+    return parts, SharedBase(jnp.where(pairs >= 0, at(of_base, pairs), -1), leading)
 
 
 def predict_shared(
@@ -140,17 +141,7 @@ def predict_shared(
     forms: Sequence[TierShape],
     columns: Columns,
 ) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
-    """Computes `api.predict` of a pool that two tiers share: base planes first.
-
-    Args:
-      tiers: as of `plan_shared`; donate their tables.
-      ids: int32[L], experts; -1: none.
-      refined: bool[L], those that also want their refinement.
-      active: bool[N].
-
-    Returns:
-      The tables of each tier, and what to fetch of each, L experts.
-    """
+    """Computes `api.predict_shared` in plain JAX."""
     num_experts, (tables, form) = tiers[0].row_of.shape[1], (tiers[1].tables, forms[1])
     some = (ids >= 0) & jnp.any(active)
     wanted = [marked(ids, mask, num_experts) for mask in (some & refined, some)]

@@ -94,33 +94,39 @@ def order_of(new: jax.Array, ids: jax.Array) -> jax.Array:
     return count(new[None, :] & (ids[None, :] < ids[:, None]), axis=1)
 
 
+def _sizes(of: Refs, planes: int) -> tuple[int, int]:
+    """Items, planes of an expert apart, and C."""
+    num_items = planes * of["row_of"].shape[1]
+    return num_items, (of["table"].shape[1] - num_items) // 3
+
+
 def load_owners(of: Refs, layer: jax.Array) -> jax.Array:
     """int32[C], of slots of a layer, -1: none."""
-    num_experts = of["row_of"].shape[1]
-    slots = (of["table"].shape[1] - num_experts) // 3
+    num_experts, slots = _sizes(of, 1)
     number = iota(slots)
     place = of["table"].at[layer, num_experts + number]
     return pltriton.load(place, mask=number < slots, other=-1)
 
 
-def load_slots(of: Refs, layer: jax.Array) -> Loaded:
-    """The slots of a layer, C > 0."""
-    num_experts = of["row_of"].shape[1]
-    slots = (of["table"].shape[1] - num_experts) // 3
+def load_slots(of: Refs, layer: jax.Array, planes: int = 1) -> Loaded:
+    """The slots of a layer, C > 0; owners are items where planes have slots of their own."""
+    num_items, slots = _sizes(of, planes)
     number = iota(slots)
     inside = number < slots
 
     def column(i: int, other: int) -> jax.Array:
-        place = num_experts + i * slots + number
+        place = num_items + i * slots + number
         return pltriton.load(of["table"].at[layer, place], mask=inside, other=other)
 
     owner = column(0, -1)
     return Loaded(number, owner, owner >= 0, column(1, 0), column(2, 0), inside)
 
 
-def candidates(loaded: Loaded, clock: jax.Array, ids: jax.Array) -> Slots:
-    """Victims are those slots whose owner is not asked for."""
-    wanted = loaded.owned & some(matches(loaded.owner, ids), axis=1)
+def candidates(loaded: Loaded, clock: jax.Array, *asked: jax.Array) -> Slots:
+    """Victims are those slots whose owner is not asked for, by any of the vectors."""
+    wanted = loaded.owner < -1
+    for ids in asked:
+        wanted |= loaded.owned & some(matches(loaded.owner, ids), axis=1)
     victim = loaded.inside & ~wanted
     # Modulo 2^32 and with the first bit turned, so that signed numbers have the order of unsigned.
     age = (clock - loaded.last_use) ^ np.int32(-(2**31))
@@ -128,8 +134,8 @@ def candidates(loaded: Loaded, clock: jax.Array, ids: jax.Array) -> Slots:
 
 
 def taken(
-    slots: Slots, victim: jax.Array, number: jax.Array, order: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    slots: Slots, victim: jax.Array, number: jax.Array, *orders: jax.Array
+) -> tuple[jax.Array, ...]:
     """Victims for those who come, one after the other.
 
     Free slots come first, then those of the oldest use, of the smallest expert.
@@ -137,29 +143,35 @@ def taken(
     Args:
       victim: bool[C], of which at least `number` are set.
       number: int32[], how many come.
-      order: int32[P], 0, 1, ... of those who come; others are negative or not below `number`.
+      orders: int32[P] each, 0, 1, ... of those who come; others are negative or not below `number`.
 
     Returns:
-      int32[C], the order of who takes a slot, or -1; int32[P], the slot that each takes, or -1.
+      int32[C], the order of who takes a slot, or -1; int32[P] for each of `orders`, the slot that
+      each takes, or -1.
     """
     index = slots.loaded.number
     tie = jnp.where(slots.loaded.owned, len(index) + slots.loaded.owner, index)
 
-    def take(n: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        taker, local = found
+    def take(n: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        taker, *locals_ = found
         left = victim & (taker < 0)
         left &= slots.age == jnp.max(jnp.where(left, slots.age, -OLDEST - 1))
         left &= tie == jnp.min(jnp.where(left, tie, OLDEST))
         slot = jnp.min(jnp.where(left, index, OLDEST))
-        return jnp.where(index == slot, n, taker), jnp.where(order == n, slot, local)
+        after = [
+            jnp.where(order == n, slot, local) for order, local in zip(orders, locals_, strict=True)
+        ]
+        return jnp.where(index == slot, n, taker), *after
 
-    none = jnp.full_like(index, -1), jnp.full_like(order, -1)
+    none = tuple(jnp.full_like(vector, -1) for vector in (index, *orders))
     return jax.lax.fori_loop(0, number, take, none)
 
 
-def store_owners(of: Refs, layer: jax.Array, slots: Slots, coming: jax.Array) -> None:
-    """Makes experts [C] (-1: none) the owners of their slots, in both directions."""
-    table, num_experts = of["table"], of["row_of"].shape[1]
+def store_owners(
+    of: Refs, layer: jax.Array, slots: Slots, coming: jax.Array, planes: int = 1
+) -> None:
+    """Makes experts or items [C] (-1: none) the owners of their slots, in both directions."""
+    table, num_items = of["table"], _sizes(of, planes)[0]
     came, beyond = coming >= 0, table.shape[1]
     leaves = came & slots.loaded.owned
     # Evicted experts are not requested, admitted ones are: no column is written twice. A masked
@@ -170,35 +182,35 @@ def store_owners(of: Refs, layer: jax.Array, slots: Slots, coming: jax.Array) ->
         mask=leaves,
     )
     pltriton.store(table.at[layer, jnp.where(came, coming, beyond)], slots.loaded.number, mask=came)
-    pltriton.store(table.at[layer, num_experts + slots.loaded.number], coming, mask=came)
+    pltriton.store(table.at[layer, num_items + slots.loaded.number], coming, mask=came)
 
 
 def store_use(
-    of: Refs, layer: jax.Array, slots: Slots, used: jax.Array, clock: jax.Array, ahead: int
-) -> None:
+    of: Refs, layer: jax.Array, slots: Slots, used: jax.Array, clock: jax.Array, ahead: int,
+    planes: int = 1,
+) -> None:  # fmt: skip
     """The clock of last use, and whether it was brought ahead, of slots."""
-    num_experts = of["row_of"].shape[1]
-    num_slots = (of["table"].shape[1] - num_experts) // 3
-    place = num_experts + num_slots + slots.loaded.number
+    num_items, num_slots = _sizes(of, planes)
+    place = num_items + num_slots + slots.loaded.number
     now = jnp.zeros_like(slots.loaded.number) + clock
     pltriton.store(of["table"].at[layer, place], now, mask=used)
     flag = jnp.full_like(slots.loaded.number, ahead)
     pltriton.store(of["table"].at[layer, place + num_slots], flag, mask=used)
 
 
-def _use_of(of: Refs, layer: jax.Array, local: jax.Array, column: int) -> Any:
+def _use_of(of: Refs, layer: jax.Array, local: jax.Array, column: int, planes: int = 1) -> Any:
     """The clock of last use (0) of local slots [P], or whether they were brought ahead (1).
 
     Where there is none the place is beyond the end, which no other element has.
     """
-    table, num_experts = of["table"], of["row_of"].shape[1]
-    first = num_experts + (1 + column) * ((table.shape[1] - num_experts) // 3)
+    table, (num_items, num_slots) = of["table"], _sizes(of, planes)
+    first = num_items + (1 + column) * num_slots
     return table.at[layer, jnp.where(local >= 0, first + local, table.shape[1])]
 
 
-def load_ahead(of: Refs, layer: jax.Array, local: jax.Array) -> jax.Array:
+def load_ahead(of: Refs, layer: jax.Array, local: jax.Array, planes: int = 1) -> jax.Array:
     """bool[P], whether what is in local slots was brought ahead; -1: none."""
-    return pltriton.load(_use_of(of, layer, local, 1), mask=local >= 0, other=0) != 0
+    return pltriton.load(_use_of(of, layer, local, 1, planes), mask=local >= 0, other=0) != 0
 
 
 def store_use_at(of: Refs, layer: jax.Array, local: jax.Array, clock: jax.Array) -> None:

@@ -16,11 +16,22 @@ from pallas_kernels.cache_plan.operands import (
     Fetch,
     LayerPlan,
     Rule,
+    SharedBase,
     Tables,
     TierOperands,
     TierShape,
     Wishes,
 )
+from pallas_kernels.cache_plan.pairs import (
+    MAX_TIERS,
+    Entries,
+    Pairs,
+    load_all,
+    load_gate,
+    resolved_tiers,
+    store_gate,
+)
+from pallas_kernels.cache_plan.shared_triton import place_planes, predict_shared_body
 from pallas_kernels.cache_plan.slots import (
     Ref,
     Refs,
@@ -34,8 +45,6 @@ from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
 from pallas_kernels.triton.elements import power_above, quotient, remainder
 
-MAX_TIERS = 4
-NO_TIER = MAX_TIERS  # in a least, where nothing is asked for
 MAX_PAIRS = 256
 MAX_EXPERTS = 512
 ELEMENTS = 32  # of the largest comparison of pairs, a thread's: with 64 registers spill
@@ -67,114 +76,6 @@ def _default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
     return min(32, max(4, most // (32 * ELEMENTS)))
 
 
-class _Pairs(NamedTuple):
-    """Pairs of a layer, padded to a power of two."""
-
-    number: jax.Array
-    inside: jax.Array
-    active: jax.Array
-    ids: jax.Array  # -1 where nothing is asked for
-    leads: jax.Array  # the first of those with its id, who all run in one tier
-    tier: jax.Array  # of highest fidelity that is asked for of the expert, or `NO_TIER`
-    strict: jax.Array  # no better one will do
-
-
-class _Entries(NamedTuple):
-    """Entries of a tier's tables for the pairs' experts, read before any write."""
-
-    of: Refs
-    clock: jax.Array
-    local: jax.Array  # local slots, -1: none
-    serves: jax.Array  # bool[P], a copy is there, and does not leave for that a better one is
-    ahead: jax.Array | None  # bool[P], it was brought ahead; None of a tier where nothing is
-    events: jax.Array
-    mass: tuple[jax.Array, ...]  # the two columns of its gate
-
-
-def _load_all(
-    of: Refs, tiers: Sequence[Refs], forms: Sequence[TierShape], layer: jax.Array, at_least: bool
-) -> tuple[_Pairs, list[_Entries]]:
-    """All that is read but slots: loads wait for each other nowhere else but in the addresses."""
-    num_pairs = of["ids"].shape[0]
-    width = num_pairs // of["active"].shape[0]
-    number = iota(num_pairs)
-    inside = number < num_pairs
-    place = quotient(number, width)
-    active = pltriton.load(of["active"].at[place], mask=inside, other=False) & inside
-    ids = pltriton.load(of["ids"].at[number], mask=inside, other=-1)
-    ids = jnp.where(active, ids, -1)
-    states, better = [], ids < -1
-    for tables, form in zip(tiers, forms, strict=True):
-        local = vectors.load_local(tables, layer, ids)
-        resident = local >= 0
-        serves = resident if form.is_full else resident & ~better
-        better |= resident
-        is_used = form.changes or form.static_in_step
-        ahead = vectors.load_ahead(tables, layer, local) if is_used else None
-        events = vectors.load_events(tables, layer)
-        mass = tuple(tables["gate"][layer, column] for column in range(2))
-        states.append(_Entries(tables, tables["clock"][()], local, serves, ahead, events, mass))
-    if "high" in of:
-        tier, strict = _by_rule(of, layer, ids, states, at_least)
-        asks = active & (tier >= 0)
-    elif "tier" not in of:  # all in the first, of one
-        tier, strict, asks = jnp.zeros_like(ids), ids >= 0, active
-    else:
-        tier = pltriton.load(of["tier"].at[number], mask=inside, other=-1)
-        allows = pltriton.load(of["at_least"].at[number], mask=inside, other=False)
-        # Among the pairs of a tier, those that accept no better one come first.
-        asks = active & (tier >= 0)
-        least = jnp.where(asks, 2 * tier + allows.astype(jnp.int32), 2 * NO_TIER)
-        if num_pairs > width:
-            least = jnp.min(jnp.where(matches(ids, ids), least[None, :], 2 * NO_TIER), axis=1)
-        tier, strict = least >> 1, least & 1 == 0
-    ids = jnp.where(asks, ids, -1)
-    pairs = _Pairs(
-        number, inside, active, ids, vectors.leads(ids, num_pairs // width),
-        jnp.where(asks, tier, NO_TIER), asks & strict,
-    )  # fmt: skip
-    return pairs, [
-        state._replace(local=jnp.where(asks, state.local, -1), serves=state.serves & asks)
-        for state in states
-    ]
-
-
-def _by_rule(
-    of: Refs, layer: jax.Array, ids: jax.Array, states: Sequence[_Entries], at_least: bool
-) -> tuple[jax.Array, jax.Array]:
-    """int32[P], the tiers that pairs ask for; bool[P], no better one will do."""
-    critical = ids < -1
-    width = of["ids"].shape[0] // of["active"].shape[0]
-    if "critical" in of:
-        rank = remainder(jax.lax.iota(jnp.int32, len(ids)), width)
-        critical = (ids >= 0) & (rank < of["critical"][layer])
-        if of["active"].shape[0] > 1:  # an expert is critical for all of its pairs
-            critical = some(matches(ids, ids) & critical[None, :], axis=1)
-    high, resident = of["high"][()], ids < -1
-    for i, state in enumerate(states):
-        resident |= state.serves & (high == i)
-    tier = jnp.where(critical | (resident & of["high_if_resident"][()]), high, of["low"][()])
-    return tier, critical if at_least else ids >= 0
-
-
-def _resolve_tiers(
-    pairs: _Pairs, states: Sequence[_Entries], forms: Sequence[TierShape]
-) -> tuple[jax.Array, jax.Array]:
-    """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
-    if len(states) == 1:  # whatever is asked for, the one tier serves
-        asks = pairs.ids >= 0
-        return jnp.where(asks, 0, -1), asks & ~states[0].serves
-    exact, there = pairs.ids < -1, jnp.full_like(pairs.ids, -1)
-    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
-        exact |= state.serves & (pairs.tier == i)
-        if not form.refines:
-            there = jnp.where(state.serves & (pairs.tier > i) & ~pairs.strict, i, there)
-    asks = pairs.ids >= 0
-    reused = asks & (there >= 0)
-    served = jnp.where(reused, there, pairs.tier)
-    return jnp.where(asks, served, -1), asks & ~exact & ~reused
-
-
 class _Moved(NamedTuple):
     """The outcome of a tier, of either branch.
 
@@ -195,18 +96,18 @@ class _Moved(NamedTuple):
 class _Tier(NamedTuple):
     """A tier in the kernel: what its branches read."""
 
-    states: Sequence[_Entries]
+    states: Sequence[Entries]
     number: int
     form: TierShape
     layer: jax.Array
-    pairs: _Pairs
+    pairs: Pairs
     runs: jax.Array  # bool[P], the pairs that run in it
     fetched: jax.Array  # bool[P], experts that any tier fetches
     num_misses: jax.Array
     interpret: bool
 
     @property
-    def state(self) -> _Entries:
+    def state(self) -> Entries:
         return self.states[self.number]
 
     @property
@@ -375,49 +276,11 @@ def _store_released(
     pltriton.store(of["table"].at[tier.layer, number + 2 * slots], none + 1, mask=empty)
 
 
-def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
-    num = of["mass"].shape[1]
-    lanes = iota(num)
-    return pltriton.load(of["mass"].at[layer, lanes], mask=lanes < num, other=0.0)
-
-
-def _store_gate(
-    of: Refs, states: Sequence[_Entries], layer: jax.Array, pairs: _Pairs, tier: jax.Array,
-    total: jax.Array, weights: jax.Array, routed: jax.Array | None,
-) -> None:  # fmt: skip
-    """Adds the router's mass by what became of it; and to each tier's own count."""
-    num, lanes = len(states), iota(of["mass"].shape[1])
-    mass, lane = jnp.where(pairs.active, weights, 0.0), lanes[:, None]
-    kinds = (tier[None, :] == lane) | ((tier < 0)[None, :] & (lane == num)) | (lane == num + 2)
-    if routed is not None:
-        kinds |= ((tier >= 0) & (pairs.ids != routed))[None, :] & (lane == num + 1)
-    sums = jnp.sum(jnp.where(kinds, mass[None, :], 0.0), axis=1)
-    inside = lanes < of["mass"].shape[1]
-    pltriton.store(of["mass"].at[layer, lanes], total + sums, mask=inside)
-    for i, state in enumerate(states):
-        for column, before in enumerate(state.mass):
-            # Only one lane is stored; the others' indices are beyond the end.
-            place = state.of["gate"].at[layer, jnp.where(lanes == i, column, lanes + 2)]
-            pltriton.store(place, before + sums, mask=lanes == i)
-
-
-def _plan_body(
-    *refs: Ref, names: tuple[str, ...], forms: tuple[TierShape, ...], columns: Columns,
-    at_least: bool, interpret: bool,
-) -> None:  # fmt: skip
-    # The outputs come last: of what changes, they take the place of the operands.
-    of = dict(zip(names, refs, strict=True))
-    layer, number = of["layer"][()], len(forms)
-    tiers = [
-        {name[:-1]: ref for name, ref in of.items() if name.endswith(str(i))} for i in range(number)
-    ]
-    # All loads come first: they wait for each other nowhere else but in the addresses.
-    pairs, states = _load_all(of, tiers, forms, layer, at_least)
-    weights = pltriton.load(of["weights"].at[pairs.number], mask=pairs.inside, other=0.0)
-    total, routed = _load_gate(of, layer) if "mass" in of else None, None
-    if "routed_ids" in of:
-        routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
-    tier, fetched = _resolve_tiers(pairs, states, forms)
+def _place(
+    of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array, pairs: Pairs,
+    tier: jax.Array, fetched: jax.Array, columns: Columns, interpret: bool,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Places a layer's pairs in tiers with slots of their own: their slots, and waves if any."""
     parts, counts, moves = [], [], []
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
         runs = tier == i
@@ -432,7 +295,7 @@ def _plan_body(
         moves.append(_moves(part, forms) if form.changes else None)
     slot, wave = jnp.full_like(tier, -1), jnp.full_like(tier, -1) if "wave" in of else None
     # The lowest fidelity comes first: better tiers' tables decide what leaves a tier.
-    for i in reversed(range(number)):
+    for i in reversed(range(len(forms))):
         part, form = parts[i], forms[i]
         if form.streams:
             done = _transient(part)
@@ -459,10 +322,37 @@ def _plan_body(
         }  # fmt: skip
         amounts |= {"prefetch_hits": ahead[0]} if ahead else {}
         vectors.store_events(part.state.of, layer, part.state.events, columns, amounts)
+    return slot, wave
+
+
+def _plan_body(
+    *refs: Ref, names: tuple[str, ...], forms: tuple[TierShape, ...], columns: Columns,
+    at_least: bool, interpret: bool,
+) -> None:  # fmt: skip
+    # The outputs come last: of what changes, they take the place of the operands.
+    of = dict(zip(names, refs, strict=True))
+    layer = of["layer"][()]
+    tiers = [
+        {name[:-1]: ref for name, ref in of.items() if name.endswith(str(i))}
+        for i in range(len(forms))
+    ]
+    # All loads come first: they wait for each other nowhere else but in the addresses.
+    pairs, states = load_all(of, tiers, forms, layer, at_least)
+    weights = pltriton.load(of["weights"].at[pairs.number], mask=pairs.inside, other=0.0)
+    total, routed = load_gate(of, layer) if "mass" in of else None, None
+    if "routed_ids" in of:
+        routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
+    tier, fetched = resolved_tiers(pairs, states, forms)
+    wave: jax.Array | None
+    if forms[0].shares_slots:
+        slot, wave = place_planes(of, states, forms, layer, pairs, tier, columns, interpret)
+        wave = wave if "wave" in of else None
+    else:
+        slot, wave = _place(of, states, forms, layer, pairs, tier, fetched, columns, interpret)
     for state in states:
         state.of["clock"][()] = state.clock + 1
     if total is not None:
-        _store_gate(of, states, layer, pairs, tier, total, weights, routed)
+        store_gate(of, states, layer, pairs, tier, total, weights, routed)
     else:
         # To the mass of all and of the first tier.
         mass = jnp.sum(jnp.where(tier >= 0, weights, 0.0))
@@ -536,9 +426,12 @@ def plan_triton(
     sizes, most = {"runs": num_pairs, "slot": num_pairs}, 1
     if has_waves := any(form.later_waves for form in forms):
         sizes["wave"] = num_pairs
+    shares = forms[0].shares_slots
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
         operands[f"row_of{i}"] = tier.row_of
-        if form.changes or form.static_in_step:
+        if form.shares_slots:
+            pass  # the next tier's table has its items
+        elif form.changes or form.static_in_step:
             changed[f"table{i}"] = tier.tables.table
             most = max(most, form.slots) if form.changes else most
         else:
@@ -546,9 +439,11 @@ def plan_triton(
         if form.fetches:
             jobs = form.num_jobs(num_pairs, num_experts)
             sizes |= {f"rows{i}": jobs, f"slots{i}": jobs}
-            sizes[f"streamed{i}"] = form.later_waves * form.transient
+            sizes[f"streamed{i}"] = form.later_waves * form.passing
         rest = tier.tables._asdict()
         changed |= {f"{name}{i}": rest[name] for name in ("clock", "events", "gate")}
+    if shares:
+        sizes |= {"base": num_pairs, "leading": sizes["streamed0"]}
     interpret = target.simulated
     body = functools.partial(
         _plan_body, forms=tuple(forms), columns=columns, at_least=at_least, interpret=interpret
@@ -556,24 +451,32 @@ def plan_triton(
     name = f"cache_plan_{num_pairs}_of_{num_experts}_in_{'_'.join(str(f.slots) for f in forms)}"
     num_warps = _default_num_warps(most, num_pairs, len(tiers))
     found = operands | _launch(body, name, operands, changed, sizes, num_warps, interpret)
-    tables, fetch, streamed = [], [], []
-    for i, form in enumerate(forms):
-        tables.append(Tables(*(found[f"{field}{i}"] for field in Tables._fields)))
+    num_layers, tables, fetch, streamed = tiers[0].row_of.shape[0], [], [], []
+
+    def passing(form: TierShape, rows: Any, after: int = 0) -> Fetch | None:
+        if not (form.fetches and form.later_waves):
+            return None
+        rows = rows.reshape(form.later_waves, form.passing)
+        first = form.first_transient(num_layers) + after
+        places = first + jnp.arange(form.passing, dtype=jnp.int32)
+        return Fetch(rows, jnp.broadcast_to(places, rows.shape))
+
+    for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
+        own = found | ({f"table{i}": tier.tables.table} if form.shares_slots else {})
+        tables.append(Tables(*(own[f"{field}{i}"] for field in Tables._fields)))
         fetch.append(Fetch(found[f"rows{i}"], found[f"slots{i}"]) if form.fetches else None)
-        later = None
-        if form.fetches and form.later_waves:
-            rows = found[f"streamed{i}"].reshape(form.later_waves, form.transient)
-            first = form.first_transient(tiers[i].row_of.shape[0])
-            places = first + jnp.arange(form.transient, dtype=jnp.int32)
-            later = Fetch(rows, jnp.broadcast_to(places, rows.shape))
-        streamed.append(later)
-    shape = asked.ids.shape
+        after = form.passing if form.shares_slots else 0  # their base planes come first
+        streamed.append(passing(form, found.get(f"streamed{i}"), after))
+    shape, base = asked.ids.shape, None
+    if shares:
+        base = SharedBase(found["base"].reshape(shape), passing(forms[0], found["leading"]))
     made = LayerPlan(
         found["runs"].reshape(shape),
         found["slot"].reshape(shape),
         found["wave"].reshape(shape) if has_waves else None,
         tuple(fetch),
         tuple(streamed),
+        base,
     )
     return tuple(tables), found.get("mass"), made
 
@@ -601,6 +504,39 @@ def predict_triton(
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
     tables = tables._replace(table=found["table"], events=found["events"])
     return tables, Fetch(found["rows"], found["slots"])
+
+
+def predict_shared_triton(
+    tiers: Sequence[TierOperands],
+    layer: jax.Array,
+    ids: jax.Array,
+    refined: jax.Array,
+    active: jax.Array,
+    *,
+    forms: Sequence[TierShape],
+    columns: Columns,
+    target: Target,
+) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
+    """Computes `api.predict_shared` by Triton."""
+    pool, interpret = tiers[1].tables, target.simulated
+    operands = {
+        "layer": layer, "ids": ids, "refined": refined, "active": active, "clock": pool.clock,
+        "row_of0": tiers[0].row_of, "row_of1": tiers[1].row_of,
+    }  # fmt: skip
+    changed = {"table1": pool.table}
+    changed |= {f"events{i}": tier.tables.events for i, tier in enumerate(tiers)}
+    sizes = {f"{name}{i}": len(ids) for name in ("rows", "slots") for i in range(2)}
+    num_warps = _default_num_warps(forms[1].slots, len(ids))
+    body = functools.partial(
+        predict_shared_body, form=forms[1], columns=columns, interpret=interpret
+    )
+    name = f"cache_predict_planes_{len(ids)}_of_{tiers[0].row_of.shape[1]}"
+    found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
+    first, second = (
+        tier.tables._replace(events=found[f"events{i}"]) for i, tier in enumerate(tiers)
+    )
+    jobs = [Fetch(found[f"rows{i}"], found[f"slots{i}"]) for i in range(2)]
+    return (first, second._replace(table=found["table1"])), (jobs[0], jobs[1])
 
 
 def _launch(
