@@ -45,8 +45,7 @@ TINY = {
     "dtype": "float32",
     "batch_size": 2,
     "context": 16,
-    "timed_steps": 1,
-    "minutes": 1e-4,
+    "total_steps": 4,
     "warmup_steps": 2,
     "log_every": 2,
     "validate_every": 3,
@@ -243,14 +242,13 @@ class RunTest(StudyTest):
         self.assertEqual(list(table), list(make.STEPS))
         (_, prepare), (_, train) = table["prepare_data"][0], table["train"][0]
         self.run_step(prepare)
-        stopped = self.run_step(train, *tiny, "--config.total_steps=4", "--time_budget_s=1e-3")
+        stopped = self.run_step(train, *tiny, "--time_budget_s=1e-3")
         self.assertEqual(stopped, 3)
         self.assertFalse((work / "run/model").exists())
-        self.assertEqual(self.run_step(train, *tiny), 0)  # its steps by the minutes
+        self.assertEqual(self.run_step(train, *tiny), 0)
         log = [json.loads(line) for line in (work / "run/log.jsonl").read_text().splitlines()]
-        steps = json.loads((work / "run/schedule.json").read_text())["total_steps"]
         last = [row for row in log if row["event"] == "train"][-1]
-        self.assertEqual(last["step"], steps)
+        self.assertEqual(last["step"], TINY["total_steps"])
         first = next(row for row in log if row["event"] == "valid")
         self.assertLess(max(first["divergence"].values()), 1e-4)
         self.assertGreater(first["replica_cosine"], 0.999)

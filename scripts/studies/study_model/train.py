@@ -4,8 +4,8 @@
         --parent=PARENT --corpus=CORPUS --run_dir=RUN  # gpu
 
 `--corpus` is what `prepare_data` wrote. The run directory receives orbax checkpoints, log.jsonl,
-schedule.json (the number of steps, chosen once), `model` and `parent_as_experts`: Hugging Face
-directories, the second one the dense parent in the same family. `--time_budget_s` stops early,
+`model` and `parent_as_experts`: Hugging Face directories, the second one the dense parent in the
+same family. `--time_budget_s` stops early,
 after a checkpoint; the same command goes on. Exit status 3: stopped, not complete.
 """
 
@@ -21,8 +21,6 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from moejax.files.whole import write_json
-from moejax.models.hf.config import read_json
 from scripts.demo_training.corpus import read_corpus
 from scripts.demo_training.json_log import JsonLog, mean_metrics
 from scripts.demo_training.objective import Weights
@@ -41,8 +39,8 @@ _TIME_BUDGET_S = flags.DEFINE_float("time_budget_s", 0.0, "stop after so long; 0
 UNFINISHED = 3  # exit status of a run that stopped for its budget
 
 
-def schedule(config: ml_collections.ConfigDict, total_steps: int) -> OptimizerConfig:
-    """Warm-up, stable, linear decay to zero over so many steps, for `rate_factor`."""
+def schedule(config: ml_collections.ConfigDict) -> OptimizerConfig:
+    """Warm-up, stable, linear decay to zero, for `rate_factor`."""
     return OptimizerConfig(
         name="adamw",
         learning_rate=config.learning_rate,
@@ -52,7 +50,7 @@ def schedule(config: ml_collections.ConfigDict, total_steps: int) -> OptimizerCo
         max_grad_norm=config.max_grad_norm,
         warmup_steps=config.warmup_steps,
         decay_fraction=config.decay_fraction,
-        total_steps=total_steps,
+        total_steps=config.total_steps,
     )
 
 
@@ -79,41 +77,26 @@ def validate(
     return found | {"replica_cosine": round(replica, 4), "other_cosine": round(other, 4)}
 
 
-class Run:
-    """The loop's state on the host: what is known of time and of the number of steps."""
+class Clock:
+    """Seconds of this process, and the limit on them."""
 
-    def __init__(self, config: ml_collections.ConfigDict, run_dir: Path, budget_s: float):
-        self.began = time.monotonic()
-        self.budget_s = budget_s
-        self.config = config
-        self.path = run_dir / "schedule.json"
-        self.total_steps: int = self.config.total_steps
-        if not self.total_steps and self.path.is_file():
-            self.total_steps = int(read_json(self.path)["total_steps"])
+    def __init__(self, budget_s: float):
+        self._began = time.monotonic()
+        self._budget_s = budget_s
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since this process began the run."""
-        return time.monotonic() - self.began
+        """Seconds since the run began in this process."""
+        return time.monotonic() - self._began
 
     def is_out_of_time(self) -> bool:
         """Whether the budget is used up."""
-        return bool(self.budget_s) and self.elapsed_s > self.budget_s
-
-    def choose_steps(self, step_s: float) -> None:
-        """Fits the number of steps to the minutes, and keeps it for whoever resumes."""
-        self.total_steps = max(self.config.warmup_steps + 1, int(self.config.minutes * 60 / step_s))
-        write_json(self.path, {"total_steps": self.total_steps, "measured_step_s": step_s})
-
-    def rate(self, step: int) -> jax.Array:
-        """Learning rate of a step; the warm-up does not depend on the number of steps."""
-        config = schedule(self.config, self.total_steps or 10**9)
-        return jnp.float32(config.learning_rate) * rate_factor(config, jnp.int32(step))
+        return bool(self._budget_s) and self.elapsed_s > self._budget_s
 
 
 def _loop(
     experiment: Experiment,
-    run: Run,
+    clock: Clock,
     log: JsonLog,
     store: CheckpointStore,
     state: TrainState,
@@ -121,36 +104,35 @@ def _loop(
     meter: Meter,
 ) -> TrainState:
     """Takes steps until the last one or the end of the budget."""
-    config, step, taken = experiment.config, int(state.step), 0
+    config, step = experiment.config, int(state.step)
+    first = step
     take_step, source = make_step(experiment.step), experiment.source()
     tokens_per_step = experiment.step.batch_size * experiment.step.context
     rows: list[Metrics] = []
     marked = saved = time.monotonic()
-    while (not run.total_steps or step < run.total_steps) and not run.is_out_of_time():
-        rate = run.rate(step)
+    rates = schedule(config)
+    while step < config.total_steps and not clock.is_out_of_time():
+        rate = config.learning_rate * rate_factor(rates, jnp.int32(step))
         state, metrics = take_step(state, parts, source, rate)
-        step, taken = step + 1, taken + 1
+        step += 1
         rows.append(metrics)
-        if taken == 1:
+        if step == first + 1:
             jax.block_until_ready(state)
-            log.write(event="compiled", step=step, elapsed_s=round(run.elapsed_s, 1))
+            log.write(event="compiled", step=step, elapsed_s=round(clock.elapsed_s, 1))
             marked = time.monotonic()
-        if not run.total_steps and taken == 1 + config.timed_steps:
-            jax.block_until_ready(state)
-            run.choose_steps((time.monotonic() - marked) / config.timed_steps)
-        is_last = step == run.total_steps
+        is_last = step == config.total_steps
         if step % config.log_every == 0 or is_last:
             means = mean_metrics(rows)
             now = time.monotonic()
             log.write(
                 event="train",
                 step=step,
-                total_steps=run.total_steps,
+                total_steps=config.total_steps,
                 tokens=step * tokens_per_step,
                 **means,
                 rate=round(float(rate), 7),
                 tokens_per_s=round(len(rows) * tokens_per_step / (now - marked)),
-                elapsed_s=round(run.elapsed_s, 1),
+                elapsed_s=round(clock.elapsed_s, 1),
             )
             rows, marked = [], now
             if now - saved > config.checkpoint_every_s and not is_last:
@@ -167,7 +149,7 @@ def train(
 ) -> bool:
     """Runs until the last step or the end of the budget; returns whether the run is complete."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    run = Run(config, run_dir, budget_s)
+    clock = Clock(budget_s)
     experiment = open_experiment(config, parent, read_corpus(corpus))
     log = JsonLog(run_dir / "log.jsonl")
     parts, steps = experiment.parts(), experiment.step
@@ -182,20 +164,20 @@ def train(
         device=jax.devices()[0].device_kind,
         jax=jax.__version__,
         parameters=num_parameters(steps.student),
-        loaded_s=round(run.elapsed_s, 1),
+        loaded_s=round(clock.elapsed_s, 1),
         config=json.loads(config.to_json_best_effort()),
     )
     if not int(state.step):
         log.write(event="valid", step=0, **validate(experiment, meter, state.views, parts))
-    state = _loop(experiment, run, log, store, state, parts, meter)
+    state = _loop(experiment, clock, log, store, state, parts, meter)
     store.save(state)
     store.close()
-    complete = int(state.step) >= run.total_steps > 0
+    complete = int(state.step) >= config.total_steps
     if complete:
         experiment.save(run_dir / "model", state.views)
         experiment.save(run_dir / "parent_as_experts", {}, is_parent=True)
     log.write(
-        event="stop", step=int(state.step), complete=complete, elapsed_s=round(run.elapsed_s, 1)
+        event="stop", step=int(state.step), complete=complete, elapsed_s=round(clock.elapsed_s, 1)
     )
     return complete
 
