@@ -18,6 +18,7 @@ from absl import app, flags
 
 from scripts.documents import api_reference, config_tables, measured, messages
 from scripts.documents.commands import ROOT
+from scripts.studies.peers import section as peers
 from scripts.studies.tables import results
 from scripts.studies.tables.rows import Results
 
@@ -26,6 +27,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "api": api_reference.reference,
     "families": messages.families,
     **measured.REGIONS,
+    "peers": lambda: peers.short(peers.all_rows()),
+    "peers whole": lambda: peers.whole(peers.all_rows()),
 }
 FIGURES = ROOT / "docs/figures"
 _REGION = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -69,6 +72,7 @@ def main(argv: list[str]) -> None:
             print(f"written: {page.relative_to(ROOT)}")
     if _FIGURES.value:
         drawn = results.draw(results.papers(Results(results.ROWS)), FIGURES)
+        drawn += peers.draw(peers.all_rows(), FIGURES)
         print(f"{len(drawn)} figures: {sum(one.stat().st_size for one in drawn) / 1e3:.0f} kB")
 
 

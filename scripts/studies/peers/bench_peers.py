@@ -1,0 +1,166 @@
+r"""Runs other engines and moejax at the same shape, bits and device memory; appends rows.
+
+    python -m scripts.studies.peers.bench_peers results/ --llama_cpp=BUILD/bin \
+        --gguf=LLAMA_CPP/gguf-py --llama_cpp_version=b11434 --freetoken=ENV/bin/python
+    python -m scripts.studies.peers.bench_peers results/ --list
+    python -m scripts.studies.peers.bench_peers results/ --only=llama --only=moejax --seconds=540
+
+A case is one setting of one engine under one load: `one` (a prompt of 512, then 64 tokens),
+`long` (prompts of 4,096 and 32,768, tokens after 8,192 and 32,768), `batch` (1, 4, 16 and 64
+sequences) or `server` (1, 4 and 16 requests at once, the same client for all). Device memory is the
+driver's count, above what was in use before. A case that cannot run is a row, too, with its error.
+
+What has a row in results/peers.jsonl is not run again. With --seconds a call begins no case that
+may not end in it, and ends one that did not, which the next call begins anew. Random weights and
+compiled programs stay in results/files; nothing is fetched. --shape=tiny --platform=cpu tries all.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from absl import app, flags
+
+from moejax.files.result_rows import (
+    ResultRow,
+    append_rows,
+    command_line,
+    describe_device,
+    package_versions,
+    read_rows,
+    today,
+)
+from scripts.studies.peers import accelerate, freetoken, llama_cpp, ours
+from scripts.studies.peers.running import Case, Figure, NotRunError, OutOfTimeError, Place
+from scripts.studies.peers.section import NOT_RUN
+
+UNIT = "tokens/s"
+TINY = (32, 64, 128)  # tokens of the prompts of the shape that tries the script
+
+_SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(ours.BUDGETS), "which shape")
+_LAYERS = flags.DEFINE_integer("layers", 0, "fewer layers, for all engines; 0: all")
+_ONLY = flags.DEFINE_multi_string("only", [], "cases whose name has one of these; []: all")
+_LOADS = flags.DEFINE_list("loads", ["one", "long", "batch", "server"], "which loads")
+_LLAMA = flags.DEFINE_string("llama_cpp", "", "folder of llama-bench and its sisters; '': none")
+_GGUF = flags.DEFINE_string("gguf", "", "folder of llama.cpp's gguf package; '': it is installed")
+_VERSION = flags.DEFINE_string("llama_cpp_version", "", "such as b11434, where it does not say")
+_FREETOKEN = flags.DEFINE_string("freetoken", "", "interpreter that has freetoken; '': none")
+_ACCELERATE = flags.DEFINE_bool("accelerate", False, "transformers with accelerate, too")
+_TRACE = flags.DEFINE_string("trace", "", "recorded routing that ours replays beside the even one")
+_PROMPTS = flags.DEFINE_list("prompts", ["512", "4096", "32768"], "tokens of the prompts")
+_SECONDS = flags.DEFINE_float("seconds", 0, "in which a call must end; 0: as long as it takes")
+_EACH = flags.DEFINE_float("seconds_each", 500, "after which a program counts as failed")
+_FILES = flags.DEFINE_string("files", "", "folder of random weights; '': results/files")
+_PLATFORM = flags.DEFINE_enum("platform", "gpu", ["gpu", "cpu"], "of ours; cpu only tries it")
+_AGAIN = flags.DEFINE_bool("again", False, "run once more what could not run")
+_LIST = flags.DEFINE_bool("list", False, "say which cases there are, and run none")
+
+
+def all_cases(files: Path) -> Iterator[Case]:
+    """The cases of the flags, ours last."""
+    shape, layers = _SHAPE.value, _LAYERS.value
+    tokens = TINY if shape == "tiny" else tuple(int(count) for count in _PROMPTS.value)
+    if _LLAMA.value:
+        build = llama_cpp.Build(Path(_LLAMA.value), _GGUF.value, _VERSION.value)
+        yield from llama_cpp.cases(build, shape, layers, tokens)
+    if _FREETOKEN.value:
+        yield from freetoken.cases(_FREETOKEN.value, shape, layers, tokens)
+    if _ACCELERATE.value:
+        yield from accelerate.cases(shape)
+    yield from ours.cases(
+        files, shape, layers, tokens, trace=_TRACE.value, platform=_PLATFORM.value
+    )
+
+
+def chosen(cases: Iterator[Case]) -> list[Case]:
+    """Cases by load and name."""
+    return [
+        case
+        for case in cases
+        if case.name.rpartition(" | ")[2] in _LOADS.value
+        and (not _ONLY.value or any(word in case.name for word in _ONLY.value))
+    ]
+
+
+def rows_of(case: Case, figures: list[Figure], device: str) -> list[ResultRow]:
+    """Rows of a case that ran."""
+    rows = []
+    for workload, rate, more in figures:
+        beside = {name: value for name, value in more.items() if name != "version"}
+        row = _row(f"{case.name} | {workload}", rate, UNIT, beside, device)
+        if "version" in more:
+            row = dataclasses.replace(row, versions={case.peer: str(more["version"])})
+        rows.append(row)
+    return rows
+
+
+def _row(
+    what: str, figure: float, unit: str, beside: dict[str, float | str], device: str
+) -> ResultRow:
+    own = ours.NAME if what.startswith(f"{ours.NAME} |") else ""
+    versions = package_versions(*(("jax", "jaxlib", "flax") if own else ()))
+    return ResultRow(
+        what=what, figure=figure, unit=unit, baseline=beside, device=device,  # type: ignore[arg-type]
+        versions=versions, date=today(), command=command_line(),
+    )  # fmt: skip
+
+
+def device_name() -> str:
+    """The GPU's name as the driver says it; without one that of the CPU."""
+    try:
+        words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return describe_device(jax.devices("cpu")[0])
+
+
+def main(argv: list[str]) -> None:
+    """Runs what has no row yet."""
+    if len(argv) != 2:
+        sys.exit("error: give one folder for the results: see scripts/studies/peers/bench_peers.py")
+    folder = Path(argv[1]).absolute()
+    rows = folder / "peers.jsonl"
+    files = Path(_FILES.value).absolute() if _FILES.value else folder / "files"
+    done = {
+        row.what.rpartition(" | ")[0]
+        for row in (read_rows(rows) if rows.exists() else [])
+        if not (_AGAIN.value and row.unit == NOT_RUN)
+    }
+    cases = chosen(all_cases(files))
+    waiting = [case for case in cases if case.name not in done]
+    if _LIST.value:
+        for case in cases:
+            print(f"{'done' if case.name in done else f'{case.seconds:3.0f} s'}  {case.name}")
+        return
+    device = device_name()
+    end = time.monotonic() + (_SECONDS.value or float("inf"))
+    place = Place(files=files, logs=folder / "logs", end=end, each_s=_EACH.value)
+    left = 0
+    for case in waiting:
+        if time.monotonic() + case.seconds > end:
+            left += 1
+            continue
+        began = time.monotonic()
+        try:
+            found = rows_of(case, case.measure(place), device)
+        except OutOfTimeError:
+            left += 1
+            continue
+        except NotRunError as error:
+            what = f"{case.name} | {NOT_RUN}"
+            found = [_row(what, 0.0, NOT_RUN, {"error": str(error)}, device)]
+        append_rows(rows, found)
+        print(f"{case.name}: {time.monotonic() - began:.0f} s", flush=True)
+        for row in found:
+            said = row.baseline["error"] if row.unit == NOT_RUN else f"{row.figure:.4g} {row.unit}"
+            print(f"    {row.what.rpartition(' | ')[2]}: {said}", flush=True)
+    print(json.dumps({"cases": len(cases), "left": left}))
+
+
+if __name__ == "__main__":
+    app.run(main)

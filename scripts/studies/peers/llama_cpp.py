@@ -1,0 +1,222 @@
+"""llama.cpp: llama-bench, llama-batched-bench and llama-server on a file of random weights."""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moejax.models.shapes import CONFIGS
+from scripts.studies.peers import servers
+from scripts.studies.peers.running import Case, Figure, NotRunError, Place, decode, prefill
+
+NAME = "llama.cpp"
+FORM = "Q4_K, head Q6_K"
+# Layers whose experts stay with the CPU, of 48 or 32.
+ON_CPU = {
+    "Qwen3-30B-A3B": (0, 16, 32, 40, 48), "Mixtral-8x7B": (0, 8, 16, 24, 32),
+    "Qwen3-Next-80B-A3B": (0, 16, 32, 48), "tiny": (0, 2),
+}  # fmt: skip
+FETCH = {"GGML_OP_OFFLOAD_MIN_BATCH": "1"}  # decode fetches experts to the GPU, too
+SEQUENCES = (1, 4, 16, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """A built llama.cpp.
+
+    Attributes:
+      folder: of its programs.
+      gguf: folder of its gguf package; "": it is installed.
+      version: as it was fetched, such as "b11434"; "": what the program says.
+    """
+
+    folder: Path
+    gguf: str
+    version: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Flags and environment of a run; `threads` 0: all cores."""
+
+    flags: tuple[str, ...]
+    threads: int
+    env: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the host."""
+        return self.threads or os.cpu_count() or 1
+
+    def __str__(self) -> str:
+        """Says it as it would be typed."""
+        said = [f"{name}={value}" for name, value in self.env]
+        return " ".join([*said, *self.flags, f"-t {self.num_threads}"])
+
+
+def cases(build: Build, shape: str, layers: int, tokens: tuple[int, ...]) -> Iterator[Case]:
+    """All runs of a shape; `tokens`: of the prompts."""
+    counts = ON_CPU[shape]
+    if layers:  # the same shares of fewer layers
+        counts = tuple(dict.fromkeys(round(n * layers / max(counts)) for n in counts))
+
+    def case(load: str, seconds: float, setting: Setting) -> Case:
+        about = f"{shape}, {_depth(shape, layers)} layers, {FORM}, {setting} | {load}"
+        run = functools.partial(
+            _measure, build=build, shape=shape, layers=layers, load=load, setting=setting,
+            tokens=tokens,
+        )  # fmt: skip
+        return Case(NAME, about, seconds, run)
+
+    most = max(counts)
+    for count in counts:
+        yield case("one", 60, Setting(("-ncmoe", str(count)), 16))
+    exps = ("-ot", "exps=CPU")
+    yield case("one", 60, Setting(exps, 16))
+    yield case("one", 90, Setting(exps, 16, tuple(FETCH.items())))
+    yield case("one", 60, Setting((*exps, "-ub", "2048"), 16))
+    for threads in (8, 0):
+        yield case("one", 60, Setting(("-ncmoe", str(most)), threads))
+    for count in dict.fromkeys((0, counts[len(counts) // 2], most)):
+        yield case("long", 150, Setting(("-ncmoe", str(count)), 16))
+        yield case("batch", 150, Setting(("-ncmoe", str(count)), 16))
+    for count in dict.fromkeys((0, counts[len(counts) // 2])):
+        yield case("server", 150, Setting(("-ncmoe", str(count)), 16))
+
+
+def _depth(shape: str, layers: int) -> int:
+    return layers or CONFIGS[shape].num_layers
+
+
+def weights(place: Place, build: Build, shape: str, layers: int) -> Path:
+    """The file of random weights, written where it is not there."""
+    path = place.files / f"{shape}-{_depth(shape, layers)}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part.gguf")
+        place.run(
+            [sys.executable, "-m", "scripts.studies.peers.random_files", f"--shape={shape}",
+             f"--layers={layers}", f"--out={part}", f"--gguf={build.gguf}"], log="random_files",
+        )  # fmt: skip
+        part.replace(path)
+    return path
+
+
+def _measure(
+    place: Place, *, build: Build, shape: str, layers: int, load: str, setting: Setting,
+    tokens: tuple[int, ...],
+) -> list[Figure]:  # fmt: skip
+    model = weights(place, build, shape, layers)
+    common = ["-m", str(model), "-ngl", "99", "-t", str(setting.num_threads), "-fa", "on"]
+    common += setting.flags
+    if load == "server":
+        return _serve(place, build, [*common], setting, tokens[0])
+    log = f"llama_{load}"
+    if load == "batch":
+        context = (tokens[0] + 64) * max(SEQUENCES)
+        words = [
+            *_program(build, "llama-batched-bench"), *common, "-c", str(context), "-npp",
+            str(tokens[0]), "-ntg", "64", "-npl", ",".join(map(str, SEQUENCES)),
+            "--output-format", "jsonl",
+        ]  # fmt: skip
+        ran = place.run(words, dict(setting.env), log)
+        found = list(of_batched_bench(ran.stdout))
+        return [_with(figure, ran.peak_gib, build, ran.stderr) for figure in found]
+    bench = [*_program(build, "llama-bench"), *common, "-o", "jsonl"]
+    if load == "one":
+        runs = [["-p", str(tokens[0]), "-n", "64", "-r", "3"]]
+    else:
+        depths = ",".join(map(str, dict.fromkeys((min(8192, tokens[-1]), tokens[-1]))))
+        prompts = ",".join(map(str, tokens[1:]))
+        once = ["-r", "1"]
+        runs = [["-p", prompts, "-n", "0", *once], ["-p", "0", "-n", "32", *once, "-d", depths]]
+    figures = []
+    for words in runs:
+        ran = place.run([*bench, *words], dict(setting.env), log)
+        figures += [
+            _with(f, ran.peak_gib, build, ran.stderr) for f in of_bench(ran.stdout, tokens[0])
+        ]
+    return figures
+
+
+def _program(build: Build, name: str) -> list[str]:
+    path = build.folder / name
+    if not path.exists():
+        raise NotRunError(f"there is no {name} in the build")
+    return [str(path)]
+
+
+def _with(figure: Figure, peak: float | None, build: Build, said: str) -> Figure:
+    more = dict(figure.more)
+    if peak is not None:
+        more["peak_gib"] = peak
+    if build.version:
+        more["version"] = build.version
+    if found := re.search(r"\b(b\d{4,6})\b", said):
+        more.setdefault("version", found[1])
+    return figure._replace(more=more)
+
+
+def of_bench(output: str, context: int) -> Iterator[Figure]:
+    """Figures of llama-bench's JSON Lines.
+
+    Args:
+      context: tokens that decode without a depth stands for: llama-bench begins it with an empty
+        cache, others after a prompt.
+
+    Raises:
+      NotRunError: there is none.
+    """
+    for row in _rows(output, "n_prompt"):
+        more: dict[str, float | str] = {"stddev": float(row["stddev_ts"])}
+        if row["build_number"]:
+            more["version"] = f"b{row['build_number']}"
+        workload = (
+            prefill(row["n_prompt"]) if row["n_prompt"] else decode(row["n_depth"] or context)
+        )
+        if row["n_gen"] and not row["n_depth"]:
+            more["empty_cache"] = 1.0
+        yield Figure(workload, float(row["avg_ts"]), more)
+
+
+def of_batched_bench(output: str) -> Iterator[Figure]:
+    """Figures of llama-batched-bench's JSON Lines.
+
+    Raises:
+      NotRunError: there is none.
+    """
+    for row in _rows(output, "speed_tg"):
+        yield Figure(prefill(row["pp"], row["pl"]), float(row["speed_pp"]), {})
+        yield Figure(decode(row["pp"], row["pl"]), float(row["speed_tg"]), {})
+
+
+def _rows(output: str, key: str) -> list[dict[str, Any]]:
+    rows = []
+    for line in output.splitlines():
+        if line.startswith("{"):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise NotRunError(f"output that is no JSON: {line[:80]}") from error
+            if key in row:
+                rows.append(row)
+    if not rows:
+        raise NotRunError("it printed no result")
+    return rows
+
+
+def _serve(
+    place: Place, build: Build, common: list[str], setting: Setting, tokens: int
+) -> list[Figure]:
+    most = servers.SEQUENCES[-1]
+    words = [
+        *_program(build, "llama-server"), *common, "-c", str(most * (tokens + 256)), "-np",
+        str(most), "--port", "{port}", "--no-webui",
+    ]  # fmt: skip
+    found = servers.measure(place, words, dict(setting.env), tokens)
+    return [_with(figure, None, build, "") for figure in found]

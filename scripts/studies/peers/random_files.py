@@ -1,0 +1,40 @@
+"""Writes random weights in a real shape: a GGUF file or a Hugging Face checkpoint.
+
+    python -m scripts.studies.peers.random_files --shape=Qwen3-30B-A3B --out=qwen3.gguf
+    python -m scripts.studies.peers.random_files --shape=Qwen3-30B-A3B --out=qwen3   # a folder
+
+Of Qwen3-30B-A3B the first has 17 GB and takes about a minute, the second 57 GiB and some minutes.
+GGUF needs the gguf package: `pip install gguf`, or --gguf=LLAMA_CPP/gguf-py.
+"""
+
+import sys
+from pathlib import Path
+
+from absl import app, flags
+
+from moejax.errors import MoejaxError
+from moejax.models.shapes import CONFIGS, with_layers
+from scripts.studies.peers import random_checkpoint, random_gguf
+
+_SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(CONFIGS), "a shape of moejax")
+_LAYERS = flags.DEFINE_integer("layers", 0, "fewer layers; 0: all")
+_OUT = flags.DEFINE_string("out", None, "a name that ends with .gguf, or a folder", required=True)
+_GGUF = flags.DEFINE_string("gguf", "", "folder of the gguf package where it is not installed")
+
+
+def main(argv: list[str]) -> None:
+    """Writes one."""
+    del argv
+    path = Path(_OUT.value)
+    try:
+        config = with_layers(CONFIGS[_SHAPE.value], _LAYERS.value)
+        if path.suffix == ".gguf":
+            random_gguf.write(config, path, random_gguf.load_gguf(_GGUF.value))
+        else:
+            random_checkpoint.write(config, path)
+    except MoejaxError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,202 @@
+"""Programs of peers: run in time, with the device memory that the driver counts meanwhile."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+GRACE_S = 15.0  # from SIGTERM to SIGKILL
+POLL_MS = 50
+
+
+class NotRunError(Exception):
+    """A program that failed; the text is its last words."""
+
+
+class OutOfTimeError(Exception):
+    """The time that is left does not suffice; nothing is wrong with the program."""
+
+
+class Figure(NamedTuple):
+    """Tokens a second of one workload.
+
+    Attributes:
+      workload: `prefill(...)` or `decode(...)`.
+      tokens_per_s: of all sequences together.
+      more: numbers and texts beside it.
+    """
+
+    workload: str
+    tokens_per_s: float
+    more: dict[str, float | str]
+
+
+def prefill(tokens: int, sequences: int = 1) -> str:
+    """Workload: prompts of so many tokens each, read."""
+    return f"prefill of {tokens}" if sequences == 1 else f"prefill of {sequences} x {tokens}"
+
+
+def decode(context: int, sequences: int = 1) -> str:
+    """Workload: tokens after prompts of so many tokens."""
+    return f"decode after {context}, {sequences} sequence{'s' * (sequences > 1)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run of one peer.
+
+    Attributes:
+      peer: its name.
+      about: shape, bits and flags, as rows say them.
+      seconds: that it may take where files are cached; a call with less left does not begin it.
+      measure: runs it. Raises NotRunError, or OutOfTimeError.
+    """
+
+    peer: str
+    about: str
+    seconds: float
+    measure: "Callable[[Place], list[Figure]]"
+
+    @property
+    def name(self) -> str:
+        """Name in rows."""
+        return f"{self.peer} | {self.about}"
+
+
+class Ran(NamedTuple):
+    """Output of a program, and its peak of device memory; None without a driver."""
+
+    stdout: str
+    stderr: str
+    peak_gib: float | None
+
+
+@dataclasses.dataclass
+class Place:
+    """Where files and logs go, and how long programs may take.
+
+    Attributes:
+      files: folder of random weights, tens of GiB.
+      logs: folder of what programs print.
+      end: `time.monotonic()` at which all must have ended.
+      each_s: seconds after which a program counts as failed.
+    """
+
+    files: Path
+    logs: Path
+    end: float
+    each_s: float
+
+    def run(
+        self, words: Sequence[str], env: Mapping[str, str] | None = None, log: str = "program"
+    ) -> Ran:
+        """Runs a program to its end.
+
+        Raises:
+          NotRunError: it failed, or took longer than `each_s`.
+          OutOfTimeError: `end` came first.
+        """
+        self.logs.mkdir(parents=True, exist_ok=True)
+        out, err = self.logs / f"{log}.out", self.logs / f"{log}.err"
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise OutOfTimeError
+        with device_memory() as memory, out.open("w") as stdout, err.open("w") as stderr:
+            process = start(words, env, stdout, stderr)
+            try:
+                status = process.wait(min(left, self.each_s))
+            except subprocess.TimeoutExpired:
+                if left < self.each_s:
+                    raise OutOfTimeError from None
+                raise NotRunError(f"took more than {self.each_s:.0f} s") from None
+            finally:
+                stop(process)
+        if status:
+            raise NotRunError(last_words(err, out) or f"status {status}")
+        return Ran(out.read_text(errors="replace"), err.read_text(errors="replace"), memory.peak)
+
+
+def start(
+    words: Sequence[str], env: Mapping[str, str] | None, stdout: object, stderr: object
+) -> "subprocess.Popen[str]":
+    """Starts a program in a session of its own, so that its children end with it."""
+    try:
+        return subprocess.Popen(
+            list(words), env={**os.environ, **(env or {})}, start_new_session=True, text=True,
+            stdout=stdout, stderr=stderr,
+        )  # type: ignore[call-overload]  # fmt: skip
+    except OSError as error:
+        raise NotRunError(f"{words[0]} cannot be started: {error.strerror}") from error
+
+
+def stop(process: "subprocess.Popen[str]") -> None:
+    """Ends a program and its children."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        if number == signal.SIGTERM:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+    process.wait()
+
+
+_ERROR = re.compile(r"error|failed|refused|exception|cannot|unsupported|out of memory", re.I)
+
+
+def last_words(*logs: Path) -> str:
+    """Last line that names an error, else the last line."""
+    for log in logs:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+        lines = [line for line in lines if line]
+        if lines:
+            return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1])[:300]
+    return ""
+
+
+class DeviceMemory:
+    """Memory in use on the first GPU, polled; what was in use before is subtracted."""
+
+    def __init__(self) -> None:
+        self._least, self._most = float("inf"), 0.0
+
+    def read(self, lines: Iterator[str]) -> None:
+        """Reads numbers of MiB, one a line, to the end."""
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                value = float(line)
+                self._least, self._most = min(self._least, value), max(self._most, value)
+
+    @property
+    def peak(self) -> float | None:
+        """GiB above the least seen; None if nothing was."""
+        return (self._most - self._least) / 1024 if self._most else None
+
+
+@contextlib.contextmanager
+def device_memory() -> Iterator[DeviceMemory]:
+    """Polls the driver by nvidia-smi, the first time before the block; without it nothing."""
+    memory = DeviceMemory()
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        first = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        memory.read(iter(first.splitlines()))
+        poll = subprocess.Popen([*words, f"--loop-ms={POLL_MS}"], stdout=subprocess.PIPE, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        yield memory
+        return
+    assert poll.stdout is not None
+    thread = threading.Thread(target=memory.read, args=(poll.stdout,))
+    thread.start()
+    try:
+        yield memory
+    finally:
+        poll.terminate()
+        poll.wait()
+        thread.join()

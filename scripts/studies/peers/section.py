@@ -1,0 +1,198 @@
+"""Tables and the picture of other engines beside moejax, from the rows of `bench_peers`."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from moejax.files.result_rows import ResultRow, read_rows
+from scripts.studies.peers import ours
+from scripts.studies.peers.running import decode, prefill
+from scripts.studies.tables.drawing import Canvas, lines
+
+FOLDER = Path(__file__).parent
+NOT_RUN = "not run"
+ROOM = 1.05  # ours may take so many times their memory: a step of a budget
+PROMPT = 512
+COMMAND = "python -m scripts.studies.peers.bench_peers"
+NONE = f"No rows yet: `{COMMAND}` ([its study](%s)) makes them on a GPU, and this table with them."
+
+
+class Row(NamedTuple):
+    """A row of `bench_peers`, taken apart.
+
+    Attributes:
+      peer: engine.
+      shape: of the model.
+      setting: the rest of what was run: depth, bits, flags or budget, routing.
+      load: of the case.
+      workload: of the figure; "not run" with an error.
+      row: as it stands in the file.
+    """
+
+    peer: str
+    shape: str
+    setting: str
+    load: str
+    workload: str
+    row: ResultRow
+
+    @property
+    def peak_gib(self) -> float:
+        """Device memory by the driver; NaN where it was not read."""
+        return float(self.row.baseline.get("peak_gib", math.nan))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its weights are bf16."""
+        return ", bf16" in self.setting and "head bf16" not in self.setting
+
+
+def taken_apart(rows: Sequence[ResultRow]) -> list[Row]:
+    """Rows by their parts; of those that say the same the last."""
+    found = {}
+    for row in rows:
+        peer, about, load, workload = row.what.split(" | ")
+        shape, _, setting = about.partition(", ")
+        found[row.what] = Row(peer, shape, setting, load, workload, row)
+    return list(found.values())
+
+
+def all_rows() -> list[Row]:
+    """Rows of the files of this study."""
+    return taken_apart(
+        [row for path in sorted(FOLDER.glob("peers_*.jsonl")) for row in read_rows(path)]
+    )
+
+
+def beside(rows: Sequence[Row], theirs: Row, routing: str) -> Row | None:
+    """Our fastest row of the same workload, bits and depth in the memory that they took."""
+    found = [
+        row
+        for row in rows
+        if row.peer == ours.NAME
+        and (row.shape, row.workload, row.is_plain)
+        == (theirs.shape, theirs.workload, theirs.is_plain)
+        and (row.load == "server") == (theirs.load == "server")
+        and row.setting.split(",")[0] == theirs.setting.split(",")[0]
+        and row.peak_gib <= ROOM * theirs.peak_gib
+        and (routing in row.setting or "routers' routing" in row.setting)
+    ]
+    return max(found, key=lambda row: row.row.figure, default=None)
+
+
+def comparisons(rows: Sequence[Row], workloads: Sequence[str]) -> list[list[str]]:
+    """Cells of a table, where we lose first."""
+    made: list[tuple[float, list[str]]] = []
+    for row in rows:
+        if row.peer == ours.NAME or row.workload not in workloads or _is_repeated(row):
+            continue
+        pair = [beside(rows, row, routing) for routing in (ours.EVEN, ours.RECORDED)]
+        cells = ["" if one is None else f"{one.row.figure:.4g}" for one in pair]
+        first = pair[0]
+        ratio = math.inf if first is None else first.row.figure / row.row.figure
+        peak = "" if math.isnan(row.peak_gib) else f"{row.peak_gib:.1f}"
+        own = "" if first is None or math.isnan(first.peak_gib) else f"{first.peak_gib:.1f}"
+        times = "" if first is None else f"{ratio:.2f}"
+        cells = [row.shape, row.workload, f"{row.peer}: {row.setting}", peak,
+                 f"{row.row.figure:.4g}", own, *cells, times]  # fmt: skip
+        made.append((ratio, cells))
+    return [cells for _, cells in sorted(made, key=lambda one: one[0])]
+
+
+def _is_repeated(row: Row) -> bool:
+    """Whether the load `one` measures the same: a batch of one sequence."""
+    return row.load == "batch" and row.workload in (prefill(PROMPT), decode(PROMPT))
+
+
+HEAD = ["shape", "workload", "engine", "GiB", "tokens/s", "our GiB", "ours, even", "ours, recorded",
+        "ours / theirs"]  # fmt: skip
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{' --- |' * len(head)}",
+        *(f"| {' | '.join(cells)} |" for cells in rows),
+    ]
+
+
+def short(rows: Sequence[Row]) -> str:
+    """One sequence after a prompt of 512, for the README."""
+    if not rows:
+        return NONE % "scripts/studies/peers/README.md"
+    return "\n".join([_of_whom(rows), "", *_table(HEAD, comparisons(rows, [decode(PROMPT)]))])
+
+
+def whole(rows: Sequence[Row]) -> str:
+    """Every workload, and what could not run."""
+    if not rows:
+        return NONE % "../scripts/studies/peers/README.md"
+    made = [_of_whom(rows), ""]
+    workloads = dict.fromkeys(row.workload for row in rows if row.row.unit != NOT_RUN)
+    one = [prefill(PROMPT), decode(PROMPT)]
+    for title, names in (
+        ("One sequence, a prompt of 512", one),
+        ("Longer prompts, and more sequences", [name for name in workloads if name not in one]),
+    ):
+        made += [f"**{title}**", "", *_table(HEAD, comparisons(rows, names)), ""]
+    failed = [[f"{r.peer}, {r.shape}: {r.setting}", r.load, str(r.row.baseline["error"])]
+              for r in rows if r.row.unit == NOT_RUN]  # fmt: skip
+    if failed:
+        made += ["**Could not run**", "", *_table(["what", "load", "its error"], failed)]
+    return "\n".join(made).rstrip()
+
+
+def _of_whom(rows: Sequence[Row]) -> str:
+    devices = ", ".join(sorted({row.row.device for row in rows}))
+    dates = sorted({row.row.date for row in rows})
+    versions = {f"{n} {v}" for row in rows for n, v in row.row.versions.items()}
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{devices}; {', '.join(sorted(versions))}; {when}."
+
+
+def curves(rows: Sequence[Row], shape: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Decode rates over device memory by engine: the fastest setting of each memory, rising."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        is_one = (row.shape, row.load, row.workload) == (shape, "one", decode(PROMPT))
+        if not is_one or math.isnan(row.peak_gib) or row.is_plain:
+            continue
+        name = row.peer
+        if name == ours.NAME:
+            for routing in _routings(row):
+                of = points.setdefault(f"{name}, {routing}", [])
+                of.append((row.peak_gib, row.row.figure))
+        else:
+            points.setdefault(name, []).append((row.peak_gib, row.row.figure))
+    return {name: _frontier(of) for name, of in points.items()}
+
+
+def _routings(row: Row) -> Iterator[str]:
+    for routing in (ours.EVEN, ours.RECORDED):
+        if routing in row.setting or "routers' routing" in row.setting:
+            yield routing
+
+
+def _frontier(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    found: list[tuple[float, float]] = []
+    for gib, rate in sorted(points):
+        if not found or rate > found[-1][1]:
+            found.append((gib, rate))
+    return [gib for gib, _ in found], [rate for _, rate in found]
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draws tokens a second over device memory, a panel a shape; nothing without rows."""
+    by_shape = {row.shape: curves(rows, row.shape) for row in rows}
+    shapes = {shape: found for shape, found in by_shape.items() if found}
+    if not shapes:
+        return []
+
+    def figure(canvas: Canvas) -> None:
+        panels = canvas.panels(1, len(shapes))
+        for panel, (shape, found) in zip(panels, shapes.items(), strict=True):
+            lines(panel, found, title=shape, xlabel="device memory, GiB (driver's peak)",
+                  ylabel="decode, tokens/s")  # fmt: skip
+
+    return [Canvas.save(figure, folder / "beside_other_systems.png")]

@@ -1,0 +1,169 @@
+"""One client for the servers of all: OpenAI's /v1/completions, prompts of token ids."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import random
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scripts.studies.peers.running import (
+    Figure,
+    NotRunError,
+    OutOfTimeError,
+    Place,
+    decode,
+    device_memory,
+    last_words,
+    prefill,
+    start,
+    stop,
+)
+
+SEQUENCES = (1, 4, 16)  # requests at once
+NEW_TOKENS = 129
+RUNS = 3
+LEAST_ID, MOST_ID = 300, 511  # of prompts: in every vocabulary of the study
+HOST = "127.0.0.1"
+TIMEOUT_S = 300.0
+
+
+def measure(
+    place: Place, words: Sequence[str], env: Mapping[str, str], tokens: int
+) -> list[Figure]:
+    """Figures of a server that is started, asked and ended.
+
+    Args:
+      words: its command, in which "{port}" is replaced.
+      env: added to the environment.
+      tokens: of each prompt.
+
+    Raises:
+      NotRunError: it ends early, or refuses.
+      OutOfTimeError: the place's end comes first.
+    """
+    port = _free_port()
+    place.logs.mkdir(parents=True, exist_ok=True)
+    log = place.logs / "server.txt"
+    with device_memory() as memory, log.open("w") as file:
+        process = start([word.replace("{port}", str(port)) for word in words], env, file, file)
+        try:
+            model = _wait(process, port, place, tokens)
+            found = [
+                figure
+                for count in SEQUENCES
+                for figure in _figures(port, model, tokens, count, place)
+            ]
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            said = last_words(log) if process.poll() is not None else f"{error}"
+            raise NotRunError(said or type(error).__name__) from error
+        finally:
+            stop(process)
+    peak: dict[str, float | str] = {} if memory.peak is None else {"peak_gib": memory.peak}
+    return [figure._replace(more=figure.more | peak) for figure in found]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        return int(found.getsockname()[1])
+
+
+def _wait(process: "subprocess.Popen[str]", port: int, place: Place, tokens: int) -> str:
+    """The model's name, once the server answers a prompt of the length that is measured."""
+    until = time.monotonic() + place.each_s
+    while process.poll() is None:
+        if time.monotonic() > place.end:
+            raise OutOfTimeError
+        if time.monotonic() > until:
+            raise NotRunError(f"was not ready after {place.each_s:.0f} s")
+        with contextlib.suppress(OSError, http.client.HTTPException, LookupError, ValueError):
+            model = str(_models(port)["data"][0]["id"])
+            ask(port, model, _prompt(tokens, 0), 4)
+            return model
+        time.sleep(0.5)
+    raise OSError("the server ended before it was ready")
+
+
+def _models(port: int) -> Any:
+    connection = http.client.HTTPConnection(HOST, port, timeout=10)
+    try:
+        connection.request("GET", "/v1/models")
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+def _prompt(tokens: int, seed: int) -> list[int]:
+    """Random ids; no two prompts begin alike, so that no server finds one in its cache."""
+    drawn = random.Random(seed)
+    return [drawn.randrange(LEAST_ID, MOST_ID) for _ in range(tokens)]
+
+
+def ask(port: int, model: str, prompt: list[int], new_tokens: int) -> None:
+    """Asks for one greedy answer of so many tokens and waits for it.
+
+    Raises:
+      ValueError: a status that is not 200, or another number of tokens.
+    """
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
+    try:
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        said = response.read()
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise ValueError(f"status {response.status}: {said[:200].decode(errors='replace')}")
+    usage = json.loads(said)["usage"]
+    if (usage["prompt_tokens"], usage["completion_tokens"]) != (len(prompt), new_tokens):
+        raise ValueError(f"{len(prompt)} tokens and {new_tokens} new ones were asked for: {usage}")
+
+
+def _figures(port: int, model: str, tokens: int, count: int, place: Place) -> list[Figure]:
+    """Rates of `count` requests at once, by the medians of some runs.
+
+    A chunk of a stream may hold one token or sixteen, so times are those of whole answers: of one
+    token, T(1), and of N. Prompts are read at `count * tokens / T(1)` tokens a second, further
+    tokens come at `count * (N - 1) / (T(N) - T(1))`.
+    """
+    seconds: dict[int, list[float]] = {1: [], NEW_TOKENS: []}
+    for run in range(RUNS):
+        for new_tokens, found in seconds.items():
+            if time.monotonic() > place.end:
+                raise OutOfTimeError
+            first = 1 + (2 * run + (new_tokens > 1)) * 1000 + count * 100_000
+            seeds = range(first, first + count)
+            began = time.perf_counter()
+            _together(port, model, tokens, seeds, new_tokens)
+            found.append(time.perf_counter() - began)
+    short, long = (statistics.median(found) for found in seconds.values())
+    if long <= short:
+        raise NotRunError(f"{NEW_TOKENS} tokens took {long:.3g} s, one token {short:.3g} s")
+    after = count * (NEW_TOKENS - 1) / (long - short)
+    more: dict[str, float | str] = {"runs": float(RUNS), "one_s": short, "all_s": long}
+    return [
+        Figure(prefill(tokens, count), count * tokens / short, more),
+        Figure(decode(tokens, count), after, more),
+    ]
+
+
+def _together(
+    port: int, model: str, tokens: int, seeds: Sequence[int], new_tokens: int
+) -> None:  # fmt: skip
+    with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
+        prompts = [_prompt(tokens, seed) for seed in seeds]
+        asked = [pool.submit(ask, port, model, prompt, new_tokens) for prompt in prompts]
+        for one in asked:
+            one.result()

@@ -1,0 +1,317 @@
+"""Other engines beside moejax: what they print is read, what fails is a row, ours stands beside."""
+
+import http.server
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+from absl import flags
+from absl.testing import absltest, flagsaver, parameterized
+
+from moejax.checkpoints.open import open_checkpoint
+from moejax.files.result_rows import ResultRow, append_rows, read_rows
+from moejax.models.shapes import CONFIGS
+from scripts.studies.peers import (
+    accelerate,
+    bench_peers,
+    llama_cpp,
+    ours,
+    random_checkpoint,
+    random_gguf,
+    section,
+    servers,
+)
+from scripts.studies.peers.running import (
+    Case,
+    DeviceMemory,
+    Figure,
+    NotRunError,
+    OutOfTimeError,
+    Place,
+    decode,
+    prefill,
+)
+
+# Printed by llama.cpp b11434 on a CPU, on a file of `random_gguf --shape=tiny`; fields that nothing
+# reads are left out.
+BENCH = """warning: consult docs/build.md for compilation instructions
+{"build_commit": "unknown", "build_number": 0, "n_threads": 1, "n_prompt": 32, "n_gen": 0, "n_depth": 0, "avg_ns": 1731262, "avg_ts": 27571.793247, "stddev_ts": 22386.478269, "samples_ts": [ 11742.2, 43401.4 ]}
+{"build_commit": "unknown", "build_number": 0, "n_threads": 1, "n_prompt": 0, "n_gen": 8, "n_depth": 0, "avg_ns": 253746, "avg_ts": 32252.622497, "stddev_ts": 6839.032721, "samples_ts": [ 27416.7, 37088.5 ]}
+{"build_commit": "unknown", "build_number": 0, "n_threads": 1, "n_prompt": 0, "n_gen": 4, "n_depth": 64, "avg_ns": 4631879, "avg_ts": 863.580417, "stddev_ts": 0.000000, "samples_ts": [ 863.58 ]}
+"""  # noqa: E501
+BATCHED = """
+{"n_kv_max": 1024, "n_threads": 1, "pp": 16, "tg": 4, "pl": 1, "n_kv": 20, "t_pp": 0.001007, "speed_pp": 15888.778320, "t_tg": 0.000309, "speed_tg": 12944.984375, "t": 0.001316, "speed": 15197.568359}
+{"n_kv_max": 1024, "n_threads": 1, "pp": 16, "tg": 4, "pl": 4, "n_kv": 80, "t_pp": 0.001746, "speed_pp": 36655.210938, "t_tg": 0.008903, "speed_tg": 1797.147095, "t": 0.010649, "speed": 7512.442871}
+"""  # noqa: E501
+NO_MODEL = """gguf_init_from_file: failed to open GGUF file '/tmp/nofile.gguf' (No such file)
+llama_bench: error: failed to load model '/tmp/nofile.gguf'
+"""
+
+
+def setUpModule():
+    flags.FLAGS.mark_as_parsed()
+
+
+class OutputTest(parameterized.TestCase):
+    def test_llama_bench(self):
+        found = list(llama_cpp.of_bench(BENCH, 512))
+        self.assertEqual(
+            [(one.workload, one.tokens_per_s) for one in found],
+            [(prefill(32), 27571.793247), (decode(512), 32252.622497), (decode(64), 863.580417)],
+        )
+
+    def test_llama_batched_bench(self):
+        found = {one.workload: one.tokens_per_s for one in llama_cpp.of_batched_bench(BATCHED)}
+        self.assertEqual(
+            found,
+            {
+                prefill(16): 15888.77832, decode(16): 12944.984375,
+                prefill(16, 4): 36655.210938, decode(16, 4): 1797.147095,
+            },
+        )  # fmt: skip
+
+    @parameterized.parameters("", "no JSON\n", '{"n_prompt": 3')
+    def test_output_without_a_result(self, text):
+        with self.assertRaises(NotRunError):
+            list(llama_cpp.of_bench(text, 512))
+
+    def test_ours(self):
+        figures = {
+            name: {"value": value, "unit": "tokens/s"}
+            for name, value in (("prefill throughput", 100.0), ("decode throughput", 50.0))
+        }
+        points = [
+            {"status": "refused", "reason": "needs 3 GiB", "batch": 1, "device_gib": 1.0},
+            {"status": "measured", "batch": 4, "device_gib": 3.0, "figures": figures},
+        ]
+        found = list(ours.of_record(json.dumps({"points": points}), 512))
+        self.assertEqual([one[:2] for one in found], [(prefill(512, 4), 100), (decode(512, 4), 50)])
+        with self.assertRaisesRegex(NotRunError, "needs 3 GiB"):
+            list(ours.of_record(json.dumps({"points": points[:1]}), 512))
+
+    def test_accelerate_of_committed_rows(self):
+        rows = read_rows(Path("scripts/studies/dymoe/accelerate_h200.jsonl"))
+        wanted = "pinned, cache kept, prompt of 512, TTFT, Qwen3-30B-A3B, 48 layers, INT4"
+        row = [one for one in rows if wanted in one.what][-1]
+        (figure,) = accelerate.of_rows([row])
+        self.assertEqual(figure.workload, prefill(512))
+        self.assertAlmostEqual(figure.tokens_per_s, 512 / (row.figure / 1000))
+
+    def test_device_memory_above_what_was_in_use(self):
+        memory = DeviceMemory()
+        self.assertIsNone(memory.peak)
+        memory.read(iter(["1024\n", "[N/A]\n", "3072\n", "2048\n"]))
+        self.assertEqual(memory.peak, 2.0)
+
+
+class RandomFilesTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("Qwen3-30B-A3B", 30.53e9), ("Mixtral-8x7B", 46.70e9), ("Qwen3-Next-80B-A3B", 79.67e9)
+    )  # published counts; Qwen3-Next's is without the layer of multi-token prediction
+    def test_a_gguf_file_has_all_parameters(self, shape, published):
+        found = list(random_gguf.tensors(CONFIGS[shape]))
+        count = sum(np.prod(one.shape, dtype=np.int64) for one in found)
+        self.assertAlmostEqual(count / published, 1, delta=2e-3)
+        self.assertLen({one.name for one in found}, len(found))
+
+    def test_the_words_are_different(self):
+        self.assertLen(set(random_gguf.made_up_words(512)), 512)
+
+    def test_a_checkpoint_that_moejax_reads(self):
+        folder = Path(self.create_tempdir().full_path) / "random"
+        nbytes = random_checkpoint.write(CONFIGS["tiny"], folder)
+        opened = open_checkpoint(str(folder))
+        self.assertEqual(opened.config, CONFIGS["tiny"])
+        weights = dict(opened.load(dtype="bfloat16", device=jax.devices("cpu")[0], progress=False))
+        self.assertEqual(nbytes, sum(leaf.nbytes for leaf in weights.values()))
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    """An engine that takes 10 ms a prompt and 1 ms a token, one request at a time."""
+
+    lock = threading.Lock()
+    wrong = False
+
+    def _answer(self, body):
+        text = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self):
+        self._answer({"data": [{"id": "it"}]})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            time.sleep(0.01 + 0.001 * (asked["max_tokens"] - 1))
+        count = 3 if self.wrong else asked["max_tokens"]
+        usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": count}
+        self._answer({"usage": usage})
+
+    def log_message(self, *_):
+        pass
+
+
+class ServersTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+        thread = threading.Thread(target=self.server.serve_forever)
+        thread.start()
+        self.addCleanup(thread.join)
+        self.addCleanup(self.server.server_close)
+        self.addCleanup(self.server.shutdown)
+        self.port = self.server.server_address[1]
+
+    def test_rates_are_those_of_the_engine(self):
+        place = Place(Path(), Path(), time.monotonic() + 60, 60)
+        before, after = servers._figures(self.port, "it", 64, 2, place)
+        self.assertEqual((before.workload, after.workload), (prefill(64, 2), decode(64, 2)))
+        # One at a time: 64 tokens in 10 ms or more, a token in 1 ms or more.
+        self.assertBetween(before.tokens_per_s, 1000, 7000)
+        self.assertBetween(after.tokens_per_s, 300, 1100)
+
+    def test_an_answer_of_another_length_is_refused(self):
+        with (
+            mock.patch.object(_Server, "wrong", True),
+            self.assertRaisesRegex(ValueError, "usage|asked"),
+        ):
+            servers.ask(self.port, "it", [300, 301], 5)
+
+
+class RunTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = Path(self.create_tempdir().full_path)
+
+    def place(self, seconds=60.0, each=60.0):
+        return Place(self.folder, self.folder, time.monotonic() + seconds, each)
+
+    def test_the_last_words_of_a_program_that_fails(self):
+        program = f"import sys; sys.stderr.write({NO_MODEL!r}); sys.exit(1)"
+        with self.assertRaisesRegex(NotRunError, "error: failed to load model"):
+            self.place().run([sys.executable, "-c", program])
+        with self.assertRaisesRegex(NotRunError, "cannot be started"):
+            self.place().run([str(self.folder / "none")])
+
+    def test_too_slow_is_not_out_of_time(self):
+        sleep = [sys.executable, "-c", "import time; time.sleep(30)"]
+        with self.assertRaisesRegex(NotRunError, "took more than"):
+            self.place(each=0.2).run(sleep)
+        with self.assertRaises(OutOfTimeError):
+            self.place(seconds=0.2).run(sleep)
+
+    def bench(self, *cases, **how):
+        with (
+            mock.patch.object(bench_peers, "all_cases", return_value=iter(cases)),
+            mock.patch.object(bench_peers, "device_name", return_value="a card"),
+            flagsaver.flagsaver(**how),
+        ):
+            bench_peers.main(["bench_peers", str(self.folder)])
+        path = self.folder / "peers.jsonl"
+        return read_rows(path) if path.exists() else []
+
+    def test_a_call_goes_on_where_the_last_one_stopped(self):
+        ran = []
+
+        def case(name, error=None, seconds=1.0):
+            def measure(place):
+                ran.append(name)
+                if error:
+                    raise error
+                return [Figure(decode(512), 5.0, {"version": "b1", "peak_gib": 2.0})]
+
+            return Case("peer", f"shape, {name} | one", seconds, measure)
+
+        cases = [
+            case("good"), case("bad", NotRunError("no such flag")), case("late", OutOfTimeError()),
+            case("long", seconds=1000),
+        ]  # fmt: skip
+        rows = self.bench(*cases, seconds=100.0)
+        self.assertEqual(ran, ["good", "bad", "late"])
+        self.assertEqual(
+            [(row.what, row.figure, row.unit) for row in rows],
+            [
+                ("peer | shape, good | one | decode after 512, 1 sequence", 5.0, "tokens/s"),
+                ("peer | shape, bad | one | not run", 0.0, "not run"),
+            ],
+        )
+        self.assertEqual(rows[0].versions, {"peer": "b1"})
+        self.assertEqual(rows[0].baseline, {"peak_gib": 2.0})
+        self.assertEqual(rows[1].baseline, {"error": "no such flag"})
+        self.bench(*cases, seconds=100.0)
+        self.assertEqual(ran[3:], ["late"])
+        self.bench(*cases, again=True)
+        self.assertEqual(ran[4:], ["bad", "late", "long"])
+
+    def test_the_cases_of_a_shape_have_different_names(self):
+        build = llama_cpp.Build(self.folder, "", "")
+        for shape in ours.BUDGETS:
+            found = [
+                *llama_cpp.cases(build, shape, 0, (512, 4096, 32768)),
+                *ours.cases(self.folder, shape, 0, (512,), trace="x", platform="gpu"),
+            ]
+            self.assertLen({one.name for one in found}, len(found))
+            self.assertLess(max(one.seconds for one in found), 540)
+
+
+def row(peer, setting, workload, rate, gib=None, load="one"):
+    baseline = {} if gib is None else {"peak_gib": gib}
+    return ResultRow(
+        what=f"{peer} | Qwen3-30B-A3B, 48 layers, {setting} | {load} | {workload}", figure=rate,
+        unit="tokens/s", baseline=baseline, device="a card", versions={}, date="2026-11-25",
+        command="python",
+    )  # fmt: skip
+
+
+class SectionTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        ours_form = "INT4 g64, head bf16"
+        self.rows = section.taken_apart([
+            row("llama.cpp", "Q4_K, head Q6_K, -ncmoe 16 -t 16", decode(512), 100, 12.0),
+            row("llama.cpp", "Q4_K, head Q6_K, -ncmoe 48 -t 16", decode(512), 50, 2.0),
+            row("llama.cpp", "Q4_K, head Q6_K, -ncmoe 0 -t 16", decode(512), 300, 17.0),
+            row("FreeToken", "bf16, --moe-cache-rate 0.5", decode(512), 60, 30.0, "server"),
+            row("moejax", f"{ours_form}, 12 GiB, even routing", decode(512), 90, 12.4),
+            row("moejax", f"{ours_form}, 12 GiB, recorded routing", decode(512), 320, 12.4),
+            row("moejax", f"{ours_form}, 7 GiB, even routing", decode(512), 60, 7.2),
+            row("moejax", f"{ours_form}, all on the device, the random routers' routing",
+                decode(512), 520, 17.5),
+        ])  # fmt: skip
+
+    def test_ours_in_the_memory_that_they_took_and_losses_first(self):
+        cells = section.comparisons(self.rows, [decode(512)])
+        self.assertEqual([(one[2].split(", ")[-1], one[6], one[7], one[8]) for one in cells], [
+            ("-ncmoe 16 -t 16", "90", "320", "0.90"), ("-ncmoe 0 -t 16", "520", "520", "1.73"),
+            ("-ncmoe 48 -t 16", "", "", ""), ("--moe-cache-rate 0.5", "", "", ""),
+        ])  # fmt: skip
+
+    def test_curves_rise_with_the_memory(self):
+        found = section.curves(self.rows, "Qwen3-30B-A3B")
+        self.assertEqual(found["llama.cpp"], ([2.0, 12.0, 17.0], [50, 100, 300]))
+        self.assertEqual(found["moejax, even routing"], ([7.2, 12.4, 17.5], [60, 90, 520]))
+        self.assertNotIn("FreeToken", found)
+
+    def test_pages_and_the_picture(self):
+        folder = Path(self.create_tempdir().full_path)
+        self.assertIn("No rows yet", section.short([]))
+        self.assertEqual(section.draw([], folder), [])
+        failed = row("FreeToken", "bf16", section.NOT_RUN, 0.0)
+        path = folder / "rows.jsonl"
+        append_rows(path, [failed.__class__(**{**failed.__dict__, "unit": "not run",
+                                              "baseline": {"error": "no kernel"}})])  # fmt: skip
+        rows = [*self.rows, *section.taken_apart(read_rows(path))]
+        self.assertIn("| no kernel |", section.whole(rows))
+        self.assertTrue(section.draw(rows, folder)[0].stat().st_size > 1000)
+
+
+if __name__ == "__main__":
+    absltest.main()
