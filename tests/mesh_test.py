@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -16,11 +17,15 @@ from moejax import Engine
 from moejax.checkpoints import open as checkpoints
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
-from moejax.devices import make_mesh
+from moejax.devices import MESH_AXIS, REPLICATED, make_mesh
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.layer_index import layer_indices
 from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.models.moe import ResidentExperts
+from moejax.models.transformer import merge_weights, model_definition
+from moejax.weights.linear import Kernels
 from tests import model_kinds, slow
 from tests.folder_case import FolderTestCase
 from tests.quantized_stores import Fp8, Own, Plain
@@ -142,6 +147,49 @@ class MeshTest(FolderTestCase):
         self.assertEqual(held, count * planned)
         rows = sum(leaf.nbytes for leaf in jax.tree.leaves((tier.store.gate_up, tier.store.down)))
         self.assertEqual(rows, some.budget.host["experts"])
+
+    def test_devices_add_their_parts_in_float32(self):
+        """Parts that cancel to a hundredth of themselves: rounded to bfloat16 they would not."""
+        config = ModelConfig(**TINY | {"moe_layers": (0,), "num_layers": 1, "expert_dim": 16})
+        mesh, rng, half = make_mesh(2, "cpu"), np.random.default_rng(0), jnp.bfloat16
+        how = {"kernels": Kernels(implementation="reference")}  # its products are float32
+        definition = model_definition(config, share_axis=MESH_AXIS, **how)
+        one = dataclasses.replace(config, expert_dim=8)  # a device's
+        leaves = {
+            name: rng.normal(0, 0.5, shape).astype(half)
+            for name, shape in weight_shapes(one).items()
+        }
+        down = rng.integers(64, 128, leaves["moe.down"].shape)
+        rest = rng.integers(-1, 2, down.shape)
+        shares = {"moe.gate_up": [leaves["moe.gate_up"]] * 2, "moe.down": [down, rest - down]}
+        weights = {
+            name: jax.device_put(np.concatenate(shares[name]).astype(half), mesh.split())
+            if name in shares
+            else jax.device_put(leaf, mesh.replicated)
+            for name, leaf in leaves.items()
+        }
+        x = jax.device_put(rng.normal(size=(5, config.model_dim)).astype(half), mesh.replicated)
+
+        def layer(weights, x):
+            model, mask = merge_weights(definition, weights), jnp.ones(len(x), bool)
+            experts = ResidentExperts(model.moe, "grouped_kernel")
+            [index] = layer_indices(config)
+            return model.mlp_block(x[None], index, mask[None], experts, None, normed=x)[0][0]
+
+        found = jax.jit(mesh.map(layer, (weights, x), REPLICATED))(weights, x)
+        self.assertEqual(found.dtype, half)
+        x, router, gate_up = (
+            np.float64(of) for of in (x, leaves["moe.router"][0], leaves["moe.gate_up"][0])
+        )
+        scores = np.exp(x @ router.T)
+        expected = np.zeros_like(x)
+        for row, (token, of_token) in enumerate(zip(x, scores, strict=True)):
+            chosen = np.argsort(-of_token)[: config.experts_per_token]
+            for expert, weight in zip(chosen, of_token[chosen], strict=True):
+                gate, up = np.split(gate_up[expert] @ token, 2)
+                hidden = np.float64((gate / (1 + np.exp(-gate)) * up).astype(half))
+                expected[row] += weight / of_token[chosen].sum() * rest[0, expert] @ hidden
+        self.assertLess(np.abs(np.float64(found) - expected).max() / np.abs(expected).max(), 0.01)
 
     def test_errors_take_one_line(self):
         Packed(QWEN, 4).write(self.directory)

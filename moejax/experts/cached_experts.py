@@ -273,7 +273,8 @@ class CachedExperts(Experts):
                     tiers = self._prefetch(i, tiers, layer, token_mask, wanted)
             total = _selected(products, found.tier)
         runs = served[0] if decision is None else found.tier != SKIPPED
-        out = combine(total, ExpertPairs(ids, runs, None, biases), weights, x.dtype)
+        out_dtype = inputs.out_dtype or x.dtype
+        out = combine(total, ExpertPairs(ids, runs, None, biases), weights, out_dtype)
         return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)
 
     def _prefetch(

@@ -240,6 +240,7 @@ def _experts_in_pairs(
     implementation: str = "",
     gating: Gating = SWIGLU,
     biases: ExpertBiases | None = None,
+    out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """Runs the chosen experts by a form of `products_in_pairs`; [N, D] in `x.dtype`.
 
@@ -252,7 +253,7 @@ def _experts_in_pairs(
     own = None if biases is None else biases.of_pairs(experts.layer, ids)
     pairs, num_experts = ExpertPairs(ids, active, None, own), experts.gate_up.shape[1]
     products = products_in_pairs(x, pairs, experts, num_experts, impl, implementation, gating)
-    return combine(products, pairs, routing.weights, x.dtype)
+    return combine(products, pairs, routing.weights, out_dtype or x.dtype)
 
 
 def products_in_pairs(
@@ -401,21 +402,28 @@ class SparseMoe(StackedModule):
         return routing_of(logits, c, bias)
 
     def __call__(
-        self, x: jax.Array, routing: Routing, layer: Index, token_mask: jax.Array, impl: ExpertImpl
+        self,
+        x: jax.Array,
+        routing: Routing,
+        layer: Index,
+        token_mask: jax.Array,
+        impl: ExpertImpl,
+        out_dtype: jnp.dtype | None = None,
     ) -> jax.Array:
-        """Runs the chosen experts on N tokens: [N, D]."""
+        """Runs the chosen experts on N tokens: [N, D] in `out_dtype`; None: in `x.dtype`."""
         gate_up, down = self.gate_up[...], self.down[...]
         chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
         record_experts(0, impl, (gate_up, down), chosen)
         if impl == "dense":
             gating, biases = self.config.gating, self.biases
-            return _experts_dense(x, routing, gate_up, down, layer, gating, biases)
+            out = _experts_dense(x, routing, gate_up, down, layer, gating, biases)
+            return out if out_dtype is None else out.astype(out_dtype)
         if impl == "grouped_kernel" and chosen.implementation == ops.DEQUANTIZED:
             raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
         experts = ExpertStacks(gate_up, down, layer)
         return _experts_in_pairs(
             x, routing, experts, token_mask, impl, chosen.implementation, self.config.gating,
-            self.biases,
+            self.biases, out_dtype,
         )  # fmt: skip
 
 
@@ -431,6 +439,8 @@ class MoeInputs(NamedTuple):
     next_routing: Callable[[], Routing] | None
     attended: Attended | None  # None of a layer without attention, and if it is not observed
     biases: ExpertBiases | None = None
+    # of the result; float32 where devices add their parts of it, None: that of x
+    out_dtype: jnp.dtype | None = None
 
 
 class Experts(Protocol):
@@ -461,8 +471,8 @@ class Experts(Protocol):
         """Runs the chosen experts on N tokens.
 
         Returns:
-          [N, D] in `x.dtype`, the carry, and a record: None, or a tree of arrays that is the same
-          for all layers.
+          [N, D] in `inputs.out_dtype`, the carry, and a record: None, or a tree of arrays that is
+          the same for all layers.
         """
         ...
 
@@ -497,7 +507,7 @@ class ResidentExperts(Experts):
         """Runs a layer's experts, as `Experts`."""
         assert self._moe is not None
         layer, x, routing, token_mask, *_ = inputs
-        out = self._moe(x, routing, layer.mlp, token_mask, self._impl)
+        out = self._moe(x, routing, layer.mlp, token_mask, self._impl, inputs.out_dtype)
         return out, carry, self._record(x, routing)
 
 

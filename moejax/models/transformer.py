@@ -200,10 +200,11 @@ class Transformer(nnx.Module):
         mask = token_mask.reshape(-1)
         routing = experts.route(carry, self.moe, index.mlp, flat)
         ahead = self._next_routing(x, index, experts, carry)
-        inputs = MoeInputs(index, flat, routing, mask, ahead, attended, self.moe.biases)
+        parts = jnp.dtype(jnp.float32) if self.share_axis else None
+        inputs = MoeInputs(index, flat, routing, mask, ahead, attended, self.moe.biases, parts)
         out, carry, record = experts(carry, inputs)
         if self.share_axis:  # each device ran its share of every expert
-            out = jax.lax.psum(out, self.share_axis)
+            out = jax.lax.psum(out, self.share_axis).astype(x.dtype)
         if self.config.shared_dim:
             out = out + self.shared(flat, index.mlp)
         return out.reshape(x.shape), carry, record
