@@ -253,8 +253,30 @@ def _whole_cases() -> dict[str, Case]:
     }
 
 
+def _half_block_cases() -> dict[str, Case]:
+    """A last block of 128, as a share of an expert has: every width, and rows of it alone."""
+    return {
+        f"whole_half_block_{name}": Case(
+            form, rows=rows, outputs=48, inputs=inputs, dtype=dtype, slot=2
+        )
+        for name, form, inputs, rows, dtype in (
+            ("int4", Form(4), 384, 9, "bfloat16"),
+            ("int4_alone", Form(4, 32, "integer"), 128, 1, "float16"),
+            ("int3", Form(3, 32, "integer"), 640, 3, "bfloat16"),
+            ("int2", Form(2, 64, "symmetric"), 384, 16, "float16"),
+            ("int8", Form(8, 128, dtype="float32"), 640, 3, "bfloat16"),
+            ("apart_int4", Form(4, apart="own"), 384, 8, "bfloat16"),
+            ("apart_int3", Form(3, apart="own"), 128, 8, "bfloat16"),
+        )
+    }
+
+
 _APART = _apart_cases()
-WHOLE = _whole_cases() | {name: c for name, c in _APART.items() if name.startswith("whole_")}
+WHOLE = (
+    _whole_cases()
+    | _half_block_cases()
+    | {name: c for name, c in _APART.items() if name.startswith("whole_")}
+)
 CASES = (
     _form_cases() | _whole_row_cases() | _long_group_cases() | _low_rank_cases() | _code_cases()
     | _APART | WHOLE

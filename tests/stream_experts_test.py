@@ -128,6 +128,14 @@ CASES = {
     ),
     "sums_of_x_kept_of_few_tokens": (SMALL, StreamTiles(1, 2, 2, depth=3, kept=True)),
     "several_tiers": (SEVERAL, StreamTiles(1, 2, 2, depth=3, workers=5)),
+    "half_a_block_of_k": (
+        SMALL._replace(tiers=(alike(INT4), Tier(INT4, INT3)), expert_dim=384, tokens=12),
+        StreamTiles(1, 2, 2, depth=3, workers=5),
+    ),
+    "half_a_block_of_k_in_longer_stages": (
+        SMALL._replace(tiers=(alike(INT2),), expert_dim=896),
+        StreamTiles(1, 2, 2, depth=2, span=2, kept=True, workers=3),
+    ),
     "all_is_skipped": (
         SMALL._replace(pairs=((SKIPPED, BEYOND),) * 16), StreamTiles(2, 4, 1, workers=3)
     ),
@@ -190,7 +198,7 @@ BROKEN = (
 
 
 # Each of a kind of which another stays.
-FAST = ("all_is_skipped", "few_experts", "several_tiers", "terms_of_12_tokens")
+FAST = ("all_is_skipped", "few_experts", "half_a_block_of_k", "several_tiers", "terms_of_12_tokens")
 
 
 class KernelTest(HostTestCase):

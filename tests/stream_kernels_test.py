@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_decode.matrix import addressed, matrix_of, stage_part
 from pallas_kernels.mosaic_decode.product import Lane, Stream
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.packed import PackedMatrices
+from pallas_kernels.target import SIMULATED
 from pallas_kernels.testing.simulator import Simulator
 from tests import packed_operands, slow
 from tests.grouped_dequant_matmul_cases import CASES
@@ -140,7 +141,7 @@ BROKEN = (
     (Stream, "fetch", lambda self, tile, stage, *rest, fetch=Stream.fetch:
      fetch(self, tile, self.e.const(0), *rest)),
     # Rows g and g + 8 are exchanged.
-    (Stream, "_words", lambda self, at, block, words=Stream._words: words(self, at, block)[::-1]),
+    (Stream, "_words", lambda self, *rest, words=Stream._words: words(self, *rest)[::-1]),
     # The zero point is another quantizer's.
     (Stream, "_zeros", lambda self, *rest, zeros=Stream._zeros:
      [self.e.fadd(zero, 1.0) for zero in zeros(self, *rest)]),
@@ -197,12 +198,35 @@ class KernelTest(HostTestCase):
 
     @parameterized.parameters(
         (packed_operands.Form(3, 256), 256), (packed_operands.Form(3, 128, "integer"), 256),
-        (packed_operands.Form(4, 512, "integer"), 512),
+        (packed_operands.Form(4, 512, "integer"), 512), (packed_operands.Form(4), 384),
+        (packed_operands.Form(3, 32, "integer"), 640), (packed_operands.Form(2), 128),
+        (packed_operands.Form(8), 384), (packed_operands.Form(3, apart="own"), 384),
     )  # fmt: skip
     def test_the_last_rows_of_the_last_slot_read_nothing_behind_them(self, form, inputs):
         # The simulator raises for a load beyond an array.
         x, weights = self.operands(form, 1, (16, inputs))
         self.assertIsNone(self.violation(x, weights, StreamTiles(1, 1, 4)))
+
+    @parameterized.parameters(
+        (CodeFormat, "half_block", lambda self, step, right=CodeFormat.half_block:
+         (right(self, step)[0] // 2, *right(self, step)[1:])),
+        (Stream, "_of_half_groups", lambda self, half_block, rows, size: rows),
+    )  # fmt: skip
+    def test_a_wrong_kernel_of_half_a_block_fails(self, owner, name, broken):
+        x, weights = self.operands(packed_operands.Form(4), 9, (32, 384))
+        tiles = StreamTiles(1, 1, 4)
+        self.assertIsNone(self.violation(x, weights, tiles))
+        with mock.patch.object(owner, name, broken):
+            self.assertIsNotNone(self.violation(x, weights, tiles))
+
+    @parameterized.parameters(
+        (packed_operands.Form(8, 32), 384, "groups of 32 of 8 bits"),
+        (packed_operands.Form(4, 128), 384, "have not whole words"),
+        (packed_operands.Form(4), 320, "K 320 is no multiple of 256"),
+    )
+    def test_half_a_block_is_refused_where_its_rows_cannot_be_read(self, form, inputs, reason):
+        x, weights = self.operands(form, 9, (32, inputs))
+        self.assertIn(reason, "; ".join(mosaic_decode.refusals(x, [weights], SIMULATED)))
 
     @slow.repeats()
     @parameterized.parameters(*BROKEN)

@@ -9,6 +9,10 @@ mask makes the operand, and x in its natural order, 16 bytes a lane at k = 8t, i
 A field of w bits at bit i of a half, put under the bits of 2^m (m the stored bits of the mantissa),
 is the number 2^m + q 2^i exactly: 128 + q 2^i in bf16, 1024 + q in fp16. The product compensates
 with x 2^-i, and the offset is subtracted through a sum of x that the matrix units compute too.
+
+A last block of 128 codes has half as many words, whose positions have half as many k. It runs as a
+full one whose other words are zeros: each field meets the x of its own k (`CodeFormat.half_block`),
+and what has no codes meets zeros.
 """
 
 import dataclasses
@@ -102,6 +106,19 @@ class CodeFormat:
         in_place = 1 if self.kind == "f16" else MANTISSA[self.kind] // self.bits
         stage, within = divmod(position, in_place)
         return Field(chunk, self.bits * in_place * stage, self.bits * within)
+
+    def half_block(self, step: int) -> tuple[int, bool, bool]:
+        """Place in half a block of what is a step of a full one.
+
+        Returns:
+          The first k of lane t = 0, whether there is any, and whether lanes t < 2 alone have codes
+          (eight words of a position, not sixteen).
+        """
+        if self.chunks == 1:
+            return STEP // 2 * step, True, True
+        position, chunk = divmod(step, self.chunks)
+        half = self.chunks // 2
+        return STEP * (position * half + chunk % half), chunk < half, False
 
 
 def pair(kind: str, power: int, negative: bool = False) -> int:

@@ -1,6 +1,7 @@
 """One matrix in a streaming kernel, and the layout of 16 rows in shared memory."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,8 +41,13 @@ class Matrix:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of K."""
-        return self.num_inputs // self.form.block
+        """Blocks of K; the last may be half of one (`CodeFormat.half_block`)."""
+        return -(-self.num_inputs // self.form.block)
+
+    @property
+    def ends_in_half(self) -> bool:
+        """Whether the last block is half of one."""
+        return self.num_inputs % self.form.block != 0
 
     @property
     def row_bytes(self) -> int:
@@ -100,6 +106,7 @@ class StagePart:
     matrix_row_bytes: int  # from row to row of the matrix
     imm: int  # bytes from a row's start
     row_bytes: int  # of a stage
+    stored: int  # bytes of a whole row of this kind
     pitch: int  # from row to row in shared memory
     at: int  # in the tile
     copied: bool  # or read where it lies
@@ -107,8 +114,8 @@ class StagePart:
 
     @property
     def piece(self) -> int:
-        """Bytes that a lane copies at once."""
-        return min(16, self.row_bytes)
+        """Bytes that a lane copies at once: as many as the rows are aligned to."""
+        return math.gcd(16, self.row_bytes, self.matrix_row_bytes)
 
     @property
     def lanes_per_row(self) -> int:
@@ -152,7 +159,10 @@ def stage_parts(matrix: Matrix, span: int) -> list[StagePart]:
         whole = row_bytes % (2 * HALF_LINE) == 0
         swapped = whole and of in ("words", "second") and each % HALF_LINE == 0
         pitch = row_bytes + (spread if whole and not swapped else 0)
-        found.append(StagePart(of, row, imm, row_bytes, pitch, at, copied, swapped))
+        stored = row  # of the constants
+        if of in ("words", "second"):
+            stored = m.num_inputs * form.widths[of == "second"] // 8
+        found.append(StagePart(of, row, imm, row_bytes, stored, pitch, at, copied, swapped))
         at += -(-pitch * ROWS // 16) * 16 if copied else 0
     return found
 

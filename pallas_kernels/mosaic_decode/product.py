@@ -11,6 +11,7 @@ so the scale meets float32, never a weight (MiLo section 3.3 scales weights in f
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
@@ -107,6 +108,8 @@ class Stream:
     ) -> None:
         """Starts copying a tile's stage into shared memory; zeros if `present` (i32) is 0.
 
+        The missing half of a last block is zeros.
+
         Args:
           row: in place of the first of `rows`.
         """
@@ -128,12 +131,16 @@ class Stream:
             below = self.tiles_at[among] * part.matrix_row_bytes
             if below >= MAX_IMMEDIATE:
                 source, below = e.offset(source, below), 0
-            source = e.offset(source, stage, part.row_bytes)
+            source, inside = e.offset(source, stage, part.row_bytes), present
+            if self.matrix.ends_in_half:
+                first = e.mul(e.rem(self.lane.index, part.lanes_per_row), part.piece)
+                first = e.add(e.mul(stage, part.row_bytes), first)
+                inside = e.select(e.compare(first, "lt", part.stored), present, 0)
             for number in range(part.passes):
                 rows = number * part.rows_per_pass
                 imm = part.imm + below + rows * part.matrix_row_bytes
                 e.copy_async(
-                    place, part.at + rows * part.pitch, source, imm, present, part.piece
+                    place, part.at + rows * part.pitch, source, imm, inside, part.piece
                 )  # fmt: skip
         e.copies_commit()
 
@@ -154,14 +161,27 @@ class Stream:
             and (last[0].lanes_per_row == 1)
         )
 
-    def _words(self, at: Value, block: int) -> list[list[Value]]:
-        """Registers of rows g and g + 8 of a block of the stage."""
+    def is_half(self, block: Value, stage: Value = 0) -> Value | None:
+        """Whether a stage's block of K is the half at the end, i1; None where all are full."""
+        if not self.matrix.ends_in_half:
+            return None
+        block = self.e.add(self.e.mul(stage, self.span), block)
+        return self.e.compare(block, "eq", self.matrix.num_blocks - 1)
+
+    def _words(self, at: Value, block: int, half_block: Value | None = None) -> list[list[Value]]:
+        """Registers of rows g and g + 8 of a block of the stage.
+
+        Args:
+          half_block: of `is_half`.
+        """
         e, form, lane = self.e, self.matrix.form, self.lane
         rows: list[list[Value]] = [[], []]
         for part in self.parts[: form.planes]:
             second = part.of == "second"
             shared = second and form.widths[1] == 1  # by lanes t and t + 2
             column = e.mul(e.band(lane.t, 1) if shared else lane.t, 16)
+            if shared and half_block is not None:
+                column = e.select(half_block, 0, column)
             place = e.add(at, e.add(e.mul(lane.g, part.pitch), column))
             swap = e.mul(e.band(lane.g, 1), HALF_LINE) if part.swapped else 0
             places = [e.add(place, swap), e.sub(place, swap)]
@@ -214,10 +234,27 @@ class Stream:
         """
         e, form = self.e, self.matrix.form
         pointers = [e.offset(pointer, block, 2 * form.block) for pointer in x]
+        if (half_block := self.is_half(block)) is not None:
+            load = functools.partial(self._of_either_block, half_block, in_order)
+            return [[load(p, s) for s in range(form.steps)] for p in pointers]
         return [
             [e.load(p, 2 * STEP * s, 4, in_order=in_order) for s in range(form.steps)]
             for p in pointers
         ]
+
+    def _of_either_block(
+        self, half_block: Value, in_order: bool, pointer: Value, step: int
+    ) -> list[Value]:
+        """Loads x of a step of a full block or of half a one; zeros where that has no codes."""
+        e, high = self.e, self.lane.high
+        first, exists, by_two = self.matrix.form.half_block(step)
+        place: Value = 2 * first
+        if by_two and step:
+            place = e.sub(place, e.mul(high, 32))  # else lanes without codes read beyond x
+        pointer = e.offset(pointer, e.select(half_block, place, 2 * STEP * step))
+        words = e.load(pointer, 0, 4, in_order=in_order)
+        absent = e.both(half_block, e.compare(high, "eq", 1)) if by_two else half_block
+        return words if exists and not by_two else [e.select(absent, 0, w) for w in words]
 
     def prepare_x(self, words: list[list[list[Value]]], sums_at: Value | None = None) -> "BlockOfX":
         """Scales a block of x and sums it over every group.
@@ -256,13 +293,18 @@ class Stream:
         Args:
           block: static, in 0..span - 1.
         """
-        e, m, form = self.e, self.matrix, self.matrix.form
+        e, m, form, high = self.e, self.matrix, self.matrix.form, self.lane.high
         totals = list(totals)
-        raw = self._words(at, block)
+        half_block = self.is_half(block, stage)
+        raw = self._words(at, block, half_block)
         if form.bits == PLAIN_BITS:
             return _products(e, form, raw, range(form.steps), x.words, totals)
         constants = self._constants(tile, at, stage, block)
-        rows = [prepare(e, form, words, self.lane.high) for words in raw]
+        if half_block is not None:
+            high = e.select(half_block, e.band(self.lane.t, 1), high)
+            constants = [self._of_half_groups(half_block, *pair) for pair in zip(
+                constants, self._constant_bytes(), strict=True)]  # fmt: skip
+        rows = [prepare(e, form, words, high) for words in raw]
         for group, span in enumerate(self._spans()):
             scale = [_value(e, words, group, m.scale_bytes) for words in constants[0]]
             zero = self._zeros(constants, group)
@@ -274,6 +316,27 @@ class Stream:
             both = zip(acc, totals, strict=True)
             totals = [e.fma(scale[i % 4 // 2], a, b) for i, (a, b) in enumerate(both)]
         return totals
+
+    def _constant_bytes(self) -> list[int]:
+        """Bytes of a scale, and of a zero where there are any."""
+        m = self.matrix
+        sizes = {"float": [m.scale_bytes], "integer": [1]}
+        return [m.scale_bytes, *sizes.get(m.zero_kind, [])]
+
+    def _of_half_groups(
+        self, half_block: Value, rows: list[list[Value]], size: int
+    ) -> list[list[Value]]:
+        """Gives what are two groups of a full block the constant of one, in half a block."""
+        e = self.e
+        if self.matrix.groups_per_block == 1:
+            return rows
+        return [
+            [
+                e.select(half_block, _twice(e, words[i // 2], i % 2, size), word)
+                for i, word in enumerate(words)
+            ]
+            for words in rows
+        ]
 
     def _zeros(self, constants: list[list[list[Value]]], group: int) -> list[Value]:
         m = self.matrix
@@ -325,6 +388,16 @@ def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
     if size == 4:
         return e.f32_of_bits(found)
     return e.byte_to_f32(found, within) if size == 1 else e.half_to_f32(found, within // 2)
+
+
+def _twice(e: Mlir, word: Value, half: int, size: int) -> Value:
+    """Word of the constants of `size` bytes in half of a word, each of them twice."""
+    if size == 4:
+        return word
+    mine = e.band(e.shr(word, 16 * half), 0xFFFF)
+    if size == 2:
+        return e.mul(mine, 0x10001)
+    return e.add(e.mul(e.band(mine, 0xFF), 0x101), e.mul(e.shr(mine, 8), 0x1010000))
 
 
 def _products(

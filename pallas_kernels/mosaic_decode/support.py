@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layout import BLOCK
 from pallas_kernels.mosaic_decode.fragments import STEP, CodeFormat
 from pallas_kernels.mosaic_decode.low_rank_spec import MAX_RANK, MAX_TERMS
 from pallas_kernels.mosaic_decode.matrix import ROWS
@@ -51,6 +52,8 @@ def _of_terms(x: Operand, low_rank: Sequence[LowRank]) -> list[str]:
         parts = [a for a in (terms.u.words, terms.u.scales, terms.u.zeros) if a is not None]
         if (num_bytes := max(a.size * a.dtype.itemsize for a in parts)) > MOST_BYTES_OF_U:
             found.append(f"U of low-rank terms has {num_bytes} bytes in an array")
+        if terms.v.bits != PLAIN_BITS and terms.v.num_inputs % BLOCK:
+            found.append(f"low-rank terms of K {terms.v.num_inputs}, no multiple of {BLOCK}")
         found += [f"V of low-rank terms: {reason}" for reason in _of_matrices(x, terms.v)]
     return list(dict.fromkeys(found))
 
@@ -59,7 +62,8 @@ def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
     found, form = [], CodeFormat(weights.bits, KINDS[x.dtype.name], bool(weights.refinements))
     if form.planes > 2:
         found.append(f"it merges two planes, not {form.planes}")
-    if weights.num_inputs % form.block:
+    rest = weights.num_inputs % form.block
+    if rest and (weights.bits == PLAIN_BITS or 2 * rest != form.block):
         found.append(f"K {weights.num_inputs} is no multiple of {form.block}")
     if weights.bits == PLAIN_BITS:
         if weights.words.dtype != x.dtype:
@@ -68,8 +72,24 @@ def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
     group = weights.group_size
     if group % STEP or (form.block % group and group % form.block):
         found.append(f"groups of {group} are not 32, 64, 128 or a multiple of {form.block}")
+    if rest and group < form.block:
+        found += _of_half_block(weights)
     if weights.is_mxfp4:
         found.append("it decodes no MXFP4")
     elif weights.scales is not None and weights.scales.dtype not in (jnp.float16, jnp.float32):
         found.append(f"scales are {weights.scales.dtype}")
+    return found
+
+
+def _of_half_block(weights: PackedMatrices) -> list[str]:
+    """Reasons against half a block at the end of K."""
+    found = []
+    if weights.bits == 8 and weights.group_size == STEP:
+        found.append(f"K {weights.num_inputs} ends in half a block, in groups of {STEP} of 8 bits")
+    constants = [a for a in (weights.scales, weights.zeros) if a is not None]
+    if any(weights.num_groups * a.dtype.itemsize % 4 for a in constants):
+        found.append(
+            f"K {weights.num_inputs} ends in half a block, and scales or zeros of a row have not "
+            "whole words"
+        )
     return found
