@@ -26,7 +26,7 @@ Place = jax.Device | jax.sharding.Sharding  # where `jax.device_put` puts an arr
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMesh:
-    """Several devices that run one program, each on its share of every expert.
+    """Several devices that run one program, each on its share of experts and vocabulary.
 
     An array is either replicated or split: the parts of the devices lie one below the other along
     its first axis, so that a part has the shape that one device alone would have.
@@ -60,6 +60,19 @@ class DeviceMesh:
         sharding = self.split(first.sharding.memory_kind)
         return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
+    def split_rows(self, arrays: Any) -> Any:
+        """Splits arrays [N, ...], or a tree of them, by rows; missing ones are zeros.
+
+        Every device has `rows_of(N, size)` of them.
+        """
+
+        def split(array: Any) -> jax.Array:
+            missing = self.size * rows_of(len(array), self.size) - len(array)
+            padding = [(0, missing)] + [(0, 0)] * (array.ndim - 1)
+            return jax.device_put(np.pad(np.asarray(array), padding), self.split())
+
+        return jax.tree.map(split, arrays)
+
     def map(self, function: Callable[..., Any], arguments: Any, results: Any) -> Any:
         """Returns `function` of what each device has of the arguments.
 
@@ -73,9 +86,20 @@ class DeviceMesh:
         )  # fmt: skip
 
 
+def rows_of(total: int, num_devices: int) -> int:
+    """Rows of a matrix of `total` rows that each device of a mesh has."""
+    return -(-total // num_devices)
+
+
 def specs_of(arrays: Any) -> Any:
     """Tree of the specs of arrays on a mesh."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, arrays)
+
+
+def device_nbytes(arrays: Any) -> int:
+    """Bytes that each device has of an array, or of a tree of them."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
 
 
 def mesh_of(sharding: jax.sharding.Sharding) -> DeviceMesh | None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from moejax.checkpoints.open import open_checkpoint
-from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
+from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, config_of_share, shape_sizes
 from moejax.config.commands import PlanConfig
 from moejax.devices import mesh_size
 from moejax.engine import PLANNED_CONTEXT
@@ -21,10 +21,10 @@ from moejax.experts.tiering import STORED, StoredTier, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
 from moejax.models.attention import stores_scores
 from moejax.models.config import ModelConfig
+from moejax.models.leaf_kinds import VOCABULARY_LEAVES
 from moejax.models.shapes import SHAPES
 from moejax.quantization.pipeline.recipe import parse_planes
 from moejax.weights.qtensor import MXFP4, CodesKind
-from moejax.weights.shares import shares_of
 from pallas_kernels import mxfp4
 from pallas_kernels.target import target_of
 
@@ -74,7 +74,11 @@ def bits_line(
         for tier in tiers
         if num_experts
     }
-    return f"weights: {bits_of_sizes(model, sizes.weights_nbytes, experts).describe()}"
+    weights = {
+        name: nbytes * (num_devices if name in VOCABULARY_LEAVES else 1)  # rows of it
+        for name, nbytes in sizes.weights_nbytes.items()
+    }
+    return f"weights: {bits_of_sizes(model, weights, experts).describe()}"
 
 
 def _sizes(config: PlanConfig, model: ModelConfig, itemsize: int) -> tuple[int, int]:
@@ -149,8 +153,7 @@ def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
     model, count = SHAPES[config.shape], mesh_size(config.mesh)
     if count > 1:
         unit = None if experts is None else experts.group_size
-        width = shares_of(model.expert_dim, count, unit).share_width
-        model = dataclasses.replace(model, expert_dim=width)
+        model = config_of_share(model, count, unit)
     try:
         return shape_sizes(
             model, _dtype_of_shape(config), expert_kind=experts,

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -90,7 +91,7 @@ class TimesTest(absltest.TestCase):
 class FloorTest(absltest.TestCase):
     def test_by_hand(self):
         def leaf(nbytes: int) -> Any:
-            return types.SimpleNamespace(nbytes=nbytes)
+            return jnp.zeros(nbytes, jnp.uint8)
 
         runner: Any = types.SimpleNamespace(
             config=TINY, dtype=np.dtype(np.float32), mesh=None,

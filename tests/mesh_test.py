@@ -17,12 +17,12 @@ from moejax import Engine
 from moejax.checkpoints import open as checkpoints
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
-from moejax.devices import MESH_AXIS, REPLICATED, make_mesh
+from moejax.devices import MESH_AXIS, REPLICATED, device_nbytes, make_mesh
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.layer_index import layer_indices
-from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.models.moe import ResidentExperts
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights.linear import Kernels
@@ -33,9 +33,9 @@ from tests.random_checkpoints import TINY, write_random_checkpoint
 
 PROMPTS = [[5, 9, 2, 41, 7, 30, 11], [3, 8, 80]]
 TOKENS = np.arange(24).reshape(2, 12)
-SMALL: dict[str, Any] = {"vocab_size": 96, "num_experts": 6, "max_positions": 64, "mlp_dim": 64}
+SMALL: dict[str, Any] = {"vocab_size": 99, "num_experts": 6, "max_positions": 64, "mlp_dim": 64}
 QWEN = ModelConfig(**TINY | SMALL | {"expert_dim": 576})  # 12 groups of 48
-CONFIGS = {"qwen3": QWEN} | {
+CONFIGS = {"qwen3": QWEN, "tied": dataclasses.replace(QWEN, tied_embeddings=True)} | {
     kind: model_kinds.config_of(
         kind, **SMALL | {"expert_dim": 384, "num_experts": 8, "shared_dim": 384}
     )
@@ -80,6 +80,7 @@ class MeshTest(FolderTestCase):
             ("qwen3", "int3", 4),
             ("qwen3", "int2", 2),
             ("shared", "plain", 2),
+            ("tied", "plain", 4),
             ("latent", "plain", 4),
             ("delta", "plain", 2),
             ("sigmoid", "int3", 8),
@@ -102,11 +103,17 @@ class MeshTest(FolderTestCase):
             for engine in (one, several)
         ]
         self.assertEqual(*answers)
-        # Every device has a share of the experts, and the rest whole.
+        targets = np.roll(TOKENS, -1, axis=1)
+        scores = [
+            engine.score(TOKENS, np.full(2, TOKENS.shape[1]), targets) for engine in (one, several)
+        ]
+        np.testing.assert_allclose(*scores, rtol=1e-5)
+        # Every device has a share of the experts, some rows of the vocabulary, the rest whole.
         for name, leaf in several.weights.items():
             for array in jax.tree.leaves(leaf):
                 self.assertLen(array.sharding.device_set, count)
-                self.assertEqual(array.is_fully_replicated, name not in EXPERT_LEAVES, name)
+                is_split = name in (*EXPERT_LEAVES, *VOCABULARY_LEAVES)
+                self.assertEqual(array.is_fully_replicated, not is_split, name)
 
     @slow.where(lambda case: case != ("slots", 2))
     @parameterized.parameters((("slots", 2),), (("slots", 8),), (("dynaexq", 2),), (("dymoe", 3),))
@@ -142,6 +149,8 @@ class MeshTest(FolderTestCase):
             return
         # Planned bytes are allocated bytes, on each device.
         [tier], pool = some._runner.memory.tiers, some.budget.device
+        for name, nbytes in some.budget.run.weights_nbytes.items():
+            self.assertEqual(device_nbytes(some.weights[name]), nbytes, name)
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(tier.pool.banks))
         planned = pool["expert slots"] + pool["transient slots"]
         self.assertEqual(held, count * planned)

@@ -10,6 +10,7 @@ import numpy as np
 from moejax.benchmarking.bandwidth import Bandwidth
 from moejax.benchmarking.measuring import BatchTimes, Measurement
 from moejax.benchmarking.step_cost import floor_bytes
+from moejax.devices import device_nbytes
 from moejax.experts.bits import BitsPerWeight
 from moejax.inference.runner import Runner
 from moejax.models.leaf_kinds import EXPERT_LEAVES
@@ -120,11 +121,11 @@ def of_floor(measured: Measurement, runner: Runner, bandwidth: Bandwidth) -> Fig
     else:
         assert measured.distinct is not None
         distinct = measured.distinct
-        whole = sum(runner.weights[n].nbytes for n in EXPERT_LEAVES if n in runner.weights)
-        num_devices = runner.mesh.size if runner.mesh else 1  # that read their shares at once
-        experts_nbytes = whole * distinct / config.num_experts / num_devices
+        whole = sum(device_nbytes(runner.weights[n]) for n in EXPERT_LEAVES if n in runner.weights)
+        experts_nbytes = whole * distinct / config.num_experts
     least = floor_bytes(
-        config, runner.weights, experts_nbytes=experts_nbytes,
+        config, {name: device_nbytes(leaf) for name, leaf in runner.weights.items()},
+        experts_nbytes=experts_nbytes,
         positions=statistics.mean(
             positions(b, config.window_of(layer))
             for b in full if b.steps for layer in config.attention_layers

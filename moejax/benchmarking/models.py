@@ -18,6 +18,7 @@ from moejax.config.benchmark import BenchmarkConfig
 from moejax.devices import (
     DeviceMesh,
     choose_device,
+    device_nbytes,
     enable_compilation_cache,
     make_mesh,
     plain_memory_errors,
@@ -162,7 +163,7 @@ class _ShapeModels:
             self._own = dataclasses.replace(self.config, expert_dim=shares.share_width)
         with plain_memory_errors(device):
             self._memories = ShapeMemories(self._own, packed, device, config.memory.host_gib, mesh)
-        self._dense_nbytes = {n: leaf.nbytes for n, leaf in self._memories.dense.items()}
+        self._dense_nbytes = {n: device_nbytes(leaf) for n, leaf in self._memories.dense.items()}
         self._whole: Runner | None = None
 
     def load(self, batch: int, gib: float, context: int) -> LoadedModel:

@@ -8,7 +8,7 @@ share rows of `FEW_GIB`, which is more than a processor's cache holds.
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.models.shapes import one_layer_of
 from moejax.policies.base import AnyPolicy
 from moejax.weights import linear as ops
@@ -97,6 +97,16 @@ class _SyntheticRows:
             np.copyto(part, drawn[(layer * self.num_experts + expert) % NUM_DRAWN])
 
 
+def _on_mesh(dense: Mapping[str, Weight], mesh: DeviceMesh) -> dict[str, Weight]:
+    """Gives each device its rows of the vocabulary, and all of the other leaves."""
+    return {
+        name: mesh.split_rows(leaf)
+        if name in VOCABULARY_LEAVES
+        else jax.device_put(leaf, mesh.replicated)
+        for name, leaf in dense.items()
+    }
+
+
 class ShapeMemories:
     """A shape with random dense weights on the device, and experts in host memory."""
 
@@ -115,7 +125,7 @@ class ShapeMemories:
         self._place: Place = mesh.replicated if mesh else device
         self._host_gib = host_gib / (mesh.size if mesh else 1)
         dense = random_weights(config, packing, device, experts=False)
-        self.dense = jax.device_put(dense, self._place) if mesh else dense
+        self.dense = _on_mesh(dense, mesh) if mesh else dense
         jax.block_until_ready(self.dense)
         self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
 

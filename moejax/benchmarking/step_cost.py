@@ -13,26 +13,25 @@ from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import ResidentExperts, Routing
 from moejax.models.transformer import ChunkSpec, merge_weights
-from moejax.weights.qtensor import Weight
 
 
 def floor_bytes(
     config: ModelConfig,
-    weights: Mapping[str, Weight],  # its leaves, those of experts or not
+    weights_nbytes: Mapping[str, int],  # of its leaves on a device, those of experts or not
     *,
     experts_nbytes: float,  # of the distinct experts that the step's tokens chose, over all layers
     positions: float,  # of the cache that are read, summed over the sequences
     itemsize: int,  # bytes of a number of the cache
     batch: int,  # sequences, each of which has states
 ) -> float:
-    """Least bytes that one decode step reads: every dense leaf, the chosen experts, the cache.
+    """Least bytes that a device reads in a decode step: dense leaves, chosen experts, the cache.
 
     Codes, scales and zeros count; of embeddings that are not the head, nothing does. States of
     layers without attention are read and written.
     """
     dense = sum(
-        leaf.nbytes
-        for name, leaf in weights.items()
+        nbytes
+        for name, nbytes in weights_nbytes.items()
         if name not in EXPERT_LEAVES and (name != "embed" or config.tied_embeddings)
     )
     a_position = config.cached_values * itemsize

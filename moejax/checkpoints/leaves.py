@@ -126,6 +126,11 @@ class LeafPlan:
             return "FP8"
         return "permuted by GPTQ's act-order" if self.kind is not None and self._has_order else None
 
+    @property
+    def splits_by_rows(self) -> bool:
+        """Whether each of its arrays has a row for each of the leaf's: no FP8, terms or order."""
+        return not (isinstance(self.kind, Fp8Kind) or self._has_order or self.factor_pools)
+
     @functools.cached_property
     def factor_pools(self) -> tuple["FactorPool", ...]:
         """Low-rank factors beside packed matrices: a pool for equal rows and kinds of factors."""

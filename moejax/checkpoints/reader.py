@@ -41,7 +41,7 @@ from moejax.devices import DeviceMesh, Place
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf.names import multi_token, vision_tower
-from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.weights.qtensor import CodesKind, Compensator, Fp8Tensor, QTensor, Weight
 from moejax.weights.shares import Shares, shares_of
 
@@ -101,7 +101,8 @@ class CheckpointReader:
         """Loads all leaves; those whose matrices are of one kind stay packed.
 
         `EXPERT_LEAVES` are checked even without `experts`. `progress` shows a bar over the bytes on
-        stderr. On a mesh each device gets its share of every expert, and all of the other leaves.
+        stderr. On a mesh each device gets its share of every expert and of the vocabulary's rows,
+        and all of the other leaves.
 
         Raises:
           MoejaxError: a file ended early or has not its checksums; a value does not fit float16.
@@ -133,6 +134,9 @@ class CheckpointReader:
             )  # fmt: skip
         if mesh is not None and name in EXPERT_LEAVES:
             return _read_shares(plan, self.shares(mesh.size), mesh, advance)
+        is_split = mesh is not None and name in VOCABULARY_LEAVES and plan.splits_by_rows
+        if is_split:
+            place = jax.local_devices(backend="cpu")[0]
         is_stacked = plan.parts[0].index != ()
         memories = _allocate(plan, place, is_stacked=is_stacked)
         for layer, parts in group_by_layer(plan.parts).items():
@@ -143,7 +147,11 @@ class CheckpointReader:
             for memory in memories.values():
                 memory.finish_layer(layer)
         compensators = read_compensators(plan, place)
-        return plan.assemble({n: m.finish() for n, m in memories.items()}, compensators)
+        leaf = plan.assemble({n: m.finish() for n, m in memories.items()}, compensators)
+        if mesh is None or not is_split:
+            return leaf
+        rows: Weight = mesh.split_rows(leaf)
+        return rows
 
     def _log_share(self) -> None:
         packed = sum(

@@ -8,8 +8,9 @@ import numpy as np
 from moejax.checkpoints.leaves import LeafPlan
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.reader import CheckpointReader, refuse_shares
+from moejax.devices import rows_of
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
+from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES, leaves_of
 from moejax.weights.qtensor import CodesKind
 from moejax.weights.shares import shares_of
 
@@ -29,15 +30,14 @@ class Sizes:
 def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int = 1) -> Sizes:
     """Sizes of the leaves that `Checkpoint.load` gives; of a plain checkpoint no file is opened.
 
-    On a mesh of `num_devices` they are those of each device, which has a share of every expert.
+    On a mesh of `num_devices` they are those of each device (`config_of_share`).
 
     Raises MoejaxError as `Checkpoint.load`, but for what only reading the weights shows.
     """
     config, directory = checkpoint.config, checkpoint.directory
     if not checkpoint.is_quantized:
         if num_devices > 1:
-            width = shares_of(config.expert_dim, num_devices, None).share_width
-            config = dataclasses.replace(config, expert_dim=width)
+            config = config_of_share(config, num_devices, None)
         sizes = shape_sizes(config, dtype, expert_kind=None)
         refusal = str(checkpoint.orbax_is_whole()) if checkpoint.is_orbax else None
         return dataclasses.replace(sizes, refusal=refusal)
@@ -50,14 +50,27 @@ def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int =
     if num_devices > 1 and config.moe_layers:
         for leaf in EXPERT_LEAVES:
             refuse_shares(leaves[leaf])
-        width = reader.shares(num_devices).share_width
-        config = dataclasses.replace(config, expert_dim=width)
+        kind = leaves[EXPERT_LEAVES[1]].kind
+        group_size = kind.group_size if isinstance(kind, CodesKind) else None
+        config = config_of_share(config, num_devices, group_size)
         shapes = weight_shapes(config)
+        cut = [leaf for leaf in VOCABULARY_LEAVES if leaf in leaves and leaves[leaf].splits_by_rows]
         leaves |= {
             leaf: dataclasses.replace(leaves[leaf], shape=shapes[leaf], parts=())
-            for leaf in EXPERT_LEAVES
+            for leaf in (*EXPERT_LEAVES, *cut)
         }
     return dataclasses.replace(_sizes(config, leaves), refusal=refusal)
+
+
+def config_of_share(config: ModelConfig, num_devices: int, group_size: int | None) -> ModelConfig:
+    """Model of what each device of a mesh has: a share of every expert, rows of the vocabulary.
+
+    Args:
+      group_size: as of `shares_of`.
+    """
+    width = shares_of(config.expert_dim, num_devices, group_size).share_width
+    rows = rows_of(config.vocab_size, num_devices)
+    return dataclasses.replace(config, expert_dim=width, vocab_size=rows)
 
 
 def shape_sizes(

@@ -44,6 +44,7 @@ def leaves_of(*kinds: str) -> tuple[str, ...]:
 
 
 EXPERT_LEAVES = leaves_of("experts")
+VOCABULARY_LEAVES = leaves_of("embed", "head")  # [V, D]
 
 
 def kind_of(leaf: str) -> str:

@@ -234,9 +234,31 @@ class Transformer(nnx.Module):
         """Applies the last norm and the head: [..., D] to float32[..., V]."""
         wide = jnp.dtype(jnp.float32)
         leaf = "embed" if self.config.tied_embeddings else "head"
-        return ops.product(
-            self._last_norm(hidden), self._stored_head(), wide, self.kernels, leaf=leaf
-        )
+        head = self._stored_head()
+        logits = ops.product(self._last_norm(hidden), head, wide, self.kernels, leaf=leaf)
+        return self._whole_logits(logits)
+
+    def _whole_logits(self, logits: jax.Array) -> jax.Array:
+        """Joins the devices' logits [..., V / n], padded, to [..., V]."""
+        if not self._has_rows(self._stored_head()):
+            return logits
+        whole = jax.lax.all_gather(logits, self.share_axis, axis=logits.ndim - 1, tiled=True)
+        return whole[..., : self.config.vocab_size]
+
+    def _has_rows(self, matrix: Weight) -> bool:
+        """Whether a device has some rows alone of a matrix [V, D]."""
+        return bool(self.share_axis) and matrix.shape[0] < self.config.vocab_size
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """Embeddings [..., D] of tokens int32[...]."""
+        rows = self.embed[...]
+        if not self._has_rows(rows):
+            return ops.take_rows(rows, tokens, self.dtype)
+        local = tokens - jax.lax.axis_index(self.share_axis) * rows.shape[0]
+        mine = (local >= 0) & (local < rows.shape[0])
+        found = ops.take_rows(rows, jnp.where(mine, local, 0), self.dtype)
+        zero = jnp.zeros((), found.dtype)
+        return jax.lax.psum(jnp.where(mine[..., None], found, zero), self.share_axis)
 
     def _last_norm(self, hidden: jax.Array) -> jax.Array:
         return self._norm(hidden, self.final_norm[...][None], 0)
@@ -268,7 +290,7 @@ class Transformer(nnx.Module):
         def step(total: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
             part = jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1)
             wanted = jax.lax.dynamic_slice_in_dim(targets, first, size, axis=1)
-            logits = ops.product(part, head, jnp.dtype(jnp.float32))
+            logits = self._whole_logits(ops.product(part, head, jnp.dtype(jnp.float32)))
             picked = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)
             nats = jax.nn.logsumexp(logits, axis=-1) - picked[..., 0]
             return total + jnp.sum(jnp.where(wanted >= 0, nats, 0.0), axis=1), None
@@ -295,7 +317,7 @@ class Transformer(nnx.Module):
           the M sparse layers in front.
         """
         angles = model_angles(self.config, positions, lengths)
-        x, carry, records = ops.take_rows(self.embed[...], tokens, self.dtype), experts.init(), []
+        x, carry, records = self.embedded(tokens), experts.init(), []
         for index in layer_indices(self.config):
             x, carry, record = self._layer(x, index, angles, token_mask, attend, experts, carry)
             if index.is_sparse:
@@ -417,7 +439,7 @@ class Transformer(nnx.Module):
             turns = range(loop.num_turns)
             return some(carried, (scanned_layer(c, loop, turn, number) for turn in turns))
 
-        x = ops.take_rows(self.embed[...], tokens, self.dtype)
+        x = self.embedded(tokens)
         carried, first = some((x, cache, experts.init()), layer_indices(c)[: loop.first])
         looped = None
         if loop.num_passes:
@@ -460,7 +482,7 @@ def decode_layers(
     """`Transformer.__call__` of one token a sequence where `_choose_token_step` says "triton"."""
     c = model.config
     angles = model_angles(c, positions, lengths)
-    x, carry = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype), experts.init()
+    x, carry = model.embedded(tokens[:, 0]), experts.init()
     delta: jax.Array | None = None  # what the layer before adds to x
     attend = model.attention_of(cache, positions, spec, token_mask)
     norm = functools.partial(norm_of_sum, eps=c.norm_eps, zero_centred=c.zero_centred_norm)
@@ -552,7 +574,8 @@ def model_definition(
 
     Args:
       holds_experts: False where its experts come from elsewhere (`Experts`).
-      share_axis: axis of a mesh whose devices have a share of every expert each; "": none.
+      share_axis: axis of a mesh whose devices have a share of every expert each, and may have rows
+        of the vocabulary; "": none.
     """
 
     def build() -> Transformer:
