@@ -97,7 +97,7 @@ class _SyntheticRows:
             np.copyto(part, drawn[(layer * self.num_experts + expert) % NUM_DRAWN])
 
 
-def _on_mesh(dense: Mapping[str, Weight], mesh: DeviceMesh) -> dict[str, Weight]:
+def on_mesh(dense: Mapping[str, Weight], mesh: DeviceMesh) -> dict[str, Weight]:
     """Gives each device its rows of the vocabulary, and all of the other leaves."""
     return {
         name: mesh.split_rows(leaf)
@@ -125,7 +125,7 @@ class ShapeMemories:
         self._place: Place = mesh.replicated if mesh else device
         self._host_gib = host_gib / (mesh.size if mesh else 1)
         dense = random_weights(config, packing, device, experts=False)
-        self.dense = _on_mesh(dense, mesh) if mesh else dense
+        self.dense = on_mesh(dense, mesh) if mesh else dense
         jax.block_until_ready(self.dense)
         self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
 

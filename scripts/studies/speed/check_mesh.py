@@ -18,6 +18,7 @@ import numpy as np
 from absl import app, flags
 
 from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.shape_memory import on_mesh
 from moejax.devices import DeviceMesh, choose_device, make_mesh
 from moejax.errors import MoejaxError
 from moejax.experts.cache import ExpertMemory, TierMemory
@@ -66,7 +67,9 @@ class WholeExperts:
 
 def split(rows: ShareRows, weights: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     """Weights on a mesh: a share of every expert on each device, and all else."""
-    found = {n: jax.device_put(of, mesh.replicated) for n, of in weights.items()}
+    found: dict[str, Any] = on_mesh(
+        {name: leaf for name, leaf in weights.items() if name not in EXPERT_LEAVES}, mesh
+    )
     for name, take in zip(EXPERT_LEAVES, (rows.shares.gate_up, rows.shares.down), strict=True):
         host = jax.tree.map(np.asarray, weights[name])
         parts = [jax.device_put(take(host, i), device) for i, device in enumerate(mesh.devices)]
