@@ -123,8 +123,12 @@ def _whole_row_cases() -> dict[str, Case]:
 
 
 def _long_group_cases() -> dict[str, Case]:
-    """Many rows, whose sums a kernel may take beforehand, and groups longer than it takes of K."""
-    return {
+    """Many rows: sums that a kernel may take beforehand, long groups, half a block at the end."""
+    half_blocks = {
+        f"half_block_int{bits}_33_rows": Case(Form(bits), rows=33, outputs=64, inputs=384)
+        for bits in (2, 4, 8)
+    }
+    return half_blocks | {
         f"int{bits}g{group_size}_33_rows": Case(
             Form(bits, group_size, zero_kind), rows=33, outputs=64, inputs=512, dtype=dtype
         )

@@ -1,6 +1,7 @@
 """Reads, unpacking and writes of a warpgroup's lanes, carried out by numpy."""
 
 import itertools
+from unittest import mock
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -34,6 +35,12 @@ FORMS = [
     for bits in (3, 4)
     for group, dtype in ((64, "float16"), (32, "float32"), (0, "float16"))
 ]
+
+
+HALF_BLOCKS = [
+    Form(2), Form(4), Form(8), Form(2, 32, "symmetric"), Form(4, 16, "integer"),
+    Form(4, 128, "float", "float32"), Form(8, 32), Form(4, 0),
+]  # fmt: skip
 
 
 class Lanes(Simulator):
@@ -115,10 +122,28 @@ class LanesTest(parameterized.TestCase):
     @slow.repeats()
     @parameterized.product(form=FORMS, kind=("bf16", "f16"), half=(None, 192))
     def test_block_is_unpacked_to_the_left_operand(self, form, kind, half):
+        self.unpack(form, kind, half, num_inputs=1024, block=2)
+
+    @parameterized.product(form=HALF_BLOCKS, half=(None, 192), block=(0, 1))
+    def test_half_a_block_is_unpacked_to_its_place(self, form, half, block):
+        self.unpack(form, "bf16", half, num_inputs=384, block=block)
+
+    @parameterized.parameters(
+        (lanes, "from_half_block", lambda e, form, raw: raw),
+        (fragments, "_every_other", lambda e, bits, word: word),
+        (lanes, "_run_of_either_block", lambda e, at, imm, size, is_half:
+         size // 4 * lanes._run(e, at, imm, 4)),
+    )  # fmt: skip
+    def test_half_a_block_at_a_wrong_place_fails(self, owner, name, broken):
+        with mock.patch.object(owner, name, broken), self.assertRaises(AssertionError):
+            self.unpack(Form(4, 32), "bf16", None, num_inputs=384, block=1)
+
+    def unpack(self, form, kind, half, num_inputs, block):
+        """Checks a block's operand, of the last slot: the simulator raises for reads behind it."""
         rng = np.random.default_rng(packed_operands.seed(self.id()))
-        slot, block, first_row = 1, 2, 128
+        slot, first_row = 2, 128
         weights = packed_operands.random_matrices(
-            rng, form, num_slots=3, shape=(384, 1024), used={slot}, size=1.0
+            rng, form, num_slots=3, shape=(384, num_inputs), used={slot}, size=1.0
         )
         known = fragments.form_of(weights, kind, paired=half is not None)
         planes = [weights.words[slot], *(r.words[r.slots[slot]] for r in weights.refinements)]
@@ -126,12 +151,14 @@ class LanesTest(parameterized.TestCase):
         for tile in known.tiles:
             words = np.asarray(planes[tile.refined])[tile_rows(first_row, half)]
             start = tile.first_word + block * tile.pitch
-            tiles.append(swizzled(words[:, start : start + tile.num_words]))
+            words = words[:, start : start + tile.num_words]
+            missing = tile.num_words - words.shape[1]  # a copy puts zeros behind an array
+            tiles.append(swizzled(np.pad(words, ((0, 0), (0, missing)))))
         constants = [np.asarray(a) for a in (weights.scales, weights.zeros) if a is not None]
         memory = [a.reshape(-1).view(np.uint8) for a in constants] + tiles
         e = Lanes(0, 256, memory, len(constants))
         shared = [len(constants) + i for i in range(len(tiles))]
-        read = lanes.read_words(e, known, shared, 2 * ROWS)
+        read = lanes.read_words(e, known, np.int64(block), shared, 2 * ROWS)
         numbers = lanes.read_constants(
             e, known, np.int64(slot), np.int64(first_row), np.int64(block), range(len(constants))
         )
@@ -140,7 +167,7 @@ class LanesTest(parameterized.TestCase):
         # The constant term is rounded, and of low bits the low half's part of the high is the mean.
         slack = scales * (2.0**-8 if form.bits == 8 else 2.0**-12)
         roundoff = {"bf16": 2.0**-8, "f16": 2.0**-11}[kind]
-        for stage in range(4):
+        for stage in range(expected.shape[1] // 64):
             left = fragments.operand(e, known, read, numbers, stage)
             for piece in range(4):
                 for group in range(2):

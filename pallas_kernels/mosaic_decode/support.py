@@ -73,7 +73,11 @@ def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
     if group % STEP or (form.block % group and group % form.block):
         found.append(f"groups of {group} are not 32, 64, 128 or a multiple of {form.block}")
     if rest and group < form.block:
-        found += _of_half_block(weights)
+        found += of_whole_words(weights)
+        if weights.bits == 8 and group == STEP:
+            found.append(
+                f"K {weights.num_inputs} ends in half a block, in groups of {STEP} of 8 bits"
+            )
     if weights.is_mxfp4:
         found.append("it decodes no MXFP4")
     elif weights.scales is not None and weights.scales.dtype not in (jnp.float16, jnp.float32):
@@ -81,15 +85,12 @@ def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
     return found
 
 
-def _of_half_block(weights: PackedMatrices) -> list[str]:
-    """Reasons against half a block at the end of K."""
-    found = []
-    if weights.bits == 8 and weights.group_size == STEP:
-        found.append(f"K {weights.num_inputs} ends in half a block, in groups of {STEP} of 8 bits")
+def of_whole_words(weights: PackedMatrices) -> list[str]:
+    """Reasons against half a block at the end of K: rows of constants are copied by words."""
     constants = [a for a in (weights.scales, weights.zeros) if a is not None]
     if any(weights.num_groups * a.dtype.itemsize % 4 for a in constants):
-        found.append(
+        return [
             f"K {weights.num_inputs} ends in half a block, and scales or zeros of a row have not "
             "whole words"
-        )
-    return found
+        ]
+    return []

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
+from pallas_kernels.mosaic_decode.support import of_whole_words
 from pallas_kernels.mosaic_prefill import registers
 from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
@@ -35,7 +36,8 @@ def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
         found.append(f"wgmma needs a gpu sm_90, this is {target.describe()}")
     if x.dtype.name not in KINDS:
         found.append(f"x is {x.dtype}, not bfloat16 or float16")
-    if weights.num_inputs % BLOCK:
+    rest = weights.num_inputs % BLOCK
+    if rest and (2 * rest != BLOCK or weights.num_inputs < BLOCK or len(weights.widths) > 1):
         found.append(f"K {weights.num_inputs} is no multiple of {BLOCK}")
     if weights.num_outputs % ROWS:
         found.append(f"N {weights.num_outputs} is no multiple of {ROWS}")
@@ -48,6 +50,8 @@ def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
     if weights.is_mxfp4:
         found.append("it decodes no MXFP4")
     group = weights.group_size
+    if rest and group < BLOCK:
+        found += of_whole_words(weights)
     if group < weights.num_inputs and (group % 16 or (BLOCK % group and group % BLOCK)):
         found.append(f"groups of {group}: not 16, 32, 64, 128, a multiple of {BLOCK} or a row")
     return found
@@ -88,7 +92,7 @@ def dense(
         rooms["out_room"] = plgpu.SMEM(shape, out_dtype, transforms=(registers.ROW_OF_128,))
     call = launch.mosaic_pipeline_call(
         functools.partial(
-            _body, form=form, tiles=tiles, num_items=num_items, num_blocks=num_inputs // BLOCK
+            _body, form=form, tiles=tiles, num_items=num_items, num_blocks=-(-num_inputs // BLOCK)
         ),
         name=f"dequant_matmul_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
         num_blocks=min(num_items, target.num_processors),

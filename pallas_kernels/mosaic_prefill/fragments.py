@@ -66,8 +66,13 @@ class MatrixFormat:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of K."""
-        return self.num_inputs // BLOCK
+        """Blocks of K; the last may be half of one."""
+        return -(-self.num_inputs // BLOCK)
+
+    @property
+    def ends_in_half(self) -> bool:
+        """Whether the last block is half of one."""
+        return self.num_inputs % BLOCK != 0
 
     @property
     def groups_per_block(self) -> int:
@@ -205,6 +210,34 @@ def prepare(e: Emitter, form: MatrixFormat, raw: Sequence[Value]) -> list[Value]
                 low = e.shr(one[i % 2], 2 * odd + i // 2)
                 found.append(e.merge(high, 0x66666666, low, "select"))
     return found
+
+
+def from_half_block(e: Emitter, form: MatrixFormat, raw: Sequence[Value]) -> list[Value]:
+    """Puts the codes of half a block where those of the same k lie in a full one.
+
+    A position has half as many words there. What a full block has beyond 128 k is left as it comes:
+    it meets zeros of x.
+
+    Args:
+      raw: the lane's words of a block, of which the second half of each row lies beyond the codes.
+    """
+    found: list[Value] = []
+    per_row = len(raw) // 2
+    for row in range(2):
+        words = raw[row * per_row : row * per_row + per_row // 2]
+        for later in range(2):  # of the positions 2 p + later that become p
+            found += [_every_other(e, form.bits, e.shr(word, later * form.bits)) for word in words]
+    return found
+
+
+def _every_other(e: Emitter, bits: int, word: Value) -> Value:
+    """Moves fields 0, 2, 4, ... of each half of a word to the places 0, 1, 2, ... ."""
+    width = bits
+    while width < 8:
+        mask = sum((1 << width) - 1 << place for place in range(0, 32, 4 * width))
+        word = e.merge(word, mask, e.shr(word, width), "select")
+        width *= 2
+    return word
 
 
 class _Field(NamedTuple):

@@ -187,7 +187,7 @@ def _body(
         return _Item(
             row=lax.div(inside, length) * rows, token=table[block, FIRST],
             slot=table[block, SLOT], block=jnp.int32(0),
-            num_blocks=jnp.int32(x.shape[1] // BLOCK), split=jnp.int32(0),
+            num_blocks=jnp.int32(-(-x.shape[1] // BLOCK)), split=jnp.int32(0),
             end=table[block, END],
         )  # fmt: skip
 

@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Value
 from pallas_kernels.mosaic_prefill.emit import Emitter
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, lane_words, prepare
+from pallas_kernels.mosaic_prefill.fragments import (
+    BLOCK,
+    ROWS,
+    MatrixFormat,
+    from_half_block,
+    lane_words,
+    prepare,
+)
 
 
 def place(e: Emitter) -> tuple[Value, Value, Value, Value]:
@@ -27,10 +34,13 @@ def _rows_before(e: Emitter, paired: bool) -> tuple[Value, Value]:
     return e.mul(warpgroup, ROWS), first
 
 
-def read_words(e: Emitter, form: MatrixFormat, refs: Sequence[Value], rows: int) -> list[Value]:
+def read_words(
+    e: Emitter, form: MatrixFormat, block: Value, refs: Sequence[Value], rows: int
+) -> list[Value]:
     """Reads a block's words for `fragments.operand`, from `form.tiles` in shared memory.
 
     Args:
+      block: i32, of K.
       rows: rows per tile; if paired, those of the first half, then those of the second.
     """
     g, t, _, _ = place(e)
@@ -49,6 +59,10 @@ def read_words(e: Emitter, form: MatrixFormat, refs: Sequence[Value], rows: int)
         start, pitch = starts[tile_id]
         at = e.bxor(start, 4 * word) if word else start
         raw.append(e.load_shared(at, second * pitch * later, "b32"))
+    if form.ends_in_half:
+        is_half = e.compare(block, "eq", form.num_blocks - 1)
+        pairs = zip(from_half_block(e, form, raw), raw, strict=True)
+        raw = [e.select(is_half, moved, word) for moved, word in pairs]
     return prepare(e, form, raw)
 
 
@@ -93,8 +107,14 @@ def read_constants(
         pitch = form.num_groups * size
         at = e.offset(e.address(ref), slot, form.num_rows * pitch)
         at = e.offset(e.offset(at, row, pitch), first_group, size)
+        num_bytes = form.groups_per_block * size
         for later in range(2):
-            found += _run(e, at, second * pitch * later, form.groups_per_block * size)
+            imm = second * pitch * later
+            if form.ends_in_half and num_bytes >= 4:
+                is_half = e.compare(block, "eq", form.num_blocks - 1)
+                found += _run_of_either_block(e, at, imm, num_bytes, is_half)
+            else:
+                found += _run(e, at, imm, num_bytes)
     return found
 
 
@@ -104,6 +124,17 @@ def _run(e: Emitter, at: Value, imm: int, num_bytes: int) -> list[Value]:
     found = []
     for first in range(0, num_bytes, 16):
         found += e.load(at, imm + first, min(16, num_bytes - first) // 4)
+    return found
+
+
+def _run_of_either_block(
+    e: Emitter, at: Value, imm: int, num_bytes: int, is_half: Value
+) -> list[Value]:
+    """Reads constants of a full block, or of half a one twice; rows are aligned to words."""
+    back, found = e.select(is_half, num_bytes // 2, 0), []
+    for first in range(0, num_bytes, 4):
+        start: Value = first if 2 * first < num_bytes else e.sub(first, back)
+        found += e.load(e.offset(at, start), imm, 1)
     return found
 
 

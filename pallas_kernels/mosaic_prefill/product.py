@@ -133,7 +133,9 @@ class Pipeline:
                 if form is not None:
                     slot = lax.rem(count, jnp.int32(self.tiles.word_blocks))
                     plgpu.barrier_wait(self.words_full.at[slot])
-                    words = registers.load_words(form, [room.at[slot] for room in self.words])
+                    words = registers.load_words(
+                        form, block, [room.at[slot] for room in self.words]
+                    )
                     plgpu.barrier_arrive(self.words_empty.at[slot])
                     following = constants(block + 1)
                 for stage in range(STAGES):

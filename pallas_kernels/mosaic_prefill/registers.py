@@ -25,20 +25,20 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 ROW_OF_128 = plgpu.SwizzleTransform(128)
 
 
-def load_words(form: MatrixFormat, tiles: Sequence[Any]) -> jax.Array:
+def load_words(form: MatrixFormat, block: jax.Array, tiles: Sequence[Any]) -> jax.Array:
     """Loads the lane's words of a block for `unpack`.
 
     Args:
+      block: int32[], of K.
       tiles: references to shared memory, uint32[rows, num_words], one per tile of `form.tiles`.
     """
     count = _num_words(form)
 
-    def load(_: Any, *refs: Value) -> mgpu.FragmentedArray:
-        return _joined(lanes.read_words(Emitter(), form, refs, tiles[0].shape[0]))
+    def load(_: Any, block: Any, *refs: Value) -> mgpu.FragmentedArray:
+        return _joined(lanes.read_words(Emitter(), form, _scalar(block), refs, tiles[0].shape[0]))
 
-    return _inline(
-        load, tuple(plgpu.RefType((swizzle(tile.num_words),)) for tile in form.tiles), _type(count)
-    )(*tiles)
+    types = tuple(plgpu.RefType((swizzle(tile.num_words),)) for tile in form.tiles)
+    return _inline(load, (_SCALAR, *types), _type(count))(block, *tiles)
 
 
 def load_constants(
