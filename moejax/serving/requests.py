@@ -55,18 +55,24 @@ class ModelFacts:
 
     def encode(self, prompt: str | list[int], field: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt that leaves room to answer."""
-        code = None
         if isinstance(prompt, str):
             self.refuse_early(prompt, field)
         try:
             ids = token_ids_of(
                 prompt, self.tokenizer, self.vocab_size, add_special_tokens=add_special_tokens
             )
-            code = "context_length_exceeded"
+        except MoejaxError as error:
+            raise ApiError(str(error), param=field) from error
+        try:
             self.check_prompt(ids)
         except MoejaxError as error:
-            raise ApiError(str(error), param=field, code=code) from error
+            raise self._too_long(str(error), field) from error
         return ids
+
+    def _too_long(self, why: str, field: str) -> ApiError:
+        """Error whose first words litellm and its like know it by, to take another model."""
+        said = f"this model's maximum context length is {self.longest_prompt + 1} tokens: {why}"
+        return ApiError(said, param=field, code="context_length_exceeded")
 
     def refuse_early(self, prompt: str, field: str) -> None:
         """Refuses a text that is far too long: tokenizers take seconds and gigabytes for megabytes.
@@ -84,7 +90,7 @@ class ModelFacts:
         if longest is not None:
             said = f"a prompt of {size} bytes is {longest} tokens at least, and there is room for "
             said += f"{self.longest_prompt}: shorten it"
-            raise ApiError(said, param=field, code="context_length_exceeded")
+            raise self._too_long(said, field)
 
 
 @dataclasses.dataclass(frozen=True)
