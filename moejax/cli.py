@@ -262,7 +262,10 @@ def _flag_of(name: str, values: flags.FlagValues, default: RunConfig) -> str:
     if name == "config" or name in values:
         return name
     if name.startswith("config."):
-        check_field_name(name.removeprefix("config."), default)
+        try:
+            check_field_name(name.removeprefix("config."), default)
+        except MoejaxError as error:
+            raise flags.Error(str(error)) from error
         return name
     known = [option.name for option in options(default)]
     meant = [name] if name in known else [of for of in known if of.rpartition(".")[2] == name]

@@ -12,11 +12,13 @@ import torch
 from absl.testing import parameterized
 
 from moejax import Engine
+from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
 from moejax.inference.generation import AnswerBuilder
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.quantization.pipeline.recipe import Recipe, Scheme, parse_rules
+from moejax.quantization.pipeline.inventory import take_inventory
+from moejax.quantization.pipeline.recipe import Recipe, Scheme, parse_rules, schemes
 from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights import linear as ops
@@ -130,6 +132,20 @@ class Mxfp4Test(GptOssTestCase):
                 if leaf == "gate_up":
                     expected = np.concatenate([expected[:, ::2], expected[:, 1::2]], axis=1)
                 np.testing.assert_array_equal(weight[layer].dequantize(), expected)
+
+    def test_recipes_that_would_harm_are_refused(self):
+        inventory = take_inventory(write_checkpoint("oss_mxfp4", self.directory))
+        rtn = Scheme(
+            method="rtn", bits=4, group_size=32, zero_kind="auto", scale_dtype="float32",
+            factor_bits=8,
+        )  # fmt: skip
+        with self.assertRaisesRegex(MoejaxError, "gate_proj is stored in MXFP4, and method=none"):
+            rules = parse_rules("experts: method=none")
+            schemes(Recipe(default=rtn, rules=rules, format="moejax"), inventory)
+        for target in ("gptq", "compressed-tensors"):
+            with self.assertRaisesRegex(MoejaxError, f"format={target}: no other engine .*gpt_oss"):
+                schemes(Recipe(default=rtn, rules=(), format=target), inventory)
+        self.assertNotEmpty(schemes(Recipe(default=rtn, rules=(), format="moejax"), inventory))
 
     @pytest.mark.slow
     @parameterized.parameters("oss_bf16_all_experts", "oss_mxfp4_bf16_wide")

@@ -172,6 +172,11 @@ class QuantizedEngineTest(parameterized.TestCase):
         self.assertEqual(runner._phase_warnings("prefill", found, None), [])
         (line,) = runner._phase_warnings("prefill", found, "mosaic")
         self.assertEndsWith(line, "mosaic kernel: a: triton, int4g64 float (mosaic: no)")
+        # Mosaic takes no MXFP4: gpt-oss on Hopper runs as well as it can.
+        found = {"experts": KernelChoice("triton", "mxfp4", True, {"mosaic": "no"})}
+        self.assertEqual(runner._phase_warnings("decode", found, "mosaic"), [])
+        found = {"experts": KernelChoice(ops.DEQUANTIZED, "mxfp4", True, {"triton": "no"})}
+        self.assertLen(runner._phase_warnings("decode", found, "mosaic"), 1)
         for target, expected in (
             (Target("cpu", None), None),
             (Target("gpu", (8, 0)), "triton"),

@@ -1,4 +1,7 @@
-"""Notice on stderr while a program compiles: its name, and the time so far."""
+"""Notice on stderr while a program is prepared: its name, and the time so far.
+
+XLA does not say whether it compiles a program or loads one that is stored: the words fit both.
+"""
 
 import contextlib
 import sys
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 _TERMINAL_S = 0.5  # a terminal's line comes after so long, and is renewed as often
-_LINE_S = 5.0  # elsewhere one line is printed, once compiling takes longer than this
+_LINE_S = 5.0  # elsewhere one line is printed, once it takes longer than this
 # Behind what stands on the line, an answer's first words for instance: the cursor's place is kept,
 # and what does not fit the line is cut off, since a line more could scroll that place away.
 _BEGIN, _AGAIN, _END = "\x1b7\x1b[?7l", "\x1b8\x1b[K", "\x1b8\x1b[K\x1b[?7h"
@@ -16,7 +19,7 @@ _BEGIN, _AGAIN, _END = "\x1b7\x1b[?7l", "\x1b8\x1b[K", "\x1b8\x1b[K\x1b[?7h"
 
 @contextlib.contextmanager
 def compile_notice(name: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Explains a wait while a program compiles; one that compiles quickly is not mentioned.
+    """Explains a wait while a program is prepared; one that is quick is not mentioned.
 
     `stream` is None for stderr as it is then.
     """
@@ -35,13 +38,13 @@ def _tell(stream: TextIO, name: str, ended: threading.Event) -> None:
     start = time.monotonic()
 
     def line() -> str:
-        return f"compiling {name}, {time.monotonic() - start:.0f} s so far"
+        return f"preparing the program {name}, {time.monotonic() - start:.0f} s so far"
 
     with contextlib.suppress(OSError, ValueError):  # stderr was closed
         if not stream.isatty():
             if not ended.wait(_LINE_S):
                 # In a log an answer's first words may stand before it.
-                print(f"\n{line()}; compiled programs are kept for the next run", file=stream)
+                print(f"\n{line()}; it is compiled once, and loaded in the next run", file=stream)
             return
         if ended.wait(_TERMINAL_S):
             return

@@ -59,6 +59,11 @@ class Entry:
         """(N, K) of a matrix."""
         return self.source.shape if self.arranged is None else self.arranged.shape
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether the checkpoint has codes of the matrix, which a plain file would not keep."""
+        return self.arranged is not None and self.arranged.plan.kind is not None
+
     def read(self, rows: np.ndarray | None = None, first_row: int = 0) -> np.ndarray:
         """Reads float32 values of the matrix as `read_matrix`."""
         if self.arranged is None:

@@ -180,6 +180,11 @@ def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
     nothing, and a matrix that its scheme or the format does not fit.
     """
     recipe.default.check()
+    if recipe.format != "moejax" and inventory.config.expert_bias:
+        raise MoejaxError(
+            f"format={recipe.format}: no other engine loads experts of "
+            f"{inventory.config.family} in that format, with their biases; take format=moejax"
+        )
     used: set[str] = set()
     found = {
         entry.name: _scheme_of(recipe, entry, used)
@@ -190,6 +195,12 @@ def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
         if rule.text not in used:
             raise _useless(rule, inventory)
     by_name = {entry.name: entry for entry in inventory.entries}
+    for name, scheme in found.items():
+        if scheme.method == "none" and by_name[name].is_coded:
+            raise MoejaxError(
+                f"{by_name[name].prefix} is stored in MXFP4, and method=none would write it in "
+                "bfloat16, four times its bytes; give the experts a method, such as rtn"
+            )
     found = {name: scheme for name, scheme in found.items() if scheme.method != "none"}
     if not found:
         raise MoejaxError("the recipe leaves every matrix as it is; nothing is to be done")
