@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from scripts.documents import api_reference, config_tables, measured, messages
+from scripts.documents import api_reference, cache_aware, config_tables, measured, messages
 from scripts.documents.commands import ROOT
 from scripts.studies.peers import section as peers
 from scripts.studies.tables import results
@@ -27,6 +27,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "api": api_reference.reference,
     "families": messages.families,
     **measured.REGIONS,
+    "cache aware": cache_aware.table,
     "peers": lambda: peers.short(peers.all_rows()),
     "peers whole": lambda: peers.whole(peers.all_rows()),
 }
