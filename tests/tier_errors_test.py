@@ -181,7 +181,7 @@ class TierErrorsTest(FolderTestCase):
         near, most = (100 * of[1] for of in expected)
         lines = said()
         self.assertEqual(
-            lines[1], f"layer 1: error of its output about {near:.2f} %, at most {most:.2f} %"
+            lines[1], f"layer 1: error of its output about {near:.2f} %, aligned {most:.2f} %"
         )
         self.assertIn("root mean square over layers: about ", lines[2])
         self.assertIn("the profile has no errors of int8", said(tiers=("int8", "int2"))[0])
@@ -206,7 +206,7 @@ class TierErrorsTest(FolderTestCase):
         }  # fmt: skip
         arguments = generate.COMMAND, "--prompt=the fox", "--stats"
         _, err = commands.succeed(*arguments, tier_errors=path, **flags)
-        self.assertRegex(err, r"layer 1: error of its output about [\d.]+ %, at most [\d.]+ %")
+        self.assertRegex(err, r"layer 1: error of its output about [\d.]+ %, aligned [\d.]+ %")
         _, err = commands.succeed(*arguments, **flags)  # the checkpoint has no profile
         self.assertNotIn("error", err)
 

@@ -204,7 +204,8 @@ def scaled_trace(
     """A small model's routing in the shape of a large one; how experts recur stays as it is.
 
     More experts than the small model has: several copies of it side by side, each reading the text
-    from another place, of whose experts the likeliest few are taken. Fewer: groups of its experts
+    from another place, of whose experts the likeliest few are taken (of the first copies one more,
+    where they do not divide evenly). Fewer: groups of its experts
     stand for one, and a token takes those of its likeliest ones. Layers beyond those of the small
     model are its layers again, from another place in the text.
 
@@ -217,24 +218,24 @@ def scaled_trace(
       int32[steps, M, A], no expert twice in a token.
 
     Raises:
-      ValueError: the numbers of experts do not divide.
+      ValueError: the numbers of experts do not divide, or a copy would have no expert to take.
     """
     steps, layers, taken = trace.shape
     copies, group = max(1, of_experts // num_experts), max(1, num_experts // of_experts)
-    share = width // copies
-    if copies * num_experts != of_experts * group or share * copies != width or share > taken:
+    shares = [width // copies + (copy < width % copies) for copy in range(copies)]
+    if copies * num_experts != of_experts * group or min(shares) < 1 or max(shares) > taken:
         raise ValueError(f"{taken} of {num_experts} experts do not make {width} of {of_experts}")
+    firsts = np.cumsum([0, *shares])
     num_places = copies * -(-num_layers // layers)
     scaled = np.zeros((steps, num_layers, width), trace.dtype)
     for layer in range(num_layers):
-        for copy in range(copies):
+        for copy, share in enumerate(shares):
             place = (layer // layers * copies + copy) * steps // num_places
             ids = np.roll(trace[:, layer % layers], -place, axis=0)
             if group > 1:
                 ids = _first_distinct(ids // group, share, of_experts)
-            scaled[:, layer, copy * share : (copy + 1) * share] = (
-                copy * num_experts + ids[:, :share]
-            )
+            taken_here = slice(firsts[copy], firsts[copy + 1])
+            scaled[:, layer, taken_here] = copy * num_experts + ids[:, :share]
     return scaled
 
 

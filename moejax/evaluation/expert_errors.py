@@ -120,11 +120,11 @@ def describe_errors(path: Path, tiering: Tiering, ledger: Ledger, config: ModelC
     mean = found.mean
     return [
         *(
-            f"layer {i}: error of its output about {100 * near:.2f} %, at most {100 * most:.2f} %"
+            f"layer {i}: error of its output about {100 * near:.2f} %, aligned {100 * most:.2f} %"
             for i, (near, most) in enumerate(zip(*found, strict=True))
         ),
-        f"root mean square over layers: about {100 * mean[0]:.2f} %, at most {100 * mean[1]:.2f} % "
-        "(docs/policies.md)",
+        f"root mean square over layers: about {100 * mean[0]:.2f} %, {100 * mean[1]:.2f} % if the "
+        "errors of a token's experts are aligned (docs/policies.md)",
     ]
 
 

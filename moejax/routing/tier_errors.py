@@ -9,7 +9,8 @@ the form in which pair a runs loses of f_a. Then
 
 Both right sides are sums over pairs. So a profile's sums over all pairs, as if each form had served
 every pair, times the share of the gate mass that each form served, are what a run makes of a layer.
-That takes the pairs of a form to be like all pairs of the layer.
+That takes the pairs of a form to be like all pairs of the layer: only where one form serves every
+pair is the bound a theorem, on the profile's text.
 
 Axes: M sparse layers, E experts, K forms: tiers, then "skipped", then "substituted".
 """

@@ -7,7 +7,8 @@ import re
 
 from scripts.studies.tables import protocol
 from scripts.studies.tables.drawing import Canvas, bars, heat
-from scripts.studies.tables.paper import OTHER, OURS, PAPER, Judged, Paper
+from scripts.studies.tables.paper import NOT_MET, NOT_SHOWN, OTHER, OURS, PAPER, Judged, Paper
+from scripts.studies.tables.routing import routing_of
 from scripts.studies.tables.rows import Found, Results
 
 DEMO = "demo model on a CPU, perplexity"
@@ -65,10 +66,10 @@ class Shape:
         """The end of a row's `what`."""
         return f"{self.name}, {self.num_layers} layers, attention bf16"
 
-    @property
-    def differs(self) -> str:
-        """For the last column."""
-        return f"{self.name}'s shape, batch {self.batch}, INT4, random weights, H200"
+    def differs(self, found: Found | None) -> str:
+        """For the last column of a row."""
+        how = f"{self.name}'s shape, batch {self.batch}, INT4, random weights, H200"
+        return f"{how}; {routing_of(found, self.name)}"
 
     def get(self, results: Results, said: str, rate: str, what: str) -> Found | None:
         """A row of a method at a cache rate."""
@@ -114,6 +115,33 @@ def _of_layers(results: Results, what: str) -> list[Found | None]:
     return [results.get(f"coactivation | {what} | layer {i} | demo") for i in range(LAYERS)]
 
 
+def _unfair(paper: Paper) -> str:
+    """Says why rows of speed do not show what the paper claims."""
+    timed = [
+        one
+        for shape in SHAPES
+        for rate in RATES.values()
+        if (one := shape.get(paper.results, BEST, rate, ", TPOT"))
+    ]
+    scored = [
+        one
+        for text in TEXTS
+        for rate in RATES.values()
+        if (one := paper.results.get(_quality(text, "co-activation", rate)))
+    ]
+    ranges = [
+        f"{100 * min(one.more[key] for one in rows):.1f} to "
+        f"{100 * max(one.more[key] for one in rows):.1f} % {paper.cite(*rows)}"
+        for rows, key in ((timed, "gate_substituted"), (scored, "gate substituted"))
+        if rows
+    ]
+    return (
+        ". Not shown: lists and residents are of the measured workload itself, the original does "
+        "not prefetch, TAE and beta are off; buddies take so much of the gate mass here and in the "
+        f"rows of quality: {', '.join(ranges)}"
+    )
+
+
 def _throughput_claim(paper: Paper) -> None:
     """The rows of the paper's own model decide."""
     number = paper.published.number
@@ -137,7 +165,7 @@ def _throughput_claim(paper: Paper) -> None:
         ]
         finding = f"H200, list of 16, rho 3; {'; '.join(said)}; {OWN.name} at batch {OWN.batch}"
         reached = [one.figure >= least for one, least in zip(own, printed, strict=True)]
-        return f"{finding} decides", all(reached)
+        return f"{finding} decides{_unfair(paper)}", NOT_SHOWN if all(reached) else NOT_MET
 
     paper.claim(
         f"throughput over the original by {', '.join(f'{gain:.1f}' for gain in printed)} % at c = "
@@ -155,8 +183,8 @@ def _quality_claim(paper: Paper) -> None:
 
         finding = (
             f"in nats, our best buddies lose {losses()} of what random ones lose (c = 0.75, 0.5, "
-            "0.375 on WikiText-2, then on mixed text; the paper has no number for this: our bar is "
-            f"that buddies lose at most {FEW_LOSE} of what random ones do); random ones by the "
+            "0.375 on WikiText-2, then on mixed text; of accuracy the paper's buddies lose 0.22 of "
+            f"what its random experts do, our bar is a loss of {FEW_LOSE}); random ones by the "
             f"same gains {losses(', random with gains')}; leaving the same pairs out "
             f"{losses(', left out')}"
         )
@@ -199,7 +227,8 @@ def _bytes_claim(paper: Paper) -> None:
             for of, ones in zip(SHAPES, found, strict=True)
         ]
         finding = f"fewer bytes at c = 0.75, 0.5, 0.375: {'; '.join(said)}"
-        return finding, min(one.figure for one in rows) >= FEWER_BYTES
+        reached = min(one.figure for one in rows) >= FEWER_BYTES
+        return f"{finding}{_unfair(paper)}", NOT_SHOWN if reached else NOT_MET
 
     paper.claim(
         "the original moves about 20 % more over PCIe: 16.7 % fewer bytes for BuddyMoE",
@@ -219,21 +248,33 @@ def _likeness_claims(paper: Paper) -> None:
             ordered[-1].figure > 0.5,
         )
 
+    counts = [
+        paper.results.get(f"routing | counts | wikitext-2 | layer {layer} | demo")
+        for layer in range(LAYERS)
+    ]
+    null = [_by_popularity(one.more["counts"]) for one in counts if one]
+
     def concentrated(*rows: Found) -> Judged:
         ordered = sorted(rows, key=lambda one: one.figure)
+        by_use = [share for share, _ in null]
         return (
             "of an expert's co-activations the first 8 of 31 peers have "
             f"{paper.shown(ordered[0], '{:.0f} %')} to {paper.shown(ordered[-1], '{:.0f} %')} by "
-            "layer (26 % if even)",
-            ordered[0].figure > 50,
+            f"layer (26 % if even; {min(by_use):.0f} to {max(by_use):.0f} % if experts met by how "
+            f"often each is used {paper.cite(*(one for one in counts if one))}; met where every "
+            "layer has over half, and more than by use)",
+            ordered[0].figure > 50
+            and all(one.figure > share for one, share in zip(rows, by_use, strict=True)),
         )
 
     def tighter(first: Found, *others: Found) -> Judged:
         last = others[-1]
+        by_use = [size for _, size in null]
         return (
             f"peers that cover 75 % of co-activations: {paper.shown(first, '{:.1f}')} in the first "
-            f"layer, {paper.shown(last, '{:.1f}')} in the last",
-            first.figure > last.figure,
+            f"layer, {paper.shown(last, '{:.1f}')} in the last (by how often experts are used "
+            f"{by_use[0]:.1f} and {by_use[-1]:.1f})",
+            first.figure / last.figure > by_use[0] / by_use[-1],
         )
 
     for said, where, what, judge in (
@@ -245,6 +286,21 @@ def _likeness_claims(paper: Paper) -> None:
          "list length, co-activation, alpha 0.75", tighter),
     ):  # fmt: skip
         paper.claim(said, where, _of_layers(paper.results, what), judge)
+
+
+def _by_popularity(counts: list[int]) -> tuple[float, float]:
+    """Computes co-activation as it would be if experts met by how often each is used.
+
+    Returns:
+      Percent of the 8 most used peers, and peers that cover 75 %, means over experts.
+    """
+    shares, sizes = [], []
+    for expert in range(len(counts)):
+        others = sorted(counts[:expert] + counts[expert + 1 :], reverse=True)
+        shares.append(100 * sum(others[:8]) / sum(others))
+        running = itertools.accumulate(others)
+        sizes.append(1 + sum(so_far < 0.75 * sum(others) for so_far in running))
+    return sum(shares) / len(shares), sum(sizes) / len(sizes)
 
 
 def _domains_claim(paper: Paper) -> None:
@@ -293,7 +349,7 @@ def _tables_of_a_rate(paper: Paper, table: str, rate: str) -> None:
         if found and said != "original":
             gain = shape.get(paper.results, said, rate, ": throughput over original")
             speed = f"{speed}, {paper.shown(gain, '{:+.1f} %')}"
-        rows.append([said, OURS, "", "", "", speed, shape.differs])
+        rows.append([said, OURS, "", "", "", speed, shape.differs(found)])
     region = table.lower()
     paper.table(region, ["method", "whose", "ARC-E", "ARC-C", "Avg", "tokens/s"], rows)
     whole = [paper.ours(_quality(text, "original", "1")) for text in TEXTS]
@@ -395,7 +451,12 @@ def _figure_8(paper: Paper) -> None:
         for name, said in FIGURE_8.items()
     }
     rows = [
-        [name, OURS, *(paper.shown(one, "{:.1f}", "megabytes_a_step") for one in ones), of.differs]
+        [
+            name,
+            OURS,
+            *(paper.shown(one, "{:.1f}", "megabytes_a_step") for one in ones),
+            of.differs(ones[0]),
+        ]
         for (of, name), ones in speeds.items()
     ]
     printed = paper.published("Figure 8", "Base over BuddyMoE", "PCIe bandwidth, about")

@@ -245,6 +245,18 @@ def _weight_claims(paper: Paper) -> None:
             dense.figure > experts.figure,
         ),
     )  # fmt: skip
+    rank, key = f"{BELOW} | {{}}", "share of all, percent"
+    paper.claim(
+        "more singular values of the experts' residual are small than of attention's (residual "
+        "rank 1730 and 514, Mixtral)", "3.1.1, Table 2",
+        [of_weights(results, rank.format(kind)) for kind in KINDS],
+        lambda dense, experts: (
+            f"under half the largest: attention {paper.shown(dense, '{:.0f} %', key)}, experts "
+            f"{paper.shown(experts, '{:.0f} %', key)} of all, of matrices of other widths: the "
+            "opposite order",
+            experts.more[key] > dense.more[key],
+        ),
+    )  # fmt: skip
     paper.claim(
         "a matrix's kurtosis and its relative error by INT3 go together", "3.2.4, Figure 5",
         [of_weights(results, "kurtosis and error, correlation | both | layer 1")],

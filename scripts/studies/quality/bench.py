@@ -21,13 +21,14 @@ from moejax.checkpoints.open import open_checkpoint
 from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.ledger import Ledger
 from moejax.experts.residency import CacheSizes
-from moejax.experts.state import TierSpec
+from moejax.experts.state import ExpertCache, TierSpec
+from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.attention import causal_attention
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import ExpertPairs, ExpertStacks, combine, products_by_block
 from moejax.models.moe import Experts, MoeInputs, Routing
-from moejax.models.transformer import merge_weights, model_definition
+from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.quantization.pipeline.calibration import shipped_text
 from moejax.quantization.pipeline.quantizers import Program, quantize_stack
@@ -41,6 +42,7 @@ EXPERTS = ("moe.gate_up", "moe.down")
 DOMAINS = ("books", "textbooks", "code", "math", "chinese")
 BITS = {"int4": 4, "int3": 3, "int2": 2}
 GROUP_SIZE = 64
+TRAIN_CHARACTERS = 2_000_000  # of a training text, which is not scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,36 +63,40 @@ class Texts:
     """Texts cut into windows."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, length: int):
-        """Reads a folder with eval/wikitext2.test.raw.xz and valid/DOMAIN.jsonl.xz."""
+        """Reads a folder with eval/wikitext2.{test,valid}.raw.xz and {valid,train}/*.jsonl.xz."""
         self._folder, self._tokenizer, self.length = folder, tokenizer, length
 
-    def wikitext(self, count: int, *, between: bool = False) -> Windows:
-        """Windows spread over the test text, or others that lie between those."""
-        content = _unpacked(self._folder / "eval" / "wikitext2.test.raw.xz")
-        return self._cut("wikitext-2", joined_rows(content), count, "wiki", between)
+    def wikitext(self, count: int, *, scored: bool = True) -> Windows:
+        """Windows spread over the test text; not to be scored, over the validation text."""
+        split = "test" if scored else "valid"
+        content = _unpacked(self._folder / "eval" / f"wikitext2.{split}.raw.xz")
+        return self._cut("wikitext-2", joined_rows(content), count, "wiki")
 
-    def domain(self, name: str, count: int, *, between: bool = False) -> Windows:
-        """Windows spread over a held-out text, or others that lie between those."""
-        rows = _unpacked(self._folder / "valid" / f"{name}.jsonl.xz").splitlines()
-        content = "\n\n".join(json.loads(row)["text"] for row in rows)
-        return self._cut(name, content, count, name, between)
+    def domain(self, name: str, count: int, *, scored: bool = True) -> Windows:
+        """Windows spread over a held-out text; not to be scored, over the first training text."""
+        path = self._folder / ("valid" if scored else "train") / f"{name}.jsonl.xz"
+        texts: list[str] = []
+        with lzma.open(path, "rt", encoding="utf-8") as rows:
+            for row in rows:
+                texts.append(json.loads(row)["text"])
+                if not scored and sum(map(len, texts)) > TRAIN_CHARACTERS:
+                    break
+        content = "\n\n".join(texts)
+        return self._cut(name, content if scored else content[:TRAIN_CHARACTERS], count, name)
 
-    def mixed(self, each: int, *, between: bool = False) -> Windows:
+    def mixed(self, each: int, *, scored: bool = True) -> Windows:
         """All domains in turn, window by window."""
-        parts = [self.domain(name, each, between=between) for name in DOMAINS]
+        parts = [self.domain(name, each, scored=scored) for name in DOMAINS]
         tokens = np.stack([part.tokens for part in parts], axis=1)
         return Windows("mixed", tokens.reshape(-1, tokens.shape[-1]), DOMAINS * each)
 
     def calibration(self, count: int) -> Windows:
         """Windows of the text that ships, which is none of the others."""
-        return self._cut("calibration", shipped_text(), count, "calibration", False)
+        return self._cut("calibration", shipped_text(), count, "calibration")
 
-    def _cut(self, name: str, content: str, count: int, domain: str, between: bool) -> Windows:
+    def _cut(self, name: str, content: str, count: int, domain: str) -> Windows:
         ids = np.asarray(self._tokenizer.encode(content), np.int32)
         starts = np.linspace(0, len(ids) - self.length - 1, count).astype(int)
-        if between:
-            middle = (starts[:-1] + starts[1:]) // 2
-            starts = np.array([(starts[0] + middle[0]) // 2, *middle])
         return Windows(
             name, np.stack([ids[s : s + self.length + 1] for s in starts]), (domain,) * count
         )
@@ -101,7 +107,7 @@ def _unpacked(path: Path) -> str:
 
 
 class Model:
-    """The demo model: dense weights, and its experts in every precision as float32."""
+    """A model whose float32 fits: dense weights, and its experts in every precision."""
 
     def __init__(self, checkpoint: str, device: jax.Device, method: str):
         """Loads and quantizes."""
@@ -136,8 +142,8 @@ class Model:
 
 def _rounded(rows: jax.Array, bits: int, method: str) -> jax.Array:
     scheme = Scheme(
-        method=method, bits=bits, group_size=GROUP_SIZE, zero_kind="float", scale_dtype="float16",
-        factor_bits=8,
+        method=method, bits=bits, group_size=min(GROUP_SIZE, rows.shape[-1]), zero_kind="float",
+        scale_dtype="float16", factor_bits=8,
     )  # fmt: skip
     ranks = jnp.zeros(len(rows), jnp.int32)
     program = Program(scheme=scheme, max_rank=0, passes=1)
@@ -165,12 +171,24 @@ class Measured:
         """Perplexity of all windows."""
         return float(np.exp(self.nats.sum() / self.num_targets))
 
+    @property
+    def by_window(self) -> tuple[float, ...]:
+        """Nats a token of each window."""
+        return tuple((self.nats * len(self.nats) / self.num_targets).tolist())
+
 
 class Served:
     """The model under one policy; its programs serve all settings of it that sweep."""
 
-    def __init__(self, model: Model, policy: AnyPolicy, tiers: Sequence[str], slots: Sequence[int]):
-        """Tables of `slots` of a layer in each tier."""
+    def __init__(
+        self,
+        model: Model,
+        policy: AnyPolicy,
+        tiers: Sequence[str],
+        slots: Sequence[int],
+        prefetch: int = 0,
+    ):
+        """Tables of `slots` of a layer in each tier; `prefetch` experts of the next layer."""
         config, self.model, self.tiers, self.slots = model.config, model, tiers, tuple(slots)
         shape = (model.num_layers, config.num_experts)
         places = np.arange(model.num_layers * config.num_experts).reshape(shape)
@@ -178,9 +196,9 @@ class Served:
         for name, count in zip(tiers, slots, strict=True):
             cache = CacheSizes(
                 num_layers=model.num_layers, num_experts=config.num_experts, slots=count,
-                transient=1,
+                transient=1, banks=2 if prefetch else 1,
             )  # fmt: skip
-            spec = TierSpec(cache, emulated=True)
+            spec = TierSpec(cache, prefetch, emulated=True)
             made = TierMemory(spec, *model.experts[name], places, model.device)
             made.ledger.expert_bytes = model.nbytes(name)
             memories.append(made)
@@ -207,19 +225,58 @@ class Served:
         for tier in self.memory.tiers:
             tier.ledger.layers = []
 
-    def run(self, windows: Windows, batch: int) -> Measured:
-        """Scores windows in their order, so many at once."""
+    def run(self, windows: Windows, batch: int, *, as_decode: bool = False) -> Measured:
+        """Scores windows in their order, so many at once.
+
+        Args:
+          as_decode: a token of each window is a step, as when they are generated.
+        """
         self.memory.read_counters()
         self.memory.ledger.gate = None
         nats = []
         for first in range(0, len(windows.tokens), batch):
             part = windows.tokens[first : first + batch]
             lengths = np.full(len(part), part.shape[1] - 1, np.int32)
-            nats.append(self.runner.score(part[:, :-1], lengths, part[:, 1:]))
+            if as_decode:
+                zeros = jnp.zeros(len(part), jnp.float32), jnp.asarray(part)
+                found, _ = self.runner.scan_windows(_decode_chunk, zeros, part[:, :-1], lengths)
+                nats.append(np.asarray(found, np.float64))
+            else:
+                nats.append(self.runner.score(part[:, :-1], lengths, part[:, 1:]))
         ledger = self.memory.read_counters()
         return Measured(
             np.concatenate(nats), windows.num_targets, ledger.shares, ledger.total("bulk")
         )
+
+
+def _decode_chunk(
+    program: steps.StepProgram,
+    spec: ChunkSpec,
+    state: Any,
+    experts: ExpertCache | None,
+    inputs: steps.StepInputs,
+    chunk: steps.TokenChunk,
+) -> steps.StepResult[Any]:
+    """A step for `Runner.scan_windows`: tokens one after the other; adds up nats float32[B]."""
+    cache, (nats, tokens) = state
+    model = merge_weights(program.definition, inputs.weights)
+    spec = spec._replace(is_first=False, kv_length=cache.keys.shape[3], kv_lengths=(), cached="xla")
+
+    def one(carry: Any, at: jax.Array) -> tuple[Any, None]:
+        cache, experts, nats = carry
+        places = jnp.full((len(tokens), 1), at)
+        own, target = (jnp.take_along_axis(tokens, places + i, axis=1) for i in (0, 1))
+        mask = places < chunk.lengths[:, None]
+        cache, experts, hidden, _ = steps.run_layers(
+            program, spec, model, cache, experts, inputs, own, places, mask
+        )
+        lost = model.negative_log_likelihood(hidden, target, steps.SCORED_BYTES)
+        return (cache, experts, nats + lost), None
+
+    places = chunk.start + jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)
+    carry, _ = jax.lax.scan(one, (cache, experts, nats), places)
+    cache, experts, nats = carry
+    return steps.StepResult((cache, (nats, tokens)), experts, None, None)
 
 
 class EachToken:
@@ -244,13 +301,14 @@ class EachToken:
         self._definition = model_definition(config, holds_experts=False)
         self._score = jax.jit(self._nats)
 
-    def perplexity(self, policy: AnyPolicy, windows: Windows) -> float:
-        """Perplexity of all windows, one at a time."""
-        state, nats = policy.init(self.spec), 0.0
-        for row in windows.tokens:
-            tokens = jnp.asarray(row[None])
-            nats += float(self._score(state, self.model.dense, self._stacks, tokens))
-        return float(np.exp(nats / windows.num_targets))
+    def run(self, policy: AnyPolicy, windows: Windows) -> Measured:
+        """Scores windows one at a time; without shares."""
+        state = policy.init(self.spec)
+        nats = [
+            float(self._score(state, self.model.dense, self._stacks, jnp.asarray(row[None])))
+            for row in windows.tokens
+        ]
+        return Measured(np.array(nats), windows.num_targets, {}, 0)
 
     def _nats(self, state: Any, weights: Any, stacks: Any, tokens: jax.Array) -> jax.Array:
         model = merge_weights(self._definition, weights)

@@ -1,22 +1,26 @@
-"""Perplexity of the demo model under policies, beside what they are compared with.
+"""Quality of a model under policies, beside what they are compared with.
 
-    python -m scripts.studies.quality.policies --texts=DIR \
-        --output=scripts/studies/quality/policy_quality.jsonl
+    python -m scripts.studies.quality.policies --checkpoint=RUN/model --label=study --origins=4 \
+        --texts=DIR --output=scripts/studies/quality/study_quality.jsonl --time_budget_s=500
+    python -m scripts.studies.quality.policies --texts=DIR --output=rows.jsonl --judge_only
 
-DIR holds eval/wikitext2.test.raw.xz and valid/{books,textbooks,code,math,chinese}.jsonl.xz.
-Sections: `dynaexq` (its Figure 4), `dymoe` (Table 2, Figures 3, 5 and 11), `buddymoe` (Tables 2 to
-4), `domains` (buddy lists of one domain, used on another), `shift` (prose, then code, then maths),
-`stand_ins` (what of an absent expert's output another gives back).
+DIR holds eval/wikitext2.{test,valid}.raw.xz, and valid/ and train/{books,textbooks,code,math,
+chinese}.jsonl.xz; what is scored is of eval's test and of valid, profiles and warm-ups are of the
+rest. Sections: `dynaexq` (Figure 4), `shift` (prose, then code, then maths), `dymoe` (Table 2,
+Figures 3, 5 and 11), `buddymoe` (Tables 2 to 4), `domains` (lists of one domain, used on another),
+`stand_ins` (what of an absent expert's output another gives back), `layers` (errors of layers,
+foretold and measured).
 
-Runs are teacher-forced, through the engine's steps, with tables in place of slots
-(`bench.py`); low precisions are HQQ in groups of 64. Prompts of DyMoE go one at a
-time; its rows "token by token" decide each token by its own gate (eq. 3). Rows say how many tokens
-were scored.
+Runs are teacher-forced, through the engine's steps, with tables in place of slots (`bench.py`); low
+precisions are HQQ in groups of 64. Cases that the output has are passed over, so the same command
+goes on where it stopped; with a time budget it ends with status 3 while there is more to do. The
+bars stand in the sections' files and are printed first; `--judge_only` prints the verdicts.
 """
 
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -24,55 +28,89 @@ from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
 from scripts.studies.measuring import Report
-from scripts.studies.quality import sections as quality_sections
-from scripts.studies.quality import stand_ins as quality_stand_ins
+from scripts.studies.quality import buddymoe, cases, dymoe, dynaexq, layers, stand_ins
 from scripts.studies.quality.bench import DOMAINS, Model, Texts
-from scripts.studies.quality.sections import Bench, Point
+from scripts.studies.quality.cases import Case, Claim
+from scripts.studies.quality.subject import Subject
 
-SECTIONS: dict[str, Callable[[Bench], Iterator[Point]]] = {
-    "dynaexq": quality_sections.dynaexq,
-    "dymoe": quality_sections.dymoe,
-    "buddymoe": quality_sections.buddymoe,
-    "domains": quality_sections.domains,
-    "shift": quality_sections.shift,
-    "stand_ins": quality_stand_ins.stand_ins,
+SECTIONS: dict[str, Callable[[Subject], Iterator[Case]]] = {
+    "dynaexq": dynaexq.cases,
+    "shift": dynaexq.shift,
+    "dymoe": dymoe.cases,
+    "buddymoe": buddymoe.cases,
+    "domains": buddymoe.domains,
+    "stand_ins": stand_ins.cases,
+    "layers": layers.cases,
 }
+MORE = 3  # exit status: the time is up, and there is more to do
 
 _TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "what to measure")
-_CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model small enough for this")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model whose float32 fits")
+_LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
+_ORIGINS = flags.DEFINE_integer("origins", 0, "expert e is of shard e mod this; 0: not known")
 _WINDOW = flags.DEFINE_integer("window", 512, "tokens of a window")
-_WIKI = flags.DEFINE_integer("wiki", 10, "windows of WikiText-2's test text")
-_EACH = flags.DEFINE_integer("each", 2, "windows of each domain of the mixed text")
-_CALIBRATION = flags.DEFINE_integer("calibration", 10, "windows of warm-ups and profiles")
+_WIKI = flags.DEFINE_integer("wiki", 40, "windows of WikiText-2's test text")
+_EACH = flags.DEFINE_integer("each", 8, "windows of each domain of the mixed text")
+_CALIBRATION = flags.DEFINE_integer("calibration", 10, "windows of the text that ships")
 _METHOD = flags.DEFINE_string("method", "hqq", "quantizer: rtn, hqq or least_squares")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
+_BUDGET = flags.DEFINE_float("time_budget_s", 0, "begin no case after so long; 0: no limit")
+_JUDGE = flags.DEFINE_bool("judge_only", False, "measure nothing, print the verdicts of the rows")
 _PLATFORM = flags.DEFINE_string("platform", "auto", "auto, cpu, gpu")
 _CACHE = flags.DEFINE_string("cache", "", "compilation cache")
 
 
+def claims(num_layers: int) -> tuple[Claim, ...]:
+    """Bars of all sections, for a model of so many sparse layers."""
+    return (*dynaexq.CLAIMS, *dymoe.claims(num_layers), *buddymoe.CLAIMS)
+
+
 def main(argv: list[str]) -> None:
-    """Measures, prints a table a section, writes rows."""
+    """Measures what is missing, writes rows, prints verdicts."""
     del argv
+    clock = time.perf_counter()
+    written = Path(_OUTPUT.value)
     device = choose_device(_PLATFORM.value)
     enable_compilation_cache(_CACHE.value)
     jax.config.update("jax_default_matmul_precision", "highest")
-    clock = time.perf_counter()
+    is_done = True
+    subject = _subject(device)
+    bars = claims(subject.model.num_layers)
+    for bar in bars:
+        print(f"bar: {bar.paper}, {bar.said} ({bar.where}): {bar.bar}")
+    print(layers.BAR)
+    if not _JUDGE.value:
+        is_done = _measure(subject, device, clock)
+    for line in describe(bars, cases.nats_of(cases.rows_of(written), _LABEL.value)):
+        print(line)
+    if not is_done:
+        print("more to do: run the same command again", flush=True)
+        sys.exit(MORE)
+
+
+def _subject(device: jax.Device) -> Subject:
     model = Model(_CHECKPOINT.value, device, _METHOD.value)
     texts = Texts(Path(_TEXTS.value), model.tokenizer, _WINDOW.value)
-    bench = Bench(
+    subject = Subject(
         model,
         texts,
         texts.wikitext(_WIKI.value),
         texts.mixed(_EACH.value),
         texts.calibration(_CALIBRATION.value),
         {
-            "wikitext-2": texts.wikitext(_WIKI.value, between=True),
-            "mixed": texts.mixed(_EACH.value, between=True),
+            "wikitext-2": texts.wikitext(_WIKI.value, scored=False),
+            "mixed": texts.mixed(_EACH.value, scored=False),
         },
+        _ORIGINS.value,
     )
-    sizes = {text.name: text.num_targets for text in (bench.wiki, bench.mixed, bench.calibration)}
+    sizes = {text.name: text.num_targets for text in (subject.wiki, subject.mixed)}
     print(f"{_CHECKPOINT.value}, windows of {_WINDOW.value} tokens, scored: {sizes}")
+    return subject
+
+
+def _measure(subject: Subject, device: jax.Device, clock: float) -> bool:
+    """Measures the cases that the output lacks; returns whether all are there."""
     scored = {
         "window": _WINDOW.value,
         "windows of wikitext-2": _WIKI.value,
@@ -80,14 +118,39 @@ def main(argv: list[str]) -> None:
         "domains": list(DOMAINS),
         "windows of calibration": _CALIBRATION.value,
         "quantizer": f"{_METHOD.value}, groups of 64",
+        "profiles": "wikitext-2's validation text, the domains' training text",
+    }
+    path = Path(_OUTPUT.value)
+    done = {
+        (row["what"].partition(" | ")[0], row["baseline"].get("section"), row["baseline"]["case"])
+        for row in cases.rows_of(path)
+        if "case" in row["baseline"]
     }
     report = Report(device, "", _OUTPUT.value, ("moejax", "jax", "jaxlib"))
     for name in _SECTIONS.value:
-        for point in SECTIONS[name](bench):
-            what = f"{name} | {point.section} | {point.text} | {point.series} | {point.x:g}"
-            more = json.loads(json.dumps(scored | point.more))
-            report.add(what, point.perplexity, point.unit, **more)
-        print(f"{name}: {time.perf_counter() - clock:.0f} s so far", flush=True)
+        for case in SECTIONS[name](subject):
+            if (_LABEL.value, name, case.name) in done:
+                continue
+            if _BUDGET.value and time.perf_counter() - clock > _BUDGET.value:
+                return False
+            points = list(case.measure())  # all of a case, or nothing
+            for point in points:
+                beside = {"section": name, "case": case.name, **scored, **point.beside}
+                report.add(
+                    f"{_LABEL.value} | {name} | {point.key}", point.figure, point.unit,
+                    **json.loads(json.dumps(beside)),
+                )  # fmt: skip
+            print(f"{name}, {case.name}: {time.perf_counter() - clock:.0f} s so far", flush=True)
+    return True
+
+
+def describe(bars: Sequence[Claim], nats: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """A line for each claim, and one for each of its tests."""
+    for bar in bars:
+        said, outcomes = cases.verdict(bar, nats)
+        yield f"{said}: {bar.paper}, {bar.said} ({bar.where}); bar: {bar.bar}"
+        for one in outcomes:
+            yield f"    {one.mean:+.5f} +- {one.error:.5f} nats a token: {one.verdict}"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ from moejax.models.kv_cache import KVCache
 from moejax.models.moe import ResidentExperts
 from moejax.models.transformer import ChunkSpec, merge_weights
 from scripts.studies.quality.bench import Model, Windows
-from scripts.studies.quality.sections import CACHE_RATES, Bench, Point
+from scripts.studies.quality.buddymoe import CACHE_RATES
+from scripts.studies.quality.cases import Case, Point
+from scripts.studies.quality.subject import Subject
 
 UNIT = "squared error, leaving out = 1"
 LEAVING_OUT, HINDSIGHT = "left out", "in hindsight"
@@ -72,11 +74,16 @@ class Fitted(NamedTuple):
     mean_squared: np.ndarray
 
 
-def stand_ins(bench: Bench) -> Iterator[Point]:
+def cases(subject: Subject) -> Iterator[Case]:
+    """One case: the texts share what is fitted."""
+    yield Case("all", functools.partial(_points, subject))
+
+
+def _points(subject: Subject) -> Iterator[Point]:
     """Each text, at each cache rate, the most used experts resident."""
-    model = bench.model
-    texts = {windows.name: routed(model, windows) for windows in bench.both}
-    calibration = routed(model, bench.calibration)
+    model = subject.model
+    texts = {windows.name: routed(model, windows) for windows in subject.both}
+    calibration = routed(model, subject.calibration)
     errors: dict[tuple[str, float], dict[str, float]] = {}
     for layer in range(model.num_layers):
         own = outputs_of(model, layer, calibration)
@@ -95,7 +102,7 @@ def stand_ins(bench: Bench) -> Iterator[Point]:
     for (name, rate), by_kind in errors.items():
         for kind, error in by_kind.items():
             share = error / by_kind[LEAVING_OUT]
-            yield Point("stand_ins", name, kind, rate, share, unit=UNIT)
+            yield Point(name, kind, rate, share, unit=UNIT)
 
 
 def routed(model: Model, windows: Windows) -> Routed:

@@ -17,9 +17,11 @@ Sections, each described by `measure_speed.py` of its paper, or by `cost.py`:
   * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates. latency: BuddyMoE's Table 1.
   * cost: Qwen3-30B-A3B, each policy's own time in a step, all experts resident, or at cache rates.
 
-What the routers say is made up (`moejax.benchmarking.routing` says how) and the same for all rows
-of a section, but for the resident model, which has no pool to replay it. Steps are timed by calls
-of `--per_call`; a TPOT is their mean, so that what promotions take is in it, the median beside it.
+What the routers say is made up (`moejax.benchmarking.routing` says how), or is that of
+`--trace=FILE`, which `record_traces` writes: of another shape with experts mapped, several in turn
+as a workload that shifts. Rows say which under `routing`. It is the same for all rows of a section,
+but for the resident model, which has no pool to replay it. Steps are timed by calls of
+`--per_call`; a TPOT is their mean, so that what promotions take is in it, the median beside it.
 Everything but the experts is bf16, as in the papers. Where packed experts would run on no kernel
 the section fails before it measures.
 `--model=tiny --device=cpu --context=128 --prompt=16 --steps=16 --per_call=4` tries a section; with
@@ -27,6 +29,7 @@ budgets also `--gib=0.0085 --split=2,8 --bulk=4`.
 """
 
 import traceback
+from pathlib import Path
 
 from absl import app, flags
 
@@ -46,6 +49,7 @@ _RATE = flags.DEFINE_multi_float("cache_rate", [], "buddymoe, cost: c; []: 0.75,
 _BULK = flags.DEFINE_integer("bulk", 32, "experts on their way between steps at once")
 _HOST = flags.DEFINE_float("host_gib", 0, "of a precision's rows, shared by experts; 0: all rows")
 _ZIPF = flags.DEFINE_float("zipf", -1, "exponent of the popularity; -1: the shape's, or 0")
+_TRACE = flags.DEFINE_multi_string("trace", [], "recorded traces to replay; []: made-up routing")
 _SPLIT = flags.DEFINE_string("split", "high", "slots of two tiers: high, rule, or such as 4,0")
 _TTFT = flags.DEFINE_bool("ttft", True, "buddymoe, dymoe, dynaexq_wide: prompts too")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
@@ -69,6 +73,7 @@ def main(argv: list[str]) -> None:
         batches=_BATCH.value, tiers=[int(bits) for bits in _TIERS.value], gibs=_GIB.value,
         cache_rates=_RATE.value, bulk=_BULK.value, split=_SPLIT.value, ttft=_TTFT.value,
         planes=_PLANES.value, exponent=None if _ZIPF.value < 0 else _ZIPF.value, only=_ONLY.value,
+        traces=[Path(name) for name in _TRACE.value],
     )  # fmt: skip
     failed: list[str] = []
     lab: Lab | None = None

@@ -8,6 +8,7 @@ import dataclasses
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 
 from moejax.benchmarking.expected_kernels import refuse_dequantized
 from moejax.benchmarking.random_weights import Packing
-from moejax.benchmarking.routing import EXPONENTS, Workload, make_workload
+from moejax.benchmarking.routing import EXPONENTS, Workload, make_workload, of_trace
 from moejax.benchmarking.shape_memory import (
     ShapeMemories,
     TierPlan,
@@ -43,11 +44,13 @@ from moejax.models.attention import stores_scores
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
+from moejax.routing.trace import read_trace
 from pallas_kernels.target import target_of
 from scripts.studies.measuring import Report
 
-# Of the profiles in `scripts/studies/quality/sections.py`.
+# Of BuddyMoE's lists, the longest that a layer of 32 experts can have.
 CFT_ALPHA, MOST_BUDDIES, SMOOTHING = 0.95, 31, 1.0
+RECALL = 0.85  # of look-ahead in a replayed trace, as in made-up routing
 PRIMING_CALLS = 2
 ONE_TOKEN = GenerationSettings.of(max_new_tokens=1)
 
@@ -304,6 +307,8 @@ class Options:
       requests: demotions and promotions that DynaExq asks a call.
       shift_every: steps between the shifts of a layer.
       shift_share: of the experts that exchange ranks in a shift.
+      traces: recorded, whose routing is replayed in place of made-up one; a workload that shifts
+        has all of them in turn, another one the first.
     """
 
     batches: Sequence[int] = ()
@@ -318,6 +323,7 @@ class Options:
     shift_every: int = 256
     shift_share: float = 0.25
     exponent: float | None = None
+    traces: Sequence[Path] = ()
     split: str = "high"
     ttft: bool = True
     only: Sequence[str] = ()
@@ -332,8 +338,10 @@ class Run:
         self._workloads: dict[tuple[int, bool], Workload] = {}
 
     def workload(self, batch: int = 1, *, shifts: bool = False) -> Workload:
-        """Workload of so many sequences; made once."""
+        """Workload of so many sequences; made once. Rows from then on say what it is."""
         key = (batch, shifts)
+        if key not in self._workloads and self.options.traces:
+            self._workloads[key] = self._of_traces(batch, shifts=shifts)
         if key not in self._workloads:
             o, exponent = self.options, self.options.exponent
             if exponent is None:
@@ -345,8 +353,27 @@ class Run:
             )  # fmt: skip
             print(f"workload of batch {batch}: skew {exponent:g}, {made.num_shifts} shifts, "
                   f"{made.distinct:.3g} experts of a layer a step", flush=True)  # fmt: skip
-            self._workloads[key] = made
+            popularity = f"popularity of rank r as r^-{exponent:g}" if exponent else "even"
+            self._workloads[key] = dataclasses.replace(made, about=f"made up, {popularity}")
+        self.report.beside_all["routing"] = self._workloads[key].about
         return self._workloads[key]
+
+    def _of_traces(self, batch: int, *, shifts: bool) -> Workload:
+        paths = list(self.options.traces) if shifts else [self.options.traces[0]]
+        works = [
+            of_trace(
+                self.lab.config, read_trace(path), batch, recall=RECALL, seed=0, name=path.name
+            )
+            for path in paths
+        ]
+        if len(works) == 1:
+            return works[0]
+        joined = {
+            name: np.concatenate([getattr(work, name) for work in works])
+            for name in ("ids", "probabilities", "predicted")
+        }
+        about = f"{'; then '.join(work.about for work in works)}"
+        return Workload(**joined, num_shifts=len(works) - 1, about=about)
 
     def buddies(
         self, workload: Workload, alpha: float = CFT_ALPHA, most: int = MOST_BUDDIES

@@ -1,0 +1,198 @@
+"""DyMoE's Tables 1 and 2 and Figures 3, 5 and 11.
+
+Prompts go by heavy hitters, tokens one by one by the gate. "load" is a fair null of heavy hitters:
+the experts of most tokens are critical. Sensitivity is measured on the calibration text.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from moejax.policies.baselines import Resident
+from scripts.studies.dymoe.controls import AsAsked
+from scripts.studies.quality.bench import EachToken, Measured, Served, Windows
+from scripts.studies.quality.cases import Case, Claim, Comparison, Point
+from scripts.studies.quality.subject import BATCH, Subject, point
+
+HIGH, LOW = "int4", "int2"
+RETENTIONS = (0.5, 0.625, 0.75, 0.875, 0.9, 1.0)
+KINDS = {"4/2": "", "4/0": "skip"}
+SELECTIONS = ("critical", "load", "random")
+SCHEDULES = ("cosine", "linear", "equal", "sensitivity")
+AT = 0.75  # where schedules are compared
+NEAR = 0.01  # nats: our reading of "nearly as good"
+TEXTS = ("wikitext-2", "mixed")
+
+
+def cases(subject: Subject) -> Iterator[Case]:
+    """Layers alone in INT2, then selections at every retention, then schedules."""
+    for layer in (None, *range(subject.model.num_layers)):
+        name = "layer none" if layer is None else f"layer {layer}"
+        yield Case(name, functools.partial(_one_layer, subject, layer))
+    runs = _Runs(subject)
+    for kind, selection, r in itertools.product(KINDS, SELECTIONS, RETENTIONS):
+        yield Case(
+            f"{kind} {selection} {r:g}",
+            functools.partial(
+                runs.points, f"{kind} {selection}", r, kind, selection, {"schedule": "cosine"}
+            ),
+        )
+    for kind, schedule in itertools.product(KINDS, SCHEDULES[1:]):
+        yield Case(
+            f"{kind} {schedule}",
+            functools.partial(
+                runs.points, f"{kind} {schedule}", AT, kind, "critical", {"schedule": schedule}
+            ),
+        )
+
+
+def _one_layer(subject: Subject, layer: int | None) -> Iterator[Point]:
+    """Figure 5: one layer's experts in INT2, the others in INT4."""
+    run = _with_layer(subject, layer)
+    yield point(subject.calibration, "one layer in int2", -1 if layer is None else layer, run)
+
+
+def _with_layer(subject: Subject, layer: int | None) -> Measured:
+    model, experts = subject.model, subject.num_experts
+    served = subject.served_uniform(HIGH)
+    memory = served.memory.tiers[0]
+    plain = memory.store
+    rows = slice(0, 0) if layer is None else slice(layer * experts, (layer + 1) * experts)
+    gate_up, down = (
+        full.at[rows].set(coarse[rows])
+        for full, coarse in zip(model.experts[HIGH], model.experts[LOW], strict=True)
+    )
+    memory.store = dataclasses.replace(plain, gate_up=gate_up, down=down)
+    try:
+        served.begin(Resident())
+        return served.run(subject.calibration, BATCH)
+    finally:
+        memory.store = plain
+
+
+class _Runs:
+    """Programs of each selection, made when they are needed."""
+
+    def __init__(self, subject: Subject):
+        self.subject = subject
+        self._made: dict[str, tuple[Served, EachToken]] = {}
+        self._sensitivity: tuple[float, ...] = ()
+
+    def points(
+        self, series: str, r: float, kind: str, selection: str, how: dict[str, Any]
+    ) -> Iterator[Point]:
+        """Prompts, then token by token, of each text."""
+        if how["schedule"] == "sensitivity":
+            how = {**how, "sensitivity": self.sensitivity()}
+        policy = AsAsked(
+            prefetch=0, selection=selection, retention=r, low=KINDS[kind], **how
+        )  # fmt: skip
+        served, each = self._programs(selection)
+        model = self.subject.model
+        width = model.config.experts_per_token
+
+        def mean(count: int) -> float:
+            return float(policy.counts(model.num_layers, count).mean() / count)
+
+        for windows in self.subject.both:
+            served.begin(policy)
+            run = served.run(windows, 1)
+            yield self._named(windows, "prompts", series, r, run, mean(self.subject.num_experts))
+            if selection != "load":  # of one token it is the order of the gate, as "critical"
+                run = each.run(policy, windows)
+                yield self._named(windows, "tokens", series, r, run, mean(width))
+
+    @staticmethod
+    def _named(
+        windows: Windows, phase: str, series: str, r: float, run: Measured, realised: float
+    ) -> Point:
+        return point(windows, f"{phase} {series}", r, run, **{"realised mean": realised})
+
+    def _programs(self, selection: str) -> tuple[Served, EachToken]:
+        if selection not in self._made:
+            model, experts = self.subject.model, self.subject.num_experts
+            base = AsAsked(prefetch=0, selection=selection)
+            tiers = (HIGH, LOW)
+            self._made[selection] = (
+                Served(model, base, tiers, (experts, experts)),
+                EachToken(model, base, tiers),
+            )
+        return self._made[selection]
+
+    def sensitivity(self) -> tuple[float, ...]:
+        """Nats that each layer alone in INT2 adds, above 0; measured once."""
+        if not self._sensitivity:
+            first, *others = (
+                float(np.mean(_with_layer(self.subject, layer).by_window))
+                for layer in (None, *range(self.subject.model.num_layers))
+            )
+            self._sensitivity = tuple(max(nats - first, 1e-6) for nats in others)
+        return self._sensitivity
+
+
+def _row(text: str, phase: str, series: str, r: float) -> str:
+    return f"dymoe | {text} | {phase} {series} | {r:g}"
+
+
+def _pairs(phase: str, own: str, null: str, r: float) -> tuple[Comparison, ...]:
+    return tuple(
+        Comparison(((1.0, _row(text, phase, own, r)), (-1.0, _row(text, phase, null, r))))
+        for text in TEXTS
+    )
+
+
+def claims(num_layers: int) -> tuple[Claim, ...]:
+    """Bars of a model of so many layers."""
+    last = f"dymoe | calibration | one layer in int2 | {num_layers - 1}"
+    return (
+        *(
+            Claim(
+                "dymoe", f"experts of heavy hitters are worth more than those of {said}",
+                "3.1, Figure 3", f"fewer nats in prompts at r = {AT}, {kind}",
+                _pairs("prompts", f"{kind} critical", f"{kind} {null}", AT),
+            )
+            for null, said in (("random", "a random choice"), ("load", "most tokens"))
+            for kind in KINDS
+        ),
+        *(
+            Claim(
+                "dymoe", f"a share that falls with depth ({own}) is better than {null}",
+                "3.2, 4.1, Figure 3", f"fewer nats in {phase} at r = {AT}, 4/0",
+                _pairs(phase, "4/0 critical" if own == "cosine" else f"4/0 {own}",
+                       f"4/0 {null}", AT),
+            )
+            for own, null in (("cosine", "equal"), ("cosine", "linear"))
+            for phase in ("prompts", "tokens")
+        ),
+        *(
+            Claim(
+                "dymoe", f"{kind} at r = 0.9 is nearly as good as uniform INT4", "6.3, Table 2",
+                f"at most {NEAR} nats more, in {phase}",
+                tuple(
+                    Comparison(
+                        ((1.0, _row(text, phase, f"{kind} critical", 0.9)),
+                         (-1.0, f"dynaexq | {text} | uniform int4 | 0")),
+                        NEAR,
+                    )
+                    for text in TEXTS
+                ),
+            )
+            for kind in KINDS
+            for phase in ("prompts", "tokens")
+        ),
+        Claim(
+            "dymoe", "at r = 0.75 INT2 in place of skipping recovers quality", "6.3, Table 2",
+            "fewer nats in prompts and token by token",
+            _pairs("prompts", "4/2 critical", "4/0 critical", AT)
+            + _pairs("tokens", "4/2 critical", "4/0 critical", AT),
+        ),
+        Claim(
+            "dymoe", "shallow layers suffer most from INT2", "3.2, Figure 5",
+            "the first layer in INT2 costs more nats than the last one",
+            (Comparison(((1.0, last), (-1.0, "dymoe | calibration | one layer in int2 | 0"))),),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Cases, bars and verdicts of the studies of quality, and what they are compared with."""
+
+import dataclasses
+import json
+from typing import ClassVar
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.policies.buddy_lists import BuddyLists
+from scripts.studies.quality import buddymoe as quality_buddymoe
+from scripts.studies.quality import cases, dymoe, dynaexq
+from scripts.studies.quality.cases import (
+    MET,
+    NOT_MEASURED,
+    NOT_MET,
+    NOT_SHOWN,
+    Claim,
+    Comparison,
+    Point,
+)
+from scripts.studies.tables.paper import IN_PART, against
+from scripts.studies.tables.routing import routing_of
+from scripts.studies.tables.rows import Found
+from tests.results_test import ROW
+
+
+class VerdictTest(parameterized.TestCase):
+    nats: ClassVar = {
+        "a": [1.0, 2.0, 3.0, 4.0], "better": [0.9, 1.91, 2.89, 3.9], "noisy": [1.2, 1.7, 3.2, 3.8],
+        "short": [1.0],
+    }  # fmt: skip
+
+    @parameterized.parameters(
+        ("better", "a", MET), ("a", "better", NOT_MET), ("noisy", "a", NOT_SHOWN)
+    )
+    def test_windows_are_compared_in_pairs(self, own, null, expected):
+        found = cases.judge(Comparison(((1.0, own), (-1.0, null))), self.nats)
+        assert found is not None
+        self.assertEqual(found.verdict, expected)
+        lost = np.array(self.nats[own]) - np.array(self.nats[null])
+        self.assertAlmostEqual(found.mean, lost.mean())
+        self.assertAlmostEqual(found.error, np.std(lost, ddof=1) / 2)
+
+    def test_a_claim_needs_all_of_its_parts(self):
+        def claim(*pairs: tuple[str, str]) -> Claim:
+            tests = tuple(Comparison(((1.0, own), (-1.0, null))) for own, null in pairs)
+            return Claim("p", "said", "1", "bar", tests)
+
+        for pairs, expected in (
+            ([("better", "a")], MET),
+            ([("better", "a"), ("noisy", "a")], NOT_SHOWN),
+            ([("better", "a"), ("noisy", "a"), ("a", "better")], NOT_MET),
+            ([("better", "none")], NOT_MEASURED),
+            ([("short", "a")], NOT_MEASURED),
+            ([], NOT_MEASURED),
+        ):
+            self.assertEqual(cases.verdict(claim(*pairs), self.nats)[0], expected)
+
+    def test_a_margin_is_in_nats(self):
+        test = Comparison(((1.0, "a"), (-1.0, "better")), 0.2)
+        found = cases.judge(test, self.nats)
+        assert found is not None
+        self.assertEqual(found.verdict, MET)
+
+    def test_a_share_of_a_gap(self):
+        """Half of the loss of random: (own - exact) - 0.5 (random - exact)."""
+        (test, *_) = quality_buddymoe.tests_of("own", "random", 0.5)
+        names = [row for _, row in test.terms]
+        nats = dict(zip(names, ([2.0, 2.4], [3.0, 4.0], [1.0, 1.0]), strict=True))
+        found = cases.judge(test, nats)
+        assert found is not None
+        self.assertAlmostEqual(found.mean, np.mean([1.0 - 0.5 * 2.0, 1.4 - 0.5 * 3.0]))
+
+    def test_every_bar_names_rows_of_its_sections(self):
+        claims = (*dynaexq.CLAIMS, *dymoe.claims(7), *quality_buddymoe.CLAIMS)
+        for claim in claims:
+            self.assertNotEmpty(claim.tests)
+            for test in claim.tests:
+                for _, row in test.terms:
+                    self.assertLen(row.split(" | "), 4, row)
+                self.assertAlmostEqual(sum(factor for factor, _ in test.terms), 0.0)
+
+    def test_rows_keep_windows_and_their_error(self):
+        point = Point("wiki", "series", 0.5, 3.0, (1.0, 1.2))
+        beside = json.loads(json.dumps(point.beside))
+        self.assertAlmostEqual(beside["standard error"], 0.1)
+        row = {"what": f"demo | section | {point.key}", "baseline": beside}
+        self.assertEqual(
+            cases.nats_of([row], "demo"), {"section | wiki | series | 0.5": [1.0, 1.2]}
+        )
+        self.assertEmpty(cases.nats_of([row], "study"))
+
+    @parameterized.parameters(
+        ([1.9, 3.9], MET), ([1.9, 2.01], NOT_SHOWN), ([1.9, 1.0], IN_PART), ([1.0, 1.0], NOT_MET),
+        ([1.01, 1.0], NOT_MET), ([1.89, 2.0], NOT_SHOWN),
+    )  # fmt: skip
+    def test_what_is_nearer_than_the_spread_is_not_shown(self, values, expected):
+        self.assertEqual(against(values, [1.8, 2.0], 0.03), expected)
+
+
+class ListsTest(absltest.TestCase):
+    lists = BuddyLists(
+        np.array([[[1, 2, 3], [3, 0, -1], [0, -1, -1], [1, 0, 2]]], np.int32),
+        np.array([[[0.5, 0.3, 0.2], [0.6, 0.4, 0], [1, 0, 0], [0.4, 0.4, 0.2]]], np.float32),
+    )
+
+    def test_lists_by_origin(self):
+        same = quality_buddymoe.of_origin(self.lists, 2, same=True)
+        np.testing.assert_array_equal(
+            same.ids[0], [[2, -1, -1], [3, -1, -1], [0, -1, -1], [1, -1, -1]]
+        )
+        other = quality_buddymoe.of_origin(self.lists, 2, same=False)
+        np.testing.assert_array_equal(
+            other.ids[0], [[1, 3, -1], [0, -1, -1], [-1, -1, -1], [0, 2, -1]]
+        )
+        np.testing.assert_allclose(other.q[0, 0], [0.5, 0.2, 0])
+        np.testing.assert_array_equal(same.sizes() + other.sizes(), self.lists.sizes())
+
+    def test_lists_by_popularity(self):
+        found = quality_buddymoe.by_popularity(self.lists, np.array([[5.0, 1.0, 9.0, 7.0]]))
+        np.testing.assert_array_equal(found.ids[0], [[2, 3, 1], [2, 3, -1], [3, -1, -1], [2, 0, 1]])
+        self.assertTrue((np.diff(found.q, axis=-1) <= 0).all())
+
+
+class RoutingTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("x --zipf=1", {}, "Mixtral-8x7B", "made-up routing, popularity of rank r as r^-1"),
+        ("x", {}, "Mixtral-8x7B", "made-up routing, even popularity"),
+        ("x", {}, "Qwen3-30B-A3B", "made-up routing, popularity of rank r as r^-0.85"),
+        ("x --zipf=1", {"routing": "trace a"}, "Mixtral-8x7B", "trace a"),
+    )
+    def test_routing_has_a_name(self, command, beside, shape, expected):
+        row = dataclasses.replace(ROW, command=command, baseline=beside)
+        self.assertEqual(routing_of(Found(row, "f", 1), shape), expected)
+        self.assertEqual(routing_of(None, shape), "routing not measured")
