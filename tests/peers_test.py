@@ -85,12 +85,14 @@ class OutputTest(parameterized.TestCase):
             name: {"value": value, "unit": "tokens/s"}
             for name, value in (("prefill throughput", 100.0), ("decode throughput", 50.0))
         }
+        figures["device memory peak"] = {"value": 2.5, "unit": "GiB"}
         points = [
             {"status": "refused", "reason": "needs 3 GiB", "batch": 1, "device_gib": 1.0},
             {"status": "measured", "batch": 4, "device_gib": 3.0, "figures": figures},
         ]
         found = list(ours.of_record(json.dumps({"points": points}), 512))
         self.assertEqual([one[:2] for one in found], [(prefill(512, 4), 100), (decode(512, 4), 50)])
+        self.assertEqual(found[0].more, {"planned_gib": 3.0, "own_peak_gib": 2.5})
         with self.assertRaisesRegex(NotRunError, "needs 3 GiB"):
             list(ours.of_record(json.dumps({"points": points[:1]}), 512))
 
@@ -250,6 +252,10 @@ class RunTest(absltest.TestCase):
         self.assertEqual(ran[3:], ["late"])
         self.bench(*cases, again=True)
         self.assertEqual(ran[4:], ["bad", "late", "long"])
+
+    def test_rows_name_no_path_of_the_machine(self):
+        said = bench_peers.without_paths("bench_peers r/ --llama_cpp=/a/b --gguf=/c --loads=one")
+        self.assertEqual(said, "bench_peers r/ --llama_cpp=LLAMA_CPP --gguf=GGUF --loads=one")
 
     def test_the_cases_of_a_shape_have_different_names(self):
         build = llama_cpp.Build(self.folder, "", "")

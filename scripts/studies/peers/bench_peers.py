@@ -17,6 +17,7 @@ compiled programs stay in results/files; nothing is fetched. --shape=tiny --plat
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -106,7 +107,15 @@ def _row(
     versions = package_versions(*(("jax", "jaxlib", "flax") if own else ()))
     return ResultRow(
         what=what, figure=figure, unit=unit, baseline=beside, device=device,  # type: ignore[arg-type]
-        versions=versions, date=today(), command=command_line(),
+        versions=versions, date=today(), command=without_paths(command_line()),
+    )  # fmt: skip
+
+
+def without_paths(command: str) -> str:
+    """The command with names in place of this machine's paths."""
+    return re.sub(
+        r"--(llama_cpp|gguf|freetoken|trace|files)=\S+",
+        lambda match: f"--{match[1]}={match[1].upper()}", command,
     )  # fmt: skip
 
 

@@ -116,8 +116,11 @@ def of_record(text: str, length: int) -> Iterator[Figure]:
     for point in measured:
         figures, batch = point["figures"], point["batch"]
         more: dict[str, float | str] = {"planned_gib": float(point["device_gib"])}
-        if "hit rate of decode" in figures:
-            more["hits_percent"] = figures["hit rate of decode"]["value"]
+        for name, key in (
+            ("hit rate of decode", "hits_percent"), ("device memory peak", "own_peak_gib")
+        ):  # fmt: skip
+            if name in figures:
+                more[key] = figures[name]["value"]
         for name, workload in (
             ("prefill throughput", prefill(length, batch)),
             ("decode throughput", decode(length, batch)),
