@@ -166,8 +166,6 @@ class Engine:
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
         checkpoint = open_checkpoint(str(path), read_bits)
-        if devices is not None and (reason := checkpoint.config.mesh_refusal):
-            raise MoejaxError(reason)
         tokenizer = Tokenizer.from_directory(checkpoint.directory)  # before weights take minutes
         defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
         memory: ExpertMemory | None = None

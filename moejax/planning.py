@@ -104,8 +104,6 @@ def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
     """Name, shape, sizes of the weights, and bytes per number of the activations."""
     checkpoint = None if config.shape else open_checkpoint(config.checkpoint, config.read_bits)
     model = checkpoint.config if checkpoint else SHAPES[config.shape]
-    if mesh_size(config.mesh) > 1 and model.mesh_refusal:
-        raise MoejaxError(model.mesh_refusal)
     if checkpoint is not None:
         dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
         sizes = checkpoint_sizes(checkpoint, dtype, mesh_size(config.mesh))

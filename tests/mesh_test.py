@@ -26,8 +26,9 @@ from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.models.moe import ResidentExperts
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights.linear import Kernels
-from tests import model_kinds, slow
+from tests import hf_checkpoints, model_kinds, slow
 from tests.folder_case import FolderTestCase
+from tests.hf_checkpoints import TinyCheckpoint
 from tests.quantized_stores import Fp8, Own, Plain
 from tests.random_checkpoints import TINY, write_random_checkpoint
 
@@ -41,6 +42,14 @@ CONFIGS = {"qwen3": QWEN, "tied": dataclasses.replace(QWEN, tied_embeddings=True
     )
     for kind in model_kinds.KINDS
 }
+
+
+CONFIGS["joint"] = dataclasses.replace(CONFIGS["joint"], shared_dim=0)  # OLMoE shares nothing
+# GLM-4.7-Flash: DeepSeek-V3's attention and router, without groups of experts.
+CONFIGS["flash"] = dataclasses.replace(
+    CONFIGS["sigmoid"], family="glm4_moe_lite",
+    router=dataclasses.replace(CONFIGS["sigmoid"].router, num_groups=1, top_groups=1),
+)  # fmt: skip
 
 
 class Packed(Own):
@@ -84,11 +93,15 @@ class MeshTest(FolderTestCase):
             ("latent", "plain", 4),
             ("delta", "plain", 2),
             ("sigmoid", "int3", 8),
+            ("joint", "plain", 2),
+            ("biased", "plain", 4),
+            ("by_part", "plain", 2),
+            ("flash", "plain", 4),
         ),
     )
     def test_mesh_answers_as_one_device(self, case):
         kind, form, count = case
-        if kind == "delta":
+        if kind in ("delta", "joint", "biased", "by_part", "flash"):
             write_random_checkpoint(self.directory, **vars(CONFIGS[kind]))
         else:
             stores()[form](CONFIGS[kind]).write(self.directory)
@@ -200,6 +213,49 @@ class MeshTest(FolderTestCase):
                 expected[row] += weight / of_token[chosen].sum() * rest[0, expert] @ hidden
         self.assertLess(np.abs(np.float64(found) - expected).max() / np.abs(expected).max(), 0.01)
 
+    @slow.where(lambda case: case != ("mxfp4", 2, "resident"))
+    @parameterized.parameters(
+        (("mxfp4", 2, "resident"),),  # 3 groups: uneven
+        (("float32", 4, "resident"),),
+        (("float32", 2, "slots"),),
+        (("mxfp4", 3, "tiers"),),
+    )
+    def test_biases_of_experts_are_cut_as_they_are(self, case):
+        """gpt-oss: the down bias is added once, those of gates and ups along the width."""
+        form, count, where = case
+        spec = TinyCheckpoint(
+            family="gpt_oss", mxfp4=form == "mxfp4",
+            fields={"intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.2},
+        )  # fmt: skip
+        hf_checkpoints.write_random_checkpoint(spec, self.directory, seed=0)
+        tiers = Tiering(
+            policy="dymoe", settings={"retention": 0.5}, tiers=("mxfp4", "int2"), slots=(2, 8),
+            group_size=32, quantizer="rtn",
+        )  # fmt: skip
+        how: dict[str, Any] = {"slots": {"limits": Limits(slots=2)}, "tiers": {"policy": tiers}}
+        how = how.get(where, {})
+        one, several = self.load(**how), self.load(**how, mesh=str(count))
+        expected, found = one.logits(TOKENS), several.logits(TOKENS)
+        self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
+        if case != ("mxfp4", 2, "resident"):
+            answers = [
+                [answer.tokens for answer in engine.generate(PROMPTS, max_new_tokens=8)]
+                for engine in (one, several)
+            ]
+            self.assertEqual(*answers)
+        whole, down = one.weights["moe.gate_up_bias"], several.weights["moe.down_bias"]
+        self.assertLess(several.weights["moe.gate_up_bias"].shape[-1], whole.shape[-1])
+        self.assertFalse(np.any(down[len(whole) :]))
+
+    def test_tiers_that_would_miss_their_biases_are_refused(self):
+        spec = TinyCheckpoint(family="gpt_oss", fields={"intermediate_size": 96})
+        hf_checkpoints.write_random_checkpoint(spec, self.directory, seed=0)
+        tiers = Tiering(
+            policy="dymoe", tiers=("int4", "int2"), slots=(2, 8), group_size=32, quantizer="rtn"
+        )
+        with self.assert_one_line("in units of 32 and their biases in units of 16"):
+            self.load(policy=tiers, mesh="2")
+
     def test_errors_take_one_line(self):
         Packed(QWEN, 4).write(self.directory)
         with self.assert_one_line("mesh=16 takes 16 devices, but JAX sees 8 of the platform cpu"):
@@ -208,10 +264,10 @@ class MeshTest(FolderTestCase):
             self.load(mesh="2", limits=Limits(slots=2, host_gib=1e-4))
         with self.assert_one_line("mesh='two' must be a number of devices"):
             self.load(mesh="two")
-        biases = {"moe.down_bias": (1,)}
+        biases = {"moe.other_bias": (1,)}
         with (
             mock.patch.object(checkpoints, "weight_shapes", lambda config: biases),
-            self.assert_one_line("does not serve experts with moe.down_bias yet"),
+            self.assert_one_line("does not serve experts with moe.other_bias yet"),
         ):
             self.load(mesh="2")
         self.assertIsNone(make_mesh("1", "cpu"))

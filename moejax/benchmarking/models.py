@@ -150,8 +150,6 @@ class _ShapeModels:
         self._mesh = mesh = make_mesh(config.mesh, config.platform)
         self.about += _mesh_text(mesh)
         self._own = self.config  # of the experts that a device has
-        if mesh is not None and self.config.mesh_refusal:
-            raise MoejaxError(self.config.mesh_refusal)
         if mesh is not None:
             units = [
                 mxfp4.GROUP_SIZE if is_mxfp4 and bits == mxfp4.BITS else config.group_size

@@ -19,13 +19,13 @@ from moejax.devices import DeviceMesh
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import read_model_config
-from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES
 from moejax.text.tokenizer import read_eos_ids
 from moejax.weights.qtensor import Weight
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Leaves of sparse layers that devices of a mesh can have, a share or the whole.
-MESH_LEAVES = (*EXPERT_LEAVES, "moe.router", "moe.router_bias")
+MESH_LEAVES = (*EXPERT_LEAVES, *EXPERT_BIASES, "moe.router", "moe.router_bias", "moe.logit_bias")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ from moejax.devices import DeviceMesh, Place
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf.names import multi_token, vision_tower
-from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
+from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.weights.qtensor import CodesKind, Compensator, Fp8Tensor, QTensor, Weight
 from moejax.weights.shares import Shares, shares_of
 
@@ -135,7 +135,8 @@ class CheckpointReader:
         if mesh is not None and name in EXPERT_LEAVES:
             return _read_shares(plan, self.shares(mesh.size), mesh, advance)
         is_split = mesh is not None and name in VOCABULARY_LEAVES and plan.splits_by_rows
-        if is_split:
+        is_bias = mesh is not None and name in EXPERT_BIASES
+        if is_split or is_bias:
             place = jax.local_devices(backend="cpu")[0]
         is_stacked = plan.parts[0].index != ()
         memories = _allocate(plan, place, is_stacked=is_stacked)
@@ -148,6 +149,8 @@ class CheckpointReader:
                 memory.finish_layer(layer)
         compensators = read_compensators(plan, place)
         leaf = plan.assemble({n: m.finish() for n, m in memories.items()}, compensators)
+        if mesh is not None and is_bias:
+            return _split_bias(name, np.asarray(leaf), self.shares(mesh.size), mesh)
         if mesh is None or not is_split:
             return leaf
         rows: Weight = mesh.split_rows(leaf)
@@ -251,6 +254,13 @@ def refuse_shares(plan: LeafPlan) -> None:
             f"{plan.name} has low-rank compensators, which a mesh does not serve yet; quantize it "
             "by another method, or leave the mesh out"
         )
+
+
+def _split_bias(name: str, bias: np.ndarray, shares: Shares, mesh: DeviceMesh) -> jax.Array:
+    """Gives each device of a mesh its share of a leaf of `EXPERT_BIASES`."""
+    take = shares.gate_up_bias if name == EXPERT_BIASES[0] else shares.down_bias
+    parts = [jax.device_put(take(bias, i), device) for i, device in enumerate(mesh.devices)]
+    return mesh.join(parts)
 
 
 def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Advance) -> Weight:

@@ -10,9 +10,9 @@ from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.reader import CheckpointReader, refuse_shares
 from moejax.devices import rows_of
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES, leaves_of
+from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES, VOCABULARY_LEAVES, leaves_of
 from moejax.weights.qtensor import CodesKind
-from moejax.weights.shares import shares_of
+from moejax.weights.shares import Shares, shares_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,11 +55,22 @@ def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int =
         config = config_of_share(config, num_devices, group_size)
         shapes = weight_shapes(config)
         cut = [leaf for leaf in VOCABULARY_LEAVES if leaf in leaves and leaves[leaf].splits_by_rows]
+        biases = [leaf for leaf in EXPERT_BIASES if leaf in leaves]
         leaves |= {
             leaf: dataclasses.replace(leaves[leaf], shape=shapes[leaf], parts=())
-            for leaf in (*EXPERT_LEAVES, *cut)
+            for leaf in (*EXPERT_LEAVES, *cut, *biases)
         }
     return dataclasses.replace(_sizes(config, leaves), refusal=refusal)
+
+
+def stored_shares(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int) -> Shares:
+    """Shares of each expert, as it is stored, on a mesh; raises as `checkpoint_sizes`."""
+    if not checkpoint.is_quantized:
+        return shares_of(checkpoint.config.expert_dim, num_devices, None)
+    reader = CheckpointReader(
+        checkpoint.directory, checkpoint.config, dtype=dtype, read_bits=checkpoint.read_bits
+    )
+    return reader.shares(num_devices)
 
 
 def config_of_share(config: ModelConfig, num_devices: int, group_size: int | None) -> ModelConfig:

@@ -13,7 +13,7 @@ from absl import logging
 
 from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint
-from moejax.checkpoints.sizes import Sizes, checkpoint_sizes
+from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, stored_shares
 from moejax.devices import DeviceMesh
 from moejax.errors import MoejaxError
 from moejax.experts.budget import (
@@ -54,7 +54,7 @@ from moejax.quantization.pipeline.expert_rows import QuantizedRows
 from moejax.quantization.pipeline.quantizers import Program
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
-from moejax.weights.shares import shares_of
+from moejax.weights.shares import Shares, shares_of
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
@@ -214,6 +214,9 @@ def plan_experts(
         ]
         if num_devices > 1:
             _check_shares(stored, sources, tiering, chosen, num_devices)
+            if config.expert_bias:
+                biases = stored_shares(checkpoint, chosen, num_devices)
+                _check_cuts(biases, stored, sources, tiering, chosen)
         # On a mesh tiers are whole copies.
         is_one = len({source.directory for source in sources}) == 1 and num_devices == 1
         widths = [source.read_bits for source in sources] if is_one else []
@@ -473,6 +476,23 @@ def _check_shares(
             f"in different tiers ({said}): give tiers of one group size (policy.group_size), or "
             "another mesh"
         )
+
+
+def _check_cuts(
+    biases: Shares, stored: Sequence[StoredTier], sources: Sequence[Checkpoint],
+    tiering: Tiering, dtype: np.dtype,
+) -> None:  # fmt: skip
+    """Raises MoejaxError where a tier's experts are cut elsewhere than their biases."""
+    for tier, source in zip(stored, sources, strict=True):
+        own = stored_shares(source, dtype, biases.count)
+        if tier.bits:
+            own = shares_of(source.config.expert_dim, biases.count, tiering.group_size)
+        if any(own.span(i) != biases.span(i) for i in range(biases.count)):
+            raise MoejaxError(
+                f"a mesh of {biases.count} cuts the experts of tier {tier.name} in units of "
+                f"{own.unit} and their biases in units of {biases.unit}: give "
+                f"policy.group_size={biases.unit}, or another mesh"
+            )
 
 
 def _check_suits(policy: AnyPolicy, tiers: Sequence[TierSize], spec: PolicySpec) -> None:

@@ -347,13 +347,6 @@ class ModelConfig:
         return self.sliding_window
 
     @property
-    def mesh_refusal(self) -> str | None:
-        """Reason why experts cannot be split over the devices of a mesh, or None."""
-        if not self.expert_bias:
-            return None
-        return f"a mesh cannot split experts with biases, as those of {self.family}: leave mesh out"
-
-    @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are rotated."""
         if self.latent is not None:

@@ -44,6 +44,7 @@ def leaves_of(*kinds: str) -> tuple[str, ...]:
 
 
 EXPERT_LEAVES = leaves_of("experts")
+EXPERT_BIASES = ("moe.gate_up_bias", "moe.down_bias")  # on the device wherever the experts are
 VOCABULARY_LEAVES = leaves_of("embed", "head")  # [V, D]
 
 

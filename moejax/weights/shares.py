@@ -110,6 +110,16 @@ class Shares:
             num_inputs=self.share_width,
         )
 
+    def gate_up_bias(self, bias: np.ndarray, index: int) -> np.ndarray:
+        """Takes a share of [..., 2F]: [..., 2 share_width]."""
+        start, stop = self.span(index)
+        parts = bias.reshape(*bias.shape[:-1], 2, self.width)[..., start:stop]
+        return _padded(parts, -1, self.share_width).reshape(*bias.shape[:-1], -1)
+
+    def down_bias(self, bias: np.ndarray, index: int) -> np.ndarray:
+        """Takes [..., D] in the first share, zeros in the others: the shares are summed."""
+        return bias if index == 0 else np.zeros_like(bias)
+
     def narrow(self, down: Weight) -> Weight:
         """Gives arrays of shares of down, in the tree of the whole, the width of a share."""
         if not isinstance(down, QTensor):
