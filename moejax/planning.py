@@ -51,13 +51,16 @@ def budget_of(config: PlanConfig) -> Budget:
         return make_budget(run, [tier_of(own)], limits)
     if tiering.emulate:
         raise MoejaxError("a shape takes no policy.emulate")
-    tiers, widths = [], []
+    tiers, widths, dims = [], [], []
     for tier in tiering.stored():
         bits = _bits_of(config, tier)
         of_checkpoint = config.planes or tier.name == STORED
         group = config.group_size if of_checkpoint else tiering.group_size
-        tiers.append(tier_of(_sizes_of_shape(config, bits, group), tier.name))
+        sizes = _sizes_of_shape(config, bits, group)
+        tiers.append(tier_of(sizes, tier.name))
         widths.append(bits)
+        dims.append(sizes.expert_dim)
+    run = dataclasses.replace(run, config=dataclasses.replace(model, expert_dim=max(dims)))
     policy = choose(tiering, None, model).policy
     by_planes = config.planes and run.num_devices == 1  # tiers of a mesh are whole copies
     budget, _ = plan_tiers(policy, run, tiers, tiering.slots, limits, widths if by_planes else ())

@@ -247,6 +247,15 @@ class MeshTest(FolderTestCase):
         self.assertLess(several.weights["moe.gate_up_bias"].shape[-1], whole.shape[-1])
         self.assertFalse(np.any(down[len(whole) :]))
 
+    def test_the_plan_counts_the_width_to_which_tiers_are_padded(self):
+        """Three groups of 32 on two devices: tiers are 64 wide, the plain experts' shares 48."""
+        Plain(dataclasses.replace(QWEN, expert_dim=96)).write(self.directory)
+        tiers = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(2, 6), group_size=32)
+        engine = self.load(policy=tiers, mesh="2")
+        widths = {tier.store.gate_up.shape[-2] // 2 for tier in engine._runner.memory.tiers}
+        self.assertEqual({engine.budget.run.config.expert_dim}, widths)
+        self.assertEqual(widths, {64})
+
     def test_tiers_that_would_miss_their_biases_are_refused(self):
         spec = TinyCheckpoint(family="gpt_oss", fields={"intermediate_size": 96})
         hf_checkpoints.write_random_checkpoint(spec, self.directory, seed=0)

@@ -213,7 +213,8 @@ def plan_experts(
             for tier, source in zip(stored, sources, strict=True)
         ]
         if num_devices > 1:
-            _check_shares(stored, sources, tiering, chosen, num_devices)
+            width = _width_of_shares(stored, sources, tiering, chosen, num_devices)
+            run = dataclasses.replace(run, config=dataclasses.replace(config, expert_dim=width))
             if config.expert_bias:
                 biases = stored_shares(checkpoint, chosen, num_devices)
                 _check_cuts(biases, stored, sources, tiering, chosen)
@@ -458,11 +459,11 @@ def _sizes(
     return tier_of(sizes, tier.name)
 
 
-def _check_shares(
+def _width_of_shares(
     stored: Sequence[StoredTier], sources: Sequence[Checkpoint], tiering: Tiering, dtype: np.dtype,
     num_devices: int,
-) -> None:  # fmt: skip
-    """Raises MoejaxError where a device's shares of an expert differ in width between tiers."""
+) -> int:  # fmt: skip
+    """Width of a device's share of an expert; MoejaxError if it differs between tiers."""
     widths = {
         tier.name: shares_of(source.config.expert_dim, num_devices, tiering.group_size).share_width
         if tier.bits
@@ -476,6 +477,7 @@ def _check_shares(
             f"in different tiers ({said}): give tiers of one group size (policy.group_size), or "
             "another mesh"
         )
+    return next(iter(widths.values()))
 
 
 def _check_cuts(
