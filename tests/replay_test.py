@@ -94,10 +94,14 @@ class PlainPools:
             found[:, 0] &= found[:, 1]
         return found
 
-    def admit_planes(self, phase: int, layer: int, needed: list[set[int]], mark: bool) -> list[int]:
+    def admit_planes(
+        self, phase: int, layer: int, needed: list[set[int]], ahead: bool
+    ) -> list[int]:
         """Admits planes that a pool of both tiers lacks; how many of each tier came."""
         held, slots = self.held[layer], self.run.slots[1]
         coming = [(t, e) for t in (1, 0) for e in sorted(needed[t] - held[t].keys())]
+        if ahead:
+            coming = [(t, e) for t, e in coming if t == 1 or e in held[1]]
         victims = sorted(
             (use, t, e, unused)
             for t in (0, 1) for e, (use, unused) in held[t].items() if e not in needed[t]
@@ -109,7 +113,7 @@ class PlainPools:
             self.count(phase, "evictions", t)
             self.count(phase, "prefetch_waste", t, int(unused))
         for t, expert in coming[:num]:
-            held[t][expert] = (self.clock, mark)
+            held[t][expert] = (self.clock, ahead)
         return [sum(of == t for of, _ in coming[:num]) for t in (0, 1)]
 
     def run_planes(self, phase: int, layer: int, asked: dict[int, int]) -> None:

@@ -154,12 +154,13 @@ def predict_shared(
 ) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
     """Admits planes of experts that a layer to come will probably need, to slots that tiers share.
 
-    As `predict`; base planes come first, then refinements.
+    As `predict`. Base planes come first, then refinements, of experts whose base plane was there: a
+    guess that is wrong moves one plane alone.
 
     Args:
       tiers: of refinements, whose table stays, and of base planes; donate their tables.
       ids: int32[L], experts whose base plane is to come; -1: none.
-      refined: bool[L], those whose refinement is to come too.
+      refined: bool[L], those that will run in the first tier.
       active: bool[N]; nothing is admitted if no token is.
       columns: of `Tables.events`, by the names of `PREDICT_EVENTS`.
 

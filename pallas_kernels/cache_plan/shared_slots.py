@@ -146,7 +146,8 @@ def predict_shared(
     some = (ids >= 0) & jnp.any(active)
     wanted = [marked(ids, mask, num_experts) for mask in (some & refined, some)]
     before, needed = read_row(tables.table, layer, 2 * num_experts), jnp.concatenate(wanted)
-    new = needed & (before.slot_of < 0)
+    has_base = before.slot_of[num_experts:] >= 0
+    new = needed & (before.slot_of < 0) & jnp.concatenate((has_base, jnp.ones_like(has_base)))
     victims = ordered_victims(before, tables.clock, needed)
     coming, row = assigned(before, new, _bases_first(new), *victims)
     come = new & (row.slot_of >= 0)

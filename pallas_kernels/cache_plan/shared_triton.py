@@ -49,13 +49,14 @@ class _Admitted(NamedTuple):
 
 
 def _admitted(
-    pool: Refs, layer: jax.Array, clock: jax.Array, ids: jax.Array, needs: Both, leads: Both,
-    local: Both, *, has_waves: bool,
+    pool: Refs, layer: jax.Array, clock: jax.Array, ids: jax.Array, needs: Both, misses: Both,
+    leads: Both, local: Both, *, has_waves: bool,
 ) -> _Admitted:  # fmt: skip
     """Gives slots to planes that are missing, base planes first.
 
     Args:
       needs: bool[P], pairs that need each of their planes.
+      misses: bool[P], of them those whose plane is to come.
       leads: bool[P], of them the first of each expert.
       local: int32[P], local slots of their planes; -1: none.
     """
@@ -63,7 +64,6 @@ def _admitted(
     loaded = vectors.load_slots(pool, layer, PLANES)
     items = jnp.where(needs[0], ids, -2), jnp.where(needs[1], num_experts + ids, -2)
     slots = vectors.candidates(loaded, clock, *items)
-    misses = tuple(need & (at < 0) for need, at in zip(needs, local, strict=True))
     firsts = tuple(lead & miss for lead, miss in zip(leads, misses, strict=True))
     num_refinements, num_bases = together(*firsts)
     number, victim = num_refinements + num_bases, slots.victim
@@ -101,8 +101,9 @@ def place_planes(
     needs, leads = (high, runs), (high & pairs.leads, runs & pairs.leads)
     local = states[0].local, states[1].local
     rows = [vectors.load_rows(state.of, layer, ids) for state in states]
+    absent = high & (local[0] < 0), runs & (local[1] < 0)
     done = _admitted(
-        pool, layer, states[1].clock, ids, needs, leads, local, has_waves=form.waves > 0
+        pool, layer, states[1].clock, ids, needs, absent, leads, local, has_waves=form.waves > 0
     )
     lacks = [need & (at < 0) for need, at in zip(needs, done.local, strict=True)]
     streams = lacks[0] | lacks[1]
@@ -181,9 +182,12 @@ def predict_shared_body(
     leads = tuple(vectors.leads(jnp.where(need, ids, -1)) for need in needs)
     rows = [vectors.load_rows(tier, layer, ids) for tier in tiers]
     events = [vectors.load_events(tier, layer) for tier in tiers]
+    has_base = local[1] >= 0
+    misses = needs[0] & (local[0] < 0) & has_base, needs[1] & ~has_base
     done = _admitted(
-        pool, layer, clock, ids, needs, (leads[0], leads[1]), (local[0], local[1]), has_waves=False
-    )
+        pool, layer, clock, ids, needs, misses, (leads[0], leads[1]), (local[0], local[1]),
+        has_waves=False,
+    )  # fmt: skip
     if not interpret:
         pltriton.debug_barrier()
     vectors.store_owners(pool, layer, done.slots, done.coming, PLANES)

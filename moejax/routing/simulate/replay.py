@@ -221,7 +221,8 @@ def _prefetch_experts(
     wanted = ahead[None] == tier
     if shares:
         wanted = jnp.stack([ahead == 0, ahead >= 0])
-        new = wanted & (key == 0)
+        # A refinement comes over a base plane that is there.
+        new = wanted & (key == 0) & jnp.stack([key[1] > 0, jnp.ones(num_experts, bool)])
         keys, moved = _admit_shared(key, new, wanted, slots, 2 * clock + 1, most)
         return keys, _prefetch_counts(moved)
     # A copy as good or better serves.
