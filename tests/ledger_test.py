@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moejax.experts import residency
-from moejax.experts.ledger import TierLedger
+from moejax.experts.ledger import Ledger, TierLedger
 from moejax.experts.residency import Counts
 
 MIB = 2**20
@@ -60,6 +60,18 @@ class LedgerTest(parameterized.TestCase):
         self.assertEqual(self.book.bytes_by_cause, {k: n * MIB for k, n in expected.items()})
         self.assertEqual(self.book.link_bytes, 22 * MIB)
         self.assertEqual(self.book.stall_seconds(5 / 2**10), 2.0)  # of 10 MiB, at 5 a second
+
+    def test_an_expert_without_its_refinement_is_half_a_miss(self):
+        def counts(**amounts: int) -> Counts:
+            return residency.no_counts(1).add(0, **amounts)
+
+        missing = counts(needed=1, misses=1)
+        over_all = Ledger({"int4": TierLedger(2, refines=True), "int2": TierLedger(3)})
+        over_all.tiers["int4"].add(jax.device_get(missing))
+        shared = Ledger({"int4": TierLedger(2), "int2": TierLedger(3)})
+        shared.tiers["int4"].add(jax.device_get(missing))
+        shared.tiers["int2"].add(jax.device_get(counts(needed=1, hits=1)))
+        self.assertEqual((over_all.hit_rate, shared.hit_rate), (0.5, 0.5))
 
     def test_stalls_are_of_the_link_by_estimate_and_of_the_disk_as_measured(self):
         disk = {"bytes": 3 * MIB, "reads": 3, "waits": 3, "wait_seconds": 0.25}

@@ -210,7 +210,8 @@ class _Clock:
 
 def _fresh_ledger(ledger: Ledger) -> Ledger:
     """An empty ledger of the same tiers."""
-    return Ledger({name: TierLedger(tier.expert_bytes) for name, tier in ledger.tiers.items()})
+    tiers = ledger.tiers.items()
+    return Ledger({name: TierLedger(tier.expert_bytes, tier.refines) for name, tier in tiers})
 
 
 def _forget_requests(ledger: Ledger) -> None:

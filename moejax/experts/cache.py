@@ -78,7 +78,8 @@ class TierMemory:
         self.pool = self._empty_pool()
         row = jax.eval_shape(lambda *leaves: leaves, *jax.tree.leaves((gate_up, down)))
         nbytes = (math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in row)
-        self.ledger = TierLedger(sum(nbytes))
+        over_all = spec.refines > 0 and not spec.shares_slots
+        self.ledger = TierLedger(sum(nbytes), over_all)
         self.disk = disk
         self.base: TierMemory | None = None
         self.transfers: Transfers | None = None

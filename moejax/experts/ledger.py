@@ -22,7 +22,8 @@ class TierLedger:
     """Sums of one tier's `Counts` over calls, in Python's integers and floats, and in bytes.
 
     Attributes:
-      expert_bytes: bytes of one expert as it crosses the link.
+      expert_bytes: bytes of one expert as it crosses the link; of its plane where planes are apart.
+      refines: its experts are refinements over base planes of which the next tier has all.
       layers: for each of the M layers a sum by the names of `EVENTS`.
       gate_mass: the router's, over all layers.
       disk: sums by name: experts read (reads) and their bytes; those that a step waited for (waits)
@@ -32,6 +33,7 @@ class TierLedger:
     """
 
     expert_bytes: int
+    refines: bool = False
     layers: list[dict[str, int]] = dataclasses.field(default_factory=list)
     gate_mass: float = 0.0
     disk: dict[str, float] = dataclasses.field(
@@ -236,8 +238,13 @@ class Ledger:
 
     @property
     def hit_rate(self) -> float:
-        """Share of needed experts that were in a slot of their tier; NaN before any."""
-        return _share(self.total("hits"), self.total("needed"))
+        """Share of needed experts that were in a slot of their tier; NaN before any.
+
+        Planes count apart: an expert in high precision of which the base plane alone is there is a
+        hit and a miss, half a miss.
+        """
+        bases = sum(tier.total("needed") for tier in self.tiers.values() if tier.refines)
+        return _share(self.total("hits") + bases, self.total("needed") + bases)
 
     @property
     def link_bytes(self) -> int:

@@ -66,7 +66,7 @@ class SweepPoint:
     setting: Mapping[str, Any]  # its entry in the grid
     slots: tuple[int, ...]  # slots per layer in each tier
     traffic: Traffic  # bytes and experts moved
-    hit_rate: float  # experts found in a slot
+    hit_rate: float  # experts found in a slot; planes count apart, as in `Ledger.hit_rate`
     gate: Mapping[str, float]  # share of gate mass by tier, "skipped" and "substituted"
     device_bytes: int  # bytes of the pools
     # of Belady's cache, if all these bytes hold experts of the cheapest tier, without prefetch. nan
@@ -206,7 +206,11 @@ def _decode_result(trace: Trace, result: RunResult) -> Found:
         expert_bytes=np.asarray(result.run.expert_bytes),
     )
     shares = {name: float(mass / gate[-1]) for name, mass in zip(names, gate[:-1], strict=True)}
-    return traffic, float(event["hits"].sum() / max(1, event["needed"].sum())), shares
+    hits, needed = int(event["hits"].sum()), int(event["needed"].sum())
+    if result.run.refines and not result.run.shares_slots:  # their base planes are all there
+        bases = int(event["needed"][np.asarray(result.run.refines)].sum())
+        hits, needed = hits + bases, needed + bases
+    return traffic, hits / max(1, needed), shares
 
 
 def _belady(trace: Trace, slots: Sequence[int]) -> list[tuple[int, int]]:
