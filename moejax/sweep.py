@@ -51,6 +51,12 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
             f"{path} does not say in which forms its model's experts are stored: give "
             "--config.tiers=NAME=BYTES, the bytes of an expert, such as int4=2654208"
         )
+    first, *others = stored
+    if others and not config.planes and stored[first] < stored[others[0]]:
+        raise MoejaxError(
+            f"tiers are of falling fidelity, but an expert of {first} has fewer bytes than one of "
+            f"{others[0]}, as bit planes have: add --config.planes=True"
+        )
     make = sweeping.Tiers.by_planes if config.planes else sweeping.Tiers
     tiers = make(names=tuple(stored), expert_bytes=tuple(stored.values()))
     device = choose_device(config.platform)

@@ -364,6 +364,7 @@ class MainTest(FolderTestCase):
         ("--config.grid=('prefetch=1',)", "no slots, but slots is a whole number for each tier"),
         ("--config.grid=slots=1:1000000000:1", "1000000000 settings; at most 100000: take larger"),
         ("--config.planes=True", "planes are of two tiers"),
+        ("--config.tiers=('int4=8', 'int2=10')", "as bit planes have: add --config.planes=True"),
         ("--config.recommend", "recommend needs --config.device_gib=GIB"),
         ("--config.device_gib=inf", "device_gib=inf must be a number of GiB"),
         ("--config.grid=('slots=4', 'prefetch=3')", "the trace foresees 2"),
