@@ -47,7 +47,7 @@ def _job(
 def _tests() -> Iterator[Job]:
     """Workers share a card: a kernel's test takes little of it, a whole engine's more."""
     kernels = (
-        "residual_norm", "router_topk", "buddy_search", "cache_plan",
+        "residual_norm", "router_topk", "row_gather", "buddy_search", "cache_plan",
         "chunk_attention", "decode_attention", "qkv_to_cache", "dequant_matmul",
         "grouped_dequant_matmul", "hqq_solve", "expert_fetch",
         "bench_kernels", "delta_step",

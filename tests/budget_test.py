@@ -68,15 +68,30 @@ class PartsTest(parameterized.TestCase):
     def test_parts_are_what_is_allocated(self):
         budget = budget_of(slots=5, transient=7)
         weights = {k: v for k, v in budget.device.items() if k.startswith("weights ")}
-        self.assertEqual(weights, {f"weights {k}": v for k, v in weights_nbytes(QWEN).items()})
+        expected = weights_nbytes(QWEN)
+        embeddings = expected.pop("embed")
+        self.assertEqual(weights, {f"weights {k}": v for k, v in expected.items()})
         cache = jax.eval_shape(lambda: empty_cache(QWEN, 1, 4096, jnp.bfloat16))
         self.assertEqual(budget.device["KV cache"], _nbytes(cache))
         expert = int4(QWEN).expert_nbytes
         self.assertEqual(budget.device["expert slots"], 48 * 5 * expert)
         self.assertEqual(budget.device["transient slots"], 7 * expert)
-        self.assertEqual(budget.host, {"experts": 48 * 128 * expert})
+        self.assertEqual(budget.host, {"experts": 48 * 128 * expert, "embeddings": embeddings})
         self.assertEmpty(budget.disk)
         self.assertEqual(budget.total_device, sum(budget.device.values()))
+
+    def test_embeddings_stay_on_the_device(self):
+        """Where they are the head too, packed, cut for a mesh, or host memory has a limit."""
+        for changed, limits in (
+            ({"config": dataclasses.replace(QWEN, tied_embeddings=True)}, {}),
+            ({"weights_nbytes": weights_nbytes(QWEN) | {"embed": 1000}}, {}),
+            ({"num_devices": 2}, {}),
+            ({}, {"host_gib": 60}),
+        ):
+            run = dataclasses.replace(run_budget(slots=5).run, **changed)
+            budget = make_budget(run, [int4(QWEN)], Limits(slots=5, **limits))
+            self.assertIn("weights embed", budget.device)
+            self.assertEqual(list(budget.host), ["experts"])
 
     @parameterized.parameters((3, 8, 2), (1, 4, 0), (48, 128, 65))
     def test_tables_are_those_of_residency_and_counters(self, layers, experts, slots):
@@ -178,7 +193,7 @@ class LimitsTest(parameterized.TestCase):
             self.assertGreaterEqual(budget.slots, limits["prefetch"])
 
     @parameterized.parameters(
-        (QWEN, 8, 29), (QWEN, 12, 63), (QWEN, 24, 128), (MIXTRAL, 12, 2), (MIXTRAL, 16, 3),
+        (QWEN, 8, 34), (QWEN, 12, 68), (QWEN, 24, 128), (MIXTRAL, 12, 2), (MIXTRAL, 16, 3),
         (MIXTRAL, 24, 6),
     )  # fmt: skip
     def test_slots_by_hand(self, config, gib, slots):
@@ -187,7 +202,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(budget.slots, slots)
         if not budget.pooled:
             return
-        rest = sum(weights_nbytes(config).values())
+        rest = sum(n for name, n in weights_nbytes(config).items() if name != "embed")
         rest += budget.device["KV cache"] + budget.device["activations and workspace"] + 2**27
         expert = int4(config).expert_nbytes
         transient = max(config.experts_per_token, -(-(2**26) // expert))
@@ -285,7 +300,7 @@ class AdviceTest(parameterized.TestCase):
         self.assertEqual(budget_of(slots=125).link_nbytes(1), 48 * 3 * expert)
 
     @parameterized.parameters(
-        ({"slots": 8}, {"host_nbytes": 10 * GIB}, "host memory for experts is 15.19 GiB, but this"),
+        ({"slots": 8}, {"host_nbytes": 10 * GIB}, "host memory for experts is 15.77 GiB, but this"),
         ({"slots": 8}, {"pinned_nbytes": 8 * GIB}, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=17"),
         ({"slots": 8, "host_gib": 8}, {}, "48 % of the experts are not in host memory"),
         ({"slots": 8, "host_gib": 8}, {}, "with a full one 172, and 2759 in a full prefill chunk"),

@@ -76,8 +76,10 @@ class LimitsTest(parameterized.TestCase):
         found = sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
         self.assertEqual(planned["residency tables"], found)
         store = jax.tree.leaves((memory.store.gate_up, memory.store.down))
-        self.assertEqual(sum(leaf.nbytes for leaf in store), engine.budget.total_host)
+        host = dict(engine.budget.host)
         weights = sum(size for part, size in planned.items() if part.startswith("weights"))
+        weights += host.pop("embeddings")
+        self.assertEqual(host, {"experts": sum(leaf.nbytes for leaf in store)})
         self.assertEqual(engine.weights_nbytes, weights)
 
     @pytest.mark.slow

@@ -19,6 +19,7 @@ from pallas_kernels import (
     qkv_to_cache,
     residual_norm,
     router_topk,
+    row_gather,
 )
 from pallas_kernels.op import Implementation, Operation
 from pallas_kernels.target import SIMULATED, Target
@@ -215,6 +216,12 @@ CASES = {
         (half(1, 8192), None, half(2, 8192), whole()),
         {"eps": 1e-6, "zero_centred": False},
         (({0: wide(1, 8193)}, ("sm_80", "rows of 8193, more than 8192", "x is float32")),),
+    ),
+    "row_gather": Case(
+        row_gather.OPERATION,
+        (half(9, 16384), whole(4)),
+        {},
+        (({0: whole(9, 16385)}, ("sm_80", "int32, not a float", "rows of 16385, more than")),),
     ),
     "router_topk": Case(
         router_topk.OPERATION,

@@ -26,6 +26,7 @@ from moejax.devices import (
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Budget, Limits, RunSizes, TierSize, make_budget
+from moejax.experts.budget.planned import EMBEDDINGS
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
 from moejax.experts.machine import check_room, device_limits, room_nbytes
@@ -231,6 +232,7 @@ class _ShapeModels:
         if self._mesh is not None:
             join = self._mesh.join
             experts = jax.tree.map(lambda *leaves: join(leaves), *drawn)
+        self._memories.place_embeddings(on_host=False)
         weights = jax.block_until_ready(self._memories.dense | experts)
         runner = Runner(self.config, weights, self.device, mesh=self._mesh)
         if limits == Limits():
@@ -242,6 +244,7 @@ class _ShapeModels:
         self, memory: ExpertMemory, work: routing.Workload, batch: int, budget: Budget
     ) -> LoadedModel:
         replay(memory, work, batch)
+        self._memories.place_embeddings(on_host=EMBEDDINGS in budget.host)
         runner = Runner(
             self.config, self._memories.dense, self.device, memory=memory, mesh=self._mesh
         )

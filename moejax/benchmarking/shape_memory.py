@@ -19,8 +19,10 @@ from moejax.benchmarking.routing import Workload
 from moejax.devices import DeviceMesh, Place
 from moejax.errors import print_stderr
 from moejax.experts.budget import BOTH, TierBudget
+from moejax.experts.budget.planned import EMBEDDINGS_LEAF
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.host_store import HostStore
+from moejax.experts.pinned_memory import copy_to_host
 from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.transfers import Transfers
@@ -127,7 +129,17 @@ class ShapeMemories:
         dense = random_weights(config, packing, device, experts=False)
         self.dense = on_mesh(dense, mesh) if mesh else dense
         jax.block_until_ready(self.dense)
+        self._embeddings_on_host = False
         self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
+
+    def place_embeddings(self, *, on_host: bool) -> None:
+        """Moves the embeddings of `dense` to where a budget has them: host memory or the device."""
+        if on_host == self._embeddings_on_host:
+            return
+        leaf, device = self.dense[EMBEDDINGS_LEAF], self.device
+        leaf = copy_to_host(leaf, device) if on_host else jax.device_put(leaf, device)
+        self.dense = {**self.dense, EMBEDDINGS_LEAF: leaf}
+        self._embeddings_on_host = on_host
 
     def _tier_name(self, bits: int) -> str:
         return tier_name(bits, is_mxfp4=self.packing.mxfp4)

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from moejax.experts.budget import GIB, PINNED_LIMIT
 from moejax.experts.machine import pinned_limit_nbytes
 
 _PINNED = "pinned_host"
+Tree = TypeVar("Tree")  # of arrays
 
 
 class _HostArray(NamedTuple):
@@ -57,6 +58,19 @@ def allocate_host_arrays(
             views = tuple(_view(array) for array in jax.block_until_ready(own))
             found.append(_HostArray(own[0] if mesh is None else mesh.join(own), views))
         return found
+
+
+def copy_to_host(tree: Tree, device: jax.Device) -> Tree:
+    """Copies arrays to a device's host memory, whence programs take them; on a CPU they stay."""
+    if not _is_pinned(device):
+        return tree
+
+    def copy(array: jax.Array) -> jax.Array:
+        (held,) = allocate_host_arrays([jax.ShapeDtypeStruct(array.shape, array.dtype)], device)
+        held.views[0][...] = np.asarray(array)
+        return held.array
+
+    return jax.tree.map(copy, tree)
 
 
 def check_pinned_limit(nbytes: int, device: jax.Device) -> None:

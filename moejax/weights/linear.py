@@ -30,7 +30,7 @@ from moejax.weights.qtensor import (
     RecordedInput,
     Weight,
 )
-from pallas_kernels import dequant_matmul, packed
+from pallas_kernels import dequant_matmul, packed, row_gather
 from pallas_kernels.target import Choice, Target
 
 Index = int | jax.Array
@@ -395,7 +395,10 @@ def _row_block(
 
 
 def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Takes rows `ids`, int32[...], of one matrix [N, K]; no other row is dequantized."""
+    """Takes rows `ids`, int32[...], of one matrix [N, K]; no other row is dequantized.
+
+    A plain matrix may lie in host memory; only those rows cross the link then.
+    """
     if isinstance(weight, Fp8Tensor):
         inputs = np.arange(weight.shape[1]) // FP8_BLOCK
         scales = weight.scales[ids // FP8_BLOCK][..., inputs]
@@ -413,6 +416,8 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         for compensator in weight.terms:
             rows = rows + _compensated_rows(compensator, flat)
         return rows.reshape(*ids.shape, -1).astype(dtype)
+    if jax.typeof(weight).memory_space == jax.memory.Space.Host:
+        return row_gather.gather_rows(weight, ids.reshape(-1)).reshape(*ids.shape, -1)
     return weight[ids]
 
 

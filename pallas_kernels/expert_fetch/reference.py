@@ -5,24 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-
-def _rows_on_device(array: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of an array that may lie in host memory: [..., *array.shape[1:]].
-
-    In host memory a gather is refused and a slice is not: there rows are read one after another.
-
-    Args:
-      array: [R, ...], on the device or in host memory.
-      rows: int32[...]; what is out of range is clipped.
-    """
-    if jax.typeof(array).memory_space != jax.memory.Space.Host:
-        return array[rows]
-
-    def take(row: jax.Array) -> jax.Array:
-        found = jax.lax.dynamic_index_in_dim(array, row, keepdims=False)
-        return jax.device_put(found, jax.memory.Space.Device)
-
-    return jax.lax.map(take, rows.reshape(-1)).reshape(*rows.shape, *array.shape[1:])
+from pallas_kernels.row_gather.reference import gather_rows_reference
 
 
 def _live_jobs(src: jax.Array, dst: jax.Array, num_rows: int, num_slots: int) -> jax.Array:
@@ -44,6 +27,6 @@ def fetch_reference(
     slot = jnp.where(live, dst, num_slots)  # out of range: dropped
 
     def one(pool: jax.Array, host: jax.Array) -> jax.Array:
-        return jnp.asarray(pool).at[slot].set(_rows_on_device(host, row), mode="drop")
+        return jnp.asarray(pool).at[slot].set(gather_rows_reference(host, row), mode="drop")
 
     return tuple(one(pool, host) for pool, host in zip(pools, hosts, strict=True))

@@ -7,6 +7,8 @@ from moejax.experts.budget.limits import GIB, Limits, limit_nbytes, num_banks, s
 from moejax.models.config import ModelConfig
 
 NUM_EVENTS = 13  # that `moejax.experts.residency` counts in each layer
+EMBEDDINGS = "embeddings"  # a part of the host's
+EMBEDDINGS_LEAF = "embed"
 RING_BLOCKS = 8  # each of an expert on its way from the disk
 _BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
 
@@ -44,6 +46,17 @@ class RunSizes:
     def num_experts(self) -> int:
         """Number of experts of a layer, E."""
         return self.config.num_experts
+
+    @property
+    def embeddings_nbytes(self) -> int:
+        """Bytes of embeddings that lie in host memory once experts do: plain, not the head's too.
+
+        On a mesh none do.
+        """
+        nbytes = self.weights_nbytes.get(EMBEDDINGS_LEAF, 0)
+        is_plain = nbytes == self.config.vocab_size * self.config.model_dim * self.itemsize
+        moves = is_plain and not self.config.tied_embeddings and self.num_devices == 1
+        return nbytes if moves else 0
 
     def most_at_once(self, slots: int, transient: int) -> int:
         """Experts that a step fetches at once for a layer, to slots or in a wave."""

@@ -13,6 +13,8 @@ from moejax.experts.budget.limits import (
     num_banks,
 )
 from moejax.experts.budget.planned import (
+    EMBEDDINGS,
+    EMBEDDINGS_LEAF,
     RING_BLOCKS,
     Budget,
     RunSizes,
@@ -138,6 +140,8 @@ class _TierPlan:
     def pooled(self, slots: int, transient: int) -> dict[str, int]:
         """Device bytes with experts in slots."""
         parts, own = self.dense(), self.tier.expert_nbytes
+        if self.moves_embeddings:
+            parts.pop(f"weights {EMBEDDINGS_LEAF}")
         banks = num_banks(self.limits)
         layers = banks * -(-self.run.num_layers // banks)
         items = self.tier.planes * self.run.num_experts
@@ -158,6 +162,11 @@ class _TierPlan:
         if self.run.is_cpu or self._reads_disk:
             parts["experts on their way in a step"] = self.run.most_at_once(slots, transient) * own
         return parts
+
+    @property
+    def moves_embeddings(self) -> bool:
+        """Whether embeddings lie in host memory beside the experts; not where that has a limit."""
+        return self.run.embeddings_nbytes > 0 and not self.limits.host_gib
 
     @property
     def bulk_nbytes(self) -> int:
@@ -227,6 +236,8 @@ class _TierPlan:
         if pooled:
             rows = self.host_rows(slots, transient)
             host["experts"] = self.run.num_devices * rows * nbytes
+            if self.moves_embeddings:
+                host[EMBEDDINGS] = self.run.embeddings_nbytes
             if self.limits.bulk:
                 host["blocks of transfers between steps"] = self.run.num_devices * self.bulk_nbytes
             if rows < num_experts:

@@ -175,6 +175,8 @@ class Lab(ShapeMemories):
 
     def runner(self, memory: ExpertMemory | None, weights: Any = None) -> Runner:
         """A runner of the dense weights, or of others."""
+        on_host = memory is not None and self._run_sizes().embeddings_nbytes > 0
+        self.place_embeddings(on_host=on_host)
         weights = self.dense if weights is None else weights
         return Runner(self.config, weights, self.device, memory=memory)
 
