@@ -34,10 +34,10 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
     from moejax.loading import load_engine
     from moejax.serving import server
 
-    server.serve(config, lambda: load_engine(config, config.max_batch), read_key(config))
+    server.serve(config, lambda: load_engine(config, config.max_batch), _read_key(config))
 
 
-def read_key(config: ServeConfig) -> str:
+def _read_key(config: ServeConfig) -> str:
     """Reads the clients' key from the command line or its file; "" for none."""
     if not config.api_key_file:
         return config.api_key

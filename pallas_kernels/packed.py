@@ -35,7 +35,7 @@ class Refinement:
     slots: jax.Array
 
 
-class StoredPlane(NamedTuple):
+class _StoredPlane(NamedTuple):
     """A plane of a matrix, and where it lies."""
 
     plane: layout.Plane
@@ -242,15 +242,15 @@ def plain(matrices: jax.Array) -> PackedMatrices:
     )  # fmt: skip
 
 
-def stored_planes(weights: PackedMatrices, slot: Any) -> list[StoredPlane]:
+def stored_planes(weights: PackedMatrices, slot: Any) -> list[_StoredPlane]:
     """Planes of the matrix at int32[...] `slot`; arrays may be references in a kernel."""
     if not weights.refinements:
         planes = layout.planes(weights.num_inputs, weights.bits)
-        return [StoredPlane(plane, weights.words, slot) for plane in planes]
+        return [_StoredPlane(plane, weights.words, slot) for plane in planes]
     first, *others = layout.planes_apart(weights.num_inputs, weights.bits)
-    found = [StoredPlane(first, weights.words, slot)]
+    found = [_StoredPlane(first, weights.words, slot)]
     for plane, part in zip(others, weights.refinements, strict=True):
-        found.append(StoredPlane(plane, part.words, part.slots[slot]))
+        found.append(_StoredPlane(plane, part.words, part.slots[slot]))
     return found
 
 

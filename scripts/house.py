@@ -26,14 +26,28 @@ def lines(folder: str) -> int:
     return sum(len(path.read_text("utf-8").splitlines()) for path in _sources(folder))
 
 
-def public_names() -> collections.Counter[str]:
-    """Functions, methods and classes of the library without an underscore, and how often each."""
-    return collections.Counter(
-        node.name
-        for folder in LIBRARY for path in _sources(folder)
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, _NAMED) and not node.name.startswith("_")
-    )  # fmt: skip
+def public_names(*, reachable: bool = False) -> collections.Counter[str]:
+    """Functions, methods and classes of the library without an underscore, and how often each.
+
+    With `reachable`, without those inside a function or a private class, which nothing outside can
+    name.
+    """
+    trees = (ast.parse(p.read_text("utf-8")) for folder in LIBRARY for p in _sources(folder))
+    return collections.Counter(name for tree in trees for name in _public(tree, reachable))
+
+
+def _public(tree: ast.AST, reachable: bool) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        is_public = isinstance(node, _NAMED) and not node.name.startswith("_")
+        if isinstance(node, _NAMED) and is_public:
+            yield node.name
+        if (
+            reachable
+            and isinstance(node, _NAMED)
+            and not (is_public and isinstance(node, ast.ClassDef))
+        ):
+            continue
+        yield from _public(node, reachable)
 
 
 def files_of_a_token(**load: Any) -> set[str]:
@@ -80,6 +94,7 @@ def main(argv: list[str]) -> None:
         ("lines of scripts", lines("scripts")),
         ("lines of tests", lines("tests")),
         ("public names of the library", sum(names.values())),
+        ("those not in functions or private classes", public_names(reachable=True).total()),
         ("names of more than one class", classes),
         *(
             (f"files of a token, {name}", len(files_of_a_token(**load)))
@@ -87,7 +102,7 @@ def main(argv: list[str]) -> None:
         ),
     ]
     for name, value in rows:
-        print(f"{name:40} {value:>7,}")
+        print(f"{name:42} {value:>7,}")
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ class TimesTest(absltest.TestCase):
 
     def test_positions(self):
         # Steps read 5, 6, 7, 8 and 7, 8, 9, 10 positions.
-        self.assertEqual(figures.positions(FIRST), (26 + 34) / 4)
-        self.assertEqual(figures.positions(FIRST, window=6), (5 + 6 * 3 + 6 * 4) / 4)
+        self.assertEqual(figures._positions(FIRST), (26 + 34) / 4)
+        self.assertEqual(figures._positions(FIRST, window=6), (5 + 6 * 3 + 6 * 4) / 4)
 
 
 class FloorTest(absltest.TestCase):
@@ -115,7 +115,7 @@ class BandwidthTest(parameterized.TestCase):
         ("Something new", None),
     )  # fmt: skip
     def test_names(self, kind, expected):
-        self.assertEqual(bandwidth.stated(kind), expected)
+        self.assertEqual(bandwidth._stated(kind), expected)
 
     def test_what_is_not_known_is_measured_and_said(self):
         with mock.patch.object(bandwidth, "COPIED_BYTES", 2**20):

@@ -8,7 +8,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking import requests
-from moejax.benchmarking.requests import RawPrompt, read_prompt_file
+from moejax.benchmarking.requests import _RawPrompt, read_prompt_file
 from moejax.errors import MoejaxError
 from tests.folder_case import FolderTestCase
 
@@ -58,7 +58,7 @@ class FileTest(FolderTestCase):
     def test_json_lines(self):
         rows = [{"prompt": "a"}, {"text": "b"}, {"messages": [{"role": "user", "content": "c"}]}]
         found = self.read("x.jsonl", "\n".join(map(json.dumps, rows)) + "\n\n").prompts
-        self.assertEqual(found[:2], [RawPrompt("a"), RawPrompt("b")])
+        self.assertEqual(found[:2], [_RawPrompt("a"), _RawPrompt("b")])
         self.assertEqual(found[2].messages, ({"role": "user", "content": "c"},))
 
     def test_sharegpt_asks_with_the_first_human_turn(self):

@@ -17,7 +17,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.transformer import forward, merge_weights, model_definition
 from moejax.quantization.grid import Grid
 from moejax.quantization.pipeline.calibration import TEXT_PATH, calibration_tokens, shipped_text
-from moejax.quantization.pipeline.forward import LayerRun, file_backed
+from moejax.quantization.pipeline.forward import LayerRun, _file_backed
 from moejax.quantization.rtn import rtn
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights.qtensor import from_codes
@@ -241,7 +241,7 @@ class FileBackedTest(absltest.TestCase):
     def test_zeros_that_can_be_written_and_leave_nothing_behind(self):
         directory = self.enterContext(tempfile.TemporaryDirectory())
         with mock.patch.object(tempfile, "tempdir", directory):
-            array = file_backed((3, 5, 7), jnp.bfloat16)
+            array = _file_backed((3, 5, 7), jnp.bfloat16)
         np.testing.assert_array_equal(array, np.zeros((3, 5, 7)))
         array[1] = 2.5
         self.assertEqual(float(array.astype(np.float64).sum()), 2.5 * 35)
@@ -250,4 +250,4 @@ class FileBackedTest(absltest.TestCase):
 
     def test_no_room_is_said_before_anything_is_written(self):
         with self.assertRaises(OSError):
-            file_backed((2**50,), np.float32)
+            _file_backed((2**50,), np.float32)

@@ -326,7 +326,7 @@ class DeviceContractTest(KernelTestCase):
         on_device = jax.device_put(operands)
         again = np.array(compiled(*on_device))
         found = np.asarray(after_nan(lambda: compiled(*on_device))[0])
-        rounds_weights = kernel == "mosaic" and not mosaic.streams(operands.x, None)
+        rounds_weights = kernel == "mosaic" and not mosaic._streams(operands.x, None)
         self.assertIsNone(violation(found, operands, case, rounds_weights))
         self.assertEqual(found.tobytes(), again.tobytes())
 
@@ -346,5 +346,5 @@ class DeviceContractTest(KernelTestCase):
         operands = random_operands(case, seed(kernel + broken))
         self.skip_what_is_refused(kernel, operands, current_target())
         found = run(wrong(operands), case, implementation=kernel)
-        rounds_weights = kernel == "mosaic" and not mosaic.streams(operands.x, None)
+        rounds_weights = kernel == "mosaic" and not mosaic._streams(operands.x, None)
         self.assertIsNotNone(violation(found, operands, case, rounds_weights))

@@ -204,8 +204,8 @@ class PagesTest(absltest.TestCase):
         ):
             self.assertIn(text, page)
         for width, most in ((2, 32), (4, 40), (8, 64), (10, 51)):
-            self.assertTrue(grouped.streams(most, width, None))
-            self.assertFalse(grouped.streams(most + 1, width, None))
+            self.assertTrue(grouped._streams(most, width, None))
+            self.assertFalse(grouped._streams(most + 1, width, None))
 
     def test_every_main_has_its_fields_listed(self):
         mains = {

@@ -324,7 +324,7 @@ class DeviceContractTest(KernelTestCase):
         compiled = program(implementation=kernel)
         again = jax.tree.map(np.array, compiled(on_device))
         found = jax.device_get(after_nan(lambda: compiled(on_device))[0])
-        rounds_weights = kernel == "mosaic" and not mosaic.streams(*operands.tier.shape, None)
+        rounds_weights = kernel == "mosaic" and not mosaic._streams(*operands.tier.shape, None)
         self.assertIsNone(violation(*found, operands, rounds_weights))
         jax.tree.map(lambda a, b: self.assertEqual(a.tobytes(), b.tobytes()), found, again)
         if name in CASES:
@@ -337,5 +337,5 @@ class DeviceContractTest(KernelTestCase):
         operands = random_operands(CASES[name], seed(kernel + broken))
         self.skip_what_is_refused(kernel, operands, current_target())
         found = program(implementation=kernel)(wrong(operands))
-        rounds_weights = kernel == "mosaic" and not mosaic.streams(*operands.tier.shape, None)
+        rounds_weights = kernel == "mosaic" and not mosaic._streams(*operands.tier.shape, None)
         self.assertIsNotNone(violation(*found, operands, rounds_weights))

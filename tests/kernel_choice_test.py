@@ -11,9 +11,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.expected_kernels import (
-    allowed,
+    _allowed,
+    _wrong_kernels,
     refuse_dequantized,
-    wrong_kernels,
 )
 from moejax.errors import MoejaxError
 from moejax.inference import runner
@@ -123,9 +123,9 @@ class ExpectedTest(parameterized.TestCase):
         (None, ()),
     )  # fmt: skip
     def test_what_is_allowed(self, target, expected):
-        self.assertEqual(allowed(ops.Kernels(target)), expected)
+        self.assertEqual(_allowed(ops.Kernels(target)), expected)
         forced = ops.Kernels(target, implementation="reference")
-        self.assertEqual(allowed(forced), ("reference",))
+        self.assertEqual(_allowed(forced), ("reference",))
 
     def test_what_is_wrong(self):
         found = {
@@ -134,10 +134,10 @@ class ExpectedTest(parameterized.TestCase):
             "c": KernelChoice(ops.PLAIN, "bfloat16", False, {"mosaic": "no"}),
             "d": KernelChoice("mosaic", "int2g64 float", True, {}),
         }
-        self.assertEqual([line[0] for line in wrong_kernels(found, ("mosaic",))], ["a", "b"])
-        (line,) = wrong_kernels(found, ("mosaic", "triton"))
+        self.assertEqual([line[0] for line in _wrong_kernels(found, ("mosaic",))], ["a", "b"])
+        (line,) = _wrong_kernels(found, ("mosaic", "triton"))
         self.assertEqual(line, "b: dequantized, int4g64 float, block (triton: no)")
-        self.assertEqual(wrong_kernels(found, ()), [])
+        self.assertEqual(_wrong_kernels(found, ()), [])
 
     def runner(self, weight: ops.Weight, target: Target | None, dtype: str) -> Runner:
         """A model with one packed matrix, as if on a device."""
@@ -196,7 +196,7 @@ class TiersTest(absltest.TestCase):
         apart = of(odd, ("grouped_kernel", "block_in_cache"))
         self.assertEqual(apart["experts"].implementation, "triton")
         self.assertEqual(apart["experts, tier 2"].implementation, ops.DEQUANTIZED)
-        (line,) = wrong_kernels(apart, ("mosaic", "triton"))
+        (line,) = _wrong_kernels(apart, ("mosaic", "triton"))
         self.assertStartsWith(line, "experts, tier 2: dequantized, ")
 
     def test_a_program_from_a_cache_adds_nothing(self):

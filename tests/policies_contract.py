@@ -25,7 +25,7 @@ from moejax.policies.base import (
     vmap_decide,
 )
 from pallas_kernels.cache_plan import Rule
-from pallas_kernels.cache_plan.reference import wishes_of
+from pallas_kernels.cache_plan.reference import _wishes_of
 from tests.policies_cases import FIRST_CASES, A, Case, E
 
 # A product or sum in another order: a few units of the last place of float32.
@@ -186,7 +186,7 @@ def _check_rule(spec: PolicySpec, policy: AnyPolicy, rule: Rule, trace: Any) -> 
         for layer in range(spec.num_layers):
             o = dataclasses.replace(at(trace, step, layer), is_prefill=False, importance=None)
             decision, state = jax.device_get(compiled("decide", policy)(state, o))
-            by_rule = wishes_of(
+            by_rule = _wishes_of(
                 rule, jnp.asarray(decision.ids), jnp.asarray(o.active), layer, o.resident
             )
             active = np.asarray(o.active)

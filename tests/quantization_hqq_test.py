@@ -10,7 +10,7 @@ import torch
 from absl.testing import parameterized
 
 from moejax.quantization.grid import Grid, dequantize, group_members, relative_error
-from moejax.quantization.hqq import HqqSettings, hqq, shrink
+from moejax.quantization.hqq import HqqSettings, _shrink, hqq
 from moejax.quantization.rtn import rtn
 
 
@@ -122,7 +122,7 @@ class HqqTest(parameterized.TestCase):
         with np.errstate(divide="ignore"):
             less = np.abs(x.astype(np.float64)) ** -0.3 / 10
         wanted = np.sign(x) * np.maximum(np.abs(x) - less, 0)
-        np.testing.assert_allclose(shrink(jnp.asarray(x), settings), wanted, atol=1e-6)
+        np.testing.assert_allclose(_shrink(jnp.asarray(x), settings), wanted, atol=1e-6)
         np.testing.assert_array_equal(wanted[np.abs(x) < settings.threshold], 0)
         self.assertGreater(abs(wanted[np.abs(x) > settings.threshold / 0.99]).min(), 0)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.quantization.low_rank import balanced, orthonormal, sketch, subspace_svd
+from moejax.quantization.low_rank import _orthonormal, balanced, sketch, subspace_svd
 
 
 def matrices(shape, decay, seed=0):
@@ -75,7 +75,7 @@ class LowRankTest(parameterized.TestCase):
 
     def test_orthonormal_columns(self):
         tall = np.random.default_rng(0).normal(size=(2, 300, 20)).astype(np.float32)
-        q = np.asarray(orthonormal(orthonormal(jnp.asarray(tall))), np.float64)
+        q = np.asarray(_orthonormal(_orthonormal(jnp.asarray(tall))), np.float64)
         np.testing.assert_allclose(
             np.swapaxes(q, -1, -2) @ q, np.broadcast_to(np.eye(20), (2, 20, 20)), atol=3e-5
         )

@@ -268,7 +268,7 @@ class RefusedTest(QuantizeTestCase):
             return written(path, content, mend)
 
         def noted(output, source, shards, tasks):
-            asked.append(space.most_bytes(source, shards, tasks))
+            asked.append(space._most_bytes(source, shards, tasks))
 
         with (
             mock.patch.object(pipeline, "check_space", noted),

@@ -255,10 +255,10 @@ class HostMemoryTest(LoadingTestCase):
             filled.append(aligned_empty(shape, dtype))
             return filled[-1]
 
-        aligned_empty = reader.aligned_empty
+        aligned_empty = reader._aligned_empty
         store = make(QWEN)
         store.write(self.directory)
-        with mock.patch.object(reader, "aligned_empty", recorded):
+        with mock.patch.object(reader, "_aligned_empty", recorded):
             weights = self.load(store, device=jax.devices("cpu")[0])
         pointers = {memory.ctypes.data for memory in filled}
         leaves, down = list(weights.values()), weights["moe.down"]

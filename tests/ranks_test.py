@@ -12,7 +12,7 @@ from moejax.models.shapes import MIXTRAL_8X7B
 from moejax.quantization.milo import width_ranks
 from moejax.quantization.ranks import (
     RankedMatrix,
-    RankPlan,
+    _RankPlan,
     assign_ranks,
     parse_policy,
     rank_bytes,
@@ -52,15 +52,15 @@ def _mixtral() -> list[RankedMatrix]:
     return found
 
 
-def _plan(text: str, matrices: list[RankedMatrix], **kwargs: int) -> RankPlan:
+def _plan(text: str, matrices: list[RankedMatrix], **kwargs: int) -> _RankPlan:
     return assign_ranks(parse_policy(text), matrices, **kwargs)
 
 
-def _by_kind(plan: RankPlan, matrices: list[RankedMatrix], kind: str) -> list[int]:
+def _by_kind(plan: _RankPlan, matrices: list[RankedMatrix], kind: str) -> list[int]:
     return [rank for rank, m in zip(plan.ranks, matrices, strict=True) if m.kind == kind]
 
 
-def _bytes(plan: RankPlan, matrices: list[RankedMatrix], bits: int) -> int:
+def _bytes(plan: _RankPlan, matrices: list[RankedMatrix], bits: int) -> int:
     """Counted from the definition: codes padded to 32 a factor row, fp16 scale a 64 codes."""
     total = 0
     for rank, m in zip(plan.ranks, matrices, strict=True):

@@ -320,15 +320,15 @@ class ConfigTest(parameterized.TestCase):
             path = Path(place) / "key"
             path.write_text("sk-one\n")
             config = ServeConfig(api_key_file=str(path))
-            self.assertEqual(serve.read_key(config), "sk-one")
-            self.assertEqual(serve.read_key(ServeConfig(api_key="sk-two")), "sk-two")
+            self.assertEqual(serve._read_key(config), "sk-one")
+            self.assertEqual(serve._read_key(ServeConfig(api_key="sk-two")), "sk-two")
             for text, said in (("\n", "is empty"), ("a b", "must be letters")):
                 path.write_text(text)
                 with self.assertRaisesRegex(MoejaxError, f"{re.escape(str(path))} {said}"):
-                    serve.read_key(config)
+                    serve._read_key(config)
             path.unlink()
             with self.assertRaisesRegex(MoejaxError, "api_key_file"):
-                serve.read_key(config)
+                serve._read_key(config)
         with self.assertRaisesRegex(MoejaxError, "exclude each other"):
             ServeConfig(api_key="a", api_key_file="b").check()
 

@@ -21,7 +21,7 @@ from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher
 from moejax.serving.connections import ConnectionLimits, Connections, LimitedServer
 from moejax.serving.metrics import Metrics
-from moejax.serving.server import bind, uvicorn_config
+from moejax.serving.server import _bind, _uvicorn_config
 from moejax.text.tokenizer import Tokenizer
 from tests.tiny_engine import load_tiny_engine
 
@@ -116,9 +116,9 @@ def served(
         max_body_bytes=max_body_bytes, most_answers=settings["queue_limit"], access=access,
         logs_requests=logs_requests,
     )  # fmt: skip
-    with contextlib.closing(bind("127.0.0.1", 0)) as listening:
+    with contextlib.closing(_bind("127.0.0.1", 0)) as listening:
         connections = Connections(limits)
-        server = LimitedServer(uvicorn_config(api.application(), connections), connections)
+        server = LimitedServer(_uvicorn_config(api.application(), connections), connections)
         thread = threading.Thread(target=server.run, args=([listening],))
         batcher.start()
         thread.start()

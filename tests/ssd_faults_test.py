@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moejax.checkpoints import open_checkpoint
-from moejax.checkpoints.experts import TensorFiles, open_experts
+from moejax.checkpoints.experts import _TensorFiles, open_experts
 from moejax.errors import MoejaxError
 from moejax.experts.disk_cache import _State
 from tests.quantized_stores import QWEN, Gptq, Own
@@ -179,7 +179,7 @@ class CheckpointTest(SsdTestCase):
         reader = self.reader(source, retries=1)
         expected = source.empty_row()
         source.read(1, 1, expected)
-        left, read = [num_corrupt], TensorFiles.read
+        left, read = [num_corrupt], _TensorFiles.read
 
         def corrupt(files, tensor, destination):
             read(files, tensor, destination)
@@ -187,7 +187,7 @@ class CheckpointTest(SsdTestCase):
                 left[0] -= 1
                 destination.reshape(-1).view(np.uint8)[3] ^= 4
 
-        with mock.patch.object(TensorFiles, "read", corrupt):
+        with mock.patch.object(_TensorFiles, "read", corrupt):
             reader.request((1, 1))
             (ticket,) = self.finished(reader)
         counters = reader.counters

@@ -264,11 +264,11 @@ class KernelTest(HostTestCase):
             self.assertIsNotNone(violation(*layer(operands, tiles), operands))
 
     def test_limits(self):
-        self.assertTrue(mosaic.streams(64, 8, None))
-        self.assertTrue(mosaic.streams(32, 2, None))
-        self.assertFalse(mosaic.streams(33, 2, None))
-        self.assertFalse(mosaic.streams(65, 7, None))
-        self.assertFalse(mosaic.streams(64, 9, None))
+        self.assertTrue(mosaic._streams(64, 8, None))
+        self.assertTrue(mosaic._streams(32, 2, None))
+        self.assertFalse(mosaic._streams(33, 2, None))
+        self.assertFalse(mosaic._streams(65, 7, None))
+        self.assertFalse(mosaic._streams(64, 9, None))
 
 
 class JobListTest(parameterized.TestCase):

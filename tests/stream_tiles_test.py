@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from moejax.models.shapes import SHAPES
 from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, mosaic_decode
 from pallas_kernels.mosaic_decode.matrix import matrix_of, tile_bytes
-from pallas_kernels.mosaic_decode.tiles import MOST_KEPT, SHARED_BYTES, StreamTiles, fitted
+from pallas_kernels.mosaic_decode.tiles import MOST_KEPT, SHARED_BYTES, StreamTiles, _fitted
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.target import SIMULATED
 from tests.grouped_dequant_matmul_cases import CASES
@@ -152,7 +152,7 @@ class TilesTest(parameterized.TestCase):
 
     def test_rings_are_no_deeper_than_shared_memory(self):
         matrix = matrix_of(shape_of(8, 32, 4096, 4096), "bf16")
-        tiles = fitted(StreamTiles(1, 1, 16, depth=9), [matrix])
+        tiles = _fitted(StreamTiles(1, 1, 16, depth=9), [matrix])
         stage = tile_bytes(matrix, 1) * tiles.num_warps
         self.assertBetween(tiles.depth, 1, 8)
         self.assertLessEqual(tiles.depth * stage, SHARED_BYTES)

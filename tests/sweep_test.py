@@ -11,7 +11,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import sweep
-from moejax.config.grid import axis, described, eighths, settings
+from moejax.config.grid import _axis, described, eighths, settings
 from moejax.config.sweep import PICTURES, check_picture
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows, row_fields
@@ -52,7 +52,7 @@ class GridTest(parameterized.TestCase):
         ("lists=../a-b/c_1.safetensors", ("lists", ["../a-b/c_1.safetensors"])),
     )
     def test_axes(self, text, expected):
-        self.assertEqual(axis(text), expected)
+        self.assertEqual(_axis(text), expected)
 
     @parameterized.parameters(
         ("slots", "is not NAME=VALUES"),
@@ -66,7 +66,7 @@ class GridTest(parameterized.TestCase):
     )
     def test_what_cannot_be_read(self, text, said):
         with self.assertRaisesRegex(MoejaxError, said):
-            axis(text)
+            _axis(text)
 
     def test_every_combination(self):
         found = settings(["slots=4,8", "prefetch=0:2"])

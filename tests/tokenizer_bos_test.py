@@ -13,7 +13,7 @@ import tokenizers
 from absl.testing import parameterized
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from moejax.benchmarking.requests import RawPrompt, encoded
+from moejax.benchmarking.requests import _encoded, _RawPrompt
 from moejax.errors import MoejaxError
 from moejax.inference.likelihood import PairScorer
 from moejax.text.corpus import Text, encode
@@ -163,11 +163,11 @@ class UseTest(BosTestCase):
         messages = ({"role": "user", "content": "hello"},)
         text = tokenizer.apply_chat_template(messages)
         self.assertEqual(tokenizer.encode(text, add_special_tokens=False), [0, *HELLO])
-        self.assertEqual(encoded(RawPrompt(messages=messages), tokenizer), [0, *HELLO])
+        self.assertEqual(_encoded(_RawPrompt(messages=messages), tokenizer), [0, *HELLO])
 
     def test_prompts(self):
         tokenizer = self.tokenizer("deepseek")
-        self.assertEqual(encoded(RawPrompt(text="hello"), tokenizer), [0, *HELLO])
+        self.assertEqual(_encoded(_RawPrompt(text="hello"), tokenizer), [0, *HELLO])
         for special, expected in ((True, [0, *HELLO]), (False, HELLO)):
             found = token_ids_of("hello", tokenizer, 10, add_special_tokens=special)
             self.assertEqual(found, expected)

@@ -317,7 +317,7 @@ class TilesTest(parameterized.TestCase):
         for (inputs, outputs), rows in itertools.product(DENSE_SHAPES.values(), numbers):
             found = tiles.dense_tiles(rows, outputs, inputs, bits, 132)
             # Barriers and the alignment of buffers take the rest.
-            used = tiles.shared_bytes(found, bits) + 1024
+            used = tiles._shared_bytes(found, bits) + 1024
             self.assertLessEqual(used, MOST_SHARED_BYTES, (rows, found))
             self.assertEqual(found.x_stages % 4, 0)
 

@@ -44,7 +44,7 @@ class Bandwidth:
     source: str  # in words, "stated for NVIDIA H200" or "measured by a copy"
 
 
-def stated(kind: str) -> float | None:
+def _stated(kind: str) -> float | None:
     """Bytes a second of a device by its name; None where the table lacks it."""
     words = set(kind.replace("-", " ").replace("_", " ").split())
     if "MIG" in words:  # a part of the card
@@ -57,7 +57,7 @@ def stated(kind: str) -> float | None:
 
 def bandwidth_of(device: jax.Device) -> Bandwidth:
     """The stated bandwidth, else that of a copy of `COPIED_BYTES` on the device."""
-    found = stated(device.device_kind) if device.platform != "cpu" else None
+    found = _stated(device.device_kind) if device.platform != "cpu" else None
     if found is not None:
         return Bandwidth(found, f"stated for {device.device_kind}")
     return Bandwidth(_copy_bandwidth(device), f"measured by a copy of {COPIED_BYTES >> 20} MiB")

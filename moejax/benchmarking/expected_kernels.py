@@ -15,7 +15,7 @@ from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
 EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops.choose_product`
 
 
-def allowed(kernels: ops.Kernels) -> tuple[str, ...]:
+def _allowed(kernels: ops.Kernels) -> tuple[str, ...]:
     """The implementations that packed products may run on; (): any at all, and none."""
     if kernels.implementation:
         return (kernels.implementation,)
@@ -24,8 +24,8 @@ def allowed(kernels: ops.Kernels) -> tuple[str, ...]:
     return KERNELS if capability is not None and capability >= MIN_CAPABILITY else ()
 
 
-def wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) -> list[str]:
-    """A line for each packed product that is served by none of `may`, as `allowed` gives them."""
+def _wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) -> list[str]:
+    """A line for each packed product that is served by none of `may`, as `_allowed` gives them."""
     if not may:
         return []
     return [
@@ -49,11 +49,11 @@ def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int)
     Raises:
       MoejaxError: naming what runs on none, and why.
     """
-    if not (may := allowed(runner.kernels)):
+    if not (may := _allowed(runner.kernels)):
         return
     for phase, products in _phases(runner, batch, prompt, context):
         fit = {name: of for name, of in products.items() if EVERY_KERNEL not in of.refusals}
-        if wrong := wrong_kernels(fit, may):
+        if wrong := _wrong_kernels(fit, may):
             said = "; ".join(wrong)
             raise MoejaxError(f"{phase} of packed weights would run on no kernel: {said}")
 

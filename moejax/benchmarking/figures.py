@@ -127,7 +127,7 @@ def of_floor(measured: Measurement, runner: Runner, bandwidth: Bandwidth) -> Fig
         config, {name: device_nbytes(leaf) for name, leaf in runner.weights.items()},
         experts_nbytes=experts_nbytes,
         positions=statistics.mean(
-            positions(b, config.window_of(layer))
+            _positions(b, config.window_of(layer))
             for b in full if b.steps for layer in config.attention_layers
         ),
         itemsize=runner.dtype.itemsize, batch=size,
@@ -142,7 +142,7 @@ def of_floor(measured: Measurement, runner: Runner, bandwidth: Bandwidth) -> Fig
     }
 
 
-def positions(batch: BatchTimes, window: int | None = None) -> float:
+def _positions(batch: BatchTimes, window: int | None = None) -> float:
     """Mean positions of the cache that a decode step reads, summed over the sequences.
 
     Step i of a sequence (from 1 on) reads the prompt and the i tokens after it, at most `window`.

@@ -56,7 +56,7 @@ BFLOAT16_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadedModel:
+class _LoadedModel:
     """A model that is ready."""
 
     runner: Runner
@@ -81,7 +81,7 @@ class CheckpointModels:
         self._tiering = config.policy.tiering()
         self._whole: Engine | None = None
 
-    def load(self, batch: int, gib: float, context: int) -> LoadedModel:
+    def load(self, batch: int, gib: float, context: int) -> _LoadedModel:
         """A model under a limit of the device, 0: none; BudgetError where it cannot run.
 
         Without limits and policy one engine serves all batches.
@@ -90,7 +90,7 @@ class CheckpointModels:
         is_whole = limits is None and self._tiering is None
         if is_whole and self._whole is not None:
             runner = self._whole._runner  # the loop itself is timed
-            return LoadedModel(runner, None, OWN_ROUTING, 0.0, lambda: None)
+            return _LoadedModel(runner, None, OWN_ROUTING, 0.0, lambda: None)
         if self._whole is not None:
             self._whole.close()
             self._whole = None
@@ -100,7 +100,7 @@ class CheckpointModels:
             self._whole = engine
         runner = engine._runner
         close = (lambda: None) if is_whole else engine.close
-        return LoadedModel(runner, engine.budget, OWN_ROUTING, engine.load_seconds, close)
+        return _LoadedModel(runner, engine.budget, OWN_ROUTING, engine.load_seconds, close)
 
     def exact(self, context: int) -> Engine:
         """The model without a policy, under the largest budget that was asked for."""
@@ -165,7 +165,7 @@ class _ShapeModels:
         self._dense_nbytes = {n: device_nbytes(leaf) for n, leaf in self._memories.dense.items()}
         self._whole: Runner | None = None
 
-    def load(self, batch: int, gib: float, context: int) -> LoadedModel:
+    def load(self, batch: int, gib: float, context: int) -> _LoadedModel:
         """Loads an engine, as `CheckpointModels.load`."""
         start = time.perf_counter()
         asked = dataclasses.replace(self._asked.memory, device_gib=gib, host_gib=0.0).limits()
@@ -178,9 +178,9 @@ class _ShapeModels:
             found = self._loaded(batch, context, limits)
         return dataclasses.replace(found, load_s=time.perf_counter() - start)
 
-    def _loaded(self, batch: int, context: int, limits: Limits) -> LoadedModel:
+    def _loaded(self, batch: int, context: int, limits: Limits) -> _LoadedModel:
         if self._whole is not None:
-            return LoadedModel(self._whole, None, NEAR_UNIFORM, 0.0, lambda: None)
+            return _LoadedModel(self._whole, None, NEAR_UNIFORM, 0.0, lambda: None)
         tiering, work = self._tiering, self._routing(batch)
         policy = None if tiering is None else self._policy(tiering, work)
         names = ["experts"] if tiering is None else [tier.name for tier in tiering.stored()]
@@ -220,7 +220,7 @@ class _ShapeModels:
         memory = ExpertMemory(memories, stored, policy, width=width)
         return self._moving(memory, work, batch, budget)
 
-    def _resident(self, budget: Budget, limits: Limits) -> LoadedModel:
+    def _resident(self, budget: Budget, limits: Limits) -> _LoadedModel:
         """A model whose experts are all on the device."""
         if not limits.device_gib:
             check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
@@ -238,11 +238,11 @@ class _ShapeModels:
         if limits == Limits():
             self._whole = runner
         stated = budget if limits.device_gib else None
-        return LoadedModel(runner, stated, NEAR_UNIFORM, 0.0, lambda: None)
+        return _LoadedModel(runner, stated, NEAR_UNIFORM, 0.0, lambda: None)
 
     def _moving(
         self, memory: ExpertMemory, work: routing.Workload, batch: int, budget: Budget
-    ) -> LoadedModel:
+    ) -> _LoadedModel:
         replay(memory, work, batch)
         self._memories.place_embeddings(on_host=EMBEDDINGS in budget.host)
         runner = Runner(
@@ -257,7 +257,7 @@ class _ShapeModels:
             release(memory)
             gc.collect()
 
-        return LoadedModel(runner, budget, said, 0.0, close)
+        return _LoadedModel(runner, budget, said, 0.0, close)
 
     def _routing(self, batch: int) -> routing.Workload:
         asked = self._asked

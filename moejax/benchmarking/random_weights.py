@@ -53,7 +53,7 @@ class Packing:
         }
         return bits_of_kind.get(kind_of(leaf), 16)
 
-    def rank_of(self, leaf: str) -> int:
+    def _rank_of(self, leaf: str) -> int:
         """Rank of the compensators of a leaf of `weight_shapes`; 0: it has none."""
         kind = kind_of(leaf)
         if kind == "experts":
@@ -229,7 +229,7 @@ def random_weights(
             weights[name] = drawing.in_mxfp4(shape)
         elif bits != 16:
             packed = drawing.packed(shape, bits, packing)
-            rank = packing.rank_of(name)
+            rank = packing._rank_of(name)
             weights[name] = drawing.with_terms(packed, parts[name], rank) if rank else packed
         else:
             std = 1.0 if name == "embed" else shape[-1] ** -0.5

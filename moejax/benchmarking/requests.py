@@ -19,7 +19,7 @@ HUMAN = ("human", "user")  # who speaks first in ShareGPT's conversations
 
 
 @dataclasses.dataclass(frozen=True)
-class RawPrompt:
+class _RawPrompt:
     """One prompt as a file has it."""
 
     text: str = ""  # to be continued; "" where there are messages
@@ -32,7 +32,7 @@ class RawPrompt:
 class PromptFile:
     """The prompts of a file, in its order."""
 
-    prompts: list[RawPrompt]
+    prompts: list[_RawPrompt]
     source: str  # the file's name
     num_skipped: int  # conversations in which nobody asks
 
@@ -76,7 +76,7 @@ def read_prompt_file(path: Path, split: str) -> PromptFile:
         found = [_entry(where, row) for where, row in json_lines(path, text)]
     else:
         parts = text.split("\n") if split == "lines" else text.replace("\r", "").split("\n\n")
-        found = [RawPrompt(part.strip()) for part in parts if part.strip()]
+        found = [_RawPrompt(part.strip()) for part in parts if part.strip()]
     prompts = [prompt for prompt in found if prompt is not None]
     if not prompts:
         raise MoejaxError(f"{path} holds no prompt")
@@ -93,7 +93,7 @@ def _list(path: Path, text: str) -> list[Any]:
     return entries
 
 
-def _entry(where: str, entry: Any) -> RawPrompt | None:
+def _entry(where: str, entry: Any) -> _RawPrompt | None:
     """The prompt of an object; None of a conversation in which nobody asks."""
     if not isinstance(entry, dict):
         raise MoejaxError(f"{where} is no JSON object: {str(entry)[:60]}")
@@ -103,9 +103,9 @@ def _entry(where: str, entry: Any) -> RawPrompt | None:
         if name in entry:
             if not isinstance(entry[name], str) or not entry[name].strip():
                 raise MoejaxError(f"{where}: {name} must be a text")
-            return RawPrompt(valid_text(entry[name], where))
+            return _RawPrompt(valid_text(entry[name], where))
     if "messages" in entry:
-        return RawPrompt(messages=_messages(where, entry["messages"]))
+        return _RawPrompt(messages=_messages(where, entry["messages"]))
     if "conversations" not in entry:
         raise MoejaxError(f"{where} has no prompt, text, messages or conversations")
     return _first_human_turn(where, entry["conversations"])
@@ -121,7 +121,7 @@ def _messages(where: str, messages: Any) -> tuple[Message, ...]:
     return tuple({"role": m["role"], "content": valid_text(m["content"], where)} for m in messages)
 
 
-def _first_human_turn(where: str, turns: Any) -> RawPrompt | None:
+def _first_human_turn(where: str, turns: Any) -> _RawPrompt | None:
     if not isinstance(turns, list):
         raise MoejaxError(f"{where}: conversations must be a list of turns")
     for i, turn in enumerate(turns):
@@ -130,11 +130,11 @@ def _first_human_turn(where: str, turns: Any) -> RawPrompt | None:
             raise MoejaxError(f'{where}: turn {i} needs "from" and "value", both texts')
         if fields["from"] in HUMAN and fields["value"].strip():
             message = {"role": "user", "content": valid_text(fields["value"], where)}
-            return RawPrompt(messages=(message,), plain=True)
+            return _RawPrompt(messages=(message,), plain=True)
     return None
 
 
-def encoded(prompt: RawPrompt, tokenizer: "Tokenizer") -> list[int]:
+def _encoded(prompt: _RawPrompt, tokenizer: "Tokenizer") -> list[int]:
     """Token ids of one prompt, through the chat template where it has messages."""
     if not prompt.messages:
         return tokenizer.encode(prompt.text)
@@ -155,7 +155,7 @@ def of_file(
     if num_prompts > len(file.prompts):
         raise MoejaxError(f"num_prompts={num_prompts}, but {file.source} holds {len(file.prompts)}")
     chosen = file.prompts[: num_prompts or len(file.prompts)]
-    whole = [encoded(prompt, tokenizer) for prompt in chosen]
+    whole = [_encoded(prompt, tokenizer) for prompt in chosen]
     for i, ids in enumerate(whole):
         if not ids:
             raise MoejaxError(f"{file.source}: prompt {i} has no token")

@@ -39,10 +39,10 @@ from pallas_kernels import layout
 _NUM_SAMPLES, _PAGE_BYTES = 16, 4096
 
 
-class TensorFiles:
+class _TensorFiles:
     """Open files of a checkpoint.
 
-    A file that is written to while it is open may hold anything. `are_as_opened` sees that by the
+    A file that is written to while it is open may hold anything. `_are_as_opened` sees that by the
     time of the last write; by samples of the content it sees that a file was put back as it was.
     """
 
@@ -72,7 +72,7 @@ class TensorFiles:
         tensor.verify(destination)
         check_range(tensor, destination)
 
-    def are_as_opened(self) -> bool:
+    def _are_as_opened(self) -> bool:
         """Whether no file was written to since it was opened, or since it was put back.
 
         One that was written to and holds the samples that it held is as opened from the next call
@@ -168,7 +168,7 @@ class ExpertReader:
         self._has_checksums = not is_fused and all(t.checksum is not None for t in tensors)
         self._checksums: dict[tuple[int, int], int] = {}  # of rows that were read
         self._lock = threading.Lock()
-        self._files = TensorFiles(reader.directory, {tensor.path for tensor in tensors})
+        self._files = _TensorFiles(reader.directory, {tensor.path for tensor in tensors})
 
     def __enter__(self) -> "ExpertReader":
         return self
@@ -268,7 +268,7 @@ class ExpertReader:
             is_known = (layer, expert) in self._checksums
         if is_known:
             self._refuse_changed(layer, expert)
-        if not self._has_checksums and not self._files.are_as_opened():
+        if not self._has_checksums and not self._files._are_as_opened():
             raise MoejaxError(
                 f"{self._files.directory}: a file was written to while it was in use, and expert "
                 f"{expert} of sparse layer {layer} was not read before, so nothing says that it is "

@@ -107,7 +107,7 @@ class LeafPlan:
         return any(part.matrix is not None and part.matrix.order for part in self.parts)
 
     @property
-    def is_packed(self) -> bool:
+    def _is_packed(self) -> bool:
         """Whether a matrix is stored quantized, even if the leaf is plain."""
         return any(part.matrix is not None for part in self.parts)
 
@@ -257,7 +257,7 @@ def plan_leaves(
         leaf: _plan_leaf(leaf, shape, np.dtype(leaf_dtype(leaf, dtype)), parts[leaf])
         for leaf, shape in weight_shapes(config).items()
     }
-    if fields is not None and not any(plan.is_packed for plan in plans.values()):
+    if fields is not None and not any(plan._is_packed for plan in plans.values()):
         raise MoejaxError(
             f"{directory / 'config.json'} has a quantization_config, quant_method "
             f"{fields.get('quant_method')!r}, but no tensor is quantized; take the field out if "

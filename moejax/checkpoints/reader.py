@@ -185,7 +185,7 @@ def stored_dtype(directory: Path, *, is_quantized: bool = False) -> np.dtype:
     return max(num_bytes, key=lambda dtype: num_bytes[dtype])
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Uninitialised host memory that JAX's CPU device can use as it is."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
@@ -207,7 +207,7 @@ class _LeafMemory:
             self._leaf = jnp.zeros(array.shape, array.dtype, device=place)
             self._memory = np.empty(array.shape[1:], array.dtype)
         else:
-            self._memory = aligned_empty(array.shape, array.dtype)
+            self._memory = _aligned_empty(array.shape, array.dtype)
 
     def part(self, index: tuple[int, ...]) -> np.ndarray:
         """Returns memory of the matrices at `index`, layer first; () if not stacked."""

@@ -89,9 +89,9 @@ class StoredTensor:
     def verify(self, content: np.ndarray) -> None:
         """Raises MoejaxError unless `content` has the checksum of the metadata, if there is one."""
         if self.checksum is not None:
-            self.compare(checksum([content]))
+            self._compare(checksum([content]))
 
-    def compare(self, found: int) -> None:
+    def _compare(self, found: int) -> None:
         """Raises MoejaxError unless `found` is the checksum of the metadata, if there is one."""
         if self.checksum is not None and found != self.checksum:
             raise MoejaxError(
@@ -297,7 +297,7 @@ def read_finite(
             _check_finite(tensor, piece, first)
             yield piece
     if num_values == math.prod(tensor.shape):
-        tensor.compare(found.value)
+        tensor._compare(found.value)
 
 
 def read_matrix(

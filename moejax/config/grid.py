@@ -34,7 +34,7 @@ def settings(axes: Iterable[str]) -> list[dict[str, Any]]:
     """Combines the values of some axes in every way, the last axis fastest.
 
     Args:
-      axes: "name=values", see `axis`; a text without "=" is one more value of the axis before it.
+      axes: "name=values", see `_axis`; a text without "=" is one more value of the axis before it.
     """
     joined: list[str] = []
     for text in axes:
@@ -42,7 +42,7 @@ def settings(axes: Iterable[str]) -> list[dict[str, Any]]:
             joined[-1] += f",{text}"
         else:
             joined.append(text)
-    read = [axis(text) for text in joined]
+    read = [_axis(text) for text in joined]
     names = [name for name, _ in read]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise MoejaxError(f"grid: {', '.join(twice)} stands twice")
@@ -57,7 +57,7 @@ def eighths(num_experts: int, num_tiers: int) -> list[dict[str, Any]]:
     return [{"slots": size if num_tiers == 1 else (size,) * num_tiers} for size in sizes]
 
 
-def axis(text: str) -> tuple[str, list[Any]]:
+def _axis(text: str) -> tuple[str, list[Any]]:
     """Reads a name and its values: a list "a,b,c", or a range "first:last:step".
 
     A value is a number, true, false, none, numbers of several tiers, "24/104", or a word, such as a

@@ -156,11 +156,6 @@ class Residency:
         return self._rows.owner
 
     @property
-    def last_use(self) -> jax.Array:
-        """int32[M, C], clock of the last use; 0 never."""
-        return self._rows.last_use
-
-    @property
     def prefetched(self) -> jax.Array:
         """bool[M, C], brought by a prediction or a bulk transfer and not used yet."""
         return self._rows.prefetched

@@ -143,9 +143,9 @@ class TierStep:
         """
         other = self.bank(slots, turn, 1 - after) if beside else None
         bank = self._from_host(self.bank(slots, turn, after), jobs, other)
-        return self.finish_fetch(slots, turn, layer, bank, jobs, after)
+        return self._finish_fetch(slots, turn, layer, bank, jobs, after)
 
-    def finish_fetch(
+    def _finish_fetch(
         self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Fetch, after: int = 0
     ) -> TierSlots:
         """Puts a filled bank in its place, after fetching the rest from the disk."""
@@ -414,10 +414,10 @@ class TierStep:
         held = (self.rows.gate_up, self.rows.down) if self.spec.emulated else self.bank(slots, turn)
         gate_up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in held)
         return Base(
-            ExpertStacks(gate_up, down, 0), self.slots_of_all(slots)[layer][ids], plane_slots
+            ExpertStacks(gate_up, down, 0), self._slots_of_all(slots)[layer][ids], plane_slots
         )
 
-    def slots_of_all(self, slots: TierSlots) -> jax.Array:
+    def _slots_of_all(self, slots: TierSlots) -> jax.Array:
         """int32[M, E], where each expert is in its bank, or in the rows of an emulated tier."""
         if self.spec.emulated:
             return self.rows.row_of
@@ -437,7 +437,7 @@ def plane_slots_of(
     refining: TierStep, slots: TierSlots, base: TierStep, of_base: TierSlots
 ) -> jax.Array:
     """int32[1, S], by slot of the base tier the slot of its refinement, anything for none."""
-    planes, places = refining.slots_of_all(slots), base.slots_of_all(of_base)
+    planes, places = refining._slots_of_all(slots), base._slots_of_all(of_base)
     stored = base.rows.gate_up if base.spec.emulated else base.bank(of_base, 0)[0]
     found = jnp.zeros(stored.shape[0], jnp.int32)
     return found.at[places.reshape(-1)].set(jnp.maximum(planes, 0).reshape(-1))[None]
@@ -471,7 +471,7 @@ def fetch_together(
     banks = [step.bank(slots, turn) for step, slots in zip(steps, tiers, strict=True)]
     banks = _filled_together(steps, banks, jobs)
     for i, step in enumerate(steps):
-        found[i] = step.finish_fetch(found[i], turn, layer, banks[i], jobs[i])
+        found[i] = step._finish_fetch(found[i], turn, layer, banks[i], jobs[i])
     return found
 
 

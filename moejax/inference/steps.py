@@ -162,7 +162,7 @@ class StepOutput:
     tokens: jax.Array  # int32[B, n], NO_TOKEN or NOT_FINITE where there is none
     logprobs: _Logprobs | None  # None where the program tells none
 
-    def at_step(
+    def _at_step(
         self, index: jax.Array, tokens: jax.Array, logprobs: _Logprobs | None
     ) -> "StepOutput":
         """Writes the result of step `index`, int32[]: int32[B] and its logprobs or None."""
@@ -457,7 +457,7 @@ def first_token(
     )
     done = jnp.any(tokens[:, None] == eos_ids, axis=1) | (lengths == 0) | (tokens < 0)
     emitted = _empty_step_output(len(tokens), 1, program.top_logprobs)
-    emitted = emitted.at_step(jnp.int32(0), tokens, logprobs)
+    emitted = emitted._at_step(jnp.int32(0), tokens, logprobs)
     tokens = jnp.maximum(tokens, 0)  # what a row that is done holds is a token, too
     return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
 
@@ -531,7 +531,7 @@ def decode(
             if seen is not None and state.seen is not None:
                 seen = jnp.where(index < num_steps, seen, state.seen)
         tokens = jnp.where(rests, state.tokens, tokens)
-        output = before.output.at_step(index, jnp.where(rests, NO_TOKEN, tokens), logprobs)
+        output = before.output._at_step(index, jnp.where(rests, NO_TOKEN, tokens), logprobs)
         positions = jnp.where(rests, state.positions, state.positions + 1)
         done = state.done | jnp.any(tokens[:, None] == eos_ids, axis=1) | (tokens < 0)
         tokens = jnp.maximum(tokens, 0)

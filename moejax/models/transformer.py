@@ -377,7 +377,9 @@ class Transformer(nnx.Module):
         if self.loops(tokens.shape[1]):
             return self._looped(tokens, positions, token_mask, cache, spec, experts, lengths)
         if self._has_token_step(tokens, spec):
-            return decode_layers(self, tokens, positions, token_mask, cache, spec, experts, lengths)
+            return _decode_layers(
+                self, tokens, positions, token_mask, cache, spec, experts, lengths
+            )
         attend = self.attention_of(cache, positions, spec, token_mask, experts.observes_attention)
         found = self.layers(tokens, positions, token_mask, attend, experts, lengths)
         return attend.cache, *found
@@ -469,7 +471,7 @@ def _stacked(records: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *records) if records else None
 
 
-def decode_layers(
+def _decode_layers(
     model: Transformer,
     tokens: jax.Array,
     positions: jax.Array,

@@ -49,7 +49,7 @@ class GptqSettings:
             raise ValueError(f"min_tokens_per_input {self.min_tokens_per_input} is negative")
 
 
-class GptqResult(NamedTuple):
+class _GptqResult(NamedTuple):
     """A quantized matrix and diagnostics."""
 
     codes: Codes
@@ -88,7 +88,7 @@ def gptq(
     grid: Grid,
     settings: GptqSettings = GptqSettings(),
     num_tokens: jax.Array | None = None,
-) -> GptqResult:
+) -> _GptqResult:
     """Quantizes one matrix by GPTQ (Frantar et al. 2023, Algorithm 1); vmap it over experts.
 
     A group's scale and zero span the range of its columns: as they stand, with all errors of the
@@ -127,7 +127,7 @@ def gptq(
         codes = codes._replace(codes=codes.codes[:, jnp.argsort(order)])
     fallback = (hqq if grid.zero_kind == "float" else rtn)(weights, grid)
     codes = Codes(*(jnp.where(starved, *both) for both in zip(fallback, codes, strict=True)))
-    return GptqResult(codes, starved, damping)
+    return _GptqResult(codes, starved, damping)
 
 
 def _solve(

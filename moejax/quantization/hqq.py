@@ -80,7 +80,7 @@ def hqq(
             for width, target in zip(grid.widths, targets, strict=True):
                 steps = width.steps(codes)
                 error = target - (steps - zeros) / inverse
-                rest = target - shrink(error, settings) if keeps else target
+                rest = target - _shrink(error, settings) if keeps else target
                 mean = jnp.sum((steps - rest * inverse) * mask, axis=-1, keepdims=True) / counts
                 new = new + width.share * mean
                 errors.append(width.share * jnp.abs(error))
@@ -112,7 +112,7 @@ def hqq(
     return Codes(merge_groups(codes, num_inputs), 1 / inverse[..., 0], zeros[..., 0])
 
 
-def shrink(x: jax.Array, settings: HqqSettings) -> jax.Array:
+def _shrink(x: jax.Array, settings: HqqSettings) -> jax.Array:
     """Shrinkage sign(x) relu(|x| - |x|^(p - 1) / beta) (MiLo eq. 7), 0 at 0."""
     size = jnp.abs(x)
     power = jnp.where(size > 0, size, 1.0) ** (settings.norm - 1)

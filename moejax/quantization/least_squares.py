@@ -36,7 +36,7 @@ class LeastSquaresSettings:
     # -2^(b - 1), may serve either sign.
     signed: bool = False
 
-    def starts(self) -> np.ndarray:
+    def _starts(self) -> np.ndarray:
         """Starts float32[S, 3]: cut at the low end, cut at the high end, sign of the scale."""
         signs = (1.0, -1.0) if self.signed else (1.0,)
         return np.asarray(list(itertools.product(self.cuts, self.cuts, signs)), np.float32)
@@ -92,7 +92,7 @@ def fit_groups(
         better = end[2] > best[2]
         return jax.tree.map(functools.partial(jnp.where, better), end, best), None
 
-    starts = jnp.asarray(settings.starts())
+    starts = jnp.asarray(settings._starts())
     none = _start(low, high, starts[0], grid)
     (scales, zeros, _), _ = jax.lax.scan(body, none, starts)
     zeros = zeros - mean / scales

@@ -44,12 +44,12 @@ def subspace_svd(
     matmul = functools.partial(jnp.matmul, precision="highest")  # TF32 loses the smaller values
 
     def iterate(_: jax.Array, basis: jax.Array) -> jax.Array:
-        left = orthonormal(matmul(matrix, _turned(basis)))
-        return _turned(orthonormal(_turned(matmul(_turned(left), matrix))))
+        left = _orthonormal(matmul(matrix, _turned(basis)))
+        return _turned(_orthonormal(_turned(matmul(_turned(left), matrix))))
 
     basis = jax.lax.fori_loop(0, iterations, iterate, basis)
     # The second pass mends what the first leaves of a badly conditioned product.
-    left = orthonormal(orthonormal(matmul(matrix, _turned(basis))))
+    left = _orthonormal(_orthonormal(matmul(matrix, _turned(basis))))
     right = matmul(_turned(left), matrix)
     _, rotation = jnp.linalg.eigh(matmul(right, _turned(right)))
     rotation = rotation[..., ::-1]
@@ -65,7 +65,7 @@ def balanced(u: jax.Array, v: jax.Array, max_rank: int) -> tuple[jax.Array, jax.
     return u * _turned(root), v
 
 
-def orthonormal(columns: jax.Array) -> jax.Array:
+def _orthonormal(columns: jax.Array) -> jax.Array:
     """Orthonormalises columns float32[..., N, R], unless they are nearly dependent (Cholesky QR).
 
     A shift keeps dependent columns from failing: they come back shorter, zeros as zeros

@@ -92,7 +92,7 @@ class Factors(NamedTuple):
     v_codes: Codes | None  # [..., R, K]
 
 
-class MiloResult(NamedTuple):
+class _MiloResult(NamedTuple):
     """Best pass of each matrix."""
 
     codes: Codes
@@ -132,7 +132,7 @@ class _State(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("grid", "settings"))
 def milo(
     weights: jax.Array, grid: Grid, settings: MiloSettings, rank: jax.Array | int
-) -> MiloResult:
+) -> _MiloResult:
     """Fits W ~ s (q - z) + U V: codes of W - U V, then U V of the rest (Algorithm 1).
 
     Every pass fits scales to W - U V again. A matrix stops by eq. 15, over two full windows, so
@@ -172,7 +172,7 @@ def milo(
         return _State(state.done + 1, found, best, errors, passes, active)
 
     end = jax.lax.while_loop(again, body, start)
-    return MiloResult(end.best.codes, end.best.factors, end.errors, end.passes)
+    return _MiloResult(end.best.codes, end.best.factors, end.errors, end.passes)
 
 
 def _paper_pass(

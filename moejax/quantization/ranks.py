@@ -72,7 +72,7 @@ class RankedMatrix:
         return min(self.num_rows, self.num_inputs)
 
 
-class RankTerm(NamedTuple):
+class _RankTerm(NamedTuple):
     """One term: "kurtosis", 16 or 6.25, and whether that is a percentage."""
 
     policy: str
@@ -86,7 +86,7 @@ class RankTerm(NamedTuple):
 class RankPolicy(NamedTuple):
     """Sum of terms, and the byte budget of all compensators together."""
 
-    terms: tuple[RankTerm, ...]
+    terms: tuple[_RankTerm, ...]
     budget_bytes: int | None = None
 
     def needs(self, statistic: str) -> bool:
@@ -94,7 +94,7 @@ class RankPolicy(NamedTuple):
         return any(term.policy == statistic for term in self.terms)
 
 
-class RankPlan(NamedTuple):
+class _RankPlan(NamedTuple):
     """Ranks of a list of matrices, in its order."""
 
     ranks: tuple[int, ...]
@@ -131,7 +131,7 @@ def parse_policy(text: str) -> RankPolicy:
     return RankPolicy(terms, int(float(match[1]) * _UNITS[match[2]]))
 
 
-def _parse_term(part: str, text: str) -> RankTerm:
+def _parse_term(part: str, text: str) -> _RankTerm:
     match = _TERM.fullmatch(part)
     if match is None or match[1] not in _TERMS:
         known = ", ".join(f"{name.capitalize()}-r" for name in _TERMS)
@@ -139,7 +139,7 @@ def _parse_term(part: str, text: str) -> RankTerm:
             f"rank policy {text!r}: term {part!r} is none of {known} (r a rank or, with %, a "
             f"share of the width), and {part!r} is none of the sets {', '.join(NAMED_POLICIES)}"
         )
-    term = RankTerm(match[1], float(match[2]), bool(match[3]))
+    term = _RankTerm(match[1], float(match[2]), bool(match[3]))
     if not term.is_percentage and not term.amount.is_integer():
         raise ValueError(f"rank policy {text!r}: the rank of {part!r} is no integer")
     return term
@@ -160,7 +160,7 @@ def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int) -> int:
 
 def assign_ranks(
     policy: RankPolicy, matrices: Sequence[RankedMatrix], *, factor_bits: int = 8, multiple: int = 8
-) -> RankPlan:
+) -> _RankPlan:
     """Assigns a rank to every matrix.
 
     Without a budget Uniform, Dense and Sparse give what they say; Kurtosis and Frequency multiples
@@ -190,7 +190,7 @@ def assign_ranks(
         ranks = _round_within(wanted, problem, policy.budget_bytes, multiple)
         is_capped = (ranks == problem.caps) & (problem.caps > 0)
     capped = tuple(m.name for m, flag in zip(matrices, is_capped, strict=True) if flag)
-    return RankPlan(tuple(int(rank) for rank in ranks), capped, int(problem.costs @ ranks))
+    return _RankPlan(tuple(int(rank) for rank in ranks), capped, int(problem.costs @ ranks))
 
 
 def _problem(matrices: Sequence[RankedMatrix], factor_bits: int) -> _Problem:
@@ -207,7 +207,7 @@ def _problem(matrices: Sequence[RankedMatrix], factor_bits: int) -> _Problem:
     )
 
 
-def _real_ranks(term: RankTerm, problem: _Problem) -> np.ndarray:
+def _real_ranks(term: _RankTerm, problem: _Problem) -> np.ndarray:
     """Ranks float64[n] of a term before rounding; fixed terms round percentages."""
     concerned = {
         "uniform": problem.is_dense | problem.is_sparse,
@@ -229,7 +229,7 @@ def _real_ranks(term: RankTerm, problem: _Problem) -> np.ndarray:
     return spread * (problem.costs @ even / total) if total else even
 
 
-def _shares(term: RankTerm, matrices: Sequence[RankedMatrix]) -> np.ndarray:
+def _shares(term: _RankTerm, matrices: Sequence[RankedMatrix]) -> np.ndarray:
     """Weights float64[n] to which the ranks are proportional, before bytes are counted."""
     found: list[float | None] = [getattr(matrix, term.policy) for matrix in matrices]
     for matrix, value in zip(matrices, found, strict=True):

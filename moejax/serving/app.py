@@ -48,7 +48,7 @@ class Access:
     origins: tuple[str, ...] = ()  # origins of browser pages that may send requests; `*` is any
     key: str = ""  # API key that all clients give; "" for none
 
-    def middleware(self) -> list[Middleware]:
+    def _middleware(self) -> list[Middleware]:
         """Guards around the routes, the outermost first."""
         guards = [Middleware(HostGuard, bound_to=self.bound_to, allowed=self.hosts, key=self.key)]
         if self.origins:
@@ -194,7 +194,7 @@ class Api:
             Route("/tokenize", self._counts("tokenize", read_tokenize), methods=post),
             Route("/detokenize", self._counts("detokenize", read_detokenize), methods=post),
         ]
-        guards = self._access.middleware()
+        guards = self._access._middleware()
         inner = Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
         return RequestLog(inner, is_printed=self._logs_requests)
 

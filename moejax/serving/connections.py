@@ -54,7 +54,7 @@ class Connections:
         """Counts a new connection unless there are too many, all of them with a request."""
         if len(self._open) >= self.limits.most and self._idle:
             oldest = next(iter(self._idle))
-            self.forget(oldest)
+            self._forget(oldest)
             oldest.transport.close()
         if len(self._open) >= self.limits.most:
             self.num_refused += 1
@@ -72,14 +72,14 @@ class Connections:
         """Waits while as many are refused as may be."""
         await self._has_room.wait()
 
-    def set_idle(self, one: "LimitedProtocol", is_idle: bool) -> None:
+    def _set_idle(self, one: "LimitedProtocol", is_idle: bool) -> None:
         """Sets whether a connection is idle, without a request."""
         if not is_idle:
             self._idle.pop(one, None)
         elif one in self._open:
             self._idle.setdefault(one)
 
-    def forget(self, one: "LimitedProtocol") -> None:
+    def _forget(self, one: "LimitedProtocol") -> None:
         """Forgets a closed connection."""
         self._open.discard(one)
         self._idle.pop(one, None)
@@ -126,7 +126,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets a connection; asyncio calls it."""
-        self._all.forget(self)
+        self._all._forget(self)
         for name in list(self._timers):
             self._stop(name)
         super().connection_lost(exc)
@@ -155,7 +155,7 @@ class LimitedProtocol(H11Protocol):
     def _watch(self) -> None:
         """Starts or ends the time for headers, by whether there is a request."""
         is_idle = self.cycle is None or self.cycle.response_complete
-        self._all.set_idle(self, is_idle)
+        self._all._set_idle(self, is_idle)
         if not is_idle:
             self._stop("header")
         elif self.timeout_keep_alive_task is None and "header" not in self._timers:

@@ -46,7 +46,7 @@ class ModelFacts:
     # settings for conversations whose request leaves them out
     chat: ChatSettings = ChatSettings()  # noqa: RUF009, frozen
 
-    def check_count(self, num_prompts: int, count: int) -> None:
+    def _check_count(self, num_prompts: int, count: int) -> None:
         """Raises an ApiError where there are more answers than may wait; before they cost time."""
         if (answers := num_prompts * count) > self.most_answers:
             field = "n" if count > 1 else "prompt"
@@ -157,7 +157,7 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
     if echoes and top_logprobs is not None:
         fields.refuse("echo", "logprobs of prompts are not supported")
     count, how = _shape(fields)
-    model.check_count(len(given), count)
+    model._check_count(len(given), count)
     ids = [model.encode(p, "prompt", add_special_tokens=add_special_tokens) for p in given]
     _check_limits(fields, max(map(len, ids)), settings)
     echo = [model.tokenizer.decode(p) if isinstance(p, list) else p for p in given]
@@ -184,7 +184,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
         fields.refuse("top_logprobs", "needs logprobs=true")
     fields.refuse_but({"echo": (False,), "add_special_tokens": (False,)}, NOT_SUPPORTED)
     count, how = _shape(fields)
-    model.check_count(1, count)
+    model._check_count(1, count)
     prompt = conversation.prompt(model)
     ids = model.encode(prompt, "messages", add_special_tokens=False)  # the template writes them
     _check_limits(fields, len(ids), settings)

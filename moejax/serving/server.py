@@ -81,7 +81,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
     Raises:
       MoejaxError: the port is taken, or the model cannot be loaded or has no tokenizer.
     """
-    listening = bind(config.host, config.port)
+    listening = _bind(config.host, config.port)
     metrics = Metrics()
     server: _Server | None = None
 
@@ -120,7 +120,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
         print_stderr(f"there is no api_key: whoever reaches {url} may use it")
     counted = _count_connections(config.max_connections, metrics)
     server = _Server(
-        uvicorn_config(api.application(), counted), batcher, counted, config.grace_s
+        _uvicorn_config(api.application(), counted), batcher, counted, config.grace_s
     )  # fmt: skip
 
     def end(*_: object) -> None:
@@ -153,7 +153,7 @@ def _count_connections(most: int, metrics: Metrics) -> Connections:
     return found
 
 
-def uvicorn_config(application: ASGIApp, connections: Connections) -> uvicorn.Config:
+def _uvicorn_config(application: ASGIApp, connections: Connections) -> uvicorn.Config:
     """Settings of uvicorn; the same whatever loops and parsers are installed beside it."""
     limits = connections.limits
     protocol: Any = functools.partial(LimitedProtocol, all_connections=connections)
@@ -169,7 +169,7 @@ def _listens_here_alone(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     """A listening socket."""
     try:
         kind = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -275,7 +275,7 @@ class QTensor:
             inverse = jnp.argsort(self.permutation, axis=-1)[..., None, :]
             weights = jnp.take_along_axis(weights, inverse, axis=-1)
         for compensator in self.terms:
-            weights = compensator.add_to(weights)
+            weights = compensator._add_to(weights)
         return weights.astype(dtype)
 
     def _values(self) -> jax.Array:
@@ -359,7 +359,7 @@ class Compensator:
         u, v = (jnp.where(used, part.astype(jnp.float32), 0.0) for part in taken)
         return u, v
 
-    def add_to(self, weights: jax.Array) -> jax.Array:
+    def _add_to(self, weights: jax.Array) -> jax.Array:
         """Adds the terms to float32[..., N, K]."""
         if self.max_rank == 0:
             return weights
@@ -367,7 +367,7 @@ class Compensator:
             lead = self.start.shape
             flat = weights.reshape(-1, *weights.shape[len(lead) :])
             places = self.start.reshape(-1), self.rank.reshape(-1)
-            one = lambda w, s, r: dataclasses.replace(self, start=s, rank=r).add_to(w)  # noqa: E731
+            one = lambda w, s, r: dataclasses.replace(self, start=s, rank=r)._add_to(w)  # noqa: E731
             return jax.vmap(one)(flat, *places).reshape(weights.shape)
         u, v = self.factors()
         product = jnp.einsum("rn,rk->nk", u, v, precision="highest")

@@ -39,25 +39,25 @@ class Shares:
     unit: int
 
     def __post_init__(self) -> None:
-        if self.num_units < self.count:
+        if self._num_units < self.count:
             raise MoejaxError(
-                f"an expert of width {self.width} has {self.num_units} groups of {self.unit}, too "
+                f"an expert of width {self.width} has {self._num_units} groups of {self.unit}, too "
                 f"few for a mesh of {self.count}: take a smaller mesh, or smaller groups"
             )
 
     @property
-    def num_units(self) -> int:
+    def _num_units(self) -> int:
         """Units of F; the last may be shorter."""
         return -(-self.width // self.unit)
 
     @property
     def share_width(self) -> int:
         """Width of every share, with padding."""
-        return min(self.width, -(-self.num_units // self.count) * self.unit)
+        return min(self.width, -(-self._num_units // self.count) * self.unit)
 
     def span(self, index: int) -> tuple[int, int]:
         """First column of a share, and the one after its last."""
-        ends = [self.num_units * i // self.count * self.unit for i in (index, index + 1)]
+        ends = [self._num_units * i // self.count * self.unit for i in (index, index + 1)]
         return ends[0], min(ends[1], self.width)
 
     def gate_up(self, weight: Weight, index: int) -> Weight:

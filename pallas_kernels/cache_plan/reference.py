@@ -37,7 +37,7 @@ from pallas_kernels.cache_plan.operands import (
 from pallas_kernels.cache_plan.shared_slots import plan_shared, resident_planes
 
 
-class ResolvedTiers(NamedTuple):
+class _ResolvedTiers(NamedTuple):
     """Tiers, misses and reuse of a layer's experts in a step.
 
     Attributes:
@@ -76,7 +76,7 @@ def resolve_tiers(
     wishes: Wishes,
     active: jax.Array,
     refines: Sequence[bool] = (),
-) -> ResolvedTiers:
+) -> _ResolvedTiers:
     """Which tier serves each expert, by the rules of DyMoE's mixed-precision cache (section 4.4.2).
 
       * No duplication: an expert is stored in one format only.
@@ -97,7 +97,7 @@ def resolve_tiers(
         expert; (): none does.
 
     Returns:
-      See `ResolvedTiers`; no expert is both reused and fetched.
+      See `_ResolvedTiers`; no expert is both reused and fetched.
     """
     num_tiers, num_experts = resident.shape
     expert, tier = iota(num_experts), iota(num_tiers)[:, None]
@@ -113,10 +113,12 @@ def resolve_tiers(
     there = jnp.max(jnp.where(better, tier, -1), axis=0)
     exact = jnp.any(resident & (tier == asked[None]), axis=0)
     fetched = (asked >= 0) & ~exact & ~reused
-    return ResolvedTiers(jnp.where(reused, there, asked), fetched, reused, resident & fetched[None])
+    return _ResolvedTiers(
+        jnp.where(reused, there, asked), fetched, reused, resident & fetched[None]
+    )
 
 
-def wishes_of(
+def _wishes_of(
     rule: Rule, ids: jax.Array, active: jax.Array, layer: jax.Array, resident: jax.Array
 ) -> Wishes:
     """The wishes of a rule; `resident` bool[T, E], of `servable`."""
@@ -205,7 +207,7 @@ def plan_reference(
             resident = servable(copies, [form.is_full for form in forms])
         wishes = asked.by
         if isinstance(wishes, Rule):
-            wishes = wishes_of(wishes, ids, active, layer, resident)
+            wishes = _wishes_of(wishes, ids, active, layer, resident)
         refines = [form.refines for form in forms]
         found = resolve_tiers(resident, ids, wishes, active, refines)
         chosen = jnp.where(active[:, None] & (wishes.tier >= 0), found.tier[ids], -1)

@@ -17,7 +17,7 @@ Operand = jax.Array | jax.ShapeDtypeStruct
 MOST_STREAMED = 16
 
 
-def streams(x: Operand, tiles: Tiles | None) -> bool:
+def _streams(x: Operand, tiles: Tiles | None) -> bool:
     """Whether streaming kernels run, by the rows of x or by the given tiles."""
     if tiles is None:
         return x.shape[0] <= MOST_STREAMED
@@ -28,7 +28,7 @@ def streams(x: Operand, tiles: Tiles | None) -> bool:
 
 def _fuses(x: Operand, low_rank: tuple[LowRank, ...], tiles: Tiles | None = None) -> bool:
     """Whether the kernel of the product adds the terms: the one for few rows, of small ranks."""
-    return not low_rank or (streams(x, tiles) and are_fused(low_rank))
+    return not low_rank or (_streams(x, tiles) and are_fused(low_rank))
 
 
 def refusal(
@@ -36,7 +36,7 @@ def refusal(
 ) -> str | None:
     """Reason why this implementation refuses, or None."""
     fused = _fuses(x, low_rank)
-    if streams(x, None):
+    if _streams(x, None):
         found = mosaic_decode.refusals(x, [weights], target, [low_rank] if fused else ())
     else:
         reason = mosaic_prefill.refusal_dense(x, weights, target)
@@ -66,7 +66,7 @@ def dequant_matmul_mosaic(
         return with_terms(y, x, slot, low_rank, out_dtype, target.simulated)
     if tiles is None and not low_rank:
         tiles = measured(x.shape[0], weights, target, (StreamTiles, WgmmaTiles))
-    if streams(x, tiles):
+    if _streams(x, tiles):
         chosen = tiles if isinstance(tiles, StreamTiles) else None
         return mosaic_decode.dense(
             x, weights, slot, out_dtype,

@@ -114,7 +114,7 @@ def measured(
     return next((tiles for tiles in found if isinstance(tiles, kinds)), None)
 
 
-def row_tiles(num_rows: int, weights: PackedMatrices, target: Target) -> RowTiles | None:
+def _row_tiles(num_rows: int, weights: PackedMatrices, target: Target) -> RowTiles | None:
     """Chooses row tiles for few rows of x and few plain outputs; else None."""
     few = num_rows <= MAX_DECODE_ROWS and weights.num_outputs <= MAX_ROW_OUTPUTS
     padded = power_above(weights.num_inputs)
@@ -139,7 +139,7 @@ def triton_tiles(
     found = measured(num_rows, weights, target, (TritonTiles,))
     if isinstance(found, TritonTiles):
         return found
-    whole_rows = None if has_terms else row_tiles(num_rows, weights, target)
+    whole_rows = None if has_terms else _row_tiles(num_rows, weights, target)
     if whole_rows is not None:
         return whole_rows
     if num_rows > MAX_DECODE_ROWS:

@@ -135,7 +135,7 @@ def moe_layer(
         down_low_rank=down_low_rank, bias=bias, gating=gating, implementation=implementation,
         tiles=tiles, interpret=interpret,
     )  # fmt: skip
-    return combine(products, ran(assignments, down_tiers), assignments.weight, x.dtype)
+    return combine(products, _ran(assignments, down_tiers), assignments.weight, x.dtype)
 
 
 def moe_products(
@@ -171,7 +171,7 @@ def moe_products(
     )  # fmt: skip
 
 
-def ran(assignments: Assignments, tiers: Tiers) -> jax.Array:
+def _ran(assignments: Assignments, tiers: Tiers) -> jax.Array:
     """Mask bool[T, A] of pairs that are not skipped."""
     return (assignments.tier >= 0) & (assignments.tier < len(tiers))
 
@@ -213,7 +213,7 @@ def down(
         hidden, assignments, tiers, low_rank=low_rank, implementation=implementation,
         tiles=tiles, interpret=interpret,
     )  # fmt: skip
-    return combine(products, ran(assignments, tiers), assignments.weight, hidden.dtype)
+    return combine(products, _ran(assignments, tiers), assignments.weight, hidden.dtype)
 
 
 def down_products(

@@ -20,7 +20,7 @@ FEW_TOKENS = 32  # that they always serve
 MOST_PAIRS = 512  # that a block of threads lists
 
 
-def streams(num_tokens: int, width: int, tiles: Tiles | None) -> bool:
+def _streams(num_tokens: int, width: int, tiles: Tiles | None) -> bool:
     """Whether streaming kernels run, by the tokens or by the given tiles."""
     if tiles is None:
         # One of 2 A^2 experts has T / 2 A tokens, and the streaming kernels take 8 at a time.
@@ -41,7 +41,7 @@ def refusal(
     target: Target,
 ) -> str | None:
     """Reason why this implementation refuses, or None."""
-    if streams(x.shape[0], width, None):
+    if _streams(x.shape[0], width, None):
         found = mosaic_decode.refusals(x, gate_up_tiers, target, low_rank)
         found += [r for r in mosaic_decode.refusals(x, down_tiers, target) if r not in found]
         if any(weights.num_outputs % 32 for weights in gate_up_tiers):
@@ -79,7 +79,7 @@ def gate_up_mosaic(
     tokens, width = assignments.slot.shape
     if tiles is None and not any(low_rank):
         tiles = measured("gate_up", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
-    if not streams(tokens, width, tiles):
+    if not _streams(tokens, width, tiles):
         _fits_many_rows(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return mosaic_prefill.gate_up(x, assignments, tiers, chosen, target)
@@ -110,7 +110,7 @@ def down_mosaic(
     tokens, width = assignments.slot.shape
     if tiles is None and not any(low_rank):
         tiles = measured("down", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
-    if not streams(tokens, width, tiles):
+    if not _streams(tokens, width, tiles):
         _fits_many_rows(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return mosaic_prefill.products(hidden, assignments, tiers, chosen, target)[None]

@@ -28,7 +28,7 @@ MAGIC = {"bf16": 0x4300, "f16": 0x6400}  # 128 and 1024
 ONE = {"bf16": 0x3F80, "f16": 0x3C00}
 
 
-class Field(NamedTuple):
+class _Field(NamedTuple):
     """Position of a step's codes: field of `chunk` after a shift, at bit `exponent`."""
 
     chunk: int  # which 4 words of the lane
@@ -87,7 +87,7 @@ class CodeFormat:
         exact = self.bits == PLAIN_BITS or (self.bits == 8 and self.kind == "bf16")
         return 0 if exact else 1 << MANTISSA[self.kind]
 
-    def field(self, step: int) -> Field:
+    def field(self, step: int) -> _Field:
         """Position of a step's codes (of two planes, in the nibbles that `prepare` makes).
 
         For fp16 every field is shifted to bit 0: x 2^-i would leave fp16's normal numbers for small
@@ -95,17 +95,17 @@ class CodeFormat:
         """
         if self.bits in (PLAIN_BITS, 8):
             position, chunk = divmod(step, self.chunks)
-            return Field(chunk, 8 * position if self.bits == 8 else 0, 0)
+            return _Field(chunk, 8 * position if self.bits == 8 else 0, 0)
         if self.planes == 2:
             nibble = step // 2
             if self.kind == "f16" or self.bits == 4:  # 7 bits of mantissa hold no second nibble
-                return Field(step % 2, 4 * nibble, 0)
-            return Field(step % 2, 8 * (nibble // 2), 4 * (nibble % 2))
+                return _Field(step % 2, 4 * nibble, 0)
+            return _Field(step % 2, 8 * (nibble // 2), 4 * (nibble % 2))
         position, chunk = divmod(step, self.chunks)
         # Positions that one shift serves.
         in_place = 1 if self.kind == "f16" else MANTISSA[self.kind] // self.bits
         stage, within = divmod(position, in_place)
-        return Field(chunk, self.bits * in_place * stage, self.bits * within)
+        return _Field(chunk, self.bits * in_place * stage, self.bits * within)
 
     def half_block(self, step: int) -> tuple[int, bool, bool]:
         """Place in half a block of what is a step of a full one.

@@ -98,14 +98,14 @@ class JobList:
     num_warps: int
 
     @property
-    def rounds(self) -> int:
+    def _rounds(self) -> int:
         """Chunks of 32 pairs per warp."""
         return -(-self.num_pairs // (WARP * self.num_warps))
 
     @property
-    def chunks(self) -> int:
+    def _chunks(self) -> int:
         """Chunks of all warps, a multiple of 4."""
-        return self.rounds * self.num_warps
+        return self._rounds * self.num_warps
 
     @property
     def _key_bits(self) -> int:
@@ -132,9 +132,9 @@ class JobList:
     @property
     def _places(self) -> tuple[int, int, int]:
         """Byte offsets of planes, masks of leaders and records; keys come first."""
-        planes = 4 * WARP * self.chunks
-        masks = planes + 4 * self._plane_words * self.chunks
-        return planes, masks, masks + 4 * len(self.weights) * self.chunks
+        planes = 4 * WARP * self._chunks
+        masks = planes + 4 * self._plane_words * self._chunks
+        return planes, masks, masks + 4 * len(self.weights) * self._chunks
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +151,7 @@ class JobList:
         """
         planes, masks, _ = (e.add(at, place) for place in self._places)
         below = e.sub(e.shl(1, lane.index), 1)
-        chunks = [e.add(warp, i * self.num_warps) for i in range(self.rounds)]
+        chunks = [e.add(warp, i * self.num_warps) for i in range(self._rounds)]
         found = [self._keys(e, pairs, lane, chunk, at, planes) for chunk in chunks]
         e.block_barrier()
         tiers = []
@@ -243,7 +243,7 @@ class JobList:
 
         def store() -> None:
             for n, word in enumerate(words):
-                place = e.add(masks, e.mul(e.add(chunk, n * self.chunks), 4))
+                place = e.add(masks, e.mul(e.add(chunk, n * self._chunks), 4))
                 e.store_shared(place, 0, word, "b32")
 
         e.when(e.compare(lane.index, "eq", 0), store)
@@ -256,8 +256,8 @@ class JobList:
         before: list[list[Value]] = [[] for _ in chunks]
         for n in range(len(self.weights)):
             words: list[Value] = []
-            for first in range(0, self.chunks, 4):
-                words += e.load_shared_words(masks, 4 * (n * self.chunks + first), 4)
+            for first in range(0, self._chunks, 4):
+                words += e.load_shared_words(masks, 4 * (n * self._chunks + first), 4)
             jobs.append(functools.reduce(e.add, [e.count_ones(word) for word in words]))
             for number, chunk in enumerate(chunks):
                 total = e.const(0)
@@ -311,7 +311,7 @@ class JobList:
 
         start = e.band(leader, 0xFFFFFFFF - (WARP - 1))
         e.warp_barrier()  # all lanes have read the leader before it is written again
-        (count,) = e.loop(start, WARP * self.chunks, WARP, [e.const(0)], add)
+        (count,) = e.loop(start, WARP * self._chunks, WARP, [e.const(0)], add)
         e.store_shared(place, 4 * self.columns, e.smaller(count, self.columns), "b32")
         slot = e.div(key, len(self.weights))
         e.store_shared(place, 4 * self.columns + 4, slot, "b32")

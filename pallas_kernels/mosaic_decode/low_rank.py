@@ -23,7 +23,7 @@ CHAINS = 4  # sums of these that do not wait for each other
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class _Parts:
     """The warps' parts of V x in shared memory: float32[number, columns, V's rows]."""
 
     at: Value
@@ -39,7 +39,7 @@ class _Placed:
 
     term: Term
     start: Value
-    parts: Parts
+    parts: _Parts
     thin: Value  # V x: float32[columns, padded]
     u: dict[int, Value]  # of a half: float32[padded, width]
     raw: dict[int, Value]  # of a half: U's words of every rank
@@ -84,7 +84,7 @@ class BlockTerms:
     def _place(self, term: Term, at: Value, start: Value, rank: Value) -> _Placed:
         e, share = self.e, self.share
         each, pitch = share.part_bytes(term), share.part_pitch(term)
-        parts = Parts(at, share.num_warps, each, pitch, self.sharers)
+        parts = _Parts(at, share.num_warps, each, pitch, self.sharers)
         thin = e.add(at, share.num_warps * parts.part_bytes)
         u, raw, ranks, most = {}, {}, {}, e.const(0)
         place = e.add(thin, 4 * term.padded * share.columns)
@@ -113,7 +113,7 @@ class BlockTerms:
         def all_parts() -> None:
             self._start_u_copies(lane)  # with the first copies of V
             self._thin_parts(0, x, lane)
-            self.unpack(lane)
+            self._unpack(lane)
 
         if self.placed:
             e.when(e.compare(most, "gt", 0), all_parts)
@@ -124,7 +124,7 @@ class BlockTerms:
             for half in placed.u:
                 self._start_u_copy(placed, half, lane)
 
-    def unpack(self, lane: Lane) -> None:
+    def _unpack(self, lane: Lane) -> None:
         """Unpacks U's values that this warp copied, once the copies are done."""
         for placed in self.placed:
             for half in placed.u:
@@ -141,7 +141,7 @@ class BlockTerms:
 
         mine = e.add(self.at, e.mul(e.shr(self.thread, 5), share.part_bytes(self.term)))
         totals = Totals.here(e, mine, lane, share.part_pitch(self.term))
-        unpack = functools.partial(self.unpack, lane)
+        unpack = functools.partial(self._unpack, lane)
         return FusedStream(stream, make, share.thin, after, totals, unpack)
 
     def begin_fused(self, stream: FusedStream[Totals], lane: Lane) -> None:
@@ -156,7 +156,7 @@ class BlockTerms:
             self.e.copies_commit()  # U's words, if no tile was copied after them
             self.e.copies_wait(0)
             self.e.warp_barrier()
-            self.unpack(lane)
+            self._unpack(lane)
 
     def _rows_of_v(self, placed: _Placed, tiles: Sequence[Value], lane: Lane) -> Stream:
         e = self.e

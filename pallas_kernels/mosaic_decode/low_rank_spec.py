@@ -78,7 +78,7 @@ class Term:
         width = self.width(rows)
         return width + row_words(self.u, width)
 
-    def meets(self, first: int, count: int) -> bool:
+    def _meets(self, first: int, count: int) -> bool:
         """Whether the term has any of the matrix's rows first .. first + count."""
         return first < self.first_row + self.u.num_inputs and self.first_row < first + count
 
@@ -152,7 +152,7 @@ class Share:
     def met(self, term: Term) -> list[int]:
         """Halves in which a term has rows."""
         span = range(self.halves)
-        return [h for h in span if term.meets(h * self.num_outputs, self.num_outputs)]
+        return [h for h in span if term._meets(h * self.num_outputs, self.num_outputs)]
 
     def room(self, terms: Sequence[Term]) -> int:
         """Bytes of shared memory, a multiple of 16."""

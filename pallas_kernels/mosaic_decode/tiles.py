@@ -105,11 +105,11 @@ class StreamTiles:
 
         Rings and then, in their place, sums; or both and the sums of x, if they are kept.
         """
-        sums, beside = self.sums_bytes(columns), self.beside_rings(matrix, columns)
+        sums, beside = self.sums_bytes(columns), self._beside_rings(matrix, columns)
         rings = self.num_warps * self.depth * tile_bytes(matrix, self.span)
         return rings + beside if self.kept else max(rings, sums)
 
-    def beside_rings(self, matrix: Matrix, columns: int) -> int:
+    def _beside_rings(self, matrix: Matrix, columns: int) -> int:
         """Shared memory that cannot reuse the rings."""
         of_x = self.num_warps * self.span * x_sums_bytes(matrix, columns // COLUMNS)
         return self.sums_bytes(columns) + of_x if self.kept else 0
@@ -137,7 +137,7 @@ def dense_tiles(
 
     def beside(tiles: StreamTiles) -> int:
         of_terms = dense_share(tiles, num_x, matrix.num_rows).room(terms)
-        return of_terms + tiles.beside_rings(matrix, COLUMNS * columns)
+        return of_terms + tiles._beside_rings(matrix, COLUMNS * columns)
 
     def of_warps(warps: int, kept: bool) -> StreamTiles:
         row_blocks = matrix.num_rows // ROWS
@@ -146,7 +146,7 @@ def dense_tiles(
         depth = 2 if warps == 16 else 3
         tiles = StreamTiles(row_tiles, warps_n, warps_k, depth, kept=kept)
         tiles = _with_less_x(tiles, matrix, num_x) if kept else tiles
-        return fitted(_with_v(tiles, matrix, terms), [matrix], beside)
+        return _fitted(_with_v(tiles, matrix, terms), [matrix], beside)
 
     if matrix.form.bits < PLAIN_BITS and columns == 2:
         tiles = of_warps(16, kept=True)
@@ -216,7 +216,7 @@ def expert_tiles(
         of_terms = max((share.room(of_tier) for of_tier in terms), default=0)
         return of_terms + JOBS_BYTES + tiles.expert_bytes(tiers, halves)
 
-    return fitted(tiles, tiers, room)
+    return _fitted(tiles, tiers, room)
 
 
 def _sharing_tiles(tiers: Sequence[Matrix], halves: int, num_processors: int) -> StreamTiles:
@@ -276,7 +276,7 @@ def expert_share(tiles: StreamTiles, gated: bool, num_outputs: int) -> Share:
     return Share(tiles.num_warps, columns, tiles.rows, halves, num_outputs, columns)
 
 
-def fitted(
+def _fitted(
     tiles: StreamTiles,
     matrices: Sequence[Matrix],
     beside: Callable[[StreamTiles], int] = lambda tiles: 0,

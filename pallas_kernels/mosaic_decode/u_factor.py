@@ -17,7 +17,7 @@ LANES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class _Segment:
     """Part of one array to copy: `count` words of every row, each with one entry or more."""
 
     of: str  # "words", "scales" or "zeros"
@@ -35,38 +35,38 @@ class Segment:
         return e.add(e.mul(row, self.row_bytes), byte)
 
 
-def segments(matrix: Matrix, count: int) -> list[Segment]:
+def _segments(matrix: Matrix, count: int) -> list[_Segment]:
     """Segments of `count` neighbouring values of a row, wherever they begin."""
     m, found, at = matrix, [], 0
     if m.form.bits == PLAIN_BITS:
-        return [Segment("words", 2 * m.num_inputs, 0, WORD, count // 2 + 1, 0)]
+        return [_Segment("words", 2 * m.num_inputs, 0, WORD, count // 2 + 1, 0)]
     blocks = -(-(count - 1) // layout.BLOCK) + 1
     for plane in layout.planes(m.num_inputs, m.form.bits):
         words = min(plane.num_words, blocks * layout.BLOCK * plane.width // layout.WORD_BITS)
         row, first = WORD * m.num_words, WORD * plane.first_word
-        found.append(Segment("words", row, first, WORD, words, at, plane))
+        found.append(_Segment("words", row, first, WORD, words, at, plane))
         at += words
     groups = min(m.num_groups, -(-(count - 1) // m.group_size) + 1)
     sizes = {"float": m.scale_bytes, "integer": 1}
     for of, size in (("scales", m.scale_bytes), ("zeros", sizes.get(m.zero_kind, 0))):
         if size:
-            found.append(Segment(of, size * m.num_groups, 0, size, groups, at))
+            found.append(_Segment(of, size * m.num_groups, 0, size, groups, at))
             at += groups
     return found
 
 
 def row_words(matrix: Matrix, count: int) -> int:
     """Words copied per row; odd, so that rows begin at different banks."""
-    last = segments(matrix, count)[-1]
+    last = _segments(matrix, count)[-1]
     return (last.at + last.count) | 1
 
 
-def _end_of(part: Segment, matrix: Matrix) -> int:
+def _end_of(part: _Segment, matrix: Matrix) -> int:
     """Bytes of a part's array."""
     return part.row_bytes * matrix.num_rows
 
 
-class PairPosition(NamedTuple):
+class _PairPosition(NamedTuple):
     """Position of a pair of values among the copied words of a row."""
 
     index: Value  # of the first
@@ -82,12 +82,12 @@ class PoolColumns:
 
     def __init__(self, e: Mlir, matrix: Matrix, first: Value, count: int):
         """Prepares the columns; `first`, i32 and even, may lie outside a row."""
-        self.e, self.matrix, self.segments = e, matrix, segments(matrix, count)
+        self.e, self.matrix, self.segments = e, matrix, _segments(matrix, count)
         inside = e.select(e.compare(first, "gt", 0), first, 0)
         self.first = e.smaller(inside, matrix.num_inputs - 1)
         self.pitch = WORD * row_words(matrix, count)
 
-    def _first_byte(self, part: Segment) -> Value:
+    def _first_byte(self, part: _Segment) -> Value:
         """Byte of a row at which the first copied entry lies."""
         e = self.e
         if part.of != "words":
@@ -140,7 +140,7 @@ class PoolColumns:
 
         e.loop(warp, places, num_warps, [], one)
 
-    def _source(self, part: Segment, slot: Value, base: Value) -> list[Value]:
+    def _source(self, part: _Segment, slot: Value, base: Value) -> list[Value]:
         """Source of a part: its array, bytes per row, a slot's first byte in it, bytes of all."""
         e = self.e
         byte = e.add(self._first_byte(part), e.mul(e.sub(slot, part.at), part.each))
@@ -154,7 +154,7 @@ class PoolColumns:
     def _plain(self) -> bool:
         return self.matrix.form.bits == PLAIN_BITS
 
-    def position_of(self, index: Value) -> PairPosition:
+    def position_of(self, index: Value) -> _PairPosition:
         """Position of values index and index + 1; the first is even and copied."""
         e, planes = self.e, []
         for part in self.segments:
@@ -165,7 +165,7 @@ class PoolColumns:
         shared = self.matrix.group_size % 2 == 0
         after = e.smaller(e.add(index, 1), self.matrix.num_inputs - 1)
         both = [] if self._plain else [index] if shared else [index, after]
-        return PairPosition(index, planes, [e.div(i, self.matrix.group_size) for i in both])
+        return _PairPosition(index, planes, [e.div(i, self.matrix.group_size) for i in both])
 
     def _word_and_bit(self, plane: layout.Plane, index: Value) -> tuple[Value, Value]:
         """Word of the plane and bit at which an even code's part begins, by `layout`."""
@@ -186,7 +186,7 @@ class PoolColumns:
         word = e.add(word, e.mul(block, layout.BLOCK * width // layout.WORD_BITS))
         return word, e.mul(position, width)
 
-    def values(self, position: PairPosition, row: Value, at: Value) -> list[Value]:
+    def values(self, position: _PairPosition, row: Value, at: Value) -> list[Value]:
         """Unpacks both values of a row as float32."""
         e = self.e
         if self._plain:

@@ -14,10 +14,10 @@ import numpy as np
 
 from pallas_kernels.packed import PackedMatrices
 
-SLOT, FIRST, END, BAND_FIRST, BAND_LENGTH = range(5)  # columns of `ExpertBlocks.table`
+SLOT, FIRST, END, BAND_FIRST, BAND_LENGTH = range(5)  # columns of `_ExpertBlocks.table`
 
 
-class ExpertBlocks(NamedTuple):
+class _ExpertBlocks(NamedTuple):
     """Blocks of pairs of one matrix; device data of static shapes."""
 
     order: jax.Array  # int32[P]: pairs t A + a by tier and slot, those that are skipped last
@@ -34,7 +34,7 @@ def _max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
 
 def make_expert_blocks(
     tier: jax.Array, slot: jax.Array, tiers: Sequence[PackedMatrices], rows: int, band: int
-) -> ExpertBlocks:
+) -> _ExpertBlocks:
     """Sorts pairs by tier and slot, those of one matrix in their order.
 
     Args:
@@ -76,7 +76,7 @@ def make_expert_blocks(
         jnp.minimum(band, blocks[matrix] - banded),
     ]
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), after])
-    return ExpertBlocks(order=order, table=jnp.stack(columns, axis=1), first_block=ends[before])
+    return _ExpertBlocks(order=order, table=jnp.stack(columns, axis=1), first_block=ends[before])
 
 
 def _search(ordered: jax.Array, values: jax.Array, side: str) -> jax.Array:

@@ -35,7 +35,7 @@ _MAGIC = 0x43004300  # both halves 128 in bf16
 _REST = 0x4300 * 2.0**-16
 
 
-class Tile(NamedTuple):
+class _Tile(NamedTuple):
     """Consecutive words of a block's row that one copy puts into shared memory."""
 
     first_word: int  # of the row, for block 0
@@ -80,7 +80,7 @@ class MatrixFormat:
         return max(1, BLOCK // self.group_size)
 
     @property
-    def tiles(self) -> tuple[Tile, ...]:
+    def tiles(self) -> tuple[_Tile, ...]:
         """Tiles of a block's row, at most 32 words (128 bytes) each."""
         if self.apart:
             planes = layout.planes_apart(self.num_inputs, self.bits)
@@ -91,7 +91,7 @@ class MatrixFormat:
             words = BLOCK * plane.width // 32
             size, refined = min(words, 32), self.apart and number > 0
             found += [
-                Tile(plane.first_word + i, size, words, refined) for i in range(0, words, size)
+                _Tile(plane.first_word + i, size, words, refined) for i in range(0, words, size)
             ]
         return tuple(found)
 
@@ -118,7 +118,7 @@ class MatrixFormat:
     def _registers(self, size: int) -> int:
         return -(-self.groups_per_block * size // 4)
 
-    def constant(
+    def _constant(
         self, e: Emitter, constants: Sequence[Value], row: int, group: int
     ) -> tuple[Value, Value]:
         """Reads scale and zero, float32, of row g (0) or g + 8 (1) in a group of the block.
@@ -248,7 +248,7 @@ class _Field(NamedTuple):
     exponent: int  # of the lowest bit then
 
 
-def field(form: MatrixFormat, piece: int) -> _Field:
+def _field(form: MatrixFormat, piece: int) -> _Field:
     """Position of 16 k, number `piece` of a block."""
     if len(form.widths) == 2:
         position, part = divmod(piece, 2)
@@ -276,14 +276,14 @@ def operand(
     factors: dict[tuple[int, int, int], tuple[Value, Value, Value]] = {}
     found = []
     for piece in range(stage * STAGES, (stage + 1) * STAGES):
-        where = field(form, piece)
+        where = _field(form, piece)
         group = piece * SLICE // form.group_size if form.group_size < BLOCK else 0
         for pair in range(2):
             for row in range(2):
                 key = (row, group, where.exponent)
                 if key not in factors:
                     factors[key] = _factors(
-                        e, form, *form.constant(e, constants, row, group), key[2]
+                        e, form, *form._constant(e, constants, row, group), key[2]
                     )
                 word = words[row * per_row + where.word + pair]
                 found.append(_pair(e, form, word, where, factors[key]))

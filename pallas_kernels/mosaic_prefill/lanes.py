@@ -93,7 +93,7 @@ def read_constants(
     block: Value,
     refs: Sequence[Value],
 ) -> list[Value]:
-    """Reads a block's scales and zeros for `MatrixFormat.constant`, from device memory."""
+    """Reads a block's scales and zeros for `MatrixFormat._constant`, from device memory."""
     g, _, _, _ = place(e)
     group, first = _rows_before(e, form.paired)
     halves = 2 if form.paired else 1

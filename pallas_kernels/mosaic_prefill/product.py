@@ -38,7 +38,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class _Pipeline:
     """References of a kernel's body."""
 
     form: MatrixFormat | None  # None for plain weights
@@ -174,7 +174,7 @@ class Pipeline:
 def scratch(
     form: MatrixFormat | None, tiles: WgmmaTiles, x_dtype: Any, paired: bool = False
 ) -> dict[str, Any]:
-    """Shared memory and barriers of a `Pipeline`, by name."""
+    """Shared memory and barriers of a `_Pipeline`, by name."""
     x_shape = (tiles.x_stages, tiles.tokens, STAGE)
     copies = 2 if paired else 1  # of the weights
     found = {
@@ -209,7 +209,7 @@ def pipeline(
     arrays: Sequence[Any],
     rooms: dict[str, Any],
     paired: bool = False,
-) -> Pipeline:
+) -> _Pipeline:
     """Names the references by role.
 
     Args:
@@ -220,7 +220,7 @@ def pipeline(
     weights, *rest = arrays
     refined = tuple(rest[-2:]) if form and form.apart else ()
     constants = rest[: len(rest) - len(refined)]
-    return Pipeline(
+    return _Pipeline(
         form=form, paired=paired, tiles=tiles, x=x, weights=weights, refined=refined,
         constants=tuple(constants), x_copied=x_copied, x_read=x_read,
         words=tuple(rooms[f"words_{i}"] for i in range(len(form.tiles))) if form else (),
@@ -230,7 +230,7 @@ def pipeline(
 
 
 def work(
-    parts: Pipeline,
+    parts: _Pipeline,
     num_items: Any,
     item_of: Callable[[jax.Array], Item],
     store: Callable[[Item, jax.Array], None],

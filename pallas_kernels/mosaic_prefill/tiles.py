@@ -68,12 +68,12 @@ def _fitting(tiles: WgmmaTiles, bits: int) -> WgmmaTiles:
         if x_stages > tiles.x_stages or word_blocks > tiles.word_blocks:
             continue
         found = dataclasses.replace(tiles, x_stages=x_stages, word_blocks=word_blocks)
-        if shared_bytes(found, bits) <= SHARED_BYTES:
+        if _shared_bytes(found, bits) <= SHARED_BYTES:
             return found
     raise ValueError(f"no tiles of {tiles.tokens} tokens for {bits} bits")
 
 
-def shared_bytes(tiles: WgmmaTiles, bits: int) -> int:
+def _shared_bytes(tiles: WgmmaTiles, bits: int) -> int:
     """Shared memory of x, of the weights and of the results."""
     weights = tiles.x_stages * 64 if bits == PLAIN_BITS else tiles.word_blocks * 256
     room = tiles.warpgroups * 2 * tiles.chunk * 128

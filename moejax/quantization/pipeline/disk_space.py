@@ -25,7 +25,7 @@ def check_space(
 
     `source` has small files that are copied; `tasks` are the matrices to quantize, by name.
     """
-    needed = most_bytes(source, shards, tasks)
+    needed = _most_bytes(source, shards, tasks)
     free = shutil.disk_usage(output).free
     if needed > free:
         raise MoejaxError(
@@ -34,7 +34,7 @@ def check_space(
         )
 
 
-def most_bytes(source: Path, shards: tuple[Shard, ...], tasks: Mapping[str, MatrixTask]) -> int:
+def _most_bytes(source: Path, shards: tuple[Shard, ...], tasks: Mapping[str, MatrixTask]) -> int:
     """Bound on the bytes of all files; see `check_space`."""
     copied = [source / name for name in COPIED_FILES if (source / name).is_file()]
     small = sum(path.stat().st_size for path in copied) + _REST_BYTES

@@ -40,7 +40,7 @@ from moejax.quantization.pipeline.layer_steps import (
 from moejax.weights.qtensor import Weight, dense
 
 
-class Hessian(NamedTuple):
+class _Hessian(NamedTuple):
     """Hessian of a matrix's inputs."""
 
     mean: jax.Array  # float32[K, K], mean of 2 x x^T
@@ -80,7 +80,7 @@ class LayerRun:
         num_sequences, length = tokens.shape
         self._step = _sequences_per_step(num_sequences, max(1, tokens_per_step // length))
         table = embed if isinstance(embed, np.ndarray) else np.asarray(dense(embed, self._dtype))
-        self.hidden = file_backed((*tokens.shape, table.shape[1]), self._dtype)
+        self.hidden = _file_backed((*tokens.shape, table.shape[1]), self._dtype)
         for part, ids in zip(self._steps(self.hidden), self._steps(tokens), strict=True):
             part[...] = table[ids].astype(self._dtype)
 
@@ -130,10 +130,10 @@ class CapturedLayer:
         self._chunks: dict[str, tuple[int, jax.Array]] = {}  # leaf: first expert, float32[e, K, K]
         self.num_tokens = run.hidden.shape[0] * run.hidden.shape[1]
         self.expert_tokens: np.ndarray | None = None
-        self._mlp_hidden = file_backed(run.hidden.shape, run.hidden.dtype)
+        self._mlp_hidden = _file_backed(run.hidden.shape, run.hidden.dtype)
         self._totals = self._run_tokens()
 
-    def hessian(self, leaf: str, expert: int | None = None) -> Hessian:
+    def hessian(self, leaf: str, expert: int | None = None) -> _Hessian:
         """Returns the Hessian of one matrix; request experts in order, neighbours share a pass.
 
         `leaf` is one of `layer_steps.watched_leaves`, or "moe.gate_up" or "moe.down" of an expert.
@@ -182,8 +182,8 @@ class CapturedLayer:
         return first, totals
 
 
-def _mean(total: jax.Array, num_tokens: int) -> Hessian:
-    return Hessian(mean_hessian(total, jnp.int32(num_tokens)), num_tokens)
+def _mean(total: jax.Array, num_tokens: int) -> _Hessian:
+    return _Hessian(mean_hessian(total, jnp.int32(num_tokens)), num_tokens)
 
 
 def _sequences_per_step(num_sequences: int, most: int) -> int:
@@ -193,7 +193,7 @@ def _sequences_per_step(num_sequences: int, most: int) -> int:
     return divisors[-1] if divisors else most
 
 
-def file_backed(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _file_backed(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Allocates zeros in a temporary file ($TMPDIR), deleted with the array.
 
     The room is reserved at once (OSError), since a page without room kills the process.

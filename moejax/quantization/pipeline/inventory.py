@@ -47,7 +47,7 @@ class Entry:
     # Under the published name; of fused experts the slice. Where `arranged` is given, its shape and
     # size are right, but its bytes lie in another order, or are codes.
     source: StoredTensor
-    arranged: "ArrangedMatrix | None" = None
+    arranged: "_ArrangedMatrix | None" = None
 
     @property
     def prefix(self) -> str:
@@ -82,7 +82,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ArrangedMatrix:
+class _ArrangedMatrix:
     """Rows of a stored matrix that has other rows too, inputs before outputs, or codes."""
 
     plan: LeafPlan
@@ -205,7 +205,7 @@ def _entry(
         source, dtype = _first_tensor(reader, part), np.dtype(ml_dtypes.bfloat16)
         dtype = dtype if part.tensor is None else source.dtype
         num_rows, num_inputs = placement.shape
-        arranged = ArrangedMatrix(
+        arranged = _ArrangedMatrix(
             plan=reader.leaves[leaf], part=part, start=start, shape=(num_rows, num_inputs),
             dtype=dtype,
         )  # fmt: skip

@@ -37,12 +37,12 @@ class Program:
         """Grid of the codes."""
         return self.scheme.grid
 
-    def by_kernel(self, weights: jax.Array) -> bool:
+    def _by_kernel(self, weights: jax.Array) -> bool:
         """Whether the GPU kernel solves HQQ's part of such weights."""
         return self.use_kernel and kernel_refusal(weights, self.grid) is None
 
     @property
-    def surges(self) -> bool:
+    def _surges(self) -> bool:
         """Whether factors may lose so much that they are kept in more bits."""
         compensated = self.scheme.method in COMPENSATED and self.max_rank > 0
         return compensated and self.scheme.factor_bits < SAFE_FACTOR_BITS
@@ -151,7 +151,7 @@ def _plain(weights: jax.Array, program: Program) -> Codes:
     """Quantizes without calibration or compensators; without ranks, MiLo is its base."""
     method = program.scheme.method
     if method in ("hqq", "milo"):
-        if program.by_kernel(weights):
+        if program._by_kernel(weights):
             num_matrices, num_rows, num_inputs = weights.shape
             u = jnp.zeros((num_matrices, num_rows, 0), jnp.float32)
             return kernel_hqq(weights, u, jnp.zeros((num_matrices, 0, num_inputs)), program.grid)
@@ -183,7 +183,7 @@ def _compensated(
 ) -> tuple[Codes, Compensators, Compensators, jax.Array]:
     """Quantizes with compensators: codes, factors, wider factors and who needs them."""
     solution = _solve(weights, ranks, program, program.scheme.factor_bits)
-    if not program.surges:
+    if not program._surges:
         nothing = jnp.zeros(weights.shape[0], bool)
         return solution.codes, solution.factors, (None,) * len(solution.factors), nothing
     surged = (ranks > 0) & _has_surged(weights, solution, program)
@@ -223,7 +223,7 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
             max_rank=program.max_rank,
             max_passes=program.passes,
             base="least_squares" if is_plus else "hqq",
-            solver=kernel_hqq if not is_plus and program.by_kernel(weights) else None,
+            solver=kernel_hqq if not is_plus and program._by_kernel(weights) else None,
             rank_divisor=program.scheme.rank_divisor,
         )
     found = milo(weights, grid, settings, ranks)

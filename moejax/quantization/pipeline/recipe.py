@@ -132,7 +132,7 @@ class RecipeRule:
     patterns: tuple[str, ...]
     changes: dict[str, Any]
 
-    def matches(self, entry: Entry) -> bool:
+    def _matches(self, entry: Entry) -> bool:
         """Whether the rule applies to a tensor."""
         names = (entry.prefix, entry.name)
         for pattern in self.patterns:
@@ -206,7 +206,7 @@ def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
         raise MoejaxError("the recipe leaves every matrix as it is; nothing is to be done")
     for rule in recipe.rules:
         if "rank_divisor" in rule.changes and not any(
-            scheme.planes and scheme.method in COMPENSATED and rule.matches(by_name[name])
+            scheme.planes and scheme.method in COMPENSATED and rule._matches(by_name[name])
             for name, scheme in found.items()
         ):
             raise MoejaxError(
@@ -223,7 +223,7 @@ def _scheme_of(recipe: Recipe, entry: Entry, used: set[str]) -> Scheme:
     if entry.kind not in _QUANTIZED_KINDS:
         scheme = dataclasses.replace(scheme, method="none")
     for rule in recipe.rules:
-        if not rule.matches(entry):
+        if not rule._matches(entry):
             continue
         used.add(rule.text)
         scheme = dataclasses.replace(scheme, **rule.changes)
@@ -330,7 +330,7 @@ def _parse_rule(text: str) -> RecipeRule:
 
 
 def _useless(rule: RecipeRule, inventory: Inventory) -> MoejaxError:
-    if any(rule.matches(entry) for entry in inventory.entries):
+    if any(rule._matches(entry) for entry in inventory.entries):
         return MoejaxError(
             f"rule {rule.text!r} concerns norms or biases, or projections that are kept as they "
             "are, never quantized"

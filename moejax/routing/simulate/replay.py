@@ -360,7 +360,7 @@ DELAY = 4
 _HELD = 1  # calls for which the block of a copy is not free once it serves
 
 
-class Tally(NamedTuple):
+class _Tally(NamedTuple):
     """Sums over steps and layers, by phase (prefill, decode).
 
     events: int32[2, len(EVENTS), T]. steps: int32[2], steps of the model. fetches: int32[2], times
@@ -385,7 +385,7 @@ class Running(NamedTuple):
     keys: jax.Array
     coming: jax.Array
     clock: jax.Array
-    tally: Tally
+    tally: _Tally
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,7 +409,7 @@ def begin(
     keys = _initial(slots, num_experts)
     if shares_slots:
         keys = jnp.zeros_like(keys)
-    tally = Tally(
+    tally = _Tally(
         jnp.zeros((2, len(EVENTS), num_tiers), jnp.int32),
         jnp.zeros(2, jnp.int32),
         jnp.zeros(2, jnp.int32),
@@ -448,7 +448,7 @@ def run_calls(
 
 
 class _Layer(NamedTuple):
-    """Result of one layer's step, or stacked: keys int32[T, E], the rest as in `Tally`."""
+    """Result of one layer's step, or stacked: keys int32[T, E], the rest as in `_Tally`."""
 
     keys: jax.Array
     events: jax.Array
@@ -551,7 +551,7 @@ def _step(
     many = jnp.arange(num_experts + 1, dtype=jnp.int32)[:, None, None]
     times = jnp.sum(done.ahead[None] == many, axis=1, dtype=jnp.int32)
     missed = jnp.sum(done.events[:, EVENTS.index("misses")], axis=1) > 0
-    tally = Tally(
+    tally = _Tally(
         events=t.events.at[phase].add(jnp.sum(done.events, axis=0)),
         steps=t.steps.at[phase].add(ran),
         fetches=t.fetches.at[phase].add(jnp.sum(missed, dtype=jnp.int32)),

@@ -57,7 +57,7 @@ class Run:
 
 
 class RunResult(NamedTuple):
-    """Result of a run: `moejax.routing.simulate.replay.Tally` in numpy, and the run."""
+    """Result of a run: `replay._Tally` in numpy, and the run."""
 
     run: Run
     events: np.ndarray
@@ -190,7 +190,7 @@ def _run_block(
     one_by_one: bool,
     delay: int,
 ) -> Any:
-    """Runs a block; a `Tally` of arrays [K, ...], on the host."""
+    """Runs a block; a `_Tally` of arrays [K, ...], on the host."""
     policy = runs[0].policy
     # Policies of a group that do not prefetch have a limit of 0 in their state.
     looks = any(run.policy.needs.predicted for run in runs)

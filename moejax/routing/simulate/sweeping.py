@@ -52,7 +52,7 @@ class Tiers:
         """Whether planes of both tiers share their slots."""
         return self.planes and slots[1] < num_experts
 
-    def pool_bytes(self, slots: tuple[int, ...], num_experts: int) -> int:
+    def _pool_bytes(self, slots: tuple[int, ...], num_experts: int) -> int:
         """Bytes of a layer's slots."""
         if self.shares_slots(slots, num_experts):
             return sum(slots) * self.expert_bytes[1]
@@ -122,7 +122,7 @@ def sweep(
         policy = "on_demand"
     found = _sweep_policy(trace, policy, grid, slots, tiers, bulk)
     cheapest = tiers.expert_bytes[1] if tiers.planes else min(tiers.expert_bytes)
-    sizes = [tiers.pool_bytes(row, trace.num_experts) for row in slots]
+    sizes = [tiers._pool_bytes(row, trace.num_experts) for row in slots]
     best = _belady(trace, [size // cheapest for size in sizes])
     # Pools that hold all experts do so from the start (`pools.initial`).
     all_there = [sum(row) >= trace.num_experts for row in slots]
