@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import open_checkpoint
 from moejax.quantization.gptq import GptqSettings, gptq
-from moejax.quantization.grid import Grid
+from moejax.quantization.grid import Grid, dequantize
 from moejax.quantization.pipeline import quantizers
 from moejax.quantization.pipeline.calibration_pass import CalibrationRun
+from moejax.quantization.pipeline.recipe import Scheme
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.weights.qtensor import dense
 from pallas_kernels import layout, op
@@ -285,3 +286,23 @@ class MethodsTest(QuantizeTestCase):
         job = self.job("embed, head, router: method=rtn bits=8")
         quantize_checkpoint(job)
         self.assert_loads(job)
+
+
+class SurgeTest(absltest.TestCase):
+    def test_factors_of_a_wider_width_that_do_harm_are_kept_in_more_bits(self):
+        scheme = Scheme(
+            method="milo", bits=4, group_size=16, zero_kind="float", scale_dtype="float32",
+            factor_bits=3, planes=(2, 4),
+        )  # fmt: skip
+        program = quantizers.Program(scheme=scheme, max_rank=4, passes=1)
+        weights = jnp.asarray(np.random.default_rng(0).standard_normal((3, 32, 32)), jnp.float32)
+        found = quantizers._solve(weights, jnp.full(3, 4, jnp.int32), program, 3)
+        self.assertFalse(np.any(quantizers._has_surged(weights, found, program)))
+        wide, narrow = found.lost
+        harmed = found._replace(lost=(wide.at[1].set(1.01 * found.bare[0][1]), narrow))
+        surged = quantizers._has_surged(weights, harmed, program)
+        np.testing.assert_array_equal(surged, [False, True, False])
+        # Without its factors a width loses what its codes alone lose.
+        for width, bare in zip(program.grid.widths, found.bare, strict=True):
+            left = weights - dequantize(found.codes, program.grid, width)
+            np.testing.assert_allclose(bare, jnp.sum(left**2, axis=(1, 2)), rtol=1e-5)

@@ -84,6 +84,7 @@ class _Solution(NamedTuple):
     codes: Codes
     factors: Compensators
     lost: tuple[jax.Array, ...]  # float32[C] of each width, with these factors
+    bare: tuple[jax.Array, ...]  # the same without factors
     # The same with unquantized ones; None where codes are fitted to factors.
     free_lost: tuple[jax.Array, ...] | None
 
@@ -205,8 +206,14 @@ def _compensated(
 
 
 def _has_surged(weights: jax.Array, solution: _Solution, program: Program) -> jax.Array:
-    """Mask bool[C]: the factors' codes lose most of the gain of unquantized factors."""
-    # The narrowest width decides: the others gain little, and have little rank to lose it.
+    """Mask bool[C]: the factors' codes lose most of the narrowest width's gain, or do harm."""
+    # Wider widths gain little, and have little rank to lose it, so that harm alone counts.
+    wider = zip(solution.lost[:-1], solution.bare[:-1], strict=True)
+    harms = functools.reduce(jnp.logical_or, (a > b for a, b in wider), jnp.bool_(False))
+    return harms | _narrowest_surged(weights, solution, program)
+
+
+def _narrowest_surged(weights: jax.Array, solution: _Solution, program: Program) -> jax.Array:
     grid, lost = program.grid, solution.lost[-1]
     bare = _squares(weights - dequantize(_plain(weights, program), grid, grid.widths[-1]))
     if solution.free_lost is None:
@@ -227,17 +234,17 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
             rank_divisor=program.scheme.rank_divisor,
         )
     found = milo(weights, grid, settings, ranks)
-    factors, lost, free_lost = [], [], []
+    factors, lost, bare, free_lost = [], [], [], []
     for width, own in zip(grid.widths, found.factors, strict=True):
         left = weights - dequantize(found.codes, grid, width)
         packed = _packed(own, factor_bits) if own.u.shape[-1] else None
         factors.append(packed)
+        bare.append(_squares(left))
         lost.append(_squares(left if packed is None else left - _product(packed)))
-        free = StackFactors(jnp.swapaxes(own.u, -1, -2), own.v)
-        free_lost.append(_squares(left - _product(free)))
-    return _Solution(
-        found.codes, tuple(factors), tuple(lost), None if settings.refit else tuple(free_lost)
-    )
+        exact = StackFactors(jnp.swapaxes(own.u, -1, -2), own.v)
+        free_lost.append(_squares(left - _product(exact)))
+    free = None if settings.refit else tuple(free_lost)
+    return _Solution(found.codes, tuple(factors), tuple(lost), tuple(bare), free)
 
 
 def _packed(factors: Factors, factor_bits: int) -> StackFactors:
