@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
 
 PLATFORMS = ("auto", "cpu", "gpu")
 MESH_AXIS = "shares"  # name of a mesh's one axis in the programs
@@ -40,6 +41,12 @@ class DeviceMesh:
         return tuple(self.mesh.devices.flat)
 
     @property
+    def local(self) -> dict[int, jax.Device]:
+        """Devices of this process, by the number of their share; all of them in one process."""
+        own = jax.process_index()
+        return {i: d for i, d in enumerate(self.devices) if d.process_index == own}
+
+    @property
     def size(self) -> int:
         """Number of devices."""
         return self.mesh.size
@@ -54,7 +61,7 @@ class DeviceMesh:
         return NamedSharding(self.mesh, SPLIT, memory_kind=memory_kind)
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Joins arrays of equal shape, one on each device, to a split array; nothing is copied."""
+        """Joins arrays of equal shape, one on each of `local`, to a split array; copies nothing."""
         first = parts[0]
         shape = (self.size * first.shape[0], *first.shape[1:])
         sharding = self.split(first.sharding.memory_kind)
@@ -69,7 +76,8 @@ class DeviceMesh:
         def split(array: Any) -> jax.Array:
             missing = self.size * rows_of(len(array), self.size) - len(array)
             padding = [(0, missing)] + [(0, 0)] * (array.ndim - 1)
-            return jax.device_put(np.pad(np.asarray(array), padding), self.split())
+            padded = np.pad(np.asarray(array), padding)
+            return jax.make_array_from_callback(padded.shape, self.split(), padded.__getitem__)
 
         return jax.tree.map(split, arrays)
 
@@ -89,6 +97,21 @@ class DeviceMesh:
 def rows_of(total: int, num_devices: int) -> int:
     """Rows of a matrix of `total` rows that each device of a mesh has."""
     return -(-total // num_devices)
+
+
+def put(arrays: Any, place: jax.Device | jax.sharding.Sharding) -> Any:
+    """Puts an array, or a tree of them, on a device, or whole on each of a mesh's.
+
+    Several processes have equal arrays, which they do not compare, as `jax.device_put` would.
+    """
+    if isinstance(place, jax.Device) or place.is_fully_addressable:
+        return jax.device_put(arrays, place)
+
+    def of_each(array: Any) -> jax.Array:
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, place, host.__getitem__)
+
+    return jax.tree.map(of_each, arrays)
 
 
 def specs_of(arrays: Any) -> Any:
@@ -126,18 +149,20 @@ def mesh_size(text: str | int) -> int:
 def make_mesh(text: str | int, platform: str = "auto") -> DeviceMesh | None:
     """Makes a mesh of the first devices of a platform; None for one device.
 
+    Of several processes (`jax.distributed.initialize`) it has all devices.
+
     Raises:
-      MoejaxError: as of `mesh_size`, or JAX sees fewer devices.
+      MoejaxError: as of `mesh_size`, or JAX sees fewer devices, or processes have more.
     """
     count = mesh_size(text)
     if count == 1:
         return None
     platform = choose_device(platform).platform
     devices = jax.devices(platform)
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and len(devices) != count:
         raise MoejaxError(
-            f"mesh={text} runs in one process, which drives all of its devices; here JAX has "
-            f"{jax.process_count()} processes: start one alone"
+            f"mesh={text} takes {count} devices, but the {jax.process_count()} processes have "
+            f"{len(devices)}, and each has to take part: mesh={len(devices)}"
         )
     if len(devices) < count:
         more = f" (XLA_FLAGS=--xla_force_host_platform_device_count={count} makes CPU devices)"
@@ -149,8 +174,62 @@ def make_mesh(text: str | int, platform: str = "auto") -> DeviceMesh | None:
     return DeviceMesh(jax.sharding.Mesh(np.asarray(devices[:count]), (MESH_AXIS,)))
 
 
+@contextlib.contextmanager
+def joined_processes(text: str) -> Iterator[None]:
+    """Joins this process to others that run the same command; the first one alone prints.
+
+    Where another is lost, this one ends with one line and status 1: JAX cannot go on without it,
+    and would wait for it at the end.
+
+    Args:
+      text: HOST:PORT,NUMBER,INDEX, the first process's address, how many there are, and which this
+        is, from 0 on; "auto": as the cluster's launcher says; "": this process is alone.
+
+    Raises:
+      MoejaxError: the text is no such place, or the processes do not find each other.
+    """
+    if not text:
+        yield
+        return
+    try:
+        jax.distributed.initialize(**_place_of_process(text), shutdown_timeout_seconds=60)
+        index = jax.process_index()
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise MoejaxError(f"processes={text}: they do not find each other ({reason})") from error
+    try:
+        with Path(os.devnull).open("w") as nowhere:
+            muted = contextlib.redirect_stdout(nowhere) if index else contextlib.nullcontext()
+            with muted:
+                yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        print_stderr(
+            f"error: process {index} lost another one of the mesh ({reason}): see what that one "
+            "printed, and start all again"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _place_of_process(text: str) -> dict[str, Any]:
+    """Arguments of `jax.distributed.initialize`; MoejaxError for a text that names no place."""
+    if text == "auto":
+        return {}
+    address, *numbers = text.split(",")
+    if ":" not in address or len(numbers) != 2 or not all(map(str.isdecimal, numbers)):
+        raise MoejaxError(
+            f"processes={text!r} must be HOST:PORT,NUMBER,INDEX, such as 10.0.0.1:9000,2,0 in the "
+            "first of two, or auto"
+        )
+    number, index = map(int, numbers)
+    if index >= number:
+        raise MoejaxError(f"processes={text}: of {number} the last has the number {number - 1}")
+    return {"coordinator_address": address, "num_processes": number, "process_id": index}
+
+
 def choose_device(platform: str) -> jax.Device:
-    """Chooses the first device of `platform`; "auto" is JAX's default device.
+    """Chooses this process's first device of `platform`; "auto" is JAX's default device.
 
     Raises:
       MoejaxError: an unknown platform, or one that JAX does not see.
@@ -158,7 +237,7 @@ def choose_device(platform: str) -> jax.Device:
     if platform not in PLATFORMS:
         raise MoejaxError(f"platform {platform!r} is none of {', '.join(PLATFORMS)}")
     try:
-        return (jax.devices() if platform == "auto" else jax.devices(platform))[0]
+        return jax.local_devices(backend=None if platform == "auto" else platform)[0]
     except (RuntimeError, AssertionError) as error:  # the latter: CUDA alone, and no driver
         raise MoejaxError(_why_none(platform, error)) from error
 

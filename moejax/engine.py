@@ -166,6 +166,9 @@ class Engine:
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
         checkpoint = open_checkpoint(str(path), read_bits)
+        # Between steps experts would arrive at another time in each process.
+        if policy is not None and jax.process_count() > 1:
+            raise MoejaxError("a policy runs in one process: leave policy out, or start one alone")
         tokenizer = Tokenizer.from_directory(checkpoint.directory)  # before weights take minutes
         defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
         memory: ExpertMemory | None = None

@@ -65,6 +65,26 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
             "--prompt or --prompt_file: give both, or leave it out"
         )
     check_recorded(config)
+    if not config.processes:
+        _answer(config, values, prompts, turns)
+        return
+    if turns is not None:
+        raise MoejaxError(
+            "a conversation runs in one process: leave processes out, or give --prompt"
+        )
+    from moejax.devices import joined_processes
+
+    with joined_processes(config.processes):
+        _answer(config, values, prompts, turns)
+
+
+def _answer(
+    config: GenerateConfig,
+    values: flags.FlagValues,
+    prompts: list[str],
+    turns: Any,
+) -> None:
+    """Loads the model and answers, as `generate`."""
     engine = load_engine(config, max(1, len(prompts)))
     if engine.tokenizer is None:
         raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")

@@ -3,22 +3,30 @@
 Float32 sums in another order differ by rounding, which no routing of these models turns on.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
+import os
+import re
+import socket
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import Engine
+from moejax import Engine, devices
 from moejax.checkpoints import open as checkpoints
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.devices import MESH_AXIS, REPLICATED, device_nbytes, make_mesh
 from moejax.experts.budget import Limits
+from moejax.experts.share_rows import ShareRows
 from moejax.experts.tiering import Tiering
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.layer_index import layer_indices
@@ -26,6 +34,7 @@ from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.models.moe import ResidentExperts
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights.linear import Kernels
+from scripts.studies.speed.check_mesh import WholeExperts
 from tests import hf_checkpoints, model_kinds, slow
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import TinyCheckpoint
@@ -72,6 +81,23 @@ def stores() -> dict[str, Any]:
     return {f"int{bits}": functools.partial(Packed, bits=bits) for bits in (2, 3, 4)} | {
         "plain": Plain
     }
+
+
+def run_together(commands: list[list[str]], num_devices: int = 1) -> list[Any]:
+    """Runs `moejax.generate` with each of the lists of flags at once; processes, when all ended."""
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+    def run(flags: list[str]) -> Any:
+        command = [sys.executable, "-m", "moejax.generate", *flags]
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=120, check=False
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(len(commands)) as threads:
+        return list(threads.map(run, commands))
 
 
 class MeshTest(FolderTestCase):
@@ -282,6 +308,47 @@ class MeshTest(FolderTestCase):
         self.assertIsNone(make_mesh("1", "cpu"))
         self.assertEqual(make_mesh("2,2", "cpu").size, 4)
         self.assertEqual(make_mesh(2, "cpu").size, 2)
+
+    def test_places_of_processes(self):
+        found = devices._place_of_process("10.0.0.1:9000,2,1")
+        expected = {"coordinator_address": "10.0.0.1:9000", "num_processes": 2, "process_id": 1}
+        self.assertEqual(found, expected)
+        self.assertEqual(devices._place_of_process("auto"), {})
+        for text in ("10.0.0.1,2,1", "a:1,2", "a:1,2,x"):
+            with self.assert_one_line("must be HOST:PORT,NUMBER,INDEX"):
+                devices._place_of_process(text)
+        with self.assert_one_line("of 2 the last has the number 1"):
+            devices._place_of_process("a:1,2,2")
+        with (
+            mock.patch.object(jax, "process_count", lambda: 4),
+            self.assert_one_line("the 4 processes have 8, and each has to take part: mesh=8"),
+        ):
+            make_mesh("2", "cpu")
+
+    def test_a_process_reads_its_own_shares(self):
+        expert = np.arange(2 * 12 * 4, dtype=np.float32).reshape(1, 1, 24, 4)
+        whole = WholeExperts(expert, np.arange(48, dtype=np.float32).reshape(1, 1, 4, 12))
+        every, own = ShareRows(whole, 3), ShareRows(whole, 3, [2])
+        rows = [[np.empty(part.shape, part.dtype) for part in own.row] for _ in range(4)]
+        every.read(0, 0, [part for row in rows[:3] for part in row])
+        own.read(0, 0, rows[3])
+        for one, other in zip(rows[2], rows[3], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    @pytest.mark.slow
+    @parameterized.parameters("", "--config.memory.device_gib=0.03")
+    def test_two_processes_answer_as_one(self, limit):
+        how = ["--prompt=The history of", "--config.max_new_tokens=12", "--config.platform=cpu",
+               "--config.temperature=0", "--config.mesh=2", *filter(None, [limit])]  # fmt: skip
+        [alone] = run_together([how], num_devices=2)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        found = run_together([[*how, f"--config.processes={address},2,{i}"] for i in range(2)])
+        self.assertEqual([one.returncode for one in found], [0, 0], found[0].stderr)
+        printed = [re.sub(r"\[Gloo\].*\n", "", one.stdout) for one in found]  # by the C++ library
+        self.assertEqual(printed, [alone.stdout, ""])
+        self.assertNotEmpty(alone.stdout)
 
     def test_fp8_is_refused(self):
         Fp8(CONFIGS["qwen3"]).write(self.directory)

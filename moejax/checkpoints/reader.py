@@ -37,7 +37,7 @@ from moejax.checkpoints.safetensors_reader import (
     stored_tensors,
     without_masks,
 )
-from moejax.devices import DeviceMesh, Place
+from moejax.devices import DeviceMesh, Place, put
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf.names import multi_token, vision_tower
@@ -216,7 +216,7 @@ class _LeafMemory:
     def finish_layer(self, layer: int) -> None:
         """Finishes a layer whose parts are written, before another one begins."""
         if self._leaf is not None:
-            slab = jax.device_put(self._memory, self._place)
+            slab = put(self._memory, self._place)
             self._leaf = _with_layer(self._leaf, slab, layer)
             self._leaf.block_until_ready()  # the staging memory is about to be written again
 
@@ -224,7 +224,7 @@ class _LeafMemory:
         """Returns the array on its device; nothing may write to it any more."""
         if self._leaf is not None:
             return self._leaf
-        return jax.device_put(self._memory, self._place)
+        return put(self._memory, self._place)
 
 
 def _allocate(plan: LeafPlan, place: Place, *, is_stacked: bool) -> dict[str, _LeafMemory]:
@@ -269,13 +269,13 @@ def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Adva
     memory = {name: np.empty(of.shape[1:], of.dtype) for name, of in plan.arrays.items()}
     take = shares.gate_up if plan.name == EXPERT_LEAVES[0] else shares.down
     whole = plan.assemble(memory)
-    stacks: list[Any] = [None] * mesh.size
+    stacks: dict[int, Any] = dict.fromkeys(mesh.local)
     for layer, parts in group_by_layer(plan.parts).items():
         for part in parts:
             arrays = {name: array[part.index[1:]] for name, array in memory.items()}
             fill_part(plan, part, arrays, _read_checked)
             advance(part.num_bytes)
-        for i, device in enumerate(mesh.devices):
+        for i, device in mesh.local.items():
             slabs = jax.device_put(take(whole, i), device)
             if stacks[i] is None:
                 stacks[i] = jax.tree.map(
@@ -284,10 +284,10 @@ def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Adva
                     ),
                     slabs,
                 )
-            put = functools.partial(_with_layer, layer=layer)
-            stacks[i] = jax.tree.map(put, stacks[i], slabs)
+            with_slab = functools.partial(_with_layer, layer=layer)
+            stacks[i] = jax.tree.map(with_slab, stacks[i], slabs)
         jax.block_until_ready(stacks)
-    found: Weight = jax.tree.map(lambda *leaves: mesh.join(leaves), *stacks)
+    found: Weight = jax.tree.map(lambda *leaves: mesh.join(leaves), *stacks.values())
     return found
 
 
@@ -354,8 +354,8 @@ def _read_pool(
     return Compensator(
         u=u,
         v=v,
-        start=jax.device_put(starts, place),
-        rank=jax.device_put(ranks, place),
+        start=put(starts, place),
+        rank=put(ranks, place),
         first_row=pool.owners[0].placement.start,
         num_rows=pool.num_rows,
         max_rank=max(pool.ranks),

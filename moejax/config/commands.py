@@ -97,6 +97,10 @@ MESH = option(
     "", "number of devices that run the model together, each with its share of every expert: 2, or "
     "2,4 for 8; '': one",
 )  # fmt: skip
+PROCESSES = option(
+    "", "this process among several that run the same command on one mesh: HOST:PORT,NUMBER,INDEX, "
+    "with the address of the first; auto: as the cluster's launcher says; '': it is alone",
+)  # fmt: skip
 DTYPE = option(
     "auto", "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16"
 )
@@ -160,6 +164,7 @@ class GenerateConfig(RecordConfig):
     verify: bool = VERIFY
     platform: str = PLATFORM
     mesh: str = MESH
+    processes: str = PROCESSES
     dtype: str = DTYPE
     context: int = option(0, "tokens that the KV cache holds; 0: what the prompts need", least=0)
     memory: MemoryConfig = MEMORY

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from moejax.devices import REPLICATED, DeviceMesh, Place, mesh_of, specs_of
+from moejax.devices import REPLICATED, DeviceMesh, Place, mesh_of, put, specs_of
 from moejax.errors import MoejaxError
 from moejax.experts import residency
 from moejax.experts.disk_cache import DiskExperts
@@ -73,7 +73,7 @@ class TierMemory:
 
         `place`: the device, or the replicated sharding of a mesh.
         """
-        rows = jax.device_put(np.asarray(row_of, np.int32), place)
+        rows = put(np.asarray(row_of, np.int32), place)
         self.spec, self.store = spec, HostRows(gate_up, down, rows, terms)
         self.pool = self._empty_pool()
         row = jax.eval_shape(lambda *leaves: leaves, *jax.tree.leaves((gate_up, down)))
@@ -103,7 +103,7 @@ class TierMemory:
             num_banks, content = 0, dataclasses.replace(content, table=content.table[:, :0])
         banks = tuple(jax.tree.map(slots, rows) for _ in range(num_banks))
         state = (content, residency.no_counts(cache.num_layers))
-        tables, counts = jax.device_put(state, place)
+        tables, counts = put(state, place)
         return TierSlots(banks, tables, counts, used)
 
     @property
@@ -153,7 +153,7 @@ class TierMemory:
         """Moves experts read from disk to host rows, and advances transfers."""
         if self.disk is not None and self.disk.advance(lambda: _copied(self.pool.used)):
             place = self.store.row_of.sharding
-            row_of = jax.device_put(self.disk.row_of.copy(), place)
+            row_of = put(self.disk.row_of.copy(), place)
             self.store = dataclasses.replace(self.store, row_of=row_of)
         if self.transfers is not None:
             self.pool = self.transfers.advance(self.pool)
@@ -174,7 +174,7 @@ class TierMemory:
         self._forgotten = self.failures
         used = None if self.pool.used is None else np.zeros(self.pool.used.shape, np.int32)
         state = {"residency": residency.empty(self.spec.cache), "used": used}
-        state = jax.device_put(state, self.pool.residency.clock.sharding)
+        state = put(state, self.pool.residency.clock.sharding)
         self.pool = dataclasses.replace(self.pool, **state)
 
     def reallocate(self) -> None:
@@ -196,7 +196,7 @@ class TierMemory:
         place = self.pool.counts.events.sharding
         fresh = residency.no_counts(self.spec.cache.num_layers)
         # First: what is added may be an error, and is not to be added again.
-        self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
+        self.pool = dataclasses.replace(self.pool, counts=put(fresh, place))
         if self.transfers is not None:
             self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
         self.ledger.add(counts, disk=self.disk.counts_since() if self.disk else {})
@@ -391,7 +391,7 @@ class ExpertMemory:
                 tier.read_counters()
             if self._gate is not None:
                 self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
-                self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.place)
+                self._gate = put(np.zeros(self._gate.shape, np.float32), self.place)
             if self.moves_experts:
                 self.ledger.asked = (self.ledger.asked or 0) + self._num_polls
                 self._num_polls = 0
@@ -511,7 +511,7 @@ class ExpertMemory:
             for i, experts in enumerate(in_flight):
                 for layer, expert in experts:
                     mask[layer, i, expert] = True
-            operands = jax.device_put((mask, np.int32(room)), self.place)
+            operands = put((mask, np.int32(room)), self.place)
             self._in_flight_on_device = in_flight, operands
         operands = self._in_flight_on_device[1]
         return operands
@@ -520,11 +520,11 @@ class ExpertMemory:
         """A policy's state and gate mass before any token; nothing without a policy."""
         if policy is None:
             return (), None
-        state = jax.device_put(policy.init(self._policy_spec), self.place)
+        state = put(policy.init(self._policy_spec), self.place)
         # Leaves of their own: a state may name one array twice, which cannot be donated.
         state = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
         gate = no_gate(self.spec.cache.num_layers, len(self.tiers))
-        return state, jax.device_put(gate, self.place)
+        return state, put(gate, self.place)
 
     def _reset_policy(self, policy: AnyPolicy | None = None) -> None:
         self._state, self._gate = self._init_policy(policy or self.spec.policy)
@@ -554,7 +554,7 @@ class ExpertMemory:
             for tier, experts in zip(self.tiers, held, strict=len(held) > 0):
                 assert tier.spec.emulated
                 content = residency.seeded(tier.spec.cache, experts)
-                content = jax.device_put(content, self.place)
+                content = put(content, self.place)
                 tier.pool = dataclasses.replace(tier.pool, residency=content)
 
 
@@ -606,7 +606,7 @@ def _preloaded_pool(
 ) -> TierSlots:
     spec, store = dataclasses.replace(memory.spec, is_complete=False), memory.store
     cache = spec.cache
-    content = jax.device_put(residency.seeded(cache, experts), store.row_of.sharding)
+    content = put(residency.seeded(cache, experts), store.row_of.sharding)
 
     def fill(pool: TierSlots, store: HostRows) -> TierSlots:
         tier = TierStep(spec, config, store, "block", kernels)

@@ -381,7 +381,10 @@ def _load_tier(
                 f"memory.disk_path={limits.disk_path} holds experts of another form than "
                 f"{checkpoint.directory}: give a copy of it"
             )
-    reader = _rows_of(tier, tiering, reader, mesh.size if mesh else 1)
+    if mesh is not None:
+        reader = _rows_of(tier, tiering, reader, mesh.size, list(mesh.local))
+    else:
+        reader = _rows_of(tier, tiering, reader)
     if mesh is not None and any(terms):
         raise MoejaxError(
             f"the experts of {checkpoint.directory} have low-rank compensators, which a mesh does "
@@ -435,11 +438,15 @@ def _emulated(memory: TierMemory) -> TierMemory:
 
 
 def _rows_of(
-    tier: StoredTier, tiering: Tiering | None, reader: ExpertReader, num_devices: int = 1
+    tier: StoredTier,
+    tiering: Tiering | None,
+    reader: ExpertReader,
+    num_devices: int = 1,
+    own: Sequence[int] | None = None,
 ) -> ExpertReader | QuantizedRows | ShareRows:
     """Returns the reader of a tier's rows, which may be quantized or cut while they are read."""
     if num_devices > 1:
-        return ShareRows(_rows_of(tier, tiering, reader), num_devices)
+        return ShareRows(_rows_of(tier, tiering, reader), num_devices, own)
     if tiering is None or tier.bits is None:
         return reader
     scheme = made_scheme(tiering, tier.bits)

@@ -47,7 +47,7 @@ def allocate_host_arrays(
 
     Their content is undefined. On a mesh each device has an array of each shape, joined to one.
     """
-    devices = (device,) if mesh is None else mesh.devices
+    devices = [device] if mesh is None else list(mesh.local.values())
     nbytes = len(devices) * sum(part.size * np.dtype(part.dtype).itemsize for part in shapes)
     check_pinned_limit(nbytes, device)
     kind = "pinned host memory" if _is_pinned(device) else "host memory"

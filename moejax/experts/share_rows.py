@@ -14,12 +14,14 @@ from moejax.weights.shares import Shares, shares_of
 class ShareRows:
     """A `host_store.RowSource` whose row is a share of an expert.
 
-    `read` fills the shares of all devices at once: the arrays of the first one's row, then those of
-    the others'. The other attributes are those of the source of whole experts.
+    `read` fills the shares of all devices of this process at once: the arrays of the first one's
+    row, then those of the others'. The other attributes are those of the source of whole experts.
     """
 
-    def __init__(self, source: Any, count: int) -> None:
+    def __init__(self, source: Any, count: int, own: Sequence[int] | None = None) -> None:
         """Cuts the rows of `source` into `count` shares; whoever opened it closes it.
+
+        `own`: the shares that `read` fills, those of this process; None: all.
 
         MoejaxError if experts of its form are not cut, or not into so many.
         """
@@ -28,7 +30,7 @@ class ShareRows:
                 "a mesh does not serve tiers that refine the next one by a bit plane yet: leave "
                 "the mesh out"
             )
-        self._source = source
+        self._source, self._own = source, range(count) if own is None else own
         self.num_layers, self.num_experts = source.num_layers, source.num_experts
         self.uses_jax, self.plane_bits = source.uses_jax, 0
         down = source.down
@@ -64,7 +66,7 @@ class ShareRows:
         """Fills one row on each device; see `ExpertReader.read`."""
         whole = [np.empty(part.shape, part.dtype) for part in self._source.row]
         self._source.read(layer, expert, whole, check=check)
-        parts = (part for i in range(self.shares.count) for part in self._cut(whole, i))
+        parts = (part for i in self._own for part in self._cut(whole, i))
         for view, part in zip(into, parts, strict=True):
             np.copyto(view, part)
 

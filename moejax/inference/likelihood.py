@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.devices import put
 from moejax.errors import MoejaxError
 from moejax.experts.state import ExpertCache
 from moejax.inference import steps
@@ -292,7 +293,7 @@ class PairScorer:
             for n, (_, wanted) in enumerate(row.wanted):
                 targets[i, num_places - len(wanted) :, n] = wanted
         empty = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, bool)
-        places = _Places(*jax.device_put((positions, targets, *empty), self._runner.place))
+        places = _Places(*put((positions, targets, *empty), self._runner.place))
         places = self._runner.scan_windows(likelihood_chunk, places, tokens, lengths)
         scores = np.asarray(places.log_probabilities).astype(np.float64)
         likeliest = np.asarray(places.likeliest)

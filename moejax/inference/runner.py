@@ -16,6 +16,7 @@ from moejax.devices import (
     DeviceMesh,
     Place,
     plain_memory_errors,
+    put,
     specs_of,
 )
 from moejax.experts.cache import ExpertMemory
@@ -608,7 +609,8 @@ class Runner:
         return steps.TokenChunk(self._put(tokens), self._put(np.int32(start)), lengths)
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
-        return jax.device_put(array, self.place)
+        found: jax.Array = put(array, self.place)
+        return found
 
 
 # Leaves of one product with all tokens; "kept" ones too, since other engines may pack them.
