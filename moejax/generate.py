@@ -69,9 +69,7 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
         _answer(config, values, prompts, turns)
         return
     if turns is not None:
-        raise MoejaxError(
-            "a conversation runs in one process: leave processes out, or give --prompt"
-        )
+        raise MoejaxError("a conversation runs in one process: give --prompt, or no processes")
     from moejax.devices import joined_processes
 
     with joined_processes(config.processes):
