@@ -335,8 +335,8 @@ class MeshTest(FolderTestCase):
         for one, other in zip(rows[2], rows[3], strict=True):
             np.testing.assert_array_equal(one, other)
 
+    @parameterized.parameters("", "--config.memory.slots=3")
     @pytest.mark.slow
-    @parameterized.parameters("", "--config.memory.device_gib=0.03")
     def test_two_processes_answer_as_one(self, limit):
         how = ["--prompt=The history of", "--config.max_new_tokens=12", "--config.platform=cpu",
                "--config.temperature=0", "--config.mesh=2", *filter(None, [limit])]  # fmt: skip

@@ -228,6 +228,18 @@ class MainTest(FolderTestCase):
                 self.assertLessEqual(row.baseline["hit_rate"], row.baseline["best_hit_rate"])
             self.assertLessEqual(row.baseline["bound_ms"], row.figure)
 
+    def test_two_links_carry_half_of_an_expert_each(self):
+        output = self.directory / "mesh.jsonl"
+        for more in ([], ["--config.mesh=2"]):
+            self.run_main(
+                "--config.grid=('slots=0', 'prefetch=0')", "--config.tiers=('int4=1000000',)",
+                "--config.base_ms=1.5", "--config.links=('50',)", f"--config.output={output}",
+                *more,
+            )  # fmt: skip
+        one, two = read_rows(output)[-2:]
+        self.assertAlmostEqual(two.figure - 1.5, (one.figure - 1.5) / 2)
+        self.assertAlmostEqual(two.baseline["demand_mb"], one.baseline["demand_mb"] / 2)
+
     def test_a_policy(self):
         out, _ = self.run_main(
             "--config.policy=dymoe", "--config.tiers=('int4=2000000', 'int2=1000000')",

@@ -46,6 +46,9 @@ class SweepConfig(RunConfig):
     recommend: bool = option(
         False, "no grid: the fastest policy in device_gib that keeps the floor, and how to run it"
     )
+    mesh: str = option(
+        "", "number of devices that have an equal share of every expert each, and a link; '': one"
+    )
     device_gib: float = option(0.0, "recommend: accelerator memory for experts, GiB; 0: not given")
     floor: float = option(
         0.95, "recommend: least share of the gate mass served like the first tier", least=0, most=1
