@@ -17,7 +17,7 @@ from scripts.studies.speed.harness import Measured, Run, released
 
 CACHE_RATES = (0.75, 0.5, 0.375)
 BITS = 4
-# From `quality.sections.BUDDIES`, and the best of the paper's tables; the first one's program
+# Settings of a study of quality, and the best of the paper's tables; the first one's program
 # serves all that differ in numbers alone.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "random": {"random": {"made_of": RandomExpert}},

@@ -17,9 +17,10 @@ from moejax.evaluation.expert_profile import Counting, profile
 from moejax.inference.runner import Runner
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.expert_activity import ExpertActivity
 from moejax.routing.profile_file import BuddyProfile, profile_of
 from scripts.studies.buddymoe.controls import MatchedRandom, Original
-from scripts.studies.quality.bench import Served, Windows
+from scripts.studies.quality.bench import Model, Served, Windows
 from scripts.studies.quality.cases import Case, Claim, Comparison, Point
 from scripts.studies.quality.subject import BATCH, Subject, point
 
@@ -92,6 +93,23 @@ def by_popularity(lists: BuddyLists, activations: np.ndarray) -> BuddyLists:
     return BuddyLists(ids, q)
 
 
+def activity_of(model: Model, windows: Windows) -> ExpertActivity:
+    """Counts routing on windows, and compares outputs."""
+    return profile(
+        Runner(model.config, model.weights, model.device),
+        windows.tokens[:, :-1].reshape(-1),
+        windows.tokens.shape[1] - 1,
+        BATCH,
+        Counting(outputs=True),
+    )
+
+
+def profiled(activity: ExpertActivity, **how: Any) -> BuddyProfile:
+    """Makes a profile of counts, by `profile_of`'s options."""
+    given: dict[str, Any] = {"source": "coactivations", "alpha": ALPHA, "max_buddies": 31}
+    return profile_of(activity, {}, smoothing=1.0, percentile=10.0, **(given | how))
+
+
 class _Runs:
     """Profiles, residents and programs of a run, made when they are needed."""
 
@@ -104,19 +122,10 @@ class _Runs:
     def profile(self, text: str, source: str) -> BuddyProfile:
         """Profiles the text of that kind that is not scored."""
         if (text, source) not in self._profiles:
-            model, windows = self.subject.model, self.subject.others[text]
-            activity = profile(
-                Runner(model.config, model.weights, model.device),
-                windows.tokens[:, :-1].reshape(-1),
-                windows.tokens.shape[1] - 1,
-                BATCH,
-                Counting(outputs=True),
-            )
+            activity = activity_of(self.subject.model, self.subject.others[text])
             for name, alpha in (("coactivations", ALPHA), ("outputs", 1.0)):
-                how: Any = {"source": name, "alpha": alpha, "max_buddies": MOST}
-                self._profiles[text, name] = profile_of(
-                    activity, {}, smoothing=1.0, percentile=10.0, **how
-                )
+                found = profiled(activity, source=name, alpha=alpha, max_buddies=MOST)
+                self._profiles[text, name] = found
         return self._profiles[text, source]
 
     def held(self, text: str, rate: float) -> np.ndarray:

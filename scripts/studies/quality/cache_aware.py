@@ -38,9 +38,9 @@ from moejax.policies.baselines import OnDemand
 from moejax.policies.buddymoe import BuddyMoe
 from scripts.studies.measuring import Report
 from scripts.studies.quality.bench import Model, Texts, Windows
+from scripts.studies.quality.buddymoe import activity_of, profiled
 from scripts.studies.quality.decoding import Decoded, Decoder
 from scripts.studies.quality.resident_bonus import CacheAware
-from scripts.studies.quality.sections import Bench, profiled
 
 SLOTS = (8, 16)
 STRENGTHS = (0.02, 0.05, 0.1, 0.13, 0.15, 0.2, 0.3, 0.5)
@@ -124,8 +124,7 @@ def main(argv: list[str]) -> None:
     where = {"between": _BETWEEN.value}
     windows = (texts.wikitext(_WIKI.value, **where), texts.mixed(_EACH.value, **where))
     calibration = texts.calibration(_CALIBRATION.value)
-    bench = Bench(model, texts, *windows, calibration, {})
-    found = profiled(bench, calibration, source="outputs", alpha=1.0)
+    found = profiled(activity_of(model, calibration), source="outputs", alpha=1.0)
     activations = -np.asarray(found.activity.activations)
     report = Report(device, "demo, bf16", _OUTPUT.value, ("moejax", "jax", "jaxlib"))
     study = Study(model, windows, report)

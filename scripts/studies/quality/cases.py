@@ -119,6 +119,15 @@ def verdict(claim: Claim, nats: Mapping[str, Sequence[float]]) -> tuple[str, lis
     return next((one for one in (NOT_MET, NOT_SHOWN) if one in of), MET), known
 
 
+def describe(bars: Sequence[Claim], nats: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """A line for each claim, and one for each of its tests."""
+    for bar in bars:
+        found, outcomes = verdict(bar, nats)
+        yield f"{found}: {bar.paper}, {bar.said} ({bar.where}); bar: {bar.bar}"
+        for one in outcomes:
+            yield f"    {one.mean:+.5f} +- {one.error:.5f} nats a token: {one.verdict}"
+
+
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     """Rows that a run has written so far."""
     if path.is_file():

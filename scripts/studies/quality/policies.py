@@ -20,7 +20,7 @@ bars stand in the sections' files and are printed first; `--judge_only` prints t
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     print(layers.BAR)
     if not _JUDGE.value:
         is_done = _measure(subject, device, clock)
-    for line in describe(bars, cases.nats_of(cases.rows_of(written), _LABEL.value)):
+    for line in cases.describe(bars, cases.nats_of(cases.rows_of(written), _LABEL.value)):
         print(line)
     if not is_done:
         print("more to do: run the same command again", flush=True)
@@ -142,15 +142,6 @@ def _measure(subject: Subject, device: jax.Device, clock: float) -> bool:
                 )  # fmt: skip
             print(f"{name}, {case.name}: {time.perf_counter() - clock:.0f} s so far", flush=True)
     return True
-
-
-def describe(bars: Sequence[Claim], nats: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """A line for each claim, and one for each of its tests."""
-    for bar in bars:
-        said, outcomes = cases.verdict(bar, nats)
-        yield f"{said}: {bar.paper}, {bar.said} ({bar.where}); bar: {bar.bar}"
-        for one in outcomes:
-            yield f"    {one.mean:+.5f} +- {one.error:.5f} nats a token: {one.verdict}"
 
 
 if __name__ == "__main__":

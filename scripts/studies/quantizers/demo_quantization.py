@@ -1,7 +1,9 @@
-"""Every quantizer on the demo model in one run: perplexity, bits a weight, seconds.
+"""Every quantizer on one small model: perplexity, bits a weight, seconds.
 
     python -m scripts.studies.quantizers.demo_quantization --text=wiki.test.raw \
         --output=scripts/studies/quantizers/demo_quantization.jsonl
+    python -m scripts.studies.quantizers.demo_quantization --checkpoint=RUN/model --label=study \
+        --text=wiki.test.raw --samples=32 --time_budget_s=450 --output=rows.jsonl  # until status 0
 
 `--sections` chooses among the table, `ranks` (memory against perplexity by rank: MiLo's Figure 11),
 `policies` (Table 7: one iteration, one byte budget for all) and `curve` (error by iteration:
@@ -10,15 +12,18 @@ Figure 10). RESULTS.md draws its figures from these rows.
 Attention and experts are quantized; the router and the embedding, which is the head too, stay as
 they are. Perplexity is that of windows of 2048 tokens that do not overlap, after an end-of-text
 token, in float32 by one compiled program for all rows. Bits a weight count codes, scales, zeros and
-factors. Rows are written as they are measured.
+factors. Rows are written as they are measured, with the nats of each batch of windows; those that
+the output has are passed over. Bars stand in `recipes.py`, and are printed first.
 """
 
 import lzma
 import math
 import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +36,7 @@ from moejax.files.result_rows import describe_device
 from moejax.quantization.grid import Grid
 from moejax.quantization.milo import MiloSettings, milo
 from moejax.quantization.pipeline.calibration import calibration_tokens
+from moejax.quantization.ranks import assign_ranks, parse_policy
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights.qtensor import dense
 from scripts.demo_training.scoring import (
@@ -40,6 +46,7 @@ from scripts.demo_training.scoring import (
     score_windows,
 )
 from scripts.studies.measuring import Report
+from scripts.studies.quality.cases import describe, rows_of, standard_error
 from scripts.studies.quantizers.calibration import calibrate
 from scripts.studies.quantizers.methods import (
     Measured,
@@ -49,13 +56,15 @@ from scripts.studies.quantizers.methods import (
     make_stacks,
     plan_ranks,
 )
-from scripts.studies.quantizers.recipes import FULL, HQQ, POLICIES, RANKS, TABLE
+from scripts.studies.quantizers.recipes import DEMO_KB, FULL, HQQ, RANKS, TABLE, claims, policies
 
 WINDOW = 2048
-SECTIONS = {"table": TABLE, "ranks": RANKS, "policies": POLICIES}
+SECTIONS = ("table", "ranks", "policies")
+MORE = 3  # exit status: the time is up, and there is more to do
 CURVE_POLICY = "Uniform-12.5%"
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model small enough for this")
+_LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _TEXT = flags.DEFINE_string("text", None, "UTF-8 text to score, plain or .xz", required=True)
 _WINDOWS = flags.DEFINE_integer("windows", 0, "score only so many windows, spread; 0: all")
 _BATCH = flags.DEFINE_integer("batch", 8, "windows scored at once")
@@ -68,7 +77,8 @@ _ONLY = flags.DEFINE_string("only", "", "measure only rows whose label holds thi
 _MULTIPLE = flags.DEFINE_integer("multiple", 1, "adaptive ranks are multiples of this")
 _KERNEL = flags.DEFINE_bool("kernel", False, "solve HQQ by the GPU kernel")
 _THREADS = flags.DEFINE_integer("threads", os.cpu_count() or 1, "programs compiled side by side")
-_OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
+_OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to; what it has is kept")
+_BUDGET = flags.DEFINE_float("time_budget_s", 0, "begin no row after so long; 0: no limit")
 _PLATFORM = flags.DEFINE_string("platform", "auto", "auto, cpu, gpu")
 _CACHE = flags.DEFINE_string("cache", "", "compilation cache")
 
@@ -96,7 +106,13 @@ class Bench:
         calibration = calibrate(self.config, self.weights, self.calibration_tokens, device)
         shares = calibration.expert_shares
         self.stacks = make_stacks(self.config, self.weights, shares)
-        recipes = [recipe for recipes in SECTIONS.values() for recipe in recipes]
+        self.kilobytes = DEMO_KB
+        if _LABEL.value != "demo":
+            matrices = [matrix for stack in self.stacks for matrix in stack.matrices]
+            plan = assign_ranks(parse_policy("Dense-25%"), matrices, factor_bits=8)
+            self.kilobytes = math.ceil(plan.num_bytes / 1000)
+        self.sections = {"table": TABLE, "ranks": RANKS, "policies": policies(self.kilobytes)}
+        recipes = [recipe for recipes in self.sections.values() for recipe in recipes]
         plans = [
             self.ranks(recipe) for recipe in [*recipes, Recipe(method="milo", policy=CURVE_POLICY)]
         ]
@@ -129,11 +145,17 @@ class Bench:
         weights = {
             name: jax.device_put(leaf, self.device) for name, leaf in quantized.weights.items()
         }
-        score = score_windows(self.scorer, weights, self.windows, batch_size=_BATCH.value)
+        bits, nats = 0.0, []
+        for first in range(0, len(self.windows.tokens), _BATCH.value):
+            some = Windows(*(part[first : first + _BATCH.value] for part in self.windows))
+            score = score_windows(self.scorer, weights, some, batch_size=_BATCH.value)
+            bits += score.bits
+            nats.append(score.bits * math.log(2) / score.num_targets)
         return Measured(
             recipe=recipe,
-            perplexity=2 ** (score.bits / score.num_targets),
-            bits_per_byte=score.bits / self.text_bytes,
+            perplexity=2 ** (bits / int(self.windows.scored.sum())),
+            nats=tuple(nats),
+            bits_per_byte=bits / self.text_bytes,
             bits_per_weight=8 * quantized.num_bytes / size,
             model_bits_per_weight=(8 * quantized.num_bytes + 16 * (total - size)) / total,
             quantized=quantized,
@@ -189,32 +211,65 @@ def main(argv: list[str]) -> None:
 
     report = Report(device, "", _OUTPUT.value, ("jax", "jaxlib", "flax"))
 
-    def write(section: str, label: str, figures: dict[str, tuple[float, str]]) -> None:
+    prefix = "" if _LABEL.value == "demo" else f"{_LABEL.value} | "
+    path = Path(_OUTPUT.value)
+    written = {row["what"] for row in rows_of(path)}
+
+    def write(section: str, label: str, figures: dict[str, tuple[float, str]], **more: Any) -> None:
         for name, (figure, unit) in figures.items():
             report.add(
-                f"{section} | {label} | {name}", figure, unit, tokens=scored,
-                windows=len(bench.windows.tokens),
+                f"{prefix}{section} | {label} | {name}", figure, unit, tokens=scored,
+                windows=len(bench.windows.tokens), **(more if name == "perplexity" else {}),
             )  # fmt: skip
 
-    bench.prepare(_chosen())
+    bars = claims(bench.kilobytes)
+    for bar in bars:
+        print(f"bar: {bar.paper}, {bar.said} ({bar.where}): {bar.bar}")
+    work = {
+        section: [
+            r for r in recipes if f"{prefix}{section} | {r.label} | perplexity" not in written
+        ]
+        for section, recipes in _chosen(bench).items()
+    }
+    bench.prepare(work)
     done: dict[Recipe, Measured] = {}
-    for section, recipes in _chosen().items():
+    for section, recipes in work.items():
         for recipe in recipes:
+            if _BUDGET.value and time.perf_counter() - clock > _BUDGET.value:
+                print("more to do: run the same command again", flush=True)
+                sys.exit(MORE)
             if recipe not in done:
                 done[recipe] = bench.measure(recipe)
-            write(section, recipe.label, done[recipe].figures())
-    if "curve" in _SECTIONS.value:
+            found = done[recipe]
+            error = standard_error(np.array(found.nats))
+            nats = [round(one, 5) for one in found.nats]
+            write(section, recipe.label, found.figures(), nats=nats, standard_error=error)
+    if "curve" in _SECTIONS.value and not any(f"{prefix}curve" in what for what in written):
         for kind, errors in bench.curve(CURVE_POLICY).items():
             points = {f"pass {i}": (float(error), "") for i, error in enumerate(errors, 1)}
             write("curve", f"{kind}, {CURVE_POLICY}", points)
+    for line in describe(bars, _nats(rows_of(path), prefix)):
+        print(line)
     print(f"all of it: {time.perf_counter() - clock:.0f} s")
 
 
-def _chosen() -> dict[str, list[Recipe]]:
+def _nats(rows: Iterable[dict[str, Any]], prefix: str) -> dict[str, list[float]]:
+    """Nats of each recipe's windows, by section and label."""
+    end = " | perplexity"
+    return {
+        row["what"].removeprefix(prefix).removesuffix(end): row["baseline"]["nats"]
+        for row in rows
+        if row["what"].startswith(prefix)
+        and row["what"].endswith(end)
+        and "nats" in row["baseline"]
+    }
+
+
+def _chosen(bench: Bench) -> dict[str, list[Recipe]]:
     """The recipes of each section that flags ask for."""
     return {
         name: [r for r in recipes if _ONLY.value in r.label or r in (FULL, HQQ)]
-        for name, recipes in SECTIONS.items()
+        for name, recipes in bench.sections.items()
         if name in _SECTIONS.value
     }
 

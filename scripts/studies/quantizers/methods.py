@@ -103,6 +103,7 @@ class Measured(NamedTuple):
 
     recipe: Recipe
     perplexity: float  # a token
+    nats: tuple[float, ...]  # a token, of each batch of windows
     bits_per_byte: float
     bits_per_weight: float  # over the quantized matrices, everything counted
     model_bits_per_weight: float  # over the whole model, what is not quantized in bfloat16
