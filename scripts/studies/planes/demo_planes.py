@@ -6,13 +6,17 @@ Every row is quantized by `moejax.quantize`, read back at one width and scored i
 windows of 2048 tokens that do not overlap. `--sections` chooses among `methods` (each method by
 planes and apart), `weights` (the weight between the widths, by each method), `compensators` (MiLo's
 ranks in the wider widths, and groups of 128 that pay for them) and `errors` (the same as `weights`
-in relative errors of one layer's experts, without a text), all for the widths of `--planes`.
+in relative errors of one layer's experts, without a text), all for the widths of `--planes`. Rows
+that the output has are passed over; with `--time_budget_s` the command ends with status 3 while
+there is more to do. Another model: `--checkpoint=RUN/model --label=study`.
 """
 
 import functools
 import lzma
 import math
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,8 +38,10 @@ from moejax.text.tokenizer import Tokenizer
 from moejax.weights.qtensor import dense
 from scripts.demo_training.scoring import Windows, cut_windows, make_scorer, score_windows
 from scripts.studies.measuring import Report
+from scripts.studies.quality.cases import rows_of
 
 WINDOW = 2048
+MORE = 3  # exit status: the time is up, and there is more to do
 METHODS = ("rtn", "hqq", "least_squares", "gptq", "milo")
 # Down projections have 64 inputs; the budget makes 4.5 bits a weight of it all, as INT4 has.
 SHORT_OF_BITS = {"group_size": 128, "rules": "*.down_proj: group=64",
@@ -48,6 +54,9 @@ COMPENSATORS: dict[str, dict[str, Any]] = {
 }
 WEIGHTS = ("0", "0.5", "0.8", "0.9", "0.95", "1")
 
+_CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a plain model that fits in float32")
+_LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows; demo: none")
+_BUDGET = flags.DEFINE_float("time_budget_s", 0, "begin no quantization after so long; 0: no limit")
 _TEXT = flags.DEFINE_string("text", "", "UTF-8 text to score, plain or .xz")
 _WINDOWS = flags.DEFINE_integer("windows", 4, "windows that are scored, spread over the text")
 _SAMPLES = flags.DEFINE_integer("samples", 32, "samples of calibration")
@@ -63,7 +72,7 @@ class Bench:
     """The model, the text, and the compiled scorer."""
 
     def __init__(self, device: jax.Device):
-        checkpoint = open_checkpoint("demo")
+        checkpoint = open_checkpoint(_CHECKPOINT.value)
         tokenizer = Tokenizer.from_directory(checkpoint.directory)
         assert tokenizer is not None
         path = Path(_TEXT.value)
@@ -111,7 +120,7 @@ def schemes() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def errors(report: Report, device: jax.Device) -> None:
     """Relative errors of the demo's experts of layer 3 at both widths, by weight."""
-    leaves = open_checkpoint("demo").load(dtype="float32", device=device, progress=False)
+    leaves = open_checkpoint(_CHECKPOINT.value).load(dtype="float32", device=device, progress=False)
     experts = dense(leaves["moe.gate_up"], jnp.float32)[3]
     planes = parse_planes(_PLANES.value)
     label = "" if _PLANES.value == "2,4" else f"planes {_PLANES.value} | "
@@ -130,6 +139,7 @@ def errors(report: Report, device: jax.Device) -> None:
 def main(argv: list[str]) -> None:
     """Measures, prints, and writes the rows."""
     del argv
+    clock = time.perf_counter()
     device = choose_device("auto")
     enable_compilation_cache("auto")
     jax.config.update("jax_default_matmul_precision", "highest")
@@ -142,13 +152,25 @@ def main(argv: list[str]) -> None:
     add = functools.partial(
         report.add, unit="nats", windows=_WINDOWS.value, tokens=int(bench.windows.scored.sum())
     )
-    if "methods" in _SECTIONS.value:
-        plain, _ = bench.log_perplexity("demo")
-        add("unquantized | log-perplexity", plain)
-    for label, settings in schemes():
+    prefix = "" if _LABEL.value == "demo" else f"{_LABEL.value} | "
+    written = {row["what"] for row in rows_of(Path(_OUTPUT.value))} if _OUTPUT.value else set()
+    plain_row = f"{prefix}unquantized | log-perplexity"
+    if "methods" in _SECTIONS.value and plain_row not in written:
+        plain, _ = bench.log_perplexity(_CHECKPOINT.value)
+        add(plain_row, plain)
+    for name, settings in schemes():
+        label = prefix + name
+        if any(what.startswith(f"{label} | ") for what in written):
+            continue
+        if _BUDGET.value and time.perf_counter() - clock > _BUDGET.value:
+            print("more to do: run the same command again", flush=True)
+            sys.exit(MORE)
         with tempfile.TemporaryDirectory() as directory:
             config = QuantizeConfig(
-                output=directory, calibration_samples=_SAMPLES.value, **settings
+                checkpoint=_CHECKPOINT.value,
+                output=directory,
+                calibration_samples=_SAMPLES.value,
+                **settings,
             )
             outcome = quantize.run(config, progress=False)
             stored = outcome.totals["quantized_bits_per_weight"]
