@@ -36,6 +36,7 @@ from moejax.inference.chunking import (
     planned_chunk,
 )
 from moejax.inference.compile_notice import compile_notice
+from moejax.inference.continuous import ContinuousBatch
 from moejax.inference.generation import (
     Chunk,
     Generation,
@@ -43,9 +44,10 @@ from moejax.inference.generation import (
     read_generation_defaults,
     with_defaults,
 )
+from moejax.inference.kernel_warnings import describe_packing
 from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.recorder import RecordSpec, recording
-from moejax.inference.runner import Runner, describe_packing, settings_by_row
+from moejax.inference.runner import Runner, settings_by_row
 from moejax.models.config import ModelConfig
 from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
@@ -56,7 +58,7 @@ from moejax.weights.qtensor import Weight
 from pallas_kernels.target import target_of
 
 PLANNED_CONTEXT = 4096  # under limits of memory, where the context is left to the prompts
-STEPS_PER_CALL = 16  # decode steps of one call when nobody is streaming
+STEPS_PER_CALL = 16  # decode steps of one call of a batch whose rows begin together
 
 
 class Engine:
@@ -469,32 +471,31 @@ class Engine:
         """Raises MoejaxError, naming the lengths, if a prompt leaves no room to answer."""
         self._cache_length([ids], GenerationSettings())
 
-    def fix_sizes(
-        self, batch: int, chunks: Sequence[int], kv_lengths: Sequence[int] = ()
-    ) -> FixedSizes:
-        """Pads all calls to a few sizes from now on; leaves out what does not fit.
+    def continuous_batch(self, num_lanes: int, **how: Any) -> ContinuousBatch:
+        """A running batch of at most `num_lanes` rows, which come and go.
+
+        Limits of memory must have been planned for a batch of one more: a chunk of a prompt copies
+        its lane. If `context` is 0, it is fixed here.
 
         Args:
-          batch: sequences of a call, at most.
-          chunks: positions of prefill chunks.
-          kv_lengths: slots of the cache that a call reads, beside all of them.
+          num_lanes: rows at once.
+          **how: see `ContinuousBatch`.
         """
         if not self.context:
             most = min(PLANNED_CONTEXT, self.config.max_positions)
             self.context = self.budget.run.context if self.budget else most
-        longest = self._runner.longest_chunk(batch, self.context)
-        sizes = {min(size, longest, self.context) for size in chunks}
-        reads = {kv for kv in kv_lengths if 2 * kv <= self.context} | {self.context}
-        self._runner.fixed = FixedSizes(tuple(sorted(sizes)), tuple(sorted(reads)))
-        return self._runner.fixed
+        longest = self._runner.longest_chunk(1, self.context)
+        sizes = FixedSizes.of(self.device.platform, longest, self.context)
+        return ContinuousBatch(
+            self._runner, self.tokenizer, self.eos_ids, num_lanes=num_lanes, sizes=sizes, **how
+        )
 
     def batch(
         self, prompts: Sequence[list[int]], settings: Sequence[GenerationSettings], **how: Any
     ) -> RowBatch:
         """Prompts as token ids with settings each, as one batch; `how`: see `RowBatch`."""
-        size = max(len(prompts), how.get("size", 0))
         length = max(
-            self._cache_length([prompt], own, size)
+            self._cache_length([prompt], own, len(prompts))
             for prompt, own in zip(prompts, settings, strict=True)
         )
         return RowBatch(

@@ -34,7 +34,8 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
     from moejax.loading import load_engine
     from moejax.serving import server
 
-    server.serve(config, lambda: load_engine(config, config.max_batch), _read_key(config))
+    # Memory for one more: a chunk of a prompt copies its lane.
+    server.serve(config, lambda: load_engine(config, config.max_batch + 1), _read_key(config))
 
 
 def _read_key(config: ServeConfig) -> str:

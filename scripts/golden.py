@@ -140,7 +140,7 @@ def _mixed(run: Recording) -> None:
     ]
     settings = [GenerationSettings.of(ignore_eos=True, **row) for row in rows]
     prompts = [*PROMPTS, PROMPTS[0][:3]]
-    batch = run.engine.batch(prompts, settings, size=4, top_logprobs=2, steps_per_call=2)
+    batch = run.engine.batch(prompts, settings, top_logprobs=2, steps_per_call=2)
     pieces = list(batch.steps())
     run.found["mixed"] = [
         [

@@ -1,15 +1,19 @@
-"""Starts and ends a server's process for the scripts that load it."""
+"""Starts, ends and watches a server's process for the scripts that load it."""
 
 import contextlib
 import dataclasses
 import re
 import signal
+import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 START_S = 600.0  # programs are compiled before it is ready
 
@@ -58,3 +62,35 @@ def running_server(log: Path, *flags: str) -> Iterator[Server]:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def sampled_rss(pid: int, mib: list[float]) -> Iterator[None]:
+    """Appends the resident memory of a process twice a second while the block runs."""
+    done, process = threading.Event(), psutil.Process(pid)
+
+    def sample() -> None:
+        while not done.wait(0.5):
+            mib.append(process.memory_info().rss / 2**20)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def growth_percent(mib: list[float]) -> float:
+    """Growth of the last third's median over the first third's, in percent."""
+    third = max(1, len(mib) // 3)
+    first, last = statistics.median(mib[:third]), statistics.median(mib[-third:])
+    return 100 * (last / first - 1)
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """Percentile of the values, by rank; NaN of none."""
+    if not values:
+        return float("nan")
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]

@@ -14,23 +14,20 @@ are meant, a program was compiled while clients waited, or the server's resident
 the last third of the time over that of the first) grew by more than --growth percent.
 """
 
-import contextlib
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 from absl import app, flags
 
 from moejax import Engine
 from scripts.stress_cases import Case, make_cases
 from scripts.stress_clients import Client, Tally
 from scripts.stress_fuzz import Fuzzer
-from scripts.stress_process import Server, running_server
+from scripts.stress_process import Server, growth_percent, percentile, running_server, sampled_rss
 from scripts.studies.measuring import Report
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "as moejax.serve takes it")
@@ -63,31 +60,6 @@ def run_clients(server: Server, cases: list[Case], tally: Tally, seconds: float,
         thread.start()
     for thread in threads:
         thread.join()
-
-
-@contextlib.contextmanager
-def sampled_rss(pid: int, mib: list[float]) -> Iterator[None]:
-    """Appends the resident memory of a process twice a second while the block runs."""
-    done, process = threading.Event(), psutil.Process(pid)
-
-    def sample() -> None:
-        while not done.wait(0.5):
-            mib.append(process.memory_info().rss / 2**20)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def growth_percent(mib: list[float]) -> float:
-    """Growth of the last third's median over the first third's, in percent."""
-    third = max(1, len(mib) // 3)
-    first, last = statistics.median(mib[:third]), statistics.median(mib[-third:])
-    return 100 * (last / first - 1)
 
 
 def main(argv: list[str]) -> None:
@@ -160,13 +132,6 @@ def main(argv: list[str]) -> None:
     for line in faults[:20]:
         print(f"FAULT {line}")
     sys.exit(1 if faults else 0)
-
-
-def percentile(values: list[float], percent: int) -> float:
-    """Percentile of the values, by rank; NaN of none."""
-    if not values:
-        return float("nan")
-    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
 
 
 if __name__ == "__main__":

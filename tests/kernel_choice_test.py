@@ -16,7 +16,7 @@ from moejax.benchmarking.expected_kernels import (
     refuse_dequantized,
 )
 from moejax.errors import MoejaxError
-from moejax.inference import runner
+from moejax.inference import kernel_warnings
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models import moe
@@ -65,8 +65,8 @@ class LatentTest(absltest.TestCase):
             decode = self.of(weight, target, 2)
             self.assertEqual(decode.implementation, ops.DEQUANTIZED)
             self.assertRegex(decode.describe(), "^dequantized, int4g64 .*take its rows apart")
-            (line,) = runner._phase_warnings(
-                "decode", {"kv_b": decode}, runner._expected_kernel(target)
+            (line,) = kernel_warnings.phase_warnings(
+                "decode", {"kv_b": decode}, kernel_warnings.expected_kernel(target)
             )
             self.assertIn(f"do not run on the {kernel} kernel: kv_b: dequantized", line)
 

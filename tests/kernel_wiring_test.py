@@ -16,7 +16,8 @@ from absl.testing import parameterized
 from flax import nnx
 
 from moejax import Engine
-from moejax.inference.runner import Runner, _phase_warnings
+from moejax.inference.kernel_warnings import phase_warnings
+from moejax.inference.runner import Runner
 from moejax.models import attention, delta_net, moe, stacked
 from moejax.models import transformer as token_step
 from moejax.models.config import LatentConfig, RopeScaling
@@ -357,7 +358,7 @@ class WiringTest(HostTestCase):
             self.assertEqual(by_xla.kernel_choices(1, 1)[name].describe(), "xla, bfloat16")
             with mock.patch.object(token_step.residual_norm.triton, "MAX_WIDTH", 16):
                 refused = on_gpu.kernel_choices(1, 1)
-        warnings = _phase_warnings("decode", refused, "triton")
+        warnings = phase_warnings("decode", refused, "triton")
         said = f"decode: {name} run without their kernel: xla, bfloat16 (triton: rows of 32"
         self.assertLen([line for line in warnings if line.startswith(said)], 1)
 

@@ -28,6 +28,7 @@ from moejax.devices import MESH_AXIS, REPLICATED, device_nbytes, make_mesh
 from moejax.experts.budget import Limits
 from moejax.experts.share_rows import ShareRows
 from moejax.experts.tiering import Tiering
+from moejax.inference.generation import GenerationSettings
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.layer_index import layer_indices
 from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
@@ -153,6 +154,19 @@ class MeshTest(FolderTestCase):
                 self.assertLen(array.sharding.device_set, count)
                 is_split = name in (*EXPERT_LEAVES, *VOCABULARY_LEAVES)
                 self.assertEqual(array.is_fully_replicated, not is_split, name)
+
+    @pytest.mark.slow
+    def test_a_running_batch(self):
+        Plain(dataclasses.replace(QWEN, expert_dim=192)).write(self.directory)
+        how = {"max_new_tokens": 9, "ignore_eos": True}
+        expected = [answer.tokens for answer in self.load().generate(PROMPTS, **how)]
+        several = self.load(limits=Limits(slots=3), batch=3, mesh="2")
+        batch = several.continuous_batch(2)
+        found = {batch.submit(prompt, GenerationSettings(**how)): [] for prompt in PROMPTS}
+        while batch.num_rows:
+            for row, delta in batch.step():
+                found[row] += delta.tokens
+        self.assertEqual([*found.values()], expected)
 
     @slow.where(lambda case: case != ("slots", 2))
     @parameterized.parameters((("slots", 2),), (("slots", 8),), (("dynaexq", 2),), (("dymoe", 3),))

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.inference import chunking as chunks
-from moejax.inference import runner, steps
+from moejax.inference import kernel_warnings, runner, steps
 from moejax.models import moe
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.transformer import merge_weights, model_definition
@@ -168,22 +168,22 @@ class QuantizedEngineTest(parameterized.TestCase):
     def test_the_expected_kernel_is_not_remarked_on(self):
         found = {"a": KernelChoice("triton", "int4g64 float", True, {"mosaic": "no"})}
         found["b"] = KernelChoice(ops.PLAIN, "bfloat16", False, {})
-        self.assertEqual(runner._phase_warnings("prefill", found, "triton"), [])
-        self.assertEqual(runner._phase_warnings("prefill", found, None), [])
-        (line,) = runner._phase_warnings("prefill", found, "mosaic")
+        self.assertEqual(kernel_warnings.phase_warnings("prefill", found, "triton"), [])
+        self.assertEqual(kernel_warnings.phase_warnings("prefill", found, None), [])
+        (line,) = kernel_warnings.phase_warnings("prefill", found, "mosaic")
         self.assertEndsWith(line, "mosaic kernel: a: triton, int4g64 float (mosaic: no)")
         # Mosaic takes no MXFP4: gpt-oss on Hopper runs as well as it can.
         found = {"experts": KernelChoice("triton", "mxfp4", True, {"mosaic": "no"})}
-        self.assertEqual(runner._phase_warnings("decode", found, "mosaic"), [])
+        self.assertEqual(kernel_warnings.phase_warnings("decode", found, "mosaic"), [])
         found = {"experts": KernelChoice(ops.DEQUANTIZED, "mxfp4", True, {"triton": "no"})}
-        self.assertLen(runner._phase_warnings("decode", found, "mosaic"), 1)
+        self.assertLen(kernel_warnings.phase_warnings("decode", found, "mosaic"), 1)
         for target, expected in (
             (Target("cpu", None), None),
             (Target("gpu", (8, 0)), "triton"),
             (Target("gpu", (9, 0)), "mosaic"),
             (Target("gpu", (12, 0)), "triton"),
         ):
-            self.assertEqual(runner._expected_kernel(target), expected)
+            self.assertEqual(kernel_warnings.expected_kernel(target), expected)
 
     @pytest.mark.slow
     def test_scores_as_well(self):

@@ -16,7 +16,7 @@ import tokenizers
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
-from tests.serving_case import NAME, Served, held_batches, served, tiny_chat_engine, wait_until
+from tests.serving_case import NAME, Served, held_steps, served, tiny_chat_engine, wait_until
 from tests.tiny_engine import tokenizer_json
 
 ENGINE: Engine
@@ -89,16 +89,15 @@ class CompletionsTest(parameterized.TestCase):
     def test_goes_on_after_an_end_of_sequence_where_that_is_ignored(self):
         seed = seed_that_ends()
         how: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0}
-        with held_batches(ENGINE) as gate, concurrent.futures.ThreadPoolExecutor(3) as pool:
+        with held_steps() as gate, concurrent.futures.ThreadPoolExecutor(3) as pool:
             ask = SERVER.client.completions.create
-            before = SERVER.value("moejax_batch_size_count")
             first = pool.submit(ask, model=NAME, prompt="a", max_tokens=1)
-            wait_until(lambda: SERVER.value("moejax_batch_size_count") > before, "a batch")
+            wait_until(lambda: SERVER.value("moejax_running") == 1, "a row")
             asked = [
                 pool.submit(ask, **how, seed=seed, extra_body={"ignore_eos": ignores})
                 for ignores in (True, False)
             ]
-            wait_until(lambda: SERVER.batcher.num_waiting == 2, "both wait, for one batch")
+            wait_until(lambda: SERVER.batcher.num_waiting == 2, "both wait")
             gate.set()
             goes_on, ends = [one.result() for one in asked]
             first.result()
@@ -246,7 +245,6 @@ class TogetherTest(absltest.TestCase):
             {"temperature": 1.0, "seed": 14, "extra_body": {"top_k": 3}},
             {"temperature": 0.9, "seed": 15, "extra_body": {"repetition_penalty": 1.4}},
         ]
-        before = SERVER.value("moejax_batch_size_sum"), SERVER.value("moejax_batch_size_count")
 
         def ask(i: int) -> str:
             given: Any = {
@@ -259,16 +257,14 @@ class TogetherTest(absltest.TestCase):
                 return found.choices[0].text
             return "".join(chunk.choices[0].text for chunk in found)
 
-        with held_batches(ENGINE) as gate, concurrent.futures.ThreadPoolExecutor(7) as pool:
+        with held_steps() as gate, concurrent.futures.ThreadPoolExecutor(7) as pool:
             first = pool.submit(SERVER.client.completions.create, model=NAME, prompt="a")
-            wait_until(lambda: SERVER.value("moejax_batch_size_count") > before[1], "a first batch")
+            wait_until(lambda: SERVER.value("moejax_running") == 1, "the first")
             asked = [pool.submit(ask, i) for i in range(len(how))]
             wait_until(lambda: SERVER.batcher.num_waiting == len(how), "all wait")
             gate.set()
             texts = [one.result() for one in asked]
             first.result()
-        self.assertEqual(SERVER.value("moejax_batch_size_count") - before[1], 2)
-        self.assertEqual(SERVER.value("moejax_batch_size_sum") - before[0], 1 + len(how))
         for i, (text, settings) in enumerate(zip(texts, how, strict=True)):
             own = {
                 k: v for k, v in settings.items() if k not in ("stream", "logprobs", "extra_body")

@@ -105,7 +105,7 @@ class TimesTest(absltest.TestCase):
         decode = runner.decode
 
         def late(*arguments: Any, **how: Any) -> Any:
-            time.sleep(0.04)
+            time.sleep(0.16)  # four tokens
             return decode(*arguments, **how)
 
         with absltest.mock.patch.object(runner, "decode", late), connect(SERVER, head, body) as one:

@@ -49,7 +49,8 @@ class IdTest(parameterized.TestCase):
         messages: Any = [{"role": "user", "content": "a"}]
         with ask(model=NAME, messages=messages, max_tokens=4, stream=True) as answer:
             given = answer.headers["x-request-id"]
-            self.assertEqual(answer.read().count(f'"id": "chatcmpl-{given}"'.encode()), 6)
+            # The role, the first token, those of a call, the end.
+            self.assertEqual(answer.read().count(f'"id": "chatcmpl-{given}"'.encode()), 4)
 
     @parameterized.parameters("abc-1", "x" * 128)
     def test_a_client_s_own_id_is_kept(self, given):
@@ -112,7 +113,7 @@ class TimingsTest(absltest.TestCase):
         num_prompt = chunks[-1].usage.prompt_tokens
         self.assertEqual((found["prompt_n"], found["predicted_n"]), (num_prompt, 8))
         self.assertEqual(chunks[-1].usage.completion_tokens, 8)
-        self.assertBetween(found["predicted_ms"], 7 * 50, took_ms)
+        self.assertBetween(found["predicted_ms"], 50, took_ms)  # the second of two calls
         self.assertLess(found["prompt_ms"] + found["predicted_ms"], took_ms)
         seconds = found["predicted_ms"] / 1e3
         self.assertAlmostEqual(found["predicted_per_second"] * seconds, 7, delta=0.01)

@@ -225,8 +225,8 @@ class ProcessTest(parameterized.TestCase):
     def test_the_defaults_are_safe(self):
         """Only this machine's own programs may ask, and not before all programs are compiled."""
         late = (
-            "import sys; from moejax.serving.programs import ServerPrograms as S; "
-            "S.compile = lambda *_: (print('warms up', file=sys.stderr), time.sleep(60))"
+            "import sys; from moejax.inference.continuous import ContinuousBatch as C; "
+            "C.warm_up = lambda *_: (print('warms up', file=sys.stderr), time.sleep(60))"
         )
         with patched(late) as server:
             assert server.stderr is not None

@@ -16,6 +16,7 @@ from unittest import mock
 import openai
 
 from moejax import Engine
+from moejax.inference.continuous import ContinuousBatch
 from moejax.inference.generation import GenerationSettings
 from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher
@@ -133,15 +134,15 @@ def served(
 
 
 @contextlib.contextmanager
-def held_batches(engine: Engine) -> Iterator[threading.Event]:
-    """No batch begins before the event is set."""
-    gate, begin = threading.Event(), engine.batch
+def held_steps() -> Iterator[threading.Event]:
+    """No step of a running batch begins before the event is set; rows that come later wait."""
+    gate, begin = threading.Event(), ContinuousBatch.step
 
-    def batch(*arguments: Any, **how: Any) -> Any:
+    def step(batch: ContinuousBatch) -> Any:
         assert gate.wait(WAIT_S)
-        return begin(*arguments, **how)
+        return begin(batch)
 
-    with mock.patch.object(engine, "batch", batch):
+    with mock.patch.object(ContinuousBatch, "step", step):
         try:
             yield gate
         finally:

@@ -7,7 +7,8 @@ before it measures.
 from collections.abc import Iterator, Mapping
 
 from moejax.errors import MoejaxError
-from moejax.inference.runner import KERNELS, Runner
+from moejax.inference.kernel_warnings import KERNELS
+from moejax.inference.runner import Runner
 from moejax.weights import linear as ops
 from moejax.weights.linear import KernelChoice
 from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY

@@ -1,4 +1,4 @@
-"""The one loop over compiled steps, for generate, streams, the server and the benchmark."""
+"""Prompts that begin together, for generate, streams and the benchmark; the text of rows."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +31,42 @@ class RowDelta(NamedTuple):
     error: str = ""
 
 
+class HostOutput(NamedTuple):
+    """The tokens of a call on the host."""
+
+    tokens: list[list[int]]  # of each row, negative where there is none
+    logprobs: tuple[np.ndarray, ...]  # of the token, of the likeliest, and their ids; () if untold
+
+
+def read_output(runner: Runner, emitted: StepOutput, failures_before: int) -> HostOutput:
+    """Waits for a call and reads its tokens; `failures_before`: see `ExpertMemory.failure_count`.
+
+    Raises:
+      MoejaxError: the disk failed meanwhile.
+    """
+    with runner.reading(failures_before):
+        tokens, told = np.asarray(emitted.tokens).tolist(), emitted.logprobs
+        values = (told.chosen, told.top, told.top_ids) if told else ()
+        return HostOutput(tokens, tuple(map(np.asarray, values)))
+
+
+def row_delta(runner: Runner, answer: AnswerBuilder, output: HostOutput, row: int) -> RowDelta:
+    """Adds a row's new tokens to its answer, up to its end."""
+    text, kept, logprobs, error = "", [], [], ""
+    for i, token in enumerate(output.tokens[row]):
+        if token < 0 or answer.finish_reason:
+            is_lost = token == NOT_FINITE and not answer.finish_reason
+            error = runner.not_finite() if is_lost else ""
+            break
+        text += answer.push(token)
+        kept.append(token)
+        if output.logprobs:
+            chosen, top, top_ids = (value[row, i].tolist() for value in output.logprobs)
+            pairs = tuple(zip(top_ids, top, strict=True))
+            logprobs.append(TokenLogprob(token, chosen, pairs))
+    return RowDelta(text, tuple(kept), tuple(logprobs), answer.finish_reason, error)
+
+
 class RowBatch:
     """Prompts that pass through the model together, each row with settings of its own.
 
@@ -39,7 +75,6 @@ class RowBatch:
 
     Attributes:
       answers: the answer of each row so far.
-      steps_per_call: decode steps of the next call; may change at any time, from 1 to the most.
       timing: times of the whole batch so far.
     """
 
@@ -52,18 +87,13 @@ class RowBatch:
         cache_length: int,  # S, longer than every prompt
         eos_ids: tuple[int, ...],  # tokens that end a row, unless its settings ignore them
         *,
-        # rows that the programs have; the rest are empty. 0: as many as there are prompts.
-        size: int = 0,
         # likeliest tokens given with each new one, and its own logprob; 0: none
         top_logprobs: int = 0,
         # decode steps of a call, at most, for which the programs are compiled
         steps_per_call: int = 1,
-        any_settings: bool = False,
     ):
-        rest = max(size, len(prompts)) - len(prompts)
         self._runner = runner
-        self._prompts = [*prompts, *[[]] * rest]
-        self._settings = [*settings, *[GenerationSettings(temperature=0.0)] * rest]
+        self._prompts, self._settings = list(prompts), list(settings)
         # The last token of an answer is not written to the cache.
         self._room = [
             min(own.max_new_tokens, cache_length - len(prompt) + 1)
@@ -78,15 +108,10 @@ class RowBatch:
         self._cache_length = cache_length
         self._eos_ids = eos_ids
         self._top_logprobs = top_logprobs
-        self._any_settings = any_settings
-        self._most_steps = self.steps_per_call = steps_per_call
+        self._steps_per_call = steps_per_call
         self._ended = np.zeros(len(self._prompts), bool)
         self._to_end = self._ended.copy()  # the device does not know it yet
         self.timing = Timing(0.0, 0.0, 0, 0.0)
-
-    def finish_row(self, row: int) -> None:
-        """Ends a row; it gets no more deltas."""
-        self._ended[row] = self._to_end[row] = True
 
     def steps(self) -> Iterator[list[RowDelta | None]]:
         """Yields what each call adds to each row, None for rows that have ended, until all have.
@@ -97,11 +122,11 @@ class RowBatch:
         runner, programs = self._runner, self._runner.programs
         started, compiled = time.perf_counter(), programs.seconds
         session = runner.prefill(
-            self._prompts, self._cache_length, self._settings, self._eos_ids, self._top_logprobs,
-            self._any_settings,
-        )  # fmt: skip
+            self._prompts, self._cache_length, self._settings, self._eos_ids, self._top_logprobs
+        )
         num_steps, ttft_s, decoded = 1, 0.0, 0
-        whole = runs_whole(max(self._room) - 1, self._most_steps)
+        per_call = self._steps_per_call
+        whole = runs_whole(max(self._room) - 1, per_call)
 
         def dispatch() -> StepOutput | None:
             nonlocal num_steps
@@ -112,10 +137,8 @@ class RowBatch:
             if self._to_end.any():
                 runner.end_rows(session, self._to_end)
                 self._to_end = np.zeros_like(self._to_end)
-            count, most = min(self.steps_per_call, self._most_steps, left), self._most_steps
-            if runner.fixed and runner.runs_whole_calls and count < most:
-                count = most = 1  # by a program that is there, without a step too many
-            runner.decode(session, count, most, bool(runner.fixed) or whole)
+            count = min(per_call, left)
+            runner.decode(session, count, per_call, whole)
             num_steps += count
             return session.emitted
 
@@ -137,32 +160,17 @@ class RowBatch:
             pending = following
 
     def _read(self, emitted: StepOutput, failures_before: int) -> list[RowDelta | None]:
-        with self._runner.reading(failures_before):
-            tokens = np.asarray(emitted.tokens).tolist()
-            told = emitted.logprobs
-            values = [np.asarray(a) for a in (told.chosen, told.top, told.top_ids)] if told else []
+        output = read_output(self._runner, emitted, failures_before)
         deltas: list[RowDelta | None] = []
         for row, answer in enumerate(self.answers):
             if self._ended[row]:
                 deltas.append(None)
                 continue
-            text, kept, logprobs, error = "", [], [], ""
-            for i, token in enumerate(tokens[row]):
-                if token < 0 or answer.finish_reason:
-                    is_lost = token == NOT_FINITE and not answer.finish_reason
-                    error = self._runner.not_finite() if is_lost else ""
-                    break
-                text += answer.push(token)
-                kept.append(token)
-                if values:
-                    chosen, top, top_ids = (value[row, i].tolist() for value in values)
-                    pairs = tuple(zip(top_ids, top, strict=True))
-                    logprobs.append(TokenLogprob(token, chosen, pairs))
-            if answer.finish_reason == "eos":
-                self._ended[row] = True  # as the device knows
-            elif answer.finish_reason or error:
-                self.finish_row(row)
-            deltas.append(RowDelta(text, tuple(kept), tuple(logprobs), answer.finish_reason, error))
+            delta = row_delta(self._runner, answer, output, row)
+            self._ended[row] = bool(delta.finish_reason or delta.error)
+            # The device knows of an end by a token alone.
+            self._to_end[row] = self._ended[row] and delta.finish_reason != "eos"
+            deltas.append(delta)
         return deltas
 
 

@@ -21,6 +21,9 @@ CPU_CHUNK_LENGTH = 64
 # the next turns of a conversation then run the same programs.
 CACHE_LENGTH = 1024
 CACHE_BYTES = 2**28
+# Sizes of a running batch, by platform: a GPU pads at little cost, and compiles for longer.
+RUNNING_CHUNKS = {"cpu": (64, 256), "gpu": (64, 1024)}
+RUNNING_KV_LENGTHS = {"cpu": (), "gpu": (1024,)}  # beside S; a CPU's programs choose among several
 
 
 def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> int:
@@ -79,40 +82,35 @@ class PlannedSizes:
 
 @dataclasses.dataclass(frozen=True)
 class FixedSizes:
-    """The few sizes to which a server pads its calls, so that few programs serve all requests."""
+    """The few sizes of a running batch's calls: few programs serve all rows."""
 
-    chunks: tuple[int, ...]  # positions of prefill chunks, rising
+    chunks: tuple[int, ...]  # positions of prompt chunks, rising
     kv_lengths: tuple[int, ...]  # slots of the cache that a call reads, rising; the last is S
 
-    def prompt_chunks(self, length: int) -> Iterator[tuple[int, int]]:
-        """(start, size) of the chunks of `length` positions; none reaches past the cache.
+    @classmethod
+    def of(cls, platform: str, longest: int, context: int) -> "FixedSizes":
+        """Sizes for a platform; no chunk exceeds `longest`, and S is `context`."""
+        chunks = {min(size, longest, context) for size in RUNNING_CHUNKS[platform]}
+        reads = {kv for kv in RUNNING_KV_LENGTHS[platform] if 2 * kv <= context} | {context}
+        return cls(tuple(sorted(chunks)), tuple(sorted(reads)))
+
+    @property
+    def spare(self) -> int:
+        """Positions by which a chunk may reach past the cache, with padding alone."""
+        return self.chunks[0]
+
+    def next_chunk(self, start: int, length: int) -> int:
+        """Positions of the chunk from `start` on, of a prompt of `length` tokens.
 
         A chunk that would be empty for the most part gives way to smaller ones.
         """
-        start = 0
-        while start < length:
-            room, left = self.kv_lengths[-1] - start, length - start
-            fitting = [size for size in self.chunks if size <= room] or [room]
-            size = next((size for size in reversed(fitting) if 2 * left > size), fitting[0])
-            yield start, size
-            start += size
+        left, room = length - start, self.kv_lengths[-1] - start
+        fitting = [size for size in self.chunks if size <= room] or [self.spare]
+        return next((size for size in reversed(fitting) if 2 * left > size), self.spare)
 
     def kv_length(self, length: int) -> int:
         """Slots that a call reads to see `length` of them."""
         return next((kv for kv in self.kv_lengths if kv >= length), self.kv_lengths[-1])
-
-    def probes(self) -> list[int]:
-        """Lengths of prompts that together run a chunk and a decode step of every program."""
-        found: list[int] = []
-        seen: set[tuple[int, int]] = set()
-        for length in range(1, self.kv_lengths[-1]):
-            needs = {
-                (size, self.kv_length(start + size)) for start, size in self.prompt_chunks(length)
-            } | {(1, self.kv_length(length + 1))}
-            if needs - seen:
-                found.append(length)
-                seen |= needs
-        return found
 
 
 def longest_chunk(

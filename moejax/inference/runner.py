@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -41,6 +41,7 @@ from moejax.inference.chunking import (
     slice_tokens,
 )
 from moejax.inference.generation import GenerationSettings
+from moejax.inference.kernel_warnings import expected_kernel, phase_warnings
 from moejax.inference.recorder import Recorder
 from moejax.inference.steps import Sampling, StepOutput
 from moejax.models.attention import (
@@ -52,14 +53,14 @@ from moejax.models.attention import (
 )
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import ExpertImpl, default_expert_impl
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
-from moejax.weights.linear import ChoiceRecord, KernelChoice, record_choice, recorded_choices
+from moejax.weights.linear import ChoiceRecord, record_choice, recorded_choices
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
-from pallas_kernels.target import Choice, Target, target_of
+from pallas_kernels.target import Choice, target_of
 
 Put = Callable[[Any], jax.Array]  # an array of the host to the device
 
@@ -76,6 +77,8 @@ class Session:
     emitted: StepOutput  # of the last call, at first int32[B, 1]; not waited for
     top_logprobs: int = 0  # see `steps.StepProgram`
     failures_before: int = 0  # see `ExpertMemory.failure_count`
+    penalizes: bool = True  # False: the next call leaves `state.seen` as it is
+    sizes: FixedSizes | None = None  # of the programs of a running batch; None: of the calls
 
     @property
     def first_tokens(self) -> jax.Array:
@@ -120,6 +123,13 @@ def _sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
     )
 
 
+def _ends_of(rows: Sequence[GenerationSettings], eos_ids: tuple[int, ...], put: Put) -> jax.Array:
+    """int32[B, n], tokens that end each row."""
+    never = (-1,) * max(1, len(eos_ids))
+    ends = [(not row.ignore_eos and eos_ids) or never for row in rows]
+    return put(np.asarray(ends, np.int32))
+
+
 State = TypeVar("State")
 
 
@@ -137,7 +147,6 @@ class Runner:
       experts_used: which forms ran the experts so far.
       products: kernel choices of the programs so far, by phase ("prefill", "decode") and part.
       planned: sizes of calls, where limits of the device's memory hold them.
-      fixed: the sizes to which prompts and decode steps are padded; None: buckets of `chunking`.
       one_stream: whether given tokens (`score`, `logits`, `scan_windows`) are read one sequence at
         a time, and a policy's transfers finish before the next chunk.
       programs: what was compiled, and how long that took.
@@ -193,7 +202,6 @@ class Runner:
         self._program = steps.StepProgram(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
         self.memory, self.planned, self.one_stream = memory, PlannedSizes(), False
-        self.fixed: FixedSizes | None = None
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
@@ -255,10 +263,10 @@ class Runner:
 
     def kernel_warnings(self) -> list[str]:
         """Warnings, one per part whose newest program runs it without its kernel."""
-        expected = _expected_kernel(self.kernels.target)
+        expected = expected_kernel(self.kernels.target)
         lines = []
         for phase, found in self.products.items():
-            lines += _phase_warnings(phase, found, expected)
+            lines += phase_warnings(phase, found, expected)
         if expected and self.memory:
             planner = CachePlanner(self.memory.spec.tiers, self.kernels.target)
             if reason := planner.refusal(self.config.experts_per_token):
@@ -285,34 +293,30 @@ class Runner:
         settings: GenerationSettings | Sequence[GenerationSettings],
         eos_ids: tuple[int, ...],
         top_logprobs: int = 0,
-        any_settings: bool = False,
         runs_prompts: bool = True,
     ) -> Session:
-        """Runs prompts ([] pads a batch) and chooses first tokens; does not wait.
+        """Runs prompts and chooses first tokens; does not wait.
 
-        `any_settings`: take the programs that sample and penalize, whether these rows do or not.
         `runs_prompts`: False leaves the cache empty, for a measurement of decode alone.
         """
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, failures = settings_by_row(settings, batch), self._failure_count()
         state, keys = self._fresh(_seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        chunks = self._prompt_chunks(batch, max(lengths), cache_length) if runs_prompts else ()
-        for start, size in chunks:
-            is_first = start == 0 and size != self.short_chunk and not self.fixed
+        longest = max(lengths) if runs_prompts else 0
+        for start, size in self.chunks(batch, longest, cache_length, self.short_chunk):
+            is_first = start == 0 and size != self.short_chunk
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             chunk = self._chunk(slice_prompts(prompts, start, size), start, device_lengths)
             num_tokens = num_between(lengths, start, size)
             state, _ = self._step(
                 failures, num_tokens, steps.prefill_chunk, (self._program, spec), state, chunk
             )
-        all_greedy = not any_settings and all(row.temperature == 0 for row in by_row)
-        penalizes = any_settings or any(row.repetition_penalty != 1 for row in by_row)
+        all_greedy = all(row.temperature == 0 for row in by_row)
+        penalizes = any(row.repetition_penalty != 1 for row in by_row)
         seen = _seen_tokens(prompts, self.config, self._put) if penalizes else None
         sampling = _sampling_of(by_row, self._put)
-        never = (-1,) * max(1, len(eos_ids))
-        ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
-        eos_by_row = self._put(np.asarray(ends, np.int32))
+        eos_by_row = _ends_of(by_row, eos_ids, self._put)
         program = self._program._replace(top_logprobs=top_logprobs)
         decoding, emitted = self._call(
             steps.first_token, (program, all_greedy), (state.cache, keys, seen), self.weights,
@@ -329,6 +333,70 @@ class Runner:
             failures,
         )
 
+    def open_lanes(self, num_lanes: int, sizes: FixedSizes, eos_ids: tuple[int, ...]) -> Session:
+        """A running batch without rows."""
+        cache_length = sizes.kv_lengths[-1]
+        self.planned.check(num_lanes, cache_length)
+        static = (self.config, cache_length, self.dtype)
+        seeds = self._put(np.zeros(num_lanes, np.uint32))
+        state = self._call(steps.empty_lanes, static, (), seeds)
+        rests = [GenerationSettings()] * num_lanes
+        none = steps.StepOutput(self._put(np.zeros((num_lanes, 0), np.int32)), None)
+        return Session(
+            state, _sampling_of(rests, self._put), _ends_of(rests, eos_ids, self._put), True, 0,
+            none, failures_before=self._failure_count(), sizes=sizes,
+        )  # fmt: skip
+
+    def set_rows(
+        self, session: Session, rows: Sequence[GenerationSettings], eos_ids: tuple[int, ...]
+    ) -> None:
+        """Sets the settings of all lanes for the next calls; `eos_ids` end those that heed them."""
+        session.sampling = _sampling_of(rows, self._put)
+        session.eos_ids = _ends_of(rows, eos_ids, self._put)
+
+    def run_prompt_chunk(
+        self, session: Session, lane: int, source: int, prompt: Sequence[int], start: int,
+        size: int, seed: int, limit: int,
+    ) -> None:  # fmt: skip
+        """Dispatches `steps.prompt_chunk`: tokens `start`..`start + size` of a prompt.
+
+        A prompt of no tokens runs nothing: the program is compiled.
+        """
+        assert session.sizes is not None
+        if self._recorder is not None:
+            raise ValueError("routing is recorded of batches whose rows begin together")
+        cache_length = session.state.cache.length
+        whole = np.full(cache_length, self.config.vocab_size, np.int32)
+        whole[: len(prompt)] = prompt
+        numbers = map(np.int32, (start, lane, source, limit))
+        tokens, lengths = slice_prompts([prompt], start, size), np.asarray([len(prompt)], np.int32)
+        host = (tokens, lengths, whole, np.uint32(seed), *numbers)
+        chunk, count, ids, key, begin, into, found_in, end = put(host, self.place)
+        self._row_step(
+            session, size, steps.prompt_chunk,
+            self._chunk_spec(1, start, size, cache_length, False, session.sizes),
+            (session.all_greedy, session.sizes.spare),
+            steps.PromptChunk(
+                steps.TokenChunk(chunk, begin, count), into, found_in, ids, key, end
+            ),
+            session.sampling, session.eos_ids,
+        )  # fmt: skip
+
+    def _row_step(
+        self, session: Session, num_tokens: int, function: Any, spec: ChunkSpec,
+        static: tuple[Any, ...], *operands: Any,
+    ) -> None:  # fmt: skip
+        """Runs a step on a session's rows; `static`: its own static operands."""
+        program = self._program._replace(top_logprobs=session.top_logprobs)
+        state, seen = session.state, session.state.seen
+        if not session.penalizes:
+            state = dataclasses.replace(state, seen=None)
+        state, session.emitted = self._step(
+            session.failures_before, num_tokens, function, (program, spec, *static), state,
+            *operands,
+        )  # fmt: skip
+        session.state = state if session.penalizes else dataclasses.replace(state, seen=seen)
+
     def not_finite(self) -> str:
         """Error for logits that name no token; resets a policy that saw them."""
         if self.memory is not None:
@@ -338,11 +406,6 @@ class Runner:
             f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
             "float32)"
         )
-
-    @property
-    def runs_whole_calls(self) -> bool:
-        """Whether decode programs of several steps run them all, however few are wanted."""
-        return self._whole_calls
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
         """Ends the rows of bool[B] from the next call on."""
@@ -354,14 +417,15 @@ class Runner:
         """Dispatches decode steps (see `steps.decode`); int32[B, buffer_length], not waited for."""
         batch, cache_length = session.state.cache.batch_size, session.state.cache.length
         spec = self._decode_spec(batch)._replace(
-            kv_length=self.kv_length(session.next_position + num_steps, cache_length),
+            kv_length=self.kv_length(
+                session.next_position + num_steps, cache_length, session.sizes
+            ),
             kv_lengths=self._kv_lengths(cache_length),
         )
-        program = self._program._replace(top_logprobs=session.top_logprobs)
-        static = (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole)
-        session.state, session.emitted = self._step(
-            session.failures_before, batch * num_steps, steps.decode, static, session.state,
-            session.sampling, session.eos_ids, self._put(np.int32(num_steps)),
+        self._row_step(
+            session, batch * num_steps, steps.decode, spec,
+            (session.all_greedy, buffer_length, self._whole_calls and whole), session.sampling,
+            session.eos_ids, self._put(np.int32(num_steps)),
         )  # fmt: skip
         session.next_position += num_steps
         return session.emitted.tokens
@@ -475,13 +539,6 @@ class Runner:
             yield start, size
             start += size
 
-    def _prompt_chunks(
-        self, batch: int, length: int, cache_length: int
-    ) -> Iterator[tuple[int, int]]:
-        if self.fixed:
-            return self.fixed.prompt_chunks(length)
-        return self.chunks(batch, length, cache_length, self.short_chunk)
-
     def chunks(
         self, batch: int, length: int, cache_length: int, short: int = 0
     ) -> Iterator[tuple[int, int]]:
@@ -495,16 +552,16 @@ class Runner:
             self.config, batch, cache_length, self.planned, cached_impl(self._chunked) == "xla"
         )
 
-    def kv_length(self, length: int, cache_length: int) -> int:
-        """Slots that attention may look at, to see `length` of them.
+    def kv_length(self, length: int, cache_length: int, sizes: FixedSizes | None = None) -> int:
+        """Slots that attention may look at, to see `length` of them, of `sizes` if those are given.
 
         On a CPU all: a program chooses among `chunking.kv_buckets` itself, since compiling one for
         each takes seconds.
         """
         if self._chooses_kv_length:
             return cache_length
-        if self.fixed:
-            return min(self.fixed.kv_length(length), cache_length)
+        if sizes:
+            return sizes.kv_length(length)
         return kv_bucket(length, cache_length)
 
     def _kv_lengths(self, cache_length: int) -> tuple[int, ...]:
@@ -580,8 +637,9 @@ class Runner:
             return program(*arguments)
 
     def _chunk_spec(
-        self, batch: int, start: int, size: int, cache_length: int, is_first: bool | None = None
-    ) -> ChunkSpec:
+        self, batch: int, start: int, size: int, cache_length: int, is_first: bool | None = None,
+        sizes: FixedSizes | None = None,
+    ) -> ChunkSpec:  # fmt: skip
         """`is_first`: whether it attends to itself alone; None: where it starts at 0.
 
         Without cuDNN the kernel attends among the tokens of a first chunk too, by the cache.
@@ -592,7 +650,7 @@ class Runner:
         is_first = is_first and (self._attention, cached) != ("xla", "kernel")
         experts, tiers = self._expert_impls(batch * size)
         return ChunkSpec(
-            kv_length=0 if is_first else self.kv_length(start + size, cache_length),
+            kv_length=0 if is_first else self.kv_length(start + size, cache_length, sizes),
             is_first=is_first, experts=experts, attention=self._attention, cached=cached,
             tiers=tiers, kv_lengths=() if is_first else self._kv_lengths(cache_length),
         )  # fmt: skip
@@ -611,65 +669,3 @@ class Runner:
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         found: jax.Array = put(array, self.place)
         return found
-
-
-# Leaves of one product with all tokens; "kept" ones too, since other engines may pack them.
-LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
-KERNELS = ("mosaic", "triton")
-PARTS = ("attention", "norms and writes", "delta rule", "routing")
-
-
-def _expected_kernel(target: Target | None) -> str | None:
-    """Implementation that packed weights should run on; None on a CPU."""
-    if target is None or target.platform != "gpu":
-        return None
-    return "mosaic" if target.capability == (9, 0) else "triton"
-
-
-def _phase_warnings(phase: str, record: ChoiceRecord, expected: str | None) -> list[str]:
-    """Warnings for packed weights, and for plain parts of decode, that miss their kernel.
-
-    In decode, products with plain matrices of a stack should run by
-    `pallas_kernels.dequant_matmul`, plain experts by `grouped_dequant_matmul`, attention by
-    `decode_attention`, routing by `router_topk`, norms by `residual_norm`, cache writes by
-    `qkv_to_cache`, delta rules by `delta_step`. (`experts.cache_planner.CachePlanner.refusal` is of
-    experts that move.)
-    """
-    if expected is None:
-        return []
-    lines: dict[str, list[str]] = {}
-    for name, of in record.items():
-        # Triton's kernel is the one of MXFP4 on every GPU: nothing could be mended.
-        is_best = "mxfp4" in of.form and of.implementation == "triton"
-        if of.packed and of.implementation != expected and not is_best:
-            lines.setdefault(of.describe(), []).append(name)
-    found = [
-        f"{phase}: packed weights do not run on the {expected} kernel: {', '.join(names)}: {said}"
-        for said, names in lines.items()
-    ]
-    if phase != "decode":
-        return found
-    return found + [
-        f"{phase}: {name} run without their kernel: {record[name].describe()}"
-        for name in record
-        if name.startswith("experts") or name in (*PARTS, *LINEAR_LEAVES)
-        if not record[name].packed
-        if record[name].refusals and record[name].implementation not in KERNELS
-    ]
-
-
-def describe_packing(
-    weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, KernelChoice]]
-) -> str:
-    """Describes packing, and the kernels of programs traced so far, to follow a size in a line."""
-    packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
-    kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
-    if not kinds:
-        return ", none packed"
-    said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
-    runs = []
-    for phase, found in products.items():
-        used = sorted({of.implementation for of in found.values() if of.packed})
-        how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
-        runs.append(f"{phase}: {how}")
-    return "; ".join([f" ({said})", *runs])

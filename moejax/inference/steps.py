@@ -251,7 +251,8 @@ class DecodeState:
     """Carry of a decode step; donated.
 
     Invariants: shapes and dtypes never change; `tokens[b]` is not in the cache yet and belongs at
-    `positions[b]`; a row that is done emits -1 and keeps its position.
+    `positions[b]`; a row that is done emits -1 and keeps its position. Steps write the slot at that
+    position of rows that are done, too.
     """
 
     cache: KVCache
@@ -260,6 +261,8 @@ class DecodeState:
     done: jax.Array  # bool[B]
     keys: jax.Array  # key[B], the random stream of each row
     seen: jax.Array | None  # bool[B, V], for the repetition penalty; None when it is off
+    # int32[B], positions at which rows are done; None: the host ends them
+    limits: jax.Array | None = None
 
 
 def init_batch(
@@ -462,6 +465,103 @@ def first_token(
     return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
 
 
+class PromptChunk(NamedTuple):
+    """A chunk of the prompt of one row, in its lane of a running batch."""
+
+    chunk: TokenChunk  # of one text
+    lane: jax.Array  # int32[], the row's
+    source: jax.Array  # int32[], lane whose tokens before `chunk.start` are the prompt's, too
+    prompt: jax.Array  # int32[S], the whole prompt, padded with the vocabulary's size
+    seed: jax.Array  # uint32[]
+    limit: jax.Array  # int32[], of `DecodeState.limits`
+
+
+def empty_lanes(
+    config: ModelConfig, cache_length: int, dtype: jnp.dtype, seeds: jax.Array
+) -> DecodeState:
+    """State of a running batch without rows: all are done.
+
+    Args:
+      config: static.
+      cache_length: static, S.
+      dtype: static, of the activations.
+      seeds: uint32[B], for its number of rows alone.
+    """
+    state, keys = init_batch(config, cache_length, dtype, seeds)
+    batch = len(seeds)
+    zeros = jnp.zeros(batch, jnp.int32)
+    seen = jnp.zeros((batch, config.vocab_size), bool)
+    return DecodeState(state.cache, zeros, zeros, jnp.ones(batch, bool), keys, seen, zeros)
+
+
+def prompt_chunk(
+    program: StepProgram,
+    spec: ChunkSpec,
+    all_greedy: bool,
+    spare: int,
+    state: DecodeState,
+    experts: ExpertCache | None,
+    inputs: StepInputs,
+    row: PromptChunk,
+    sampling: Sampling,
+    eos_ids: jax.Array,
+) -> StepResult[DecodeState]:
+    """Runs a chunk of one row's prompt; the last chunk chooses its first token and starts it.
+
+    The row's lane is copied out of the cache, and back: what it holds already may come from any
+    lane. Until its last chunk the row rests, at the position after its tokens so far.
+
+    Args:
+      program: static, of the model.
+      spec: static, how the chunk stands to the cache.
+      all_greedy: static, see `decode`.
+      spare: static, see `KVCache.lane`.
+      sampling: settings of all rows.
+      eos_ids: int32[B, n], of all rows.
+
+    Returns:
+      The output is a `StepOutput` of the row's first token, int32[1, 1], or of `NO_TOKEN`.
+    """
+    chunk, lane = row.chunk, row.lane
+    length, size = chunk.lengths[0], chunk.tokens.shape[1]
+    own = state.cache.lane(row.source, chunk.start, spare)
+    model, found = run_chunk(program, spec, own, experts, inputs, chunk)
+    last = jnp.clip(length - 1 - chunk.start, 0, size - 1)
+    hidden = jax.lax.dynamic_index_in_dim(found.output, last, axis=1, keepdims=False)
+
+    def of_lane(array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, lane, 1)
+
+    seen = None
+    if state.seen is not None:
+        seen = jnp.zeros((1, state.seen.shape[1]), bool).at[0, row.prompt].set(True, mode="drop")
+    tokens, keys, seen, logprobs = _next_tokens(
+        model, hidden, jax.random.key(row.seed)[None], seen, jax.tree.map(of_lane, sampling),
+        all_greedy, program.top_logprobs,
+    )  # fmt: skip
+    starts = (length > 0) & (length <= chunk.start + size)
+    position = jnp.minimum(length, chunk.start + size)
+    done = jnp.any(tokens[:, None] == of_lane(eos_ids)) | (tokens[0] < 0)
+    done |= position >= row.limit
+
+    def placed(array: jax.Array, value: jax.Array) -> jax.Array:
+        return array.at[lane].set(value)
+
+    assert state.limits is not None
+    after = DecodeState(
+        state.cache.with_lane(lane, found.state),
+        placed(state.tokens, jnp.maximum(tokens[0], 0)),
+        placed(state.positions, position),
+        placed(state.done, done | ~starts),
+        placed(state.keys, keys[0]),
+        None if state.seen is None or seen is None else placed(state.seen, seen[0]),
+        placed(state.limits, row.limit),
+    )
+    emitted = _empty_step_output(1, 1, program.top_logprobs)
+    emitted = emitted._at_step(jnp.int32(0), jnp.where(starts, tokens, NO_TOKEN), logprobs)
+    return StepResult(after, found.experts, emitted, found.recorded)
+
+
 def end_rows(state: DecodeState, ended: jax.Array) -> DecodeState:
     """Marks the rows of bool[B] as done in the donated state."""
     return dataclasses.replace(state, done=state.done | ended)
@@ -534,8 +634,10 @@ def decode(
         output = before.output._at_step(index, jnp.where(rests, NO_TOKEN, tokens), logprobs)
         positions = jnp.where(rests, state.positions, state.positions + 1)
         done = state.done | jnp.any(tokens[:, None] == eos_ids, axis=1) | (tokens < 0)
+        if state.limits is not None:
+            done |= positions >= state.limits
         tokens = jnp.maximum(tokens, 0)
-        state = DecodeState(cache, tokens, positions, done, keys, seen)
+        state = DecodeState(cache, tokens, positions, done, keys, seen, state.limits)
         return StepResult(state, experts, output, kept)
 
     batch, kept = state.tokens.shape[0], None

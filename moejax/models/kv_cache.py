@@ -59,6 +59,42 @@ class KVCache:
             if self.states.dtype != jnp.float32:
                 raise ValueError(f"states are {self.states.dtype}, not float32")
 
+    def lane(self, index: jax.Array, length: jax.Array, spare: int) -> "KVCache":
+        """Copies one sequence's tokens to a cache of its own; zeros follow, and `spare` more slots.
+
+        Args:
+          index: int32[].
+          length: int32[], tokens that are copied; of a state all of them, or none.
+          spare: static; a chunk's padding may be written beyond the last slot.
+        """
+        kept = (jnp.arange(self.length, dtype=jnp.int32) < length)[None, None, None, :, None]
+
+        def sequence(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(leaf, index, 1, axis=1)
+
+        def slots(leaf: jax.Array) -> jax.Array:
+            # A slot behind them may hold what is not finite, of a prompt that failed.
+            own = jnp.where(kept, sequence(leaf), jnp.zeros((), leaf.dtype))
+            return jnp.pad(own, [(0, 0)] * 3 + [(0, spare), (0, 0)])
+
+        def state(leaf: jax.Array | None) -> jax.Array | None:
+            if leaf is None:
+                return None
+            return jnp.where(length > 0, sequence(leaf), jnp.zeros((), leaf.dtype))
+
+        return KVCache(slots(self.keys), slots(self.values), state(self.states), state(self.tails))
+
+    def with_lane(self, index: jax.Array, own: "KVCache") -> "KVCache":
+        """Replaces a sequence by that of a `lane`, without its spare slots."""
+
+        def replaced(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(leaf, new, index, axis=1)
+
+        slots = self.length
+        keys, values = own.keys[:, :, :, :slots], own.values[:, :, :, :slots]
+        own = dataclasses.replace(own, keys=keys, values=values)
+        return jax.tree.map(replaced, self, own)
+
     def write_chunk(
         self,
         layer: int | jax.Array,

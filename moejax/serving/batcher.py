@@ -1,9 +1,8 @@
-"""The thread that owns the engine; rows that wait together run together.
+"""The thread that owns the engine: a loop over its running batch.
 
-A batch takes rows of the queue, as many as it holds, in turns of clients and of their requests; who
-comes later waits until all of its rows have ended. Rows of a batch may differ in everything that a
-request can say: temperature, filters, penalty, seed, stop strings, length, whether
-log-probabilities are told. Empty rows fill what a program has more (`moejax.serving.programs`).
+Rows leave the queue in turns of clients and of their requests, as lanes of the batch are free, and
+run as `moejax.inference.continuous` says. Rows may differ in everything that a request can say:
+temperature, filters, penalty, seed, stop strings, length, whether log-probabilities are told.
 """
 
 import logging
@@ -12,16 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from moejax.engine import STEPS_PER_CALL, Engine
-from moejax.errors import MoejaxError
-from moejax.inference.batch import RowBatch, RowDelta
+from moejax.engine import Engine
+from moejax.errors import MoejaxError, print_stderr
+from moejax.inference.batch import RowDelta
+from moejax.inference.continuous import ContinuousBatch
 from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
 from moejax.serving.metrics import Metrics
-from moejax.serving.programs import ServerPrograms
+from moejax.serving.requests import MOST_LOGPROBS
 from moejax.serving.rows import AnswerPart, FairQueue, Row
 
 _LOG = logging.getLogger(__name__)
 ENDING = "the server is shutting down"
+LEDGER_S = 1.0  # between two readings of the ledger, which wait for the device
 RESERVE = 4  # this part of the queue's limit is kept beyond it for clients of whom nothing waits
 
 
@@ -33,7 +34,7 @@ class Batcher:
         load: Callable[[], Engine],  # gives the engine; called in the thread
         metrics: Metrics,  # told what happens
         *,
-        max_batch: int,  # most rows of a batch
+        max_batch: int,  # most rows that run at once
         queue_limit: int,  # most rows that wait
         deadline_s: float,  # seconds from a row's arrival to its end; 0: no limit
         warms_up: bool = True,  # whether all programs are compiled before the first row is taken
@@ -46,14 +47,14 @@ class Batcher:
         self._queue_limit = queue_limit
         self._deadline_s = deadline_s
         self._warms_up = warms_up
-        self._programs: ServerPrograms | None = None
         self._on_loaded = on_loaded
         self._waiting = FairQueue()
-        self._running: list[Row] = []
+        self._running: dict[int, Row] = {}  # by their numbers in the batch
         self._changed = threading.Condition()
         self._is_draining = False
         self._is_cut = False
-        self._batch_s = 1.0  # of the last batches, a moving mean
+        self._ledger_at = 0.0  # when it was read, by `time.monotonic`
+        self._row_s = 1.0  # from a row's start to its end, a moving mean
         self.engine: Engine | None = None  # None until it is loaded
         self.load_error: Exception | None = None  # why it could not be
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
@@ -87,8 +88,8 @@ class Batcher:
             if not self._waiting.has(rows[0].client):
                 limit += limit // RESERVE
             if waiting + len(rows) > limit:
-                batches = 1 + waiting / self._max_batch
-                retry_s = max(1, math.ceil(self._batch_s * batches))
+                turns = 1 + waiting / self._max_batch
+                retry_s = max(1, math.ceil(self._row_s * turns))
                 raise queue_full(len(rows), waiting, limit, retry_s)
             self._waiting.add(rows)
             self._changed.notify()
@@ -109,7 +110,7 @@ class Batcher:
         with self._changed:
             self._is_draining = self._is_cut = True
             self._changed.notify()
-            rows = [*self._running, *self._waiting.take(len(self._waiting))]
+            rows = [*self._running.values(), *self._waiting.take(len(self._waiting))]
         for row in rows:
             row.fail(unavailable(ENDING))
 
@@ -121,36 +122,56 @@ class Batcher:
     def _run(self) -> None:
         try:
             engine = self._load()
-            self._programs = ServerPrograms.of(engine, self._max_batch)
+            batch = engine.continuous_batch(self._max_batch, top_logprobs=MOST_LOGPROBS)
             if self._warms_up:
-                self._programs.compile(engine)
+                started = time.monotonic()
+                print_stderr("compiling all programs")
+                batch.warm_up()
+                took_s = time.monotonic() - started
+                print_stderr(f"compiled {engine.num_traces} programs in {took_s:.0f} s")
             self._metrics.programs(engine.num_traces, engine.compile_seconds)
+            self._metrics.batch(batch.counts)
             self.engine = engine
         except Exception as error:  # the main thread says it
             self.load_error = error
+            self._on_loaded()
+            return
         self._on_loaded()
-        while self.engine is not None and (rows := self._next_rows()):
+        while self._take_rows(batch):
             try:
-                self._run_batch(self.engine, rows)
-            except Exception as error:  # a fault of one batch is not the end of the server
+                self._step(batch)
+                self._metrics.programs(engine.num_traces, engine.compile_seconds)
+                if not self._running or time.monotonic() - self._ledger_at > LEDGER_S:
+                    self._metrics.ledger(engine.ledger)
+                    self._ledger_at = time.monotonic()
+            except Exception as error:  # a fault of one call is not the end of the server
                 said = "the server's log says why"
                 if isinstance(error, MoejaxError):
                     said = str(error)
                 else:
-                    _LOG.exception("a batch failed")
-                for row in rows:
+                    _LOG.exception("a call failed")
+                for row in self._running.values():
                     row.fail(_engine_failed(said))
+                self._running = {}
+                self._metrics.running.set(0)
+                batch.reset()
 
-    def _next_rows(self) -> list[Row]:
-        """The rows of the next batch, when there are some; [] at the end."""
+    def _take_rows(self, batch: ContinuousBatch) -> bool:
+        """Moves rows from the queue to free lanes; waits for one if none run; False at the end."""
         with self._changed:
             while True:
                 self._waiting.drop(self._is_over)
-                self._running = self._waiting.take(self._max_batch)
+                for row in self._waiting.take(batch.num_free):
+                    try:
+                        number = batch.submit(row.prompt, row.settings, row.wants_logprobs)
+                    except MoejaxError as error:
+                        row.fail(_engine_failed(str(error)))
+                    else:
+                        self._running[number], row.started = row, time.monotonic()
                 if self._running:
-                    return self._running
+                    return True
                 if self._is_draining:
-                    return []
+                    return False
                 self._changed.wait(timeout=0.5 if self._deadline_s else None)
 
     def _is_over(self, row: Row) -> bool:
@@ -162,39 +183,23 @@ class Batcher:
             return True
         return False
 
-    def _run_batch(self, engine: Engine, rows: list[Row]) -> None:
-        started = time.monotonic()
-        self._metrics.batch_size.observe(len(rows))
-        self._metrics.running.set(len(rows))
-        assert self._programs is not None
-        live = self._programs.begin(
-            engine, [row.prompt for row in rows], [row.settings for row in rows],
-            any(row.wants_logprobs for row in rows),
-        )  # fmt: skip
-        left = set(range(len(rows)))
-        try:
-            live.steps_per_call = _steps_per_call(rows)
-            for pieces in live.steps():
-                for i, piece in enumerate(pieces):
-                    if piece is not None and i in left:
-                        self._tell(rows[i], piece)
-                        if piece.finish_reason or piece.error:
-                            left.discard(i)
-                self._end_rows(live, rows, left)
-                going = [rows[i] for i in left]
-                self._metrics.running.set(len(going))
-                live.steps_per_call = _steps_per_call(going)
-        finally:
-            self._metrics.running.set(0)
-            self._batch_s += 0.3 * (time.monotonic() - started - self._batch_s)
-            self._metrics.programs(engine.num_traces, engine.compile_seconds)
-            self._metrics.ledger(engine.ledger)
-
-    def _end_rows(self, live: RowBatch, rows: list[Row], left: set[int]) -> None:
-        for i in sorted(left):
-            if self._is_over(rows[i]):
-                live.finish_row(i)
-                left.discard(i)
+    def _step(self, batch: ContinuousBatch) -> None:
+        for number, row in [*self._running.items()]:
+            if self._is_over(row):
+                batch.end(number)
+                del self._running[number]
+        self._metrics.running.set(len(self._running))
+        calls, rows = batch.counts.decode_calls, batch.counts.decode_rows
+        deltas = batch.step()
+        if batch.counts.decode_calls > calls:
+            self._metrics.batch_size.observe(batch.counts.decode_rows - rows)
+        for number, delta in deltas:
+            row = self._running[number]
+            self._tell(row, delta)
+            if delta.finish_reason or delta.error:
+                del self._running[number]
+                self._row_s += 0.1 * (time.monotonic() - row.started - self._row_s)
+        self._metrics.running.set(len(self._running))
 
     def _tell(self, row: Row, piece: RowDelta) -> None:
         now = time.monotonic()
@@ -213,8 +218,3 @@ class Batcher:
 
 def _engine_failed(why: str) -> ApiError:
     return ApiError(f"the engine failed: {why}", status=500, code="engine_error")
-
-
-def _steps_per_call(rows: Sequence[Row]) -> int:
-    """Decode steps of a call: one where a client streams."""
-    return 1 if any(row.stream for row in rows) else STEPS_PER_CALL

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from moejax.experts.ledger import Ledger
 from moejax.experts.residency import EVENTS
+from moejax.inference.continuous import BatchCounts
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -27,7 +28,7 @@ class Metrics:
         self.queue_length = gauge("moejax_queue_length", "Answers that wait for their turn.")
         self.running = gauge("moejax_running", "Answers that are being computed.")
         self.batch_size = histogram(
-            "moejax_batch_size", "Answers that a batch began with.",
+            "moejax_batch_size", "Answers that a call of decode steps advanced.",
             buckets=(1, 2, 4, 8, 16, 32, 64, 128),
         )  # fmt: skip
         self.ttft = histogram(
@@ -36,7 +37,7 @@ class Metrics:
         self.tpot = histogram(
             "moejax_tpot_seconds", "A token of an answer after the first.", buckets=_STEP_SECONDS
         )
-        self.prompt_tokens = counter("moejax_prompt_tokens", "Tokens of prompts that were run.")
+        self.prompt_tokens = counter("moejax_prompt_tokens", "Tokens of prompts, reused ones too.")
         self.generated_tokens = counter("moejax_generated_tokens", "New tokens of answers.")
         self.connections = gauge("moejax_connections", "Connections that are open.")
         self.connections_refused = gauge(
@@ -47,6 +48,7 @@ class Metrics:
             "moejax_compile_seconds", "Spent in compiling since the start."
         )
         self._ledger: list[Metric] = []
+        self._batch = BatchCounts()
         registry.register(self)
 
     def programs(self, count: int, seconds: float) -> None:
@@ -54,13 +56,29 @@ class Metrics:
         self._programs.set(count)
         self._compile_seconds.set(seconds)
 
+    def batch(self, counts: BatchCounts) -> None:
+        """Sets the counts to report, which go on changing."""
+        self._batch = counts
+
     def ledger(self, ledger: Ledger | None) -> None:
         """Sets the ledger to report; None where all experts are among the weights."""
         self._ledger = list(_ledger_metrics(ledger)) if ledger is not None else []
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the ledger's metrics as of the last batch; the registry calls it."""
-        return iter(self._ledger)
+        """Yields the metrics of the running batch and of the ledger; the registry calls it."""
+        for name, what, count in (
+            ("moejax_prompt_chunks", "Chunks of prompts that were run.", self._batch.chunks),
+            (
+                "moejax_prefix_hits", "Prompts whose beginning was in a lane already.",
+                self._batch.prefix_hits,
+            ),
+            (
+                "moejax_prefix_tokens", "Tokens of prompts that were not run again.",
+                self._batch.prefix_tokens,
+            ),
+        ):  # fmt: skip
+            yield CounterMetricFamily(name, what, value=count)
+        yield from self._ledger
 
     def describe(self) -> list[Metric]:
         """Describes nothing: the names depend on the model."""

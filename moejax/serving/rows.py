@@ -43,6 +43,7 @@ class Row:
     cancelled: bool = False  # set from any thread when nobody reads the answer any more
     # seconds of `time.monotonic`
     arrived: float = dataclasses.field(default_factory=time.monotonic)
+    started: float = 0.0  # when it left the queue
     first_token_at: float | None = None
     num_tokens: int = 0
     told: list[AnswerPart] = dataclasses.field(default_factory=list)  # what waits for the end

@@ -1,0 +1,338 @@
+"""Continuous batching: rows join a running batch and leave it between compiled calls."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.inference.batch import RowDelta, read_output, row_delta
+from moejax.inference.chunking import FixedSizes
+from moejax.inference.generation import AnswerBuilder, GenerationSettings
+from moejax.inference.lanes import Lane, free_lane_for, longest_prefix
+from moejax.inference.runner import Runner, Session
+from moejax.inference.steps import StepOutput
+from moejax.text.tokenizer import Tokenizer
+
+CALL_STEPS = 4  # decode steps of a call: what a row that joins waits for, and a stream's step
+
+
+@dataclasses.dataclass
+class BatchCounts:
+    """Counts since the batch was made."""
+
+    chunks: int = 0  # of prompts
+    decode_calls: int = 0
+    decode_rows: int = 0  # rows of all decode calls
+    prompt_tokens: int = 0  # of rows that joined
+    prefix_hits: int = 0  # rows whose prompt began with tokens that a lane held
+    prefix_tokens: int = 0  # those tokens, which were not run again
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """A prompt on its way to an answer."""
+
+    number: int
+    prompt: list[int]
+    settings: GenerationSettings
+    answer: AnswerBuilder
+    is_plain: bool  # greedy, without penalty and log-probabilities
+    limit: int  # position at which it ends
+    lane: Lane | None = None  # None while it waits
+    position: int = 0  # tokens in the cache once the calls so far have run, at most
+    newest: int | None = None  # its newest token, which is not in the cache
+    has_ended: bool = False
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether tokens of its prompt are to be run."""
+        return self.position < len(self.prompt)
+
+
+class _Call(NamedTuple):
+    """A call whose tokens the host has not read."""
+
+    emitted: StepOutput
+    rows: list[tuple[int, _Row]]  # with the index of each in `emitted`
+
+
+class ContinuousBatch:
+    """A running batch: rows wait, join where a lane is free, and leave when they end.
+
+    A lane is one sequence's part of the cache. In a `step`, first chunks of new prompts run, of the
+    rows in turn and together no longer than the longest chunk; then one call of decode steps of all
+    rows whose prompts are done; then the host reads the call before it. So a row's tokens wait for
+    one chunk at most. A row's answer is what its prompt would get alone (see `Engine.generate` on
+    rounding), unless a policy decides by the routing of all.
+
+    A lane keeps its tokens when its row ends. A prompt that begins with tokens that any lane holds,
+    as the next turn of a conversation or behind a system prompt, starts after the longest such
+    prefix (`moejax.inference.lanes`).
+
+    Not safe across threads. After an error of `step`, all rows are lost; `reset` makes it usable.
+
+    Attributes:
+      num_lanes: rows that run at once.
+      counts: what happened since the batch was made.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,  # makes text of tokens; None: answers have none
+        eos_ids: tuple[int, ...],  # tokens that end a row, unless its settings ignore them
+        *,
+        num_lanes: int,
+        sizes: FixedSizes,  # of prompt chunks and of the cache
+        top_logprobs: int = 0,  # likeliest tokens told beside each one of rows that want them
+        steps_per_call: int = CALL_STEPS,
+    ):
+        self._runner, self._tokenizer, self._eos_ids = runner, tokenizer, eos_ids
+        self.num_lanes, self._sizes = num_lanes, sizes
+        self._top_logprobs, self._steps_per_call = top_logprobs, steps_per_call
+        self.counts = BatchCounts()
+        config = runner.config
+        scaling = config.rope_scaling
+        # Keys of other prompts may be turned by other angles.
+        self._shares_prefixes = scaling is None or not scaling.depends_on_length
+        self._forgets = config.delta_net is None
+        self._numbers = itertools.count()
+        self._session: Session | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all rows and what lanes hold; the cache is allocated with the next step."""
+        self._session = None
+        self._lanes = [Lane(index) for index in range(self.num_lanes)]
+        self._settings = [GenerationSettings()] * self.num_lanes
+        self._to_end = np.zeros(self.num_lanes, bool)
+        self._rows: dict[int, _Row] = {}
+        self._waiting: collections.deque[_Row] = collections.deque()
+        self._prompting: collections.deque[_Row] = collections.deque()  # in the order of turns
+        self._unread: collections.deque[_Call] = collections.deque()
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and its answer, S."""
+        return self._sizes.kv_lengths[-1]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that wait or run."""
+        return len(self._rows)
+
+    @property
+    def num_free(self) -> int:
+        """Further rows that would not wait for a lane."""
+        return max(0, self.num_lanes - len(self._rows))
+
+    def submit(
+        self, prompt: Sequence[int], settings: GenerationSettings, wants_logprobs: bool = False
+    ) -> int:
+        """Adds a row, which joins when a lane is free; returns its number.
+
+        Args:
+          prompt: token ids.
+          settings: with an integer seed.
+          wants_logprobs: whether its deltas tell log-probabilities.
+
+        Raises:
+          MoejaxError: the prompt is empty, or leaves no room for an answer.
+        """
+        if not 0 < len(prompt) < self.context:
+            raise MoejaxError(
+                f"a prompt of {len(prompt)} tokens: a lane takes 1 to {self.context - 1}"
+            )
+        limit = min(len(prompt) + settings.max_new_tokens - 1, self.context)
+        answer = AnswerBuilder(
+            self._tokenizer, stop=settings.stop, max_tokens=limit - len(prompt) + 1,
+            eos_ids=() if settings.ignore_eos else self._eos_ids,
+        )  # fmt: skip
+        is_greedy = settings.temperature == 0 and settings.repetition_penalty == 1
+        row = _Row(
+            next(self._numbers), list(prompt), settings, answer, is_greedy and not wants_logprobs,
+            limit,
+        )  # fmt: skip
+        self._rows[row.number] = row
+        self._waiting.append(row)
+        return row.number
+
+    def end(self, number: int) -> None:
+        """Ends a row before its answer does; it gets no more deltas."""
+        if (row := self._rows.get(number)) is not None:
+            self._finish(row, is_known=False)
+
+    def step(self) -> list[tuple[int, RowDelta]]:
+        """Runs chunks of prompts and a decode call; what earlier calls added, by row number.
+
+        A row's last delta has its `finish_reason`, or an `error`. Without rows nothing runs.
+
+        Raises:
+          MoejaxError: experts could not be read.
+        """
+        if self._session is None and self._rows:
+            self._session = self._open()
+        self._admit()
+        self._run_chunks()
+        keeps = self._dispatch_decode()
+        deltas = []
+        while len(self._unread) > keeps:
+            deltas += self._read(self._unread.popleft())
+        return deltas
+
+    def warm_up(self) -> None:
+        """Compiles all programs, by calls without rows, and runs a row, which may move experts."""
+        self.reset()
+        self._session = session = self._open()
+        self._runner.end_rows(session, np.ones(self.num_lanes, bool))
+        for is_plain in (True, False):
+            self._take_programs(is_plain)
+            for kv_length in self._sizes.kv_lengths:
+                for size in self._sizes.chunks:
+                    start = max(0, kv_length - size)
+                    self._runner.run_prompt_chunk(session, 0, 0, [], start, size, 0, 0)
+                session.next_position = kv_length - 1
+                self._runner.decode(session, 1, self._steps_per_call)
+        length = min(self._sizes.chunks[-1] + 1, self.context - 1)
+        few = GenerationSettings(max_new_tokens=2 * self._steps_per_call, ignore_eos=True)
+        self.submit([0] * length, few)
+        while self._rows:
+            self.step()
+        self.reset()
+        self.counts = BatchCounts()
+
+    def _open(self) -> Session:
+        return self._runner.open_lanes(self.num_lanes, self._sizes, self._eos_ids)
+
+    def _take_programs(self, is_plain: bool) -> None:
+        """Chooses the form of the next call: greedy without a sort, or all that a row may want."""
+        assert self._session is not None
+        self._session.all_greedy, self._session.penalizes = is_plain, not is_plain
+        self._session.top_logprobs = 0 if is_plain else self._top_logprobs
+
+    def _admit(self) -> None:
+        """Gives free lanes to rows that wait."""
+        has_joined = False
+        while self._waiting:
+            prompt = self._waiting[0].prompt
+            lane = free_lane_for(self._lanes, *self._shared(prompt))
+            if lane is None:
+                break
+            row = self._waiting.popleft()
+            lane.row, row.lane, has_joined = row.number, lane, True
+            self._settings[lane.index] = row.settings
+            self._prompting.append(row)
+        if has_joined:
+            assert self._session is not None
+            self._runner.set_rows(self._session, self._settings, self._eos_ids)
+
+    def _shared(self, prompt: Sequence[int]) -> tuple[Lane | None, int]:
+        if not self._shares_prefixes:
+            return None, 0
+        return longest_prefix(prompt, self._lanes, self._forgets)
+
+    def _run_chunks(self) -> None:
+        """Dispatches chunks of prompts, of the rows in turn, up to the positions of the longest."""
+        left = self._sizes.chunks[-1]
+        while self._prompting:
+            row = self._prompting[0]
+            source, start = None, row.position
+            if row.position == 0:
+                source, start = self._shared(row.prompt)
+            size = self._sizes.next_chunk(start, len(row.prompt))
+            if size > left:
+                return
+            left -= size
+            self._prompting.popleft()
+            self._run_chunk(row, source, start, size)
+            if row.in_prompt:
+                self._prompting.append(row)
+
+    def _run_chunk(self, row: _Row, source: Lane | None, start: int, size: int) -> None:
+        assert row.lane is not None and self._session is not None
+        lane = row.lane
+        if row.position == 0:
+            self.counts.prompt_tokens += len(row.prompt)
+            self.counts.prefix_hits += start > 0
+            self.counts.prefix_tokens += start
+        self._take_programs(row.is_plain)
+        self._runner.run_prompt_chunk(
+            self._session, lane.index, (source or lane).index, row.prompt, start, size,
+            row.settings.seeds(1)[0], row.limit,
+        )  # fmt: skip
+        self.counts.chunks += 1
+        row.position = min(start + size, len(row.prompt))
+        # It is of the row before, which rests now.
+        self._to_end[lane.index] = False
+        lane.hold(row.number, row.prompt[: row.position])
+        if not row.in_prompt:
+            self._expect([(0, row)])
+
+    def _expect(self, rows: list[tuple[int, _Row]]) -> None:
+        """Keeps the output of a call to be read."""
+        assert self._session is not None
+        self._unread.append(_Call(self._session.emitted, rows))
+        for _, row in rows:
+            assert row.lane is not None
+            row.lane.num_unread += 1
+
+    def _dispatch_decode(self) -> int:
+        """Dispatches a call of decode steps, if a row needs one; the calls that may stay unread."""
+        joined = [row for row in self._rows.values() if row.lane is not None and not row.in_prompt]
+        rows = [row for row in joined if row.position < row.limit]
+        if not rows:
+            return 0
+        session = self._session
+        assert session is not None
+        if self._to_end.any():
+            self._runner.end_rows(session, self._to_end)
+            self._to_end = np.zeros_like(self._to_end)
+        self._take_programs(all(row.is_plain for row in rows))
+        count = min(self._steps_per_call, max(row.limit - row.position for row in rows))
+        session.next_position = max(row.position for row in rows)
+        self._runner.decode(session, count, self._steps_per_call)
+        self.counts.decode_calls += 1
+        self.counts.decode_rows += len(rows)
+        for row in rows:
+            row.position = min(row.position + count, row.limit)
+        indices = [(row.lane.index, row) for row in rows if row.lane is not None]
+        self._expect(indices)
+        return 1
+
+    def _read(self, call: _Call) -> list[tuple[int, RowDelta]]:
+        assert self._session is not None
+        output = read_output(self._runner, call.emitted, self._session.failures_before)
+        deltas = []
+        for index, row in call.rows:
+            assert row.lane is not None
+            row.lane.num_unread -= 1
+            for token in output.tokens[index]:
+                if token >= 0:
+                    row.lane.grow(row.number, row.newest)
+                    row.newest = token
+            if row.has_ended:
+                continue
+            delta = row_delta(self._runner, row.answer, output, index)
+            if delta.error:  # what is not finite is no prefix for others
+                row.lane.is_sound = False
+            if delta.finish_reason or delta.error:
+                # The device ends rows by tokens and limits; not by texts.
+                self._finish(row, is_known=delta.finish_reason != "stop")
+            deltas.append((row.number, delta))
+        return deltas
+
+    def _finish(self, row: _Row, *, is_known: bool) -> None:
+        """Frees a row's lane; a device that does not know is told with the next decode call."""
+        row.has_ended = True
+        del self._rows[row.number]
+        if row.lane is None:
+            self._waiting.remove(row)
+            return
+        if row.in_prompt:
+            self._prompting.remove(row)
+        self._to_end[row.lane.index] |= not is_known
+        row.lane.free(self.counts.decode_calls + self.counts.chunks)

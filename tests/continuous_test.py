@@ -1,0 +1,348 @@
+"""Rows that join and leave a running batch answer as they would alone; prefixes are reused."""
+
+import dataclasses
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax.errors import MoejaxError
+from moejax.inference import steps
+from moejax.inference.batch import RowBatch, RowDelta
+from moejax.inference.chunking import FixedSizes
+from moejax.inference.continuous import ContinuousBatch
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.lanes import Lane, free_lane_for, longest_prefix
+from moejax.inference.runner import Runner
+from moejax.models.config import ModelConfig, RopeScaling
+from tests import cached_runners, model_kinds, slow
+from tests.random_checkpoints import TINY
+from tests.runner_test import recorded_programs
+
+CPU = jax.devices("cpu")[0]
+SIZES = FixedSizes((16, 32), (100,))  # S is no multiple of a chunk
+WINDOWS = ModelConfig(**TINY | {"sliding_window": 7, "window_layers": (1,)})
+KINDS = {
+    "windows": WINDOWS, "latent": model_kinds.config_of("latent"),
+    "delta": model_kinds.config_of("delta"), "by_part": model_kinds.config_of("by_part"),
+    "sigmoid": model_kinds.config_of("sigmoid"), "joint": model_kinds.config_of("joint"),
+}  # fmt: skip
+RNG = np.random.default_rng(0)
+VOCAB = TINY["vocab_size"]
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "seed": 7}
+# Lengths of prompts, and settings of their answers.
+ROWS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (5, {"max_new_tokens": 21}), (90, {"max_new_tokens": 40}), (17, {"max_new_tokens": 1}),
+    (40, SAMPLED | {"max_new_tokens": 9}), (3, {"max_new_tokens": 12, "repetition_penalty": 1.4}),
+    (33, SAMPLED | {"max_new_tokens": 14, "repetition_penalty": 1.2, "seed": 3}),
+    (16, {"max_new_tokens": 6}),
+)  # fmt: skip
+
+
+def rows_of(rows: Any = ROWS) -> list[tuple[list[int], GenerationSettings]]:
+    """Prompts of random tokens, and their settings."""
+    return [
+        (np.random.default_rng(n).integers(1, VOCAB, n).tolist(), GenerationSettings(**how))
+        for n, how in rows
+    ]
+
+
+@functools.cache
+def resident_runner(config: ModelConfig = WINDOWS) -> Runner:
+    """A runner of random weights on the CPU, one for the file: most of the time is compiling."""
+    return Runner(config, cached_runners.random_weights(config), CPU)
+
+
+def running(runner: Runner, num_lanes: int = 3, **how: Any) -> ContinuousBatch:
+    """A batch of small sizes."""
+    eos_ids = how.pop("eos_ids", ())
+    return ContinuousBatch(runner, None, eos_ids, num_lanes=num_lanes, sizes=SIZES, **how)
+
+
+def alone(
+    runner: Runner, prompt: list[int], settings: GenerationSettings, eos_ids: tuple[int, ...] = ()
+) -> list[int]:
+    """The tokens of a prompt in a batch of its own."""
+    length = SIZES.kv_lengths[-1]
+    batch = RowBatch(runner, None, [prompt], [settings], length, eos_ids, steps_per_call=4)
+    return [token for [delta] in batch.steps() if delta for token in delta.tokens]
+
+
+def answers(
+    batch: ContinuousBatch, rows: list[tuple[list[int], GenerationSettings]], every: int = 2
+) -> list[list[int]]:
+    """Tokens of rows of which one arrives every so many steps."""
+    found: dict[int, list[int]] = {}
+
+    def step() -> None:
+        for number, delta in batch.step():
+            assert not delta.error, delta.error
+            found[number] += delta.tokens
+
+    for prompt, settings in rows:
+        found[batch.submit(prompt, settings)] = []
+        for _ in range(every):
+            step()
+    while batch.num_rows:
+        step()
+    return list(found.values())
+
+
+def one_row(batch: ContinuousBatch, prompt: list[int], **how: Any) -> list[int]:
+    """Tokens of a row that is answered before anything else joins."""
+    return answers(batch, [(prompt, GenerationSettings(**how))])[0]
+
+
+class AloneTest(parameterized.TestCase):
+    @slow.where(lambda kind: kind not in ("windows", "delta"))
+    @parameterized.parameters(*((kind,) for kind in KINDS))
+    def test_each_answer_is_what_it_would_be_alone(self, kind: str):
+        """Prompts of one chunk and of several join while others run, in lanes that were used."""
+        runner, rows = resident_runner(KINDS[kind]), rows_of()
+        expected = [alone(runner, *row) for row in rows]
+        self.assertEqual([len(tokens) for tokens in expected], [21, 11, 1, 9, 12, 14, 6])
+        self.assertEqual(answers(running(runner), rows), expected)
+
+    def test_with_experts_in_slots(self):
+        resident, rows = resident_runner(cached_runners.QWEN), rows_of()[:5]
+        expected = [alone(resident, *row) for row in rows]
+        runner, memory = cached_runners.cached_runner(None, (16,), (3,))
+        self.assertEqual(answers(running(runner), rows), expected)
+        self.assertGreater(memory.read_counters().total("misses"), 0)
+
+    def test_an_end_of_sequence_ends_a_row_and_its_lane_is_free(self):
+        runner = resident_runner()
+        rows = [(prompt, dataclasses.replace(how, max_new_tokens=9)) for prompt, how in rows_of()]
+        eos = (alone(runner, *rows[0])[4],)
+        expected = [alone(runner, *row, eos) for row in rows]
+        self.assertLess(len(expected[0]), 9)
+        self.assertEqual(answers(running(runner, eos_ids=eos), rows), expected)
+
+    def test_log_probabilities_are_told_to_all_and_change_nothing(self):
+        runner, rows = resident_runner(), rows_of()[:3]
+        batch = running(runner, top_logprobs=2)
+        numbers = [batch.submit(*row, wants_logprobs=i == 1) for i, row in enumerate(rows)]
+        told: dict[int, list[RowDelta]] = {number: [] for number in numbers}
+        while batch.num_rows:
+            for number, delta in batch.step():
+                told[number].append(delta)
+        self.assertEqual(
+            [[t for delta in told[number] for t in delta.tokens] for number in numbers],
+            [alone(runner, *row) for row in rows],
+        )
+        pairs = [pair for delta in told[numbers[1]] for pair in delta.logprobs]
+        self.assertEqual([pair.token for pair in pairs], [pair.top[0][0] for pair in pairs])
+        self.assertEqual(told[numbers[1]][-1].finish_reason, "length")
+
+
+class TurnsTest(absltest.TestCase):
+    def test_prompts_run_between_calls_and_no_longer_than_the_longest_chunk(self):
+        runner = resident_runner()
+        batch, calls = running(runner), []
+        chunk, decode = runner.run_prompt_chunk, runner.decode
+
+        def run_chunk(session: Any, lane: int, source: int, prompt: Any, start: int, size: int,
+                      *rest: Any) -> None:  # fmt: skip
+            calls.append((lane, size))
+            chunk(session, lane, source, prompt, start, size, *rest)
+
+        def run_decode(*arguments: Any) -> Any:
+            calls.append("decode")
+            return decode(*arguments)
+
+        with (
+            mock.patch.object(runner, "run_prompt_chunk", run_chunk),
+            mock.patch.object(runner, "decode", run_decode),
+        ):
+            batch.submit([1] * 3, GenerationSettings(max_new_tokens=60))
+            batch.step()
+            batch.submit([2] * 90, GenerationSettings(max_new_tokens=5))
+            batch.submit([3] * 30, GenerationSettings(max_new_tokens=5))
+            for _ in range(5):
+                batch.step()
+        self.assertEqual(
+            calls,
+            [(0, 16), "decode", (1, 32), "decode", (2, 32), "decode", (1, 32), "decode", (1, 32),
+             "decode", "decode"],
+        )  # fmt: skip
+
+    def test_short_prompts_share_the_time_of_a_chunk(self):
+        batch = running(resident_runner())
+        for _ in range(3):
+            batch.submit([4] * 9, GenerationSettings(max_new_tokens=30))
+        batch.step()
+        self.assertEqual(batch.counts.chunks, 2)  # 16 positions each
+        batch.step()
+        self.assertEqual((batch.counts.chunks, batch.counts.decode_rows), (3, 5))
+
+    def test_a_row_that_is_ended_is_told_nothing_more(self):
+        runner = resident_runner()
+        [(prompt, settings), *_] = rows_of()
+        batch = running(runner)
+        left, stays, waits = (batch.submit(prompt, settings) for _ in range(3))
+        tokens: dict[int, list[int]] = {left: [], stays: [], waits: []}
+        batch.end(waits)
+        for _ in range(3):
+            for number, delta in batch.step():
+                tokens[number] += delta.tokens
+        batch.end(left)
+        before, tokens[left] = tokens[left], []
+        last = batch.submit(prompt, settings)
+        tokens[last] = []
+        while batch.num_rows:
+            for number, delta in batch.step():
+                tokens[number] += delta.tokens
+        expected = alone(runner, prompt, settings)
+        self.assertEqual(before, expected[: len(before)])
+        self.assertEqual(tokens, {left: [], stays: expected, waits: [], last: expected})
+
+    def test_after_an_error_it_can_be_used_again(self):
+        runner = resident_runner()
+        batch, [row, *_] = running(runner), rows_of()
+        batch.submit(*row)
+        failing = mock.patch.object(runner, "decode", side_effect=MoejaxError("no disk"))
+        with failing, self.assertRaisesRegex(MoejaxError, "no disk"):
+            batch.step()
+        batch.reset()
+        self.assertEqual((batch.num_rows, batch.num_free), (0, 3))
+        self.assertEqual(answers(batch, [row]), [alone(runner, *row)])
+
+    def test_a_row_without_finite_logits_leaves_nothing_to_the_next_in_its_lane(self):
+        runner, [row, *_] = resident_runner(), rows_of()
+        expected, bad = alone(runner, *row), 159
+        self.assertNotIn(bad, [*row[0], *expected])
+        poisoned = {"embed": runner.weights["embed"].at[bad].set(np.nan)}
+        self.enterContext(mock.patch.dict(runner.weights, poisoned))
+        batch = running(runner)
+        batch._lanes[1:] = []
+        batch.submit([*row[0], bad, 3], row[1])
+        [(_, delta)] = batch.step()
+        self.assertIn("NaN", delta.error)
+        self.assertEqual(answers(batch, [row]), [expected])
+        self.assertEqual(batch.counts.prefix_hits, 0)
+        # Nor to one that shares its beginning while nobody knows.
+        batch = running(runner)
+        prompts = [[*row[0], bad, *[3] * 40], [*row[0], 4]]
+        numbers = [batch.submit(prompt, GenerationSettings(max_new_tokens=2)) for prompt in prompts]
+        self.assertNotIn(bad, alone(runner, prompts[1], GenerationSettings(max_new_tokens=2)))
+        ends: dict[int, RowDelta] = {}
+        while batch.num_rows:
+            ends |= dict(batch.step())
+        self.assertEqual(batch.counts.prefix_hits, 0)
+        self.assertIn("NaN", ends[numbers[0]].error)
+        self.assertEqual(ends[numbers[1]].finish_reason, "length")
+
+    def test_prompts_that_do_not_fit_are_refused(self):
+        batch = running(resident_runner())
+        for length in (0, 100):
+            with self.assertRaisesRegex(MoejaxError, f"of {length} tokens: a lane takes 1 to 99"):
+                batch.submit([1] * length, GenerationSettings())
+
+
+class ProgramsTest(absltest.TestCase):
+    def test_nothing_is_compiled_after_the_warm_up(self):
+        runner = resident_runner.__wrapped__()  # without programs
+        batch = running(runner, top_logprobs=1, eos_ids=(1, 2))
+        batch.warm_up()
+        traced = runner.programs.num_traces
+        self.assertEqual(traced, 8)  # two chunks and decode in two forms, an empty batch, ends
+        answers(batch, rows_of())
+        batch.end(batch.submit([5] * 40, GenerationSettings()))
+        batch.step()
+        self.assertEqual(runner.programs.num_traces, traced)
+
+    @pytest.mark.slow
+    def test_the_cache_stays_in_place_and_a_chunk_copies_its_lane_alone(self):
+        runner, temporary, lane = resident_runner(), [], 0
+        for num_lanes in (2, 16):
+            batch = running(runner, num_lanes)
+            with recorded_programs(runner) as programs:
+                answers(batch, rows_of()[:1])
+            assert batch._session is not None
+            cache = batch._session.state.cache
+            nbytes = cache.keys.nbytes + cache.values.nbytes
+            for function in (steps.prompt_chunk, steps.decode):
+                memory = programs[function].memory_analysis()
+                self.assertGreaterEqual(memory.alias_size_in_bytes, nbytes)
+            memory = programs[steps.prompt_chunk].memory_analysis()
+            temporary.append(memory.temp_size_in_bytes)
+            lane = nbytes // num_lanes
+        self.assertLess(temporary[1] - temporary[0], lane)
+
+
+class PrefixTest(parameterized.TestCase):
+    def test_the_next_turn_of_a_conversation_runs_what_is_new(self):
+        runner = resident_runner()
+        batch, prompt = running(runner), rows_of()[3][0]
+        first = one_row(batch, prompt, max_new_tokens=9)
+        turn = [*prompt, *first, 5, 6, 7]
+        one_row(batch, [8, 9, 10], max_new_tokens=2)  # of somebody else
+        expected = alone(runner, turn, GenerationSettings(max_new_tokens=9))
+        self.assertEqual(one_row(batch, turn, max_new_tokens=9), expected)
+        self.assertEqual(batch.counts.prefix_tokens, len(prompt) + len(first) - 1)
+        self.assertEqual(batch.counts.prefix_hits, 1)
+
+    def test_a_prompt_shares_the_beginning_of_a_row_that_runs(self):
+        runner = resident_runner()
+        batch, system = running(runner), rows_of()[5][0]
+        rows = [
+            ([*system, 7, 8], GenerationSettings(max_new_tokens=40)),
+            ([*system, 9], GenerationSettings(max_new_tokens=30)),
+            ([*system, 9, 11], GenerationSettings(max_new_tokens=20)),
+            (system, GenerationSettings(max_new_tokens=4)),  # its last token is run
+        ]
+        self.assertEqual(answers(batch, rows), [alone(runner, *row) for row in rows])
+        shared = 2 * len(system) + 1 + len(system) - 1
+        self.assertEqual((batch.counts.prefix_tokens, batch.counts.prefix_hits), (shared, 3))
+
+    @slow.where(lambda kind: kind == "latent")
+    @parameterized.parameters("latent", "delta")
+    def test_other_kinds_of_layers(self, kind: str):
+        """The state of a delta rule continues after all its tokens, or not at all."""
+        runner, prompt = resident_runner(KINDS[kind]), rows_of()[3][0]
+        batch = running(runner)
+        first = one_row(batch, prompt, max_new_tokens=9)
+        for turn in ([*prompt, *first, 5, 6, 7], [*prompt, 5]):
+            expected = alone(runner, turn, GenerationSettings(max_new_tokens=9))
+            self.assertEqual(one_row(batch, turn, max_new_tokens=9), expected)
+        shared = len(prompt) + len(first) - 1
+        is_delta = kind == "delta"
+        self.assertEqual(batch.counts.prefix_tokens, shared + (0 if is_delta else len(prompt)))
+
+    def test_no_keys_are_shared_that_the_length_of_a_prompt_turns(self):
+        scaling = RopeScaling(kind="dynamic", factor=2.0, original_positions=64)
+        runner = resident_runner(ModelConfig(**TINY | {"rope_scaling": scaling}))
+        batch, prompt = running(runner), rows_of()[3][0]
+        one_row(batch, prompt, max_new_tokens=2)
+        long = prompt + prompt
+        expected = alone(runner, long, GenerationSettings(max_new_tokens=9))
+        self.assertEqual(one_row(batch, long, max_new_tokens=9), expected)
+        self.assertEqual(batch.counts.prefix_hits, 0)
+
+
+class LanesTest(absltest.TestCase):
+    def test_the_longest_prefix(self):
+        held = ([1, 2, 3, 4], [1, 2, 9], [], [1, 2], [1, 2, 3, 7, 9])
+        lanes = [Lane(i, tokens, is_sound=i < 4) for i, tokens in enumerate(held)]
+        self.assertEqual(longest_prefix([1, 2, 3, 7], lanes, True), (lanes[0], 3))
+        self.assertEqual(longest_prefix([1, 2, 3], lanes, True), (lanes[0], 2))
+        self.assertEqual(longest_prefix([5], lanes, True), (None, 0))
+        self.assertEqual(longest_prefix([1, 2, 3, 7], lanes, False), (lanes[3], 2))
+        lanes[3].num_unread = 1
+        self.assertEqual(longest_prefix([1, 2, 3, 7], lanes, False), (None, 0))
+
+    def test_the_lane_in_which_a_prompt_runs(self):
+        lanes = [Lane(0, [1, 2], last_used=3), Lane(1, [5], last_used=1), Lane(2, [7], row=4)]
+        self.assertIs(free_lane_for(lanes, lanes[0], 2), lanes[0])  # which loses nothing
+        self.assertIs(free_lane_for(lanes, lanes[0], 1), lanes[1])
+        self.assertIs(free_lane_for(lanes, lanes[2], 1), lanes[1])
+        self.assertIs(free_lane_for([*lanes, Lane(3)], None, 0).last_used, -1)
+        self.assertIsNone(free_lane_for(lanes[2:], lanes[2], 1))
+
+
+if __name__ == "__main__":
+    absltest.main()
