@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+from moejax.experts import pinned_memory
 from moejax.weights import linear
 from pallas_kernels import op
 from pallas_kernels.row_gather import gather_rows, triton
@@ -71,6 +72,20 @@ class ContractTest(HostTestCase):
         found = take(in_memory(matrix, "pinned_host"), rows.reshape(4, -1))
         self.assertEqual(found.shape, (4, 25, 200))
         self.assertTrue(is_right(found.reshape(100, 200), matrix, rows))
+
+    def test_programs_know_that_a_copy_is_in_host_memory(self):
+        """Else they would gather from it as if it were on the device, which XLA refuses."""
+        matrix, rows = operands("many", "bfloat16")
+        spaces = []
+
+        def take(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+            spaces.append(jax.typeof(matrix).memory_space)
+            return linear.take_rows(matrix, rows, matrix.dtype)
+
+        with mock.patch.object(pinned_memory, "_is_pinned", lambda device: True):
+            copy = pinned_memory.copy_to_host(jnp.asarray(matrix), jax.devices()[0])
+        self.assertTrue(is_right(jax.jit(take)(copy, rows), matrix, rows))
+        self.assertEqual(spaces, [jax.memory.Space.Host])
 
     def test_a_broken_kernel_fails(self):
         matrix, rows = operands("odd", "float32")
