@@ -28,6 +28,7 @@ class ChooseDeviceTest(parameterized.TestCase):
         for error in (AssertionError(), RuntimeError("Unable to\ninitialize")):
             with (
                 mock.patch.object(jax, "devices", side_effect=error),
+                mock.patch.object(jax, "local_devices", side_effect=error),
                 self.assertRaisesRegex(
                     MoejaxError, f"platform '{platform}' was asked for.*JAX has no device: .+"
                 ) as caught,
@@ -36,13 +37,12 @@ class ChooseDeviceTest(parameterized.TestCase):
             self.assertNotIn("\n", str(caught.exception))
 
     def test_jax_is_kept_from_the_device(self):
-        def devices(platform=None):
-            if platform:
-                raise RuntimeError(f"Unknown backend {platform}")
-            return [mock.Mock(platform="gpu")]
+        def local_devices(backend=None):
+            raise RuntimeError(f"Unknown backend {backend}")
 
         with (
-            mock.patch.object(jax, "devices", devices),
+            mock.patch.object(jax, "local_devices", local_devices),
+            mock.patch.object(jax, "devices", lambda: [mock.Mock(platform="gpu")]),
             self.assertRaisesRegex(MoejaxError, "'cpu' was asked for.*sees only gpu; choose"),
         ):
             choose_device("cpu")

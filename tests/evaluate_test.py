@@ -249,7 +249,7 @@ class EvaluateTest(FolderTestCase):
 
     def _refused(self, said: str, **fields: Any) -> None:
         status, out, err = self.run_main(**fields)
-        self.assertEqual((status, out), (1, ""))
+        self.assertEqual((status, out), (2 if "is now written" in said else 1, ""))
         error = err.splitlines()[-1]
         self.assertRegex(error, "^error: ")
         self.assertIn(said, error)

@@ -4,7 +4,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moejax.benchmarking.routing import QWEN3_HIT_RATES, _scaled_trace
-from scripts.make_trace import lru_trace
+from scripts.lru_trace import lru_trace
 
 
 def lru_hit_rate(trace: np.ndarray, slots: int, num_experts: int) -> float:

@@ -35,7 +35,7 @@ from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.models.moe import ResidentExperts
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights.linear import Kernels
-from scripts.studies.speed.check_mesh import WholeExperts
+from scripts.studies.speed.whole_experts import WholeExperts
 from tests import hf_checkpoints, model_kinds, slow
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import TinyCheckpoint

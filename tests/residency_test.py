@@ -159,7 +159,8 @@ def fields_of(outcome: Outcome) -> dict[str, np.ndarray]:
 
 def rows_of(state: Residency, counts: residency.Counts) -> np.ndarray:
     """int[LENGTH, M, ...], rows of `CacheModel.row`."""
-    return np.concatenate([*(getattr(state, name) for name in ROW), counts.events], axis=2)
+    tables = (getattr(state._rows, name) for name in ROW)
+    return np.concatenate([*tables, counts.events], axis=2)
 
 
 def follow_bytes(spec: CacheSizes, given: Decision, found: dict[str, np.ndarray]) -> None:

@@ -8,7 +8,6 @@ whether experts in slots change a bit on the mesh; the time of a decode step of 
 error where a bit differs, or the median token's logits by over 3 %.
 """
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +30,10 @@ from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import CONFIGS, with_layers
+from scripts.studies.speed.whole_experts import WholeExperts
 
 _DEVICES = flags.DEFINE_string("devices", "2", "of the mesh")
+
 _SHAPE = flags.DEFINE_string("shape", "Qwen3-30B-A3B", "whose widths are taken")
 _LAYERS = flags.DEFINE_integer("layers", 2, "of the model")
 _BITS = flags.DEFINE_integer("bits", 4, "of experts and attention; 16: plain")
@@ -40,29 +41,6 @@ _GROUP_SIZE = flags.DEFINE_integer("group_size", 64, "inputs per scale")
 _SLOTS = flags.DEFINE_integer("slots", 3, "of a layer's experts in eight that have one")
 NUM_TOKENS, BATCH, LENGTH = 32, 2, 64
 MOST_ERROR = 0.03  # of bfloat16 sums in another order, over a few layers
-
-
-@dataclasses.dataclass
-class WholeExperts:
-    """Experts of a loaded model as a `host_store.RowSource`."""
-
-    gate_up: Any
-    down: Any
-    uses_jax: bool = False
-
-    def __post_init__(self) -> None:
-        self._leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((self.gate_up, self.down))]
-        self.num_layers, self.num_experts = self._leaves[0].shape[:2]
-        self.row = tuple(jax.ShapeDtypeStruct(n.shape[2:], n.dtype) for n in self._leaves)
-        self.row_nbytes = sum(n[0, 0].nbytes for n in self._leaves)
-
-    def read(
-        self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
-    ) -> None:
-        """Copies one expert."""
-        del check
-        for view, leaf in zip(into, self._leaves, strict=True):
-            np.copyto(view, leaf[layer, expert])
 
 
 def split(rows: ShareRows, weights: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
