@@ -176,7 +176,7 @@ def make_mesh(text: str | int, platform: str = "auto") -> DeviceMesh | None:
 
 @contextlib.contextmanager
 def joined_processes(text: str) -> Iterator[None]:
-    """Joins this process to others that run the same command; the first one alone prints.
+    """Joins this process to others that run the same command; the first one alone prints answers.
 
     Where another is lost, this one ends with one line and status 1: JAX cannot go on without it,
     and would wait for it at the end.
@@ -205,8 +205,8 @@ def joined_processes(text: str) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
         print_stderr(
-            f"error: process {index} lost another one of the mesh ({reason}): see what that one "
-            "printed, and start all again"
+            f"error: process {index} cannot go on: {reason}; another process of the mesh may be "
+            "lost: see what each printed, and start all again"
         )
         sys.stderr.flush()
         os._exit(1)

@@ -91,6 +91,7 @@ class EngineTest(parameterized.TestCase):
         cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
         engine = load_tiny_engine(cls.directory)
         cls.whole = engine.weights_nbytes
+        cls.embeddings = engine.weights["embed"].nbytes  # in host memory where experts have slots
         cls.answer = engine.generate(PROMPT, max_new_tokens=5)[0].tokens
 
     def load(self, room, limits=None, policy=None):
@@ -118,14 +119,14 @@ class EngineTest(parameterized.TestCase):
             self.load(1000, stated, policy)
 
     @parameterized.parameters(
-        (None, None), (Limits(), None), (None, Tiering(policy="on_demand")),
-        (Limits(slots=8), None),
+        (None, None, False), (Limits(), None, False), (None, Tiering(policy="on_demand"), True),
+        (Limits(slots=8), None, True),
     )  # fmt: skip
     @pytest.mark.slow
-    def test_a_model_that_cannot_fit_is_one_line_before_it_is_loaded(self, limits, policy):
+    def test_a_model_that_cannot_fit_is_one_line_before_it_is_loaded(self, limits, policy, moves):
         never = mock.patch("moejax.checkpoints.open.Checkpoint.load", side_effect=AssertionError)
         with never, self.assertRaises(MoejaxError) as caught:
-            self.load(self.whole - 1, limits, policy)
+            self.load(self.whole - self.embeddings * moves - 1, limits, policy)
         said = str(caught.exception)
         self.assertStartsWith(said, "the weights take ")
         self.assertIn("state memory.device_gib", said)

@@ -11,18 +11,18 @@ from unittest import mock
 import jax
 import numpy as np
 from absl import flags
-from absl.testing import absltest, flagsaver, parameterized
+from absl.testing import absltest, parameterized
 
 from moejax.checkpoints.open import open_checkpoint
 from moejax.files.result_rows import ResultRow, append_rows, read_rows
 from moejax.models.shapes import CONFIGS
 from scripts.studies.peers import (
     accelerate,
-    bench_peers,
     llama_cpp,
     ours,
     random_checkpoint,
     random_gguf,
+    run_cases,
     section,
     servers,
 )
@@ -210,14 +210,11 @@ class RunTest(absltest.TestCase):
         with self.assertRaises(OutOfTimeError):
             self.place(seconds=0.2).run(sleep)
 
-    def bench(self, *cases, **how):
-        with (
-            mock.patch.object(bench_peers, "all_cases", return_value=iter(cases)),
-            mock.patch.object(bench_peers, "device_name", return_value="a card"),
-            flagsaver.flagsaver(**how),
-        ):
-            bench_peers.main(["bench_peers", str(self.folder)])
+    def bench(self, *cases, seconds=float("inf"), again=False):
         path = self.folder / "peers.jsonl"
+        done = run_cases.names_done(path, again)
+        waiting = [case for case in cases if case.name not in done]
+        run_cases.run_cases(waiting, self.place(seconds), path, "a card")
         return read_rows(path) if path.exists() else []
 
     def test_a_call_goes_on_where_the_last_one_stopped(self):
@@ -254,7 +251,7 @@ class RunTest(absltest.TestCase):
         self.assertEqual(ran[4:], ["bad", "late", "long"])
 
     def test_rows_name_no_path_of_the_machine(self):
-        said = bench_peers.without_paths("bench_peers r/ --llama_cpp=/a/b --gguf=/c --loads=one")
+        said = run_cases.without_paths("bench_peers r/ --llama_cpp=/a/b --gguf=/c --loads=one")
         self.assertEqual(said, "bench_peers r/ --llama_cpp=LLAMA_CPP --gguf=GGUF --loads=one")
 
     def test_the_cases_of_a_shape_have_different_names(self):

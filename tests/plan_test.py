@@ -16,7 +16,7 @@ from moejax.checkpoints import open_checkpoint, safetensors_reader
 from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.config.policy import PolicyConfig
-from moejax.experts import machine
+from moejax.experts import load, machine
 from moejax.experts.budget import Limits, MachineMemory, describe
 from moejax.experts.load import tier_of
 from moejax.inference import chunking as chunks
@@ -183,6 +183,20 @@ class ContractTest(PlanCase):
     def test_programs_of_pooled_runs_take_what_was_planned(self, slots, shape, batch):
         engine = self.engine(Limits(slots=slots, transient=2), shape, batch)
         self.check_programs(engine, shape[1], batch)
+
+    def test_embeddings_are_loaded_to_where_the_plan_has_them(self):
+        found = []
+        for pinned in (True, False):
+            place = self.enter_context(mock.patch.object(load, "host_place"))
+            place.side_effect = lambda device, pinned=pinned: jax.sharding.SingleDeviceSharding(
+                device, memory_kind="pinned_host" if pinned else "device"
+            )
+            engine = self.engine(Limits(slots=3, transient=2), WIDE_ATTENTION, 1)
+            kind = engine.weights["embed"].sharding.memory_kind
+            self.assertEqual(kind, "pinned_host" if pinned else "device")
+            self.assertIn("embeddings", engine.budget.host)
+            found.append(engine.generate([[5, 6, 7]], max_new_tokens=6)[0].tokens)
+        self.assertEqual(*found)
 
     @parameterized.parameters((3, WIDE_ATTENTION, 4), (8, WIDE_EXPERTS, 1))
     def test_pooled_runs_allocate_what_was_planned(self, slots, shape, batch):

@@ -83,7 +83,7 @@ class ContractTest(HostTestCase):
             return linear.take_rows(matrix, rows, matrix.dtype)
 
         with mock.patch.object(pinned_memory, "_is_pinned", lambda device: True):
-            copy = pinned_memory.copy_to_host(jnp.asarray(matrix), jax.devices()[0])
+            copy = jax.device_put(matrix, pinned_memory.host_place(jax.devices()[0]))
         self.assertTrue(is_right(jax.jit(take)(copy, rows), matrix, rows))
         self.assertEqual(spaces, [jax.memory.Space.Host])
 

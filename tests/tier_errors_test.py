@@ -172,6 +172,7 @@ class TierErrorsTest(FolderTestCase):
 
         def said(group_size: int = 16, tiers: tuple[str, ...] = ("int4", "int2")) -> list[str]:
             tiering = Tiering(tiers=tiers, quantizer="rtn", group_size=group_size)
+            tiers = tuple(tier.name for tier in tiering.stored())
             ledger = Ledger(
                 {name: TierLedger(1) for name in tiers}, np.tile([1, 1, 0, 0, 2], (2, 1))
             )
@@ -185,6 +186,7 @@ class TierErrorsTest(FolderTestCase):
         )
         self.assertIn("root mean square over layers: about ", lines[2])
         self.assertIn("the profile has no errors of int8", said(tiers=("int8", "int2"))[0])
+        self.assertIn("no errors of int4=/x", said(tiers=("int4=/x", "int2"))[0])
         self.assertIn("the profile's tiers have group_size=16, not 8", said(8)[0])
         tensors = load_file(path)
         metadata = {"format": profile_file.FORMAT, "provenance": '{"measured": {"names": ["a"]}}'}

@@ -222,6 +222,7 @@ class _ShapeModels:
 
     def _resident(self, budget: Budget, limits: Limits) -> _LoadedModel:
         """A model whose experts are all on the device."""
+        self._memories.place_embeddings(on_host=False)
         if not limits.device_gib:
             check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
         devices = self._mesh.devices if self._mesh else (self.device,)
@@ -232,7 +233,6 @@ class _ShapeModels:
         if self._mesh is not None:
             join = self._mesh.join
             experts = jax.tree.map(lambda *leaves: join(leaves), *drawn)
-        self._memories.place_embeddings(on_host=False)
         weights = jax.block_until_ready(self._memories.dense | experts)
         runner = Runner(self.config, weights, self.device, mesh=self._mesh)
         if limits == Limits():

@@ -22,7 +22,7 @@ from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.budget.planned import EMBEDDINGS_LEAF
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.host_store import HostStore
-from moejax.experts.pinned_memory import copy_to_host
+from moejax.experts.pinned_memory import host_place
 from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.transfers import Transfers
@@ -136,8 +136,8 @@ class ShapeMemories:
         """Moves the embeddings of `dense` to where a budget has them: host memory or the device."""
         if on_host == self._embeddings_on_host:
             return
-        leaf, device = self.dense[EMBEDDINGS_LEAF], self.device
-        leaf = copy_to_host(leaf, device) if on_host else jax.device_put(leaf, device)
+        place = host_place(self.device) if on_host else self.device
+        leaf = jax.device_put(self.dense[EMBEDDINGS_LEAF], place)
         self.dense = {**self.dense, EMBEDDINGS_LEAF: leaf}
         self._embeddings_on_host = on_host
 

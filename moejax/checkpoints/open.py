@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from moejax.checkpoints.orbax_directory import (
 )
 from moejax.checkpoints.reader import CheckpointReader, stored_dtype
 from moejax.checkpoints.resolve import resolve_checkpoint
-from moejax.devices import DeviceMesh
+from moejax.devices import DeviceMesh, Place
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import read_model_config
@@ -42,7 +43,7 @@ class Checkpoint:
 
     def load(
         self, *, dtype: str, device: jax.Device, progress: bool, experts: bool = True,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | None = None, places: Mapping[str, Place] = MappingProxyType({}),
     ) -> Mapping[str, Weight]:  # fmt: skip
         """Loads the leaves of `weight_shapes(self.config)`; packed ones stay packed.
 
@@ -52,6 +53,7 @@ class Checkpoint:
           experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`. An Orbax
             directory is loaded whole (MoejaxError).
           mesh: devices that have a share of every expert each, `device` the first; None: it alone.
+          places: of leaves that do not go to `device`.
         """
         chosen = self.choose_dtype(dtype, device)
         if mesh is not None:
@@ -74,7 +76,7 @@ class Checkpoint:
             self.directory, self.config, dtype=chosen, read_bits=self.read_bits
         )
         place = device if mesh is None else mesh.replicated
-        return reader.load(place, progress=progress, experts=experts, mesh=mesh)
+        return reader.load(place, progress=progress, experts=experts, mesh=mesh, places=places)
 
     @property
     def is_orbax(self) -> bool:

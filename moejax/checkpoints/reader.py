@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -96,9 +97,11 @@ class CheckpointReader:
 
     def load(
         self, place: Place, *, progress: bool = True, experts: bool = True,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | None = None, places: Mapping[str, Place] = MappingProxyType({}),
     ) -> dict[str, Weight]:  # fmt: skip
         """Loads all leaves; those whose matrices are of one kind stay packed.
+
+        Leaves that `places` names go there.
 
         `EXPERT_LEAVES` are checked even without `experts`. `progress` shows a bar over the bytes on
         stderr. On a mesh each device gets its share of every expert and of the vocabulary's rows,
@@ -114,7 +117,10 @@ class CheckpointReader:
         with tqdm.tqdm(
             total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
         ) as bar:
-            return {leaf: self._read_leaf(leaf, place, mesh, bar.update) for leaf in leaves}
+            return {
+                leaf: self._read_leaf(leaf, places.get(leaf, place), mesh, bar.update)
+                for leaf in leaves
+            }
 
     def shares(self, count: int) -> Shares:
         """Shares of every expert among so many devices; MoejaxError if there are too many."""

@@ -244,6 +244,13 @@ class GenerateConfig(RecordConfig):
                 f"tier_errors={self.tier_errors} is of a policy's tiers: name policy.name, or "
                 "leave it out"
             )
+        if self.processes and not self.mesh:
+            raise MoejaxError(
+                f"processes={self.processes} share a mesh: give mesh, the number of all their "
+                "devices, or leave it out"
+            )
+        if self.processes and self.record_trace:
+            raise MoejaxError("record_trace takes one process: leave it or processes out")
         GenerationSettings.of(**self.request())
 
 

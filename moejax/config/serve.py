@@ -82,7 +82,7 @@ class ServeConfig(GenerateConfig):
         for name in ("allowed_hosts", "cors_origins"):
             if not all(getattr(self, name)):
                 raise MoejaxError(f"{name} holds an empty text: leave it out")
-        for name in ("record_trace", "trace_dir", "fidelity_share"):
+        for name in ("record_trace", "trace_dir", "fidelity_share", "tier_errors", "processes"):
             if getattr(self, name):
                 raise MoejaxError(f"{name} is not for a server: use moejax.generate")
 

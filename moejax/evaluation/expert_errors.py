@@ -67,12 +67,12 @@ def load_tiers(
 
 
 def measured_tiers(tiering: Tiering | None) -> dict[str, Any]:
-    """Records what was measured, for `check_tiers`; empty without tiers."""
+    """Records what was measured, for `refusal`; empty without tiers."""
     if tiering is None:
         return {}
-    names = [tier.name for tier in tiering.stored()]
     return {
-        "names": names,
+        "names": [tier.name for tier in tiering.stored()],
+        "tiers": list(tiering.tiers),  # with the checkpoints that they are read from
         **{part: getattr(tiering, part) for part in ("quantizer", "group_size")},
     }
 
@@ -80,7 +80,7 @@ def measured_tiers(tiering: Tiering | None) -> dict[str, Any]:
 def refusal(measured: Mapping[str, Any], tiering: Tiering) -> str | None:
     """Reason why a profile's errors are not those of a run's tiers, or None."""
     wanted = measured_tiers(tiering)
-    missing = [name for name in wanted["names"] if name not in measured.get("names", [])]
+    missing = [tier for tier in wanted["tiers"] if tier not in measured.get("tiers", [])]
     if missing:
         return f"the profile has no errors of {', '.join(missing)}"
     if any(tier.bits for tier in tiering.stored()):

@@ -33,7 +33,7 @@ from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_cache import DiskExperts, DiskReader, check_waiting
 from moejax.experts.host_store import HostStore
 from moejax.experts.machine import check_room, device_limits, room_nbytes
-from moejax.experts.pinned_memory import check_pinned_limit, copy_to_host
+from moejax.experts.pinned_memory import check_pinned_limit, host_place
 from moejax.experts.residency import CacheSizes
 from moejax.experts.share_rows import ShareRows
 from moejax.experts.state import TierSpec
@@ -113,10 +113,8 @@ def load_limited(
     if not budget.pooled:
         return load(), None, budget
     check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
-    weights = load(experts=False)
-    if EMBEDDINGS in budget.host:
-        leaf = copy_to_host(weights[EMBEDDINGS_LEAF], device)
-        weights = {**weights, EMBEDDINGS_LEAF: leaf}
+    on_host = {EMBEDDINGS_LEAF: host_place(device)} if EMBEDDINGS in budget.host else {}
+    weights = load(experts=False, places=on_host)
     memories, held = [], 0
     for tier, source, plane, part in zip(stored, sources, refines, budget.tiers, strict=True):
         memory = _load_tier(

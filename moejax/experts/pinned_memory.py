@@ -10,18 +10,17 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from moejax.devices import DeviceMesh
+from moejax.devices import DeviceMesh, Place
 from moejax.errors import MoejaxError
 from moejax.experts.budget import GIB, PINNED_LIMIT
 from moejax.experts.machine import pinned_limit_nbytes
 
 _PINNED = "pinned_host"
-Tree = TypeVar("Tree")  # of arrays
 
 
 class _HostArray(NamedTuple):
@@ -60,14 +59,14 @@ def allocate_host_arrays(
         return found
 
 
-def copy_to_host(tree: Tree, device: jax.Device) -> Tree:
-    """Copies arrays to a device's host memory, which their types tell; on a CPU they stay.
+def host_place(device: jax.Device) -> Place:
+    """Where `jax.device_put` puts what programs read from host memory; on a CPU the device.
 
-    Types do not tell it of what `allocate_host_arrays` gives.
+    The types of such arrays tell where they are, those of `allocate_host_arrays` do not.
     """
     if not _is_pinned(device):
-        return tree
-    return jax.device_put(tree, jax.sharding.SingleDeviceSharding(device, memory_kind=_PINNED))
+        return device
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=_PINNED)
 
 
 def check_pinned_limit(nbytes: int, device: jax.Device) -> None:
@@ -76,7 +75,7 @@ def check_pinned_limit(nbytes: int, device: jax.Device) -> None:
     if _is_pinned(device) and nbytes > limit:
         enough = math.ceil(nbytes * 1.125 / GIB)  # an eighth for what else is pinned
         raise MoejaxError(
-            f"{nbytes / GIB:.1f} GiB of experts are more than the {limit / GIB:.0f} GiB of host "
+            f"{nbytes / GIB:.1f} GiB of weights are more than the {limit / GIB:.0f} GiB of host "
             f"memory that JAX may pin; set {PINNED_LIMIT}={enough} before it "
             "starts, or a lower host_gib"
         )

@@ -19,7 +19,7 @@ class RunSizes:
 
     Attributes:
       config: the model; on a mesh with the width of each device's share of an expert.
-      weights_nbytes: bytes of every leaf on the device but the experts.
+      weights_nbytes: bytes of every leaf but the experts.
     """
 
     config: ModelConfig
@@ -91,7 +91,7 @@ class _Parts:
 
     @property
     def total_host(self) -> int:
-        """Bytes of host memory for experts; pinned on a GPU, but for what the disk gives."""
+        """Bytes of host memory for experts and embeddings; pinned on a GPU, but for the disk's."""
         return sum(self.host.values())
 
 

@@ -15,9 +15,7 @@ may not end in it, and ends one that did not, which the next call begins anew. R
 compiled programs stay in results/files; nothing is fetched. --shape=tiny --platform=cpu tries all.
 """
 
-import dataclasses
 import json
-import re
 import subprocess
 import sys
 import time
@@ -27,20 +25,11 @@ from pathlib import Path
 import jax
 from absl import app, flags
 
-from moejax.files.result_rows import (
-    ResultRow,
-    append_rows,
-    command_line,
-    describe_device,
-    package_versions,
-    read_rows,
-    today,
-)
+from moejax.files.result_rows import describe_device
 from scripts.studies.peers import accelerate, freetoken, llama_cpp, ours
-from scripts.studies.peers.running import Case, Figure, NotRunError, OutOfTimeError, Place
-from scripts.studies.peers.section import NOT_RUN
+from scripts.studies.peers.run_cases import names_done, run_cases
+from scripts.studies.peers.running import Case, Place
 
-UNIT = "tokens/s"
 TINY = (32, 64, 128)  # tokens of the prompts of the shape that tries the script
 
 _SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(ours.BUDGETS), "which shape")
@@ -88,37 +77,6 @@ def chosen(cases: Iterator[Case]) -> list[Case]:
     ]
 
 
-def rows_of(case: Case, figures: list[Figure], device: str) -> list[ResultRow]:
-    """Rows of a case that ran."""
-    rows = []
-    for workload, rate, more in figures:
-        beside = {name: value for name, value in more.items() if name != "version"}
-        row = _row(f"{case.name} | {workload}", rate, UNIT, beside, device)
-        if "version" in more:
-            row = dataclasses.replace(row, versions={case.peer: str(more["version"])})
-        rows.append(row)
-    return rows
-
-
-def _row(
-    what: str, figure: float, unit: str, beside: dict[str, float | str], device: str
-) -> ResultRow:
-    own = ours.NAME if what.startswith(f"{ours.NAME} |") else ""
-    versions = package_versions(*(("jax", "jaxlib", "flax") if own else ()))
-    return ResultRow(
-        what=what, figure=figure, unit=unit, baseline=beside, device=device,  # type: ignore[arg-type]
-        versions=versions, date=today(), command=without_paths(command_line()),
-    )  # fmt: skip
-
-
-def without_paths(command: str) -> str:
-    """The command with names in place of this machine's paths."""
-    return re.sub(
-        r"--(llama_cpp|gguf|freetoken|trace|files)=\S+",
-        lambda match: f"--{match[1]}={match[1].upper()}", command,
-    )  # fmt: skip
-
-
 def device_name() -> str:
     """The GPU's name as the driver says it; without one that of the CPU."""
     try:
@@ -135,39 +93,16 @@ def main(argv: list[str]) -> None:
     folder = Path(argv[1]).absolute()
     rows = folder / "peers.jsonl"
     files = Path(_FILES.value).absolute() if _FILES.value else folder / "files"
-    done = {
-        row.what.rpartition(" | ")[0]
-        for row in (read_rows(rows) if rows.exists() else [])
-        if not (_AGAIN.value and row.unit == NOT_RUN)
-    }
+    done = names_done(rows, _AGAIN.value)
     cases = chosen(all_cases(files))
-    waiting = [case for case in cases if case.name not in done]
     if _LIST.value:
         for case in cases:
             print(f"{'done' if case.name in done else f'{case.seconds:3.0f} s'}  {case.name}")
         return
-    device = device_name()
     end = time.monotonic() + (_SECONDS.value or float("inf"))
     place = Place(files=files, logs=folder / "logs", end=end, each_s=_EACH.value)
-    left = 0
-    for case in waiting:
-        if time.monotonic() + case.seconds > end:
-            left += 1
-            continue
-        began = time.monotonic()
-        try:
-            found = rows_of(case, case.measure(place), device)
-        except OutOfTimeError:
-            left += 1
-            continue
-        except NotRunError as error:
-            what = f"{case.name} | {NOT_RUN}"
-            found = [_row(what, 0.0, NOT_RUN, {"error": str(error)}, device)]
-        append_rows(rows, found)
-        print(f"{case.name}: {time.monotonic() - began:.0f} s", flush=True)
-        for row in found:
-            said = row.baseline["error"] if row.unit == NOT_RUN else f"{row.figure:.4g} {row.unit}"
-            print(f"    {row.what.rpartition(' | ')[2]}: {said}", flush=True)
+    waiting = [case for case in cases if case.name not in done]
+    left = run_cases(waiting, place, rows, device_name())
     print(json.dumps({"cases": len(cases), "left": left}))
 
 

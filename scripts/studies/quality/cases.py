@@ -103,6 +103,8 @@ def judge(test: Comparison, nats: Mapping[str, Sequence[float]]) -> Outcome | No
     if any(part is None for _, part in parts) or len({len(part or ()) for _, part in parts}) > 1:
         return None
     total = np.sum([factor * np.array(part) for factor, part in parts], axis=0)
+    if len(total) < 2:  # one window says nothing of the spread
+        return Outcome(float(total.mean()), float("nan"), NOT_SHOWN)
     mean, error = float(total.mean()), standard_error(total)
     if mean + SURE * error <= test.margin:
         return Outcome(mean, error, MET)

@@ -1,0 +1,88 @@
+"""Runs cases one after another within a time, and appends their rows to a file.
+
+What has rows is passed over, so a call goes on where the last one stopped.
+"""
+
+import dataclasses
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from moejax.files.result_rows import (
+    ResultRow,
+    append_rows,
+    command_line,
+    package_versions,
+    read_rows,
+    today,
+)
+from scripts.studies.peers import ours
+from scripts.studies.peers.running import Case, Figure, NotRunError, OutOfTimeError, Place
+from scripts.studies.peers.section import NOT_RUN
+
+UNIT = "tokens/s"
+
+
+def names_done(rows: Path, again: bool) -> set[str]:
+    """Names of the cases that have rows; with `again` not of those that could not run."""
+    return {
+        row.what.rpartition(" | ")[0]
+        for row in (read_rows(rows) if rows.exists() else [])
+        if not (again and row.unit == NOT_RUN)
+    }
+
+
+def run_cases(cases: Sequence[Case], place: Place, rows: Path, device: str) -> int:
+    """Runs cases that end in time and appends their rows; how many are left."""
+    left = 0
+    for case in cases:
+        if time.monotonic() + case.seconds > place.end:
+            left += 1
+            continue
+        began = time.monotonic()
+        try:
+            found = rows_of(case, case.measure(place), device)
+        except OutOfTimeError:
+            left += 1
+            continue
+        except NotRunError as error:
+            what = f"{case.name} | {NOT_RUN}"
+            found = [_row(what, 0.0, NOT_RUN, {"error": str(error)}, device)]
+        append_rows(rows, found)
+        print(f"{case.name}: {time.monotonic() - began:.0f} s", flush=True)
+        for row in found:
+            said = row.baseline["error"] if row.unit == NOT_RUN else f"{row.figure:.4g} {row.unit}"
+            print(f"    {row.what.rpartition(' | ')[2]}: {said}", flush=True)
+    return left
+
+
+def rows_of(case: Case, figures: list[Figure], device: str) -> list[ResultRow]:
+    """Rows of a case that ran."""
+    rows = []
+    for workload, rate, more in figures:
+        beside = {name: value for name, value in more.items() if name != "version"}
+        row = _row(f"{case.name} | {workload}", rate, UNIT, beside, device)
+        if "version" in more:
+            row = dataclasses.replace(row, versions={case.peer: str(more["version"])})
+        rows.append(row)
+    return rows
+
+
+def _row(
+    what: str, figure: float, unit: str, beside: dict[str, float | str], device: str
+) -> ResultRow:
+    own = ours.NAME if what.startswith(f"{ours.NAME} |") else ""
+    versions = package_versions(*(("jax", "jaxlib", "flax") if own else ()))
+    return ResultRow(
+        what=what, figure=figure, unit=unit, baseline=beside, device=device,  # type: ignore[arg-type]
+        versions=versions, date=today(), command=without_paths(command_line()),
+    )  # fmt: skip
+
+
+def without_paths(command: str) -> str:
+    """The command with names in place of this machine's paths."""
+    return re.sub(
+        r"--(llama_cpp|gguf|freetoken|trace|files)=\S+",
+        lambda match: f"--{match[1]}={match[1].upper()}", command,
+    )  # fmt: skip
