@@ -170,6 +170,24 @@ class TurnsTest(absltest.TestCase):
              "decode", "decode"],
         )  # fmt: skip
 
+    def test_the_host_is_one_chunk_ahead_of_a_prompt(self):
+        """So a row that comes, or one that is ended, does not wait for the whole prompt."""
+        batch = running(resident_runner())
+        batch.submit(list(range(1, 90)), GenerationSettings(max_new_tokens=2))
+        for chunks in (1, 2):
+            batch.step()
+            self.assertEqual((batch.counts.chunks, len(batch._unread)), (chunks, 1))
+
+    def test_what_a_cut_off_turn_shared_is_kept(self):
+        batch, turn = running(resident_runner(), num_lanes=1), list(range(1, 60))
+        one_row(batch, turn, max_new_tokens=1)
+        number = batch.submit([*turn, *range(60, 98)], GenerationSettings(max_new_tokens=1))
+        batch.step()
+        batch.end(number)
+        before = batch.counts.prefix_tokens
+        one_row(batch, [*turn, 7, 8], max_new_tokens=1)
+        self.assertEqual(batch.counts.prefix_tokens - before, len(turn))
+
     def test_short_prompts_share_the_time_of_a_chunk(self):
         batch = running(resident_runner())
         for _ in range(3):
@@ -327,7 +345,7 @@ class PrefixTest(parameterized.TestCase):
 class LanesTest(absltest.TestCase):
     def test_the_longest_prefix(self):
         held = ([1, 2, 3, 4], [1, 2, 9], [], [1, 2], [1, 2, 3, 7, 9])
-        lanes = [Lane(i, tokens, is_sound=i < 4) for i, tokens in enumerate(held)]
+        lanes = [Lane(i, tokens, num_sound=len(tokens) * (i < 4)) for i, tokens in enumerate(held)]
         self.assertEqual(longest_prefix([1, 2, 3, 7], lanes, True), (lanes[0], 3))
         self.assertEqual(longest_prefix([1, 2, 3], lanes, True), (lanes[0], 2))
         self.assertEqual(longest_prefix([5], lanes, True), (None, 0))

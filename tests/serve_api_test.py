@@ -372,6 +372,11 @@ class ErrorsTest(parameterized.TestCase):
         chat = {"messages": [{"role": "developer", "content": parts}], "max_tokens": 1, "tools": []}
         self.assertEqual(SERVER.post("/v1/chat/completions", chat)[0], 200)
 
+    def test_who_asks_for_no_shared_prefix_is_refused(self):
+        for field, value in (("cache_prompt", False), ("cache_salt", "mine")):
+            status, said, _ = SERVER.post("/v1/completions", {"prompt": "a", field: value})
+            self.assertEqual((status, said["error"]["param"]), (400, field), said)
+
     def test_what_other_servers_take_is_taken_or_logged_once(self):
         body = {"prompt": "a", "max_tokens": 1, "ignore_eos": False, "min_tokens": 0}
         body |= {"skip_special_tokens": True, "stop_token_ids": [], "use_beam_search": False}
@@ -385,7 +390,7 @@ class ErrorsTest(parameterized.TestCase):
                     status, said, _ = SERVER.post(f"/v1/{path}", sent)
                     self.assertEqual(status, 200, said)
         named = sorted(line.split("field ")[1].split()[0] for line in log.output[1:])
-        expected = ["cache_prompt", "priority", "reasoning_effort", "skip_special_tokens"]
+        expected = ["priority", "reasoning_effort", "skip_special_tokens"]
         self.assertEqual(named, expected)
 
     def test_neutral_settings_of_a_text_client(self):

@@ -64,7 +64,8 @@ class ContinuousBatch:
     """A running batch: rows wait, join where a lane is free, and leave when they end.
 
     A lane is one sequence's part of the cache. In a `step`, first chunks of new prompts run, of the
-    rows in turn and together no longer than the longest chunk; then one call of decode steps of all
+    rows in turn and together no longer than the longest chunk, or where experts move a single
+    chunk; then one call of decode steps of all
     rows whose prompts are done; then the host reads the call before it. So a row's tokens wait for
     one chunk at most. A row's answer is what its prompt would get alone (see `Engine.generate` on
     rounding), unless a policy decides by the routing of all.
@@ -178,7 +179,8 @@ class ContinuousBatch:
             self._session = self._open()
         self._admit()
         self._run_chunks()
-        keeps = self._dispatch_decode()
+        # One more than is read runs beside the host.
+        keeps = max(self._dispatch_decode(), int(bool(self._prompting)))
         deltas = []
         while len(self._unread) > keeps:
             deltas += self._read(self._unread.popleft())
@@ -246,7 +248,8 @@ class ContinuousBatch:
             size = self._sizes.next_chunk(start, len(row.prompt))
             if size > left:
                 return
-            left -= size
+            # Where experts move, every chunk fetches its own: one in a step.
+            left -= size if self._runner.memory is None else left
             self._prompting.popleft()
             self._run_chunk(row, source, start, size)
             if row.in_prompt:
@@ -268,9 +271,8 @@ class ContinuousBatch:
         row.position = min(start + size, len(row.prompt))
         # It is of the row before, which rests now.
         self._to_end[lane.index] = False
-        lane.hold(row.number, row.prompt[: row.position])
-        if not row.in_prompt:
-            self._expect([(0, row)])
+        lane.hold(row.number, row.prompt[: row.position], start)
+        self._expect([] if row.in_prompt else [(0, row)])
 
     def _expect(self, rows: list[tuple[int, _Row]]) -> None:
         """Keeps the output of a call to be read."""
@@ -318,7 +320,7 @@ class ContinuousBatch:
                 continue
             delta = row_delta(self._runner, row.answer, output, index)
             if delta.error:  # what is not finite is no prefix for others
-                row.lane.is_sound = False
+                row.lane.num_sound = 0
             if delta.finish_reason or delta.error:
                 # The device ends rows by tokens and limits; not by texts.
                 self._finish(row, is_known=delta.finish_reason != "stop")

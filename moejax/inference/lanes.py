@@ -16,14 +16,17 @@ class Lane:
     tokens: list[int] = dataclasses.field(default_factory=list)
     row: int | None = None  # number of the row that runs in it; None: it is free
     owner: int = -1  # number of the row whose tokens it holds, perhaps one that has ended
-    # whether its row had a token: what it holds is finite, and may be the prefix of others
-    is_sound: bool = False
+    # so many first tokens may be the prefix of others: their values are finite, as a token after
+    # them showed
+    num_sound: int = 0
     last_used: int = -1  # a clock's time when it was freed; -1: never used
     num_unread: int = 0  # calls that may have added tokens which the host does not know
 
-    def hold(self, owner: int, tokens: list[int]) -> None:
-        """Replaces what it holds by the tokens of a row."""
-        self.owner, self.tokens, self.is_sound = owner, tokens, False
+    def hold(self, owner: int, tokens: list[int], num_shared: int) -> None:
+        """Replaces what it holds by the tokens of a row, the first ones from a lane's prefix."""
+        if owner != self.owner:
+            self.owner, self.num_sound = owner, num_shared
+        self.tokens = tokens
 
     def grow(self, owner: int, token: int | None) -> None:
         """Adds a token of its owner, whose next one has come; None: it was the first.
@@ -31,8 +34,8 @@ class Lane:
         A token of a row before the owner is gone.
         """
         if owner == self.owner:
-            self.is_sound = True
             self.tokens += [] if token is None else [token]
+            self.num_sound = len(self.tokens)
 
     def free(self, now: int) -> None:
         """Ends its row; the tokens stay."""
@@ -56,8 +59,8 @@ def longest_prefix(
     """
     best: Lane | None = None
     most = 0
-    for lane in filter(lambda lane: lane.is_sound, lanes):
-        count = _num_shared(prompt, lane.tokens)
+    for lane in lanes:
+        count = _num_shared(prompt, lane.tokens[: lane.num_sound])
         is_whole = count == len(lane.tokens) and not lane.num_unread
         if count > most and (forgets or is_whole):
             best, most = lane, count

@@ -336,7 +336,7 @@ class Runner:
     def open_lanes(self, num_lanes: int, sizes: FixedSizes, eos_ids: tuple[int, ...]) -> Session:
         """A running batch without rows."""
         cache_length = sizes.kv_lengths[-1]
-        self.planned.check(num_lanes, cache_length)
+        self.planned.check(num_lanes + 1, cache_length)  # a chunk of a prompt copies its lane
         static = (self.config, cache_length, self.dtype)
         seeds = self._put(np.zeros(num_lanes, np.uint32))
         state = self._call(steps.empty_lanes, static, (), seeds)

@@ -360,7 +360,8 @@ class CachedAttention:
         if not self.kv_lengths or self.is_observed:
             return attended(self.kv_length)
         lengths = jnp.asarray(self.kv_lengths, self.positions.dtype)
-        index = jnp.sum(jnp.max(self.positions) >= lengths, dtype=jnp.int32)
+        running = jnp.where(self.token_mask, self.positions, 0)  # rows that rest need no slots
+        index = jnp.sum(jnp.max(running) >= lengths, dtype=jnp.int32)
         every = (*self.kv_lengths, self.kv_length)
         return jax.lax.switch(index, [functools.partial(attended, length) for length in every])
 

@@ -46,6 +46,8 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     (({"type": "text"},), "response_format"),
     ((["text"],), "modalities"),
     (("auto", "default"), "service_tier"),
+    ((True,), "cache_prompt"),
+    (("",), "cache_salt"),
 )
 NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
 # Settings of a method that only its own field in `NEUTRAL` switches on, so none has an effect.
@@ -61,7 +63,7 @@ IGNORED = (
 LOGGED = (
     "skip_special_tokens", "spaces_between_special_tokens", "reasoning_effort", "verbosity",
     "include_reasoning", "separate_reasoning", "reasoning_format", "priority", "request_id",
-    "cache_prompt", "cache_salt", "prompt_cache_retention", "keep_alive", "id_slot",
+    "prompt_cache_retention", "keep_alive", "id_slot",
     "timings_per_token", "return_progress",
 )  # fmt: skip
 # Other servers' names of fields that this one has; each must have the same value.
