@@ -173,7 +173,8 @@ class EngineTest(FolderTestCase):
         save_buddies(self.folder / FILE_NAME, dataclasses.replace(profile, activity=activity))
         # Even shares leave all rows to the tier whose experts all have slots; the other
         # one has transfers, too, and room for what a step may wait for.
-        engine = self.engine(1.05 * whole.budget.total_host / 2**30, foresight=2, foresee_by=by)
+        experts = whole.budget.total_host - whole.budget.host["embeddings"]
+        engine = self.engine(1.05 * experts / 2**30, foresight=2, foresee_by=by)
         self.assertIsNotNone(engine._runner.memory.tiers[0].disk)
         # Texts that differ: experts become hot and cold again. The disk is read ahead only while no
         # transfer waits for it, so how many texts it takes is up to the machine.
