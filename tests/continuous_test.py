@@ -16,7 +16,7 @@ from moejax.inference.batch import RowBatch, RowDelta
 from moejax.inference.chunking import FixedSizes
 from moejax.inference.continuous import ContinuousBatch
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.lanes import Lane, free_lane_for, longest_prefix
+from moejax.inference.lanes import CacheLane, free_lane_for, longest_prefix
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig, RopeScaling
 from tests import cached_runners, model_kinds, slow
@@ -345,7 +345,9 @@ class PrefixTest(parameterized.TestCase):
 class LanesTest(absltest.TestCase):
     def test_the_longest_prefix(self):
         held = ([1, 2, 3, 4], [1, 2, 9], [], [1, 2], [1, 2, 3, 7, 9])
-        lanes = [Lane(i, tokens, num_sound=len(tokens) * (i < 4)) for i, tokens in enumerate(held)]
+        lanes = [
+            CacheLane(i, tokens, num_sound=len(tokens) * (i < 4)) for i, tokens in enumerate(held)
+        ]
         self.assertEqual(longest_prefix([1, 2, 3, 7], lanes, True), (lanes[0], 3))
         self.assertEqual(longest_prefix([1, 2, 3], lanes, True), (lanes[0], 2))
         self.assertEqual(longest_prefix([5], lanes, True), (None, 0))
@@ -354,11 +356,15 @@ class LanesTest(absltest.TestCase):
         self.assertEqual(longest_prefix([1, 2, 3, 7], lanes, False), (None, 0))
 
     def test_the_lane_in_which_a_prompt_runs(self):
-        lanes = [Lane(0, [1, 2], last_used=3), Lane(1, [5], last_used=1), Lane(2, [7], row=4)]
+        lanes = [
+            CacheLane(0, [1, 2], last_used=3),
+            CacheLane(1, [5], last_used=1),
+            CacheLane(2, [7], row=4),
+        ]
         self.assertIs(free_lane_for(lanes, lanes[0], 2), lanes[0])  # which loses nothing
         self.assertIs(free_lane_for(lanes, lanes[0], 1), lanes[1])
         self.assertIs(free_lane_for(lanes, lanes[2], 1), lanes[1])
-        self.assertIs(free_lane_for([*lanes, Lane(3)], None, 0).last_used, -1)
+        self.assertIs(free_lane_for([*lanes, CacheLane(3)], None, 0).last_used, -1)
         self.assertIsNone(free_lane_for(lanes[2:], lanes[2], 1))
 
 

@@ -133,7 +133,7 @@ CASES = {
         StreamTiles(1, 2, 2, depth=3, workers=5),
     ),
     "half_a_block_of_k_in_longer_stages": (
-        SMALL._replace(tiers=(alike(INT2),), expert_dim=896),
+        SMALL._replace(tiers=(alike(INT2),), model_dim=512, expert_dim=896),
         StreamTiles(1, 2, 2, depth=2, span=2, kept=True, workers=3),
     ),
     "all_is_skipped": (

@@ -12,7 +12,7 @@ from moejax.errors import MoejaxError
 from moejax.inference.batch import RowDelta, read_output, row_delta
 from moejax.inference.chunking import FixedSizes
 from moejax.inference.generation import AnswerBuilder, GenerationSettings
-from moejax.inference.lanes import Lane, free_lane_for, longest_prefix
+from moejax.inference.lanes import CacheLane, free_lane_for, longest_prefix
 from moejax.inference.runner import Runner, Session
 from moejax.inference.steps import StepOutput
 from moejax.text.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class _Row:
     answer: AnswerBuilder
     is_plain: bool  # greedy, without penalty and log-probabilities
     limit: int  # position at which it ends
-    lane: Lane | None = None  # None while it waits
+    lane: CacheLane | None = None  # None while it waits
     position: int = 0  # tokens in the cache once the calls so far have run, at most
     newest: int | None = None  # its newest token, which is not in the cache
     has_ended: bool = False
@@ -108,7 +108,7 @@ class ContinuousBatch:
     def reset(self) -> None:
         """Forgets all rows and what lanes hold; the cache is allocated with the next step."""
         self._session = None
-        self._lanes = [Lane(index) for index in range(self.num_lanes)]
+        self._lanes = [CacheLane(index) for index in range(self.num_lanes)]
         self._settings = [GenerationSettings()] * self.num_lanes
         self._to_end = np.zeros(self.num_lanes, bool)
         self._rows: dict[int, _Row] = {}
@@ -232,7 +232,7 @@ class ContinuousBatch:
             assert self._session is not None
             self._runner.set_rows(self._session, self._settings, self._eos_ids)
 
-    def _shared(self, prompt: Sequence[int]) -> tuple[Lane | None, int]:
+    def _shared(self, prompt: Sequence[int]) -> tuple[CacheLane | None, int]:
         if not self._shares_prefixes:
             return None, 0
         return longest_prefix(prompt, self._lanes, self._forgets)
@@ -255,7 +255,7 @@ class ContinuousBatch:
             if row.in_prompt:
                 self._prompting.append(row)
 
-    def _run_chunk(self, row: _Row, source: Lane | None, start: int, size: int) -> None:
+    def _run_chunk(self, row: _Row, source: CacheLane | None, start: int, size: int) -> None:
         assert row.lane is not None and self._session is not None
         lane = row.lane
         if row.position == 0:

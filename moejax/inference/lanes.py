@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 @dataclasses.dataclass(eq=False)
-class Lane:
+class CacheLane:
     """One sequence's part of the cache.
 
     Invariant: its first slots hold `tokens`, as far as calls that were dispatched have run.
@@ -49,15 +49,15 @@ def _num_shared(prompt: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def longest_prefix(
-    prompt: Sequence[int], lanes: Iterable[Lane], forgets: bool
-) -> tuple[Lane | None, int]:
+    prompt: Sequence[int], lanes: Iterable[CacheLane], forgets: bool
+) -> tuple[CacheLane | None, int]:
     """The lane that holds most of a prompt's beginning, and how many tokens; None and 0: no lane.
 
     Args:
       forgets: whether a lane serves up to any of its tokens. A delta rule's state is that after the
         last one, so a lane without it serves with all tokens, which the host must know.
     """
-    best: Lane | None = None
+    best: CacheLane | None = None
     most = 0
     for lane in lanes:
         count = _num_shared(prompt, lane.tokens[: lane.num_sound])
@@ -67,7 +67,9 @@ def longest_prefix(
     return best, most
 
 
-def free_lane_for(lanes: Iterable[Lane], source: Lane | None, num_shared: int) -> Lane | None:
+def free_lane_for(
+    lanes: Iterable[CacheLane], source: CacheLane | None, num_shared: int
+) -> CacheLane | None:
     """The free lane in which a prompt should run; None: none is free.
 
     It is the source if the prompt continues all that it holds, so that nothing is lost; else the

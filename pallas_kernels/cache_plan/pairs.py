@@ -19,7 +19,7 @@ MAX_TIERS = 4
 NO_TIER = MAX_TIERS  # in a least, where nothing is asked for
 
 
-class Pairs(NamedTuple):
+class PaddedPairs(NamedTuple):
     """Pairs of a layer, padded to a power of two."""
 
     number: jax.Array
@@ -83,7 +83,7 @@ def _entries(
 
 def load_all(
     of: Refs, tiers: Sequence[Refs], forms: Sequence[TierShape], layer: jax.Array, at_least: bool
-) -> tuple[Pairs, list[Entries]]:
+) -> tuple[PaddedPairs, list[Entries]]:
     """The pairs, and each tier's entries for them."""
     num_pairs = of["ids"].shape[0]
     width = num_pairs // of["active"].shape[0]
@@ -110,7 +110,7 @@ def load_all(
             least = jnp.min(jnp.where(matches(ids, ids), least[None, :], 2 * NO_TIER), axis=1)
         tier, strict = least >> 1, least & 1 == 0
     ids = jnp.where(asks, ids, -1)
-    pairs = Pairs(
+    pairs = PaddedPairs(
         number, inside, active, ids, vectors.leads(ids, num_pairs // width),
         jnp.where(asks, tier, NO_TIER), asks & strict,
     )  # fmt: skip
@@ -139,7 +139,7 @@ def _by_rule(
 
 
 def resolved_tiers(
-    pairs: Pairs, states: Sequence[Entries], forms: Sequence[TierShape]
+    pairs: PaddedPairs, states: Sequence[Entries], forms: Sequence[TierShape]
 ) -> tuple[jax.Array, jax.Array]:
     """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
     if len(states) == 1:  # whatever is asked for, the one tier serves
@@ -164,7 +164,7 @@ def load_gate(of: Refs, layer: jax.Array) -> jax.Array:
 
 
 def store_gate(
-    of: Refs, states: Sequence[Entries], layer: jax.Array, pairs: Pairs, tier: jax.Array,
+    of: Refs, states: Sequence[Entries], layer: jax.Array, pairs: PaddedPairs, tier: jax.Array,
     total: jax.Array, weights: jax.Array, routed: jax.Array | None,
 ) -> None:  # fmt: skip
     """Adds the router's mass by what became of it; and to each tier's own count."""

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.cache_plan import slots as vectors
 from pallas_kernels.cache_plan.operands import Columns, TierShape
-from pallas_kernels.cache_plan.pairs import Entries, Pairs
+from pallas_kernels.cache_plan.pairs import Entries, PaddedPairs
 from pallas_kernels.cache_plan.slots import Ref, Refs, iota, matches, pick, some, together
 from pallas_kernels.triton.elements import quotient, remainder
 
@@ -91,7 +91,7 @@ def _admitted(
 
 
 def place_planes(
-    of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array, pairs: Pairs,
+    of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array, pairs: PaddedPairs,
     tier: jax.Array, columns: Columns, interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Places a layer's pairs: int32[P], slots of their tiers and waves."""

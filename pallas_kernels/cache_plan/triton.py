@@ -25,7 +25,7 @@ from pallas_kernels.cache_plan.operands import (
 from pallas_kernels.cache_plan.pairs import (
     MAX_TIERS,
     Entries,
-    Pairs,
+    PaddedPairs,
     load_all,
     load_gate,
     resolved_tiers,
@@ -100,7 +100,7 @@ class _Tier(NamedTuple):
     number: int
     form: TierShape
     layer: jax.Array
-    pairs: Pairs
+    pairs: PaddedPairs
     runs: jax.Array  # bool[P], the pairs that run in it
     fetched: jax.Array  # bool[P], experts that any tier fetches
     num_misses: jax.Array
@@ -277,7 +277,7 @@ def _store_released(
 
 
 def _place(
-    of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array, pairs: Pairs,
+    of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array, pairs: PaddedPairs,
     tier: jax.Array, fetched: jax.Array, columns: Columns, interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Places a layer's pairs in tiers with slots of their own: their slots, and waves if any."""
