@@ -91,8 +91,8 @@ def _admitted(
 
 
 def place_planes(
-    of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array, pairs: PaddedPairs,
-    tier: jax.Array, columns: Columns, interpret: bool,
+    of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array,
+    pairs: PaddedPairs, tier: jax.Array, columns: Columns, interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Places a layer's pairs: int32[P], slots of their tiers and waves."""
     (pool, form), ids = (states[1].of, forms[1]), pairs.ids

@@ -277,8 +277,8 @@ def _store_released(
 
 
 def _place(
-    of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array, pairs: PaddedPairs,
-    tier: jax.Array, fetched: jax.Array, columns: Columns, interpret: bool,
+    of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array,
+    pairs: PaddedPairs, tier: jax.Array, fetched: jax.Array, columns: Columns, interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Places a layer's pairs in tiers with slots of their own: their slots, and waves if any."""
     parts, counts, moves = [], [], []
