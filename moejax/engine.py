@@ -475,17 +475,16 @@ class Engine:
         """A running batch of at most `num_lanes` rows, which come and go.
 
         Limits of memory must have been planned for a batch of one more: a chunk of a prompt copies
-        its lane. If `context` is 0, it is fixed here.
+        its lane. If `context` is 0, a prompt and its answer take what was planned, or 4,096 tokens.
 
         Args:
           num_lanes: rows at once.
           **how: see `ContinuousBatch`.
         """
-        if not self.context:
-            most = min(PLANNED_CONTEXT, self.config.max_positions)
-            self.context = self.budget.run.context if self.budget else most
-        longest = self._runner.longest_chunk(1, self.context)
-        sizes = FixedSizes.of(self.device.platform, longest, self.context)
+        planned = self.budget.run.context if self.budget else self.config.context_limit
+        context = self.context or (planned if self.budget else min(PLANNED_CONTEXT, planned))
+        longest = self._runner.longest_chunk(1, context)
+        sizes = FixedSizes.of(self.device.platform, longest, context)
         return ContinuousBatch(
             self._runner, self.tokenizer, self.eos_ids, num_lanes=num_lanes, sizes=sizes, **how
         )

@@ -75,6 +75,10 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             config.outputs or config.source == "outputs",
         )
         runner = Runner(engine.config, engine.weights, engine.device)
+        tiers = None
+        if tiering is not None:  # what is wrong with a tier is said before the text is read
+            own = open_checkpoint(str(directory), config.read_bits)
+            tiers = load_tiers(own, tiering, engine.weights, engine.device)
         with _bar("profiling", len(stream.ids) - 1) as bar:
             activity = profile(
                 runner,
@@ -96,9 +100,7 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             max_buddies=config.max_buddies,
             percentile=config.percentile,
         )
-        if tiering is not None:
-            own = open_checkpoint(str(directory), config.read_bits)
-            tiers = load_tiers(own, tiering, engine.weights, engine.device)
+        if tiers is not None:
             with _bar("measuring tiers", len(stream.ids) - 1) as bar:
                 errors = measure_errors(
                     runner, tiers, found.lists.ids[:, :, 0], np.asarray(stream.ids), window,

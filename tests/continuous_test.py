@@ -19,7 +19,9 @@ from moejax.inference.generation import GenerationSettings
 from moejax.inference.lanes import CacheLane, free_lane_for, longest_prefix
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig, RopeScaling
+from moejax.policies.make import make_policy
 from tests import cached_runners, model_kinds, slow
+from tests.buddymoe_cases import random_lists
 from tests.random_checkpoints import TINY
 from tests.runner_test import recorded_programs
 
@@ -113,6 +115,18 @@ class AloneTest(parameterized.TestCase):
         runner, memory = cached_runners.cached_runner(None, (16,), (3,))
         self.assertEqual(answers(running(runner), rows), expected)
         self.assertGreater(memory.read_counters().total("misses"), 0)
+
+    @parameterized.parameters("dymoe", "dynaexq", "buddymoe")
+    def test_under_a_policy_every_row_is_answered_to_its_end(self, name: str):
+        lists = random_lists(np.random.default_rng(0), 2, cached_runners.QWEN.num_experts)
+        how = {"dymoe": {}, "dynaexq": {"period": 3}, "buddymoe": {"lists": lists}}[name]
+        policy, rows = make_policy(name, **how), rows_of()[:5]
+        forms, slots = ((16,), (5,)) if name == "buddymoe" else ((4, 2), (3, 8))
+        runner, memory = cached_runners.cached_runner(policy, forms, slots)
+        found = answers(running(runner), rows)
+        self.assertEqual([len(tokens) for tokens in found], [21, 11, 1, 9, 12])
+        self.assertTrue(all(token >= 0 for tokens in found for token in tokens))
+        self.assertGreater(memory.read_counters().total("needed"), 0)
 
     def test_an_end_of_sequence_ends_a_row_and_its_lane_is_free(self):
         runner = resident_runner()

@@ -121,6 +121,14 @@ class TimingsTest(absltest.TestCase):
         each = found["prompt_ms"] / num_prompt
         self.assertAlmostEqual(found["prompt_per_token_ms"], each, delta=0.01)
 
+    def test_what_the_cache_held_is_told_and_is_no_part_of_the_pace(self):
+        body = {"prompt": [5 + i * i % 83 for i in range(195)], "max_tokens": 1}
+        first, again = (SERVER.post("/v1/completions", body)[1] for _ in range(2))
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        self.assertEqual(first["usage"]["prompt_tokens_details"]["cached_tokens"], 0)
+        self.assertEqual(cached, 194)  # the last token is run
+        self.assertEqual((again["timings"]["cache_n"], again["timings"]["prompt_n"]), (cached, 1))
+
     def test_a_whole_answer_of_one_token(self):
         _, said, _ = SERVER.post("/v1/completions", {**BODY, "max_tokens": 1})
         self.assertEqual(said["timings"]["predicted_n"], 1)

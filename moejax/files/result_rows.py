@@ -26,7 +26,7 @@ class ResultRow:
     what: str  # the quantity and its subject, such as "TPOT, demo, float32, batch 1"
     figure: float
     unit: str  # "ms", "tokens/s", "GB/s", "x" (a ratio) ...
-    baseline: Mapping[str, float]  # the quantity of the systems compared, by name
+    baseline: Mapping[str, float | str]  # the quantity of the systems compared, by name; or a word
     device: str  # the chip, and how much of it (`describe_device`)
     versions: Mapping[str, str]  # of the packages that matter (`package_versions`)
     date: str  # the day, ISO 8601

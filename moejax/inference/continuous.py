@@ -45,6 +45,7 @@ class _Row:
     lane: CacheLane | None = None  # None while it waits
     position: int = 0  # tokens in the cache once the calls so far have run, at most
     newest: int | None = None  # its newest token, which is not in the cache
+    num_shared: int = 0  # first tokens of its prompt that a lane held
     has_ended: bool = False
 
     @property
@@ -235,7 +236,9 @@ class ContinuousBatch:
     def _shared(self, prompt: Sequence[int]) -> tuple[CacheLane | None, int]:
         if not self._shares_prefixes:
             return None, 0
-        return longest_prefix(prompt, self._lanes, self._forgets)
+        source, count = longest_prefix(prompt, self._lanes, self._forgets)
+        # Less than the smallest chunk, such as the first token of all prompts, saves nothing.
+        return (source, count) if count >= self._sizes.chunks[0] else (None, 0)
 
     def _run_chunks(self) -> None:
         """Dispatches chunks of prompts, of the rows in turn, up to the positions of the longest."""
@@ -262,6 +265,7 @@ class ContinuousBatch:
             self.counts.prompt_tokens += len(row.prompt)
             self.counts.prefix_hits += start > 0
             self.counts.prefix_tokens += start
+            row.num_shared = start
         self._take_programs(row.is_plain)
         self._runner.run_prompt_chunk(
             self._session, lane.index, (source or lane).index, row.prompt, start, size,
@@ -324,7 +328,7 @@ class ContinuousBatch:
             if delta.finish_reason or delta.error:
                 # The device ends rows by tokens and limits; not by texts.
                 self._finish(row, is_known=delta.finish_reason != "stop")
-            deltas.append((row.number, delta))
+            deltas.append((row.number, delta._replace(num_shared=row.num_shared)))
         return deltas
 
     def _finish(self, row: _Row, *, is_known: bool) -> None:

@@ -33,7 +33,8 @@ class LayerErrors(NamedTuple):
     @property
     def mean(self) -> tuple[float, float]:
         """Estimate and bound of the root mean square over layers."""
-        return tuple(float(np.sqrt(np.mean(of**2))) for of in self)  # type: ignore[return-value]
+        estimate, bound = (float(np.sqrt(np.mean(of**2))) for of in self)
+        return estimate, bound
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,14 @@ class Timings:
 
     prompt_s: float  # from its arrival to its first token, waiting included
     decode_s: float  # from then to its last token
+    num_cached: int = 0  # tokens of its prompts that the cache held, and that were not run
 
     def of(self, num_prompt: int, num_new: int) -> dict[str, float]:
         """The object `timings`, with llama.cpp's names; the first token is the prompt's."""
+        num_run = num_prompt - self.num_cached
         return {
-            **_pace("prompt", num_prompt, self.prompt_s, num_prompt),
+            "cache_n": self.num_cached,
+            **_pace("prompt", num_run, self.prompt_s, num_run),
             **_pace("predicted", num_new, self.decode_s, max(0, num_new - 1)),
         }
 
@@ -102,7 +105,8 @@ class AnswerWriter:
     def _ended(self, timings: Timings) -> dict[str, Any]:
         """The counts of tokens, and beside them, as llama.cpp has it, how long they took."""
         times = timings.of(self._request.num_prompt_tokens, self._num_new)
-        return {"usage": self.usage(), "timings": times}
+        usage = {**self.usage(), "prompt_tokens_details": {"cached_tokens": timings.num_cached}}
+        return {"usage": usage, "timings": times}
 
     def log_line(self, timings: Timings) -> str:
         """Tokens and their times, for the log."""

@@ -131,7 +131,11 @@ class _Exchange:
         arrived = min(row.arrived for row in self._rows)
         told = [row.first_token_at for row in self._rows if row.first_token_at is not None]
         first = min(told, default=self._ended_at)
-        return Timings(first - arrived, self._ended_at - first)
+        shared: dict[tuple[int, ...], int] = {}  # of answers to one prompt, that of the first
+        for row in self._rows:
+            prompt = tuple(row.prompt)
+            shared[prompt] = min(row.num_shared, shared.get(prompt, row.num_shared))
+        return Timings(first - arrived, self._ended_at - first, sum(shared.values()))
 
     async def answers(self) -> list[AnswerPart]:
         """The last part of each row, in order; raises as `parts`."""

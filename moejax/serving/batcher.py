@@ -123,6 +123,7 @@ class Batcher:
         try:
             engine = self._load()
             batch = engine.continuous_batch(self._max_batch, top_logprobs=MOST_LOGPROBS)
+            engine.context = batch.context  # by which it checks prompts
             if self._warms_up:
                 started = time.monotonic()
                 print_stderr("compiling all programs")
@@ -204,7 +205,7 @@ class Batcher:
     def _tell(self, row: Row, piece: RowDelta) -> None:
         now = time.monotonic()
         if piece.tokens and row.first_token_at is None:
-            row.first_token_at = now
+            row.first_token_at, row.num_shared = now, piece.num_shared
             self._metrics.ttft.observe(now - row.arrived)
             self._metrics.prompt_tokens.inc(len(row.prompt))
         self._metrics.generated_tokens.inc(len(piece.tokens))

@@ -46,6 +46,7 @@ class Row:
     started: float = 0.0  # when it left the queue
     first_token_at: float | None = None
     num_tokens: int = 0
+    num_shared: int = 0  # first tokens of its prompt that were not run again
     told: list[AnswerPart] = dataclasses.field(default_factory=list)  # what waits for the end
 
     def tell(self, part: AnswerPart) -> None:

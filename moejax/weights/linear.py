@@ -36,6 +36,7 @@ from pallas_kernels.target import Choice, Target
 Index = int | jax.Array
 
 DEQUANTIZED = "dequantized"  # in place of a kernel's name in a `Choice`
+EMBEDDINGS = "embeddings"  # a part that `take_rows` records where they are in host memory
 PLAIN = "plain"  # the same, of a weight that is not packed
 REFERENCE = "reference"  # what `pallas_kernels` chooses where its kernels refuse
 
@@ -417,7 +418,12 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
             rows = rows + _compensated_rows(compensator, flat)
         return rows.reshape(*ids.shape, -1).astype(dtype)
     if jax.typeof(weight).memory_space == jax.memory.Space.Host:
-        return row_gather.gather_rows(weight, ids.reshape(-1)).reshape(*ids.shape, -1)
+        choice = row_gather.OPERATION.choose(weight)
+        record_choice(EMBEDDINGS, choice, str(weight.dtype))
+        found = row_gather.gather_rows(
+            weight, ids.reshape(-1), implementation=choice.implementation
+        )
+        return found.reshape(*ids.shape, -1)
     return weight[ids]
 
 

@@ -367,7 +367,10 @@ class Compensator:
             lead = self.start.shape
             flat = weights.reshape(-1, *weights.shape[len(lead) :])
             places = self.start.reshape(-1), self.rank.reshape(-1)
-            one = lambda w, s, r: dataclasses.replace(self, start=s, rank=r)._add_to(w)  # noqa: E731
+
+            def one(weights: jax.Array, start: jax.Array, rank: jax.Array) -> jax.Array:
+                return dataclasses.replace(self, start=start, rank=rank)._add_to(weights)
+
             return jax.vmap(one)(flat, *places).reshape(weights.shape)
         u, v = self.factors()
         product = jnp.einsum("rn,rk->nk", u, v, precision="highest")

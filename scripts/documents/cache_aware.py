@@ -23,7 +23,7 @@ def table() -> str:
     lines = [f"| perplexity (kB a token) | {head} |", "| --- |" + " ---: |" * len(columns)]
     for name in SHOWN:
         cells = [
-            f"{row.figure:.2f} ({row.baseline['bytes_per_token'] / 1e3:.0f})"
+            f"{row.figure:.2f} ({float(row.baseline['bytes_per_token']) / 1e3:.0f})"
             for row in (found[text, slots, name] for text, slots in columns)
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -67,7 +67,7 @@ def _times_table(sizes: Mapping[int, Rows]) -> str:
 def _bound(rows: Rows) -> float:
     """Microseconds of the packed form: baselines beside it read more."""
     packed = min(rows.values(), key=lambda row: row.baseline["bandwidth_bound_us"])
-    return max(packed.baseline[f"{kind}_bound_us"] for kind in ("bandwidth", "compute"))
+    return max(float(packed.baseline[f"{kind}_bound_us"]) for kind in ("bandwidth", "compute"))
 
 
 def small_kernel_tables() -> str:

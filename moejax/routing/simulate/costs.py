@@ -143,7 +143,7 @@ def measured_rows(path: Path) -> list[_MeasuredRun]:
         for row in read_rows(path):
             if re.search(r"slots of \d+, ahead 0, TPOT", row.what):
                 times[row.device, row.what] = row.figure
-                moved[row.device, row.what] = row.baseline["megabytes_a_token"]
+                moved[row.device, row.what] = float(row.baseline["megabytes_a_token"])
             for name, figures in (("TPOT median", times), ("link bytes of a decode step", moved)):
                 if row.what.startswith(f"{name}, "):
                     figures[row.device, row.what.removeprefix(f"{name}, ")] = row.figure

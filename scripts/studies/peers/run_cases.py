@@ -75,7 +75,7 @@ def _row(
     own = ours.NAME if what.startswith(f"{ours.NAME} |") else ""
     versions = package_versions(*(("jax", "jaxlib", "flax") if own else ()))
     return ResultRow(
-        what=what, figure=figure, unit=unit, baseline=beside, device=device,  # type: ignore[arg-type]
+        what=what, figure=figure, unit=unit, baseline=beside, device=device,
         versions=versions, date=today(), command=without_paths(command_line()),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 GRACE_S = 15.0  # from SIGTERM to SIGKILL
 POLL_MS = 50
@@ -124,14 +124,17 @@ class Place:
 
 
 def start(
-    words: Sequence[str], env: Mapping[str, str] | None, stdout: object, stderr: object
+    words: Sequence[str],
+    env: Mapping[str, str] | None,
+    stdout: int | IO[Any],
+    stderr: int | IO[Any],
 ) -> "subprocess.Popen[str]":
     """Starts a program in a session of its own, so that its children end with it."""
     try:
         return subprocess.Popen(
             list(words), env={**os.environ, **(env or {})}, start_new_session=True, text=True,
             stdout=stdout, stderr=stderr,
-        )  # type: ignore[call-overload]  # fmt: skip
+        )  # fmt: skip
     except OSError as error:
         raise NotRunError(f"{words[0]} cannot be started: {error.strerror}") from error
 

@@ -17,7 +17,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def schemes() -> Iterator[tuple[str, dict[str, Any]]]:
             }  # fmt: skip
 
 
-def errors(report: Report, device: jax.Device) -> None:
+def errors(report: Report, device: jax.Device, prefix: str, written: Container[str]) -> None:
     """Relative errors of the demo's experts of layer 3 at both widths, by weight."""
     leaves = open_checkpoint(_CHECKPOINT.value).load(dtype="float32", device=device, progress=False)
     experts = dense(leaves["moe.gate_up"], jnp.float32)[3]
@@ -133,7 +133,9 @@ def errors(report: Report, device: jax.Device) -> None:
             codes = run(experts, grid)
             for bits, width in zip(reversed(planes), grid.widths, strict=True):
                 error = relative_error(experts, dequantize(codes, grid, width)).mean()
-                report.add(f"errors | {name} | {weight:g} | {label}{bits} bits", float(error), "")
+                what = f"{prefix}errors | {name} | {weight:g} | {label}{bits} bits"
+                if what not in written:
+                    report.add(what, float(error), "")
 
 
 def main(argv: list[str]) -> None:
@@ -144,16 +146,16 @@ def main(argv: list[str]) -> None:
     enable_compilation_cache("auto")
     jax.config.update("jax_default_matmul_precision", "highest")
     report = Report(device, "", _OUTPUT.value, ("jax", "jaxlib", "flax"))
+    prefix = "" if _LABEL.value == "demo" else f"{_LABEL.value} | "
+    written = {row["what"] for row in rows_of(Path(_OUTPUT.value))} if _OUTPUT.value else set()
     if "errors" in _SECTIONS.value:
-        errors(report, device)
+        errors(report, device, prefix, written)
     if set(_SECTIONS.value) <= {"errors"}:
         return
     bench = Bench(device)
     add = functools.partial(
         report.add, unit="nats", windows=_WINDOWS.value, tokens=int(bench.windows.scored.sum())
     )
-    prefix = "" if _LABEL.value == "demo" else f"{_LABEL.value} | "
-    written = {row["what"] for row in rows_of(Path(_OUTPUT.value))} if _OUTPUT.value else set()
     plain_row = f"{prefix}unquantized | log-perplexity"
     if "methods" in _SECTIONS.value and plain_row not in written:
         plain, _ = bench.log_perplexity(_CHECKPOINT.value)
