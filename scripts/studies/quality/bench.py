@@ -66,19 +66,13 @@ class Texts:
         """Reads a folder with eval/wikitext2.{test,valid}.raw.xz and {valid,train}/*.jsonl.xz."""
         self._folder, self._tokenizer, self.length = folder, tokenizer, length
 
-    def wikitext(self, count: int, *, scored: bool = True, between: bool = False) -> Windows:
-        """Windows spread over the test text; not to be scored, over the validation text.
-
-        Args:
-          between: other windows, which lie between those.
-        """
+    def wikitext(self, count: int, *, scored: bool = True) -> Windows:
+        """Windows spread over the test text; not to be scored, over the validation text."""
         split = "test" if scored else "valid"
         content = _unpacked(self._folder / "eval" / f"wikitext2.{split}.raw.xz")
-        return self._cut("wikitext-2", joined_rows(content), count, "wiki", between)
+        return self._cut("wikitext-2", joined_rows(content), count, "wiki")
 
-    def domain(
-        self, name: str, count: int, *, scored: bool = True, between: bool = False
-    ) -> Windows:
+    def domain(self, name: str, count: int, *, scored: bool = True) -> Windows:
         """Windows spread over a held-out text; not to be scored, over the first training text."""
         path = self._folder / ("valid" if scored else "train") / f"{name}.jsonl.xz"
         texts: list[str] = []
@@ -89,11 +83,11 @@ class Texts:
                     break
         content = "\n\n".join(texts)
         content = content if scored else content[:TRAIN_CHARACTERS]
-        return self._cut(name, content, count, name, between)
+        return self._cut(name, content, count, name)
 
-    def mixed(self, each: int, *, scored: bool = True, between: bool = False) -> Windows:
+    def mixed(self, each: int, *, scored: bool = True) -> Windows:
         """All domains in turn, window by window."""
-        parts = [self.domain(name, each, scored=scored, between=between) for name in DOMAINS]
+        parts = [self.domain(name, each, scored=scored) for name in DOMAINS]
         tokens = np.stack([part.tokens for part in parts], axis=1)
         return Windows("mixed", tokens.reshape(-1, tokens.shape[-1]), DOMAINS * each)
 
@@ -101,14 +95,9 @@ class Texts:
         """Windows of the text that ships, which is none of the others."""
         return self._cut("calibration", shipped_text(), count, "calibration")
 
-    def _cut(
-        self, name: str, content: str, count: int, domain: str, between: bool = False
-    ) -> Windows:
+    def _cut(self, name: str, content: str, count: int, domain: str) -> Windows:
         ids = np.asarray(self._tokenizer.encode(content), np.int32)
         starts = np.linspace(0, len(ids) - self.length - 1, count).astype(int)
-        if between:
-            middle = (starts[:-1] + starts[1:]) // 2
-            starts = np.array([(starts[0] + middle[0]) // 2, *middle])
         return Windows(
             name, np.stack([ids[s : s + self.length + 1] for s in starts]), (domain,) * count
         )
