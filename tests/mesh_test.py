@@ -3,7 +3,9 @@
 Float32 sums in another order differ by rounding, which no routing of these models turns on.
 """
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
@@ -11,6 +13,8 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,15 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from safetensors.numpy import load_file, save_file
 
 from moejax import Engine, devices
 from moejax.checkpoints import open as checkpoints
+from moejax.checkpoints import safetensors_reader
+from moejax.checkpoints.experts import ExpertReader
 from moejax.checkpoints.open import open_checkpoint
+from moejax.checkpoints.reader import CheckpointReader
 from moejax.checkpoints.sizes import checkpoint_sizes
-from moejax.devices import MESH_AXIS, REPLICATED, device_nbytes, make_mesh
+from moejax.devices import MESH_AXIS, REPLICATED, DeviceMesh, device_nbytes, make_mesh
 from moejax.experts.budget import Limits
+from moejax.experts.load import _rows_of
 from moejax.experts.share_rows import ShareRows
-from moejax.experts.tiering import Tiering
+from moejax.experts.tiering import STORED, StoredTier, Tiering
 from moejax.inference.generation import GenerationSettings
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.layer_index import layer_indices
@@ -99,6 +108,34 @@ def run_together(commands: list[list[str]], num_devices: int = 1) -> list[Any]:
 
     with concurrent.futures.ThreadPoolExecutor(len(commands)) as threads:
         return list(threads.map(run, commands))
+
+
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Collects the bytes of every read of a tensor's values."""
+    found: list[int] = []
+
+    def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+        found.append(len(view))
+        return original(descriptor, view, offset)
+
+    original = safetensors_reader._read_at
+    with mock.patch.object(safetensors_reader, "_read_at", read_at):
+        yield found
+
+
+def fuse_experts(directory: Path) -> None:
+    """Writes the experts of each layer as one tensor, as transformers 5 does."""
+    path = directory / "model.safetensors"
+    tensors, found = load_file(path), collections.defaultdict(list)
+    for name in sorted(name for name in tensors if ".experts." in name):
+        module, _, rest = name.partition(".experts.")
+        found[module, rest.split(".")[1]].append(tensors.pop(name))
+    for module in {module for module, _ in found}:
+        gate, up, down = (np.stack(found[module, f"{x}_proj"]) for x in ("gate", "up", "down"))
+        tensors[f"{module}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{module}.experts.down_proj"] = down
+    save_file(tensors, path)
 
 
 class MeshTest(FolderTestCase):
@@ -348,6 +385,64 @@ class MeshTest(FolderTestCase):
         own.read(0, 0, rows[3])
         for one, other in zip(rows[2], rows[3], strict=True):
             np.testing.assert_array_equal(one, other)
+
+    @slow.where(lambda form: form == "int4")
+    @parameterized.parameters("plain", "fused", "int4")
+    def test_two_processes_read_the_files_once(self, form):
+        """Each reads its experts and rows of the vocabulary, and both read what both hold."""
+        sizes = {"expert_dim": 2048, "model_dim": 32, "num_experts": 2, "moe_layers": (1,)}
+        config = dataclasses.replace(QWEN, **sizes)  # half of a row of down is two pages
+        if form == "int4":
+            Packed(config, 4).write(self.directory)
+        else:
+            write_random_checkpoint(self.directory, dtype=jnp.float32, **vars(config))
+        if form == "fused":
+            fuse_experts(self.directory)
+        mesh = make_mesh(2, "cpu")
+        reader = CheckpointReader(self.directory, config, dtype=np.dtype(np.float32))
+        tensors = [*reader.stored.values()]
+        how = {"progress": False, "mesh": mesh}
+        with counted_reads() as alone:
+            whole = reader.load(mesh.replicated, **how)
+        self.assertEqual(sum(alone), sum(tensor.num_bytes for tensor in tensors))
+        read_twice = [
+            tensor
+            for tensor in tensors
+            if not re.search("experts|embed|head", tensor.name)
+            or (form == "int4" and "down_proj" in tensor.name)  # rows of 512 bytes
+        ]
+        with counted_reads() as both:
+            for i, device in mesh.local.items():
+                one = {i: device}
+                with (
+                    mock.patch.object(DeviceMesh, "local", one),
+                    mock.patch.object(DeviceMesh, "join", lambda self, parts: parts[0]),
+                ):
+                    found = reader.load(mesh.replicated, **how)
+                for name in (*EXPERT_LEAVES, *VOCABULARY_LEAVES):
+                    at = i if name in VOCABULARY_LEAVES else 0
+                    pairs = zip(*map(jax.tree.leaves, (whole[name], found[name])), strict=True)
+                    for expected, own in pairs:
+                        np.testing.assert_array_equal(
+                            expected.addressable_data(i), own.addressable_data(at)
+                        )
+        more = sum(tensor.num_bytes for tensor in read_twice)
+        self.assertEqual(sum(both), sum(alone) + more)
+        # Experts that move are read alike.
+        stacks = jax.tree.leaves([whole[name] for name in EXPERT_LEAVES])
+        with counted_reads() as moving:
+            for i in (0, 1):
+                experts = ExpertReader(reader)
+                rows = _rows_of(StoredTier(STORED, ""), None, experts, 2, [i])
+                row = [np.empty(part.shape, part.dtype) for part in rows.row]
+                for expert in range(config.num_experts):
+                    rows.read(0, expert, row)
+                    for leaf, part in zip(stacks, row, strict=True):
+                        np.testing.assert_array_equal(leaf.addressable_data(i)[0, expert], part)
+                rows.close()
+        of_experts = [t for t in tensors if "experts" in t.name]
+        twice = sum(tensor.num_bytes for tensor in of_experts if tensor in read_twice)
+        self.assertEqual(sum(moving), sum(t.num_bytes for t in of_experts) + twice)
 
     @parameterized.parameters("", "--config.memory.slots=3")
     @pytest.mark.slow

@@ -34,6 +34,7 @@ from moejax.errors import MoejaxError
 from moejax.files.checksums import checksum
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.weights.qtensor import CodesKind, Compensator
+from moejax.weights.shares import EVERYTHING
 from pallas_kernels import layout
 
 _NUM_SAMPLES, _PAGE_BYTES = 16, 4096
@@ -119,6 +120,7 @@ class ExpertReader:
       plane_bits: where rows are the last bit plane of the experts alone, its bits; else 0. Then
         `gate_up` and `down` are the plane's words, uint32[M, E, N, W].
       row_nbytes: their bytes.
+      windows: what `read` must read of both; the rest of a row may be undefined then.
       uses_jax: whether JAX's CPU device converts what is read. Only plain experts and those of the
         package's own format lie in the files as rows hold them.
     """
@@ -142,6 +144,7 @@ class ExpertReader:
                     plan.name, plan.dtype.name, plan.mixture,
                 )  # fmt: skip
         self._parts = [_parts_by_expert(plan) for plan in self._leaves]
+        self.windows = (EVERYTHING, EVERYTHING)
         config, tensors = reader.config, reader.stored.values()
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
         self.plane_bits = _last_plane_bits(self._leaves) if last_plane else 0
@@ -208,10 +211,11 @@ class ExpertReader:
         self._check_row(into)
         arrays = iter(into)
         try:
-            for plan, names, parts in zip(self._leaves, self._arrays, self._parts, strict=True):
+            of_leaves = zip(self._leaves, self._arrays, self._parts, self.windows, strict=True)
+            for plan, names, parts, window in of_leaves:
                 own = {name: next(arrays) for name in names}
                 for part in parts[layer, expert]:
-                    fill_part(plan, part, own, self._files.read)
+                    fill_part(plan, part, own, self._files.read, window)
         except OSError as error:
             raise MoejaxError(
                 f"expert {expert} of sparse layer {layer} cannot be read from "

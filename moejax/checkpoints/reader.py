@@ -26,6 +26,7 @@ from moejax.checkpoints.leaves import (
     Part,
     group_by_layer,
     plan_leaves,
+    split_experts,
 )
 from moejax.checkpoints.safetensors_reader import (
     StoredTensor,
@@ -38,17 +39,20 @@ from moejax.checkpoints.safetensors_reader import (
     stored_tensors,
     without_masks,
 )
-from moejax.devices import DeviceMesh, Place, put
+from moejax.devices import DeviceMesh, Place, put, rows_of
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
-from moejax.models.hf.names import multi_token, vision_tower
+from moejax.models.hf.names import Placement, multi_token, vision_tower
 from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.weights.qtensor import CodesKind, Compensator, Fp8Tensor, QTensor, Weight
-from moejax.weights.shares import Shares, shares_of
+from moejax.weights.shares import EVERYTHING, Shares, Window, shares_of
 
 # The XLA CPU client takes over host memory without a copy only at this alignment.
 _ALIGNMENT_BYTES = 64
 _HEAD = "lm_head.weight"
+# Columns are read by themselves where at least this much of each row is not theirs: disks and
+# network file systems read whole pages.
+_LEAST_GAP_BYTES = 4096
 
 # Reads a tensor into contiguous memory of its size and dtype, and checks what was read.
 ReadTensor = Callable[[StoredTensor, np.ndarray], None]
@@ -105,7 +109,8 @@ class CheckpointReader:
 
         `EXPERT_LEAVES` are checked even without `experts`. `progress` shows a bar over the bytes on
         stderr. On a mesh each device gets its share of every expert and of the vocabulary's rows,
-        and all of the other leaves.
+        and all of the other leaves; of several processes each reads what its devices get, where
+        that lies apart (`fill_part`). What is read in part is not compared with its checksum.
 
         Raises:
           MoejaxError: a file ended early or has not its checksums; a value does not fit float16.
@@ -144,12 +149,16 @@ class CheckpointReader:
         is_bias = mesh is not None and name in EXPERT_BIASES
         if is_split or is_bias:
             place = jax.local_devices(backend="cpu")[0]
+        window = EVERYTHING
+        if mesh is not None and is_split and len(mesh.local) < mesh.size:
+            count, own = rows_of(plan.shape[0], mesh.size), mesh.local
+            window = Window(rows=((count * min(own), count * (max(own) + 1)),))
         is_stacked = plan.parts[0].index != ()
         memories = _allocate(plan, place, is_stacked=is_stacked)
         for layer, parts in group_by_layer(plan.parts).items():
             for part in parts:
                 arrays = {array: memory.part(part.index) for array, memory in memories.items()}
-                fill_part(plan, part, arrays, _read_checked)
+                fill_part(plan, part, arrays, _read_checked, window)
                 advance(part.num_bytes)
             for memory in memories.values():
                 memory.finish_layer(layer)
@@ -273,13 +282,16 @@ def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Adva
     """Loads a leaf of experts, of which each device of a mesh gets its share, layer by layer."""
     refuse_shares(plan)
     memory = {name: np.empty(of.shape[1:], of.dtype) for name, of in plan.arrays.items()}
-    take = shares.gate_up if plan.name == EXPERT_LEAVES[0] else shares.down
+    is_gate_up = plan.name == EXPERT_LEAVES[0]
+    take = shares.gate_up if is_gate_up else shares.down
+    window = shares.windows(mesh.local)[0 if is_gate_up else 1]
     whole = plan.assemble(memory)
     stacks: dict[int, Any] = dict.fromkeys(mesh.local)
     for layer, parts in group_by_layer(plan.parts).items():
         for part in parts:
-            arrays = {name: array[part.index[1:]] for name, array in memory.items()}
-            fill_part(plan, part, arrays, _read_checked)
+            for one in [part] if window == EVERYTHING else split_experts(part):
+                arrays = {name: array[one.index[1:]] for name, array in memory.items()}
+                fill_part(plan, one, arrays, _read_checked, window)
             advance(part.num_bytes)
         for i, device in mesh.local.items():
             slabs = jax.device_put(take(whole, i), device)
@@ -298,24 +310,32 @@ def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Adva
 
 
 def fill_part(
-    plan: LeafPlan, part: Part, arrays: Mapping[str, np.ndarray], read: ReadTensor
-) -> None:
+    plan: LeafPlan, part: Part, arrays: Mapping[str, np.ndarray], read: ReadTensor,
+    window: Window = EVERYTHING,
+) -> None:  # fmt: skip
     """Reads a part into its rows of `arrays`, those of `plan.arrays` at the part's index.
 
-    `read` reads the tensors that lie in the files as arrays hold them. MoejaxError if a tensor
-    cannot be read, or a value does not fit the dtype.
+    Args:
+      read: reads the tensors that lie in the files as arrays hold them.
+      window: what must be read of the leaf's matrices. Rows are read by themselves, of plain
+        tensors and of the package's own format; columns of plain matrices whose rows are long. All
+        else is read whole.
+
+    Raises:
+      MoejaxError: a tensor cannot be read, or a value does not fit the dtype.
     """
     rows = {name: plan.rows(name, array, part) for name, array in arrays.items()}
     stored = part.stored
     if isinstance(stored, StoredTensor):
-        _read_floats(stored, rows["array"], read)
+        _read_window(stored, part.placement, rows["array"], read, window)
     elif plan.kind is None:
         values = np.asarray(_dequantized(stored.read())).reshape(rows["array"].shape)
         _convert_floats(part.placement.name, values, rows["array"])
     elif stored.as_held is not None:
         for name, memory in rows.items():
             if name in stored.as_held:
-                _read_floats(stored.as_held[name], memory, read)
+                own = Window(window.rows)
+                _read_window(stored.as_held[name], part.placement, memory, read, own)
             else:
                 memory[...] = plan.default(name)
     else:
@@ -379,6 +399,26 @@ def _read_checked(tensor: StoredTensor, destination: np.ndarray) -> None:
     """Reads a tensor (`ReadTensor`); raises MoejaxError if it is broken or out of range."""
     read_tensor(tensor, destination)
     check_range(tensor, destination)
+
+
+def _read_window(
+    tensor: StoredTensor, placement: Placement, memory: np.ndarray, read: ReadTensor,
+    window: Window,
+) -> None:  # fmt: skip
+    """Reads what a window has of a tensor into `memory`, the tensor's rows of a leaf."""
+    if placement.is_interleaved or placement.is_transposed:
+        window = EVERYTHING
+    for start, stop in window.rows_of(placement.start, len(memory)):
+        own, into = tensor, memory
+        if stop - start < len(memory):
+            own = tensor.part(start, (stop - start, *tensor.shape[1:]))
+            into = memory[start:stop]
+        if window.columns is not None:
+            first, end = window.columns
+            gap_bytes = (tensor.shape[1] - (end - first)) * tensor.dtype.itemsize
+            if gap_bytes >= _LEAST_GAP_BYTES:
+                own, into = own.columns(first, end), into[:, first:end]
+        _read_floats(own, into, read)
 
 
 def _read_floats(tensor: StoredTensor, rows: np.ndarray, read: ReadTensor) -> None:

@@ -74,6 +74,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     checksum: int | None = None  # by the file's metadata; see `moejax.files.checksums`
+    row_bytes: int = 0  # from the start of a row to that of the next; 0: rows have no gaps
 
     @property
     def num_bytes(self) -> int:
@@ -85,6 +86,15 @@ class StoredTensor:
         skipped = start * math.prod(self.shape[1:]) * self.dtype.itemsize
         offset = self.offset + skipped
         return dataclasses.replace(self, shape=shape, offset=offset, checksum=None)
+
+    def columns(self, start: int, stop: int) -> "StoredTensor":
+        """Returns some columns of the matrix, without a checksum."""
+        num_rows, num_columns = self.shape
+        size = self.dtype.itemsize
+        return dataclasses.replace(
+            self, shape=(num_rows, stop - start), offset=self.offset + start * size, checksum=None,
+            row_bytes=num_columns * size,
+        )  # fmt: skip
 
     def verify(self, content: np.ndarray) -> None:
         """Raises MoejaxError unless `content` has the checksum of the metadata, if there is one."""
@@ -256,10 +266,21 @@ def read_values(
 ) -> None:
     """Reads the values of a tensor from number `first` on, by position, so that threads may.
 
-    `destination` is contiguous memory of its dtype, which is filled. MoejaxError if the file ended.
+    `destination` is contiguous memory of its dtype, which is filled; `columns` are read from the
+    first on. MoejaxError if the file ended.
     """
     view = destination.reshape(-1).view(np.uint8).data
-    offset = tensor.offset + first * tensor.dtype.itemsize
+    if not tensor.row_bytes:
+        _read_run(tensor, view, descriptor, tensor.offset + first * tensor.dtype.itemsize)
+        return
+    size = len(view) // tensor.shape[0]
+    for row in range(tensor.shape[0]):
+        run = view[row * size : (row + 1) * size]
+        _read_run(tensor, run, descriptor, tensor.offset + row * tensor.row_bytes)
+
+
+def _read_run(tensor: StoredTensor, view: memoryview, descriptor: int, offset: int) -> None:
+    """Fills `view` with the bytes from `offset` on."""
     done = 0
     while done < len(view):  # one read returns at most 2 GiB
         count = _read_at(descriptor, view[done:], offset + done)

@@ -444,7 +444,10 @@ def _rows_of(
 ) -> ExpertReader | QuantizedRows | ShareRows:
     """Returns the reader of a tier's rows, which may be quantized or cut while they are read."""
     if num_devices > 1:
-        return ShareRows(_rows_of(tier, tiering, reader), num_devices, own)
+        rows = ShareRows(_rows_of(tier, tiering, reader), num_devices, own)
+        if own is not None and tier.bits is None:  # a quantizer takes the whole expert
+            reader.windows = rows.shares.windows(own)
+        return rows
     if tiering is None or tier.bits is None:
         return reader
     scheme = made_scheme(tiering, tier.bits)

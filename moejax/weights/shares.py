@@ -6,7 +6,8 @@ and what that part adds to down's product, so that the sum over the shares is th
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,23 @@ from pallas_kernels import layout
 PLAIN_UNIT, LEAST_PLAIN_UNIT = 64, 8
 
 _take_codes = jax.jit(layout.take_codes, static_argnums=(1, 2, 3, 4, 5))
+
+
+class Window(NamedTuple):
+    """Rows and columns of a leaf's matrices, each a first one and the one after the last."""
+
+    rows: tuple[tuple[int, int], ...] = ()  # (): all
+    columns: tuple[int, int] | None = None  # None: all
+
+    def rows_of(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yields which of the leaf's rows `start`..`start + count` are inside, from `start` on."""
+        for first, stop in self.rows or ((start, start + count),):
+            found = max(first - start, 0), min(stop - start, count)
+            if found[0] < found[1]:
+                yield found
+
+
+EVERYTHING = Window()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +77,14 @@ class Shares:
         """First column of a share, and the one after its last."""
         ends = [self._num_units * i // self.count * self.unit for i in (index, index + 1)]
         return ends[0], min(ends[1], self.width)
+
+    def windows(self, own: Collection[int]) -> tuple[Window, Window]:
+        """Returns what the shares `own` have of gates and ups, and of downs."""
+        if len(own) == self.count:
+            return EVERYTHING, EVERYTHING
+        start, stop = self.span(min(own))[0], self.span(max(own))[1]
+        rows = tuple((first + start, first + stop) for first in (0, self.width))
+        return Window(rows=rows), Window(columns=(start, stop))
 
     def gate_up(self, weight: Weight, index: int) -> Weight:
         """Takes a share of [..., 2F, D], of numpy leaves: [..., 2 share_width, D]."""
