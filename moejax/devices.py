@@ -19,6 +19,7 @@ from moejax.errors import MoejaxError, print_stderr
 
 PLATFORMS = ("auto", "cpu", "gpu")
 MESH_AXIS = "shares"  # name of a mesh's one axis in the programs
+_ATTENTION = {"heads": True, "whole": False}  # words of a mesh, as `asked_heads` has them
 REPLICATED = PartitionSpec()
 SPLIT = PartitionSpec(MESH_AXIS)  # along the first axis, one part a device
 
@@ -31,9 +32,13 @@ class DeviceMesh:
 
     An array is either replicated or split: the parts of the devices lie one below the other along
     its first axis, so that a part has the shape that one device alone would have.
+
+    Attributes:
+      splits_heads: whether attention is split by heads, too.
     """
 
     mesh: jax.sharding.Mesh
+    splits_heads: bool = False
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -135,21 +140,33 @@ def mesh_size(text: str | int) -> int:
     """Number of devices of a mesh.
 
     Args:
-      text: the number, or several numbers that are multiplied: "2", "2,4", 2; "": one device.
+      text: the number, or several numbers that are multiplied: "2", "2,4", 2; "": one device. A
+        word of `asked_heads` may follow.
 
     Raises:
       MoejaxError: the text is no such number.
     """
-    numbers = str(text).split(",") if text else []
-    if not all(number.strip().isdecimal() and int(number) for number in numbers):
-        raise MoejaxError(f"mesh={text!r} must be a number of devices, such as 2, or 2,4 for 8")
+    parts = [part.strip() for part in str(text).split(",")] if text else []
+    numbers = parts[:-1] if parts and parts[-1] in _ATTENTION else parts
+    is_number = all(number.isdecimal() and int(number) for number in numbers)
+    if not is_number or (parts and not numbers):
+        raise MoejaxError(
+            f"mesh={text!r} must be a number of devices, such as 2, or 2,4 for 8; heads or whole "
+            "may follow, such as 2,heads"
+        )
     return math.prod(map(int, numbers))
+
+
+def asked_heads(text: str | int) -> bool | None:
+    """Whether a mesh splits attention by heads: "2,heads" does, "2,whole" does not; else None."""
+    return _ATTENTION.get(str(text).rpartition(",")[2].strip())
 
 
 def make_mesh(text: str | int, platform: str = "auto") -> DeviceMesh | None:
     """Makes a mesh of the first devices of a platform; None for one device.
 
-    Of several processes (`jax.distributed.initialize`) it has all devices.
+    Of several processes (`jax.distributed.initialize`) it has all devices. It splits attention
+    where the text says so.
 
     Raises:
       MoejaxError: as of `mesh_size`, or JAX sees fewer devices, or processes have more.
@@ -171,7 +188,8 @@ def make_mesh(text: str | int, platform: str = "auto") -> DeviceMesh | None:
             f"mesh={text} takes {count} devices, but JAX sees {len(devices)} of the platform "
             f"{platform}: take a smaller mesh, or leave it out{more}"
         )
-    return DeviceMesh(jax.sharding.Mesh(np.asarray(devices[:count]), (MESH_AXIS,)))
+    mesh = jax.sharding.Mesh(np.asarray(devices[:count]), (MESH_AXIS,))
+    return DeviceMesh(mesh, bool(asked_heads(text)))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The engine: prompts in, text out."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.checkpoints import open_checkpoint
+from moejax.checkpoints.sizes import mesh_splits_heads
 from moejax.devices import (
     DeviceMesh,
+    asked_heads,
     check_dtype,
     choose_device,
     enable_compilation_cache,
@@ -157,7 +160,8 @@ class Engine:
             generation_config.json; its eos tokens apply either way.
           read_bits: width in which a checkpoint of bit planes is read; 0: the widest.
           mesh: number of devices that run the model together, each with its share of every expert
-            (`devices.make_mesh`); "": one. Limits of the device are then those of each.
+            (`devices.make_mesh`); "": one. Limits of the device are then those of each. "2,heads"
+            splits attention, too, "2,whole" does not (`models.head_shares`).
 
         Raises:
           MoejaxError: with one line for every kind of bad input.
@@ -176,16 +180,22 @@ class Engine:
         memory: ExpertMemory | None = None
         budget: Budget | None = None
         sizes = PlannedSizes()
+        planned = context or min(PLANNED_CONTEXT, checkpoint.config.context_limit)
+        chosen = checkpoint.choose_dtype(dtype, device)
+        if devices is not None:
+            by_heads = mesh_splits_heads(
+                checkpoint, asked_heads(mesh), devices.size, dtype=chosen, batch=batch,
+                context=planned,
+            )  # fmt: skip
+            devices = dataclasses.replace(devices, splits_heads=by_heads)
         with plain_memory_errors(device):
             if limits is None and policy is None:
                 weights = load_whole(
                     checkpoint, dtype=dtype, device=device, progress=progress, mesh=devices
                 )
             else:
-                planned = context or min(PLANNED_CONTEXT, checkpoint.config.context_limit)
-                itemsize = checkpoint.choose_dtype(dtype, device).itemsize
                 target = target_of(device)
-                chunk = planned_chunk(checkpoint.config, batch, planned, itemsize, target)
+                chunk = planned_chunk(checkpoint.config, batch, planned, chosen.itemsize, target)
                 weights, memory, budget = load_limited(
                     checkpoint, limits or Limits(), policy, dtype=dtype, device=device,
                     batch=batch, context=planned, chunk=chunk, progress=progress, mesh=devices,
@@ -253,7 +263,10 @@ class Engine:
     def devices_text(self) -> str:
         """Name of the device, or of the devices of a mesh."""
         mesh = self._runner.mesh
-        return str(self.device) if mesh is None else ", ".join(map(str, mesh.devices))
+        if mesh is None:
+            return str(self.device)
+        split = ", attention split by heads" if mesh.splits_heads else ""
+        return ", ".join(map(str, mesh.devices)) + split
 
     @property
     def weights_nbytes(self) -> int:

@@ -34,6 +34,8 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     form = "tiers without files" if config.policy.name else f"experts in {sizes.expert_form}"
     if config.planes:
         form += f" by bit planes {config.planes}"
+    if budget.run.config.num_heads < model.num_heads:
+        form += ", attention split by heads"
     lines = [f"{name}, {form}, on a {platform_of(config)}"]
     if config.policy.name and not config.shape:
         lines = []

@@ -8,10 +8,16 @@ from typing import cast
 import jax
 import numpy as np
 
-from moejax.checkpoints.open import open_checkpoint
-from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, config_of_share, shape_sizes
+from moejax.checkpoints.open import Checkpoint, open_checkpoint
+from moejax.checkpoints.sizes import (
+    Sizes,
+    checkpoint_sizes,
+    config_of_share,
+    mesh_splits_heads,
+    shape_sizes,
+)
 from moejax.config.commands import PlanConfig
-from moejax.devices import mesh_size
+from moejax.devices import asked_heads, mesh_size
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
@@ -21,6 +27,7 @@ from moejax.experts.tiering import STORED, StoredTier, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
 from moejax.models.attention import stores_scores
 from moejax.models.config import ModelConfig
+from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
 from moejax.models.leaf_kinds import VOCABULARY_LEAVES
 from moejax.models.shapes import SHAPES
 from moejax.quantization.pipeline.recipe import parse_planes
@@ -35,14 +42,16 @@ def budget_of(config: PlanConfig) -> Budget:
     _, model, own, itemsize = model_of(config)
     context, chunk = _sizes(config, model, itemsize)
     if not config.shape:
+        checkpoint = open_checkpoint(config.checkpoint, config.read_bits)
         planned = plan_experts(
-            open_checkpoint(config.checkpoint, config.read_bits), limits, tiering,
+            checkpoint, limits, tiering,
             dtype=config.dtype, device=_device(config), batch=config.batch, context=context,
             chunk=chunk, num_devices=mesh_size(config.mesh),
+            by_heads=_splits_heads(config, checkpoint),
         )  # fmt: skip
         return planned.budget
     run = RunSizes(
-        config=dataclasses.replace(model, expert_dim=own.expert_dim),
+        config=dataclasses.replace(own.config, vocab_size=model.vocab_size),
         weights_nbytes=own.weights_nbytes, batch=config.batch, context=context, chunk=chunk,
         platform=platform_of(config), itemsize=itemsize, num_devices=mesh_size(config.mesh),
         stores_scores=stores_scores(model, itemsize, target_of(_device(config))),
@@ -59,8 +68,8 @@ def budget_of(config: PlanConfig) -> Budget:
         sizes = _sizes_of_shape(config, bits, group)
         tiers.append(tier_of(sizes, tier.name))
         widths.append(bits)
-        dims.append(sizes.expert_dim)
-    run = dataclasses.replace(run, config=dataclasses.replace(model, expert_dim=max(dims)))
+        dims.append(sizes.config.expert_dim)
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, expert_dim=max(dims)))
     policy = choose(tiering, None, model).policy
     by_planes = config.planes and run.num_devices == 1  # tiers of a mesh are whole copies
     budget, _ = plan_tiers(policy, run, tiers, tiering.slots, limits, widths if by_planes else ())
@@ -77,8 +86,10 @@ def bits_line(
         for tier in tiers
         if num_experts
     }
+    by_heads = sizes.config.num_heads < model.num_heads
+    split = (*VOCABULARY_LEAVES, *(HEAD_LEAVES if by_heads else ()))  # of which there is a part
     weights = {
-        name: nbytes * (num_devices if name in VOCABULARY_LEAVES else 1)  # rows of it
+        name: nbytes * (num_devices if name in split else 1)
         for name, nbytes in sizes.weights_nbytes.items()
     }
     return f"weights: {bits_of_sizes(model, weights, experts).describe()}"
@@ -86,11 +97,33 @@ def bits_line(
 
 def _sizes(config: PlanConfig, model: ModelConfig, itemsize: int) -> tuple[int, int]:
     """Slots of the KV cache, and tokens of a prefill chunk."""
-    context = config.context or min(PLANNED_CONTEXT, model.context_limit)
+    context = _context(config, model)
     if context > model.context_limit:
         raise MoejaxError(f"context={context} is beyond the model's own {model.context_limit}")
     longest = planned_chunk(model, config.batch, context, itemsize, target_of(_device(config)))
     return context, min(context, config.chunk or longest)
+
+
+def _context(config: PlanConfig, model: ModelConfig) -> int:
+    return config.context or min(PLANNED_CONTEXT, model.context_limit)
+
+
+def _splits_heads(config: PlanConfig, checkpoint: Checkpoint | None) -> bool:
+    """Whether the mesh of a plan splits attention."""
+    count, asked = mesh_size(config.mesh), asked_heads(config.mesh)
+    model = checkpoint.config if checkpoint else SHAPES[config.shape]
+    context = _context(config, model)
+    if checkpoint is not None:
+        dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
+        return mesh_splits_heads(
+            checkpoint, asked, count, dtype=dtype, batch=config.batch, context=context
+        )
+    shares = HeadShares(model, count)
+    refusal = shares.refusal(1 if config.attention_bits == 16 else config.group_size)
+    return count > 1 and splits_heads(
+        shares, asked, refusal, batch=config.batch, context=context,
+        itemsize=_dtype_of_shape(config).itemsize,
+    )  # fmt: skip
 
 
 def _device(config: PlanConfig) -> "jax.Device":
@@ -109,7 +142,8 @@ def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
     model = checkpoint.config if checkpoint else SHAPES[config.shape]
     if checkpoint is not None:
         dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
-        sizes = checkpoint_sizes(checkpoint, dtype, mesh_size(config.mesh))
+        by_heads = _splits_heads(config, checkpoint)
+        sizes = checkpoint_sizes(checkpoint, dtype, mesh_size(config.mesh), by_heads=by_heads)
         return config.checkpoint, model, sizes, dtype.itemsize
     sizes = _sizes_of_shape(config, _bits_of(config), config.group_size)
     return config.shape, model, sizes, _dtype_of_shape(config).itemsize
@@ -154,7 +188,8 @@ def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
     model, count = SHAPES[config.shape], mesh_size(config.mesh)
     if count > 1:
         unit = None if experts is None else experts.group_size
-        model = config_of_share(model, count, unit)
+        by_heads = _splits_heads(config, None)
+        model = config_of_share(model, count, unit, by_heads=by_heads)
     try:
         return shape_sizes(
             model, _dtype_of_shape(config), expert_kind=experts,

@@ -39,6 +39,7 @@ from moejax.experts.state import (
 from moejax.inference import steps
 from moejax.inference.steps import Sampling
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.head_shares import HEAD_LEAVES, HeadShares
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
 from moejax.models.shapes import CONFIGS, with_layers
@@ -277,12 +278,14 @@ def compiled_on_mesh(
     config: ModelConfig, slots: int, mesh: DeviceMesh | None
 ) -> tuple[jax.stages.Compiled, Any]:
     """A decode call of a mesh, or of one GPU; with `slots` of a layer, else resident; its pool."""
-    count = mesh.size if mesh else 1
+    count, by_heads = (mesh.size, mesh.splits_heads) if mesh else (1, False)
+    if by_heads:
+        config = HeadShares(config, count).own
     own = dataclasses.replace(config, expert_dim=config.expert_dim // count)  # of a device
     spec, pool, stores = under_no_policy(own, slots, 0) if slots else (None, None, ())
     definition = model_definition(
         config, ops.Kernels(GPU.target), holds_experts=not slots,
-        share_axis=MESH_AXIS if mesh else "",
+        share_axis=MESH_AXIS if mesh else "", by_heads=by_heads,
     )  # fmt: skip
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
     program = steps.StepProgram(definition, spec)
@@ -298,13 +301,14 @@ def compiled_on_mesh(
 
     def placed(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = {getattr(key, "name", getattr(key, "key", "")) for key in path}
-        is_split = names & {"banks", "gate_up", "down", *EXPERT_LEAVES}
+        of_heads = {"cache", *HEAD_LEAVES} if by_heads else set()
+        is_split = names & {"banks", "gate_up", "down", *EXPERT_LEAVES, *of_heads}
         shape = (count * leaf.shape[0], *leaf.shape[1:]) if is_split else leaf.shape
         sharding = mesh.split() if is_split else mesh.replicated
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     operands = jax.tree_util.tree_map_with_path(placed, operands)
-    parts: Any = (REPLICATED, specs_of(operands[1]), REPLICATED, REPLICATED)
+    parts: Any = (*map(specs_of, operands[:2]), REPLICATED, REPLICATED)
     several = mesh.map(lambda *given: step(*given), operands, steps.StepResult(*parts))
     with described(GPU):
         traced = jax.jit(several, donate_argnums=(0, 1)).trace(*operands)
@@ -316,16 +320,19 @@ def compiled_on_mesh(
 def print_mesh() -> None:
     """A line a case: name; temporary bytes, aliased and donated ones of a GPU, launches, sums."""
     config = with_layers(CONFIGS["Qwen3-30B-A3B"], 2)
-    for name, slots in (("resident", 0), ("slots", 32)):
-        for mesh in (None, mesh_of_gpus(2)):
-            program, pool = compiled_on_mesh(config, slots, mesh)
-            memory, text = program.memory_analysis(), program.as_text()
-            assert memory is not None
-            print(
-                f"{name}_{mesh.size if mesh else 1}", memory.temp_size_in_bytes,
-                memory.alias_size_in_bytes, num_bytes(pool), num_launches(text),
-                len(re.findall(r" all-reduce(?:-start)?\(", text)), flush=True,
-            )  # fmt: skip
+    two = mesh_of_gpus(2)
+    by_heads = dataclasses.replace(two, splits_heads=True)
+    cases = [(name, slots, mesh) for name, slots in (("resident", 0), ("slots", 32))
+             for mesh in (None, two)]  # fmt: skip
+    for name, slots, mesh in [*cases, ("heads", 0, by_heads)]:
+        program, pool = compiled_on_mesh(config, slots, mesh)
+        memory, text = program.memory_analysis(), program.as_text()
+        assert memory is not None
+        print(
+            f"{name}_{mesh.size if mesh else 1}", memory.temp_size_in_bytes,
+            memory.alias_size_in_bytes, num_bytes(pool), num_launches(text),
+            len(re.findall(r" all-reduce(?:-start)?\(", text)), flush=True,
+        )  # fmt: skip
 
 
 def num_launches(text: str) -> int:

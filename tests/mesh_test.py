@@ -32,16 +32,25 @@ from moejax.checkpoints.experts import ExpertReader
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.reader import CheckpointReader
 from moejax.checkpoints.sizes import checkpoint_sizes
-from moejax.devices import MESH_AXIS, REPLICATED, DeviceMesh, device_nbytes, make_mesh
+from moejax.devices import (
+    MESH_AXIS,
+    REPLICATED,
+    DeviceMesh,
+    device_nbytes,
+    make_mesh,
+    mesh_size,
+)
 from moejax.experts.budget import Limits
 from moejax.experts.load import _rows_of
 from moejax.experts.share_rows import ShareRows
 from moejax.experts.tiering import STORED, StoredTier, Tiering
 from moejax.inference.generation import GenerationSettings
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
 from moejax.models.layer_index import layer_indices
 from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.models.moe import ResidentExperts
+from moejax.models.shapes import SHAPES
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.weights.linear import Kernels
 from scripts.studies.speed.whole_experts import WholeExperts
@@ -63,6 +72,8 @@ CONFIGS = {"qwen3": QWEN, "tied": dataclasses.replace(QWEN, tied_embeddings=True
 }
 
 
+CONFIGS["small"] = dataclasses.replace(QWEN, num_layers=2, moe_layers=(1,), expert_dim=64)
+CONFIGS["heads"] = dataclasses.replace(QWEN, num_heads=16, num_kv_heads=8, head_dim=24)
 CONFIGS["joint"] = dataclasses.replace(CONFIGS["joint"], shared_dim=0)  # OLMoE shares nothing
 # GLM-4.7-Flash: DeepSeek-V3's attention and router, without groups of experts.
 CONFIGS["flash"] = dataclasses.replace(
@@ -146,30 +157,36 @@ class MeshTest(FolderTestCase):
         self.addCleanup(engine.close)
         return engine
 
-    @slow.where(lambda case: case != ("qwen3", "int4", 8))
+    @slow.where(lambda case: case not in (("qwen3", "int4", "8"), ("small", "plain", "2,heads")))
     @parameterized.product(
         case=(
-            ("qwen3", "int4", 8),  # 12 groups: uneven
-            ("qwen3", "int3", 4),
-            ("qwen3", "int2", 2),
-            ("shared", "plain", 2),
-            ("tied", "plain", 4),
-            ("latent", "plain", 4),
-            ("delta", "plain", 2),
-            ("sigmoid", "int3", 8),
-            ("joint", "plain", 2),
-            ("biased", "plain", 4),
-            ("by_part", "plain", 2),
-            ("flash", "plain", 4),
+            ("qwen3", "int4", "8"),  # 12 groups: uneven
+            ("qwen3", "int3", "4"),
+            ("qwen3", "int2", "2"),
+            ("shared", "plain", "2"),
+            ("tied", "plain", "4"),
+            ("latent", "plain", "4"),
+            ("delta", "plain", "2"),
+            ("sigmoid", "int3", "8"),
+            ("joint", "plain", "2"),
+            ("biased", "plain", "4"),
+            ("by_part", "plain", "2"),
+            ("flash", "plain", "4"),
+            ("small", "plain", "2,heads"),
+            ("heads", "int4", "8,heads"),
+            ("heads", "int3", "4,heads"),
+            ("delta", "plain", "2,heads"),  # gates of heads
+            ("biased", "plain", "2,heads"),
         ),
     )
     def test_mesh_answers_as_one_device(self, case):
-        kind, form, count = case
+        kind, form, mesh = case
+        count, by_heads = mesh_size(mesh), mesh.endswith("heads")
         if kind in ("delta", "joint", "biased", "by_part", "flash"):
             write_random_checkpoint(self.directory, **vars(CONFIGS[kind]))
         else:
             stores()[form](CONFIGS[kind]).write(self.directory)
-        one, several = self.load(), self.load(mesh=str(count))
+        one, several = self.load(), self.load(mesh=mesh)
         expected = one.logits(TOKENS)
         found = several.logits(TOKENS)
         scale = np.abs(expected).max()
@@ -185,19 +202,22 @@ class MeshTest(FolderTestCase):
             engine.score(TOKENS, np.full(2, TOKENS.shape[1]), targets) for engine in (one, several)
         ]
         np.testing.assert_allclose(*scores, rtol=1e-5)
-        # Every device has a share of the experts, some rows of the vocabulary, the rest whole.
+        # Every device has a share of the experts, some rows of the vocabulary, perhaps some heads,
+        # and the rest whole.
         for name, leaf in several.weights.items():
             for array in jax.tree.leaves(leaf):
                 self.assertLen(array.sharding.device_set, count)
                 is_split = name in (*EXPERT_LEAVES, *VOCABULARY_LEAVES)
+                is_split |= by_heads and name in HEAD_LEAVES
                 self.assertEqual(array.is_fully_replicated, not is_split, name)
 
     @pytest.mark.slow
-    def test_a_running_batch(self):
+    @parameterized.parameters("2", "2,heads")
+    def test_a_running_batch(self, mesh):
         Plain(dataclasses.replace(QWEN, expert_dim=192)).write(self.directory)
         how = {"max_new_tokens": 9, "ignore_eos": True}
         expected = [answer.tokens for answer in self.load().generate(PROMPTS, **how)]
-        several = self.load(limits=Limits(slots=3), batch=3, mesh="2")
+        several = self.load(limits=Limits(slots=3), batch=3, mesh=mesh)
         batch = several.continuous_batch(2)
         found = {batch.submit(prompt, GenerationSettings(**how)): [] for prompt in PROMPTS}
         while batch.num_rows:
@@ -206,11 +226,14 @@ class MeshTest(FolderTestCase):
         self.assertEqual([*found.values()], expected)
 
     @slow.where(lambda case: case != ("slots", 2))
-    @parameterized.parameters((("slots", 2),), (("slots", 8),), (("dynaexq", 2),), (("dymoe", 3),))
+    @parameterized.parameters(
+        (("slots", 2),), (("slots", 8),), (("slots", "2,heads"),), (("dynaexq", 2),),
+        (("dymoe", 3),), (("dymoe", "2,heads"),),
+    )  # fmt: skip
     def test_residency_is_invisible_on_a_mesh(self, case):
         """Where experts are changes no bit; who is where, and why, is as on one device."""
-        what, count = case
-        mesh, slots = str(count), QWEN.num_experts
+        what, mesh = case
+        count, slots = mesh_size(mesh), QWEN.num_experts
         Plain(dataclasses.replace(QWEN, expert_dim=192)).write(self.directory)
         if what == "slots":
             limits = Limits(slots=3, prefetch=2)
@@ -241,6 +264,8 @@ class MeshTest(FolderTestCase):
         [tier], pool = some._runner.memory.tiers, some.budget.device
         for name, nbytes in some.budget.run.weights_nbytes.items():
             self.assertEqual(device_nbytes(some.weights[name]), nbytes, name)
+        cache = some._runner._fresh([0], some.budget.run.context)[0].cache
+        self.assertEqual(device_nbytes(cache), pool["KV cache"])
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(tier.pool.banks))
         planned = pool["expert slots"] + pool["transient slots"]
         self.assertEqual(held, count * planned)
@@ -296,10 +321,11 @@ class MeshTest(FolderTestCase):
         (("float32", 4, "resident"),),
         (("float32", 2, "slots"),),
         (("mxfp4", 3, "tiers"),),
+        (("float32", "2,heads", "resident"),),  # sinks, biases of attention
     )
     def test_biases_of_experts_are_cut_as_they_are(self, case):
         """gpt-oss: the down bias is added once, those of gates and ups along the width."""
-        form, count, where = case
+        form, mesh, where = case
         spec = TinyCheckpoint(
             family="gpt_oss", mxfp4=form == "mxfp4",
             fields={"intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.2},
@@ -311,7 +337,7 @@ class MeshTest(FolderTestCase):
         )  # fmt: skip
         how: dict[str, Any] = {"slots": {"limits": Limits(slots=2)}, "tiers": {"policy": tiers}}
         how = how.get(where, {})
-        one, several = self.load(**how), self.load(**how, mesh=str(count))
+        one, several = self.load(**how), self.load(**how, mesh=mesh)
         expected, found = one.logits(TOKENS), several.logits(TOKENS)
         self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
         if case != ("mxfp4", 2, "resident"):
@@ -342,14 +368,35 @@ class MeshTest(FolderTestCase):
         with self.assert_one_line("in units of 32 and their biases in units of 16"):
             self.load(policy=tiers, mesh="2")
 
+    def test_where_attention_is_split(self):
+        qwen, joint, latent = (
+            SHAPES[name] for name in ("Qwen3-30B-A3B", "OLMoE-1B-7B", "DeepSeek-V2-Lite")
+        )
+        how = {"context": 4096, "itemsize": 2}
+        for asked, batch, expected in ((None, 1, False), (None, 16, True), (False, 16, False)):
+            shares = HeadShares(qwen, 4)
+            self.assertEqual(splits_heads(shares, asked, None, batch=batch, **how), expected)
+        for config, count, said in (
+            (qwen, 8, "4 key/value heads"), (joint, 2, "all heads together"), (latent, 2, "latent"),
+        ):  # fmt: skip
+            shares = HeadShares(config, count)
+            refusal = shares.refusal()
+            self.assertIn(said, refusal)
+            self.assertFalse(splits_heads(shares, None, refusal, batch=64, **how))
+            with self.assert_one_line(said):
+                splits_heads(shares, True, refusal, batch=64, **how)
+
     def test_errors_take_one_line(self):
         Packed(QWEN, 4).write(self.directory)
         with self.assert_one_line("mesh=16 takes 16 devices, but JAX sees 8 of the platform cpu"):
             self.load(mesh="16")
         with self.assert_one_line("a mesh does not serve experts from disk yet: raise it to"):
             self.load(mesh="2", limits=Limits(slots=2, host_gib=1e-4))
-        with self.assert_one_line("mesh='two' must be a number of devices"):
-            self.load(mesh="two")
+        for mesh in ("two", "heads", "heads,2"):
+            with self.assert_one_line(f"mesh='{mesh}' must be a number of devices"):
+                self.load(mesh=mesh)
+        with self.assert_one_line("shares of 32 outputs, no multiple of the groups of 48"):
+            self.load(mesh="2,heads")
         biases = {"moe.other_bias": (1,)}
         with (
             mock.patch.object(checkpoints, "weight_shapes", lambda config: biases),
@@ -387,7 +434,7 @@ class MeshTest(FolderTestCase):
             np.testing.assert_array_equal(one, other)
 
     @slow.where(lambda form: form == "int4")
-    @parameterized.parameters("plain", "fused", "int4")
+    @parameterized.parameters("plain", "fused", "int4", "heads")
     def test_two_processes_read_the_files_once(self, form):
         """Each reads its experts and rows of the vocabulary, and both read what both hold."""
         sizes = {"expert_dim": 2048, "model_dim": 32, "num_experts": 2, "moe_layers": (1,)}
@@ -398,7 +445,7 @@ class MeshTest(FolderTestCase):
             write_random_checkpoint(self.directory, dtype=jnp.float32, **vars(config))
         if form == "fused":
             fuse_experts(self.directory)
-        mesh = make_mesh(2, "cpu")
+        mesh = make_mesh("2,heads" if form == "heads" else "2", "cpu")
         reader = CheckpointReader(self.directory, config, dtype=np.dtype(np.float32))
         tensors = [*reader.stored.values()]
         how = {"progress": False, "mesh": mesh}
@@ -408,7 +455,10 @@ class MeshTest(FolderTestCase):
         read_twice = [
             tensor
             for tensor in tensors
-            if not re.search("experts|embed|head", tensor.name)
+            if (
+                not re.search("experts|embed|head", tensor.name)
+                and not (form == "heads" and re.search("[qkv]_proj", tensor.name))
+            )
             or (form == "int4" and "down_proj" in tensor.name)  # rows of 512 bytes
         ]
         with counted_reads() as both:
@@ -419,7 +469,8 @@ class MeshTest(FolderTestCase):
                     mock.patch.object(DeviceMesh, "join", lambda self, parts: parts[0]),
                 ):
                     found = reader.load(mesh.replicated, **how)
-                for name in (*EXPERT_LEAVES, *VOCABULARY_LEAVES):
+                heads = [name for name in HEAD_LEAVES if form == "heads" and name in found]
+                for name in (*EXPERT_LEAVES, *VOCABULARY_LEAVES, *heads):
                     at = i if name in VOCABULARY_LEAVES else 0
                     pairs = zip(*map(jax.tree.leaves, (whole[name], found[name])), strict=True)
                     for expected, own in pairs:

@@ -14,9 +14,10 @@ from moejax.benchmarking import routing
 from moejax.benchmarking.random_weights import Packing, expert_terms_nbytes, random_weights
 from moejax.benchmarking.shape_memory import ShapeMemories, release, replay
 from moejax.checkpoints import open_checkpoint
-from moejax.config.benchmark import BenchmarkConfig
+from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import (
     DeviceMesh,
+    asked_heads,
     choose_device,
     device_nbytes,
     enable_compilation_cache,
@@ -34,6 +35,7 @@ from moejax.experts.tiering import STORED, Tiering, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
 from moejax.inference.runner import Runner
 from moejax.models.attention import stores_scores
+from moejax.models.head_shares import HeadShares, splits_heads
 from moejax.models.shapes import CONFIGS, with_layers
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -148,7 +150,7 @@ class _ShapeModels:
         packed = self._packing
         layers = f"{self.config.num_layers} layers, " if config.layers else ""
         self.about = f"{config.shape}, {layers}random weights, {packed.describe()}"
-        self._mesh = mesh = make_mesh(config.mesh, config.platform)
+        self._mesh = mesh = self._divided(make_mesh(config.mesh, config.platform))
         self.about += _mesh_text(mesh)
         self._own = self.config  # of the experts that a device has
         if mesh is not None:
@@ -160,10 +162,30 @@ class _ShapeModels:
             unit = math.lcm(*units) if units else None
             shares = shares_of(self.config.expert_dim, mesh.size, unit)
             self._own = dataclasses.replace(self.config, expert_dim=shares.share_width)
+        # The cache's and the workspace's are of a device's heads.
+        self._planned = self._own
+        if mesh is not None and mesh.splits_heads:
+            self._planned = HeadShares(self._own, mesh.size).own
         with plain_memory_errors(device):
             self._memories = ShapeMemories(self._own, packed, device, config.memory.host_gib, mesh)
         self._dense_nbytes = {n: device_nbytes(leaf) for n, leaf in self._memories.dense.items()}
         self._whole: Runner | None = None
+
+    def _divided(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
+        """Splits attention where that is asked for, or pays in the largest batch."""
+        if mesh is None:
+            return None
+        asked = self._asked
+        shares = HeadShares(self.config, mesh.size)
+        refusal = shares.refusal(1 if asked.attention_bits == 16 else asked.group_size)
+        if asked.dense_rank and refusal is None:
+            refusal = "has low-rank compensators"
+        context = asked.context or (asked.prompt_tokens or PROMPT_TOKENS) + asked.new_tokens
+        by_heads = splits_heads(
+            shares, asked_heads(asked.mesh), refusal, batch=max(asked.batches), context=context,
+            itemsize=BFLOAT16_BYTES,
+        )  # fmt: skip
+        return dataclasses.replace(mesh, splits_heads=by_heads)
 
     def load(self, batch: int, gib: float, context: int) -> _LoadedModel:
         """Loads an engine, as `CheckpointModels.load`."""
@@ -272,7 +294,7 @@ class _ShapeModels:
         parts = self._dense_nbytes | {REPLAYED: replayed_nbytes}
         sizes = (BFLOAT16_BYTES, target_of(self.device))
         return RunSizes(
-            config=self._own, weights_nbytes=parts, batch=batch, context=context,
+            config=self._planned, weights_nbytes=parts, batch=batch, context=context,
             chunk=planned_chunk(self.config, batch, context, *sizes),
             platform=self.device.platform, itemsize=BFLOAT16_BYTES,
             stores_scores=stores_scores(self.config, *sizes),
@@ -291,7 +313,8 @@ class _ShapeModels:
 
 
 def _mesh_text(mesh: DeviceMesh | None) -> str:
-    return f", on {mesh.size} devices" if mesh else ""
+    split = ", attention split by heads" if mesh and mesh.splits_heads else ""
+    return f", on {mesh.size} devices{split}" if mesh else ""
 
 
 Models = CheckpointModels | _ShapeModels

@@ -177,7 +177,7 @@ def _measured(
                 asked.batches(batch), runs=config.runs, count=config.count_experts
             )
         runner = loaded.runner
-        bits = bits_of(runner.config, runner.weights, runner.memory)
+        bits = bits_of(models.config, runner.weights, runner.memory)
         peak = report.device_peak_bytes(models.device)
         found = figures.of_times(measured) | figures.of_ledgers(measured)
         found |= figures.of_floor(measured, runner, bandwidth)

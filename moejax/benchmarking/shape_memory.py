@@ -27,6 +27,7 @@ from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.head_shares import HEAD_LEAVES, HeadShares
 from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.models.shapes import one_layer_of
 from moejax.policies.base import AnyPolicy
@@ -99,14 +100,24 @@ class _SyntheticRows:
             np.copyto(part, drawn[(layer * self.num_experts + expert) % NUM_DRAWN])
 
 
-def on_mesh(dense: Mapping[str, Weight], mesh: DeviceMesh) -> dict[str, Weight]:
-    """Gives each device its rows of the vocabulary, and all of the other leaves."""
-    return {
-        name: mesh.split_rows(leaf)
-        if name in VOCABULARY_LEAVES
-        else jax.device_put(leaf, mesh.replicated)
-        for name, leaf in dense.items()
-    }
+def on_mesh(
+    dense: Mapping[str, Weight], mesh: DeviceMesh, config: ModelConfig
+) -> dict[str, Weight]:
+    """Gives each device rows of the vocabulary, heads if they are split, and all of the others."""
+    heads = HeadShares(config, mesh.size)
+
+    def split(name: str, leaf: Weight) -> Weight:
+        if name in VOCABULARY_LEAVES:
+            rows: Weight = mesh.split_rows(leaf)
+            return rows
+        if name not in HEAD_LEAVES or not mesh.splits_heads:
+            return jax.device_put(leaf, mesh.replicated)
+        host = jax.tree.map(np.asarray, leaf)
+        parts = [jax.device_put(heads.take(name, host, i), d) for i, d in mesh.local.items()]
+        joined: Weight = jax.tree.map(lambda *leaves: mesh.join(leaves), *parts)
+        return joined
+
+    return {name: split(name, leaf) for name, leaf in dense.items()}
 
 
 class ShapeMemories:
@@ -127,7 +138,7 @@ class ShapeMemories:
         self._place: Place = mesh.replicated if mesh else device
         self._host_gib = host_gib / (mesh.size if mesh else 1)
         dense = random_weights(config, packing, device, experts=False)
-        self.dense = on_mesh(dense, mesh) if mesh else dense
+        self.dense = on_mesh(dense, mesh, config) if mesh else dense
         jax.block_until_ready(self.dense)
         self._embeddings_on_host = False
         self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}

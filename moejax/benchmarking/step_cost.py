@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from moejax.devices import REPLICATED
+from moejax.devices import REPLICATED, specs_of
 from moejax.inference import steps
 from moejax.inference.runner import Runner, Session
 from moejax.models.config import ModelConfig
@@ -65,6 +65,8 @@ def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float
         return dataclasses.replace(state, cache=cache), mean
 
     operands = session.state, runner.weights
-    program = count if runner.mesh is None else runner.mesh.map(count, operands, REPLICATED)
+    program = count
+    if runner.mesh is not None:
+        program = runner.mesh.map(count, operands, (specs_of(session.state), REPLICATED))
     _, mean = jax.jit(program, donate_argnums=0)(*operands)
     return float(mean)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ from moejax.checkpoints.safetensors_reader import (
 from moejax.devices import DeviceMesh, Place, put, rows_of
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
+from moejax.models.head_shares import HEAD_LEAVES, OUTPUT, QKV, HeadShares
 from moejax.models.hf.names import Placement, multi_token, vision_tower
 from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.weights.qtensor import CodesKind, Compensator, Fp8Tensor, QTensor, Weight
@@ -109,8 +110,9 @@ class CheckpointReader:
 
         `EXPERT_LEAVES` are checked even without `experts`. `progress` shows a bar over the bytes on
         stderr. On a mesh each device gets its share of every expert and of the vocabulary's rows,
-        and all of the other leaves; of several processes each reads what its devices get, where
-        that lies apart (`fill_part`). What is read in part is not compared with its checksum.
+        of attention where that is split, and all of the other leaves; of several processes each
+        reads what its devices get, where that lies apart (`fill_part`). What is read in part is not
+        compared with its checksum.
 
         Raises:
           MoejaxError: a file ended early or has not its checksums; a value does not fit float16.
@@ -133,6 +135,34 @@ class CheckpointReader:
         group_size = kind.group_size if isinstance(kind, CodesKind) else None
         return shares_of(self.config.expert_dim, count, group_size)
 
+    def heads_refusal(self, shares: HeadShares) -> str | None:
+        """Returns why the attention, as it is stored, is not split by heads, or None."""
+        qkv, output = self.leaves[QKV], self.leaves[OUTPUT]
+        if not (qkv.splits_by_rows and output.splits_by_rows):
+            return "is in FP8, permuted (act-order) or has low-rank compensators"
+        kind = output.kind
+        return shares.refusal(kind.group_size if isinstance(kind, CodesKind) else 1)
+
+    def _cut_of(self, plan: LeafPlan, mesh: DeviceMesh) -> "_Cut | None":
+        """Returns how devices of a mesh share a leaf; None where each has all, or rows of it."""
+        name = plan.name
+        if name in EXPERT_LEAVES:
+            refuse_shares(plan)
+        if name in (*EXPERT_LEAVES, *EXPERT_BIASES):
+            shares = self.shares(mesh.size)
+            gate_up, down = shares.windows(mesh.local)
+            return {
+                EXPERT_LEAVES[0]: _Cut(shares.gate_up, gate_up),
+                EXPERT_LEAVES[1]: _Cut(shares.down, down),
+                EXPERT_BIASES[0]: _Cut(shares.gate_up_bias, EVERYTHING),
+                EXPERT_BIASES[1]: _Cut(shares.down_bias, EVERYTHING),
+            }[name]
+        if name in HEAD_LEAVES and mesh.splits_heads:
+            heads = HeadShares(self.config, mesh.size)
+            take = functools.partial(heads.take, name)
+            return _Cut(take, heads.window(name, mesh.local))
+        return None
+
     def _read_leaf(
         self, name: str, place: Place, mesh: DeviceMesh | None, advance: Advance
     ) -> Weight:
@@ -143,11 +173,10 @@ class CheckpointReader:
                 "%s is dequantized to %s while it is loaded: %s",
                 name, plan.dtype.name, plan.mixture,
             )  # fmt: skip
-        if mesh is not None and name in EXPERT_LEAVES:
-            return _read_shares(plan, self.shares(mesh.size), mesh, advance)
+        if mesh is not None and (cut := self._cut_of(plan, mesh)):
+            return _read_shares(plan, cut, mesh, advance)
         is_split = mesh is not None and name in VOCABULARY_LEAVES and plan.splits_by_rows
-        is_bias = mesh is not None and name in EXPERT_BIASES
-        if is_split or is_bias:
+        if is_split:
             place = jax.local_devices(backend="cpu")[0]
         window = EVERYTHING
         if mesh is not None and is_split and len(mesh.local) < mesh.size:
@@ -164,8 +193,6 @@ class CheckpointReader:
                 memory.finish_layer(layer)
         compensators = read_compensators(plan, place)
         leaf = plan.assemble({n: m.finish() for n, m in memories.items()}, compensators)
-        if mesh is not None and is_bias:
-            return _split_bias(name, np.asarray(leaf), self.shares(mesh.size), mesh)
         if mesh is None or not is_split:
             return leaf
         rows: Weight = mesh.split_rows(leaf)
@@ -271,20 +298,17 @@ def refuse_shares(plan: LeafPlan) -> None:
         )
 
 
-def _split_bias(name: str, bias: np.ndarray, shares: Shares, mesh: DeviceMesh) -> jax.Array:
-    """Gives each device of a mesh its share of a leaf of `EXPERT_BIASES`."""
-    take = shares.gate_up_bias if name == EXPERT_BIASES[0] else shares.down_bias
-    parts = [jax.device_put(take(bias, i), device) for i, device in enumerate(mesh.devices)]
-    return mesh.join(parts)
+class _Cut(NamedTuple):
+    """Cut of a leaf into shares."""
+
+    take: Callable[[Any, int], Any]  # a share, by its number, of the leaf's layers
+    window: Window  # what this process's shares have
 
 
-def _read_shares(plan: LeafPlan, shares: Shares, mesh: DeviceMesh, advance: Advance) -> Weight:
-    """Loads a leaf of experts, of which each device of a mesh gets its share, layer by layer."""
-    refuse_shares(plan)
+def _read_shares(plan: LeafPlan, cut: _Cut, mesh: DeviceMesh, advance: Advance) -> Weight:
+    """Loads a leaf of which each device of a mesh gets its share, layer by layer."""
     memory = {name: np.empty(of.shape[1:], of.dtype) for name, of in plan.arrays.items()}
-    is_gate_up = plan.name == EXPERT_LEAVES[0]
-    take = shares.gate_up if is_gate_up else shares.down
-    window = shares.windows(mesh.local)[0 if is_gate_up else 1]
+    take, window = cut
     whole = plan.assemble(memory)
     stacks: dict[int, Any] = dict.fromkeys(mesh.local)
     for layer, parts in group_by_layer(plan.parts).items():

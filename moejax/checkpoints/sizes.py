@@ -10,6 +10,7 @@ from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.reader import CheckpointReader, refuse_shares
 from moejax.devices import rows_of
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
 from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES, VOCABULARY_LEAVES, leaves_of
 from moejax.weights.qtensor import CodesKind
 from moejax.weights.shares import Shares, shares_of
@@ -23,21 +24,24 @@ class Sizes:
     expert_nbytes: int  # of one expert, without low-rank factors; 0 where there are none
     low_rank_nbytes: int  # low-rank factors of all experts
     expert_form: str  # "int4", or "none"
-    expert_dim: int  # width of an expert on a device: F, or that of a share
+    config: ModelConfig  # of what a device has; on a mesh its shares and rows (`config_of_share`)
     refusal: str | None = None  # why the experts have no form in which they could move
 
 
-def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int = 1) -> Sizes:
+def checkpoint_sizes(
+    checkpoint: Checkpoint, dtype: np.dtype, num_devices: int = 1, *, by_heads: bool = False
+) -> Sizes:
     """Sizes of the leaves that `Checkpoint.load` gives; of a plain checkpoint no file is opened.
 
-    On a mesh of `num_devices` they are those of each device (`config_of_share`).
+    On a mesh of `num_devices` they are those of each device (`config_of_share`); `by_heads`:
+    whether it splits attention.
 
     Raises MoejaxError as `Checkpoint.load`, but for what only reading the weights shows.
     """
     config, directory = checkpoint.config, checkpoint.directory
     if not checkpoint.is_quantized:
         if num_devices > 1:
-            config = config_of_share(config, num_devices, None)
+            config = config_of_share(config, num_devices, None, by_heads=by_heads)
         sizes = shape_sizes(config, dtype, expert_kind=None)
         refusal = str(checkpoint.orbax_is_whole()) if checkpoint.is_orbax else None
         return dataclasses.replace(sizes, refusal=refusal)
@@ -52,13 +56,14 @@ def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int =
             refuse_shares(leaves[leaf])
         kind = leaves[EXPERT_LEAVES[1]].kind
         group_size = kind.group_size if isinstance(kind, CodesKind) else None
-        config = config_of_share(config, num_devices, group_size)
+        config = config_of_share(config, num_devices, group_size, by_heads=by_heads)
         shapes = weight_shapes(config)
         cut = [leaf for leaf in VOCABULARY_LEAVES if leaf in leaves and leaves[leaf].splits_by_rows]
-        biases = [leaf for leaf in EXPERT_BIASES if leaf in leaves]
+        others = (*EXPERT_BIASES, *(HEAD_LEAVES if by_heads else ()))
+        cut += [leaf for leaf in others if leaf in leaves]
         leaves |= {
             leaf: dataclasses.replace(leaves[leaf], shape=shapes[leaf], parts=())
-            for leaf in (*EXPERT_LEAVES, *cut, *biases)
+            for leaf in (*EXPERT_LEAVES, *cut)
         }
     return dataclasses.replace(_sizes(config, leaves), refusal=refusal)
 
@@ -73,15 +78,37 @@ def stored_shares(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int) -> 
     return reader.shares(num_devices)
 
 
-def config_of_share(config: ModelConfig, num_devices: int, group_size: int | None) -> ModelConfig:
+def config_of_share(
+    config: ModelConfig, num_devices: int, group_size: int | None, *, by_heads: bool = False
+) -> ModelConfig:
     """Model of what each device of a mesh has: a share of every expert, rows of the vocabulary.
 
     Args:
       group_size: as of `shares_of`.
+      by_heads: whether it has a share of the heads, too.
     """
     width = shares_of(config.expert_dim, num_devices, group_size).share_width
     rows = rows_of(config.vocab_size, num_devices)
-    return dataclasses.replace(config, expert_dim=width, vocab_size=rows)
+    own = HeadShares(config, num_devices).own if by_heads else config
+    return dataclasses.replace(own, expert_dim=width, vocab_size=rows)
+
+
+def mesh_splits_heads(
+    checkpoint: Checkpoint, asked: bool | None, num_devices: int, *, dtype: np.dtype, batch: int,
+    context: int,
+) -> bool:  # fmt: skip
+    """Whether a mesh splits a checkpoint's attention; see `splits_heads`."""
+    if num_devices == 1:
+        return False
+    shares = HeadShares(checkpoint.config, num_devices)
+    refusal = shares.refusal()
+    if checkpoint.is_quantized and refusal is None:
+        reader = CheckpointReader(
+            checkpoint.directory, checkpoint.config, dtype=dtype, read_bits=checkpoint.read_bits
+        )
+        refusal = reader.heads_refusal(shares)
+    how = {"batch": batch, "context": context, "itemsize": dtype.itemsize}
+    return splits_heads(shares, asked, refusal, **how)
 
 
 def shape_sizes(
@@ -122,5 +149,5 @@ def _sizes(config: ModelConfig, leaves: Mapping[str, LeafPlan]) -> Sizes:
     form = " and ".join(forms) or "none"
     return Sizes(
         weights_nbytes=nbytes, expert_nbytes=expert_nbytes, low_rank_nbytes=terms,
-        expert_form=form, expert_dim=config.expert_dim,
+        expert_form=form, config=config,
     )  # fmt: skip

@@ -413,6 +413,8 @@ def token_importance(
         aggregation=aggregation, sliding_window=attended.window, scale=config.score_scale,
         sinks=attended.sinks,
     )  # fmt: skip
+    if attended.axis:
+        received = jax.lax.pmean(received, attended.axis)
     places = jnp.minimum(attended.positions, received.shape[1] - 1)
     return jnp.take_along_axis(received, places, axis=1).reshape(-1)
 

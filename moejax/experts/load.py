@@ -102,6 +102,7 @@ def load_limited(
     policy, activations, stored, sources, refines, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk, num_devices=mesh.size if mesh else 1,
+        by_heads=mesh is not None and mesh.splits_heads,
     )  # fmt: skip
     if not limits.device_gib:
         check_room(budget.device, room_nbytes(device))
@@ -140,10 +141,9 @@ def load_whole(
     room = room_nbytes(device)
     if room is not None:
         chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-        sizes, config = (
-            checkpoint_sizes(checkpoint, chosen, mesh.size if mesh else 1),
-            checkpoint.config,
-        )
+        count, by_heads = (mesh.size, mesh.splits_heads) if mesh else (1, False)
+        sizes = checkpoint_sizes(checkpoint, chosen, count, by_heads=by_heads)
+        config = checkpoint.config
         experts = len(config.moe_layers) * config.num_experts * sizes.expert_nbytes
         experts += sizes.low_rank_nbytes
         check_room({**sizes.weights_nbytes, "experts": experts}, room)
@@ -177,13 +177,17 @@ def plan_experts(
     context: int,
     chunk: int,
     num_devices: int = 1,
+    by_heads: bool = False,
 ) -> _Planned:
-    """Plans policy, tiers and bytes; arguments and errors as in `load_limited`."""
+    """Plans policy, tiers and bytes; arguments and errors as in `load_limited`.
+
+    `by_heads`: whether a mesh splits attention.
+    """
     config = checkpoint.config
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    own = checkpoint_sizes(checkpoint, chosen, num_devices)
+    own = checkpoint_sizes(checkpoint, chosen, num_devices, by_heads=by_heads)
     run = RunSizes(
-        config=dataclasses.replace(config, expert_dim=own.expert_dim),
+        config=dataclasses.replace(own.config, vocab_size=config.vocab_size),
         weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
         platform=device.platform, itemsize=chosen.itemsize, num_devices=num_devices,
         stores_scores=stores_scores(config, chosen.itemsize, target_of(device)),
@@ -215,7 +219,7 @@ def plan_experts(
         ]
         if num_devices > 1:
             width = _width_of_shares(stored, sources, tiering, chosen, num_devices)
-            run = dataclasses.replace(run, config=dataclasses.replace(config, expert_dim=width))
+            run = dataclasses.replace(run, config=dataclasses.replace(run.config, expert_dim=width))
             if config.expert_bias:
                 biases = stored_shares(checkpoint, chosen, num_devices)
                 _check_cuts(biases, stored, sources, tiering, chosen)
@@ -478,7 +482,7 @@ def _width_of_shares(
     widths = {
         tier.name: shares_of(source.config.expert_dim, num_devices, tiering.group_size).share_width
         if tier.bits
-        else checkpoint_sizes(source, dtype, num_devices).expert_dim
+        else checkpoint_sizes(source, dtype, num_devices).config.expert_dim
         for tier, source in zip(stored, sources, strict=True)
     }
     if len(set(widths.values())) > 1:

@@ -13,6 +13,7 @@ from absl import logging
 from moejax.devices import (
     MESH_AXIS,
     REPLICATED,
+    SPLIT,
     DeviceMesh,
     Place,
     plain_memory_errors,
@@ -52,6 +53,7 @@ from moejax.models.attention import (
     default_attention_impl,
 )
 from moejax.models.config import ModelConfig
+from moejax.models.head_shares import HeadShares
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import ExpertImpl, default_expert_impl
@@ -63,6 +65,7 @@ from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
 from pallas_kernels.target import Choice, target_of
 
 Put = Callable[[Any], jax.Array]  # an array of the host to the device
+_WHOLE: Any = REPLICATED  # in trees of specs, in the place of arrays
 
 
 @dataclasses.dataclass
@@ -137,7 +140,7 @@ class Runner:
     """A model's weights on a device, and the programs that run them.
 
     Attributes:
-      config: the model's shape.
+      config: the model's shape, with the heads that a device has.
       weights: flat dict of layer-stacked leaves, plain or packed, on `device`.
       device: where it runs; on a mesh the first of its devices.
       mesh: the devices that have a share of every expert each; None: there is one device.
@@ -181,6 +184,9 @@ class Runner:
           whole_calls: see `steps.decode` on `fixed_trip_count`; None for what suits the device.
           mesh: devices that run the steps together, `device` the first; None: it alone.
         """
+        by_heads = mesh is not None and mesh.splits_heads
+        if mesh is not None and by_heads:
+            config = HeadShares(config, mesh.size).own
         self.config = config
         self.weights = weights
         self.device = device
@@ -197,8 +203,10 @@ class Runner:
         self._expert_impl = expert_impl
         definition = model_definition(
             config, self.kernels, holds_experts=memory is None,
-            share_axis=MESH_AXIS if mesh else "",
+            share_axis=MESH_AXIS if mesh else "", by_heads=by_heads,
         )  # fmt: skip
+        kept: Any = SPLIT if by_heads else REPLICATED
+        self._cache_specs = KVCache(kept, kept, _WHOLE, _WHOLE)
         self._program = steps.StepProgram(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
         self.memory, self.planned, self.one_stream = memory, PlannedSizes(), False
@@ -321,6 +329,7 @@ class Runner:
         decoding, emitted = self._call(
             steps.first_token, (program, all_greedy), (state.cache, keys, seen), self.weights,
             state.last_hidden, device_lengths, sampling, eos_by_row,
+            results=(self._decode_specs, REPLICATED),
         )  # fmt: skip
         return Session(
             decoding,
@@ -339,7 +348,7 @@ class Runner:
         self.planned.check(num_lanes + 1, cache_length)  # a chunk of a prompt copies its lane
         static = (self.config, cache_length, self.dtype)
         seeds = self._put(np.zeros(num_lanes, np.uint32))
-        state = self._call(steps.empty_lanes, static, (), seeds)
+        state = self._call(steps.empty_lanes, static, (), seeds, results=self._decode_specs)
         rests = [GenerationSettings()] * num_lanes
         none = steps.StepOutput(self._put(np.zeros((num_lanes, 0), np.int32)), None)
         return Session(
@@ -409,7 +418,9 @@ class Runner:
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
         """Ends the rows of bool[B] from the next call on."""
-        session.state = self._call(steps.end_rows, (), (session.state,), self._put(ended))
+        session.state = self._call(
+            steps.end_rows, (), (session.state,), self._put(ended), results=self._decode_specs
+        )
 
     def decode(
         self, session: Session, num_steps: int, buffer_length: int, whole: bool = True
@@ -572,7 +583,14 @@ class Runner:
         if self._recorder is not None:
             self._recorder.begin(len(seeds))
         static = (self.config, cache_length, self.dtype)
-        return self._call(steps.init_batch, static, (), self._put(np.asarray(seeds, np.uint32)))
+        results = steps.PrefillState(self._cache_specs, _WHOLE), REPLICATED
+        return self._call(
+            steps.init_batch, static, (), self._put(np.asarray(seeds, np.uint32)), results=results
+        )
+
+    @property
+    def _decode_specs(self) -> steps.DecodeState:
+        return steps.DecodeState(self._cache_specs, *[_WHOLE] * 6)
 
     def _failure_count(self) -> int:
         return self.memory.failure_count() if self.memory else 0
@@ -596,9 +614,8 @@ class Runner:
             experts, rows = (memory.pool, memory.store) if memory else (None, None)
             inputs = steps.StepInputs(self.weights, rows)
             results: Any = REPLICATED
-            if self.mesh is not None and experts is not None:
-                parts: Any = (REPLICATED, specs_of(experts), REPLICATED, REPLICATED)
-                results = steps.StepResult(*parts)
+            if self.mesh is not None:
+                results = steps.StepResult(specs_of(state), specs_of(experts), _WHOLE, _WHOLE)
             found = self._call(
                 function, static, (state, experts), inputs, *operands, results=results
             )

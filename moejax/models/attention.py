@@ -277,6 +277,7 @@ class Attended(NamedTuple):
     token_mask: jax.Array  # bool[B, T], False for padding
     window: int | None = None  # tokens that a query sees, itself included; None: all
     sinks: jax.Array | None = None  # [H], see `cached_attention`
+    axis: str = ""  # of a mesh whose devices have other heads; "": these are all
 
 
 class AttentionFn(Protocol):
@@ -398,7 +399,8 @@ class Heads(NamedTuple):
 class Attention(StackedModule):
     """Projections, biases and head norms of all U layers that attend.
 
-    `norm`, [L, D], is that before the mixing of every layer, whatever it mixes by.
+    `norm`, [L, D], is that before the mixing of every layer, whatever it mixes by. Over `axis` of a
+    mesh, if that is not "", devices have other heads, and add what these give.
     """
 
     part = "attention"
@@ -410,9 +412,11 @@ class Attention(StackedModule):
         rngs: nnx.Rngs,
         dtype: jnp.dtype,
         kernels: ops.Kernels = ops.NO_KERNELS,
+        axis: str = "",
     ):
         self.config = config
         self.kernels = kernels
+        self.axis = axis
         self.norm = stacked_parameter("attention.norm", config, rngs, dtype)
         if not config.attention_layers:
             return
@@ -481,7 +485,10 @@ class Attention(StackedModule):
         if gate is not None:
             attended = attended * jax.nn.sigmoid(gate)
         flat = attended.reshape(*attended.shape[:2], -1)
-        out = self.linear(flat, "o_proj", layer)
+        parts = jnp.dtype(jnp.float32) if self.axis else None
+        out = self.linear(flat, "o_proj", layer, parts)
+        if self.axis:
+            out = jax.lax.psum(out, self.axis).astype(flat.dtype)
         if self.config.attention_bias and self.config.output_bias:
             out = out + self.o_bias[layer][None, None]
         return out

@@ -133,14 +133,18 @@ class Transformer(nnx.Module):
         kernels: ops.Kernels = ops.NO_KERNELS,
         holds_experts: bool = True,
         share_axis: str = "",
+        by_heads: bool = False,
     ):
         self.config = config
         self.kernels = kernels
         self.holds_experts = holds_experts
         self.share_axis = share_axis
         self.embed = stacked_parameter("embed", config, rngs, dtype)
-        mixer = LatentAttention if config.latent else Attention
-        self.attention = mixer(config, rngs=rngs, dtype=dtype, kernels=kernels)
+        how: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "kernels": kernels}
+        if config.latent:
+            self.attention: Attention | LatentAttention = LatentAttention(config, **how)
+        else:
+            self.attention = Attention(config, axis=share_axis if by_heads else "", **how)
         if config.delta_net:
             self.delta = DeltaNet(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.mlp_norm = stacked_parameter("mlp_norm", config, rngs, dtype)
@@ -339,6 +343,8 @@ class Transformer(nnx.Module):
         attended = None
         if index.is_sparse and isinstance(attend, CachedAttention):
             attended = attend.take_attended()
+            if attended is not None and isinstance(self.attention, Attention):
+                attended = attended._replace(axis=self.attention.axis)
         out, carry, record = self.mlp_block(x, index, token_mask, experts, carry, attended)
         x = x + out
         return rounded(x) if x.shape[1] > 1 or self._is_for_cpu else x, carry, record
@@ -571,6 +577,7 @@ def model_definition(
     *,
     holds_experts: bool = True,
     share_axis: str = "",
+    by_heads: bool = False,
 ) -> nnx.GraphDef[Transformer]:
     """Builds the graph of a Transformer without weights; allocates nothing.
 
@@ -578,12 +585,13 @@ def model_definition(
       holds_experts: False where its experts come from elsewhere (`Experts`).
       share_axis: axis of a mesh whose devices have a share of every expert each, and may have rows
         of the vocabulary; "": none.
+      by_heads: whether they have the heads of `config` each, of more (`head_shares`).
     """
 
     def build() -> Transformer:
         return Transformer(
             config, rngs=nnx.Rngs(0), kernels=kernels, holds_experts=holds_experts,
-            share_axis=share_axis,
+            share_axis=share_axis, by_heads=by_heads,
         )  # fmt: skip
 
     abstract = nnx.eval_shape(build)

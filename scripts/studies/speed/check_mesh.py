@@ -1,6 +1,7 @@
 """Compares a mesh with one device on random weights of a real shape, kernels included.
 
     python -m scripts.studies.speed.check_mesh --devices=2
+    python -m scripts.studies.speed.check_mesh --devices=2,heads
     python -m scripts.studies.speed.check_mesh --devices=2 --shape=tiny --group_size=32
 
 Prints the relative difference of the logits of mesh and device, and how many greedy tokens agree;
@@ -28,6 +29,7 @@ from moejax.experts.state import TierSpec
 from moejax.inference.batch import RowBatch, raise_errors
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
+from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import CONFIGS, with_layers
 from scripts.studies.speed.whole_experts import WholeExperts
@@ -43,10 +45,12 @@ NUM_TOKENS, BATCH, LENGTH = 32, 2, 64
 MOST_ERROR = 0.03  # of bfloat16 sums in another order, over a few layers
 
 
-def split(rows: ShareRows, weights: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+def split(
+    rows: ShareRows, weights: dict[str, Any], mesh: DeviceMesh, config: ModelConfig
+) -> dict[str, Any]:
     """Weights on a mesh: a share of every expert on each device, and all else."""
     found: dict[str, Any] = on_mesh(
-        {name: leaf for name, leaf in weights.items() if name not in EXPERT_LEAVES}, mesh
+        {name: leaf for name, leaf in weights.items() if name not in EXPERT_LEAVES}, mesh, config
     )
     for name, take in zip(EXPERT_LEAVES, (rows.shares.gate_up, rows.shares.down), strict=True):
         host = jax.tree.map(np.asarray, weights[name])
@@ -89,7 +93,7 @@ def main(_: Sequence[str]) -> None:
     packing = Packing(bits=bits, attention_bits=bits, group_size=_GROUP_SIZE.value)
     weights = random_weights(config, packing, device)
     rows = ShareRows(WholeExperts(weights[EXPERT_LEAVES[0]], weights[EXPERT_LEAVES[1]]), mesh.size)
-    shared = split(rows, weights, mesh)
+    shared = split(rows, weights, mesh, config)
     dense = {name: leaf for name, leaf in shared.items() if name not in EXPERT_LEAVES}
     slots = max(1, config.num_experts * _SLOTS.value // 8)
     memory = in_slots(rows, mesh, slots, config.experts_per_token)

@@ -3,9 +3,10 @@
 #   scripts/studies/speed/two_gpus.sh OUT                              # rows: OUT/*.jsonl, logs: OUT/*.log
 #   scripts/studies/speed/two_gpus.sh OUT Mixtral-8x7B "(8.,12.,16.)"    # another shape and its budgets
 # First what checks the mesh; then one GPU, resident on card 0 and under budgets on card 1, at once; then
-# both. A part that takes too long is stopped, and what it measured stays.
+# both, as a mesh of MESH (2; 2,heads splits attention). A part that takes too long is stopped, and what it
+# measured stays.
 set -u
-out=$1 name=${2:-Qwen3-30B-A3B} gib=${3:-(4.,8.,12.)} python=${PYTHON:-python3}
+out=$1 mesh=${MESH:-2} name=${2:-Qwen3-30B-A3B} gib=${3:-(4.,8.,12.)} python=${PYTHON:-python3}
 mkdir -p "$out"
 export NCCL_LAUNCH_ORDER_IMPLICIT=1 NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1  # no NVLink multicast
 shape=(--config.shape="$name" --config.bits=4 --config.attention_bits=4 --config.new_tokens=96
@@ -21,10 +22,10 @@ bench() {  # name, most seconds, flags
   tail -n 12 "$out/$name.log" | cut -c1-240
 }
 
-timeout -k 10 120 "$python" -m scripts.studies.speed.check_mesh --devices=2 --shape="$name" 2>&1 | tail -n 6 | cut -c1-300
+timeout -k 10 120 "$python" -m scripts.studies.speed.check_mesh --devices="$mesh" --shape="$name" 2>&1 | tail -n 6 | cut -c1-300
 echo "== checked, after $SECONDS s"
 CUDA_VISIBLE_DEVICES=0 bench one_resident 200 "${resident[@]}" &
 CUDA_VISIBLE_DEVICES=1 bench one_budgets 200 "${budgets[@]}" &
 wait
-bench two_resident 130 "${resident[@]}" --config.mesh=2
-bench two_budgets 140 "${budgets[@]}" --config.mesh=2
+bench two_resident 130 "${resident[@]}" --config.mesh="$mesh"
+bench two_budgets 140 "${budgets[@]}" --config.mesh="$mesh"
