@@ -495,11 +495,11 @@ class MeshTest(FolderTestCase):
         twice = sum(tensor.num_bytes for tensor in of_experts if tensor in read_twice)
         self.assertEqual(sum(moving), sum(t.num_bytes for t in of_experts) + twice)
 
-    @parameterized.parameters("", "--config.memory.slots=3")
+    @parameterized.parameters(("2",), ("2", "--config.memory.slots=3"), ("2,heads",))
     @pytest.mark.slow
-    def test_two_processes_answer_as_one(self, limit):
+    def test_two_processes_answer_as_one(self, mesh, *limit):
         how = ["--prompt=The history of", "--config.max_new_tokens=6", "--config.platform=cpu",
-               "--config.temperature=0", "--config.mesh=2", *filter(None, [limit])]  # fmt: skip
+               "--config.temperature=0", f"--config.mesh={mesh}", *limit]  # fmt: skip
         [alone] = run_together([how], num_devices=2)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
