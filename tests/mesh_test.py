@@ -433,33 +433,39 @@ class MeshTest(FolderTestCase):
         for one, other in zip(rows[2], rows[3], strict=True):
             np.testing.assert_array_equal(one, other)
 
-    @slow.where(lambda form: form == "int4")
-    @parameterized.parameters("plain", "fused", "int4", "heads")
+    @slow.where(lambda form: "int4" in form)
+    @parameterized.parameters("plain", "fused", "int4", "plain heads", "int4 heads")
     def test_two_processes_read_the_files_once(self, form):
         """Each reads its experts and rows of the vocabulary, and both read what both hold."""
-        sizes = {"expert_dim": 2048, "model_dim": 32, "num_experts": 2, "moe_layers": (1,)}
-        config = dataclasses.replace(QWEN, **sizes)  # half of a row of down is two pages
-        if form == "int4":
+        sizes: dict[str, Any] = {"model_dim": 32, "num_experts": 2, "moe_layers": (1,)}
+        sizes |= {"expert_dim": 2048, "head_dim": 24}  # half of a row of down is a page
+        config, by_heads = dataclasses.replace(QWEN, **sizes), "heads" in form
+        is_packed = "int4" in form
+        if is_packed:
             Packed(config, 4).write(self.directory)
         else:
             write_random_checkpoint(self.directory, dtype=jnp.float32, **vars(config))
         if form == "fused":
             fuse_experts(self.directory)
-        mesh = make_mesh("2,heads" if form == "heads" else "2", "cpu")
+        mesh = make_mesh("2,heads" if by_heads else "2", "cpu")
         reader = CheckpointReader(self.directory, config, dtype=np.dtype(np.float32))
         tensors = [*reader.stored.values()]
         how = {"progress": False, "mesh": mesh}
         with counted_reads() as alone:
             whole = reader.load(mesh.replicated, **how)
         self.assertEqual(sum(alone), sum(tensor.num_bytes for tensor in tensors))
+        checkpoint = open_checkpoint(str(self.directory))
+        planned = checkpoint_sizes(checkpoint, np.dtype(np.float32), 2, by_heads=by_heads)
+        for name, nbytes in planned.weights_nbytes.items():
+            self.assertEqual(device_nbytes(whole[name]), nbytes, name)
         read_twice = [
             tensor
             for tensor in tensors
             if (
                 not re.search("experts|embed|head", tensor.name)
-                and not (form == "heads" and re.search("[qkv]_proj", tensor.name))
+                and not (by_heads and re.search("[qkv]_proj", tensor.name))
             )
-            or (form == "int4" and "down_proj" in tensor.name)  # rows of 512 bytes
+            or (is_packed and "down_proj" in tensor.name)  # rows of 512 bytes
         ]
         with counted_reads() as both:
             for i, device in mesh.local.items():
@@ -469,7 +475,7 @@ class MeshTest(FolderTestCase):
                     mock.patch.object(DeviceMesh, "join", lambda self, parts: parts[0]),
                 ):
                     found = reader.load(mesh.replicated, **how)
-                heads = [name for name in HEAD_LEAVES if form == "heads" and name in found]
+                heads = [name for name in HEAD_LEAVES if by_heads and name in found]
                 for name in (*EXPERT_LEAVES, *VOCABULARY_LEAVES, *heads):
                     at = i if name in VOCABULARY_LEAVES else 0
                     pairs = zip(*map(jax.tree.leaves, (whole[name], found[name])), strict=True)
