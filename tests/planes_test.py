@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 from typing import ClassVar
@@ -15,9 +16,10 @@ from absl.testing import absltest, parameterized
 
 from moejax import benchmark, plan, profile_experts
 from moejax.checkpoints import open_checkpoint
-from moejax.checkpoints.experts import open_experts
+from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.verify import verify_checkpoint
 from moejax.engine import Engine
+from moejax.errors import MoejaxError
 from moejax.experts import load
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import StoredTier, Tiering, open_tier
@@ -611,18 +613,9 @@ class PlanesCheckpointTest(QuantizeTestCase):
                 self.assertEqual(high.spec.shares_slots, slots == (2, 2))
                 if high.spec.shares_slots:
                     self.assertEqual(low.spec.cache.slots, 4)
-                    self.check_bytes(engine.budget, {"int4": high, "int2": low})
+                    check_bytes(self, engine.budget, "int4", high)
+                    check_bytes(self, engine.budget, "int2", low)
         self.assertEqual(*found)
-
-    def check_bytes(self, budget, tiers):
-        """Planned bytes of slots, tables and rows are those that are allocated."""
-        for name, tier in tiers.items():
-            parts = ("expert slots", "transient slots", "residency tables")
-            planned = sum(budget.device.get(f"{part}, {name}", 0) for part in parts)
-            allocated = nbytes_of((tier.pool.banks, tier.pool.residency, tier.pool.counts))
-            self.assertEqual(planned, allocated + nbytes_of(tier.store.row_of), name)
-            rows = nbytes_of((tier.store.gate_up, tier.store.down))
-            self.assertEqual(budget.host[f"experts, {name}"], rows)
 
     def test_tiers_whose_experts_move_between_steps_have_copies(self):
         job = self.planes_job()
@@ -635,6 +628,50 @@ class PlanesCheckpointTest(QuantizeTestCase):
         self.assertEqual(status, 0, err)
         self.assertIn("experts move between steps", "\n".join(logs.output))
         self.assertNotIn("base planes", out)
+
+
+class PlanesOnDiskTest(QuantizeTestCase):
+    fields: ClassVar[dict] = {
+        "num_kv_heads": 4, "expert_dim": 64, "mlp_dim": 64, "num_experts": 32,
+    }  # fmt: skip
+
+    def test_planes_in_shared_slots_are_read_from_the_disk(self):
+        job = self.job(bits=4, planes=(2, 4), plane_weight=0.9)
+        quantize_checkpoint(job)
+        plane, tokens = 3 * 64 * 64 * 2 // 8, [list(range(3, 20))]
+        open_engine = functools.partial(Engine.from_pretrained, job.output, progress=False)
+        tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(4, 4))
+        with open_engine(policy=tiering) as engine:
+            expected = engine.generate(tokens, max_new_tokens=8)[0].tokens
+        # Of 64 planes of each kind some 40, and blocks on their way.
+        limits = Limits(host_gib=45 * (plane + plane * 3 // 2) / 2**30, transient=4)
+        with open_engine(policy=tiering, limits=limits) as engine:
+            memory, budget = engine._runner.memory, engine.budget
+            self.assertTrue(all(0 < tier.host_rows < 64 for tier in budget.tiers))
+            for _ in range(2):
+                self.assertEqual(engine.generate(tokens, max_new_tokens=8)[0].tokens, expected)
+            with (
+                mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("a bad sector")),
+                self.assertRaisesRegex(MoejaxError, "a bad sector"),
+            ):
+                engine.generate([list(range(40, 90))], max_new_tokens=8)
+            self.assertEqual(engine.generate(tokens, max_new_tokens=8)[0].tokens, expected)
+            memory.read_counters()
+            for name, tier in zip(("int4", "int2"), memory.tiers, strict=True):
+                self.assertEqual(tier.spec.shares_slots, name == "int4")
+                self.assertGreater(tier.ledger.disk["waits"], 0, name)
+                self.assertGreater(tier.disk.cache.evictions, 0, name)
+                check_bytes(self, budget, name, tier)
+
+
+def check_bytes(test, budget, name, tier):
+    """Planned bytes of slots, tables and rows are those that are allocated."""
+    parts = ("expert slots", "transient slots", "residency tables")
+    planned = sum(budget.device.get(f"{part}, {name}", 0) for part in parts)
+    pool = (tier.pool.banks, tier.pool.residency, tier.pool.counts, tier.pool.used)
+    test.assertEqual(planned, nbytes_of(pool) + nbytes_of(tier.store.row_of), name)
+    rows = nbytes_of((tier.store.gate_up, tier.store.down))
+    test.assertEqual(budget.host[f"experts, {name}"], rows)
 
 
 def nbytes_of(tree):

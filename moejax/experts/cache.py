@@ -98,13 +98,17 @@ class TierMemory:
         if self.spec.read is not None:
             used = jnp.zeros((cache.num_layers, cache.num_experts), jnp.int32, device=place)
         rows = self.store.gate_up, self.store.down
-        content, num_banks = residency.empty(cache), cache.banks
-        if self.spec.shares_slots:
-            num_banks, content = 0, dataclasses.replace(content, table=content.table[:, :0])
+        num_banks = 0 if self.spec.shares_slots else cache.banks
         banks = tuple(jax.tree.map(slots, rows) for _ in range(num_banks))
-        state = (content, residency.no_counts(cache.num_layers))
+        state = (self._empty_tables(), residency.no_counts(cache.num_layers))
         tables, counts = put(state, place)
         return TierSlots(banks, tables, counts, used)
+
+    def _empty_tables(self) -> residency.Residency:
+        content = residency.empty(self.spec.cache)
+        if self.spec.shares_slots:  # the next tier's has the planes of both
+            content = dataclasses.replace(content, table=content.table[:, :0])
+        return content
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -172,8 +176,15 @@ class TierMemory:
         except jax.errors.JaxRuntimeError:
             self.reallocate()
         self._forgotten = self.failures
+        self._forget()
+
+    def _forget(self) -> None:
+        """Empties the slots, and those that it shares."""
+        if self.spec.shares_slots:
+            assert self.base is not None
+            self.base._forget()
         used = None if self.pool.used is None else np.zeros(self.pool.used.shape, np.int32)
-        state = {"residency": residency.empty(self.spec.cache), "used": used}
+        state = {"residency": self._empty_tables(), "used": used}
         state = put(state, self.pool.residency.clock.sharding)
         self.pool = dataclasses.replace(self.pool, **state)
 
@@ -577,8 +588,8 @@ def _check_shared(tier: TierMemory, base: TierMemory) -> None:
         raise ValueError("planes of different sizes cannot share slots: both are of 2 bits")
     if tier.spec.cache != base.spec.cache or tier.spec.cache.planes != 2:
         raise ValueError("tiers that share slots have the same ones, each of one of 2 planes")
-    if any(of.spec.emulated or of.spec.read is not None for of in (tier, base)):
-        raise ValueError("experts in shared slots are real, and all in host memory")
+    if tier.spec.emulated or base.spec.emulated:
+        raise ValueError("experts in shared slots are real")
 
 
 def preload(

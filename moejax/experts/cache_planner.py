@@ -152,6 +152,8 @@ class CachePlanner:
           refined: bool[L], those of which the refinement is, too.
         """
         operands = [TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)]
+        ids = self._in_memory(1, rows_of[1], layer, ids)
+        refined &= self._in_memory(0, rows_of[0], layer, ids) >= 0
         tables, found = _planes_predicted(
             operands, jnp.int32(layer), ids, refined, token_mask, forms=self.forms(1),
             by_kernel=self.refusal(len(ids)) is None,
@@ -173,14 +175,18 @@ class CachePlanner:
           layer: the coming one.
           ids: int32[L], experts that it will probably need; -1: none.
         """
-        (spec,) = self.tiers
-        if spec.read is not None:  # nobody waits for the disk on a guess
-            ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
+        ids = self._in_memory(0, row_of, layer, ids)
         tables, found = _predicted(
             TierOperands(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
             form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
         )  # fmt: skip
         return found, _with(slots, tables)
+
+    def _in_memory(self, index: int, row_of: jax.Array, layer: Index, ids: jax.Array) -> jax.Array:
+        """The experts to prefetch without those on the disk: nobody waits for it on a guess."""
+        if self.tiers[index].read is None:
+            return ids
+        return jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
 
 
 def _tables(slots: TierSlots) -> Tables:

@@ -241,8 +241,11 @@ class CachedExperts(Experts):
         tiers = fetch_together(steps, tiers, *at, [plan.admitted for plan in plans])
         if decision is None:
             served = [jnp.broadcast_to(token_mask[:, None], ids.shape)]
+        uses = [*served]
+        if steps[0].spec.shares_slots:  # both read the base plane
+            uses[1] |= served[0]
         for i, step in enumerate(steps):
-            tiers[i] = step.note_uses(tiers[i], layer.mlp, ids, served[i])
+            tiers[i] = step.note_uses(tiers[i], layer.mlp, ids, uses[i])
         if decision is not None and self.is_grouped(ids.size):
             slot, stacks = found.slot, []
             for i, step in enumerate(steps):

@@ -276,10 +276,10 @@ def _by_planes(
     """Plans a first tier of one plane over a second one, of the same checkpoint.
 
     So an expert in high precision counts once (DynaExq eq. 3.5). The second tier has every expert;
-    where there is no room for that, planes of equal size share slots. Returns None where neither
-    can be: the second tier is not one plane and the first one that and one more, planes differ and
-    there is no room for every expert of the second, the policy moves experts between steps, or host
-    memory has no room for all rows. Then each tier has whole copies.
+    where there is no room for that, or some planes are on the disk alone, planes of equal size
+    share slots. Returns None where neither can be: the second tier is not one plane and the first
+    one that and one more, or planes would share slots that differ in size, or under a policy that
+    moves experts between steps. Then each tier has whole copies.
     """
     planes = [layout.PREFIX_PLANES.get(bits, ()) for bits in widths]
     if [len(prefix) for prefix in planes] != [2, 1] or planes[0][:1] != planes[1]:
@@ -293,18 +293,15 @@ def _by_planes(
         is_full = second.slots == second.num_experts and second.banks == 1
         if is_full and all(tier.host_share == 1 for tier in found.tiers):
             return found
-    reason = "that needs the base plane of every expert on the device"
+    reason = "that needs every base plane on the device and every plane in host memory"
     if planes[0][0] == planes[0][1] and may_share:
         try:
-            found = plan(
+            return plan(
                 [
                     dataclasses.replace(high, planes=2, shares_slots=True),
                     dataclasses.replace(low, planes=2),
                 ]
             )
-            if all(tier.host_share == 1 for tier in found.tiers):
-                return found
-            reason = "that needs every plane in host memory"
         except BudgetError as error:
             reason = str(error)
     logging.warning(
@@ -344,8 +341,8 @@ def budget_of_tiers(
     moves = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
     if tiers[0].shares_slots and (moves or limits.bulk):
         raise BudgetError(
-            "that needs the base plane of every expert on the device, since experts move between "
-            "steps"
+            "that needs every base plane on the device and every plane in host memory, since "
+            "experts move between steps"
         )
     bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if moves else 0
     demands = PolicyDemands(

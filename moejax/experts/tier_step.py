@@ -148,7 +148,10 @@ class TierStep:
     def _finish_fetch(
         self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Fetch, after: int = 0
     ) -> TierSlots:
-        """Puts a filled bank in its place, after fetching the rest from the disk."""
+        """Puts a filled bank in its place, after fetching the rest from the disk.
+
+        Waits count with the slots: those for refinements in shared ones with the base planes'.
+        """
         bank, waits = self._from_disk(bank, layer, jobs)
         if waits is not None:
             slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))

@@ -393,6 +393,8 @@ def make_budget(
         return _within(made(slots), limit, policy.device)
     if limit is None:
         first = num_experts if limits.slots < 0 else limits.slots
+        if shares:
+            return made((min(first + num_experts, 2 * num_experts - 1),) * 2)
         return made([first] + [num_experts] * num_lower)
     if shares:
         for count in range(2 * num_experts - 1, 1, -1):
