@@ -106,6 +106,7 @@ CASES = {
     "shared_in_waves": shared(2, 12, 3, 3, slots=7, transient=5, limit=6),
     "shared_in_few_waves": shared(2, 12, 1, 4, slots=6, transient=8, banks=2, rule="critical"),
     "shared_qwen": shared(1, 128, 1, 8, slots=80, rule="critical", limit=8, steps=100),
+    "shared_next": shared(1, 512, 1, 10, slots=400, rule="critical", limit=10, steps=100),
     "one_by_rule": Case(3, 9, (5,), 1, 4, banks=2, rule="one"),
 }
 
