@@ -67,8 +67,8 @@ def _default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
 
     Of several tiers, where even 32 warps spill fewer spill less: of 256 pairs in a hot tier and one
     of all experts 8 warps spill 0.1 KB of registers a thread, 32 2.5 KB; in two caches 2.4 and
-    10 KB (compiled for an H100, not timed). A pool of planes has one table, as a single tier has: of
-    256 pairs 32 warps spill 5.4 KB where 8 spill 9.0, and compile in a third of the time.
+    10 KB (compiled for an H100, not timed). A pool of planes has one table, as a single tier has:
+    of 256 pairs 32 warps spill 5.4 KB where 8 spill 9.0, and compile in a third of the time.
     """
     if num_tiers > 1 and num_pairs > 128:
         return 8

@@ -286,7 +286,10 @@ def _replaced(memory: ExpertMemory | None) -> float | None:
 
 
 def facts_of(ledger: Ledger, steps: int) -> dict[str, float]:
-    """Hit rate and MB a step over the link; of tiers also the share of experts and of gate mass."""
+    """Hit rate and MB a step over the link; of tiers also the share of experts and of gate mass.
+
+    Where tiers share slots the shares of experts are of planes: both have those of high precision.
+    """
     facts = {"hit_rate": ledger.hit_rate, "megabytes_a_step": ledger.link_bytes / steps / 1e6}
     for name in ("misses", "prefetched", "bulk"):
         facts[f"{name}_a_step"] = ledger.total(name) / steps
