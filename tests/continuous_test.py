@@ -180,9 +180,19 @@ class TurnsTest(absltest.TestCase):
                 batch.step()
         self.assertEqual(
             calls,
-            [(0, 16), "decode", (1, 32), "decode", (2, 32), "decode", (1, 32), "decode", (1, 32),
+            [(0, 16), "decode", (2, 32), "decode", (1, 32), "decode", (1, 32), "decode", (1, 32),
              "decode", "decode"],
         )  # fmt: skip
+
+    def test_a_short_prompt_waits_for_no_long_one_and_no_client_for_another_ones_prompts(self):
+        batch, first = running(resident_runner(), num_lanes=4), []
+        for n, (length, client) in enumerate(((90, "a"), (90, "a"), (80, "b"), (20, "a"))):
+            row = GenerationSettings(max_new_tokens=30)
+            batch.submit([n + 1] * length, row, client=client)
+        while len(first) < 4:
+            first += [number for number, delta in batch.step() if delta.tokens]
+            first = list(dict.fromkeys(first))
+        self.assertEqual(first, [2, 3, 0, 1])
 
     def test_the_host_is_one_chunk_ahead_of_a_prompt(self):
         """So a row that comes, or one that is ended, does not wait for the whole prompt."""
@@ -330,6 +340,30 @@ class PrefixTest(parameterized.TestCase):
         self.assertEqual(answers(batch, rows), [alone(runner, *row) for row in rows])
         shared = 2 * len(system) + 1 + len(system) - 1
         self.assertEqual((batch.counts.prefix_tokens, batch.counts.prefix_hits), (shared, 3))
+
+    def test_several_answers_to_a_prompt_run_it_once_and_others_pass_them(self):
+        runner, prompt = resident_runner(), rows_of()[1][0]
+        how = SAMPLED | {"max_new_tokens": 5}
+        rows = [(prompt, GenerationSettings(**how | {"seed": seed})) for seed in (1, 2, 3)]
+        rows += rows_of()[4:5]
+        batch = running(runner)
+        self.assertEqual(answers(batch, rows, every=0), [alone(runner, *row) for row in rows])
+        self.assertEqual(batch.counts.prefix_tokens, 2 * (len(prompt) - 1))
+        self.assertEqual(batch.counts.chunks, 3 + 2 + 1)
+
+    def test_a_row_whose_leader_ends_runs_the_prompt_itself(self):
+        runner, row = resident_runner(), rows_of()[1]
+        batch = running(runner)
+        leader, follower = (batch.submit(*row) for _ in range(2))
+        batch.step()
+        self.assertLen(batch._waiting, 1)
+        batch.end(leader)
+        found = []
+        while batch.num_rows:
+            for number, delta in batch.step():
+                self.assertEqual(number, follower)
+                found += delta.tokens
+        self.assertEqual(found, alone(runner, *row))
 
     @slow.where(lambda kind: kind == "latent")
     @parameterized.parameters("latent", "delta")

@@ -226,6 +226,28 @@ class WiringTest(HostTestCase):
                 positions += 1
         self.assertEqual(tuple(call.call_count for call in calls.values()), traced)
 
+    @slow.where(lambda config: config is LATENT)
+    @parameterized.parameters((QWEN,), (LATENT,))
+    def test_of_a_row_that_rests_one_slot_is_read(self, config):
+        model, cache = small_model(config, ops.Kernels(SIMULATED)), filled_cache(config, 2)
+        poisoned = dataclasses.replace(
+            cache, keys=cache.keys.at[:, 1, :, 1:40].set(jnp.nan),
+            values=cache.values.at[:, 1, :, 1:40].set(jnp.nan),
+        )  # fmt: skip
+        tokens, positions = jnp.array([[3], [5]], jnp.int32), jnp.array([[9], [40]], jnp.int32)
+
+        def hidden(cache: KVCache, runs: bool) -> Any:
+            mask = jnp.array([[True], [runs]])
+            return model(tokens, positions, mask, cache, SPEC)[1]
+
+        with interpreted():
+            rests, running = hidden(poisoned, False), hidden(poisoned, True)
+        with interpreted():
+            expected = hidden(cache, False)
+        np.testing.assert_array_equal(rests, expected)
+        self.assertTrue(bool(jnp.isfinite(rests).all()))
+        self.assertTrue(bool(jnp.isnan(running[1]).all()))
+
     @parameterized.parameters(True, False)
     @pytest.mark.slow
     def test_prompts_are_routed_as_they_were(self, normalised):

@@ -12,9 +12,10 @@ from moejax.errors import MoejaxError
 from moejax.inference.batch import RowDelta, read_output, row_delta
 from moejax.inference.chunking import FixedSizes
 from moejax.inference.generation import AnswerBuilder, GenerationSettings
-from moejax.inference.lanes import CacheLane, free_lane_for, longest_prefix
+from moejax.inference.lanes import CacheLane, free_lane_for, longest_prefix, num_shared
 from moejax.inference.runner import Runner, Session
 from moejax.inference.steps import StepOutput
+from moejax.inference.turns import PromptTurns
 from moejax.text.tokenizer import Tokenizer
 
 CALL_STEPS = 4  # decode steps of a call: what a row that joins waits for, and a stream's step
@@ -42,16 +43,28 @@ class _Row:
     answer: AnswerBuilder
     is_plain: bool  # greedy, without penalty and log-probabilities
     limit: int  # position at which it ends
+    client: str
     lane: CacheLane | None = None  # None while it waits
     position: int = 0  # tokens in the cache once the calls so far have run, at most
     newest: int | None = None  # its newest token, which is not in the cache
     num_shared: int = 0  # first tokens of its prompt that a lane held
+    leader: "_Row | None" = None  # for whose prompt it waits, to begin behind it
     has_ended: bool = False
 
     @property
     def in_prompt(self) -> bool:
         """Whether tokens of its prompt are to be run."""
         return self.position < len(self.prompt)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it runs in a lane, and the host has not read its first token."""
+        return self.lane is not None and self.newest is None and not self.has_ended
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of its prompt that are to be run."""
+        return len(self.prompt) - max(self.position, self.num_shared)
 
 
 class _Call(NamedTuple):
@@ -64,16 +77,17 @@ class _Call(NamedTuple):
 class ContinuousBatch:
     """A running batch: rows wait, join where a lane is free, and leave when they end.
 
-    A lane is one sequence's part of the cache. In a `step`, first chunks of new prompts run, of the
-    rows in turn and together no longer than the longest chunk, or where experts move a single
-    chunk; then one call of decode steps of all
-    rows whose prompts are done; then the host reads the call before it. So a row's tokens wait for
-    one chunk at most. A row's answer is what its prompt would get alone (see `Engine.generate` on
-    rounding), unless a policy decides by the routing of all.
+    A lane is one sequence's part of the cache. In a `step`, first chunks of new prompts run, in the
+    order of `moejax.inference.turns` and together no longer than the longest chunk, or where
+    experts move a single chunk; then one call of decode steps of all rows whose prompts are done;
+    then the host reads the call before it. So a row's tokens wait for one chunk at most. A row's
+    answer is what its prompt would get alone (see `Engine.generate` on rounding), unless a policy
+    decides by the routing of all.
 
     A lane keeps its tokens when its row ends. A prompt that begins with tokens that any lane holds,
     as the next turn of a conversation or behind a system prompt, starts after the longest such
-    prefix (`moejax.inference.lanes`).
+    prefix (`moejax.inference.lanes`). If another row is running most of that beginning, as with
+    several answers to one prompt, it waits for that row's first token, and others pass it.
 
     Not safe across threads. After an error of `step`, all rows are lost; `reset` makes it usable.
 
@@ -114,7 +128,7 @@ class ContinuousBatch:
         self._to_end = np.zeros(self.num_lanes, bool)
         self._rows: dict[int, _Row] = {}
         self._waiting: collections.deque[_Row] = collections.deque()
-        self._prompting: collections.deque[_Row] = collections.deque()  # in the order of turns
+        self._turns: PromptTurns[_Row] = PromptTurns()
         self._unread: collections.deque[_Call] = collections.deque()
 
     @property
@@ -133,14 +147,16 @@ class ContinuousBatch:
         return max(0, self.num_lanes - len(self._rows))
 
     def submit(
-        self, prompt: Sequence[int], settings: GenerationSettings, wants_logprobs: bool = False
-    ) -> int:
+        self, prompt: Sequence[int], settings: GenerationSettings, wants_logprobs: bool = False,
+        client: str = "",
+    ) -> int:  # fmt: skip
         """Adds a row, which joins when a lane is free; returns its number.
 
         Args:
           prompt: token ids.
           settings: with an integer seed.
           wants_logprobs: whether its deltas tell log-probabilities.
+          client: among whose prompts it has its turns.
 
         Raises:
           MoejaxError: the prompt is empty, or leaves no room for an answer.
@@ -157,7 +173,7 @@ class ContinuousBatch:
         is_greedy = settings.temperature == 0 and settings.repetition_penalty == 1
         row = _Row(
             next(self._numbers), list(prompt), settings, answer, is_greedy and not wants_logprobs,
-            limit,
+            limit, client,
         )  # fmt: skip
         self._rows[row.number] = row
         self._waiting.append(row)
@@ -181,7 +197,7 @@ class ContinuousBatch:
         self._admit()
         self._run_chunks()
         # One more than is read runs beside the host.
-        keeps = max(self._dispatch_decode(), int(bool(self._prompting)))
+        keeps = max(self._dispatch_decode(), int(bool(self._turns)))
         deltas = []
         while len(self._unread) > keeps:
             deltas += self._read(self._unread.popleft())
@@ -218,20 +234,41 @@ class ContinuousBatch:
         self._session.top_logprobs = 0 if is_plain else self._top_logprobs
 
     def _admit(self) -> None:
-        """Gives free lanes to rows that wait."""
+        """Gives free lanes to rows that wait, but for those with a leader."""
         has_joined = False
-        while self._waiting:
-            prompt = self._waiting[0].prompt
-            lane = free_lane_for(self._lanes, *self._shared(prompt))
-            if lane is None:
+        for row in [*self._waiting]:
+            if all(lane.row is not None for lane in self._lanes):
                 break
-            row = self._waiting.popleft()
+            if row.leader is not None and row.leader.is_starting:
+                continue
+            source, row.num_shared = self._shared(row.prompt)
+            row.leader = self._leader(row)
+            if row.leader is not None:
+                continue
+            lane = free_lane_for(self._lanes, source, row.num_shared)
+            assert lane is not None
+            self._waiting.remove(row)
             lane.row, row.lane, has_joined = row.number, lane, True
             self._settings[lane.index] = row.settings
-            self._prompting.append(row)
+            self._turns.add(row)
         if has_joined:
             assert self._session is not None
             self._runner.set_rows(self._session, self._settings, self._eos_ids)
+
+    def _leader(self, row: _Row) -> _Row | None:
+        """The starting row that saves most of a prompt, and half of its own rest; None: none.
+
+        A delta rule's state cannot be shared: the leader's is beyond the prompt once it is known.
+        """
+        if not (self._shares_prefixes and self._forgets):
+            return None
+        best, most = None, self._sizes.chunks[0] - 1
+        for other in self._rows.values():
+            if other.is_starting:
+                saved = num_shared(row.prompt, other.prompt) - row.num_shared
+                if saved > most and 2 * saved >= other.num_left:
+                    best, most = other, saved
+        return best
 
     def _shared(self, prompt: Sequence[int]) -> tuple[CacheLane | None, int]:
         if not self._shares_prefixes:
@@ -241,10 +278,10 @@ class ContinuousBatch:
         return (source, count) if count >= self._sizes.chunks[0] else (None, 0)
 
     def _run_chunks(self) -> None:
-        """Dispatches chunks of prompts, of the rows in turn, up to the positions of the longest."""
+        """Dispatches chunks of prompts, up to the positions of the longest."""
         left = self._sizes.chunks[-1]
-        while self._prompting:
-            row = self._prompting[0]
+        while self._turns:
+            row = self._turns.next()
             source, start = None, row.position
             if row.position == 0:
                 source, start = self._shared(row.prompt)
@@ -253,10 +290,10 @@ class ContinuousBatch:
                 return
             # Where experts move, every chunk fetches its own: one in a step.
             left -= size if self._runner.memory is None else left
-            self._prompting.popleft()
+            self._turns.count(row)
             self._run_chunk(row, source, start, size)
-            if row.in_prompt:
-                self._prompting.append(row)
+            if not row.in_prompt:
+                self._turns.remove(row)
 
     def _run_chunk(self, row: _Row, source: CacheLane | None, start: int, size: int) -> None:
         assert row.lane is not None and self._session is not None
@@ -339,6 +376,6 @@ class ContinuousBatch:
             self._waiting.remove(row)
             return
         if row.in_prompt:
-            self._prompting.remove(row)
+            self._turns.remove(row)
         self._to_end[row.lane.index] |= not is_known
         row.lane.free(self.counts.decode_calls + self.counts.chunks)

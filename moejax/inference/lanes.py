@@ -42,8 +42,8 @@ class CacheLane:
         self.row, self.last_used = None, now
 
 
-def _num_shared(prompt: Sequence[int], tokens: Sequence[int]) -> int:
-    """Tokens of a prompt's beginning that a lane holds; the prompt's last one must be run."""
+def num_shared(prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """Counts tokens of a prompt's beginning that others begin with; its last one must be run."""
     most = min(len(prompt) - 1, len(tokens))
     return bisect.bisect_left(range(most), 1, key=lambda n: prompt[: n + 1] != tokens[: n + 1])
 
@@ -60,7 +60,7 @@ def longest_prefix(
     best: CacheLane | None = None
     most = 0
     for lane in lanes:
-        count = _num_shared(prompt, lane.tokens[: lane.num_sound])
+        count = num_shared(prompt, lane.tokens[: lane.num_sound])
         is_whole = count == len(lane.tokens) and not lane.num_unread
         if count > most and (forgets or is_whole):
             best, most = lane, count

@@ -333,9 +333,9 @@ class CachedAttention:
             return causal_attention(q, k, v, index.window, self.impl, self.scale, sinks)
         if self.cached == "kernel" and q.shape[1] == 1:
             return token_attention(
-                q, self.cache.keys, self.cache.values, jnp.int32(index.mixer), self.positions,
-                kv_length=self.kv_length, sliding_window=index.window, scale=self.scale,
-                sinks=self.sinks,
+                q, self.cache.keys, self.cache.values, jnp.int32(index.mixer),
+                self.read_positions, kv_length=self.kv_length, sliding_window=index.window,
+                scale=self.scale, sinks=self.sinks,
             )  # fmt: skip
         if self.cached == "kernel":
             return prompt_attention(
@@ -352,6 +352,11 @@ class CachedAttention:
 
         return self.over_slots(attended)
 
+    @property
+    def read_positions(self) -> jax.Array:
+        """int32[B, T], positions up to which slots are read; 0 of padding and rows that rest."""
+        return jnp.where(self.token_mask, self.positions, 0)
+
     def over_slots(self, attended: Callable[[int], jax.Array]) -> jax.Array:
         """Calls `attended` with the fewest slots that hold the positions.
 
@@ -361,8 +366,7 @@ class CachedAttention:
         if not self.kv_lengths or self.is_observed:
             return attended(self.kv_length)
         lengths = jnp.asarray(self.kv_lengths, self.positions.dtype)
-        running = jnp.where(self.token_mask, self.positions, 0)  # rows that rest need no slots
-        index = jnp.sum(jnp.max(running) >= lengths, dtype=jnp.int32)
+        index = jnp.sum(jnp.max(self.read_positions) >= lengths, dtype=jnp.int32)
         every = (*self.kv_lengths, self.kv_length)
         return jax.lax.switch(index, [functools.partial(attended, length) for length in every])
 

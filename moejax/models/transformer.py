@@ -532,7 +532,7 @@ def _attended(
         qkv, attend.cache, mixer, positions[:, 0], cos, sin, scales, eps=c.norm_eps
     )
     attended = token_attention(
-        q[:, None], attend.cache.keys, attend.cache.values, mixer, positions,
+        q[:, None], attend.cache.keys, attend.cache.values, mixer, attend.read_positions,
         kv_length=spec.kv_length, sliding_window=index.window, scale=c.score_scale,
         sinks=model._sinks,
     )  # fmt: skip

@@ -164,7 +164,9 @@ class Batcher:
                 self._waiting.drop(self._is_over)
                 for row in self._waiting.take(batch.num_free):
                     try:
-                        number = batch.submit(row.prompt, row.settings, row.wants_logprobs)
+                        number = batch.submit(
+                            row.prompt, row.settings, row.wants_logprobs, row.client
+                        )
                     except MoejaxError as error:
                         row.fail(_engine_failed(str(error)))
                     else:

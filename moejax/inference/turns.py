@@ -1,0 +1,78 @@
+"""Turns of prompts that run chunk by chunk."""
+
+from collections.abc import Iterable, Mapping
+from typing import Generic, Protocol, TypeVar
+
+MOST_PASSED = 4  # chunks of others that run before what has most left to run comes first
+
+
+class Prompt(Protocol):
+    """A prompt of a client."""
+
+    client: str
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are to be run."""
+        ...
+
+
+P = TypeVar("P", bound=Prompt)
+K = TypeVar("K")
+
+
+class PromptTurns(Generic[P]):
+    """Prompts of several clients, of which one chunk after the other runs.
+
+    The client with the fewest tokens left in all is next, with its shortest prompt: a short prompt
+    waits for no long one, and a client gains nothing by many prompts. A client, or a prompt among
+    those of its client, that was passed `MOST_PASSED` times comes before the shorter ones; so it
+    waits for that many chunks, and one of each other that was passed as often.
+    """
+
+    def __init__(self) -> None:
+        self._passed: dict[P, int] = {}  # by arrival; within its client's turns
+        self._clients_passed: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._passed)
+
+    def add(self, prompt: P) -> None:
+        """Adds a prompt, which has not been passed."""
+        self._passed[prompt] = 0
+        self._clients_passed.setdefault(prompt.client, 0)
+
+    def remove(self, prompt: P) -> None:
+        """Removes a prompt whose tokens have run, or that has ended."""
+        del self._passed[prompt]
+        if not any(other.client == prompt.client for other in self._passed):
+            del self._clients_passed[prompt.client]
+
+    def next(self) -> P:
+        """The prompt whose turn it is; `count` has to follow if its chunk runs."""
+        left: dict[str, int] = {}
+        for prompt in self._passed:
+            left[prompt.client] = left.get(prompt.client, 0) + prompt.num_left
+        client = _first(left, self._clients_passed)
+        own = {prompt: prompt.num_left for prompt in self._of(client)}
+        return _first(own, self._passed)
+
+    def count(self, prompt: P) -> None:
+        """Counts a chunk of a prompt as a turn that passed the others."""
+        for client in self._clients_passed:
+            self._clients_passed[client] += 1
+        self._clients_passed[prompt.client] = 0
+        for own in self._of(prompt.client):
+            self._passed[own] += 1
+        self._passed[prompt] = 0
+
+    def _of(self, client: str) -> Iterable[P]:
+        return [prompt for prompt in self._passed if prompt.client == client]
+
+
+def _first(left: Mapping[K, int], passed: Mapping[K, int]) -> K:
+    """Chooses what was passed too often, the most often first; else what has least left."""
+    often = max(left, key=lambda key: passed[key])
+    if passed[often] >= MOST_PASSED:
+        return often
+    return min(left, key=lambda key: left[key])
