@@ -11,13 +11,12 @@ from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.policies.buddymoe import BuddyMoe, BuddyState
-from scripts.studies.buddymoe.controls import RandomExpert, SoftBuddies
+from scripts.studies.buddymoe.controls import RandomExpert
 from tests import policies_cases, policies_contract
 from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, steps
 
 CONTROLS = "scripts.studies.buddymoe.controls:"
 CASES = {
-    "SoftBuddies": {"discount": 0.5, "fall_back": "drop", "tae_tau": 0.6},
     "RandomExpert": {"rho": 2},
     "MatchedRandom": {},
 }
@@ -34,8 +33,6 @@ class ControlsTest(parameterized.TestCase):
         trace = policies_cases.random_trace(policies_cases.ONE, 6, 4, prefill=False, seed=4)
         policies_contract.check_form(case, trace)
         policies_contract.check_forms_agree(case, trace)
-        if name == "SoftBuddies":  # where rows stand in a batch is part of what the others draw
-            policies_contract.check_padding(case, trace)
 
 
 class SettingsTest(parameterized.TestCase):
@@ -164,8 +161,6 @@ class RefusalTest(parameterized.TestCase):
     def test_settings_of_controls(self):
         with self.assertRaisesRegex(MoejaxError, "seed='x' must be an integer"):
             RandomExpert(lists=LISTS, seed="x")
-        with self.assertRaisesRegex(MoejaxError, "discount=1.5 must be a number, from 0 to 1"):
-            SoftBuddies(lists=LISTS, discount=1.5)
 
     @parameterized.parameters(
         ({"num_layers": 3}, "lists are of 2 layers of 12 experts, the model has 3 of 12"),

@@ -10,13 +10,11 @@ from absl.testing import parameterized
 
 from moejax.policies import buddy_gates, buddymoe
 from moejax.policies.base import SKIPPED, Observation
-from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe import BuddyMoe, Candidates
 from scripts.studies.buddymoe.controls import (
     MatchedRandom,
     Original,
     RandomExpert,
-    SoftBuddies,
 )
 from tests import buddymoe_reference as paper
 from tests import slow
@@ -105,24 +103,6 @@ class DecisionTest(parameterized.TestCase):
         _, state = jax.jit(policy.transfers)(state, jnp.ones((LAYERS, 1, EXPERTS), bool))
         np.testing.assert_array_equal(state.missed, counts.sum(axis=0))
         self.assertEqual(counts[0].sum() == 0, policy.rho == 0)
-
-    @pytest.mark.slow
-    def test_weights_meet_where_a_buddy_serves_twice(self):
-        ids = np.full((LAYERS, EXPERTS, 2), -1, np.int32)
-        ids[:, 0], ids[:, 1] = (4, 5), (4, 6)
-        lists = BuddyLists(ids, np.where(ids >= 0, np.float32([0.8, 0.2]), 0).astype(np.float32))
-        policy = SoftBuddies(lists=lists, discount=0.5)
-        weights = jnp.float32([[0.1, 0.2, 0.3, 0.4]])
-        resident = jnp.arange(EXPERTS)[None] >= 2
-        o = Observation(
-            jnp.int32(1), jnp.ones((1, EXPERTS), jnp.float32) / EXPERTS,
-            jnp.int32([[0, 1, 2, 3]]), weights, jnp.array([True]), resident,
-        )  # fmt: skip
-        decision, state = jax.jit(policy.decide)(policy.init(SPEC), o)
-        self.assertEqual(decision.ids.tolist(), [[4, 1, 2, 3]])  # different from each other
-        self.assertEqual(decision.tier.tolist(), [[0, SKIPPED, 0, 0]])
-        np.testing.assert_allclose(decision.weights, [[0.3, 0, 0.3, 0.4]], rtol=1e-6)
-        self.assertEqual(state.replaced[1, :2].tolist(), [1, 1])
 
     @pytest.mark.slow
     def test_baselines(self):

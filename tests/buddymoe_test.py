@@ -41,7 +41,6 @@ def found_by(
     )
 
 
-soft_found = jax.jit(controls.substitute_softly, static_argnames="last_first")
 randomly_found = jax.jit(controls.substitute_randomly)
 
 
@@ -276,25 +275,6 @@ class SubstitutionTest(parameterized.TestCase):
                 expected = paper.score(q[n, a, h], eta, z[n, j], kappa, hops[j]) if j >= 0 else 0
                 self.assertAlmostEqual(float(found[n, a, h]), expected, places=5)
         self.assertEqual(buddymoe._normalized_logits(np.float32([[0.5, 0.5]])).tolist(), [[0, 0]])
-
-    @pytest.mark.slow
-    def test_a_discount_lets_a_buddy_serve_twice(self):
-        ids, resident = np.int32([[0, 1, 2, 3]]), np.arange(EXPERTS) >= 3
-        listed = np.int32([[[4, 5], [4, 6], [6, 4], [-1, -1]]])
-        value = np.float32([[[0.8, 0.2], [0.7, 0.3], [0.6, 0.5], [0, 0]]])
-        wanted = ~resident[ids]
-        for discount, expected, first in (
-            (0.0, [4, 6, 2, 3], [-1, -1, -1, -1]),  # nobody is left for expert 2
-            (0.5, [4, 4, 6, 3], [-1, 0, -1, -1]),
-            (1.0, [4, 4, 6, 3], [-1, 0, -1, -1]),
-            (0.3, [4, 6, 6, 3], [-1, -1, 1, -1]),
-        ):
-            found = soft_found(
-                ids, Candidates(listed, value), wanted, jnp.int32(4), jnp.float32(discount)
-            )
-            first_rank = controls.first_ranks(found.ids, found.replaced, last_first=False)
-            self.assertEqual(found.ids.tolist(), [expected], discount)
-            self.assertEqual(first_rank.tolist(), [first], discount)
 
     @pytest.mark.slow
     def test_random_is_uniform_over_resident_experts_that_do_not_serve_yet(self):
