@@ -24,6 +24,7 @@ from tests.kernel_contract import (
     one_program_fewer,
     outside,
     tampered,
+    ways_of,
     wrong_form,
 )
 
@@ -198,17 +199,7 @@ def run(function: Any, of: Operands, shape: Shape, **how: Any) -> Any:
     return function(*operands, **static, **how)
 
 
-def in_plain_jnp(of: Operands, shape: Shape) -> Any:
-    return run(COMPILED, of, shape, implementation="reference")
-
-
-def interpreted(of: Operands, shape: Shape) -> Any:
-    return run(COMPILED, of, shape, implementation="triton", interpret=True)
-
-
-def traced_again(of: Operands, shape: Shape) -> Any:
-    """`interpreted` without the cache of traces, for a kernel that was tampered with."""
-    return run(call, of, shape, implementation="triton", interpret=True)
+in_plain_jnp, interpreted, traced_again, on_gpu = ways_of(run, COMPILED, call)
 
 
 def taking_another_layer(of: Operands, shape: Shape) -> Any:
@@ -239,10 +230,6 @@ BROKEN = {
     "leaves out a head": tampered(traced_again, triton.launch, "triton_call", one_program_fewer),
     "forgets eps": lambda of, shape: traced_again(of, shape._replace(eps=0.0)),
 }
-
-
-def on_gpu(of: Operands, shape: Shape) -> Any:
-    return run(COMPILED, of, shape, implementation="triton")
 
 
 CONTRACT = Contract(

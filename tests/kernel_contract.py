@@ -45,6 +45,24 @@ class Contract(NamedTuple):
     dtypes: Sequence[str] = DTYPES
 
 
+class Ways(NamedTuple):
+    """An operation run in each of the ways that a contract needs."""
+
+    reference: Kernel
+    interpreted: Kernel
+    fresh: Kernel  # interpreted without the cache of traces, for a kernel that was tampered with
+    compiled: Kernel
+
+
+def ways_of(run: Callable[..., Any], jitted: Any, plain: Any) -> Ways:
+    """Ways of `run(call, operands, shape, **how)`, whose call is jitted or the plain one."""
+    by, kernel = functools.partial, {"implementation": "triton"}
+    return Ways(
+        by(run, jitted, implementation="reference"), by(run, jitted, interpret=True, **kernel),
+        by(run, plain, interpret=True, **kernel), by(run, jitted, **kernel),
+    )  # fmt: skip
+
+
 def on_host(c: Contract) -> Any:
     """Tests of the reference and of the kernel interpreted, and the check's own."""
 

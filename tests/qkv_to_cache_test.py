@@ -28,6 +28,7 @@ from tests.kernel_contract import (
     one_program_fewer,
     outside,
     tampered,
+    ways_of,
     wrong_form,
 )
 
@@ -160,17 +161,7 @@ def run(call: Any, of: Operands, shape: Shape, **how: Any) -> Any:
     return call(*jax.tree.map(jnp.asarray, of), eps=shape.eps, **how)
 
 
-def in_plain_jnp(of: Operands, shape: Shape) -> Any:
-    return run(compiled, of, shape, implementation="reference")
-
-
-def interpreted(of: Operands, shape: Shape) -> Any:
-    return run(compiled, of, shape, implementation="triton", interpret=True)
-
-
-def traced_again(of: Operands, shape: Shape) -> Any:
-    """`interpreted` without the cache of traces, for a kernel that was tampered with."""
-    return run(compiled.__wrapped__, of, shape, implementation="triton", interpret=True)
+in_plain_jnp, interpreted, traced_again, on_gpu = ways_of(run, compiled, compiled.__wrapped__)
 
 
 def with_scales_of_all_layers(of: Operands) -> Operands:
@@ -204,10 +195,6 @@ BROKEN = {
     ),
     "forgets eps": lambda of, shape: traced_again(of, shape._replace(eps=0.0)),
 }
-
-
-def on_gpu(of: Operands, shape: Shape) -> Any:
-    return run(compiled, of, shape, implementation="triton")
 
 
 CONTRACT = Contract(

@@ -4,6 +4,7 @@ Expectations are float64 numpy; the norm is that of the sum that was found, whos
 checked first.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from tests.kernel_contract import (
     on_host,
     outside,
     tampered,
+    ways_of,
     wrong_form,
 )
 
@@ -116,18 +118,9 @@ def run(call: Any, of: Operands, shape: Shape, **how: Any) -> Any:
     return call(*operands, layer=jnp.int32(of.layer), **how)
 
 
-def in_plain_jnp(of: Operands, shape: Shape) -> Any:
-    """Not jitted: XLA may then leave out the rounding of the sum."""
-    return run(package.residual_norm, of, shape, implementation="reference")
-
-
-def interpreted(of: Operands, shape: Shape) -> Any:
-    return run(CALL, of, shape, implementation="triton", interpret=True)
-
-
-def traced_again(of: Operands, shape: Shape) -> Any:
-    """`interpreted` without the cache of traces, for a kernel that was tampered with."""
-    return run(package.residual_norm, of, shape, implementation="triton", interpret=True)
+_, interpreted, traced_again, on_gpu = ways_of(run, CALL, package.residual_norm)
+# Not jitted: XLA may then leave out the rounding of the sum.
+in_plain_jnp = functools.partial(run, package.residual_norm, implementation="reference")
 
 
 def of_x_alone(of: Operands, shape: Shape) -> Any:
@@ -160,10 +153,6 @@ BROKEN = {
     ),
     "loses a bit": two_last_places_too_large,
 }  # fmt: skip
-
-
-def on_gpu(of: Operands, shape: Shape) -> Any:
-    return run(CALL, of, shape, implementation="triton")
 
 
 CONTRACT = Contract(

@@ -25,6 +25,7 @@ from tests.kernel_contract import (
     on_host,
     outside,
     tampered,
+    ways_of,
     wrong_form,
 )
 
@@ -119,24 +120,11 @@ def chosen_of(probabilities: np.ndarray, k: int) -> np.ndarray:
 CALL = jax.jit(package.top_k, static_argnames=("k", "normalise", "implementation", "interpret"))
 
 
-def in_plain_jnp(logits: Any, shape: Shape) -> Any:
-    return CALL(logits, k=shape.chosen, normalise=shape.normalise, implementation="reference")
+def run(call: Any, logits: Any, shape: Shape, **how: Any) -> Any:
+    return call(jnp.asarray(logits), k=shape.chosen, normalise=shape.normalise, **how)
 
 
-def interpreted(logits: Any, shape: Shape) -> Any:
-    return CALL(
-        logits, k=shape.chosen, normalise=shape.normalise, implementation="triton", interpret=True
-    )
-
-
-def traced_again(logits: Any, shape: Shape) -> Any:
-    """`interpreted` without the cache of traces, for a kernel that was tampered with."""
-    how = {"implementation": "triton", "interpret": True}
-    return package.top_k(jnp.asarray(logits), shape.chosen, shape.normalise, **how)
-
-
-def on_gpu(logits: Any, shape: Shape) -> Any:
-    return CALL(logits, k=shape.chosen, normalise=shape.normalise, implementation="triton")
+in_plain_jnp, interpreted, traced_again, on_gpu = ways_of(run, CALL, package.top_k)
 
 
 def unusual_rows(num_experts: int) -> np.ndarray:

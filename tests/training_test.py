@@ -30,29 +30,13 @@ from scripts.demo_training.optimizer import (
 )
 from scripts.demo_training.scoring import cut_windows, make_scorer, routing_table, score_windows
 from scripts.demo_training.trainer import CheckpointStore, StepConfig, initial_state, make_step
+from tests.numpy_model import TINY
 
-QWEN = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=48,
-    model_dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    num_experts=4,
-    experts_per_token=2,
-    expert_dim=8,
-    mlp_dim=24,
-    moe_layers=(0, 1),
-    norm_topk_prob=True,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    max_positions=64,
-    tied_embeddings=True,
-    qk_norm=True,
-    attention_bias=False,
+QWEN = dataclasses.replace(
+    TINY, vocab_size=48, model_dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
+    num_experts=4, mlp_dim=24, moe_layers=(0, 1), tied_embeddings=True, attention_bias=False,
     sliding_window=None,
-)
+)  # fmt: skip
 MIXTRAL = dataclasses.replace(
     QWEN, family="mixtral", qk_norm=False, tied_embeddings=False, num_experts=8
 )
