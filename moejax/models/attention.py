@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, cache_shape
 from moejax.models.layer_index import LayerIndex
 from moejax.models.rope import Angles, rotate
-from moejax.models.stacked import StackedModule, stacked_norm, stacked_parameter
-from moejax.weights import linear as ops
+from moejax.models.stacked import StackedModule, stacked_norm
 from moejax.weights.linear import Index
 from pallas_kernels import chunk_attention, decode_attention
 from pallas_kernels.decode_attention import Latent
@@ -408,33 +407,16 @@ class Attention(StackedModule):
     """
 
     part = "attention"
+    norm: nnx.Param[jax.Array]
+    q_norm: nnx.Param[jax.Array]
+    k_norm: nnx.Param[jax.Array]
+    qkv_bias: nnx.Param[jax.Array]
+    o_bias: nnx.Param[jax.Array]
+    sinks: nnx.Param[jax.Array]
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype,
-        kernels: ops.Kernels = ops.NO_KERNELS,
-        axis: str = "",
-    ):
-        self.config = config
-        self.kernels = kernels
+    def __init__(self, config: ModelConfig, *, axis: str = "", **how: Any):
+        super().__init__(config, **how)
         self.axis = axis
-        self.norm = stacked_parameter("attention.norm", config, rngs, dtype)
-        if not config.attention_layers:
-            return
-        self.qkv_proj = stacked_parameter("attention.qkv_proj", config, rngs, dtype)
-        self.o_proj = stacked_parameter("attention.o_proj", config, rngs, dtype)
-        if config.qk_norm:
-            self.q_norm = stacked_parameter("attention.q_norm", config, rngs, dtype)
-            self.k_norm = stacked_parameter("attention.k_norm", config, rngs, dtype)
-        if config.attention_bias:
-            self.qkv_bias = stacked_parameter("attention.qkv_bias", config, rngs, dtype)
-        if config.attention_bias and config.output_bias:
-            self.o_bias = stacked_parameter("attention.o_bias", config, rngs, dtype)
-        if config.attention_sinks:
-            self.sinks = stacked_parameter("attention.sinks", config, rngs, dtype)
 
     def __call__(
         self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn

@@ -195,10 +195,10 @@ class ModelConfig:
     norm_eps: float
     rope_theta: float
     max_positions: int  # of its config.json; `context_limit` says what scaled rope makes of it
-    tied_embeddings: bool
-    qk_norm: bool  # RMSNorm over each query and key head (Qwen3)
-    attention_bias: bool  # bias on q, k, v and o projections
-    sliding_window: int | None  # tokens seen by a query, itself included; None: all
+    tied_embeddings: bool = False
+    qk_norm: bool = False  # RMSNorm over each query and key head (Qwen3)
+    attention_bias: bool = False  # bias on q, k, v and o projections
+    sliding_window: int | None = None  # tokens seen by a query, itself included; None: all
     window_layers: tuple[int, ...] | None = None  # that have the window; None: all layers
     attention_sinks: bool = False  # a logit a head that joins its softmax and attends to nothing
     rope_dim: int | None = None  # of a head, that are rotated; None: all, or `latent.rope_dim`

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.models.attention import AttentionFn, CachedAttention
-from moejax.models.config import ModelConfig
+from moejax.models.config import DeltaConfig, ModelConfig
 from moejax.models.kv_cache import KVCache
 from moejax.models.layer_index import LayerIndex
-from moejax.models.stacked import StackedModule, stacked_parameter
+from moejax.models.stacked import StackedModule
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from pallas_kernels import delta_step as kernel
@@ -223,26 +223,16 @@ class DeltaNet(StackedModule):
     """
 
     part = "delta"
+    conv: nnx.Param[jax.Array]
+    dt_bias: nnx.Param[jax.Array]
+    a_log: nnx.Param[jax.Array]
+    norm: nnx.Param[jax.Array]
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype,
-        kernels: ops.Kernels = ops.NO_KERNELS,
-    ):
-        assert config.delta_net is not None
-        self.config = config
-        self.of = config.delta_net
-        self.kernels = kernels
-        self.qkvz_proj = stacked_parameter("delta.qkvz_proj", config, rngs, dtype)
-        self.ba_proj = stacked_parameter("delta.ba_proj", config, rngs, dtype)
-        self.conv = stacked_parameter("delta.conv", config, rngs, dtype)
-        self.dt_bias = stacked_parameter("delta.dt_bias", config, rngs, dtype)
-        self.a_log = stacked_parameter("delta.a_log", config, rngs, dtype)
-        self.norm = stacked_parameter("delta.norm", config, rngs, dtype)
-        self.o_proj = stacked_parameter("delta.o_proj", config, rngs, dtype)
+    @property
+    def of(self) -> DeltaConfig:
+        """Widths of keys, values and the convolution."""
+        assert self.config.delta_net is not None
+        return self.config.delta_net
 
     def __call__(
         self, normed: jax.Array, index: LayerIndex, token_mask: jax.Array, attend: AttentionFn

@@ -20,10 +20,10 @@ from moejax.models.attention import (
     token_attention,
     visible_slots,
 )
-from moejax.models.config import LatentConfig, ModelConfig
+from moejax.models.config import LatentConfig
 from moejax.models.layer_index import LayerIndex
 from moejax.models.rope import Angles, rotate
-from moejax.models.stacked import StackedModule, stacked_norm, stacked_parameter
+from moejax.models.stacked import StackedModule, stacked_norm
 from moejax.weights import linear as ops
 from pallas_kernels.decode_attention import Latent
 from pallas_kernels.target import Choice
@@ -165,30 +165,16 @@ class LatentAttention(StackedModule):
     """
 
     part = "attention"
+    norm: nnx.Param[jax.Array]
+    q_a_norm: nnx.Param[jax.Array]
+    kv_a_norm: nnx.Param[jax.Array]
+    kv_b: nnx.Param[jax.Array]
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype,
-        kernels: ops.Kernels = ops.NO_KERNELS,
-    ):
-        assert config.latent is not None
-        self.config = config
-        self.widths = config.latent
-        self.kernels = kernels
-        self.norm = stacked_parameter("attention.norm", config, rngs, dtype)
-        if config.latent.query_rank is None:
-            self.q_proj = stacked_parameter("attention.q_proj", config, rngs, dtype)
-        else:
-            self.q_a = stacked_parameter("attention.q_a", config, rngs, dtype)
-            self.q_a_norm = stacked_parameter("attention.q_a_norm", config, rngs, dtype)
-            self.q_b = stacked_parameter("attention.q_b", config, rngs, dtype)
-        self.kv_a = stacked_parameter("attention.kv_a", config, rngs, dtype)
-        self.kv_a_norm = stacked_parameter("attention.kv_a_norm", config, rngs, dtype)
-        self.kv_b = stacked_parameter("attention.kv_b", config, rngs, dtype)
-        self.o_proj = stacked_parameter("attention.o_proj", config, rngs, dtype)
+    @property
+    def widths(self) -> LatentConfig:
+        """Widths of latents and of the parts of a head."""
+        assert self.config.latent is not None
+        return self.config.latent
 
     def __call__(
         self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn

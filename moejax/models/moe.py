@@ -37,7 +37,7 @@ from moejax.models.expert_products import (
     products_grouped,
 )
 from moejax.models.layer_index import LayerIndex
-from moejax.models.stacked import StackedModule, stacked_parameter
+from moejax.models.stacked import StackedModule
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index, is_new_choice, record_choice
 from moejax.weights.qtensor import Weight
@@ -342,29 +342,13 @@ class SparseMoe(StackedModule):
     """Routers and experts of all M sparse layers."""
 
     part = "moe"
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype,
-        kernels: ops.Kernels = ops.NO_KERNELS,
-        holds_experts: bool = True,
-    ):
-        self.config = config
-        self.kernels = kernels
-        self.router = stacked_parameter("moe.router", config, rngs, dtype)
-        if config.router.has_bias:
-            self.router_bias = stacked_parameter("moe.router_bias", config, rngs, dtype)
-        if config.router.has_logit_bias:
-            self.logit_bias = stacked_parameter("moe.logit_bias", config, rngs, dtype)
-        if config.expert_bias:
-            self.gate_up_bias = stacked_parameter("moe.gate_up_bias", config, rngs, dtype)
-            self.down_bias = stacked_parameter("moe.down_bias", config, rngs, dtype)
-        if holds_experts:
-            self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
-            self.down = stacked_parameter("moe.down", config, rngs, dtype)
+    router: nnx.Param[jax.Array]
+    router_bias: nnx.Param[jax.Array]
+    logit_bias: nnx.Param[jax.Array]
+    gate_up_bias: nnx.Param[jax.Array]
+    down_bias: nnx.Param[jax.Array]
+    gate_up: nnx.Param[jax.Array]
+    down: nnx.Param[jax.Array]
 
     @property
     def biases(self) -> ExpertBiases | None:

@@ -30,10 +30,7 @@ QWEN3_30B_A3B = ModelConfig(
     norm_eps=1e-6,
     rope_theta=1e6,
     max_positions=40960,
-    tied_embeddings=False,
     qk_norm=True,
-    attention_bias=False,
-    sliding_window=None,
 )
 
 MIXTRAL_8X7B = ModelConfig(
@@ -53,10 +50,6 @@ MIXTRAL_8X7B = ModelConfig(
     norm_eps=1e-5,
     rope_theta=1e6,
     max_positions=32768,
-    tied_embeddings=False,
-    qk_norm=False,
-    attention_bias=False,
-    sliding_window=None,
 )
 
 DEEPSEEK_MOE_16B = ModelConfig(
@@ -76,10 +69,6 @@ DEEPSEEK_MOE_16B = ModelConfig(
     norm_eps=1e-6,
     rope_theta=1e4,
     max_positions=4096,
-    tied_embeddings=False,
-    qk_norm=False,
-    attention_bias=False,
-    sliding_window=None,
     shared_dim=2 * 1408,
 )
 
@@ -114,10 +103,7 @@ QWEN3_NEXT_80B_A3B = ModelConfig(
     norm_eps=1e-6,
     rope_theta=1e7,
     max_positions=262144,
-    tied_embeddings=False,
     qk_norm=True,
-    attention_bias=False,
-    sliding_window=None,
     rope_dim=64,
     attention_gate=True,
     zero_centred_norm=True,
@@ -150,11 +136,8 @@ OLMOE_1B_7B = ModelConfig(
     norm_eps=1e-5,
     rope_theta=1e4,
     max_positions=4096,
-    tied_embeddings=False,
     qk_norm=True,
     joint_qk_norm=True,
-    attention_bias=False,
-    sliding_window=None,
 )
 
 GLM_4_5_AIR = ModelConfig(
@@ -174,11 +157,8 @@ GLM_4_5_AIR = ModelConfig(
     norm_eps=1e-5,
     rope_theta=1e6,
     max_positions=131072,
-    tied_embeddings=False,
-    qk_norm=False,
     attention_bias=True,
     output_bias=False,
-    sliding_window=None,
     rope_dim=64,
     shared_dim=1408,
     router=RouterRule(scoring="sigmoid", group_score="top2", has_bias=True),
@@ -245,8 +225,6 @@ GPT_OSS_20B = ModelConfig(
     norm_eps=1e-5,
     rope_theta=1.5e5,
     max_positions=131072,
-    tied_embeddings=False,
-    qk_norm=False,
     attention_bias=True,
     sliding_window=128,
     window_layers=tuple(range(0, 24, 2)),

@@ -1,6 +1,7 @@
 """Leaves stacked over layers: their start values, products with them, and norms by them."""
 
 import functools
+from collections.abc import Container
 from typing import ClassVar
 
 import jax
@@ -16,10 +17,24 @@ INIT_STD = 0.02
 
 
 class StackedModule(nnx.Module):
-    """Weights of one part of all layers, named as in `weight_shapes`."""
+    """Weights of one part of all layers: the leaves `part.*` of `weight_shapes`, by their names."""
 
     part: ClassVar[str]
-    kernels: ops.Kernels
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        kernels: ops.Kernels = ops.NO_KERNELS,
+        without: Container[str] = (),  # leaves that lie elsewhere
+    ):
+        self.config, self.kernels = config, kernels
+        for leaf in weight_shapes(config):
+            part, _, name = leaf.partition(".")
+            if part == self.part and leaf not in without:
+                setattr(self, name, stacked_parameter(leaf, config, rngs, dtype))
 
     def linear(
         self,

@@ -31,6 +31,7 @@ from moejax.models.layer_index import (
     scan_plan,
     scanned_layer,
 )
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import (
     ExpertImpl,
     Experts,
@@ -149,9 +150,8 @@ class Transformer(nnx.Module):
             self.delta = DeltaNet(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.mlp_norm = stacked_parameter("mlp_norm", config, rngs, dtype)
         if config.moe_layers:
-            self.moe = SparseMoe(
-                config, rngs=rngs, dtype=dtype, kernels=kernels, holds_experts=holds_experts
-            )
+            elsewhere = () if holds_experts else EXPERT_LEAVES
+            self.moe = SparseMoe(config, rngs=rngs, dtype=dtype, kernels=kernels, without=elsewhere)
         if config.moe_layers and config.shared_dim:
             self.shared = SharedExpert(config, rngs=rngs, dtype=dtype, kernels=kernels)
         if config.dense_layers:
