@@ -3,7 +3,7 @@
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.benchmarking.routing import QWEN3_HIT_RATES, _scaled_trace
+from moejax.benchmarking.routing import QWEN3_HIT_RATES, scaled_trace
 from scripts.lru_trace import lru_trace
 
 
@@ -39,7 +39,7 @@ class TraceTest(parameterized.TestCase):
 
     def test_a_width_that_copies_do_not_divide(self):
         small = np.tile(np.arange(16)[None, None], (3, 2, 1))[..., :4]
-        big = _scaled_trace(small, 16, num_layers=2, of_experts=64, width=6)
+        big = scaled_trace(small, 16, num_layers=2, of_experts=64, width=6)
         np.testing.assert_array_equal(big[0, 0], [0, 1, 16, 17, 32, 48])
 
     @parameterized.parameters((128, 8, 12), (32, 4, 7), (8, 2, 16))
@@ -47,7 +47,7 @@ class TraceTest(parameterized.TestCase):
         small = lru_trace(
             {4: 0.4, 16: 0.8}, num_steps=200, num_layers=7, num_experts=32, width=4, seed=2
         )
-        big = _scaled_trace(small, 32, num_layers=num_layers, of_experts=num_experts, width=width)
+        big = scaled_trace(small, 32, num_layers=num_layers, of_experts=num_experts, width=width)
         self.assertEqual(big.shape, (200, num_layers, width))
         self.assertEqual({len(set(token)) for token in big.reshape(-1, width).tolist()}, {width})
         self.assertEqual((big.min(), big.max()), (0, num_experts - 1))
@@ -64,7 +64,7 @@ class TraceTest(parameterized.TestCase):
 
     def test_experts_that_do_not_divide_are_refused(self):
         with self.assertRaisesRegex(ValueError, "do not make 8 of 60"):
-            _scaled_trace(np.zeros((1, 1, 4), int), 32, num_layers=1, of_experts=60, width=8)
+            scaled_trace(np.zeros((1, 1, 4), int), 32, num_layers=1, of_experts=60, width=8)
 
     def test_rates_that_no_trace_has_are_refused(self):
         with self.assertRaisesRegex(ValueError, "cannot have hit rates"):
