@@ -5,13 +5,13 @@ XLA_CLIENT_MEM_FRACTION keeps JAX to a budget from outside; the peak stands besi
 
 from collections.abc import Callable
 
-from moejax.experts.budget import BOTH, PREFILL
+from moejax.experts.budget import BOTH, PREFILL, Budget
 from moejax.experts.cache import ExpertMemory
 from moejax.policies.dymoe import DyMoE
 from scripts.studies.speed.harness import Measured, Run
 
 RETENTION = 0.75
-Planned = tuple[Callable[[], ExpertMemory], int]  # maker of a memory, and its planned bytes
+Planned = tuple[Callable[[], ExpertMemory], Budget]  # maker of a memory, and its plan
 
 
 def dymoe(run: Run) -> None:
@@ -27,26 +27,26 @@ def _table_3(run: Run, gib: float) -> None:
         "load on demand": lambda: _plain(run, gib, (0,), 0),
         "cache": lambda: _plain(run, gib, (), 0),
         "cache, prefetch": lambda: _plain(run, gib, (), width),
-        "cache, 4/2": lambda: _quantized(run, gib, "", 0),
-        "cache, 4/2, prefetch": lambda: _quantized(run, gib, "", -1),
-        "cache, 4/0, prefetch": lambda: _quantized(run, gib, "skip", -1),
+        "cache, 4/2": lambda: quantized(run, gib, "", 0),
+        "cache, 4/2, prefetch": lambda: quantized(run, gib, "", -1),
+        "cache, 4/0, prefetch": lambda: quantized(run, gib, "skip", -1),
         # Look-ahead where it has something to hide behind; no rows of the paper.
         "cache, prefetch in prompts": lambda: _plain(run, gib, (), width, PREFILL),
-        "cache, 4/2, prefetch in prompts": lambda: _quantized(run, gib, "", -1, PREFILL),
-        "cache, 4/0, prefetch in prompts": lambda: _quantized(run, gib, "skip", -1, PREFILL),
+        "cache, 4/2, prefetch in prompts": lambda: quantized(run, gib, "", -1, PREFILL),
+        "cache, 4/0, prefetch in prompts": lambda: quantized(run, gib, "skip", -1, PREFILL),
     }
     for name, plan in table.items():
         what = f"{name}, {gib:g} GiB"
         planned = run.attempt(f"plan, {what}", plan)
         if planned is None:
             continue
-        make, nbytes = planned
+        make, budget = planned
         found = run.measured(what, make, work, ttft=run.options.ttft)
         if found is None:
             continue
         rows[name] = found
         run.tpot(what, found)
-        run.peak(what, nbytes, gib)
+        run.peak(what, budget.total_device, gib)
         for base in ("load on demand", "cache"):
             if base in rows and base != name:
                 _ratios(run, f"{name} over {base}, {gib:g} GiB", rows[base], found)
@@ -59,10 +59,10 @@ def _plain(
     lab = run.lab
     budget = lab.budget((4,), gib, slots=slots, prefetch=prefetch, prefetch_in=where)
     plan = lab.plan_of(4, budget.tiers[0])
-    return lambda: lab.one_tier(plan), budget.total_device
+    return lambda: lab.one_tier(plan), budget
 
 
-def _quantized(run: Run, gib: float, low: str, prefetch: int, where: str = BOTH) -> Planned:
+def quantized(run: Run, gib: float, low: str, prefetch: int, where: str = BOTH) -> Planned:
     """The cache under DyMoE, which skips experts or runs them in INT2."""
     lab, bits = run.lab, (4,) if low else (4, 2)
     policy = DyMoE(low=low, retention=RETENTION, prefetch=prefetch)
@@ -76,7 +76,7 @@ def _quantized(run: Run, gib: float, low: str, prefetch: int, where: str = BOTH)
         f"{tier.slots} of {name}" for name, tier in zip(budget.names, budget.tiers, strict=True)
     )
     print(f"  {policy.name}: {slots} a layer", flush=True)
-    return lambda: lab.tiered(policy, plans), budget.total_device
+    return lambda: lab.tiered(policy, plans), budget
 
 
 def _ratios(run: Run, what: str, base: Measured, found: Measured) -> None:

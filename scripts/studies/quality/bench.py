@@ -42,6 +42,7 @@ EXPERTS = ("moe.gate_up", "moe.down")
 DOMAINS = ("books", "textbooks", "code", "math", "chinese")
 BITS = {"int4": 4, "int3": 3, "int2": 2}
 GROUP_SIZE = 64
+MILO_PASSES = 20  # of its iteration at most, as `moejax.quantize` has it
 TRAIN_CHARACTERS = 2_000_000  # of a training text, which is not scored
 
 
@@ -124,6 +125,11 @@ class Model:
         for name, bits in BITS.items():
             self.experts[name] = (_rounded(gate_up, bits, method), _rounded(down, bits, method))
 
+    def add_compensated(self, name: str, bits: int, rank: int) -> None:
+        """Adds a precision by MiLo, with compensators of one rank."""
+        gate_up, down = (_compensated(rows, bits, rank) for rows in self.experts["bf16"])
+        self.experts[name] = (gate_up, down)
+
     @staticmethod
     def _rows(stack: jax.Array) -> jax.Array:
         return stack.reshape(-1, *stack.shape[2:])
@@ -142,13 +148,33 @@ class Model:
 
 
 def _rounded(rows: jax.Array, bits: int, method: str) -> jax.Array:
+    return quantize_stack(rows, *_how(rows, bits, method)).tensor.dequantize()
+
+
+def _how(rows: jax.Array, bits: int, method: str, rank: int = 0) -> tuple[Any, None, Program]:
+    """Ranks, no calibration and the program of a stack."""
     scheme = Scheme(
         method=method, bits=bits, group_size=min(GROUP_SIZE, rows.shape[-1]), zero_kind="float",
-        scale_dtype="float16", factor_bits=8,
+        scale_dtype="float16", factor_bits=3 if rank else 8,
     )  # fmt: skip
-    ranks = jnp.zeros(len(rows), jnp.int32)
-    program = Program(scheme=scheme, max_rank=0, passes=1)
-    return quantize_stack(rows, ranks, None, program).tensor.dequantize()
+    program = Program(scheme=scheme, max_rank=rank, passes=MILO_PASSES if rank else 1)
+    return jnp.full(len(rows), rank, jnp.int32), None, program
+
+
+def _compensated(rows: jax.Array, bits: int, rank: int) -> jax.Array:
+    """MiLo's matrices: codes, and INT3 factors of one rank (wider ones where those do harm)."""
+    found = quantize_stack(rows, *_how(rows, bits, "milo", rank))
+    (factors,), (wider,) = found.factors, found.safe_factors
+    assert factors is not None
+    product = _product(factors)
+    if wider is not None:
+        product = jnp.where(found.surged[:, None, None], _product(wider), product)
+    return found.tensor.dequantize() + product
+
+
+def _product(factors: Any) -> jax.Array:
+    u, v = (factor.dequantize() for factor in factors)
+    return jnp.einsum("crn,crk->cnk", u, v, precision="highest")
 
 
 @dataclasses.dataclass

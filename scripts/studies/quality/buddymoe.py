@@ -49,7 +49,7 @@ TEXTS = ("wikitext-2", "mixed")
 def cases(subject: Subject) -> Iterator[Case]:
     """The exact model, then each cache rate and setting, then steps of one token."""
     yield Case("original", functools.partial(_original, subject))
-    runs = _Runs(subject)
+    runs = Runs(subject)
     for rate in CACHE_RATES:
         for name, source, part, how in SETTINGS:
             if part == "all" or subject.origins:
@@ -110,7 +110,7 @@ def profiled(activity: ExpertActivity, **how: Any) -> BuddyProfile:
     return profile_of(activity, {}, smoothing=1.0, percentile=10.0, **(given | how))
 
 
-class _Runs:
+class Runs:
     """Profiles, residents and programs of a run, made when they are needed."""
 
     def __init__(self, subject: Subject):
@@ -163,6 +163,7 @@ class _Runs:
                 yield self.run(windows, f"{name}{suffix}", rate, policy, key)
 
     def run(self, windows: Windows, series: str, rate: float, policy: BuddyMoe, key: Any) -> Point:
+        """Scores a text under a policy; `key` names the program that serves it."""
         if key not in self._made:
             slots = (self.subject.part(rate),)
             self._made[key] = Served(self.subject.model, policy, ("bf16",), slots)
@@ -288,7 +289,7 @@ def _domain(subject: Subject, of: str, on: str) -> Iterator[Point]:
     parts = {
         name: subject.texts.domain(name, count, scored=False) for name in dict.fromkeys((of, on))
     }
-    runs = _Runs(dataclasses.replace(subject, others=parts))
+    runs = Runs(dataclasses.replace(subject, others=parts))
     windows = subject.texts.domain(on, count)
     found = runs.profile(of, "outputs")
     policy = BuddyMoe(lists=found.lists, gains=found.gains, background_bytes=0.0)

@@ -16,14 +16,15 @@ Sections, each described by `measure_speed.py` of its paper, or by `cost.py`:
   * dymoe: Mixtral-8x7B, the rows of DyMoE's Table 3 under 16 and 24 GiB, or `--gib`.
   * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates. latency: BuddyMoE's Table 1.
   * cost: Qwen3-30B-A3B, each policy's own time in a step, all experts resident, or at cache rates.
+  * decide: every method under 6, 8, 12, 16 and 24 GiB, or `--gib`, for the picture of a shape.
 
 What the routers say is made up (`moejax.benchmarking.routing` says how), or is that of
 `--trace=FILE`, which `record_traces` writes: of another shape with experts mapped, several in turn
 as a workload that shifts. Rows say which under `routing`. It is the same for all rows of a section,
 but for the resident model, which has no pool to replay it. Steps are timed by calls of
 `--per_call`; a TPOT is their mean, so that what promotions take is in it, the median beside it.
-Everything but the experts is bf16, as in the papers. Where packed experts would run on no kernel
-the section fails before it measures.
+Everything but the experts is bf16, as in the papers, unless `--attention_bits` says less. Where
+packed experts would run on no kernel the section fails before it measures.
 `--model=tiny --device=cpu --context=128 --prompt=16 --steps=16 --per_call=4` tries a section; with
 budgets also `--gib=0.0085 --split=2,8 --bulk=4`.
 """
@@ -59,6 +60,10 @@ _PER_CALL = flags.DEFINE_integer("per_call", 8, "decode steps of a call")
 _WHERE = flags.DEFINE_string("device", "gpu", "gpu; cpu only tries the script")
 _FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
 _PROGRAMS = flags.DEFINE_string("programs", "", "persistent compilation cache")
+_ATTENTION = flags.DEFINE_integer("attention_bits", 16, "of attention in all methods")
+_SECONDS = flags.DEFINE_float(
+    "time_budget_s", 0, "decide: begin nothing after so long; 0: no limit"
+)
 _ONLY = flags.DEFINE_multi_string("only", [], "measurements whose name has one of these; []: all")
 
 
@@ -73,7 +78,7 @@ def main(argv: list[str]) -> None:
         batches=_BATCH.value, tiers=[int(bits) for bits in _TIERS.value], gibs=_GIB.value,
         cache_rates=_RATE.value, bulk=_BULK.value, split=_SPLIT.value, ttft=_TTFT.value,
         planes=_PLANES.value, exponent=None if _ZIPF.value < 0 else _ZIPF.value, only=_ONLY.value,
-        traces=[Path(name) for name in _TRACE.value],
+        traces=[Path(name) for name in _TRACE.value], seconds=_SECONDS.value,
     )  # fmt: skip
     failed: list[str] = []
     lab: Lab | None = None
@@ -85,9 +90,10 @@ def main(argv: list[str]) -> None:
         if prompts and sizes.prompt + sizes.num_replayed > sizes.context:
             raise SystemExit("--context has no room for the prompt and the steps after it")
         if lab is None or lab.shape != model:
-            lab = Lab(CONFIGS[model], model, device, sizes, _HOST.value)
+            lab = Lab(CONFIGS[model], model, device, sizes, _HOST.value, _ATTENTION.value)
         lab.sizes = sizes
-        about = f"{name}, {model}, {lab.config.num_layers} layers, attention bf16"
+        attention = "bf16" if _ATTENTION.value == 16 else f"INT{_ATTENTION.value}"
+        about = f"{name}, {model}, {lab.config.num_layers} layers, attention {attention}"
         run = Run(lab, Report(device, about, _FILE.value), options)
         print(f"== {about}", flush=True)
         try:

@@ -100,11 +100,12 @@ class Measured:
 
 
 class Lab(ShapeMemories):
-    """A shape with random dense weights on the device, all but the experts in bf16."""
+    """A shape with random dense weights on the device: bf16, or attention in fewer bits."""
 
     def __init__(
-        self, config: ModelConfig, shape: str, device: jax.Device, sizes: Sizes, host_gib: float = 0
-    ):
+        self, config: ModelConfig, shape: str, device: jax.Device, sizes: Sizes,
+        host_gib: float = 0, attention_bits: int = 16,
+    ):  # fmt: skip
         """Makes the dense weights.
 
         Args:
@@ -114,17 +115,19 @@ class Lab(ShapeMemories):
           sizes: how much is run; may be changed between sections.
           host_gib: of a precision's rows, which experts share where they are more; 0: no limit.
         """
-        super().__init__(config, Packing(bits=4, attention_bits=16), device, host_gib)
+        packing = Packing(bits=4, attention_bits=attention_bits)
+        super().__init__(config, packing, device, host_gib)
         self.shape, self.sizes = shape, sizes
 
     def budget(
         self, bits: Sequence[int], gib: float, *, prefetch: int = 0, bulk: int = 0,
-        slots: Sequence[int] = (), prefetch_in: str = BOTH,
+        slots: Sequence[int] = (), prefetch_in: str = BOTH, low_rank_nbytes: int = 0,
     ) -> Budget:  # fmt: skip
         """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
         limits = Limits(device_gib=gib, prefetch_in=prefetch_in)
         policy = PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk)
-        return make_budget(self._run_sizes(), self._tier_sizes(bits), limits, policy)
+        tiers = self._tier_sizes(bits, low_rank_nbytes)
+        return make_budget(self._run_sizes(), tiers, limits, policy)
 
     def by_planes(
         self, policy: AnyPolicy, gib: float, prefetch_in: str = BOTH
@@ -136,8 +139,14 @@ class Lab(ShapeMemories):
         parts = zip(bits, budget.tiers, refines, strict=True)
         return budget, [self.plan_of(b, part, refines=2 * plane) for b, part, plane in parts]
 
-    def _tier_sizes(self, bits: Sequence[int]) -> list[TierSize]:
-        return [TierSize(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
+    def _tier_sizes(self, bits: Sequence[int], low_rank_nbytes: int = 0) -> list[TierSize]:
+        return [
+            TierSize(
+                name=tier_name(b), expert_nbytes=self.expert_nbytes(b),
+                low_rank_nbytes=low_rank_nbytes,
+            )
+            for b in bits
+        ]  # fmt: skip
 
     def _run_sizes(self) -> RunSizes:
         config, context = self.config, self.sizes.context
@@ -332,6 +341,7 @@ class Options:
     split: str = "high"
     ttft: bool = True
     only: Sequence[str] = ()
+    seconds: float = 0
 
 
 class Run:

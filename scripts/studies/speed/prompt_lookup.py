@@ -32,9 +32,10 @@ go. The best setting of eight is judged by the texts that chose it, which favour
 """
 
 import dataclasses
+import itertools
 import json
-import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -46,6 +47,7 @@ import moejax
 from moejax.benchmarking.routing import scaled_trace
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import Engine
+from moejax.files.result_rows import read_rows
 from moejax.models.shapes import CONFIGS
 from moejax.routing.trace import PREFILL, read_trace
 from scripts.studies.measuring import Report
@@ -66,15 +68,18 @@ from scripts.studies.speed.lookup_texts import Answer, answered, pieces, prompts
 SHORTEST, DRAFTS = (2, 3), (2, 3, 4, 8)  # n and k
 ROUTINGS = ("made up", "demo's")
 GAIN, LOSS = 1.15, 0.97
-Gains = dict[tuple[str, int, int], dict[str, float]]  # by routing, n and k: by budget
+TASKS = ("continue", "summarize", "correct", "code", "question", "sum")
+SOURCES = ("model", "reference")
+ABOUT = f"{SHAPE} in INT4"
 
 _DATA = flags.DEFINE_string("data", None, "folder of the texts", required=True)
 _PARENT = flags.DEFINE_string("parent", None, "directory of SmolLM2-135M-Instruct", required=True)
 _WORK = flags.DEFINE_string("work", None, "folder of answers and traces, kept", required=True)
 _COUNT = flags.DEFINE_integer("prompts", 30, "of each task")
 _TOKENS = flags.DEFINE_integer("tokens", 128, "of an answer at most")
+_TASKS = flags.DEFINE_list("tasks", list(TASKS), "which are made, or replayed")
 _ONLY = flags.DEFINE_enum("only", "", ["", "answers"], "makes the answers alone")
-_OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON Lines file to append to", required=True)
 _CACHE = flags.DEFINE_string("cache", "", "compilation cache")
 
 
@@ -82,6 +87,8 @@ def answers(work: Path) -> list[Answer]:
     """All answers; those of tasks that have none yet are made."""
     found = []
     for task, asked in prompts(Path(_DATA.value), _COUNT.value).items():
+        if task not in _TASKS.value:
+            continue
         path = work / f"{task}.json"
         if not path.exists():
             made = answered(Path(_PARENT.value), asked, _TOKENS.value)
@@ -148,12 +155,14 @@ def speeds(run: Decoded, moved: Moved, clocks: tuple[Clock, Clock]) -> dict[str,
     return {name: 1e3 * run.tokens / len(run.steps) / ms for name, ms in of.items()}
 
 
-def of_task(report: Report, name: str, some: list[Answer], ids: dict[str, np.ndarray]) -> Gains:
-    """Rows of one task's answers under all settings and routings; what each gains."""
+def replay_task(
+    report: Report, name: str, some: Sequence[Answer], ids: Mapping[str, np.ndarray]
+) -> None:
+    """Adds the rows of one task's answers under all settings and routings."""
     folder = Path(__file__).parent
     clocks = pooled_clock(folder), resident_clock(folder)
     slots, nbytes = slots_of_budgets()
-    plain, gains = decoded(some, 0, SHORTEST[0]), {}
+    plain = decoded(some, 0, SHORTEST[0])
     for routing, experts in ids.items():
         before = replayed(plain.steps, experts, list(slots.values()), nbytes)
         base = speeds(plain, before, clocks)
@@ -175,8 +184,6 @@ def of_task(report: Report, name: str, some: list[Answer], ids: dict[str, np.nda
                     wrong_a_token=run.wrong / run.tokens, **_said(now, run, moved),
                     **{f"gain, {where}": value for where, value in gain.items()},
                 )  # fmt: skip
-                gains[routing, shortest, k] = gain
-    return gains
 
 
 def _said(speed: dict[str, float], run: Decoded, moved: Moved) -> dict[str, float]:
@@ -188,67 +195,67 @@ def _said(speed: dict[str, float], run: Decoded, moved: Moved) -> dict[str, floa
     return {"experts_a_step": moved.experts, **megabytes, **fast}
 
 
-def judge(report: Report, source: str, tasks: dict[str, Gains]) -> None:
-    """The mean over tasks and the least of each setting, and whether one meets the bar."""
-    passed = []
-    for shortest in SHORTEST:
-        for k in DRAFTS:
+def judge(path: Path) -> list[str]:
+    """Lines on the mean over tasks and the least of each setting; whether one meets the bar."""
+    gains = {
+        row.what.replace(" routing, ", ", "): row.baseline
+        for row in read_rows(path)
+        if "gain, resident" in row.baseline
+    }
+    lines = []
+    for source in SOURCES:
+        passed = []
+        for shortest, k in itertools.product(SHORTEST, DRAFTS):
             meets = True
             for routing in ROUTINGS:
-                of = [gains[routing, shortest, k] for gains in tasks.values()]
-                mean = {w: math.exp(np.mean([np.log(gain[w]) for gain in of])) for w in of[0]}
-                least = {w: min(gain[w] for gain in of) for w in of[0]}
-                for where, value in mean.items():
-                    report.add(
-                        f"{source}, all tasks, {routing} routing, n {shortest}, k {k}, {where}",
-                        value, "x", least=least[where],
-                    )  # fmt: skip
-                    meets &= where == "resident" or (value >= GAIN and least[where] >= LOSS)
+                end = f"n {shortest}, k {k}, {ABOUT}"
+                names = [f"{task}, {source}, {routing}, {end}" for task in TASKS]
+                of = [gains[name] for name in names if name in gains]
+                if not of:
+                    continue
+                for where in ("resident", *(f"{gib:g} GiB" for gib in BUDGETS)):
+                    values = [float(gain[f"gain, {where}"]) for gain in of]
+                    mean, least = statistics.geometric_mean(values), min(values)
+                    lines.append(
+                        f"{source}, {routing} routing, n {shortest}, k {k}, {where}: mean "
+                        f"{mean:.2f}, least {least:.2f} of {len(of)} tasks"
+                    )
+                    meets &= where == "resident" or (mean >= GAIN and least >= LOSS)
             passed += [f"n {shortest}, k {k}"] if meets else []
-    print(f"{source}: {'GO with ' + '; '.join(passed) if passed else 'NO GO'}", flush=True)
+        lines.append(f"{source}: {'GO with ' + '; '.join(passed) if passed else 'NO GO'}")
+    return lines
 
 
 def main(argv: list[str]) -> None:
-    """Makes answers, replays them, prints and writes the rows."""
+    """Makes answers, replays them, writes the rows, prints what they say."""
     del argv
     enable_compilation_cache(_CACHE.value)
-    work = Path(_WORK.value)
+    work, config = Path(_WORK.value), CONFIGS[SHAPE]
     work.mkdir(parents=True, exist_ok=True)
     found = answers(work)
     if _ONLY.value:
         return
-    report = Report(
-        choose_device("cpu"), f"{SHAPE} in INT4", _OUTPUT.value, ("jax", "transformers")
-    )
-    config = CONFIGS[SHAPE]
-    for source in ("model", "reference"):
-        tasks: dict[str, Gains] = {}
-        for task in dict.fromkeys(one.task for one in found):
-            some = [one for one in found if (one.task, one.source) == (task, source)]
-            if not some:
-                continue
-            name = f"{task}, {source}"
-            whole = sum(len(one.tokens) for one in some)
-            if source == "model":
-                some = [dataclasses.replace(one, tokens=without_loop(one.tokens)) for one in some]
-            some = [one for one in some if len(one.tokens) > 1]
-            kept = sum(len(one.tokens) for one in some)
-            report.add(
-                f"{name}, tokens before a loop",
-                100 * kept / whole,
-                "%",
-                answers=len(some),
-                tokens=kept,
-            )
-            small = demo_ids(work, name.replace(", ", "_"), some).astype(np.int32)
-            big = scaled_trace(
-                small, 32, num_layers=config.num_layers, of_experts=config.num_experts,
-                width=config.experts_per_token,
-            )  # fmt: skip
-            ids = {"made up": made_up_ids(len(small)), "demo's": big}
-            tasks[task] = of_task(report, name, some, ids)
-            jax.clear_caches()
-        judge(report, source, tasks)
+    report = Report(choose_device("cpu"), ABOUT, _OUTPUT.value, ("jax", "transformers"))
+    for source, task in itertools.product(SOURCES, _TASKS.value):
+        some = [one for one in found if (one.task, one.source) == (task, source)]
+        if not some:
+            continue
+        name, whole = f"{task}, {source}", sum(len(one.tokens) for one in some)
+        if source == "model":
+            some = [dataclasses.replace(one, tokens=without_loop(one.tokens)) for one in some]
+        some = [one for one in some if len(one.tokens) > 1]
+        kept = sum(len(one.tokens) for one in some)
+        report.add(
+            f"{name}, tokens before a loop", 100 * kept / whole, "%", answers=len(some), tokens=kept
+        )
+        small = demo_ids(work, f"{task}_{source}", some).astype(np.int32)
+        big = scaled_trace(
+            small, 32, num_layers=config.num_layers, of_experts=config.num_experts,
+            width=config.experts_per_token,
+        )  # fmt: skip
+        replay_task(report, name, some, {"made up": made_up_ids(len(small)), "demo's": big})
+        jax.clear_caches()
+    print("\n".join(judge(Path(_OUTPUT.value))))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"marker": "D", "linestyle": ":", "color": "0.15"},
     {"marker": "x", "linestyle": "-", "color": "0.6"},
     {"marker": "v", "linestyle": "--", "color": "0.2"},
+    {"marker": "P", "linestyle": "-.", "color": "0.5"},
+    {"marker": "*", "linestyle": ":", "color": "0.35"},
+    {"marker": "<", "linestyle": "-", "color": "0.7"},
 )
 BARS: tuple[dict[str, Any], ...] = (
     {"facecolor": "0.25", "edgecolor": "black"},

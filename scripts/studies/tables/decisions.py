@@ -1,0 +1,228 @@
+"""Quality against tokens a second of a shape's methods: rows joined, the picture and its table."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from moejax.files.result_rows import ResultRow, read_rows
+from scripts.studies.tables.drawing import STYLES, Canvas
+from scripts.studies.tables.paper import markdown_table
+
+METHODS = (
+    "INT4", "INT3", "INT2", "MiLo INT3", "DyMoE 4/2", "DyMoE 4/0", "DynaExq 4/2", "BuddyMoE",
+    "DyMoE 4/0 + BuddyMoE",
+)  # fmt: skip
+BUDGETS = (6.0, 8.0, 12.0, 16.0, 24.0)  # GiB
+UNQUANTIZED = "bf16"
+LABELS = {"study": "the study model", "demo": "the demo model"}  # the first with rows counts
+NEAR = 1 / 16  # of the experts, between the share that was timed and the one that was scored
+NOT_TIMED, NOT_SCORED = "not timed", "not scored"
+Scores = Mapping[tuple[str, str], Sequence["Scored"]]  # by text and method
+_DECIDE = re.compile(r".+, [\d.]+ GiB, TPOT, decide, .+, attention INT4")
+_BENCHMARK = (
+    r"TPOT median, {shape}, random weights, INT(?P<bits>\d) g64 float, attention INT4, head bf16, "
+    r"batch 1, (?P<gib>[\d.]+) GiB, .* random tokens; "
+    r"routing decode: (?P<routing>made up, [^;]*);.*"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """Speed of a method under a budget, or why there is none."""
+
+    tokens_per_s: float
+    share: float  # of a layer's experts in slots; nan: the method's quality does not ask
+    device: str
+    routing: str
+    refusal: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Quality of a method on a text or task."""
+
+    figure: float
+    unit: str
+    share: float  # of a layer's experts in slots; 0: the quality depends on none
+
+    @property
+    def goodness(self) -> float:
+        """Larger is better: minus a perplexity."""
+        return -self.figure if self.unit == "perplexity" else self.figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A point of the picture."""
+
+    method: str
+    gib: float
+    timed: Timed
+    scored: Mapping[str, Scored]  # by text
+
+
+def speeds(rows: Iterable[ResultRow], shape: str) -> dict[tuple[str, float], Timed]:
+    """Speeds by method and GiB; a later row replaces an earlier one."""
+    found: dict[tuple[str, float], Timed] = {}
+    uniform = re.compile(_BENCHMARK.format(shape=re.escape(shape)))
+    for row in rows:
+        if match := uniform.fullmatch(row.what):
+            key = f"INT{match['bits']}", float(match["gib"])
+            found[key] = Timed(1e3 / row.figure, math.nan, row.device, match["routing"])
+        elif _DECIDE.fullmatch(row.what) and row.baseline.get("shape") == shape:
+            beside = row.baseline
+            key, routing = (str(beside["method"]), float(beside["gib"])), str(beside["routing"])
+            if row.unit == "ms":
+                share = float(beside["share"])
+                found[key] = Timed(1e3 / row.figure, share, row.device, routing)
+            else:
+                why = str(beside["reason"])
+                found[key] = Timed(math.nan, math.nan, row.device, routing, why)
+    return found
+
+
+def qualities(rows: Iterable[ResultRow]) -> tuple[str, dict[tuple[str, str], list[Scored]]]:
+    """The label of the model that counts, and its quality by text and method."""
+    by_label: dict[str, dict[tuple[str, str], list[Scored]]] = {}
+    for row in rows:
+        parts = row.what.split(" | ")
+        if len(parts) == 5 and parts[1] == "decide":
+            label, _, text, method, share = parts
+            one = Scored(row.figure, row.unit, float(share))
+            of = by_label.setdefault(label, {}).setdefault((text, method), [])
+            of[:] = [*(old for old in of if old.share != one.share), one]
+    label = next((name for name in LABELS if name in by_label), "")
+    return label, by_label.get(label, {})
+
+
+def nearest(scored: Sequence[Scored], share: float) -> Scored | None:
+    """The quality at a share; None where none is near."""
+    if any(one.share == 0 for one in scored):
+        return next(one for one in scored if one.share == 0)
+    near = [one for one in scored if abs(one.share - share) <= NEAR]
+    return min(near, key=lambda one: abs(one.share - share), default=None)
+
+
+def join(
+    timed: Mapping[tuple[str, float], Timed], scored: Scores
+) -> tuple[list[Joined], list[str]]:
+    """Points by method and budget, and what is missing, in words."""
+    points, missing = [], []
+    texts = list(dict.fromkeys(text for text, _ in scored))
+    gibs = sorted({*BUDGETS, *(gib for _, gib in timed)})
+    for method in METHODS:
+        for gib in gibs:
+            one = timed.get((method, gib))
+            if one is None:
+                missing += [f"{method}, {gib:g} GiB: {NOT_TIMED}"] if gib in BUDGETS else []
+                continue
+            if one.refusal:
+                continue
+            of = {text: nearest(scored.get((text, method), ()), one.share) for text in texts}
+            known = {text: quality for text, quality in of.items() if quality is not None}
+            if len(known) < max(1, len(texts)):
+                at = "" if math.isnan(one.share) else f" at a share of {one.share:.2f}"
+                missing.append(f"{method}, {gib:g} GiB: {NOT_SCORED}{at}")
+            points.append(Joined(method, gib, one, known))
+    return points, missing
+
+
+def best(points: Sequence[Joined], text: str) -> set[tuple[str, float]]:
+    """Points of a text that no other one of their budget beats in speed and in quality."""
+    found = set()
+    for one in points:
+        if text not in one.scored:
+            continue
+        own, *others = (
+            (p.timed.tokens_per_s, p.scored[text].goodness)
+            for p in [one, *points]
+            if p.gib == one.gib and text in p.scored
+        )
+        if not any(o != own and o[0] >= own[0] and o[1] >= own[1] for o in others):
+            found.add((one.method, one.gib))
+    return found
+
+
+def caption(shape: str, label: str, points: Sequence[Joined]) -> str:
+    """Says where both axes are from."""
+    devices, routing = (
+        " and ".join(sorted({getattr(point.timed, name) for point in points})) or "no rows"
+        for name in ("device", "routing")
+    )
+    return (
+        f"Tokens a second: {shape}, random weights, attention in INT4, a sequence at a time; "
+        f"routing {routing}; {devices}. Quality: {LABELS.get(label, 'no model yet')} under the "
+        "same methods, experts in INT4 where a method says nothing else. Numbers at points are GiB."
+    )
+
+
+def draw(canvas: Canvas, shape: str, points: Sequence[Joined], scored: Scores) -> None:
+    """A panel a text, a line a method."""
+    texts = list(dict.fromkeys(text for text, _ in scored)) or [""]
+    for panel, text in zip(canvas.panels(1, len(texts), size=(6.0, 4.5)), texts, strict=True):
+        for method, style in zip(METHODS, STYLES, strict=True):
+            own = [p for p in points if p.method == method and text in p.scored]
+            x, y = [p.timed.tokens_per_s for p in own], [p.scored[text].figure for p in own]
+            if own:
+                panel.plot(x, y, label=method, markersize=4, **style)
+            for point, *at in zip(own, x, y, strict=True):
+                panel.annotate(
+                    f"{point.gib:g}", at, fontsize=6, xytext=(2, 2), textcoords="offset points"
+                )
+        units = {one.unit for (of, _), many in scored.items() if of == text for one in many}
+        plain = scored.get((text, UNQUANTIZED), ())
+        for one in plain:
+            panel.axhline(one.figure, color="0.6", linewidth=0.8, label=UNQUANTIZED)
+        panel.set(
+            title=f"{shape}, {text}", xlabel="tokens/s", ylabel=", ".join(sorted(units)),
+            xscale="log",
+        )  # fmt: skip
+        panel.grid(alpha=0.3)
+        if panel.get_legend_handles_labels()[1]:
+            panel.legend(fontsize=6)
+
+
+def page(
+    shape: str, label: str, timed: Mapping[tuple[str, float], Timed], points: Sequence[Joined],
+    missing: Sequence[str],
+) -> str:  # fmt: skip
+    """Caption, a table by method and budget, and what is missing."""
+    gibs = sorted({*BUDGETS, *(gib for _, gib in timed)})
+    texts = list(dict.fromkeys(text for point in points for text in point.scored))
+    lead = best(points, texts[0]) if texts else set()
+    by_key = {(point.method, point.gib): point for point in points}
+    rows = []
+    for method in METHODS:
+        cells = [method]
+        for gib in gibs:
+            point, one = by_key.get((method, gib)), timed.get((method, gib))
+            if point is None:
+                cells.append(one.refusal if one else NOT_TIMED)
+                continue
+            quality = [f"{point.scored[text].figure:.2f}" for text in texts if text in point.scored]
+            said = f"{point.timed.tokens_per_s:.0f}: {' / '.join(quality) or NOT_SCORED}"
+            cells.append(f"**{said}**" if (method, gib) in lead else said)
+        rows.append(cells)
+    head = ["method", *(f"{gib:g} GiB" for gib in gibs)]
+    cell = f"A cell is tokens a second: {' / '.join(texts) or 'quality'}."
+    parts = [caption(shape, label, points), cell, markdown_table(head, rows)]
+    if missing:
+        parts.append("\n".join(["Missing:", "", *(f"- {line}" for line in missing)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def make(
+    shape: str, speed: Sequence[Path], quality: Sequence[Path], output: Path
+) -> tuple[Path, Path]:
+    """Writes the table, and the picture where there is a point that has both axes."""
+    timed = speeds((row for path in speed for row in read_rows(path)), shape)
+    label, scored = qualities(row for path in quality for row in read_rows(path))
+    points, missing = join(timed, scored)
+    table, picture = output / f"decide_{shape}.md", output / f"decide_{shape}.png"
+    output.mkdir(parents=True, exist_ok=True)
+    table.write_text(page(shape, label, timed, points, missing))
+    if any(point.scored for point in points):
+        Canvas.save(lambda canvas: draw(canvas, shape, points, scored), picture)
+    return table, picture

@@ -1,0 +1,133 @@
+"""The picture of a shape: rows that the test makes, joined; what is missing is named."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from absl.testing import absltest
+
+from moejax.files.result_rows import ResultRow, append_rows
+from scripts.studies.tables import decisions
+
+SHAPE, END = "Qwen3-30B-A3B", ", TPOT, decide, Qwen3-30B-A3B, 48 layers, attention INT4"
+
+
+def row(what: str, figure: float, unit: str, **beside: Any) -> ResultRow:
+    return ResultRow(
+        what=what, figure=figure, unit=unit, baseline=beside, device="NVIDIA H100",
+        versions={"jax": "0.11"}, date="2026-11-25", command="x",
+    )  # fmt: skip
+
+
+def timed(method: str, gib: float, ms: float, share: float, shape: str = SHAPE) -> ResultRow:
+    what = f"{method}, {gib:g} GiB{END}"
+    return row(what, ms, "ms", method=method, gib=gib, shape=shape, share=share, routing="even")
+
+
+def scored(method: str, share: float, figure: float, label: str = "demo") -> ResultRow:
+    what = f"{label} | decide | wikitext-2 | {method} | {share:g}"
+    return row(what, figure, "perplexity")
+
+
+SPEED = [
+    timed("INT4", 6, 9.0, 0.25),
+    timed("INT4", 6, 8.0, 0.25),  # measured again
+    timed("INT4", 12, 2.5, 0.7),
+    timed("INT2", 6, 4.0, 0.5),
+    timed("INT3", 6, 10.0, 0.3),
+    timed("BuddyMoE", 6, 5.0, 0.29),
+    timed("BuddyMoE", 12, 2.0, 0.7),
+    timed("INT4", 8, 1.0, 0.7, shape="Mixtral-8x7B"),
+    row(f"DynaExq 4/2, 6 GiB{END}", 6, "refused", method="DynaExq 4/2", gib=6.0, shape=SHAPE,
+        routing="even", reason="6 GiB hold none"),
+    row("TPOT median, Qwen3-30B-A3B, random weights, INT4 g64 float, attention INT4, head bf16, "
+        "batch 1, 8 GiB, 1 prompts of 512 random tokens; routing decode: made up, as asked; "
+        "prefill: near uniform", 4.0, "ms"),
+]  # fmt: skip
+QUALITY = [
+    scored("bf16", 0, 20.0),
+    scored("INT4", 0, 20.5),
+    scored("INT3", 0, 22.0),
+    scored("INT2", 0, 30.0),
+    scored("BuddyMoE", 0.25, 25.0),
+    scored("BuddyMoE", 0.5, 23.0),
+    scored("BuddyMoE", 0.75, 22.0),
+]
+
+
+class DecisionsTest(absltest.TestCase):
+    def joined(self, speed=SPEED, quality=QUALITY):
+        label, found = decisions.qualities(quality)
+        points, missing = decisions.join(decisions.speeds(speed, SHAPE), found)
+        return label, {(p.method, p.gib): p for p in points}, missing
+
+    def test_rows_join_by_method_and_nearest_share(self):
+        label, points, _ = self.joined()
+        self.assertEqual(label, "demo")
+        self.assertCountEqual(
+            points,
+            [("INT4", 6), ("INT4", 8), ("INT4", 12), ("INT3", 6), ("INT2", 6), ("BuddyMoE", 6),
+             ("BuddyMoE", 12)],
+        )  # fmt: skip
+        self.assertEqual(points["INT4", 6].timed.tokens_per_s, 125)
+        self.assertEqual(points["INT4", 8].timed.tokens_per_s, 250)
+        quality = {key: point.scored["wikitext-2"].figure for key, point in points.items()}
+        self.assertEqual(quality["INT4", 12], 20.5)
+        self.assertEqual(quality["BuddyMoE", 6], 25.0)
+        self.assertEqual(quality["BuddyMoE", 12], 22.0)
+
+    def test_what_has_no_row_is_named_and_not_drawn(self):
+        _, points, missing = self.joined(quality=QUALITY[:-1])  # no share near 0.7
+        self.assertEqual(points["BuddyMoE", 12].scored, {})
+        self.assertIn("BuddyMoE, 12 GiB: not scored at a share of 0.70", missing)
+        self.assertIn("MiLo INT3, 24 GiB: not timed", missing)
+        self.assertNotIn("DynaExq 4/2, 6 GiB: not timed", missing)  # refused, with the reason
+
+    def test_the_best_of_a_budget_are_beaten_by_none(self):
+        _, points, _ = self.joined()
+        found = decisions.best(list(points.values()), "wikitext-2")
+        # INT3 is slower and worse than INT4; of 12 GiB each of two is better in one.
+        self.assertEqual(
+            found,
+            {("INT4", 6), ("INT2", 6), ("BuddyMoE", 6), ("INT4", 8), ("INT4", 12),
+             ("BuddyMoE", 12)},
+        )  # fmt: skip
+
+    def test_an_accuracy_is_better_where_it_is_higher(self):
+        rows = [dataclasses.replace(one, unit="%") for one in QUALITY]
+        _, points, _ = self.joined(quality=rows)
+        found = decisions.best(list(points.values()), "wikitext-2")
+        self.assertNotIn(("INT4", 6), found)
+        self.assertIn(("INT2", 6), found)
+
+    def test_the_study_model_counts_before_the_demo(self):
+        study = [scored("INT4", 0, 30.5, "study")]
+        label, points, missing = self.joined(quality=[*QUALITY, *study])
+        self.assertEqual(label, "study")
+        self.assertEqual(points["INT4", 6].scored["wikitext-2"].figure, 30.5)
+        self.assertIn("INT2, 6 GiB: not scored at a share of 0.50", missing)
+
+    def test_files_are_written(self):
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        append_rows(folder / "speed.jsonl", SPEED)
+        append_rows(folder / "quality.jsonl", QUALITY)
+        files = [folder / "speed.jsonl"], [folder / "quality.jsonl"]
+        table, picture = decisions.make(SHAPE, *files, folder)
+        self.assertTrue(picture.read_bytes().startswith(b"\x89PNG"))
+        text = table.read_text()
+        self.assertIn("the demo model", text)
+        self.assertIn("| INT3 | 100: 22.00 |", text)
+        self.assertIn("| **200: 25.00** |", text)
+        self.assertIn("| 6 GiB hold none |", text)
+        self.assertIn("- MiLo INT3, 24 GiB: not timed", text)
+
+    def test_without_rows_there_is_no_picture(self):
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        table, picture = decisions.make("Mixtral-8x7B", [], [], folder)
+        self.assertFalse(picture.exists())
+        self.assertIn("no model yet", table.read_text())
+
+
+if __name__ == "__main__":
+    absltest.main()
