@@ -148,6 +148,16 @@ def _policies() -> Iterator[Job]:
         )  # fmt: skip
 
 
+def _decide() -> Iterator[Job]:
+    """Methods under budgets, for the picture of a shape."""
+    for shape in ("Qwen3-30B-A3B", "Mixtral-8x7B"):
+        yield _job(
+            "policies", f"decide, {shape}", 470, f"{SPEED}.bench_policies", "--section=decide",
+            f"--model={shape}", "--attention_bits=4", "--host_gib=4", "--time_budget_s=450",
+            file="out programs decide",
+        )  # fmt: skip
+
+
 def _quantizers() -> Iterator[Job]:
     """Beside the hqq library, where it and torch are installed."""
     of = "output cache quantizers"
@@ -187,6 +197,6 @@ def _baselines() -> Iterator[Job]:
 def jobs() -> list[Job]:
     """All, by part."""
     makers = (
-        _tests, _models, _kernels, _policies, _quantizers, _benchmark, _baselines,
+        _tests, _models, _kernels, _policies, _decide, _quantizers, _benchmark, _baselines,
     )  # fmt: skip
     return [job for make in makers for job in make()]

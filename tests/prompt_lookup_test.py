@@ -3,13 +3,13 @@
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from scripts.studies.speed.lookup_steps import (
-    LONGEST,
-    distinct_experts,
-    token_rows,
-    trace_of,
-    verify_steps,
-)
+from moejax.policies.make import make_policy
+from moejax.routing.simulate.replay import EVENTS
+from moejax.routing.simulate.runs import Run as SimulatedRun
+from moejax.routing.simulate.runs import run_policies
+from moejax.routing.trace import DECODE, Trace
+from scripts.studies.speed.lookup_costs import lru_misses, needed
+from scripts.studies.speed.lookup_steps import LONGEST, token_rows, verify_steps
 from scripts.studies.speed.lookup_texts import LOOP, without_loop
 
 
@@ -51,12 +51,30 @@ class PromptLookupTest(parameterized.TestCase):
         self.assertEqual([step.accepted for step in steps[:3]], [0, 0, 4])
         self.assertLen(steps, 2 + -(-(len(text) - 3) // 5))
 
-    def test_a_step_of_several_rows_reads_their_union(self):
-        ids = np.array([[[0, 1]], [[1, 2]], [[5, 4]]])
-        trace = trace_of([[0], [1, 2], [0, 1]], ids, 8)
+    def test_misses_are_those_of_the_simulator(self):
+        rng, (layers, experts, most) = np.random.default_rng(1), (2, 16, 3)
+        draws = rng.random((40, layers, experts)) ** (1 + np.arange(experts) / 4)
+        ids = np.argsort(-draws, axis=-1)[..., :2].astype(np.uint8)
+        steps = [list(range(at, at + 1 + at % most)) for at in range(36)]
+        rows = np.array([[*step, *[step[0]] * (most - len(step))] for step in steps]).reshape(-1)
+        trace = Trace(
+            num_experts=experts, step=np.repeat(np.arange(36, dtype=np.int32), most),
+            sequence=np.tile(np.arange(most, dtype=np.int32), 36), position=rows.astype(np.int32),
+            phase=np.full(len(rows), DECODE, np.uint8), ids=ids[rows],
+            weights=np.full((len(rows), layers, 2), 0.5, np.float16),
+        )  # fmt: skip
         trace.check()
-        self.assertEqual(trace.num_steps, 3)
-        self.assertAlmostEqual(distinct_experts(trace), (2 + 4 + 3) / 3)
+        slots = (3, 6, 10)
+        policy = make_policy("on_demand")
+        runs = [
+            SimulatedRun(policy=policy, tiers=("int4",), expert_bytes=(1,), slots=(size,))
+            for size in slots
+        ]
+        place = EVENTS.index("misses")
+        expected = [int(found.events[DECODE, place, 0]) for found in run_policies(trace, runs)]
+        masks = needed(steps, ids, experts)
+        np.testing.assert_array_equal(lru_misses(masks, slots), expected)
+        self.assertEqual(masks[1].sum(), len(np.unique(ids[1:3, 0])) + len(np.unique(ids[1:3, 1])))
 
     def test_pieces_take_the_row_of_their_last_character(self):
         # "ab|cde|f" beside "a|bc|def": last characters 1, 4, 5 lie in tokens 1, 2, 2.

@@ -71,7 +71,7 @@ def _row(run: Run, what: str, method: str, gib: float, plan: Callable[[Run, floa
     facts: dict[str, Any] = {"method": method, "gib": gib, "shape": run.lab.shape}
     try:
         measure, share = plan(run, gib)
-    except MoejaxError as error:
+    except (MoejaxError, ValueError) as error:  # a ValueError: no slots as the split asks
         run.report.add(f"{what}, TPOT", gib, REFUSED, reason=f"{error}", **facts)
         return
     run.tpot(what, measure(), share=share, **facts)
@@ -154,5 +154,5 @@ def _share(run: Run, budget: Budget) -> float:
 
 
 def _require_misses(run: Run, gib: float) -> None:
-    if not run.lab.budget((4,), gib).tiers[0].pooled:
+    if run.lab.budget((4,), gib).tiers[0].slots == run.lab.config.num_experts:
         raise MoejaxError("INT4 fits as a whole, and no policy has anything to decide")

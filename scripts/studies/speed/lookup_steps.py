@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from moejax.routing.trace import DECODE, Trace, id_dtype
-
 LONGEST = 3  # tokens of an n-gram that is looked up first
 
 
@@ -56,40 +54,6 @@ def verify_steps(
             accepted += 1
         yield Verify(known - 1, sources, accepted)
         known += accepted + 1
-
-
-def trace_of(steps: Sequence[Sequence[int]], ids: np.ndarray, num_experts: int) -> Trace:
-    """A trace whose decode step runs some positions at once; each as long as the longest.
-
-    A step with fewer rows has its first row again, which asks for no other expert.
-
-    Args:
-      steps: positions of each step.
-      ids: int[N, M, A], the experts of every position.
-      num_experts: E.
-    """
-    most = max(map(len, steps))
-    rows = np.array([[*step, *[step[0]] * (most - len(step))] for step in steps])
-    flat = rows.reshape(-1)
-    return Trace(
-        num_experts=num_experts,
-        step=np.repeat(np.arange(len(steps), dtype=np.int32), most),
-        sequence=np.tile(np.arange(most, dtype=np.int32), len(steps)),
-        position=flat.astype(np.int32),
-        phase=np.full(len(flat), DECODE, np.uint8),
-        ids=ids[flat].astype(id_dtype(num_experts)),
-        weights=np.full((len(flat), *ids.shape[1:]), 1 / ids.shape[-1], np.float16),
-    )
-
-
-def distinct_experts(trace: Trace) -> float:
-    """Experts of a layer that a step reads, the mean."""
-    num_steps = trace.num_steps
-    rows = trace.ids.reshape(num_steps, -1, trace.num_layers, trace.width)
-    masks = np.zeros((num_steps, trace.num_layers, trace.num_experts), bool)
-    layers = np.arange(trace.num_layers)[None, None, :, None]
-    masks[np.arange(num_steps)[:, None, None, None], layers, rows] = True
-    return float(masks.sum(axis=-1).mean())
 
 
 def token_rows(pieces: Sequence[str], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
