@@ -152,8 +152,8 @@ def _decide() -> Iterator[Job]:
     """Methods under budgets, for the picture of a shape."""
     for shape in ("Qwen3-30B-A3B", "Mixtral-8x7B"):
         yield _job(
-            "policies", f"decide, {shape}", 470, f"{SPEED}.bench_policies", "--section=decide",
-            f"--model={shape}", "--attention_bits=4", "--host_gib=4", "--time_budget_s=450",
+            "policies", f"decide, {shape}", 400, f"{SPEED}.bench_policies", "--section=decide",
+            f"--model={shape}", "--attention_bits=4", "--host_gib=4", "--time_budget_s=380",
             file="out programs decide",
         )  # fmt: skip
 

@@ -96,7 +96,7 @@ def slots_of_budgets() -> tuple[dict[float, int], int]:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """What a sequence of steps reads and moves."""
+    """Reads and moves of a sequence of steps."""
 
     steps: int
     experts: float  # of a layer that a step reads, the mean
