@@ -31,8 +31,8 @@ without lookup on the geometric mean of the tasks, and at least 0.97 times on ev
 go. The best setting of eight is judged by the texts that chose it, which favours a go.
 
 It was no go by four tasks (code: 64 tokens an answer); questions, GSM8K and the references have no
-rows. They could not change it: on "continue" every setting is below 0.97 under 3 and 7 GiB by the demo's
-routing.
+rows. They could not change it: on "continue" every setting is below 0.97 under 3 and 7 GiB by the
+demo's routing.
 """
 
 import dataclasses

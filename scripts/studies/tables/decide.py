@@ -29,7 +29,8 @@ def main(argv: list[str]) -> None:
     del argv
     files = ([Path(name) for name in names] for names in (_SPEED.value, _QUALITY.value))
     for path in make(_SHAPE.value, *files, Path(_OUTPUT.value)):
-        print(path)
+        if path.exists():
+            print(path)
 
 
 if __name__ == "__main__":
