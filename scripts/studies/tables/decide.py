@@ -27,8 +27,8 @@ _OUTPUT = flags.DEFINE_string("output", None, "folder to write to", required=Tru
 def main(argv: list[str]) -> None:
     """Writes decide_SHAPE.md, and decide_SHAPE.png where a point has speed and quality."""
     del argv
-    files = ([Path(name) for name in names] for names in (_SPEED.value, _QUALITY.value))
-    for path in make(_SHAPE.value, *files, Path(_OUTPUT.value)):
+    speed, quality = map(Path, _SPEED.value), map(Path, _QUALITY.value)
+    for path in make(_SHAPE.value, [*speed], [*quality], Path(_OUTPUT.value)):
         if path.exists():
             print(path)
 
