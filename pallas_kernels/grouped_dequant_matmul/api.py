@@ -1,7 +1,7 @@
 """Public calls of the grouped product, and their operation."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -30,42 +30,58 @@ DOWN: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-class _Layer(NamedTuple):
-    """Operands of both products of a layer, as `moe_layer` has them."""
-
-    x: jax.Array
-    assignments: Assignments
-    gate_up_tiers: Tiers
-    down_tiers: Tiers
-    gate_up_terms: LowRanks
-    down_terms: LowRanks
-    bias: jax.Array | None
-
-
 def _run(name: str) -> Callable[..., jax.Array]:
     """Returns both products of a layer by one kernel."""
 
     def products(
-        of: _Layer, *, gating: Gating, target: Target, tiles: Tiles | None = None
+        x: jax.Array,
+        assignments: Assignments,
+        gate_up_tiers: Tiers,
+        down_tiers: Tiers,
+        gate_up_terms: LowRanks,
+        down_terms: LowRanks,
+        bias: jax.Array | None = None,
+        *,
+        gating: Gating = SWIGLU,
+        target: Target,
+        tiles: Tiles | None = None,
     ) -> jax.Array:
         hidden = GATE_UP[name](
-            of.x, of.assignments, of.gate_up_tiers, of.gate_up_terms, tiles, target, of.bias, gating
+            x, assignments, gate_up_tiers, gate_up_terms, tiles, target, bias, gating
         )
-        return DOWN[name](hidden, of.assignments, of.down_tiers, of.down_terms, tiles, target)
+        return DOWN[name](hidden, assignments, down_tiers, down_terms, tiles, target)
 
     return products
 
 
-def _reference(of: _Layer, *, gating: Gating) -> jax.Array:
-    hidden = gate_up_reference(
-        of.x, of.assignments, of.gate_up_tiers, of.gate_up_terms, of.bias, gating
-    )
-    return down_reference(hidden, of.assignments, of.down_tiers, of.down_terms)
+def _reference(
+    x: jax.Array,
+    assignments: Assignments,
+    gate_up_tiers: Tiers,
+    down_tiers: Tiers,
+    gate_up_terms: LowRanks,
+    down_terms: LowRanks,
+    bias: jax.Array | None = None,
+    *,
+    gating: Gating = SWIGLU,
+) -> jax.Array:
+    hidden = gate_up_reference(x, assignments, gate_up_tiers, gate_up_terms, bias, gating)
+    return down_reference(hidden, assignments, down_tiers, down_terms)
 
 
-def _abstract(of: _Layer, *, gating: Gating) -> tuple[Any, ...]:
-    terms, is_plain = [*of.gate_up_terms, *of.down_terms], of.bias is None and gating == SWIGLU
-    return of.x, of.assignments.slot.shape[1], of.gate_up_tiers, of.down_tiers, terms, is_plain
+def _abstract(
+    x: jax.Array,
+    assignments: Assignments,
+    gate_up_tiers: Tiers,
+    down_tiers: Tiers,
+    gate_up_terms: LowRanks,
+    down_terms: LowRanks,
+    bias: jax.Array | None = None,
+    *,
+    gating: Gating = SWIGLU,
+) -> tuple[Any, ...]:
+    terms, is_plain = [*gate_up_terms, *down_terms], bias is None and gating == SWIGLU
+    return x, assignments.slot.shape[1], gate_up_tiers, down_tiers, terms, is_plain
 
 
 # A choice is for x [T, D], A experts a token, each tier's matrices of both products, all low-rank
@@ -149,10 +165,10 @@ def moe_products(
     hidden_shape = (*assignments.slot.shape, gate_up_tiers[0].num_outputs // 2)
     hidden = jax.ShapeDtypeStruct(hidden_shape, x.dtype)
     down_terms = _check(hidden, assignments, down_tiers, down_low_rank)
-    layer = _Layer(x, assignments, gate_up_tiers, down_tiers, gate_up_terms, down_terms, bias)
     return OPERATION(
-        layer, gating=gating, implementation=implementation, tiles=tiles, interpret=interpret
-    )
+        x, assignments, gate_up_tiers, down_tiers, gate_up_terms, down_terms, bias, gating=gating,
+        implementation=implementation, tiles=tiles, interpret=interpret,
+    )  # fmt: skip
 
 
 def _ran(assignments: Assignments, tiers: Tiers) -> jax.Array:
@@ -182,9 +198,21 @@ def gate_up(
     )
 
 
-def down(hidden: jax.Array, assignments: Assignments, tiers: Tiers, **how: Any) -> jax.Array:
+def down(
+    hidden: jax.Array,
+    assignments: Assignments,
+    tiers: Tiers,
+    *,
+    low_rank: LowRanks | None = None,
+    implementation: str,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
     """Computes sum_a weight[t, a] down_e hidden[t, a]: [T, A, F] to [T, D]."""
-    products = down_products(hidden, assignments, tiers, **how)
+    products = down_products(
+        hidden, assignments, tiers, low_rank=low_rank, implementation=implementation,
+        tiles=tiles, interpret=interpret,
+    )  # fmt: skip
     return combine(products, _ran(assignments, tiers), assignments.weight, hidden.dtype)
 
 
