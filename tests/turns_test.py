@@ -48,6 +48,26 @@ class TurnsTest(absltest.TestCase):
                 found.append(run(turns))
             self.assertEqual(found, (["short"] * MOST_PASSED + ["long"]) * 4)
 
+    def test_a_short_prompt_waits_for_one_chunk_of_many_long_ones(self):
+        for client in ("a", "b"):  # all of one client, or of another
+            turns = turns_of(*(Prompt("a", 10**6, "long") for _ in range(16)))
+            for _ in range(40):
+                run(turns)
+                turns.add(Prompt(client, 10, "short"))
+                found = [run(turns)]
+                while found[-1] != "short":
+                    found.append(run(turns))
+                self.assertLessEqual(len(found), 2)
+
+    def test_each_of_many_long_prompts_has_its_turns(self):
+        turns = turns_of(*(Prompt("a", 10**6, str(i)) for i in range(8)))
+        found = []
+        for _ in range(8 * (MOST_PASSED + 1) * 3):
+            turns.add(Prompt("b", 10, "short"))
+            found.append(run(turns))
+        for i in range(8):
+            self.assertGreaterEqual(found.count(str(i)), 2)
+
     def test_many_prompts_of_a_client_get_no_more_turns(self):
         turns = turns_of(*(Prompt("a", 1000, "a") for _ in range(8)), Prompt("b", 5000, "b"))
         found = [run(turns) for _ in range(100)]

@@ -14,6 +14,7 @@ from moejax.benchmarking import routing
 from moejax.benchmarking.random_weights import Packing, expert_terms_nbytes, random_weights
 from moejax.benchmarking.shape_memory import ShapeMemories, release, replay
 from moejax.checkpoints import open_checkpoint
+from moejax.checkpoints.sizes import mesh_splits_heads
 from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import (
     DeviceMesh,
@@ -79,7 +80,17 @@ class CheckpointModels:
         self.about = config.checkpoint
         if config.read_bits:
             self.about += f" in {config.read_bits} bits"
-        self.about += _mesh_text(make_mesh(config.mesh, config.platform))
+        mesh = make_mesh(config.mesh, config.platform)
+        if mesh is not None:
+            by_heads = mesh_splits_heads(
+                self._checkpoint, asked_heads(config.mesh), mesh.size,
+                dtype=self._checkpoint.choose_dtype(config.dtype, device),
+                batch=max(config.batches), context=_context(config),
+            )  # fmt: skip
+            mesh = dataclasses.replace(mesh, splits_heads=by_heads)
+        self.about += _mesh_text(mesh)
+        # One choice for all batches: those of a model without limits share an engine.
+        self._mesh = f"{mesh.size},{'heads' if mesh.splits_heads else 'whole'}" if mesh else ""
         self._tiering = config.policy.tiering()
         self._whole: Engine | None = None
 
@@ -118,7 +129,7 @@ class CheckpointModels:
         return Engine.from_pretrained(
             self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
             context=context, compilation_cache=self._asked.compilation_cache, limits=limits,
-            generation_config=False, read_bits=self._asked.read_bits, mesh=self._asked.mesh, **more,
+            generation_config=False, read_bits=self._asked.read_bits, mesh=self._mesh, **more,
         )  # fmt: skip
 
 
@@ -180,10 +191,9 @@ class _ShapeModels:
         refusal = shares.refusal(1 if asked.attention_bits == 16 else asked.group_size)
         if asked.dense_rank and refusal is None:
             refusal = "has low-rank compensators"
-        context = asked.context or (asked.prompt_tokens or PROMPT_TOKENS) + asked.new_tokens
         by_heads = splits_heads(
-            shares, asked_heads(asked.mesh), refusal, batch=max(asked.batches), context=context,
-            itemsize=BFLOAT16_BYTES,
+            shares, asked_heads(asked.mesh), refusal, batch=max(asked.batches),
+            context=_context(asked), itemsize=BFLOAT16_BYTES,
         )  # fmt: skip
         return dataclasses.replace(mesh, splits_heads=by_heads)
 
@@ -310,6 +320,11 @@ class _ShapeModels:
             settings["lists"] = buddy_lists(shares, CFT_ALPHA, MOST_BUDDIES)
             return make_policy(tiering.policy, **settings)
         return choose(tiering, Path(), self.config).policy
+
+
+def _context(config: BenchmarkConfig) -> int:
+    """Slots of a sequence's cache."""
+    return config.context or (config.prompt_tokens or PROMPT_TOKENS) + config.new_tokens
 
 
 def _mesh_text(mesh: DeviceMesh | None) -> str:

@@ -202,8 +202,10 @@ class ExpertReader:
           MoejaxError: a file cannot be read or ended early; a value does not fit float16; a
             tensor has not the checksum that its file says; where files say none, the row's is
             another than before, or it was not read before and a file was written to since.
-          ValueError: there is no such expert, or `into` is not a row.
+          ValueError: there is no such expert, `into` is not a row, or a part of it is checked.
         """
+        if check and any(window != EVERYTHING for window in self.windows):
+            raise ValueError("a row of which `windows` read a part has no checksum: check=False")
         if not (0 <= layer < self.num_layers and 0 <= expert < self.num_experts):
             raise ValueError(
                 f"expert {expert} of sparse layer {layer} of {self.num_layers} x {self.num_experts}"

@@ -278,8 +278,8 @@ def _by_planes(
     So an expert in high precision counts once (DynaExq eq. 3.5). The second tier has every expert;
     where there is no room for that, or some planes are on the disk alone, planes of equal size
     share slots. Returns None where neither can be: the second tier is not one plane and the first
-    one that and one more, or planes would share slots that differ in size, or under a policy that
-    moves experts between steps. Then each tier has whole copies.
+    one that and one more, or planes would share slots that differ in size or too few, or under a
+    policy that moves experts between steps. Then each tier has whole copies.
     """
     planes = [layout.PREFIX_PLANES.get(bits, ()) for bits in widths]
     if [len(prefix) for prefix in planes] != [2, 1] or planes[0][:1] != planes[1]:

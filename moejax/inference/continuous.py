@@ -87,7 +87,7 @@ class ContinuousBatch:
     A lane keeps its tokens when its row ends. A prompt that begins with tokens that any lane holds,
     as the next turn of a conversation or behind a system prompt, starts after the longest such
     prefix (`moejax.inference.lanes`). If another row is running most of that beginning, as with
-    several answers to one prompt, it waits for that row's first token, and others pass it.
+    several answers to one prompt, it waits for that row's first token, and rows behind it pass it.
 
     Not safe across threads. After an error of `step`, all rows are lost; `reset` makes it usable.
 
@@ -256,7 +256,7 @@ class ContinuousBatch:
             self._runner.set_rows(self._session, self._settings, self._eos_ids)
 
     def _leader(self, row: _Row) -> _Row | None:
-        """The starting row that saves most of a prompt, and half of its own rest; None: none.
+        """The starting row that saves most of a prompt, and half of its own rest; or None.
 
         A delta rule's state cannot be shared: the leader's is beyond the prompt once it is known.
         """
@@ -266,7 +266,8 @@ class ContinuousBatch:
         for other in self._rows.values():
             if other.is_starting:
                 saved = num_shared(row.prompt, other.prompt) - row.num_shared
-                if saved > most and 2 * saved >= other.num_left:
+                waits = other.num_left  # no more than for its own prompt
+                if saved > most and waits <= min(2 * saved, len(row.prompt) - row.num_shared):
                     best, most = other, saved
         return best
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Generic, Protocol, TypeVar
 
-MOST_PASSED = 4  # chunks of others that run before what has most left to run comes first
+MOST_PASSED = 4  # chunks of short prompts before one of what they passed
 
 
 class Prompt(Protocol):
@@ -25,14 +25,15 @@ class PromptTurns(Generic[P]):
     """Prompts of several clients, of which one chunk after the other runs.
 
     The client with the fewest tokens left in all is next, with its shortest prompt: a short prompt
-    waits for no long one, and a client gains nothing by many prompts. A client, or a prompt among
-    those of its client, that was passed `MOST_PASSED` times comes before the shorter ones; so it
-    waits for that many chunks, and one of each other that was passed as often.
+    waits for one chunk of a long one at most, and a client gains nothing by many prompts. After
+    `MOST_PASSED` such chunks comes one of the client, and of its prompts the one, that was passed
+    most often; so of n that keep waiting each has a chunk in n * (`MOST_PASSED` + 1).
     """
 
     def __init__(self) -> None:
         self._passed: dict[P, int] = {}  # by arrival; within its client's turns
         self._clients_passed: dict[str, int] = {}
+        self._num_short = 0  # chunks since one of what was passed
 
     def __bool__(self) -> bool:
         return bool(self._passed)
@@ -53,12 +54,13 @@ class PromptTurns(Generic[P]):
         left: dict[str, int] = {}
         for prompt in self._passed:
             left[prompt.client] = left.get(prompt.client, 0) + prompt.num_left
-        client = _first(left, self._clients_passed)
+        client = self._first(left, self._clients_passed)
         own = {prompt: prompt.num_left for prompt in self._of(client)}
-        return _first(own, self._passed)
+        return self._first(own, self._passed)
 
     def count(self, prompt: P) -> None:
         """Counts a chunk of a prompt as a turn that passed the others."""
+        self._num_short = 0 if self._num_short >= MOST_PASSED else self._num_short + 1
         for client in self._clients_passed:
             self._clients_passed[client] += 1
         self._clients_passed[prompt.client] = 0
@@ -69,10 +71,9 @@ class PromptTurns(Generic[P]):
     def _of(self, client: str) -> Iterable[P]:
         return [prompt for prompt in self._passed if prompt.client == client]
 
-
-def _first(left: Mapping[K, int], passed: Mapping[K, int]) -> K:
-    """Chooses what was passed too often, the most often first; else what has least left."""
-    often = max(left, key=lambda key: passed[key])
-    if passed[often] >= MOST_PASSED:
-        return often
-    return min(left, key=lambda key: left[key])
+    def _first(self, left: Mapping[K, int], passed: Mapping[K, int]) -> K:
+        """Chooses what has least left, or if it is its turn what was passed most often."""
+        often = max(left, key=lambda key: passed[key])
+        if self._num_short >= MOST_PASSED and passed[often] >= MOST_PASSED:
+            return often
+        return min(left, key=lambda key: left[key])

@@ -1,8 +1,7 @@
 """The picture of a shape: quality against tokens a second under budgets, and its table.
 
     python -m scripts.studies.tables.decide --shape=Qwen3-30B-A3B --output=DIR \
-        --speed=scripts/studies/speed/decide_h200.jsonl \
-        --quality=scripts/studies/quality/decide.jsonl
+        --speed=SPEED.jsonl --quality=QUALITY.jsonl
 
 It answers "I have 12 GB: what should I run?". Speed is of rows of `bench_policies --section=decide`
 and, for uniform precisions, of `moejax.benchmark`; quality of rows of `quality.policies

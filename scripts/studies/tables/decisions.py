@@ -225,4 +225,6 @@ def make(
     table.write_text(page(shape, label, timed, points, missing))
     if any(point.scored for point in points):
         Canvas.save(lambda canvas: draw(canvas, shape, points, scored), picture)
+    else:
+        picture.unlink(missing_ok=True)  # of other rows
     return table, picture
