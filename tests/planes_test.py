@@ -635,6 +635,7 @@ class PlanesOnDiskTest(QuantizeTestCase):
         "num_kv_heads": 4, "expert_dim": 64, "mlp_dim": 64, "num_experts": 32,
     }  # fmt: skip
 
+    @pytest.mark.slow
     def test_planes_in_shared_slots_are_read_from_the_disk(self):
         job = self.job(bits=4, planes=(2, 4), plane_weight=0.9)
         quantize_checkpoint(job)
