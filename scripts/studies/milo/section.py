@@ -18,7 +18,6 @@ from scripts.studies.milo.rows import (
 from scripts.studies.tables import protocol
 from scripts.studies.tables.paper import (
     NOT_MEASURED,
-    NOT_MET,
     OTHER,
     OURS,
     PAPER,
@@ -200,12 +199,13 @@ def _speed_claims(paper: Paper) -> None:
     )  # fmt: skip
 
     def of_unpacking(*rows: Found) -> Judged:
-        over = [paper.ratio(rows[i], rows[i + 1], "{:.1f}") for i in (0, 2)]
-        return (
-            f"here the fused kernel wins: unpacking takes {over[0]} times as long at 1 row, "
-            f"{over[1]} at 16",
-            NOT_MET,
+        one, sixteen = ((rows[i], rows[i + 1]) for i in (0, 2))
+        finding = (
+            f"unpacking by XLA takes {paper.ratio(*one, '{:.1f}')} times as long as our fused "
+            f"kernel at 1 row, {paper.ratio(*sixteen, '{:.1f}')} at 16"
         )
+        is_first = one[0].figure < one[1].figure
+        return finding, is_first and sixteen[0].figure > sixteen[1].figure
 
     paper.claim(
         "at batch 1 unpacking first and a plain product is faster than the fused kernel; above, "
@@ -269,8 +269,9 @@ def _weight_claims(paper: Paper) -> None:
         tenths = one.more["relative error by tenth of size"]
         return (
             f"error over size, a query projection: {tenths[0]:.2f} of the smallest tenth of the "
-            f"weights, {tenths[-1]:.2f} of the largest {paper.cite(one)}",
-            tenths[0] > tenths[-1],
+            f"weights, {tenths[-1]:.2f} of the largest {paper.cite(one)}; any even grid does "
+            "so, of whatever width",
+            OTHER,
         )
 
     paper.claim(
