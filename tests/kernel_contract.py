@@ -56,11 +56,13 @@ class Ways(NamedTuple):
 
 def ways_of(run: Callable[..., Any], jitted: Any, plain: Any) -> Ways:
     """Ways of `run(call, operands, shape, **how)`, whose call is jitted or the plain one."""
-    by, kernel = functools.partial, {"implementation": "triton"}
+    partial = functools.partial
     return Ways(
-        by(run, jitted, implementation="reference"), by(run, jitted, interpret=True, **kernel),
-        by(run, plain, interpret=True, **kernel), by(run, jitted, **kernel),
-    )  # fmt: skip
+        reference=partial(run, jitted, implementation="reference"),
+        interpreted=partial(run, jitted, implementation="triton", interpret=True),
+        fresh=partial(run, plain, implementation="triton", interpret=True),
+        compiled=partial(run, jitted, implementation="triton"),
+    )
 
 
 def on_host(c: Contract) -> Any:

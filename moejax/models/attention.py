@@ -294,6 +294,7 @@ class CachedAttention:
     Attributes:
       cache: with the tokens of the layers so far.
       positions: int32[B, T].
+      read_positions: the same, 0 for padding and rows that rest: they read one slot.
       kv_length: slots that are looked at; None: the tokens see one another alone.
       impl: implementation among the new tokens.
       cached: implementation of attention to the cache.
@@ -308,6 +309,7 @@ class CachedAttention:
 
     cache: KVCache
     positions: jax.Array
+    read_positions: jax.Array
     kv_length: int | None
     impl: AttentionImpl
     cached: CachedAttentionImpl
@@ -350,11 +352,6 @@ class CachedAttention:
             )
 
         return self.over_slots(attended)
-
-    @property
-    def read_positions(self) -> jax.Array:
-        """int32[B, T], positions up to which slots are read; 0 of padding and rows that rest."""
-        return jnp.where(self.token_mask, self.positions, 0)
 
     def over_slots(self, attended: Callable[[int], jax.Array]) -> jax.Array:
         """Calls `attended` with the fewest slots that hold the positions.

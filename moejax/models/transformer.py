@@ -466,8 +466,9 @@ class Transformer(nnx.Module):
         """Builds the attention of a chunk's tokens to one another and to a cache."""
         length = None if spec.is_first else spec.kv_length
         how = (length, spec.attention, spec.cached, self.config.score_scale)
+        reads = jnp.where(token_mask, positions, 0)
         return CachedAttention(
-            cache, positions, *how, self._sinks, is_observed, token_mask, self._is_for_cpu,
+            cache, positions, reads, *how, self._sinks, is_observed, token_mask, self._is_for_cpu,
             spec.kv_lengths,
         )  # fmt: skip
 

@@ -71,7 +71,7 @@ def _row(run: Run, what: str, method: str, gib: float, plan: Callable[[Run, floa
     facts: dict[str, Any] = {"method": method, "gib": gib, "shape": run.lab.shape}
     try:
         measure, share = plan(run, gib)
-    except (MoejaxError, ValueError) as error:  # a ValueError: no slots as the split asks
+    except MoejaxError as error:
         run.report.add(f"{what}, TPOT", gib, REFUSED, reason=f"{error}", **facts)
         return
     run.tpot(what, measure(), share=share, **facts)

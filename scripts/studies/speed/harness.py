@@ -176,7 +176,7 @@ class Lab(ShapeMemories):
             for high in all_slots:
                 found = self.budget(bits, gib, slots=(high, 0), **more)
         if found is None:
-            raise ValueError(f"{gib:g} GiB hold no expert of high precision")
+            raise BudgetError(f"{gib:g} GiB hold no expert of high precision")
         with contextlib.suppress(BudgetError):
             for low in all_slots:
                 found = self.budget(bits, gib, slots=(found.tiers[0].slots, low), **more)
