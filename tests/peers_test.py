@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import math
 import sys
 import threading
 import time
@@ -14,13 +15,16 @@ from absl import flags
 from absl.testing import absltest, parameterized
 
 from moejax.checkpoints.open import open_checkpoint
+from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows
+from moejax.models.config import weight_shapes
 from moejax.models.shapes import CONFIGS
 from scripts.studies.peers import (
     accelerate,
     llama_cpp,
     ours,
     random_checkpoint,
+    random_files,
     random_gguf,
     run_cases,
     section,
@@ -90,11 +94,16 @@ class OutputTest(parameterized.TestCase):
             {"status": "refused", "reason": "needs 3 GiB", "batch": 1, "device_gib": 1.0},
             {"status": "measured", "batch": 4, "device_gib": 3.0, "figures": figures},
         ]
-        found = list(ours.of_record(json.dumps({"points": points}), 512))
-        self.assertEqual([one[:2] for one in found], [(prefill(512, 4), 100), (decode(512, 4), 50)])
-        self.assertEqual(found[0].more, {"planned_gib": 3.0, "own_peak_gib": 2.5})
+        abouts = {1: "in 1 GiB", 3: "in 3 GiB"}
+        found = list(ours.of_record(json.dumps({"points": points}), 512, abouts))
+        rest = {"planned_gib": 3.0, "own_peak_gib": 2.5}
+        self.assertEqual(found, [
+            Figure("not run", 0.0, {"error": "needs 3 GiB"}, "in 1 GiB"),
+            Figure(prefill(512, 4), 100, rest, "in 3 GiB"),
+            Figure(decode(512, 4), 50, rest, "in 3 GiB"),
+        ])  # fmt: skip
         with self.assertRaisesRegex(NotRunError, "needs 3 GiB"):
-            list(ours.of_record(json.dumps({"points": points[:1]}), 512))
+            list(ours.of_record(json.dumps({"points": points[:1]}), 512, abouts))
 
     def test_accelerate_of_committed_rows(self):
         rows = read_rows(Path("scripts/studies/dymoe/accelerate_h200.jsonl"))
@@ -120,6 +129,21 @@ class RandomFilesTest(parameterized.TestCase):
         count = sum(np.prod(one.shape, dtype=np.int64) for one in found)
         self.assertAlmostEqual(count / published, 1, delta=2e-3)
         self.assertLen({one.name for one in found}, len(found))
+
+    @parameterized.parameters(sorted(llama_cpp.ON_CPU))
+    def test_a_gguf_file_has_our_parameters(self, shape):
+        config = CONFIGS[shape]
+        if config.tied_embeddings:
+            self.skipTest("a head of its own")
+        ours_too = sum(map(math.prod, weight_shapes(config).values()))
+        count = sum(math.prod(one.shape) for one in random_gguf.tensors(config))
+        self.assertEqual(count, ours_too)
+
+    def test_no_file_is_written_without_room(self):
+        path = Path(self.create_tempdir().full_path) / "a.gguf"
+        random_files.check_room(path, 1)
+        with self.assertRaisesRegex(MoejaxError, "a.gguf takes 1073741824.0 GiB, and its disk"):
+            random_files.check_room(path, 2**60)
 
     def test_the_words_are_different(self):
         self.assertLen(set(random_gguf.made_up_words(512)), 512)
@@ -213,7 +237,7 @@ class RunTest(absltest.TestCase):
     def bench(self, *cases, seconds=float("inf"), again=False):
         path = self.folder / "peers.jsonl"
         done = run_cases.names_done(path, again)
-        waiting = [case for case in cases if case.name not in done]
+        waiting = [case for case in cases if not done.issuperset(case.names)]
         run_cases.run_cases(waiting, self.place(seconds), path, "a card")
         return read_rows(path) if path.exists() else []
 
@@ -250,18 +274,42 @@ class RunTest(absltest.TestCase):
         self.bench(*cases, again=True)
         self.assertEqual(ran[4:], ["bad", "late", "long"])
 
+    def test_a_run_of_several_budgets_is_done_with_all_its_rows(self):
+        rows = [Figure(decode(512), 5.0, {}, "of 8 GiB"), Figure(decode(512), 6.0, {}, "of 9 GiB")]
+        outcomes = [rows[:1], NotRunError("no memory")]
+
+        def measure(place):
+            if isinstance(outcomes[0], Exception):
+                raise outcomes.pop(0)
+            return outcomes.pop(0)
+
+        case = Case("peer", "of 8 GiB", 1.0, measure, others=("of 9 GiB",))
+        path = self.folder / "peers.jsonl"
+        run_cases.run_cases([case], self.place(), path, "a card")
+        self.assertFalse(run_cases.names_done(path, again=False).issuperset(case.names))
+        run_cases.run_cases([case], self.place(), path, "a card")
+        self.assertEqual(run_cases.names_done(path, again=False), set(case.names))
+        self.assertEqual(
+            [row.what for row in read_rows(path)],
+            [
+                "peer | of 8 GiB | decode after 512, 1 sequence",
+                "peer | of 8 GiB | not run", "peer | of 9 GiB | not run",
+            ],
+        )  # fmt: skip
+
     def test_rows_name_no_path_of_the_machine(self):
         said = run_cases.without_paths("bench_peers r/ --llama_cpp=/a/b --gguf=/c --loads=one")
         self.assertEqual(said, "bench_peers r/ --llama_cpp=LLAMA_CPP --gguf=GGUF --loads=one")
 
     def test_the_cases_of_a_shape_have_different_names(self):
         build = llama_cpp.Build(self.folder, "", "")
-        for shape in ours.BUDGETS:
+        for shape in llama_cpp.ON_CPU:
             found = [
                 *llama_cpp.cases(build, shape, 0, (512, 4096, 32768)),
                 *ours.cases(self.folder, shape, 0, (512,), trace="x", platform="gpu"),
             ]
-            self.assertLen({one.name for one in found}, len(found))
+            names = [name for one in found for name in one.names]
+            self.assertLen(set(names), len(names))
             self.assertLess(max(one.seconds for one in found), 540)
 
 
@@ -305,9 +353,12 @@ class SectionTest(absltest.TestCase):
 
     def test_pages_and_the_picture(self):
         folder = Path(self.create_tempdir().full_path)
+        own = row("moejax", "INT4 g64, head bf16, 8 GiB, even routing", decode(512), 1)
+        own.baseline["own_peak_gib"] = 7.9  # of a run of several budgets
+        self.assertEqual(section.taken_apart([own])[0].peak_gib, 7.9)
         self.assertIn("No rows yet", section.short([]))
         self.assertEqual(section.draw([], folder), [])
-        failed = row("FreeToken", "bf16", section.NOT_RUN, 0.0)
+        failed = row("FreeToken", "bf16", "not run", 0.0)
         path = folder / "rows.jsonl"
         append_rows(path, [failed.__class__(**{**failed.__dict__, "unit": "not run",
                                               "baseline": {"error": "no kernel"}})])  # fmt: skip

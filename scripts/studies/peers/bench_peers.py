@@ -32,7 +32,7 @@ from scripts.studies.peers.running import Case, Place
 
 TINY = (32, 64, 128)  # tokens of the prompts of the shape that tries the script
 
-_SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(ours.BUDGETS), "which shape")
+_SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(llama_cpp.ON_CPU), "which shape")
 _LAYERS = flags.DEFINE_integer("layers", 0, "fewer layers, for all engines; 0: all")
 _ONLY = flags.DEFINE_multi_string("only", [], "cases whose name has one of these; []: all")
 _LOADS = flags.DEFINE_list("loads", ["one", "long", "batch", "server"], "which loads")
@@ -72,8 +72,8 @@ def chosen(cases: Iterator[Case]) -> list[Case]:
     return [
         case
         for case in cases
-        if case.name.rpartition(" | ")[2] in _LOADS.value
-        and (not _ONLY.value or any(word in case.name for word in _ONLY.value))
+        if case.about.rpartition(" | ")[2] in _LOADS.value
+        and (not _ONLY.value or any(word in name for word in _ONLY.value for name in case.names))
     ]
 
 
@@ -97,11 +97,12 @@ def main(argv: list[str]) -> None:
     cases = chosen(all_cases(files))
     if _LIST.value:
         for case in cases:
-            print(f"{'done' if case.name in done else f'{case.seconds:3.0f} s'}  {case.name}")
+            left = f"{case.seconds:3.0f} s"
+            print(f"{'done' if done.issuperset(case.names) else left}  {'; '.join(case.names)}")
         return
     end = time.monotonic() + (_SECONDS.value or float("inf"))
     place = Place(files=files, logs=folder / "logs", end=end, each_s=_EACH.value)
-    waiting = [case for case in cases if case.name not in done]
+    waiting = [case for case in cases if not done.issuperset(case.names)]
     left = run_cases(waiting, place, rows, device_name())
     print(json.dumps({"cases": len(cases), "left": left}))
 

@@ -15,11 +15,13 @@ from scripts.studies.peers import servers
 from scripts.studies.peers.running import Case, Figure, NotRunError, Place, decode, prefill
 
 NAME = "llama.cpp"
-FORM = "Q4_K, head Q6_K"
-# Layers whose experts stay with the CPU, of 48 or 32.
+FORM, FORM_OF_GPT_OSS = "Q4_K, head Q6_K", "MXFP4, the rest Q8_0"
+# Layers whose experts stay with the CPU.
 ON_CPU = {
-    "Qwen3-30B-A3B": (0, 16, 32, 40, 48), "Mixtral-8x7B": (0, 8, 16, 24, 32),
-    "Qwen3-Next-80B-A3B": (0, 16, 32, 48), "tiny": (0, 2),
+    "Qwen3-30B-A3B": (0, 16, 32, 48, 40), "Mixtral-8x7B": (0, 8, 16, 24, 32),
+    "Qwen3-Next-80B-A3B": (0, 16, 32, 48), "Qwen3.6-35B-A3B": (0, 12, 24),
+    "GLM-4.7-Flash": (0, 14, 27), "gpt-oss-20b": (0, 9), "gpt-oss-120b": (0, 24, 33),
+    "tiny": (0, 2),
 }  # fmt: skip
 FETCH = {"GGML_OP_OFFLOAD_MIN_BATCH": "1"}  # decode fetches experts to the GPU, too
 SEQUENCES = (1, 4, 16, 64)
@@ -66,7 +68,8 @@ def cases(build: Build, shape: str, layers: int, tokens: tuple[int, ...]) -> Ite
         counts = tuple(dict.fromkeys(round(n * layers / max(counts)) for n in counts))
 
     def case(load: str, seconds: float, setting: Setting) -> Case:
-        about = f"{shape}, {_depth(shape, layers)} layers, {FORM}, {setting} | {load}"
+        form = FORM_OF_GPT_OSS if CONFIGS[shape].family == "gpt_oss" else FORM
+        about = f"{shape}, {_depth(shape, layers)} layers, {form}, {setting} | {load}"
         run = functools.partial(
             _measure, build=build, shape=shape, layers=layers, load=load, setting=setting,
             tokens=tokens,
@@ -75,16 +78,16 @@ def cases(build: Build, shape: str, layers: int, tokens: tuple[int, ...]) -> Ite
 
     most = max(counts)
     for count in counts:
-        yield case("one", 60, Setting(("-ncmoe", str(count)), 16))
+        yield case("one", 45, Setting(("-ncmoe", str(count)), 16))
     exps = ("-ot", "exps=CPU")
-    yield case("one", 60, Setting(exps, 16))
-    yield case("one", 90, Setting(exps, 16, tuple(FETCH.items())))
-    yield case("one", 60, Setting((*exps, "-ub", "2048"), 16))
+    yield case("one", 60, Setting(exps, 16, tuple(FETCH.items())))
+    yield case("one", 45, Setting((*exps, "-ub", "2048"), 16))
+    yield case("one", 45, Setting(exps, 16))
     for threads in (8, 0):
-        yield case("one", 60, Setting(("-ncmoe", str(most)), threads))
+        yield case("one", 45, Setting(("-ncmoe", str(most)), threads))
     for count in dict.fromkeys((0, counts[len(counts) // 2], most)):
-        yield case("long", 150, Setting(("-ncmoe", str(count)), 16))
-        yield case("batch", 150, Setting(("-ncmoe", str(count)), 16))
+        yield case("long", 90, Setting(("-ncmoe", str(count)), 16))
+        yield case("batch", 90, Setting(("-ncmoe", str(count)), 16))
     for count in dict.fromkeys((0, counts[len(counts) // 2])):
         yield case("server", 150, Setting(("-ncmoe", str(count)), 16))
 

@@ -3,23 +3,39 @@
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moejax.models.shapes import CONFIGS
 from scripts.studies.peers import freetoken, servers
-from scripts.studies.peers.running import Case, Figure, NotRunError, Place, decode, prefill
+from scripts.studies.peers.running import (
+    NOT_RUN,
+    Case,
+    Figure,
+    NotRunError,
+    Place,
+    decode,
+    prefill,
+)
 
 NAME = "moejax"
 FORMS = {4: "INT4 g64, head bf16", 16: "bf16"}
+MXFP4 = "MXFP4, attention and head bf16"  # of gpt-oss, as it is published
 # GiB of device memory by shape; 0: no limit.
 BUDGETS = {
-    "Qwen3-30B-A3B": (0, 12, 7, 4, 3), "Mixtral-8x7B": (0, 20, 14, 8, 5),
+    "Qwen3-30B-A3B": (0, 12, 7, 3, 4), "Mixtral-8x7B": (0, 20, 14, 8, 5),
     "Qwen3-Next-80B-A3B": (0, 32, 20, 8), "tiny": (0,),
 }  # fmt: skip
+# Shapes whose budgets share a run, from small to large; those that hold all experts are left out.
+TOGETHER = {
+    "Qwen3.6-35B-A3B": (8, 12, 16), "GLM-4.7-Flash": (8, 12, 16), "gpt-oss-20b": (8, 12),
+    "gpt-oss-120b": (8, 12, 16, 24),
+}  # fmt: skip
+HOST_GIB = 4  # of rows that experts in host memory share: as many bytes each, beyond any cache
 LARGE = {"Qwen3-30B-A3B": (30, 16, 8)}  # of bf16, beside FreeToken
 ENV = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # so that the driver's count means something
 SEQUENCES = (1, 4, 16, 64)
+OWN = "the random routers' routing"
 EVEN = "even routing"
 RECORDED = "recorded routing"
 
@@ -36,37 +52,51 @@ def cases(
     """
     common = (
         f"--config.shape={shape}", f"--config.layers={layers}", f"--config.platform={platform}",
-        f"--config.compilation_cache={files / 'programs'}",
+        f"--config.compilation_cache={files / 'programs'}", f"--config.memory.host_gib={HOST_GIB}",
     )  # fmt: skip
+    is_mxfp4 = CONFIGS[shape].family == "gpt_oss"
     routings = {EVEN: "--config.skew=uniform"}
     if trace:
         routings[RECORDED] = f"--config.trace={trace}"
 
-    def case(bits: int, gib: float, routing: str, load: str, seconds: float) -> Case:
-        limit = f"{gib:g} GiB" if gib else "all on the device"
-        about = f"{shape}, {layers or CONFIGS[shape].num_layers} layers, {FORMS[bits]}, {limit}"
-        about += f", {routing}" if gib else ", the random routers' routing"
-        words = [*common, f"--config.bits={bits}", f"--config.attention_bits={bits}"]
-        words += [f"--config.memory.device_gib={gib:g}", routings[routing]] if gib else []
-        run = functools.partial(_measure, words=tuple(words), load=load, tokens=tokens)
-        return Case(NAME, f"{about} | {load}", seconds, run)
+    def case(bits: int, gibs: Sequence[float], routing: str, load: str, seconds: float) -> Case:
+        form = MXFP4 if is_mxfp4 else FORMS[bits]
+        abouts = {}
+        for gib in gibs:
+            limit = f"{gib:g} GiB" if gib else "all on the device"
+            about = f"{shape}, {layers or CONFIGS[shape].num_layers} layers, {form}, {limit}"
+            abouts[gib] = about + f", {routing if gib else OWN} | {load}"
+        packed = [f"--config.{part}bits={bits}" for part in ("", "attention_", "shared_")]
+        words = [*common, *(["--config.mxfp4=True"] if is_mxfp4 else packed)]
+        if any(gibs):
+            budgets = ",".join(f"{gib:g}" for gib in gibs)
+            words += [f"--config.budgets=({budgets},)", routings[routing]]
+        run = functools.partial(
+            _measure, words=tuple(words), abouts=abouts, load=load, tokens=tokens
+        )
+        about, *others = abouts.values()
+        return Case(NAME, about, seconds, run, tuple(others))
 
+    if shape in TOGETHER:
+        yield case(4, (0,), EVEN, "one", 90)
+        yield case(4, TOGETHER[shape], EVEN, "one", 180)
+        return
     budgets = BUDGETS[shape]
     for gib in budgets:
         for routing in routings if gib else (EVEN,):
-            yield case(4, gib, routing, "one", 150)
+            yield case(4, (gib,), routing, "one", 90)
     for gib in (*budgets[:1], *budgets[2:3]):
-        yield case(4, gib, EVEN, "long", 240)
-        yield case(4, gib, EVEN, "batch", 200)
+        yield case(4, (gib,), EVEN, "long", 150)
+        yield case(4, (gib,), EVEN, "batch", 120)
     for gib in LARGE.get(shape, ()):
         for routing in routings:
-            yield case(16, gib, routing, "one", 200)
+            yield case(16, (gib,), routing, "one", 120)
     if CONFIGS[shape].family == freetoken.FAMILY:
         for gib in (*budgets[:1], *budgets[2:3]):
             limit = f"{gib:g} GiB" if gib else "all on the device"
             depth = layers or CONFIGS[shape].num_layers
             about = f"{shape}, {depth} layers, INT4 by moejax.quantize, {limit}, "
-            about += "the random routers' routing"
+            about += OWN
             run = functools.partial(
                 _serve, shape=shape, layers=layers, gib=gib, tokens=tokens[0], platform=platform
             )
@@ -74,8 +104,9 @@ def cases(
 
 
 def _measure(
-    place: Place, *, words: tuple[str, ...], load: str, tokens: tuple[int, ...]
-) -> list[Figure]:
+    place: Place, *, words: tuple[str, ...], abouts: Mapping[float, str], load: str,
+    tokens: tuple[int, ...],
+) -> list[Figure]:  # fmt: skip
     lengths = tokens[:1]
     if load == "long":
         lengths = tuple(sorted({*tokens[1:], min(8192, tokens[-1])}))
@@ -90,30 +121,35 @@ def _measure(
             f"--config.batches=({','.join(map(str, batches))},)",
         ]  # fmt: skip
         ran = place.run(asked, ENV, f"moejax_{load}")
-        more: dict[str, float | str] = {}
-        if ran.peak_gib is not None:
-            more["peak_gib"] = ran.peak_gib
+        # The driver counts a process: only the peak of the whole run is known.
+        is_one = len(abouts) == 1 and ran.peak_gib is not None
+        more: dict[str, float | str] = {"peak_gib": ran.peak_gib} if is_one else {}
         found += [
             figure._replace(more=figure.more | more)
-            for figure in of_record(record.read_text(encoding="utf-8"), length)
+            for figure in of_record(record.read_text(encoding="utf-8"), length, abouts)
         ]
     return found
 
 
-def of_record(text: str, length: int) -> Iterator[Figure]:
+def of_record(text: str, length: int, abouts: Mapping[float, str]) -> Iterator[Figure]:
     """Figures of the JSON file that `moejax.benchmark` writes.
 
     Args:
       length: tokens of each prompt.
+      abouts: of the rows, by budget.
 
     Raises:
       NotRunError: no point was measured; it says why.
     """
     points = json.loads(text)["points"]
-    measured = [point for point in points if point["status"] == "measured"]
-    if not measured:
+    if all(point["status"] == "refused" for point in points):
         raise NotRunError(points[0]["reason"])
-    for point in measured:
+    for point in points:
+        about = abouts[point["device_gib"]]
+        if point["status"] == "refused":
+            if len(abouts) > 1:
+                yield Figure(NOT_RUN, 0.0, {"error": point["reason"]}, about)
+            continue
         figures, batch = point["figures"], point["batch"]
         more: dict[str, float | str] = {"planned_gib": float(point["device_gib"])}
         for name, key in (
@@ -125,7 +161,7 @@ def of_record(text: str, length: int) -> Iterator[Figure]:
             ("prefill throughput", prefill(length, batch)),
             ("decode throughput", decode(length, batch)),
         ):
-            yield Figure(workload, figures[name]["value"], more)
+            yield Figure(workload, figures[name]["value"], more, about)
 
 
 def checkpoint(place: Place, shape: str, layers: int) -> Path:

@@ -3,16 +3,19 @@
     python -m scripts.studies.peers.random_files --shape=Qwen3-30B-A3B --out=qwen3.gguf
     python -m scripts.studies.peers.random_files --shape=Qwen3-30B-A3B --out=qwen3   # a folder
 
-Of Qwen3-30B-A3B the first has 17 GB and takes about a minute, the second 57 GiB and some minutes.
+Of Qwen3-30B-A3B the first has 17 GB and takes some seconds, the second 57 GiB and some minutes.
 GGUF needs the gguf package: `pip install gguf`, or --gguf=LLAMA_CPP/gguf-py.
 """
 
+import math
+import shutil
 import sys
 from pathlib import Path
 
 from absl import app, flags
 
 from moejax.errors import MoejaxError
+from moejax.models.config import weight_shapes
 from moejax.models.shapes import CONFIGS, with_layers
 from scripts.studies.peers import random_checkpoint, random_gguf
 
@@ -22,6 +25,18 @@ _OUT = flags.DEFINE_string("out", None, "a name that ends with .gguf, or a folde
 _GGUF = flags.DEFINE_string("gguf", "", "folder of the gguf package where it is not installed")
 
 
+def check_room(path: Path, nbytes: int) -> None:
+    """Refuses to write more than there is room for.
+
+    Raises:
+      MoejaxError: too little is free where the file goes.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if nbytes > free:
+        said = f"{nbytes / 2**30:.1f} GiB, and its disk has {free / 2**30:.1f} GiB free"
+        raise MoejaxError(f"{path.name} takes {said}: give another folder, or fewer layers")
+
+
 def main(argv: list[str]) -> None:
     """Writes one."""
     del argv
@@ -29,8 +44,12 @@ def main(argv: list[str]) -> None:
     try:
         config = with_layers(CONFIGS[_SHAPE.value], _LAYERS.value)
         if path.suffix == ".gguf":
-            random_gguf.write(config, path, random_gguf.load_gguf(_GGUF.value))
+            gguf = random_gguf.load_gguf(_GGUF.value)
+            sizes = (random_gguf.nbytes_of(one, gguf) for one in random_gguf.tensors(config))
+            check_room(path, sum(sizes))
+            random_gguf.write(config, path, gguf)
         else:
+            check_room(path, 2 * sum(map(math.prod, weight_shapes(config).values())))
             random_checkpoint.write(config, path)
     except MoejaxError as error:
         sys.exit(f"error: {error}")

@@ -1,8 +1,9 @@
 """GGUF files of random weights in a real shape, for llama.cpp.
 
-Matrices are Q4_K with a head in Q6_K, or Q4_0 where a row is no multiple of 256. Codes are random
-bytes; scales keep activations finite. Tokens are bytes and made-up words, so that a server can
-answer.
+Matrices are Q4_K with a head in Q6_K, or Q4_0 where a row is no multiple of 256; gpt-oss has
+experts in MXFP4 and the rest in Q8_0, as its published files. Codes are random bytes, a block of
+them again and again; scales keep activations finite. Tokens are bytes and made-up words, so that a
+server can answer.
 """
 
 import importlib
@@ -17,14 +18,21 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 
-ARCHITECTURES = {"qwen3_moe": "qwen3moe", "mixtral": "llama", "qwen3_next": "qwen3next"}
-# Bytes of a block, and where its float16 scales stand, with their values: d, or d and dmin.
+ARCHITECTURES = {
+    "qwen3_moe": "qwen3moe", "mixtral": "llama", "qwen3_next": "qwen3next",
+    "qwen3_5_moe": "qwen35moe", "glm4_moe_lite": "deepseek2", "gpt_oss": "gpt-oss",
+}  # fmt: skip
+# Where a block's scales stand, and their values: d, or d and dmin, or MXFP4's exponent.
 SCALES = {
-    "Q4_0": (slice(0, 2), (0.004,)),
-    "Q4_K": (slice(0, 4), (1e-4, 7e-4)),
-    "Q6_K": (slice(208, 210), (2e-5,)),
+    "Q4_0": (slice(0, 2), np.float16([0.004])),
+    "Q4_K": (slice(0, 4), np.float16([1e-4, 7e-4])),
+    "Q6_K": (slice(208, 210), np.float16([2e-5])),
+    "Q8_0": (slice(0, 2), np.float16([0.0003])),
+    "MXFP4": (slice(0, 1), np.uint8([120])),
 }
-WRITTEN_AT_ONCE = 2**28  # bytes
+POST_NORM = ("qwen3_next", "qwen3_5_moe", "gpt_oss")  # families with another name of that norm
+DRAWN = 2**26  # bytes of a kind's random codes
+MROPE_SECTIONS = (11, 11, 10, 0)  # of Qwen3.5, whose texts turn all of them alike
 BYTES = 256
 
 
@@ -46,66 +54,109 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
         known = ", ".join(ARCHITECTURES)
         raise MoejaxError(f"no GGUF names for the family {config.family}; known: {known}")
     dim, vocab = config.model_dim, config.vocab_size
-    yield _matrix("token_embd.weight", (vocab, dim))
-    yield Tensor("output_norm.weight", (dim,), "F32")
-    yield _matrix("output.weight", (vocab, dim), head=True)
+    yield _matrix(config, "token_embd.weight", (vocab, dim))
+    yield _vector("output_norm.weight", dim)
+    yield _matrix(config, "output.weight", (vocab, dim))
     for layer in range(config.num_layers):
         prefix = f"blk.{layer}."
         delta = config.delta_net
         if delta is not None and layer in delta.layers:
             parts = _delta_rule(config)
+        elif config.latent is not None:
+            parts = _latent_attention(config)
         else:
             parts = _attention(config)
-        for name, shape, kind in (*parts, *_experts(config)):
+        norm = "post_attention_norm" if config.family in POST_NORM else "ffn_norm"
+        ffn = _experts(config) if layer in config.moe_layers else _mlp(config)
+        norms = (_vector("attn_norm.weight", dim), _vector(f"{norm}.weight", dim))
+        for name, shape, kind in (*norms, *parts, *ffn):
             yield Tensor(prefix + name, shape, kind)
 
 
-def _matrix(name: str, shape: tuple[int, ...], *, head: bool = False) -> Tensor:
+def _matrix(c: ModelConfig, name: str, shape: tuple[int, ...]) -> Tensor:
+    if c.family == "gpt_oss":
+        return Tensor(name, shape, "MXFP4" if "_exps" in name else "Q8_0")
     if shape[-1] % 256:
         return Tensor(name, shape, "Q4_0")
-    return Tensor(name, shape, "Q6_K" if head else "Q4_K")
+    return Tensor(name, shape, "Q6_K" if name == "output.weight" else "Q4_K")
+
+
+def _vector(name: str, *shape: int) -> Tensor:
+    return Tensor(name, shape, "F32")
 
 
 def _attention(c: ModelConfig) -> Iterator[Tensor]:
     queries = c.num_heads * c.head_dim
     keys = c.num_kv_heads * c.head_dim
-    yield Tensor("attn_norm.weight", (c.model_dim,), "F32")
-    yield _matrix("attn_q.weight", (queries * (2 if c.attention_gate else 1), c.model_dim))
-    yield _matrix("attn_k.weight", (keys, c.model_dim))
-    yield _matrix("attn_v.weight", (keys, c.model_dim))
-    yield _matrix("attn_output.weight", (c.model_dim, queries))
+    yield _matrix(c, "attn_q.weight", (queries * (2 if c.attention_gate else 1), c.model_dim))
+    yield _matrix(c, "attn_k.weight", (keys, c.model_dim))
+    yield _matrix(c, "attn_v.weight", (keys, c.model_dim))
+    yield _matrix(c, "attn_output.weight", (c.model_dim, queries))
     if c.qk_norm:
-        yield Tensor("attn_q_norm.weight", (c.head_dim,), "F32")
-        yield Tensor("attn_k_norm.weight", (c.head_dim,), "F32")
+        yield _vector("attn_q_norm.weight", c.head_dim)
+        yield _vector("attn_k_norm.weight", c.head_dim)
+    if c.attention_bias:
+        rows = {"q": queries, "k": keys, "v": keys, "output": c.model_dim}
+        for part, count in rows.items():
+            yield _vector(f"attn_{part}.bias", count)
+    if c.attention_sinks:
+        yield _vector("attn_sinks.weight", c.num_heads)
+
+
+def _latent_attention(c: ModelConfig) -> Iterator[Tensor]:
+    latent = c.latent
+    assert latent is not None and latent.query_rank is not None
+    rank, queries = latent.kv_rank, latent.query_rank
+    yield _matrix(c, "attn_q_a.weight", (queries, c.model_dim))
+    yield _vector("attn_q_a_norm.weight", queries)
+    yield _matrix(c, "attn_q_b.weight", (c.num_heads * c.head_dim, queries))
+    yield _matrix(c, "attn_kv_a_mqa.weight", (rank + latent.rope_dim, c.model_dim))
+    yield _vector("attn_kv_a_norm.weight", rank)
+    yield _matrix(c, "attn_k_b.weight", (c.num_heads, rank, latent.nope_dim))
+    yield _matrix(c, "attn_v_b.weight", (c.num_heads, latent.value_dim, rank))
+    yield _matrix(c, "attn_output.weight", (c.model_dim, c.num_heads * latent.value_dim))
 
 
 def _delta_rule(c: ModelConfig) -> Iterator[Tensor]:
     delta = c.delta_net
     assert delta is not None
-    keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
-    yield Tensor("attn_norm.weight", (c.model_dim,), "F32")
-    yield _matrix("attn_qkv.weight", (2 * keys + values, c.model_dim))
-    yield _matrix("attn_gate.weight", (values, c.model_dim))
-    yield Tensor("ssm_conv1d.weight", (2 * keys + values, delta.conv_width), "F32")
-    yield Tensor("ssm_dt.bias", (delta.num_value_heads,), "F32")
-    yield Tensor("ssm_a", (delta.num_value_heads,), "F32")
-    yield _matrix("ssm_ba.weight", (2 * delta.num_value_heads, c.model_dim))
-    yield Tensor("ssm_norm.weight", (delta.value_dim,), "F32")
-    yield _matrix("ssm_out.weight", (c.model_dim, values))
+    heads = delta.num_value_heads
+    yield _matrix(c, "attn_qkv.weight", (delta.conv_dim, c.model_dim))
+    yield _matrix(c, "attn_gate.weight", (delta.value_width, c.model_dim))
+    yield _vector("ssm_conv1d.weight", delta.conv_dim, delta.conv_width)
+    yield _vector("ssm_dt.bias", heads)
+    yield _vector("ssm_a", heads)
+    if delta.rows_by_head:
+        yield _matrix(c, "ssm_ba.weight", (2 * heads, c.model_dim))
+    else:
+        for part in ("beta", "alpha"):
+            yield _matrix(c, f"ssm_{part}.weight", (heads, c.model_dim))
+    yield _vector("ssm_norm.weight", delta.value_dim)
+    yield _matrix(c, "ssm_out.weight", (c.model_dim, delta.value_width))
+
+
+def _mlp(c: ModelConfig, width: int = 0, of: str = "") -> Iterator[Tensor]:
+    """Gate, up and down of a width; 0: of a dense layer."""
+    width = width or c.mlp_dim
+    for part in ("gate", "up"):
+        yield _matrix(c, f"ffn_{part}{of}.weight", (width, c.model_dim))
+    yield _matrix(c, f"ffn_down{of}.weight", (c.model_dim, width))
 
 
 def _experts(c: ModelConfig) -> Iterator[Tensor]:
-    norm = "post_attention_norm" if c.family == "qwen3_next" else "ffn_norm"
-    yield Tensor(f"{norm}.weight", (c.model_dim,), "F32")
-    yield Tensor("ffn_gate_inp.weight", (c.num_experts, c.model_dim), "F32")
-    for part in ("gate", "up"):
-        yield _matrix(f"ffn_{part}_exps.weight", (c.num_experts, c.expert_dim, c.model_dim))
-    yield _matrix("ffn_down_exps.weight", (c.num_experts, c.model_dim, c.expert_dim))
+    yield _vector("ffn_gate_inp.weight", c.num_experts, c.model_dim)
+    if c.router.has_bias:
+        yield _vector("exp_probs_b.bias", c.num_experts)
+    if c.router.has_logit_bias:
+        yield _vector("ffn_gate_inp.bias", c.num_experts)
+    for name, shape, kind in _mlp(c, c.expert_dim, "_exps"):
+        yield Tensor(name, (c.num_experts, *shape), kind)
+        if c.expert_bias:
+            yield _vector(name.replace("weight", "bias"), c.num_experts, shape[0])
     if c.shared_dim:
-        yield Tensor("ffn_gate_inp_shexp.weight", (c.model_dim,), "F32")
-        for part in ("gate", "up"):
-            yield _matrix(f"ffn_{part}_shexp.weight", (c.shared_dim, c.model_dim))
-        yield _matrix("ffn_down_shexp.weight", (c.model_dim, c.shared_dim))
+        if c.shared_gate:
+            yield _vector("ffn_gate_inp_shexp.weight", c.model_dim)
+        yield from _mlp(c, c.shared_dim, "_shexp")
 
 
 def _write_fields(writer: Any, c: ModelConfig, gguf: Any) -> None:
@@ -115,18 +166,16 @@ def _write_fields(writer: Any, c: ModelConfig, gguf: Any) -> None:
     writer.add_embedding_length(c.model_dim)
     writer.add_feed_forward_length(c.mlp_dim)
     writer.add_head_count(c.num_heads)
-    writer.add_head_count_kv(c.num_kv_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_rope_dimension_count(c.rope_dim or c.head_dim)
+    writer.add_rope_dimension_count(c.rotary_dim)
     writer.add_rope_freq_base(c.rope_theta)
     writer.add_layer_norm_rms_eps(c.norm_eps)
     writer.add_expert_count(c.num_experts)
     writer.add_expert_used_count(c.experts_per_token)
     if c.family != "mixtral":
         writer.add_expert_feed_forward_length(c.expert_dim)
-    if c.shared_dim:
+    if c.shared_gate:
         writer.add_expert_shared_feed_forward_length(c.shared_dim)
+    _write_attention(writer, c, gguf)
     if (delta := c.delta_net) is not None:
         writer.add_ssm_conv_kernel(delta.conv_width)
         writer.add_ssm_inner_size(delta.num_value_heads * delta.value_dim)
@@ -146,6 +195,34 @@ def _write_fields(writer: Any, c: ModelConfig, gguf: Any) -> None:
     writer.add_eos_token_id(1)
 
 
+def _write_attention(writer: Any, c: ModelConfig, gguf: Any) -> None:
+    latent = c.latent
+    writer.add_head_count_kv(c.num_kv_heads if latent is None else 1)
+    if latent is None:
+        writer.add_key_length(c.head_dim)
+        writer.add_value_length(c.head_dim)
+    else:  # one head of keys, the latent, as the product over it sees it
+        writer.add_key_length(latent.kv_rank + latent.rope_dim)
+        writer.add_value_length(latent.kv_rank)
+        writer.add_key_length_mla(c.head_dim)
+        writer.add_value_length_mla(latent.value_dim)
+        writer.add_kv_lora_rank(latent.kv_rank)
+        writer.add_q_lora_rank(latent.query_rank)
+        writer.add_leading_dense_block_count(c.num_layers - len(c.moe_layers))
+        writer.add_expert_shared_count(c.shared_dim // c.expert_dim)
+        writer.add_expert_weights_scale(c.router.scale)
+        writer.add_expert_weights_norm(c.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if c.family == "qwen3_5_moe":
+        writer.add_rope_dimension_sections(MROPE_SECTIONS)
+    if c.sliding_window is not None:
+        writer.add_sliding_window(c.sliding_window)
+    if (scaling := c.rope_scaling) is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.kind))
+        writer.add_rope_scaling_factor(scaling.factor)
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_positions)
+
+
 def made_up_words(count: int) -> list[str]:
     """Tokens of a byte-level vocabulary: the bytes' stand-ins of GPT-2, then words."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -154,26 +231,22 @@ def made_up_words(count: int) -> list[str]:
     return (stand_ins + [f"word{i}" for i in range(count - BYTES)])[:count]
 
 
-def _values(tensor: Tensor, rng: np.random.Generator, gguf: Any) -> Iterator[np.ndarray]:
-    """The tensor's bytes, some at a time."""
-    name, shape, kind = tensor
-    size = math.prod(shape)
-    if kind == "F32":
-        if name.endswith("ssm_a"):
-            yield np.full(shape, -1.0, np.float32)
-        elif "norm" in name:
-            yield np.ones(shape, np.float32)
-        else:
-            yield rng.standard_normal(shape, np.float32) * 0.05
-        return
-    block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+def _float32(tensor: Tensor, rng: np.random.Generator) -> np.ndarray:
+    name, shape, _ = tensor
+    if name.endswith("ssm_a"):
+        return np.full(shape, -1.0, np.float32)
+    if "norm" in name:
+        return np.ones(shape, np.float32)
+    return rng.standard_normal(shape, np.float32) * 0.05
+
+
+def _codes(kind: str, rng: np.random.Generator, gguf: Any) -> np.ndarray:
+    """Whole blocks of a kind, uint8[about DRAWN]."""
+    _, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    codes = rng.integers(0, 256, (DRAWN // nbytes, nbytes), np.uint8)
     where, scales = SCALES[kind]
-    count = size // block
-    step = WRITTEN_AT_ONCE // nbytes
-    for first in range(0, count, step):
-        codes = rng.integers(0, 256, (min(step, count - first), nbytes), np.uint8)
-        codes[:, where] = np.asarray(scales, np.float16).view(np.uint8)
-        yield codes.reshape(-1)
+    codes[:, where] = scales.view(np.uint8)
+    return codes.reshape(-1)
 
 
 def write(config: ModelConfig, path: Path, gguf: Any, seed: int = 0) -> None:
@@ -181,28 +254,42 @@ def write(config: ModelConfig, path: Path, gguf: Any, seed: int = 0) -> None:
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.family])
     found = list(tensors(config))
     _write_fields(writer, config, gguf)
-    for name, shape, kind in found:
+    sizes = [nbytes_of(tensor, gguf) for tensor in found]
+    for (name, shape, kind), nbytes in zip(found, sizes, strict=True):
         if kind == "F32":
-            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * math.prod(shape))
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes)
             continue
-        code = gguf.GGMLQuantizationType[kind]
-        block, nbytes = gguf.GGML_QUANT_SIZES[code]
-        stored = (*shape[:-1], shape[-1] // block * nbytes)
+        stored = (*shape[:-1], nbytes // math.prod(shape[:-1]))
         writer.add_tensor_info(
-            name, stored, np.dtype(np.uint8), math.prod(shape) // block * nbytes, raw_dtype=code
+            name, stored, np.dtype(np.uint8), nbytes, raw_dtype=gguf.GGMLQuantizationType[kind]
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     rng = np.random.default_rng(seed)
+    drawn = {kind: _codes(kind, rng, gguf) for kind in {one.kind for one in found} - {"F32"}}
     file = writer.fout[0]
     writer.write_padding(file, file.tell())
-    for tensor in found:
+    for tensor, nbytes in zip(found, sizes, strict=True):
         start = file.tell()
-        for part in _values(tensor, rng, gguf):
-            part.tofile(file)
+        if tensor.kind == "F32":
+            _float32(tensor, rng).tofile(file)
+        else:
+            codes = drawn[tensor.kind]
+            for first in range(0, nbytes, codes.size):
+                codes[: nbytes - first].tofile(file)
         writer.write_padding(file, file.tell() - start)
     writer.close()
+
+
+def nbytes_of(tensor: Tensor, gguf: Any) -> int:
+    """Bytes of a tensor in the file."""
+    count = math.prod(tensor.shape)
+    if tensor.kind == "F32":
+        return 4 * count
+    block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
+    assert tensor.shape[-1] % block == 0, tensor
+    return int(count // block * nbytes)
 
 
 def load_gguf(folder: str) -> Any:

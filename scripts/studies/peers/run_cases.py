@@ -18,8 +18,14 @@ from moejax.files.result_rows import (
     today,
 )
 from scripts.studies.peers import ours
-from scripts.studies.peers.running import Case, Figure, NotRunError, OutOfTimeError, Place
-from scripts.studies.peers.section import NOT_RUN
+from scripts.studies.peers.running import (
+    NOT_RUN,
+    Case,
+    Figure,
+    NotRunError,
+    OutOfTimeError,
+    Place,
+)
 
 UNIT = "tokens/s"
 
@@ -47,10 +53,11 @@ def run_cases(cases: Sequence[Case], place: Place, rows: Path, device: str) -> i
             left += 1
             continue
         except NotRunError as error:
-            what = f"{case.name} | {NOT_RUN}"
-            found = [_row(what, 0.0, NOT_RUN, {"error": str(error)}, device)]
+            figure = Figure(NOT_RUN, 0.0, {"error": str(error)})
+            abouts = (case.about, *case.others)
+            found = rows_of(case, [figure._replace(about=about) for about in abouts], device)
         append_rows(rows, found)
-        print(f"{case.name}: {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{case.names[0]}: {time.monotonic() - began:.0f} s", flush=True)
         for row in found:
             said = row.baseline["error"] if row.unit == NOT_RUN else f"{row.figure:.4g} {row.unit}"
             print(f"    {row.what.rpartition(' | ')[2]}: {said}", flush=True)
@@ -58,11 +65,13 @@ def run_cases(cases: Sequence[Case], place: Place, rows: Path, device: str) -> i
 
 
 def rows_of(case: Case, figures: list[Figure], device: str) -> list[ResultRow]:
-    """Rows of a case that ran."""
+    """Rows of a case."""
     rows = []
-    for workload, rate, more in figures:
+    for workload, rate, more, about in figures:
         beside = {name: value for name, value in more.items() if name != "version"}
-        row = _row(f"{case.name} | {workload}", rate, UNIT, beside, device)
+        what = f"{case.peer} | {about or case.about} | {workload}"
+        unit = NOT_RUN if workload == NOT_RUN else UNIT
+        row = _row(what, rate, unit, beside, device)
         if "version" in more:
             row = dataclasses.replace(row, versions={case.peer: str(more["version"])})
         rows.append(row)

@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple
 
 GRACE_S = 15.0  # from SIGTERM to SIGKILL
 POLL_MS = 50
+NOT_RUN = "not run"  # workload and unit of what could not run
 
 
 class NotRunError(Exception):
@@ -31,11 +32,13 @@ class Figure(NamedTuple):
       workload: `prefill(...)` or `decode(...)`.
       tokens_per_s: of all sequences together.
       more: numbers and texts beside it.
+      about: of its row; "": the case's.
     """
 
     workload: str
     tokens_per_s: float
     more: dict[str, float | str]
+    about: str = ""
 
 
 def prefill(tokens: int, sequences: int = 1) -> str:
@@ -57,17 +60,19 @@ class Case:
       about: shape, bits and flags, as rows say them.
       seconds: that it may take where files are cached; a call with less left does not begin it.
       measure: runs it. Raises NotRunError, or OutOfTimeError.
+      others: shape, bits and flags of further rows, which the same run makes.
     """
 
     peer: str
     about: str
     seconds: float
     measure: "Callable[[Place], list[Figure]]"
+    others: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        """Name in rows."""
-        return f"{self.peer} | {self.about}"
+    def names(self) -> tuple[str, ...]:
+        """Names in rows."""
+        return tuple(f"{self.peer} | {about}" for about in (self.about, *self.others))
 
 
 class Ran(NamedTuple):

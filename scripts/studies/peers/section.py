@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from moejax.files.result_rows import ResultRow, read_rows
 from scripts.studies.peers import ours
-from scripts.studies.peers.running import decode, prefill
+from scripts.studies.peers.running import NOT_RUN, decode, prefill
 from scripts.studies.tables.drawing import Canvas, lines
 
 FOLDER = Path(__file__).parent
-NOT_RUN = "not run"
 ROOM = 1.05  # ours may take so many times their memory: a step of a budget
 PROMPT = 512
 COMMAND = "python -m scripts.studies.peers.bench_peers"
@@ -39,8 +38,9 @@ class Row(NamedTuple):
 
     @property
     def peak_gib(self) -> float:
-        """Device memory by the driver; NaN where it was not read."""
-        return float(self.row.baseline.get("peak_gib", math.nan))
+        """Device memory by the driver, else by JAX; NaN where neither was read."""
+        found = self.row.baseline
+        return float(found.get("peak_gib", found.get("own_peak_gib", math.nan)))
 
     @property
     def is_plain(self) -> bool:
