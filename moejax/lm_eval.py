@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> None:
             f"error: lm_eval is not installed ({error}): pip install '.[evaluation]' in a clone of "
             "this repository"
         )
+    is_run = any(word.startswith("--model") for word in arguments)
+    if is_run and not any(word.startswith(("--device", "--config")) for word in arguments):
+        arguments += ["--device", "auto"]  # lm_eval's own default is cuda:0
     sys.argv[1:] = arguments
     try:
         with _data_of(ours.data, arguments):

@@ -134,7 +134,7 @@ class LmEvalTest(FolderTestCase):
     def under_limits(self) -> tuple[str, ...]:
         return (
             "--model", "moejax", "--tasks", "piqa", "--limit", "2", "--data", str(self.folder),
-            "--model_args", f"pretrained={self.checkpoint},platform=cpu,memory.slots=4",
+            "--model_args", f"pretrained={self.checkpoint},memory.slots=4",
         )  # fmt: skip
 
     @pytest.mark.slow

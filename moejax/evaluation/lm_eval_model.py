@@ -87,7 +87,7 @@ class MoejaxLM(TemplateLM):
         Args:
           pretrained: as `moejax.evaluate`'s `checkpoint`; None: its default.
           batch_size: sequences at once; None or "auto": its default.
-          device: "cpu", "gpu", "cuda..." or None for any.
+          device: "cpu", "gpu", "cuda...", "auto" or None for any.
           max_gen_toks: most tokens of an answer, unless the task sets its own.
           **fields: fields of `EvaluateConfig`; see the module.
         """
@@ -97,7 +97,7 @@ class MoejaxLM(TemplateLM):
             fields["pretrained"] = pretrained
         if batch_size not in (None, "auto"):
             fields["batch_size"] = batch_size
-        if device:
+        if device and device != "auto":
             fields.setdefault("platform", "cpu" if device == "cpu" else "gpu")
         if not isinstance(max_gen_toks, int) or max_gen_toks < 1:
             raise MoejaxError(f"max_gen_toks={max_gen_toks} must be a number of tokens, at least 1")
