@@ -301,6 +301,16 @@ class RunTest(absltest.TestCase):
         said = run_cases.without_paths("bench_peers r/ --llama_cpp=/a/b --gguf=/c --loads=one")
         self.assertEqual(said, "bench_peers r/ --llama_cpp=LLAMA_CPP --gguf=GGUF --loads=one")
 
+    def test_cases_in_the_order_of_the_words(self):
+        def case(name):
+            return Case("peer", f"{name} | one", 1.0, lambda place: [], (f"{name}, 9 GiB | one",))
+
+        cases = [case("a, 1 GiB"), case("b, 2 GiB"), case("b, 1 GiB")]
+        found = run_cases.chosen(cases, ["one"], ["2 GiB, 9", "b"])
+        self.assertEqual(found, [cases[1], cases[2]])
+        self.assertEqual(run_cases.chosen(cases, ["one"], []), cases)
+        self.assertEqual(run_cases.chosen(cases, ["long"], []), [])
+
     def test_the_cases_of_a_shape_have_different_names(self):
         build = llama_cpp.Build(self.folder, "", "")
         for shape in llama_cpp.ON_CPU:
@@ -333,6 +343,7 @@ class SectionTest(absltest.TestCase):
             row("FreeToken", "bf16, --moe-cache-rate 0.5", decode(512), 60, 30.0, "server"),
             row("moejax", f"{ours_form}, 12 GiB, even routing", decode(512), 90, 12.4),
             row("moejax", f"{ours_form}, 12 GiB, recorded routing", decode(512), 320, 12.4),
+            row("moejax", f"{ours_form}, 12 GiB, skewed routing", decode(512), 330, 12.4),
             row("moejax", f"{ours_form}, 7 GiB, even routing", decode(512), 60, 7.2),
             row("moejax", f"{ours_form}, all on the device, the random routers' routing",
                 decode(512), 520, 17.5),
@@ -340,9 +351,10 @@ class SectionTest(absltest.TestCase):
 
     def test_ours_in_the_memory_that_they_took_and_losses_first(self):
         cells = section.comparisons(self.rows, [decode(512)])
-        self.assertEqual([(one[2].split(", ")[-1], one[6], one[7], one[8]) for one in cells], [
-            ("-ncmoe 16 -t 16", "90", "320", "0.90"), ("-ncmoe 0 -t 16", "520", "520", "1.73"),
-            ("-ncmoe 48 -t 16", "", "", ""), ("--moe-cache-rate 0.5", "", "", ""),
+        self.assertEqual([(one[2].split(", ")[-1], *one[6:]) for one in cells], [
+            ("-ncmoe 16 -t 16", "90", "320", "330", "0.90"),
+            ("-ncmoe 0 -t 16", "520", "520", "520", "1.73"),
+            ("-ncmoe 48 -t 16", "", "", "", ""), ("--moe-cache-rate 0.5", "", "", "", ""),
         ])  # fmt: skip
 
     def test_curves_rise_with_the_memory(self):

@@ -27,14 +27,18 @@ from absl import app, flags
 
 from moejax.files.result_rows import describe_device
 from scripts.studies.peers import accelerate, freetoken, llama_cpp, ours
-from scripts.studies.peers.run_cases import names_done, run_cases
+from scripts.studies.peers.run_cases import chosen, names_done, run_cases
 from scripts.studies.peers.running import Case, Place
 
 TINY = (32, 64, 128)  # tokens of the prompts of the shape that tries the script
 
-_SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(llama_cpp.ON_CPU), "which shape")
+_SHAPES = flags.DEFINE_multi_enum(
+    "shape", ["Qwen3-30B-A3B"], sorted(llama_cpp.ON_CPU), "which shapes"
+)
 _LAYERS = flags.DEFINE_integer("layers", 0, "fewer layers, for all engines; 0: all")
-_ONLY = flags.DEFINE_multi_string("only", [], "cases whose name has one of these; []: all")
+_ONLY = flags.DEFINE_multi_string(
+    "only", [], "cases whose name has one of these, those of the first one first; []: all"
+)
 _LOADS = flags.DEFINE_list("loads", ["one", "long", "batch", "server"], "which loads")
 _LLAMA = flags.DEFINE_string("llama_cpp", "", "folder of llama-bench and its sisters; '': none")
 _GGUF = flags.DEFINE_string("gguf", "", "folder of llama.cpp's gguf package; '': it is installed")
@@ -51,9 +55,9 @@ _AGAIN = flags.DEFINE_bool("again", False, "run once more what could not run")
 _LIST = flags.DEFINE_bool("list", False, "say which cases there are, and run none")
 
 
-def all_cases(files: Path) -> Iterator[Case]:
+def all_cases(shape: str, files: Path) -> Iterator[Case]:
     """The cases of the flags, ours last."""
-    shape, layers = _SHAPE.value, _LAYERS.value
+    layers = _LAYERS.value
     tokens = TINY if shape == "tiny" else tuple(int(count) for count in _PROMPTS.value)
     if _LLAMA.value:
         build = llama_cpp.Build(Path(_LLAMA.value), _GGUF.value, _VERSION.value)
@@ -65,16 +69,6 @@ def all_cases(files: Path) -> Iterator[Case]:
     yield from ours.cases(
         files, shape, layers, tokens, trace=_TRACE.value, platform=_PLATFORM.value
     )
-
-
-def chosen(cases: Iterator[Case]) -> list[Case]:
-    """Cases by load and name."""
-    return [
-        case
-        for case in cases
-        if case.about.rpartition(" | ")[2] in _LOADS.value
-        and (not _ONLY.value or any(word in name for word in _ONLY.value for name in case.names))
-    ]
 
 
 def device_name() -> str:
@@ -94,7 +88,8 @@ def main(argv: list[str]) -> None:
     rows = folder / "peers.jsonl"
     files = Path(_FILES.value).absolute() if _FILES.value else folder / "files"
     done = names_done(rows, _AGAIN.value)
-    cases = chosen(all_cases(files))
+    cases = [case for shape in _SHAPES.value for case in all_cases(shape, files)]
+    cases = chosen(cases, _LOADS.value, _ONLY.value)
     if _LIST.value:
         for case in cases:
             left = f"{case.seconds:3.0f} s"

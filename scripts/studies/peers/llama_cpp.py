@@ -44,21 +44,16 @@ class Build:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Flags and environment of a run; `threads` 0: all cores."""
+    """Flags, threads of the host and environment of a run."""
 
     flags: tuple[str, ...]
     threads: int
     env: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def num_threads(self) -> int:
-        """Threads of the host."""
-        return self.threads or os.cpu_count() or 1
-
     def __str__(self) -> str:
         """Says it as it would be typed."""
         said = [f"{name}={value}" for name, value in self.env]
-        return " ".join([*said, *self.flags, f"-t {self.num_threads}"])
+        return " ".join([*said, *self.flags, f"-t {self.threads}"])
 
 
 def cases(build: Build, shape: str, layers: int, tokens: tuple[int, ...]) -> Iterator[Case]:
@@ -83,7 +78,7 @@ def cases(build: Build, shape: str, layers: int, tokens: tuple[int, ...]) -> Ite
     yield case("one", 60, Setting(exps, 16, tuple(FETCH.items())))
     yield case("one", 45, Setting((*exps, "-ub", "2048"), 16))
     yield case("one", 45, Setting(exps, 16))
-    for threads in (8, 0):
+    for threads in {8, os.cpu_count() or 1} - {16}:
         yield case("one", 45, Setting(("-ncmoe", str(most)), threads))
     for count in dict.fromkeys((0, counts[len(counts) // 2], most)):
         yield case("long", 90, Setting(("-ncmoe", str(count)), 16))
@@ -115,7 +110,7 @@ def _measure(
     tokens: tuple[int, ...],
 ) -> list[Figure]:  # fmt: skip
     model = weights(place, build, shape, layers)
-    common = ["-m", str(model), "-ngl", "99", "-t", str(setting.num_threads), "-fa", "on"]
+    common = ["-m", str(model), "-ngl", "99", "-t", str(setting.threads), "-fa", "on"]
     common += setting.flags
     if load == "server":
         return _serve(place, build, [*common], setting, tokens[0])

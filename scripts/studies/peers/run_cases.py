@@ -30,6 +30,15 @@ from scripts.studies.peers.running import (
 UNIT = "tokens/s"
 
 
+def chosen(cases: Sequence[Case], loads: Sequence[str], only: Sequence[str]) -> list[Case]:
+    """Cases by load and name; in the order of the words that their names have."""
+    found = [case for case in cases if case.about.rpartition(" | ")[2] in loads]
+    if not only:
+        return found
+    have = ([case for case in found if word in "\n".join(case.names)] for word in only)
+    return list({case.names: case for of_word in have for case in of_word}.values())
+
+
 def names_done(rows: Path, again: bool) -> set[str]:
     """Names of the cases that have rows; with `again` not of those that could not run."""
     return {

@@ -87,9 +87,9 @@ def comparisons(rows: Sequence[Row], workloads: Sequence[str]) -> list[list[str]
     for row in rows:
         if row.peer == ours.NAME or row.workload not in workloads or _is_repeated(row):
             continue
-        pair = [beside(rows, row, routing) for routing in (ours.EVEN, ours.RECORDED)]
-        cells = ["" if one is None else f"{one.row.figure:.4g}" for one in pair]
-        first = pair[0]
+        found = [beside(rows, row, routing) for routing in ours.ROUTINGS]
+        cells = ["" if one is None else f"{one.row.figure:.4g}" for one in found]
+        first = found[0]
         ratio = math.inf if first is None else first.row.figure / row.row.figure
         peak = "" if math.isnan(row.peak_gib) else f"{row.peak_gib:.1f}"
         own = "" if first is None or math.isnan(first.peak_gib) else f"{first.peak_gib:.1f}"
@@ -106,7 +106,7 @@ def _is_repeated(row: Row) -> bool:
 
 
 HEAD = ["shape", "workload", "engine", "GiB", "tokens/s", "our GiB", "ours, even", "ours, recorded",
-        "ours / theirs"]  # fmt: skip
+        "ours, skewed", "even / theirs"]  # fmt: skip
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -169,7 +169,7 @@ def curves(rows: Sequence[Row], shape: str) -> dict[str, tuple[list[float], list
 
 
 def _routings(row: Row) -> Iterator[str]:
-    for routing in (ours.EVEN, ours.RECORDED):
+    for routing in ours.ROUTINGS:
         if routing in row.setting or "routers' routing" in row.setting:
             yield routing
 
