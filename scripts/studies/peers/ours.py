@@ -122,9 +122,10 @@ def _measure(
     for length in lengths:
         record = place.logs / f"moejax_{load}.json"
         record.unlink(missing_ok=True)
+        outputs = f"{record},{place.logs / 'benchmark.jsonl'}"  # the latter keeps all figures
         asked = [
             sys.executable, "-m", "moejax.benchmark", *words, f"--config.prompt_tokens={length}",
-            f"--config.new_tokens={33 if load == 'long' else 65}", f"--config.output={record}",
+            f"--config.new_tokens={33 if load == 'long' else 65}", f"--config.output={outputs}",
             f"--config.batches=({','.join(map(str, batches))},)",
         ]  # fmt: skip
         ran = place.run(asked, ENV, f"moejax_{load}")
