@@ -298,8 +298,10 @@ class RunTest(absltest.TestCase):
         )  # fmt: skip
 
     def test_rows_name_no_path_of_the_machine(self):
-        said = run_cases.without_paths("bench_peers r/ --llama_cpp=/a/b --gguf=/c --loads=one")
-        self.assertEqual(said, "bench_peers r/ --llama_cpp=LLAMA_CPP --gguf=GGUF --loads=one")
+        typed = "python -m bench_peers /tmp/r --llama_cpp=/a/b --gguf=/c --layers=2 --seconds=9"
+        said = run_cases.without_paths(f"{typed} '--only=12 GiB, even'")
+        wanted = "python -m bench_peers results/ --llama_cpp=LLAMA_CPP --gguf=GGUF --layers=2"
+        self.assertEqual(said, wanted)
 
     def test_cases_in_the_order_of_the_words(self):
         def case(name):

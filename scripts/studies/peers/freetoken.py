@@ -37,6 +37,7 @@ def checkpoint(place: Place, shape: str, layers: int) -> Path:
     """The random checkpoint, written where it is not there."""
     path = place.files / f"{shape}-{layers or CONFIGS[shape].num_layers}-bf16"
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}-part")
         place.run(
             [sys.executable, "-m", "scripts.studies.peers.random_files", f"--shape={shape}",

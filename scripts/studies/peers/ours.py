@@ -33,7 +33,8 @@ TOGETHER = {
 }  # fmt: skip
 HOST_GIB = 4  # of rows that experts in host memory share: as many bytes each, beyond any cache
 LARGE = {"Qwen3-30B-A3B": (30, 16, 8)}  # of bf16, beside FreeToken
-ENV = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # so that the driver's count means something
+# So that the driver counts what is used, and so that gpt-oss-120b fits 80 GB.
+ENV = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_CLIENT_MEM_FRACTION": "0.95"}
 SEQUENCES = (1, 4, 16, 64)
 OWN = "the random routers' routing"
 EVEN = "even routing"

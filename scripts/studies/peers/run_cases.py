@@ -4,7 +4,7 @@ What has rows is passed over, so a call goes on where the last one stopped.
 """
 
 import dataclasses
-import re
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +28,8 @@ from scripts.studies.peers.running import (
 )
 
 UNIT = "tokens/s"
+PATHS = ("llama_cpp", "gguf", "freetoken", "trace")  # flags
+CHOICES = ("only", "loads", "seconds", "files")  # flags that change no row
 
 
 def chosen(cases: Sequence[Case], loads: Sequence[str], only: Sequence[str]) -> list[Case]:
@@ -99,8 +101,14 @@ def _row(
 
 
 def without_paths(command: str) -> str:
-    """The command with names in place of this machine's paths."""
-    return re.sub(
-        r"--(llama_cpp|gguf|freetoken|trace|files)=\S+",
-        lambda match: f"--{match[1]}={match[1].upper()}", command,
-    )  # fmt: skip
+    """The command with names for this machine's paths, and without the choice of cases."""
+    words = []
+    for word in shlex.split(command):
+        flag, _, value = word.removeprefix("--").partition("=")
+        if flag in PATHS:
+            word = f"--{flag}={flag.upper()}"
+        if word.startswith("/"):
+            word = "results/"
+        if flag not in CHOICES or not value:
+            words.append(word)
+    return shlex.join(words)
