@@ -377,6 +377,7 @@ class SectionTest(absltest.TestCase):
         append_rows(path, [failed.__class__(**{**failed.__dict__, "unit": "not run",
                                               "baseline": {"error": "no kernel"}})])  # fmt: skip
         rows = [*self.rows, *section.taken_apart(read_rows(path))]
+        rows += [self.rows[0]._replace(shape=f"shape {i}") for i in range(3)]  # two rows of panels
         self.assertIn("| no kernel |", section.whole(rows))
         self.assertTrue(section.draw(rows, folder)[0].stat().st_size > 1000)
 

@@ -92,8 +92,8 @@ def main(argv: list[str]) -> None:
     cases = chosen(cases, _LOADS.value, _ONLY.value)
     if _LIST.value:
         for case in cases:
-            left = f"{case.seconds:3.0f} s"
-            print(f"{'done' if done.issuperset(case.names) else left}  {'; '.join(case.names)}")
+            state = "done" if done.issuperset(case.names) else f"{case.seconds:3.0f} s"
+            print(f"{state}  {'; '.join(case.names)}")
         return
     end = time.monotonic() + (_SECONDS.value or float("inf"))
     place = Place(files=files, logs=folder / "logs", end=end, each_s=_EACH.value)

@@ -131,8 +131,9 @@ def _measure(
         ]  # fmt: skip
         ran = place.run(asked, ENV, f"moejax_{load}")
         # The driver counts a process: only the peak of the whole run is known.
-        is_one = len(abouts) == 1 and ran.peak_gib is not None
-        more: dict[str, float | str] = {"peak_gib": ran.peak_gib} if is_one else {}
+        more: dict[str, float | str] = {}
+        if len(abouts) == 1 and ran.peak_gib is not None:
+            more["peak_gib"] = ran.peak_gib
         found += [
             figure._replace(more=figure.more | more)
             for figure in of_record(record.read_text(encoding="utf-8"), length, abouts)

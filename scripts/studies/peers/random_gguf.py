@@ -24,11 +24,11 @@ ARCHITECTURES = {
 }  # fmt: skip
 # Where a block's scales stand, and their values: d, or d and dmin, or MXFP4's exponent.
 SCALES = {
-    "Q4_0": (slice(0, 2), np.float16([0.004])),
-    "Q4_K": (slice(0, 4), np.float16([1e-4, 7e-4])),
-    "Q6_K": (slice(208, 210), np.float16([2e-5])),
-    "Q8_0": (slice(0, 2), np.float16([0.0003])),
-    "MXFP4": (slice(0, 1), np.uint8([120])),
+    "Q4_0": (slice(0, 2), np.array([0.004], np.float16)),
+    "Q4_K": (slice(0, 4), np.array([1e-4, 7e-4], np.float16)),
+    "Q6_K": (slice(208, 210), np.array([2e-5], np.float16)),
+    "Q8_0": (slice(0, 2), np.array([0.0003], np.float16)),
+    "MXFP4": (slice(0, 1), np.array([120], np.uint8)),
 }
 POST_NORM = ("qwen3_next", "qwen3_5_moe", "gpt_oss")  # families with another name of that norm
 DRAWN = 2**26  # bytes of a kind's random codes

@@ -13,6 +13,7 @@ from scripts.studies.tables.drawing import Canvas, lines
 FOLDER = Path(__file__).parent
 ROOM = 1.05  # ours may take so many times their memory: a step of a budget
 PROMPT = 512
+COLUMNS = 3  # of panels
 COMMAND = "python -m scripts.studies.peers.bench_peers"
 NONE = f"No rows yet: `{COMMAND}` ([its study](%s)) makes them on a GPU, and this table with them."
 
@@ -190,8 +191,11 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         return []
 
     def figure(canvas: Canvas) -> None:
-        panels = canvas.panels(1, len(shapes))
-        for panel, (shape, found) in zip(panels, shapes.items(), strict=True):
+        columns = min(len(shapes), COLUMNS)
+        panels = canvas.panels(-(-len(shapes) // columns), columns)
+        for panel in panels[len(shapes) :]:
+            panel.set_axis_off()
+        for panel, (shape, found) in zip(panels, shapes.items(), strict=False):
             lines(panel, found, title=shape, xlabel="device memory, GiB (driver's peak)",
                   ylabel="decode, tokens/s")  # fmt: skip
 
