@@ -23,7 +23,7 @@ ARCHITECTURES = {
     "qwen3_5_moe": "qwen35moe", "glm4_moe_lite": "deepseek2", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 # Where a block's scales stand, and their values: d, or d and dmin, or MXFP4's exponent.
-SCALES = {
+SCALES: dict[str, tuple[slice, np.ndarray]] = {
     "Q4_0": (slice(0, 2), np.array([0.004], np.float16)),
     "Q4_K": (slice(0, 4), np.array([1e-4, 7e-4], np.float16)),
     "Q6_K": (slice(208, 210), np.array([2e-5], np.float16)),
