@@ -21,7 +21,9 @@ from scripts.studies.peers.running import (
 NAME = "moejax"
 FORMS = {4: "INT4 g64, head bf16", 16: "bf16"}
 MXFP4 = "MXFP4, attention and head bf16"  # of gpt-oss, as it is published
-# GiB of device memory by shape; 0: no limit.
+# GiB that the driver counts beside what JAX holds: CUDA's context and programs.
+CONTEXT_GIB = 0.6
+# GiB of device memory by shape, the context included; 0: no limit.
 BUDGETS = {
     "Qwen3-30B-A3B": (0, 12, 7, 3, 4), "Mixtral-8x7B": (0, 20, 14, 8, 5),
     "Qwen3-Next-80B-A3B": (0, 32, 20, 8), "tiny": (0,),
@@ -68,16 +70,16 @@ def cases(
 
     def case(bits: int, gibs: Sequence[float], routing: str, load: str, seconds: float) -> Case:
         form = MXFP4 if is_mxfp4 else FORMS[bits]
-        abouts = {}
+        abouts = {}  # by what is left to JAX
         for gib in gibs:
             limit = f"{gib:g} GiB" if gib else "all on the device"
             about = f"{shape}, {layers or CONFIGS[shape].num_layers} layers, {form}, {limit}"
-            abouts[gib] = about + f", {routing if gib else OWN} | {load}"
+            of_jax = round(gib - CONTEXT_GIB, 2) if gib else 0.0
+            abouts[of_jax] = about + f", {routing if gib else OWN} | {load}"
         packed = [f"--config.{part}bits={bits}" for part in ("", "attention_", "shared_")]
         words = [*common, *(["--config.mxfp4=True"] if is_mxfp4 else packed)]
         if any(gibs):
-            budgets = ",".join(f"{gib:g}" for gib in gibs)
-            words += [f"--config.budgets=({budgets},)", routings[routing]]
+            words += [f"--config.budgets=({','.join(map(str, abouts))},)", routings[routing]]
         run = functools.partial(
             _measure, words=tuple(words), abouts=abouts, load=load, tokens=tokens
         )
@@ -146,7 +148,7 @@ def of_record(text: str, length: int, abouts: Mapping[float, str]) -> Iterator[F
 
     Args:
       length: tokens of each prompt.
-      abouts: of the rows, by budget.
+      abouts: of the rows, by the budget of JAX.
 
     Raises:
       NotRunError: no point was measured; it says why.
