@@ -1,9 +1,9 @@
 """Kernels that post a job to a mailbox in host memory and wait for its reply.
 
-They reach the mailbox by its address, as `worker.cpp` lays it out: a request has its number at
-byte 0, the count at 4, rows at 8, weights at 40 and x at 128; a reply its number at `REPLY` and y 64
-bytes further. Inline assembly orders the accesses over the link, which Pallas cannot say. Each result
-of a piece of assembly is an operand of the next one, so no compiler reorders or drops them.
+They reach the mailbox by its address, as `worker.cpp` lays it out: a request has its number at byte
+0, the count at 4, rows at 8, weights at 40 and x at 128; a reply its number at `REPLY` and y 64
+bytes further. Inline assembly orders the accesses over the link, which Pallas cannot say. Results
+of one piece are operands of the next, so that the compiler neither reorders nor drops them.
 """
 
 from typing import Any
@@ -27,11 +27,11 @@ _PUBLISH = (
     "{ " + _ADDRESS + "fence.acq_rel.sys; bar.warp.sync 0xffffffff; "
     "st.release.sys.global.b32 [a], $4; mov.b32 $0, 0; }"
 )
-# 0 once the number is $4 or more, -64 after the timeout: then what is read is wrong, but in bounds.
+# 0 once the number is $4, -64 after the timeout: then what is read is wrong, but in bounds.
 _AWAIT = (
     "{ " + _ADDRESS + ".reg .pred late, found; .reg .b64 t, n; .reg .b32 v; "
     "mov.u64 t, %globaltimer; "
-    "again: ld.acquire.sys.global.b32 v, [a]; setp.ge.s32 found, v, $4; @found bra done; "
+    "again: ld.acquire.sys.global.b32 v, [a]; setp.eq.s32 found, v, $4; @found bra done; "
     "mov.u64 n, %globaltimer; sub.u64 n, n, t; "
     f"setp.lt.u64 late, n, {TIMEOUT_NS}; @late bra again; "
     "done: selp.s32 $0, 0, -64, found; }"
@@ -58,9 +58,7 @@ def _bits(values: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, jnp.int32)
 
 
-def post(
-    x: jax.Array, job: jax.Array, weights: jax.Array, address: jax.Array
-) -> jax.Array:
+def post(x: jax.Array, job: jax.Array, weights: jax.Array, address: jax.Array) -> jax.Array:
     """Writes a job to the mailbox, its number last.
 
     Args:

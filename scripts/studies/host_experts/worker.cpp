@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -228,7 +229,8 @@ void* start_workers(int count, void* mailbox, void** arrays, int64_t model_dim, 
 
 void stop_workers(void* workers) { delete static_cast<Workers*>(workers); }
 
-// Runs jobs that the host itself posts, rows[jobs][count]; returns the seconds of all.
+// Runs jobs that the host itself posts, rows[jobs][count]; returns the seconds of all. Their numbers
+// are negative, and so never a step's.
 double run_jobs(void* mailbox, int jobs, int count, const int32_t* rows) {
   auto* request = static_cast<Request*>(mailbox);
   auto* reply = reinterpret_cast<Reply*>(static_cast<char*>(mailbox) + kReply);
@@ -236,7 +238,7 @@ double run_jobs(void* mailbox, int jobs, int count, const int32_t* rows) {
   for (int j = 0; j < jobs; ++j) {
     request->count = count;
     std::memcpy(request->rows, rows + j * count, 4 * count);
-    const int32_t number = request->number.load() + 1;
+    const int32_t last = request->number.load(), number = last < 0 ? last - 1 : -1;
     request->number.store(number, std::memory_order_release);
     while (reply->number.load(std::memory_order_acquire) != number) _mm_pause();
   }
@@ -256,7 +258,7 @@ double read_bytes(const char* from, int64_t bytes, int count) {
         _mm_prefetch(p + i + 2048, _MM_HINT_T0);
         sum = add_products(sum, load(p + i), load(p));
       }
-      kept += reinterpret_cast<int32_t*>(&sum)[0];
+      kept += static_cast<int64_t>(total_of(scaled(none(), sum, 1.0f)));
     });
   for (std::thread& thread : threads) thread.join();
   return seconds() - start + (kept == 1 ? 1e-12 : 0);

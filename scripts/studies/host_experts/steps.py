@@ -1,0 +1,194 @@
+"""Steps of layers of experts, with and without jobs for the host, and tokens to run them on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.experts.pinned_memory import allocate_host_arrays
+from pallas_kernels import expert_fetch, grouped_dequant_matmul, layout
+from pallas_kernels.packed import PackedMatrices
+from scripts.studies.host_experts import kernels
+from scripts.studies.host_experts.worker import MAILBOX_BYTES, REPLY
+
+LAYERS, EXPERTS, WIDTH = 48, 128, 8  # of Qwen3-30B-A3B
+MODEL_DIM, EXPERT_DIM = 2048, 768
+BITS, GROUP = 4, 64
+SLOTS = 192  # of the pool: the first WIDTH are for what is fetched, the others are hits
+SHAPES = ((2 * EXPERT_DIM, MODEL_DIM), (MODEL_DIM, EXPERT_DIM))  # [outputs, inputs]
+EXPERT_BYTES = sum(n * k // 2 + 4 * n * k // GROUP for n, k in SHAPES)
+
+Matrices = tuple[PackedMatrices, PackedMatrices]
+
+
+class Store(NamedTuple):
+    """Experts in host memory, and the mailbox, with their addresses."""
+
+    hosts: Matrices
+    views: list[np.ndarray]  # words, scales, zeros of gate_up, then of down
+    mailbox: np.ndarray  # uint8
+    kept: Any  # what owns the memory
+
+    @property
+    def arrays(self) -> list[int]:
+        """Addresses of the views."""
+        return [view.ctypes.data for view in self.views]
+
+    def put_input(self, x: np.ndarray, weights: np.ndarray) -> None:
+        """Writes a job's input, as `kernels.post` does."""
+        self.mailbox[128 : 128 + 4 * x.size].view(np.float32)[:] = x
+        self.mailbox[40 : 40 + 4 * weights.size].view(np.float32)[:] = weights
+
+    def reply(self) -> np.ndarray:
+        """float32[D], the sum that the last job got."""
+        return self.mailbox[REPLY + 64 : REPLY + 64 + 4 * MODEL_DIM].view(np.float32).copy()
+
+
+class Token(NamedTuple):
+    """A token's routing, by layer; what runs where."""
+
+    src: jax.Array  # int32[L, A], rows to fetch; -1: none
+    dst: jax.Array  # int32[L, A], their slots
+    tier: jax.Array  # int32[L, A], 0: on the GPU, -1: not
+    slot: jax.Array  # int32[L, A]
+    job: jax.Array  # int32[L, 16], as `kernels.post` takes it
+
+
+def packed(arrays: Sequence[Any]) -> Matrices:
+    """Joins words, scales and zeros of gate_up, then of down."""
+    made = [
+        PackedMatrices(
+            words=arrays[3 * i], scales=arrays[3 * i + 1], zeros=arrays[3 * i + 2],
+            num_inputs=inputs, bits=BITS, group_size=GROUP,
+        )
+        for i, (_, inputs) in enumerate(SHAPES)
+    ]  # fmt: skip
+    return made[0], made[1]
+
+
+def _shapes(count: int) -> list[jax.ShapeDtypeStruct]:
+    found = []
+    for outputs, inputs in SHAPES:
+        words = (count, outputs, layout.num_words(inputs, BITS))
+        groups = (count, outputs, layout.num_groups(inputs, GROUP))
+        found += [jax.ShapeDtypeStruct(words, jnp.uint32)]
+        found += [jax.ShapeDtypeStruct(groups, jnp.float16)] * 2
+    return found
+
+
+def make_store(device: jax.Device, rows: int) -> Store:
+    """Random experts whose outputs are about as large as their inputs."""
+    rng = np.random.default_rng(0)
+    mailbox = jax.ShapeDtypeStruct((MAILBOX_BYTES,), jnp.uint8)
+    made = allocate_host_arrays([*_shapes(rows), mailbox], device)
+    views = [array.views[0] for array in made]
+    for view in views[:-1]:
+        few = min(rows, 61)
+        if view.dtype == np.uint32:
+            part = rng.integers(0, 2**32, (few, *view.shape[1:]), np.uint32)
+        else:
+            is_scale = view is views[1] or view is views[4]
+            low, width = (0.003, 0.004) if is_scale else (7.0, 1.0)
+            part = (low + width * rng.random((few, *view.shape[1:]))).astype(np.float16)
+        for start in range(0, rows, few):
+            view[start : start + few] = part[: rows - start]
+    views[-1][:] = 0
+    return Store(packed([array.array for array in made[:-1]]), views[:-1], views[-1], made)
+
+
+def make_pools(store: Store) -> Matrices:
+    """Slots on the device, filled with the first rows."""
+    return packed([jnp.asarray(view[:SLOTS]) for view in store.views])
+
+
+def address_of(store: Store) -> jax.Array:
+    """int32[2], halves of the mailbox's address."""
+    return jnp.asarray(np.array([store.mailbox.ctypes.data], np.uint64).view(np.int32))
+
+
+def make_token(
+    rng: np.random.Generator, numbers: Iterator[int], rows: int, num_hosted: Sequence[int],
+    hit_rate: float = 0.0, layers: int = LAYERS, empty_jobs: bool = False,
+) -> Token:  # fmt: skip
+    """Draws a token's routing: each of A experts is a hit with some probability.
+
+    Args:
+      numbers: of jobs, each given once.
+      num_hosted: by number of misses, 0 to A, how many of them the host multiplies.
+      empty_jobs: a job for every layer, without experts where the host has none.
+    """
+    src = np.full((layers, WIDTH), -1, np.int32)
+    tier, job = np.zeros_like(src), np.zeros((layers, 16), np.int32)
+    slot = WIDTH + rng.integers(0, SLOTS - WIDTH, src.shape, np.int32)
+    for layer in range(layers):
+        misses = np.flatnonzero(rng.random(WIDTH) >= hit_rate)
+        wanted = rng.choice(rows, len(misses), replace=False)
+        hosted = num_hosted[len(misses)]
+        tier[layer, misses[:hosted]] = -1
+        src[layer, misses[hosted:]] = wanted[hosted:]
+        slot[layer, misses[hosted:]] = misses[hosted:]
+        if hosted or empty_jobs:
+            job[layer, :2] = next(numbers), hosted
+            job[layer, 2 : 2 + hosted] = wanted[:hosted]
+    dst = np.where(src >= 0, slot, -1)
+    return Token(*map(jnp.asarray, (src, dst, tier, slot, job)))
+
+
+def make_step(layers: int, posts: bool, implementation: str | None = None) -> Callable[..., Any]:
+    """Builds (pools, x, hosts, token, address) to (pools, x, state); pools are donated.
+
+    Args:
+      posts: jobs are posted and waited for; without, none may be in the tokens.
+      implementation: of the products.
+    """
+
+    @jax.jit  # one trace serves all layers
+    def layer(pools: Matrices, x: jax.Array, hosts: Matrices, of: Token, address: jax.Array) -> Any:
+        weights, late = jnp.full(WIDTH, 1 / WIDTH, jnp.float32), jnp.zeros(1, jnp.int32)
+        sent = kernels.post(x, of.job, weights, address) if posts else ()
+        pools = expert_fetch.fetch(pools, hosts, of.src, of.dst, after=sent)
+        pairs = grouped_dequant_matmul.Assignments(of.tier[None], of.slot[None], weights[None])
+        y = grouped_dequant_matmul.moe_layer(
+            x, pairs, pools[:1], pools[1:], implementation=implementation
+        ).astype(jnp.float32)
+        if posts:
+            y, late = kernels.add_reply(y, of.job, address)
+        return pools, (y * jax.lax.rsqrt(jnp.mean(y * y) + 1e-12)).astype(jnp.bfloat16), late
+
+    def step(
+        pools: Matrices, x: jax.Array, hosts: Matrices, token: Token, address: jax.Array
+    ) -> tuple[Matrices, jax.Array, jax.Array]:
+        state = jnp.zeros(1, jnp.int32)
+        for number in range(layers):
+            of_layer = Token(*(part[number] for part in token))
+            pools, x, late = layer(pools, x, hosts, of_layer, address)
+            state = jnp.minimum(state, late)
+        return pools, x, state
+
+    return step
+
+
+class Runner:
+    """A compiled step; runners of one store share the pools that they carry."""
+
+    def __init__(
+        self, store: Store, shared: list[Matrices], layers: int = LAYERS, posts: bool = True
+    ) -> None:
+        """Compiles when it first runs.
+
+        Args:
+          shared: the pools, one element, replaced by each token.
+        """
+        self._step = jax.jit(make_step(layers, posts), donate_argnums=0)
+        self._store, self._shared, self._address = store, shared, address_of(store)
+        x = jax.random.normal(jax.random.key(0), (1, MODEL_DIM))
+        self._x = x.astype(jnp.bfloat16)
+
+    def run(self, token: Token) -> tuple[jax.Array, jax.Array]:
+        """Starts a token from the first input; its output, and 0 unless a reply was late."""
+        self._shared[0], out, state = self._step(
+            self._shared[0], self._x, self._store.hosts, token, self._address
+        )
+        return out, state
