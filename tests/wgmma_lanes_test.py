@@ -10,8 +10,10 @@ import pytest
 from absl.testing import parameterized
 
 from pallas_kernels.mosaic_prefill import fragments, lanes, scatter, tiles
+from pallas_kernels.mosaic_prefill.dense import refusals
 from pallas_kernels.mosaic_prefill.expert_blocks import make_expert_blocks
 from pallas_kernels.packed import plain
+from pallas_kernels.target import Target
 from pallas_kernels.testing.simulator import KINDS, Simulator
 from tests import packed_operands, slow
 from tests.model_products import DENSE_SHAPES
@@ -306,6 +308,14 @@ class RunsTest(parameterized.TestCase):
                 self.assertTrue((slot.reshape(-1)[pairs] == of_slot).all())
                 seen += pairs.tolist()
         self.assertEqual(sorted(seen), np.nonzero(runs.reshape(-1))[0].tolist())
+
+
+class RefusalsTest(parameterized.TestCase):
+    def test_plain_rows_that_end_in_half_a_block_are_refused(self):
+        x = jnp.zeros((64, 384), jnp.bfloat16)
+        weights = plain(jnp.zeros((2, 128, 384), jnp.bfloat16))
+        found = "; ".join(refusals(x, weights, Target("gpu", (9, 0))))
+        self.assertIn("K 384 is no multiple of 256", found)
 
 
 class TilesTest(parameterized.TestCase):

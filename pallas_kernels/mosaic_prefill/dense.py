@@ -37,7 +37,8 @@ def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
     if x.dtype.name not in KINDS:
         found.append(f"x is {x.dtype}, not bfloat16 or float16")
     rest = weights.num_inputs % BLOCK
-    if rest and (2 * rest != BLOCK or weights.num_inputs < BLOCK or len(weights.widths) > 1):
+    takes_half = weights.bits != PLAIN_BITS and len(weights.widths) == 1
+    if rest and (2 * rest != BLOCK or weights.num_inputs < BLOCK or not takes_half):
         found.append(f"K {weights.num_inputs} is no multiple of {BLOCK}")
     if weights.num_outputs % ROWS:
         found.append(f"N {weights.num_outputs} is no multiple of {ROWS}")
