@@ -1,6 +1,6 @@
 """Other ways from a step to the host: XLA's own, and Python's, as bounds."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,6 @@ from moejax.experts.pinned_memory import host_place
 from pallas_kernels.packed import PackedMatrices
 from scripts.studies.host_experts import steps
 from scripts.studies.measuring import Report, seconds
-
-if TYPE_CHECKING:
-    from scripts.studies.host_experts.probe import Bench
 
 CALLS, FEW = 16, 8  # in a step; those of an expert, and experts
 HOST = jax.memory.Space.Host if hasattr(jax, "memory") else None
@@ -49,11 +46,11 @@ def _expert(packed: steps.Matrices, row: jax.Array, x: jax.Array) -> jax.Array:
     return _product(packed[1], row, gate / (1 + jnp.exp(-gate)) * up)
 
 
-def on_the_cpu(report: Report, bench: "Bench") -> None:
+def on_the_cpu(report: Report, store: steps.Store) -> None:
     """An expert by XLA:CPU alone."""
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
-        packed = steps.packed([jax.device_put(view[:64], cpu) for view in bench.store.views])
+        packed = steps.packed([jax.device_put(view[:64], cpu) for view in store.views])
         x, run = jnp.ones(steps.MODEL_DIM), jax.jit(_expert)
         taken = seconds(lambda: run(packed, jnp.int32(5), x), 5)
     report.add("an expert by XLA:CPU", taken * 1e6, "us", gb_s=steps.EXPERT_BYTES / taken / 1e9)
@@ -74,7 +71,7 @@ def _base_us() -> float:
     return _chain_us(jax.jit(step), jnp.ones((1, steps.MODEL_DIM)))
 
 
-def compute_on_host(report: Report, bench: "Bench") -> None:
+def compute_on_host(report: Report, store: steps.Store) -> None:
     """`compute_on("device_host")` in a step: its round trip, and an expert from the store."""
     of_0_11: Any = compute_on  # it has other arguments before
     host = of_0_11(compute_type="device_host", out_memory_spaces=HOST)
@@ -90,7 +87,7 @@ def compute_on_host(report: Report, bench: "Bench") -> None:
 
     # A few rows: whether XLA copies what it is given was not known before.
     place = host_place(report.device)
-    few = steps.packed([jax.device_put(view[:FEW], place) for view in bench.store.views])
+    few = steps.packed([jax.device_put(view[:FEW], place) for view in store.views])
 
     def experts(x: jax.Array, hosts: steps.Matrices, row: jax.Array) -> jax.Array:
         for _ in range(FEW):
@@ -103,9 +100,9 @@ def compute_on_host(report: Report, bench: "Bench") -> None:
     report.add('an expert by compute_on("device_host")', taken * 1e6, "us")
 
 
-def callbacks(report: Report, bench: "Bench") -> None:
+def callbacks(report: Report, store: steps.Store) -> None:
     """`io_callback` in a step, which Python answers at once."""
-    del bench
+    del store
     row = np.zeros((1, steps.MODEL_DIM), np.float32)
 
     def step(x: jax.Array) -> jax.Array:

@@ -1,21 +1,13 @@
 """Measures experts multiplied by the host's cores beside those that a step fetches.
 
-    python -m scripts.studies.host_experts.probe --output=rows.jsonl
-    python -m scripts.studies.host_experts.probe --host_only --rows=96
-
-Flags:
-  --output=FILE       append the rows to a file
-  --rows=N            experts in host memory, 2.65 MB each (default 1152)
-  --threads=N,N       numbers of threads tried (default 4,8,12,15, at most one less than the cores)
-  --resident_ms=X     time a token of the model with all experts on the device (default 2.1)
-  --host_only         cores and memory alone: no GPU
+python -m scripts.studies.host_experts.probe --output=rows.jsonl
+python -m scripts.studies.host_experts.probe --host_only --rows=96
 """
 
 import contextlib
 import dataclasses
 import itertools
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -26,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags
 
 from pallas_kernels.packed import dequantize
 from scripts.studies.host_experts import mechanisms, steps
@@ -39,6 +32,12 @@ PREDICTED = "85 to 105 tokens/s at 3 GiB, 46 without the host"
 TOKENS = 8  # of a timing
 LONG_RUN = 200  # tokens timed one by one
 A = steps.WIDTH
+
+_OUTPUT = flags.DEFINE_string("output", "", "file of rows to append to")
+_ROWS = flags.DEFINE_integer("rows", 1152, "experts in host memory, 2.65 MB each")
+_THREADS = flags.DEFINE_list("threads", ["4", "8", "12", "15"], "numbers of threads to try")
+_RESIDENT_MS = flags.DEFINE_float("resident_ms", 2.1, "time a token of the resident model")
+_HOST_ONLY = flags.DEFINE_bool("host_only", False, "measure cores and memory alone, without a GPU")
 
 
 @dataclasses.dataclass(repr=False)
@@ -261,30 +260,33 @@ def one_by_one(runner: steps.Runner, tokens: Sequence[steps.Token]) -> list[floa
 
 def main(argv: Sequence[str]) -> None:
     """Runs the study."""
-    flags = dict(word.removeprefix("--").partition("=")[::2] for word in argv)
-    if set(flags) - {"output", "rows", "threads", "resident_ms", "host_only"}:
-        raise SystemExit(__doc__)
+    del argv
     began, device = time.perf_counter(), jax.devices()[0]
-    report = Report(device, "Qwen3-30B-A3B's experts in INT4 g64", flags.get("output", ""))
-    threads = [int(n) for n in flags.get("threads", "4,8,12,15").split(",")]
+    report = Report(device, "Qwen3-30B-A3B's experts in INT4 g64", _OUTPUT.value)
+    threads = [int(n) for n in _THREADS.value]
     threads = sorted({min(n, max(1, cores() - 1)) for n in threads})
     print(f"{cores()} cores. Predicted: {PREDICTED}. Bars: at least {BARS[0]:.1f} tokens/s and")
     print(
         f"{BARS[1]} times the fetch alone, p99 at most {BARS[2]} medians, outputs within {BARS[3]}."
     )
-    library, rows = Library(Path(tempfile.mkdtemp())), int(flags.get("rows", "1152"))
+    library, rows = Library(Path(tempfile.mkdtemp())), _ROWS.value
     report.add("compiling the worker by g++", library.compile_s, "s")
-    bench = Bench(
-        report, library, steps.make_store(device, rows), rows, threads,
-        float(flags.get("resident_ms", "2.1")),
-    )  # fmt: skip
-    parts: list[Callable[..., Any]] = [host_rates, mechanisms.on_the_cpu]
-    if "host_only" not in flags:
-        parts += [device_rates, mechanisms.callbacks, mechanisms.compute_on_host]
-    for part in parts:
-        report.attempt(part, bench)
+    store = steps.make_store(device, rows)
+    bench = Bench(report, library, store, rows, threads, _RESIDENT_MS.value)
+    parts: list[tuple[Callable[..., Any], Any]] = [
+        (host_rates, bench),
+        (mechanisms.on_the_cpu, store),
+    ]
+    if not _HOST_ONLY.value:
+        parts += [
+            (device_rates, bench),
+            (mechanisms.callbacks, store),
+            (mechanisms.compute_on_host, store),
+        ]
+    for part, subject in parts:
+        report.attempt(part, subject)
         print(f"  ({time.perf_counter() - began:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    app.run(main)

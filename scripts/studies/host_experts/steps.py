@@ -1,5 +1,6 @@
 """Steps of layers of experts, with and without jobs for the host, and tokens to run them on."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ EXPERT_BYTES = sum(n * k // 2 + 4 * n * k // GROUP for n, k in SHAPES)
 Matrices = tuple[PackedMatrices, PackedMatrices]
 
 
-class Store(NamedTuple):
+@dataclasses.dataclass(frozen=True, repr=False)
+class Store:
     """Experts in host memory, and the mailbox, with their addresses."""
 
     hosts: Matrices
