@@ -29,8 +29,8 @@ SLOTS_OF_GIB = {3: 13, 7: 46, 12: 89}  # of 128 a layer, `moejax.plan`
 PEER = 56.0  # tokens/s of llama.cpp by 32 threads, 1.84 GiB on the device
 BARS = (1.3 * PEER, 1.5, 1.5, 0.01)  # tokens/s, times the fetch alone, p99 over median, difference
 PREDICTED = "85 to 105 tokens/s at 3 GiB, 46 without the host"
-TOKENS = 8  # of a timing
-LONG_RUN = 200  # tokens timed one by one
+TOKENS = 8  # stacked; those of a timing
+LONG_RUN = 300  # tokens waited for one by one
 A = steps.WIDTH
 
 _OUTPUT = flags.DEFINE_string("output", "", "file of rows to append to")
@@ -74,13 +74,13 @@ class Bench:
         drawn = [self.rng.choice(self.rows, experts, replace=False) for _ in range(jobs)]
         return np.array(drawn, np.int32).reshape(jobs, experts)
 
-    def token(self, num_hosted: Sequence[int], hit_rate: float, **how: Any) -> steps.Token:
-        """Draws a token, see `steps.make_token`."""
-        return steps.make_token(self.rng, self.numbers, self.rows, num_hosted, hit_rate, **how)
-
-    def tokens(self, num_hosted: Sequence[int], hit_rate: float, **how: Any) -> list[steps.Token]:
-        """Draws the tokens of a timing."""
-        return [self.token(num_hosted, hit_rate, **how) for _ in range(TOKENS)]
+    def tokens(self, num_hosted: Sequence[int], hit_rate: float, **how: Any) -> steps.Token:
+        """Draws stacked tokens, see `steps.make_token`."""
+        drawn = [
+            steps.make_token(self.rng, self.numbers, self.rows, num_hosted, hit_rate, **how)
+            for _ in range(TOKENS)
+        ]
+        return steps.Token(*(jnp.asarray(np.stack(parts)) for parts in zip(*drawn, strict=True)))
 
 
 def host_rates(report: Report, bench: Bench) -> None:
@@ -123,32 +123,28 @@ def check_worker(bench: Bench) -> None:
         raise ValueError(f"the worker's sum differs by {error:.3g}")
 
 
-def token_ms(runner: steps.Runner, tokens: Sequence[steps.Token]) -> float:
-    """Milliseconds a token, the median of three rounds after one; ValueError if a reply is late."""
-    times, states = [], []
+def token_ms(runner: steps.Runner, tokens: steps.Token) -> float:
+    """Milliseconds a token, the median of three rounds after one."""
+    times = []
     for _ in range(4):
         start = time.perf_counter()
-        ran = [runner.run(token) for token in tokens]
-        jax.block_until_ready(ran)
-        times.append((time.perf_counter() - start) / len(tokens) * 1e3)
-        states += [int(state[0]) for _, state in ran]
-    if min(states) < 0:
-        raise ValueError(f"{sum(s < 0 for s in states)} of {len(states)} tokens had late replies")
+        for _ in range(TOKENS):
+            runner.run(tokens)
+        runner.wait()
+        times.append((time.perf_counter() - start) / TOKENS * 1e3)
     return statistics.median(times[1:])
 
 
-def check_step(bench: Bench, shared: list[steps.Matrices]) -> None:
+def check_step(bench: Bench, shared: list[steps.Carry]) -> None:
     """One layer's output with experts on the host beside that with all fetched."""
     plain, split = (steps.Runner(bench.store, shared, 1, posts) for posts in (False, True))
 
     def output(runner: steps.Runner, hosted: int) -> np.ndarray:
         bench.rng = np.random.default_rng(3)  # the same routing each time
-        for _ in range(2):  # no number is posted twice in turn
-            token = bench.token([hosted] * (A + 1), 0.0, layers=1)
-            out, state = runner.run(token)
-            if int(state[0]):
-                raise ValueError("a reply was late")
-        return np.asarray(out).astype(np.float64)
+        tokens = bench.tokens([hosted] * (A + 1), 0.0, layers=1)
+        runner.restart()
+        runner.run(tokens)
+        return np.asarray(runner.wait().x).astype(np.float64)
 
     expected = output(plain, 0)
     for hosted in (0, 3, A):  # the first compiles
@@ -162,14 +158,14 @@ def check_step(bench: Bench, shared: list[steps.Matrices]) -> None:
 
 def device_rates(report: Report, bench: Bench) -> None:
     """The step with and without the host: latency, contention, splits, budgets, verdict."""
-    shared = [steps.make_pools(bench.store)]
+    shared = [steps.first_carry(steps.make_pools(bench.store))]
     check_step(bench, shared)
     plain, split = (steps.Runner(bench.store, shared, posts=posts) for posts in (False, True))
     none, most = [0] * (A + 1), bench.threads[-1]
     hit_ms = token_ms(plain, bench.tokens(none, 1.0))
     miss_ms = token_ms(plain, bench.tokens(none, 0.0))
     fetched = steps.LAYERS * A * steps.EXPERT_BYTES / 1e6
-    report.add("step of 48 layers, all hit", hit_ms, "ms")
+    report.add(f"step of {steps.LAYERS} layers, all hit", hit_ms, "ms")
     report.add("step, all fetched", miss_ms, "ms", gb_s=fetched / (miss_ms - hit_ms))
     idle_ms = token_ms(split, bench.tokens(none, 1.0))
     report.add("step, all hit, with kernels that post nothing", idle_ms, "ms")
@@ -231,7 +227,7 @@ def verdict(
         )  # fmt: skip
         if gib != 3:
             continue
-        times = one_by_one(split, [bench.token(table, slots / 128) for _ in range(LONG_RUN)])
+        times = one_by_one(split, bench.tokens(table, slots / 128))
         median, late = statistics.median(times), float(np.percentile(times, 99))
         report.add("a token's 99th percentile over its median, 3 GiB", late / median, "")
         report.add("its longest over its median", max(times) / median, "")
@@ -246,15 +242,14 @@ def verdict(
     print("GO" if all(is_met for is_met, _ in judged) else "NO GO", flush=True)
 
 
-def one_by_one(runner: steps.Runner, tokens: Sequence[steps.Token]) -> list[float]:
-    """Seconds of each token, waited for."""
+def one_by_one(runner: steps.Runner, tokens: steps.Token) -> list[float]:
+    """Seconds of each of many tokens, waited for."""
     times = []
-    for token in tokens:
+    for _ in range(LONG_RUN):
         start = time.perf_counter()
-        _, state = jax.block_until_ready(runner.run(token))
+        runner.run(tokens)
+        runner.wait()
         times.append(time.perf_counter() - start)
-        if int(state[0]):
-            raise ValueError("a reply was late")
     return times
 
 

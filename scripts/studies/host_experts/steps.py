@@ -49,13 +49,13 @@ class Store:
 
 
 class Token(NamedTuple):
-    """A token's routing, by layer; what runs where."""
+    """A token's routing, by layer; what runs where. Several are stacked: [T, ...]."""
 
-    src: jax.Array  # int32[L, A], rows to fetch; -1: none
-    dst: jax.Array  # int32[L, A], their slots
-    tier: jax.Array  # int32[L, A], 0: on the GPU, -1: not
-    slot: jax.Array  # int32[L, A]
-    job: jax.Array  # int32[L, 16], as `kernels.post` takes it
+    src: Any  # int32[L, A], rows to fetch; -1: none
+    dst: Any  # int32[L, A], their slots
+    tier: Any  # int32[L, A], 0: on the GPU, -1: not
+    slot: Any  # int32[L, A]
+    job: Any  # int32[L, 16], as `kernels.post` takes it
 
 
 def packed(arrays: Sequence[Any]) -> Matrices:
@@ -110,6 +110,21 @@ def address_of(store: Store) -> jax.Array:
     return jnp.asarray(np.array([store.mailbox.ctypes.data], np.uint64).view(np.int32))
 
 
+class Carry(NamedTuple):
+    """What a token hands to the next, in one place of memory: addresses in a graph stay."""
+
+    pools: Matrices
+    x: jax.Array  # [1, D]
+    late: jax.Array  # int32[1], below 0 once a reply was late
+    index: jax.Array  # int32[], of the token among those stacked
+
+
+def first_carry(pools: Matrices) -> Carry:
+    """The carry of a first token."""
+    x = jax.random.normal(jax.random.key(0), (1, MODEL_DIM)).astype(jnp.bfloat16)
+    return Carry(pools, x, jnp.zeros(1, jnp.int32), jnp.int32(0))
+
+
 def make_token(
     rng: np.random.Generator, numbers: Iterator[int], rows: int, num_hosted: Sequence[int],
     hit_rate: float = 0.0, layers: int = LAYERS, empty_jobs: bool = False,
@@ -135,11 +150,11 @@ def make_token(
             job[layer, :2] = next(numbers), hosted
             job[layer, 2 : 2 + hosted] = wanted[:hosted]
     dst = np.where(src >= 0, slot, -1)
-    return Token(*map(jnp.asarray, (src, dst, tier, slot, job)))
+    return Token(src, dst, tier, slot, job)
 
 
 def make_step(layers: int, posts: bool, implementation: str | None = None) -> Callable[..., Any]:
-    """Builds (pools, x, hosts, token, address) to (pools, x, state); pools are donated.
+    """Builds a step from (carry, hosts, tokens, address) to a carry; the first is to be donated.
 
     Args:
       posts: jobs are posted and waited for; without, none may be in the tokens.
@@ -159,38 +174,43 @@ def make_step(layers: int, posts: bool, implementation: str | None = None) -> Ca
             y, late = kernels.add_reply(y, of.job, address)
         return pools, (y * jax.lax.rsqrt(jnp.mean(y * y) + 1e-12)).astype(jnp.bfloat16), late
 
-    def step(
-        pools: Matrices, x: jax.Array, hosts: Matrices, token: Token, address: jax.Array
-    ) -> tuple[Matrices, jax.Array, jax.Array]:
-        state = jnp.zeros(1, jnp.int32)
+    def step(carry: Carry, hosts: Matrices, tokens: Token, address: jax.Array) -> Carry:
+        pools, x, late, index = carry
+        token = Token(*(part[index] for part in tokens))
         for number in range(layers):
             of_layer = Token(*(part[number] for part in token))
-            pools, x, late = layer(pools, x, hosts, of_layer, address)
-            state = jnp.minimum(state, late)
-        return pools, x, state
+            pools, x, state = layer(pools, x, hosts, of_layer, address)
+            late = jnp.minimum(late, state)
+        return Carry(pools, x, late, (index + 1) % len(tokens.src))
 
     return step
 
 
 class Runner:
-    """A compiled step; runners of one store share the pools that they carry."""
+    """A compiled step; runners of one store share what tokens carry."""
 
     def __init__(
-        self, store: Store, shared: list[Matrices], layers: int = LAYERS, posts: bool = True
+        self, store: Store, shared: list[Carry], layers: int = LAYERS, posts: bool = True
     ) -> None:
         """Compiles when it first runs.
 
         Args:
-          shared: the pools, one element, replaced by each token.
+          shared: the carry, one element, replaced by each token.
         """
         self._step = jax.jit(make_step(layers, posts), donate_argnums=0)
         self._store, self._shared, self._address = store, shared, address_of(store)
-        x = jax.random.normal(jax.random.key(0), (1, MODEL_DIM))
-        self._x = x.astype(jnp.bfloat16)
 
-    def run(self, token: Token) -> tuple[jax.Array, jax.Array]:
-        """Starts a token from the first input; its output, and 0 unless a reply was late."""
-        self._shared[0], out, state = self._step(
-            self._shared[0], self._x, self._store.hosts, token, self._address
-        )
-        return out, state
+    def run(self, tokens: Token) -> None:
+        """Starts the next one of stacked tokens."""
+        self._shared[0] = self._step(self._shared[0], self._store.hosts, tokens, self._address)
+
+    def wait(self) -> Carry:
+        """Waits for what was started; ValueError if a reply was late."""
+        carry = jax.block_until_ready(self._shared[0])
+        if int(carry.late[0]) < 0:
+            raise ValueError("a reply was late")
+        return carry
+
+    def restart(self) -> None:
+        """Has the next token begin from the first input."""
+        self._shared[0] = first_carry(self._shared[0].pools)
