@@ -116,7 +116,7 @@ class Carry(NamedTuple):
     pools: Matrices
     x: jax.Array  # [1, D]
     late: jax.Array  # int32[1], below 0 once a reply was late
-    index: jax.Array  # int32[], of the token among those stacked
+    turn: jax.Array  # int32[], the token among those stacked
 
 
 def first_carry(pools: Matrices) -> Carry:
@@ -175,13 +175,13 @@ def make_step(layers: int, posts: bool, implementation: str | None = None) -> Ca
         return pools, (y * jax.lax.rsqrt(jnp.mean(y * y) + 1e-12)).astype(jnp.bfloat16), late
 
     def step(carry: Carry, hosts: Matrices, tokens: Token, address: jax.Array) -> Carry:
-        pools, x, late, index = carry
-        token = Token(*(part[index] for part in tokens))
+        pools, x, late, turn = carry
+        token = Token(*(part[turn] for part in tokens))
         for number in range(layers):
             of_layer = Token(*(part[number] for part in token))
             pools, x, state = layer(pools, x, hosts, of_layer, address)
             late = jnp.minimum(late, state)
-        return Carry(pools, x, late, (index + 1) % len(tokens.src))
+        return Carry(pools, x, late, (turn + 1) % len(tokens.src))
 
     return step
 
