@@ -51,7 +51,7 @@ from moejax.inference.kernel_warnings import describe_packing
 from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner, settings_by_row
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, Pages
 from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.text.tokenizer import Tokenizer
@@ -137,6 +137,7 @@ class Engine:
         limits: Limits | None = None,
         policy: Tiering | None = None,
         batch: int = 1,
+        running: bool = False,
         generation_config: bool = True,
         read_bits: int = 0,
         mesh: str | int = "",
@@ -156,6 +157,8 @@ class Engine:
             are on the device.
           policy: decides which experts run, in which stored form; None: those of the router.
           batch: sequences per batch that the limits must hold; more may run out of memory.
+          running: the limits hold a running batch (`continuous_batch`) of so many rows instead, in
+            pages.
           generation_config: settings that a call omits come from the checkpoint's
             generation_config.json; its eos tokens apply either way.
           read_bits: width in which a checkpoint of bit planes is read; 0: the widest.
@@ -199,9 +202,10 @@ class Engine:
                 weights, memory, budget = load_limited(
                     checkpoint, limits or Limits(), policy, dtype=dtype, device=device,
                     batch=batch, context=planned, chunk=chunk, progress=progress, mesh=devices,
+                    is_running=running,
                 )  # fmt: skip
                 if budget.limits.device_gib:
-                    sizes = PlannedSizes(batch, planned, chunk)
+                    sizes = PlannedSizes(batch, planned, chunk, budget.run.num_slots)
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
             device=device, context=context, memory=memory, defaults=defaults, mesh=devices,
@@ -487,8 +491,9 @@ class Engine:
     def continuous_batch(self, num_lanes: int, **how: Any) -> ContinuousBatch:
         """A running batch of at most `num_lanes` rows, which come and go.
 
-        Limits of memory must have been planned for a batch of one more: a chunk of a prompt copies
-        its lane. If `context` is 0, a prompt and its answer take what was planned, or 4,096 tokens.
+        Limits of memory must have been planned for it (`from_pretrained`, `running`), and give it
+        its pages; without them it has some for every slot of all rows. If `context` is 0, a prompt
+        and its answer take what was planned, or 4,096 tokens.
 
         Args:
           num_lanes: rows at once.
@@ -498,9 +503,13 @@ class Engine:
         context = self.context or (planned if self.budget else min(PLANNED_CONTEXT, planned))
         longest = self._runner.longest_chunk(1, context)
         sizes = FixedSizes.of(self.device.platform, longest, context)
+        pages = Pages(1 + num_lanes * Pages(0).of(context))
+        if self.budget and self.budget.run.is_running:
+            pages = Pages(min(pages.number, self.budget.run.num_pages))
         return ContinuousBatch(
-            self._runner, self.tokenizer, self.eos_ids, num_lanes=num_lanes, sizes=sizes, **how
-        )
+            self._runner, self.tokenizer, self.eos_ids, num_lanes=num_lanes, pages=pages,
+            sizes=sizes, **how,
+        )  # fmt: skip
 
     def batch(
         self, prompts: Sequence[list[int]], settings: Sequence[GenerationSettings], **how: Any

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from moejax.experts.tiering import Tiering
 
 
-def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
+def load_engine(
+    config: GenerateConfig, num_prompts: int = 1, *, running: bool = False
+) -> "Engine":  # fmt: skip
     """Loads the engine that generates; prints on stderr where compiled programs are kept."""
     import jax
 
     engine = _load(
         config, config.checkpoint, config.policy.tiering(), batch=num_prompts,
-        context=config.context, generation_config=config.generation_config,
+        running=running, context=config.context, generation_config=config.generation_config,
     )  # fmt: skip
     print_stderr(
         f"compilation cache: {jax.config.values['jax_compilation_cache_dir'] or 'off'}",

@@ -47,7 +47,7 @@ def budget_of(config: PlanConfig) -> Budget:
             checkpoint, limits, tiering,
             dtype=config.dtype, device=_device(config), batch=config.batch, context=context,
             chunk=chunk, num_devices=mesh_size(config.mesh),
-            by_heads=_splits_heads(config, checkpoint),
+            by_heads=_splits_heads(config, checkpoint), is_running=config.running,
         )  # fmt: skip
         return planned.budget
     run = RunSizes(
@@ -55,6 +55,7 @@ def budget_of(config: PlanConfig) -> Budget:
         weights_nbytes=own.weights_nbytes, batch=config.batch, context=context, chunk=chunk,
         platform=platform_of(config), itemsize=itemsize, num_devices=mesh_size(config.mesh),
         stores_scores=stores_scores(model, itemsize, target_of(_device(config))),
+        is_running=config.running,
     )  # fmt: skip
     if tiering is None:
         return make_budget(run, [tier_of(own)], limits)

@@ -10,6 +10,7 @@ stderr says when it listens and when the model is ready. SIGTERM lets answers th
 what is refused, and the metrics. It needs `pip install '.[serve]'`.
 """
 
+import functools
 import importlib.util
 
 from absl import flags
@@ -34,8 +35,8 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
     from moejax.loading import load_engine
     from moejax.serving import server
 
-    # Memory for one more: a chunk of a prompt copies its lane.
-    server.serve(config, lambda: load_engine(config, config.max_batch + 1), _read_key(config))
+    load = functools.partial(load_engine, config, config.max_batch, running=True)
+    server.serve(config, load, _read_key(config))
 
 
 def _read_key(config: ServeConfig) -> str:

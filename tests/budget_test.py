@@ -24,7 +24,7 @@ from moejax.experts.budget import (
 )
 from moejax.experts.budget.planned import RING_BLOCKS
 from moejax.experts.residency import CacheSizes, empty, no_counts
-from moejax.models.config import weight_shapes
+from moejax.models.config import Pages, weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.shapes import SHAPES
 
@@ -47,11 +47,13 @@ def int4(config):
     return TierSize(name="int4", expert_nbytes=weights // 2 + weights // 64 * 4)
 
 
-def run_budget(config=QWEN, *, batch=1, context=4096, chunk=1024, platform="gpu", **limits):
+def run_budget(
+    config=QWEN, *, batch=1, context=4096, chunk=1024, platform="gpu", is_running=False, **limits
+):  # fmt: skip
     """A run without a policy."""
     run = RunSizes(
         config=config, weights_nbytes=weights_nbytes(config), batch=batch, context=context,
-        chunk=chunk, platform=platform,
+        chunk=chunk, platform=platform, is_running=is_running,
     )  # fmt: skip
     return make_budget(run, [int4(config)], Limits(**limits))
 
@@ -65,6 +67,34 @@ def budget_of(config=QWEN, **how):
 
 
 class PartsTest(parameterized.TestCase):
+    @parameterized.parameters({}, {"device_gib": 12}, {"device_gib": 20.0}, {"device_gib": 24})
+    def test_a_running_batch_has_pages_of_what_experts_leave(self, **limits):
+        """Without a limit of all slots; else of a quarter at least, and then as many as fit."""
+        budget = run_budget(batch=16, chunk=64, is_running=True, **limits)
+        run, page = budget.run, 128 * 96 * 2**10
+        paged = Pages(run.num_pages)
+        caches = jax.eval_shape(
+            lambda: (
+                empty_cache(QWEN, 16, 4096, jnp.bfloat16, paged),
+                empty_cache(QWEN, 1, 4096, jnp.bfloat16),  # a chunk's copy
+            )
+        )
+        tables = caches[0].table.size * 4
+        self.assertEqual(budget.device["KV cache"], _nbytes(caches) - tables)
+        if not limits:
+            self.assertEqual(run.num_pages, 16 * 32 + 1)
+            return
+        spare = limits["device_gib"] * GIB - budget.total_device
+        self.assertGreaterEqual(spare, 0)
+        self.assertBetween(run.num_pages, 4 * 32 + 1, 16 * 32 + 1)
+        if run.num_pages < run.most_pages:
+            self.assertLess(spare, page)
+        if budget.pooled:  # a slot in each layer would not have fit in place of the pages beyond
+            more = (run.num_pages - run.least_pages) * page
+            self.assertLess(more + spare, 48 * int4(QWEN).expert_nbytes + 4096)
+            whole = run_budget(batch=17, chunk=64, **limits).tiers[0]
+            self.assertGreater(budget.tiers[0].slots, whole.slots)
+
     def test_parts_are_what_is_allocated(self):
         budget = budget_of(slots=5, transient=7)
         weights = {k: v for k, v in budget.device.items() if k.startswith("weights ")}

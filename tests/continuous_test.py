@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,23 +12,26 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from moejax import Engine
 from moejax.errors import MoejaxError
+from moejax.experts.budget import GIB, Limits
 from moejax.inference import steps
 from moejax.inference.batch import RowBatch, RowDelta
-from moejax.inference.chunking import FixedSizes
+from moejax.inference.chunking import FixedSizes, PlannedSizes
 from moejax.inference.continuous import ContinuousBatch
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.lanes import CacheLane, free_lane_for, longest_prefix
 from moejax.inference.runner import Runner
-from moejax.models.config import ModelConfig, RopeScaling
+from moejax.models.config import PAGE as PAGE_SLOTS
+from moejax.models.config import ModelConfig, Pages, RopeScaling
 from moejax.policies.make import make_policy
-from tests import cached_runners, model_kinds, slow
+from tests import cached_runners, model_kinds, slow, tiny_engine
 from tests.buddymoe_cases import random_lists
 from tests.random_checkpoints import TINY
 from tests.runner_test import recorded_programs
 
 CPU = jax.devices("cpu")[0]
-SIZES = FixedSizes((16, 32), (100,))  # S is no multiple of a chunk
+SIZES = FixedSizes((16, 32), (100,))  # S is no multiple of a chunk, nor of a page
+PAGE = 16
 WINDOWS = ModelConfig(**TINY | {"sliding_window": 7, "window_layers": (1,)})
 KINDS = {
     "windows": WINDOWS, "latent": model_kinds.config_of("latent"),
@@ -60,9 +65,10 @@ def resident_runner(config: ModelConfig = WINDOWS) -> Runner:
 
 
 def running(runner: Runner, num_lanes: int = 3, **how: Any) -> ContinuousBatch:
-    """A batch of small sizes."""
-    eos_ids = how.pop("eos_ids", ())
-    return ContinuousBatch(runner, None, eos_ids, num_lanes=num_lanes, sizes=SIZES, **how)
+    """A batch of small sizes, with pages for whole rows and one more."""
+    whole = Pages(1 + num_lanes * Pages(0, PAGE).of(SIZES.kv_lengths[-1]), PAGE)
+    how = {"pages": whole, "eos_ids": (), **how}
+    return ContinuousBatch(runner, None, num_lanes=num_lanes, sizes=SIZES, **how)
 
 
 def alone(
@@ -108,6 +114,37 @@ class AloneTest(parameterized.TestCase):
         expected = [alone(runner, *row) for row in rows]
         self.assertEqual([len(tokens) for tokens in expected], [21, 11, 1, 9, 12, 14, 6])
         self.assertEqual(answers(running(runner), rows), expected)
+
+    @slow.where(lambda kind: kind != "windows")
+    @parameterized.parameters("windows", "delta")
+    def test_rows_wait_for_pages_and_kept_ones_are_given_away(self, kind: str):
+        """Rows join in the order of arrival; the longest takes seven of eight pages."""
+        runner, rows = resident_runner(KINDS[kind]), [*rows_of(), *rows_of()[:2]]
+        batch = running(runner, pages=Pages(8, PAGE))
+        joined, take = [], batch.pool.take
+
+        def taken(prompt: list[int], *rest: Any) -> Any:
+            found = take(prompt, *rest)
+            joined.append((len(prompt), found is not None))
+            return found
+
+        self.assertEqual(batch.num_free, 3)
+        with mock.patch.object(batch.pool, "take", taken):
+            found = answers(batch, rows, every=0)
+        self.assertEqual(found, [alone(runner, *row) for row in rows])
+        self.assertIn((90, False), joined)
+        self.assertEqual([n for n, has in joined if has], [len(prompt) for prompt, _ in rows])
+        self.assertEqual((batch.pool.num_used, batch.num_free), (0, 3))
+        self.assertGreater(batch.pool.num_kept, 0)
+        with self.assertRaisesRegex(ValueError, "7 pages: a row of 100 slots takes 7"):
+            running(runner, pages=Pages(7, PAGE))
+        # No more rows are asked for while one waits for pages; if it is ended, they are.
+        batch.submit([1] * 9, GenerationSettings(max_new_tokens=60))
+        waits = batch.submit([2] * 9, GenerationSettings(max_new_tokens=90))
+        batch.step()
+        self.assertEqual(batch.num_free, 0)
+        batch.end(waits)
+        self.assertEqual(batch.num_free, 2)
 
     def test_with_experts_in_slots(self):
         resident, rows = resident_runner(cached_runners.QWEN), rows_of()[:5]
@@ -159,10 +196,12 @@ class TurnsTest(absltest.TestCase):
         batch, calls = running(runner), []
         chunk, decode = runner.run_prompt_chunk, runner.decode
 
-        def run_chunk(session: Any, lane: int, source: int, prompt: Any, start: int, size: int,
-                      *rest: Any) -> None:  # fmt: skip
+        def run_chunk(
+            session: Any, lane: int, source: Any, pages: Any, prompt: Any, start: int, size: int,
+            *rest: Any,
+        ) -> None:  # fmt: skip
             calls.append((lane, size))
-            chunk(session, lane, source, prompt, start, size, *rest)
+            chunk(session, lane, source, pages, prompt, start, size, *rest)
 
         def run_decode(*arguments: Any) -> Any:
             calls.append("decode")
@@ -278,10 +317,22 @@ class TurnsTest(absltest.TestCase):
         self.assertIn("NaN", ends[numbers[0]].error)
         self.assertEqual(ends[numbers[1]].finish_reason, "length")
 
+    def test_a_cache_that_was_not_planned_is_refused(self):
+        for planned, pages, mend in (
+            (PlannedSizes(3, 100, 32, 300), Pages(8, PAGE), ""),
+            (PlannedSizes(3, 100, 32, 255), Pages(8, PAGE), "256 slots, .* 255: .*running=True"),
+            (PlannedSizes(3, 100, 32, 299), None, "300 slots, .* 299: .*running=False"),
+        ):
+            if mend:
+                with self.assertRaisesRegex(MoejaxError, mend):
+                    planned.check(3, 100, pages)
+            else:
+                planned.check(3, 100, pages)
+
     def test_prompts_that_do_not_fit_are_refused(self):
         batch = running(resident_runner())
         for length in (0, 100):
-            with self.assertRaisesRegex(MoejaxError, f"of {length} tokens: a lane takes 1 to 99"):
+            with self.assertRaisesRegex(MoejaxError, f"of {length} tokens: a row takes 1 to 99"):
                 batch.submit([1] * length, GenerationSettings())
 
 
@@ -314,6 +365,32 @@ class ProgramsTest(absltest.TestCase):
             temporary.append(memory.temp_size_in_bytes)
             lane = nbytes // num_lanes
         self.assertLess(temporary[1] - temporary[0], lane)
+
+    def test_pages_are_those_that_were_planned(self):
+        how: dict[str, Any] = {"tokenizer": False, "batch": 3, "running": True, "context": 250}
+        directory = Path(self.enter_context(tempfile.TemporaryDirectory()))
+
+        def load(gib: float) -> Engine:
+            limits = Limits(device_gib=gib)
+            return self.enter_context(tiny_engine.load_tiny_engine(directory, limits=limits, **how))
+
+        engine = load(0.1)
+        assert engine.budget is not None
+        self.assertEqual(engine.budget.run.num_pages, 3 * 2 + 1)  # all slots
+        expected = engine.generate([list(range(1, 60))], max_new_tokens=9)[0].tokens
+        page = PAGE_SLOTS * engine.budget.run.slot_nbytes
+        engine = load((engine.budget.total_device - 2 * page) / GIB)
+        batch = engine.continuous_batch(3)
+        self.assertEqual(batch.pool.number, 3 * 2 - 1)
+        for _ in range(3):
+            self.assertEqual(one_row(batch, list(range(1, 60)), max_new_tokens=9), expected)
+        assert batch._session is not None and engine.budget is not None
+        cache = batch._session.state.cache
+        copied = 2 * page  # of a chunk's row
+        planned = engine.budget.device["KV cache"]
+        self.assertEqual(cache.keys.nbytes + cache.values.nbytes + copied, planned)
+        with self.assertRaisesRegex(MoejaxError, "4 prompts, but memory was planned for 3"):
+            one_row(engine.continuous_batch(4), [1, 2], max_new_tokens=2)
 
 
 class PrefixTest(parameterized.TestCase):
@@ -388,32 +465,6 @@ class PrefixTest(parameterized.TestCase):
         expected = alone(runner, long, GenerationSettings(max_new_tokens=9))
         self.assertEqual(one_row(batch, long, max_new_tokens=9), expected)
         self.assertEqual(batch.counts.prefix_hits, 0)
-
-
-class LanesTest(absltest.TestCase):
-    def test_the_longest_prefix(self):
-        held = ([1, 2, 3, 4], [1, 2, 9], [], [1, 2], [1, 2, 3, 7, 9])
-        lanes = [
-            CacheLane(i, tokens, num_sound=len(tokens) * (i < 4)) for i, tokens in enumerate(held)
-        ]
-        self.assertEqual(longest_prefix([1, 2, 3, 7], lanes, True), (lanes[0], 3))
-        self.assertEqual(longest_prefix([1, 2, 3], lanes, True), (lanes[0], 2))
-        self.assertEqual(longest_prefix([5], lanes, True), (None, 0))
-        self.assertEqual(longest_prefix([1, 2, 3, 7], lanes, False), (lanes[3], 2))
-        lanes[3].num_unread = 1
-        self.assertEqual(longest_prefix([1, 2, 3, 7], lanes, False), (None, 0))
-
-    def test_the_lane_in_which_a_prompt_runs(self):
-        lanes = [
-            CacheLane(0, [1, 2], last_used=3),
-            CacheLane(1, [5], last_used=1),
-            CacheLane(2, [7], row=4),
-        ]
-        self.assertIs(free_lane_for(lanes, lanes[0], 2), lanes[0])  # which loses nothing
-        self.assertIs(free_lane_for(lanes, lanes[0], 1), lanes[1])
-        self.assertIs(free_lane_for(lanes, lanes[2], 1), lanes[1])
-        self.assertIs(free_lane_for([*lanes, CacheLane(3)], None, 0).last_used, -1)
-        self.assertIsNone(free_lane_for(lanes[2:], lanes[2], 1))
 
 
 if __name__ == "__main__":

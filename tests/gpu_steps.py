@@ -3,6 +3,7 @@
     python -m tests.gpu_steps pools                # banks that are not copied
     python -m tests.gpu_steps tiers                # temporary memory and launches under policies
     python -m tests.gpu_steps mesh                 # the step of two GPUs beside that of one
+    python -m tests.gpu_steps pages                # a running batch's beside that of one piece
     python -m tests.gpu_steps Qwen3-Next-80B-A3B --layers=4 --batch=8   # of a resident model
 
 Attention and experts in INT4, all else as the shape has it. Needs JAX's CUDA plugin and no GPU.
@@ -38,7 +39,7 @@ from moejax.experts.state import (
 )
 from moejax.inference import steps
 from moejax.inference.steps import Sampling
-from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.config import ModelConfig, Pages, leaf_dtype, weight_shapes
 from moejax.models.head_shares import HEAD_LEAVES, HeadShares
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
@@ -124,9 +125,9 @@ def weights_of(config: ModelConfig, are_packed: Sequence[str]) -> dict[str, Any]
     }  # fmt: skip
 
 
-def decode_operands(config: ModelConfig, batch: int) -> tuple[Any, ...]:
+def decode_operands(config: ModelConfig, batch: int, pages: Pages | None = None) -> tuple[Any, ...]:
     """Shapes of what `steps.decode` takes: its state, then all after the weights and the rows."""
-    cache = jax.eval_shape(lambda: empty_cache(config, batch, CONTEXT, HALF))
+    cache = jax.eval_shape(lambda: empty_cache(config, batch, CONTEXT, HALF, pages))
     keys = jax.eval_shape(lambda: jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32)))
     each = functools.partial(leaf_of, (batch,))
     state = steps.DecodeState(cache, each(jnp.int32), each(jnp.int32), each(bool), keys, None)
@@ -253,14 +254,33 @@ def compiled_prefill(config: ModelConfig, cached: Any, is_first: bool) -> jax.st
     return compiled(step, (first, pool, inputs, part), (0, 1), spec, True)
 
 
-def compiled_resident(config: ModelConfig, batch: int) -> jax.stages.Compiled:
+def compiled_resident(
+    config: ModelConfig, batch: int, pages: Pages | None = None
+) -> jax.stages.Compiled:
     """A call of eight steps of a resident model, attention and experts in INT4."""
     program = steps.StepProgram(model_definition(config, ops.Kernels(GPU.target)), None)
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
     step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
-    state, *rest = decode_operands(config, batch)
+    state, *rest = decode_operands(config, batch, pages)
     weights = weights_of(config, leaves_of("attention", "experts"))
     return compiled(step, (state, None, steps.StepInputs(weights, None), *rest), (0,))
+
+
+def compiled_chunk(config: ModelConfig, batch: int, pages: Pages) -> jax.stages.Compiled:
+    """A chunk of a prompt of a running batch, of a resident model."""
+    program = steps.StepProgram(model_definition(config, ops.Kernels(GPU.target)), None)
+    chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
+    step = functools.partial(steps.prompt_chunk, program, chunk, True, CHUNK)
+    state, sampling, eos_ids, number = decode_operands(config, batch, pages)
+    state = dataclasses.replace(state, limits=leaf_of((batch,), jnp.int32))
+    numbers = leaf_of((pages.of(CONTEXT),), jnp.int32)
+    row = steps.PromptChunk(
+        steps.TokenChunk(leaf_of((1, CHUNK), jnp.int32), number, leaf_of((1,), jnp.int32)),
+        number, numbers, numbers, leaf_of((CONTEXT,), jnp.int32), leaf_of((), jnp.uint32), number,
+    )  # fmt: skip
+    weights = weights_of(config, leaves_of("attention", "experts"))
+    inputs = steps.StepInputs(weights, None)
+    return compiled(step, (state, None, inputs, row, sampling, eos_ids), (0,), is_prefill=True)
 
 
 def mesh_of_gpus(count: int) -> DeviceMesh:
@@ -384,6 +404,24 @@ def print_tiers() -> None:
             print(f"{name}_{way}", memory.temp_size_in_bytes, launches, flush=True)
 
 
+def print_pages() -> None:
+    """A line a case: name; temporary bytes; launches, or of a chunk aliased and cached bytes."""
+    config = with_layers(CONFIGS["Qwen3-30B-A3B"], 2)
+    paged = Pages(8 * Pages(0).of(CONTEXT))
+    for name, pages in (("one_piece", None), ("pages", paged)):
+        program = compiled_resident(config, 8, pages)
+        memory = program.memory_analysis()
+        assert memory is not None
+        print(name, memory.temp_size_in_bytes, num_launches(program.as_text()), flush=True)
+    for batch in (8, 64):
+        pages = Pages(batch * Pages(0).of(CONTEXT))
+        memory = compiled_chunk(config, batch, pages).memory_analysis()
+        assert memory is not None
+        cache = num_bytes(decode_operands(config, batch, pages)[0].cache)
+        aliased = memory.alias_size_in_bytes
+        print(f"chunk_{batch}", memory.temp_size_in_bytes, aliased, cache, flush=True)
+
+
 def print_resident(shape: str, layers: int, batch: int) -> None:
     program = compiled_resident(with_layers(CONFIGS[shape], layers), batch)
     memory = program.memory_analysis()
@@ -396,9 +434,9 @@ def print_resident(shape: str, layers: int, batch: int) -> None:
 
 
 def main() -> None:
-    """Prints one of the four."""
+    """Prints one of the five."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["pools", "tiers", "mesh", *sorted(CONFIGS)])
+    parser.add_argument("what", choices=["pools", "tiers", "mesh", "pages", *sorted(CONFIGS)])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=1)
     given = parser.parse_args()
@@ -415,6 +453,8 @@ def main() -> None:
         print_tiers()
     elif given.what == "mesh":
         print_mesh()
+    elif given.what == "pages":
+        print_pages()
     else:
         print_resident(given.what, given.layers, given.batch)
 

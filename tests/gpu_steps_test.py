@@ -63,6 +63,16 @@ class CompilingTest(absltest.TestCase):
         self.assertEqual(heads[4], 4)  # one more a layer
         self.assertLessEqual(heads[3], whole[3] + 2 * 2)
 
+    def test_pages_cost_no_launch_and_a_chunk_copies_its_row_alone(self):
+        lines = [line.split() for line in self.printed("pages").splitlines()]
+        found = {line[0]: list(map(int, line[1:])) for line in lines if len(line) in (3, 4)}
+        (temporary, launches), (more, as_many) = found["one_piece"], found["pages"]
+        self.assertEqual(as_many, launches)
+        self.assertLess(more, temporary + MOST_BYTES)
+        (few, aliased, cache), (many, *_) = found["chunk_8"], found["chunk_64"]
+        self.assertGreaterEqual(aliased, cache)
+        self.assertLess(many, few + MOST_BYTES)
+
     def test_no_bank_is_copied(self):
         printed = self.printed("pools")
         lines = [line.split() for line in printed.splitlines() if "_slots_" in line]

@@ -22,6 +22,7 @@ from moejax.inference import chunking
 from moejax.inference.chunking import FixedSizes
 from moejax.inference.continuous import ContinuousBatch
 from moejax.inference.generation import GenerationSettings
+from moejax.models.config import Pages
 from moejax.serving import batcher as batcher_module
 from moejax.serving.metrics import Metrics
 from tests import slow
@@ -286,6 +287,10 @@ class ProgramsTest(parameterized.TestCase):
                     connection.close()
                     compiled = engine._runner.programs.history[traced:]
                     self.assertEqual(engine.num_traces, traced, f"{body}: {compiled}")
+            wait_until(lambda: server.value("moejax_pages", state="used") == 0, "pages are free")
+            self.assertGreater(server.value("moejax_pages", state="kept"), 0)
+            total = server.value("moejax_pages", state="total")
+            self.assertEqual(total, 1 + 3 * Pages(0).of(engine.context))
             engine.logits([[5, 6, 7]])  # what no request asks for is counted
             self.assertGreater(engine.num_traces, traced)
 

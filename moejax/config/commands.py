@@ -278,6 +278,9 @@ class PlanConfig(GenerateConfig):
         "tiers (int4,int2) are read; '': none",
     )
     batch: int = option(1, "sequences per batch", least=1)
+    running: bool = option(
+        False, "plan for a server of max_batch=batch: rows that come and go, in pages"
+    )
     chunk: int = option(0, "prompt tokens per prefill step; 0: the engine's default", least=0)
 
     def check(self) -> None:

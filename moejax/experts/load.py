@@ -80,6 +80,7 @@ def load_limited(
     chunk: int,
     progress: bool,
     mesh: DeviceMesh | None = None,
+    is_running: bool = False,
 ) -> tuple[Mapping[str, Weight], ExpertMemory | None, Budget]:
     """Loads a model under limits and a policy: whole if it fits and no policy decides.
 
@@ -90,6 +91,7 @@ def load_limited(
       context: slots of the KV cache of each sequence.
       chunk: tokens of one sequence that a prefill step takes.
       progress: show bars on stderr.
+      is_running: rows come and go, in a cache of pages.
 
     Returns:
       The weights, what holds the experts that they lack (None: they lack none), and the budget.
@@ -102,7 +104,7 @@ def load_limited(
     policy, activations, stored, sources, refines, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk, num_devices=mesh.size if mesh else 1,
-        by_heads=mesh is not None and mesh.splits_heads,
+        by_heads=mesh is not None and mesh.splits_heads, is_running=is_running,
     )  # fmt: skip
     if not limits.device_gib:
         check_room(budget.device, room_nbytes(device))
@@ -178,6 +180,7 @@ def plan_experts(
     chunk: int,
     num_devices: int = 1,
     by_heads: bool = False,
+    is_running: bool = False,
 ) -> _Planned:
     """Plans policy, tiers and bytes; arguments and errors as in `load_limited`.
 
@@ -191,6 +194,7 @@ def plan_experts(
         weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
         platform=device.platform, itemsize=chosen.itemsize, num_devices=num_devices,
         stores_scores=stores_scores(config, chosen.itemsize, target_of(device)),
+        is_running=is_running,
     )  # fmt: skip
     policy: AnyPolicy | None = None
     activations, sources = None, [checkpoint]

@@ -29,7 +29,7 @@ class RowDelta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...]  # () where none are computed
     finish_reason: FinishReason | None
     error: str = ""
-    num_shared: int = 0  # first tokens of its prompt that a lane held, and that were not run
+    num_shared: int = 0  # first tokens of its prompt that pages held, and that were not run
 
 
 class HostOutput(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.models import attention
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, Pages
 from pallas_kernels.target import Target
 
 MIN_PREFILL_LENGTH = 16
@@ -66,9 +66,10 @@ class PlannedSizes:
     batch: int = 0  # sequences at once
     context: int = 0  # S, slots of the cache of each
     chunk: int = 0  # positions of each in a prefill step
+    slots: int = 0  # of the cache of all
 
-    def check(self, batch: int, cache_length: int) -> None:
-        """Raises MoejaxError for a call that exceeds the plan."""
+    def check(self, batch: int, cache_length: int, pages: Pages | None = None) -> None:
+        """Raises MoejaxError for a call that exceeds the plan; `pages`: of a running batch."""
         if self.batch and batch > self.batch:
             raise MoejaxError(
                 f"{batch} prompts, but memory was planned for {self.batch}: load with batch={batch}"
@@ -77,6 +78,15 @@ class PlannedSizes:
             raise MoejaxError(
                 f"{cache_length} positions, but memory was planned for {self.context}: load with "
                 f"context={cache_length}, or raise memory.device_gib"
+            )
+        slots = batch * cache_length
+        if pages is not None:  # one stays zero, and a chunk of a prompt copies its row
+            slots = (1 + pages.number + pages.of(cache_length)) * pages.size
+        if self.slots and slots > self.slots:
+            other = "running=True" if pages is not None else "running=False"
+            raise MoejaxError(
+                f"a cache of {slots} slots, but memory was planned for {self.slots}: load with "
+                f"{other}, or raise memory.device_gib"
             )
 
 

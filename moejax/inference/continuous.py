@@ -12,10 +12,11 @@ from moejax.errors import MoejaxError
 from moejax.inference.batch import RowDelta, read_output, row_delta
 from moejax.inference.chunking import FixedSizes
 from moejax.inference.generation import AnswerBuilder, GenerationSettings
-from moejax.inference.lanes import CacheLane, free_lane_for, longest_prefix, num_shared
+from moejax.inference.pages import PagePool, RowPages, num_shared
 from moejax.inference.runner import Runner, Session
 from moejax.inference.steps import StepOutput
 from moejax.inference.turns import PromptTurns
+from moejax.models.config import Pages
 from moejax.text.tokenizer import Tokenizer
 
 CALL_STEPS = 4  # decode steps of a call: what a row that joins waits for, and a stream's step
@@ -29,8 +30,18 @@ class BatchCounts:
     decode_calls: int = 0
     decode_rows: int = 0  # rows of all decode calls
     prompt_tokens: int = 0  # of rows that joined
-    prefix_hits: int = 0  # rows whose prompt began with tokens that a lane held
+    prefix_hits: int = 0  # rows whose prompt began with tokens that pages held
     prefix_tokens: int = 0  # those tokens, which were not run again
+
+
+@dataclasses.dataclass(eq=False)
+class _Lane:
+    """A row's place in decode calls, with the state of layers that have one in place of slots."""
+
+    index: int
+    row: int | None = None  # number of the row that runs in it; None: it is free
+    tokens: list[int] = dataclasses.field(default_factory=list)  # of its state; []: unknown
+    last_used: int = -1  # a clock's time when it was freed; -1: never used
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,10 +55,12 @@ class _Row:
     is_plain: bool  # greedy, without penalty and log-probabilities
     limit: int  # position at which it ends
     client: str
-    lane: CacheLane | None = None  # None while it waits
+    lane: _Lane | None = None  # None while it waits
+    pages: RowPages | None = None  # None while it waits
     position: int = 0  # tokens in the cache once the calls so far have run, at most
     newest: int | None = None  # its newest token, which is not in the cache
-    num_shared: int = 0  # first tokens of its prompt that a lane held
+    known: list[int] = dataclasses.field(default_factory=list)  # tokens in the cache, with `newest`
+    num_shared: int = 0  # first tokens of its prompt that pages held
     leader: "_Row | None" = None  # for whose prompt it waits, to begin behind it
     has_ended: bool = False
 
@@ -75,25 +88,29 @@ class _Call(NamedTuple):
 
 
 class ContinuousBatch:
-    """A running batch: rows wait, join where a lane is free, and leave when they end.
+    """A running batch: rows wait, join where a lane and pages are free, and leave when they end.
 
-    A lane is one sequence's part of the cache. In a `step`, first chunks of new prompts run, in the
-    order of `moejax.inference.turns` and together no longer than the longest chunk, or where
-    experts move a single chunk; then one call of decode steps of all rows whose prompts are done;
-    then the host reads the call before it. So a row's tokens wait for one chunk at most. A row's
-    answer is what its prompt would get alone (see `Engine.generate` on rounding), unless a policy
-    decides by the routing of all.
+    A lane is a row's place in decode calls; the cache is in pages. A row joins, in the order of
+    arrival, when the pages of its prompt and of its longest answer are free, so that it never waits
+    for one once it runs. In a `step`, first chunks of new prompts run, in the order of
+    `moejax.inference.turns` and together no longer than the longest chunk, or where experts move a
+    single chunk; then one call of decode steps of all rows whose prompts are done; then the host
+    reads the call before it. So a row's tokens wait for one chunk at most. A row's answer is what
+    its prompt would get alone (see `Engine.generate` on rounding), unless a policy decides by the
+    routing of all.
 
-    A lane keeps its tokens when its row ends. A prompt that begins with tokens that any lane holds,
-    as the next turn of a conversation or behind a system prompt, starts after the longest such
-    prefix (`moejax.inference.lanes`). If another row is running most of that beginning, as with
-    several answers to one prompt, it waits for that row's first token, and rows behind it pass it.
+    Pages keep their tokens when a row ends, until others need them. A prompt that begins with
+    tokens that pages hold, as the next turn of a conversation or behind a system prompt, shares
+    those that are full of them, and copies the last (`moejax.inference.pages`). If another row is
+    running most of that beginning, as with several answers to one prompt, it waits for that row's
+    first token, and rows behind it pass it.
 
     Not safe across threads. After an error of `step`, all rows are lost; `reset` makes it usable.
 
     Attributes:
       num_lanes: rows that run at once.
       counts: what happened since the batch was made.
+      pool: which pages are used.
     """
 
     def __init__(
@@ -103,12 +120,15 @@ class ContinuousBatch:
         eos_ids: tuple[int, ...],  # tokens that end a row, unless its settings ignore them
         *,
         num_lanes: int,
-        sizes: FixedSizes,  # of prompt chunks and of the cache
+        pages: Pages,  # of the cache, at least one more than a row of all its slots takes
+        sizes: FixedSizes,  # of prompt chunks and of a row's slots
         top_logprobs: int = 0,  # likeliest tokens told beside each one of rows that want them
         steps_per_call: int = CALL_STEPS,
     ):
         self._runner, self._tokenizer, self._eos_ids = runner, tokenizer, eos_ids
-        self.num_lanes, self._sizes = num_lanes, sizes
+        self.num_lanes, self._pages, self._sizes = num_lanes, pages, sizes
+        if pages.number <= (least := pages.of(self.context)):
+            raise ValueError(f"{pages.number} pages: a row of {self.context} slots takes {least}")
         self._top_logprobs, self._steps_per_call = top_logprobs, steps_per_call
         self.counts = BatchCounts()
         config = runner.config
@@ -121,13 +141,15 @@ class ContinuousBatch:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all rows and what lanes hold; the cache is allocated with the next step."""
+        """Forgets all rows and what pages hold; the cache is allocated with the next step."""
         self._session = None
-        self._lanes = [CacheLane(index) for index in range(self.num_lanes)]
+        self._lanes = [_Lane(index) for index in range(self.num_lanes)]
+        self.pool = PagePool(self._pages)
         self._settings = [GenerationSettings()] * self.num_lanes
         self._to_end = np.zeros(self.num_lanes, bool)
         self._rows: dict[int, _Row] = {}
         self._waiting: collections.deque[_Row] = collections.deque()
+        self._lacks_pages = False  # the first row that waits, when rows were last admitted
         self._turns: PromptTurns[_Row] = PromptTurns()
         self._unread: collections.deque[_Call] = collections.deque()
 
@@ -143,7 +165,9 @@ class ContinuousBatch:
 
     @property
     def num_free(self) -> int:
-        """Further rows that would not wait for a lane."""
+        """Further rows that have a lane, and do not wait behind one that lacks pages."""
+        if self._lacks_pages and self._waiting:
+            return 0
         return max(0, self.num_lanes - len(self._rows))
 
     def submit(
@@ -163,7 +187,7 @@ class ContinuousBatch:
         """
         if not 0 < len(prompt) < self.context:
             raise MoejaxError(
-                f"a prompt of {len(prompt)} tokens: a lane takes 1 to {self.context - 1}"
+                f"a prompt of {len(prompt)} tokens: a row takes 1 to {self.context - 1}"
             )
         limit = min(len(prompt) + settings.max_new_tokens - 1, self.context)
         answer = AnswerBuilder(
@@ -213,7 +237,7 @@ class ContinuousBatch:
             for kv_length in self._sizes.kv_lengths:
                 for size in self._sizes.chunks:
                     start = max(0, kv_length - size)
-                    self._runner.run_prompt_chunk(session, 0, 0, [], start, size, 0, 0)
+                    self._runner.run_prompt_chunk(session, 0, [], [], [], start, size, 0, 0)
                 session.next_position = kv_length - 1
                 self._runner.decode(session, 1, self._steps_per_call)
         length = min(self._sizes.chunks[-1] + 1, self.context - 1)
@@ -225,7 +249,7 @@ class ContinuousBatch:
         self.counts = BatchCounts()
 
     def _open(self) -> Session:
-        return self._runner.open_lanes(self.num_lanes, self._sizes, self._eos_ids)
+        return self._runner.open_lanes(self.num_lanes, self._pages, self._sizes, self._eos_ids)
 
     def _take_programs(self, is_plain: bool) -> None:
         """Chooses the form of the next call: greedy without a sort, or all that a row may want."""
@@ -234,21 +258,24 @@ class ContinuousBatch:
         self._session.top_logprobs = 0 if is_plain else self._top_logprobs
 
     def _admit(self) -> None:
-        """Gives free lanes to rows that wait, but for those with a leader."""
-        has_joined = False
+        """Gives free lanes and pages to rows that wait, but for those with a leader."""
+        has_joined = self._lacks_pages = False
         for row in [*self._waiting]:
-            if all(lane.row is not None for lane in self._lanes):
+            free = [lane for lane in self._lanes if lane.row is None]
+            if not free:
                 break
             if row.leader is not None and row.leader.is_starting:
                 continue
-            source, row.num_shared = self._shared(row.prompt)
+            lane, row.num_shared = self._shared(row.prompt, free)
             row.leader = self._leader(row)
             if row.leader is not None:
                 continue
-            lane = free_lane_for(self._lanes, source, row.num_shared)
-            assert lane is not None
+            row.pages = self.pool.take(row.prompt, row.num_shared, row.limit)
+            if row.pages is None:
+                self._lacks_pages = True
+                break
             self._waiting.remove(row)
-            lane.row, row.lane, has_joined = row.number, lane, True
+            lane.row, lane.tokens, row.lane, has_joined = row.number, [], lane, True
             self._settings[lane.index] = row.settings
             self._turns.add(row)
         if has_joined:
@@ -271,58 +298,67 @@ class ContinuousBatch:
                     best, most = other, saved
         return best
 
-    def _shared(self, prompt: Sequence[int]) -> tuple[CacheLane | None, int]:
+    def _shared(self, prompt: Sequence[int], free: Sequence[_Lane]) -> tuple[_Lane, int]:
+        """The free lane in which a prompt should run, and its first tokens that pages hold.
+
+        A delta rule's state is that after the last token of the lane's row: it serves with all of
+        them or not at all.
+        """
+        oldest = min(free, key=lambda lane: lane.last_used)
         if not self._shares_prefixes:
-            return None, 0
-        source, count = longest_prefix(prompt, self._lanes, self._forgets)
-        # Less than the smallest chunk, such as the first token of all prompts, saves nothing.
-        return (source, count) if count >= self._sizes.chunks[0] else (None, 0)
+            return oldest, 0
+        if self._forgets:
+            return oldest, self._worth(self.pool.num_found(prompt))
+        for lane in sorted(free, key=lambda lane: -len(lane.tokens)):
+            count = self._worth(num_shared(prompt, lane.tokens))
+            if 0 < count == len(lane.tokens) == self.pool.num_found(prompt[: count + 1]):
+                return lane, count
+        return oldest, 0
+
+    def _worth(self, num_shared: int) -> int:
+        """Tokens to share: less than the smallest chunk, such as a first token, saves nothing."""
+        return num_shared if num_shared >= self._sizes.chunks[0] else 0
 
     def _run_chunks(self) -> None:
         """Dispatches chunks of prompts, up to the positions of the longest."""
         left = self._sizes.chunks[-1]
         while self._turns:
             row = self._turns.next()
-            source, start = None, row.position
-            if row.position == 0:
-                source, start = self._shared(row.prompt)
+            start = max(row.position, row.num_shared)
             size = self._sizes.next_chunk(start, len(row.prompt))
             if size > left:
                 return
             # Where experts move, every chunk fetches its own: one in a step.
             left -= size if self._runner.memory is None else left
             self._turns.count(row)
-            self._run_chunk(row, source, start, size)
+            self._run_chunk(row, start, size)
             if not row.in_prompt:
                 self._turns.remove(row)
 
-    def _run_chunk(self, row: _Row, source: CacheLane | None, start: int, size: int) -> None:
-        assert row.lane is not None and self._session is not None
-        lane = row.lane
+    def _run_chunk(self, row: _Row, start: int, size: int) -> None:
+        assert row.lane is not None and row.pages is not None and self._session is not None
+        source = row.pages.numbers
         if row.position == 0:
             self.counts.prompt_tokens += len(row.prompt)
             self.counts.prefix_hits += start > 0
             self.counts.prefix_tokens += start
-            row.num_shared = start
+            source = row.pages.source
         self._take_programs(row.is_plain)
         self._runner.run_prompt_chunk(
-            self._session, lane.index, (source or lane).index, row.prompt, start, size,
+            self._session, row.lane.index, source, row.pages.numbers, row.prompt, start, size,
             row.settings.seeds(1)[0], row.limit,
         )  # fmt: skip
+        self.pool.copied(row.pages)
         self.counts.chunks += 1
         row.position = min(start + size, len(row.prompt))
         # It is of the row before, which rests now.
-        self._to_end[lane.index] = False
-        lane.hold(row.number, row.prompt[: row.position], start)
+        self._to_end[row.lane.index] = False
         self._expect([] if row.in_prompt else [(0, row)])
 
     def _expect(self, rows: list[tuple[int, _Row]]) -> None:
         """Keeps the output of a call to be read."""
         assert self._session is not None
         self._unread.append(_Call(self._session.emitted, rows))
-        for _, row in rows:
-            assert row.lane is not None
-            row.lane.num_unread += 1
 
     def _dispatch_decode(self) -> int:
         """Dispatches a call of decode steps, if a row needs one; the calls that may stay unread."""
@@ -352,31 +388,42 @@ class ContinuousBatch:
         output = read_output(self._runner, call.emitted, self._session.failures_before)
         deltas = []
         for index, row in call.rows:
-            assert row.lane is not None
-            row.lane.num_unread -= 1
-            for token in output.tokens[index]:
-                if token >= 0:
-                    row.lane.grow(row.number, row.newest)
-                    row.newest = token
             if row.has_ended:
                 continue
+            self._hold(row, [token for token in output.tokens[index] if token >= 0])
             delta = row_delta(self._runner, row.answer, output, index)
-            if delta.error:  # what is not finite is no prefix for others
-                row.lane.num_sound = 0
+            if delta.error:
+                row.known = []
             if delta.finish_reason or delta.error:
                 # The device ends rows by tokens and limits; not by texts.
                 self._finish(row, is_known=delta.finish_reason != "stop")
             deltas.append((row.number, delta._replace(num_shared=row.num_shared)))
         return deltas
 
+    def _hold(self, row: _Row, tokens: list[int]) -> None:
+        """Lets others share a row's tokens, up to the one before its newest.
+
+        Their values are finite, as the token after them shows.
+        """
+        if not tokens:
+            return
+        assert row.pages is not None
+        row.known += [*(() if row.known else row.prompt), *tokens]
+        row.newest = tokens[-1]
+        if self._shares_prefixes:
+            self.pool.hold(row.pages, row.known[row.pages.num_held : -1])
+
     def _finish(self, row: _Row, *, is_known: bool) -> None:
-        """Frees a row's lane; a device that does not know is told with the next decode call."""
+        """Frees a row's lane and pages; a device that does not know is told with the next call."""
         row.has_ended = True
         del self._rows[row.number]
-        if row.lane is None:
+        if row.lane is None or row.pages is None:
             self._waiting.remove(row)
             return
         if row.in_prompt:
             self._turns.remove(row)
-        self._to_end[row.lane.index] |= not is_known
-        row.lane.free(self.counts.decode_calls + self.counts.chunks)
+        self.pool.release(row.pages)
+        lane = row.lane
+        self._to_end[lane.index] |= not is_known
+        lane.tokens = row.known[:-1] if is_known else []
+        lane.row, lane.last_used = None, self.counts.decode_calls + self.counts.chunks

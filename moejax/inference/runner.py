@@ -52,7 +52,7 @@ from moejax.models.attention import (
     choose_chunked,
     default_attention_impl,
 )
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, Pages
 from moejax.models.head_shares import HeadShares
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.leaf_kinds import EXPERT_LEAVES
@@ -206,7 +206,7 @@ class Runner:
             share_axis=MESH_AXIS if mesh else "", by_heads=by_heads,
         )  # fmt: skip
         kept: Any = SPLIT if by_heads else REPLICATED
-        self._cache_specs = KVCache(kept, kept, _WHOLE, _WHOLE)
+        self._cache_specs = KVCache(kept, kept, _WHOLE, _WHOLE, _WHOLE)
         self._program = steps.StepProgram(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
         self.memory, self.planned, self.one_stream = memory, PlannedSizes(), False
@@ -342,11 +342,13 @@ class Runner:
             failures,
         )
 
-    def open_lanes(self, num_lanes: int, sizes: FixedSizes, eos_ids: tuple[int, ...]) -> Session:
+    def open_lanes(
+        self, num_lanes: int, pages: Pages, sizes: FixedSizes, eos_ids: tuple[int, ...]
+    ) -> Session:
         """A running batch without rows."""
         cache_length = sizes.kv_lengths[-1]
-        self.planned.check(num_lanes + 1, cache_length)  # a chunk of a prompt copies its lane
-        static = (self.config, cache_length, self.dtype)
+        self.planned.check(num_lanes, cache_length, pages)
+        static = (self.config, cache_length, pages, self.dtype)
         seeds = self._put(np.zeros(num_lanes, np.uint32))
         state = self._call(steps.empty_lanes, static, (), seeds, results=self._decode_specs)
         rests = [GenerationSettings()] * num_lanes
@@ -364,29 +366,33 @@ class Runner:
         session.eos_ids = _ends_of(rows, eos_ids, self._put)
 
     def run_prompt_chunk(
-        self, session: Session, lane: int, source: int, prompt: Sequence[int], start: int,
-        size: int, seed: int, limit: int,
+        self, session: Session, lane: int, source: Sequence[int], pages: Sequence[int],
+        prompt: Sequence[int], start: int, size: int, seed: int, limit: int,
     ) -> None:  # fmt: skip
         """Dispatches `steps.prompt_chunk`: tokens `start`..`start + size` of a prompt.
 
-        A prompt of no tokens runs nothing: the program is compiled.
+        A prompt of no tokens in no pages runs nothing: the program is compiled.
         """
         assert session.sizes is not None
         if self._recorder is not None:
             raise ValueError("routing is recorded of batches whose rows begin together")
-        cache_length = session.state.cache.length
+        cache_length, table = session.state.cache.length, session.state.cache.table
+        assert table is not None
         whole = np.full(cache_length, self.config.vocab_size, np.int32)
         whole[: len(prompt)] = prompt
-        numbers = map(np.int32, (start, lane, source, limit))
+        tables = np.zeros((2, table.shape[1]), np.int32)
+        for numbered, given in zip(tables, (source, pages), strict=True):
+            numbered[: len(given)] = given
+        numbers = map(np.int32, (start, lane, limit))
         tokens, lengths = slice_prompts([prompt], start, size), np.asarray([len(prompt)], np.int32)
-        host = (tokens, lengths, whole, np.uint32(seed), *numbers)
-        chunk, count, ids, key, begin, into, found_in, end = put(host, self.place)
+        host = (tokens, lengths, whole, np.uint32(seed), *tables, *numbers)
+        chunk, count, ids, key, found_in, kept_in, begin, into, end = put(host, self.place)
         self._row_step(
             session, size, steps.prompt_chunk,
             self._chunk_spec(1, start, size, cache_length, False, session.sizes),
             (session.all_greedy, session.sizes.spare),
             steps.PromptChunk(
-                steps.TokenChunk(chunk, begin, count), into, found_in, ids, key, end
+                steps.TokenChunk(chunk, begin, count), into, found_in, kept_in, ids, key, end
             ),
             session.sampling, session.eos_ids,
         )  # fmt: skip

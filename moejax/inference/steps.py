@@ -23,7 +23,7 @@ from moejax.inference.recorder import (
     empty_record,
     recorded_of,
 )
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, Pages
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.moe import Experts, ResidentExperts
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
@@ -252,7 +252,7 @@ class DecodeState:
 
     Invariants: shapes and dtypes never change; `tokens[b]` is not in the cache yet and belongs at
     `positions[b]`; a row that is done emits -1 and keeps its position. Steps write the slot at that
-    position of rows that are done, too.
+    position of rows that are done, too, unless the cache is in pages: they may be another row's.
     """
 
     cache: KVCache
@@ -470,28 +470,30 @@ class PromptChunk(NamedTuple):
 
     chunk: TokenChunk  # of one text
     lane: jax.Array  # int32[], the row's
-    source: jax.Array  # int32[], lane whose tokens before `chunk.start` are the prompt's, too
+    source: jax.Array  # int32[n], pages that hold the prompt's tokens before `chunk.start`
+    pages: jax.Array  # int32[n], the row's: those before that position's as in `source`
     prompt: jax.Array  # int32[S], the whole prompt, padded with the vocabulary's size
     seed: jax.Array  # uint32[]
     limit: jax.Array  # int32[], of `DecodeState.limits`
 
 
 def empty_lanes(
-    config: ModelConfig, cache_length: int, dtype: jnp.dtype, seeds: jax.Array
+    config: ModelConfig, cache_length: int, pages: Pages, dtype: jnp.dtype, seeds: jax.Array
 ) -> DecodeState:
     """State of a running batch without rows: all are done.
 
     Args:
       config: static.
       cache_length: static, S.
+      pages: static, of the cache.
       dtype: static, of the activations.
       seeds: uint32[B], for its number of rows alone.
     """
-    state, keys = init_batch(config, cache_length, dtype, seeds)
-    batch = len(seeds)
+    batch, keys = len(seeds), jax.vmap(jax.random.key)(seeds)
+    cache = empty_cache(config, batch, cache_length, dtype, pages)
     zeros = jnp.zeros(batch, jnp.int32)
     seen = jnp.zeros((batch, config.vocab_size), bool)
-    return DecodeState(state.cache, zeros, zeros, jnp.ones(batch, bool), keys, seen, zeros)
+    return DecodeState(cache, zeros, zeros, jnp.ones(batch, bool), keys, seen, zeros)
 
 
 def prompt_chunk(
@@ -508,8 +510,8 @@ def prompt_chunk(
 ) -> StepResult[DecodeState]:
     """Runs a chunk of one row's prompt; the last chunk chooses its first token and starts it.
 
-    The row's lane is copied out of the cache, and back: what it holds already may come from any
-    lane. Until its last chunk the row rests, at the position after its tokens so far.
+    The row's tokens are copied out of pages, and back: what it holds already may come from those of
+    others. Until its last chunk the row rests, at the position after its tokens so far.
 
     Args:
       program: static, of the model.
@@ -524,7 +526,7 @@ def prompt_chunk(
     """
     chunk, lane = row.chunk, row.lane
     length, size = chunk.lengths[0], chunk.tokens.shape[1]
-    own = state.cache.lane(row.source, chunk.start, spare)
+    own = state.cache.lane(lane, row.source, chunk.start, spare)
     model, found = run_chunk(program, spec, own, experts, inputs, chunk)
     last = jnp.clip(length - 1 - chunk.start, 0, size - 1)
     hidden = jax.lax.dynamic_index_in_dim(found.output, last, axis=1, keepdims=False)
@@ -549,7 +551,7 @@ def prompt_chunk(
 
     assert state.limits is not None
     after = DecodeState(
-        state.cache.with_lane(lane, found.state),
+        state.cache.with_lane(lane, row.pages, chunk.start, found.state),
         placed(state.tokens, jnp.maximum(tokens[0], 0)),
         placed(state.positions, position),
         placed(state.done, done | ~starts),

@@ -203,6 +203,7 @@ def token_attention(
     sliding_window: int | None,
     scale: float | None = None,
     sinks: jax.Array | None = None,
+    pages: jax.Array | None = None,
 ) -> jax.Array:
     """Runs `cached_attention` for one token per sequence by the kernel.
 
@@ -218,13 +219,14 @@ def token_attention(
       sliding_window: tokens that a query sees, itself included; None: all.
       scale: factor on the scores; None: as in `decode_attention`.
       sinks: [L, H] of all layers; None: there are none.
+      pages: `KVCache.table`.
 
     Returns:
       [B, 1, H, C] in `q.dtype`.
     """
     attended = decode_attention.decode_attention(
         q[:, 0], keys, values, layer=layer, positions=positions[:, 0], kv_length=kv_length,
-        window=sliding_window, scale=scale, sinks=sinks, implementation="triton",
+        window=sliding_window, scale=scale, sinks=sinks, pages=pages, implementation="triton",
     )  # fmt: skip
     return attended[:, None]
 
@@ -295,6 +297,7 @@ class CachedAttention:
       cache: with the tokens of the layers so far.
       positions: int32[B, T].
       read_positions: the same, 0 for padding and rows that rest: they read one slot.
+      write_positions: the same; behind the last slot for rows that rest where pages are another's.
       kv_length: slots that are looked at; None: the tokens see one another alone.
       impl: implementation among the new tokens.
       cached: implementation of attention to the cache.
@@ -310,6 +313,7 @@ class CachedAttention:
     cache: KVCache
     positions: jax.Array
     read_positions: jax.Array
+    write_positions: jax.Array
     kv_length: int | None
     impl: AttentionImpl
     cached: CachedAttentionImpl
@@ -336,7 +340,7 @@ class CachedAttention:
             return token_attention(
                 q, self.cache.keys, self.cache.values, jnp.int32(index.mixer),
                 self.read_positions, kv_length=self.kv_length, sliding_window=index.window,
-                scale=self.scale, sinks=self.sinks,
+                scale=self.scale, sinks=self.sinks, pages=self.cache.table,
             )  # fmt: skip
         if self.cached == "kernel":
             return prompt_attention(
@@ -369,7 +373,7 @@ class CachedAttention:
     def write(self, index: LayerIndex, k: jax.Array, v: jax.Array) -> None:
         """Writes keys and values of a layer's new tokens, two [B, T, K, ...], to the cache."""
         if k.shape[1] == 1:
-            self.cache = self.cache.write_token(index.mixer, k, v, self.positions[:, 0])
+            self.cache = self.cache.write_token(index.mixer, k, v, self.write_positions[:, 0])
         else:
             self.cache = self.cache.write_chunk(
                 index.mixer, k, v, self.positions[0, 0], is_for_cpu=self.is_for_cpu

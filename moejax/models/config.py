@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from pallas_kernels.gating import SWIGLU, Gating
 RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
+PAGE = 128  # slots; a multiple of the blocks in which kernels read them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -426,6 +427,17 @@ _PARTS: Mapping[str, Any] = {
 # Leaves that stay float32 whatever the activations are: of biases that decide who is chosen, and of
 # decays, which are taken to a power.
 FLOAT32_LEAVES = ("moe.router_bias", "delta.a_log", "delta.dt_bias")
+
+
+class Pages(NamedTuple):
+    """Pages of a cache, beside the first, which stays zero."""
+
+    number: int
+    size: int = PAGE  # slots of a page
+
+    def of(self, length: int) -> int:
+        """Pages that so many slots take."""
+        return -(-length // self.size)
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -5,13 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, Pages
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys and values of the layers that attend; slot s of a sequence holds its position s.
+
+    A sequence's slots lie in one piece, or with a `table` in pages: slot s is slot s % S of page
+    `table[b, s // S]`. Page 0 belongs to nobody and stays zero.
 
     In latent attention (K = 1) a key is the rotated key that all heads share, and a value is the
     latent from which keys and values of the heads are computed.
@@ -20,7 +23,8 @@ class KVCache:
     and cannot forget a token.
 
     Invariants:
-      * `keys` and `values` have one dtype and shapes [U, B, K, S, C] that differ in C at most;
+      * `keys` and `values` have one dtype and shapes [U, B, K, S, C] that differ in C at most; in
+        pages B is their number and S their slots;
       * a slot beyond a sequence's length may hold any finite number: readers mask by position;
       * a position is written before it is first read;
       * `states` is float32[G, B, value heads, key dim, value dim], and `tails` [G, B, W - 1,
@@ -31,16 +35,17 @@ class KVCache:
     values: jax.Array
     states: jax.Array | None = None
     tails: jax.Array | None = None
+    table: jax.Array | None = None  # int32[B, n], pages of each sequence; 0 where it has none
 
     @property
     def batch_size(self) -> int:
-        """B."""
-        return self.keys.shape[1]
+        """Number of sequences."""
+        return self.keys.shape[1] if self.table is None else self.table.shape[0]
 
     @property
     def length(self) -> int:
-        """S, slots of a sequence."""
-        return self.keys.shape[3]
+        """Slots of a sequence."""
+        return self.keys.shape[3] * (1 if self.table is None else self.table.shape[1])
 
     def check(self) -> None:
         """Raises ValueError when an invariant does not hold."""
@@ -59,41 +64,66 @@ class KVCache:
             if self.states.dtype != jnp.float32:
                 raise ValueError(f"states are {self.states.dtype}, not float32")
 
-    def lane(self, index: jax.Array, length: jax.Array, spare: int) -> "KVCache":
-        """Copies one sequence's tokens to a cache of its own; zeros follow, and `spare` more slots.
+    def lane(
+        self, index: jax.Array, pages: jax.Array, length: jax.Array, spare: int
+    ) -> "KVCache":  # fmt: skip
+        """Copies a sequence's tokens out of pages to a cache of its own; zeros follow.
 
         Args:
-          index: int32[].
+          index: int32[], the sequence whose state goes with them.
+          pages: int32[n], where they are.
           length: int32[], tokens that are copied; of a state all of them, or none.
-          spare: static; a chunk's padding may be written beyond the last slot.
+          spare: static, more slots: a chunk's padding may be written beyond the last one.
         """
         kept = (jnp.arange(self.length, dtype=jnp.int32) < length)[None, None, None, :, None]
 
-        def sequence(leaf: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(leaf, index, 1, axis=1)
-
         def slots(leaf: jax.Array) -> jax.Array:
+            found = leaf.at[:, pages].get(mode="promise_in_bounds").swapaxes(1, 2)
+            found = found.reshape(len(leaf), 1, leaf.shape[2], -1, leaf.shape[4])
             # A slot behind them may hold what is not finite, of a prompt that failed.
-            own = jnp.where(kept, sequence(leaf), jnp.zeros((), leaf.dtype))
+            own = jnp.where(kept, found, jnp.zeros((), leaf.dtype))
             return jnp.pad(own, [(0, 0)] * 3 + [(0, spare), (0, 0)])
 
         def state(leaf: jax.Array | None) -> jax.Array | None:
             if leaf is None:
                 return None
-            return jnp.where(length > 0, sequence(leaf), jnp.zeros((), leaf.dtype))
+            own = jax.lax.dynamic_slice_in_dim(leaf, index, 1, axis=1)
+            return jnp.where(length > 0, own, jnp.zeros((), leaf.dtype))
 
         return KVCache(slots(self.keys), slots(self.values), state(self.states), state(self.tails))
 
-    def with_lane(self, index: jax.Array, own: "KVCache") -> "KVCache":
-        """Replaces a sequence by that of a `lane`, without its spare slots."""
+    def with_lane(
+        self, index: jax.Array, pages: jax.Array, start: jax.Array, own: "KVCache"
+    ) -> "KVCache":
+        """Replaces a sequence by that of a `lane`, whose pages before position `start` stay.
 
-        def replaced(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        All its later pages are written, so that none keeps what is not finite.
+
+        Args:
+          index: int32[].
+          pages: int32[n], those of the sequence from now on.
+          start: int32[].
+        """
+        assert self.table is not None
+        num_pages, _, size = self.keys.shape[1:4]
+        numbers = jnp.arange(len(pages), dtype=jnp.int32)
+        is_written = (numbers >= start // size) & (pages > 0)
+        written = jnp.where(is_written, pages, num_pages + numbers)
+
+        def slots(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            new = new[:, 0, :, : self.length].reshape(len(leaf), leaf.shape[2], -1, *leaf.shape[3:])
+            return leaf.at[:, written].set(new.swapaxes(1, 2), mode="drop", unique_indices=True)
+
+        def state(leaf: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+            if leaf is None or new is None:
+                return None
             return jax.lax.dynamic_update_slice_in_dim(leaf, new, index, axis=1)
 
-        slots = self.length
-        keys, values = own.keys[:, :, :, :slots], own.values[:, :, :, :slots]
-        own = dataclasses.replace(own, keys=keys, values=values)
-        return jax.tree.map(replaced, self, own)
+        return KVCache(
+            slots(self.keys, own.keys), slots(self.values, own.values),
+            state(self.states, own.states), state(self.tails, own.tails),
+            self.table.at[index].set(pages),
+        )  # fmt: skip
 
     def write_chunk(
         self,
@@ -139,11 +169,16 @@ class KVCache:
           values: [B, 1, K, C].
           positions: int32[B].
         """
-        rows = jnp.arange(self.batch_size, dtype=positions.dtype)
+        rows, slots = jnp.arange(self.batch_size, dtype=positions.dtype), positions
+        if self.table is not None:
+            size = self.keys.shape[3]
+            slots = positions % size
+            found = self.table.at[rows, positions // size]
+            rows = found.get(mode="fill", fill_value=self.keys.shape[1])
 
         def write(cache: jax.Array, new: jax.Array) -> jax.Array:
             token = new[:, 0].astype(cache.dtype)
-            return cache.at[layer, rows, :, positions].set(token, mode="drop")
+            return cache.at[layer, rows, :, slots].set(token, mode="drop")
 
         return dataclasses.replace(
             self, keys=write(self.keys, keys), values=write(self.values, values)
@@ -151,7 +186,17 @@ class KVCache:
 
     def read(self, layer: int | jax.Array, kv_length: int) -> tuple[jax.Array, jax.Array]:
         """The first `kv_length` slots of a layer: two [B, K, kv_length, C]."""
-        return self.keys[layer, :, :, :kv_length], self.values[layer, :, :, :kv_length]
+        if self.table is None:
+            return self.keys[layer, :, :, :kv_length], self.values[layer, :, :, :kv_length]
+        pages = self.table[:, : -(-kv_length // self.keys.shape[3])]
+
+        def slots(leaf: jax.Array) -> jax.Array:
+            # Without bounds to check, a decode step of the demo takes as long as by slots in one
+            # piece; with them 4 % longer (2 cores, jax 0.10.2, 2026-11-26).
+            found = leaf.at[layer, pages].get(mode="promise_in_bounds").swapaxes(1, 2)
+            return found.reshape(*found.shape[:2], -1, leaf.shape[4])[:, :, :kv_length]
+
+        return slots(self.keys), slots(self.values)
 
     def state_of(self, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """State and tail of a delta rule layer: [B, heads, key dim, value dim], [B, W - 1, ...]."""
@@ -188,13 +233,18 @@ def empty_cache(
     batch_size: int,
     length: int,
     dtype: jnp.dtype,
+    pages: Pages | None = None,
 ) -> KVCache:
-    """Allocates zeros for `batch_size` sequences of up to `length` positions."""
-    shape = cache_shape(config, batch_size, length)
+    """Allocates zeros for `batch_size` sequences of up to `length` positions, perhaps in pages."""
+    table, shape = None, cache_shape(config, batch_size, length)
+    if pages is not None:
+        shape = cache_shape(config, 1 + pages.number, pages.size)
+        table = jnp.zeros((batch_size, pages.of(length)), jnp.int32)
     keys, values = (jnp.zeros((*shape[:-1], width), dtype) for width in config.cached_dims)
     if config.delta_net is None:
-        return KVCache(keys, values)
+        return KVCache(keys, values, table=table)
     of = config.delta_net
     lead = (len(of.layers), batch_size)
     states = jnp.zeros((*lead, of.num_value_heads, of.key_dim, of.value_dim), jnp.float32)
-    return KVCache(keys, values, states, jnp.zeros((*lead, of.conv_width - 1, of.conv_dim), dtype))
+    tails = jnp.zeros((*lead, of.conv_width - 1, of.conv_dim), dtype)
+    return KVCache(keys, values, states, tails, table)

@@ -292,6 +292,7 @@ class LatentAttention(StackedModule):
             jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys), cache.values,
             Latent(queries.rope[:, 0], cache.keys), jnp.int32(index.mixer), attend.read_positions,
             kv_length=kv_length, sliding_window=index.window, scale=c.score_scale,
+            pages=cache.table,
         )  # fmt: skip
         return jnp.einsum("bthr,hvr->bthv", mixed, to_values)
 

@@ -101,7 +101,7 @@ def _queries_and_cache(
     q, keys, values = qkv_to_cache.qkv_to_cache(
         qkv, cache.keys, cache.values, layer=layer, positions=positions, cos=cos, sin=sin,
         norms=None if scales is None else qkv_to_cache.HeadNorms(*scales, eps),
-        implementation="triton",
+        pages=cache.table, implementation="triton",
     )  # fmt: skip
     return q, dataclasses.replace(cache, keys=keys, values=values)
 
@@ -467,9 +467,12 @@ class Transformer(nnx.Module):
         length = None if spec.is_first else spec.kv_length
         how = (length, spec.attention, spec.cached, self.config.score_scale)
         reads = jnp.where(token_mask, positions, 0)
+        writes = positions
+        if cache.table is not None:
+            writes = jnp.where(token_mask, positions, cache.length)
         return CachedAttention(
-            cache, positions, reads, *how, self._sinks, is_observed, token_mask, self._is_for_cpu,
-            spec.kv_lengths,
+            cache, positions, reads, writes, *how, self._sinks, is_observed, token_mask,
+            self._is_for_cpu, spec.kv_lengths,
         )  # fmt: skip
 
 
@@ -500,7 +503,7 @@ def _decode_layers(
         layer = jnp.int32(index.layer)
         x, normed = norm(x, delta, model.attention.norm[...], layer)
         if _is_plain(c) and not index.is_delta:
-            delta = _attended(model, normed, index, positions, angles, spec, attend)
+            delta = _attended(model, normed, index, angles, spec, attend)
         else:
             delta = model.mix(normed[:, None], index, angles, token_mask, attend)[:, 0]
         x, normed = norm(x, delta, model.mlp_norm[...], layer)
@@ -518,7 +521,6 @@ def _attended(
     model: Transformer,
     normed: jax.Array,
     index: LayerIndex,
-    positions: jax.Array,
     angles: Angles,
     spec: ChunkSpec,
     attend: CachedAttention,
@@ -530,12 +532,12 @@ def _attended(
     cos, sin = (of[:, 0] for of in angles)
     qkv = attention.product(normed[:, None], index.mixer)[:, 0]
     q, attend.cache = _queries_and_cache(
-        qkv, attend.cache, mixer, positions[:, 0], cos, sin, scales, eps=c.norm_eps
+        qkv, attend.cache, mixer, attend.write_positions[:, 0], cos, sin, scales, eps=c.norm_eps
     )
     attended = token_attention(
         q[:, None], attend.cache.keys, attend.cache.values, mixer, attend.read_positions,
         kv_length=spec.kv_length, sliding_window=index.window, scale=c.score_scale,
-        sinks=model._sinks,
+        sinks=model._sinks, pages=attend.cache.table,
     )  # fmt: skip
     return attention.output(attended, index.mixer)[:, 0]
 

@@ -1,6 +1,6 @@
 """The thread that owns the engine: a loop over its running batch.
 
-Rows leave the queue in turns of clients and of their requests, as lanes of the batch are free, and
+Rows leave the queue in turns of clients and of their requests, as places of the batch are free, and
 run as `moejax.inference.continuous` says. Rows may differ in everything that a request can say:
 temperature, filters, penalty, seed, stop strings, length, whether log-probabilities are told.
 """
@@ -131,7 +131,7 @@ class Batcher:
                 took_s = time.monotonic() - started
                 print_stderr(f"compiled {engine.num_traces} programs in {took_s:.0f} s")
             self._metrics.programs(engine.num_traces, engine.compile_seconds)
-            self._metrics.batch(batch.counts)
+            self._metrics.batch(batch)
             self.engine = engine
         except Exception as error:  # the main thread says it
             self.load_error = error
@@ -158,7 +158,7 @@ class Batcher:
                 batch.reset()
 
     def _take_rows(self, batch: ContinuousBatch) -> bool:
-        """Moves rows from the queue to free lanes; waits for one if none run; False at the end."""
+        """Moves rows from the queue to free places; waits for one if none run; False at the end."""
         with self._changed:
             while True:
                 self._waiting.drop(self._is_over)

@@ -4,11 +4,11 @@ import functools
 from collections.abc import Iterator
 
 import prometheus_client
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moejax.experts.ledger import Ledger
 from moejax.experts.residency import EVENTS
-from moejax.inference.continuous import BatchCounts
+from moejax.inference.continuous import BatchCounts, ContinuousBatch
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -48,7 +48,7 @@ class Metrics:
             "moejax_compile_seconds", "Spent in compiling since the start."
         )
         self._ledger: list[Metric] = []
-        self._batch = BatchCounts()
+        self._batch: ContinuousBatch | None = None
         registry.register(self)
 
     def programs(self, count: int, seconds: float) -> None:
@@ -56,9 +56,9 @@ class Metrics:
         self._programs.set(count)
         self._compile_seconds.set(seconds)
 
-    def batch(self, counts: BatchCounts) -> None:
-        """Sets the counts to report, which go on changing."""
-        self._batch = counts
+    def batch(self, batch: ContinuousBatch) -> None:
+        """Sets the running batch whose counts and pages are to be reported."""
+        self._batch = batch
 
     def ledger(self, ledger: Ledger | None) -> None:
         """Sets the ledger to report; None where all experts are among the weights."""
@@ -66,18 +66,32 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics of the running batch and of the ledger; the registry calls it."""
+        counts = self._batch.counts if self._batch else BatchCounts()
         for name, what, count in (
-            ("moejax_prompt_chunks", "Chunks of prompts that were run.", self._batch.chunks),
+            ("moejax_prompt_chunks", "Chunks of prompts that were run.", counts.chunks),
             (
-                "moejax_prefix_hits", "Prompts whose beginning was in a lane already.",
-                self._batch.prefix_hits,
+                "moejax_prefix_hits", "Prompts whose beginning was in the cache already.",
+                counts.prefix_hits,
             ),
             (
                 "moejax_prefix_tokens", "Tokens of prompts that were not run again.",
-                self._batch.prefix_tokens,
+                counts.prefix_tokens,
             ),
         ):  # fmt: skip
             yield CounterMetricFamily(name, what, value=count)
+        pages = GaugeMetricFamily(
+            "moejax_pages",
+            "Pages of the cache: of answers that run (used), kept for prompts that begin as "
+            "earlier ones did (kept), and in all (total).",
+            labels=("state",),
+        )
+        if self._batch is not None:
+            pool = self._batch.pool
+            for state, number in (
+                ("used", pool.num_used), ("kept", pool.num_kept), ("total", pool.number),
+            ):  # fmt: skip
+                pages.add_metric((state,), number)
+        yield pages
         yield from self._ledger
 
     def describe(self) -> list[Metric]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.decode_attention import triton
 from pallas_kernels.decode_attention.reference import Latent, decode_attention_reference
-from pallas_kernels.decode_attention.tiles import AttentionTiles
+from pallas_kernels.decode_attention.tiles import MIN_BLOCK, AttentionTiles
 from pallas_kernels.op import Implementation, Operation, not_half
 
 Operand = jax.Array | jax.ShapeDtypeStruct
@@ -49,6 +49,7 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
     sinks: jax.Array | None = None,
+    pages: jax.Array | None = None,
     implementation: str | None = None,
     tiles: AttentionTiles | None = None,
     interpret: bool = False,
@@ -68,10 +69,12 @@ def decode_attention(
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       positions: int32[B], the newest token's; one of S or more sees all `kv_length` slots that the
         window leaves, and where that is none the result is NaN.
-      kv_length: slots looked at, at most S; static.
+      kv_length: slots looked at, at most S (of n pages, n S); static.
       window: tokens that a query sees, itself included; None: all. Static.
       scale: factor on the scores; None: 1 / sqrt(C), with a latent 1 / sqrt(C + P). Static.
       sinks: [L, H], a logit a head that joins the softmax and attends to nothing; None: none.
+      pages: int32[B, n]: slot s is slot s % S of page `pages[b, s // S]` of keys and values, whose
+        second axis is the pages'; None: it is the sequences'.
       implementation: "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the heuristic's; only with the kernel.
 
@@ -81,16 +84,16 @@ def decode_attention(
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    _check(q, keys, values, positions, kv_length, window)
+    _check(q, keys, values, positions, kv_length, window, pages)
     more_dim = values.q.shape[2] if isinstance(values, Latent) else 0
     scale = float(q.shape[2] + more_dim) ** -0.5 if scale is None else scale
     if sinks is not None and sinks.shape != (keys.shape[0], q.shape[1]):
         expected = [keys.shape[0], q.shape[1]]
         raise ValueError(f"decode_attention: sinks are {list(sinks.shape)}, expected {expected}")
     return OPERATION(
-        q, keys, values, jnp.asarray(layer, jnp.int32), positions, sinks, kv_length=kv_length,
-        window=window, scale=scale, implementation=implementation, tiles=tiles,
-        interpret=interpret,
+        q, keys, values, jnp.asarray(layer, jnp.int32), positions, sinks, pages,
+        kv_length=kv_length, window=window, scale=scale, implementation=implementation,
+        tiles=tiles, interpret=interpret,
     )  # fmt: skip
 
 
@@ -101,12 +104,16 @@ def _check(
     positions: jax.Array,
     kv_length: int,
     window: int | None,
+    pages: jax.Array | None,
 ) -> None:
     if q.ndim != 3 or keys.ndim != 5:
         raise ValueError(f"q is {q.shape} and keys {keys.shape}, not [B, H, C], [L, B, K, S, C]")
     batch, num_heads, head_dim = q.shape
     _, cache_batch, num_kv, length, cache_dim = keys.shape
     reasons = []
+    if pages is not None:
+        reasons += page_misfits(pages, batch, length)
+        cache_batch, length = batch, length * pages.shape[-1]
     if (cache_batch, cache_dim) != (batch, head_dim) or num_heads % num_kv:
         reasons.append(f"q is {q.shape}, keys {keys.shape}: B or C differ, or K does not divide H")
     if isinstance(values, Latent):
@@ -121,6 +128,16 @@ def _check(
         reasons.append(f"window {window} is not positive")
     if reasons:
         raise ValueError("decode_attention: " + "; ".join(reasons))
+
+
+def page_misfits(pages: jax.Array, batch: int, size: int) -> list[str]:
+    """Reasons why a table does not name pages of `size` slots for so many sequences."""
+    reasons = []
+    if pages.ndim != 2 or len(pages) != batch or pages.dtype != jnp.int32:
+        reasons.append(f"pages are {pages.dtype}{pages.shape}, not int32[{batch}, n]")
+    if size < MIN_BLOCK or size & (size - 1):
+        reasons.append(f"pages of {size} slots: no power of two of at least {MIN_BLOCK}")
+    return reasons
 
 
 def _latent_misfits(q: jax.Array, keys: jax.Array, of: Latent) -> list[str]:

@@ -28,6 +28,7 @@ def decode_attention_reference(
     layer: jax.Array,
     positions: jax.Array,
     sinks: jax.Array | None = None,
+    pages: jax.Array | None = None,
     *,
     kv_length: int,
     window: int | None,
@@ -43,7 +44,11 @@ def decode_attention_reference(
         seen &= slots > positions[:, None] - window
 
     def read(cache: jax.Array) -> jax.Array:
-        return cache[layer, :, :, :kv_length].astype(jnp.float32)
+        if pages is None:
+            return cache[layer, :, :, :kv_length].astype(jnp.float32)
+        found = cache[layer, pages].swapaxes(1, 2)
+        found = found.reshape(batch, num_kv, -1, cache.shape[4])
+        return found[:, :, :kv_length].astype(jnp.float32)
 
     k = read(keys)
     scores = jnp.einsum("bkgc,bksc->bkgs", grouped, k)

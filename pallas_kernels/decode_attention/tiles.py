@@ -46,6 +46,7 @@ def default_tiles(
     target: Target,
     *,
     more_dim: int = 0,
+    page: int = BLOCK,
 ) -> AttentionTiles:
     """Chooses one program per kv head if they fill the device; else splits the slots.
 
@@ -55,8 +56,9 @@ def default_tiles(
       num_bytes: bytes per element.
       target: gives the number of multiprocessors, and their shared memory.
       more_dim: P, where keys of C + P numbers have their values among them.
+      page: slots of a page, which holds whole blocks.
     """
-    block = min(BLOCK, max(MIN_BLOCK, power_above(kv_length)))
+    block = min(BLOCK, page, max(MIN_BLOCK, power_above(kv_length)))
     room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES
     room -= rows * (head_dim + more_dim) * num_bytes  # of q, which lies in shared memory too
     # Triton keeps n - 1 of n stages in shared memory. Two programs of a multiprocessor have room

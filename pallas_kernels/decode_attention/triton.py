@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
 from pallas_kernels.decode_attention.reference import Latent
-from pallas_kernels.decode_attention.tiles import AttentionTiles, default_tiles
+from pallas_kernels.decode_attention.tiles import BLOCK, AttentionTiles, default_tiles
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
 from pallas_kernels.triton.elements import iota, power_above, quotient, remainder
@@ -65,17 +65,19 @@ def _blocks(first: Any, end: jax.Array, block: int) -> tuple[Any, jax.Array]:
 
 
 def _attend_body(
-    q_ref: Ref, keys_ref: Ref, *refs: Ref, is_latent: bool, has_sinks: bool, kv_length: int,
-    window: int | None, scale: float, tiles: AttentionTiles,
+    q_ref: Ref, keys_ref: Ref, *refs: Ref, is_latent: bool, has_sinks: bool, has_pages: bool,
+    kv_length: int, window: int | None, scale: float, tiles: AttentionTiles,
 ) -> None:  # fmt: skip
     """Program (b K + k, s): the heads of a kv head over every n-th block of slots from the s-th.
 
-    `refs`: the values, or the second parts of queries and keys; layer, positions, sinks, outputs.
+    `refs`: the values, or the second parts of queries and keys; layer, positions, sinks, pages,
+    outputs.
     """
     more_refs, values_ref = (refs[:2], keys_ref) if is_latent else ((), refs[0])
     layer_ref, positions_ref, *out_refs = refs[1 + is_latent :]
     sinks_ref = out_refs.pop(0) if has_sinks else None
-    num_kv, head_dim = keys_ref.shape[2], keys_ref.shape[4]
+    pages_ref = out_refs.pop(0) if has_pages else None
+    num_kv, page_size, head_dim = keys_ref.shape[2:]
     group, block = q_ref.shape[1] // num_kv, tiles.block
     rows = _rows(group)
     b, kv_head = quotient(pl.program_id(0), num_kv), remainder(pl.program_id(0), num_kv)
@@ -90,21 +92,25 @@ def _attend_body(
     more = [ref[b, own[:, None], iota(ref.shape[2])[None, :]] for ref in more_refs[:1]]
     to_log2 = scale * math.log2(math.e)
 
-    def load(ref: Ref, slots: jax.Array, seen: jax.Array) -> jax.Array:
+    def load(ref: Ref, page: jax.Array, slots: jax.Array, seen: jax.Array) -> jax.Array:
         width = ref.shape[4]
         mask = jnp.broadcast_to(seen[:, None], (block, width))
-        where = (layer, b, kv_head, slots[:, None], iota(width)[None, :])
+        where = (layer, page, kv_head, slots[:, None], iota(width)[None, :])
         return pltriton.load(ref.at[where], mask=mask, other=0.0)
 
     def step(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         acc, top, total = state
-        slots = (first_block + split + i * tiles.splits) * block + iota(block)
+        start = (first_block + split + i * tiles.splits) * block
+        slots, page = start + iota(block), b
         seen = (slots >= first) & (slots < end)
-        k = load(keys_ref, slots, seen)
-        v = k if is_latent else load(values_ref, slots, seen)
+        if pages_ref is not None:  # which holds the whole block
+            page = pages_ref[b, quotient(start, page_size)]
+            slots = remainder(start, page_size) + iota(block)
+        k = load(keys_ref, page, slots, seen)
+        v = k if is_latent else load(values_ref, page, slots, seen)
         products = pltriton.dot(q, k.T)
         for part in more:
-            products += pltriton.dot(part, load(more_refs[1], slots, seen).T)
+            products += pltriton.dot(part, load(more_refs[1], page, slots, seen).T)
         scores = jnp.where(seen[None, :], products * to_log2, -jnp.inf)
         # Every block that is visited has a seen slot, so that the new maximum is finite.
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
@@ -174,6 +180,7 @@ def decode_attention_triton(
     layer: jax.Array,
     positions: jax.Array,
     sinks: jax.Array | None = None,
+    pages: jax.Array | None = None,
     *,
     kv_length: int,
     window: int | None,
@@ -188,9 +195,11 @@ def decode_attention_triton(
     more_dim = others[0].shape[2] if is_latent else 0
     tiles = tiles or default_tiles(
         batch * num_kv, _rows(num_heads // num_kv), kv_length, head_dim, q.dtype.itemsize, target,
-        more_dim=more_dim,
+        more_dim=more_dim, page=BLOCK if pages is None else keys.shape[3],
     )  # fmt: skip
     tiles.check()
+    if pages is not None and tiles.block > keys.shape[3]:
+        raise ValueError(f"tiles {tiles.describe()} do not divide pages of {keys.shape[3]} slots")
     static: dict[str, Any] = {"kv_length": kv_length, "window": window, "tiles": tiles}
     width = f"{head_dim}+{more_dim}" if is_latent else str(head_dim)
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
@@ -198,16 +207,23 @@ def decode_attention_triton(
     parts = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*part, head_dim), part, part)]
     attend = launch.triton_call(
         functools.partial(
-            _attend_body, is_latent=is_latent, has_sinks=sinks is not None, scale=scale, **static
+            _attend_body,
+            is_latent=is_latent,
+            has_sinks=sinks is not None,
+            has_pages=pages is not None,
+            scale=scale,
+            **static,
         ),
-        name=f"decode_attention_{q.dtype.name}_{num_heads // num_kv}x{width}_{tiles.describe()}",
+        name=f"decode_attention_{q.dtype.name}_{num_heads // num_kv}x{width}_{tiles.describe()}"
+        + "_pages" * (pages is not None),
         grid=(batch * num_kv, tiles.splits),
         out_shape=[out_shape] if tiles.splits == 1 else parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=target.simulated,
     )
-    found = attend(q, keys, *others, layer, positions, *(() if sinks is None else (sinks,)))
+    more = [operand for operand in (sinks, pages) if operand is not None]
+    found = attend(q, keys, *others, layer, positions, *more)
     if tiles.splits == 1:
         return found[0]
     return launch.triton_call(

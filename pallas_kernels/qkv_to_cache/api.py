@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.decode_attention.api import page_misfits
 from pallas_kernels.op import Implementation, Operation, not_half
 from pallas_kernels.qkv_to_cache import triton
 from pallas_kernels.qkv_to_cache.reference import HeadNorms, qkv_to_cache_reference
@@ -38,6 +39,7 @@ def qkv_to_cache(
     cos: jax.Array,
     sin: jax.Array,
     norms: HeadNorms | None = None,
+    pages: jax.Array | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Found:
@@ -54,8 +56,10 @@ def qkv_to_cache(
       keys: [L, B, K, S, C] in `qkv.dtype`, whole. The kernel writes it in place where the caller's
         program may (it is donated); else XLA copies it.
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
-      positions: int32[B], where each token goes; outside 0..S - 1 it is dropped.
+      positions: int32[B], where each token goes; outside 0..S - 1 (of n pages, 0..n S - 1) it is
+        dropped.
       cos: float32[B, C / 2], of each token's angles.
+      pages: see `decode_attention`.
       implementation: "triton" or "reference"; None for the first that does not refuse.
 
     Returns:
@@ -64,9 +68,9 @@ def qkv_to_cache(
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    _check(qkv, keys, values, positions, cos, sin, norms)
+    _check(qkv, keys, values, positions, cos, sin, norms, pages)
     index = jnp.asarray(layer, jnp.int32)
-    operands = (qkv, keys, values, index, positions, cos, sin, norms)
+    operands = (qkv, keys, values, index, positions, cos, sin, norms, pages)
     return OPERATION(*operands, implementation=implementation, interpret=interpret)
 
 
@@ -78,12 +82,16 @@ def _check(
     cos: jax.Array,
     sin: jax.Array,
     norms: HeadNorms | None,
+    pages: jax.Array | None,
 ) -> None:
     if qkv.ndim != 2 or keys.ndim != 5:
         raise ValueError(f"qkv is {qkv.shape}, keys {keys.shape}, not [B, .], [L, B, K, S, C]")
-    num_layers, batch, num_kv, _, head_dim = keys.shape
+    num_layers, batch, num_kv, length, head_dim = keys.shape
     num_heads, rest = divmod(qkv.shape[1], head_dim)
     reasons = []
+    if pages is not None:
+        batch = len(qkv)
+        reasons += page_misfits(pages, batch, length)
     if len(qkv) != batch or rest or num_heads <= 2 * num_kv or head_dim % 2:
         reasons.append(f"qkv {qkv.shape} and keys {keys.shape}: B or C differ, H is not positive")
     if (keys.shape, keys.dtype) != (values.shape, values.dtype):

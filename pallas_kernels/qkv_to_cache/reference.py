@@ -23,9 +23,10 @@ def qkv_to_cache_reference(
     cos: jax.Array,
     sin: jax.Array,
     norms: HeadNorms | None,
+    pages: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `api.qkv_to_cache` in plain JAX."""
-    batch, num_kv, length, head_dim = keys.shape[1:]
+    batch, (num_kv, length, head_dim) = len(qkv), keys.shape[2:]
     heads = qkv.reshape(batch, -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv
     q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv], axis=1)
@@ -35,6 +36,10 @@ def qkv_to_cache_reference(
     q, k = _turned(q, cos, sin), _turned(k, cos, sin)
     places = jnp.where(positions < 0, length, positions)  # a negative index would count backwards
     rows = jnp.arange(batch, dtype=jnp.int32)
+    if pages is not None:
+        places = jnp.where(positions < 0, length * pages.shape[1], positions)
+        found = pages.at[rows, places // length]
+        rows, places = found.get(mode="fill", fill_value=keys.shape[1]), places % length
     keys = keys.at[layer, rows, :, places].set(k, mode="drop")
     return q, keys, values.at[layer, rows, :, places].set(v, mode="drop")
 

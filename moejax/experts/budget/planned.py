@@ -4,11 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from moejax.experts.budget.limits import GIB, Limits, limit_nbytes, num_banks, size_text
-from moejax.models.config import ModelConfig
+from moejax.models.config import PAGE, ModelConfig, Pages
 
 NUM_EVENTS = 13  # that `moejax.experts.residency` counts in each layer
 EMBEDDINGS = "embeddings"  # a part of the host's
 EMBEDDINGS_LEAF = "embed"
+# Rows of a running batch have pages for this part of their slots at least, the mean of a mix of
+# short and long ones; further pages are what a limit leaves.
+MEAN_FILL = 4
 RING_BLOCKS = 8  # each of an expert on its way from the disk
 _BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
 
@@ -31,11 +34,39 @@ class RunSizes:
     itemsize: int = 2  # bytes of a number of the activations and of the KV cache
     stores_scores: bool = True  # whether attention of a prefill step takes memory for scores
     num_devices: int = 1  # of a mesh; bytes of the device are those of each, the host's of all
+    is_running: bool = False  # whether rows come and go, in a cache of pages
+    num_pages: int = 0  # pages of a running batch; 0 until they are planned
 
     @property
     def is_cpu(self) -> bool:
         """Whether it runs on a CPU."""
         return self.platform == "cpu"
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of a running batch whose rows all have every slot, and one more."""
+        return self.batch * Pages(0).of(self.context) + 1
+
+    @property
+    def least_pages(self) -> int:
+        """Pages of rows that fill a `MEAN_FILL` of their slots, and of one whole row at least."""
+        whole = Pages(0).of(self.context)
+        return max(whole, -(-self.batch * whole // MEAN_FILL)) + 1
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the KV cache.
+
+        A page of a running batch stays zero, and a chunk of a prompt copies its row.
+        """
+        if not self.is_running:
+            return self.batch * self.context
+        return (1 + self.num_pages + Pages(0).of(self.context)) * PAGE
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of a slot of the KV cache, in all layers."""
+        return self.config.cached_values * self.itemsize
 
     @property
     def num_layers(self) -> int:
@@ -232,6 +263,8 @@ def describe(budget: Budget) -> list[str]:
     """Table of all parts, then slots; for one tier also shares and link bytes."""
     first, is_alone, run = budget.tiers[0], len(budget.tiers) == 1, budget.run
     head = f"batch {run.batch}, context {run.context}, prefill by {run.chunk} tokens"
+    if run.is_running:
+        head += f", {run.num_pages} pages of {PAGE} tokens"
     if run.num_devices > 1:
         head += f", each of {run.num_devices} devices"
     lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]

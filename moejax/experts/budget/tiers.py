@@ -26,6 +26,7 @@ from moejax.experts.budget.planned import (
     table_nbytes,
 )
 from moejax.experts.budget.workspace import workspace_nbytes
+from moejax.models.config import PAGE
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
 # 5 x16, jax 0.11.2, 2026-11-20).
@@ -110,10 +111,10 @@ class _TierPlan:
         parts = {f"weights {name}": nbytes for name, nbytes in run.weights_nbytes.items()}
         if self.tier.low_rank_nbytes:
             parts["low-rank factors of experts"] = self.tier.low_rank_nbytes
-        parts["KV cache"] = run.batch * run.context * run.config.cached_values * run.itemsize
+        parts["KV cache"] = run.num_slots * run.slot_nbytes
         wide, plain = run.config.state_values
-        if wide:  # of a sequence, however long it is
-            parts[STATES] = run.batch * (4 * wide + plain * run.itemsize)
+        if wide:  # of a sequence, however long it is; a chunk of a running batch copies one
+            parts[STATES] = (run.batch + run.is_running) * (4 * wide + plain * run.itemsize)
         parts["activations and workspace"] = workspace_nbytes(
             run, num_banks(self.limits), num_tiers=self.num_tiers, is_packed=self.is_packed
         )
@@ -317,7 +318,9 @@ def make_budget(
     `limits.slots`, if that is given). Under a limit the lower tiers have, if that leaves the first
     one as many slots as a token needs experts, and it gets what is left; else all tiers have the
     same number, or the first one has them all (`first_alone`). Of two tiers that share slots both
-    have as many as fit, or the sum of what the policy asks for.
+    have as many as fit, or the sum of what the policy asks for. Experts have slots before a running
+    batch has more than its least pages; it gets those that the limit then leaves, or without a
+    limit all that it can use.
 
     Args:
       tiers: in order of falling fidelity.
@@ -327,6 +330,21 @@ def make_budget(
     Raises:
       BudgetError: it does not fit, or slots are not possible; the text names what would do.
     """
+    if not run.is_running:
+        return _planned(run, tiers, limits, policy)
+    least = dataclasses.replace(run, num_pages=run.least_pages)
+    found, limit = _planned(least, tiers, limits, policy), limit_nbytes(limits.device_gib)
+    pages = run.most_pages
+    if limit is not None:
+        more = (limit - found.total_device) // (PAGE * run.slot_nbytes)
+        pages = min(pages, least.num_pages + more)
+    return _planned(dataclasses.replace(run, num_pages=pages), tiers, limits, policy)
+
+
+def _planned(
+    run: RunSizes, tiers: Sequence[TierSize], limits: Limits, policy: PolicyDemands | None
+) -> Budget:
+    """Plans a run whose pages are known."""
     if policy is None:
         (tier,) = tiers
         only = _plan_tier(run, tier, limits)
