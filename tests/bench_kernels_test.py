@@ -270,7 +270,7 @@ class MainsTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("bench_attention", ("--tiles=16x2w4p2",), "xla_gb_per_s",
-         ("Qwen3-30B-A3B, batch 2, 40 slots, bf", "Mixtral-8x7B, batch 2, 40 slots, s16")),
+         ("Qwen3-30B-A3B, batch 2, 48 slots, bf", "Mixtral-8x7B, batch 2, 48 slots, s16")),
         ("bench_chunk_attention",
          ("--tiles=16x16w4p2", "--others=xla",
           f"--shapes={','.join(name for name, of in SHAPES.items() if of.latent is None)}"), "xla",

@@ -7,8 +7,8 @@
 
 A figure is microseconds a call of a chain of calls, one layer of the cache after the other, whose
 layers together are larger than the L2; every sequence stands at the last slot that is looked at.
-Bytes are those of keys and values, read once. Results are compared. `--smoke` tries the script
-on a CPU, the kernel interpreted.
+Bytes are those of keys and values, read once; `pages` is the kernel's time where they lie in pages,
+in any order. Results are compared. `--smoke` tries the script on a CPU, the kernel interpreted.
 """
 
 import functools
@@ -22,6 +22,7 @@ from absl import app, flags
 
 from moejax.devices import choose_device
 from moejax.models.attention import cached_attention
+from moejax.models.config import PAGE
 from moejax.models.shapes import SHAPES
 from pallas_kernels import decode_attention
 from pallas_kernels.decode_attention import AttentionTiles
@@ -43,11 +44,27 @@ def by_kernel(
     q: jax.Array, operands: Any, call: int, kv_length: int, tiles: AttentionTiles | None
 ) -> jax.Array:
     """One launch, or two."""
-    keys, values, positions = operands
+    keys, values, positions, *pages = operands
     return decode_attention.decode_attention(
         q, keys, values, layer=jnp.int32(call % len(keys)), positions=positions,
-        kv_length=kv_length, implementation="triton", tiles=tiles, interpret=_SMOKE.value,
+        kv_length=kv_length, pages=pages[0] if pages else None, implementation="triton",
+        tiles=tiles, interpret=_SMOKE.value,
     )  # fmt: skip
+
+
+def in_pages(operands: Any, size: int) -> Any:
+    """Keys and values in pages of `size` slots, positions, and the table of the pages."""
+    keys, values, positions = operands
+    layers, batch, num_kv, length, width = keys.shape
+    count = batch * length // size
+    order = jax.random.permutation(jax.random.key(2), count)
+
+    def pages(cache: jax.Array) -> jax.Array:
+        parts = cache.reshape(layers, batch, num_kv, -1, size, width).swapaxes(2, 3)
+        return parts.reshape(layers, count, num_kv, size, width)[:, order]
+
+    table = jnp.argsort(order).astype(jnp.int32).reshape(batch, -1)
+    return jax.jit(pages)(keys), jax.jit(pages)(values), positions, table
 
 
 def by_xla(q: jax.Array, operands: Any, call: int, kv_length: int) -> jax.Array:
@@ -85,14 +102,14 @@ def measure(report: Report, name: str, batch: int, kv_length: int) -> None:
     operands = (keys, values, jnp.full(batch, kv_length - 1, jnp.int32))
     options: dict[str, str | bool] | None = {} if _SMOKE.value else None
 
-    def timed(call: Any, **how: Any) -> Timing:
+    def timed(call: Any, of: Any, **how: Any) -> Timing:
         bound = functools.partial(call, kv_length=kv_length, **how)
-        return time_jax(bound, q, operands, chain, _REPEATS.value, options)
+        return time_jax(bound, q, of, chain, _REPEATS.value, options)
 
-    xla = timed(by_xla)
+    xla, paged = timed(by_xla, operands), in_pages(operands, 16 if _SMOKE.value else PAGE)
     for tiles in (None, *map(parsed, _TILES.value)):
-        ours = timed(by_kernel, tiles=tiles)
-        if ours.difference(xla) > MAX_DIFFERENCE:
+        ours, by_pages = (timed(by_kernel, of, tiles=tiles) for of in (operands, paged))
+        if max(of.difference(xla) for of in (ours, by_pages)) > MAX_DIFFERENCE:
             raise RuntimeError(f"{name} batch {batch} kv {kv_length}: the results differ")
         report.add(
             f"attention of {name}, batch {batch}, {kv_length} slots"
@@ -101,6 +118,7 @@ def measure(report: Report, name: str, batch: int, kv_length: int) -> None:
             "us",
             spread=ours.spread,
             gb_per_s=num_bytes / ours.microseconds / 1e3,
+            pages=by_pages.microseconds,
             xla=xla.microseconds,
             xla_gb_per_s=num_bytes / xla.microseconds / 1e3,
         )
@@ -117,7 +135,7 @@ def main(argv: list[str]) -> None:
     failed = []
     for name in PLAIN_SHAPES:
         for batch in [2] if _SMOKE.value else _BATCH.value:
-            for kv_length in [40] if _SMOKE.value else _KV.value:
+            for kv_length in [48] if _SMOKE.value else _KV.value:
                 try:
                     measure(report, name, batch, kv_length)
                 except Exception as error:
