@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from moejax.errors import MoejaxError, print_stderr
 PLATFORMS = ("auto", "cpu", "gpu")
 MESH_AXIS = "shares"  # name of a mesh's one axis in the programs
 _ATTENTION = {"heads": True, "whole": False}  # words of a mesh, as `asked_heads` has them
+_EXPERTS = re.compile(r"experts(?:\+(\d+))?")  # another, of `asked_experts`
 REPLICATED = PartitionSpec()
 SPLIT = PartitionSpec(MESH_AXIS)  # along the first axis, one part a device
 
@@ -35,10 +37,13 @@ class DeviceMesh:
 
     Attributes:
       splits_heads: whether attention is split by heads, too.
+      handed_out: int32[n, M, R], of each device the experts of each sparse layer that it holds
+        whole (`weights.handed_out`); None: each has a share of every expert.
     """
 
     mesh: jax.sharding.Mesh
     splits_heads: bool = False
+    handed_out: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -55,6 +60,11 @@ class DeviceMesh:
     def size(self) -> int:
         """Number of devices."""
         return self.mesh.size
+
+    @property
+    def num_handed_out(self) -> int:
+        """Experts of a layer that each device has whole; 0: shares of all."""
+        return 0 if self.handed_out is None else self.handed_out.shape[2]
 
     @property
     def replicated(self) -> NamedSharding:
@@ -85,6 +95,26 @@ class DeviceMesh:
             return jax.make_array_from_callback(padded.shape, self.split(), padded.__getitem__)
 
         return jax.tree.map(split, arrays)
+
+    def own(self, arrays: Any) -> Any:
+        """Gives every device arrays of its own, equal at first; all have scalars in common."""
+
+        def of_each(array: Any) -> jax.Array:
+            host = np.asarray(array)
+            if not host.ndim:
+                return jax.device_put(host, self.replicated)
+            return jax.device_put(np.concatenate([host] * self.size), self.split())
+
+        return jax.tree.map(of_each, arrays)
+
+    def sum_own(self, arrays: Any) -> Any:
+        """Sums over the devices what `own` gave each, on the host."""
+
+        def total(array: Any) -> Any:
+            host = np.asarray(array)
+            return host.reshape(self.size, -1, *host.shape[1:]).sum(axis=0)
+
+        return jax.tree.map(total, arrays)
 
     def map(self, function: Callable[..., Any], arguments: Any, results: Any) -> Any:
         """Returns `function` of what each device has of the arguments.
@@ -140,26 +170,44 @@ def mesh_size(text: str | int) -> int:
     """Number of devices of a mesh.
 
     Args:
-      text: the number, or several numbers that are multiplied: "2", "2,4", 2; "": one device. A
-        word of `asked_heads` may follow.
+      text: the number, or several numbers that are multiplied: "2", "2,4", 2; "": one device. Words
+        of `asked_heads` and `asked_experts` may follow.
 
     Raises:
       MoejaxError: the text is no such number.
     """
-    parts = [part.strip() for part in str(text).split(",")] if text else []
-    numbers = parts[:-1] if parts and parts[-1] in _ATTENTION else parts
-    is_number = all(number.isdecimal() and int(number) for number in numbers)
-    if not is_number or (parts and not numbers):
+    numbers, words = _parts_of(text)
+    known = [word in _ATTENTION or _EXPERTS.fullmatch(word) is not None for word in words]
+    # No word stands for a number, or twice.
+    is_mesh = all(known) and len({word in _ATTENTION for word in words}) == len(words)
+    if not is_mesh or not all(map(int, numbers)) or (words and not numbers):
         raise MoejaxError(
             f"mesh={text!r} must be a number of devices, such as 2, or 2,4 for 8; heads or whole "
-            "may follow, such as 2,heads"
+            "may follow, and experts, such as 2,heads"
         )
     return math.prod(map(int, numbers))
 
 
 def asked_heads(text: str | int) -> bool | None:
     """Whether a mesh splits attention by heads: "2,heads" does, "2,whole" does not; else None."""
-    return _ATTENTION.get(str(text).rpartition(",")[2].strip())
+    return next((_ATTENTION[word] for word in _parts_of(text)[1] if word in _ATTENTION), None)
+
+
+def asked_experts(text: str | int) -> int | None:
+    """How a mesh divides experts: None cuts each of them, as "2" does.
+
+    "2,experts" hands them out whole, as many to each device; for "2,experts+4" each holds 4 of
+    every layer more, copies of the hottest.
+    """
+    found = [match for word in _parts_of(text)[1] if (match := _EXPERTS.fullmatch(word))]
+    return int(found[0][1] or 0) if found else None
+
+
+def _parts_of(text: str | int) -> tuple[list[str], list[str]]:
+    """The numbers that a mesh's text begins with, and what follows them."""
+    parts = [part.strip() for part in str(text).split(",")] if text else []
+    count = next((i for i, part in enumerate(parts) if not part.isdecimal()), len(parts))
+    return parts[:count], parts[count:]
 
 
 def make_mesh(text: str | int, platform: str = "auto") -> DeviceMesh | None:

@@ -15,6 +15,7 @@ from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.sizes import mesh_splits_heads
 from moejax.devices import (
     DeviceMesh,
+    asked_experts,
     asked_heads,
     check_dtype,
     choose_device,
@@ -28,6 +29,7 @@ from moejax.experts.budget import Budget, Limits
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger
 from moejax.experts.load import load_limited, load_whole
+from moejax.experts.placement import handed_out, load_of
 from moejax.experts.tiering import Tiering
 from moejax.inference.batch import RowBatch, raise_errors
 from moejax.inference.chunking import (
@@ -164,7 +166,8 @@ class Engine:
           read_bits: width in which a checkpoint of bit planes is read; 0: the widest.
           mesh: number of devices that run the model together, each with its share of every expert
             (`devices.make_mesh`); "": one. Limits of the device are then those of each. "2,heads"
-            splits attention, too, "2,whole" does not (`models.head_shares`).
+            splits attention, too, "2,whole" does not (`models.head_shares`); "2,experts" hands
+            experts out whole (`weights.handed_out`).
 
         Raises:
           MoejaxError: with one line for every kind of bad input.
@@ -190,7 +193,12 @@ class Engine:
                 checkpoint, asked_heads(mesh), devices.size, dtype=chosen, batch=batch,
                 context=planned,
             )  # fmt: skip
-            devices = dataclasses.replace(devices, splits_heads=by_heads)
+            experts = None
+            if asked_experts(mesh) is not None:
+                if jax.process_count() > 1:
+                    raise MoejaxError(f"mesh={mesh}: one process hands experts out: run one alone")
+                experts = handed_out(mesh, checkpoint.config, load_of(checkpoint))
+            devices = dataclasses.replace(devices, splits_heads=by_heads, handed_out=experts)
         with plain_memory_errors(device):
             if limits is None and policy is None:
                 weights = load_whole(
@@ -270,6 +278,8 @@ class Engine:
         if mesh is None:
             return str(self.device)
         split = ", attention split by heads" if mesh.splits_heads else ""
+        if mesh.handed_out is not None:
+            split += f", {mesh.num_handed_out} of {self.config.num_experts} experts each"
         return ", ".join(map(str, mesh.devices)) + split
 
     @property

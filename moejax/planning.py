@@ -10,11 +10,13 @@ import numpy as np
 
 from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.checkpoints.sizes import (
+    PLACES,
     Sizes,
     checkpoint_sizes,
     config_of_share,
     mesh_splits_heads,
     shape_sizes,
+    sizes_of_each,
 )
 from moejax.config.commands import PlanConfig
 from moejax.devices import asked_heads, mesh_size
@@ -23,6 +25,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
 from moejax.experts.budget import Budget, RunSizes, TierSize, make_budget
 from moejax.experts.load import plan_experts, plan_tiers, tier_of
+from moejax.experts.placement import num_handed_out
 from moejax.experts.tiering import STORED, StoredTier, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
 from moejax.models.attention import stores_scores
@@ -48,12 +51,14 @@ def budget_of(config: PlanConfig) -> Budget:
             dtype=config.dtype, device=_device(config), batch=config.batch, context=context,
             chunk=chunk, num_devices=mesh_size(config.mesh),
             by_heads=_splits_heads(config, checkpoint), is_running=config.running,
+            handed_out=num_handed_out(config.mesh, checkpoint.config),
         )  # fmt: skip
         return planned.budget
     run = RunSizes(
         config=dataclasses.replace(own.config, vocab_size=model.vocab_size),
         weights_nbytes=own.weights_nbytes, batch=config.batch, context=context, chunk=chunk,
         platform=platform_of(config), itemsize=itemsize, num_devices=mesh_size(config.mesh),
+        handed_out=own.handed_out,
         stores_scores=stores_scores(model, itemsize, target_of(_device(config))),
         is_running=config.running,
     )  # fmt: skip
@@ -81,7 +86,8 @@ def bits_line(
     model: ModelConfig, sizes: Sizes, tiers: Sequence[TierSize], num_devices: int = 1
 ) -> str:
     """Bits per weight of the experts in each tier, of the rest, and overall."""
-    num_experts = len(model.moe_layers) * model.num_experts * num_devices  # shares of them
+    of_layer = sizes.handed_out or model.num_experts  # of each device, or shares of them
+    num_experts = len(model.moe_layers) * of_layer * num_devices
     experts = {
         tier.name: num_experts * tier.expert_nbytes + tier.low_rank_nbytes
         for tier in tiers
@@ -92,6 +98,7 @@ def bits_line(
     weights = {
         name: nbytes * (num_devices if name in split else 1)
         for name, nbytes in sizes.weights_nbytes.items()
+        if name != PLACES
     }
     return f"weights: {bits_of_sizes(model, weights, experts).describe()}"
 
@@ -144,7 +151,10 @@ def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
     if checkpoint is not None:
         dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
         by_heads = _splits_heads(config, checkpoint)
-        sizes = checkpoint_sizes(checkpoint, dtype, mesh_size(config.mesh), by_heads=by_heads)
+        sizes = checkpoint_sizes(
+            checkpoint, dtype, mesh_size(config.mesh), by_heads=by_heads,
+            handed_out=num_handed_out(config.mesh, model),
+        )  # fmt: skip
         return config.checkpoint, model, sizes, dtype.itemsize
     sizes = _sizes_of_shape(config, _bits_of(config), config.group_size)
     return config.shape, model, sizes, _dtype_of_shape(config).itemsize
@@ -187,14 +197,16 @@ def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
     if experts is not None and config.planes:
         experts = experts.prefix(bits)
     model, count = SHAPES[config.shape], mesh_size(config.mesh)
+    handed_out = num_handed_out(config.mesh, model)
     if count > 1:
         unit = None if experts is None else experts.group_size
         by_heads = _splits_heads(config, None)
-        model = config_of_share(model, count, unit, by_heads=by_heads)
+        model = config_of_share(model, count, unit, by_heads=by_heads, handed_out=handed_out)
     try:
-        return shape_sizes(
+        sizes = shape_sizes(
             model, _dtype_of_shape(config), expert_kind=experts,
             attention_kind=kind(config.attention_bits), shared_kind=kind(config.shared_bits),
         )  # fmt: skip
+        return sizes_of_each(sizes, count, handed_out)
     except ValueError as error:  # groups that are longer than a row
         raise MoejaxError(f"shape={config.shape}: {error}") from error

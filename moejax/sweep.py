@@ -38,7 +38,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
 
     import jax
 
-    from moejax.devices import asked_heads, choose_device, mesh_size
+    from moejax.devices import asked_experts, asked_heads, choose_device, mesh_size
     from moejax.experts.tiering import of_grid
     from moejax.routing.simulate import recommend as recommending
     from moejax.routing.simulate import sweeping, table
@@ -57,8 +57,11 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
             f"tiers are of falling fidelity, but an expert of {first} has fewer bytes than one of "
             f"{others[0]}, as bit planes have: add --config.planes=True"
         )
-    if asked_heads(config.mesh) is not None:
-        raise MoejaxError(f"mesh={config.mesh}: a sweep models no attention; give the number alone")
+    if asked_heads(config.mesh) is not None or asked_experts(config.mesh) is not None:
+        raise MoejaxError(
+            f"mesh={config.mesh}: a sweep models no attention, and no experts that are handed "
+            "out; give the number alone"
+        )
     count = mesh_size(config.mesh)
     stored = {name: -(-size // count) for name, size in stored.items()}  # on each device
     make = sweeping.Tiers.by_planes if config.planes else sweeping.Tiers

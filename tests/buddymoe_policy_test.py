@@ -43,9 +43,13 @@ def expected_decision(
         held = tae <= tau[layer] or paper.margin(probabilities[t], ids[t]) >= policy.tae_margin
         may[t] = active[t] and not held
     requested = {int(e) for e in ids[active].ravel()}
-    delta = paper.missing_share(requested, set(np.flatnonzero(resident).tolist()))
-    if policy.beta is not None and delta >= policy.beta:
-        may[:] = False
+    device = np.zeros(EXPERTS, int) if o.partition is None else np.asarray(o.partition)
+    for one in set(device.tolist()):
+        own = set(np.flatnonzero(device == one).tolist())
+        on_gpu = set(np.flatnonzero(resident).tolist())
+        if policy.beta is not None and requested & own:
+            held = paper.missing_share(requested & own, on_gpu) >= policy.beta
+            may &= ~(held & (device[ids] == one))
     q, lists = policy.lists.q[layer], policy.lists.ids[layer]
     scores = np.zeros((len(ids), *2 * probabilities.shape[1:]))
     z = np.log(probabilities.astype(np.float64))
@@ -53,7 +57,7 @@ def expected_decision(
     for i, place in np.argwhere(lists >= 0):
         j = lists[i, place]
         for t in range(len(ids)):
-            hop = policy.hops[j] if policy.hops else 0
+            hop = policy.hops[j] if policy.hops else int(device[i] != device[j])
             scores[t, i, j] = paper.score(q[i, place], policy.eta, z[t, j], policy.kappa, hop)
     return paper.algorithm_1(
         ids, resident, as_lists(lists), policy.depth or lists.shape[1], budget=policy.rho,
@@ -77,13 +81,21 @@ class DecisionTest(parameterized.TestCase):
         {"gains": np.random.default_rng(9).random((LAYERS, EXPERTS, EXPERTS)), "rho": 2},
         {"kappa": 0.45, "hops": HOPS, "rho": 2},
         {"eta": 0.2, "kappa": 0.6, "hops": HOPS},  # a hop of 2 is out
+        # On a mesh that hands experts out.
+        {"kappa": 0.45, "rho": 2, "num_devices": 2},
+        {"eta": 0.2, "kappa": 1.0, "num_devices": 3},  # none of another device
+        {"beta": 0.5, "num_devices": 2},
+        {"beta": 0.5, "rho": 2, "form": "kernel", "num_devices": 3},
     )
-    def test_as_the_papers_loops(self, **settings):
+    def test_as_the_papers_loops(self, num_devices=1, **settings):
         policy = BuddyMoe(lists=LISTS, **settings)
         tau = np.broadcast_to(policy.tae_tau, LAYERS)
         state, decide = policy.init(SPEC), jax.jit(policy.decide)
         counts = np.zeros((2, LAYERS, EXPERTS), int)
         for o in steps(1, 12):
+            if num_devices > 1:
+                partition = np.random.default_rng(int(o.layer)).integers(0, num_devices, EXPERTS)
+                o = dataclasses.replace(o, partition=jnp.asarray(partition, jnp.int32))
             ids, replaced, searched = expected_decision(policy, tau, o)
             decision, state = decide(state, o)
             np.testing.assert_array_equal(decision.ids, ids)

@@ -50,6 +50,7 @@ from moejax.policies.baselines import OnDemand
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.weights import linear as ops
+from moejax.weights.handed_out import hand_out
 from moejax.weights.qtensor import QTensor
 from pallas_kernels import layout, op
 from tests.cached_device_test import CONFIGS as SMALL
@@ -301,8 +302,17 @@ def compiled_on_mesh(
     count, by_heads = (mesh.size, mesh.splits_heads) if mesh else (1, False)
     if by_heads:
         config = HeadShares(config, count).own
-    own = dataclasses.replace(config, expert_dim=config.expert_dim // count)  # of a device
+    experts = mesh.handed_out if mesh else None
+    if experts is None:
+        own = dataclasses.replace(config, expert_dim=config.expert_dim // count)  # of a device
+    else:
+        own = dataclasses.replace(config, num_experts=experts.shape[2])
     spec, pool, stores = under_no_policy(own, slots, 0) if slots else (None, None, ())
+    if spec is not None and experts is not None:
+        [one] = spec.tiers
+        spec = dataclasses.replace(
+            spec, tiers=(dataclasses.replace(one, handed_out=config.num_experts),)
+        )
     definition = model_definition(
         config, ops.Kernels(GPU.target), holds_experts=not slots,
         share_axis=MESH_AXIS if mesh else "", by_heads=by_heads,
@@ -312,17 +322,22 @@ def compiled_on_mesh(
     step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
     state, *rest = decode_operands(config, 1)
     are_packed = leaves_of("attention") if slots else leaves_of("attention", "experts")
-    weights = weights_of(own, are_packed)
+    of_device = weights_of(own, are_packed)
+    weights = weights_of(config, are_packed) | {name: of_device[name] for name in EXPERT_LEAVES}
     if slots:
         weights = {name: of for name, of in weights.items() if name not in EXPERT_LEAVES}
-    operands = state, pool, steps.StepInputs(weights, tuple(stores) or None), *rest
+    table = None
+    if experts is not None:
+        table = leaf_of((1, config.num_layers, config.num_experts), jnp.int32)
+    operands = state, pool, steps.StepInputs(weights, tuple(stores) or None, table), *rest
     if mesh is None:
         return compiled(step, operands, (0, 1), spec), pool
 
     def placed(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = {getattr(key, "name", getattr(key, "key", "")) for key in path}
         of_heads = {"cache", *HEAD_LEAVES} if by_heads else set()
-        is_split = names & {"banks", "gate_up", "down", *EXPERT_LEAVES, *of_heads}
+        of_own = {"own_experts", "table", "events", "gate"} if experts is not None else set()
+        is_split = names & {"banks", "gate_up", "down", *EXPERT_LEAVES, *of_heads, *of_own}
         shape = (count * leaf.shape[0], *leaf.shape[1:]) if is_split else leaf.shape
         sharding = mesh.split() if is_split else mesh.replicated
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
@@ -344,7 +359,10 @@ def print_mesh() -> None:
     by_heads = dataclasses.replace(two, splits_heads=True)
     cases = [(name, slots, mesh) for name, slots in (("resident", 0), ("slots", 32))
              for mesh in (None, two)]  # fmt: skip
-    for name, slots, mesh in [*cases, ("heads", 0, by_heads)]:
+    halves = hand_out(np.ones((2, config.num_experts)), 2, config.num_experts // 2)
+    apart = dataclasses.replace(two, handed_out=halves)
+    of_apart = [("handed_out", 0, apart), ("handed_out_slots", 32, apart)]
+    for name, slots, mesh in [*cases, ("heads", 0, by_heads), *of_apart]:
         program, pool = compiled_on_mesh(config, slots, mesh)
         memory, text = program.memory_analysis(), program.as_text()
         assert memory is not None

@@ -116,6 +116,8 @@ def of_floor(measured: Measurement, runner: Runner, bandwidth: Bandwidth) -> Fig
             ledger.total("needed") * ledger.expert_bytes
             for ledger in measured.ledgers["decode"].tiers.values()
         ) / steps  # fmt: skip
+        if runner.mesh is not None and runner.mesh.handed_out is not None:  # of all devices
+            experts_nbytes /= runner.mesh.size
         needed = measured.ledgers["decode"].total("needed")
         distinct = needed / steps / len(config.moe_layers)
     else:

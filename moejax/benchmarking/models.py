@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from moejax.benchmarking import routing
 from moejax.benchmarking.random_weights import Packing, expert_terms_nbytes, random_weights
 from moejax.benchmarking.shape_memory import ShapeMemories, release, replay
 from moejax.checkpoints import open_checkpoint
-from moejax.checkpoints.sizes import mesh_splits_heads
+from moejax.checkpoints.sizes import PLACES, mesh_splits_heads
 from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import (
     DeviceMesh,
+    asked_experts,
     asked_heads,
     choose_device,
     device_nbytes,
@@ -32,6 +34,7 @@ from moejax.experts.budget.planned import EMBEDDINGS
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
 from moejax.experts.machine import check_room, device_limits, room_nbytes
+from moejax.experts.placement import handed_out, load_of
 from moejax.experts.tiering import STORED, Tiering, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
 from moejax.inference.runner import Runner
@@ -43,6 +46,7 @@ from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy, parts_of
 from moejax.routing.trace import Trace, read_trace
 from moejax.text.tokenizer import Tokenizer
+from moejax.weights.handed_out import table_nbytes
 from moejax.weights.shares import shares_of
 from pallas_kernels import mxfp4
 from pallas_kernels.target import target_of
@@ -87,10 +91,13 @@ class CheckpointModels:
                 dtype=self._checkpoint.choose_dtype(config.dtype, device),
                 batch=max(config.batches), context=_context(config),
             )  # fmt: skip
-            mesh = dataclasses.replace(mesh, splits_heads=by_heads)
+            experts = handed_out(config.mesh, self.config, load_of(self._checkpoint))
+            mesh = dataclasses.replace(mesh, splits_heads=by_heads, handed_out=experts)
         self.about += _mesh_text(mesh)
         # One choice for all batches: those of a model without limits share an engine.
         self._mesh = f"{mesh.size},{'heads' if mesh.splits_heads else 'whole'}" if mesh else ""
+        if mesh and (more := asked_experts(config.mesh)) is not None:
+            self._mesh += f",experts+{more}"
         self._tiering = config.policy.tiering()
         self._whole: Engine | None = None
 
@@ -164,7 +171,7 @@ class _ShapeModels:
         self._mesh = mesh = self._divided(make_mesh(config.mesh, config.platform))
         self.about += _mesh_text(mesh)
         self._own = self.config  # of the experts that a device has
-        if mesh is not None:
+        if mesh is not None and mesh.handed_out is None:
             units = [
                 mxfp4.GROUP_SIZE if is_mxfp4 and bits == mxfp4.BITS else config.group_size
                 for bits in self._bits
@@ -180,6 +187,9 @@ class _ShapeModels:
         with plain_memory_errors(device):
             self._memories = ShapeMemories(self._own, packed, device, config.memory.host_gib, mesh)
         self._dense_nbytes = {n: device_nbytes(leaf) for n, leaf in self._memories.dense.items()}
+        if mesh is not None and (rows := mesh.num_handed_out):
+            num_layers, num_experts = len(self.config.moe_layers), self.config.num_experts
+            self._dense_nbytes[PLACES] = table_nbytes(num_layers, num_experts, mesh.size, rows)
         self._whole: Runner | None = None
 
     def _divided(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -195,7 +205,8 @@ class _ShapeModels:
             shares, asked_heads(asked.mesh), refusal, batch=max(asked.batches),
             context=_context(asked), itemsize=BFLOAT16_BYTES,
         )  # fmt: skip
-        return dataclasses.replace(mesh, splits_heads=by_heads)
+        experts = handed_out(asked.mesh, self.config)
+        return dataclasses.replace(mesh, splits_heads=by_heads, handed_out=experts)
 
     def load(self, batch: int, gib: float, context: int) -> _LoadedModel:
         """Loads an engine, as `CheckpointModels.load`."""
@@ -241,11 +252,14 @@ class _ShapeModels:
             )
         memories, held = [], 0
         for bits, part in zip(self._bits, budget.tiers, strict=True):
-            cached, first = 0 < part.slots < self.config.num_experts, None
-            if self._by_profile and cached:  # no expert in two tiers
+            cached, first = 0 < part.slots < part.num_experts, None
+            if part.run.handed_out and self._by_profile and cached:  # a device's hottest rows
+                rows = np.arange(part.slots, dtype=np.int32)
+                first = np.tile(rows, (part.num_layers, 1))
+            elif self._by_profile and cached:  # no expert in two tiers
                 end = min(held + part.slots, self.config.num_experts)
                 first, held = work.hottest(end)[:, held:], end
-            is_full = part.slots == self.config.num_experts
+            is_full = part.slots == part.num_experts
             plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
             memories.append(self._memories.tier_memory(plan))
         width, stored = self.config.experts_per_token, [STORED] if policy is None else names
@@ -258,9 +272,8 @@ class _ShapeModels:
         if not limits.device_gib:
             check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
         devices = self._mesh.devices if self._mesh else (self.device,)
-        drawn = [
-            random_weights(self._own, self._packing, device, dense=False) for device in devices
-        ]
+        own = dataclasses.replace(self._own, num_experts=budget.run.num_experts)
+        drawn = [random_weights(own, self._packing, device, dense=False) for device in devices]
         experts = drawn[0]
         if self._mesh is not None:
             join = self._mesh.join
@@ -277,9 +290,11 @@ class _ShapeModels:
     ) -> _LoadedModel:
         replay(memory, work, batch)
         self._memories.place_embeddings(on_host=EMBEDDINGS in budget.host)
-        runner = Runner(
-            self.config, self._memories.dense, self.device, memory=memory, mesh=self._mesh
-        )
+        mesh = self._mesh
+        if mesh is not None:
+            experts = handed_out(self._asked.mesh, self.config, work.activations())
+            mesh = dataclasses.replace(mesh, handed_out=experts)
+        runner = Runner(self.config, self._memories.dense, self.device, memory=memory, mesh=mesh)
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
         if gib := self._asked.memory.host_gib:
             said += f"; experts share rows of {gib:g} GiB of host memory, as many bytes each"
@@ -309,6 +324,7 @@ class _ShapeModels:
             platform=self.device.platform, itemsize=BFLOAT16_BYTES,
             stores_scores=stores_scores(self.config, *sizes),
             num_devices=self._mesh.size if self._mesh else 1,
+            handed_out=self._mesh.num_handed_out if self._mesh else 0,
         )  # fmt: skip
 
     def _policy(self, tiering: Tiering, work: routing.Workload) -> AnyPolicy:
@@ -329,6 +345,8 @@ def _context(config: BenchmarkConfig) -> int:
 
 def _mesh_text(mesh: DeviceMesh | None) -> str:
     split = ", attention split by heads" if mesh and mesh.splits_heads else ""
+    if mesh and (rows := mesh.num_handed_out):
+        split += f", {rows} experts of a layer each"
     return f", on {mesh.size} devices{split}" if mesh else ""
 
 

@@ -72,7 +72,8 @@ class _SyntheticRows:
         *, is_plane: bool = False, mesh: DeviceMesh | None = None,
     ):  # fmt: skip
         """Draws a few experts, all rows of `packing`, or planes of as many bits."""
-        self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
+        self.num_layers = len(config.moe_layers)
+        self.num_experts = (mesh.num_handed_out if mesh else 0) or config.num_experts
         small = dataclasses.replace(one_layer_of(config, NUM_DRAWN), vocab_size=64)
         drawn = random_weights(small, packing, device)
         stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
@@ -163,6 +164,15 @@ class ShapeMemories:
         """M."""
         return len(self.config.moe_layers)
 
+    @property
+    def _num_handed_out(self) -> int:
+        return self._mesh.num_handed_out if self._mesh else 0
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that a device has, whole or shares of them."""
+        return self._num_handed_out or self.config.num_experts
+
     def expert_nbytes(self, bits: int, refines: int = 0) -> int:
         """Bytes of one expert: codes, and float16 scales and zeros of each group, or MXFP4.
 
@@ -185,7 +195,7 @@ class ShapeMemories:
 
     def rows(self, bits: int, few: bool = False, refines: int = 0) -> _SyntheticRows:
         """Rows of a precision, or of its last plane; made once."""
-        nbytes, total = self.expert_nbytes(bits, refines), self.num_layers * self.config.num_experts
+        nbytes, total = self.expert_nbytes(bits, refines), self.num_layers * self.num_experts
         gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
         num_rows = min(total, max(1, int(gib * 2**30) // nbytes)) if gib else total
         form = bits, refines
@@ -208,7 +218,7 @@ class ShapeMemories:
 
     def tier_memory(self, plan: TierPlan) -> TierMemory:
         """Slots of one precision."""
-        num_experts = self.config.num_experts
+        num_experts = self.num_experts
         rows = self.rows(plan.bits, plan.few_rows, plan.refines)
         is_full = plan.slots == num_experts and plan.planes == 1
         transient = plan.transient or (1 if is_full else self.config.experts_per_token)
@@ -219,6 +229,7 @@ class ShapeMemories:
         spec = TierSpec(
             cache, plan.prefetch, prefetch_in=plan.prefetch_in, refines=plan.refines,
             shares_slots=plan.refines > 0 and plan.planes > 1,
+            handed_out=self.config.num_experts if self._num_handed_out else 0,
         )  # fmt: skip
         memory = TierMemory(spec, *rows.stacks, rows.row_of, self._place)
         first = plan.first

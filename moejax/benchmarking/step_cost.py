@@ -13,6 +13,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import ResidentExperts, Routing
 from moejax.models.transformer import ChunkSpec, merge_weights
+from moejax.weights.handed_out import OwnExperts
 
 
 def floor_bytes(
@@ -49,7 +50,7 @@ def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float
     definition = runner._program.definition
 
     def count(
-        state: steps.DecodeState, weights: steps.Weights
+        state: steps.DecodeState, weights: steps.Weights, own: jax.Array | None
     ) -> tuple[steps.DecodeState, jax.Array]:
         model = merge_weights(definition, weights)
         num_experts = runner.config.num_experts
@@ -59,12 +60,15 @@ def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float
 
         cache, _, _, counts = model(
             state.tokens[:, None], state.positions[:, None], ~state.done[:, None], state.cache,
-            spec, ResidentExperts(model.moe, spec.experts, num_chosen),
+            spec,
+            ResidentExperts(
+                model.moe, spec.experts, num_chosen, None if own is None else OwnExperts(own)
+            ),
         )  # fmt: skip
         mean = jnp.mean(counts.astype(jnp.float32))
         return dataclasses.replace(state, cache=cache), mean
 
-    operands = session.state, runner.weights
+    operands = session.state, runner.weights, runner._own_experts
     program = count
     if runner.mesh is not None:
         program = runner.mesh.map(count, operands, (specs_of(session.state), REPLICATED))

@@ -45,6 +45,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.head_shares import HEAD_LEAVES, OUTPUT, QKV, HeadShares
 from moejax.models.hf.names import Placement, multi_token, vision_tower
 from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES, VOCABULARY_LEAVES
+from moejax.weights.handed_out import take_experts
 from moejax.weights.qtensor import CodesKind, Compensator, Fp8Tensor, QTensor, Weight
 from moejax.weights.shares import EVERYTHING, Shares, Window, shares_of
 
@@ -109,10 +110,10 @@ class CheckpointReader:
         Leaves that `places` names go there.
 
         `EXPERT_LEAVES` are checked even without `experts`. `progress` shows a bar over the bytes on
-        stderr. On a mesh each device gets its share of every expert and of the vocabulary's rows,
-        of attention where that is split, and all of the other leaves; of several processes each
-        reads what its devices get, where that lies apart (`fill_part`). What is read in part is not
-        compared with its checksum.
+        stderr. On a mesh each device gets its share of every expert, or its own experts, and of the
+        vocabulary's rows, of attention where that is split, and all of the other leaves; of several
+        processes each reads what its devices get, where that lies apart (`fill_part`). What is read
+        in part is not compared with its checksum.
 
         Raises:
           MoejaxError: a file ended early or has not its checksums; a value does not fit float16.
@@ -146,21 +147,26 @@ class CheckpointReader:
     def _cut_of(self, plan: LeafPlan, mesh: DeviceMesh) -> "_Cut | None":
         """Returns how devices of a mesh share a leaf; None where each has all, or rows of it."""
         name = plan.name
+        experts = mesh.handed_out
         if name in EXPERT_LEAVES:
             refuse_shares(plan)
+        if name in (*EXPERT_LEAVES, *EXPERT_BIASES) and experts is not None:
+            return _Cut(lambda layer, weight, i: take_experts(weight, experts[i, layer]))
         if name in (*EXPERT_LEAVES, *EXPERT_BIASES):
             shares = self.shares(mesh.size)
             gate_up, down = shares.windows(mesh.local)
-            return {
-                EXPERT_LEAVES[0]: _Cut(shares.gate_up, gate_up),
-                EXPERT_LEAVES[1]: _Cut(shares.down, down),
-                EXPERT_BIASES[0]: _Cut(shares.gate_up_bias, EVERYTHING),
-                EXPERT_BIASES[1]: _Cut(shares.down_bias, EVERYTHING),
+            take, window = {
+                EXPERT_LEAVES[0]: (shares.gate_up, gate_up),
+                EXPERT_LEAVES[1]: (shares.down, down),
+                EXPERT_BIASES[0]: (shares.gate_up_bias, EVERYTHING),
+                EXPERT_BIASES[1]: (shares.down_bias, EVERYTHING),
             }[name]
+            return _Cut(lambda _, weight, i: take(weight, i), window)
         if name in HEAD_LEAVES and mesh.splits_heads:
             heads = HeadShares(self.config, mesh.size)
-            take = functools.partial(heads.take, name)
-            return _Cut(take, heads.window(name, mesh.local))
+            return _Cut(
+                lambda _, weight, i: heads.take(name, weight, i), heads.window(name, mesh.local)
+            )
         return None
 
     def _read_leaf(
@@ -299,10 +305,10 @@ def refuse_shares(plan: LeafPlan) -> None:
 
 
 class _Cut(NamedTuple):
-    """Cut of a leaf into shares."""
+    """Cut of a leaf into what devices have of it."""
 
-    take: Callable[[Any, int], Any]  # a share, by its number, of the leaf's layers
-    window: Window  # what this process's shares have
+    take: Callable[[int, Any, int], Any]  # of a layer, its matrices, and a device's number
+    window: Window = EVERYTHING  # what this process's devices have
 
 
 def _read_shares(plan: LeafPlan, cut: _Cut, mesh: DeviceMesh, advance: Advance) -> Weight:
@@ -318,7 +324,7 @@ def _read_shares(plan: LeafPlan, cut: _Cut, mesh: DeviceMesh, advance: Advance) 
                 fill_part(plan, one, arrays, _read_checked, window)
             advance(part.num_bytes)
         for i, device in mesh.local.items():
-            slabs = jax.device_put(take(whole, i), device)
+            slabs = jax.device_put(take(layer, whole, i), device)
             if stacks[i] is None:
                 stacks[i] = jax.tree.map(
                     lambda slab: jnp.zeros(

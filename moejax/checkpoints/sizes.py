@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +13,11 @@ from moejax.devices import rows_of
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
 from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES, VOCABULARY_LEAVES, leaves_of
+from moejax.weights.handed_out import table_nbytes
 from moejax.weights.qtensor import CodesKind
 from moejax.weights.shares import Shares, shares_of
+
+PLACES = "places of experts"  # the tables of a mesh that hands experts out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,23 +30,26 @@ class Sizes:
     expert_form: str  # "int4", or "none"
     config: ModelConfig  # of what a device has; on a mesh its shares and rows (`config_of_share`)
     refusal: str | None = None  # why the experts have no form in which they could move
+    handed_out: int = 0  # R, experts of a layer that a device has, where they are handed out
 
 
 def checkpoint_sizes(
-    checkpoint: Checkpoint, dtype: np.dtype, num_devices: int = 1, *, by_heads: bool = False
-) -> Sizes:
+    checkpoint: Checkpoint, dtype: np.dtype, num_devices: int = 1, *, by_heads: bool = False,
+    handed_out: int = 0,
+) -> Sizes:  # fmt: skip
     """Sizes of the leaves that `Checkpoint.load` gives; of a plain checkpoint no file is opened.
 
     On a mesh of `num_devices` they are those of each device (`config_of_share`); `by_heads`:
-    whether it splits attention.
+    whether it splits attention; `handed_out`: experts of a layer that each has, 0: shares of all.
 
     Raises MoejaxError as `Checkpoint.load`, but for what only reading the weights shows.
     """
     config, directory = checkpoint.config, checkpoint.directory
+    division: dict[str, Any] = {"by_heads": by_heads, "handed_out": handed_out}
     if not checkpoint.is_quantized:
         if num_devices > 1:
-            config = config_of_share(config, num_devices, None, by_heads=by_heads)
-        sizes = shape_sizes(config, dtype, expert_kind=None)
+            config = config_of_share(config, num_devices, None, **division)
+        sizes = sizes_of_each(shape_sizes(config, dtype, expert_kind=None), num_devices, handed_out)
         refusal = str(checkpoint.orbax_is_whole()) if checkpoint.is_orbax else None
         return dataclasses.replace(sizes, refusal=refusal)
     read_bits = checkpoint.read_bits
@@ -56,7 +63,7 @@ def checkpoint_sizes(
             refuse_shares(leaves[leaf])
         kind = leaves[EXPERT_LEAVES[1]].kind
         group_size = kind.group_size if isinstance(kind, CodesKind) else None
-        config = config_of_share(config, num_devices, group_size, by_heads=by_heads)
+        config = config_of_share(config, num_devices, group_size, **division)
         shapes = weight_shapes(config)
         cut = [leaf for leaf in VOCABULARY_LEAVES if leaf in leaves and leaves[leaf].splits_by_rows]
         others = (*EXPERT_BIASES, *(HEAD_LEAVES if by_heads else ()))
@@ -65,7 +72,21 @@ def checkpoint_sizes(
             leaf: dataclasses.replace(leaves[leaf], shape=shapes[leaf], parts=())
             for leaf in (*EXPERT_LEAVES, *cut)
         }
-    return dataclasses.replace(_sizes(config, leaves), refusal=refusal)
+    sizes = sizes_of_each(_sizes(config, leaves), num_devices, handed_out)
+    return dataclasses.replace(sizes, refusal=refusal)
+
+
+def sizes_of_each(sizes: Sizes, num_devices: int, handed_out: int) -> Sizes:
+    """Sizes of each device that has so many whole experts of a layer; 0: as they are."""
+    if not handed_out:
+        return sizes
+    num_layers, num_experts = len(sizes.config.moe_layers), sizes.config.num_experts
+    nbytes = dict(sizes.weights_nbytes)
+    for leaf in EXPERT_BIASES:
+        if leaf in nbytes:
+            nbytes[leaf] = nbytes[leaf] // num_experts * handed_out
+    nbytes[PLACES] = table_nbytes(num_layers, num_experts, num_devices, handed_out)
+    return dataclasses.replace(sizes, weights_nbytes=nbytes, handed_out=handed_out)
 
 
 def stored_shares(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int) -> Shares:
@@ -79,15 +100,19 @@ def stored_shares(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int) -> 
 
 
 def config_of_share(
-    config: ModelConfig, num_devices: int, group_size: int | None, *, by_heads: bool = False
-) -> ModelConfig:
+    config: ModelConfig, num_devices: int, group_size: int | None, *, by_heads: bool = False,
+    handed_out: int = 0,
+) -> ModelConfig:  # fmt: skip
     """Model of what each device of a mesh has: a share of every expert, rows of the vocabulary.
 
     Args:
       group_size: as of `shares_of`.
       by_heads: whether it has a share of the heads, too.
+      handed_out: experts that it has whole, so many of a layer; `num_experts` is that of all.
     """
-    width = shares_of(config.expert_dim, num_devices, group_size).share_width
+    width = config.expert_dim
+    if not handed_out:
+        width = shares_of(width, num_devices, group_size).share_width
     rows = rows_of(config.vocab_size, num_devices)
     own = HeadShares(config, num_devices).own if by_heads else config
     return dataclasses.replace(own, expert_dim=width, vocab_size=rows)

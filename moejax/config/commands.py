@@ -95,7 +95,8 @@ VERIFY = option(
 PLATFORM = option("auto", "auto (an accelerator if there is one), cpu or gpu")
 MESH = option(
     "", "number of devices that run the model together, each with its share of every expert: 2, or "
-    "2,4 for 8; 2,heads splits attention by heads, too, 2,whole does not, 2 chooses; '': one",
+    "2,4 for 8; 2,heads splits attention by heads, too, 2,whole does not, 2 chooses; 2,experts "
+    "hands experts out whole; '': one",
 )  # fmt: skip
 PROCESSES = option(
     "", "this process among several that run the same command on one mesh: HOST:PORT,NUMBER,INDEX, "

@@ -71,7 +71,8 @@ def bits_of(
 ) -> BitsPerWeight:
     """Sizes of a loaded model; `memory` holds the experts where `weights` lack them."""
     tiers = dict(zip(memory.spec.names, memory.tiers, strict=True)) if memory else {}
-    num_experts = len(config.moe_layers) * config.num_experts
+    num_experts = 0 if memory is None else memory.spec.cache.num_layers
+    num_experts *= 0 if memory is None else memory.spec.cache.num_experts
     num_shares = memory.mesh.size if memory and memory.mesh else 1
     experts = {
         name: num_shares * num_experts * tier.ledger.expert_bytes

@@ -101,8 +101,15 @@ class TierMemory:
         num_banks = 0 if self.spec.shares_slots else cache.banks
         banks = tuple(jax.tree.map(slots, rows) for _ in range(num_banks))
         state = (self._empty_tables(), residency.no_counts(cache.num_layers))
-        tables, counts = put(state, place)
+        tables, counts = self._put(state)
         return TierSlots(banks, tables, counts, used)
+
+    def _put(self, state: Any) -> Any:
+        """Puts tables or counts on the device; where experts are handed out each has its own."""
+        if not self.spec.handed_out:
+            return put(state, self.store.row_of.sharding)
+        assert self.mesh is not None
+        return self.mesh.own(state)
 
     def _empty_tables(self) -> residency.Residency:
         content = residency.empty(self.spec.cache)
@@ -184,8 +191,7 @@ class TierMemory:
             assert self.base is not None
             self.base._forget()
         used = None if self.pool.used is None else np.zeros(self.pool.used.shape, np.int32)
-        state = {"residency": self._empty_tables(), "used": used}
-        state = put(state, self.pool.residency.clock.sharding)
+        state = self._put({"residency": self._empty_tables(), "used": used})
         self.pool = dataclasses.replace(self.pool, **state)
 
     def reallocate(self) -> None:
@@ -204,10 +210,12 @@ class TierMemory:
     def read_counters(self) -> None:
         """Adds the counts of all steps so far to the ledger; waits for them."""
         counts = jax.device_get(self.pool.counts)
-        place = self.pool.counts.events.sharding
+        if self.spec.handed_out:
+            assert self.mesh is not None
+            counts = self.mesh.sum_own(counts)
         fresh = residency.no_counts(self.spec.cache.num_layers)
         # First: what is added may be an error, and is not to be added again.
-        self.pool = dataclasses.replace(self.pool, counts=put(fresh, place))
+        self.pool = dataclasses.replace(self.pool, counts=self._put(fresh))
         if self.transfers is not None:
             self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
         self.ledger.add(counts, disk=self.disk.counts_since() if self.disk else {})
@@ -265,7 +273,8 @@ class ExpertMemory:
             device: jax.Device = next(iter(self.place.device_set))
             policy, cache = with_kernels(policy, device.platform), tiers[0].spec.cache
             self._policy_spec = PolicySpec(
-                num_layers=cache.num_layers, num_experts=cache.num_experts, width=width,
+                num_layers=cache.num_layers, width=width,
+                num_experts=tiers[0].spec.handed_out or cache.num_experts,
                 tiers=tuple(names), expert_bytes=tuple(tier.ledger.expert_bytes for tier in tiers),
                 slots=tuple(tier.spec.cache.slots for tier in tiers),
                 prefetch=tuple(tier.spec.prefetch for tier in tiers),
@@ -286,7 +295,7 @@ class ExpertMemory:
         self._in_flight_on_device: tuple[Any, Any] = None, None  # what it is of, and the arrays
         self._lock = threading.RLock()
         self.moves_experts, self._is_emulated = False, any(pool.emulated for pool in pools)
-        if policy is None:
+        if policy is None or tiers[0].spec.handed_out:
             return
         operands = self.pool, *self._in_flight_and_room()
         found = jax.eval_shape(functools.partial(request_transfers, self.spec), *operands)[1]
@@ -401,8 +410,12 @@ class ExpertMemory:
             for tier in self.tiers:
                 tier.read_counters()
             if self._gate is not None:
-                self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
-                self._gate = put(np.zeros(self._gate.shape, np.float32), self.place)
+                gate = np.asarray(jax.device_get(self._gate), np.float64)
+                if self.spec.tiers[0].handed_out:
+                    assert self.mesh is not None
+                    gate = self.mesh.sum_own(gate)
+                self.ledger.add(gate)
+                self._gate = self._no_gate()
             if self.moves_experts:
                 self.ledger.asked = (self.ledger.asked or 0) + self._num_polls
                 self._num_polls = 0
@@ -534,8 +547,11 @@ class ExpertMemory:
         state = put(policy.init(self._policy_spec), self.place)
         # Leaves of their own: a state may name one array twice, which cannot be donated.
         state = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
-        gate = no_gate(self.spec.cache.num_layers, len(self.tiers))
-        return state, put(gate, self.place)
+        return state, self._no_gate()
+
+    def _no_gate(self) -> jax.Array:
+        gate: jax.Array = self.tiers[0]._put(no_gate(self.spec.cache.num_layers, len(self.tiers)))
+        return gate
 
     def _reset_policy(self, policy: AnyPolicy | None = None) -> None:
         self._state, self._gate = self._init_policy(policy or self.spec.policy)
@@ -617,7 +633,7 @@ def _preloaded_pool(
 ) -> TierSlots:
     spec, store = dataclasses.replace(memory.spec, is_complete=False), memory.store
     cache = spec.cache
-    content = put(residency.seeded(cache, experts), store.row_of.sharding)
+    content = memory._put(residency.seeded(cache, experts))
 
     def fill(pool: TierSlots, store: HostRows) -> TierSlots:
         tier = TierStep(spec, config, store, "block", kernels)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moejax.devices import MESH_AXIS
 from moejax.errors import MoejaxError
 from moejax.experts.cache_planner import CachePlanner
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots
@@ -59,9 +60,17 @@ from moejax.policies.base import (
 )
 from moejax.policies.dymoe import attention_received
 from moejax.weights import linear as ops
+from moejax.weights.handed_out import OwnExperts
 from moejax.weights.linear import Index
 from pallas_kernels import cache_plan
 from pallas_kernels.cache_plan import Asked, Rule, Wishes
+
+
+class _Partitions(NamedTuple):
+    """Experts of all devices of a mesh that hands them out, as every one of them knows them."""
+
+    resident: jax.Array  # bool[M, E], each device that has it has it in a slot
+    device: jax.Array  # int32[M, E], the first device that has it
 
 
 class _CacheCarry(NamedTuple):
@@ -77,6 +86,7 @@ class _CacheCarry(NamedTuple):
     # int32[1, S] of each tier that refines the next one and is as it is all through the step, see
     # `Base.plane_slots`; None of others
     plane_slots: tuple[jax.Array | None, ...] = ()
+    partitions: _Partitions | None = None  # at the step's start, for a policy; None of one device
 
 
 class CachedExperts(Experts):
@@ -92,6 +102,7 @@ class CachedExperts(Experts):
         kernels: ops.Kernels,
         *,
         num_prefilled: int | None = None,
+        handed_out: OwnExperts | None = None,
     ):
         """Prepares one trace of a step.
 
@@ -102,14 +113,15 @@ class CachedExperts(Experts):
           impl: the form that runs the experts of each.
           kernels: those that may run packed experts.
           num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
+          handed_out: where the cache is of some experts alone, one device's.
         """
-        self.spec, self.config = spec, config
+        self.spec, self.config, self._handed_out = spec, config, handed_out
         self.layers_per_iteration = math.lcm(*(pool.cache.banks for pool in spec.tiers))
         self._cache, self._rows, self._kernels = cache, tuple(rows), kernels
         self._num_prefilled, self._is_prefill = num_prefilled, num_prefilled is not None
         policy, moves = spec.policy, True
         if policy is not None:
-            dims = spec.cache.num_layers, len(spec.tiers), spec.cache.num_experts
+            dims = spec.cache.num_layers, len(spec.tiers), spec.num_experts
             moves = moves_between_steps(policy, cache.state, dims)
         self.observes_attention = (
             policy is not None and self._is_prefill and policy.needs.importance
@@ -132,7 +144,10 @@ class CachedExperts(Experts):
             # whoever reads it after a layer has it copied before the next one counts.
             step = (self._cache.tiers[0].residency.clock - 1) // self.spec.cache.num_layers
             replayed = step % len(replay)
-        return _CacheCarry(self._cache, importance, (), replayed, self._plane_slots())
+        partitions = None
+        if self._handed_out is not None and self.spec.policy is not None:
+            partitions = _partitions(self._handed_out.table, self._cache.tiers[0].residency.slot_of)
+        return _CacheCarry(self._cache, importance, (), replayed, self._plane_slots(), partitions)
 
     def _plane_slots(self) -> tuple[jax.Array | None, ...]:
         found: list[jax.Array | None] = []
@@ -222,7 +237,10 @@ class CachedExperts(Experts):
         """
         layer, x, routing, token_mask, *_ = inputs
         cache, gates = carry.cache, routing.weights.astype(jnp.float32)
-        if decision is None:
+        if self._handed_out is not None:
+            decision, asked = self._own_part(layer.mlp, routing, token_mask, decision)
+            ids, weights = decision.ids, decision.weights
+        elif decision is None:
             ids, weights, asked = routing.ids, routing.weights, Asked(routing.ids, gates)
         else:
             ids, weights = decision.ids, decision.weights
@@ -280,6 +298,24 @@ class CachedExperts(Experts):
         out = combine(total, ExpertPairs(ids, runs, None, biases), weights, out_dtype)
         return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)
 
+    def _own_part(
+        self, layer: Index, routing: Routing, token_mask: jax.Array, decision: Decision | None
+    ) -> tuple[Decision, Asked]:
+        """Returns the pairs that run on this device, of experts by its rows; others are skipped.
+
+        Their gate mass is not asked for here: each pair counts on one device.
+        """
+        assert self._handed_out is not None
+        if decision is None:
+            tier = jnp.broadcast_to(jnp.where(token_mask, 0, SKIPPED)[:, None], routing.ids.shape)
+            none = jnp.zeros(tier.shape, bool)
+            decision = Decision(routing.ids, tier, routing.weights, none)
+        rows, mine = self._handed_out.of_pairs(layer, decision.ids)
+        gates = jnp.where(mine, routing.weights.astype(jnp.float32), 0.0)
+        routed = jnp.where(decision.ids == routing.ids, rows, -1)
+        own = decision._replace(ids=rows, tier=jnp.where(mine, decision.tier, SKIPPED))
+        return own, Asked(rows, gates, Wishes(own.tier, own.at_least), routed)
+
     def _prefetch(
         self, number: int, tiers: Sequence[TierSlots], layer: LayerIndex, mask: jax.Array,
         wanted: Callable[[int, Sequence[TierSlots]], Wanted | None],
@@ -321,20 +357,23 @@ class CachedExperts(Experts):
         predicted = None
         if policy.needs.predicted and next_routing is not None:
             predicted = prefetch_scores(next_routing(), self.config)
+        resident, partition = self._known(carry, layer.mlp)
         seen = Observation(
             layer=jnp.asarray(layer.mlp, jnp.int32),
             probabilities=routing.probabilities,
             ids=routing.ids,
             weights=routing.weights,
             active=token_mask,
-            resident=self._servable(pools, layer.mlp),
+            resident=resident,
             importance=importance,
             predicted=predicted,
-            tables=pools[0].residency.table if len(pools) == 1 else None,
+            tables=pools[0].residency.table if len(pools) == 1 and partition is None else None,
             is_prefill=self._is_prefill,
+            partition=partition,
         )
         rule = None
-        if self._has_fused_plan(routing.ids.size) and not self._is_prefill:
+        is_fused = self._has_fused_plan(routing.ids.size) and partition is None
+        if is_fused and not self._is_prefill:
             rule = policy.decode_rule(cache.state)
         if rule is not None and self._defers_update(layer.mlp):
             deferred = (*carry.deferred, dataclasses.replace(seen, predicted=None))
@@ -343,6 +382,19 @@ class CachedExperts(Experts):
             return decision, rule, carry._replace(deferred=deferred)
         decision, state = policy.decide(cache.state, seen)
         return decision, rule, carry._replace(cache=dataclasses.replace(cache, state=state))
+
+    def _known(self, carry: _CacheCarry, layer: Index) -> tuple[jax.Array, jax.Array | None]:
+        """What a policy sees of a layer's experts: bool[T, E] resident, and their partition."""
+        pools, partitions = carry.cache.tiers, carry.partitions
+        if partitions is None:
+            return self._servable(pools, layer), None
+        if self._tiers[0].most_ahead:  # experts came since the step's start
+            assert self._handed_out is not None
+            one = jnp.asarray(layer, jnp.int32)[None]
+            slot_of = pools[0].residency.slot_of[one]
+            now = _partitions(self._handed_out.table[:, one], slot_of)
+            return now.resident, partitions.device[layer]
+        return partitions.resident[layer][None], partitions.device[layer]
 
     def _resident(self, pools: Sequence[TierSlots], layer: Index) -> jax.Array:
         """Returns bool[T, E], whether an expert has a slot in each tier."""
@@ -374,17 +426,26 @@ class CachedExperts(Experts):
         _, state = vmap_decide(policy, cache.state, together)
         return carry._replace(cache=dataclasses.replace(cache, state=state), deferred=())
 
+    def _by_row(self, layer: Index, values: jax.Array) -> jax.Array:
+        """Values of a layer's experts [E], or of a device's own in the order of its rows."""
+        if self._handed_out is None:
+            return values
+        return self._handed_out.by_row(layer, values, self.spec.cache.num_experts)
+
     def _predicted(
         self, carry: _CacheCarry, layer: LayerIndex, predicted: Routing, token_mask: jax.Array
     ) -> jax.Array:
         """Predicts the experts of the next layer's router (DyMoE eq. 6-8)."""
         rows, most_ahead = self._rows[0], self._tiers[0].most_ahead
+        assert layer.next_moe is not None
         scores = jnp.where(token_mask[:, None], prefetch_scores(predicted, self.config), 0.0)
-        ids = jax.lax.top_k(jnp.sum(scores, axis=0), most_ahead)[1]
+        mass = self._by_row(layer.next_moe.mlp, jnp.sum(scores, axis=0))
+        ids = jax.lax.top_k(mass, most_ahead)[1]
         if rows.replay_ahead is None or not self._replays(carry, len(token_mask)):
             return ids
-        assert layer.next_moe is not None
         row = rows.replay_ahead[carry.replayed, layer.next_moe.mlp, :most_ahead]
+        if self._handed_out is not None:
+            row = self._handed_out.rows(layer.next_moe.mlp, row)
         return _replay_after(ids[: len(row)], row)
 
     def _candidates(
@@ -398,13 +459,30 @@ class CachedExperts(Experts):
 
         def wanted() -> jax.Array:
             # Experts that the tier holds count too, so that a prefetch takes no slot of theirs.
-            asked = ahead == tier
+            asked = self._by_row(following, ahead == tier)
             if not self.spec.tiers[0].shares_slots:
                 asked &= ~jnp.any(self._resident(pools, following)[:tier], axis=0)
             some, ids = jax.lax.top_k(asked.astype(jnp.int32), limit)
             return jnp.where(some > 0, ids, -1)
 
         return wanted
+
+
+def _partitions(table: jax.Array, slot_of: jax.Array) -> _Partitions:
+    """What all devices have of some layers, joined by one sum.
+
+    Args:
+      table: int32[K, M, E], of `OwnExperts`.
+      slot_of: int32[M, R], local slots of a device's rows.
+    """
+    row = table[0]
+    held = jnp.take_along_axis(slot_of, jnp.maximum(row, 0), axis=1) >= 0
+    is_first = (row >= 0) & (table[1] == 0) if len(table) > 1 else row >= 0
+    here = jnp.where(is_first, jax.lax.axis_index(MESH_AXIS), 0)
+    count, device = jax.lax.psum(
+        jnp.stack([(held & (row >= 0)).astype(jnp.int32), here]), MESH_AXIS
+    )
+    return _Partitions(count == (table[2] if len(table) > 1 else 1), device)
 
 
 def token_importance(

@@ -35,7 +35,7 @@ from moejax.experts.host_store import HostStore
 from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.pinned_memory import check_pinned_limit, host_place
 from moejax.experts.residency import CacheSizes
-from moejax.experts.share_rows import ShareRows
+from moejax.experts.share_rows import OwnRows, ShareRows
 from moejax.experts.state import TierSpec
 from moejax.experts.tiering import (
     STORED,
@@ -105,6 +105,7 @@ def load_limited(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk, num_devices=mesh.size if mesh else 1,
         by_heads=mesh is not None and mesh.splits_heads, is_running=is_running,
+        handed_out=mesh.num_handed_out if mesh else 0,
     )  # fmt: skip
     if not limits.device_gib:
         check_room(budget.device, room_nbytes(device))
@@ -144,9 +145,13 @@ def load_whole(
     if room is not None:
         chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
         count, by_heads = (mesh.size, mesh.splits_heads) if mesh else (1, False)
-        sizes = checkpoint_sizes(checkpoint, chosen, count, by_heads=by_heads)
+        handed_out = mesh.num_handed_out if mesh else 0
+        sizes = checkpoint_sizes(
+            checkpoint, chosen, count, by_heads=by_heads, handed_out=handed_out
+        )
         config = checkpoint.config
-        experts = len(config.moe_layers) * config.num_experts * sizes.expert_nbytes
+        num_experts = handed_out or config.num_experts
+        experts = len(config.moe_layers) * num_experts * sizes.expert_nbytes
         experts += sizes.low_rank_nbytes
         check_room({**sizes.weights_nbytes, "experts": experts}, room)
     return checkpoint.load(dtype=dtype, device=device, progress=progress, mesh=mesh)
@@ -181,18 +186,29 @@ def plan_experts(
     num_devices: int = 1,
     by_heads: bool = False,
     is_running: bool = False,
+    handed_out: int = 0,
 ) -> _Planned:
     """Plans policy, tiers and bytes; arguments and errors as in `load_limited`.
 
-    `by_heads`: whether a mesh splits attention.
+    `by_heads`: whether a mesh splits attention; `handed_out`: experts of a layer that each of its
+    devices has whole, 0: shares of all.
     """
     config = checkpoint.config
+    if handed_out and limits.bulk:
+        raise MoejaxError(
+            f"memory.bulk={limits.bulk}: a mesh that hands experts out moves none between steps; "
+            "leave bulk out, or experts out of mesh"
+        )
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    own = checkpoint_sizes(checkpoint, chosen, num_devices, by_heads=by_heads)
+    own = checkpoint_sizes(
+        checkpoint, chosen, num_devices, by_heads=by_heads, handed_out=handed_out
+    )
+    num_shares = 1 if handed_out else num_devices  # of an expert
     run = RunSizes(
         config=dataclasses.replace(own.config, vocab_size=config.vocab_size),
         weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
         platform=device.platform, itemsize=chosen.itemsize, num_devices=num_devices,
+        handed_out=handed_out,
         stores_scores=stores_scores(config, chosen.itemsize, target_of(device)),
         is_running=is_running,
     )  # fmt: skip
@@ -202,6 +218,8 @@ def plan_experts(
     if tiering is not None:
         if not config.moe_layers:
             raise MoejaxError(f"{checkpoint.directory}: the model has no experts for a policy")
+        if tiering.emulate and handed_out:
+            raise MoejaxError("policy.emulate is of one device: leave experts out of mesh")
         if tiering.emulate and limits.device_gib:
             raise MoejaxError(
                 "policy.emulate keeps every expert on the device, which memory.device_gib would "
@@ -218,10 +236,10 @@ def plan_experts(
             raise MoejaxError(f"the experts do not fit and cannot move: {own.refusal}")
     else:
         tiers = [
-            _sizes(tier, source, tiering, dtype, device, num_devices)
+            _sizes(tier, source, tiering, dtype, device, num_shares)
             for tier, source in zip(stored, sources, strict=True)
         ]
-        if num_devices > 1:
+        if num_shares > 1:
             width = _width_of_shares(stored, sources, tiering, chosen, num_devices)
             run = dataclasses.replace(run, config=dataclasses.replace(run.config, expert_dim=width))
             if config.expert_bias:
@@ -334,7 +352,9 @@ def budget_of_tiers(
         where tiers share slots and experts move between steps.
     """
     config = run.config
-    num_layers, num_experts = run.num_layers, run.num_experts
+    if run.handed_out:
+        _check_partitions(policy, tiers)
+    num_layers, num_experts = run.num_layers, config.num_experts
     spec = PolicySpec(  # as if all were resident
         num_layers=num_layers, num_experts=num_experts, width=config.experts_per_token,
         tiers=tuple(tier.name for tier in tiers), slots=(num_experts,) * len(tiers),
@@ -384,10 +404,12 @@ def _load_tier(
                 f"memory.disk_path={limits.disk_path} holds experts of another form than "
                 f"{checkpoint.directory}: give a copy of it"
             )
-    if mesh is not None:
-        reader = _rows_of(tier, tiering, reader, mesh.size, list(mesh.local))
-    else:
+    if mesh is None or mesh.handed_out is not None:
         reader = _rows_of(tier, tiering, reader)
+    else:
+        reader = _rows_of(tier, tiering, reader, mesh.size, list(mesh.local))
+    if mesh is not None and mesh.handed_out is not None:
+        reader = OwnRows(reader, mesh.handed_out)
     if mesh is not None and any(terms):
         raise MoejaxError(
             f"the experts of {checkpoint.directory} have low-rank compensators, which a mesh does "
@@ -417,6 +439,7 @@ def _load_tier(
     spec = TierSpec(
         cache, limits.prefetch, read, prefetch_in=limits.prefetch_in, refines=own.plane_bits,
         shares_slots=budget.tier.shares_slots,
+        handed_out=own.num_experts if budget.run.handed_out else 0,
     )  # fmt: skip
     place = device if mesh is None else mesh.replicated
     memory = TierMemory(spec, gate_up, down, supply.row_of, place, terms, disk)
@@ -529,6 +552,18 @@ def _check_suits(policy: AnyPolicy, tiers: Sequence[TierSize], spec: PolicySpec)
         ) from error
 
 
+def _check_partitions(policy: AnyPolicy, tiers: Sequence[TierSize]) -> None:
+    """Raises MoejaxError for what a mesh that hands experts out does not serve."""
+    reason = policy.partition_refusal
+    if len(tiers) > 1:
+        reason = f"it has {len(tiers)} tiers"
+    if reason:
+        raise MoejaxError(
+            f"a mesh that hands experts out does not serve this policy: {reason}; or leave experts "
+            "out of mesh"
+        )
+
+
 def _policy_parts(policy: AnyPolicy, run: RunSizes) -> dict[str, int]:
     """Bytes by part that steps take on the device because the policy asks for it."""
     if not policy.needs.importance:
@@ -550,7 +585,8 @@ def _initial_experts(
     """Experts in slots before any token, int32[M, n]; None: no experts.
 
     Every expert where there is room for all; else those that the policy's profile saw most, but for
-    the first `held`, which are in tiers of higher fidelity.
+    the first `held`, which are in tiers of higher fidelity. Where experts are handed out they are
+    rows of each device, whose hottest experts come first.
     """
     if (np.asarray(memory.store.row_of) < 0).any() or not budget.slots or budget.tier.planes > 1:
         return None
@@ -559,5 +595,7 @@ def _initial_experts(
         return np.tile(np.arange(num_experts, dtype=np.int32), (num_layers, 1))
     if activations is None:
         return None
+    if budget.run.handed_out:
+        return np.tile(np.arange(budget.slots, dtype=np.int32), (num_layers, 1))
     order = np.argsort(-np.asarray(activations), axis=1, kind="stable")
     return np.sort(order[:, held : held + budget.slots], axis=1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Rows of experts cut into shares, of which each device of a mesh has its own."""
+"""Rows of experts for a mesh: shares of an expert on each device, or whole experts of its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -69,6 +69,33 @@ class ShareRows:
         parts = (part for i in self._own for part in self._cut(whole, i))
         for view, part in zip(into, parts, strict=True):
             np.copyto(view, part)
+
+    def close(self) -> None:
+        """Closes the source."""
+        self._source.close()
+
+
+class OwnRows:
+    """A `host_store.RowSource` of R rows a layer, each another expert on each device.
+
+    `read` fills the rows of all devices, as that of `ShareRows`; `num_experts` is R.
+    """
+
+    def __init__(self, source: Any, experts: np.ndarray) -> None:
+        """Hands the rows of `source` out, int32[n, M, R]; whoever opened it closes it."""
+        self._source, self._experts = source, experts
+        self.num_layers, self.num_experts = experts.shape[1:]
+        self.uses_jax, self.plane_bits = source.uses_jax, 0
+        self.row, self.row_nbytes = source.row, source.row_nbytes
+        self.gate_up, self.down = source.gate_up, source.down
+
+    def read(
+        self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
+    ) -> None:
+        """Fills one row on each device; see `ExpertReader.read`."""
+        width = len(self.row)
+        for i, own in enumerate(self._experts[:, layer, expert].tolist()):
+            self._source.read(layer, own, into[i * width : (i + 1) * width], check=check)
 
     def close(self) -> None:
         """Closes the source."""

@@ -45,6 +45,9 @@ class TierSpec:
       shares_slots: of the first of two tiers, with `refines`: its rows go to the slots of the next
         one, which then needs not hold every expert. Both have equal `cache`, of 2 planes; this one
         has no arrays and no table of its own.
+      handed_out: on a mesh whose devices have experts of their own (`weights.handed_out`) the
+        experts of a layer of all of them; `cache` is that of one, whose tables and counts are its
+        own, too. 0: all devices have the same tables.
     """
 
     cache: CacheSizes
@@ -56,6 +59,7 @@ class TierSpec:
     prefetch_in: str = BOTH
     refines: int = 0
     shares_slots: bool = False
+    handed_out: int = 0
 
     def looks_ahead(self, is_prefill: bool) -> bool:
         """Whether prefill steps, or decode steps, prefetch for the next layer."""
@@ -161,6 +165,11 @@ class CacheSpec:
     def cache(self) -> CacheSizes:
         """Sizes of the tier of highest fidelity."""
         return self.tiers[0].cache
+
+    @property
+    def num_experts(self) -> int:
+        """Experts among which a router chooses; those of all devices where they are handed out."""
+        return self.tiers[0].handed_out or self.cache.num_experts
 
     def resident(self, tables: Sequence[jax.Array]) -> jax.Array:
         """bool[..., T, E], experts that have slots in each tier.

@@ -60,6 +60,7 @@ from moejax.models.moe import ExpertImpl, default_expert_impl
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
+from moejax.weights.handed_out import table_of
 from moejax.weights.linear import ChoiceRecord, record_choice, recorded_choices
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
 from pallas_kernels.target import Choice, target_of
@@ -143,7 +144,8 @@ class Runner:
       config: the model's shape, with the heads that a device has.
       weights: flat dict of layer-stacked leaves, plain or packed, on `device`.
       device: where it runs; on a mesh the first of its devices.
-      mesh: the devices that have a share of every expert each; None: there is one device.
+      mesh: the devices that have a share of every expert each, or experts of their own; None:
+        there is one device.
       place: where operands of the steps go.
       dtype: of the activations and the cache; that of the norms, which are never packed.
       kernels: which may serve products with packed weights.
@@ -198,6 +200,10 @@ class Runner:
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
         self.mesh = mesh
         self.place: Place = device if mesh is None else mesh.replicated
+        self._own_experts: jax.Array | None = None
+        if mesh is not None and mesh.handed_out is not None:
+            tables = table_of(mesh.handed_out, config.num_experts)
+            self._own_experts = jax.device_put(tables.reshape(-1, *tables.shape[2:]), mesh.split())
         self.programs = CompiledPrograms(lambda function: options[function is steps.decode], mesh)
         self.kernels = kernels or ops.Kernels(target_of(device))
         self._expert_impl = expert_impl
@@ -251,7 +257,7 @@ class Runner:
             return model.project_to_vocab(found.output[:, -1])
 
         experts, rows = (self.memory.pool, self.memory.store) if self.memory else (None, None)
-        operands = steps.StepInputs(self.weights, rows), experts
+        operands = steps.StepInputs(self.weights, rows, self._own_experts), experts
         traced = call if self.mesh is None else self.mesh.map(call, operands, REPLICATED)
         with recorded_choices() as found:
             jax.eval_shape(traced, *operands)
@@ -618,7 +624,7 @@ class Runner:
         memory = self.memory
         with memory.step(failures, max(1, num_tokens)) if memory else contextlib.nullcontext():
             experts, rows = (memory.pool, memory.store) if memory else (None, None)
-            inputs = steps.StepInputs(self.weights, rows)
+            inputs = steps.StepInputs(self.weights, rows, self._own_experts)
             results: Any = REPLICATED
             if self.mesh is not None:
                 results = steps.StepResult(specs_of(state), specs_of(experts), _WHOLE, _WHOLE)

@@ -27,6 +27,7 @@ from moejax.models.config import ModelConfig, Pages
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.moe import Experts, ResidentExperts
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
+from moejax.weights.handed_out import OwnExperts
 from moejax.weights.qtensor import Weight
 
 
@@ -207,6 +208,8 @@ class StepInputs(NamedTuple):
 
     weights: Weights
     rows: tuple[HostRows, ...] | None  # of the expert cache, of each tier
+    # int32[K, M, E], see `handed_out.OwnExperts`; None: a device has all experts, or shares of all
+    own_experts: jax.Array | None = None
 
 
 class StepResult(NamedTuple, Generic[State]):
@@ -301,14 +304,17 @@ def run_layers(
     """
     num_prefilled = tokens.size if tokens.shape[1] > 1 else None
     run: Experts | None = None
+    own = None if inputs.own_experts is None else OwnExperts(inputs.own_experts)
     if program.experts is not None:
         assert experts is not None and inputs.rows is not None
         run = CachedExperts(
             program.experts, model.config, experts, inputs.rows, spec.tiers or (spec.experts,),
-            model.kernels, num_prefilled=num_prefilled,
+            model.kernels, num_prefilled=num_prefilled, handed_out=own,
         )  # fmt: skip
+    elif own is not None or program.record is not None:
+        run = ResidentExperts(model.moe, spec.experts, handed_out=own)
     if program.record is not None:
-        run = run or ResidentExperts(model.moe, spec.experts)
+        assert run is not None
         run = RecordingExperts(program.record, model.config, run, num_prefilled)
     cache, hidden, carry, records = model(tokens, positions, mask, cache, spec, run, lengths)
     recorded = None

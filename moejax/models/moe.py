@@ -39,6 +39,7 @@ from moejax.models.expert_products import (
 from moejax.models.layer_index import LayerIndex
 from moejax.models.stacked import StackedModule
 from moejax.weights import linear as ops
+from moejax.weights.handed_out import OwnExperts
 from moejax.weights.linear import Index, is_new_choice, record_choice
 from moejax.weights.qtensor import Weight
 from pallas_kernels import router_topk
@@ -241,6 +242,7 @@ def _experts_in_pairs(
     gating: Gating = SWIGLU,
     biases: ExpertBiases | None = None,
     out_dtype: jnp.dtype | None = None,
+    handed_out: OwnExperts | None = None,
 ) -> jax.Array:
     """Runs the chosen experts by a form of `products_in_pairs`; [N, D] in `x.dtype`.
 
@@ -250,6 +252,9 @@ def _experts_in_pairs(
     active = jnp.ones(ids.shape, bool)
     if impl != "row":
         active = jnp.broadcast_to(token_mask[:, None], ids.shape)
+    if handed_out is not None:
+        ids, mine = handed_out.of_pairs(experts.layer, ids)
+        active &= mine
     own = None if biases is None else biases.of_pairs(experts.layer, ids)
     pairs, num_experts = ExpertPairs(ids, active, None, own), experts.gate_up.shape[1]
     products = products_in_pairs(x, pairs, experts, num_experts, impl, implementation, gating)
@@ -393,12 +398,17 @@ class SparseMoe(StackedModule):
         token_mask: jax.Array,
         impl: ExpertImpl,
         out_dtype: jnp.dtype | None = None,
+        handed_out: OwnExperts | None = None,
     ) -> jax.Array:
-        """Runs the chosen experts on N tokens: [N, D] in `out_dtype`; None: in `x.dtype`."""
+        """Runs the chosen experts on N tokens: [N, D] in `out_dtype`; None: in `x.dtype`.
+
+        Those of a device alone where they are `handed_out`.
+        """
         gate_up, down = self.gate_up[...], self.down[...]
         chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
         record_experts(0, impl, (gate_up, down), chosen)
         if impl == "dense":
+            assert handed_out is None
             gating, biases = self.config.gating, self.biases
             out = _experts_dense(x, routing, gate_up, down, layer, gating, biases)
             return out if out_dtype is None else out.astype(out_dtype)
@@ -407,7 +417,7 @@ class SparseMoe(StackedModule):
         experts = ExpertStacks(gate_up, down, layer)
         return _experts_in_pairs(
             x, routing, experts, token_mask, impl, chosen.implementation, self.config.gating,
-            self.biases, out_dtype,
+            self.biases, out_dtype, handed_out,
         )  # fmt: skip
 
 
@@ -469,21 +479,25 @@ class ResidentExperts(Experts):
         moe: SparseMoe | None,
         impl: ExpertImpl,
         record: Callable[[jax.Array, Routing], Any] = lambda x, routing: None,
+        handed_out: OwnExperts | None = None,
     ):
         """Needs no carry.
 
         Args:
           moe: None of a model without sparse layers.
           record: of a layer's input and its routing gives the layer's record.
+          handed_out: where a device has some experts alone; not for the form "dense".
         """
         self._moe, self._impl, self._record = moe, impl, record
+        self._handed_out = handed_out
 
     def route(
         self, carry: Any, moe: SparseMoe, layer: Index, x: jax.Array, *, is_ahead: bool = False
     ) -> Routing:
         """Routes tokens, as `Experts.route`."""
         first_slot = None
-        if self._impl == "grouped_kernel" and isinstance(layer, int) and layer and not is_ahead:
+        is_offset = self._impl == "grouped_kernel" and self._handed_out is None
+        if is_offset and isinstance(layer, int) and layer and not is_ahead:
             first_slot = jnp.int32(layer * moe.gate_up.shape[1])
         return moe.route(x, layer, first_slot)
 
@@ -491,7 +505,9 @@ class ResidentExperts(Experts):
         """Runs a layer's experts, as `Experts`."""
         assert self._moe is not None
         layer, x, routing, token_mask, *_ = inputs
-        out = self._moe(x, routing, layer.mlp, token_mask, self._impl, inputs.out_dtype)
+        out = self._moe(
+            x, routing, layer.mlp, token_mask, self._impl, inputs.out_dtype, self._handed_out
+        )
         return out, carry, self._record(x, routing)
 
 

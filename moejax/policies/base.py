@@ -81,6 +81,9 @@ class Observation:
       tables: int32[M, K], K >= E, with a single tier: the slot of each expert in all layers, -1 for
         none. A kernel that reads it instead of `resident` saves a launch. None: not available.
       is_prefill: static.
+      partition: int32[E], on a mesh that hands experts out the device that has each one, the first
+        of several; then `resident` has those that are resident on all devices that have them.
+        None: nothing is handed out.
     """
 
     layer: jax.Array
@@ -93,6 +96,7 @@ class Observation:
     predicted: jax.Array | None = None
     tables: jax.Array | None = None
     is_prefill: bool = dataclasses.field(default=False, metadata={"static": True})
+    partition: jax.Array | None = None
 
 
 class Decision(NamedTuple):
@@ -177,6 +181,14 @@ class Policy(abc.ABC, Generic[State]):
     def high_serves_low(self) -> bool:
         """Whether a high copy may serve a pair that asks for a lower tier (DyMoE 4.4.2)."""
         return False
+
+    @property
+    def partition_refusal(self) -> str | None:
+        """Reason not to serve a mesh that hands experts out, or None.
+
+        There every device makes each decision alike, and nothing moves between steps.
+        """
+        return f"{self.name} does not decide by partition"
 
     @property
     def needs(self) -> Needs:

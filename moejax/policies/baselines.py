@@ -105,6 +105,10 @@ class OnDemand(Policy[_OnDemandState]):
         check_number("prefetch", self.prefetch, 0, integer=True)
 
     @property
+    def partition_refusal(self) -> None:
+        """Serves experts that are handed out."""
+
+    @property
     def needs(self) -> Needs:
         """Names what the engine must compute, as `Policy.needs`."""
         return Needs(predicted=self.prefetch > 0)

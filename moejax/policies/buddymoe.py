@@ -118,7 +118,9 @@ def _buddy_score(
     candidates: jax.Array,  # int32[N, A, H], of `_candidates_of`
     q: jax.Array,  # float32[N, A, H], of each candidate
     logits: jax.Array,  # float32[N, E], of `_normalized_logits`
-    hops: jax.Array,  # float32[E], partitions between the tokens' device and each expert's
+    # float32[E], partitions between the tokens' device and each expert's, or of each candidate,
+    # [N, A, H]
+    hops: jax.Array,
     eta: jax.Array,  # float32[]
     kappa: jax.Array,  # float32[]
 ) -> jax.Array:
@@ -129,7 +131,8 @@ def _buddy_score(
     safe = jnp.maximum(candidates, 0)
     flat = safe.reshape(len(safe), -1)
     local = jnp.take_along_axis(logits, flat, axis=1, mode="clip").reshape(safe.shape)
-    psi = q * (1 + eta * local) * (1 - kappa * hops.at[safe].get(mode="clip"))
+    of_each = hops if hops.ndim == safe.ndim else hops.at[safe].get(mode="clip")
+    psi = q * (1 + eta * local) * (1 - kappa * of_each)
     return jnp.where(candidates >= 0, psi, 0.0)
 
 
@@ -372,6 +375,15 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         check_number("max_requests", self.max_requests, 0, 2**20, integer=True)
 
     @property
+    def partition_refusal(self) -> str | None:
+        """Names the first setting that is of one device."""
+        if self.max_requests:
+            return f"nothing moves between steps, but max_requests={self.max_requests}: set 0"
+        if self.bypass_bytes is not None:
+            return "bypass_bytes are those of one link: give beta"
+        return "hops are those of the mesh: leave hops out" if self.hops else None
+
+    @property
     def needs(self) -> Needs:
         """Names what the engine must compute, as `Policy.needs`."""
         return Needs(predicted=self.prefetch != 0)
@@ -471,7 +483,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             found, state = self._searched(state, o, resident, given)
         else:
             missing = asked & ~resident.at[o.ids].get(mode="clip")
-            wanted = missing & self._passes(state, o, resident, asked)[:, None]
+            wanted = missing & self._passes(state, o, resident, asked)
             found = self.search(state, o, resident, wanted)
         ids, weights = found.ids, o.weights
         if state.gains is not None:
@@ -505,18 +517,22 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def _passes(
         self, state: BuddyState, o: Observation, resident: jax.Array, asked: jax.Array
     ) -> jax.Array:
-        """Mask bool[N] of tokens that both gates let be replaced."""
+        """Mask of what both gates let be replaced: tokens bool[N, 1], or pairs bool[N, A]."""
         settings = state.settings
         chosen = buddy_gates.chosen_probabilities(o.probabilities, o.ids, settings.temperature)
         passes = buddy_gates.tolerates(chosen, settings.tau[o.layer], settings.margin)
-        if self._is_bypassed:
-            passes &= self._is_cheap(state, o, resident, asked)
-        return passes
+        if not self._is_bypassed:
+            return passes[:, None]
+        cheap = self._is_cheap(state, o, resident, asked)
+        return passes[:, None] & cheap if cheap.ndim else (passes & cheap)[:, None]
 
     def _is_cheap(
         self, state: BuddyState, o: Observation, resident: jax.Array, asked: jax.Array
     ) -> jax.Array:
-        """Distribution gate, bool[]: few enough experts are missing for buddies."""
+        """Distribution gate, bool[]: few enough experts are missing for buddies.
+
+        With partitions bool[N, A], by the share of the partition of each pair's expert.
+        """
         requested = buddy_gates.requested_experts(o.ids, asked, len(resident))
         s = state.settings
         if self.bypass_bytes is None:
@@ -524,7 +540,11 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         else:
             mean = state.missing / jnp.maximum(state.steps, 1.0)
             beta = buddy_gates.beta_within(mean, s.bypass_bytes / s.expert_bytes)
-        return buddy_gates.missing_share(requested, resident) < beta
+        if o.partition is None:
+            return buddy_gates.missing_share(requested, resident) < beta
+        same = o.partition[:, None] == o.partition[None]
+        share = jax.vmap(buddy_gates.missing_share, (0, None))(same & requested[None], resident)
+        return (share < beta)[o.ids]
 
     @property
     def _is_bypassed(self) -> bool:
@@ -548,6 +568,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         s = state.settings
         if self._is_bypassed:
             asked = jnp.broadcast_to(allowed.reshape(len(o.ids), -1), o.ids.shape)
+            allowed = asked if o.partition is not None else allowed
             allowed &= self._is_cheap(state, o, resident, asked)
         held = resident if o.tables is None else o.tables
         found = buddy_search.search(
@@ -576,8 +597,11 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         if not self._is_scored:
             return Candidates(ids)
         logits = _normalized_logits(o.probabilities)
-        q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
-        return Candidates(ids, _buddy_score(ids, q, logits, state.hops, *weights))
+        q, weights, hops = state.q[o.layer][o.ids], (settings.eta, settings.kappa), state.hops
+        if o.partition is not None:  # any two devices of a host are one hop apart
+            buddys = o.partition.at[ids].get(mode="clip")
+            hops = (buddys != o.partition[o.ids][..., None]).astype(jnp.float32)
+        return Candidates(ids, _buddy_score(ids, q, logits, hops, *weights))
 
     def _counted(
         self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array

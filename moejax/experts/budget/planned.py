@@ -36,6 +36,7 @@ class RunSizes:
     num_devices: int = 1  # of a mesh; bytes of the device are those of each, the host's of all
     is_running: bool = False  # whether rows come and go, in a cache of pages
     num_pages: int = 0  # pages of a running batch; 0 until they are planned
+    handed_out: int = 0  # experts of a layer that each of them has whole; 0: all, or shares of all
 
     @property
     def is_cpu(self) -> bool:
@@ -75,8 +76,8 @@ class RunSizes:
 
     @property
     def num_experts(self) -> int:
-        """Number of experts of a layer, E."""
-        return self.config.num_experts
+        """Number of experts of a layer that a device has, E."""
+        return self.handed_out or self.config.num_experts
 
     @property
     def embeddings_nbytes(self) -> int:
@@ -267,6 +268,8 @@ def describe(budget: Budget) -> list[str]:
         head += f", {run.num_pages} pages of {PAGE} tokens"
     if run.num_devices > 1:
         head += f", each of {run.num_devices} devices"
+        if run.handed_out:
+            head += f" with {run.handed_out} of {run.config.num_experts} experts of a layer"
     lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]
     width = 40 if is_alone else 46  # a tier's name ends its parts
     limits = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}

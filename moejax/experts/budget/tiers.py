@@ -356,7 +356,7 @@ def _planned(
             host=only.host,
             disk=only.disk,
         )
-    num_experts, names = run.config.num_experts, tuple(tier.name for tier in tiers)
+    num_experts, names = run.num_experts, tuple(tier.name for tier in tiers)
     shares = tiers[0].shares_slots
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
 

@@ -2,6 +2,7 @@
 
     python -m scripts.studies.speed.check_mesh --devices=2
     python -m scripts.studies.speed.check_mesh --devices=2,heads
+    python -m scripts.studies.speed.check_mesh --devices=2,experts
     python -m scripts.studies.speed.check_mesh --devices=2 --shape=tiny --group_size=32
 
 Prints the relative difference of the logits of mesh and device, and how many greedy tokens agree;
@@ -9,6 +10,7 @@ whether experts in slots change a bit on the mesh; the time of a decode step of 
 error where a bit differs, or the median token's logits by over 3 %.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +25,9 @@ from moejax.devices import DeviceMesh, choose_device, make_mesh
 from moejax.errors import MoejaxError
 from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.host_store import HostStore
+from moejax.experts.placement import handed_out
 from moejax.experts.residency import CacheSizes
-from moejax.experts.share_rows import ShareRows
+from moejax.experts.share_rows import OwnRows, ShareRows
 from moejax.experts.state import TierSpec
 from moejax.inference.batch import RowBatch, raise_errors
 from moejax.inference.generation import GenerationSettings
@@ -46,29 +49,44 @@ MOST_ERROR = 0.03  # of bfloat16 sums in another order, over a few layers
 
 
 def split(
-    rows: ShareRows, weights: dict[str, Any], mesh: DeviceMesh, config: ModelConfig
+    rows: ShareRows | OwnRows, weights: dict[str, Any], mesh: DeviceMesh, config: ModelConfig
 ) -> dict[str, Any]:
-    """Weights on a mesh: a share of every expert on each device, and all else."""
+    """Weights on a mesh: a share of every expert, or its own experts, on each device; all else."""
     found: dict[str, Any] = on_mesh(
         {name: leaf for name, leaf in weights.items() if name not in EXPERT_LEAVES}, mesh, config
     )
-    for name, take in zip(EXPERT_LEAVES, (rows.shares.gate_up, rows.shares.down), strict=True):
+
+    def part_of(name: str, host: Any, device: int) -> Any:
+        if isinstance(rows, ShareRows):
+            take = rows.shares.gate_up if name == EXPERT_LEAVES[0] else rows.shares.down
+            return take(host, device)
+        assert mesh.handed_out is not None
+        layers = np.arange(rows.num_layers)[:, None]
+        return jax.tree.map(lambda leaf: leaf[layers, mesh.handed_out[device]], host)
+
+    for name in EXPERT_LEAVES:
         host = jax.tree.map(np.asarray, weights[name])
-        parts = [jax.device_put(take(host, i), device) for i, device in enumerate(mesh.devices)]
+        parts = [
+            jax.device_put(part_of(name, host, i), device) for i, device in enumerate(mesh.devices)
+        ]
         found[name] = jax.tree.map(lambda *leaves: mesh.join(leaves), *parts)
     return found
 
 
-def in_slots(rows: ShareRows, mesh: DeviceMesh, slots: int, transient: int) -> ExpertMemory:
+def in_slots(
+    rows: ShareRows | OwnRows, mesh: DeviceMesh, slots: int, config: ModelConfig
+) -> ExpertMemory:
     """Experts in host memory, some of them in slots."""
     store = HostStore(rows, rows.num_layers * rows.num_experts, mesh.devices[0], mesh)
     store.fill(progress=False)
     cache = CacheSizes(
         num_layers=rows.num_layers, num_experts=rows.num_experts, slots=slots,
-        transient=transient, banks=1,
+        transient=config.experts_per_token, banks=1,
     )  # fmt: skip
-    stacks = rows.weights(store.arrays)
-    return ExpertMemory([TierMemory(TierSpec(cache), *stacks, store.row_of, mesh.replicated)])
+    forms = rows.gate_up, rows.down
+    stacks = jax.tree.unflatten(jax.tree.structure(forms), store.arrays)
+    spec = TierSpec(cache, handed_out=config.num_experts if mesh.num_handed_out else 0)
+    return ExpertMemory([TierMemory(spec, *stacks, store.row_of, mesh.replicated)])
 
 
 def answers(runner: Runner, prompts: list[list[int]]) -> tuple[np.ndarray, float]:
@@ -92,11 +110,17 @@ def main(_: Sequence[str]) -> None:
     bits = _BITS.value
     packing = Packing(bits=bits, attention_bits=bits, group_size=_GROUP_SIZE.value)
     weights = random_weights(config, packing, device)
-    rows = ShareRows(WholeExperts(weights[EXPERT_LEAVES[0]], weights[EXPERT_LEAVES[1]]), mesh.size)
+    whole = WholeExperts(weights[EXPERT_LEAVES[0]], weights[EXPERT_LEAVES[1]])
+    rows: ShareRows | OwnRows
+    if (experts := handed_out(_DEVICES.value, config)) is None:
+        rows = ShareRows(whole, mesh.size)
+    else:
+        mesh = dataclasses.replace(mesh, handed_out=experts)
+        rows = OwnRows(whole, experts)
     shared = split(rows, weights, mesh, config)
     dense = {name: leaf for name, leaf in shared.items() if name not in EXPERT_LEAVES}
-    slots = max(1, config.num_experts * _SLOTS.value // 8)
-    memory = in_slots(rows, mesh, slots, config.experts_per_token)
+    slots = max(1, rows.num_experts * _SLOTS.value // 8)
+    memory = in_slots(rows, mesh, slots, config)
     runners = (
         Runner(config, weights, device),
         Runner(config, shared, device, mesh=mesh),
@@ -119,7 +143,7 @@ def main(_: Sequence[str]) -> None:
         f"{100 * equal:.0f} % of greedy tokens agree"
     )
     print(
-        f"{slots} of {config.num_experts} experts in slots: {'no' if same else 'SOME'} bit differs "
+        f"{slots} of {rows.num_experts} experts in slots: {'no' if same else 'SOME'} bit differs "
         "from all resident"
     )
     print(f"ms a step of {BATCH} tokens: {times} (one device, mesh, mesh with slots)", flush=True)

@@ -3,8 +3,8 @@
 #   scripts/studies/speed/two_gpus.sh OUT                              # rows: OUT/*.jsonl, logs: OUT/*.log
 #   scripts/studies/speed/two_gpus.sh OUT Mixtral-8x7B "(8.,12.,16.)"    # another shape and its budgets
 # First what checks the mesh; then one GPU, resident on card 0 and under budgets on card 1, at once; then
-# both, as a mesh of MESH (2; 2,heads splits attention). A part that takes too long is stopped, and what it
-# measured stays.
+# both, as a mesh of MESH (2; 2,heads splits attention; 2,experts hands experts out). A part that takes too
+# long is stopped, and what it measured stays.
 set -u
 out=$1 mesh=${MESH:-2} name=${2:-Qwen3-30B-A3B} gib=${3:-(4.,8.,12.)} python=${PYTHON:-python3}
 mkdir -p "$out"

@@ -1,0 +1,234 @@
+"""Experts handed out whole to the devices of a mesh: they answer as one device does."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax import Engine
+from moejax.devices import MESH_AXIS, device_nbytes, make_mesh
+from moejax.experts.budget import Limits
+from moejax.experts.tiering import Tiering
+from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.routing.profile_file import FILE_NAME, save_buddies
+from moejax.weights.handed_out import OwnExperts, hand_out, rows_of_each, table_of
+from tests import hf_checkpoints, slow
+from tests.buddy_profiles import random_profile
+from tests.folder_case import FolderTestCase
+from tests.hf_checkpoints import TinyCheckpoint
+from tests.mesh_test import CONFIGS, PROMPTS, QWEN, TOKENS, Packed
+from tests.quantized_stores import Plain
+
+# One group of 48, which no mesh cuts.
+NARROW = dataclasses.replace(QWEN, expert_dim=48, num_experts=12)
+HOW: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
+
+
+class PlacementTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (2, 6, 0), (3, 8, 0), (8, 8, 0), (4, 6, 0), (8, 12, 3), (5, 7, 1), (4, 6, 4)
+    )
+    def test_each_pair_runs_once(self, count, num_experts, more):
+        rng = np.random.default_rng(num_experts)
+        rows = rows_of_each(num_experts, count, more)
+        for load in (np.ones((2, num_experts)), rng.random((2, num_experts)) ** 4):
+            experts = hand_out(load, count, rows)
+            self.assertEqual(experts.shape, (count, 2, rows))
+            for layer in (0, 1):
+                held = experts[:, layer]
+                self.assertTrue(all(len(set(row)) == rows for row in held.tolist()))
+                copies = np.bincount(held.ravel(), minlength=num_experts)
+                self.assertGreater(copies.min(), 0)
+                hot = copies > 1
+                if hot.any() and not hot.all():  # none that has one has the load of two
+                    by_copy = load[layer] / copies
+                    self.assertLessEqual(load[layer][~hot].max(), 2 * by_copy[hot].max())
+                heat = (load[layer] / copies)[held]
+                self.assertTrue((np.diff(heat, axis=1) <= 0).all())
+            ids = np.stack([rng.permutation(num_experts)[:3] for _ in range(9)]).astype(np.int32)
+            found = []
+            for device, table in enumerate(table_of(experts, num_experts)):
+                own = OwnExperts(jnp.asarray(table))
+                row, mine = map(np.asarray, own.of_pairs(1, jnp.asarray(ids)))
+                np.testing.assert_array_equal(experts[device, 1][row][mine], ids[mine])
+                values = own.by_row(1, jnp.arange(num_experts), rows)
+                np.testing.assert_array_equal(values, experts[device, 1])
+                found.append(mine)
+            np.testing.assert_array_equal(np.sum(found, axis=0), np.ones_like(ids))
+
+    def test_loads_are_even(self):
+        load = np.random.default_rng(0).zipf(1.5, (3, 64)).clip(max=50).astype(float)
+        experts = hand_out(load, 4, 16)
+        for layer in range(3):
+            carried = load[layer][experts[:, layer]].sum(axis=1)
+            self.assertLess(carried.max(), 1.05 * carried.mean())
+
+
+class HandedOutTest(FolderTestCase):
+    def load(self, **how: Any) -> Engine:
+        engine = Engine.from_pretrained(
+            self.directory, dtype="float32", platform="cpu", progress=False, **how
+        )
+        self.addCleanup(engine.close)
+        return engine
+
+    def assert_equal_answers(self, one: Engine, other: Engine) -> None:
+        expected, found = one.logits(TOKENS), other.logits(TOKENS)
+        self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
+        answers = [[a.tokens for a in engine.generate(PROMPTS, **HOW)] for engine in (one, other)]
+        self.assertEqual(*answers)
+
+    @slow.where(lambda case: case != ("narrow", "int4", "8,experts"))
+    @parameterized.parameters(
+        (("narrow", "int4", "8,experts"),),  # more devices than groups; hot ones have copies
+        (("narrow", "plain", "4,experts+2"),),
+        (("narrow", "plain", "2,experts,heads"),),
+        (("shared", "plain", "2,experts"),),
+        (("latent", "plain", "4,experts"),),
+        (("sigmoid", "int2", "8,experts"),),
+    )
+    def test_a_mesh_answers_as_one_device(self, case):
+        kind, form, mesh = case
+        config = NARROW if kind == "narrow" else CONFIGS[kind]
+        store = Plain(config) if form == "plain" else Packed(config, int(form[3:]))
+        store.write(self.directory)
+        one, several = self.load(), self.load(mesh=mesh)
+        self.assert_equal_answers(one, several)
+        count = len(several._runner.mesh.devices)
+        rows = several._runner.mesh.num_handed_out
+        for name in EXPERT_LEAVES:
+            whole, own = one.weights[name], several.weights[name]
+            for every, parts in zip(jax.tree.leaves(whole), jax.tree.leaves(own), strict=True):
+                self.assertEqual(parts.shape[0], count * every.shape[0])
+                self.assertEqual(parts.shape[1], rows)
+
+    @slow.where(lambda case: case != ("2,experts", {"slots": 2, "prefetch": 1}))
+    @parameterized.parameters(
+        (("2,experts", {"slots": 2, "prefetch": 1}),),
+        (("4,experts+1", {"slots": 1}),),
+        (("8,experts", {"slots": 0}),),
+    )
+    def test_residency_is_invisible(self, case):
+        mesh, limits = case
+        Plain(NARROW).write(self.directory)
+        expected, some = self.load(mesh=mesh), self.load(mesh=mesh, limits=Limits(**limits))
+        np.testing.assert_array_equal(some.logits(TOKENS), expected.logits(TOKENS))
+        self.assertGreater(some.ledger.total("needed"), 0)
+        if "+" not in mesh and limits["slots"]:  # no expert is needed on two devices
+            alone = self.load(limits=Limits(slots=4))
+            alone.logits(TOKENS)
+            found = [
+                [layer["needed"] for layer in engine.ledger.layers] for engine in (alone, some)
+            ]
+            self.assertEqual(*found)
+        answers = [[a.tokens for a in e.generate(PROMPTS, **HOW)] for e in (expected, some)]
+        self.assertEqual(*answers)
+        self.assert_planned(some)
+
+    def assert_planned(self, engine: Engine) -> None:
+        """Planned bytes are allocated bytes, on each device."""
+        runner, budget = engine._runner, engine.budget
+        for name, nbytes in budget.run.weights_nbytes.items():
+            leaf = engine.weights.get(name, runner._own_experts)
+            self.assertEqual(device_nbytes(leaf), nbytes, name)
+        [tier] = runner.memory.tiers
+        planned = budget.device["expert slots"] + budget.device["transient slots"]
+        self.assertEqual(device_nbytes(tier.pool.banks), planned)
+        tables = (tier.pool.residency, tier.pool.counts, tier.store.row_of)
+        [name] = [name for name in budget.device if name.startswith("residency")]
+        self.assertEqual(device_nbytes(tables), budget.device[name])
+        rows = sum(leaf.nbytes for leaf in jax.tree.leaves((tier.store.gate_up, tier.store.down)))
+        self.assertEqual(rows, budget.host["experts"])
+
+    @slow.where(lambda kappa: kappa > 0)
+    @parameterized.parameters(0.0, 1.0)
+    def test_buddies_of_other_devices(self, kappa):
+        """Nothing is fetched, so one device with the same residents decides the same.
+
+        With kappa 1 it is one whose lists have buddies of the missing expert's device alone.
+        """
+        Plain(NARROW).write(self.directory)
+        profile = random_profile(len(NARROW.moe_layers), 12)
+        load = np.linspace(9, 8, 12, dtype=np.float32)  # so the hottest are spread
+        activity = dataclasses.replace(
+            profile.activity, activations=np.tile(load, (len(NARROW.moe_layers), 1))
+        )
+        save_buddies(self.directory / FILE_NAME, dataclasses.replace(profile, activity=activity))
+        settings = {"fall_back": "drop", "max_requests": 0}
+        buddies = Tiering(policy="buddymoe", settings=settings | {"kappa": kappa}, slots=(2,))
+        several = self.load(mesh="2,experts", policy=buddies)
+        found = several.logits(TOKENS)
+        device = np.zeros(12, int)
+        device[several._runner.mesh.handed_out[1, 0]] = 1
+        if kappa:
+            lists, ids = profile.lists, profile.lists.ids
+            apart = (ids >= 0) & (device[ids] != device[None, :, None])
+            # Those that stay come first.
+            order = np.argsort(apart | (ids < 0), axis=-1, kind="stable")
+            kept = np.take_along_axis(np.where(apart, -1, ids), order, -1)
+            q = np.where(kept >= 0, np.take_along_axis(lists.q, order, -1), 0)
+            profile = dataclasses.replace(profile, lists=type(lists)(kept, q))
+        save_buddies(self.directory / FILE_NAME, dataclasses.replace(profile, activity=activity))
+        one = self.load(policy=Tiering(policy="buddymoe", settings=settings, slots=(4,)))
+        expected = one.logits(TOKENS)
+        self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
+        ledgers = [engine.ledger for engine in (one, several)]
+        np.testing.assert_allclose(ledgers[0].gate, ledgers[1].gate, rtol=1e-4)
+        self.assertGreater(ledgers[1].shares["substituted"], 0)
+        self.assertEqual(ledgers[1].total("admitted"), 0)
+
+    @pytest.mark.slow
+    def test_biases_go_with_their_experts(self):
+        spec = TinyCheckpoint(
+            family="gpt_oss", fields={"num_hidden_layers": 2, "initializer_range": 0.2}
+        )
+        hf_checkpoints.write_random_checkpoint(spec, self.directory, seed=0)
+        self.assert_equal_answers(self.load(), self.load(mesh="4,experts"))
+
+    def test_refusals(self):
+        Plain(NARROW).write(self.directory)
+        with self.assert_one_line("width 48 has 6 groups of 8, too few for a mesh of 8"):
+            self.load(mesh="8")
+        few = Limits(slots=1)
+        for said, how in (
+            ("experts+9 is more than a layer has: 12", {"mesh": "2,experts+9"}),
+            ("must be a number of devices", {"mesh": "experts"}),
+            ("must be a number of devices", {"mesh": "2,experts,experts+1"}),
+            ("host_gib=1e-05 is too little", {"limits": Limits(slots=1, host_gib=1e-5)}),
+            ("memory.bulk=2: a mesh that hands", {"limits": Limits(slots=1, bulk=2)}),
+            ("emulate is of one device", {"policy": Tiering(slots=(2,), emulate=True)}),
+            (
+                "does not serve this policy: it has 2 tiers",
+                {"policy": Tiering(policy="dymoe", tiers=("int4", "int2"), group_size=16)},
+            ),
+            (
+                "resident does not decide by partition",
+                {"policy": Tiering(policy="resident"), "limits": None},
+            ),
+        ):
+            with self.assert_one_line(said):
+                self.load(**{"mesh": "2,experts", "limits": few} | how)
+        save_buddies(self.directory / FILE_NAME, random_profile(len(NARROW.moe_layers), 12))
+        with self.assert_one_line("nothing moves between steps, but max_requests=4: set 0"):
+            self.load(mesh="2,experts", policy=Tiering(policy="buddymoe", slots=(2,)))
+
+    def test_a_table_is_of_each_device(self):
+        mesh = make_mesh(2, "cpu")
+        tables = table_of(hand_out(np.ones((1, 4)), 2, 2), 4)
+        held = jax.device_put(tables.reshape(-1, 1, 4), mesh.split())
+
+        def device_of(table: jax.Array) -> jax.Array:
+            mine = table[0, 0] >= 0
+            index = jnp.where(mine, jax.lax.axis_index(MESH_AXIS), 0)
+            return jax.lax.psum(index, MESH_AXIS)
+
+        found = jax.jit(mesh.map(device_of, held, jax.sharding.PartitionSpec()))(held)
+        np.testing.assert_array_equal(found, [0, 1, 0, 1])
+
+
+if __name__ == "__main__":
+    absltest.main()
