@@ -39,6 +39,7 @@ class Case(NamedTuple):
     rule: str = ""  # "critical", "held", "reused" or "one": by a rule in place of wishes
     fed: bool = True
     shared: bool = False  # two tiers of planes share the slots of the second
+    handed_out: bool = False  # skipped pairs are of expert 0, as where other devices run them
     limit: int = 2  # of a prediction
     steps: int = 150
 
@@ -71,6 +72,8 @@ CASES = {
     "one": Case(3, 9, (5,), 1, 4, banks=2),
     "one_in_waves": Case(2, 9, (3,), 2, 3, transient=2),
     "one_of_all": Case(2, 6, (6,), 2, 2),
+    "one_of_a_mesh": Case(2, 9, (5,), 1, 4, handed_out=True),
+    "one_of_a_mesh_in_waves": Case(2, 9, (3,), 3, 3, transient=2, handed_out=True),
     "hot_and_all": Case(2, 9, (4, 9), 1, 4, banks=2),
     "hot_and_all_cold": Case(2, 9, (5, 9), 1, 4, cold=True),
     "two_caches": Case(2, 12, (6, 7), 2, 3),
@@ -177,7 +180,7 @@ def random_steps(case: Case, seed: int) -> Given:
     full = np.isin(case.slots, (0, case.experts if case.policy else -1))
     arrives[(rng.random(arrives.shape) < 0.7) | full | (not case.fed)] = -1
     predicts = case.shared or (not case.policy and case.slots[0] > 0)
-    return Given(
+    made = Given(
         rng.random(n) >= 0.25 * predicts,
         rng.integers(case.layers, size=n, dtype=np.int32),
         ids,
@@ -190,6 +193,8 @@ def random_steps(case: Case, seed: int) -> Given:
         np.where(rng.random(ahead.shape) < 0.2, -1, ahead),
         arrives,
     )
+    elsewhere = case.handed_out & (made.tier < 0)
+    return made._replace(ids=np.where(elsewhere, 0, ids).astype(np.int32))
 
 
 def rule_of(case: Case, given: Given) -> package.Rule:

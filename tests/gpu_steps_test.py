@@ -49,7 +49,7 @@ class CompilingTest(absltest.TestCase):
         """A sum a layer, and nothing else; pools stay where they are."""
         lines = [line.split() for line in self.printed("mesh").splitlines()]
         found = {line[0]: list(map(int, line[1:])) for line in lines if len(line) == 6}
-        self.assertLen(found, 5)
+        self.assertLen(found, 7)
         for name in ("resident", "slots"):
             one, two = found[f"{name}_1"], found[f"{name}_2"]
             temporary, aliased, donated, launches, sums = two
@@ -57,6 +57,12 @@ class CompilingTest(absltest.TestCase):
             self.assertGreaterEqual(aliased, donated)
             self.assertEqual((one[4], sums), (0, 2))  # of two layers
             self.assertLessEqual(launches, one[3] + 2 * sums)
+        for name, one in (("handed_out", "resident"), ("handed_out_slots", "slots")):
+            temporary, aliased, donated, launches, sums = found[f"{name}_2"]
+            self.assertLess(temporary, found[f"{one}_2"][0] + MOST_BYTES)
+            self.assertGreaterEqual(aliased, donated)
+            self.assertEqual(sums, 2)
+            self.assertLessEqual(launches, found[f"{one}_2"][3] + 2 * 2)  # which pairs run here
         heads, whole = found["heads_2"], found["resident_2"]
         self.assertLess(heads[0], whole[0] + MOST_BYTES)
         self.assertLess(heads[1], 0.51 * whole[1])  # the cache, donated

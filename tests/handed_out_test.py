@@ -10,10 +10,13 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
+from moejax.config.commands import PlanConfig
+from moejax.config.policy import PolicyConfig
 from moejax.devices import MESH_AXIS, device_nbytes, make_mesh
-from moejax.experts.budget import Limits
+from moejax.experts.budget import Limits, describe
 from moejax.experts.tiering import Tiering
 from moejax.models.leaf_kinds import EXPERT_LEAVES
+from moejax.planning import budget_of
 from moejax.routing.profile_file import FILE_NAME, save_buddies
 from moejax.weights.handed_out import OwnExperts, hand_out, rows_of_each, table_of
 from tests import hf_checkpoints, slow
@@ -180,6 +183,16 @@ class HandedOutTest(FolderTestCase):
         np.testing.assert_allclose(ledgers[0].gate, ledgers[1].gate, rtol=1e-4)
         self.assertGreater(ledgers[1].shares["substituted"], 0)
         self.assertEqual(ledgers[1].total("admitted"), 0)
+
+    def test_a_plan_of_a_shape(self):
+        """Eight devices: 16 of 128 experts each, and two more."""
+        config = PlanConfig(shape="Qwen3-30B-A3B", bits=4, mesh="8,experts+2", context=64)
+        budget, one = budget_of(config), budget_of(dataclasses.replace(config, mesh=""))
+        self.assertEqual(budget.device["experts"] * 128, one.device["experts"] * 18)
+        self.assertIn("each of 8 devices with 18 of 128 experts", describe(budget)[0])
+        policy = PolicyConfig(name="dynaexq", tiers=("int4", "int2"))
+        with self.assert_one_line("it has 2 tiers"):
+            budget_of(dataclasses.replace(config, policy=policy))
 
     @pytest.mark.slow
     def test_biases_go_with_their_experts(self):

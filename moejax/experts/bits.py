@@ -71,11 +71,12 @@ def bits_of(
 ) -> BitsPerWeight:
     """Sizes of a loaded model; `memory` holds the experts where `weights` lack them."""
     tiers = dict(zip(memory.spec.names, memory.tiers, strict=True)) if memory else {}
-    num_experts = 0 if memory is None else memory.spec.cache.num_layers
-    num_experts *= 0 if memory is None else memory.spec.cache.num_experts
-    num_shares = memory.mesh.size if memory and memory.mesh else 1
+    num_devices = memory.mesh.size if memory and memory.mesh else 1
     experts = {
-        name: num_shares * num_experts * tier.ledger.expert_bytes
+        name: num_devices
+        * tier.spec.cache.num_layers
+        * tier.spec.cache.num_experts
+        * tier.ledger.expert_bytes
         + sum(leaf.nbytes for leaf in jax.tree.leaves(tier.store.terms))
         for name, tier in tiers.items()
     }

@@ -176,8 +176,8 @@ class Asked(NamedTuple):
     """The experts that a layer runs.
 
     Attributes:
-      ids: int32[N, A], in 0..E - 1; those of a token differ. Under a rule of critical ones by
-        falling importance.
+      ids: int32[N, A], in 0..E - 1; those of a token differ, but for skipped ones. Under a rule of
+        critical ones by falling importance.
       weights: float32[N, A], the router's gate mass, counted by what became of it.
       by: in which tiers; None: all in the first, of one.
       routed_ids: int32[N, A], experts that the router chose; None: `ids`.
