@@ -155,13 +155,13 @@ class CheckpointReader:
         if name in (*EXPERT_LEAVES, *EXPERT_BIASES):
             shares = self.shares(mesh.size)
             gate_up, down = shares.windows(mesh.local)
-            take, window = {
-                EXPERT_LEAVES[0]: (shares.gate_up, gate_up),
-                EXPERT_LEAVES[1]: (shares.down, down),
-                EXPERT_BIASES[0]: (shares.gate_up_bias, EVERYTHING),
-                EXPERT_BIASES[1]: (shares.down_bias, EVERYTHING),
-            }[name]
-            return _Cut(lambda _, weight, i: take(weight, i), window)
+            cuts: dict[str, _Cut] = {
+                EXPERT_LEAVES[0]: _Cut(lambda _, weight, i: shares.gate_up(weight, i), gate_up),
+                EXPERT_LEAVES[1]: _Cut(lambda _, weight, i: shares.down(weight, i), down),
+                EXPERT_BIASES[0]: _Cut(lambda _, bias, i: shares.gate_up_bias(bias, i)),
+                EXPERT_BIASES[1]: _Cut(lambda _, bias, i: shares.down_bias(bias, i)),
+            }
+            return cuts[name]
         if name in HEAD_LEAVES and mesh.splits_heads:
             heads = HeadShares(self.config, mesh.size)
             return _Cut(

@@ -384,7 +384,7 @@ class CachedExperts(Experts):
         return decision, rule, carry._replace(cache=dataclasses.replace(cache, state=state))
 
     def _known(self, carry: _CacheCarry, layer: Index) -> tuple[jax.Array, jax.Array | None]:
-        """What a policy sees of a layer's experts: bool[T, E] resident, and their partition."""
+        """Residents bool[T, E] of a layer and partitions of its experts, for a policy."""
         pools, partitions = carry.cache.tiers, carry.partitions
         if partitions is None:
             return self._servable(pools, layer), None
@@ -469,7 +469,7 @@ class CachedExperts(Experts):
 
 
 def _partitions(table: jax.Array, slot_of: jax.Array) -> _Partitions:
-    """What all devices have of some layers, joined by one sum.
+    """Joins what all devices have of some layers, by one sum.
 
     Args:
       table: int32[K, M, E], of `OwnExperts`.

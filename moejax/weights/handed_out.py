@@ -54,7 +54,8 @@ def hand_out(load: np.ndarray, count: int, rows: int) -> np.ndarray:
       count: n.
       rows: R, of `rows_of_each`.
     """
-    return np.stack([_layer_handed_out(of, count, rows) for of in np.float64(load)], axis=1)
+    layers = np.asarray(load, np.float64)
+    return np.stack([_layer_handed_out(of, count, rows) for of in layers], axis=1)
 
 
 def _layer_handed_out(load: np.ndarray, count: int, rows: int) -> np.ndarray:

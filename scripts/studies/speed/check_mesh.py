@@ -61,8 +61,8 @@ def split(
             take = rows.shares.gate_up if name == EXPERT_LEAVES[0] else rows.shares.down
             return take(host, device)
         assert mesh.handed_out is not None
-        layers = np.arange(rows.num_layers)[:, None]
-        return jax.tree.map(lambda leaf: leaf[layers, mesh.handed_out[device]], host)
+        own = np.arange(rows.num_layers)[:, None], mesh.handed_out[device]
+        return jax.tree.map(lambda leaf: leaf[own], host)
 
     for name in EXPERT_LEAVES:
         host = jax.tree.map(np.asarray, weights[name])
@@ -84,7 +84,7 @@ def in_slots(
         transient=config.experts_per_token, banks=1,
     )  # fmt: skip
     forms = rows.gate_up, rows.down
-    stacks = jax.tree.unflatten(jax.tree.structure(forms), store.arrays)
+    stacks: Any = jax.tree.unflatten(jax.tree.structure(forms), store.arrays)
     spec = TierSpec(cache, handed_out=config.num_experts if mesh.num_handed_out else 0)
     return ExpertMemory([TierMemory(spec, *stacks, store.row_of, mesh.replicated)])
 
