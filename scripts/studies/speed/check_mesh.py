@@ -84,9 +84,9 @@ def in_slots(
         transient=config.experts_per_token, banks=1,
     )  # fmt: skip
     forms = rows.gate_up, rows.down
-    stacks: Any = jax.tree.unflatten(jax.tree.structure(forms), store.arrays)
+    gate_up, down = jax.tree.unflatten(jax.tree.structure(forms), store.arrays)
     spec = TierSpec(cache, handed_out=config.num_experts if mesh.num_handed_out else 0)
-    return ExpertMemory([TierMemory(spec, *stacks, store.row_of, mesh.replicated)])
+    return ExpertMemory([TierMemory(spec, gate_up, down, store.row_of, mesh.replicated)])
 
 
 def answers(runner: Runner, prompts: list[list[int]]) -> tuple[np.ndarray, float]:
