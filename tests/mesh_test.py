@@ -212,7 +212,7 @@ class MeshTest(FolderTestCase):
                 self.assertEqual(array.is_fully_replicated, not is_split, name)
 
     @pytest.mark.slow
-    @parameterized.parameters("2", "2,heads")
+    @parameterized.parameters("2", "2,heads", "2,experts")
     def test_a_running_batch(self, mesh):
         Plain(dataclasses.replace(QWEN, expert_dim=192)).write(self.directory)
         how = {"max_new_tokens": 9, "ignore_eos": True}
