@@ -160,7 +160,7 @@ class Engine:
           policy: decides which experts run, in which stored form; None: those of the router.
           batch: sequences per batch that the limits must hold; more may run out of memory.
           running: the limits hold a running batch (`continuous_batch`) of so many rows instead, in
-            pages.
+            pages; other calls take one sequence then.
           generation_config: settings that a call omits come from the checkpoint's
             generation_config.json; its eos tokens apply either way.
           read_bits: width in which a checkpoint of bit planes is read; 0: the widest.
@@ -206,14 +206,15 @@ class Engine:
                 )
             else:
                 target = target_of(device)
-                chunk = planned_chunk(checkpoint.config, batch, planned, chosen.itemsize, target)
+                together = 1 if running else batch  # in a prefill step
+                chunk = planned_chunk(checkpoint.config, together, planned, chosen.itemsize, target)
                 weights, memory, budget = load_limited(
                     checkpoint, limits or Limits(), policy, dtype=dtype, device=device,
                     batch=batch, context=planned, chunk=chunk, progress=progress, mesh=devices,
                     is_running=running,
                 )  # fmt: skip
                 if budget.limits.device_gib:
-                    sizes = PlannedSizes(batch, planned, chunk, budget.run.num_slots)
+                    sizes = PlannedSizes(batch, planned, chunk, budget.run.num_pages)
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
             device=device, context=context, memory=memory, defaults=defaults, mesh=devices,

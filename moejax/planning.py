@@ -28,7 +28,7 @@ from moejax.experts.load import plan_experts, plan_tiers, tier_of
 from moejax.experts.placement import num_handed_out
 from moejax.experts.tiering import STORED, StoredTier, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
-from moejax.models.attention import stores_scores
+from moejax.models.attention import copies_cache, stores_scores
 from moejax.models.config import ModelConfig
 from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
 from moejax.models.leaf_kinds import VOCABULARY_LEAVES
@@ -60,6 +60,7 @@ def budget_of(config: PlanConfig) -> Budget:
         platform=platform_of(config), itemsize=itemsize, num_devices=mesh_size(config.mesh),
         handed_out=own.handed_out,
         stores_scores=stores_scores(model, itemsize, target_of(_device(config))),
+        copies_cache=copies_cache(model, itemsize, target_of(_device(config))),
         is_running=config.running,
     )  # fmt: skip
     if tiering is None:
@@ -108,7 +109,8 @@ def _sizes(config: PlanConfig, model: ModelConfig, itemsize: int) -> tuple[int, 
     context = _context(config, model)
     if context > model.context_limit:
         raise MoejaxError(f"context={context} is beyond the model's own {model.context_limit}")
-    longest = planned_chunk(model, config.batch, context, itemsize, target_of(_device(config)))
+    batch = 1 if config.running else config.batch  # of a prefill step
+    longest = planned_chunk(model, batch, context, itemsize, target_of(_device(config)))
     return context, min(context, config.chunk or longest)
 
 

@@ -318,15 +318,15 @@ class TurnsTest(absltest.TestCase):
         self.assertEqual(ends[numbers[1]].finish_reason, "length")
 
     def test_a_cache_that_was_not_planned_is_refused(self):
+        apart, running = PlannedSizes(3, 100, 32), PlannedSizes(3, 100, 32, 8)
+        apart.check(3, 100)
+        running.check(3, 100, Pages(8, PAGE))
+        running.check(1, 100)
         for planned, pages, mend in (
-            (PlannedSizes(3, 100, 32, 300), Pages(8, PAGE), ""),
-            (PlannedSizes(3, 100, 32, 255), Pages(8, PAGE), "256 slots, .* 255: .*running=True"),
-            (PlannedSizes(3, 100, 32, 299), None, "300 slots, .* 299: .*running=False"),
+            (apart, Pages(8, PAGE), "come and go: load with running=True"),
+            (running, None, "begin together: load with running=False"),
         ):
-            if mend:
-                with self.assertRaisesRegex(MoejaxError, mend):
-                    planned.check(3, 100, pages)
-            else:
+            with self.assertRaisesRegex(MoejaxError, mend):
                 planned.check(3, 100, pages)
 
     def test_prompts_that_do_not_fit_are_refused(self):

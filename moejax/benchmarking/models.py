@@ -38,7 +38,7 @@ from moejax.experts.placement import handed_out, load_of
 from moejax.experts.tiering import STORED, Tiering, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
 from moejax.inference.runner import Runner
-from moejax.models.attention import stores_scores
+from moejax.models.attention import copies_cache, stores_scores
 from moejax.models.head_shares import HeadShares, splits_heads
 from moejax.models.shapes import CONFIGS, with_layers
 from moejax.policies.base import AnyPolicy
@@ -323,6 +323,7 @@ class _ShapeModels:
             chunk=planned_chunk(self.config, batch, context, *sizes),
             platform=self.device.platform, itemsize=BFLOAT16_BYTES,
             stores_scores=stores_scores(self.config, *sizes),
+            copies_cache=copies_cache(self.config, *sizes),
             num_devices=self._mesh.size if self._mesh else 1,
             handed_out=self._mesh.num_handed_out if self._mesh else 0,
         )  # fmt: skip

@@ -47,7 +47,7 @@ from moejax.experts.tiering import (
     open_tier,
 )
 from moejax.experts.transfers import Transfers
-from moejax.models.attention import stores_scores
+from moejax.models.attention import copies_cache, stores_scores
 from moejax.policies.base import AnyPolicy, PolicySpec, default_prefetch, moves_between_steps
 from moejax.policies.dymoe import importance_nbytes
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
@@ -210,6 +210,7 @@ def plan_experts(
         platform=device.platform, itemsize=chosen.itemsize, num_devices=num_devices,
         handed_out=handed_out,
         stores_scores=stores_scores(config, chosen.itemsize, target_of(device)),
+        copies_cache=copies_cache(config, chosen.itemsize, target_of(device)),
         is_running=is_running,
     )  # fmt: skip
     policy: AnyPolicy | None = None
@@ -570,7 +571,7 @@ def _policy_parts(policy: AnyPolicy, run: RunSizes) -> dict[str, int]:
         return {}
     nbytes = max(
         importance_nbytes(
-            batch=run.batch, length=run.chunk, num_keys=run.context,
+            batch=run.prefill_batch, length=run.chunk, num_keys=run.context,
             num_heads=run.config.num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             itemsize=run.itemsize, platform=run.platform,
         )

@@ -66,10 +66,19 @@ class PlannedSizes:
     batch: int = 0  # sequences at once
     context: int = 0  # S, slots of the cache of each
     chunk: int = 0  # positions of each in a prefill step
-    slots: int = 0  # of the cache of all
+    pages: int = 0  # of a running batch; 0: sequences begin together, each with a cache of its own
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of a prefill step; prompts of a running batch come one by one."""
+        return self.chunk * (1 if self.pages else self.batch)
 
     def check(self, batch: int, cache_length: int, pages: Pages | None = None) -> None:
         """Raises MoejaxError for a call that exceeds the plan; `pages`: of a running batch."""
+        is_running = pages is not None
+        if self.batch and is_running != bool(self.pages) and (is_running or batch > 1):
+            kind = "rows that come and go" if is_running else "prompts that begin together"
+            raise MoejaxError(f"memory was not planned for {kind}: load with running={is_running}")
         if self.batch and batch > self.batch:
             raise MoejaxError(
                 f"{batch} prompts, but memory was planned for {self.batch}: load with batch={batch}"
@@ -78,15 +87,6 @@ class PlannedSizes:
             raise MoejaxError(
                 f"{cache_length} positions, but memory was planned for {self.context}: load with "
                 f"context={cache_length}, or raise memory.device_gib"
-            )
-        slots = batch * cache_length
-        if pages is not None:  # one stays zero, and a chunk of a prompt copies its row
-            slots = (1 + pages.number + pages.of(cache_length)) * pages.size
-        if self.slots and slots > self.slots:
-            other = "running=True" if pages is not None else "running=False"
-            raise MoejaxError(
-                f"a cache of {slots} slots, but memory was planned for {self.slots}: load with "
-                f"{other}, or raise memory.device_gib"
             )
 
 
@@ -139,7 +139,7 @@ def longest_chunk(
       stores_scores: False where attention takes no memory for them; a chunk whose tokens B T are at
         most `MAX_PREFILL_TOKENS` is then as good.
     """
-    most_tokens = planned.batch * planned.chunk if planned else 0
+    most_tokens = planned.prefill_tokens if planned else 0
     row = 4 * batch_size * config.num_heads * cache_length
 
     def fits(length: int) -> bool:

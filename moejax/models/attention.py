@@ -83,10 +83,18 @@ def stores_scores(config: ModelConfig, itemsize: int, target: Target) -> bool:
       itemsize: bytes of a number of the activations.
       target: the device; a GPU of no stated capability is taken for one that has the kernels.
     """
+    return choose_chunked(config, *_planned(itemsize, target)).implementation == "xla"
+
+
+def copies_cache(config: ModelConfig, itemsize: int, target: Target) -> bool:
+    """Whether a decode step takes memory for cached keys and values; arguments as before."""
+    return choose_cached(config, *_planned(itemsize, target)).implementation == "xla"
+
+
+def _planned(itemsize: int, target: Target) -> tuple[jnp.dtype, Target]:
     if target.platform == "gpu" and target.capability is None:
         target = target._replace(capability=(9, 0))
-    dtype = jnp.dtype("bfloat16" if itemsize == 2 else "float32")
-    return choose_chunked(config, dtype, target).implementation == "xla"
+    return jnp.dtype("bfloat16" if itemsize == 2 else "float32"), target
 
 
 def _kernel_or_xla(chosen: Choice, phase: str, asked: CachedAttentionImpl | None) -> Choice:

@@ -84,7 +84,7 @@ def _disk(budget: TierBudget) -> list[str]:
     batch, cached = budget.run.batch, budget.slots / budget.num_experts
     cold, needed = waited(batch, 0.0)
     warm, _ = waited(batch, cached)
-    chunk, _ = waited(batch * budget.run.chunk, cached)
+    chunk, _ = waited(budget.run.prefill_batch * budget.run.chunk, cached)
     said = (
         f"{100 * absent:.0f} % of the experts are not in host memory: a step in which one of them "
         f"is needed and has no slot waits for the disk (with even routing and an empty cache, "

@@ -33,6 +33,7 @@ class RunSizes:
     platform: str  # "gpu" or "cpu"
     itemsize: int = 2  # bytes of a number of the activations and of the KV cache
     stores_scores: bool = True  # whether attention of a prefill step takes memory for scores
+    copies_cache: bool = True  # whether that of a decode step takes some for what it reads, too
     num_devices: int = 1  # of a mesh; bytes of the device are those of each, the host's of all
     is_running: bool = False  # whether rows come and go, in a cache of pages
     num_pages: int = 0  # pages of a running batch; 0 until they are planned
@@ -42,6 +43,11 @@ class RunSizes:
     def is_cpu(self) -> bool:
         """Whether it runs on a CPU."""
         return self.platform == "cpu"
+
+    @property
+    def prefill_batch(self) -> int:
+        """Sequences of a prefill step: prompts of a running batch come one by one."""
+        return 1 if self.is_running else self.batch
 
     @property
     def most_pages(self) -> int:
@@ -92,7 +98,8 @@ class RunSizes:
 
     def most_at_once(self, slots: int, transient: int) -> int:
         """Experts that a step fetches at once for a layer, to slots or in a wave."""
-        num_pairs = self.batch * self.chunk * self.config.experts_per_token
+        num_tokens = max(self.batch, self.prefill_batch * self.chunk)
+        num_pairs = num_tokens * self.config.experts_per_token
         return max(min(self.num_experts, num_pairs, slots), transient)
 
 
@@ -311,7 +318,7 @@ def _speed(budget: TierBudget) -> list[str]:
     batch = budget.run.batch
     for what, num_tokens, each in (
         ("a token of a decode step", batch, batch),
-        ("a full prefill chunk", batch * budget.run.chunk, 1),
+        ("a full prefill chunk", budget.run.prefill_batch * budget.run.chunk, 1),
     ):
         nbytes = budget.link_nbytes(num_tokens) / each
         lines.append(

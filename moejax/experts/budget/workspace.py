@@ -1,5 +1,6 @@
 """A bound on what the compiled steps take beside weights, pools and cache."""
 
+import dataclasses
 from typing import NamedTuple
 
 from moejax.experts.budget.planned import RunSizes
@@ -45,9 +46,11 @@ def workspace_nbytes(
       is_packed: whether the experts are stored in codes; a CPU never unrolls the products of such.
     """
     steps = _Steps(run, num_turns, num_tiers, is_packed)
+    of_prompts = dataclasses.replace(run, batch=run.prefill_batch)
+    prompts = steps._replace(run=of_prompts)
     # Six arrays like the logits: penalized, sorted with their places, summed.
     sampling = 6 * 4 * run.batch * run.config.vocab_size
-    return max(steps.nbytes(run.chunk), steps._tried(run.chunk), steps.nbytes(1) + sampling)
+    return max(prompts.nbytes(run.chunk), prompts._tried(run.chunk), steps.nbytes(1) + sampling)
 
 
 class _Steps(NamedTuple):
@@ -72,9 +75,18 @@ class _Steps(NamedTuple):
         """Bytes of a chunk's largest product while it is compiled: two float32 results."""
         return 0 if self.run.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
 
+    def _by_kernel(self, tokens: int) -> bool:
+        """Whether a kernel serves attention of a decode step, of the cache as it lies there.
+
+        A context that is no multiple of `MIN_CHUNK` may leave a chunk of one token, which XLA runs.
+        """
+        return tokens == 1 and not self.run.copies_cache and self.run.context % MIN_CHUNK == 0
+
     def _reads(self, tokens: int) -> int:
         """Bytes of keys and values read from the cache; for one query a GPU widens them."""
         c = self.run.config
+        if self._by_kernel(tokens):
+            return 0
         position = c.cached_heads * sum(c.cached_dims) * self.run.itemsize
         read = self.run.batch * self.run.context * position
         if self.run.is_cpu:
@@ -94,6 +106,8 @@ class _Steps(NamedTuple):
         """Number of attention scores at once."""
         c = self.run.config
         if not c.attention_layers or (tokens > 1 and not self.run.stores_scores):
+            return 0
+        if self._by_kernel(tokens):
             return 0
         row = self.run.batch * c.num_heads * self.run.context
         # Latent attention takes one block of queries after another.

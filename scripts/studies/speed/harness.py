@@ -40,7 +40,7 @@ from moejax.experts.load import plan_tiers
 from moejax.inference.chunking import planned_chunk
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner, Session
-from moejax.models.attention import stores_scores
+from moejax.models.attention import copies_cache, stores_scores
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
@@ -155,6 +155,7 @@ class Lab(ShapeMemories):
             config=config, weights_nbytes={n: leaf.nbytes for n, leaf in self.dense.items()},
             batch=1, context=context, chunk=planned_chunk(config, 1, context, *sizes),
             platform=self.device.platform, stores_scores=stores_scores(config, *sizes),
+            copies_cache=copies_cache(config, *sizes),
         )  # fmt: skip
 
     def split(self, bits: Sequence[int], gib: float, how: str, **more: Any) -> Budget:
