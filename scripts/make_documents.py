@@ -18,6 +18,7 @@ from absl import app, flags
 
 from scripts.documents import api_reference, cache_aware, config_tables, measured, messages
 from scripts.documents.commands import ROOT
+from scripts.studies.peers import budgets, llama_cpp, ours
 from scripts.studies.peers import section as peers
 from scripts.studies.tables import results
 from scripts.studies.tables.rows import Results
@@ -28,7 +29,11 @@ REGIONS: dict[str, Callable[[], str]] = {
     "families": messages.families,
     **measured.REGIONS,
     "cache aware": cache_aware.table,
-    "peers": lambda: peers.short(peers.all_rows()),
+    "peers": lambda: budgets.short(peers.all_rows()),
+    "peers moejax": lambda: budgets.in_line(peers.all_rows(), ours.NAME),
+    "peers llama": lambda: budgets.in_line(peers.all_rows(), llama_cpp.NAME),
+    "peers bars": lambda: budgets.bars(peers.all_rows()),
+    "peers new models": lambda: budgets.by_budget(peers.all_rows(), list(ours.TOGETHER)),
     "peers whole": lambda: peers.whole(peers.all_rows()),
 }
 FIGURES = ROOT / "docs/figures"

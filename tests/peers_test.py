@@ -21,6 +21,7 @@ from moejax.models.config import weight_shapes
 from moejax.models.shapes import CONFIGS
 from scripts.studies.peers import (
     accelerate,
+    budgets,
     llama_cpp,
     ours,
     random_checkpoint,
@@ -354,15 +355,52 @@ class SectionTest(absltest.TestCase):
     def test_ours_in_the_memory_that_they_took_and_losses_first(self):
         cells = section.comparisons(self.rows, [decode(512)])
         self.assertEqual([(one[2].split(", ")[-1], *one[6:]) for one in cells], [
+            ("-ncmoe 48 -t 16", "", "", "", "ours takes more"),
             ("-ncmoe 16 -t 16", "90", "320", "330", "0.90"),
             ("-ncmoe 0 -t 16", "520", "520", "520", "1.73"),
-            ("-ncmoe 48 -t 16", "", "", "", ""), ("--moe-cache-rate 0.5", "", "", "", ""),
+            ("--moe-cache-rate 0.5", "", "", "", "not measured"),
         ])  # fmt: skip
+
+    def test_a_run_of_ours_that_failed_is_a_loss(self):
+        failed = self.rows[-1]._replace(workload="not run")
+        failed.row.__dict__.update(unit="not run", baseline={"error": "NaN"})
+        rows = [row for row in self.rows if row.is_resident and row.peer != "moejax"] + [failed]
+        self.assertEqual(section.comparisons(rows, [decode(512)])[0][-1], "ours failed")
+        one = budgets.point(rows, "Qwen3-30B-A3B", 0, decode(512))
+        self.assertEqual((one.error, one.times()), ("NaN", 0.0))
+        self.assertIn("failed / 300", budgets.short(rows))
+
+    def test_theirs_in_the_memory_that_ours_took(self):
+        one = budgets.point(self.rows, "Qwen3-30B-A3B", 12, decode(512))
+        self.assertEqual(one.theirs.row.figure, 100)
+        self.assertEqual([one.times(routing) for routing in ours.ROUTINGS], [0.9, 3.2, 3.3])
+        less = budgets.point(self.rows, "Qwen3-30B-A3B", 7, decode(512))
+        self.assertEqual((less.theirs.row.figure, less.times()), (50, 1.2))
+        self.assertTrue(math.isnan(less.times(ours.RECORDED)))
+        none = budgets.point(self.rows, "Qwen3-30B-A3B", 3, decode(512))
+        self.assertEqual((none.own, none.theirs, none.error), ({}, None, ""))
+        self.assertEqual(budgets.in_line(self.rows, "moejax"), "520; 90 to 330; 60; not measured")
+        self.assertEqual(budgets.in_line(self.rows, "llama.cpp"), "300; 100; 50; not measured")
+
+    def test_verdicts_and_models_without_rows(self):
+        said = budgets.bars(self.rows).splitlines()
+        self.assertIn("| 12 GiB, even routing, 1 sequence | 90 | 100 | 0.90 | 1.2 | missed |", said)
+        self.assertIn(
+            "| 12 GiB, recorded routing, 1 sequence | 320 | 100 | 3.20 | 2.5 | met |", said
+        )
+        self.assertIn("| 3 GiB, even routing, 1 sequence |  |  |  | 1.3 | not shown |", said)
+        self.assertIn("| missed |", said[2])
+        self.assertIn("| not measured | not measured |",
+                      budgets.by_budget(self.rows, ["Qwen3-30B-A3B"]))  # fmt: skip
 
     def test_curves_rise_with_the_memory(self):
         found = section.curves(self.rows, "Qwen3-30B-A3B")
         self.assertEqual(found["llama.cpp"], ([2.0, 12.0, 17.0], [50, 100, 300]))
         self.assertEqual(found["moejax, even routing"], ([7.2, 12.4, 19.5], [60, 90, 520]))
+        self.assertEqual(found["moejax, skewed routing"], ([12.4, 19.5], [330, 520]))
+        self.assertEqual(next(iter(found)), "llama.cpp")
+        alone = [row for row in self.rows if row.is_resident]
+        self.assertEqual(list(section.curves(alone, "Qwen3-30B-A3B")), ["llama.cpp", "moejax"])
         self.assertNotIn("FreeToken", found)
 
     def test_pages_and_the_picture(self):
@@ -370,7 +408,7 @@ class SectionTest(absltest.TestCase):
         own = row("moejax", "INT4 g64, head bf16, 8 GiB, even routing", decode(512), 1)
         own.baseline["own_peak_gib"] = 7.9  # of a run of several budgets
         self.assertAlmostEqual(section.taken_apart([own])[0].peak_gib, 8.5)
-        self.assertIn("No rows yet", section.short([]))
+        self.assertIn("No rows yet", budgets.short([]))
         self.assertEqual(section.draw([], folder), [])
         failed = row("FreeToken", "bf16", "not run", 0.0)
         path = folder / "rows.jsonl"

@@ -11,6 +11,8 @@ from moejax.planning import budget_of, model_of
 from scripts.documents.commands import ROOT
 
 STUDIES = ROOT / "scripts/studies"
+KERNELS = STUDIES / "kernels"
+LINK_GIB_S = 50.0  # what bars count with; PCIe 5 gives less
 PLAN = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_bits=4",
         "--config.memory.device_gib=8", "--config.memory.host_gib=12",
         "--config.memory.prefetch=8", "--config.memory.bulk=4",
@@ -28,7 +30,12 @@ Curves = dict[str, dict[int, Rows]]  # by "section | shape and form", then by ro
 
 def kernel_tables() -> str:
     """Times of packed products beside other libraries, from the rows of `bench_kernels`."""
-    rows = read_rows(STUDIES / "kernels/kernels_h200.jsonl")
+    made = [_kernels_of(read_rows(path)) for path in sorted(KERNELS.glob("kernels_*.jsonl"))]
+    return "\n\n".join(reversed(made))
+
+
+def _kernels_of(rows: list[ResultRow]) -> str:
+    """Tables of one device."""
     lines, curves = [_of_whom(rows), ""], _curves(rows)
     for name, sizes in curves.items():
         section, form = name.split(" | ")
@@ -70,6 +77,29 @@ def _bound(rows: Rows) -> float:
     return max(float(packed.baseline[f"{kind}_bound_us"]) for kind in ("bandwidth", "compute"))
 
 
+def mxfp4_table() -> str:
+    """MXFP4 experts beside INT4 ones at the shape of gpt-oss-120b: time a byte."""
+    rows = read_rows(KERNELS / "kernels_h100.jsonl")
+    curves = _curves(rows)
+    plain, packed = (
+        curves[f"grouped | {name}"] for name in ("gpt-oss-120b int4g64 float",
+                                                 "gpt-oss-120b-mxfp4 mxfp4")
+    )  # fmt: skip
+    lines = [
+        _of_whom(rows),
+        "",
+        "| tokens | INT4 g64, us | MXFP4, us | MXFP4 / INT4, time | time a byte |",
+    ]
+    lines += ["| ---: | ---: | ---: | ---: | ---: |"]
+    for size in sorted(plain.keys() & packed.keys()):
+        two = [of[size]["triton"] for of in (plain, packed)]
+        times = two[1].figure / two[0].figure
+        a_byte = times * float(two[0].baseline["bytes"]) / float(two[1].baseline["bytes"])
+        said = [f"{row.figure:.1f}" for row in two] + [f"{times:.2f}", f"{a_byte:.2f}"]
+        lines.append(f"| {size} | {' | '.join(said)} |")
+    return "\n".join(lines)
+
+
 def small_kernel_tables() -> str:
     """Times of attention and of routing, ours and XLA's."""
     lines: list[str] = []
@@ -100,6 +130,41 @@ def memory_table() -> str:
         hits = f"{100 * row.baseline['hit_rate']:.0f} %"
         lines += [f"| {model} | {gib} GiB | {match[1]} | {match[2]} | {hits} | {row.figure:.1f} |"]
     return "\n".join(lines)
+
+
+def budget_prompts() -> str:
+    """Prompts under budgets: their bytes over the link, and the least time that these take."""
+    rows = read_rows(STUDIES / "speed/prompts_h100.jsonl")
+    pattern = re.compile(
+        r"(.*), ([^,]*), random weights.*batch 1, ([\d.]+) GiB, 1 prompts of 512 random tokens; "
+        r"routing decode: made up, even popularity"
+    )
+    found: dict[tuple[str, float], dict[str, ResultRow]] = defaultdict(dict)
+    for row in rows:
+        if match := pattern.match(row.what):
+            found[match[2], float(match[3])][match[1]] = row
+    lines = [_of_whom(rows), "", "| model | JAX's memory | over the link | at 50 GiB/s | time to "
+             "the first token | share of that bound |"]  # fmt: skip
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for (model, gib), one in found.items():
+        moved, took = one["link bytes of a prompt"].figure, one["TTFT median"].figure
+        bound_ms = moved * 1e6 / 2**30 / LINK_GIB_S * 1e3
+        lines.append(f"| {model} | {gib:g} GiB | {moved / 1e3:.2f} GB | {bound_ms:.0f} ms "
+                     f"| {took:.0f} ms | {100 * bound_ms / took:.0f} % |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def long_prompts() -> str:
+    """Prefill rates of long prompts that are alone, beside their bars."""
+    rows = {row.what: row for row in read_rows(STUDIES / "peers/peers_h100.jsonl")}
+    said = []
+    for tokens, least in ((8192, 18_000), (32768, 10_000)):
+        (row,) = (row for what, row in rows.items()
+                  if re.match(r"moejax \| Qwen3-30B-A3B, .*all on the device", what)
+                  and what.endswith(f"| prefill of {tokens}"))  # fmt: skip
+        said.append(f"{tokens:,} tokens of Qwen3-30B-A3B in INT4 at {row.figure:,.0f} tokens/s "
+                    f"(at least {least:,})")  # fmt: skip
+    return f"{' and '.join(said)}, {row.device}, one run"
 
 
 def a_plan() -> str:
@@ -187,6 +252,9 @@ REGIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_tables,
     "small kernels": small_kernel_tables,
     "memory": memory_table,
+    "mxfp4": mxfp4_table,
+    "budget prompts": budget_prompts,
+    "long prompts": long_prompts,
     "plan": a_plan,
     "recipe plan": recipe_plan,
     "recipe times": recipe_times,

@@ -1,7 +1,7 @@
 """Tables and the picture of other engines beside moejax, from the rows of `bench_peers`."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,16 +99,32 @@ def comparisons(rows: Sequence[Row], workloads: Sequence[str]) -> list[list[str]
         if row.peer == ours.NAME or row.workload not in workloads or _is_repeated(row):
             continue
         found = [beside(rows, row, routing) for routing in ours.ROUTINGS]
-        cells = ["" if one is None else f"{one.row.figure:.4g}" for one in found]
+        cells = ["" if one is None else said(one.row.figure) for one in found]
         first = found[0]
-        ratio = math.inf if first is None else first.row.figure / row.row.figure
+        own, times = "", ""
+        if first is None:
+            ratio, times = _missing(rows, row)
+        else:
+            ratio = first.row.figure / row.row.figure
+            own, times = f"{first.peak_gib:.1f}", f"{ratio:.2f}"
         peak = "" if math.isnan(row.peak_gib) else f"{row.peak_gib:.1f}"
-        own = "" if first is None or math.isnan(first.peak_gib) else f"{first.peak_gib:.1f}"
-        times = "" if first is None else f"{ratio:.2f}"
         cells = [row.shape, row.workload, f"{row.peer}: {row.setting}", peak,
-                 f"{row.row.figure:.4g}", own, *cells, times]  # fmt: skip
+                 said(row.row.figure), own, *cells, times]  # fmt: skip
         made.append((ratio, cells))
     return [cells for _, cells in sorted(made, key=lambda one: one[0])]
+
+
+def _missing(rows: Sequence[Row], theirs: Row) -> tuple[float, str]:
+    """Why none of ours stands beside a row: 0 and the words of a loss, else infinity."""
+    own = [row for row in rows if row.peer == ours.NAME
+           and (row.shape, row.is_plain) == (theirs.shape, theirs.is_plain)]  # fmt: skip
+    if theirs.is_resident and any(row.is_resident and row.row.unit == NOT_RUN for row in own):
+        return 0.0, "ours failed"
+    limited = [row.peak_gib for row in own
+               if not row.is_resident and row.workload == theirs.workload]  # fmt: skip
+    if limited and min(limited) > ROOM * theirs.peak_gib:
+        return 0.0, "ours takes more"
+    return math.inf, "not measured"
 
 
 def _is_repeated(row: Row) -> bool:
@@ -120,7 +136,13 @@ HEAD = ["shape", "workload", "engine", "GiB", "tokens/s", "our GiB", "ours, even
         "ours, skewed", "even / theirs"]  # fmt: skip
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def said(rate: float) -> str:
+    """Four digits of a rate, or all before its point."""
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table."""
     return [
         f"| {' | '.join(head)} |",
         f"|{' --- |' * len(head)}",
@@ -128,33 +150,27 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def short(rows: Sequence[Row]) -> str:
-    """One sequence after a prompt of 512, for the README."""
-    if not rows:
-        return NONE % "scripts/studies/peers/README.md"
-    return "\n".join([_of_whom(rows), "", *_table(HEAD, comparisons(rows, [decode(PROMPT)]))])
-
-
 def whole(rows: Sequence[Row]) -> str:
     """Every workload, and what could not run."""
     if not rows:
         return NONE % "../scripts/studies/peers/README.md"
-    made = [_of_whom(rows), ""]
+    made = [of_whom(rows), ""]
     workloads = dict.fromkeys(row.workload for row in rows if row.row.unit != NOT_RUN)
     one = [prefill(PROMPT), decode(PROMPT)]
     for title, names in (
         ("One sequence, a prompt of 512", one),
         ("Longer prompts, and more sequences", [name for name in workloads if name not in one]),
     ):
-        made += [f"**{title}**", "", *_table(HEAD, comparisons(rows, names)), ""]
+        made += [f"**{title}**", "", *table(HEAD, comparisons(rows, names)), ""]
     failed = [[f"{r.peer}, {r.shape}: {r.setting}", r.load, str(r.row.baseline["error"])]
               for r in rows if r.row.unit == NOT_RUN]  # fmt: skip
     if failed:
-        made += ["**Could not run**", "", *_table(["what", "load", "its error"], failed)]
+        made += ["**Could not run**", "", *table(["what", "load", "its error"], failed)]
     return "\n".join(made).rstrip()
 
 
-def _of_whom(rows: Sequence[Row]) -> str:
+def of_whom(rows: Sequence[Row]) -> str:
+    """Devices, versions and dates."""
     devices = ", ".join(sorted({row.row.device for row in rows}))
     dates = sorted({row.row.date for row in rows})
     versions = {f"{n} {v}" for row in rows for n, v in row.row.versions.items()}
@@ -163,31 +179,31 @@ def _of_whom(rows: Sequence[Row]) -> str:
 
 
 def curves(rows: Sequence[Row], shape: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Decode rates over device memory by engine: the fastest setting of each memory, rising."""
+    """Decode rates over device memory: the fastest setting of each memory, rising.
+
+    Others come first; ours is a curve by routing, each up to the row that holds all experts.
+    """
     points: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        is_one = (row.shape, row.load, row.workload) == (shape, "one", decode(PROMPT))
-        if not is_one or math.isnan(row.peak_gib) or row.is_plain:
-            continue
-        name = row.peer
-        if name == ours.NAME:
-            for routing in _routings(row):
-                of = points.setdefault(f"{name}, {routing}", [])
-                of.append((row.peak_gib, row.row.figure))
-        else:
+    of_shape = [
+        row for row in rows
+        if (row.shape, row.load, row.workload) == (shape, "one", decode(PROMPT))
+        and not math.isnan(row.peak_gib) and not row.is_plain
+    ]  # fmt: skip
+    replayed = [r for r in ours.ROUTINGS if any(r in row.setting for row in of_shape)]
+    for row in sorted(of_shape, key=lambda row: row.peer == ours.NAME):
+        names = [row.peer]
+        if row.peer == ours.NAME and replayed:
+            names = [f"{row.peer}, {r}" for r in replayed if r in row.setting or row.is_resident]
+        for name in names:
             points.setdefault(name, []).append((row.peak_gib, row.row.figure))
-    return {name: _frontier(of) for name, of in points.items()}
-
-
-def _routings(row: Row) -> Iterator[str]:
-    for routing in ours.ROUTINGS:
-        if routing in row.setting or "routers' routing" in row.setting:
-            yield routing
+    order = [name for r in replayed for name in points if name.endswith(r)]
+    names = [name for name in points if name not in order] + order
+    return {name: _frontier(points[name]) for name in names}
 
 
 def _frontier(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     found: list[tuple[float, float]] = []
-    for gib, rate in sorted(points):
+    for gib, rate in sorted(points, key=lambda point: (point[0], -point[1])):
         if not found or rate > found[-1][1]:
             found.append((gib, rate))
     return [gib for gib, _ in found], [rate for _, rate in found]
