@@ -24,7 +24,7 @@ from tests.buddy_profiles import random_profile
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import TinyCheckpoint
 from tests.mesh_test import CONFIGS, PROMPTS, QWEN, TOKENS, Packed
-from tests.quantized_stores import Plain
+from tests.quantized_stores import Fp8, Gptq, Plain
 
 # One group of 48, which no mesh cuts.
 NARROW = dataclasses.replace(QWEN, expert_dim=48, num_experts=12)
@@ -183,6 +183,22 @@ class HandedOutTest(FolderTestCase):
         np.testing.assert_allclose(ledgers[0].gate, ledgers[1].gate, rtol=1e-4)
         self.assertGreater(ledgers[1].shares["substituted"], 0)
         self.assertEqual(ledgers[1].total("admitted"), 0)
+
+    @slow.where(lambda form: form != "fp8")
+    @parameterized.parameters("fp8", "act-order")
+    def test_forms_that_are_not_cut(self, form):
+        """Whole experts of any form; planned bytes are allocated ones."""
+        model = CONFIGS["qwen3"]
+        (Fp8(model) if form == "fp8" else Gptq(model, act_order=True)).write(self.directory)
+        for limits in (None, Limits(slots=1)):
+            with self.assert_one_line("of which a mesh does not cut experts yet"):
+                self.load(mesh="2", limits=limits)
+        several = self.load(mesh="2,experts", limits=Limits(device_gib=1), batch=2)
+        self.assert_equal_answers(self.load(), several)
+        experts = [several.weights[name] for name in EXPERT_LEAVES]
+        self.assertEqual(device_nbytes(experts), several.budget.device["experts"])
+        with self.assert_one_line("the experts do not fit and cannot move"):
+            self.load(mesh="2,experts", limits=Limits(slots=1))
 
     def test_a_plan_of_a_shape(self):
         """Eight devices: 16 of 128 experts each, and two more."""

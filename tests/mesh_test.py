@@ -57,7 +57,7 @@ from scripts.studies.speed.whole_experts import WholeExperts
 from tests import hf_checkpoints, model_kinds, slow
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import TinyCheckpoint
-from tests.quantized_stores import Fp8, Own, Plain
+from tests.quantized_stores import Own, Plain
 from tests.random_checkpoints import TINY, write_random_checkpoint
 
 PROMPTS = [[5, 9, 2, 41, 7, 30, 11], [3, 8, 80]]
@@ -515,13 +515,6 @@ class MeshTest(FolderTestCase):
         printed = [re.sub(r"\[Gloo\].*\n", "", one.stdout) for one in found]  # by the C++ library
         self.assertEqual(printed, [alone.stdout, ""])
         self.assertNotEmpty(alone.stdout)
-
-    def test_fp8_is_refused(self):
-        Fp8(CONFIGS["qwen3"]).write(self.directory)
-        with self.assert_one_line("FP8, which a mesh does not serve yet"):
-            self.load(mesh="2")
-        with self.assert_one_line("FP8, which a mesh does not serve yet"):  # before any weights
-            checkpoint_sizes(open_checkpoint(str(self.directory)), np.dtype(np.float32), 2)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ class CheckpointReader:
         name = plan.name
         experts = mesh.handed_out
         if name in EXPERT_LEAVES:
-            refuse_shares(plan)
+            refuse_division(plan, are_whole=experts is not None)
         if name in (*EXPERT_LEAVES, *EXPERT_BIASES) and experts is not None:
             return _Cut(lambda layer, weight, i: take_experts(weight, experts[i, layer]))
         if name in (*EXPERT_LEAVES, *EXPERT_BIASES):
@@ -290,12 +290,13 @@ def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array
     return jax.lax.dynamic_update_index_in_dim(leaf, slab, layer, 0)
 
 
-def refuse_shares(plan: LeafPlan) -> None:
-    """Raises MoejaxError for a leaf of experts that no mesh divides."""
-    if plan.kind is not None and plan.refusal:
+def refuse_division(plan: LeafPlan, *, are_whole: bool) -> None:
+    """Raises MoejaxError for a leaf of experts that no mesh divides, or none in shares."""
+    if plan.kind is not None and plan.refusal and not are_whole:
         raise MoejaxError(
-            f"{plan.name} is {plan.refusal}, which a mesh does not serve yet; quantize it anew in "
-            "the package's own format (python -m moejax.quantize), or leave the mesh out"
+            f"{plan.name} is {plan.refusal}, of which a mesh does not cut experts yet; hand them "
+            "out (mesh=2,experts), quantize it anew in the package's own format "
+            "(python -m moejax.quantize), or leave the mesh out"
         )
     if plan.factor_pools:
         raise MoejaxError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from moejax.checkpoints.leaves import LeafPlan
 from moejax.checkpoints.open import Checkpoint
-from moejax.checkpoints.reader import CheckpointReader, refuse_shares
+from moejax.checkpoints.reader import CheckpointReader, refuse_division
 from moejax.devices import rows_of
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
@@ -60,7 +60,7 @@ def checkpoint_sizes(
     refusal = f"{directory}: {' and '.join(said)}" if said else None
     if num_devices > 1 and config.moe_layers:
         for leaf in EXPERT_LEAVES:
-            refuse_shares(leaves[leaf])
+            refuse_division(leaves[leaf], are_whole=handed_out > 0)
         kind = leaves[EXPERT_LEAVES[1]].kind
         group_size = kind.group_size if isinstance(kind, CodesKind) else None
         config = config_of_share(config, num_devices, group_size, **division)
@@ -70,7 +70,7 @@ def checkpoint_sizes(
         cut += [leaf for leaf in others if leaf in leaves]
         leaves |= {
             leaf: dataclasses.replace(leaves[leaf], shape=shapes[leaf], parts=())
-            for leaf in (*EXPERT_LEAVES, *cut)
+            for leaf in (*(() if handed_out else EXPERT_LEAVES), *cut)
         }
     sizes = sizes_of_each(_sizes(config, leaves), num_devices, handed_out)
     return dataclasses.replace(sizes, refusal=refusal)
