@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from moejax import demo
 from moejax.quantization import milo as milo_module
-from moejax.quantization.factors import factor_grid, quantize_factor
+from moejax.quantization.factors import factor_grid, quantize_factor, zero_factor
 from moejax.quantization.grid import Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq
 from moejax.quantization.milo import MiloSettings, milo, milo_plus
@@ -44,6 +44,26 @@ def with_factors_in_int3(result):
     u, v = jnp.swapaxes(result.u, -1, -2), result.v
     u, v = (dequantize(quantize_factor(x, 3), factor_grid(3, x.shape[-1])) for x in (u, v))
     return dequantize(result.codes, GRID) + jnp.swapaxes(u, -1, -2) @ v
+
+
+def folded(program, known):
+    """Minima of groups, outside of loops, that depend on no variable of `known`; extends it."""
+    found = []
+    for eqn in program.eqns:
+        depends = [v in known for v in eqn.invars if not hasattr(v, "val")]
+        if eqn.primitive.name == "jit":
+            inner = eqn.params["jaxpr"].jaxpr
+            pairs = zip(inner.invars, eqn.invars, strict=True)
+            given = {own for own, v in pairs if not hasattr(v, "val") and v in known}
+            found += folded(inner, given)
+            pairs = zip(eqn.outvars, inner.outvars, strict=True)
+            known |= {v for v, own in pairs if not hasattr(own, "val") and own in given}
+            continue
+        if any(depends):
+            known.update(eqn.outvars)
+        elif eqn.primitive.name == "reduce_min":
+            found.append(eqn)
+    return found
 
 
 # Programs are compiled once a shape and setting: tests share these.
@@ -101,6 +121,19 @@ class MiloTest(parameterized.TestCase):
             steps = errors[1:count] / errors[: count - 1]
             self.assertLess(steps.max(), 1 + 4e-3)
             self.assertLess(errors[count - 1], 0.95 * errors[0])
+
+    @parameterized.parameters(3, 8)
+    def test_a_factor_of_zeros_is_known(self, bits):
+        for shape in ((2, 4, 96), (3, 200)):
+            got = zero_factor(shape, bits)
+            wanted = quantize_factor(jnp.zeros(shape), bits, fitted=True)
+            jax.tree.map(np.testing.assert_array_equal, got, wanted)
+            assert [part.dtype for part in got] == [part.dtype for part in wanted]
+
+    def test_no_quantizer_of_constants_is_left_for_xla_to_fold(self):
+        weights = jnp.zeros((2, 64, 192))
+        program = jax.make_jaxpr(lambda w: milo(w, GRID, PLUS, 4))(weights).jaxpr
+        assert folded(program, set(program.invars)) == []
 
     @parameterized.parameters("paper", "plus")
     def test_stops_by_equation_15_and_returns_the_best_pass(self, kind):

@@ -9,6 +9,7 @@ from moejax.quantization.grid import Codes, Grid
 from moejax.quantization.least_squares import LeastSquaresSettings, least_squares
 from moejax.quantization.rtn import rtn
 from moejax.weights.qtensor import FACTOR_GROUP_SIZE
+from pallas_kernels.layout import num_groups
 
 MAX_GAIN_LOST = 0.5  # share of a compensator's gain; beyond it INT3 factors have surged
 FITTED = LeastSquaresSettings(signed=True)
@@ -32,6 +33,17 @@ def quantize_factor(x: jax.Array, bits: int, *, fitted: bool = False) -> Codes:
     """
     grid = factor_grid(bits, x.shape[-1])
     return least_squares(x, grid, FITTED) if fitted else rtn(x, grid)
+
+
+def zero_factor(shape: tuple[int, ...], bits: int) -> Codes:
+    """Codes of a factor [..., R, X] of zeros, as `quantize_factor` finds them."""
+    grid = factor_grid(bits, shape[-1])
+    groups = (*shape[:-1], num_groups(shape[-1], grid.group_size))
+    return Codes(
+        jnp.full(shape, grid.middle, jnp.uint8),
+        jnp.ones(groups, jnp.float32),
+        jnp.full(groups, grid.middle, jnp.float32),
+    )
 
 
 def gain_lost(plain: jax.Array, free: jax.Array, rounded: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.quantization.factors import factor_grid, quantize_factor
+from moejax.quantization.factors import factor_grid, quantize_factor, zero_factor
 from moejax.quantization.grid import Codes, Grid, dequantize
 from moejax.quantization.hqq import hqq
 from moejax.quantization.least_squares import LeastSquaresSettings, least_squares
@@ -217,22 +217,31 @@ def _refit_pass(
 
 
 def _first(weights: jax.Array, grid: Grid, settings: MiloSettings) -> _Pass:
-    """Empty factors, and their codes if the first pass begins with the codes' error."""
-    *lead, num_rows, num_inputs = weights.shape
-    factors = []
+    """Empty factors, and their codes if the first pass begins with the codes' error.
+
+    They are known without computing: XLA would fold a quantizer of constants for minutes.
+    """
     ranks = width_ranks(settings.max_rank, len(grid.widths), settings.rank_divisor)
-    for rank in ranks:
-        u = jnp.zeros((*lead, num_rows, rank), jnp.float32)
-        v = jnp.zeros((*lead, rank, num_inputs), jnp.float32)
-        factors.append(_quantized(u, v, settings) if settings.refit else Factors(u, v, None, None))
+    factors = [_zeros(weights, rank, settings) for rank in ranks]
     if settings.refit:
-        codes = _solve(weights, factors, grid, settings)
+        codes = _solve(weights, [_zeros(weights, 0, settings)], grid, settings)
     else:  # of the right shapes; every pass finds its own
         codes = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(rtn, weights, grid)
         )
     bases = tuple(sketch(weights, rank) for rank in ranks)
-    return _Pass(codes, tuple(factors), bases, jnp.full(lead, jnp.inf, jnp.float32))
+    return _Pass(codes, tuple(factors), bases, jnp.full(weights.shape[:-2], jnp.inf, jnp.float32))
+
+
+def _zeros(weights: jax.Array, rank: int, settings: MiloSettings) -> Factors:
+    """Factors of zeros, with codes if passes quantize them."""
+    *lead, num_rows, num_inputs = weights.shape
+    u = jnp.zeros((*lead, num_rows, rank), jnp.float32)
+    v = jnp.zeros((*lead, rank, num_inputs), jnp.float32)
+    if not settings.refit:
+        return Factors(u, v, None, None)
+    shapes = ((*lead, rank, num_rows), v.shape)
+    return Factors(u, v, *(zero_factor(shape, settings.factor_bits) for shape in shapes))
 
 
 def _solve(

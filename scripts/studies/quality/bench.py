@@ -9,7 +9,7 @@ and the products are those of the same numbers, so perplexity is that of a run w
 import dataclasses
 import json
 import lzma
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,29 @@ class Model:
         gate_up, down = (self._rows(self.weights[n]) for n in EXPERTS)
         self.experts: dict[str, tuple[jax.Array, jax.Array]] = {"bf16": (gate_up, down)}
         for name, bits in BITS.items():
-            self.experts[name] = (_rounded(gate_up, bits, method), _rounded(down, bits, method))
+            self.experts[name] = (
+                self._by_layer(_rounded, gate_up, bits, method),
+                self._by_layer(_rounded, down, bits, method),
+            )
 
     def add_compensated(self, name: str, bits: int, rank: int) -> None:
         """Adds a precision by MiLo, with compensators of one rank."""
-        gate_up, down = (_compensated(rows, bits, rank) for rows in self.experts["bf16"])
-        self.experts[name] = (gate_up, down)
+        gate_up, down = self.experts["bf16"]
+        self.experts[name] = (
+            self._by_layer(_compensated, gate_up, bits, rank),
+            self._by_layer(_compensated, down, bits, rank),
+        )
+
+    def _by_layer(
+        self, quantized: Callable[..., jax.Array], rows: jax.Array, *how: Any
+    ) -> jax.Array:
+        """Quantizes a layer's matrices at a time: a solver's temporaries are many times as large.
+
+        Each matrix stops by itself, so that the result is that of all at once.
+        """
+        each = self.config.num_experts
+        parts = [quantized(rows[i : i + each], *how) for i in range(0, len(rows), each)]
+        return jnp.concatenate(parts)
 
     @staticmethod
     def _rows(stack: jax.Array) -> jax.Array:
