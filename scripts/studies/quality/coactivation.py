@@ -14,7 +14,7 @@ from moejax.policies.buddy_lists import (
 from scripts.studies.quality.demo import WIKI, Demo, Finding, listed
 
 ALPHAS = (0.5, 0.75, 0.95, 0.99)
-TOP_PEERS = 8  # of the 31 others
+TOP_SHARE = 0.25  # of the experts: so many peers, 8 of 31 and 4 of 15
 SHOWN_LAYER = 1  # of the papers' heat maps
 
 
@@ -32,13 +32,14 @@ def measure(demo: Demo) -> Iterator[Finding]:
     similar = output_similarity(np.asarray(counted.cosines), activations)
     ranked = np.sort(q, axis=-1)[..., ::-1]
     num_experts = demo.config.num_experts
+    num_peers = round(TOP_SHARE * num_experts)
     off = ~np.eye(num_experts, dtype=bool)
     for layer in range(len(q)):
-        top = 100 * ranked[layer, :, :TOP_PEERS].sum(-1)
+        top = 100 * ranked[layer, :, :num_peers].sum(-1)
         more = {"tokens": float(counted.tokens), "least": float(top.min())}
         if layer == SHOWN_LAYER:
             more["counts"] = listed(coactivations[layer].astype(int))
-        what = f"share of the first {TOP_PEERS} peers | layer {layer}"
+        what = f"share of the first {num_peers} peers | layer {layer}"
         yield Finding(what, float(top.mean()), "%", more)
     for layer, raw in enumerate(np.asarray(counted.cosines)):
         cosines = raw / np.maximum(activations[layer][:, None], 1)

@@ -32,6 +32,7 @@ SECTIONS: dict[str, Callable[[Demo], Iterator[Finding]]] = {
 _TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "what to measure")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model small enough for this")
+_LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _WINDOW = flags.DEFINE_integer("window", 512, "tokens of a window")
 _WINDOWS = flags.DEFINE_integer("windows", 20, "of each text")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
     report = Report(device, "", _OUTPUT.value, ("moejax", "jax", "jaxlib"))
     for name in _SECTIONS.value:
         for found in SECTIONS[name](demo):
-            what = f"{name} | {found.what} | {_CHECKPOINT.value}"
+            what = f"{name} | {found.what} | {_LABEL.value}"
             report.add(what, found.figure, found.unit, **found.more)
         print(f"{name}: {time.perf_counter() - clock:.0f} s so far", flush=True)
 

@@ -57,11 +57,8 @@ def measure(demo: Demo) -> Iterator[Finding]:
     dots: dict[str, dict[str, list[np.ndarray]]] = {}
     for stack in stacks(demo):
         kurtosis = np.asarray(excess_kurtosis(stack.matrices))
-        quantized = _quantized(stack.matrices, "hqq", 3)
-        residual = np.asarray(stack.matrices - _values(quantized))
-        error = np.sqrt(np.asarray(quantized.lost[0]) / np.asarray(quantized.whole))
-        spectra = np.linalg.svd(residual, compute_uv=False)
-        spectra /= spectra[:, :1]
+        parts = [_rest(stack.matrices[stack.of_layer(i, num_layers)]) for i in range(num_layers)]
+        spectra, error = (np.concatenate(part) for part in zip(*parts, strict=True))
         small = (spectra < TAU).sum(-1)
         kept = {
             "kurtosis": kurtosis, "small": small, "smaller share": 100 * small / spectra.shape[1],
@@ -80,6 +77,15 @@ def measure(demo: Demo) -> Iterator[Finding]:
     yield from _dots(
         {kind: {n: np.concatenate(v) for n, v in p.items()} for kind, p in dots.items()}
     )
+
+
+def _rest(matrices: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Singular values of what INT3 leaves, over the largest, and relative errors."""
+    quantized = _quantized(matrices, "hqq", 3)
+    residual = np.asarray(matrices - _values(quantized))
+    spectra = np.linalg.svd(residual, compute_uv=False)
+    error = np.sqrt(np.asarray(quantized.lost[0]) / np.asarray(quantized.whole))
+    return spectra / spectra[:, :1], error
 
 
 def _means(kind: str, values: dict[str, np.ndarray]) -> Iterator[Finding]:
