@@ -5,7 +5,8 @@ import itertools
 import math
 import re
 
-from scripts.studies.tables import protocol
+from scripts.studies.quality.buddymoe import CLAIMS
+from scripts.studies.tables import protocol, subjects
 from scripts.studies.tables.drawing import Canvas, bars, heat
 from scripts.studies.tables.paper import NOT_MET, NOT_SHOWN, OTHER, OURS, PAPER, Judged, Paper
 from scripts.studies.tables.routing import routing_of
@@ -85,12 +86,13 @@ SHAPES = (OWN, Shape("DeepSeek-V2-Lite", 27, 8), QWEN3)
 
 def write(paper: Paper) -> None:
     """All regions."""
-    paper.inline("protocol", protocol.of_policies(paper))
+    paper.inline("protocol", protocol.of_policies(paper, subjects.DEMO))
     _throughput_claim(paper)
     _quality_claim(paper)
     _bytes_claim(paper)
     _likeness_claims(paper)
     _domains_claim(paper)
+    subjects.claims(paper, CLAIMS)
     _table_1(paper)
     for table, rate in RATES.items():
         _tables_of_a_rate(paper, table, rate)

@@ -1,11 +1,14 @@
 """DyMoE's Tables 1 to 3 and Figures 3 to 6, 10 and 11 beside what we measured."""
 
 import itertools
+import re
 from collections.abc import Callable
 
 from scripts.studies.dymoe import accelerate_section as accelerate
 from scripts.studies.dymoe.accelerate_section import MIXTRAL, cached
-from scripts.studies.tables import protocol
+from scripts.studies.dynaexq.section import perplexity
+from scripts.studies.quality import dymoe as study
+from scripts.studies.tables import protocol, subjects
 from scripts.studies.tables.drawing import Canvas, bars, lines
 from scripts.studies.tables.paper import (
     IN_PART,
@@ -25,7 +28,10 @@ from scripts.studies.tables.routing import routing_of
 from scripts.studies.tables.rows import Found, Results
 
 PUBLISHED = "published, not run: no real weights"
-DEMO = "demo model on a CPU, HQQ g64, perplexity (lower is better)"
+HOW = "HQQ g64, perplexity (lower is better)"
+DEMO = f"{subjects.DIFFERS[subjects.DEMO]}, {HOW}"
+STUDY = f"{subjects.DIFFERS[subjects.STUDY]}, {HOW}"
+STUDY_PHASES = {"prompts": "prompts", "token by token": "tokens"}
 GIBS = (16, 24)
 TEXTS = ("wikitext-2", "mixed")
 PHASES = {"prompts": "prefill", "token by token": "token by token"}
@@ -36,6 +42,7 @@ FIGURE_3 = {"random": "random", "token-based and equal": "token", "depth": "dept
 FIGURE_3_R = ("0.5", "0.625", "0.75", "0.875")
 HEAVY_TEXTS = ("books", "code", "math")
 LIKE_SPREAD = 0.02  # of a correlation or cosine, between texts
+STUDY_LAYERS = 30
 HIGH = 0.75  # our reading of "consistently high" and "high statistical correlation"
 ON_DEMAND = "load on demand"
 # Rows of Table 3, and ours: of the policies' benchmark, and of the pool's.
@@ -51,10 +58,12 @@ TABLE_3 = {
 
 def write(paper: Paper) -> None:
     """All regions."""
-    paper.inline("protocol", protocol.of_policies(paper))
+    paper.inline("protocol", protocol.of_policies(paper, *subjects.NAMES))
     _speed_claims(paper)
     _quality_claims(paper)
     _observation_claims(paper)
+    # As many layers as the study model has; its bars are the same for every model otherwise.
+    subjects.claims(paper, study.claims(STUDY_LAYERS))
     _table_1(paper)
     _table_2(paper)
     _table_3(paper)
@@ -76,23 +85,24 @@ def _of_layers(results: Results, pattern: str) -> list[Found]:
     return [one for _, one in sorted(results.every(pattern), key=lambda pair: int(pair[0][1]))]
 
 
-def _sensitivities(results: Results) -> list[Found]:
-    """Perplexity with one layer's experts in INT2, over that without, by layer."""
-    return _of_layers(
-        results, r"dymoe \| dymoe layers \| calibration \| times the perplexity \| (\d+)"
-    )
+def _sensitivities(results: Results) -> list[tuple[Found, float]]:
+    """Rows with one layer's experts in INT2, and perplexity over that without, by layer."""
+    what = f"{subjects.STUDY} | dymoe | calibration | one layer in int2 | "
+    base = results.get(f"{what}-1")
+    found = _of_layers(results, rf"{re.escape(what)}(\d+)")
+    return [(one, one.figure / base.figure) for one in found] if base else []
 
 
 def _similarities(results: Results) -> list[Found]:
     """Cosine of the residual stream before the experts of adjacent layers."""
     return _of_layers(
-        results, r"routing \| similarity \| wikitext-2 \| layers (\d+) and \d+ \| demo"
+        results, r"routing \| similarity \| wikitext-2 \| layers (\d+) and \d+ \| study"
     )
 
 
 def _correlations(results: Results) -> list[Found]:
     """Correlation of loads, by layer."""
-    return _of_layers(results, r"routing \| heavy correlation \| all texts \| layer (\d+) \| demo")
+    return _of_layers(results, r"routing \| heavy correlation \| all texts \| layer (\d+) \| study")
 
 
 def ratio(results: Results, row: str, base: str, gib: int) -> list[Found]:
@@ -203,14 +213,14 @@ def _quality_claims(paper: Paper) -> None:
     def near(*rows: Found) -> Judged:
         most = max(over(rows))
         finding = (
-            f"perplexity, {said(rows)}; the bar is ours, 1 % more, and differences under "
-            f"{100 * PERPLEXITY_SPREAD:.0f} % show nothing"
+            f"the demo's perplexity, {said(rows)}; the bar is ours, 1 % more, and differences "
+            f"under {100 * PERPLEXITY_SPREAD:.0f} % show nothing"
         )
         return finding, NOT_MET if most > 1.01 + PERPLEXITY_SPREAD else NOT_SHOWN
 
     def recovered(*rows: Found) -> Judged:
         better = all(ratio < 1 - PERPLEXITY_SPREAD for ratio in over(rows))
-        return f"perplexity, 4/2 against 4/0, {said(rows)}", MET if better else NOT_SHOWN
+        return f"the demo's perplexity, 4/2 against 4/0, {said(rows)}", MET if better else NOT_SHOWN
 
     for claim, first, second, judge in (
         ("4/0 at r = 0.9 is nearly as good as uniform INT4",
@@ -232,8 +242,8 @@ def _quality_claims(paper: Paper) -> None:
         gains = [heavy.figure / load.figure - 1 for heavy, load in pairs]
         clear = sum(abs(gain) > PERPLEXITY_SPREAD for gain in gains)
         finding = (
-            f"perplexity of prompts at r = 0.75 and 0.9, 4/0 and 4/2, two texts: experts of most "
-            f"tokens win {wins} of {len(pairs)}, by up to {100 * max(gains):.1f} % "
+            f"the demo's perplexity of prompts at r = 0.75 and 0.9, 4/0 and 4/2, two texts: "
+            f"experts of most tokens win {wins} of {len(pairs)}, by up to {100 * max(gains):.1f} % "
             f"{paper.cite(*found)}; {clear} of the differences is over "
             f"{100 * PERPLEXITY_SPREAD:.0f} %"
         )
@@ -254,7 +264,7 @@ def _observation_claims(paper: Paper) -> None:
         )
         won = [one.figure < (1 - PERPLEXITY_SPREAD) * other.figure for one, other in pairs]
         verdict = MET if all(won) else IN_PART if any(won) else NOT_MET
-        return f"perplexity at r = 0.75: {said}", verdict
+        return f"the demo's perplexity at r = 0.75: {said}", verdict
 
     for claim, *names in (
         ("experts chosen by heavy hitters are worth more than random ones", "token", "random"),
@@ -266,34 +276,38 @@ def _observation_claims(paper: Paper) -> None:
             for name in names
         ]
         paper.claim(claim, "3.1, Figure 3", rows, better)
-    layers = _sensitivities(paper.results)
-    paper.claim(
-        "shallow layers suffer most from INT2", "3.2, Figure 5", layers or [None],
-        lambda first, *others: (
-            f"the first layer's perplexity grows {paper.shown(first, '{:.3f}')} times, the last "
-            f"one's {paper.shown(others[-1], '{:.3f}')}",
-            first.figure > others[-1].figure,
-        ),
-    )  # fmt: skip
-    for claim, where, found, form in (
+    for claim, where, found, judge in (
         ("the activations of adjacent layers are alike at every depth", "3.3, Figure 6",
-         _similarities(paper.results), "cosine {} to {}"),
+         _similarities(paper.results), _alike(paper)),
         ("an expert's load and its load of heavy hitters are highly correlated", "3.3, Figure 4",
-         _correlations(paper.results), "means of layers {} to {}"),
+         _correlations(paper.results), _loads(paper)),
     ):  # fmt: skip
-        paper.claim(claim, where, found or [None], _likeness(paper, form))
+        paper.claim(claim, where, found or [None], judge)
 
 
-def _likeness(paper: Paper, form: str) -> Callable[..., Judged]:
+def _alike(paper: Paper) -> Callable[..., Judged]:
     def judge(*rows: Found) -> Judged:
         ordered = sorted(rows, key=lambda one: one.figure)
-        said = form.format(paper.shown(ordered[0]), paper.shown(ordered[-1]))
+        low = sum(one.figure < HIGH for one in rows)
         finding = (
-            f"{said} ({HIGH} and more is our reading of high, written after the rows, which so "
-            "near to it decides nothing)"
+            f"the study model, cosine {paper.shown(ordered[0])} to {paper.shown(ordered[-1])}, of "
+            f"{len(rows)} pairs {low} below {HIGH}, the first pair {paper.shown(rows[0])} (the bar "
+            "is our reading of high)"
         )
-        verdict = against([one.figure for one in rows], [HIGH] * len(rows), LIKE_SPREAD)
-        return finding, NOT_SHOWN if verdict == MET else verdict
+        return finding, against([one.figure for one in rows], [HIGH] * len(rows), LIKE_SPREAD)
+
+    return judge
+
+
+def _loads(paper: Paper) -> Callable[..., Judged]:
+    def judge(*rows: Found) -> Judged:
+        ordered = sorted(rows, key=lambda one: one.figure)
+        finding = (
+            f"the study model, means of layers {paper.shown(ordered[0])} to "
+            f"{paper.shown(ordered[-1])}; where a quarter of the experts takes most tokens, as "
+            "here, any sample of tokens has such loads, and no random one was measured beside"
+        )
+        return finding, NOT_SHOWN
 
     return judge
 
@@ -302,10 +316,10 @@ def _table_1(paper: Paper) -> None:
     rows = paper.theirs("Table 1", PUBLISHED)
     for text in TEXTS:
         ends = [
-            paper.ours(f"dynaexq | dynaexq {pair} | {text} | uniform | {share}")
+            paper.shown(perplexity(paper.results, pair, text, "uniform", share))
             for pair, share in (("int4/int2", "1"), ("int4/int2", "0"), ("bf16/int4", "0"))
         ]
-        rows.append([f"perplexity, {text}", OURS, *ends, DEMO])
+        rows.append([f"perplexity, {text}", OURS, *ends, STUDY])
     paper.table("table 1", ["data, model", "whose", *paper.published.columns("Table 1")], rows)
 
 
@@ -315,6 +329,8 @@ def _table_2(paper: Paper) -> None:
         found = [paper.shown(_quality(paper.results, phase, text, kind, r)) for r in RETENTIONS]
         name = f"perplexity, {text}, {phase}, {kind.replace('/', ' / ')}"
         rows.append([name, OURS, *found, DEMO])
+        what = f"{subjects.STUDY} | dymoe | {text} | {STUDY_PHASES[phase]} {kind} critical | "
+        rows.append([name, OURS, *(paper.ours(f"{what}{r}") for r in RETENTIONS), STUDY])
     head = ["data, model, high / low", "whose", *paper.published.columns("Table 2")]
     paper.table("table 2", head, rows)
 
@@ -395,7 +411,7 @@ def _figure_3(paper: Paper) -> None:
 
 
 def _figure_4(paper: Paper) -> None:
-    what = "routing | heavy | {}, first window | layer 3 | demo"
+    what = "routing | heavy | {}, first window | layer 3 | study"
     found = {text: paper.results.get(what.format(text)) for text in HEAVY_TEXTS}
 
     def draw(canvas: Canvas) -> None:
@@ -412,11 +428,11 @@ def _figure_4(paper: Paper) -> None:
             panel.set_xticklabels(range(0, len(one.more["heavy"]), 8))
 
     paper.figure("figure 4", draw, list(found.values()))
-    cells = [paper.shown(one) for one in _correlations(paper.results)]
-    layers = [f"layer {i}" for i in range(len(cells))]
-    head = ["loads of 120 windows of six texts", "whose", *layers]
-    differs = "demo model on a CPU, 32 experts; the paper: a picture"
-    paper.table("correlation", head, [["correlation", OURS, *cells, differs]])
+    ordered = sorted(_correlations(paper.results), key=lambda one: one.figure)
+    picked = [ordered[i] for i in (0, len(ordered) // 2, -1)] if ordered else [None] * 3
+    head = ["loads of 48 windows of six texts", "whose", "least layer", "median", "most"]
+    cells = [paper.shown(one) for one in picked]
+    paper.table("correlation", head, [["correlation", OURS, *cells, "the paper: a picture"]])
 
 
 def _figure_5(paper: Paper) -> None:
@@ -424,11 +440,11 @@ def _figure_5(paper: Paper) -> None:
 
     def draw(canvas: Canvas) -> None:
         (panel,) = canvas.panels(1, 1)
-        more = [100 * (one.figure - 1) for one in found]
+        more = [100 * (over - 1) for _, over in found]
         bars(panel, [str(i) for i in range(len(more))], {"INT2": more}, xlabel="layer in INT2",
              ylabel="% more perplexity")  # fmt: skip
 
-    paper.figure("figure 5", draw, found or [None])
+    paper.figure("figure 5", draw, [one for one, _ in found] or [None])
 
 
 def _figure_6(paper: Paper) -> None:

@@ -106,7 +106,7 @@ def judge(test: Comparison, nats: Mapping[str, Sequence[float]]) -> Outcome | No
     if len(total) < 2:  # one window says nothing of the spread
         return Outcome(float(total.mean()), float("nan"), NOT_SHOWN)
     mean, error = float(total.mean()), standard_error(total)
-    if mean + SURE * error <= test.margin:
+    if mean + SURE * error < test.margin:  # a tie shows nothing
         return Outcome(mean, error, MET)
     return Outcome(mean, error, NOT_MET if mean - SURE * error > test.margin else NOT_SHOWN)
 

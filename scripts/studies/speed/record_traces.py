@@ -7,18 +7,26 @@ the prompt in one step, then a token a step, sampled. `bench_policies --trace=tr
 `moejax.benchmark --config.trace=...` and `moejax.sweep --config.trace=...` replay them, in another
 shape with experts mapped (`benchmarking.routing.scaled_trace`). A domain that has a trace is
 passed over.
+
+    python -m scripts.studies.speed.record_traces --cut=traces --prompt=40 --tokens=224 --output=OUT
+
+writes of each trace of a folder what is small: ids, gates and phases of the prompt's last tokens
+and of the first decoded ones.
 """
 
 from pathlib import Path
 
+import numpy as np
 from absl import app, flags
 
 from moejax.engine import Engine
 from moejax.inference.recorder import facts
+from moejax.routing.trace import DECODE, OPTIONAL, PREFILL, Trace, read_trace, write_trace
 from scripts.studies.quality.bench import DOMAINS, Texts
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "whose routing")
-_TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
+_TEXTS = flags.DEFINE_string("texts", "", "folder of the texts")
+_CUT = flags.DEFINE_string("cut", "", "folder of traces to cut; '': records")
 _OUTPUT = flags.DEFINE_string("output", None, "folder of the traces", required=True)
 _DOMAINS = flags.DEFINE_list("domains", list(DOMAINS), "a trace each")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
@@ -39,11 +47,25 @@ def record(engine: Engine, texts: Texts, domain: str, path: Path) -> int:
     return len(answer.tokens)
 
 
+def cut(trace: Trace, prompt: int, tokens: int) -> Trace:
+    """The last tokens of a trace's prompt and its first decoded ones, without the parts at will."""
+    of_prompt, decoded = (np.flatnonzero(trace.phase == phase) for phase in (PREFILL, DECODE))
+    rows = np.concatenate([of_prompt[len(of_prompt) - prompt :], decoded[:tokens]])
+    kept = {name: array[rows] for name, array in trace.tensors().items() if name not in OPTIONAL}
+    said = f"{trace.facts['text']}; of {len(trace)} the prompt's last {prompt} and {tokens} more"
+    facts = {**trace.facts, "text": said}
+    return Trace(num_experts=trace.num_experts, facts=facts, **kept)
+
+
 def main(argv: list[str]) -> None:
-    """Records every domain."""
+    """Records every domain, or cuts what was recorded."""
     del argv
     folder = Path(_OUTPUT.value)
     folder.mkdir(parents=True, exist_ok=True)
+    if _CUT.value:
+        for path in sorted(Path(_CUT.value).glob("*.trace")):
+            write_trace(folder / path.name, cut(read_trace(path), _PROMPT.value, _TOKENS.value))
+        return
     with Engine.from_pretrained(
         _CHECKPOINT.value, platform=_PLATFORM.value, generation_config=False, progress=False
     ) as engine:

@@ -9,6 +9,7 @@ from pathlib import Path
 from moejax.files.result_rows import ResultRow, read_rows
 from scripts.studies.tables.drawing import STYLES, Canvas
 from scripts.studies.tables.paper import markdown_table
+from scripts.studies.tables.subjects import NAMES
 
 METHODS = (
     "INT4", "INT3", "INT2", "MiLo INT3", "DyMoE 4/2", "DyMoE 4/0", "DynaExq 4/2", "BuddyMoE",
@@ -16,7 +17,6 @@ METHODS = (
 )  # fmt: skip
 BUDGETS = (6.0, 8.0, 12.0, 16.0, 24.0)  # GiB
 UNQUANTIZED = "bf16"
-LABELS = {"study": "the study model", "demo": "the demo model"}  # the first with rows counts
 NEAR = 1 / 16  # of the experts, between the share that was timed and the one that was scored
 NOT_TIMED, NOT_SCORED = "not timed", "not scored"
 Scores = Mapping[tuple[str, str], Sequence["Scored"]]  # by text and method
@@ -93,7 +93,7 @@ def qualities(rows: Iterable[ResultRow]) -> tuple[str, dict[tuple[str, str], lis
             one = Scored(row.figure, row.unit, float(share))
             of = by_label.setdefault(label, {}).setdefault((text, method), [])
             of[:] = [*(old for old in of if old.share != one.share), one]
-    label = next((name for name in LABELS if name in by_label), "")
+    label = next((name for name in NAMES if name in by_label), "")
     return label, by_label.get(label, {})
 
 
@@ -153,7 +153,7 @@ def caption(shape: str, label: str, points: Sequence[Joined]) -> str:
     )
     return (
         f"Tokens a second: {shape}, random weights, attention in INT4, a sequence at a time; "
-        f"routing {routing}; {devices}. Quality: {LABELS.get(label, 'no model yet')} under the "
+        f"routing {routing}; {devices}. Quality: {NAMES.get(label, 'no model yet')} under the "
         "same methods, experts in INT4 where a method says nothing else. Numbers at points are GiB."
     )
 

@@ -1,0 +1,55 @@
+"""The study model's recorded traces: small, whole, and read by all that replays traces."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.benchmarking.routing import of_trace
+from moejax.models.shapes import CONFIGS
+from moejax.routing.trace import DECODE, PREFILL, read_trace
+from scripts.studies.quality.bench import DOMAINS
+from scripts.studies.speed.record_traces import cut
+from tests.simulated_traces import random_trace
+
+FOLDER = Path(__file__).parents[1] / "scripts/studies/study_model/traces"
+MOST_BYTES = 500_000
+
+
+class StudyTracesTest(parameterized.TestCase):
+    def test_they_are_small_and_whole(self):
+        paths = sorted(FOLDER.iterdir())
+        self.assertEqual([path.stem for path in paths], sorted(DOMAINS))
+        self.assertLess(sum(path.stat().st_size for path in paths), MOST_BYTES)
+        for path in paths:
+            trace = read_trace(path)
+            self.assertEqual((trace.num_experts, trace.num_layers, trace.width), (16, 30, 4))
+            counts = [int((trace.phase == phase).sum()) for phase in (PREFILL, DECODE)]
+            self.assertEqual(counts, [40, 224])
+            self.assertNotRegex(" ".join(trace.facts.values()), "/tmp|/work")
+
+    @parameterized.parameters("Qwen3-30B-A3B", "Mixtral-8x7B")
+    def test_benchmarks_replay_them(self, shape):
+        config = CONFIGS[shape]
+        work = of_trace(
+            config, read_trace(FOLDER / "books.trace"), 2, recall=0.85, seed=0, name="books"
+        )
+        self.assertEqual(work.ids.shape[1:], (len(config.moe_layers), 2, config.experts_per_token))
+        self.assertLess(work.ids.max(), config.num_experts)
+        self.assertIn("scaled from 16 experts", work.about)
+
+    def test_a_cut_keeps_the_last_of_the_prompt_and_the_first_decoded(self):
+        whole = random_trace(
+            step_sizes=[9, 1, 1, 1], num_layers=3, num_experts=16, width=3, foreseen=4
+        )
+        phase = np.array([PREFILL] * 9 + [DECODE] * 3, np.uint8)
+        whole = dataclasses.replace(whole, phase=phase, facts={"text": "x"})
+        found = cut(whole, 4, 2)
+        found.check()
+        np.testing.assert_array_equal(found.ids, whole.ids[5:11])
+        self.assertIsNone(found.predicted_ids)
+
+
+if __name__ == "__main__":
+    absltest.main()
