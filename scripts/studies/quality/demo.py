@@ -34,6 +34,7 @@ class Demo:
     device: jax.Device
     texts: Texts | None = None
     num_windows: int = 0
+    layers: tuple[int, ...] = ()  # whose matrices are measured; (): all
 
     @classmethod
     def load(cls, checkpoint: str, device: jax.Device) -> "Demo":

@@ -35,6 +35,7 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model small enough fo
 _LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _WINDOW = flags.DEFINE_integer("window", 512, "tokens of a window")
 _WINDOWS = flags.DEFINE_integer("windows", 20, "of each text")
+_LAYERS = flags.DEFINE_list("layers", [], "of the section weights, with layer 1 second; []: all")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
 _PLATFORM = flags.DEFINE_string("platform", "auto", "auto, cpu, gpu")
 _CACHE = flags.DEFINE_string("cache", "", "compilation cache")
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> None:
     demo = Demo.load(_CHECKPOINT.value, device)
     demo.texts = Texts(Path(_TEXTS.value), demo.tokenizer, _WINDOW.value)
     demo.num_windows = _WINDOWS.value
+    demo.layers = tuple(map(int, _LAYERS.value))
     report = Report(device, "", _OUTPUT.value, ("moejax", "jax", "jaxlib"))
     for name in _SECTIONS.value:
         for found in SECTIONS[name](demo):

@@ -38,7 +38,10 @@ class Stack:
 
 def stacks(demo: Demo) -> list[Stack]:
     """Every projection."""
-    c, weights = demo.config, demo.weights
+    c = demo.config
+    chosen = np.array(demo.layers or range(c.num_layers))
+    names = ("attention.qkv_proj", "attention.o_proj", "moe.gate_up", "moe.down")
+    weights = {name: demo.weights[name][chosen] for name in names}
     widths = np.cumsum([c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim])
     parts = dict(zip("qkv", jnp.split(weights["attention.qkv_proj"], widths, axis=1), strict=True))
     gate, up = jnp.split(weights["moe.gate_up"], 2, axis=2)
@@ -52,7 +55,7 @@ def stacks(demo: Demo) -> list[Stack]:
 
 def measure(demo: Demo) -> Iterator[Finding]:
     """Rows of each kind, of the dots of one layer, and of two matrices."""
-    num_layers = demo.config.num_layers
+    num_layers = len(demo.layers) or demo.config.num_layers
     found: dict[str, dict[str, list[np.ndarray]]] = {}
     dots: dict[str, dict[str, list[np.ndarray]]] = {}
     for stack in stacks(demo):
@@ -73,7 +76,7 @@ def measure(demo: Demo) -> Iterator[Finding]:
             yield from _histograms(stack, mine.start)
     for kind, parts in found.items():
         values = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-        yield from _means(kind, values)
+        yield from _means(kind, values, {"layers": list(demo.layers)} if demo.layers else {})
     yield from _dots(
         {kind: {n: np.concatenate(v) for n, v in p.items()} for kind, p in dots.items()}
     )
@@ -88,9 +91,9 @@ def _rest(matrices: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     return spectra / spectra[:, :1], error
 
 
-def _means(kind: str, values: dict[str, np.ndarray]) -> Iterator[Finding]:
+def _means(kind: str, values: dict[str, np.ndarray], chosen: dict[str, Any]) -> Iterator[Finding]:
     """Table 2."""
-    more: dict[str, Any] = {"matrices": len(values["kurtosis"])}
+    more: dict[str, Any] = {"matrices": len(values["kurtosis"]), **chosen}
     kurtosis = values["kurtosis"]
     spread = {"least": float(kurtosis.min()), "most": float(kurtosis.max())}
     yield Finding(f"excess kurtosis | {kind}", float(kurtosis.mean()), "", more | spread)
