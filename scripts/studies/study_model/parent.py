@@ -1,6 +1,6 @@
 """Turns a GGUF file of SmolLM2 into the Hugging Face directory that the study starts from.
 
-    python -m scripts.studies.study_model.parent --gguf=FILE.gguf --output=DIR  # hub
+    python -m scripts.studies.study_model.parent --gguf_file=FILE.gguf --output=DIR  # hub
 
 Where the hub can be reached, download the directory instead; README.md has both commands. Needs the
 `gguf` package, which dequantizes. The directory holds config.json, model.safetensors in bfloat16
@@ -22,7 +22,7 @@ from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
 from moejax.files.whole import write_json, write_whole
 
-_GGUF = flags.DEFINE_string("gguf", None, "the GGUF file of a Llama model", required=True)
+_GGUF = flags.DEFINE_string("gguf_file", None, "the GGUF file of a Llama model", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "directory to write", required=True)
 
 _NAMES = {
