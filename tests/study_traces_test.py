@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moejax import sweep
 from moejax.benchmarking.routing import of_trace
 from moejax.models.shapes import CONFIGS
 from moejax.routing.trace import DECODE, PREFILL, read_trace
 from scripts.studies.quality.bench import DOMAINS
 from scripts.studies.speed.record_traces import cut
+from tests import commands
 from tests.simulated_traces import random_trace
 
 FOLDER = Path(__file__).parents[1] / "scripts/studies/study_model/traces"
@@ -38,6 +40,13 @@ class StudyTracesTest(parameterized.TestCase):
         self.assertEqual(work.ids.shape[1:], (len(config.moe_layers), 2, config.experts_per_token))
         self.assertLess(work.ids.max(), config.num_experts)
         self.assertIn("scaled from 16 experts", work.about)
+
+    def test_sweeps_replay_them(self):
+        trace = f"--config.trace={FOLDER / 'books.trace'}"
+        _, *said = commands.run(
+            sweep.COMMAND, trace, "--config.grid=slots=4,8", "--config.base_ms=2"
+        )
+        self.assertIn("slots=8", "".join(map(str, said)))
 
     def test_a_cut_keeps_the_last_of_the_prompt_and_the_first_decoded(self):
         whole = random_trace(
