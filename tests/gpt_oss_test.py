@@ -25,8 +25,9 @@ from moejax.weights import linear as ops
 from moejax.weights.qtensor import dense
 from pallas_kernels import decode_attention, grouped_dequant_matmul
 from pallas_kernels.gating import Gating
-from pallas_kernels.packed import plain
+from pallas_kernels.packed import PackedMatrices, plain
 from pallas_kernels.target import Target
+from pallas_kernels.triton import product
 from tests import parity, slow
 from tests.decode_attention_test import Shape, parts_of, random_operands
 from tests.hf_checkpoints import GPT_OSS, reference_model, write_checkpoint
@@ -118,6 +119,17 @@ class KernelTest(parameterized.TestCase):
             "mosaic", shape, 2, stacks, stacks, [], False, target=target
         )
         self.assertIn("without a bias or another gating", reason)
+
+    @parameterized.parameters((4608, True), (4142, False), (9000, False))
+    def test_triton_refuses_scales_that_jax_miscounts(self, num_experts, is_refused):
+        """All experts of gpt-oss-120b in one stack; beyond 2^32 bytes JAX counts in 64 bits."""
+        weights = PackedMatrices(
+            words=jax.ShapeDtypeStruct((num_experts, 5760, 360), jnp.uint32),
+            scales=jax.ShapeDtypeStruct((num_experts, 5760, 90), jnp.uint8),
+            zeros=None, num_inputs=2880, bits=4, group_size=32,
+        )  # fmt: skip
+        reason = product.refusal(weights) or ""
+        self.assertEqual("more elements than 2^31" in reason, is_refused, reason)
 
 
 class Mxfp4Test(GptOssTestCase):

@@ -12,6 +12,7 @@ it is the one that the matrix units take from registers. MXFP4 has neither zeros
 no sums.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from pallas_kernels.triton.codes import PackedCodes, position_codes
 from pallas_kernels.triton.elements import Int, element_codes, quotient, remainder
 
 Ref = Any
+MOST_ELEMENTS = 2**31 - 1
 CHUNK = 32  # codes; a group whose size is a multiple of it never ends inside one
 
 
@@ -68,6 +70,12 @@ def refusal(weights: PackedMatrices) -> str | None:
         return f"it merges two planes, not {len(weights.widths)}"
     if weights.bits != PLAIN_BITS and weights.num_groups > 1 and size % CHUNK:
         return f"groups of {size} are no multiple of {CHUNK} and not a whole row"
+    for part in weights.arrays:
+        # jax 0.11.2 counts elements in signed 32 bits up to 2^32 bytes: of bytes, half wrap around.
+        if MOST_ELEMENTS < math.prod(part.shape) <= 2**32 // part.dtype.itemsize:
+            return (
+                f"{part.dtype}{list(part.shape)} has more elements than 2^31, which JAX miscounts"
+            )
     return None
 
 
