@@ -26,20 +26,24 @@ def scale_values(exponents: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << np.uint32(23), jnp.float32)
 
 
-def pair_bits(codes: jax.Array, dtype: Any) -> jax.Array:
-    """Makes two floats of `dtype` of two codes by arithmetic on integers: uint32[...].
+def small_pairs(words: jax.Array, position: int | jax.Array, dtype: Any) -> jax.Array:
+    """Makes two floats of `dtype` of two codes, 2^-14 (float16) or 2^-126 times them: uint32[...].
 
-    A magnitude of 2 or more is a float's exponent and mantissa less 126 (bfloat16) or 14 (float16)
-    of exponent; 0 and 1, which E2M1 stores without a leading one, are 0 and 0.5.
+    A code's exponent and mantissa are the lowest bits of a float's exponent and the highest of its
+    mantissa. 0.5, which E2M1 stores without a leading one, becomes a subnormal float.
 
     Args:
-      codes: uint32[...], a code in the low four bits of each half.
+      words: uint32[...], codes of four bits in both halves.
+      position: int32[] in 0..3, of the two codes.
       dtype: bfloat16 or float16.
     """
-    shift, half = (9, 0x3800) if dtype == jnp.float16 else (6, 0x3F00)  # `half`: bits of 0.5
-    magnitudes = codes & jnp.uint32(0x00070007)
-    is_normal = ((magnitudes + jnp.uint32(0x00060006)) >> jnp.uint32(3)) & jnp.uint32(0x00010001)
-    is_half = magnitudes & (is_normal ^ jnp.uint32(0x00010001))
-    bits = magnitudes << jnp.uint32(shift)
-    bits = bits + is_normal * jnp.uint32(half) + is_half * jnp.uint32(half - (1 << shift))
-    return bits | ((codes & jnp.uint32(0x00080008)) << jnp.uint32(12))
+    if not isinstance(position, int):
+        words, position = words >> (position * BITS).astype(jnp.uint32), 0
+    shift = 9 if dtype == jnp.float16 else 6
+
+    def moved(count: int) -> jax.Array:
+        count -= BITS * position
+        return words << np.uint32(count) if count >= 0 else words >> np.uint32(-count)
+
+    signs = moved(12) & np.uint32(0x80008000)
+    return signs | (moved(shift) & np.uint32(0x00070007 << shift))

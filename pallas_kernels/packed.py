@@ -58,6 +58,7 @@ class PackedMatrices:
         the product's by `layout.prefix_constants(bits)`; `refinements` has the other planes of
         `layout.PREFIX_PLANES[bits]`, in order;
       * plain, bits == 16: `words` is bfloat16 or float16 [S, N, K]; no scales, no zeros.
+    A kernel may see MXFP4's scales two by two, as uint16 (`with_scale_pairs`).
     The arrays lie on the device, or in pinned host memory: rows of a host store, which kernels read
     in place.
     """
@@ -83,12 +84,12 @@ class PackedMatrices:
     @property
     def num_groups(self) -> int:
         """Groups per row, G; 0 if plain."""
-        return 0 if self.scales is None else self.scales.shape[2]
+        return 0 if self.scales is None else layout.num_groups(self.num_inputs, self.group_size)
 
     @property
     def is_mxfp4(self) -> bool:
         """Whether codes and scales are those of MXFP4."""
-        return self.scales is not None and self.scales.dtype == jnp.uint8
+        return self.scales is not None and self.scales.dtype in (jnp.uint8, jnp.uint16)
 
     @property
     def zero_kind(self) -> str:
@@ -240,6 +241,19 @@ def plain(matrices: jax.Array) -> PackedMatrices:
         words=matrices, scales=None, zeros=None, num_inputs=inputs, bits=PLAIN_BITS,
         group_size=inputs,
     )  # fmt: skip
+
+
+def with_scale_pairs(weights: PackedMatrices) -> PackedMatrices:
+    """Views MXFP4's scales as uint16 [S, N, G / 2], the first in the low byte, if G is even.
+
+    XLA copies nothing. A kernel then loads half as often, and Pallas-Triton, whose offsets have 32
+    bits up to 4 GiB, reaches all of them.
+    """
+    if not weights.is_mxfp4 or weights.num_groups % 2:
+        return weights
+    assert weights.scales is not None
+    pairs = weights.scales.reshape(*weights.scales.shape[:2], weights.num_groups // 2, 2)
+    return dataclasses.replace(weights, scales=jax.lax.bitcast_convert_type(pairs, jnp.uint16))
 
 
 def stored_planes(weights: PackedMatrices, slot: Any) -> list[_StoredPlane]:

@@ -23,9 +23,9 @@ from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import dense
-from pallas_kernels import decode_attention, grouped_dequant_matmul
+from pallas_kernels import decode_attention, grouped_dequant_matmul, launch
 from pallas_kernels.gating import Gating
-from pallas_kernels.packed import PackedMatrices, plain
+from pallas_kernels.packed import PackedMatrices, plain, with_scale_pairs
 from pallas_kernels.target import Target
 from pallas_kernels.triton import product
 from tests import parity, slow
@@ -120,16 +120,21 @@ class KernelTest(parameterized.TestCase):
         )
         self.assertIn("without a bias or another gating", reason)
 
-    @parameterized.parameters((4608, True), (4142, False), (9000, False))
-    def test_triton_refuses_scales_that_jax_miscounts(self, num_experts, is_refused):
-        """All experts of gpt-oss-120b in one stack; beyond 2^32 bytes JAX counts in 64 bits."""
-        weights = PackedMatrices(
-            words=jax.ShapeDtypeStruct((num_experts, 5760, 360), jnp.uint32),
-            scales=jax.ShapeDtypeStruct((num_experts, 5760, 90), jnp.uint8),
-            zeros=None, num_inputs=2880, bits=4, group_size=32,
-        )  # fmt: skip
+    @parameterized.parameters(
+        (4608, 2880, False), (4608, 2912, True), (4096, 2912, False), (9000, 2912, False)
+    )  # fmt: skip
+    def test_triton_refuses_scales_that_jax_miscounts(self, num_experts, num_inputs, is_refused):
+        """All experts of gpt-oss-120b in one stack, whose scales go by pairs; odd ones do not."""
+        parts = {
+            "words": jax.ShapeDtypeStruct((num_experts, 5760, num_inputs // 8), jnp.uint32),
+            "scales": jax.ShapeDtypeStruct((num_experts, 5760, num_inputs // 32), jnp.uint8),
+        }
+        weights = PackedMatrices(**parts, zeros=None, num_inputs=num_inputs, bits=4, group_size=32)
         reason = product.refusal(weights) or ""
-        self.assertEqual("more elements than 2^31" in reason, is_refused, reason)
+        self.assertEqual("2 to 4 Gi elements" in reason, is_refused, reason)
+        if num_inputs == 2880:
+            scales = jax.eval_shape(with_scale_pairs, weights).scales
+            self.assertIsNone(launch.offset_refusal(scales))
 
 
 class Mxfp4Test(GptOssTestCase):

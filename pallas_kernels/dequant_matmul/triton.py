@@ -22,7 +22,7 @@ from pallas_kernels.dequant_matmul.tiles import (
     TritonTiles,
     triton_tiles,
 )
-from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices
+from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices, with_scale_pairs
 from pallas_kernels.target import Target
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
@@ -150,7 +150,8 @@ def dequant_matmul_triton(
     sums = None
     if tiles.block_m > 32 and (size := triton_product.sum_size(weights, tiles.step)):
         sums = triton_product.sums_of(x, size)
-    leaves, treedef = jax.tree.flatten((x, sums, slot, weights, low_rank, thin))
+    paired = with_scale_pairs(weights)
+    leaves, treedef = jax.tree.flatten((x, sums, slot, paired, low_rank, thin))
     whole = tiles.split_k == 1
     out = launch.triton_call(
         functools.partial(_body, treedef=treedef, tiles=tiles, interpret=interpret),

@@ -48,12 +48,7 @@ def refusal(pools: Sequence[Operand], hosts: Sequence[Operand], target: Target) 
     for pool, host in zip(pools, hosts, strict=True):
         if jnp.dtype(pool.dtype).name not in DTYPES:
             reasons.append(f"an array is {pool.dtype}, none of {', '.join(DTYPES)}")
-        # Pallas counts elements in 32 bits, signed in Triton, up to 4 GiB, in 64 beyond.
-        reasons += [
-            f"{array.dtype}{array.shape} has 2 to 4 Gi elements of a byte"
-            for array in (pool, host)
-            if array.size >= 2**31 and array.size * array.dtype.itemsize <= 2**32
-        ]
+        reasons += filter(None, map(launch.offset_refusal, (pool, host)))
     return "; ".join(reasons) or None
 
 

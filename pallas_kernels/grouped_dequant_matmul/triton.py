@@ -28,7 +28,7 @@ from pallas_kernels.grouped_dequant_matmul import tiles as rules
 from pallas_kernels.grouped_dequant_matmul.blocks import Blocks, make_blocks
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
-from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.packed import LowRank, PackedMatrices, with_scale_pairs
 from pallas_kernels.target import Target
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
@@ -276,8 +276,9 @@ class _Call:
         else:
             source = _Pairs(assignments.tier.reshape(-1), assignments.slot.reshape(-1))
             self.programs = self.num_pairs
+        paired = tuple(map(with_scale_pairs, tiers))
         self.operands = _Operands(
-            rows, tuple(sums), source, tuple(tiers), tuple(map(tuple, low_rank)), None
+            rows, tuple(sums), source, paired, tuple(map(tuple, low_rank)), None
         )
         self.static = _Static(None, tiles, self.num_pairs, row_width, num_tokens == 1, interpret)
 

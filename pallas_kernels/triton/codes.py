@@ -2,8 +2,8 @@
 
 Two codes lie side by side in a word once a shift and a mask have taken one position of it, and an
 `or` makes floating point numbers of both: 0x4300 + q is the bfloat16 128 + q, 0x5400 + 16 q the
-float16 64 + q; of two codes of MXFP4 `mxfp4.pair_bits` makes their values. Nothing moves between
-threads.
+float16 64 + q; of two codes of MXFP4 `mxfp4.small_pairs` and one multiplication make their values.
+Nothing moves between threads.
 """
 
 import math
@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import layout, mxfp4
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices, stored_planes
@@ -19,6 +21,8 @@ from pallas_kernels.triton.elements import Int
 
 Ref = Any
 MAX_WORDS = 32  # of a row, held at a time
+# Bits of 2^126 and 2^14, by which `mxfp4.small_pairs` are too small.
+FULL = {"bfloat16": 0x7E80, "float16": 0x7400}
 
 
 def position_codes(weights: PackedMatrices) -> int:
@@ -33,8 +37,11 @@ class PackedCodes:
     piece at a time. `offset` is added to each code.
     """
 
-    def __init__(self, weights: PackedMatrices, slot: Int, step: int, dtype: Any) -> None:
+    def __init__(
+        self, weights: PackedMatrices, slot: Int, step: int, dtype: Any, *, interpret: bool
+    ) -> None:
         self.weights, self.slot, self.step, self.dtype = weights, slot, step, dtype
+        self.interpret = interpret
         # Where a code lies in its half, the exponent that is set above it, and what that adds. With
         # 1024 for short codes as well, sums in float32 lost four bits more.
         self.place, self.magic, self.offset = 0, 0x4300, 128
@@ -106,9 +113,12 @@ class PackedCodes:
         Args:
           first_position: int32[] in the block, where the step begins.
         """
-        codes = self._pairs(planes, piece, first_position)
         if self.weights.is_mxfp4:
-            return [self._floats(mxfp4.pair_bits(codes, self.dtype))]
+            [chunks] = planes
+            at, chunk = divmod(piece, len(chunks))
+            small = mxfp4.small_pairs(chunks[chunk], first_position + at, self.dtype)
+            return [self._floats(full_pairs(small, self.dtype, interpret=self.interpret))]
+        codes = self._pairs(planes, piece, first_position)
         magic = _u32(self.magic * 0x10001)
         if not self.two_values:
             return [self._floats(codes | magic)]
@@ -120,6 +130,25 @@ class PackedCodes:
         halves = (pairs.astype(jnp.uint16), (pairs >> _u32(16)).astype(jnp.uint16))
         even, odd = (jax.lax.bitcast_convert_type(half, self.dtype) for half in halves)
         return jnp.stack([even, odd], axis=-1).reshape(pairs.shape[0], 2 * pairs.shape[1])
+
+
+def full_pairs(small: jax.Array, dtype: Any, *, interpret: bool) -> jax.Array:
+    """Multiplies `mxfp4.small_pairs` by what they are too small by: uint32[...] of two floats."""
+    is_half = dtype == jnp.float16
+    if not interpret:  # one instruction; it keeps subnormal operands
+        factor, kind = FULL[jnp.dtype(dtype).name] * 0x10001, "f16x2" if is_half else "bf16x2"
+        [full] = pltriton.elementwise_inline_asm(
+            f"{{ .reg .b32 f, z; mov.b32 f, {factor}; mov.b32 z, 0x80008000; "
+            f"fma.rn.{kind} $0, $1, f, z; }}",
+            args=[small], constraints="=r,r", pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(small.shape, jnp.int32)],
+        )  # fmt: skip
+        return jax.lax.bitcast_convert_type(full, jnp.uint32)
+    # A CPU takes bfloat16's subnormals for 0, and not float16's.
+    signs, magnitudes = small & np.uint32(0x80008000), small & np.uint32(0x7FFF7FFF)
+    halves = small if is_half else signs | (magnitudes << np.uint32(3))
+    floats = jax.lax.bitcast_convert_type(halves, jnp.float16).astype(jnp.float32)
+    return jax.lax.bitcast_convert_type((floats * np.float32(2**14)).astype(dtype), jnp.uint32)
 
 
 def _u32(value: int) -> jax.Array:

@@ -12,21 +12,20 @@ it is the one that the matrix units take from registers. MXFP4 has neither zeros
 no sums.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import layout, mxfp4
+from pallas_kernels import launch, layout, mxfp4
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
-from pallas_kernels.triton.codes import PackedCodes, position_codes
+from pallas_kernels.triton.codes import PackedCodes, full_pairs, position_codes
 from pallas_kernels.triton.elements import Int, element_codes, quotient, remainder
 
 Ref = Any
-MOST_ELEMENTS = 2**31 - 1
 CHUNK = 32  # codes; a group whose size is a multiple of it never ends inside one
 
 
@@ -70,12 +69,11 @@ def refusal(weights: PackedMatrices) -> str | None:
         return f"it merges two planes, not {len(weights.widths)}"
     if weights.bits != PLAIN_BITS and weights.num_groups > 1 and size % CHUNK:
         return f"groups of {size} are no multiple of {CHUNK} and not a whole row"
+    are_pairs = weights.is_mxfp4 and weights.num_groups % 2 == 0  # see `with_scale_pairs`
     for part in weights.arrays:
-        # jax 0.11.2 counts elements in signed 32 bits up to 2^32 bytes: of bytes, half wrap around.
-        if MOST_ELEMENTS < math.prod(part.shape) <= 2**32 // part.dtype.itemsize:
-            return (
-                f"{part.dtype}{list(part.shape)} has more elements than 2^31, which JAX miscounts"
-            )
+        reason = launch.offset_refusal(part)
+        if reason and not (are_pairs and part is weights.scales):
+            return reason
     return None
 
 
@@ -163,21 +161,36 @@ class _Product:
         self.columns, self.weights, self.slot = columns, weights, slot
         self.shape, self.step, self.interpret = shape, step, interpret
         self.rows = list(tiles)
-        self.codes = PackedCodes(weights, slot, step, columns.dtype)
+        self.codes = PackedCodes(weights, slot, step, columns.dtype, interpret=interpret)
         self.by_row = weights.num_groups == 1
+        self.by_pair = weights.scales is not None and weights.scales.dtype == jnp.uint16
 
     # Groups
 
     def _groups(self, first: Int, offsets: Sequence[int]) -> list[Int]:
-        return [quotient(first + offset, self.weights.group_size) for offset in offsets]
+        """Indices of the groups that begin at offsets; of pairs of them where scales are pairs."""
+        size = self.weights.group_size
+        if self.by_pair:
+            size, offsets = 2 * size, offsets[::2]
+        return [quotient(first + offset, size) for offset in offsets]
 
     def _scales(self, groups: Sequence[Int]) -> list[list[jax.Array]]:
-        """Loads scales, then zeros if stored, of each group and tile, as stored."""
+        """Loads scales, then zeros if stored, of each index and tile, as stored."""
         stored = [leaf for leaf in (self.weights.scales, self.weights.zeros) if leaf is not None]
         return [
             [leaf[self.slot, rows, group] for leaf in stored for group in groups]
             for rows in self.rows
         ]
+
+    def _scale(self, stored: Sequence[jax.Array], group: Int) -> jax.Array:
+        """Takes a group's scales out of what `_scales` loaded; of int32[] `group`, of one load."""
+        index = quotient(group, 2) if self.by_pair else group
+        row = stored[index] if isinstance(index, int) else stored[0]
+        if not self.by_pair:
+            return row
+        shift = remainder(group, 2) * 8
+        shift = np.uint16(shift) if isinstance(shift, int) else shift.astype(jnp.uint16)
+        return (row >> shift).astype(jnp.uint8)
 
     def _scaled(
         self, acc: jax.Array, products: jax.Array, sums: jax.Array | None, scale: jax.Array,
@@ -260,7 +273,8 @@ class _Product:
                     continue
                 accs = [
                     self._scaled(
-                        acc, p, sums, s[i], s[len(groups) + i] if len(s) > len(groups) else None,
+                        acc, p, sums, self._scale(s, i),
+                        s[len(groups) + i] if len(s) > len(groups) else None,
                         self.codes.offset,
                     )
                     for acc, p, s in zip(accs, products, scales, strict=True)
@@ -338,17 +352,19 @@ class _Product:
             x = self.columns.load(k, CHUNK).T
             sums = None if is_mxfp4 else pltriton.dot(ones, x)
             group = 0 if self.by_row else quotient(k, weights.group_size)
+            index = quotient(group, 2) if self.by_pair else group
             added = []
-            for rows, acc, s in zip(self.rows, accs, self._scales([group]), strict=True):
+            for rows, acc, s in zip(self.rows, accs, self._scales([index]), strict=True):
                 codes = element_codes(weights, self.slot, rows[:, None], (k + steps)[None, :])
                 if is_mxfp4:
-                    halves = mxfp4.pair_bits(codes, dtype).astype(jnp.uint16)
-                    values = jax.lax.bitcast_convert_type(halves, dtype)
+                    small = mxfp4.small_pairs(codes, 0, dtype)
+                    halves = full_pairs(small, dtype, interpret=self.interpret)
+                    values = jax.lax.bitcast_convert_type(halves.astype(jnp.uint16), dtype)
                 else:
                     values = codes.astype(jnp.float32).astype(dtype)
                 part = pltriton.dot(values, x)
                 zero = s[1] if len(s) > 1 else None
-                added.append(self._scaled(acc, part, sums, s[0], zero, 0))
+                added.append(self._scaled(acc, part, sums, self._scale(s, group), zero, 0))
             return added
 
         return jax.lax.fori_loop(jnp.int32(0), _count(span, num_chunks), body, accs)
