@@ -15,6 +15,7 @@ from absl.testing import parameterized
 from pallas_kernels import grouped_dequant_matmul as package
 from pallas_kernels import launch
 from pallas_kernels.grouped_dequant_matmul import mosaic
+from pallas_kernels.grouped_dequant_matmul.tiles import TritonTiles
 from pallas_kernels.mosaic_decode import launch_blocks
 from pallas_kernels.packed import PackedMatrices, plain
 from pallas_kernels.target import SIMULATED, Target, current_target
@@ -144,6 +145,13 @@ class ContractTest(HostTestCase, KernelTestCase):
         operands = random_operands(HOST_CASES[name], seed(kernel + name))
         found = self.interpreted(kernel, operands)
         self.assertIsNone(violation(*found, operands))
+
+    @parameterized.parameters("mxfp4_and_int2", "int4_int2_and_skipped", "low_rank")
+    def test_tiles_that_split_k_have_the_values_of_float64(self, name):
+        operands = random_operands(CASES[name], seed(self.id()))
+        tiles = TritonTiles(block_m=8, block_n=16, step=256, split_k=2, num_warps=1, num_stages=3)
+        run = program(implementation="triton", interpret=True, tiles=tiles)
+        self.assertIsNone(violation(*run(operands), operands))
 
     @slow.repeats()
     @parameterized.parameters(
