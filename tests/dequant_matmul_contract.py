@@ -99,6 +99,7 @@ def _form_cases() -> dict[str, Case]:
     cases["mxfp4"] = Case(mxfp4)
     cases["mxfp4_row"] = Case(mxfp4, rows=1, inputs=512, dtype="float16", out_dtype="float32")
     cases["mxfp4_33_rows"] = Case(mxfp4, rows=33, outputs=200, inputs=544, slot=0)
+    cases["mxfp4_scale_pairs"] = Case(mxfp4, rows=3, inputs=576)  # 18 groups, 2 of the last block
     cases["mxfp4_of_one_group"] = Case(mxfp4, inputs=32, slot=2)
     cases["every_code_mxfp4"] = Case(
         mxfp4, rows=4, outputs=16, inputs=288, out_dtype="float32", every_code=True

@@ -190,7 +190,7 @@ def grouped_task(layer: Layer, op: str, num_tokens: int) -> Task:
         operands=operands,
         chain=Chain(len(assignments), len(assignments), rounds),
         call=call_with,
-        error=lambda y: sample.error(y.reshape(expected.shape)),
+        error=lambda y: sample.error(y.reshape(-1, *expected.shape).sum(axis=0)),  # parts of K
     )  # fmt: skip
 
 
