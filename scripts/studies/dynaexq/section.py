@@ -79,7 +79,7 @@ def _recovered_by(paper: Paper, pair: str, text: str, found: Found | None) -> st
 
 
 def _differs(*found: Found | None) -> str:
-    """What differs, of rows of `quality.policies`."""
+    """Differences of rows of `quality.policies`."""
     of_study = all(one and one.row.what.startswith(f"{subjects.STUDY} | ") for one in found)
     how = subjects.DIFFERS[subjects.STUDY if of_study else subjects.DEMO]
     return f"{how}, HQQ g64, perplexity"

@@ -42,7 +42,7 @@ _HOST_ONLY = flags.DEFINE_bool("host_only", False, "measure cores and memory alo
 
 @dataclasses.dataclass(repr=False)
 class Bench:
-    """What all parts share."""
+    """Settings and operands that all parts share."""
 
     report: Report
     library: Library

@@ -111,7 +111,7 @@ def address_of(store: Store) -> jax.Array:
 
 
 class Carry(NamedTuple):
-    """What a token hands to the next, in one place of memory: addresses in a graph stay."""
+    """Values that a token hands to the next, in one place: addresses in a graph stay."""
 
     pools: Matrices
     x: jax.Array  # [1, D]
