@@ -60,8 +60,8 @@ def measure(demo: Demo) -> Iterator[Finding]:
     dots: dict[str, dict[str, list[np.ndarray]]] = {}
     for stack in stacks(demo):
         kurtosis = np.asarray(excess_kurtosis(stack.matrices))
-        parts = [_rest(stack.matrices[stack.of_layer(i, num_layers)]) for i in range(num_layers)]
-        spectra, error = (np.concatenate(part) for part in zip(*parts, strict=True))
+        rests = [_rest(stack.matrices[stack.of_layer(i, num_layers)]) for i in range(num_layers)]
+        spectra, error = (np.concatenate(part) for part in zip(*rests, strict=True))
         small = (spectra < TAU).sum(-1)
         kept = {
             "kurtosis": kurtosis, "small": small, "smaller share": 100 * small / spectra.shape[1],
