@@ -40,6 +40,7 @@ class Case(NamedTuple):
     fed: bool = True
     shared: bool = False  # two tiers of planes share the slots of the second
     handed_out: bool = False  # skipped pairs are of expert 0, as where other devices run them
+    host: tuple[int, ...] = ()  # `Asked.host`
     limit: int = 2  # of a prediction
     steps: int = 150
 
@@ -62,6 +63,11 @@ CASES = {
     "decode": alone(3, 9, 1, 4, slots=4, transient=2, banks=2),
     "decode_in_one_bank": alone(2, 12, 1, 3, slots=7, transient=2, limit=4),
     "decode_qwen": alone(2, 128, 1, 8, slots=48, transient=8, limit=8, steps=150),
+    "decode_beside_the_host": alone(2, 12, 1, 4, slots=5, transient=2, host=(0, 0, 1, 2, 4)),
+    "few_slots_beside_the_host": alone(2, 12, 1, 4, slots=2, transient=4, host=(0, 1, 1, 2, 2)),
+    "qwen_beside_the_host": alone(
+        2, 128, 1, 8, slots=13, transient=8, limit=8, host=(0, 0, 1, 2, 3, 3, 4, 4, 5)
+    ),
     "scan": alone(2, 8, 4, 2, slots=3, transient=2),
     "scan_in_banks": alone(2, 7, 5, 3, slots=4, transient=3, limit=3, banks=2),
     "no_cache": alone(2, 5, 2, 2, slots=0, transient=2),
@@ -246,6 +252,8 @@ def arrived(case: Case, given: Given, tables: Any) -> Any:
 def plan(case: Case, given: Given, tables: Any, row_of: Any, *, by_pairs: bool, **how: Any) -> Any:
     """A plan without whose experts are copied, which a kernel does not say."""
     asked, gate = package.Asked(given.ids, given.weights), None
+    if case.host:
+        asked = asked._replace(host=jnp.asarray(case.host, jnp.int32))
     if case.policy:
         by: Any = package.Wishes(given.tier, given.at_least)
         if case.rule and by_pairs:

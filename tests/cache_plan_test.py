@@ -17,7 +17,10 @@ from tests.cache_plan_contract import CASES
 class ContractTest(parameterized.TestCase):
     # Other rules are the first one's with another flag.
     @slow.where(
-        lambda case, seed: seed or case not in ("decode", "one", "critical", "held", "shared")
+        lambda case, seed: (
+            seed
+            or case not in ("decode", "decode_beside_the_host", "one", "critical", "held", "shared")
+        )
     )
     @parameterized.product(case=tuple(CASES), seed=(0, 1))
     def test_the_kernel_decides_as_the_reference(self, case, seed):
@@ -26,6 +29,11 @@ class ContractTest(parameterized.TestCase):
         names = dict(zip(EVENTS, np.sum(events, axis=0), strict=True))
         if not CASES[case].policy:
             self.assertGreater(names["misses"], 0)
+            is_known = names["admitted"] + names["streamed"] + names["unserved"]
+            on_host = 0 if made.hosted is None else np.sum(np.asarray(made.hosted) >= 0)
+            # Of predictions `events` has no misses, and they have no plan of their own.
+            self.assertEqual(bool(CASES[case].host), names["misses"] > is_known)
+            self.assertEqual(bool(CASES[case].host), on_host > 0)
             return
         self.assertGreater(names["hits"], 0)
         still = case in ("one_of_all", "fixed") or CASES[case].rule == "held"

@@ -247,6 +247,12 @@ def _misfits(
     wanted = (shape[0], len(tiers) + 3)
     if gate is not None and (gate.shape != wanted or gate.dtype != jnp.float32):
         reasons.append(f"gate is {gate.dtype}{gate.shape}, of {len(tiers)} tiers")
+    if asked.host is not None:
+        of, alone = asked.host, len(tiers) == 1 and asked.by is None and gate is None
+        if not alone or active.shape != (1,):
+            reasons.append("the host multiplies misses of one token and one tier")
+        if of.shape != (asked.ids.shape[-1] + 1,) or of.dtype != jnp.int32:
+            reasons.append(f"host is {of.dtype}{of.shape}, ids {asked.ids.shape}")
     arrays = {"ids": (asked.ids, jnp.int32), "weights": (asked.weights, jnp.float32)}
     if asked.routed_ids is not None:
         arrays["routed_ids"] = asked.routed_ids, jnp.int32

@@ -34,7 +34,8 @@ class Tables(NamedTuple):
         each [C]. Slots of experts and owners are inverse to each other.
       clock: int32[], may wrap.
       events: int32[M, K], counts.
-      gate: float32[M, 1 + K'], gate mass of all, then of K' tiers; of which the first counts.
+      gate: float32[M, 1 + K'], gate mass of all, then of K' tiers; of which the first counts. What
+        the host's cores multiply is in the first alone.
     """
 
     table: jax.Array
@@ -181,12 +182,16 @@ class Asked(NamedTuple):
       weights: float32[N, A], the router's gate mass, counted by what became of it.
       by: in which tiers; None: all in the first, of one.
       routed_ids: int32[N, A], experts that the router chose; None: `ids`.
+      host: int32[A + 1], by the number of misses how many the host's cores multiply, of one token
+        and one tier; None: none. They are the last misses of the token, which weigh least where
+        pairs come by falling weight, and get no slot.
     """
 
     ids: jax.Array
     weights: jax.Array
     by: Wishes | Rule | None = None
     routed_ids: jax.Array | None = None
+    host: jax.Array | None = None
 
 
 class Fetch(NamedTuple):
@@ -224,6 +229,8 @@ class LayerPlan(NamedTuple):
       streamed: of each tier the copies of its later waves, int32[W, B], of which the slots are not
         padded; None where there are none.
       base: of tiers that share slots.
+      hosted: int32[1, A], rows of the host store that the host's cores multiply, -1: none; None
+        without `Asked.host`.
     """
 
     tier: jax.Array
@@ -232,6 +239,7 @@ class LayerPlan(NamedTuple):
     fetch: tuple[Fetch | None, ...]
     streamed: tuple[Fetch | None, ...]
     base: SharedBase | None = None
+    hosted: jax.Array | None = None
 
 
 def num_waves(max_needed: int, slots: int, transient: int) -> int:

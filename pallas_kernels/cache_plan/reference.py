@@ -213,6 +213,9 @@ def plan_reference(
         chosen = jnp.where(active[:, None] & (wishes.tier >= 0), found.tier[ids], -1)
         better = [jnp.any(copies[:i], axis=0) for i in range(num_tiers)]
         gone = [copies[i] & (found.fetched | better[i]) for i in range(num_tiers)]
+    hosted = None
+    if asked.host is not None:
+        hosted, chosen = _hosted(tiers[0], layer, ids, chosen, asked.host)
     parts: list[TierPart] = []
     if is_shared:
         pairs = jnp.where(chosen >= 0, ids, -1)
@@ -229,6 +232,9 @@ def plan_reference(
         slot = jnp.where(mine, made.slot[ids], slot)
         wave = jnp.where(mine, made.wave[ids], wave)
         mass = jnp.sum(jnp.where(mine, weights, 0.0))
+        if hosted is not None:
+            made = made._replace(tables=_with_hosted(made.tables, layer, hosted, mine, columns))
+            mass = jnp.stack([jnp.sum(jnp.where(mine | (hosted >= 0), weights, 0.0)), mass])
         after.append(made.tables._replace(gate=made.tables.gate.at[layer, :2].add(mass)))
         fetch.append(made.fetch if form.fetches else None)
         streamed.append(made.streamed)
@@ -242,7 +248,29 @@ def plan_reference(
         gate = jax.lax.dynamic_update_index_in_dim(gate, gate[layer] + sums, layer, 0)
     waves = wave if any(form.later_waves for form in forms) else None
     runs = jnp.where(slot >= 0, chosen, -1)
-    return tuple(after), gate, LayerPlan(runs, slot, waves, tuple(fetch), tuple(streamed), base)
+    made_plan = LayerPlan(runs, slot, waves, tuple(fetch), tuple(streamed), base, hosted)
+    return tuple(after), gate, made_plan
+
+
+def _hosted(
+    tier: TierOperands, layer: jax.Array, ids: jax.Array, chosen: jax.Array, host: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Rows int32[1, A] that the host multiplies, and the tiers of the other pairs."""
+    row = tier.row_of[layer][ids]
+    miss = (chosen == 0) & (tier.tables.table[layer][ids] < 0) & (row >= 0)
+    later = jnp.cumsum(miss[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1] - miss
+    at_host = miss & (later < host[num(miss)])
+    return jnp.where(at_host, row, -1), jnp.where(at_host, -1, chosen)
+
+
+def _with_hosted(
+    tables: Tables, layer: jax.Array, hosted: jax.Array, others: jax.Array, columns: Columns
+) -> Tables:
+    """Counts experts that the host multiplies, beside those of the slots."""
+    count = num(hosted >= 0)
+    steps = (count > 0) & ~jnp.any(others)
+    events = counted(tables.events, layer, columns, steps=steps, needed=count, misses=count)
+    return tables._replace(events=events)
 
 
 def predict_reference(

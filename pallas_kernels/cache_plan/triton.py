@@ -280,8 +280,12 @@ def _store_released(
 def _place(
     of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array,
     pairs: PaddedPairs, tier: jax.Array, fetched: jax.Array, columns: Columns, interpret: bool,
+    num_hosted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """Places a layer's pairs in tiers with slots of their own: their slots, and waves if any."""
+    """Places a layer's pairs in tiers with slots of their own: their slots, and waves if any.
+
+    `num_hosted`: int32[], misses that are in no tier since the host multiplies them.
+    """
     parts, counts, moves = [], [], []
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
         runs = tier == i
@@ -315,15 +319,28 @@ def _place(
                 later = 1 + quotient(done.stream, form.transient) if form.later_waves else 0
                 wave = jnp.where(streams, later, wave)
         needed, misses, *ahead = counts[i]
+        all_needed, all_misses = needed, misses
+        if num_hosted is not None:
+            all_needed, all_misses = needed + num_hosted, misses + num_hosted
         amounts = {
-            "steps": jnp.minimum(needed, 1), "needed": needed, "hits": needed - misses,
-            "misses": misses, "admitted": done.admitted, "streamed": done.streamed,
+            "steps": jnp.minimum(all_needed, 1), "needed": all_needed, "hits": needed - misses,
+            "misses": all_misses, "admitted": done.admitted, "streamed": done.streamed,
             "unserved": misses - done.admitted - done.streamed, "evictions": done.evictions,
             "prefetch_waste": done.waste,
         }  # fmt: skip
         amounts |= {"prefetch_hits": ahead[0]} if ahead else {}
         vectors.store_events(part.state.of, layer, part.state.events, columns, amounts)
     return slot, wave
+
+
+def _hosted_rows(
+    of: Refs, state: Entries, layer: jax.Array, pairs: PaddedPairs, fetched: jax.Array
+) -> jax.Array:
+    """int32[P], rows of the last misses, which the host multiplies; -1: none."""
+    row = vectors.load_rows(state.of, layer, pairs.ids)
+    miss = fetched & (row >= 0)
+    later = vectors.count(miss[None, :] & (pairs.number[None, :] > pairs.number[:, None]), axis=1)
+    return jnp.where(miss & (later < of["host"][vectors.count(miss)]), row, -1)
 
 
 def _plan_body(
@@ -344,21 +361,30 @@ def _plan_body(
     if "routed_ids" in of:
         routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
     tier, fetched = resolved_tiers(pairs, states, forms)
+    all_pairs, num_hosted = tier, None
+    if "host" in of:
+        hosted = _hosted_rows(of, states[0], layer, pairs, fetched)
+        num_hosted = vectors.count(hosted >= 0)
+        tier, fetched = jnp.where(hosted >= 0, -1, tier), fetched & (hosted < 0)
+        pltriton.store(of["hosted"].at[pairs.number], hosted, mask=pairs.inside)
     wave: jax.Array | None
     if forms[0].shares_slots:
         slot, wave = place_planes(of, states, forms, layer, pairs, tier, columns, interpret)
         wave = wave if "wave" in of else None
     else:
-        slot, wave = _place(of, states, forms, layer, pairs, tier, fetched, columns, interpret)
+        slot, wave = _place(
+            of, states, forms, layer, pairs, tier, fetched, columns, interpret, num_hosted
+        )
     for state in states:
         state.of["clock"][()] = state.clock + 1
     if total is not None:
         store_gate(of, states, layer, pairs, tier, total, weights, routed)
     else:
         # To the mass of all and of the first tier.
-        mass = jnp.sum(jnp.where(tier >= 0, weights, 0.0))
+        mass = jnp.sum(jnp.where(all_pairs >= 0, weights, 0.0))
+        in_slots = mass if num_hosted is None else jnp.sum(jnp.where(tier >= 0, weights, 0.0))
         for column, before in enumerate(states[0].mass):
-            states[0].of["gate"][layer, column] = before + mass
+            states[0].of["gate"][layer, column] = before + (in_slots if column else mass)
     runs = jnp.where(slot >= 0, tier, -1)
     for name, values in (("runs", runs), ("slot", slot), ("wave", wave)):
         if values is not None:
@@ -425,6 +451,8 @@ def plan_triton(
     operands |= {name: of.reshape(-1) for name, of in by_pair.items() if of is not None}
     changed = {} if gate is None else {"mass": gate}
     sizes, most = {"runs": num_pairs, "slot": num_pairs}, 1
+    if asked.host is not None:
+        operands["host"], sizes["hosted"] = asked.host, num_pairs
     if has_waves := any(form.later_waves for form in forms):
         sizes["wave"] = num_pairs
     shares = forms[0].shares_slots
@@ -478,6 +506,7 @@ def plan_triton(
         tuple(fetch),
         tuple(streamed),
         base,
+        None if asked.host is None else found["hosted"].reshape(shape),
     )
     return tuple(tables), found.get("mass"), made
 

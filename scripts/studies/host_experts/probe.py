@@ -6,7 +6,6 @@ python -m scripts.studies.host_experts.probe --host_only --rows=96
 
 import contextlib
 import dataclasses
-import itertools
 import statistics
 import tempfile
 import threading
@@ -20,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from moejax.experts.host_worker import Library, Workers, cores
 from pallas_kernels.packed import dequantize
 from scripts.studies.host_experts import mechanisms, steps
-from scripts.studies.host_experts.worker import Library, cores
 from scripts.studies.measuring import Report
 
 SLOTS_OF_GIB = {3: 13, 7: 46, 12: 89}  # of 128 a layer, `moejax.plan`
@@ -50,24 +49,16 @@ class Bench:
     rows: int
     threads: list[int]
     resident_ms: float
-    numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
     rng: np.random.Generator = dataclasses.field(default_factory=lambda: np.random.default_rng(1))
 
     @contextlib.contextmanager
-    def serving(self, count: int) -> Iterator[None]:
+    def serving(self, count: int) -> Iterator[Workers]:
         """Has threads serve the mailbox: they spin, so nothing is to be compiled meanwhile."""
-        workers = self.library.start(
-            count, self.mailbox, self.store.arrays, (steps.MODEL_DIM, steps.EXPERT_DIM)
-        )
+        workers = self.store.start(self.library, count)
         try:
-            yield
+            yield workers
         finally:
-            self.library.stop(workers)
-
-    @property
-    def mailbox(self) -> int:
-        """Address of the mailbox."""
-        return self.store.mailbox.ctypes.data
+            workers.stop()
 
     def jobs(self, jobs: int, experts: int) -> np.ndarray:
         """int32[jobs, experts], rows that differ within a job."""
@@ -77,7 +68,7 @@ class Bench:
     def tokens(self, num_hosted: Sequence[int], hit_rate: float, **how: Any) -> steps.Token:
         """Draws stacked tokens, see `steps.make_token`."""
         drawn = [
-            steps.make_token(self.rng, self.numbers, self.rows, num_hosted, hit_rate, **how)
+            steps.make_token(self.rng, self.rows, num_hosted, hit_rate, **how)
             for _ in range(TOKENS)
         ]
         return steps.Token(*(jnp.asarray(np.stack(parts)) for parts in zip(*drawn, strict=True)))
@@ -88,15 +79,12 @@ def host_rates(report: Report, bench: Bench) -> None:
     check_worker(bench)
     largest = bench.store.views[0]
     for count in bench.threads:
-        read = max(
-            largest.nbytes / bench.library.read_bytes(largest.ctypes.data, largest.nbytes, count)
-            for _ in range(2)
-        )
+        read = max(largest.nbytes / bench.library.read_bytes(largest, count) for _ in range(2))
         report.add(f"host memory read, {count} threads", read / 1e9, "GB/s")
-        with bench.serving(count):
-            bench.library.run_jobs(bench.mailbox, bench.jobs(20, 4))
+        with bench.serving(count) as workers:
+            workers.run_jobs(bench.jobs(20, 4))
             for experts, jobs in ((0, 2000), (1, 100), (2, 60), (4, 40), (8, 20)):
-                seconds = bench.library.run_jobs(bench.mailbox, bench.jobs(jobs, experts)) / jobs
+                seconds = workers.run_jobs(bench.jobs(jobs, experts)) / jobs
                 rate = experts * steps.EXPERT_BYTES / seconds / 1e9
                 what = f"a job of {experts} experts by {count} threads"
                 report.add(what, seconds * 1e6, "us", gb_s=rate)
@@ -107,8 +95,8 @@ def check_worker(bench: Bench) -> None:
     x = np.random.default_rng(2).standard_normal(steps.MODEL_DIM).astype(np.float32)
     weights, rows = np.linspace(0.1, 0.5, 3).astype(np.float32), bench.jobs(1, 3)
     bench.store.put_input(x, weights)
-    with bench.serving(bench.threads[0]):
-        bench.library.run_jobs(bench.mailbox, rows)
+    with bench.serving(bench.threads[0]) as workers:
+        workers.run_jobs(rows)
     found = bench.store.reply().astype(np.float64)
     with jax.default_device(jax.devices("cpu")[0]):
         packed = steps.packed([view[rows[0]] for view in bench.store.views])
@@ -171,16 +159,13 @@ def device_rates(report: Report, bench: Bench) -> None:
     report.add("step, all hit, with kernels that post nothing", idle_ms, "ms")
     base = {gib: token_ms(plain, bench.tokens(none, n / 128)) for gib, n in SLOTS_OF_GIB.items()}
     few = max(1, min(most, cores() - 3))
-    with bench.serving(few):
-        ms, rate = contention(bench, plain)
+    with bench.serving(few) as workers:
+        ms, rate = contention(bench, plain, workers)
     report.add(f"step, all fetched, while {few} threads multiply", ms, "ms", host_gb_s=rate,
                gb_s=fetched / (ms - hit_ms))  # fmt: skip
     best = (miss_ms, 0, most)
     for count in bench.threads[-3:]:
         with bench.serving(count):
-            empty_ms = token_ms(split, bench.tokens(none, 1.0, empty_jobs=True))
-            trip = (empty_ms - idle_ms) / steps.LAYERS * 1e3
-            report.add(f"a job without experts and its reply, {count} threads", trip, "us")
             for hosted in range(1, A + 1):
                 ms = token_ms(split, bench.tokens([hosted] * (A + 1), 0.0))
                 report.add(f"step, {hosted} of 8 on the host, {count} threads", ms, "ms")
@@ -189,14 +174,14 @@ def device_rates(report: Report, bench: Bench) -> None:
         verdict(bench, split, base, hit_ms, best)
 
 
-def contention(bench: Bench, plain: steps.Runner) -> tuple[float, float]:
+def contention(bench: Bench, plain: steps.Runner, workers: Workers) -> tuple[float, float]:
     """Milliseconds of a step that fetches all while the host multiplies; the host's GB/s."""
     tokens, jobs = bench.tokens([0] * (A + 1), 0.0), bench.jobs(20, 4)
     done, rates = threading.Event(), []
 
     def multiply() -> None:
         while not done.is_set():
-            seconds = bench.library.run_jobs(bench.mailbox, jobs)
+            seconds = workers.run_jobs(jobs)
             rates.append(jobs.size * steps.EXPERT_BYTES / seconds / 1e9)
 
     thread = threading.Thread(target=multiply)
@@ -265,7 +250,7 @@ def main(argv: Sequence[str]) -> None:
         f"{BARS[1]} times the fetch alone, p99 at most {BARS[2]} medians, outputs within {BARS[3]}."
     )
     library, rows = Library(Path(tempfile.mkdtemp())), _ROWS.value
-    report.add("compiling the worker by g++", library.compile_s, "s")
+    report.add("compiling the worker", library.compile_s, "s")
     store = steps.make_store(device, rows)
     bench = Bench(report, library, store, rows, threads, _RESIDENT_MS.value)
     parts: list[tuple[Callable[..., Any], Any]] = [

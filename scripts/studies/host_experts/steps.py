@@ -1,24 +1,26 @@
 """Steps of layers of experts, with and without jobs for the host, and tokens to run them on."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.experts.host_worker import Library, Workers
 from moejax.experts.pinned_memory import allocate_host_arrays
-from pallas_kernels import expert_fetch, grouped_dequant_matmul, layout
+from moejax.weights.qtensor import QTensor
+from pallas_kernels import expert_fetch, grouped_dequant_matmul, host_job, layout
+from pallas_kernels.host_job import mailbox
 from pallas_kernels.packed import PackedMatrices
-from scripts.studies.host_experts import kernels
-from scripts.studies.host_experts.worker import MAILBOX_BYTES, REPLY
 
 LAYERS, EXPERTS, WIDTH = 48, 128, 8  # of Qwen3-30B-A3B
 MODEL_DIM, EXPERT_DIM = 2048, 768
 BITS, GROUP = 4, 64
 SLOTS = 192  # of the pool: the first WIDTH are for what is fetched, the others are hits
 SHAPES = ((2 * EXPERT_DIM, MODEL_DIM), (MODEL_DIM, EXPERT_DIM))  # [outputs, inputs]
+MAILBOX = host_job.Mailbox(MODEL_DIM)
 EXPERT_BYTES = sum(n * k // 2 + 4 * n * k // GROUP for n, k in SHAPES)
 
 Matrices = tuple[PackedMatrices, PackedMatrices]
@@ -33,19 +35,27 @@ class Store:
     mailbox: np.ndarray  # uint8
     kept: Any  # what owns the memory
 
-    @property
-    def arrays(self) -> list[int]:
-        """Addresses of the views."""
-        return [view.ctypes.data for view in self.views]
+    def start(self, library: Library, count: int) -> Workers:
+        """Has threads serve the mailbox."""
+        gate_up, down = (
+            QTensor(
+                words=self.views[3 * i], scales=self.views[3 * i + 1], zeros=self.views[3 * i + 2],
+                num_inputs=inputs, bits=BITS, group_size=GROUP,
+            )
+            for i, (_, inputs) in enumerate(SHAPES)
+        )  # fmt: skip
+        return library.start(count, self.mailbox, gate_up, down)
 
     def put_input(self, x: np.ndarray, weights: np.ndarray) -> None:
-        """Writes a job's input, as `kernels.post` does."""
-        self.mailbox[128 : 128 + 4 * x.size].view(np.float32)[:] = x
-        self.mailbox[40 : 40 + 4 * weights.size].view(np.float32)[:] = weights
+        """Writes a job's input, as `host_job.post` does."""
+        self.mailbox[mailbox.X : mailbox.X + 4 * x.size].view(np.float32)[:] = x
+        at = mailbox.WEIGHTS
+        self.mailbox[at : at + 4 * weights.size].view(np.float32)[:] = weights
 
     def reply(self) -> np.ndarray:
         """float32[D], the sum that the last job got."""
-        return self.mailbox[REPLY + 64 : REPLY + 64 + 4 * MODEL_DIM].view(np.float32).copy()
+        at = MAILBOX.reply + mailbox.Y
+        return self.mailbox[at : at + 4 * MODEL_DIM].view(np.float32).copy()
 
 
 class Token(NamedTuple):
@@ -55,7 +65,7 @@ class Token(NamedTuple):
     dst: Any  # int32[L, A], their slots
     tier: Any  # int32[L, A], 0: on the GPU, -1: not
     slot: Any  # int32[L, A]
-    job: Any  # int32[L, 16], as `kernels.post` takes it
+    hosted: Any  # int32[L, A], rows that the host multiplies; -1: none
 
 
 def packed(arrays: Sequence[Any]) -> Matrices:
@@ -83,8 +93,8 @@ def _shapes(count: int) -> list[jax.ShapeDtypeStruct]:
 def make_store(device: jax.Device, rows: int) -> Store:
     """Random experts whose outputs are about as large as their inputs."""
     rng = np.random.default_rng(0)
-    mailbox = jax.ShapeDtypeStruct((MAILBOX_BYTES,), jnp.uint8)
-    made = allocate_host_arrays([*_shapes(rows), mailbox], device)
+    letters = jax.ShapeDtypeStruct((MAILBOX.nbytes,), jnp.uint8)
+    made = allocate_host_arrays([*_shapes(rows), letters], device)
     views = [array.views[0] for array in made]
     for view in views[:-1]:
         few = min(rows, 61)
@@ -115,29 +125,27 @@ class Carry(NamedTuple):
 
     pools: Matrices
     x: jax.Array  # [1, D]
-    late: jax.Array  # int32[1], below 0 once a reply was late
+    jobs: jax.Array  # int32[2], the state of jobs
     turn: jax.Array  # int32[], the token among those stacked
 
 
 def first_carry(pools: Matrices) -> Carry:
     """The carry of a first token."""
     x = jax.random.normal(jax.random.key(0), (1, MODEL_DIM)).astype(jnp.bfloat16)
-    return Carry(pools, x, jnp.zeros(1, jnp.int32), jnp.int32(0))
+    return Carry(pools, x, jnp.zeros(2, jnp.int32), jnp.int32(0))
 
 
 def make_token(
-    rng: np.random.Generator, numbers: Iterator[int], rows: int, num_hosted: Sequence[int],
-    hit_rate: float = 0.0, layers: int = LAYERS, empty_jobs: bool = False,
+    rng: np.random.Generator, rows: int, num_hosted: Sequence[int], hit_rate: float = 0.0,
+    layers: int = LAYERS,
 ) -> Token:  # fmt: skip
     """Draws a token's routing: each of A experts is a hit with some probability.
 
     Args:
-      numbers: of jobs, each given once.
       num_hosted: by number of misses, 0 to A, how many of them the host multiplies.
-      empty_jobs: a job for every layer, without experts where the host has none.
     """
     src = np.full((layers, WIDTH), -1, np.int32)
-    tier, job = np.zeros_like(src), np.zeros((layers, 16), np.int32)
+    tier, at_host = np.zeros_like(src), np.full_like(src, -1)
     slot = WIDTH + rng.integers(0, SLOTS - WIDTH, src.shape, np.int32)
     for layer in range(layers):
         misses = np.flatnonzero(rng.random(WIDTH) >= hit_rate)
@@ -146,11 +154,9 @@ def make_token(
         tier[layer, misses[:hosted]] = -1
         src[layer, misses[hosted:]] = wanted[hosted:]
         slot[layer, misses[hosted:]] = misses[hosted:]
-        if hosted or empty_jobs:
-            job[layer, :2] = next(numbers), hosted
-            job[layer, 2 : 2 + hosted] = wanted[:hosted]
+        at_host[layer, misses[:hosted]] = wanted[:hosted]
     dst = np.where(src >= 0, slot, -1)
-    return Token(src, dst, tier, slot, job)
+    return Token(src, dst, tier, slot, at_host)
 
 
 def make_step(layers: int, posts: bool, implementation: str | None = None) -> Callable[..., Any]:
@@ -162,26 +168,29 @@ def make_step(layers: int, posts: bool, implementation: str | None = None) -> Ca
     """
 
     @jax.jit  # one trace serves all layers
-    def layer(pools: Matrices, x: jax.Array, hosts: Matrices, of: Token, address: jax.Array) -> Any:
-        weights, late = jnp.full(WIDTH, 1 / WIDTH, jnp.float32), jnp.zeros(1, jnp.int32)
-        sent = kernels.post(x, of.job, weights, address) if posts else ()
-        pools = expert_fetch.fetch(pools, hosts, of.src, of.dst, after=sent)
-        pairs = grouped_dequant_matmul.Assignments(of.tier[None], of.slot[None], weights[None])
+    def layer(
+        pools: Matrices, x: jax.Array, jobs: jax.Array, hosts: Matrices, of: Token,
+        address: jax.Array,
+    ) -> Any:  # fmt: skip
+        weights, hosted = jnp.full((1, WIDTH), 1 / WIDTH, jnp.float32), of.hosted[None]
+        if posts:
+            jobs = host_job.post(x, hosted, weights, jobs, address)
+        pools = expert_fetch.fetch(pools, hosts, of.src, of.dst, after=jobs if posts else ())
+        pairs = grouped_dequant_matmul.Assignments(of.tier[None], of.slot[None], weights)
         y = grouped_dequant_matmul.moe_layer(
             x, pairs, pools[:1], pools[1:], implementation=implementation
         ).astype(jnp.float32)
         if posts:
-            y, late = kernels.add_reply(y, of.job, address)
-        return pools, (y * jax.lax.rsqrt(jnp.mean(y * y) + 1e-12)).astype(jnp.bfloat16), late
+            y, jobs = host_job.add_reply(y, hosted, jobs, address)
+        return pools, (y * jax.lax.rsqrt(jnp.mean(y * y) + 1e-12)).astype(jnp.bfloat16), jobs
 
     def step(carry: Carry, hosts: Matrices, tokens: Token, address: jax.Array) -> Carry:
-        pools, x, late, turn = carry
+        pools, x, jobs, turn = carry
         token = Token(*(part[turn] for part in tokens))
         for number in range(layers):
             of_layer = Token(*(part[number] for part in token))
-            pools, x, state = layer(pools, x, hosts, of_layer, address)
-            late = jnp.minimum(late, state)
-        return Carry(pools, x, late, (turn + 1) % len(tokens.src))
+            pools, x, jobs = layer(pools, x, jobs, hosts, of_layer, address)
+        return Carry(pools, x, jobs, (turn + 1) % len(tokens.src))
 
     return step
 
@@ -207,10 +216,11 @@ class Runner:
     def wait(self) -> Carry:
         """Waits for what was started; ValueError if a reply was late."""
         carry = jax.block_until_ready(self._shared[0])
-        if int(carry.late[0]) < 0:
+        if int(carry.jobs[1]):
             raise ValueError("a reply was late")
         return carry
 
     def restart(self) -> None:
         """Has the next token begin from the first input."""
-        self._shared[0] = first_carry(self._shared[0].pools)
+        carry = self._shared[0]
+        self._shared[0] = first_carry(carry.pools)._replace(jobs=carry.jobs)

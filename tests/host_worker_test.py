@@ -1,0 +1,158 @@
+"""Experts on the host's cores: the library beside float64, and threads that sleep."""
+
+import dataclasses
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from moejax.errors import MoejaxError
+from moejax.experts import host_worker
+from moejax.experts.pinned_memory import allocate_host_arrays
+from moejax.weights.qtensor import CodesKind, QTensor
+from pallas_kernels import host_job
+from pallas_kernels.packed import PackedMatrices, dequantize
+
+EXPERTS = 5
+# Bits, group size, zeros, scales, model and expert dims: rows of whole blocks, with a rest, shorter
+# than a block, and groups of several blocks.
+FORMS = (
+    (4, 64, "float", "float16", 512, 256), (4, 32, "integer", "float16", 288, 64),
+    (2, 128, "float", "float32", 384, 128), (3, 64, "symmetric", "float16", 320, 64),
+    (3, 512, "float", "float16", 1024, 512), (8, 64, "integer", "float32", 256, 192),
+    (8, 2000, "symmetric", "float16", 544, 96),
+)  # fmt: skip
+
+
+def random_matrices(rng: np.random.Generator, kind: CodesKind, outputs: int, inputs: int):
+    """QTensor [EXPERTS, outputs, inputs] of numpy arrays, values about 1 / sqrt(inputs)."""
+    kind, made = dataclasses.replace(kind, group_size=min(kind.group_size, inputs)), {}
+    for name, of in kind.arrays((EXPERTS, outputs, inputs)).items():
+        if name == "words":
+            made[name] = rng.integers(0, 2**32, of.shape, np.uint32)
+        elif of.dtype == np.uint8:
+            made[name] = rng.integers(0, 2**kind.bits, of.shape, np.uint8)
+        else:
+            middle = 2 ** (kind.bits - 1) if name == "zeros" else 2**-kind.bits * inputs**-0.5
+            made[name] = (middle * (0.8 + 0.4 * rng.random(of.shape))).astype(of.dtype)
+    return QTensor(
+        **{"zeros": None, **made}, num_inputs=inputs, bits=kind.bits, group_size=kind.group_size
+    )
+
+
+def float64(m: QTensor) -> np.ndarray:
+    packed = PackedMatrices(
+        words=jnp.asarray(m.words), scales=jnp.asarray(m.scales),
+        zeros=None if m.zeros is None else jnp.asarray(m.zeros), num_inputs=m.num_inputs,
+        bits=m.bits, group_size=m.group_size,
+    )  # fmt: skip
+    return np.asarray(dequantize(packed, jnp.arange(EXPERTS)), np.float64)
+
+
+class WorkersTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        if refusal := host_worker._cpu_facts() is None or shutil.which("c++") is None:
+            self.skipTest(f"no AVX2 or no compiler: {refusal}")
+        self.library = host_worker.Library()
+
+    def start(self, kind: CodesKind, model_dim: int, expert_dim: int, count: int = 2):
+        rng = np.random.default_rng(0)
+        self.gate_up = random_matrices(rng, kind, 2 * expert_dim, model_dim)
+        self.down = random_matrices(rng, kind, model_dim, expert_dim)
+        self.layout = host_job.Mailbox(model_dim)
+        (held,) = allocate_host_arrays(
+            [jax.ShapeDtypeStruct((self.layout.nbytes,), np.uint8)], jax.devices("cpu")[0]
+        )
+        self.mailbox = held.views[0]
+        self.mailbox[:] = 0
+        workers = self.library.start(count, self.mailbox, self.gate_up, self.down)
+        self.addCleanup(workers.stop)
+        return workers
+
+    def numbers(self, at: int, count: int) -> np.ndarray:
+        return self.mailbox[at : at + 4 * count].view(np.float32)
+
+    @parameterized.parameters(*FORMS)
+    def test_a_job_is_the_sum_of_its_experts(self, bits, group, zeros, scales, model, expert):
+        kind = CodesKind(bits=bits, group_size=group, zero_kind=zeros, scale_dtype=scales)
+        workers = self.start(kind, model, expert, count=3)
+        self.assertIsNone(host_worker.form_refusal(self.gate_up))
+        rng, rows = np.random.default_rng(1), np.array([[4, -1, 0, 2]], np.int32)
+        x, weights = rng.standard_normal(model).astype(np.float32), [0.5, 9.0, 0.25, -1.0]
+        self.numbers(192, model)[:] = x
+        self.numbers(128, 4)[:] = weights
+        for _ in range(2):
+            workers.run_jobs(rows)
+        found = self.numbers(self.layout.reply + 64, model)
+        gate, up = np.split(float64(self.gate_up) @ x.astype(np.float64), 2, axis=1)
+        each = np.einsum("edf,ef->ed", float64(self.down), gate / (1 + np.exp(-gate)) * up)
+        expected = 0.5 * each[4] + 0.25 * each[0] - each[2]
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        # Inputs in 16 bits are off by half of 1 / 32000 of the largest at most.
+        self.assertLess(error, 2e-3)
+        self.assertGreater(np.linalg.norm(found - each[4]) / np.linalg.norm(expected), 0.01)
+
+    def test_threads_sleep_until_a_step_is_dispatched(self):
+        workers = self.start(CodesKind(bits=4, group_size=64), 256, 64)
+        rows = np.array([[1]], np.int32)
+        for pause in np.random.default_rng(0).uniform(0, 0.012, 60):  # some sleep, some spin
+            time.sleep(pause)
+            workers.run_jobs(rows)
+        time.sleep(0.1)
+        used = time.process_time()
+        time.sleep(0.5)
+        # One looks every 50 us, the other sleeps; both at work would take 1 s.
+        self.assertLess(time.process_time() - used, 0.25)
+        done = threading.Thread(target=workers.run_jobs, args=(rows,), daemon=True)
+        done.start()
+        done.join(10)
+        self.assertFalse(done.is_alive())
+
+    def test_the_library_is_compiled_once(self):
+        folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        host_worker.Library(folder)
+        with mock.patch.object(host_worker.subprocess, "run", side_effect=AssertionError):
+            host_worker.Library(folder)
+        self.assertLen(list(folder.iterdir()), 1)
+
+    def test_what_cannot_be_compiled_is_one_line(self):
+        folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        with (
+            mock.patch.object(host_worker, "_FLAGS", ["-fno-such-flag"]),
+            self.assertRaisesRegex(MoejaxError, "memory.host_threads: .*no-such-flag.*"),
+        ):
+            host_worker.Library(folder)
+        with (
+            mock.patch.object(host_worker, "_COMPILERS", ("no-such-compiler",)),
+            self.assertRaisesRegex(MoejaxError, "no C.. compiler .no-such-compiler. is here"),
+        ):
+            host_worker.Library(folder)
+
+
+class RefusalTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (CodesKind(bits=4, group_size=32, scale_dtype="uint8"), "INT2, INT3"),
+        (CodesKind(bits=4, group_size=64, zero_kind="float", by_planes=True), "one piece"),
+        (CodesKind(bits=4, group_size=96), "rows of 288 in groups of 96"),
+    )
+    def test_forms(self, kind, said):
+        arrays = {name: jax.ShapeDtypeStruct(of.shape, of.dtype)
+                  for name, of in kind.arrays((2, 64, 288)).items()}  # fmt: skip
+        self.assertRegex(host_worker.form_refusal(kind.tensor(288, arrays)), said)
+
+    def test_machines(self):
+        with mock.patch.object(host_worker, "cores", return_value=3):
+            self.assertRegex(host_worker.machine_refusal(), "3 cores, and 4 are needed")
+        with (
+            mock.patch.object(host_worker, "cores", return_value=4),
+            mock.patch.object(host_worker, "_cpu_facts", return_value=None),
+        ):
+            self.assertRegex(host_worker.machine_refusal(), "AVX2")
