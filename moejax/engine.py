@@ -258,6 +258,13 @@ class Engine:
         return memory.read_counters() if memory else None
 
     @property
+    def host_text(self) -> str:
+        """States what the host's cores multiply, and by which rates; "" where they do nothing."""
+        memory = self._runner.memory
+        host = memory.tiers[0].host if memory else None
+        return host.text if host else ""
+
+    @property
     def compile_seconds(self) -> float:
         """Seconds spent in compiling so far."""
         return self._runner.programs.seconds

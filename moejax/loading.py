@@ -30,6 +30,7 @@ def load_engine(
         f"loaded {config.checkpoint} on {engine.devices_text} in {engine.load_seconds:.2f} s",
         f"weights: {engine.weights_summary}",
         *report.placement(engine.budget),
+        *filter(None, [engine.host_text]),
     )
     return engine
 

@@ -17,7 +17,7 @@ from moejax.errors import MoejaxError
 from moejax.experts import host_worker
 from moejax.experts.pinned_memory import allocate_host_arrays
 from moejax.weights.qtensor import CodesKind, QTensor
-from pallas_kernels import host_job
+from pallas_kernels import host_mailbox
 from pallas_kernels.packed import PackedMatrices, dequantize
 
 EXPERTS = 5
@@ -67,7 +67,7 @@ class WorkersTest(parameterized.TestCase):
         rng = np.random.default_rng(0)
         self.gate_up = random_matrices(rng, kind, 2 * expert_dim, model_dim)
         self.down = random_matrices(rng, kind, model_dim, expert_dim)
-        self.layout = host_job.Mailbox(model_dim)
+        self.layout = host_mailbox.Mailbox(model_dim)
         (held,) = allocate_host_arrays(
             [jax.ShapeDtypeStruct((self.layout.nbytes,), np.uint8)], jax.devices("cpu")[0]
         )

@@ -64,6 +64,12 @@ class MemoryConfig(RunConfig):
         "bytes for a policy that transfers experts",
         least=0,
     )
+    host_threads: int = option(
+        Limits.host_threads,
+        "threads of the host that multiply some of the missed experts of decode steps of one "
+        "sequence while the link fetches the others; 0: none, -1: all cores but one",
+        least=-1,
+    )
 
     def limits(self) -> Limits:
         """Converts to the limits of `moejax.experts.budget`."""

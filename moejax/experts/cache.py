@@ -23,9 +23,18 @@ from moejax.devices import REPLICATED, DeviceMesh, Place, mesh_of, put, specs_of
 from moejax.errors import MoejaxError
 from moejax.experts import residency
 from moejax.experts.disk_cache import DiskExperts
+from moejax.experts.host_cores import HostCores
 from moejax.experts.host_store import Expert
 from moejax.experts.ledger import Ledger, TierLedger
-from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec, no_gate
+from moejax.experts.state import (
+    CacheSpec,
+    ExpertCache,
+    HostJobs,
+    HostRows,
+    TierSlots,
+    TierSpec,
+    no_gate,
+)
 from moejax.experts.tier_step import TierStep
 from moejax.experts.tiering import STORED
 from moejax.experts.transfer_programs import TransferRequests, is_ready, request_transfers
@@ -54,6 +63,7 @@ class TierMemory:
       store: operands of the steps.
       ledger: sums of what the steps counted, as of the last `ExpertMemory.read_counters`.
       disk: reads experts that the store lacks; None where it has all.
+      host: multiplies some misses of decode steps (`use_host`); None: all are fetched.
       transfers: move experts between steps; None where none are planned.
       fill: gives a new pool its first experts; None: it starts empty.
       base: the next tier where this one refines it (`TierSpec.refines`).
@@ -81,6 +91,7 @@ class TierMemory:
         over_all = spec.refines > 0 and not spec.shares_slots
         self.ledger = TierLedger(sum(nbytes), over_all)
         self.disk = disk
+        self.host: HostCores | None = None
         self.base: TierMemory | None = None
         self.transfers: Transfers | None = None
         self.fill: Callable[[TierMemory], TierSlots] | None = None
@@ -102,7 +113,19 @@ class TierMemory:
         banks = tuple(jax.tree.map(slots, rows) for _ in range(num_banks))
         state = (self._empty_tables(), residency.no_counts(cache.num_layers))
         tables, counts = self._put(state)
-        return TierSlots(banks, tables, counts, used)
+        jobs = None if self.store.jobs is None else put(self.host_state(), place)
+        return TierSlots(banks, tables, counts, used, jobs)
+
+    def host_state(self) -> np.ndarray:
+        """State of jobs before the next one, int32[2]."""
+        assert self.host is not None
+        return np.asarray([self.host.last_number, 0], np.int32)
+
+    def use_host(self, host: HostCores) -> None:
+        """Has the host's cores multiply some misses from now on."""
+        self.host, place = host, self.store.row_of.sharding
+        self.store = dataclasses.replace(self.store, jobs=HostJobs(*put(host.operands, place)))
+        self.pool = dataclasses.replace(self.pool, jobs=put(self.host_state(), place))
 
     def _put(self, state: Any) -> Any:
         """Puts tables or counts on the device; where experts are handed out each has its own."""
@@ -152,8 +175,13 @@ class TierMemory:
 
     @property
     def failures(self) -> int:
-        """Times that the disk failed a step so far."""
-        return self.disk.failures if self.disk else 0
+        """Times that the disk, or the host's cores, failed a step so far."""
+        return sum(of.failures for of in (self.disk, self.host) if of)
+
+    @property
+    def error(self) -> str:
+        """What failed last."""
+        return next(of.error for of in (self.disk, self.host) if of and of.failures)
 
     @property
     def _is_lost(self) -> bool:
@@ -162,6 +190,8 @@ class TierMemory:
 
     def advance(self) -> None:
         """Moves experts read from disk to host rows, and advances transfers."""
+        if self.host is not None:
+            self.host.wake()
         if self.disk is not None and self.disk.advance(lambda: _copied(self.pool.used)):
             place = self.store.row_of.sharding
             row_of = put(self.disk.row_of.copy(), place)
@@ -184,6 +214,9 @@ class TierMemory:
             self.reallocate()
         self._forgotten = self.failures
         self._forget()
+        if self.host is not None and self.host.failures:  # every miss is fetched from now on
+            self.store = dataclasses.replace(self.store, jobs=None)
+            self.pool = dataclasses.replace(self.pool, jobs=None)
 
     def _forget(self) -> None:
         """Empties the slots, and those that it shares."""
@@ -226,6 +259,8 @@ class TierMemory:
             self.transfers.close()
         if self.disk is not None:
             self.disk.close()
+        if self.host is not None:
+            self.host.close()
 
 
 @dataclasses.dataclass
@@ -342,7 +377,7 @@ class ExpertMemory:
     def _check_failures(self, failures_before: int | None) -> None:
         """Raises MoejaxError if the disk failed after `failure_count` gave `failures_before`."""
         if failures_before is not None and self.failures != failures_before:
-            raise MoejaxError(next(t.disk.error for t in self.tiers if t.disk and t.failures))
+            raise MoejaxError(next(tier.error for tier in self.tiers if tier.failures))
 
     @contextlib.contextmanager
     def step(self, failures_before: int | None = None, num_tokens: int = 0) -> Iterator[None]:

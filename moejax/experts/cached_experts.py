@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from moejax.devices import MESH_AXIS
 from moejax.errors import MoejaxError
 from moejax.experts.cache_planner import CachePlanner
-from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots
+from moejax.experts.state import CacheSpec, ExpertCache, HostJobs, HostRows, TierSlots
 from moejax.experts.tier_step import (
     Base,
     TierStep,
@@ -62,7 +62,7 @@ from moejax.policies.dymoe import attention_received
 from moejax.weights import linear as ops
 from moejax.weights.handed_out import OwnExperts
 from moejax.weights.linear import Index
-from pallas_kernels import cache_plan
+from pallas_kernels import cache_plan, host_job
 from pallas_kernels.cache_plan import Asked, Rule, Wishes
 
 
@@ -249,6 +249,9 @@ class CachedExperts(Experts):
                 weights = routing.weights
             wishes = rule or Wishes(decision.tier, decision.at_least)
             asked = Asked(ids, gates, wishes, None if is_routed else routing.ids)
+        jobs, sent = self._jobs(x), ()
+        if jobs is not None:
+            asked = asked._replace(host=jobs.split)
         steps, at = self._tiers, (layer.turn, layer.mlp)
         found, plans, gate, tiers = self._planner.plan_layer(
             cache.tiers, [rows.row_of for rows in self._rows], cache.gate, layer.mlp, asked,
@@ -256,7 +259,9 @@ class CachedExperts(Experts):
         )  # fmt: skip
         biases = None if inputs.biases is None else inputs.biases.of_pairs(layer.mlp, ids)
         served = [found.tier == i for i in range(len(tiers))] if decision is not None else []
-        tiers = fetch_together(steps, tiers, *at, [plan.admitted for plan in plans])
+        if jobs is not None:
+            sent = host_job.post(x, found.hosted, gates, tiers[0].jobs, jobs.address)
+        tiers = fetch_together(steps, tiers, *at, [plan.admitted for plan in plans], sent)
         if decision is None:
             served = [jnp.broadcast_to(token_mask[:, None], ids.shape)]
         uses = [*served]
@@ -293,9 +298,17 @@ class CachedExperts(Experts):
                 if has_waves:
                     tiers = self._prefetch(i, tiers, layer, token_mask, wanted)
             total = _selected(products, found.tier)
-        runs = served[0] if decision is None else found.tier != SKIPPED
+        alone = decision is None and jobs is None
+        runs = served[0] if alone else found.tier != SKIPPED
         out_dtype = inputs.out_dtype or x.dtype
-        out = combine(total, ExpertPairs(ids, runs, None, biases), weights, out_dtype)
+        pairs = ExpertPairs(ids, runs, None, biases)
+        if jobs is None:
+            out = combine(total, pairs, weights, out_dtype)
+        else:
+            out = combine(total, pairs, weights, jnp.dtype("float32"))
+            out, state = host_job.add_reply(out, found.hosted, sent, jobs.address)
+            out = out.astype(out_dtype)
+            tiers[0] = dataclasses.replace(tiers[0], jobs=state)
         return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)
 
     def _own_part(
@@ -315,6 +328,10 @@ class CachedExperts(Experts):
         routed = jnp.where(decision.ids == routing.ids, rows, -1)
         own = decision._replace(ids=rows, tier=jnp.where(mine, decision.tier, SKIPPED))
         return own, Asked(rows, gates, Wishes(own.tier, own.at_least), routed)
+
+    def _jobs(self, x: jax.Array) -> HostJobs | None:
+        """Jobs of a step of one token for the host's cores, if there are any."""
+        return None if self._is_prefill or len(x) != 1 else self._rows[0].jobs
 
     def _prefetch(
         self, number: int, tiers: Sequence[TierSlots], layer: LayerIndex, mask: jax.Array,

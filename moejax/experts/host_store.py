@@ -51,6 +51,7 @@ class HostStore:
       arrays: [R, ...] in the order of the source's `row`; operands of the step. On a mesh each
         device has R rows, of its shares.
       row_of: int32[M, E], the row of each expert, -1 where it is in none.
+      views: numpy's of the arrays, those of the first device first.
     """
 
     def __init__(
@@ -61,16 +62,16 @@ class HostStore:
         shapes = [jax.ShapeDtypeStruct((num_rows, *part.shape), part.dtype) for part in source.row]
         held = allocate_host_arrays(shapes, device, mesh)
         self.arrays = tuple(one.array for one in held)
-        self._views = [
+        self.views = [
             view for views in zip(*(one.views for one in held), strict=True) for view in views
-        ]  # those of the first device first
+        ]
         self.row_of = np.full((source.num_layers, source.num_experts), -1, np.int32)
 
     def rows(self, row: int) -> list[np.ndarray]:
         """The memory of one row, to be written to while no step that reads it runs."""
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
-        return [view[row] for view in self._views]
+        return [view[row] for view in self.views]
 
     def acquire(self, expert: Expert) -> Sequence[np.ndarray]:
         """Returns an expert's arrays for a transfer, where the store holds every expert."""

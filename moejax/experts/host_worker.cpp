@@ -1,7 +1,7 @@
 // Threads that multiply packed experts as jobs come through host memory that a GPU maps.
 //
 // A job is in the mailbox, its number last; the sum of its experts' outputs goes back the same way
-// (pallas_kernels/host_job). Nothing here calls CUDA or Python. Codes lie as
+// (pallas_kernels/host_mailbox.py). Nothing here calls CUDA or Python. Codes lie as
 // pallas_kernels/layout.py says. Inputs are rounded to 16-bit integers of one scale, so that sums
 // of a group are exact.
 

@@ -9,12 +9,13 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.weights.qtensor import QTensor
-from pallas_kernels.host_job import Mailbox
+from pallas_kernels.host_mailbox import Mailbox
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
@@ -85,13 +86,13 @@ def form_refusal(matrices: object) -> str | None:
 def _form(m: QTensor) -> _Form:
     """Describes matrices whose arrays are numpy's."""
 
-    def of(array: np.ndarray | None) -> tuple[int, int]:
-        return (0, 0) if array is None else (array.ctypes.data, _KINDS[str(array.dtype)])
+    def of(array: Any) -> tuple[int, int]:
+        return (0, 0) if array is None else (array.ctypes.data, _KINDS.get(str(array.dtype), 0))
 
-    (scales, scale_kind), (zeros, zero_kind) = of(m.scales), of(m.zeros)
+    (words, _), (scales, scale_kind), (zeros, zero_kind) = map(of, (m.words, m.scales, m.zeros))
     return _Form(
-        m.words.ctypes.data, scales, zeros, m.words.shape[1], m.num_inputs, m.bits, m.group_size,
-        scale_kind, zero_kind,
+        words, scales, zeros, m.words.shape[1], m.num_inputs, m.bits, m.group_size, scale_kind,
+        zero_kind,
     )  # fmt: skip
 
 

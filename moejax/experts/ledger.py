@@ -26,6 +26,7 @@ class TierLedger:
       refines: its experts are refinements over base planes of which the next tier has all.
       layers: for each of the M layers a sum by the names of `EVENTS`.
       gate_mass: the router's, over all layers.
+      host_mass: the part of it that the host's cores multiplied.
       disk: sums by name: experts read (reads) and their bytes; those that a step waited for (waits)
         and the seconds of it (wait_seconds); retries and errors of reads; experts that were read
         since a policy foresaw them, and those that were then asked for (ahead, ahead_used).
@@ -36,6 +37,7 @@ class TierLedger:
     refines: bool = False
     layers: list[dict[str, int]] = dataclasses.field(default_factory=list)
     gate_mass: float = 0.0
+    host_mass: float = 0.0
     disk: dict[str, float] = dataclasses.field(
         default_factory=lambda: dataclasses.asdict(Counters())
     )
@@ -61,7 +63,9 @@ class TierLedger:
         for total, row in zip(self.layers, events.tolist(), strict=True):
             for name, amount in zip(EVENTS, row, strict=True):
                 total[name] += amount
-        self.gate_mass += float(np.asarray(counts.gate[..., 0], np.float64).sum())
+        mass = np.asarray(counts.gate, np.float64).sum(axis=0)
+        self.gate_mass += float(mass[0])
+        self.host_mass += float(mass[0] - mass[1])
         for name, amount in (disk or {}).items():
             self.disk[name] += amount
         if counts.unserved.any():
@@ -70,6 +74,11 @@ class TierLedger:
     def total(self, event: str) -> int:
         """Total count of one of `EVENTS` over all layers."""
         return sum(layer[event] for layer in self.layers)
+
+    @property
+    def on_host(self) -> int:
+        """Misses that the host's cores multiplied: those that no slot took."""
+        return self.total("misses") - sum(map(self.total, ("admitted", "streamed", "unserved")))
 
     @property
     def hit_rate(self) -> float:
@@ -116,8 +125,12 @@ class TierLedger:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; a rate of nothing is None."""
-        disk = self.disk
+        disk, host = self.disk, {}
+        if count := self.on_host:
+            host = {"experts": count, "bytes_not_fetched": count * self.expert_bytes}
+            host = {"host": host | {"gate_mass": self.host_mass}}
         return {
+            **host,
             "stall_seconds": {
                 "estimate": self.stall_seconds(),
                 "link_estimate": self.link_stall_seconds(),
@@ -145,6 +158,12 @@ class TierLedger:
             f"({_percent(self.hit_rate)}), misses {count('misses')} (admitted "
             f"{count('admitted')}, streamed {count('streamed')}), evictions {count('evictions')}"
         ]
+        if on_host := self.on_host:
+            share = _percent(self.host_mass / self.gate_mass)
+            lines.append(
+                f"on the host's cores: {on_host} of the misses, {share} of the gate mass; "
+                f"{size_text(on_host * self.expert_bytes)} not fetched"
+            )
         if count("prefetched") or count("bulk"):
             lines.append(
                 f"brought ahead: {count('prefetched')} predicted, {count('bulk')} in bulk; "

@@ -31,12 +31,15 @@ from moejax.experts.budget import (
 from moejax.experts.budget.planned import EMBEDDINGS, EMBEDDINGS_LEAF, RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_cache import DiskExperts, DiskReader, check_waiting
+from moejax.experts.host_cores import HostCores, fetch_seconds, job_refusal, num_threads
 from moejax.experts.host_store import HostStore
+from moejax.experts.host_worker import form_refusal, machine_refusal
 from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.pinned_memory import check_pinned_limit, host_place
 from moejax.experts.residency import CacheSizes
 from moejax.experts.share_rows import OwnRows, ShareRows
 from moejax.experts.state import TierSpec
+from moejax.experts.tier_step import TierStep
 from moejax.experts.tiering import (
     STORED,
     StoredTier,
@@ -444,9 +447,32 @@ def _load_tier(
     )  # fmt: skip
     place = device if mesh is None else mesh.replicated
     memory = TierMemory(spec, gate_up, down, supply.row_of, place, terms, disk)
+    if limits.host_threads and store is not None:
+        views = jax.tree.unflatten(jax.tree.structure((gate_up, down)), store.views)
+        _use_host(memory, views, checkpoint, limits.host_threads, device)
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
+
+
+def _use_host(
+    memory: TierMemory, views: tuple[Any, Any], checkpoint: Checkpoint, threads: int,
+    device: jax.Device,
+) -> None:  # fmt: skip
+    """Has the host's cores multiply some misses; MoejaxError where they cannot.
+
+    `views`: numpy's of the host's rows.
+    """
+    config = checkpoint.config
+    reasons = [machine_refusal(), *map(form_refusal, views), job_refusal(config)]
+    if said := next(filter(None, reasons), None):
+        raise MoejaxError(f"memory.host_threads={threads} cannot be: {said}; set it to 0")
+    host = HostCores(*views, config.experts_per_token, num_threads(threads), device)
+    tier = TierStep(memory.spec, config, memory.store, "block", ops.Kernels(target_of(device)))
+    fetch_s, memory.pool = fetch_seconds(tier, memory.pool)
+    host.measure(fetch_s, memory.ledger.expert_bytes)
+    logging.info("%s", host.text)
+    memory.use_host(host)
 
 
 def _emulated(memory: TierMemory) -> TierMemory:

@@ -6,7 +6,7 @@ slots of a bank, R rows of host memory, T tiers of falling fidelity.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,19 @@ class TierSlots:
     residency: Residency
     counts: Counts
     used: jax.Array | None = None  # int32[M, E], clock of the last use; with `TierSpec.read` alone
+    jobs: jax.Array | None = None  # int32[2], state of `pallas_kernels.host_job`; None: no jobs
+
+
+class HostJobs(NamedTuple):
+    """Operands of the jobs that decode steps of one token give the host's cores.
+
+    Attributes:
+      split: int32[A + 1], by the number of misses how many the host multiplies.
+      address: int32[2], of the mailbox.
+    """
+
+    split: jax.Array
+    address: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -136,6 +149,7 @@ class HostRows:
         step, -1 for less than t; None for its router's prediction.
       replay_predicted: float32[steps, M, B, E], under a policy the logits of a layer's router for
         the input of the layer before; those of layer 0 are not read. None: its own.
+      jobs: None: every miss is fetched.
     """
 
     gate_up: Weight
@@ -145,6 +159,7 @@ class HostRows:
     replay: jax.Array | None = None
     replay_ahead: jax.Array | None = None
     replay_predicted: jax.Array | None = None
+    jobs: HostJobs | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -173,13 +173,18 @@ class TierStep:
             raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
         return chosen.implementation
 
-    def _from_host(self, bank: Bank, jobs: Fetch, beside: Bank | None = None) -> Bank:
-        """Copies host rows to a donated bank; `beside` is read by products meanwhile."""
+    def _from_host(
+        self, bank: Bank, jobs: Fetch, beside: Bank | None = None, after: Any = ()
+    ) -> Bank:
+        """Copies host rows to a donated bank; `beside` is read by products meanwhile.
+
+        `after`: arrays that are written first, where a kernel copies.
+        """
         if (job := self._copy_job(bank, jobs)) is None:
             return bank
         how = self._fetch_implementation(job)
         if beside is None or how != "triton":
-            return expert_fetch.fetch(*job, implementation=how)
+            return expert_fetch.fetch(*job, implementation=how, after=after)
         tiles = expert_fetch.default_tiles_beside()
         return expert_fetch.fetch(*job, implementation=how, tiles=tiles, after=beside)
 
@@ -463,16 +468,19 @@ def _with_words(bank: Bank, words: Bank) -> Bank:
 
 def fetch_together(
     steps: Sequence[TierStep], tiers: Sequence[TierSlots], turn: int, layer: Index,
-    jobs: Sequence[Fetch],
+    jobs: Sequence[Fetch], after: Any = (),
 ) -> list[TierSlots]:  # fmt: skip
-    """Copies a layer's experts to the slots of all tiers, in one launch where the kernel can."""
+    """Copies a layer's experts to the slots of all tiers, in one launch where the kernel can.
+
+    `after`: arrays that are written first; for one tier.
+    """
     found = list(tiers)
     if steps[0].spec.shares_slots:  # the arrays of one tier: one copy after the other
         for step, of in zip(reversed(steps), reversed(jobs), strict=True):
             found[1] = step.copy_rows(found[1], turn, layer, of)
         return found
     banks = [step.bank(slots, turn) for step, slots in zip(steps, tiers, strict=True)]
-    banks = _filled_together(steps, banks, jobs)
+    banks = _filled_together(steps, banks, jobs, after)
     for i, step in enumerate(steps):
         found[i] = step._finish_fetch(found[i], turn, layer, banks[i], jobs[i])
     return found
@@ -506,14 +514,14 @@ def prefetch_planes(
 
 
 def _filled_together(
-    tiers: Sequence[TierStep], banks: Sequence[Bank], jobs: Sequence[Fetch]
+    tiers: Sequence[TierStep], banks: Sequence[Bank], jobs: Sequence[Fetch], after: Any
 ) -> list[Bank]:
     """Copies host rows to a bank of each tier, in one launch where the kernel takes several."""
     wanted = list(zip(tiers, banks, jobs, strict=True))
     made = {i: tier._copy_job(bank, of) for i, (tier, bank, of) in enumerate(wanted)}
     some = {i: job for i, job in made.items() if job is not None}
     if len(some) < 2 or any(tiers[i]._fetch_implementation(j) != "triton" for i, j in some.items()):
-        return [tier._from_host(bank, of) for tier, bank, of in wanted]
+        return [tier._from_host(bank, of, after=after) for tier, bank, of in wanted]
     filled = expert_fetch.fetch_all(list(some.values()), implementation="triton")
     found = dict(zip(some, filled, strict=True))
     return [found.get(i, bank) for i, bank in enumerate(banks)]

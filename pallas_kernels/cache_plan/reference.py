@@ -258,7 +258,8 @@ def _hosted(
     """Rows int32[1, A] that the host multiplies, and the tiers of the other pairs."""
     row = tier.row_of[layer][ids]
     miss = (chosen == 0) & (tier.tables.table[layer][ids] < 0) & (row >= 0)
-    later = jnp.cumsum(miss[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1] - miss
+    ones = miss.astype(jnp.int32)
+    later = jnp.cumsum(ones[:, ::-1], axis=1)[:, ::-1] - ones
     at_host = miss & (later < host[num(miss)])
     return jnp.where(at_host, row, -1), jnp.where(at_host, -1, chosen)
 

@@ -40,7 +40,9 @@ def unused(budget: Budget) -> list[str]:
     """Returns a line naming options of transfers that have no effect."""
     if budget.pooled:
         return []
-    names = ("prefetch", "prefetch_in", "bulk", "transient", "host_gib", "disk_path")
+    names = (
+        "prefetch", "prefetch_in", "bulk", "transient", "host_gib", "disk_path", "host_threads"
+    )  # fmt: skip
     asked = {name: getattr(budget.limits, name) for name in names}
     plain = dataclasses.asdict(Limits())
     said = [f"memory.{name}={value}" for name, value in asked.items() if value != plain[name]]

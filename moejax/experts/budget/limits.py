@@ -46,6 +46,7 @@ class Limits:
     prefetch: int = 0  # experts of the next layer that are fetched ahead
     prefetch_in: str = BOTH  # the steps that do so, one of `PHASES`
     bulk: int = 0  # experts that are on their way between steps at once; 0: none ever
+    host_threads: int = 0  # threads that multiply some misses; 0: none, -1: all cores but one
 
 
 def check_gib(device_gib: float, host_gib: float, group: str = "memory.") -> None:

@@ -315,6 +315,12 @@ def _speed(budget: TierBudget) -> list[str]:
         f"host memory: {budget.host_rows} of {budget.num_layers * budget.num_experts} experts "
         f"({100 * budget.host_share:.1f} %)",
     ]
+    if threads := budget.limits.host_threads:
+        count = "all cores but one" if threads < 0 else f"{threads} threads"
+        lines.append(
+            f"decode steps of one sequence: {count} of the host multiply some misses; how many of "
+            "each number is measured and told when the experts are loaded"
+        )
     batch = budget.run.batch
     for what, num_tokens, each in (
         ("a token of a decode step", batch, batch),

@@ -27,6 +27,7 @@ from moejax.experts.budget.planned import (
 )
 from moejax.experts.budget.workspace import workspace_nbytes
 from moejax.models.config import PAGE
+from pallas_kernels.host_mailbox import Mailbox
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
 # 5 x16, jax 0.11.2, 2026-11-20).
@@ -37,6 +38,7 @@ RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 GATHERED_BYTES = 512 * 2**20
 STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
+MAILBOX = "mailbox of the host's cores"  # likewise
 
 
 def _plan_tier(run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1) -> TierBudget:
@@ -105,6 +107,22 @@ class _TierPlan:
                 f"memory.prefetch={prefetch} needs as many slots a layer, but memory.slots={slots}"
             )
 
+    def check_host_threads(self) -> None:
+        """Raises BudgetError where the host's cores cannot multiply misses."""
+        reasons = {
+            "the run is on a CPU": self.run.is_cpu,
+            "a mesh fetches every miss": self.run.num_devices > 1,
+            "memory.prefetch looks ahead": self.limits.prefetch > 0,
+            "some experts are on the disk alone": self._reads_disk,
+            "the experts are not packed": not self.is_packed,
+            "the experts have low-rank compensators": self.tier.low_rank_nbytes > 0,
+        }
+        if said := next((reason for reason, holds in reasons.items() if holds), ""):
+            raise BudgetError(
+                f"memory.host_threads={self.limits.host_threads} needs experts in INT2, INT3, INT4 "
+                f"or INT8, all in host memory, on one GPU, but {said}: set it to 0"
+            )
+
     def dense(self) -> dict[str, int]:
         """Bytes by part, where experts' places make no difference."""
         run = self.run
@@ -156,6 +174,8 @@ class _TierPlan:
             self.run.num_layers, self.run.num_experts, table_slots, items=items,
             last_uses=self._reads_disk,
         )  # fmt: skip
+        if self.limits.host_threads:  # state of jobs, table by misses and address of the mailbox
+            parts["residency tables"] += 4 * (2 + self.run.config.experts_per_token + 1 + 2)
         if self.limits.bulk:  # the program that writes them to slots has one as an array of its own
             parts["experts on their way between steps"] = self.bulk_nbytes + own
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
@@ -239,6 +259,9 @@ class _TierPlan:
             host["experts"] = self.run.num_devices * rows * nbytes
             if self.moves_embeddings:
                 host[EMBEDDINGS] = self.run.embeddings_nbytes
+            if self.limits.host_threads:
+                self.check_host_threads()
+                host[MAILBOX] = Mailbox(self.run.config.model_dim).nbytes
             if self.limits.bulk:
                 host["blocks of transfers between steps"] = self.run.num_devices * self.bulk_nbytes
             if rows < num_experts:
@@ -355,6 +378,11 @@ def _planned(
             device=only.device,
             host=only.host,
             disk=only.disk,
+        )
+    if limits.host_threads:
+        raise BudgetError(
+            f"memory.host_threads={limits.host_threads} is for experts without a policy: set it "
+            "to 0, or leave the policy out"
         )
     num_experts, names = run.num_experts, tuple(tier.name for tier in tiers)
     shares = tiers[0].shares_slots

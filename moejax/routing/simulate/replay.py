@@ -262,8 +262,12 @@ def _serve(
     most: int,
     refines: tuple[bool, ...],
     shares: bool,
+    host: tuple[int, ...] = (),
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """Runs a layer as decided: keys, counts [T] by name, gate mass float32[T + 3]."""
+    """Runs a layer as decided: keys, counts [T] by name, gate mass float32[T + 3].
+
+    `host`: as `cache_plan.Asked.host`, for one token; (): none. Its mass is in no tier.
+    """
     num_tiers, num_experts = key.shape
     active = observation.active
     wishes = Wishes(decision.tier, decision.at_least)
@@ -284,7 +288,14 @@ def _serve(
         "misses": _num(misses, axis=1),
         "prefetch_hits": _num(hits & (key & 1 == 1), axis=1),
     }
-    key = jnp.where(hits, 2 * clock, key)
+    key, at_host = jnp.where(hits, 2 * clock, key), jnp.zeros(decision.ids.shape, bool)
+    if host:
+        missed = misses[0][decision.ids] & active[:, None]
+        ones = missed.astype(jnp.int32)
+        later = jnp.cumsum(ones[:, ::-1], axis=1)[:, ::-1] - ones
+        at_host = missed & (later < jnp.asarray(host, jnp.int32)[_num(missed)])
+        gone = jnp.zeros(num_experts, bool).at[decision.ids].max(at_host)
+        misses &= ~gone[None]
     admit = _admit_shared if shares else _admit_each
     key, sums = admit(key, misses, runs, slots, 2 * clock, most)
     events |= {
@@ -295,7 +306,7 @@ def _serve(
     }
     weights = jnp.where(active[:, None], observation.weights, 0.0)
     computed = decision.tier != SKIPPED
-    at = jnp.where(computed, found.tier[decision.ids], -1)
+    at = jnp.where(computed & ~at_host, found.tier[decision.ids], -1)
     by_tier = jnp.sum(jnp.where(at[None] == tier[:, :, None], weights[None], 0.0), axis=(1, 2))
     skipped = jnp.sum(jnp.where(computed, 0.0, weights))
     other = computed & (decision.ids != observation.ids)
@@ -399,6 +410,7 @@ class Replay:
     one_by_one: bool = False
     refines: tuple[bool, ...] = ()  # as in `runs.Run`
     shares_slots: bool = False  # likewise
+    host: tuple[int, ...] = ()  # likewise
 
 
 def begin(
@@ -528,9 +540,10 @@ class _Step:
     ) -> _Layer:  # fmt: skip
         """Runs `_serve` and adds the counts of the prefetch."""
         most = min(seen.ids.size, key.shape[-1])
+        alone = not self.is_prefill and len(seen.ids) == 1
         key, events, gate = _serve(
             self.slots, key, decision, seen, self.clock, most, self.replay.refines,
-            self.replay.shares_slots,
+            self.replay.shares_slots, self.replay.host if alone else (),
         )  # fmt: skip
         events = events | {name: events.get(name, 0) + n for name, n in prefetched.items()}
         ahead = prefetched["prefetched"]

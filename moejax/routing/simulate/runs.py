@@ -54,6 +54,9 @@ class Run:
     # whether two tiers, of which the first refines the second, share one pool, of `slots[1]` slots
     # of a layer for one plane each; then the second needs not have every expert
     shares_slots: bool = False
+    # by the number of misses how many the host's cores multiply, as an engine tells when it loads,
+    # of one tier under `OnDemand`; (): every miss is fetched
+    host: tuple[int, ...] = ()
 
 
 class RunResult(NamedTuple):
@@ -90,7 +93,7 @@ def run_policies(
         _check_planes(run, spec)
         states[i] = run.policy.init(spec)
         _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
-        formula = keys.key_of(run.policy, states[i], spec), run.refines
+        formula = keys.key_of(run.policy, states[i], spec), run.refines, run.host
         groups.setdefault(formula, []).append(i)
     cut = list(segments(trace))
     found: dict[int, RunResult] = {}
@@ -206,7 +209,7 @@ def _run_block(
     shares = runs[0].shares_slots
     start = jax.vmap(begin, in_axes=(0, 0, None, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts, shares)
-    replay = Replay(policy, foreseen, delay, one_by_one, runs[0].refines, shares)
+    replay = Replay(policy, foreseen, delay, one_by_one, runs[0].refines, shares, runs[0].host)
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(

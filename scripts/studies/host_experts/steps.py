@@ -12,7 +12,7 @@ from moejax.experts.host_worker import Library, Workers
 from moejax.experts.pinned_memory import allocate_host_arrays
 from moejax.weights.qtensor import QTensor
 from pallas_kernels import expert_fetch, grouped_dequant_matmul, host_job, layout
-from pallas_kernels.host_job import mailbox
+from pallas_kernels import host_mailbox as mailbox
 from pallas_kernels.packed import PackedMatrices
 
 LAYERS, EXPERTS, WIDTH = 48, 128, 8  # of Qwen3-30B-A3B
@@ -20,7 +20,7 @@ MODEL_DIM, EXPERT_DIM = 2048, 768
 BITS, GROUP = 4, 64
 SLOTS = 192  # of the pool: the first WIDTH are for what is fetched, the others are hits
 SHAPES = ((2 * EXPERT_DIM, MODEL_DIM), (MODEL_DIM, EXPERT_DIM))  # [outputs, inputs]
-MAILBOX = host_job.Mailbox(MODEL_DIM)
+MAILBOX = mailbox.Mailbox(MODEL_DIM)
 EXPERT_BYTES = sum(n * k // 2 + 4 * n * k // GROUP for n, k in SHAPES)
 
 Matrices = tuple[PackedMatrices, PackedMatrices]

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels import host_mailbox as mailbox
 from pallas_kernels import launch
-from pallas_kernels.host_job import mailbox
-from pallas_kernels.host_job.mailbox import MOST, Mailbox
+from pallas_kernels.host_mailbox import MOST, Mailbox
 
 Ref = Any
 LANES = 32  # of the one warp of each kernel

@@ -1,0 +1,174 @@
+"""The host's cores beside the link: threads that multiply some of a decode step's misses.
+
+How many of m misses they take is a table, made when the experts are loaded by two measured rates:
+whoever happens to be quicker in a step decides nothing.
+"""
+
+import dataclasses
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.experts.budget import GIB
+from moejax.experts.host_worker import Library, cores
+from moejax.experts.pinned_memory import allocate_host_arrays
+from moejax.experts.state import HostRows, TierSlots
+from moejax.experts.tier_step import TierStep
+from moejax.models.config import ModelConfig
+from moejax.weights.qtensor import QTensor
+from pallas_kernels import host_mailbox as mailbox
+from pallas_kernels.cache_plan import Fetch
+from pallas_kernels.gating import SWIGLU
+from pallas_kernels.host_mailbox import MOST, Mailbox
+
+TRIP_S = 25e-6  # a job and its reply beside its products (H100, 24 to 29 us, 2026-11-26)
+_JOBS, _ROUNDS = 16, 3  # of a measurement
+
+
+def num_threads(asked: int) -> int:
+    """Threads for `memory.host_threads`: so many, or with -1 all cores but one."""
+    return min(asked, cores()) if asked > 0 else max(1, cores() - 1)
+
+
+def best_split(width: int, fetch_s: float, multiply_s: float) -> tuple[int, ...]:
+    """Of 0 to `width` misses those for the host, so that link and host end the earliest.
+
+    Args:
+      fetch_s: seconds of the link for an expert.
+      multiply_s: seconds of the host for an expert.
+    """
+
+    def seconds(misses: int, hosted: int) -> float:
+        return max(fetch_s * (misses - hosted), (TRIP_S + multiply_s * hosted) * (hosted > 0))
+
+    return tuple(
+        min(range(misses + 1), key=functools.partial(seconds, misses))
+        for misses in range(width + 1)
+    )
+
+
+class HostCores:
+    """Threads that serve the jobs of one tier's steps.
+
+    Attributes:
+      split: how many of 0, 1, ... misses they multiply; all 0 until `measure`.
+      text: a line that states the rates and the split.
+    """
+
+    def __init__(
+        self, gate_up: QTensor, down: QTensor, width: int, threads: int, device: jax.Device
+    ) -> None:
+        """Compiles the library, unless it is there, and starts threads.
+
+        Args:
+          gate_up: [R, 2F, D], numpy views of the rows in host memory.
+          down: [R, D, F], likewise.
+          width: A, experts a token.
+
+        Raises:
+          MoejaxError: there is no compiler, or it fails.
+        """
+        layout = Mailbox(gate_up.num_inputs)
+        (self._held,) = allocate_host_arrays(
+            [jax.ShapeDtypeStruct((layout.nbytes,), np.uint8)], device
+        )
+        self._mailbox, self._reply = self._held.views[0], layout.reply
+        self._mailbox[:] = 0
+        self._num_rows, self.threads = gate_up.words.shape[0], threads
+        self.split: tuple[int, ...] = (0,) * (width + 1)
+        self.text = ""
+        self._workers = Library().start(threads, self._mailbox, gate_up, down)
+
+    @property
+    def operands(self) -> tuple[np.ndarray, np.ndarray]:
+        """Split and address, as `HostJobs`."""
+        address = np.array([self._mailbox.ctypes.data], np.uint64).view(np.int32)
+        return np.asarray(self.split, np.int32), address
+
+    @property
+    def last_number(self) -> int:
+        """Number of the last job."""
+        return int(self._mailbox[:4].view(np.int32)[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the mailbox."""
+        return self._mailbox.nbytes
+
+    @property
+    def failures(self) -> int:
+        """Whether a step waited in vain for a reply: 0 or 1."""
+        at = self._reply + mailbox.LATE
+        return int(self._mailbox[at : at + 4].view(np.int32)[0] != 0)
+
+    @property
+    def error(self) -> str:
+        """The error of `failures`."""
+        return (
+            "the host's cores gave no answer in 2 seconds, so the tokens of this call are wrong; "
+            "every expert is fetched from now on: ask again, or set memory.host_threads=0"
+        )
+
+    def measure(self, fetch_s: float, expert_nbytes: int) -> None:
+        """Measures the threads and makes the table; `fetch_s` as of `fetch_seconds`."""
+        width = len(self.split) - 1
+        rows = np.arange(_JOBS * width, dtype=np.int32).reshape(_JOBS, width) % self._num_rows
+        times = [self._workers.run_jobs(rows) for _ in range(1 + _ROUNDS)]
+        multiply_s = min(times[1:]) / rows.size
+        self.split = best_split(width, fetch_s, multiply_s)
+        link, host = (expert_nbytes / GIB / each for each in (fetch_s, multiply_s))
+        table = ", ".join(map(str, self.split[1:]))
+        self.text = (
+            f"the host's cores ({self.threads} threads, {host:.1f} GiB/s; the link {link:.1f}) "
+            f"multiply {table} of 1 to {width} misses of a layer"
+        )
+
+    def wake(self) -> None:
+        """Has the threads look for jobs: a step is about to be dispatched."""
+        self._workers.wake()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._workers.stop()
+
+
+def job_refusal(config: ModelConfig) -> str | None:
+    """Reason why a model's layers fit no job, or None."""
+    if config.gating != SWIGLU or config.expert_bias:
+        return "its experts have biases or no SwiGLU"
+    if config.experts_per_token > MOST or config.model_dim % 32:
+        return f"a job has up to {MOST} experts, of a width that 32 divides"
+    return None
+
+
+def fetch_seconds(tier: TierStep, pool: TierSlots) -> tuple[float, TierSlots]:
+    """Measures the link, in launches that fetch a token's experts.
+
+    Args:
+      pool: an empty tier's, donated: slots that nothing owns are written.
+
+    Returns:
+      Seconds of the link for an expert, and the pool.
+    """
+    few, many, width = 4, 20, min(tier.config.experts_per_token, tier.spec.cache.num_slots)
+
+    @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+    def fetch(pool: TierSlots, rows: HostRows, count: int) -> TierSlots:
+        lanes = jnp.arange(width, dtype=jnp.int32)
+        for number in range(count):
+            jobs = Fetch((number * width + lanes) % rows.gate_up.shape[0], lanes)
+            pool = dataclasses.replace(tier, rows=rows).copy_rows(pool, 0, 0, jobs)
+        return pool
+
+    least = {}
+    for count in (few, many):
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            pool = jax.block_until_ready(fetch(pool, tier.rows, count))
+            times.append(time.perf_counter() - start)
+        least[count] = min(times[1:])
+    return max(1e-9, (least[many] - least[few]) / ((many - few) * width)), pool

@@ -1,0 +1,280 @@
+"""An engine whose host multiplies some misses: the same tokens, counts as simulated, no hang."""
+
+import contextlib
+import ctypes
+import dataclasses
+import tempfile
+import time
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+from jax.experimental import io_callback
+
+from moejax import Engine, MoejaxError
+from moejax.checkpoints import save_hf_checkpoint
+from moejax.experts import host_cores, load
+from moejax.experts.budget import Limits, tiers
+from moejax.experts.host_cores import best_split
+from moejax.experts.tiering import Tiering
+from moejax.inference.generation import GenerationSettings
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.policies.baselines import OnDemand
+from moejax.quantization.pipeline.recipe import Recipe, Scheme
+from moejax.quantization.pipeline.run import Job, quantize_checkpoint
+from moejax.routing.simulate.replay import EVENTS
+from moejax.routing.simulate.runs import Run, run_policies
+from moejax.routing.trace import read_trace
+from pallas_kernels import host_job
+from pallas_kernels import host_mailbox as mailbox
+from tests.random_checkpoints import TINY
+
+CONFIG = ModelConfig(**TINY | {
+    "model_dim": 64, "num_layers": 2, "head_dim": 16, "num_experts": 16, "expert_dim": 64,
+    "mlp_dim": 64, "moe_layers": (0, 1), "experts_per_token": 4,
+})  # fmt: skip
+SPLIT, SLOTS = (0, 0, 1, 2, 3), 5
+PROMPT = np.random.default_rng(5).integers(0, CONFIG.vocab_size, 9).tolist()
+DIRECTORY: Path
+
+
+def setUpModule():
+    global DIRECTORY
+    directory = tempfile.TemporaryDirectory()
+    unittest.addModuleCleanup(directory.cleanup)
+    DIRECTORY = Path(directory.name)
+    rng = np.random.default_rng(0)
+    weights = {
+        leaf: (leaf.endswith("norm") + 0.2 * rng.standard_normal(shape)).astype(np.float32)
+        for leaf, shape in weight_shapes(CONFIG).items()
+    }
+    save_hf_checkpoint(DIRECTORY / "plain", CONFIG, weights, dtype=np.dtype(np.float32))
+    for bits in (3, 4):
+        scheme = Scheme(
+            method="rtn", bits=bits, group_size=32, zero_kind="float", scale_dtype="float16",
+            factor_bits=8,
+        )  # fmt: skip
+        job = Job(
+            source=DIRECTORY / "plain", output=DIRECTORY / f"int{bits}",
+            recipe=Recipe(default=scheme, rules=(), format="moejax"), rank_policy="Uniform-0",
+            passes=1,
+            calibration_text=None, calibration_samples=4, calibration_length=32,
+            device=jax.devices("cpu")[0], progress=False,
+        )  # fmt: skip
+        with mock.patch("moejax.quantization.pipeline.run.draw_report"):
+            quantize_checkpoint(job)
+
+
+def _box(address: Any, model_dim: int) -> np.ndarray:
+    start = int(np.asarray(address).view(np.uint64)[0])
+    nbytes = mailbox.Mailbox(model_dim).nbytes
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), np.uint8)
+
+
+def post(x, rows, weights, state, address):
+    """`host_job.post` by a callback."""
+
+    def write(x, rows, weights, state, address):
+        state, box = np.array(state), _box(address, x.shape[1])
+        if (np.asarray(rows) >= 0).any() and not state[1]:
+            width, of = rows.shape[1], np.full(mailbox.MOST, -1, np.int32)
+            of[:width] = rows
+            box[mailbox.ROWS :][: of.nbytes].view(np.int32)[:] = of
+            box[mailbox.WEIGHTS :][: 4 * width].view(np.float32)[:] = np.asarray(weights)[0]
+            box[mailbox.X :][: 4 * x.shape[1]].view(np.float32)[:] = np.asarray(x)[0]
+            state[0] += 1
+            box[:4].view(np.int32)[0] = state[0]
+        return state
+
+    shape = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return io_callback(write, shape, x, rows, weights, state, address)
+
+
+def add_reply(y, rows, state, address, wait_s=20.0):
+    """`host_job.add_reply` by a callback."""
+
+    def wait(y, rows, state, address):
+        y, state, box = np.array(y), np.array(state), _box(address, y.shape[1])
+        reply, until = box[mailbox.Mailbox(y.shape[1]).reply :], time.monotonic() + wait_s
+        if not (np.asarray(rows) >= 0).any() or state[1]:
+            return y, state
+        while reply[:4].view(np.int32)[0] != state[0]:
+            if time.monotonic() > until:
+                reply[mailbox.LATE :][:4].view(np.int32)[0] = state[1] = 1
+                return y, state
+            time.sleep(1e-5)
+        return y + reply[mailbox.Y :][: y.nbytes].view(np.float32), state
+
+    shapes = jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((2,), jnp.int32)
+    return io_callback(wait, shapes, y, rows, state, address)
+
+
+def limited(form: str = "int4", **limits: Any) -> Engine:
+    return Engine.from_pretrained(
+        DIRECTORY / form, dtype="float32", platform="cpu", progress=False, context=128,
+        limits=Limits(**{"slots": SLOTS, "transient": 4} | limits),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def on_a_cpu(reply: Any = add_reply, split: tuple[int, ...] | None = SPLIT):
+    """A CPU in the GPU's place: two callbacks for the kernels, and the same table each time."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, made in (
+            (host_job, "post", post), (host_job, "add_reply", reply),
+            (load, "machine_refusal", lambda: None),
+            (tiers._TierPlan, "check_host_threads", lambda plan: None),
+            (host_cores, "best_split", best_split if split is None else lambda *_: split),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(owner, name, made))
+        yield
+
+
+def answers(engine: Engine, **how: Any) -> list[list[int]]:
+    how = {"max_new_tokens": 40, "ignore_eos": True} | how
+    return [engine.generate(PROMPT[i:], **how)[0].tokens for i in range(3)]
+
+
+def logprobs(engine: Engine) -> np.ndarray:
+    """float[20, 4], of the likeliest tokens after each of an answer's."""
+    settings = GenerationSettings.of(max_new_tokens=20, ignore_eos=True)
+    batch = engine.batch([PROMPT], [settings], top_logprobs=4)
+    told = [one for (delta,) in batch.steps() for one in delta.logprobs]
+    return np.array([[value for _, value in one.top] for one in told])
+
+
+class EngineTest(parameterized.TestCase):
+    def host_engine(self, form: str = "int4", **limits: Any) -> Engine:
+        engine = limited(form, host_threads=2, **limits)
+        self.addCleanup(engine.close)
+        return engine
+
+    @parameterized.parameters("int4", "int3")
+    def test_tokens_and_logits_are_those_without_the_host(self, form):
+        plain = limited(form)
+        with on_a_cpu():
+            engine = self.host_engine(form)
+            expected, found = answers(plain), answers(engine)
+            self.assertEqual(found, expected)
+            expected, found = logprobs(plain), logprobs(engine)
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        self.assertLess(error, 1e-3)
+        self.assertGreater(error, 0)
+        self.assertGreater(engine.ledger.tiers["stored"].on_host, 50)
+        self.assertEqual(plain.ledger.tiers["stored"].on_host, 0)
+
+    def test_a_seed_gives_the_same_tokens_again(self):
+        how = {"temperature": 1.0, "seed": 7}
+        with on_a_cpu():
+            found = [answers(self.host_engine(), **how) for _ in range(2)]
+        self.assertEqual(*found)
+        self.assertGreater(len(set(map(tuple, found[0]))), 1)
+
+    def test_the_ledger_is_as_simulated(self):
+        path = DIRECTORY / "trace"
+        with on_a_cpu():
+            engine = self.host_engine()
+            with engine.recording(path):
+                answers(engine)
+            ledger = engine.ledger.tiers["stored"]
+        run = Run(
+            policy=OnDemand(), tiers=("stored",), expert_bytes=(ledger.expert_bytes,),
+            slots=(SLOTS,), host=SPLIT,
+        )  # fmt: skip
+        (found,) = run_policies(read_trace(path), [run])
+        of = dict(zip(EVENTS, found.events.sum(axis=(0, 2)).tolist(), strict=True))
+        for name in ("needed", "hits", "misses", "admitted", "streamed", "evictions"):
+            self.assertEqual(of[name], ledger.total(name), name)
+        on_host = of["misses"] - of["admitted"] - of["streamed"]
+        self.assertEqual(on_host, ledger.on_host)
+        self.assertGreater(on_host, 50)
+        gate = found.gate.sum(axis=0)
+        self.assertAlmostEqual(gate[-1] - gate[0], ledger.host_mass, delta=1e-2)
+        said = ledger.as_dict()["host"]
+        self.assertEqual(said["bytes_not_fetched"], on_host * ledger.expert_bytes)
+        self.assertIn(f"on the host's cores: {on_host} of the misses", "\n".join(ledger.describe()))
+
+    def test_planned_bytes_are_allocated_bytes(self):
+        with on_a_cpu():
+            engine = self.host_engine()
+        (memory,) = engine._runner.memory.tiers
+        planned = dict(engine.budget.host)
+        self.assertEqual(planned["mailbox of the host's cores"], memory.host.nbytes)
+        tables = memory.pool.residency, memory.pool.counts, memory.pool.jobs
+        tables = *tables, memory.store.row_of, memory.store.jobs
+        found = sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
+        self.assertEqual(engine.budget.device["residency tables"], found)
+
+    def test_a_reply_that_does_not_come_is_one_line(self):
+        late = lambda *of: add_reply(*of, wait_s=0.2)  # noqa: E731
+        plain = limited()
+        with on_a_cpu(reply=late):
+            engine = self.host_engine()
+            engine._runner.memory.tiers[0].host._workers.stop()
+            start = time.monotonic()
+            with self.assertRaisesRegex(MoejaxError, "no answer in 2 seconds.*host_threads=0"):
+                answers(engine)
+            self.assertLess(time.monotonic() - start, 30)
+            self.assertEqual(answers(engine), answers(plain))  # every miss is fetched
+
+    def test_several_sequences_and_prompts_fetch_all(self):
+        with on_a_cpu():
+            engine = self.host_engine()
+            engine.generate([PROMPT, PROMPT[::-1]], max_new_tokens=8, ignore_eos=True)
+        self.assertEqual(engine.ledger.tiers["stored"].on_host, 0)
+        self.assertGreater(engine.ledger.total("misses"), 0)
+
+    def test_the_table_is_measured_and_told(self):
+        with on_a_cpu(split=None):
+            engine = self.host_engine()
+        self.assertRegex(
+            engine.host_text, r"the host's cores \(2 threads, .* GiB/s; the link .*\) multiply"
+        )
+        split = engine._runner.memory.tiers[0].host.split
+        self.assertLen(split, 5)
+        np.testing.assert_array_equal(engine._runner.memory.store[0].jobs.split, split)
+
+
+class SplitTest(parameterized.TestCase):
+    def test_link_and_host_end_together(self):
+        # 52 us by the link and 22 us by the host, and 25 us around a job: by hand.
+        self.assertEqual(best_split(8, 52e-6, 22e-6), (0, 1, 1, 2, 3, 3, 4, 5, 5))
+        self.assertEqual(best_split(3, 1e-6, 1.0), (0, 0, 0, 0))
+        self.assertEqual(best_split(3, 1.0, 1e-6), (0, 1, 2, 3))
+
+
+class RefusalTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({}, "the run is on a CPU"),
+        ({"prefetch": 2}, "memory.prefetch looks ahead"),
+        ({"host_gib": 0.00016}, "some experts are on the disk alone"),
+    )
+    def test_limits(self, limits, said):
+        gpu = mock.PropertyMock(return_value=False) if limits else contextlib.nullcontext()
+        patched = mock.patch.object(tiers.RunSizes, "is_cpu", gpu) if limits else gpu
+        with patched, self.assertRaisesRegex(MoejaxError, said) as caught:
+            limited(host_threads=-1, **limits)
+        self.assertNotIn("\n", str(caught.exception))
+        self.assertIn("memory.host_threads=-1", str(caught.exception))
+
+    def test_other_experts_machines_and_policies(self):
+        with on_a_cpu():
+            with self.assertRaisesRegex(MoejaxError, "not in INT2, INT3, INT4 or INT8"):
+                limited("plain", host_threads=2)
+            with (
+                mock.patch.object(load, "machine_refusal", lambda: "it has 2 cores"),
+                self.assertRaisesRegex(MoejaxError, "host_threads=2 cannot be: it has 2 cores"),
+            ):
+                limited(host_threads=2)
+        with self.assertRaisesRegex(MoejaxError, "for experts without a policy"):
+            Engine.from_pretrained(
+                DIRECTORY / "int4", platform="cpu", progress=False,
+                limits=Limits(host_threads=2), policy=Tiering(policy="on_demand"),
+            )  # fmt: skip
+        biased = dataclasses.replace(CONFIG, expert_bias=True)
+        self.assertRegex(host_cores.job_refusal(biased), "biases")
