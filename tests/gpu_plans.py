@@ -17,7 +17,7 @@ from tests.gpu_targets import Program, leaf
 
 def plan(
     slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: int = 48, waves: int = 0,
-    by_rule: bool = False, tokens: int = 1,
+    by_rule: bool = False, tokens: int = 1, by_host: bool = False,
 ) -> Program:  # fmt: skip
     """Where a layer's pairs run, of pools of so many slots: one pool, or the tiers of a policy.
 
@@ -59,8 +59,9 @@ def plan(
         if by_rule:
             critical, low = jnp.zeros(num_layers, jnp.int32), jnp.int32(len(slots) - 1)
             by = cache_plan.Rule(critical, low - low, low, low > 1, at_least=True)
+        host = jnp.arange(pairs + 1, dtype=jnp.int32) // 2 if by_host else None
         return plan_triton.plan_triton(
-            tuple(tiers), gate, layer, cache_plan.Asked(ids, weights, by, routed),
+            tuple(tiers), gate, layer, cache_plan.Asked(ids, weights, by, routed, host),
             jnp.ones(tokens, bool), forms=forms, columns=COLUMNS, target=target,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layout
+from pallas_kernels import host_job, layout
 from pallas_kernels.chunk_attention import ChunkTiles
 from pallas_kernels.chunk_attention import triton as chunk_triton
 from pallas_kernels.decode_attention import Latent
@@ -250,7 +250,22 @@ OSS: dict[str, Any] = {"width": 4, "model_dim": 2880, "expert_dim": 2880, "gatin
 PLAIN, MXFP4 = Form(16, dtype="bfloat16"), Form(4, 32, "mxfp4")
 APART, APART_INT3 = Form(4, apart="own"), Form(3, apart="own")
 
+
 # Made when asked for: the heuristics of tiles need a target, but no GPU.
+def host_layer() -> Program:
+    """A job for the host's cores and its reply, of Qwen3-30B-A3B."""
+
+    def function(x: Any, y: Any, rows: Any, weights: Any, state: Any, target: Target) -> Any:
+        del target
+        address = jnp.zeros(2, jnp.int32)
+        sent = host_job.post(x, rows, weights, state, address)
+        return host_job.add_reply(y, rows, sent, address)
+
+    numbers = leaf(1, 2048, dtype="bfloat16"), leaf(1, 2048, dtype="float32")
+    job = leaf(1, 8, dtype="int32"), leaf(1, 8, dtype="float32"), leaf(2, dtype="int32")
+    return Program(function, (*numbers, *job), (), 2)
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "dense_decode_int3": lambda: dense(Form(3), 1),
     "dense_decode_int3_rank_32": lambda: dense(Form(3), 4, rank=32),
@@ -317,6 +332,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "delta_qwen3_5": lambda: delta(1, num_layers=30, rows_by_head=False),
     "dense_router": lambda: dense(PLAIN, 1, inputs=2048, outputs=128),
     "dense_router_32": lambda: dense(PLAIN, 32, inputs=2048, outputs=512),
+    "plan_beside_the_host": lambda: plan((13,), num_experts=128, pairs=8, by_host=True),
+    "host_job": host_layer,
     "plan_qwen": lambda: plan((24,), num_experts=128, pairs=8),
     "plan_waves": lambda: plan((24,), num_experts=128, pairs=32, tokens=4, waves=2),
     "plan_no_cache": lambda: plan((0,), num_experts=128, pairs=8, waves=1),

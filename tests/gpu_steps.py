@@ -31,6 +31,7 @@ from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.experts.state import (
     CacheSpec,
     ExpertCache,
+    HostJobs,
     HostRows,
     TierSlots,
     TierSpec,
@@ -165,6 +166,15 @@ def under_no_policy(
     spec, pool, store = tier(config, slots, transient=4, banks=2 if ahead else 1, ahead=ahead)
     spec = dataclasses.replace(spec, is_complete=False)
     return CacheSpec(None, ("stored",), (spec,)), ExpertCache((pool,), (), None), (store,)
+
+
+def with_jobs(cached: Any, config: ModelConfig) -> Any:
+    """Adds jobs for the host's cores to a cache under no policy."""
+    spec, pool, (store,) = cached
+    table = leaf_of((config.experts_per_token + 1,), jnp.int32)
+    two = leaf_of((2,), jnp.int32)
+    pool = dataclasses.replace(pool, tiers=(dataclasses.replace(pool.tiers[0], jobs=two),))
+    return spec, pool, (dataclasses.replace(store, jobs=HostJobs(table, two)),)
 
 
 def under_policy(
@@ -420,6 +430,13 @@ def print_tiers() -> None:
             assert memory is not None
             launches = num_launches(program.as_text())
             print(f"{name}_{way}", memory.temp_size_in_bytes, launches, flush=True)
+    config = with_layers(CONFIGS["Qwen3-30B-A3B"], LAYERS)
+    alone = under_no_policy(config, 13, 0)
+    for name, cached in (("alone", alone), ("beside_the_host", with_jobs(alone, config))):
+        program = compiled_decode(config, cached)
+        memory = program.memory_analysis()
+        assert memory is not None
+        print(name, memory.temp_size_in_bytes, num_launches(program.as_text()), flush=True)
 
 
 def print_pages() -> None:

@@ -35,6 +35,12 @@ class CompilingTest(absltest.TestCase):
         self.assertLen(found, 2 * (1 + len(POLICIES)))
         for label, (temporary, _) in found.items():
             self.assertLess(int(temporary), MOST_BYTES, label)
+        (alone, hosted) = (
+            [*map(int, of[1:])] for of in lines if of[0] in ("alone", "beside_the_host")
+        )
+        self.assertLess(hosted[0], MOST_BYTES)
+        # Jobs are posted and waited for in each layer, and the sum of both is cast.
+        self.assertBetween(hosted[1] - alone[1], 2 * LAYERS, 3 * LAYERS + 2)
         # A replay is one launch a layer, whoever decides; a policy at most two.
         for way in ("routed", "replayed"):
             alone = int(found[f"{NO_POLICY}_{way}"][1])

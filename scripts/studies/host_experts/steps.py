@@ -37,9 +37,10 @@ class Store:
 
     def start(self, library: Library, count: int) -> Workers:
         """Has threads serve the mailbox."""
+        views: list[Any] = self.views
         gate_up, down = (
             QTensor(
-                words=self.views[3 * i], scales=self.views[3 * i + 1], zeros=self.views[3 * i + 2],
+                words=views[3 * i], scales=views[3 * i + 1], zeros=views[3 * i + 2],
                 num_inputs=inputs, bits=BITS, group_size=GROUP,
             )
             for i, (_, inputs) in enumerate(SHAPES)
