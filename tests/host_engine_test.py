@@ -13,6 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from jax.experimental import io_callback
 
@@ -21,6 +22,7 @@ from moejax.checkpoints import save_hf_checkpoint
 from moejax.experts import host_cores, load
 from moejax.experts.budget import Limits, tiers
 from moejax.experts.host_cores import best_split
+from moejax.experts.ledger import TierLedger
 from moejax.experts.tiering import Tiering
 from moejax.inference.generation import GenerationSettings
 from moejax.models.config import ModelConfig, weight_shapes
@@ -54,7 +56,7 @@ def setUpModule():
         for leaf, shape in weight_shapes(CONFIG).items()
     }
     save_hf_checkpoint(DIRECTORY / "plain", CONFIG, weights, dtype=np.dtype(np.float32))
-    for bits in (3, 4):
+    for bits in (3, 4):  # of both the plans are alike: two planes, and one
         scheme = Scheme(
             method="rtn", bits=bits, group_size=32, zero_kind="float", scale_dtype="float16",
             factor_bits=8,
@@ -154,50 +156,61 @@ class EngineTest(parameterized.TestCase):
         self.addCleanup(engine.close)
         return engine
 
-    @parameterized.parameters("int4", "int3")
-    def test_tokens_and_logits_are_those_without_the_host(self, form):
-        plain = limited(form)
-        with on_a_cpu():
-            engine = self.host_engine(form)
-            expected, found = answers(plain), answers(engine)
-            self.assertEqual(found, expected)
-            expected, found = logprobs(plain), logprobs(engine)
+    def check_tokens(self, form: str) -> tuple[Engine, Engine]:
+        """Compares answers and log-probabilities with those of an engine that fetches all."""
+        plain, engine = limited(form), self.host_engine(form)
+        with engine.recording(DIRECTORY / f"{form}.trace"):
+            found = answers(engine)
+        self.assertEqual(found, answers(plain))
+        ledger = engine.ledger.tiers["stored"]
+        self.assertGreater(ledger.on_host, 50)
+        self.assertEqual(plain.ledger.tiers["stored"].on_host, 0)
+        self.check_ledger(ledger, DIRECTORY / f"{form}.trace")
+        expected, found = logprobs(plain), logprobs(engine)
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         self.assertLess(error, 1e-3)
         self.assertGreater(error, 0)
-        self.assertGreater(engine.ledger.tiers["stored"].on_host, 50)
-        self.assertEqual(plain.ledger.tiers["stored"].on_host, 0)
+        return plain, engine
 
+    def check_ledger(self, ledger: TierLedger, trace: Path) -> None:
+        run = Run(
+            policy=OnDemand(), tiers=("stored",), expert_bytes=(ledger.expert_bytes,),
+            slots=(SLOTS,), host=SPLIT,
+        )  # fmt: skip
+        (found,) = run_policies(read_trace(trace), [run])
+        of = dict(zip(EVENTS, found.events.sum(axis=(0, 2)).tolist(), strict=True))
+        for name in ("needed", "hits", "misses", "admitted", "streamed", "evictions"):
+            self.assertEqual(of[name], ledger.total(name), name)
+        on_host = of["misses"] - of["admitted"] - of["streamed"]
+        self.assertEqual(on_host, ledger.on_host)
+        # Of a token's misses the lightest, so less than their share.
+        share = on_host / ledger.total("needed")
+        self.assertBetween(ledger.host_mass / ledger.gate_mass, 0.05, share)
+        said = ledger.as_dict()["host"]
+        self.assertEqual(said["bytes_not_fetched"], on_host * ledger.expert_bytes)
+        self.assertIn(f"on the host's cores: {on_host} of the misses", "\n".join(ledger.describe()))
+
+    def test_tokens_logits_and_counts(self):
+        with on_a_cpu():
+            _, engine = self.check_tokens("int4")
+            before = engine.ledger.tiers["stored"].on_host, engine.ledger.total("misses")
+            engine.generate([PROMPT, PROMPT[::-1]], max_new_tokens=8, ignore_eos=True)
+        # Prompts, and steps of several sequences, fetch every miss.
+        self.assertEqual(engine.ledger.tiers["stored"].on_host, before[0])
+        self.assertGreater(engine.ledger.total("misses"), before[1])
+
+    @pytest.mark.slow
+    def test_tokens_logits_and_counts_of_two_planes(self):
+        with on_a_cpu():
+            self.check_tokens("int3")
+
+    @pytest.mark.slow
     def test_a_seed_gives_the_same_tokens_again(self):
         how = {"temperature": 1.0, "seed": 7}
         with on_a_cpu():
             found = [answers(self.host_engine(), **how) for _ in range(2)]
         self.assertEqual(*found)
         self.assertGreater(len(set(map(tuple, found[0]))), 1)
-
-    def test_the_ledger_is_as_simulated(self):
-        path = DIRECTORY / "trace"
-        with on_a_cpu():
-            engine = self.host_engine()
-            with engine.recording(path):
-                answers(engine)
-            ledger = engine.ledger.tiers["stored"]
-        run = Run(
-            policy=OnDemand(), tiers=("stored",), expert_bytes=(ledger.expert_bytes,),
-            slots=(SLOTS,), host=SPLIT,
-        )  # fmt: skip
-        (found,) = run_policies(read_trace(path), [run])
-        of = dict(zip(EVENTS, found.events.sum(axis=(0, 2)).tolist(), strict=True))
-        for name in ("needed", "hits", "misses", "admitted", "streamed", "evictions"):
-            self.assertEqual(of[name], ledger.total(name), name)
-        on_host = of["misses"] - of["admitted"] - of["streamed"]
-        self.assertEqual(on_host, ledger.on_host)
-        self.assertGreater(on_host, 50)
-        gate = found.gate.sum(axis=0)
-        self.assertAlmostEqual(gate[-1] - gate[0], ledger.host_mass, delta=1e-2)
-        said = ledger.as_dict()["host"]
-        self.assertEqual(said["bytes_not_fetched"], on_host * ledger.expert_bytes)
-        self.assertIn(f"on the host's cores: {on_host} of the misses", "\n".join(ledger.describe()))
 
     def test_planned_bytes_are_allocated_bytes(self):
         with on_a_cpu():
@@ -210,6 +223,7 @@ class EngineTest(parameterized.TestCase):
         found = sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
         self.assertEqual(engine.budget.device["residency tables"], found)
 
+    @pytest.mark.slow
     def test_a_reply_that_does_not_come_is_one_line(self):
         late = lambda *of: add_reply(*of, wait_s=0.2)  # noqa: E731
         plain = limited()
@@ -222,13 +236,6 @@ class EngineTest(parameterized.TestCase):
             self.assertLess(time.monotonic() - start, 30)
             self.assertEqual(answers(engine), answers(plain))  # every miss is fetched
 
-    def test_several_sequences_and_prompts_fetch_all(self):
-        with on_a_cpu():
-            engine = self.host_engine()
-            engine.generate([PROMPT, PROMPT[::-1]], max_new_tokens=8, ignore_eos=True)
-        self.assertEqual(engine.ledger.tiers["stored"].on_host, 0)
-        self.assertGreater(engine.ledger.total("misses"), 0)
-
     def test_the_table_is_measured_and_told(self):
         with on_a_cpu(split=None):
             engine = self.host_engine()
@@ -238,6 +245,36 @@ class EngineTest(parameterized.TestCase):
         split = engine._runner.memory.tiers[0].host.split
         self.assertLen(split, 5)
         np.testing.assert_array_equal(engine._runner.memory.store[0].jobs.split, split)
+
+
+@pytest.mark.gpu
+class DeviceTest(parameterized.TestCase):
+    """The kernels and the threads themselves, on a machine with four cores or more."""
+
+    def engine(self, threads: int) -> Engine:
+        engine = Engine.from_pretrained(
+            DIRECTORY / "int4", dtype="float32", platform="gpu", progress=False, context=128,
+            limits=Limits(slots=SLOTS, transient=4, host_threads=threads),
+        )  # fmt: skip
+        self.addCleanup(engine.close)
+        return engine
+
+    def test_a_gpu_and_its_host_answer_as_the_gpu_alone(self):
+        with mock.patch.object(host_cores, "best_split", lambda *_: SPLIT):
+            plain, engine = self.engine(0), self.engine(-1)
+        self.assertEqual(answers(engine), answers(plain))
+        expected, found = logprobs(plain), logprobs(engine)
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        self.assertLess(error, 1e-2)
+        self.assertGreater(engine.ledger.tiers["stored"].on_host, 50)
+
+    def test_threads_that_are_gone_are_one_line(self):
+        with mock.patch.object(host_cores, "best_split", lambda *_: SPLIT):
+            plain, engine = self.engine(0), self.engine(-1)
+        engine._runner.memory.tiers[0].host._workers.stop()
+        with self.assertRaisesRegex(MoejaxError, "no answer in 2 seconds"):
+            answers(engine)
+        self.assertEqual(answers(engine), answers(plain))
 
 
 class SplitTest(parameterized.TestCase):

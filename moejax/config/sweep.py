@@ -31,8 +31,9 @@ class SweepConfig(RunConfig):
     )
     grid: tuple[str, ...] = option(
         (),
-        "axes NAME=VALUES: slots=8:80:8, retention=0.5,0.75, of two tiers slots=24/104; (): slots "
-        "of 1/8, 2/8, ... of the trace's experts, in every tier",
+        "axes NAME=VALUES: slots=8:80:8, retention=0.5,0.75, of two tiers slots=24/104, of the "
+        "host's cores host=0/0/1/2 (of 0, 1, ... misses); (): slots of 1/8, 2/8, ... of the "
+        "trace's experts, in every tier",
     )
     tiers: tuple[str, ...] = option(
         (),

@@ -125,12 +125,13 @@ class TierLedger:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; a rate of nothing is None."""
-        disk, host = self.disk, {}
-        if count := self.on_host:
-            host = {"experts": count, "bytes_not_fetched": count * self.expert_bytes}
-            host = {"host": host | {"gate_mass": self.host_mass}}
+        disk, on_host = self.disk, self.on_host
+        host = {
+            "experts": on_host, "bytes_not_fetched": on_host * self.expert_bytes,
+            "gate_mass": self.host_mass,
+        }  # fmt: skip
         return {
-            **host,
+            **({"host": host} if on_host else {}),
             "stall_seconds": {
                 "estimate": self.stall_seconds(),
                 "link_estimate": self.link_stall_seconds(),

@@ -266,7 +266,7 @@ def _serve(
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """Runs a layer as decided: keys, counts [T] by name, gate mass float32[T + 3].
 
-    `host`: as `cache_plan.Asked.host`, for one token; (): none. Its mass is in no tier.
+    `host`: as `cache_plan.Asked.host`, for one token; (): none. Its mass is the tier's.
     """
     num_tiers, num_experts = key.shape
     active = observation.active
@@ -288,7 +288,7 @@ def _serve(
         "misses": _num(misses, axis=1),
         "prefetch_hits": _num(hits & (key & 1 == 1), axis=1),
     }
-    key, at_host = jnp.where(hits, 2 * clock, key), jnp.zeros(decision.ids.shape, bool)
+    key = jnp.where(hits, 2 * clock, key)
     if host:
         missed = misses[0][decision.ids] & active[:, None]
         ones = missed.astype(jnp.int32)
@@ -306,7 +306,7 @@ def _serve(
     }
     weights = jnp.where(active[:, None], observation.weights, 0.0)
     computed = decision.tier != SKIPPED
-    at = jnp.where(computed & ~at_host, found.tier[decision.ids], -1)
+    at = jnp.where(computed, found.tier[decision.ids], -1)
     by_tier = jnp.sum(jnp.where(at[None] == tier[:, :, None], weights[None], 0.0), axis=(1, 2))
     skipped = jnp.sum(jnp.where(computed, 0.0, weights))
     other = computed & (decision.ids != observation.ids)
@@ -563,7 +563,8 @@ def _step(
     ran = jnp.any(tokens.active).astype(jnp.int32)
     many = jnp.arange(num_experts + 1, dtype=jnp.int32)[:, None, None]
     times = jnp.sum(done.ahead[None] == many, axis=1, dtype=jnp.int32)
-    missed = jnp.sum(done.events[:, EVENTS.index("misses")], axis=1) > 0
+    come = [EVENTS.index(name) for name in ("admitted", "streamed")]
+    missed = jnp.sum(done.events[:, jnp.asarray(come)], axis=(1, 2)) > 0
     tally = _Tally(
         events=t.events.at[phase].add(jnp.sum(done.events, axis=0)),
         steps=t.steps.at[phase].add(ran),

@@ -21,6 +21,8 @@ from moejax.routing.simulate.costs import GIB, Machine, Traffic, bandwidth_bound
 from moejax.routing.simulate.runs import Run, RunResult, run_policies
 from moejax.routing.trace import DECODE, Trace
 
+HOST = "host"  # an axis of a grid
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
@@ -156,8 +158,10 @@ Found = tuple[Traffic, float, Mapping[str, float]]
 def _check_lru(grid: Sequence[Mapping[str, Any]], tiers: Tiers) -> None:
     """Raises MoejaxError for settings that the engine's own cache lacks."""
     for setting in grid:
-        if unknown := sorted(set(setting) - {"slots", "prefetch"}):
-            raise MoejaxError(f"lru has no setting {', '.join(unknown)}; known: slots, prefetch")
+        if unknown := sorted(set(setting) - {"slots", "prefetch", HOST}):
+            raise MoejaxError(
+                f"lru has no setting {', '.join(unknown)}; known: slots, prefetch, {HOST}"
+            )
     if len(tiers.names) != 1:
         raise MoejaxError(
             f"lru has one tier, not {', '.join(tiers.names)}: give --config.tiers=NAME=BYTES of "
@@ -176,7 +180,7 @@ def _sweep_policy(
     make = functools.partial(make_policy, policy) if isinstance(policy, str) else policy
     runs = []
     for setting, row in zip(grid, slots, strict=True):
-        given = {key: value for key, value in setting.items() if key != "slots"}
+        given = {key: value for key, value in setting.items() if key not in ("slots", HOST)}
         try:
             made = make(**given)
         except MoejaxError as error:
@@ -187,9 +191,26 @@ def _sweep_policy(
                 policy=made, tiers=tiers.names, expert_bytes=tiers.expert_bytes,
                 slots=(sum(row),) * 2 if shares else row, bulk=bulk,
                 refines=(True, False) if tiers.planes else (), shares_slots=shares,
+                host=_host(setting, policy, trace),
             )
         )  # fmt: skip
     return [_decode_result(trace, result) for result in run_policies(trace, runs)]
+
+
+def _host(setting: Mapping[str, Any], policy: Any, trace: Trace) -> tuple[int, ...]:
+    """Misses that the host's cores multiply, by their number (`Run.host`)."""
+    given = setting.get(HOST)
+    if given is None:
+        return ()
+    fits = isinstance(given, tuple) and len(given) == trace.width + 1
+    if not fits or not all(type(n) is int and 0 <= n <= i for i, n in enumerate(given)):
+        raise MoejaxError(
+            f"grid: {described({HOST: given})} must say of 0, 1, ... {trace.width} misses how many "
+            "the host multiplies, such as 0/0/1/2, as the engine tells when it loads"
+        )
+    if policy != "on_demand":
+        raise MoejaxError(f"grid: {HOST} is of the engine's cache without a policy: leave it out")
+    return given
 
 
 def _decode_result(trace: Trace, result: RunResult) -> Found:
@@ -200,7 +221,7 @@ def _decode_result(trace: Trace, result: RunResult) -> Found:
         num_layers=trace.num_layers,
         steps=int(result.steps[DECODE]),
         fetches=int(result.fetches[DECODE]),
-        misses=event["misses"],
+        misses=event["admitted"] + event["streamed"],
         ahead=result.ahead[DECODE],
         bulk=event["bulk"],
         expert_bytes=np.asarray(result.run.expert_bytes),
