@@ -22,6 +22,7 @@ from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.budget.planned import EMBEDDINGS_LEAF
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.host_store import HostStore
+from moejax.experts.load import use_host
 from moejax.experts.pinned_memory import host_place
 from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSpec
@@ -62,6 +63,7 @@ class TierPlan:
     few_rows: bool = False  # the experts share a few rows of host memory
     refines: int = 0  # bits of the last plane of `bits`, which is all that a row is; 0: whole codes
     planes: int = 1  # of an expert that have slots of their own, as `CacheSizes.planes`
+    host_threads: int = 0  # as `Limits.host_threads`
 
 
 class _SyntheticRows:
@@ -91,6 +93,7 @@ class _SyntheticRows:
         self.nbytes, self.row_of = sum(array.nbytes for array in store.arrays), store.row_of
         self.row_of[...] = np.arange(total).reshape(self.row_of.shape) % num_rows  # few are shared
         self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)
+        self.views: tuple[Any, Any] = jax.tree.unflatten(self._tree, store.views[: len(self.row)])
 
     def read(
         self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
@@ -232,6 +235,10 @@ class ShapeMemories:
             handed_out=self.config.num_experts if self._num_handed_out else 0,
         )  # fmt: skip
         memory = TierMemory(spec, *rows.stacks, rows.row_of, self._place)
+        if plan.host_threads:
+            use_host(memory, rows.views, self.config, plan.host_threads, self.device)
+            assert memory.host is not None
+            print_stderr(memory.host.text)
         first = plan.first
         if is_full:
             first = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))
@@ -271,7 +278,8 @@ class ShapeMemories:
         limits = budget.limits
         return TierPlan(
             bits=bits, slots=budget.slots, transient=budget.transient, prefetch=limits.prefetch,
-            prefetch_in=limits.prefetch_in, bulk=limits.bulk, planes=budget.tier.planes, **more,
+            prefetch_in=limits.prefetch_in, bulk=limits.bulk, planes=budget.tier.planes,
+            host_threads=limits.host_threads, **more,
         )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ from moejax.experts.tiering import (
 )
 from moejax.experts.transfers import Transfers
 from moejax.models.attention import copies_cache, stores_scores
+from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy, PolicySpec, default_prefetch, moves_between_steps
 from moejax.policies.dymoe import importance_nbytes
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
@@ -449,21 +450,26 @@ def _load_tier(
     memory = TierMemory(spec, gate_up, down, supply.row_of, place, terms, disk)
     if limits.host_threads and store is not None:
         views = jax.tree.unflatten(jax.tree.structure((gate_up, down)), store.views)
-        _use_host(memory, views, checkpoint, limits.host_threads, device)
+        use_host(memory, views, checkpoint.config, limits.host_threads, device)
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
 
 
-def _use_host(
-    memory: TierMemory, views: tuple[Any, Any], checkpoint: Checkpoint, threads: int,
+def use_host(
+    memory: TierMemory, views: tuple[Any, Any], config: ModelConfig, threads: int,
     device: jax.Device,
 ) -> None:  # fmt: skip
-    """Has the host's cores multiply some misses; MoejaxError where they cannot.
+    """Has the host's cores multiply some misses, from a table that is measured now.
 
-    `views`: numpy's of the host's rows.
+    Args:
+      memory: of one tier, empty.
+      views: numpy's of the host's rows, gate_up [R, 2F, D] and down [R, D, F].
+      threads: as `Limits.host_threads`, not 0.
+
+    Raises:
+      MoejaxError: the machine, the experts or the model cannot have it; the line says why.
     """
-    config = checkpoint.config
     reasons = [machine_refusal(), *map(form_refusal, views), job_refusal(config)]
     if said := next(filter(None, reasons), None):
         raise MoejaxError(f"memory.host_threads={threads} cannot be: {said}; set it to 0")
