@@ -180,7 +180,7 @@ class TierMemory:
 
     @property
     def error(self) -> str:
-        """What failed last."""
+        """Error of a failure."""
         return next(of.error for of in (self.disk, self.host) if of and of.failures)
 
     @property

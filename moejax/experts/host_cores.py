@@ -34,9 +34,10 @@ def num_threads(asked: int) -> int:
 
 
 def best_split(width: int, fetch_s: float, multiply_s: float) -> tuple[int, ...]:
-    """Of 0 to `width` misses those for the host, so that link and host end the earliest.
+    """Chooses how many misses the host takes, so that both end the earliest.
 
     Args:
+      width: the most misses; the table begins with none.
       fetch_s: seconds of the link for an expert.
       multiply_s: seconds of the host for an expert.
     """

@@ -131,7 +131,7 @@ class TierLedger:
             "gate_mass": self.host_mass,
         }  # fmt: skip
         return {
-            **({"host": host} if on_host else {}),
+            **({"host": host} if self.host_mass else {}),
             "stall_seconds": {
                 "estimate": self.stall_seconds(),
                 "link_estimate": self.link_stall_seconds(),
@@ -159,8 +159,8 @@ class TierLedger:
             f"({_percent(self.hit_rate)}), misses {count('misses')} (admitted "
             f"{count('admitted')}, streamed {count('streamed')}), evictions {count('evictions')}"
         ]
-        if on_host := self.on_host:
-            share = _percent(self.host_mass / self.gate_mass)
+        if self.host_mass:
+            share, on_host = _percent(self.host_mass / self.gate_mass), self.on_host
             lines.append(
                 f"on the host's cores: {on_host} of the misses, {share} of the gate mass; "
                 f"{size_text(on_host * self.expert_bytes)} not fetched"
