@@ -142,6 +142,22 @@ class OwnPolicyTest(absltest.TestCase):
         with self.assertRaisesRegex(MoejaxError, "slots=2 prefetch=-1: .*prefetch=-1 must be"):
             sweep_over(trace, OnDemand, [{"slots": 2, "prefetch": -1}], tiers)
 
+    def test_what_the_host_multiplies_is_not_fetched(self):
+        trace = random_trace(step_sizes=[1] * 40, num_layers=2, num_experts=16, width=2)
+        tiers = Tiers(names=("int4",), expert_bytes=(100,))
+        grid = [{"slots": 4}, {"slots": 4, "host": (0, 1, 1)}, {"slots": 4, "host": (0, 1, 2)}]
+        all_fetched, some, none = (
+            one.traffic.bytes_by_cause["demand"] for one in sweep_over(trace, "lru", grid, tiers)
+        )
+        self.assertBetween(some, 1, all_fetched - 1)
+        self.assertEqual(none, 0)
+        for host, policy, said in (
+            ((0, 2, 0), "lru", "of 0, 1, ... 2 misses"), ((0, 1), "lru", "of 0, 1, ... 2 misses"),
+            ((0, 1, 1), "dymoe", "without a policy"),
+        ):  # fmt: skip
+            with self.assertRaisesRegex(MoejaxError, said):
+                sweep_over(trace, policy, [{"slots": 4, "host": host}], tiers)
+
 
 class CeilingTest(parameterized.TestCase):
     @slow.where(lambda name: name != "dynaexq")
