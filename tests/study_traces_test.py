@@ -11,7 +11,7 @@ from moejax.benchmarking.routing import of_trace
 from moejax.models.shapes import CONFIGS
 from moejax.routing.trace import DECODE, PREFILL, read_trace
 from scripts.studies.quality.bench import DOMAINS
-from scripts.studies.speed.record_traces import cut
+from scripts.studies.speed.trace_cuts import cut
 from tests import commands
 from tests.simulated_traces import random_trace
 

@@ -16,13 +16,13 @@ and of the first decoded ones.
 
 from pathlib import Path
 
-import numpy as np
 from absl import app, flags
 
 from moejax.engine import Engine
 from moejax.inference.recorder import facts
-from moejax.routing.trace import DECODE, OPTIONAL, PREFILL, Trace, read_trace, write_trace
+from moejax.routing.trace import read_trace, write_trace
 from scripts.studies.quality.bench import DOMAINS, Texts
+from scripts.studies.speed.trace_cuts import cut
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "whose routing")
 _TEXTS = flags.DEFINE_string("texts", "", "folder of the texts")
@@ -45,16 +45,6 @@ def record(engine: Engine, texts: Texts, domain: str, path: Path) -> int:
             top_p=1.0, seed=0,
         )  # fmt: skip
     return len(answer.tokens)
-
-
-def cut(trace: Trace, prompt: int, tokens: int) -> Trace:
-    """The last tokens of a trace's prompt and its first decoded ones, without the parts at will."""
-    of_prompt, decoded = (np.flatnonzero(trace.phase == phase) for phase in (PREFILL, DECODE))
-    rows = np.concatenate([of_prompt[len(of_prompt) - prompt :], decoded[:tokens]])
-    kept = {name: array[rows] for name, array in trace.tensors().items() if name not in OPTIONAL}
-    said = f"{trace.facts['text']}; of {len(trace)} the prompt's last {prompt} and {tokens} more"
-    facts = {**trace.facts, "text": said}
-    return Trace(num_experts=trace.num_experts, facts=facts, **kept)
 
 
 def main(argv: list[str]) -> None:
