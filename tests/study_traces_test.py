@@ -29,7 +29,7 @@ class StudyTracesTest(parameterized.TestCase):
             self.assertEqual((trace.num_experts, trace.num_layers, trace.width), (16, 30, 4))
             counts = [int((trace.phase == phase).sum()) for phase in (PREFILL, DECODE)]
             self.assertEqual(counts, [40, 224])
-            self.assertNotRegex(" ".join(trace.facts.values()), "/tmp|/work")
+            self.assertNotRegex(" ".join(trace.facts.values()), r"(^|[\s=])/\w")
 
     @parameterized.parameters("Qwen3-30B-A3B", "Mixtral-8x7B")
     def test_benchmarks_replay_them(self, shape):
