@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from moejax.experts.tiering import Tiering
 
 
-def load_engine(
-    config: GenerateConfig, num_prompts: int = 1, *, running: bool = False
-) -> "Engine":  # fmt: skip
+def load_engine(config: GenerateConfig, num_prompts: int = 1, *, running: bool = False) -> "Engine":
     """Loads the engine that generates; prints on stderr where compiled programs are kept."""
     import jax
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import tempfile
 import time
 import unittest
@@ -225,9 +226,8 @@ class EngineTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_reply_that_does_not_come_is_one_line(self):
-        late = lambda *of: add_reply(*of, wait_s=0.2)  # noqa: E731
         plain = limited()
-        with on_a_cpu(reply=late):
+        with on_a_cpu(reply=functools.partial(add_reply, wait_s=0.2)):
             engine = self.host_engine()
             engine._runner.memory.tiers[0].host._workers.stop()
             start = time.monotonic()

@@ -64,9 +64,7 @@ class KVCache:
             if self.states.dtype != jnp.float32:
                 raise ValueError(f"states are {self.states.dtype}, not float32")
 
-    def lane(
-        self, index: jax.Array, pages: jax.Array, length: jax.Array, spare: int
-    ) -> "KVCache":  # fmt: skip
+    def lane(self, index: jax.Array, pages: jax.Array, length: jax.Array, spare: int) -> "KVCache":
         """Copies a sequence's tokens out of pages to a cache of its own; zeros follow.
 
         Args:

@@ -258,10 +258,20 @@ def _hosted(
     """Rows int32[1, A] that the host multiplies, and the tiers of the other pairs."""
     row = tier.row_of[layer][ids]
     miss = (chosen == 0) & (tier.tables.table[layer][ids] < 0) & (row >= 0)
+    at_host = last_misses(miss, host)
+    return jnp.where(at_host, row, -1), jnp.where(at_host, -1, chosen)
+
+
+def last_misses(miss: jax.Array, host: jax.Array) -> jax.Array:
+    """Mask bool[1, A] of the misses that the host multiplies.
+
+    Args:
+      miss: bool[1, A], in the order of a token's pairs.
+      host: int32[A + 1], as `Asked.host`.
+    """
     ones = miss.astype(jnp.int32)
     later = jnp.cumsum(ones[:, ::-1], axis=1)[:, ::-1] - ones
-    at_host = miss & (later < host[num(miss)])
-    return jnp.where(at_host, row, -1), jnp.where(at_host, -1, chosen)
+    return miss & (later < host[num(miss)])
 
 
 def _with_hosted(

@@ -35,6 +35,7 @@ from moejax.policies.base import (
 from moejax.routing.trace import DECODE, Trace
 from pallas_kernels import cache_plan
 from pallas_kernels.cache_plan import Wishes
+from pallas_kernels.cache_plan.reference import last_misses
 
 CALL_STEPS = 16  # decode steps of a call, where the trace does not know: those of the engine
 _LEAST_ROWS = 16  # tokens of a prompt's chunk are padded to a power of two from here on
@@ -291,9 +292,7 @@ def _serve(
     key = jnp.where(hits, 2 * clock, key)
     if host:
         missed = misses[0][decision.ids] & active[:, None]
-        ones = missed.astype(jnp.int32)
-        later = jnp.cumsum(ones[:, ::-1], axis=1)[:, ::-1] - ones
-        at_host = missed & (later < jnp.asarray(host, jnp.int32)[_num(missed)])
+        at_host = last_misses(missed, jnp.asarray(host, jnp.int32))
         gone = jnp.zeros(num_experts, bool).at[decision.ids].max(at_host)
         misses &= ~gone[None]
     admit = _admit_shared if shares else _admit_each
