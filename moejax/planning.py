@@ -208,6 +208,7 @@ def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
         sizes = shape_sizes(
             model, _dtype_of_shape(config), expert_kind=experts,
             attention_kind=kind(config.attention_bits), shared_kind=kind(config.shared_bits),
+            head_kind=kind(config.head_bits),
         )  # fmt: skip
         return sizes_of_each(sizes, count, handed_out)
     except ValueError as error:  # groups that are longer than a row

@@ -33,7 +33,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "peers moejax": lambda: budgets.in_line(peers.all_rows(), ours.NAME),
     "peers llama": lambda: budgets.in_line(peers.all_rows(), llama_cpp.NAME),
     "peers bars": lambda: budgets.bars(peers.all_rows()),
-    "peers new models": lambda: budgets.by_budget(peers.all_rows(), list(ours.TOGETHER)),
+    "peers new models": lambda: budgets.by_budget(peers.all_rows(), ours.NEW_MODELS),
     "peers whole": lambda: peers.whole(peers.all_rows()),
 }
 FIGURES = ROOT / "docs/figures"

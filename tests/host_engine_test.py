@@ -280,9 +280,11 @@ class DeviceTest(parameterized.TestCase):
 class SplitTest(parameterized.TestCase):
     def test_link_and_host_end_together(self):
         # 52 us by the link and 22 us by the host, and 25 us around a job: by hand.
-        self.assertEqual(best_split(8, 52e-6, 22e-6), (0, 1, 1, 2, 3, 3, 4, 5, 5))
-        self.assertEqual(best_split(3, 1e-6, 1.0), (0, 0, 0, 0))
-        self.assertEqual(best_split(3, 1.0, 1e-6), (0, 1, 2, 3))
+        self.assertEqual(
+            best_split(52e-6, [22e-6 * n for n in range(9)]), (0, 1, 1, 2, 3, 3, 4, 5, 5)
+        )
+        self.assertEqual(best_split(1e-6, [0, 1, 2, 3]), (0, 0, 0, 0))
+        self.assertEqual(best_split(1.0, [0, 1e-6, 2e-6, 3e-6]), (0, 1, 2, 3))
 
 
 class RefusalTest(parameterized.TestCase):

@@ -163,6 +163,7 @@ class _ShapeModels:
         self._packing = Packing(
             bits=own, group_size=config.group_size, mxfp4=is_mxfp4,
             attention_bits=config.attention_bits, shared_bits=config.shared_bits,
+            head_bits=config.head_bits,
             dense_rank=config.dense_rank, expert_rank=config.expert_rank,
         )  # fmt: skip
         packed = self._packing

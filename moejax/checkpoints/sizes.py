@@ -143,6 +143,7 @@ def shape_sizes(
     expert_kind: CodesKind | None,
     attention_kind: CodesKind | None = None,
     shared_kind: CodesKind | None = None,
+    head_kind: CodesKind | None = None,
 ) -> Sizes:
     """Sizes of a model without a checkpoint; kinds are None where leaves are plain, in `dtype`.
 
@@ -151,6 +152,7 @@ def shape_sizes(
     kinds = dict.fromkeys(leaves_of("experts", "mlp"), expert_kind)
     kinds |= dict.fromkeys(leaves_of("attention"), attention_kind)
     kinds |= dict.fromkeys(leaves_of("shared_experts"), shared_kind)
+    kinds |= dict.fromkeys(leaves_of("head"), head_kind)
     leaves = {
         leaf: LeafPlan(
             name=leaf, shape=shape, dtype=np.dtype(leaf_dtype(leaf, dtype)), kind=kinds.get(leaf)

@@ -9,6 +9,7 @@ from moejax.config.commands import (
     CHECKPOINT,
     COMPILATION_CACHE,
     GROUP_SIZE,
+    HEAD_BITS,
     MEMORY,
     MESH,
     PLATFORM,
@@ -45,6 +46,7 @@ class BenchmarkConfig(RunConfig):
     bits: int = BITS
     attention_bits: int = ATTENTION_BITS
     shared_bits: int = SHARED_BITS
+    head_bits: int = HEAD_BITS
     group_size: int = GROUP_SIZE
     mxfp4: bool = SHAPE_MXFP4
     dense_rank: int = option(

@@ -128,6 +128,7 @@ BITS = option(
 )
 ATTENTION_BITS = option(16, "bits of a shape's attention or delta rule", choices=SHAPE_BITS)
 SHARED_BITS = option(16, "bits of a shape's shared experts", choices=SHAPE_BITS)
+HEAD_BITS = option(16, "bits of a shape's head, if it is not the embedding", choices=SHAPE_BITS)
 SHAPE_MXFP4 = option(False, "a shape's experts are in MXFP4, whatever bits and group_size say")
 GROUP_SIZE = option(64, "inputs per scale in a packed shape", least=1)
 
@@ -277,6 +278,7 @@ class PlanConfig(GenerateConfig):
     bits: int = BITS
     attention_bits: int = ATTENTION_BITS
     shared_bits: int = SHARED_BITS
+    head_bits: int = HEAD_BITS
     group_size: int = GROUP_SIZE
     mxfp4: bool = SHAPE_MXFP4
     planes: str = option(

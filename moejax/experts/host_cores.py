@@ -1,12 +1,14 @@
 """The host's cores beside the link: threads that multiply some of a decode step's misses.
 
-How many of m misses they take is a table, made when the experts are loaded by two measured rates:
+How many of m misses they take is a table, made when the experts are loaded by measured rates:
 whoever happens to be quicker in a step decides nothing.
 """
 
 import dataclasses
 import functools
+import statistics
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from pallas_kernels.gating import SWIGLU
 from pallas_kernels.host_mailbox import MOST, Mailbox
 
 TRIP_S = 25e-6  # a job and its reply beside its products (H100, 24 to 29 us, 2026-11-26)
-_JOBS, _ROUNDS = 16, 3  # of a measurement
+_JOBS, _ROUNDS = 16, 5  # of a measurement, whose median counts
 
 
 def num_threads(asked: int) -> int:
@@ -33,21 +35,20 @@ def num_threads(asked: int) -> int:
     return min(asked, cores()) if asked > 0 else max(1, cores() - 1)
 
 
-def best_split(width: int, fetch_s: float, multiply_s: float) -> tuple[int, ...]:
+def best_split(fetch_s: float, job_s: Sequence[float]) -> tuple[int, ...]:
     """Chooses how many misses the host takes, so that both end the earliest.
 
     Args:
-      width: the most misses; the table begins with none.
       fetch_s: seconds of the link for an expert.
-      multiply_s: seconds of the host for an expert.
+      job_s: seconds of the host for jobs of 0, 1, ... experts.
     """
 
     def seconds(misses: int, hosted: int) -> float:
-        return max(fetch_s * (misses - hosted), (TRIP_S + multiply_s * hosted) * (hosted > 0))
+        return max(fetch_s * (misses - hosted), (TRIP_S + job_s[hosted]) * (hosted > 0))
 
     return tuple(
         min(range(misses + 1), key=functools.partial(seconds, misses))
-        for misses in range(width + 1)
+        for misses in range(len(job_s))
     )
 
 
@@ -55,7 +56,7 @@ class HostCores:
     """Threads that serve the jobs of one tier's steps.
 
     Attributes:
-      split: how many of 0, 1, ... misses they multiply; all 0 until `measure`.
+      split: how many of 0, 1, ... misses they multiply; all 0 until `use_rates`.
       text: a line that states the rates and the split.
     """
 
@@ -113,14 +114,17 @@ class HostCores:
             "every expert is fetched from now on: ask again, or set memory.host_threads=0"
         )
 
-    def measure(self, fetch_s: float, expert_nbytes: int) -> None:
-        """Measures the threads and makes the table; `fetch_s` as of `fetch_seconds`."""
+    def run_jobs(self, experts: int) -> float:
+        """Seconds of a job of so many experts, whose rows lie anywhere in the store."""
+        rng = np.random.default_rng(experts)
+        rows = rng.integers(self._num_rows, size=(_JOBS, experts), dtype=np.int32)
+        return self._workers.run_jobs(rows) / _JOBS
+
+    def use_rates(self, fetch_s: float, job_s: Sequence[float], expert_nbytes: int) -> None:
+        """Makes the table, see `best_split`."""
         width = len(self.split) - 1
-        rows = np.arange(_JOBS * width, dtype=np.int32).reshape(_JOBS, width) % self._num_rows
-        times = [self._workers.run_jobs(rows) for _ in range(1 + _ROUNDS)]
-        multiply_s = min(times[1:]) / rows.size
-        self.split = best_split(width, fetch_s, multiply_s)
-        link, host = (expert_nbytes / GIB / each for each in (fetch_s, multiply_s))
+        self.split = best_split(fetch_s, job_s)
+        link, host = expert_nbytes / GIB / fetch_s, width * expert_nbytes / GIB / job_s[width]
         table = ", ".join(map(str, self.split[1:]))
         self.text = (
             f"the host's cores ({self.threads} threads, {host:.1f} GiB/s; the link {link:.1f}) "
@@ -145,14 +149,14 @@ def job_refusal(config: ModelConfig) -> str | None:
     return None
 
 
-def fetch_seconds(tier: TierStep, pool: TierSlots) -> tuple[float, TierSlots]:
-    """Measures the link, in launches that fetch a token's experts.
+def measure(host: HostCores, tier: TierStep, pool: TierSlots, expert_nbytes: int) -> TierSlots:
+    """Makes the host's table by the rates of the link, and of the host while the link is busy.
 
     Args:
       pool: an empty tier's, donated: slots that nothing owns are written.
 
     Returns:
-      Seconds of the link for an expert, and the pool.
+      The pool.
     """
     few, many, width = 4, 20, min(tier.config.experts_per_token, tier.spec.cache.num_slots)
 
@@ -172,4 +176,14 @@ def fetch_seconds(tier: TierStep, pool: TierSlots) -> tuple[float, TierSlots]:
             pool = jax.block_until_ready(fetch(pool, tier.rows, count))
             times.append(time.perf_counter() - start)
         least[count] = min(times[1:])
-    return max(1e-9, (least[many] - least[few]) / ((many - few) * width)), pool
+    fetch_s = max(1e-9, (least[many] - least[few]) / ((many - few) * width))
+    job_s = [0.0]
+    for experts in range(1, len(host.split)):
+        times = []
+        for _ in range(_ROUNDS):
+            pool = fetch(pool, tier.rows, many)
+            times.append(host.run_jobs(experts))
+            jax.block_until_ready(pool)
+        job_s.append(statistics.median(times))
+    host.use_rates(fetch_s, job_s, expert_nbytes)
+    return pool

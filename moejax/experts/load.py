@@ -31,7 +31,7 @@ from moejax.experts.budget import (
 from moejax.experts.budget.planned import EMBEDDINGS, EMBEDDINGS_LEAF, RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_cache import DiskExperts, DiskReader, check_waiting
-from moejax.experts.host_cores import HostCores, fetch_seconds, job_refusal, num_threads
+from moejax.experts.host_cores import HostCores, job_refusal, measure, num_threads
 from moejax.experts.host_store import HostStore
 from moejax.experts.host_worker import form_refusal, machine_refusal
 from moejax.experts.machine import check_room, device_limits, room_nbytes
@@ -475,8 +475,7 @@ def use_host(
         raise MoejaxError(f"memory.host_threads={threads} cannot be: {said}; set it to 0")
     host = HostCores(*views, config.experts_per_token, num_threads(threads), device)
     tier = TierStep(memory.spec, config, memory.store, "block", ops.Kernels(target_of(device)))
-    fetch_s, memory.pool = fetch_seconds(tier, memory.pool)
-    host.measure(fetch_s, memory.ledger.expert_bytes)
+    memory.pool = measure(host, tier, memory.pool, memory.ledger.expert_bytes)
     logging.info("%s", host.text)
     memory.use_host(host)
 

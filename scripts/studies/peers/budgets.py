@@ -67,8 +67,7 @@ def point(rows: Sequence[Row], shape: str, gib: float, workload: str) -> Point:
 
 
 def _budgets(shape: str) -> list[float]:
-    found = ours.TOGETHER[shape] if shape in ours.TOGETHER else ours.BUDGETS[shape]
-    return [0, *sorted((gib for gib in found if gib), reverse=True)]
+    return [0, *reversed(ours.BUDGETS[shape])]
 
 
 def _rate(row: Row | None) -> str:

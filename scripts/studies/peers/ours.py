@@ -19,21 +19,20 @@ from scripts.studies.peers.running import (
 )
 
 NAME = "moejax"
-FORMS = {4: "INT4 g64, head bf16", 16: "bf16"}
-MXFP4 = "MXFP4, attention and head bf16"  # of gpt-oss, as it is published
+FORMS = {4: "INT4 g64, head INT8", 16: "bf16"}
+MXFP4 = "MXFP4, the rest INT8"  # of gpt-oss; llama.cpp's files have Q8_0 there
+THREADS = "the host's cores too"  # they multiply some of the experts that no slot has
 # GiB that the driver counts beside what JAX holds: CUDA's context and programs.
 CONTEXT_GIB = 0.6
-# GiB of device memory by shape, the context included; 0: no limit.
+BF16 = 16  # bits
+# GiB of device memory by shape, the context included, from small to large: they share a run.
 BUDGETS = {
-    "Qwen3-30B-A3B": (0, 12, 7, 3, 4), "Mixtral-8x7B": (0, 20, 14, 8, 5),
-    "Qwen3-Next-80B-A3B": (0, 32, 20, 8), "tiny": (0,),
+    "Qwen3-30B-A3B": (3, 4, 7, 12), "Mixtral-8x7B": (5, 8, 14, 20),
+    "Qwen3-Next-80B-A3B": (8, 20, 32), "Qwen3.6-35B-A3B": (8, 12, 16), "GLM-4.7-Flash": (8, 12, 16),
+    "gpt-oss-20b": (8, 12), "gpt-oss-120b": (8, 12, 16, 24), "tiny": (),
 }  # fmt: skip
-# Shapes whose budgets share a run, from small to large; those that hold all experts are left out.
-TOGETHER = {
-    "Qwen3.6-35B-A3B": (8, 12, 16), "GLM-4.7-Flash": (8, 12, 16), "gpt-oss-20b": (8, 12),
-    "gpt-oss-120b": (8, 12, 16, 24),
-}  # fmt: skip
-HOST_GIB = 4  # of rows that experts in host memory share: as many bytes each, beyond any cache
+NEW_MODELS = ("Qwen3.6-35B-A3B", "GLM-4.7-Flash", "gpt-oss-20b", "gpt-oss-120b")
+LONG_GIB = {"Qwen3-30B-A3B": 7, "Mixtral-8x7B": 14, "Qwen3-Next-80B-A3B": 20}  # long, batch, server
 LARGE = {"Qwen3-30B-A3B": (30, 16, 8)}  # of bf16, beside FreeToken
 # So that the driver counts what is used, and so that gpt-oss-120b fits 80 GB.
 ENV = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_CLIENT_MEM_FRACTION": "0.95"}
@@ -58,8 +57,7 @@ def cases(
     """
     common = (
         f"--config.shape={shape}", f"--config.layers={layers}", f"--config.platform={platform}",
-        f"--config.compilation_cache={files / 'programs'}", f"--config.memory.host_gib={HOST_GIB}",
-        "--config.count_experts=False",
+        f"--config.compilation_cache={files / 'programs'}", "--config.count_experts=False",
     )  # fmt: skip
     is_mxfp4 = CONFIGS[shape].family == "gpt_oss"
     routings = {EVEN: "--config.skew=uniform"}
@@ -68,41 +66,47 @@ def cases(
     if trace:
         routings[RECORDED] = f"--config.trace={trace}"
 
-    def case(bits: int, gibs: Sequence[float], routing: str, load: str, seconds: float) -> Case:
+    def case(
+        bits: int, gibs: Sequence[float], routing: str, load: str, seconds: float, threads: int = 0
+    ) -> Case:
         form = MXFP4 if is_mxfp4 else FORMS[bits]
         abouts = {}  # by what is left to JAX
         for gib in gibs:
             limit = f"{gib:g} GiB" if gib else "all on the device"
             about = f"{shape}, {layers or CONFIGS[shape].num_layers} layers, {form}, {limit}"
+            about += f", {THREADS}" if threads else ""
             of_jax = round(gib - CONTEXT_GIB, 2) if gib else 0.0
             abouts[of_jax] = about + f", {routing if gib else OWN} | {load}"
-        packed = [f"--config.{part}bits={bits}" for part in ("", "attention_", "shared_")]
-        words = [*common, *(["--config.mxfp4=True"] if is_mxfp4 else packed)]
+        words = [*common]
+        if bits != BF16:
+            rest = bits if not is_mxfp4 else 8
+            words += [f"--config.bits={bits}", f"--config.mxfp4={is_mxfp4}", "--config.head_bits=8"]
+            words += [f"--config.{part}_bits={rest}" for part in ("attention", "shared")]
         if any(gibs):
             words += [f"--config.budgets=({','.join(map(str, abouts))},)", routings[routing]]
+        if threads:
+            words.append(f"--config.memory.host_threads={threads}")
         run = functools.partial(
             _measure, words=tuple(words), abouts=abouts, load=load, tokens=tokens
         )
         about, *others = abouts.values()
         return Case(NAME, about, seconds, run, tuple(others))
 
-    if shape in TOGETHER:
-        yield case(4, (0,), EVEN, "one", 90)
-        for routing in routings:
-            yield case(4, TOGETHER[shape], routing, "one", 180)
-        return
+    yield case(4, (0,), EVEN, "one", 60)
     budgets = BUDGETS[shape]
-    for gib in budgets:
-        for routing in routings if gib else (EVEN,):
-            yield case(4, (gib,), routing, "one", 90)
-    for gib in (*budgets[:1], *budgets[2:3]):
-        yield case(4, (gib,), EVEN, "long", 200)
-        yield case(4, (gib,), EVEN, "batch", 150)
+    for routing in routings if budgets else ():
+        yield case(4, budgets, routing, "one", 150)
+        if not is_mxfp4:  # no job of the cores has biases
+            yield case(4, budgets, routing, "one", 150, threads=-1)
+    if shape in LONG_GIB or not budgets:
+        for gib in (0, LONG_GIB[shape]) if budgets else (0,):
+            yield case(4, (gib,), EVEN, "long", 150)
+            yield case(4, (gib,), EVEN, "batch", 120)
     for gib in LARGE.get(shape, ()):
         for routing in routings:
-            yield case(16, (gib,), routing, "one", 120)
+            yield case(BF16, (gib,), routing, "one", 120)
     if CONFIGS[shape].family == freetoken.FAMILY:
-        for gib in (*budgets[:1], *budgets[2:3]):
+        for gib in (0, LONG_GIB[shape]) if budgets else (0,):
             limit = f"{gib:g} GiB" if gib else "all on the device"
             depth = layers or CONFIGS[shape].num_layers
             about = f"{shape}, {depth} layers, INT4 by moejax.quantize, {limit}, "

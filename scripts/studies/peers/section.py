@@ -53,7 +53,7 @@ class Row(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether its weights are bf16."""
-        return ", bf16" in self.setting and "head bf16" not in self.setting
+        return ", bf16" in self.setting
 
 
 def taken_apart(rows: Sequence[ResultRow]) -> list[Row]:
