@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from scripts.documents import api_reference, cache_aware, config_tables, measured, messages
+from scripts.documents import api_reference, config_tables, measured, messages
 from scripts.documents.commands import ROOT
 from scripts.studies.peers import budgets, llama_cpp, ours
 from scripts.studies.peers import section as peers
@@ -28,7 +28,6 @@ REGIONS: dict[str, Callable[[], str]] = {
     "api": api_reference.reference,
     "families": messages.families,
     **measured.REGIONS,
-    "cache aware": cache_aware.table,
     "peers": lambda: budgets.short(peers.all_rows()),
     "peers moejax": lambda: budgets.in_line(peers.all_rows(), ours.NAME),
     "peers llama": lambda: budgets.in_line(peers.all_rows(), llama_cpp.NAME),

@@ -111,27 +111,6 @@ def small_kernel_tables() -> str:
     return "\n".join(lines).rstrip()
 
 
-def memory_table() -> str:
-    """TPOT and TTFT under device budgets, beside the resident model."""
-    rows = read_rows(STUDIES / "speed/memory_h200.jsonl")
-    latest: dict[str, ResultRow] = {row.what: row for row in rows}
-    lines = [_of_whom(rows), ""]
-    lines += ["| model, INT4 | budget | what | slots | hits | TPOT, ms |"]
-    lines += ["| --- | ---: | --- | --- | ---: | ---: |"]
-    pattern = re.compile(
-        r"(load on demand|cache|cache and prefetch), the demo model's routing, (\d+ slots of \d+), "
-        r"ahead \d+, TPOT, (Mixtral-8x7B|Qwen3-30B-A3B), .*?(\d+) GiB, batch 1"
-    )
-    found = []
-    for what, row in latest.items():
-        if match := pattern.match(what):
-            found.append((match[3], int(match[4]), -row.figure, match, row))
-    for model, gib, _, match, row in sorted(found, key=lambda one: one[:3]):
-        hits = f"{100 * row.baseline['hit_rate']:.0f} %"
-        lines += [f"| {model} | {gib} GiB | {match[1]} | {match[2]} | {hits} | {row.figure:.1f} |"]
-    return "\n".join(lines)
-
-
 def budget_prompts() -> str:
     """Prompts under budgets: their bytes over the link, and the least time that these take."""
     rows = read_rows(STUDIES / "speed/prompts_h100.jsonl")
@@ -199,31 +178,6 @@ def recipe_plan() -> str:
     return "\n".join([*_command(RECIPE), "", *rows])
 
 
-def recipe_times() -> str:
-    """The recipe's model under 12 GiB, by the newest row of each kind."""
-    rows = read_rows(STUDIES / "speed/memory_h200.jsonl")
-    tail = ", Qwen3-30B-A3B, 48 layers, INT4 g64 float, attention INT4, head bf16, 12 GiB, batch 1"
-    lines = ["| what | figure |", "| --- | ---: |"]
-    found = []
-    for pattern, said in (
-        (r"cache, prompt of 512, TTFT", "first token of a prompt of 512 tokens"),
-        (r"cache, \d+ slots of 128, ahead 0, TPOT", "a later token, made-up routing"),
-        (r"cache, the demo model's routing, \d+ slots of 128, ahead 0, TPOT",
-         "a later token, the demo model's routing"),
-        (r"load on demand, the demo.*0 slots of 128, ahead 0, TPOT",
-         "a later token where no expert is cached"),
-        (r"cache, peak of the device", "peak on the device"),
-    ):  # fmt: skip
-        row = [row for row in rows if re.fullmatch(pattern + re.escape(tail), row.what)][-1]
-        hits = row.baseline.get("hit_rate")
-        more = f", {100 * hits:.0f} % hits" if hits else ""
-        lines.append(f"| {said}{more} | {row.figure:.1f} {row.unit} |")
-        found.append(row)
-    return "\n".join(
-        [*lines, "", f"{_of_whom(found)[:-1]}: `scripts/studies/speed/memory_h200.jsonl`."]
-    )
-
-
 def _command(arguments: tuple[str, ...]) -> list[str]:
     quoted = [re.sub(r"=(\(.*)", r'="\1"', word) for word in arguments]
     lines, line = [], "python -m moejax.plan"
@@ -251,11 +205,9 @@ def _of_whom(rows: list[ResultRow]) -> str:
 REGIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_tables,
     "small kernels": small_kernel_tables,
-    "memory": memory_table,
     "mxfp4": mxfp4_table,
     "budget prompts": budget_prompts,
     "long prompts": long_prompts,
     "plan": a_plan,
     "recipe plan": recipe_plan,
-    "recipe times": recipe_times,
 }
