@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +18,9 @@ from pallas_kernels.dequant_matmul import low_rank
 from pallas_kernels.dequant_matmul import mosaic as dense
 from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
 from pallas_kernels.mosaic_decode import low_rank_spec
-from scripts import gpu_jobs, make_documents
+from scripts import make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from scripts.documents.config_tables import MAINS
-from scripts.studies.speed.sections import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 PAGES = commands.pages()
@@ -110,23 +108,6 @@ class CommandsTest(absltest.TestCase):
                     made |= set(re.findall(writes, command.text))
         self.assertGreater(count, 5)
 
-    def test_commands_of_all_that_is_measured_on_a_gpu(self):
-        """The jobs of `scripts.bench_gpu`."""
-        asked = []
-        for job in gpu_jobs.jobs():
-            words = " ".join(shlex.quote(word) for word in job.arguments("rows", "programs"))
-            asked.append(words)
-            if job.part == "tests":
-                for word in job.words:
-                    self.assertTrue(not word.startswith("tests/") or (ROOT / word).exists(), word)
-            else:
-                command = commands.Command(job.name, f"python {words}", commands.DRY_RUN)
-                dry.check(command)
-        every = "\n".join(asked)
-        for section in SECTIONS:
-            self.assertIn(f"--section={section} ", every)
-        self.assertIn("-m scripts.studies.quantizers.bench_quantizers ", every)
-
     def test_what_is_wrong_is_found(self):
         """A flag, a file, a shell's fence, a mark, an extra, a script's flag that there are not."""
         for text in (
@@ -137,7 +118,6 @@ class CommandsTest(absltest.TestCase):
             "python -m scripts.studies.kernels.bench_kernels --no_such_flag=1",
             "python -m scripts.make_trace --tokens=many",
             "python -m scripts.make_trace results/",
-            "python -m scripts.bench_gpu results/ --no_such_flag",
             "pip install 'moejax[nothing]'",
             "scripts/nowhere.sh",
             "python -m pytest tests/nowhere_test.py",

@@ -1,16 +1,12 @@
-"""Sections `buddymoe` and `latency`: substitution, and a miss's time."""
+"""Section `buddymoe`: substitution at cache rates."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.shape_memory import TierPlan, tier_name
-from moejax.experts.cache import ExpertMemory
-from moejax.models.config import ModelConfig
 from moejax.policies.buddymoe import BuddyMoe
 from scripts.studies.buddymoe.controls import RandomExpert
 from scripts.studies.speed.harness import Measured, Run, released
@@ -101,102 +97,3 @@ def _substituted(
             fewer = 100 * (1 - moved / before) if before else 0.0
             run.report.add(f"{what}: fewer bytes over the link", fewer, "%")
     return True
-
-
-def latency(run: Run) -> None:
-    """BuddyMoE's Table 1: a step a layer, where nothing misses, and where one expert of each does.
-
-    A - 1 of a layer's experts are on the device in all cases; the last one is, or is fetched when
-    it is needed, or is brought ahead by the layer before, or another one is brought in its place,
-    or a buddy takes its place.
-    """
-    lab, config = run.lab, run.lab.config
-    steps = 2 * lab.sizes.num_replayed
-    # One more than a step takes: what leaves is older than what this step and the last one used.
-    slots = max(config.num_experts // 4, config.experts_per_token + 1)
-    first = np.tile(np.arange(slots, dtype=np.int32), (lab.num_layers, 1))
-    plan = TierPlan(bits=BITS, slots=slots, first=first)
-
-    def work(misses: bool, ahead: bool = True) -> Any:
-        return one_miss_workload(
-            config, num_steps=steps, slots=slots, misses=misses, hits_ahead=ahead
-        )
-
-    lists = run.buddies(run.workload(), alpha=1.0, most=31)
-    policy = BuddyMoe(lists=lists, background_bytes=0.0)
-    cases: list[tuple[Callable[[], ExpertMemory], dict[str, Any]]] = [
-        (
-            lambda: lab.one_tier(plan),
-            {"all on the device": work(False), "on demand": work(True)},
-        ),
-        (
-            lambda: lab.one_tier(dataclasses.replace(plan, prefetch=1)),
-            {"prefetch hit": work(True), "prefetch miss": work(True, False)},
-        ),
-        (
-            lambda: lab.tiered(policy, [plan]),
-            {"buddy hit": work(False), "buddy miss": work(True)},
-        ),
-    ]
-    hit = 0.0
-    for make, works in cases:
-        for name, found in _of_one_program(run, make, works).items():
-            a_layer = 1e6 * found.tpot / lab.num_layers
-            hit = hit or a_layer
-            facts = {n: found.facts[n] for n in ("misses_a_step", "prefetched_a_step")}
-            if "replaced_share" in found.facts:
-                facts["replaced_a_layer"] = found.facts["replaced_share"] * config.experts_per_token
-            run.report.add(f"one layer, {name}", a_layer, "us", over_a_hit=a_layer - hit, **facts)
-
-
-def _of_one_program(
-    run: Run, make: Callable[[], ExpertMemory], works: dict[str, Any]
-) -> dict[str, Measured]:
-    """Workloads on one memory, in their order."""
-
-    def part() -> dict[str, Measured]:
-        with released(make()) as memory:
-            runner = run.lab.runner(memory)
-            return {name: run.lab.timed(runner, work) for name, work in works.items()}
-
-    return run.attempt(", ".join(works), part) or {}
-
-
-def one_miss_workload(
-    config: ModelConfig, *, num_steps: int, slots: int, misses: bool, hits_ahead: bool = True
-) -> Workload:
-    """Workload of one sequence whose last expert misses; the others stay in the first `slots`.
-
-    With `misses` it is another one in each step, of those that no LRU cache of so many slots still
-    holds, else it stays too. So a step's time over that without misses is what a miss costs.
-
-    Args:
-      config: of the model; more than twice `slots` - A + 1 experts, or fewer slots.
-      num_steps: S.
-      slots: of a layer, which hold the first experts before any step.
-      misses: whether the last expert misses in every layer.
-      hits_ahead: whether it is expected; else the prediction names one that is not needed.
-
-    Raises:
-      ValueError: a cache of so many slots would hold the last expert again.
-    """
-    num_experts, width = config.num_experts, config.experts_per_token
-    num_layers, outside = len(config.moe_layers), config.num_experts - slots
-    if misses and outside <= slots - width + 1:
-        raise ValueError(f"{outside} experts in turn do not miss in {slots} slots")
-    step = np.arange(num_steps)[:, None] + np.arange(num_layers)[None]
-    ids = np.tile(np.arange(width, dtype=np.int32), (num_steps, num_layers, 1, 1))
-    # What is brought in vain comes from the other half: the cache sees as many experts in turn.
-    turn = outside if hits_ahead else outside // 2
-    if misses:
-        ids[:, :, 0, -1] = slots + step % turn
-    weights = 0.9 * (np.arange(width, 0, -1) * 2 / (width * (width + 1)))
-    probabilities = np.full((num_steps, num_layers, 1, num_experts), 1e-6, np.float32)
-    np.put_along_axis(probabilities, ids, weights.astype(np.float32), axis=-1)
-    predicted = probabilities.copy()
-    if misses:  # nothing but the last expert is expected: the others are there
-        predicted[...] = 1e-6
-        wrong = slots + turn + step % max(1, outside - turn)
-        named = ids[:, :, 0, -1] if hits_ahead else wrong
-        np.put_along_axis(predicted, named[:, :, None, None], 0.9, axis=-1)
-    return Workload(ids, probabilities, predicted, 0)

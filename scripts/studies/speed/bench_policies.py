@@ -5,7 +5,7 @@
         --section=dynaexq_wide
     XLA_CLIENT_MEM_FRACTION=0.2 python -m scripts.studies.speed.bench_policies --section=dymoe \
         --gib=16
-    python -m scripts.studies.speed.bench_policies --section=buddymoe --section=latency
+    python -m scripts.studies.speed.bench_policies --section=buddymoe
     python -m scripts.studies.speed.bench_policies --section=cost
 
 Sections, each described by `measure_speed.py` of its paper, or by `cost.py`:
@@ -14,7 +14,7 @@ Sections, each described by `measure_speed.py` of its paper, or by `cost.py`:
     shifts. dynaexq_wide: bf16 and INT4, or `--tiers`, under 32 and 48 GiB, against the time that
     the bytes take, and the resident models of either precision.
   * dymoe: Mixtral-8x7B, the rows of DyMoE's Table 3 under 16 and 24 GiB, or `--gib`.
-  * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates. latency: BuddyMoE's Table 1.
+  * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates.
   * cost: Qwen3-30B-A3B, each policy's own time in a step, all experts resident, or at cache rates.
   * decide: every method under 6, 8, 12, 16 and 24 GiB, or `--gib`, for the picture of a shape.
 

@@ -1,6 +1,6 @@
 """The sections of `scripts.studies.speed.bench_policies`, by name."""
 
-from scripts.studies.buddymoe.measure_speed import buddymoe, latency
+from scripts.studies.buddymoe.measure_speed import buddymoe
 from scripts.studies.dymoe.measure_speed import dymoe
 from scripts.studies.dynaexq.measure_speed import dynaexq, dynaexq_wide
 from scripts.studies.speed.cost import cost
@@ -13,7 +13,6 @@ SECTIONS = {
     "dynaexq_wide": (dynaexq_wide, QWEN3, 232),
     "dymoe": (dymoe, MIXTRAL, 64),
     "buddymoe": (buddymoe, QWEN3, 128),
-    "latency": (latency, QWEN3, 64),
     "cost": (cost, QWEN3, 128),
     "decide": (decide, QWEN3, 64),
 }
