@@ -1,9 +1,47 @@
 """The rows that `demo_quantization.py` measures, and the bars of MiLo's claims."""
 
 import dataclasses
+from typing import Any
 
 from scripts.studies.quality.cases import Claim, Comparison
-from scripts.studies.quantizers.methods import Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One row of the table."""
+
+    method: str  # "fp", or one of `moejax.quantization.pipeline.recipe.METHODS`
+    bits: int = 3
+    group_size: int = 64
+    zero_kind: str = "float"
+    policy: str = ""  # of ranks; "": no compensators
+    factor_bits: int = 8
+    passes: int = 20
+
+    @property
+    def label(self) -> str:
+        """Label that the table prints."""
+        if self.method == "fp":
+            return "unquantized"
+        parts = [f"INT{self.bits} {self.method}"]
+        if self.zero_kind != "float":
+            parts.append(f"{self.zero_kind} zero")
+        if self.group_size != 64:
+            parts.append(f"group {self.group_size}")
+        if self.policy:
+            parts.append(f"{self.policy}, INT{self.factor_bits} factors")
+        if self.passes != 20:
+            parts.append(f"{self.passes} pass{'es' * (self.passes > 1)}")
+        return ", ".join(parts)
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of `QuantizeConfig`."""
+        names = ["method", "bits", "group_size", "zero_kind", "passes"]
+        found = {name: getattr(self, name) for name in names}
+        if self.policy:
+            found |= {"rank": self.policy, "factor_bits": self.factor_bits}
+        return found
+
 
 FULL = Recipe(method="fp")
 HQQ = Recipe(method="hqq")

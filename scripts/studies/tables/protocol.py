@@ -9,7 +9,7 @@ POLICIES = {
     subjects.DEMO: "dynaexq | dynaexq bf16/int4 | wikitext-2 | uniform | 0",
 }
 QUANTIZED = "table | unquantized | perplexity"
-QUANTIZED_WINDOW = 2048  # scripts/studies/quantizers/demo_quantization.py
+QUANTIZED_WINDOW = 2048  # scripts/studies/quantizers/quantized.py
 
 
 def of_policies(paper: Paper, *labels: str) -> str:
