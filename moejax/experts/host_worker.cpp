@@ -375,23 +375,4 @@ double run_jobs(void* mailbox, int64_t reply_at, int jobs, int count, const int3
   return seconds() - start;
 }
 
-// Reads bytes by some threads, each its share, and returns the seconds of the whole.
-double read_bytes(const char* from, int64_t bytes, int count) {
-  std::vector<std::thread> threads;
-  std::atomic<int64_t> kept{0};
-  const double start = seconds();
-  for (int t = 0; t < count; ++t)
-    threads.emplace_back([&, t] {
-      Int sum = zero();
-      const char* p = from + bytes / count / 64 * t * 64;
-      for (int64_t i = 0; i + 64 <= bytes / count; i += sizeof(Int)) {
-        _mm_prefetch(p + i + 2048, _MM_HINT_T0);
-        sum = add_products(sum, load(p + i), load(p));
-      }
-      kept += static_cast<int64_t>(total_of(scaled(none(), sum, 1.0f)));
-    });
-  for (std::thread& thread : threads) thread.join();
-  return seconds() - start + (kept == 1 ? 1e-12 : 0);
-}
-
 }

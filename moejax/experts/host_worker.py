@@ -110,7 +110,6 @@ class Library:
         self.compile_s = time.perf_counter() - start
         self._library.start_workers.restype = ctypes.c_void_p
         self._library.run_jobs.restype = ctypes.c_double
-        self._library.read_bytes.restype = ctypes.c_double
 
     def start(self, count: int, mailbox: np.ndarray, gate_up: QTensor, down: QTensor) -> "Workers":
         """Starts threads that serve a mailbox, uint8[`Mailbox.nbytes`], until `Workers.stop`.
@@ -122,11 +121,6 @@ class Library:
         if mailbox.ctypes.data % 64:
             raise ValueError("the mailbox begins at no multiple of 64 bytes")
         return Workers(self._library, count, mailbox, gate_up, down)
-
-    def read_bytes(self, array: np.ndarray, count: int) -> float:
-        """Reads an array by some threads; returns seconds."""
-        pointer = ctypes.c_void_p(array.ctypes.data)
-        return self._library.read_bytes(pointer, ctypes.c_int64(array.nbytes), count)
 
 
 class Workers:
