@@ -1,10 +1,10 @@
-"""Packed products against cuBLAS, unpack-then-cuBLAS and other libraries, in one run.
+"""Packed products against cuBLAS and unpack-then-cuBLAS, in one run.
 
     python -m scripts.studies.kernels.bench_kernels --shapes=4096x14336,14336x4096 --bits=16,3,4,2 \
         --out=scripts/studies/kernels/kernels_h200.jsonl
     python -m scripts.studies.kernels.bench_kernels --only=grouped --shapes=qwen3-30b --m=1,16,64
     python -m scripts.studies.kernels.bench_kernels --only=grouped --expect=triton \
-        --shapes=gpt-oss-120b,gpt-oss-120b-mxfp4 --implementations=triton,torch_grouped
+        --shapes=gpt-oss-120b,gpt-oss-120b-mxfp4 --implementations=triton
     python -m scripts.studies.kernels.bench_kernels --only=planes --implementations=mosaic
     python -m scripts.studies.kernels.bench_kernels --only=compensator \
         --shapes=4096x4096,4096x14336 --m=1,16,64 --ranks=64,512,1024
@@ -12,9 +12,9 @@
         --smoke      # tries the script on a CPU, in seconds
 
 Each figure is the median of microseconds a call, in chains that XLA captures in CUDA graphs, with
-weights rotated past the L2; torch's by CUDA graph replays of the same length. A row says bytes and
-operations, the bounds that follow from the plain sum and the large cuBLAS product of this run, the
-relative error against float64. What is wrong gets no figure.
+weights rotated past the L2. A row says bytes and operations, the bounds that follow from the plain
+sum and the large cuBLAS product of this run, the relative error against float64. What is wrong gets
+no figure.
 
 The run fails (exit code 1, the reasons printed last) when a kernel of ours fails, is wrong, or when
 `choose` gives another implementation than the device should have. It stops before --time_limit_s;
@@ -40,7 +40,6 @@ from scripts.studies.kernels.data import (
 )
 from scripts.studies.kernels.dense import bench_compensator, bench_dense
 from scripts.studies.kernels.grouped import bench_grouped
-from scripts.studies.kernels.peers import versions
 from scripts.studies.kernels.planes import bench_planes
 from scripts.studies.kernels.running import IMPLEMENTATIONS, Bench, OutOfTime
 from scripts.studies.kernels.timing import compute_rate, empty_call, read_bandwidth
@@ -70,7 +69,7 @@ _SMOKE = flags.DEFINE_bool("smoke", False, "tiny shapes and the reference, on a 
 DENSE_ROWS = (1, 4, 16, 64, 1024, 4096, 32, 256)  # those with a bar first
 COMPENSATOR_ROWS = (1, 16)
 PLANES_ROWS = (1, 4, 16, 64, 1024)
-SMOKE_IMPLEMENTATIONS = ("reference", "cublas", "unpack", "torch")
+SMOKE_IMPLEMENTATIONS = ("reference", "cublas", "unpack")
 
 
 def make_bench(start: float) -> Bench:
@@ -85,7 +84,7 @@ def make_bench(start: float) -> Bench:
     if unknown := set(names) - set(IMPLEMENTATIONS):
         raise app.UsageError(f"unknown implementations: {', '.join(sorted(unknown))}")
     bench = Bench(
-        report=Report(device, "", _OUT.value, ("jax", "jaxlib", *versions())),
+        report=Report(device, "", _OUT.value),
         target=current_target(),
         implementations=SMOKE_IMPLEMENTATIONS if smoke else names,
         expect=_EXPECT.value,
@@ -140,8 +139,7 @@ def main(argv: list[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
     enable_compilation_cache(_CACHE.value)
     bench = make_bench(start)
-    print(f"{bench.target.describe()}, jax {jax.__version__}")
-    print(f"installed: {versions() or 'no other library'}", flush=True)
+    print(f"{bench.target.describe()}, jax {jax.__version__}", flush=True)
     try:
         run_sections(bench)
     except OutOfTime as reason:

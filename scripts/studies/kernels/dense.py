@@ -1,4 +1,4 @@
-"""Single products: ours, cuBLAS, unpack-then-cuBLAS, other libraries; compensators on and off."""
+"""Single products: ours, cuBLAS, unpack-then-cuBLAS; compensators on and off."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,8 @@ from scripts.studies.kernels.data import (
     random_stack,
     random_terms,
 )
-from scripts.studies.kernels.peers import PEERS, Calls, peer_calls, to_numpy, to_torch
 from scripts.studies.kernels.running import OWN, Bench
-from scripts.studies.kernels.timing import CUBLAS, Chain, Options, time_jax, time_torch
+from scripts.studies.kernels.timing import CUBLAS, Chain, Options, time_jax
 
 KERNELS = (*OWN, "reference")
 INT8_ROWS = (1, 16)
@@ -41,7 +40,6 @@ class Product:
             jnp.uint32(bits), slots=slots, rows=shape.num_outputs, inputs=shape.num_inputs,
             bits=bits,
         )  # fmt: skip
-        self.peers: dict[str, Calls] = {}
 
     def label(self, rows: int) -> str:
         """The row's name, without the implementation."""
@@ -95,8 +93,6 @@ def _one_case(product: Product, m: int) -> None:
             if (name == "cublas") != (product.bits == PLAIN_BITS):
                 continue  # cuBLAS reads bf16, and is measured once a shape
             part = functools.partial(_through_xla, product, name, x, chain, samples)
-        elif name in PEERS:
-            part = functools.partial(_peer, product, name, x, chain, samples)
         else:
             continue
         bench.attempt(what, part, ours=name in KERNELS)
@@ -164,24 +160,6 @@ def _record(
     errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
     need = product.bytes_and_operations(m, product.weights)
     bench.record(f"{product.label(m)} | {name}", timing, errors, limit, *need)
-
-
-def _peer(
-    product: Product, name: str, x: jax.Array, chain: Chain, samples: Sequence[Sample]
-) -> None:
-    if name not in product.peers:
-        product.peers[name] = peer_calls(name, product.weights)
-    m, bench = x.shape[0], product.bench
-    calls = product.peers[name][: chain.num_slots]
-    timing = time_torch(calls, to_torch(x), chain, bench.repetitions)
-    found = (to_numpy(timing.first), to_numpy(timing.last))
-    errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
-    need = product.bytes_and_operations(m, product.weights)
-    what = f"{product.label(m)} | {name}"
-    if max(errors) > PEER_ERROR_LIMIT:
-        print(f"  {what}: wrong values, relative error {max(errors):.3g}; no figure", flush=True)
-        return
-    bench.record(what, timing, errors, PEER_ERROR_LIMIT, *need)
 
 
 def bench_compensator(

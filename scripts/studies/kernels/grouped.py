@@ -1,4 +1,4 @@
-"""MoE layers: ours on packed and on bf16 weights, torch's grouped product, the same routing."""
+"""MoE layers: ours on packed weights, the same routing for all kernels."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels.grouped_dequant_matmul import OPERATION, Assignments, moe_layer
-from pallas_kernels.packed import PackedMatrices, dequantize, plain
+from pallas_kernels.packed import PackedMatrices
 from scripts.studies.kernels.data import (
     LAYER_ERROR_LIMIT,
-    PEER_ERROR_LIMIT,
     Moe,
     Sample,
     moe_sample,
@@ -22,23 +20,16 @@ from scripts.studies.kernels.data import (
     random_stack,
     routing,
 )
-from scripts.studies.kernels.peers import grouped_torch, peer_torch, to_numpy, to_torch
 from scripts.studies.kernels.running import OWN, Bench
-from scripts.studies.kernels.timing import (
-    SERIAL,
-    Chain,
-    time_jax,
-    time_torch,
-)
+from scripts.studies.kernels.timing import SERIAL, Chain, time_jax
 
 KERNELS = (*OWN, "reference")
-BF16 = ("torch_grouped", *(f"{name}_bf16" for name in OWN))
 CHECKED_TOKENS = 2
 CALLS = 8  # of a chain with more than one token: each reads most of a layer
 
 
 class Layer:
-    """One model's layers, packed, and in bf16 once a baseline asks."""
+    """One model's layers, packed."""
 
     def __init__(self, bench: Bench, moe: Moe, make: Any = None) -> None:
         self.bench, self.moe = bench, moe
@@ -51,11 +42,6 @@ class Layer:
     def operands(self) -> tuple[PackedMatrices, PackedMatrices]:
         """Gate and up, then down."""
         return self.gate_up, self.down
-
-    @functools.cached_property
-    def in_bf16(self) -> tuple[jax.Array, jax.Array]:
-        """[slots, 2F, D] and [slots, D, F]."""
-        return _bf16_stack(self.gate_up), _bf16_stack(self.down)
 
     def label(self, num_tokens: int) -> str:
         """The row's name, without the implementation."""
@@ -83,14 +69,6 @@ class Case(NamedTuple):
     def num_bytes(self, slot_bytes: float) -> float:
         """Bytes that one call must read, from the bytes of an expert."""
         return self.distinct * slot_bytes + 4 * self.x.size
-
-
-@jax.jit
-def _bf16_stack(weights: PackedMatrices) -> jax.Array:
-    def one(slot: jax.Array) -> jax.Array:
-        return dequantize(weights, slot).astype(jnp.bfloat16)
-
-    return lax.map(one, jnp.arange(weights.num_slots, dtype=jnp.int32))
 
 
 def deal(bench: Bench, moe: Moe, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -162,63 +140,35 @@ def bench_grouped(bench: Bench, models: Sequence[Moe], tokens: Sequence[int]) ->
             print(f"{label}: {choice.describe()}", flush=True)
             bench.check_choice(label, choice, moe.bits)
             case = make_case(layer, num_tokens)
-            for name in (*bench.implementations, *_bf16_kernels(bench)):
-                if name in (*KERNELS, *BF16):
+            for name in bench.implementations:
+                if name in KERNELS:
                     part = functools.partial(_one, case, name)
-                    bench.attempt(f"{label} | {name}", part, ours=name not in BF16)
-
-
-def _bf16_kernels(bench: Bench) -> tuple[str, ...]:
-    """Our kernels on bf16 weights, where bf16 baselines were asked for."""
-    return tuple(
-        f"{name}_bf16" for name in OWN if bench.wants(name) and bench.wants("torch_grouped")
-    )
+                    bench.attempt(f"{label} | {name}", part, ours=True)
 
 
 def _one(case: Case, name: str) -> None:
     bench, what = case.layer.bench, f"{case.layer.label(case.x.shape[0])} | {name}"
-    limit = PEER_ERROR_LIMIT if name in BF16 else LAYER_ERROR_LIMIT
-    num_bytes = case.num_bytes(packed_bytes(case.layer))
-    if name == "torch_grouped":
-        timing = _torch_timing(case)
-        found = [to_numpy(y) for y in (timing.first, timing.last)]
-    else:
-        run = layer_call(case, name)
-        if isinstance(run, str):
-            print(f"  {what}: refuses: {run}", flush=True)
-            return
-        timing = time_jax(*run, case.chain, bench.repetitions, SERIAL)
-        found = [np.asarray(y) for y in (timing.first, timing.last)]
-    if name in BF16:
-        num_bytes = case.num_bytes(6.0 * case.layer.moe.model_dim * case.layer.moe.expert_dim)
+    run = layer_call(case, name)
+    if isinstance(run, str):
+        print(f"  {what}: refuses: {run}", flush=True)
+        return
+    timing = time_jax(*run, case.chain, bench.repetitions, SERIAL)
+    found = [np.asarray(y) for y in (timing.first, timing.last)]
     errors = [sample.error(y) for sample, y in zip(case.samples, found, strict=True)]
-    bench.record(what, timing, errors, limit, num_bytes, case.operations)
+    num_bytes = case.num_bytes(packed_bytes(case.layer))
+    bench.record(what, timing, errors, LAYER_ERROR_LIMIT, num_bytes, case.operations)
 
 
 def layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], jax.Array, Any]:
     """(call, x, operands) for `time_jax`, or why the implementation refuses."""
     layer, x = case.layer, case.x
     gate_up, down = layer.operands
-    implementation = name.removesuffix("_bf16")
-    if name in BF16:
-        gate_up, down = (plain(stack) for stack in layer.in_bf16)
     given = (x, layer.moe.width, [gate_up], [down], (), True)
-    if reason := OPERATION.refusal(implementation, *given):
+    if reason := OPERATION.refusal(name, *given):
         return reason
 
     def call(x: jax.Array, held: Any, i: int) -> jax.Array:
         gate_up, down, assignments = held
-        return moe_layer(x, assignments[i], [gate_up], [down], implementation=implementation)
+        return moe_layer(x, assignments[i], [gate_up], [down], implementation=name)
 
     return call, x, (gate_up, down, case.assignments)
-
-
-def _torch_timing(case: Case) -> Any:
-    peer_torch()
-    moe, x = case.layer.moe, to_torch(case.x)
-    shape = (moe.num_layers, moe.num_experts)
-    gate_up, down = (
-        list(to_torch(stack).unflatten(0, shape).unbind(0)) for stack in case.layer.in_bf16
-    )
-    calls = grouped_torch(x, case.slots, case.weights, gate_up, down)
-    return time_torch(calls, x, case.chain, case.layer.bench.repetitions)

@@ -7,13 +7,11 @@ from collections.abc import Callable, Collection
 
 from pallas_kernels.packed import PLAIN_BITS
 from pallas_kernels.target import Choice, Target
-from scripts.studies.kernels.peers import PEERS, Missing
 from scripts.studies.kernels.timing import Chain, Timing, chain_for
 from scripts.studies.measuring import Report
 
 OWN = ("mosaic", "triton")  # kernels of ours that read packed weights, by `implementation=`
-BASELINES = ("cublas", "unpack", "torch_grouped")
-IMPLEMENTATIONS = (*OWN, "reference", *BASELINES, *PEERS)
+IMPLEMENTATIONS = (*OWN, "reference", "cublas", "unpack")
 FASTEST = 0.9  # of the bounds, below which a time is no time; ceilings vary by some percent
 SMOKE_CHAIN = Chain(2, 4, 2)
 
@@ -63,7 +61,7 @@ class Bench:
         print(f"  PROBLEM {text}", flush=True)
 
     def attempt(self, what: str, part: Callable[[], None], *, ours: bool) -> None:
-        """Runs a part; says in one line why a peer is missing; a failure of ours is a problem.
+        """Runs a part; a failure of ours is a problem.
 
         Raises:
           OutOfTime: before the part, where none like the longest so far would end in time.
@@ -74,8 +72,6 @@ class Bench:
         start = time.monotonic()
         try:
             part()
-        except Missing as reason:
-            print(f"  {what}: not measured: {reason}", flush=True)
         except OutOfTime:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How a kernel is timed: in-jit chains for JAX, graph replays for torch; ceilings.
+"""How a kernel is timed: chains of calls in one program; ceilings.
 
 A figure is microseconds a call of a chain of calls that XLA captures in one CUDA graph a round. The
 calls take different slots of a stack of weights, so that none finds its own in the L2. Chains of
@@ -91,20 +91,15 @@ def chained(call: Call, chain: Chain) -> Callable[[jax.Array, Any], tuple[jax.Ar
     return program
 
 
-def difference(run: Callable[[int], None], repetitions: int) -> tuple[float, float]:
-    """Seconds of one program: the median over pairs of queues, and half its quartiles' distance.
-
-    Args:
-      run: queues so many programs and waits for them.
-      repetitions: pairs of queues, at least 2.
-    """
-    return differences([run], repetitions)[0]
-
-
 def differences(
     runs: Sequence[Callable[[int], None]], repetitions: int
 ) -> list[tuple[float, float]]:
-    """Seconds of several programs as `difference` finds them, a pair of queues of each in turn."""
+    """Seconds of each program: the median over pairs of queues, and half its quartiles' distance.
+
+    Args:
+      runs: each queues so many programs and waits for them; a pair of queues of each in turn.
+      repetitions: pairs of queues, at least 2.
+    """
     found: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run(SHORT)
@@ -161,36 +156,6 @@ def _compiled(
         jax.block_until_ready([compiled(x, operands) for _ in range(count)])
 
     return run, outputs
-
-
-def time_torch(calls: list[Callable[[Any], Any]], x: Any, chain: Chain, repetitions: int) -> Timing:
-    """Times torch calls, one a slot, in a CUDA graph of `chain.num_calls`, replayed as often."""
-    import torch
-
-    def all_calls() -> list[Any]:
-        return [calls[i % len(calls)](x) for i in range(chain.num_calls)]
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles and tunes, which a capture may not
-        for _ in range(2):
-            all_calls()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = all_calls()
-        first, last = outputs[0], outputs[-1]
-        del outputs
-
-    def run(count: int) -> None:
-        for _ in range(count * chain.num_rounds):
-            graph.replay()
-        torch.cuda.synchronize()
-
-    took, spread = difference(run, repetitions)
-    scale = 1e6 / (chain.num_calls * chain.num_rounds)
-    return Timing(took * scale, spread * scale, first, last)
 
 
 def empty_call(repetitions: int) -> float:
