@@ -1,10 +1,9 @@
 """Mixtral and Qwen3-MoE of transformers, random weights, offloaded to host memory by accelerate.
 
-Three forms of the experts: `fused`, as transformers makes them (two arrays a layer, which
-accelerate moves whole, however few experts are hit); `modules`, a module for each expert, so that
-accelerate's hooks move the experts that have tokens and no others; and those with INT4 codes in
-groups of 128, whose products are torch's own int4 kernels. Attention has the width of the experts;
-the embeddings and the head are bf16, as in moejax.benchmarking.random_weights.
+A module for each expert, so that accelerate's hooks move the experts that have tokens and no others
+(as transformers makes them, two arrays a layer, they would move whole). Experts and attention have
+INT4 codes in groups of 128, whose products are torch's own int4 kernels; the embeddings and the
+head are bf16, as in moejax.benchmarking.random_weights.
 """
 
 import dataclasses
@@ -21,6 +20,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.shapes import CONFIGS
 
 GROUP_SIZE = 128
+FORM = f"INT4 g{GROUP_SIZE}, experts are modules, attention INT4, head bf16"
 Places = dict[str, str | int]  # of modules: 0 is the device, "cpu" the host
 INNER_TILES = 8  # of the kernels' layout on a GPU: K is a multiple of 16 * 8
 # Groups of 128 want wider matrices than the tiny shape of other scripts has.
@@ -29,25 +29,6 @@ TINY = dataclasses.replace(
     moe_layers=tuple(range(6)),
 )  # fmt: skip
 SHAPES = {**CONFIGS, "tiny": TINY}
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """How the weights are kept.
-
-    Attributes:
-      bits: of experts and attention, 16 or 4.
-      fused: the experts of a layer are two arrays, as transformers makes them; 16 bits only.
-    """
-
-    bits: int
-    fused: bool = False
-
-    def describe(self) -> str:
-        """Such as "INT4 g128, experts are modules, attention INT4, head bf16"."""
-        if self.bits == 16:
-            return "bf16, experts are " + ("two arrays a layer" if self.fused else "modules")
-        return f"INT4 g{GROUP_SIZE}, experts are modules, attention INT4, head bf16"
 
 
 def hf_config(config: ModelConfig) -> transformers.PreTrainedConfig:
@@ -143,10 +124,10 @@ def int4_error(device: torch.device, dtype: torch.dtype, num_rows: int) -> float
 class Expert(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one product: as few tensors as can be moved."""
 
-    def __init__(self, config: ModelConfig, form: Form, dtype: torch.dtype, platform: str):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, platform: str):
         super().__init__()
-        self.gate_up = _linear(config.model_dim, 2 * config.expert_dim, form, dtype, platform)
-        self.down = _linear(config.expert_dim, config.model_dim, form, dtype, platform)
+        self.gate_up = Int4Linear(config.model_dim, 2 * config.expert_dim, dtype, platform)
+        self.down = Int4Linear(config.expert_dim, config.model_dim, dtype, platform)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, D] to [rows, D]."""
@@ -174,30 +155,20 @@ class ExpertModules(nn.ModuleList):
         return out
 
 
-def _linear(
-    num_inputs: int, num_outputs: int, form: Form, dtype: torch.dtype, platform: str
-) -> nn.Module:
-    if form.bits == 16:
-        return nn.Linear(num_inputs, num_outputs, bias=False, dtype=dtype)
-    return Int4Linear(num_inputs, num_outputs, dtype, platform)
-
-
-def empty_model(config: ModelConfig, form: Form, dtype: torch.dtype, platform: str) -> Any:
-    """The model of transformers in that form, without weights (they are of the device "meta")."""
+def empty_model(config: ModelConfig, dtype: torch.dtype, platform: str) -> Any:
+    """The model of transformers in INT4, without weights (they are of the device "meta")."""
     name = "Mixtral" if config.family == "mixtral" else "Qwen3Moe"
     shape = hf_config(config)
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")._from_config(shape, dtype=dtype)
         for layer in model.model.layers:
-            if not form.fused:
-                experts = [Expert(config, form, dtype, platform) for _ in range(config.num_experts)]
-                layer.mlp.experts = ExpertModules(experts)
-            if form.bits == 4:
-                attention = layer.self_attn
-                for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                    old = getattr(attention, part)
-                    new = Int4Linear(old.in_features, old.out_features, dtype, platform)
-                    setattr(attention, part, new)
+            experts = [Expert(config, dtype, platform) for _ in range(config.num_experts)]
+            layer.mlp.experts = ExpertModules(experts)
+            attention = layer.self_attn
+            for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                old = getattr(attention, part)
+                new = Int4Linear(old.in_features, old.out_features, dtype, platform)
+                setattr(attention, part, new)
     model.model.rotary_emb = type(model.model.rotary_emb)(shape)  # a buffer: it needs its values
     model.requires_grad_(requires_grad=False)
     return model.eval()
@@ -235,6 +206,18 @@ def place_of(name: str, places: Places) -> str | int:
             raise KeyError(f"the map has no place for {name}")
         name = name.rpartition(".")[0]
     return places[name]
+
+
+def device_map(model: Any, device_bytes: int) -> Places:
+    """Where accelerate puts modules of a model without weights: 0 is the device, "cpu" the host.
+
+    As `device_map="auto"` of transformers does it: layers are not split, and room for the largest
+    is left on the device.
+    """
+    found = accelerate.infer_auto_device_map(
+        model, {0: device_bytes, "cpu": 2**50}, model._no_split_modules, clean_result=False
+    )
+    return dict(found)
 
 
 def fill(model: Any, places: Places, device: torch.device) -> HostWeights:

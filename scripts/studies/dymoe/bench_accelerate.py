@@ -1,11 +1,10 @@
 """Transformers with accelerate's offload to host memory under a cap: TTFT and TPOT, for one GPU.
 
     python -m scripts.studies.dymoe.bench_accelerate --model=Mixtral-8x7B --gib=24
-    python -m scripts.studies.dymoe.bench_accelerate --model=Qwen3-30B-A3B --gib=12 --form=int4 \
-        --hosting=pinned
+    python -m scripts.studies.dymoe.bench_accelerate --model=Qwen3-30B-A3B --gib=12 --hosting=pinned
 
-What moejax stands beside at a budget of the same size (`moejax.benchmark --config.budgets`). Each
-form of the weights (`accelerate_models`) with each way to keep those that are offloaded:
+What moejax stands beside at a budget of the same size (`moejax.benchmark --config.budgets`), all
+in INT4 (`accelerate_models`), with each way to keep the weights that are offloaded:
 
   pageable  what accelerate does: it neither pins nor prefetches, and empties torch's cache of
             device memory after each tensor that it brings;
@@ -16,20 +15,15 @@ accelerate chooses the layers that stay on the device, given 90 % of the cap, as
 it; torch keeps to the whole of it (`set_per_process_memory_fraction`, which leaves the context of
 CUDA out). Weights and router are random; every token takes some A experts of each layer, and
 nothing caches experts, so which ones hardly matters.
-
-With `--depth` fewer layers are measured, as large a share of them on the device, and the figure is
-that of all: the rest, and the mean resident and offloaded layer times their numbers. Without it
-bf16 has 8 layers (Mixtral's 93 GB take a host's memory and half a minute) and INT4 all.
 `--model=tiny --device=cpu` tries the script: there accelerate moves nothing that costs time.
 """
 
 import contextlib
-import gc
 import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import accelerate
 import jax
@@ -40,35 +34,54 @@ from absl import app, flags
 
 from moejax.files.result_rows import describe_device
 from scripts.studies.dymoe.accelerate_models import (
+    FORM,
     SHAPES,
-    Form,
     HostWeights,
+    Places,
+    device_map,
     empty_model,
     fill,
     int4_error,
     offload,
+    place_of,
 )
-from scripts.studies.dymoe.accelerate_plan import Plan, make_plan
 from scripts.studies.measuring import Report
 
-FORMS = {"fused": Form(16, fused=True), "bf16": Form(16), "int4": Form(4)}
 HOSTINGS = {"pageable": "pageable", "pinned": "pinned", "kept": "pinned, cache kept"}
-BF16_DEPTH = 8
 
 _MODEL = flags.DEFINE_enum("model", "Mixtral-8x7B", sorted(SHAPES), "which shape")
-_FORMS = flags.DEFINE_multi_enum("form", list(FORMS), list(FORMS), "of the weights")
 _HOSTING = flags.DEFINE_multi_enum("hosting", list(HOSTINGS), list(HOSTINGS), "of offloaded ones")
 _GIB = flags.DEFINE_float("gib", 24, "of device memory; tiny: half of the model")
 _SHARE = flags.DEFINE_float("share", 0.9, "of the cap that accelerate may fill with weights")
-_DEPTH = flags.DEFINE_integer("depth", 0, "layers that are measured; 0: 8 of bf16, all of INT4")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _TOKENS = flags.DEFINE_integer("tokens", 8, "decode steps that are measured, after two others")
 _REPEATS = flags.DEFINE_integer("repeats", 2, "prompts that are measured, after another")
 _WHERE = flags.DEFINE_enum("device", "gpu", ["gpu", "cpu"], "cpu only tries the script")
 _FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
-_LIMIT = flags.DEFINE_float("time_limit_s", 0, "no measurement is begun later; 0: none")
 GIB = 2**30
-STARTED = time.perf_counter()
+
+
+class Plan(NamedTuple):
+    """Where layers are under a cap."""
+
+    places: Places
+    num_layers: int
+    resident: int  # layers on the device
+    cap_bytes: int  # of the device
+
+
+def make_plan(model: Any, cap_bytes: int, share: float) -> Plan:
+    """Asks accelerate for a map of a model without weights.
+
+    Args:
+      cap_bytes: of the device; 0: half of the model.
+      share: of the cap that accelerate may fill with weights.
+    """
+    cap_bytes = cap_bytes or sum(parameter.nbytes for parameter in model.parameters()) // 2
+    places = device_map(model, int(share * cap_bytes))
+    num_layers = model.config.num_hidden_layers
+    resident = sum(place_of(f"model.layers.{i}", places) == 0 for i in range(num_layers))
+    return Plan(places, num_layers, resident, cap_bytes)
 
 
 class Clock:
@@ -173,32 +186,27 @@ def measure(
 def add_times(
     report: Report, what: str, plan: Plan, runs: list[tuple[float, list[float]]], host: HostWeights
 ) -> None:
-    """A row of a median, scaled to all layers, with what it is made of."""
+    """A row of a median, with what it is made of."""
     median = statistics.median
     total = median(total for total, _ in runs)
     resident = median(sum(layers[: plan.resident]) for _, layers in runs)
     moved = median(sum(layers[plan.resident :]) for _, layers in runs)
-    rest = total - resident - moved
+    num_moved = plan.num_layers - plan.resident
     layer_bytes, other_bytes = host.layer_bytes / len(runs), host.other_bytes / len(runs)
-    bytes_of_all = plan.of_all(other_bytes, 0, layer_bytes)
-    figure = plan.of_all(rest, resident, moved)
-    parts = {"layers_on_device": plan.all_resident, "layers": plan.num_layers}
-    if plan.scaled:
-        parts |= {"measured_layers_on_device": plan.resident, "measured_layers": plan.depth}
-    num_moved = plan.depth - plan.resident
     report.add(
-        what, 1e3 * figure, "ms", **parts, measured_ms=1e3 * total, rest_ms=1e3 * rest,
+        what, 1e3 * total, "ms", layers_on_device=plan.resident, layers=plan.num_layers,
+        rest_ms=1e3 * (total - resident - moved),
         resident_layer_ms=1e3 * resident / max(plan.resident, 1),
         offloaded_layer_ms=1e3 * moved / max(num_moved, 1),
-        slowest_ms=1e3 * max(total for total, _ in runs), megabytes=bytes_of_all / 1e6,
+        slowest_ms=1e3 * max(total for total, _ in runs),
+        megabytes=(layer_bytes + other_bytes) / 1e6,
         link_gib_per_s=layer_bytes / moved / GIB if num_moved else 0.0,
     )  # fmt: skip
 
 
-def measure_form(report: Report, form: Form, plan: Plan, device: torch.device) -> None:
-    """One form of the weights with each way to keep those of the host."""
+def measure_all(report: Report, model: Any, plan: Plan, device: torch.device) -> None:
+    """The model with each way to keep the weights of the host."""
     start = time.perf_counter()
-    model = empty_model(plan.config, form, torch.bfloat16, device.type)
     host = fill(model, plan.places, device)
     model = offload(model, plan.places, host, device)
     clock = Clock(model.model.layers, device)
@@ -210,8 +218,7 @@ def measure_form(report: Report, form: Form, plan: Plan, device: torch.device) -
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.cap_bytes / total), device)
     pinned = False
     for hosting in (name for name in HOSTINGS if name in _HOSTING.value):
-        if out_of_time() or (hosting != "pageable" and device.type == "cpu"):
-            print(f"left out: {form.describe()}, {hosting}")
+        if hosting != "pageable" and device.type == "cpu":
             continue
         if hosting != "pageable" and not pinned:
             host.pin()
@@ -219,22 +226,6 @@ def measure_form(report: Report, form: Form, plan: Plan, device: torch.device) -
         label = f"transformers and accelerate, {HOSTINGS[hosting]}"
         with cache_kept() if hosting == "kept" else contextlib.nullcontext():
             report.attempt(measure, label, plan, model, clock, host, device)
-
-
-def give_back(device: torch.device) -> None:
-    """Frees what torch keeps of both memories, and lifts the cap."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        # The public name is newer than torch 2.11 may be.
-        public = getattr(torch.accelerator, "empty_host_cache", None)
-        (public or torch._C._host_emptyCache)()
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
-def out_of_time() -> bool:
-    """Whether no measurement may begin."""
-    return bool(_LIMIT.value) and time.perf_counter() - STARTED > _LIMIT.value
 
 
 def check_int4(device: torch.device) -> None:
@@ -257,32 +248,20 @@ def main(argv: list[str]) -> None:
     on_gpu = _WHERE.value == "gpu"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     name = torch.cuda.get_device_name(0) if on_gpu else describe_device(jax.devices("cpu")[0])
-    forms = [FORMS[name] for name in dict.fromkeys(_FORMS.value)]
-    if any(form.bits == 4 for form in forms):
-        check_int4(device)
-    reports = []
-    for form in forms:
-        if out_of_time():
-            print(f"left out: {form.describe()}")
-            continue
-        config = SHAPES[_MODEL.value]
-        cap_bytes = 0 if _MODEL.value == "tiny" else int(_GIB.value * GIB)
-        depth = _DEPTH.value or (BF16_DEPTH if form.bits == 16 else config.num_layers)
-        depth = min(depth, config.num_layers)
-        plan = make_plan(config, form, device.type, cap_bytes, _SHARE.value, depth)
-        scaled = f"scaled from {plan.depth} of " if plan.scaled else ""
-        cap = "half of it" if _MODEL.value == "tiny" else f"{_GIB.value:g} GiB"
-        about = (
-            f"{_MODEL.value}, {scaled}{plan.num_layers} layers, {form.describe()}, batch 1, "
-            f"{cap}, {_SHARE.value:.0%} for weights, random router"
-        )
-        print(about, flush=True)
-        report = Report(name, about, _FILE.value, ("torch", "transformers", "accelerate"))
-        report.attempt(measure_form, form, plan, device)
-        reports.append(report)
-        give_back(device)
-    for report in reports:
-        print(report.table())
+    check_int4(device)
+    config = SHAPES[_MODEL.value]
+    is_tiny = _MODEL.value == "tiny"
+    model = empty_model(config, torch.bfloat16, device.type)
+    plan = make_plan(model, 0 if is_tiny else int(_GIB.value * GIB), _SHARE.value)
+    about = (
+        f"{_MODEL.value}, {plan.num_layers} layers, {FORM}, batch 1, "
+        f"{'half of it' if is_tiny else f'{_GIB.value:g} GiB'}, {_SHARE.value:.0%} for weights, "
+        "random router"
+    )
+    print(about, flush=True)
+    report = Report(name, about, _FILE.value, ("torch", "transformers", "accelerate"))
+    report.attempt(measure_all, model, plan, device)
+    print(report.table())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def _measure(place: Place, *, shape: str, gib: float) -> list[Figure]:
     rows.unlink(missing_ok=True)
     ran = place.run(
         [sys.executable, "-m", "scripts.studies.dymoe.bench_accelerate", f"--model={shape}",
-         f"--gib={gib}", "--form=int4", "--hosting=kept", "--share=0.97", f"--prompt={PROMPT}",
+         f"--gib={gib}", "--hosting=kept", "--share=0.97", f"--prompt={PROMPT}",
          f"--out={rows}"], log="accelerate",
     )  # fmt: skip
     more: dict[str, float | str] = {} if ran.peak_gib is None else {"peak_gib": ran.peak_gib}
