@@ -4,7 +4,7 @@
     python -m scripts.demo_training.train --config=configs/train_demo.py \
         --data=demo_data --run_dir=demo_run  # gpu
 
-Expected on one NVIDIA H200: see moejax/demo/README.md, which the run wrote.
+Expected on one NVIDIA H200: see moejax/demo/README.md.
 """
 
 from ml_collections import ConfigDict

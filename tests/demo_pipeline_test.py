@@ -142,9 +142,6 @@ class PipelineTest(absltest.TestCase):
         )
         run_script("export", f"--data={data}", f"--run_dir={run}", f"--output={out}")
 
-        card = (out / "README.md").read_text()
-        for said in ("4 steps", "WikiText-2 test, raw file", "least loaded expert", "CC BY-SA"):
-            self.assertIn(said, card)
         self.assertGreater((out / "loss.png").stat().st_size, 1000)
 
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

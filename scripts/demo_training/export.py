@@ -3,7 +3,7 @@
     python -m scripts.demo_training.export --data=demo_data --run_dir=demo_run
 
 Reads weights.safetensors, log.jsonl and evaluation.json of the run, tokenizer.json and corpus.json
-of the data. Writes a Hugging Face directory with its card and loss curve.
+of the data. Writes a Hugging Face directory with its loss curve; the card is written by hand.
 """
 
 import json
@@ -17,12 +17,10 @@ from moejax.checkpoints.save import save_hf_checkpoint
 from moejax.models.config import ModelConfig
 from scripts.demo_training import corpus as corpus_lib
 from scripts.demo_training import plotting
-from scripts.demo_training.card import write_card
 
 _DATA = flags.DEFINE_string("data", None, "directory of prepare_data", required=True)
 _RUN_DIR = flags.DEFINE_string("run_dir", None, "directory of the run", required=True)
 _OUTPUT = flags.DEFINE_string("output", "moejax/demo", "directory to write")
-_NOTES = flags.DEFINE_string("notes", None, "Markdown file for the card: what was tried")
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -54,9 +52,6 @@ def main(argv: list[str]) -> None:
     starts = [row for row in log if row["event"] == "start"]
     fields = starts[-1]["config"]["model"]
     model = ModelConfig.from_fields(fields)
-    notes = Path(_NOTES.value).read_text() if _NOTES.value else ""
-    evaluation = json.loads((run / "evaluation.json").read_text())
-    card = write_card(evaluation, json.loads((data / "corpus.json").read_text()), log, notes)
     plotting.draw_loss_curve(run / "log.jsonl", run / "loss.png")
     settings = tokenizer_config(model.max_positions)
     save_hf_checkpoint(
@@ -71,7 +66,6 @@ def main(argv: list[str]) -> None:
         extra_files={
             "tokenizer.json": (data / "tokenizer.json").read_bytes(),
             "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
-            "README.md": card.encode(),
             "loss.png": (run / "loss.png").read_bytes(),
             "evaluation.json": (run / "evaluation.json").read_bytes(),
         },
