@@ -1,6 +1,7 @@
 """Figures of a benchmark as they come, and how short runs on a device are timed."""
 
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from moejax.files.result_rows import (
     package_versions,
     today,
 )
+
+MORE = 3  # exit status: the time is up, and there is more to do
 
 
 class Report:
@@ -98,3 +101,15 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
         jax.block_until_ready([run() for _ in range(queued)])
         times.append((time.perf_counter() - start) / queued)
     return statistics.median(times)
+
+
+def time_limit(seconds: float) -> Callable[[], None]:
+    """Makes a check that ends the process with status 3 once the seconds are up; 0: never."""
+    start = time.perf_counter()
+
+    def check() -> None:
+        if seconds and time.perf_counter() - start > seconds:
+            print("more to do: run the same command again", flush=True)
+            sys.exit(MORE)
+
+    return check

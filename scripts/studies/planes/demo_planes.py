@@ -20,9 +20,9 @@ from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.quantization.pipeline.recipe import parse_planes
-from scripts.studies.measuring import Report
+from scripts.studies.measuring import Report, time_limit
 from scripts.studies.quality.cases import rows_of
-from scripts.studies.quantizers.quantized import Bench, time_limit
+from scripts.studies.quantizers.quantized import Bench
 
 METHODS = ("rtn", "hqq", "least_squares", "gptq", "milo")
 # Down projections have 64 inputs; the budget makes 4.5 bits a weight of it all, as INT4 has.

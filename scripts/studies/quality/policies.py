@@ -27,7 +27,7 @@ import jax
 from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
-from scripts.studies.measuring import Report
+from scripts.studies.measuring import MORE, Report
 from scripts.studies.quality import buddymoe, cases, decide, dymoe, dynaexq, layers, stand_ins
 from scripts.studies.quality.bench import DOMAINS, Model, Texts
 from scripts.studies.quality.cases import Case, Claim
@@ -43,7 +43,6 @@ SECTIONS: dict[str, Callable[[Subject], Iterator[Case]]] = {
     "layers": layers.cases,
     "decide": decide.cases,
 }
-MORE = 3  # exit status: the time is up, and there is more to do
 
 _TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "what to measure")

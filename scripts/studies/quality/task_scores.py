@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from scripts.studies.measuring import Report
+from scripts.studies.measuring import MORE, Report
 from scripts.studies.quality.cases import describe, rows_of, standard_error
 from scripts.studies.quality.task_cases import (
     CLAIMS,
@@ -32,7 +32,6 @@ from scripts.studies.quality.task_cases import (
     wrong_of,
 )
 
-MORE = 3  # exit status: the time is up, or a method failed
 PROFILE = "buddies.safetensors"
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model of 16 experts a layer")

@@ -28,9 +28,9 @@ from moejax.checkpoints import resolve_checkpoint
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.quantization.pipeline.inventory import take_inventory
 from moejax.quantization.ranks import RankedMatrix, assign_ranks, parse_policy
-from scripts.studies.measuring import Report
+from scripts.studies.measuring import Report, time_limit
 from scripts.studies.quality.cases import describe, rows_of, standard_error
-from scripts.studies.quantizers.quantized import Bench, time_limit
+from scripts.studies.quantizers.quantized import Bench
 from scripts.studies.quantizers.recipes import (
     DEMO_KB,
     FULL,

@@ -7,10 +7,8 @@ float32, by one compiled program for all of its quantizations.
 import contextlib
 import lzma
 import math
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +25,6 @@ from moejax.weights.qtensor import dense
 from scripts.demo_training.scoring import Windows, cut_windows, make_scorer, score_windows
 
 WINDOW, BATCH = 2048, 4
-MORE = 3  # exit status: the time is up, and there is more to do
 
 
 class Scored(NamedTuple):
@@ -85,15 +82,3 @@ class Bench:
                 platform=self._device.platform, **settings,
             )  # fmt: skip
             yield Path(folder), quantize.run(config, progress=False)
-
-
-def time_limit(seconds: float) -> Callable[[], None]:
-    """Makes a check that ends the process with status 3 once the seconds are up; 0: never."""
-    start = time.perf_counter()
-
-    def check() -> None:
-        if seconds and time.perf_counter() - start > seconds:
-            print("more to do: run the same command again", flush=True)
-            sys.exit(MORE)
-
-    return check

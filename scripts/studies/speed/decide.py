@@ -7,7 +7,6 @@ says why. Rows that the output has are passed over: the same command goes on whe
 """
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,19 @@ from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.make import make_policy
 from scripts.studies.dymoe.measure_speed import RETENTION, quantized
+from scripts.studies.measuring import time_limit
 from scripts.studies.speed.harness import Measured, Run, released
 
 BUDGETS = (6.0, 8.0, 12.0, 16.0, 24.0)  # GiB
 MILO_RANK = 16  # of experts' INT3 compensators
 RHO = 3  # replacements of a token and layer, as in the rows of quality
-MORE = 3  # exit status: the time is up, and there is more to do
 REFUSED = "refused"  # unit of a row that says why there is none
 Timed = tuple[Callable[[], Measured], float]  # measures, and the share of experts in slots
 
 
 def decide(run: Run) -> None:
     """Every method under every budget."""
-    start = time.perf_counter()
+    check_time = time_limit(run.options.seconds)
     made: dict[str, Callable[[Run, float], Timed]] = {
         "INT4": functools.partial(_uniform, bits=4),
         "INT3": functools.partial(_uniform, bits=3),
@@ -54,9 +53,7 @@ def decide(run: Run) -> None:
             what = f"{method}, {gib:g} GiB"
             if what in done:
                 continue
-            if 0 < run.options.seconds < time.perf_counter() - start:
-                print("more to do: run the same command again", flush=True)
-                raise SystemExit(MORE)
+            check_time()
             run.attempt(what, functools.partial(_row, run, what, method, gib, plan))
 
 
