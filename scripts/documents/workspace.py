@@ -5,15 +5,13 @@ What stands for a large model is the demo; runs are shortened by flags behind a 
 """
 
 import dataclasses
-import functools
 import json
-import lzma
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moejax import cli
@@ -36,19 +34,6 @@ SHORTER = {
     "moejax.profile_experts": [
         "--config.max_tokens=128", "--config.window=64", "--config.batch_size=2",
     ],
-}  # fmt: skip
-_TEXT = "The history of the town is long. People came by the river, and they built a church.\n"
-_QUESTION = {
-    "question": "What is wet?", "query": "What is wet?",
-    "choices": ["fire", "water", "sand", "air"],
-    "answer": 1, "gold": 1, "subject": "nature", "goal": "Make tea", "sol1": "Boil water.",
-    "sol2": "Boil sand.", "label": 0, "ctx_a": "A man sits.", "ctx_b": "he",
-    "endings": ["sings.", "flies.", "melts.", "rains."], "activity_label": "Sitting",
-}  # fmt: skip
-_PROBLEM = {"question": "What is 1 + 1?", "answer": "1 + 1 is 2.\n#### 2"}
-_PROGRAM = {
-    "prompt": "def one():\n", "test": "def check(f):\n    assert f() == 1\n", "entry_point": "one",
-    "task_id": "x/0", "canonical_solution": "    return 1\n",
 }  # fmt: skip
 _FROM_HUMAN = {"from": "human", "value": "Hello there"}
 
@@ -157,20 +142,6 @@ def _quantized(space: Workspace, path: Path) -> None:
     )
 
 
-def _text(space: Workspace, path: Path) -> None:
-    del space
-    path.write_text(_TEXT * 40, encoding="utf-8")
-
-
-def _rows(row: Mapping[str, object], space: Workspace, path: Path) -> None:
-    del space
-    # Examples are other rows than the question that they stand before.
-    kind, words = path.name, str(row.get("question", ""))
-    numbered = ({**row, "question": f"{words} {kind} {n}"} if words else row for n in range(8))
-    data = "".join(json.dumps(one) + "\n" for one in numbered).encode()
-    path.write_bytes(lzma.compress(data) if path.suffix == ".xz" else data)
-
-
 def _conversations(space: Workspace, path: Path) -> None:
     del space
     path.write_text(json.dumps([{"conversations": [_FROM_HUMAN]}] * 4), encoding="utf-8")
@@ -189,12 +160,7 @@ _Maker = Callable[[Workspace, Path], None]
 _MAKERS: list[tuple[str, _Maker]] = [
     (r"DIR(?:-\w+)?|path/to/hugging_face_directory", _demo),
     (r"demo-(?:milo|int4)", _quantized),
-    (r"wiki\.test\.raw", _text),
-    (r"(?:gsm8k)\.\w+\.jsonl(?:\.xz)?", functools.partial(_rows, _PROBLEM)),
-    (r"(?:humaneval)\.\w+\.jsonl(?:\.xz)?", functools.partial(_rows, _PROGRAM)),
-    (r"(?:arc_\w+|mmlu|hellaswag|piqa)(?:\.\w+)?\.jsonl(?:\.xz)?",
-     functools.partial(_rows, _QUESTION)),
     (r"ShareGPT_V3\.json|sharegpt\.json", _conversations),
     (r"x\.trace", _trace),
     (r"buddies\.safetensors", _buddies),
-]  # fmt: skip
+]
