@@ -20,7 +20,7 @@ SERIES = (
     "outputs, gains, rho 1 on the last", "left out",
 )  # fmt: skip
 BEST_OURS = "outputs, gains, rho 1 on the last"
-# What is put in an absent expert's place: rows of `scripts.studies.quality.stand_ins`.
+# What is put in an absent expert's place.
 STAND_INS = (
     "random", "buddy", "buddy, by its cosine", "buddy, least squares",
     "buddy and the token's others", "its mean output", "best resident, in hindsight",

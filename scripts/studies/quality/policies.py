@@ -8,8 +8,8 @@ DIR holds eval/wikitext2.{test,valid}.raw.xz, and valid/ and train/{books,textbo
 chinese}.jsonl.xz; what is scored is of eval's test and of valid, profiles and warm-ups are of the
 rest. Sections: `dynaexq` (Figure 4), `shift` (prose, then code, then maths), `dymoe` (Table 2,
 Figures 3, 5 and 11), `buddymoe` (Tables 2 to 4), `domains` (lists of one domain, used on another),
-`stand_ins` (what of an absent expert's output another gives back), `layers` (errors of layers,
-foretold and measured), `decide` (the methods of `bench_policies --section=decide`).
+`layers` (errors of layers, foretold and measured), `decide` (the methods of `bench_policies
+--section=decide`).
 
 Runs are teacher-forced, through the engine's steps, with tables in place of slots (`bench.py`); low
 precisions are HQQ in groups of 64. Cases that the output has are passed over, so the same command
@@ -28,7 +28,7 @@ from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
 from scripts.studies.measuring import MORE, Report
-from scripts.studies.quality import buddymoe, cases, decide, dymoe, dynaexq, layers, stand_ins
+from scripts.studies.quality import buddymoe, cases, decide, dymoe, dynaexq, layers
 from scripts.studies.quality.bench import DOMAINS, Model, Texts
 from scripts.studies.quality.cases import Case, Claim
 from scripts.studies.quality.subject import Subject
@@ -39,7 +39,6 @@ SECTIONS: dict[str, Callable[[Subject], Iterator[Case]]] = {
     "dymoe": dymoe.cases,
     "buddymoe": buddymoe.cases,
     "domains": buddymoe.domains,
-    "stand_ins": stand_ins.cases,
     "layers": layers.cases,
     "decide": decide.cases,
 }
