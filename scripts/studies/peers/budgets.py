@@ -13,8 +13,8 @@ from scripts.studies.peers.section import (
     Row,
     of_whom,
     said,
-    table,
 )
+from scripts.studies.tables.paper import markdown_table
 
 FIRST = "Qwen3-30B-A3B"
 MISSING = "not measured"
@@ -93,7 +93,7 @@ def short(rows: Sequence[Row]) -> str:
         made.append((min(times, default=math.inf), [shape, _cell(points[0]), limited]))
     cells = [one for _, one in sorted(made, key=lambda pair: pair[0])]
     head = ["ours / llama.cpp's, tokens/s", "all on the device", "under a budget, even routing"]
-    return "\n".join([of_whom(rows), "", *table(head, cells)])
+    return "\n".join([of_whom(rows), "", markdown_table(head, cells)])
 
 
 def _cell(one: Point) -> str:
@@ -136,7 +136,7 @@ def by_budget(rows: Sequence[Row], shapes: Sequence[str]) -> str:
     head = ["model", "budget", "our GiB", "hits", "decode", "prefill of 512", "llama.cpp's GiB",
             "its decode", "its prefill"]  # fmt: skip
     return "\n".join([of_whom([row for row in rows if row.shape in shapes]), "",
-                      *table(head, made)])  # fmt: skip
+                      markdown_table(head, made)])  # fmt: skip
 
 
 # Bars of Qwen3-30B-A3B: budget in GiB, routing, sequences, times llama.cpp's rate.
@@ -161,4 +161,4 @@ def bars(rows: Sequence[Row]) -> str:
                  f"{least:g}", verdict]  # fmt: skip
         made.append((math.inf if math.isnan(times) else times / least, cells))
     head = ["decode of Qwen3-30B-A3B", "ours", "llama.cpp's", "times", "at least", "verdict"]
-    return "\n".join(table(head, [cells for _, cells in sorted(made, key=lambda one: one[0])]))
+    return markdown_table(head, [cells for _, cells in sorted(made, key=lambda one: one[0])])

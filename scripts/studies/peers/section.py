@@ -9,6 +9,7 @@ from moejax.files.result_rows import ResultRow, read_rows
 from scripts.studies.peers import ours
 from scripts.studies.peers.running import NOT_RUN, decode, prefill
 from scripts.studies.tables.drawing import Canvas, lines
+from scripts.studies.tables.paper import markdown_table
 
 FOLDER = Path(__file__).parent
 ROOM = 1.05  # ours may take so many times their memory: a step of a budget
@@ -141,15 +142,6 @@ def said(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table."""
-    return [
-        f"| {' | '.join(head)} |",
-        f"|{' --- |' * len(head)}",
-        *(f"| {' | '.join(cells)} |" for cells in rows),
-    ]
-
-
 def whole(rows: Sequence[Row]) -> str:
     """Every workload, and what could not run."""
     if not rows:
@@ -161,11 +153,11 @@ def whole(rows: Sequence[Row]) -> str:
         ("One sequence, a prompt of 512", one),
         ("Longer prompts, and more sequences", [name for name in workloads if name not in one]),
     ):
-        made += [f"**{title}**", "", *table(HEAD, comparisons(rows, names)), ""]
+        made += [f"**{title}**", "", markdown_table(HEAD, comparisons(rows, names)), ""]
     failed = [[f"{r.peer}, {r.shape}: {r.setting}", r.load, str(r.row.baseline["error"])]
               for r in rows if r.row.unit == NOT_RUN]  # fmt: skip
     if failed:
-        made += ["**Could not run**", "", *table(["what", "load", "its error"], failed)]
+        made += ["**Could not run**", "", markdown_table(["what", "load", "its error"], failed)]
     return "\n".join(made).rstrip()
 
 

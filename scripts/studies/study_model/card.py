@@ -7,7 +7,7 @@ are any; writes RUN/model/README.md.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from absl import app, flags
 from moejax.files.whole import write_whole
 from scripts.demo_training.plotting import read_log
 from scripts.studies.study_model.experiment import MODELS
+from scripts.studies.tables.paper import markdown_table
 
 _RUN_DIR = flags.DEFINE_string("run_dir", None, "directory of the run", required=True)
 
@@ -23,11 +24,6 @@ _SOURCES = """WikiText-2 (CC BY-SA 3.0), English books before 1925 (CC BY 4.0, p
 OpenStax textbooks (CC BY 4.0), Python (PSF, BSD-3-Clause, Apache-2.0), GSM8K's training problems,
 mathlib3 and logic books (MIT, Apache-2.0, CC BY 4.0, CC BY-SA 3.0), modern Chinese (MIT,
 CC BY-SA 4.0, Apache-2.0)"""
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def task_scores(run_dir: Path) -> dict[str, dict[str, tuple[float, float]]]:
@@ -120,7 +116,7 @@ domain is given, not found. Last: KL {last["divergence"]:.3f}, cross entropy
 Windows of {evaluation["context"]} tokens that do not overlap, after `<|endoftext|>`.
 
 """
-        + _table(
+        + markdown_table(
             ("text", "tokens", "perplexity", "parent", "KL to parent", "same greedy token"),
             text_rows,
         ),
@@ -130,7 +126,9 @@ Zero-shot by lm_eval, per cent with standard error; the parent runs as experts t
 
 """
         + (
-            _table(("task", "study model", "parent"), _score_rows(scores)) if scores else "Not run."
+            markdown_table(("task", "study model", "parent"), _score_rows(scores))
+            if scores
+            else "Not run."
         ),
         f"""## Use of experts
 
@@ -140,7 +138,7 @@ one shard, and experts of different shards. Mean of the later half of the layers
 cosine of replicas: {cosine:.2f}.
 
 """
-        + _table(("layer", *names, "replicas", "others"), use_rows),
+        + markdown_table(("layer", *names, "replicas", "others"), use_rows),
     ]
     return "\n\n".join(sections) + "\n"
 
