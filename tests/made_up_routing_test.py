@@ -1,10 +1,9 @@
-"""Made-up traces have the hit rates that they state, and scaled ones recur as the small one."""
+"""Scaled traces recur as the small one; hit rates of LRU caches."""
 
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.benchmarking.routing import QWEN3_HIT_RATES, scaled_trace
-from scripts.lru_trace import lru_trace
+from moejax.benchmarking.routing import scaled_trace
 
 
 def lru_hit_rate(trace: np.ndarray, slots: int, num_experts: int) -> float:
@@ -22,21 +21,6 @@ def lru_hit_rate(trace: np.ndarray, slots: int, num_experts: int) -> float:
 
 
 class TraceTest(parameterized.TestCase):
-    def test_caches_hit_as_often_as_asked(self):
-        trace = lru_trace(
-            QWEN3_HIT_RATES, num_steps=300, num_layers=3, num_experts=128, width=8, seed=1
-        )
-        for slots, share in QWEN3_HIT_RATES.items():
-            self.assertAlmostEqual(lru_hit_rate(trace, slots, 128), share, delta=0.03)
-        # A flat trace hits in proportion to the slots: the rates above are no accident.
-        flat = lru_trace({}, num_steps=300, num_layers=1, num_experts=128, width=8)
-        self.assertAlmostEqual(lru_hit_rate(flat, 64, 128), 0.5, delta=0.04)
-
-    def test_no_token_takes_an_expert_twice(self):
-        trace = lru_trace({2: 0.5}, num_steps=50, num_layers=2, num_experts=8, width=4)
-        self.assertEqual({len(set(token)) for token in trace.reshape(-1, 4).tolist()}, {4})
-        self.assertEqual((trace.min(), trace.max()), (0, 7))
-
     def test_a_width_that_copies_do_not_divide(self):
         small = np.tile(np.arange(16)[None, None], (3, 2, 1))[..., :4]
         big = scaled_trace(small, 16, num_layers=2, of_experts=64, width=6)
@@ -44,9 +28,8 @@ class TraceTest(parameterized.TestCase):
 
     @parameterized.parameters((128, 8, 12), (32, 4, 7), (8, 2, 16))
     def test_a_scaled_trace_recurs_as_the_small_one(self, num_experts, width, num_layers):
-        small = lru_trace(
-            {4: 0.4, 16: 0.8}, num_steps=200, num_layers=7, num_experts=32, width=4, seed=2
-        )
+        drawn = np.random.default_rng(2).random((200, 7, 32))
+        small = np.argsort(drawn, axis=-1)[..., :4].astype(np.int32)
         big = scaled_trace(small, 32, num_layers=num_layers, of_experts=num_experts, width=width)
         self.assertEqual(big.shape, (200, num_layers, width))
         self.assertEqual({len(set(token)) for token in big.reshape(-1, width).tolist()}, {width})
@@ -65,7 +48,3 @@ class TraceTest(parameterized.TestCase):
     def test_experts_that_do_not_divide_are_refused(self):
         with self.assertRaisesRegex(ValueError, "do not make 8 of 60"):
             scaled_trace(np.zeros((1, 1, 4), int), 32, num_layers=1, of_experts=60, width=8)
-
-    def test_rates_that_no_trace_has_are_refused(self):
-        with self.assertRaisesRegex(ValueError, "cannot have hit rates"):
-            lru_trace({4: 0.9}, num_steps=1, num_layers=1, num_experts=128, width=8)
