@@ -1,4 +1,4 @@
-"""Clients of `scripts.stress_server`: their requests, and checks of the answers."""
+"""Clients of `scripts.stress_server` and `scripts.stress_mix`: requests, checks of the answers."""
 
 import collections
 import dataclasses
@@ -7,11 +7,12 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from scripts.stress_cases import Case, Choice, add_answer
 
-TIMEOUT_S = 120.0  # no answer within it is a lost one
+TIMEOUT_S = 600.0  # no answer within it is a lost one
 MALFORMED: tuple[bytes, ...] = (
     b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": 1}',
     b'{"prompt": "a", "temperature": "b"}',
@@ -66,17 +67,22 @@ class Client:
         """Sends requests until `time.monotonic()` reaches the given end."""
         while time.monotonic() < until:
             case, draw = self._rng.choice(self._cases), self._rng.random()
-            try:
-                if draw < 0.08:
-                    self._send_nonsense()
-                elif draw < 0.2:
-                    self._leave_early(case)
-                elif draw < 0.65:
-                    self._ask_stream(case)
-                else:
-                    self._ask(case)
-            except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
-                self._tally.fault("lost", f"{type(error).__name__}: {error}")
+            if draw < 0.08:
+                self._attempt(self._send_nonsense)
+            elif draw < 0.2:
+                self._attempt(self._leave_early, case)
+            else:
+                self.ask(case, stream=draw < 0.65)
+
+    def ask(self, case: Case, *, stream: bool) -> None:
+        """Asks one request and compares the answer."""
+        self._attempt(self._ask_stream if stream else self._ask_whole, case)
+
+    def _attempt(self, send: Callable[..., None], *case: Case) -> None:
+        try:
+            send(*case)
+        except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
+            self._tally.fault("lost", f"{type(error).__name__}: {error}")
 
     def _post(
         self, path: str, body: bytes
@@ -98,7 +104,7 @@ class Client:
         time.sleep(0.2 + 0.3 * self._rng.random())
         return True
 
-    def _ask(self, case: Case) -> None:
+    def _ask_whole(self, case: Case) -> None:
         started = time.monotonic()
         connection, response = self._post(case.path, json.dumps(case.body).encode())
         try:

@@ -12,8 +12,7 @@ that continues it. Every answer is compared with what the engine gives to its pr
 process. Status 1 where one is lost or another's.
 """
 
-import http.client
-import json
+import itertools
 import random
 import statistics
 import sys
@@ -21,12 +20,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from absl import app, flags
 
 from moejax import Engine
-from scripts.stress_clients import events
+from scripts.stress_cases import Case, Choice
+from scripts.stress_clients import Client, Tally
 from scripts.stress_process import Server, growth_percent, percentile, running_server, sampled_rss
 from scripts.studies.measuring import Report
 
@@ -41,11 +41,8 @@ _CALL_STEPS = flags.DEFINE_integer("call_steps", 4, "decode steps of a call whil
 _RESULTS = flags.DEFINE_string(
     "results", "scripts/studies/server/server.jsonl", "rows go here; '': none"
 )
-TIMEOUT_S = 600.0
 NUM_CASES = 96  # asked for in turn: when one comes again, no lane of the server holds it
 LONG_TOKENS = 500
-
-Case = tuple[dict[str, Any], str]  # a request's body, and the text of its answer
 
 
 def make_cases(engine: Engine) -> list[Case]:
@@ -61,108 +58,65 @@ def make_cases(engine: Engine) -> list[Case]:
 
 
 def case_of(engine: Engine, prompt: list[int], num_new: int) -> Case:
-    """A request's body, and the text of its answer."""
+    """A request with the text of its answer."""
     [answer] = engine.generate([prompt], max_new_tokens=num_new, ignore_eos=True, temperature=0.0)
     body = {"prompt": prompt, "max_tokens": num_new, "ignore_eos": True, "temperature": 0}
-    return body, answer.text or ""
+    choice = Choice(answer.text or "", "length")
+    return Case("/v1/completions", body, (choice,), len(answer.tokens))
 
 
-class Load:
-    """Results of clients; guarded by `lock`."""
+class Mix(NamedTuple):
+    """Counts of the mix at its end, when some answers are still on their way."""
 
-    def __init__(self, port: int):
-        self.port = port
-        self.lock = threading.Lock()
-        self.first_s: list[float] = []  # of streams, to the first event with a text
-        self.num_asked = self.num_answers = 0
-        self.faults: list[str] = []
+    tokens_per_s: float  # that the server generated
+    num_answers: int
+    first_seconds: list[float]  # of streams, to the first text
 
-    def ask(self, body: dict[str, Any], expected: str, stream: bool, until: float) -> float:
-        """Seconds to the whole answer, which is compared; nothing is counted after `until`."""
-        started = time.monotonic()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
-        text, first_s = "", 0.0
-        try:
-            sent, kind = json.dumps({**body, "stream": stream}), "application/json"
-            connection.request("POST", "/v1/completions", sent, {"Content-Type": kind})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ValueError(f"status {response.status}: {response.read()[:200]!r}")
-            if stream:
-                for chunk in events(response):
-                    if chunk is None:
-                        break
-                    said = chunk["choices"][0]["text"] if chunk["choices"] else ""
-                    first_s = first_s or (time.monotonic() - started if said else 0.0)
-                    text += said
-            else:
-                text = json.loads(response.read())["choices"][0]["text"]
-            if text != expected:
-                raise ValueError(f"{text[:80]!r} in place of {expected[:80]!r}")
-        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            with self.lock:
-                self.faults.append(f"{type(error).__name__}: {error}")
-        finally:
-            connection.close()
-        if time.monotonic() < until:
-            with self.lock:
-                self.num_answers += 1
-                self.first_s += [first_s] * stream
-        return time.monotonic() - started
 
-    def mix(self, cases: list[Case], until: float) -> None:
-        """One client: a request after the other."""
+def run_mix(server: Server, tally: Tally, cases: list[Case], seconds: float) -> Mix:
+    """Runs all clients for so many seconds, until each has its last answer."""
+    until, number = time.monotonic() + seconds, itertools.count()
+
+    def ask_in_turn() -> None:
+        client = Client(server.port, cases, tally, 0)
         while time.monotonic() < until:
-            with self.lock:
-                number = self.num_asked
-                self.num_asked += 1
-            self.ask(*cases[number % len(cases)], number % 2 == 0, until)
+            place = next(number)
+            client.ask(cases[place % len(cases)], stream=place % 2 == 0)
 
-
-def run_mix(load: Load, cases: list[Case], seconds: float, server: Server) -> float:
-    """Runs all clients; tokens per second that the server generated in that time."""
-    until = time.monotonic() + seconds
-    threads = [
-        threading.Thread(target=load.mix, args=(cases, until)) for _ in range(_CLIENTS.value)
-    ]
+    threads = [threading.Thread(target=ask_in_turn) for _ in range(_CLIENTS.value)]
     for thread in threads:
         thread.start()
     name, started = "moejax_generated_tokens_total", time.monotonic()
     before = server.metric(name)
     time.sleep(max(0.0, until - time.monotonic()))
     rate = (server.metric(name) - before) / (time.monotonic() - started)
+    with tally.lock:
+        found = Mix(rate, tally.outcomes["answered"], [*tally.first_seconds])
     for thread in threads:
         thread.join()
-    return rate
+    return found
 
 
-def run_short(load: Load, short: Case, long: Case) -> float:
+def run_short(server: Server, tally: Tally, short: Case, long: Case) -> float:
     """Short streams, while long answers run in all lanes but one; seconds of a long one's token."""
-    never, enough = float("inf"), threading.Event()
-    seconds: list[float] = []
+    enough, beside = threading.Event(), Tally()
 
     def keep_busy() -> None:
         while not enough.is_set():
-            seconds.append(load.ask(*long, True, 0.0))
+            Client(server.port, [long], beside, 0).ask(long, stream=True)
 
     threads = [threading.Thread(target=keep_busy) for _ in range(_MAX_BATCH.value - 1)]
     for number, thread in enumerate(threads):
         thread.start()
         time.sleep(0.3 + 0.2 * (number == 0))
     for _ in range(_SHORT.value):
-        load.ask(*short, True, never)
+        Client(server.port, [short], tally, 0).ask(short, stream=True)
         time.sleep(0.3 * random.random())
     enough.set()
     for thread in threads:
         thread.join()
-    return statistics.median(seconds) / LONG_TOKENS
-
-
-def run_turns(load: Load, turns: list[Case]) -> list[float]:
-    """Seconds to the first token of each turn, alone on the server."""
-    for turn in turns:
-        load.ask(*turn, True, float("inf"))
-    return load.first_s
+    tally.faults += beside.faults
+    return statistics.median(beside.seconds) / LONG_TOKENS
 
 
 def main(argv: list[str]) -> None:
@@ -183,25 +137,28 @@ def main(argv: list[str]) -> None:
     place = tempfile.TemporaryDirectory()
     with place as folder, running_server(Path(folder) / "log", *settings) as server:
         if _WARM_UP.value:
-            run_mix(Load(server.port), cases, _WARM_UP.value, server)
-        mixed, beside = Load(server.port), Load(server.port)
+            run_mix(server, Tally(), cases, _WARM_UP.value)
+        mixed, beside, talk = Tally(), Tally(), Tally()
         compiled = server.metric("moejax_programs")
         with sampled_rss(server.process.pid, mib):
-            rate = run_mix(mixed, cases, _SECONDS.value, server)
-        token_s = run_short(beside, short, long)
-        talk = Load(server.port)
-        first_s = run_turns(talk, turns)
+            mix = run_mix(server, mixed, cases, _SECONDS.value)
+        token_s = run_short(server, beside, short, long)
+        for turn in turns:  # alone on the server
+            Client(server.port, turns, talk, 0).ask(turn, stream=True)
         compiled = server.metric("moejax_programs") - compiled
     load = f"{_CLIENTS.value} clients, {_SECONDS.value:.0f} s, {_CHECKPOINT.value}, float32"
     load += f", batches up to {_MAX_BATCH.value}"
     report = Report(device, "", _RESULTS.value, ("jax", "uvicorn", "starlette"))
     faults = [*mixed.faults, *beside.faults, *talk.faults]
-    call_ms, ttft = 1e3 * token_s * _CALL_STEPS.value, beside.first_s
+    refused = sum(tally.outcomes["queue full"] for tally in (mixed, beside, talk))
+    faults += ["refused, the queue being full"] * refused
+    call_ms, ttft = 1e3 * token_s * _CALL_STEPS.value, beside.first_seconds
+    first_s = talk.first_seconds
     rows = (
-        ("throughput", rate, "tokens/s"),
-        ("requests answered", mixed.num_answers, "requests"),
-        ("TTFT of streams p50", percentile(mixed.first_s, 50), "s"),
-        ("TTFT of streams p95", percentile(mixed.first_s, 95), "s"),
+        ("throughput", mix.tokens_per_s, "tokens/s"),
+        ("requests answered", mix.num_answers, "requests"),
+        ("TTFT of streams p50", percentile(mix.first_seconds, 50), "s"),
+        ("TTFT of streams p95", percentile(mix.first_seconds, 95), "s"),
         ("answers lost or mixed", len(faults), "requests"),
         ("resident memory, growth", growth_percent(mib), "%"),
         ("programs compiled meanwhile", compiled, "programs"),

@@ -10,7 +10,6 @@ planes and apart), `weights` (the weight between the widths, by each method) and
 status 3 while there is more to do. Another model: `--checkpoint=RUN/model --label=study`.
 """
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,10 @@ def main(argv: list[str]) -> None:
     prefix = "" if _LABEL.value == "demo" else f"{_LABEL.value} | "
     written = {row["what"] for row in rows_of(Path(_OUTPUT.value))}
     bench = Bench(_CHECKPOINT.value, _TEXT.value, _WINDOWS.value, device)
-    add = functools.partial(report.add, unit="nats", **bench.beside)
+
+    def add(what: str, nats: float, **more: float) -> None:
+        report.add(what, nats, "nats", **bench.beside, **more)
+
     plain_row = f"{prefix}unquantized | log-perplexity"
     if "methods" in _SECTIONS.value and plain_row not in written:
         add(plain_row, bench.score(_CHECKPOINT.value).mean)

@@ -49,7 +49,10 @@ class Bench:
         there = len(windows.tokens)
         chosen = np.linspace(0, there - 1, min(count or there, there)).astype(int)
         self.windows = Windows(windows.tokens[chosen], windows.scored[chosen])
-        self.beside = {"windows": len(chosen), "tokens": int(self.windows.scored.sum())}
+        self.beside: dict[str, Any] = {
+            "windows": len(chosen),
+            "tokens": int(self.windows.scored.sum()),
+        }
         self._checkpoint, self._device = checkpoint, device
         self._scorer = make_scorer(opened.config, jnp.float32, "xla")
 
