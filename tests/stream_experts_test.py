@@ -18,6 +18,7 @@ from pallas_kernels.grouped_dequant_matmul import mosaic
 from pallas_kernels.mosaic_decode import tiles
 from pallas_kernels.mosaic_decode.accumulate import _Accumulation
 from pallas_kernels.mosaic_decode.jobs import JobList, Pairs
+from pallas_kernels.mosaic_decode.matrix import COLUMNS
 from pallas_kernels.mosaic_decode.product import Lane
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.testing import simulator
@@ -103,9 +104,8 @@ CASES = {
         SMALL._replace(tiers=(alike(INT2, 6),), tokens=64, skipped=0.1),
         StreamTiles(2, 4, 1, depth=2, workers=4),
     ),
-    "two_column_tiles": (
-        SMALL._replace(tokens=40, dtype="float16"),
-        StreamTiles(1, 4, 1, depth=3, column_tiles=2, workers=4),
+    "float16_of_many_tokens": (
+        SMALL._replace(tokens=40, dtype="float16"), StreamTiles(1, 4, 1, depth=3, workers=4)
     ),
     "more_blocks_than_items": (
         SMALL._replace(tokens=2), StreamTiles(2, 4, 1, depth=1, workers=40)
@@ -115,10 +115,6 @@ CASES = {
     ),
     "warps_without_a_stage": (
         SMALL._replace(expert_dim=768), StreamTiles(1, 1, 4, depth=4, workers=4)
-    ),
-    "stages_of_two_blocks": (
-        SMALL._replace(model_dim=1024, expert_dim=512),
-        StreamTiles(2, 2, 2, depth=3, span=2, workers=3),
     ),
     "outputs_that_tiles_do_not_divide": (
         SMALL._replace(expert_dim=768), StreamTiles(5, 2, 2, depth=3, workers=5)
@@ -132,9 +128,9 @@ CASES = {
         SMALL._replace(tiers=(alike(INT4), Tier(INT4, INT3)), expert_dim=384, tokens=12),
         StreamTiles(1, 2, 2, depth=3, workers=5),
     ),
-    "half_a_block_of_k_in_longer_stages": (
+    "half_a_block_of_k_and_sums_of_x_kept": (
         SMALL._replace(tiers=(alike(INT2),), model_dim=512, expert_dim=896),
-        StreamTiles(1, 2, 2, depth=2, span=2, kept=True, workers=3),
+        StreamTiles(1, 2, 2, depth=2, kept=True, workers=3),
     ),
     "all_is_skipped": (
         SMALL._replace(pairs=((SKIPPED, BEYOND),) * 16), StreamTiles(2, 4, 1, workers=3)
@@ -292,7 +288,7 @@ class JobListTest(parameterized.TestCase):
             for record in range(listed.records):
                 job = listed.job(e, at, e.const(record))
                 place = int(job.members[0]) & 0xFFFFFF
-                members = room[place : place + 4 * listed.columns].view(np.int32)
+                members = room[place : place + 4 * COLUMNS].view(np.int32)
                 records.append((int(job.slot[0]), members[: min(99, int(job.count[0]))].tolist()))
             blocks.append(([[int(part[0]) for part in work] for work in works], records))
         return blocks
@@ -302,12 +298,12 @@ class JobListTest(parameterized.TestCase):
         tokens=(1, 17, 64), weights=((1,), (4, 7), (4, 32, 5)), slots=(1, 9, 128), workers=(1, 7)
     )
     def test_every_item_once(self, tokens, weights, slots, workers):
-        columns, items, width = 8 * int(self.rng.integers(1, 3)), int(self.rng.integers(1, 9)), 8
-        listed = JobList(tokens * width, columns, weights, slots, items, workers, num_warps=4)
+        items, width = int(self.rng.integers(1, 9)), 8
+        listed = JobList(tokens * width, weights, slots, items, workers, num_warps=4)
         tier = self.rng.integers(-1, len(weights) + 1, tokens * width)
         slot = self.rng.integers(0, slots, tokens * width)
         slot[(tier < 0) | (tier >= len(weights))] = 1 << 20
-        expected = self.expected(tier, slot, len(weights), columns)
+        expected = self.expected(tier, slot, len(weights))
         done = {(n, i): 0 for n, jobs in enumerate(expected) for i in range(len(jobs) * items)}
         most = sum(len(jobs) * items * w for jobs, w in zip(expected, weights, strict=True))
         for works, records in self.make(listed, tier, slot):
@@ -322,7 +318,7 @@ class JobListTest(parameterized.TestCase):
             self.assertLess(load, -(-most // workers) + max(weights))
         self.assertEqual(set(done.values()) - {1}, set())
 
-    def expected(self, tier, slot, tiers, columns) -> list[list[tuple[int, list[int]]]]:
+    def expected(self, tier, slot, tiers) -> list[list[tuple[int, list[int]]]]:
         """Jobs of each tier, in the order of their first pairs."""
         found = []
         for n in range(tiers):
@@ -330,7 +326,7 @@ class JobListTest(parameterized.TestCase):
             for s in dict.fromkeys(slot[tier == n].tolist()):
                 mine = np.flatnonzero((tier == n) & (slot == s)).tolist()
                 found[-1] += [
-                    (s, mine[first : first + columns]) for first in range(0, len(mine), columns)
+                    (s, mine[first : first + COLUMNS]) for first in range(0, len(mine), COLUMNS)
                 ]
             found[-1].sort(key=lambda job: job[1][0])
         return found

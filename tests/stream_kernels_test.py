@@ -4,7 +4,6 @@ The contracts of the products check their values.
 """
 
 import dataclasses
-import itertools
 from unittest import mock
 
 import numpy as np
@@ -50,12 +49,9 @@ FORMS = [
 class StageTest(parameterized.TestCase):
     """Lanes read from shared memory what their warp copied there."""
 
-    @parameterized.parameters(
-        (form, span)
-        for form, span in itertools.product(FORMS, (1, 2, 4))
-        if span <= CodeFormat(form.bits, "bf16", bool(form.apart)).longest_span
-    )
-    def test_lanes_read_their_words(self, form, span):
+    @parameterized.parameters(FORMS)
+    def test_lanes_read_their_words(self, *form):
+        form = packed_operands.Form(*form)
         rng = np.random.default_rng(seed(self.id()))
         slot, first_row, stage = 1, 32, 1
         weights = packed_operands.random_matrices(
@@ -65,7 +61,7 @@ class StageTest(parameterized.TestCase):
         scales = np.zeros(4) if weights.scales is None else np.ascontiguousarray(weights.scales)
         zeros = np.zeros(4) if weights.zeros is None else np.ascontiguousarray(weights.zeros)
         matrix = matrix_of(weights, "bf16")
-        room = np.full(tile_bytes(matrix, span), 0xFF, np.uint8)
+        room = np.full(tile_bytes(matrix), 0xFF, np.uint8)
         arrays = [words, scales, zeros]
         for part in weights.refinements:
             arrays += [np.ascontiguousarray(part.words), part.slots]
@@ -74,16 +70,14 @@ class StageTest(parameterized.TestCase):
         e.conflicts = []
         matrix = addressed(matrix, [e.address(i) for i in range(len(arrays))])
         lane = Lane.here(e, e.threads)
-        tile = Stream(e, matrix, e.const(slot), [e.const(first_row)], lane, span)
+        tile = Stream(e, matrix, e.const(slot), [e.const(first_row)], lane)
         tile.fetch(0, e.const(stage), e.const(1), e.shared_address(place))
         rows = [words.view(np.uint32)[slot]]  # of planes that lie apart one after the other
         rows += [part.words[part.slots[slot]] for part in weights.refinements]
-        for block in range(span):
-            found = tile._words(e.shared_address(place), block)
-            for half in range(2):
-                expected = self.words(np.concatenate(rows, axis=1), form, span * stage + block,
-                                      first_row + 8 * half)  # fmt: skip
-                np.testing.assert_array_equal(np.stack(found[half], axis=1), expected)
+        found = tile._words(e.shared_address(place))
+        for half in range(2):
+            expected = self.words(np.concatenate(rows, axis=1), form, stage, first_row + 8 * half)
+            np.testing.assert_array_equal(np.stack(found[half], axis=1), expected)
         self.assertEmpty(e.conflicts)
 
     def words(self, rows: np.ndarray, form: packed_operands.Form, block: int, first: int):
@@ -108,12 +102,12 @@ class StageTest(parameterized.TestCase):
         )
         matrix = matrix_of(weights, "bf16")
         end = 0
-        for part in stage_parts(matrix, 1):
+        for part in stage_parts(matrix):
             if part.copied:
                 self.assertGreaterEqual(part.at, end)
                 self.assertEqual(part.at % 16, 0)
                 end = part.at + 15 * part.pitch + part.row_bytes
-        self.assertLessEqual(end, tile_bytes(matrix, 1))
+        self.assertLessEqual(end, tile_bytes(matrix))
 
 
 def a_copy_skipped(self, tile, stage, present, to, row, fetch=Stream.fetch):
@@ -269,7 +263,7 @@ class KernelTest(HostTestCase):
     @parameterized.parameters(1, 8, 17)
     def test_other_numbers_of_column_tiles(self, rows):
         x, weights = self.operands(packed_operands.Form(4, 128, "integer"), rows, (96, 1536))
-        tiles = StreamTiles(2, 1, 4, depth=2, span=2, kept=True, cluster=2)
+        tiles = StreamTiles(2, 1, 4, depth=2, kept=True, cluster=2)
         self.assertIsNone(self.violation(x, weights, tiles))
 
     @parameterized.parameters(*BROKEN_EXPERTS)
@@ -291,15 +285,14 @@ class KernelTest(HostTestCase):
             self.assertIsNotNone(wrong())
 
     @parameterized.parameters(
-        (2, StreamTiles(1, 2, 2, depth=1, span=4)),
-        (2, StreamTiles(3, 1, 4, depth=4, span=2)),
-        (3, StreamTiles(2, 2, 2, depth=2, span=2)),
+        (2, StreamTiles(1, 2, 2, depth=1)),
+        (3, StreamTiles(2, 2, 2, depth=2)),
         (3, StreamTiles(7, 1, 4, depth=9)),
-        (4, StreamTiles(1, 4, 4, depth=3, span=2)),
+        (4, StreamTiles(1, 4, 4, depth=3)),
         (4, StreamTiles(4, 1, 8, depth=1)),
         (8, StreamTiles(2, 1, 4, depth=3)),
         (8, StreamTiles(1, 1, 16, depth=2)),
-        (16, StreamTiles(3, 2, 2, depth=5, span=2)),
+        (16, StreamTiles(3, 2, 2, depth=5)),
     )
     def test_tiles_of_any_size_have_the_value(self, bits, tiles):
         dtype = "bfloat16" if bits == 16 else "float16"

@@ -150,7 +150,7 @@ class DenseTest(KernelTestCase):
     @parameterized.product(
         tiles=(
             StreamTiles(1, 1, 4, depth=1), StreamTiles(2, 1, 16, depth=2), StreamTiles(3, 1, 8),
-            StreamTiles(1, 4, 2), StreamTiles(1, 4, 1, span=2),
+            StreamTiles(1, 4, 2), StreamTiles(1, 4, 1),
             StreamTiles(2, 1, 4, kept=True), StreamTiles(3, 1, 4, kept=True, cluster=2),
             StreamTiles(1, 4, 1, cluster=4),
         ),
@@ -207,7 +207,7 @@ class ExpertsTest(KernelTestCase):
         both = random_terms(self.rng, weights, rank=7)
         last = random_terms(self.rng, weights, u=FORMS[3], first_row=matrix_rows - 48, rank=3)
         x = packed_operands.random_activations(self.rng, (pairs, 512), "bfloat16")
-        tiles = StreamTiles(1, 2, 2, column_tiles=2)
+        tiles = StreamTiles(1, 2, 2)
         found = mosaic_decode.expert_products(
             x, np.zeros(pairs, np.int32), np.ones(pairs, np.int32), (weights,), gated=gated,
             tiles=tiles, interpret=True, low_rank=((both, last),),
@@ -314,7 +314,7 @@ class SupportTest(parameterized.TestCase):
 
     def check(self, tiles: StreamTiles, share: Any, weights: PackedMatrices, low_rank: Any) -> None:
         matrix = matrix_of(weights, "bf16")
-        each = tile_bytes(matrix, tiles.span_of(matrix.form))
+        each = tile_bytes(matrix)
         room = share.room(low_rank_spec.terms_of(low_rank, "bf16"))
         self.assertLessEqual(tiles.num_warps * tiles.depth * each + room, SHARED_BYTES)
         self.assertEqual(tiles.num_warps % 4, 0)

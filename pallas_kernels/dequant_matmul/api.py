@@ -40,11 +40,8 @@ def dequant_matmul(
 
     Args:
       x: [M, K] in bfloat16 or float16 (the reference takes float32 too).
-      weights: S matrices [N, K].
       slot: int or int32[] in 0..S - 1, the matrix. The kernel indexes the stack without a copy.
       out_dtype: None for `x.dtype`.
-      implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
-      tiles: None for the measured or the heuristic ones; only with a kernel.
 
     Returns:
       [M, N] in `out_dtype`.

@@ -43,13 +43,7 @@ def with_terms(
     out_dtype: jnp.dtype,
     interpret: bool,
 ) -> jax.Array:
-    """Adds x (U V)^T of one matrix's terms to y, [M, N] in `out_dtype`.
-
-    Args:
-      y: float32[M, N].
-      x: [M, K] in bfloat16 or float16.
-      slot: int32[].
-    """
+    """Adds x (U V)^T of one matrix's terms to y, [M, N] in `out_dtype`."""
     if x.shape[0] > MAX_FEW_ROWS:
         return _by_xla(y, x, slot, low_rank).astype(out_dtype)
     thin = thin_products(x, slot, low_rank, interpret)

@@ -25,11 +25,7 @@ RESERVED_BYTES = 12 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class TritonTiles:
-    """Tile of one program: outputs of block_m rows of x, over 1 / split_k of K.
-
-    The outputs are num_tiles tiles of block_n rows of W, which share x and the sums of x. Several
-    small tiles instead of a large one save exchanges of scales between threads: Triton lets each
-    thread load its own if there are fewer of them than threads.
+    """Tile of one program: block_n outputs of block_m rows of x, over 1 / split_k of K.
 
     Invariants: block_m, block_n and step are powers of two; block_m >= 8, block_n >= 16; step, the
     codes of K that the loop takes at a time, lies in `triton_product.min_step(weights)` .. 256.
@@ -41,17 +37,11 @@ class TritonTiles:
     split_k: int
     num_warps: int
     num_stages: int
-    num_tiles: int = 1
-
-    @property
-    def outputs(self) -> int:
-        """Outputs of one program."""
-        return self.num_tiles * self.block_n
 
     def describe(self) -> str:
-        """Describes the tiles, such as "m16n1x64k256s4w2p3"."""
+        """Describes the tiles, such as "m16n64k256s4w2p3"."""
         return (
-            f"m{self.block_m}n{self.num_tiles}x{self.block_n}k{self.step}s{self.split_k}"
+            f"m{self.block_m}n{self.block_n}k{self.step}s{self.split_k}"
             f"w{self.num_warps}p{self.num_stages}"
         )
 
@@ -60,7 +50,7 @@ class TritonTiles:
         low = triton_product.min_step(weights)
         if not low <= self.step <= 256 or self.step & (self.step - 1):
             raise ValueError(f"step {self.step} is no power of two in {low}..256")
-        if self.block_m < 8 or self.block_n < 16 or self.num_tiles < 1 or self.split_k < 1:
+        if self.block_m < 8 or self.block_n < 16 or self.split_k < 1:
             raise ValueError(f"tiles {self.describe()}: under 16 x 8, or none")
         if any(size & (size - 1) for size in (self.block_m, self.block_n)):
             raise ValueError(f"tiles {self.describe()} are no powers of two")
@@ -131,11 +121,7 @@ def _row_tiles(num_rows: int, weights: PackedMatrices, target: Target) -> RowTil
 def triton_tiles(
     num_rows: int, weights: PackedMatrices, target: Target, *, has_terms: bool = False
 ) -> TritonTiles | RowTiles:
-    """Chooses tiles, measured or by rule: small programs at decode, else large tiles.
-
-    Args:
-      target: gives the number of multiprocessors, and their shared memory.
-    """
+    """Chooses tiles, measured or by rule: small programs at decode, else large tiles."""
     found = measured(num_rows, weights, target, (TritonTiles,))
     if isinstance(found, TritonTiles):
         return found
@@ -208,4 +194,4 @@ def _stage_bytes(tiles: TritonTiles, weights: PackedMatrices, num_halves: int) -
     step = max(tiles.step, triton_product.min_step(weights))
     # A packed step reads the words of its whole block.
     row_bytes = step * 2 if weights.bits == PLAIN_BITS else BLOCK * weights.bits // 8
-    return num_halves * tiles.outputs * row_bytes + tiles.block_m * step * 2
+    return num_halves * tiles.block_n * row_bytes + tiles.block_m * step * 2

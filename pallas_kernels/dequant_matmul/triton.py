@@ -60,29 +60,24 @@ def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None
     out_ref, slot = refs[-1], slot_ref[()]
     n, m, s = (pl.program_id(axis) for axis in range(3))
     rows_m = triton_product.indices(m, tiles.block_m)
-    tile_ids = [n * tiles.num_tiles + i for i in range(tiles.num_tiles)]
-    tiles_n = [
-        triton_product.rows_from(tile * tiles.block_n, tiles.block_n, weights.num_outputs)
-        for tile in tile_ids
-    ]
+    rows_n = triton_product.rows_from(n * tiles.block_n, tiles.block_n, weights.num_outputs)
     steps = triton_product.num_steps(weights, tiles.step)
     is_last = s == tiles.split_k - 1
-    accs = triton_product.product(
-        columns_of(x_ref, sums_ref, rows_m), weights, slot, tiles_n,
+    (acc,) = triton_product.product(
+        columns_of(x_ref, sums_ref, rows_m), weights, slot, [rows_n],
         Span(*triton_product.split(steps, tiles.split_k, s), is_last),
         num_columns=tiles.block_m, step=tiles.step, interpret=interpret,
     )  # fmt: skip
     mask_m = rows_m < x_ref.shape[0]
-    for tile, rows_n, acc in zip(tile_ids, tiles_n, accs, strict=True):
-        if low_rank:
-            acc = triton_low_rank.add_terms(
-                acc, low_rank, slot, rows_n, thin_ref, rows_m, mask_m & is_last,
-                within=(0, weights.num_outputs), interpret=interpret,
-            )  # fmt: skip
-        outputs = triton_product.indices(tile, tiles.block_n)
-        mask = mask_m[:, None] & (outputs < weights.num_outputs)[None, :]
-        view = out_ref.at[s, rows_m[:, None], outputs[None, :]]
-        pltriton.store(view, acc.T.astype(out_ref.dtype), mask=mask)
+    if low_rank:
+        acc = triton_low_rank.add_terms(
+            acc, low_rank, slot, rows_n, thin_ref, rows_m, mask_m & is_last,
+            within=(0, weights.num_outputs), interpret=interpret,
+        )  # fmt: skip
+    outputs = triton_product.indices(n, tiles.block_n)
+    mask = mask_m[:, None] & (outputs < weights.num_outputs)[None, :]
+    view = out_ref.at[s, rows_m[:, None], outputs[None, :]]
+    pltriton.store(view, acc.T.astype(out_ref.dtype), mask=mask)
 
 
 def _rows_body(x_ref: Ref, slot_ref: Ref, words_ref: Ref, out_ref: Ref, *, tiles: RowTiles) -> None:
@@ -156,7 +151,7 @@ def dequant_matmul_triton(
     out = launch.triton_call(
         functools.partial(_body, treedef=treedef, tiles=tiles, interpret=interpret),
         name=f"dequant_matmul_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
-        grid=(-(-num_outputs // tiles.outputs), -(-num_rows // tiles.block_m), tiles.split_k),
+        grid=(-(-num_outputs // tiles.block_n), -(-num_rows // tiles.block_m), tiles.split_k),
         out_shape=jax.ShapeDtypeStruct(
             (tiles.split_k, num_rows, num_outputs),
             out_dtype if whole and not apart else jnp.float32,

@@ -116,13 +116,10 @@ def moe_layer(
 
     Args:
       x: [T, D] in bfloat16 or float16 (the reference takes float32 too).
-      assignments: tier, slot and weight of each of the A pairs of a token.
       gate_up_tiers: for each tier S matrices [2F, D], gate rows first.
       down_tiers: for each tier S matrices [D, F] in equal slots.
       bias: [T, A, 2F], added to each pair's gates and ups; None: there is none.
       gating: what gates and ups become, silu(gate) * up by default; static.
-      implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
-      tiles: None for the measured or the heuristic ones; only with a kernel.
 
     Returns:
       [T, D] in `x.dtype`. The hidden values between the products are rounded to `x.dtype`.

@@ -93,8 +93,6 @@ def combine(products: jax.Array, ran: jax.Array, weight: jax.Array, dtype: jnp.d
 
     Args:
       products: float[P, T, A, N], P parts of each pair's product; undefined if it did not run.
-      ran: bool[T, A].
-      weight: float32[T, A].
 
     Returns:
       [T, N].

@@ -46,11 +46,7 @@ def measured(
     target: Target,
     kinds: tuple[type, ...],
 ) -> Tiles | None:
-    """Looks up `MEASURED` tiles of one of the kinds; None if there are none.
-
-    Args:
-      op: "gate_up" or "down".
-    """
+    """Looks up `MEASURED` tiles of one of the kinds; None if there are none."""
     if len(tiers) > 1 or target.simulated or target.capability is None:
         return None
     if not is_measured_form(tiers[0]):
@@ -71,11 +67,7 @@ def by_blocks(num_tokens: int, width: int) -> bool:
 def gate_up_tiles(
     num_tokens: int, width: int, tiers: Sequence[PackedMatrices], target: Target
 ) -> TritonTiles:
-    """Chooses tiles by rule; block_n counts rows of gate, and as many of up.
-
-    Args:
-      target: gives the number of multiprocessors, and their shared memory.
-    """
+    """Chooses tiles by rule; block_n counts rows of gate, and as many of up."""
     found = measured("gate_up", num_tokens, width, tiers, target, (TritonTiles,))
     if isinstance(found, TritonTiles):
         return found

@@ -139,11 +139,10 @@ def _step(weights: PackedMatrices, tiles: TritonTiles) -> int:
     return max(tiles.step, triton_product.min_step(weights))
 
 
-def _tile_rows(tiles: TritonTiles, num_rows: int) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Outputs of each tile of the program of axis 0, and the rows to read for them."""
-    first = pl.program_id(0) * tiles.num_tiles
-    outputs = [triton_product.indices(first + i, tiles.block_n) for i in range(tiles.num_tiles)]
-    return outputs, [jnp.minimum(index, num_rows - 1) for index in outputs]
+def _tile_rows(tiles: TritonTiles, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Outputs of the program of axis 0, and the rows to read for them."""
+    outputs = triton_product.indices(pl.program_id(0), tiles.block_n)
+    return outputs, jnp.minimum(outputs, num_rows - 1)
 
 
 def _gate_up_body(*refs: Ref, static: _Static) -> None:
@@ -152,19 +151,18 @@ def _gate_up_body(*refs: Ref, static: _Static) -> None:
     out_ref, tiles, gating = refs[-1], static.tiles, static.gating
     num_hidden = out_ref.shape[1]
     hidden, rows = _tile_rows(tiles, num_hidden)
-    both = [*rows, *(num_hidden + index for index in rows)]
-    ranges = [(0, num_hidden)] * len(rows) + [(num_hidden, 2 * num_hidden)] * len(rows)
+    both, ranges = [rows, num_hidden + rows], [(0, num_hidden), (num_hidden, 2 * num_hidden)]
 
     def run(job: _Job, columns: list[Columns]) -> None:
-        def store(tile: int, values: jax.Array) -> None:
-            mask = job.mask[:, None] & (hidden[tile] < num_hidden)[None, :]
-            view = out_ref.at[job.pairs[:, None], hidden[tile][None, :]]
+        def store(values: jax.Array) -> None:
+            mask = job.mask[:, None] & (hidden < num_hidden)[None, :]
+            view = out_ref.at[job.pairs[:, None], hidden[None, :]]
             pltriton.store(view, values.T.astype(out_ref.dtype), mask=mask)
 
-        def with_bias(acc: jax.Array, tile: int, half: int = 0) -> jax.Array:
+        def with_bias(acc: jax.Array, half: int) -> jax.Array:
             if operands.bias is None:
                 return acc
-            outputs = (half * num_hidden + rows[tile])[None, :]
+            outputs = (half * num_hidden + rows)[None, :]
             view: Ref = operands.bias.at[job.pairs[:, None], outputs]
             mask = jnp.broadcast_to(job.mask[:, None], acc.T.shape)
             return acc + pltriton.load(view, mask=mask, other=0.0).astype(jnp.float32).T
@@ -173,15 +171,12 @@ def _gate_up_body(*refs: Ref, static: _Static) -> None:
             weights = operands.tiers[tier]
             span = Span(0, triton_product.num_steps(weights, _step(weights, tiles)), True)
             accs = _products(columns[tier], operands, static, tier, job, both, span, ranges)
-            for tile in range(len(rows)):
-                gate, up = with_bias(accs[tile], tile), with_bias(accs[len(rows) + tile], tile, 1)
-                gate, up = gating.limited(gate, up)
-                slope = gate if gating.alpha == 1.0 else gate * gating.alpha
-                store(tile, gate / (1.0 + jnp.exp(-slope)) * up)
+            gate, up = gating.limited(*(with_bias(acc, half) for half, acc in enumerate(accs)))
+            slope = gate if gating.alpha == 1.0 else gate * gating.alpha
+            store(gate / (1.0 + jnp.exp(-slope)) * up)
 
         def skip() -> None:
-            for tile in range(len(rows)):
-                store(tile, jnp.zeros((tiles.block_n, tiles.block_m), jnp.float32))
+            store(jnp.zeros((tiles.block_n, tiles.block_m), jnp.float32))
 
         for tier in range(len(operands.tiers)):
             pl.when(job.tier == tier)(functools.partial(of_tier, tier))
@@ -196,7 +191,6 @@ def _products_body(*refs: Ref, static: _Static) -> None:
     out_ref, tiles = refs[-1], static.tiles
     num_outputs, part = out_ref.shape[2], pl.program_id(2)
     outputs, rows = _tile_rows(tiles, num_outputs)
-    ranges = [(0, num_outputs)] * len(rows)
 
     def run(job: _Job, columns: list[Columns]) -> None:
         def of_tier(tier: int) -> None:
@@ -204,11 +198,12 @@ def _products_body(*refs: Ref, static: _Static) -> None:
             steps = triton_product.num_steps(weights, _step(weights, tiles))
             first, last = triton_product.split(steps, tiles.split_k, part)
             span = Span(first, last, part == tiles.split_k - 1)
-            accs = _products(columns[tier], operands, static, tier, job, rows, span, ranges)
-            for index, acc in zip(outputs, accs, strict=True):
-                mask = job.mask[:, None] & (index < num_outputs)[None, :]
-                view = out_ref.at[part, job.pairs[:, None], index[None, :]]
-                pltriton.store(view, acc.T, mask=mask)
+            (acc,) = _products(
+                columns[tier], operands, static, tier, job, [rows], span, [(0, num_outputs)]
+            )
+            mask = job.mask[:, None] & (outputs < num_outputs)[None, :]
+            view = out_ref.at[part, job.pairs[:, None], outputs[None, :]]
+            pltriton.store(view, acc.T, mask=mask)
 
         for tier in range(len(operands.tiers)):
             pl.when(job.tier == tier)(functools.partial(of_tier, tier))
@@ -303,7 +298,7 @@ class _Call:
         """Launches plain products: float32[split_k, P, N], the parts of K."""
         shape = (self.tiles.split_k, self.num_pairs, num_outputs)
         return self.run(
-            _products_body, name, (-(-num_outputs // self.tiles.outputs), self.tiles.split_k),
+            _products_body, name, (-(-num_outputs // self.tiles.block_n), self.tiles.split_k),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         )  # fmt: skip
 
@@ -353,7 +348,7 @@ def gate_up_triton(
         is_tier = (assignments.tier >= 0) & (assignments.tier < len(tiers))
         return _gated(products, bias, is_tier, gating).astype(x.dtype)
     hidden = call.run(
-        _gate_up_body, "gate_up", (-(-num_hidden // tiles.outputs), 1),
+        _gate_up_body, "gate_up", (-(-num_hidden // tiles.block_n), 1),
         jax.ShapeDtypeStruct((num_tokens * width, num_hidden), x.dtype),
     )  # fmt: skip
     return hidden.reshape(num_tokens, width, num_hidden)

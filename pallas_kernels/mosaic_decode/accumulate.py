@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.mosaic_decode.fused_low_rank import FusedStream
-from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, x_sums_bytes
+from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS
 from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Rows, Stream
 
 Words = list[list[list[Value]]]  # of a block of x: column tiles, steps, 4 words
@@ -86,7 +86,7 @@ class _Accumulation:
         e = stream.e
         self.e, self.stream, self.x, self.kept, self.next_item = e, stream, x, kept, next_item
         self.first, self.step, self.ring_at = first, step, ring.at
-        self.stages = stream.matrix.num_blocks // stream.span
+        self.stages = stream.matrix.num_blocks
         self.rounds = -(-self.stages // step)
         self.stored = None if kept is None else kept.totals
         self.whole = self.stages % step == 0  # every warp has as many
@@ -149,25 +149,17 @@ class _Accumulation:
         moved = e.add(at, self.stream.tile_bytes)
         return e.select(e.compare(moved, "eq", self.end), self.ring_at, moved)
 
-    def load_x(self, stage: Value, in_order: bool = False) -> list[Words]:
-        """Loads x of each block of a stage."""
-        e, span, found = self.e, self.stream.span, []
-        for number in range(span):
-            block = e.add(e.mul(stage, span), number)
-            found.append(self.stream.operands(self.x, block, in_order))
-        return found
+    def load_x(self, stage: Value, in_order: bool = False) -> Words:
+        """Loads x of a stage."""
+        return self.stream.operands(self.x, stage, in_order)
 
-    def prepare_x(self, words: list[Words]) -> list[BlockOfX]:
-        """Prepares x of each block of a stage as operands."""
-        if self.kept is None:
-            return [self.stream.prepare_x(of_block) for of_block in words]
-        each = x_sums_bytes(self.stream.matrix, len(self.x))
-        places = [self.e.add(self.kept.sums_at, i * each) for i in range(len(words))]
-        return [self.stream.prepare_x(*pair) for pair in zip(words, places, strict=True)]
+    def prepare_x(self, words: Words) -> BlockOfX:
+        """Prepares x of a stage as operands."""
+        return self.stream.prepare_x(words, None if self.kept is None else self.kept.sums_at)
 
     def _one_stage(
         self, stage: Value, at: Value, totals: list[Value], left: int | None,
-        x: list[Words] | None = None, preloaded: list[BlockOfX] | None = None,
+        x: Words | None = None, preloaded: BlockOfX | None = None,
     ) -> tuple[list[Value], Value]:  # fmt: skip
         """Computes a stage's products.
 
@@ -180,7 +172,7 @@ class _Accumulation:
         e, stream, tiles = self.e, self.stream, self.stream.num_tiles
         totals, stage_id = list(totals), e.smaller(stage, self.stages - 1)  # absent: reads inside
         sure = self.stored is not None or left is None or left > 0 or self.whole
-        parts = preloaded or self.prepare_x(x or self.load_x(stage_id))
+        part = preloaded or self.prepare_x(x or self.load_x(stage_id))
         for tile in range(tiles):
             after = tiles * (left + 1) - 1 - tile if left is not None else self.depth
             if self.next_item is not None:
@@ -188,9 +180,7 @@ class _Accumulation:
             e.copies_wait(min(self.depth - 1, after))
             e.warp_barrier()
             before = self._totals_of(tile, totals, left)
-            mine = before
-            for block in range(stream.span):
-                mine = stream.multiply(tile, at, stage_id, block, parts[block], mine)
+            mine = stream.multiply(tile, at, stage_id, part, before)
             if not sure:
                 keep = e.compare(stage, "lt", self.stages)
                 mine = [e.select(keep, a, b) for a, b in zip(mine, before, strict=True)]
@@ -249,7 +239,7 @@ class _Accumulation:
             meanwhile()
 
     def run(
-        self, totals: list[Value], preloaded: list[BlockOfX] | None = None
+        self, totals: list[Value], preloaded: BlockOfX | None = None
     ) -> tuple[list[Value], Value]:
         """Runs every stage; returns the totals in registers, and the ring's position."""
         e, at = self.e, self.ring_at if self.next_item is None or self.fixed else self.next_item.at
@@ -288,7 +278,7 @@ class _Accumulation:
         for i in range(self.rounds):
             stage, words = e.add(self.first, i * self.step), None if i else x
 
-            def one(i: int = i, stage: Value = stage, words: list[Words] | None = words) -> None:
+            def one(i: int = i, stage: Value = stage, words: Words | None = words) -> None:
                 if i:
                     e.warp_barrier()  # all lanes have read the sums that are now overwritten
                 _ignore(
@@ -328,7 +318,7 @@ def accumulate(
 
 def preload_x(
     stream: Stream, first: Value, step: int, x: Sequence[Value], kept: SharedAccumulators | None
-) -> list[BlockOfX] | None:
+) -> BlockOfX | None:
     """Loads x of a warp with a single stage, for all passes along equal K and x."""
     sums = _Accumulation(stream, first, step, x, Ring(stream.e.const(0), 1), kept)
     if sums.rounds > 1:
@@ -344,7 +334,7 @@ def start_copies(stream: Stream, first: Value, step: int, ring: Ring) -> None:
 def accumulate_pipelined(
     stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring, next_item: NextItem,
     meanwhile: Callable[[], None], kept: SharedAccumulators | None,
-    preloaded: list[BlockOfX] | None,
+    preloaded: BlockOfX | None,
 ) -> tuple[list[Value], Value]:  # fmt: skip
     """Multiplies like `accumulate`, one of a row of passes through which copies never pause.
 

@@ -54,7 +54,7 @@ def dense(
     each has its own outputs and reads the others' parts of V x.
     """
     matrix = matrix_of(weights, KINDS[x.dtype.name])
-    tiles.check(weights.num_outputs, [matrix])
+    tiles.check(weights.num_outputs)
     columns = -(-x.shape[0] // COLUMNS) * COLUMNS
     form = weights.describe().replace(" ", "_")
     terms = terms_of(low_rank, KINDS[x.dtype.name])
@@ -106,7 +106,7 @@ def _body(
     starts = [e.add(first_row, local)]
     tiles_at = range(0, ROWS * tiles.row_tiles, ROWS)
     stream: Stream | FusedStream
-    stream = Stream(e, matrix, slot, starts, lane, tiles.span, tiles_at=tiles_at)
+    stream = Stream(e, matrix, slot, starts, lane, tiles_at=tiles_at)
     x = []
     for first in range(0, columns, COLUMNS):
         row = e.smaller(e.add(lane.g, first), num_x - 1)
@@ -130,7 +130,7 @@ def _body(
     kept = None
     if tiles.kept:
         of_x = e.add(parts, tiles.sums_bytes(columns) + rings)
-        of_x = e.add(of_x, e.mul(warp, tiles.span * x_sums_bytes(matrix, len(x))))
+        of_x = e.add(of_x, e.mul(warp, x_sums_bytes(matrix, len(x))))
         kept = SharedAccumulators(sums, e.add(of_x, e.mul(lane.t, 16)))
     first, step = e.add(e.mul(warp_k, tiles.cluster), part), tiles.warps_k * tiles.cluster
     totals = accumulate(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)

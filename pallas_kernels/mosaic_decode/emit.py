@@ -52,30 +52,20 @@ class Mlir(Arithmetic):
         imm: int,
         num_words: int,
         *,
-        streamed: bool = False,
         in_order: bool = False,
-        predicate: Value | None = None,
     ) -> list[Value]:
         """Loads 1, 2 or 4 words of read-only global memory at base + imm (bytes).
 
         Args:
           imm: constant bytes.
           num_words: 1, 2 or 4; the address is aligned to as much.
-          streamed: read once, so not kept in the L1 cache, and kept in order.
           in_order: keeps LLVM's order with other such loads and with copies.
-          predicate: i32, 0 to leave it out; the values are then undefined.
         """
         vector = "" if num_words == 1 else f".v{num_words}"
         names = ",".join(f"${i}" for i in range(num_words))
         into = names if num_words == 1 else "{" + names + "}"
-        cache = ".L1::no_allocate.L2::128B" if streamed else ""
-        body = f"ld.global.nc{cache}{vector}.b32 {into}, [${num_words}+{imm}];"
-        operands, constraints = [base], "=r," * num_words + "l"
-        if predicate is not None:
-            test = f"setp.ne.b32 p, ${num_words + 1}, 0;"
-            body = "{ .reg .pred p; " + test + " @p " + body + " }"
-            operands, constraints = [base, predicate], constraints + ",r"
-        return self._asm_many(num_words, i32(), operands, body, constraints, streamed or in_order)
+        body = f"ld.global.nc{vector}.b32 {into}, [${num_words}+{imm}];"
+        return self._asm_many(num_words, i32(), [base], body, "=r," * num_words + "l", in_order)
 
     def copy_async(
         self, to: Value, to_imm: int, base: Value, imm: int, present: Value, num_bytes: int

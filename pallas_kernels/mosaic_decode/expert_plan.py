@@ -23,11 +23,6 @@ class Plan:
     gated: bool  # rows n and num_outputs + n of a matrix are gate and up of output n
 
     @property
-    def columns(self) -> int:
-        """Rows of x per job."""
-        return COLUMNS * self.tiles.column_tiles
-
-    @property
     def halves(self) -> int:
         """Matrix rows per output."""
         return 2 if self.gated else 1
@@ -35,9 +30,7 @@ class Plan:
     @property
     def ring_bytes(self) -> int:
         """Shared memory of all rings."""
-        tiles = self.tiles
-        stage = max(tile_bytes(matrix, tiles.span_of(matrix.form)) for matrix in self.tiers)
-        return tiles.num_warps * tiles.depth * stage
+        return self.tiles.num_warps * self.tiles.depth * max(map(tile_bytes, self.tiers))
 
     @property
     def of_x_bytes(self) -> int:
@@ -53,7 +46,7 @@ class Plan:
     @property
     def sums_bytes(self) -> int:
         """Shared memory of all warps' sums."""
-        return self.tiles.warps_n * self.tiles.team_bytes(self.columns, self.halves)
+        return self.tiles.warps_n * self.tiles.team_bytes(self.halves)
 
     @property
     def share(self) -> Share:
@@ -70,7 +63,6 @@ class Plan:
         """Job list of thread blocks that share all jobs."""
         return JobList(
             num_pairs=self.num_pairs,
-            columns=self.columns,
             weights=self.weights,
             num_slots=self.num_slots,
             num_items=self.num_items,
@@ -87,4 +79,4 @@ class Plan:
     @property
     def jobs_bytes(self) -> int:
         """Shared memory of the jobs, a multiple of 16."""
-        return self.jobs.num_bytes if self.tiles.workers else 4 * self.columns
+        return self.jobs.num_bytes if self.tiles.workers else 4 * COLUMNS

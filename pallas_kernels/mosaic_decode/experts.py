@@ -1,6 +1,6 @@
 """Kernels of a MoE layer for a few tokens: gate and up, then down.
 
-Work comes from `jobs`: a matrix times up to `columns` rows, in tiles of outputs, the items. A
+Work comes from `jobs`: a matrix times up to 8 rows, in tiles of outputs, the items. A
 thread block either belongs to a pair and an item of the job that it leads, or goes through its
 share of all items; in the second case the words of an item are copied while the previous item is
 computed.
@@ -88,7 +88,7 @@ def expert_products(
         num_slots=max(weights.num_slots for weights in tiers),
         gated=gated,
     )
-    tiles.check(plan.num_outputs, plan.tiers)
+    tiles.check(plan.num_outputs)
     if tiles.cluster > 1:
         raise ValueError(f"tiles {tiles.describe()} are of products with one matrix")
     arrays = []
@@ -136,7 +136,7 @@ def _job_of_block(
     """Runs a thread block's pair and item; blocks of pairs that lead no job end."""
     e, plan = here.e, here.plan
     pair, item = e.div(block, plan.num_items), e.rem(block, plan.num_items)
-    tier, job, leads = job_of_pair(e, pairs, here.lane, pair, plan.columns, here.shared)
+    tier, job, leads = job_of_pair(e, pairs, here.lane, pair, here.shared)
     if plan.gated:
         inside = e.both(e.compare(tier, "ge", 0), e.compare(tier, "lt", len(products)))
         skipped = e.compare(e.select(inside, 0, 1), "eq", 1)
@@ -205,7 +205,6 @@ class _Product:
         self.here, self.matrix, self.terms = here, matrix, terms
         self.e, self.plan, self.tiles = here.e, here.plan, here.plan.tiles
         e, tiles = self.e, self.tiles
-        self.span = tiles.span_of(matrix.form)
         # The address does not depend on the tier: a block's warps may be at different ones.
         mine = e.mul(here.warp, here.plan.ring_bytes // tiles.num_warps)
         self.ring = Ring(e.add(here.rings, mine), tiles.depth)
@@ -213,7 +212,7 @@ class _Product:
         self.team_rows = ROWS * tiles.row_tiles
         self.pitch = tiles.team_pitch(self.plan.halves)
         self.kept = SharedAccumulators(None, here.of_x) if tiles.kept else None
-        team = tiles.team_bytes(self.plan.columns, self.plan.halves)
+        team = tiles.team_bytes(self.plan.halves)
         self.sums = e.add(here.sums, e.mul(here.warp_n, team))
 
     def barrier(self) -> None:
@@ -231,19 +230,15 @@ class _Product:
         first = e.add(self.here.first_output(item), e.mul(self.here.warp_n, self.team_rows))
         halves = range(0, plan.halves * plan.num_outputs, plan.num_outputs)
         tiles_at = [half + tile for half in halves for tile in range(0, self.team_rows, ROWS)]
-        lane = self.here.lane
-        return Stream(e, self.matrix, slot, [first], lane, self.span, tiles_at=tiles_at)
+        return Stream(e, self.matrix, slot, [first], self.here.lane, tiles_at=tiles_at)
 
     def _columns_of_x(self, job: ExpertJob) -> list[Value]:
-        """Address i64 per column tile: this lane's row of x, plus 16 t bytes."""
-        e, here, x = self.e, self.here, []
-        for column in range(0, self.plan.columns, COLUMNS):
-            number = e.smaller(e.add(here.lane.g, column), e.sub(job.count, 1))
-            member = e.load_shared(e.add(job.members, e.mul(number, 4)), 0, "b32")
-            row = e.div(member, self.plan.width)
-            x.append(e.offset(e.offset(here.x_at, row, 2 * self.matrix.num_inputs),
-                              here.lane.t, 16))  # fmt: skip
-        return x
+        """Address i64 of the only column tile: this lane's row of x, plus 16 t bytes."""
+        e, here = self.e, self.here
+        number = e.smaller(here.lane.g, e.sub(job.count, 1))
+        member = e.load_shared(e.add(job.members, e.mul(number, 4)), 0, "b32")
+        row = e.div(member, self.plan.width)
+        return [e.offset(e.offset(here.x_at, row, 2 * self.matrix.num_inputs), here.lane.t, 16)]
 
     def items(self, jobs: JobList, work: Work) -> None:
         """Runs a block's share, job by job; the next item's copies start before one is done."""
@@ -284,7 +279,7 @@ class _Product:
 
     def item(
         self, job: ExpertJob, x: Sequence[Value], item: Value,
-        preloaded: list[BlockOfX] | None = None, next_item: NextItem | None = None,
+        preloaded: BlockOfX | None = None, next_item: NextItem | None = None,
     ) -> Value | None:  # fmt: skip
         """Runs one item of a job; returns the ring's position if it goes on."""
         e, here, plan, tiles = self.e, self.here, self.plan, self.tiles
@@ -300,7 +295,7 @@ class _Product:
         else:
             totals, at = accumulate_pipelined(*along, next_item, begin, self.kept, preloaded)
             self.barrier()  # the sums of the item before have been read
-        each, mine = 4 * len(x), e.mul(here.warp_k, plan.columns * self.pitch)
+        each, mine = 4 * len(x), e.mul(here.warp_k, COLUMNS * self.pitch)
         for number in range(stream.num_tiles):
             place = e.add(self.sums, e.mul(e.add(mine, number * ROWS), 4))
             sums = Totals.here(e, place, here.lane, self.pitch)
@@ -329,7 +324,7 @@ class _Product:
             imm = 4 * half * self.team_rows
             total = e.load_shared(at, imm)
             for part in range(1, tiles.warps_k):
-                found = e.load_shared(at, imm + 4 * part * plan.columns * self.pitch)
+                found = e.load_shared(at, imm + 4 * part * COLUMNS * self.pitch)
                 total = e.fadd(total, found)
             values.append(extra.add(self.matrix.scaled(e, total), half, column, row))
         member = e.load_shared(e.add(job.members, e.mul(column, 4)), 0, "b32")

@@ -72,11 +72,6 @@ class CodeFormat:
         return len(self.widths)
 
     @property
-    def longest_span(self) -> int:
-        """Most blocks per stage: a row has 256 bytes, the limit of a warp's copy."""
-        return max(1, 256 * 8 // (self.block * self.widths[0]))
-
-    @property
     def num_raw(self) -> int:
         """Registers of a row's block as loaded."""
         return 4 * (self.chunks + self.planes - 1)

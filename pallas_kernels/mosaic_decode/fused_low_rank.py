@@ -13,7 +13,7 @@ class FusedStream(Generic[_Totals]):
     """A stream with another's tiles among its own, as a warp copies and multiplies them.
 
     The other tiles come after some of the stream's own, so that the values their addresses depend
-    on are known when their first copy starts. They have the stream's form, groups, K and span, and
+    on are known when their first copy starts. They have the stream's form, groups and K, and
     take no more shared memory.
     """
 
@@ -27,7 +27,7 @@ class FusedStream(Generic[_Totals]):
           make: makes the other stream, of `count` tiles; called once, at the first use.
           pause: called once among the tiles; `paused` records whether it was.
         """
-        self.e, self.matrix, self.span = stream.e, stream.matrix, stream.span
+        self.e, self.matrix = stream.e, stream.matrix
         self.stream, self.make, self.rows = stream, make, stream.rows
         self.totals, self.pause, self.paused = totals, pause, False
         self.tile_bytes, self.own_tiles = stream.tile_bytes, stream.num_tiles
@@ -67,8 +67,8 @@ class FusedStream(Generic[_Totals]):
         stream.fetch(number, stage, present, to, row)
 
     def multiply(
-        self, tile: int, at: Value, stage: Value, block: int, x: BlockOfX, totals: Sequence[Value]
+        self, tile: int, at: Value, stage: Value, x: BlockOfX, totals: Sequence[Value]
     ) -> list[Value]:
         """Multiplies like `Stream.multiply`."""
         stream, number = self._of(tile)
-        return stream.multiply(number, at, stage, block, x, list(totals))
+        return stream.multiply(number, at, stage, x, list(totals))

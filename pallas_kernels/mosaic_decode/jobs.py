@@ -1,7 +1,7 @@
-"""Jobs of the expert kernels: up to `columns` pairs of one matrix, found on the device.
+"""Jobs of the expert kernels: up to 8 pairs of one matrix, found on the device.
 
 Among the pairs (token, a) of one tier and slot, in their order, the first leads a job, and each
-that comes `columns` pairs later leads another. Thread blocks either belong to a pair, and those of
+that comes 8 pairs later leads another. Thread blocks either belong to a pair, and those of
 one that leads no job end (`job_of_pair`), or share all jobs among them (`JobList`).
 """
 
@@ -10,6 +10,7 @@ import functools
 from typing import NamedTuple
 
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.matrix import COLUMNS
 from pallas_kernels.mosaic_decode.product import Lane
 
 WARP = 32
@@ -19,7 +20,7 @@ class ExpertJob(NamedTuple):
     """A job: pairs of one matrix."""
 
     slot: Value
-    count: Value  # 1 .. columns
+    count: Value  # 1 .. 8
     members: Value  # i32, shared memory: their numbers, i32 each, in order
 
 
@@ -39,14 +40,14 @@ class Pairs:
 
 
 def job_of_pair(
-    e: Mlir, pairs: Pairs, lane: Lane, pair: Value, columns: int, at: Value
+    e: Mlir, pairs: Pairs, lane: Lane, pair: Value, at: Value
 ) -> tuple[Value, ExpertJob, Value]:
     """Finds a pair's tier, its job if it leads one, and whether it does (i1).
 
     Every warp writes the members to one place, so that none has to wait for another.
 
     Args:
-      at: i32, shared memory: i32[columns].
+      at: i32, shared memory: i32[8].
     """
     tier, slot = pairs.load(e, pair)
     earlier, count = e.const(0), e.const(0)
@@ -60,14 +61,14 @@ def job_of_pair(
         same = e.both(same, e.compare(index, "ge", pair))
         mask = e.ballot(same)
         rank = e.add(count, e.count_ones(e.band(mask, below)))
-        chosen = e.both(same, e.compare(rank, "lt", columns))
+        chosen = e.both(same, e.compare(rank, "lt", COLUMNS))
         place = e.add(at, e.mul(rank, 4))
         e.when(chosen, functools.partial(e.store_shared, place, 0, index, "b32"))
         earlier = e.add(earlier, e.count_ones(before))
         count = e.add(count, e.count_ones(mask))
     e.warp_barrier()
-    leads = e.compare(e.rem(earlier, columns), "eq", 0)
-    return tier, ExpertJob(slot, e.smaller(count, columns), at), leads
+    leads = e.compare(e.rem(earlier, COLUMNS), "eq", 0)
+    return tier, ExpertJob(slot, e.smaller(count, COLUMNS), at), leads
 
 
 class Work(NamedTuple):
@@ -90,7 +91,6 @@ class JobList:
     """
 
     num_pairs: int
-    columns: int
     weights: tuple[int, ...]  # of an item, for each tier
     num_slots: int  # the most of a tier
     num_items: int  # of a job
@@ -120,7 +120,7 @@ class JobList:
     @property
     def _record_bytes(self) -> int:
         """Bytes of a record: members, their number, the slot."""
-        return 4 * (self.columns + 4)
+        return 4 * (COLUMNS + 4)
 
     @property
     def records(self) -> int:
@@ -157,7 +157,7 @@ class JobList:
         tiers = []
         for chunk, (key, tier) in zip(chunks, found, strict=True):
             rank = self._rank(e, key, chunk, below, planes)
-            leads = e.compare(e.rem(rank, self.columns), "eq", 0)
+            leads = e.compare(e.rem(rank, COLUMNS), "eq", 0)
             tiers.append(e.select(leads, tier, -1))
             self._note_leaders(e, tiers[-1], lane, chunk, masks)
         e.block_barrier()
@@ -188,8 +188,8 @@ class JobList:
     def job(self, e: Mlir, at: Value, record: Value) -> ExpertJob:
         """Reads a job of the block's, after `make`."""
         place = self._record(e, at, record)
-        count = e.load_shared(place, 4 * self.columns, "b32")
-        slot = e.load_shared(place, 4 * self.columns + 4, "b32")
+        count = e.load_shared(place, 4 * COLUMNS, "b32")
+        slot = e.load_shared(place, 4 * COLUMNS + 4, "b32")
         return ExpertJob(slot, count, place)
 
     def skipped(self, e: Mlir, at: Value, pair: Value) -> Value:
@@ -304,7 +304,7 @@ class JobList:
             same = e.both(e.compare(its, "eq", key), e.compare(index, "ge", leader))
             mask = e.ballot(same)
             rank = e.add(carried[0], e.count_ones(e.band(mask, below)))
-            chosen = e.both(same, e.compare(rank, "lt", self.columns))
+            chosen = e.both(same, e.compare(rank, "lt", COLUMNS))
             to = e.add(place, e.mul(rank, 4))
             e.when(chosen, functools.partial(e.store_shared, to, 0, index, "b32"))
             return [e.add(carried[0], e.count_ones(mask))]
@@ -312,6 +312,6 @@ class JobList:
         start = e.band(leader, 0xFFFFFFFF - (WARP - 1))
         e.warp_barrier()  # all lanes have read the leader before it is written again
         (count,) = e.loop(start, WARP * self._chunks, WARP, [e.const(0)], add)
-        e.store_shared(place, 4 * self.columns, e.smaller(count, self.columns), "b32")
+        e.store_shared(place, 4 * COLUMNS, e.smaller(count, COLUMNS), "b32")
         slot = e.div(key, len(self.weights))
-        e.store_shared(place, 4 * self.columns + 4, slot, "b32")
+        e.store_shared(place, 4 * COLUMNS + 4, slot, "b32")

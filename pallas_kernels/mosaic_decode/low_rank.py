@@ -162,7 +162,7 @@ class BlockTerms:
         e = self.e
         rows = [self._first_row(placed, tile) for tile in tiles]
         wanted = [e.select(e.compare(placed.rank, "gt", e.mul(tile, ROWS)), 1, 0) for tile in tiles]
-        return Stream(e, placed.term.v, e.const(0), rows, lane, 1, wanted)
+        return Stream(e, placed.term.v, e.const(0), rows, lane, wanted)
 
     def _thin_parts(self, number: int, x: Sequence[Value], lane: Lane) -> None:
         """Computes V x of term `number` and later; all copies start before any wait."""

@@ -52,7 +52,7 @@ class Term:
     @property
     def depth(self) -> int:
         """Tiles of V per warp in shared memory."""
-        return 2 if tile_bytes(self.v, 1) <= DEEP_TILE_BYTES else 1
+        return 2 if tile_bytes(self.v) <= DEEP_TILE_BYTES else 1
 
     @property
     def num_arrays(self) -> int:
@@ -169,4 +169,4 @@ class Share:
     def part_bytes(self, term: Term) -> int:
         """Shared memory of a warp's part of V x, and of its separate ring of V if any."""
         part = 4 * self.columns * self.part_pitch(term)
-        return part if self.thin else max(term.depth * tile_bytes(term.v, 1), part)
+        return part if self.thin else max(term.depth * tile_bytes(term.v), part)

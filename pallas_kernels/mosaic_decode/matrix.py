@@ -133,8 +133,8 @@ class StagePart:
         return ROWS // self.rows_per_pass
 
 
-def stage_parts(matrix: Matrix, span: int) -> list[StagePart]:
-    """Parts of a stage of `span` blocks, in order in shared memory.
+def stage_parts(matrix: Matrix) -> list[StagePart]:
+    """Parts of a stage, a block of K, in order in shared memory.
 
     Constants of fewer than 4 bytes per row, or that do not change with every block, are not copied.
     """
@@ -151,13 +151,12 @@ def stage_parts(matrix: Matrix, span: int) -> list[StagePart]:
             copied = each % 4 == 0 and m.group_size <= form.block
             kinds.append((of, m.num_groups * size, 0, each, 16, copied))
     found, at = [], 0
-    for of, row, imm, each, spread, copied in kinds:
+    for of, row, imm, row_bytes, spread, copied in kinds:
         # Two rows' reads of one phase must not meet on a bank, as at distance 0 modulo 128 bytes.
-        row_bytes = each * span
         if copied and (row_bytes > MAX_ROW_BYTES or row_bytes & (row_bytes - 1)):
-            raise ValueError(f"{of} of {row_bytes} bytes a row and stage: span {span} is too long")
+            raise ValueError(f"{of} of {row_bytes} bytes a row and stage are not copied whole")
         whole = row_bytes % (2 * HALF_LINE) == 0
-        swapped = whole and of in ("words", "second") and each % HALF_LINE == 0
+        swapped = whole and of in ("words", "second")
         pitch = row_bytes + (spread if whole and not swapped else 0)
         stored = row  # of the constants
         if of in ("words", "second"):
@@ -167,12 +166,12 @@ def stage_parts(matrix: Matrix, span: int) -> list[StagePart]:
     return found
 
 
-def tile_bytes(matrix: Matrix, span: int) -> int:
+def tile_bytes(matrix: Matrix) -> int:
     """Shared memory of a stage of 16 rows."""
-    last = [part for part in stage_parts(matrix, span) if part.copied][-1]
+    last = [part for part in stage_parts(matrix) if part.copied][-1]
     return last.at + -(-last.pitch * ROWS // 16) * 16
 
 
-def x_sums_bytes(matrix: Matrix, column_tiles: int) -> int:
+def x_sums_bytes(matrix: Matrix, column_tiles: int = 1) -> int:
     """Shared memory of the sums of a block of x, if they are not in registers."""
     return X_SUMS * column_tiles * (0 if matrix.zero_kind == "plain" else matrix.groups_per_block)

@@ -55,28 +55,27 @@ Rows = tuple[Value, ...]
 class Stream:
     """Blocks of some row tiles of one matrix, as a warp copies and multiplies them.
 
-    A stage is `span` neighbouring blocks of all the tiles. It lies in shared memory tile by tile:
+    A stage is a block of all the tiles. It lies in shared memory tile by tile:
     words, a second plane, scales, zeros, each row by row as in the matrix, so that copies read
     whole cache lines. Rows are spaced so that the lanes' reads fall on different banks.
     """
 
     def __init__(
         self, e: Mlir, matrix: Matrix, slot: Value, first_rows: Sequence[Value], lane: Lane,
-        span: int, wanted: Sequence[Value] | None = None, tiles_at: Sequence[int] = (0,),
+        wanted: Sequence[Value] | None = None, tiles_at: Sequence[int] = (0,),
     ):  # fmt: skip
         """Computes the addresses that this lane copies from.
 
         Args:
           first_rows: i32 each, where a row tile begins, or some of them; a multiple of 16. At most
             2^32 rows of all slots have an address.
-          span: blocks of a stage; divides those of a row.
           wanted: i32 for each tile, 0 to use zeros; None for all.
           tiles_at: rows from each of `first_rows` to the row tiles that share its addresses.
         """
         self.wanted, self.tiles_at = wanted, tiles_at
-        self.e, self.matrix, self.lane, self.span = e, matrix, lane, span
-        self.parts = stage_parts(matrix, span)
-        self.tile_bytes = tile_bytes(matrix, span)
+        self.e, self.matrix, self.lane = e, matrix, lane
+        self.parts = stage_parts(matrix)
+        self.tile_bytes = tile_bytes(matrix)
         self.num_tiles = len(first_rows) * len(tiles_at)
         slots, bases = [slot], {"scales": matrix.scales, "zeros": matrix.zeros}
         if matrix.form.apart:
@@ -161,15 +160,14 @@ class Stream:
             and (last[0].lanes_per_row == 1)
         )
 
-    def is_half(self, block: Value, stage: Value = 0) -> Value | None:
-        """Whether a stage's block of K is the half at the end, i1; None where all are full."""
+    def is_half(self, stage: Value) -> Value | None:
+        """Whether a stage is the half block at the end of K, i1; None where all are full."""
         if not self.matrix.ends_in_half:
             return None
-        block = self.e.add(self.e.mul(stage, self.span), block)
-        return self.e.compare(block, "eq", self.matrix.num_blocks - 1)
+        return self.e.compare(stage, "eq", self.matrix.num_blocks - 1)
 
-    def _words(self, at: Value, block: int, half_block: Value | None = None) -> list[list[Value]]:
-        """Registers of rows g and g + 8 of a block of the stage.
+    def _words(self, at: Value, half_block: Value | None = None) -> list[list[Value]]:
+        """Registers of rows g and g + 8 of the stage.
 
         Args:
           half_block: of `is_half`.
@@ -185,34 +183,32 @@ class Stream:
             place = e.add(at, e.add(e.mul(lane.g, part.pitch), column))
             swap = e.mul(e.band(lane.g, 1), HALF_LINE) if part.swapped else 0
             places = [e.add(place, swap), e.sub(place, swap)]
-            first = block * (part.row_bytes // self.span)
             imm = part.at
             for half in range(2):
                 for chunk in range(1 if second else form.chunks):
-                    where = first + HALF_LINE * chunk
-                    place = places[where // HALF_LINE % 2 if part.swapped else 0]
-                    where += imm + 8 * half * part.pitch
+                    place = places[chunk % 2 if part.swapped else 0]
+                    where = HALF_LINE * chunk + imm + 8 * half * part.pitch
                     rows[half] += e.load_shared_words(place, where, 4)
         return rows
 
-    def _constants(self, tile: int, at: Value, stage: Value, block: int) -> list[list[list[Value]]]:
-        """Words of scales and of zeros, for rows g and g + 8 of a block of the stage."""
+    def _constants(self, tile: int, at: Value, stage: Value) -> list[list[list[Value]]]:
+        """Words of scales and of zeros, for rows g and g + 8 of the stage."""
         e, m, found = self.e, self.matrix, []
         for i, part in enumerate(self.parts):
             if part.of not in ("scales", "zeros"):
                 continue
-            width = part.row_bytes // self.span
+            width = part.row_bytes
             halves: list[list[Value]] = [[], []]
             for half in range(2):
                 if part.copied:
                     place = e.add(at, e.mul(self.lane.g, part.pitch))
-                    imm = part.at + 8 * half * part.pitch + block * width
+                    imm = part.at + 8 * half * part.pitch
                     count = width // 4
                     for piece in range(0, count, 4):
                         number = min(4, count - piece)
                         halves[half] += e.load_shared_words(place, imm + 4 * piece, number)
                 else:
-                    k = e.mul(e.add(e.mul(stage, self.span), block), m.form.block)
+                    k = e.mul(stage, m.form.block)
                     number, among = divmod(tile, len(self.tiles_at))
                     row = e.add(self.lane.g, self.tiles_at[among] + 8 * half)
                     row = e.add(self.rows[number][0], row)
@@ -286,20 +282,16 @@ class Stream:
         return [range(g * steps, (g + 1) * steps) for g in range(self.matrix.groups_per_block)]
 
     def multiply(
-        self, tile: int, at: Value, stage: Value, block: int, x: "BlockOfX", totals: list[Value]
+        self, tile: int, at: Value, stage: Value, x: "BlockOfX", totals: list[Value]
     ) -> list[Value]:
-        """Adds the product of a block of one tile to its totals.
-
-        Args:
-          block: static, in 0..span - 1.
-        """
+        """Adds the product of a stage of one tile to its totals."""
         e, m, form, high = self.e, self.matrix, self.matrix.form, self.lane.high
         totals = list(totals)
-        half_block = self.is_half(block, stage)
-        raw = self._words(at, block, half_block)
+        half_block = self.is_half(stage)
+        raw = self._words(at, half_block)
         if form.bits == PLAIN_BITS:
             return _products(e, form, raw, range(form.steps), x.words, totals)
-        constants = self._constants(tile, at, stage, block)
+        constants = self._constants(tile, at, stage)
         if half_block is not None:
             high = e.select(half_block, e.band(self.lane.t, 1), high)
             constants = [self._of_half_groups(half_block, *pair) for pair in zip(

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.mosaic_decode.fragments import CodeFormat
 from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
 from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, Matrix, tile_bytes, x_sums_bytes
 from pallas_kernels.packed import PLAIN_BITS
@@ -18,8 +17,6 @@ class StreamTiles:
     warps_n: int  # along the rows
     warps_k: int  # along K
     depth: int = 3  # row tiles of a warp in shared memory, on their way or there
-    span: int = 1  # blocks of K of each
-    column_tiles: int = 1  # of 8 rows of x at a time, in the experts' kernels
     kept: bool = False  # sums of x in shared memory, not in registers; of one matrix totals too
     cluster: int = 1  # thread blocks that share out K of the same rows (one matrix)
     workers: int = 0  # thread blocks that share out all work; 0: one for each piece (experts)
@@ -41,11 +38,8 @@ class StreamTiles:
         """Warps per thread block; a multiple of 4."""
         return self.warps_n * self.warps_k
 
-    def check(self, num_outputs: int, matrices: Sequence[Matrix]) -> None:
-        """Raises ValueError if the tiles do not fit the outputs or the blocks of K."""
-        for matrix in matrices:
-            if matrix.num_blocks % (span := self.span_of(matrix.form)):
-                raise ValueError(f"stages of {span} blocks do not divide {matrix.num_blocks}")
+    def check(self, num_outputs: int) -> None:
+        """Raises ValueError if the tiles do not fit the outputs."""
         if self.rows > num_outputs:
             raise ValueError(f"tiles {self.describe()} have {self.rows} rows of {num_outputs}")
         if self.launched not in (1, 2, 4, 8):
@@ -55,18 +49,14 @@ class StreamTiles:
         if self.num_warps % 4:
             raise ValueError(f"tiles {self.describe()} have {self.num_warps} warps, not 4, 8, ...")
 
-    def span_of(self, form: CodeFormat) -> int:
-        """Blocks per stage, limited to the form's longest."""
-        return min(self.span, form.longest_span)
-
     def describe(self) -> str:
-        """Describes the tiles, such as "r2n2k4d3s1c1"."""
+        """Describes the tiles, such as "r2n2k4d3"."""
         warps = f"r{self.row_tiles}n{self.warps_n}k{self.warps_k}"
         more = f"x{self.cluster}" if self.cluster > 1 else ""
         more += "kept" if self.kept else ""
         more += f"v{self.thin}x{self.sharers}" if self.thin else ""
         more += f"w{self.workers}" if self.workers else ""
-        return f"{warps}d{self.depth}s{self.span}c{self.column_tiles}{more}"
+        return f"{warps}d{self.depth}{more}"
 
     @property
     def launched(self) -> int:
@@ -86,19 +76,18 @@ class StreamTiles:
         """Floats per column of sums in the expert kernels, for the warps that share rows."""
         return 16 * self.row_tiles * halves + 4
 
-    def team_bytes(self, columns: int, halves: int) -> int:
+    def team_bytes(self, halves: int) -> int:
         """Shared memory of the sums of warps that share rows: every warp's part along K."""
-        return 4 * self.warps_k * columns * self.team_pitch(halves)
+        return 4 * self.warps_k * COLUMNS * self.team_pitch(halves)
 
     def expert_bytes(self, matrices: Sequence[Matrix], halves: int) -> int:
         """Shared memory of the expert kernels beside rings, jobs and terms."""
-        sums = self.warps_n * self.team_bytes(COLUMNS * self.column_tiles, halves)
+        sums = self.warps_n * self.team_bytes(halves)
         return sums + self.num_warps * self.expert_x_bytes(matrices)
 
     def expert_x_bytes(self, matrices: Sequence[Matrix]) -> int:
         """Shared memory of a warp's sums of x, if they are kept."""
-        each = [self.span_of(m.form) * x_sums_bytes(m, self.column_tiles) for m in matrices]
-        return max(each) if self.kept else 0
+        return max(map(x_sums_bytes, matrices)) if self.kept else 0
 
     def dense_bytes(self, matrix: Matrix, columns: int) -> int:
         """Shared memory of one matrix's product without its terms, a multiple of 16.
@@ -106,12 +95,12 @@ class StreamTiles:
         Rings and then, in their place, sums; or both and the sums of x, if they are kept.
         """
         sums, beside = self.sums_bytes(columns), self._beside_rings(matrix, columns)
-        rings = self.num_warps * self.depth * tile_bytes(matrix, self.span)
+        rings = self.num_warps * self.depth * tile_bytes(matrix)
         return rings + beside if self.kept else max(rings, sums)
 
     def _beside_rings(self, matrix: Matrix, columns: int) -> int:
         """Shared memory that cannot reuse the rings."""
-        of_x = self.num_warps * self.span * x_sums_bytes(matrix, columns // COLUMNS)
+        of_x = self.num_warps * x_sums_bytes(matrix, columns // COLUMNS)
         return self.sums_bytes(columns) + of_x if self.kept else 0
 
 
@@ -120,7 +109,6 @@ SHARED_BYTES = 225 * 1024
 MOST_TILES = 7  # row tiles of a warp; more do not fit its registers
 MOST_KEPT = 8  # the same where totals are in shared memory
 MOST_CLUSTER = 2  # blocks of a cluster; more do not fit every group of processors
-FEW_COLUMNS = 8  # rows of x that one column tile holds
 JOBS_BYTES = 8 * 1024  # of shared memory, more than the list of 512 pairs' jobs takes
 
 
@@ -182,7 +170,7 @@ def _with_v(tiles: StreamTiles, matrix: Matrix, terms: Sequence[Term]) -> Stream
         return tiles
     (term,) = terms
     alike = term.v.form == matrix.form and term.v.group == matrix.group
-    fits = tile_bytes(term.v, tiles.span) <= tile_bytes(matrix, tiles.span)
+    fits = tile_bytes(term.v) <= tile_bytes(matrix)
     if not (alike and fits and term.covers(0, matrix.num_rows)):
         return tiles
     several = term.num_tiles > 1 and tiles.rows < matrix.num_rows
@@ -202,7 +190,7 @@ def expert_tiles(
     matrix = tiers[0]
     halves = 2 if gated else 1
     outputs = matrix.num_rows // halves
-    if num_tokens <= FEW_COLUMNS:
+    if num_tokens <= COLUMNS:
         blocks = min(tier.num_blocks for tier in tiers)
         warps_k, warps_n = _share_out(blocks, 8, outputs // ROWS)
         pairs, most = num_tokens * width, MOST_TILES // halves
@@ -271,9 +259,8 @@ def dense_share(tiles: StreamTiles, num_x: int, num_outputs: int) -> Share:
 
 def expert_share(tiles: StreamTiles, gated: bool, num_outputs: int) -> Share:
     """Share of a thread block in the expert kernels; outputs are a pair's."""
-    columns = COLUMNS * tiles.column_tiles
     halves = 2 if gated else 1
-    return Share(tiles.num_warps, columns, tiles.rows, halves, num_outputs, columns)
+    return Share(tiles.num_warps, COLUMNS, tiles.rows, halves, num_outputs, COLUMNS)
 
 
 def _fitted(
@@ -286,7 +273,7 @@ def _fitted(
     Args:
       beside: bytes beside the rings, low-rank terms included, for given tiles.
     """
-    each = max(tile_bytes(m, tiles.span_of(m.form)) for m in matrices)
+    each = max(map(tile_bytes, matrices))
     while True:
         room = SHARED_BYTES - beside(tiles)
         depth = max(1, min(tiles.depth, room // (each * tiles.num_warps)))

@@ -196,13 +196,10 @@ class Simulator:
             out[mine] = self.memory[buffer][first[:, None] + np.arange(count)]
         return out
 
-    def load(
-        self, base: Value, imm: int, num_words: int, *, streamed: bool = False,
-        in_order: bool = False, predicate: Value | None = None,
-    ) -> list[Value]:  # fmt: skip
-        active = self.active if predicate is None else self.active & (self._word(predicate) != 0)
-        words = self._bytes(base + imm, 4 * num_words, active).view(np.uint32).astype(np.int64)
-        words[~active] = 0xDEADBEEF
+    def load(self, base: Value, imm: int, num_words: int, *, in_order: bool = False) -> list[Value]:
+        words = self._bytes(base + imm, 4 * num_words, self.active).view(np.uint32)
+        words = words.astype(np.int64)
+        words[~self.active] = 0xDEADBEEF
         return list(words.T)
 
     def copy_async(
