@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from moejax.policies import base, dymoe
 from moejax.policies.base import SKIPPED, Decision, Observation
-from moejax.policies.dymoe import FIGURE_3, DyMoE, _critical_counts, _retention_ratios
+from moejax.policies.dymoe import DyMoE, _critical_counts, _retention_ratios
 from pallas_kernels import cache_plan
 from tests import policies_contract as contract
-from tests.policies_cases import SPEC, A, E, M, random_trace
+from tests.policies_cases import FIGURE_3, SPEC, A, E, M, random_trace
 
 HEAVY = jax.jit(dymoe._heavy_hitters)
 BY_TOKENS = jax.jit(dymoe._critical_by_tokens)

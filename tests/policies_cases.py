@@ -11,10 +11,19 @@ import numpy as np
 
 from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
-from moejax.policies.dymoe import FIGURE_3
+from moejax.policies.dymoe import SKIP
 from moejax.policies.make import make_policy
 
 M, E, A = 3, 8, 3
+# The curves of DyMoE's Figure 3, as settings of skipping. Its legend explains two choices, of
+# experts and of layers; where it names one, the other is the plain one, so "token" and "equal" are
+# one run.
+FIGURE_3 = {
+    "random": {"low": SKIP, "selection": "random", "schedule": "equal"},
+    "token": {"low": SKIP, "selection": "critical", "schedule": "equal"},
+    "equal": {"low": SKIP, "selection": "critical", "schedule": "equal"},
+    "depth": {"low": SKIP, "selection": "critical", "schedule": "cosine"},
+}
 SPEC = PolicySpec(
     num_layers=M,
     num_experts=E,

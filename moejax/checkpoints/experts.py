@@ -318,7 +318,6 @@ def open_experts(
 
     Args:
       dtype: type of plain experts, as in `Checkpoint.load`; "auto" depends on `device`.
-      last_plane: see `ExpertReader`.
 
     Raises:
       MoejaxError: the checkpoint is an Orbax directory; the model has no experts, or they have a
@@ -326,11 +325,9 @@ def open_experts(
     """
     if checkpoint.is_orbax:
         raise checkpoint.orbax_is_whole()
-    directory, config = checkpoint.directory, checkpoint.config
-    if not config.moe_layers:
-        raise MoejaxError(f"{directory}: the model has no sparse layer, so no experts")
-    chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    reader = CheckpointReader(directory, config, dtype=chosen, read_bits=checkpoint.read_bits)
+    if not checkpoint.config.moe_layers:
+        raise MoejaxError(f"{checkpoint.directory}: the model has no sparse layer, so no experts")
+    reader = checkpoint.reader(np.dtype(checkpoint.choose_dtype(dtype, device)))
     return ExpertReader(reader, last_plane=last_plane)
 
 

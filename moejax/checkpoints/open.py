@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,11 +73,13 @@ class Checkpoint:
             if not experts:
                 raise self.orbax_is_whole()
             return load_orbax(self.directory, dtype=chosen, device=device)[1]
-        reader = CheckpointReader(
-            self.directory, self.config, dtype=chosen, read_bits=self.read_bits
-        )
         place = device if mesh is None else mesh.replicated
+        reader = self.reader(chosen)
         return reader.load(place, progress=progress, experts=experts, mesh=mesh, places=places)
+
+    def reader(self, dtype: Any) -> CheckpointReader:
+        """Opens a reader of its safetensors, of plain leaves in `dtype`."""
+        return CheckpointReader(self.directory, self.config, dtype=dtype, read_bits=self.read_bits)
 
     @property
     def is_orbax(self) -> bool:
@@ -107,7 +110,6 @@ def open_checkpoint(name: str, read_bits: int = 0) -> Checkpoint:
     """Opens the checkpoint of a name; see `resolve_checkpoint`.
 
     Args:
-      name: as `resolve_checkpoint` takes it.
       read_bits: width in which bit planes are read; 0: the widest.
 
     Raises:

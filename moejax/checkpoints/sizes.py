@@ -8,7 +8,7 @@ import numpy as np
 
 from moejax.checkpoints.leaves import LeafPlan
 from moejax.checkpoints.open import Checkpoint
-from moejax.checkpoints.reader import CheckpointReader, refuse_division
+from moejax.checkpoints.reader import refuse_division
 from moejax.devices import rows_of
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
@@ -52,9 +52,7 @@ def checkpoint_sizes(
         sizes = sizes_of_each(shape_sizes(config, dtype, expert_kind=None), num_devices, handed_out)
         refusal = str(checkpoint.orbax_is_whole()) if checkpoint.is_orbax else None
         return dataclasses.replace(sizes, refusal=refusal)
-    read_bits = checkpoint.read_bits
-    reader = CheckpointReader(directory, config, dtype=dtype, read_bits=read_bits)
-    leaves = dict(reader.leaves)
+    leaves = dict(checkpoint.reader(dtype).leaves)
     refusals = {leaf: leaves[leaf].refusal for leaf in EXPERT_LEAVES if leaf in leaves}
     said = [f"{leaf} is {refusal}" for leaf, refusal in refusals.items() if refusal]
     refusal = f"{directory}: {' and '.join(said)}" if said else None
@@ -93,10 +91,7 @@ def stored_shares(checkpoint: Checkpoint, dtype: np.dtype, num_devices: int) -> 
     """Shares of each expert, as it is stored, on a mesh; raises as `checkpoint_sizes`."""
     if not checkpoint.is_quantized:
         return shares_of(checkpoint.config.expert_dim, num_devices, None)
-    reader = CheckpointReader(
-        checkpoint.directory, checkpoint.config, dtype=dtype, read_bits=checkpoint.read_bits
-    )
-    return reader.shares(num_devices)
+    return checkpoint.reader(dtype).shares(num_devices)
 
 
 def config_of_share(
@@ -128,10 +123,7 @@ def mesh_splits_heads(
     shares = HeadShares(checkpoint.config, num_devices)
     refusal = shares.refusal()
     if checkpoint.is_quantized and refusal is None:
-        reader = CheckpointReader(
-            checkpoint.directory, checkpoint.config, dtype=dtype, read_bits=checkpoint.read_bits
-        )
-        refusal = reader.heads_refusal(shares)
+        refusal = checkpoint.reader(dtype).heads_refusal(shares)
     how = {"batch": batch, "context": context, "itemsize": dtype.itemsize}
     return splits_heads(shares, asked, refusal, **how)
 

@@ -165,7 +165,6 @@ class Runner:
         device: jax.Device,
         *,
         kernels: ops.Kernels | None = None,
-        expert_impl: ExpertImpl | None = None,
         memory: ExpertMemory | None = None,
         decode_impl: CachedAttentionImpl | None = None,
         prompt_impl: CachedAttentionImpl | None = None,
@@ -175,12 +174,6 @@ class Runner:
         """Compiles nothing yet.
 
         Args:
-          config: the model's shape.
-          weights: flat dict of layer-stacked leaves, on `device`.
-          device: where it runs.
-          kernels: None for what the device has.
-          expert_impl: the form that runs the experts of any number of tokens; None: the default.
-          memory: of experts that `weights` lack; None where it has them all.
           decode_impl: what serves attention of decode; None for the kernel where it can.
           prompt_impl: what serves attention of prompts to the cache, as `decode_impl`.
           whole_calls: see `steps.decode` on `fixed_trip_count`; None for what suits the device.
@@ -206,7 +199,6 @@ class Runner:
             self._own_experts = jax.device_put(tables.reshape(-1, *tables.shape[2:]), mesh.split())
         self.programs = CompiledPrograms(lambda function: options[function is steps.decode], mesh)
         self.kernels = kernels or ops.Kernels(target_of(device))
-        self._expert_impl = expert_impl
         definition = model_definition(
             config, self.kernels, holds_experts=memory is None,
             share_axis=MESH_AXIS if mesh else "", by_heads=by_heads,
@@ -471,16 +463,7 @@ class Runner:
         return np.concatenate(logits, axis=1)
 
     def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Negative log-likelihood of what follows each input, summed over each window.
-
-        Args:
-          tokens: int32[B, T], inputs, padded at the end.
-          lengths: int32[B], inputs of each window.
-          targets: int32[B, T], the token after each input; -1 does not count.
-
-        Returns:
-          float64[B], nats.
-        """
+        """Negative log-likelihood of what follows each input, summed; see `Engine.score`."""
         batch, length = tokens.shape
         if self.one_stream and batch > 1:
             rows = (slice(i, i + 1) for i in range(batch))
@@ -534,7 +517,7 @@ class Runner:
     def expert_impl(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertImpl:
         """Form that runs experts of so many tokens; None: the model's, first tier."""
         experts = self._experts if experts is None else experts
-        return self._expert_impl or default_expert_impl(
+        return default_expert_impl(
             num_tokens, self.config, self.dtype, self.device.platform, experts, self.kernels,
             pooled=self.memory is not None,
         )  # fmt: skip

@@ -48,14 +48,6 @@ SKIP = "skip"  # the name of 0 bits
 SELECTIONS = ("critical", "load", "random")
 SCHEDULES = ("cosine", "linear", "sensitivity", "equal")
 ROUNDINGS = ("diffused", "ceil")
-# The curves of Figure 3, as settings of skipping. Its legend explains two choices, of experts and
-# of layers; where it names one, the other is the plain one, so "token" and "equal" are one run.
-FIGURE_3 = {
-    "random": {"low": SKIP, "selection": "random", "schedule": "equal"},
-    "token": {"low": SKIP, "selection": "critical", "schedule": "equal"},
-    "equal": {"low": SKIP, "selection": "critical", "schedule": "equal"},
-    "depth": {"low": SKIP, "selection": "critical", "schedule": "cosine"},
-}
 
 
 class _DyMoEState(NamedTuple):
@@ -401,8 +393,6 @@ def attention_received(
       positions: int32[B, T], of the queries; a query sees keys up to its own position.
       active: bool[B, T], queries that are no padding.
       aggregation: "mean", "sum" or "last_query".
-      sliding_window: keys that a query sees, itself included; None: all.
-      scale: factor on the scores; None: 1 / sqrt(C).
       sinks: [H], logits that join each head's softmax and are no token; None: there are none.
       block: queries at a time; None: as many as keep their weights under `BLOCK_BYTES`.
 
