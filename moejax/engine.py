@@ -514,7 +514,6 @@ class Engine:
         and its answer take what was planned, or 4,096 tokens.
 
         Args:
-          num_lanes: rows at once.
           **how: see `ContinuousBatch`.
         """
         planned = self.budget.run.context if self.budget else self.config.context_limit

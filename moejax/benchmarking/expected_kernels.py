@@ -42,8 +42,6 @@ def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int)
     Forms that no kernel takes on any device (FP8, act-order; docs/kernels.md) may be dequantized.
 
     Args:
-      runner: of a model.
-      batch: B.
       prompt: tokens of each prompt; 0: none is run.
       context: slots of the cache; no matter without a prompt.
 

@@ -71,14 +71,7 @@ class Bench:
         self, runner: Runner, *, context: int, settings: GenerationSettings,
         eos_ids: tuple[int, ...], steps_per_call: int,
     ):  # fmt: skip
-        """Runs nothing yet.
-
-        Args:
-          context: S, cache length of every batch.
-          settings: how tokens are chosen, and how many.
-          eos_ids: tokens that end an answer; () where none does.
-          steps_per_call: decode steps of a compiled call.
-        """
+        """Runs nothing yet."""
         self.runner, self.context, self.settings = runner, context, settings
         self._eos_ids, self._per_call = eos_ids, steps_per_call
         self._ledgers: dict[str, Ledger] = {}

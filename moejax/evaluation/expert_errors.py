@@ -44,10 +44,7 @@ def load_tiers(
     """Loads the experts of every tier whole, on the device; None of the model's own.
 
     Args:
-      own: the model's checkpoint.
       tiering: of which tiers, quantizer and group size are read.
-      weights: of the model, with its experts, of which tiers are made.
-      device: where they go.
 
     Raises:
       MoejaxError: as of a run with such tiers.

@@ -108,8 +108,6 @@ class CachePlanner:
           tiers: donated.
           rows_of: int32[M, E] of each tier, rows of the host store; -1: none.
           gate: as in `ExpertCache`, donated; None: it is not counted.
-          asked: routing of N tokens.
-          token_mask: bool[N], False for padding.
 
         Returns:
           The plan, each tier's part of it, and `gate` and `tiers` after it.
@@ -172,7 +170,6 @@ class CachePlanner:
 
         Args:
           slots: donated.
-          layer: the coming one.
           ids: int32[L], experts that it will probably need; -1: none.
         """
         ids = self._in_memory(0, row_of, layer, ids)

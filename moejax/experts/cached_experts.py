@@ -107,11 +107,8 @@ class CachedExperts(Experts):
         """Prepares one trace of a step.
 
         Args:
-          spec: static.
           cache: the slots of all tiers, before the first layer.
-          rows: of the host, of each tier.
           impl: the form that runs the experts of each.
-          kernels: those that may run packed experts.
           num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
           handed_out: where the cache is of some experts alone, one device's.
         """

@@ -94,7 +94,6 @@ def load_limited(
       dtype: of plain weights and activations, or "auto".
       context: slots of the KV cache of each sequence.
       chunk: tokens of one sequence that a prefill step takes.
-      progress: show bars on stderr.
       is_running: rows come and go, in a cache of pages.
 
     Returns:

@@ -243,12 +243,9 @@ class TierStep:
 
         Args:
           slots: donated.
-          x: [N, D], normed.
-          ids: int32[N, A], experts.
           active: bool[N, A], pairs that run here.
           plan: of the layer; the experts of wave 0 are fetched.
           base: what this tier refines.
-          biases: of the pairs' experts; None: they have none.
         """
         if not self.num_waves(active.size):
             pairs, stacks = self.pairs_and_stacks(slots, layer, ids, active, plan, base)

@@ -179,7 +179,6 @@ def prefill_chunks(
     """Yields (start, size) of the prefill chunks of `length` positions within the cache.
 
     Args:
-      length: of the longest prompt.
       longest: positions of a chunk at most.
       short: positions of all chunks of what is no longer than four of them; 0: of none.
     """

@@ -177,7 +177,6 @@ class ContinuousBatch:
         """Adds a row, which joins when a lane is free; returns its number.
 
         Args:
-          prompt: token ids.
           settings: with an integer seed.
           wants_logprobs: whether its deltas tell log-probabilities.
           client: among whose prompts it has its turns.

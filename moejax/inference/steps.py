@@ -2,7 +2,9 @@
 
 Plain functions over a flat dict of weights; the engine jits them. A step through the layers takes,
 after what is static, what it donates: its own state and the expert cache (None where the weights
-hold all experts); then what it reads (`StepInputs`) and operands of its own. It gives a
+hold all experts); then what it reads (`StepInputs`) and operands of its own. Static are `program`,
+of the model, `spec`, how the tokens stand to the cache, and `all_greedy`, as in `_draw`. `sampling`
+and `eos_ids`, int32[B, n], are of each row; -1 in `eos_ids` matches no token. A step gives a
 `StepResult`, donated operands first (jax#39625).
 """
 
@@ -61,7 +63,6 @@ def _logprobs_of(logits: jax.Array, tokens: jax.Array, num_top: int) -> _Logprob
 
     Args:
       logits: float32[B, V], as the model gives them.
-      tokens: int32[B].
       num_top: static, N; where V is less, the rest is -inf of token 0.
     """
     logprobs = jax.nn.log_softmax(logits, axis=-1)
@@ -78,7 +79,6 @@ def _penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Ar
     Keskar et al. 2019 (CTRL), section 4.1, with the sign rule of Hugging Face.
 
     Args:
-      logits: float32[B, V].
       seen: bool[B, V], tokens of the prompt and of the answer so far.
       penalty: float32[B].
     """
@@ -94,7 +94,6 @@ def _filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     section 3.2). Ties at the edge of top-k all stay. The best token always stays.
 
     Args:
-      logits: float32[B, V].
       sampling: settings of each row; rows of temperature 0 are left unscaled.
 
     Returns:
@@ -132,9 +131,7 @@ def _draw(
     """Draws the next token of each row from its own random stream.
 
     Args:
-      logits: float32[B, V].
       keys: B typed keys; each row's _draw depends on its key and logits alone.
-      sampling: settings of each row.
       all_greedy: static; True skips the sort and the _draw.
 
     Returns:
@@ -188,7 +185,6 @@ def _empty_step_output(batch: int, length: int, top_logprobs: int) -> StepOutput
     """Empty output for `length` tokens of each row.
 
     Args:
-      length: n.
       top_logprobs: N, likeliest tokens told beside each; 0: no logprobs at all.
     """
     tokens = jnp.full((batch, length), NO_TOKEN, jnp.int32)
@@ -274,7 +270,6 @@ def init_batch(
     """Initial state of a batch, before any token, and a key per row.
 
     Args:
-      config: static.
       cache_length: static, S.
       dtype: static, of the activations.
       seeds: uint32[B].
@@ -354,12 +349,7 @@ def prefill_chunk(
     inputs: StepInputs,
     chunk: TokenChunk,
 ) -> StepResult[PrefillState]:
-    """Runs a chunk of every prompt, without an output.
-
-    Args:
-      program: static, of the model.
-      spec: static, how the chunk stands to the cache.
-    """
+    """Runs a chunk of every prompt, without an output."""
     _, found = run_chunk(program, spec, state.cache, experts, inputs, chunk)
     last, size = chunk.lengths - 1 - chunk.start, chunk.tokens.shape[1]
     ends_here = (last >= 0) & (last < size)
@@ -447,15 +437,11 @@ def first_token(
     A row without a prompt (of length 0, to fill a batch) is done from the start.
 
     Args:
-      program: static, of the model.
-      all_greedy: static, see `moejax.inference.steps.draw`.
       cache: donated, holds the prompts.
       keys: key[B], donated.
       seen: bool[B, V] of the prompts, donated, or None.
       last_hidden: [B, D], from `prefill_chunk`.
       lengths: int32[B].
-      sampling: settings of each row.
-      eos_ids: int32[B, n], tokens that end each row; -1 matches none.
 
     Returns:
       The state, and its tokens once more as int32[B, 1], which outlive its donation.
@@ -489,9 +475,7 @@ def empty_lanes(
     """State of a running batch without rows: all are done.
 
     Args:
-      config: static.
       cache_length: static, S.
-      pages: static, of the cache.
       dtype: static, of the activations.
       seeds: uint32[B], for its number of rows alone.
     """
@@ -520,12 +504,7 @@ def prompt_chunk(
     others. Until its last chunk the row rests, at the position after its tokens so far.
 
     Args:
-      program: static, of the model.
-      spec: static, how the chunk stands to the cache.
-      all_greedy: static, see `decode`.
       spare: static, see `KVCache.lane`.
-      sampling: settings of all rows.
-      eos_ids: int32[B, n], of all rows.
 
     Returns:
       The output is a `StepOutput` of the row's first token, int32[1, 1], or of `NO_TOKEN`.
@@ -600,16 +579,11 @@ def decode(
     """Runs several decode steps in one call; the host reads the tokens later.
 
     Args:
-      program: static, of the model.
-      spec: static, how the tokens stand to the cache.
-      all_greedy: static, see `moejax.inference.steps.draw`.
       buffer_length: static, most steps of a call.
       fixed_trip_count: static, runs steps beyond `num_steps` too, in which all rows rest: they take
         time and advance the expert cache's clock, and change nothing else. If a loop's end is
         known, XLA's host thread on a GPU does not wait for a look at its condition after each step,
         and the call returns before the device is done.
-      sampling: settings of each row.
-      eos_ids: int32[B, n], tokens that end each row; -1 matches none.
       num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.
 
     Returns:

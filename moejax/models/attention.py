@@ -127,8 +127,6 @@ def causal_attention(
       q: [B, T, H, C].
       k: [B, T, K, C], H a multiple of K.
       v: [B, T, K, C].
-      sliding_window: tokens that a query sees, itself included; None: all.
-      scale: factor on the scores; None: 1 / sqrt(C).
       sinks: [H], see `cached_attention`, which then serves.
 
     Returns:
@@ -221,11 +219,7 @@ def token_attention(
       q: [B, 1, H, C] in bfloat16 or float16.
       keys: [L, B, K, S, C] of all layers.
       values: [L, B, K, S, C], or what belongs to keys that are values (`Latent`).
-      layer: int32[].
-      positions: int32[B, 1].
       kv_length: slots that may be looked at; those beyond a position are not.
-      sliding_window: tokens that a query sees, itself included; None: all.
-      scale: factor on the scores; None: as in `decode_attention`.
       sinks: [L, H] of all layers; None: there are none.
       pages: `KVCache.table`.
 
@@ -257,14 +251,8 @@ def prompt_attention(
 
     Args:
       q: [B, T, H, C] in bfloat16 or float16.
-      keys: [L, B, K, S, C] of all layers.
-      values: [L, B, K, S, C].
-      layer: int32[].
       positions: int32[B, T], consecutive.
       token_mask: bool[B, T], False for the padding after a sequence's tokens.
-      kv_length: slots that may be looked at.
-      sliding_window: tokens that a query sees, itself included; None: all.
-      scale: factor on the scores; None: 1 / sqrt(C).
       sinks: [L, H] of all layers; None: there are none.
 
     Returns:
@@ -430,11 +418,7 @@ class Attention(StackedModule):
     def __call__(
         self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn
     ) -> jax.Array:
-        """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
-
-        Args:
-          normed: [B, T, D].
-        """
+        """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D]."""
         q, k, v, gate = self.project(normed, index.mixer, *angles)
         return self.output(attend(index, q, k, v), index.mixer, gate)
 
@@ -442,7 +426,6 @@ class Attention(StackedModule):
         """Projects normed tokens [B, T, D] to queries, keys and values.
 
         Args:
-          normed: [B, T, D].
           cos: float32[B, T, R / 2].
           sin: float32[B, T, R / 2].
         """

@@ -240,7 +240,6 @@ class DeltaNet(StackedModule):
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 
         Args:
-          normed: [B, T, D].
           token_mask: bool[B, T], False for padding, which comes after a row's tokens; it leaves
             state and tail as they are.
         """

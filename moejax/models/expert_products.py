@@ -64,7 +64,6 @@ def combine(
 
     Args:
       products: [P, N, A, D]; anything where a pair is not active.
-      weights: float32[N, A].
     """
     if pairs.biases is not None:
         first = products[:1].astype(jnp.float32) + pairs.biases.down.astype(jnp.float32)[None]

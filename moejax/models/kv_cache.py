@@ -100,7 +100,6 @@ class KVCache:
         Args:
           index: int32[].
           pages: int32[n], those of the sequence from now on.
-          start: int32[].
         """
         assert self.table is not None
         num_pages, _, size = self.keys.shape[1:4]
@@ -164,8 +163,6 @@ class KVCache:
 
         Args:
           keys: [B, 1, K, C].
-          values: [B, 1, K, C].
-          positions: int32[B].
         """
         rows, slots = jnp.arange(self.batch_size, dtype=positions.dtype), positions
         if self.table is not None:

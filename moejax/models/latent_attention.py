@@ -63,9 +63,6 @@ def _is_expanded(
     its absorbed form 2R + P; to expand a slot, or to absorb a query, takes R (n + v). For
     DeepSeek-V2-Lite (128, 64, 128; 512) that is 320, 1088 and 131072: from 171 queries on expanding
     is less for any S. It takes memory for S slots of all heads, which absorbing does not.
-
-    Args:
-      itemsize: bytes of a number.
     """
     both = of.nope_dim + of.value_dim
     saved = length * slots * (2 * of.kv_rank - both)
@@ -89,8 +86,6 @@ def _expanded_attention(
       q: [B, T, H, C].
       k: [B, S, H, C].
       v: [B, S, H, V], of another width than keys.
-      positions: int32[B, T].
-      window: tokens that a query sees, itself included; None: all.
 
     Returns:
       [B, T, H, V] in `v.dtype`; scores and softmax are float32.
@@ -115,8 +110,6 @@ def _absorbed_attention(
 
     Args:
       queries: with `nope` absorbed: [B, T, H, R].
-      positions: int32[B, T].
-      window: tokens that a query sees, itself included; None: all.
 
     Returns:
       [B, T, H, R], mixed latents, in their dtype; scores and softmax are float32.
@@ -179,11 +172,7 @@ class LatentAttention(StackedModule):
     def __call__(
         self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn
     ) -> jax.Array:
-        """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
-
-        Args:
-          normed: [B, T, D].
-        """
+        """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D]."""
         layer = index.mixer
         queries = self.queries(normed, layer, *angles)
         new = self.latents(normed, layer, *angles)

@@ -196,7 +196,6 @@ def _routing_by_kernel(
     """Runs `routing_of` in one launch, without a gradient; jitted for all layers.
 
     Args:
-      logits: float32[N, E].
       first: int32[], an offset that the caller adds to the ids later; the kernel adds it and it is
         subtracted here, so that XLA cancels both and needs no launch. None for 0.
     """
@@ -305,7 +304,6 @@ def default_expert_impl(
     """Chooses the form that runs experts for `num_tokens` tokens on `platform`.
 
     Args:
-      platform: "cpu" or "gpu".
       pooled: the experts are slots of a pool.
     """
     packed = bool(_packings(experts))

@@ -97,7 +97,6 @@ def model_angles(
     does with one sequence in a fresh model; in a batch it takes the longest row's length for all.
 
     Args:
-      positions: int32[B, T].
       lengths: int32[B], tokens of each whole sequence, including earlier and later chunks; None
         where the last position is the last token.
     """
@@ -132,9 +131,6 @@ def _by_length(
 
 def _rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> Angles:
     """Cosine and sine of position * theta^(-2i/C) (Su et al. 2021, eq. 15).
-
-    Args:
-      positions: int32[B, T].
 
     Returns:
       Two float32[B, T, C / 2].

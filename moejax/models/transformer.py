@@ -371,7 +371,6 @@ class Transformer(nnx.Module):
           positions: int32[B, T]; consecutive, and the same start for all rows where T > 1.
           token_mask: bool[B, T], False for padding: it takes no part in the experts.
           experts: None: those that the model holds, by `spec.experts`.
-          lengths: int32[B], see `rope.model_angles`.
 
         Returns:
           The cache, the last layer's output [B, T, D] before the last norm, the experts' carry, and

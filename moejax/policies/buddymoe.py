@@ -91,7 +91,6 @@ def _candidates_of(
     Args:
       ids: int32[N, A], the router's choice.
       lists: int32[E, H], buddies of each expert, the best first; -1 pads.
-      resident: bool[E].
       depth: int32[], how far lists are searched, at most H.
     """
     listed = lists.at[ids].get(mode="clip")

@@ -69,14 +69,7 @@ class AnswerWriter:
         texts: TokenTexts,
         eos_ids: tuple[int, ...],
     ):
-        """Writes nothing yet.
-
-        Args:
-          request_id: ends the answer's id.
-          model_name: name by which clients call the model.
-          texts: texts of the model's tokens.
-          eos_ids: tokens that end an answer.
-        """
+        """Writes nothing yet."""
         self._request = request
         self._texts = texts
         self._eos_ids = eos_ids

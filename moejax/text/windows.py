@@ -42,7 +42,6 @@ def windows(
     Args:
       ids: integer[n], at least two.
       batch_size: windows of a batch; the last batch is filled with empty ones.
-      chosen: indices of the windows; None: all.
 
     Yields:
       tokens int32[B, T], lengths int32[B], targets int32[B, T] with -1 for "not scored"; T is the

@@ -47,10 +47,8 @@ def search(
       allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced.
       depth: int32[], how far lists are searched.
       budget: int32[], rho, the most replacements per token.
-      gate: None: all allowed tokens pass.
       replaced: int32[M, E], counts to which the replaced pairs of each expert are added; donate it.
         None: no counts.
-      implementation: "triton" or "reference"; None for the first that does not refuse.
 
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.

@@ -89,10 +89,8 @@ def resolve_tiers(
 
     Args:
       resident: bool[T, E], of `servable`.
-      ids: int32[N, A].
       wishes: of each pair. A copy of higher fidelity serves where all active pairs of the tier
         that an expert is asked for in allow it (`at_least`).
-      active: bool[N].
       refines: static, of each tier whether its copies refine those of the next one, which has every
         expert; (): none does.
 

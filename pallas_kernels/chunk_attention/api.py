@@ -70,7 +70,6 @@ def chunk_attention(
       keys: [L, B, K, S, C], whole: it is indexed inside the kernel, nothing is copied. Slots beyond
         a sequence's last token, or before the first one's window, may hold any finite number;
         Triton never reads them, Mosaic multiplies those in a block's rest by 0.
-      values: like keys.
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       starts: int32[B], positions of the chunk's first tokens.
       lengths: int32[B], tokens of each sequence in the chunk, 0..T; others are padding, and what
@@ -80,8 +79,6 @@ def chunk_attention(
       scale: positive factor on the scores; None: 1 / sqrt(C). Static.
       sinks: [L, H], logits that join each head's softmax and attend to nothing; None: there are
         none.
-      implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
-      tiles: None for the heuristic's; only with Triton.
 
     Returns:
       [B, T, H, C] in `q.dtype`.

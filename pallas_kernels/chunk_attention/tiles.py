@@ -42,8 +42,6 @@ def default_tiles(num_rows: int, head_dim: int, num_bytes: int, target: Target) 
 
     Args:
       num_rows: tokens of the chunk times query heads of a kv head.
-      num_bytes: bytes per element.
-      target: gives the shared memory of a multiprocessor.
     """
     rows = min(ROWS, max(MIN_ROWS, power_above(num_rows)))
     while rows > 64 and rows * head_dim > ROWS * 128:

@@ -75,8 +75,6 @@ def decode_attention(
       sinks: [L, H], a logit a head that joins the softmax and attends to nothing; None: none.
       pages: int32[B, n]: slot s is slot s % S of page `pages[b, s // S]` of keys and values, whose
         second axis is the pages'; None: it is the sequences'.
-      implementation: "triton" or "reference"; None for the first that does not refuse.
-      tiles: None for the heuristic's; only with the kernel.
 
     Returns:
       [B, H, C] in `q.dtype`.

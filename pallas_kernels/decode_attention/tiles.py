@@ -53,8 +53,6 @@ def default_tiles(
     A second launch then adds the splits: it costs as much as reading some 30 KB by one program.
 
     Args:
-      num_bytes: bytes per element.
-      target: gives the number of multiprocessors, and their shared memory.
       more_dim: P, where keys of C + P numbers have their values among them.
       page: slots of a page, which holds whole blocks.
     """

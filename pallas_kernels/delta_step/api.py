@@ -56,7 +56,6 @@ def delta_step(
       active: bool[B]; other sequences keep state and tail, and their results are meaningless.
       floor: added to the sum of squares of queries and keys; static.
       rows_by_head: order of the projection, see `Projection`; static.
-      implementation: "triton" or "reference"; None for the first that does not refuse.
 
     Returns:
       [B, H value dim] in the dtype of the rows, states and tails.

@@ -54,8 +54,6 @@ def fetch(
       src: int32[J], rows of the store.
       dst: int32[J], slots. A job whose row or slot is negative or beyond the last is skipped. Of
         several jobs that are not skipped and share a slot, the last is done.
-      implementation: "triton" or "reference"; None for `choose`'s.
-      tiles: None for the default ones; only with the kernel.
       after: a pytree of arrays on the device that are to be written before the copy begins: it
         takes them and leaves them alone. For a copy that may run beside other kernels.
       interpret: runs the kernel on the CPU, for tests; before jax 0.11.2 not with a store in host

@@ -92,8 +92,6 @@ def hqq_solve(
       low_rank: u float32[..., N, R] and v float32[..., R, K], whose product is subtracted from the
         weights in float32 inside the kernel; zero components change nothing.
       steps: int32[...], number of steps, up to `settings.max_steps`; None for the stop rule.
-      implementation: "triton" or "reference"; None for the first that does not refuse.
-      tiles: None for the heuristic's; only with the kernel.
 
     Raises:
       ValueError: the asked implementation refuses; with all reasons.

@@ -95,9 +95,5 @@ def grouped_tokens(num_tokens: int, width: int, tiers: Sequence[PackedMatrices])
 
 
 def grouped_tiles(tokens: int, bits: int) -> WgmmaTiles:
-    """Chooses as many stages as shared memory holds.
-
-    Args:
-      tokens: tokens per tile; 32, 64, 128 or 256.
-    """
+    """Chooses as many stages as shared memory holds."""
     return _fitting(WgmmaTiles(tokens=tokens, x_stages=8, word_blocks=4), bits)

@@ -60,7 +60,6 @@ def qkv_to_cache(
         dropped.
       cos: float32[B, C / 2], of each token's angles.
       pages: see `decode_attention`.
-      implementation: "triton" or "reference"; None for the first that does not refuse.
 
     Returns:
       Queries [B, H, C], keys and values [L, B, K, S, C], in `qkv.dtype`.

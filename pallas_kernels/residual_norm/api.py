@@ -38,7 +38,6 @@ def residual_norm(
       scales: [L, D] in `x.dtype`, whole: it is indexed inside the kernel, nothing is copied.
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       zero_centred: scales are added to one, and rounding comes last (Qwen3-Next); static.
-      implementation: "triton" or "reference"; None for the first that does not refuse.
 
     Returns:
       y and its norm, both [N, D] in `x.dtype`; y is x itself without a delta.

@@ -38,7 +38,6 @@ def top_k(
       k: in 1..E; static.
       first: int32[], id of the first expert, such as its index among all layers' experts; None for
         0.
-      implementation: "triton" or "reference"; None for the first that does not refuse.
 
     Returns:
       p, float32[N, E]; the weights of the chosen, float32[N, k], by falling p; their ids,

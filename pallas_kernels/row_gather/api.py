@@ -31,7 +31,6 @@ def gather_rows(
     Args:
       matrix: [R, W], in pinned host memory (`memory_kind="pinned_host"`) or on the device.
       rows: int32[N]; beyond the ends, the first or the last row is meant.
-      implementation: "triton" or "reference"; None for the first that does not refuse.
       interpret: runs the kernel on the CPU, for tests; before jax 0.11.2 not with a matrix in host
         memory.
 

@@ -101,7 +101,6 @@ def add_terms(
 
     Args:
       acc: float32[rows, columns].
-      slot: int32[].
       rows: int32[rows], outputs of the tile.
       columns: int32[columns], rows of `thin`.
       columns_mask: bool[columns].

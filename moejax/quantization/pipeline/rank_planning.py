@@ -66,8 +66,6 @@ def plan_ranks(
     Args:
       schemes: by name; one with a rank of its own is left out of the policy's averages.
       factor_bits: for policies that count bytes.
-      kurtosis: from `measure_kurtosis`, by name, if needed.
-      frequencies: of the router, if needed.
 
     Returns:
       "ranks" by name, and "capped": the names for which the policy exceeds min(N, K). MoejaxError

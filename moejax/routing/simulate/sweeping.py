@@ -103,7 +103,6 @@ def sweep(
     """Runs every setting of a grid over the trace and returns its decode results.
 
     Args:
-      trace: with decoded tokens.
       policy: `LRU`, the policy "on_demand" in one tier; a name of `policies.make`; or a callable
         that makes a policy from its settings, such as the class of a policy of your own.
       grid: settings: `slots` of a layer, a number or one of each tier, and those of the policy.

@@ -126,8 +126,6 @@ def rows(
     """Yields a row for each setting and speed of the link.
 
     Args:
-      names: the settings in text.
-      swept: the result of each.
       machines: one per speed of the link.
     """
     versions = results.package_versions("moejax", "jax")
