@@ -251,6 +251,8 @@ class _ShapeModels:
                 f"expert_rank={self._asked.expert_rank} is for experts that are all on the device: "
                 "leave it out, or the policy and the limits"
             )
+        # Before slots take what the embeddings have: a budget has room for one of both.
+        self._memories.place_embeddings(on_host=EMBEDDINGS in budget.host)
         memories, held = [], 0
         for bits, part in zip(self._bits, budget.tiers, strict=True):
             cached, first = 0 < part.slots < part.num_experts, None
@@ -290,7 +292,6 @@ class _ShapeModels:
         self, memory: ExpertMemory, work: routing.Workload, batch: int, budget: Budget
     ) -> _LoadedModel:
         replay(memory, work, batch)
-        self._memories.place_embeddings(on_host=EMBEDDINGS in budget.host)
         mesh = self._mesh
         if mesh is not None:
             experts = handed_out(self._asked.mesh, self.config, work.activations())
