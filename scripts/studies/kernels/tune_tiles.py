@@ -35,6 +35,8 @@ from pallas_kernels.dequant_matmul import dequant_matmul
 from pallas_kernels.grouped_dequant_matmul import down, gate_up
 from pallas_kernels.target import current_target
 from scripts.studies.kernels.data import (
+    ASKED_DENSE,
+    ASKED_MOE,
     DENSE,
     ERROR_LIMIT,
     MOE,
@@ -268,8 +270,10 @@ def report(task: Task, results: Sequence[Result], device: jax.Device, out: str) 
 def tasks(bench: Bench) -> Iterator[Task]:
     """Tasks that the flags name."""
     smoke, name = _SMOKE.value, _SHAPE.value
-    products, models = (SMOKE_DENSE, SMOKE_MOE) if smoke else (DENSE, MOE)
-    found: dict[str, Dense | Moe] = {shape.name: shape for shape in (*products, *models)}
+    shapes: list[Dense | Moe] = [*DENSE, *ASKED_DENSE, *MOE, *ASKED_MOE]
+    if smoke:
+        shapes = [*SMOKE_DENSE, *SMOKE_MOE]
+    found = {shape.name: shape for shape in shapes}
     shape = found.get(name)
     if (_OP.value == "dense") != isinstance(shape, Dense) or shape is None:
         raise app.UsageError(f"{_OP.value} of {name!r}: the shapes are {', '.join(found)}")
