@@ -3,7 +3,7 @@
 Three launches at decode, one more for each product with low-rank terms. Tiers share a launch: the
 program branches on its matrix's tier, so each tier is compiled as if it were alone.
 
-Biases and gating are part of the first launch, unless its tiles split K: then they are XLA's.
+Biases and gating are part of the first launch, whose sums over K are whole.
 
 Decode: a program belongs to a pair. The first pair of a matrix (and each that comes `columns` pairs
 later among those of the matrix) leads and does the work of `columns` of them, so that the matrix is
@@ -294,14 +294,6 @@ class _Call:
             interpret=self.interpret,
         )(*leaves)
 
-    def products(self, name: str, num_outputs: int) -> jax.Array:
-        """Launches plain products: float32[split_k, P, N], the parts of K."""
-        shape = (self.tiles.split_k, self.num_pairs, num_outputs)
-        return self.run(
-            _products_body, name, (-(-num_outputs // self.tiles.block_n), self.tiles.split_k),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        )  # fmt: skip
-
     def add_thin(self, name: str) -> None:
         """Launches the thin products of the low-rank terms, if there are any."""
         if not any(self.operands.low_rank):
@@ -343,11 +335,7 @@ def gate_up_triton(
         call.operands = call.operands._replace(bias=bias.reshape(num_tokens * width, -1))
     call.static = call.static._replace(gating=gating)
     num_hidden = tiers[0].num_outputs // 2
-    if tiles.split_k > 1:
-        products = call.products("gate_up", tiers[0].num_outputs)
-        is_tier = (assignments.tier >= 0) & (assignments.tier < len(tiers))
-        return _gated(products, bias, is_tier, gating).astype(x.dtype)
-    hidden = call.run(
+    hidden = call.run(  # whole sums, whatever the tiles split: gates and ups meet in them
         _gate_up_body, "gate_up", (-(-num_hidden // tiles.block_n), 1),
         jax.ShapeDtypeStruct((num_tokens * width, num_hidden), x.dtype),
     )  # fmt: skip
@@ -368,18 +356,12 @@ def down_triton(
     rows = hidden.reshape(num_tokens * width, -1)
     call = _Call(rows, assignments, tiers, low_rank, tiles, 1, target.simulated)
     call.add_thin("down")
-    return call.products("down", tiers[0].num_outputs).reshape(tiles.split_k, num_tokens, width, -1)
-
-
-def _gated(
-    parts: jax.Array, bias: jax.Array | None, is_tier: jax.Array, gating: Gating
-) -> jax.Array:
-    """Hidden values float32[T, A, F] of products' parts [split_k, P, 2F]; 0 of skipped pairs."""
-    both = jnp.sum(parts, axis=0).reshape(*is_tier.shape, -1)
-    if bias is not None:
-        both = both + bias.astype(jnp.float32)
-    hidden = gating(*jnp.split(both, 2, axis=-1))
-    return jnp.where(is_tier[..., None], hidden, 0.0)
+    num_outputs, parts = tiers[0].num_outputs, tiles.split_k
+    products = call.run(
+        _products_body, "down", (-(-num_outputs // tiles.block_n), parts),
+        jax.ShapeDtypeStruct((parts, num_tokens * width, num_outputs), jnp.float32),
+    )  # fmt: skip
+    return products.reshape(parts, num_tokens, width, num_outputs)
 
 
 def _for_each_job(
