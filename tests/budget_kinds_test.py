@@ -44,7 +44,7 @@ def budget_of(name, *, batch=1, context=4096, chunk=1024, kind=INT4, **limits):
 
 
 class PartsTest(parameterized.TestCase):
-    @parameterized.product(name=NAMES, batch=(1, 3))
+    @parameterized.product(name=tuple(SHAPES), batch=(1, 3))
     def test_cache_and_states_are_what_is_allocated(self, name, batch):
         budget, config = budget_of(name, batch=batch), SHAPES[name]
         cache = jax.eval_shape(lambda: empty_cache(config, batch, 4096, jnp.bfloat16))
@@ -77,7 +77,7 @@ class PartsTest(parameterized.TestCase):
         per_expert = 3 * config.model_dim * config.expert_dim
         self.assertEqual(budget.tier.expert_nbytes, per_expert // 2 + per_expert // 64 * 4)
 
-    @parameterized.product(name=NAMES, seed=tuple(range(6)))
+    @parameterized.product(name=tuple(SHAPES), seed=(0, 1))
     def test_limits_are_kept_and_filled(self, name, seed):
         rng = np.random.default_rng(seed)
         how = {"batch": int(rng.integers(1, 5)), "context": int(2 ** rng.integers(9, 14))}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from moejax import Engine
+from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
 from moejax.models import shapes
 from moejax.models.config import RouterRule, weight_shapes
@@ -138,6 +138,15 @@ QWEN35: dict[str, Any] = {
         },
     },
 }  # fmt: skip
+
+
+def qwen35(**text: Any) -> dict[str, Any]:
+    """The published fields of another size of Qwen3.5."""
+    same = {"moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}
+    same |= {"linear_num_value_heads": 64, "num_attention_heads": 32}
+    return QWEN35 | {"text_config": QWEN35["text_config"] | same | text}
+
+
 OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4,
     "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
@@ -159,11 +168,27 @@ PUBLISHED = {
     "DeepSeek-MoE-16B": (MOE_16B, shapes.DEEPSEEK_MOE_16B),
     "DeepSeek-V2-Lite": (V2_LITE, shapes.DEEPSEEK_V2_LITE),
     "Qwen3.6-35B-A3B": (QWEN35, shapes.QWEN3_6_35B_A3B),
+    "Qwen3.5-122B-A10B": (
+        qwen35(hidden_size=3072, num_hidden_layers=48), shapes.QWEN3_5_122B_A10B,
+    ),
+    "Qwen3.5-397B-A17B": (
+        qwen35(
+            hidden_size=4096, num_hidden_layers=60, num_experts=512, num_experts_per_tok=10
+        ),
+        shapes.QWEN3_5_397B_A17B,
+    ),
     "OLMoE-1B-7B": (OLMOE_1B_7B, shapes.OLMOE_1B_7B),
     "GLM-4.5-Air": (GLM_AIR, shapes.GLM_4_5_AIR),
     "GLM-4.7-Flash": (GLM_FLASH, shapes.GLM_4_7_FLASH),
     "gpt-oss-20b": (OSS_20B, shapes.GPT_OSS_20B),
-}
+    "gpt-oss-120b": (
+        OSS_20B | {
+            "layer_types": OSS_20B["layer_types"][:2] * 18, "num_hidden_layers": 36,
+            "num_local_experts": 128,
+        },
+        shapes.GPT_OSS_120B,
+    ),
+}  # fmt: skip
 
 
 def as_json(fields: dict[str, Any]) -> dict[str, Any]:
@@ -183,14 +208,23 @@ class PublishedTest(parameterized.TestCase):
         self.assertEqual(model_config(fields), expected)
         self.assertEqual(model_config(as_json(to_hf_config(expected, dtype="float32"))), expected)
 
+    # Billions of weights: of papers and model cards, and of Qwen3.5 what llama.cpp counts in files.
     @parameterized.parameters(
-        ("Qwen3-Next-80B-A3B", 79.7), ("DeepSeek-MoE-16B", 16.4), ("DeepSeek-V2-Lite", 15.7),
-        ("OLMoE-1B-7B", 6.9), ("GLM-4.5-Air", 106.85), ("GLM-4.7-Flash", 29.9),
-        ("Qwen3.6-35B-A3B", 34.66), ("gpt-oss-20b", 20.9),
+        ("Qwen3-30B-A3B", 30.53), ("Mixtral-8x7B", 46.70), ("Qwen3-Next-80B-A3B", 79.67),
+        ("DeepSeek-MoE-16B", 16.38), ("DeepSeek-V2-Lite", 15.71), ("OLMoE-1B-7B", 6.92),
+        ("GLM-4.5-Air", 106.85), ("GLM-4.7-Flash", 29.94), ("Qwen3.6-35B-A3B", 34.66),
+        ("Qwen3.5-122B-A10B", 122.11), ("Qwen3.5-397B-A17B", 396.35), ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
     )  # fmt: skip
-    def test_sizes_are_those_of_the_papers(self, name, billions):
-        sizes = weight_shapes(PUBLISHED[name][1]).values()
-        self.assertAlmostEqual(sum(math.prod(shape) for shape in sizes) / 1e9, billions, delta=0.05)
+    def test_planned_sizes_are_those_published(self, name, billions):
+        config = shapes.SHAPES[name]
+        sizes = shape_sizes(config, np.dtype(np.float16), expert_kind=None)
+        num_experts = len(config.moe_layers) * config.num_experts
+        planned = sum(sizes.weights_nbytes.values()) + num_experts * sizes.expert_nbytes
+        self.assertAlmostEqual(planned / 2e9, billions, delta=0.006)
+
+    def test_every_shape_has_its_published_size_and_fields(self):
+        self.assertEqual({*PUBLISHED}, {*shapes.SHAPES})
 
     def test_shapes_of_leaves(self):
         of_qwen, of_next = map(weight_shapes, (shapes.QWEN3_30B_A3B, shapes.QWEN3_NEXT_80B_A3B))

@@ -208,6 +208,33 @@ QWEN3_6_35B_A3B = dataclasses.replace(
     ),
 )
 
+QWEN3_5_122B_A10B = dataclasses.replace(
+    QWEN3_6_35B_A3B,
+    model_dim=3072,
+    num_layers=48,
+    num_heads=32,
+    expert_dim=1024,
+    mlp_dim=1024,
+    shared_dim=1024,
+    moe_layers=tuple(range(48)),
+    delta_net=dataclasses.replace(
+        QWEN3_6_35B_A3B.delta_net, layers=QWEN3_NEXT_80B_A3B.delta_net.layers, num_value_heads=64
+    ),
+)
+
+QWEN3_5_397B_A17B = dataclasses.replace(
+    QWEN3_5_122B_A10B,
+    model_dim=4096,
+    num_layers=60,
+    num_experts=512,
+    experts_per_token=10,
+    moe_layers=tuple(range(60)),
+    delta_net=dataclasses.replace(
+        QWEN3_5_122B_A10B.delta_net,
+        layers=tuple(layer for layer in range(60) if layer % 4 != 3),
+    ),
+)
+
 GPT_OSS_20B = ModelConfig(
     family="gpt_oss",
     vocab_size=201088,
@@ -250,6 +277,8 @@ SHAPES = {
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
     "Qwen3.6-35B-A3B": QWEN3_6_35B_A3B,
+    "Qwen3.5-122B-A10B": QWEN3_5_122B_A10B,
+    "Qwen3.5-397B-A17B": QWEN3_5_397B_A17B,
     "OLMoE-1B-7B": OLMOE_1B_7B,
     "GLM-4.5-Air": GLM_4_5_AIR,
     "GLM-4.7-Flash": GLM_4_7_FLASH,
