@@ -1,4 +1,4 @@
-"""Chat templates in the forms of the newer families, rendered as transformers renders them.
+"""Chat templates in the forms of the newer families, as transformers renders them, and served.
 
 The templates are our own words. What they use of Jinja is what the published ones of Qwen3.5 and
 3.6, GLM-4.5 to 4.7, gpt-oss and OLMoE use: macros that call themselves, namespaces, slices
@@ -6,13 +6,22 @@ backwards, splits at tags, filters, tests, raise_exception and strftime_now.
 """
 
 import datetime
+import tempfile
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from moejax import Engine
 from moejax.errors import MoejaxError
+from moejax.inference import continuous
 from moejax.text.chat_template import ChatRenderer
+from tests import slow
+from tests.hf_checkpoints import write_checkpoint
+from tests.random_checkpoints import write_tokenizer
+from tests.serving_case import NAME, Served, served
 
 QWEN = r"""{%- set pictures = namespace(count=0) %}
 {%- macro words(content, may_count, of_system=false) %}
@@ -362,6 +371,77 @@ class FamilyTemplatesTest(parameterized.TestCase):
     def test_what_they_refuse_is_said(self, family, messages, said):
         with self.assertRaisesRegex(MoejaxError, f"the chat template failed: {said}"):
             self.renderer.render(TEMPLATES[family], messages, {})
+
+
+MARKS = ("<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+CHANNELS = (
+    "<|channel|>analysis<|message|>let me<|end|>"
+    "<|start|>assistant<|channel|>commentary to=x<|message|>no<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>4!"
+)
+# Checkpoints of each family, templates, and an answer with thoughts.
+SERVED = {
+    "qwen35": ("qwen", "let me</think>4!"),
+    "air": ("glm", "let me</think>4!"),
+    "flash": ("glm", "let me</think>4!"),
+    "oss_mxfp4": ("harmony", CHANNELS),
+    "olmoe": ("olmoe", "<think>let me</think>4!"),
+}
+
+
+class ServerTest(parameterized.TestCase):
+    def chat(self, server: Served, **how: Any) -> tuple[str, str, int]:
+        """Thoughts and text, alike in a stream and as a whole, and tokens of the prompt."""
+        how |= {"model": NAME, "messages": [{"role": "user", "content": "who?"}], "temperature": 0}
+        ask = server.client.chat.completions.create
+        whole = ask(**how)
+        *chunks, last = ask(**how, stream=True, stream_options={"include_usage": True})
+        self.assertEqual(last.usage, whole.usage)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        message, found = whole.choices[0].message, []
+        for name in ("reasoning_content", "content"):
+            found.append("".join(getattr(delta, name, None) or "" for delta in deltas))
+            self.assertEqual(found[-1], getattr(message, name, ""))
+        return *found, whole.usage.prompt_tokens
+
+    @slow.where(lambda name: name != "olmoe")
+    @parameterized.parameters(*SERVED)
+    def test_each_family(self, name):
+        template, answer = SERVED[name]
+        path = write_checkpoint(name, Path(self.enterContext(tempfile.TemporaryDirectory())))
+        write_tokenizer(path, 160, MARKS)
+        (path / "chat_template.jinja").write_text(TEMPLATES[template])
+        engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
+        tokenizer = engine.tokenizer
+        script = tokenizer.encode(answer, add_special_tokens=False)
+
+        def scripted(*given: Any) -> Any:
+            output = continuous_output(*given)
+            tokens = [[next(left) if i >= 0 else i for i in row] for row in output.tokens]
+            return output._replace(tokens=tokens)
+
+        with served(engine) as server:
+            how: Any = {"model": NAME, "prompt": "who?", "max_tokens": 6, "temperature": 0}
+            found = server.client.completions.create(**how).choices[0].text
+            self.assertEqual(found, engine.generate(["who?"], max_new_tokens=6)[0].text)
+            for switch in ({}, {"enable_thinking": False}):
+                prompt = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": "who?"}], **switch
+                )
+                ids = tokenizer.encode(prompt, add_special_tokens=False)
+                [alone] = engine.generate([ids], max_new_tokens=6)
+                self.assertNoCommonElements(alone.tokens, map(tokenizer.token_id, MARKS))
+                expected = [alone.text, ""]
+                if not prompt.rstrip().endswith("<think>"):
+                    expected.reverse()
+                self.assertEqual(
+                    [*self.chat(server, max_tokens=6, extra_body=switch)], [*expected, len(ids)]
+                )
+            left = iter(script * 2)
+            continuous_output = continuous.read_output
+            with mock.patch.object(continuous, "read_output", scripted):
+                thoughts, text, _ = self.chat(server, max_tokens=len(script))
+            self.assertEqual((thoughts, text), ("let me", "4!"))
 
 
 if __name__ == "__main__":

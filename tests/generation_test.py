@@ -84,10 +84,12 @@ class SettingsTest(parameterized.TestCase):
 class PieceTokenizer:
     """Token i spells the i-th piece; nothing is left at the end."""
 
+    thoughts = ""
+
     def __init__(self, pieces: list[str]):
         self._pieces = pieces
 
-    def stream(self) -> "PieceTokenizer":
+    def stream(self, chat_prompt=None) -> "PieceTokenizer":
         return self
 
     def push(self, token_id: int) -> str:

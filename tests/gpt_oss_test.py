@@ -253,8 +253,10 @@ class HarmonyTest(parameterized.TestCase):
         said = "<|start|> assistant <|channel|> final <|message|> 4 ! <|return|>"
         found = self.answer(f"{thought} {said}")
         self.assertEqual((found.text, found.finish_reason), ("4 !", "eos"))
+        self.assertEqual(found.thoughts, "let me see")
         self.assertLen(found.tokens, 15)
-        self.assertEqual(self.answer(f"{thought} {said}", max_tokens=5).text, "")
+        cut = self.answer(f"{thought} {said}", max_tokens=5)
+        self.assertEqual((cut.text, cut.thoughts), ("", "let me"))
 
     @parameterized.parameters(
         ("<|channel|> final <|constrain|> json <|message|> 4 <|return|>", "4"),
@@ -264,7 +266,8 @@ class HarmonyTest(parameterized.TestCase):
         ("<|start|> assistant <|channel|> analysis to=x <|constrain|> json <|message|> 4", ""),
     )
     def test_headers(self, text, shown):
-        self.assertEqual(self.answer(text).text, shown)
+        found = self.answer(text)
+        self.assertEqual((found.text, found.thoughts), (shown, ""))
 
     def test_a_text_without_channels_is_whole(self):
         self.assertEqual(self.answer("let me see 4").text, "let me see 4")

@@ -1,6 +1,7 @@
 """Small random Hugging Face directories of any shape, made without torch."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,11 +50,13 @@ def write_random_checkpoint(
     return directory
 
 
-def write_tokenizer(directory: pathlib.Path, vocab_size: int) -> None:
-    """A token a character: printable ASCII, then Chinese ones up to the vocabulary's size."""
+def write_tokenizer(directory: pathlib.Path, vocab_size: int, special: Sequence[str] = ()) -> None:
+    """A token a character: printable ASCII, Chinese ones, `special` tokens the last."""
     letters = [chr(32 + i) if i < 95 else chr(0x4E00 + i) for i in range(vocab_size)]
+    letters[vocab_size - len(special) :] = special
     model = tokenizers.models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="?")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens([*special])
     tokenizer.save(str(directory / "tokenizer.json"))

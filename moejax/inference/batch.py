@@ -22,7 +22,7 @@ class TokenLogprob(NamedTuple):
 
 
 class RowDelta(NamedTuple):
-    """A row's new text and tokens; `error` is why it ended without a reason."""
+    """A row's new text, thoughts and tokens; `error` is why it ended without a reason."""
 
     text: str
     tokens: tuple[int, ...]
@@ -30,6 +30,7 @@ class RowDelta(NamedTuple):
     finish_reason: FinishReason | None
     error: str = ""
     num_shared: int = 0  # first tokens of its prompt that pages held, and that were not run
+    thoughts: str = ""  # before the text, if the model's tokens tell them apart
 
 
 class HostOutput(NamedTuple):
@@ -53,7 +54,7 @@ def read_output(runner: Runner, emitted: StepOutput, failures_before: int) -> Ho
 
 def row_delta(runner: Runner, answer: AnswerBuilder, output: HostOutput, row: int) -> RowDelta:
     """Adds a row's new tokens to its answer, up to its end."""
-    text, kept, logprobs, error = "", [], [], ""
+    text, kept, logprobs, error, num_thought = "", [], [], "", len(answer.thoughts)
     for i, token in enumerate(output.tokens[row]):
         if token < 0 or answer.finish_reason:
             is_lost = token == NOT_FINITE and not answer.finish_reason
@@ -65,7 +66,10 @@ def row_delta(runner: Runner, answer: AnswerBuilder, output: HostOutput, row: in
             chosen, top, top_ids = (value[row, i].tolist() for value in output.logprobs)
             pairs = tuple(zip(top_ids, top, strict=True))
             logprobs.append(TokenLogprob(token, chosen, pairs))
-    return RowDelta(text, tuple(kept), tuple(logprobs), answer.finish_reason, error)
+    return RowDelta(
+        text, tuple(kept), tuple(logprobs), answer.finish_reason, error,
+        thoughts=answer.thoughts[num_thought:],
+    )  # fmt: skip
 
 
 class RowBatch:

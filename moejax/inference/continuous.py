@@ -172,7 +172,7 @@ class ContinuousBatch:
 
     def submit(
         self, prompt: Sequence[int], settings: GenerationSettings, wants_logprobs: bool = False,
-        client: str = "",
+        client: str = "", is_chat: bool = False,
     ) -> int:  # fmt: skip
         """Adds a row, which joins when a lane is free; returns its number.
 
@@ -180,6 +180,7 @@ class ContinuousBatch:
           settings: with an integer seed.
           wants_logprobs: whether its deltas tell log-probabilities.
           client: among whose prompts it has its turns.
+          is_chat: whether deltas have what is between <think> and </think> as thoughts, not text.
 
         Raises:
           MoejaxError: the prompt is empty, or leaves no room for an answer.
@@ -192,6 +193,7 @@ class ContinuousBatch:
         answer = AnswerBuilder(
             self._tokenizer, stop=settings.stop, max_tokens=limit - len(prompt) + 1,
             eos_ids=() if settings.ignore_eos else self._eos_ids,
+            chat_prompt=prompt if is_chat else None,
         )  # fmt: skip
         is_greedy = settings.temperature == 0 and settings.repetition_penalty == 1
         row = _Row(

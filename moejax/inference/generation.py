@@ -152,10 +152,11 @@ class AnswerBuilder:
         stop: tuple[str, ...],
         eos_ids: tuple[int, ...],
         max_tokens: int,
+        chat_prompt: Sequence[int] | None = None,  # see `Tokenizer.stream`
     ):
         if stop and tokenizer is None:
             raise MoejaxError("stop strings need a tokenizer, and this checkpoint has none")
-        self._stream = tokenizer.stream() if tokenizer else None
+        self._stream = tokenizer.stream(chat_prompt) if tokenizer else None
         self._stop = stop
         self._eos_ids = eos_ids
         self._max_tokens = max_tokens
@@ -163,6 +164,11 @@ class AnswerBuilder:
         self.text = ""
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def thoughts(self) -> str:
+        """Thoughts so far, which are no part of the text and have no stop strings."""
+        return self._stream.thoughts if self._stream else ""
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that it releases. Not to be called once finished."""

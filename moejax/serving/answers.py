@@ -115,7 +115,8 @@ class AnswerWriter:
             self._num_new += part.num_tokens
             choice: dict[str, Any] = {"index": part.row}
             if self._request.is_chat:
-                choice["message"] = {"role": "assistant", "content": part.text, "refusal": None}
+                message = {"role": "assistant", "content": part.text, "refusal": None}
+                choice["message"] = message | _thoughts(part)
             else:
                 choice["text"] = self._request.echo[part.row] + part.text
             choice["logprobs"] = self._logprobs(part.row, part.logprobs)
@@ -129,7 +130,9 @@ class AnswerWriter:
         held = self._held.setdefault(part.row, [])
         held += part.logprobs
         first = part.row not in self._begun
-        if not part.text and not part.finish_reason and not (first and self._request.is_chat):
+        thoughts = _thoughts(part) if self._request.is_chat else {}
+        has_news = part.text or part.finish_reason or thoughts
+        if not has_news and not (first and self._request.is_chat):
             return []
         self._begun.add(part.row)
         chunks = []
@@ -138,8 +141,10 @@ class AnswerWriter:
         text = part.text
         if not self._request.is_chat and first:
             text = self._request.echo[part.row] + text
-        if text or held:
-            delta = {"content": text} if self._request.is_chat else text
+        if text or held or thoughts:
+            delta: Any = text
+            if self._request.is_chat:
+                delta = thoughts | ({"content": text} if text or not thoughts else {})
             chunks.append(self._chunk(part.row, delta, tuple(held)))
             self._held[part.row] = []
         if part.finish_reason:
@@ -210,6 +215,11 @@ class AnswerWriter:
         text = self._texts.of(token)
         known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": known}
+
+
+def _thoughts(part: AnswerPart) -> dict[str, str]:
+    """The field for thoughts, as DeepSeek's API, llama.cpp and vLLM name it; or none."""
+    return {"reasoning_content": part.thoughts} if part.thoughts else {}
 
 
 def _finite(logprob: float) -> float:

@@ -82,7 +82,7 @@ class _Exchange:
         self._rows = [
             Row(
                 i, prompt, settings, request.top_logprobs is not None, request.stream, self._tell,
-                client,
+                client, request.is_chat,
             )
             for i, (prompt, settings) in enumerate(
                 zip(request.prompts, request.settings, strict=True)

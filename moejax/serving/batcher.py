@@ -165,7 +165,7 @@ class Batcher:
                 for row in self._waiting.take(batch.num_free):
                     try:
                         number = batch.submit(
-                            row.prompt, row.settings, row.wants_logprobs, row.client
+                            row.prompt, row.settings, row.wants_logprobs, row.client, row.is_chat
                         )
                     except MoejaxError as error:
                         row.fail(_engine_failed(str(error)))
@@ -212,7 +212,12 @@ class Batcher:
             self._metrics.prompt_tokens.inc(len(row.prompt))
         self._metrics.generated_tokens.inc(len(piece.tokens))
         told = piece.logprobs if row.wants_logprobs else ()
-        row.tell(AnswerPart(row.index, piece.text, len(piece.tokens), told, piece.finish_reason))
+        row.tell(
+            AnswerPart(
+                row.index, piece.text, len(piece.tokens), told, piece.finish_reason,
+                thoughts=piece.thoughts,
+            )
+        )  # fmt: skip
         if piece.error:
             row.fail(_engine_failed(piece.error))
         if piece.finish_reason and row.num_tokens > 1 and row.first_token_at is not None:

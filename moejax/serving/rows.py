@@ -27,6 +27,7 @@ class AnswerPart:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     error: ApiError | None = None
+    thoughts: str = ""
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,6 +41,7 @@ class Row:
     stream: bool  # whether parts are told as they come; else one at the end
     deliver: Callable[[AnswerPart], None]  # takes parts, in the batcher's thread
     client: str = ""  # owner of the row, in whose turn it runs
+    is_chat: bool = False  # whether thoughts are told apart
     cancelled: bool = False  # set from any thread when nobody reads the answer any more
     # seconds of `time.monotonic`
     arrived: float = dataclasses.field(default_factory=time.monotonic)
@@ -64,6 +66,7 @@ class Row:
                     self.num_tokens,
                     tuple(told for one in self.told for told in one.logprobs),
                     part.finish_reason,
+                    thoughts="".join(one.thoughts for one in self.told),
                 )
             )
 

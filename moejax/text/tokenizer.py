@@ -23,7 +23,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "DeepseekTokenizerFast")
 _LLAMA_ADDS = {"add_bos_token": True, "add_eos_token": False}
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders write it for half a character
-_FINAL = "final"  # the channel for the user; others are for thoughts and tools
+# Channels for the user and for thoughts; others are for tools.
+_FINAL, _ANALYSIS = "final", "analysis"
 _ASSISTANT = "assistant"  # the role in a header without a channel
 
 
@@ -37,6 +38,8 @@ class TokenStream:
     character), so each piece is the difference of two decodings that begin at the same token: the
     first of the piece before.
     """
+
+    thoughts = ""  # none, as it knows no channels
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
@@ -65,54 +68,69 @@ class TokenStream:
 
 
 class _Markers(NamedTuple):
-    """Ids of the tokens around channels and messages."""
+    """Ids of the tokens around channels, messages and thoughts; -1 for none."""
 
     start: int
     channel: int
     message: int
     end: int
+    think: int
+    answer: int
 
 
-def _find_markers(token_id: Callable[[str], int | None]) -> _Markers | None:
-    """Looks up the markers; None where the tokenizer lacks one."""
-    ids = [token_id(f"<|{name}|>") for name in _Markers._fields]
-    return None if None in ids else _Markers(*(i for i in ids if i is not None))
-
-
-class FinalChannelStream:
-    """Decodes a growing answer to the text of its final channel, as `TokenStream` does a text.
+class ChannelStream:
+    """Decodes a growing answer to its text, as `TokenStream` does, and keeps thoughts apart.
 
     OpenAI's harmony format (gpt-oss):
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
-    A text without these tokens is its own answer.
+    Of other models thoughts are between <think> and </think>. Without these tokens all is text.
+
+    Attributes:
+      thoughts: what the answer has of them so far.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], markers: _Markers):
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], markers: _Markers, begins_thinking: bool
+    ):
         self._decode, self._markers = decode, markers
-        self._text = TokenStream(decode)
+        self._stream = TokenStream(decode)
         self._header: list[int] | None = None  # of the message to come; None inside a message
-        self._is_shown = True
+        self._channel = _ANALYSIS if begins_thinking else _FINAL
+        self.thoughts = ""
 
     def push(self, token_id: int) -> str:
         """Adds a token; returns the text that has become certain, perhaps none."""
         marks = self._markers
-        if token_id in (marks.start, marks.channel, marks.end):
+        if token_id in (marks.start, marks.channel, marks.end, marks.think, marks.answer):
             rest = self.flush()
-            self._text, self._header = TokenStream(self._decode), []
+            self._stream = TokenStream(self._decode)
+            if token_id in (marks.think, marks.answer):
+                self._channel = _ANALYSIS if token_id == marks.think else _FINAL
+            else:
+                self._header = []
             return rest
         if token_id == marks.message:
             words = self._decode(self._header or []).split()
-            self._is_shown = words in ([], [_ASSISTANT]) or words[0] == _FINAL
+            if words in ([], [_ASSISTANT]):
+                words = [_FINAL]
+            is_for_tool = words[0] != _FINAL and any(word.startswith("to=") for word in words)
+            self._channel = "" if is_for_tool else words[0]
             self._header = None
             return ""
         if self._header is not None:
             self._header.append(token_id)
             return ""
-        return self._text.push(token_id) if self._is_shown else ""
+        return self._text_of(self._stream.push(token_id))
 
     def flush(self) -> str:
         """Returns the remaining text: nothing, or an incomplete character's replacement."""
-        return self._text.flush() if self._header is None and self._is_shown else ""
+        return self._text_of(self._stream.flush()) if self._header is None else ""
+
+    def _text_of(self, piece: str) -> str:
+        """The piece, if it is text; thoughts are kept, and other channels are for tools."""
+        if self._channel == _ANALYSIS:
+            self.thoughts += piece
+        return piece if self._channel == _FINAL else ""
 
 
 class Tokenizer:
@@ -197,14 +215,24 @@ class Tokenizer:
         """Id of a token by its text, such as "<s>"; None if there is no such token."""
         return self._encoder.token_to_id(token)
 
-    def stream(self) -> TokenStream | FinalChannelStream:
-        """Starts a decoder that takes one token at a time; of harmony's, to the final channel."""
-        markers = _find_markers(self.token_id)
-        return (
-            TokenStream(self.decode)
-            if markers is None
-            else FinalChannelStream(self.decode, markers)
-        )
+    def stream(self, chat_prompt: Sequence[int] | None = None) -> TokenStream | ChannelStream:
+        """Starts a decoder that takes one token at a time; of harmony's, to the final channel.
+
+        Args:
+          chat_prompt: token ids that the answer goes on from, if what is between <think> and
+            </think> is no part of its text; templates begin the thoughts in the prompt.
+        """
+        marks = [self.token_id(f"<|{name}|>") for name in ("start", "channel", "message", "end")]
+        thinks = [self.token_id(name) for name in ("<think>", "</think>")]
+        if None in marks:
+            marks = [-1] * 4
+        if chat_prompt is None or None in thinks:
+            thinks, chat_prompt = [-1] * 2, ()
+        markers = _Markers(*(-1 if i is None else i for i in (*marks, *thinks)))
+        if max(markers) < 0:
+            return TokenStream(self.decode)
+        # Behind <think> a line may end.
+        return ChannelStream(self.decode, markers, markers.think in chat_prompt[-2:])
 
     def apply_chat_template(
         self,
