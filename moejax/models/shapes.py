@@ -86,6 +86,18 @@ DEEPSEEK_V2_LITE = dataclasses.replace(
     latent=LatentConfig(kv_rank=512, query_rank=None, nope_dim=128, rope_dim=64, value_dim=128),
 )
 
+
+def _delta_rule(
+    num_layers: int, *, num_value_heads: int = 32, rows_by_head: bool = False
+) -> DeltaConfig:
+    """The delta rule of Qwen3-Next and Qwen3.5: every fourth layer attends."""
+    return DeltaConfig(
+        layers=tuple(layer for layer in range(num_layers) if layer % 4 != 3), num_key_heads=16,
+        num_value_heads=num_value_heads, key_dim=128, value_dim=128, conv_width=4,
+        rows_by_head=rows_by_head,
+    )  # fmt: skip
+
+
 QWEN3_NEXT_80B_A3B = ModelConfig(
     family="qwen3_next",
     vocab_size=151936,
@@ -107,14 +119,7 @@ QWEN3_NEXT_80B_A3B = ModelConfig(
     rope_dim=64,
     attention_gate=True,
     zero_centred_norm=True,
-    delta_net=DeltaConfig(
-        layers=tuple(layer for layer in range(48) if layer % 4 != 3),
-        num_key_heads=16,
-        num_value_heads=32,
-        key_dim=128,
-        value_dim=128,
-        conv_width=4,
-    ),
+    delta_net=_delta_rule(48, rows_by_head=True),
     shared_dim=512,
     shared_gate=True,
 )
@@ -197,15 +202,7 @@ QWEN3_6_35B_A3B = dataclasses.replace(
     experts_per_token=8,
     mlp_dim=512,
     moe_layers=tuple(range(40)),
-    delta_net=DeltaConfig(
-        layers=tuple(layer for layer in range(40) if layer % 4 != 3),
-        num_key_heads=16,
-        num_value_heads=32,
-        key_dim=128,
-        value_dim=128,
-        conv_width=4,
-        rows_by_head=False,
-    ),
+    delta_net=_delta_rule(40),
 )
 
 QWEN3_5_122B_A10B = dataclasses.replace(
@@ -217,9 +214,7 @@ QWEN3_5_122B_A10B = dataclasses.replace(
     mlp_dim=1024,
     shared_dim=1024,
     moe_layers=tuple(range(48)),
-    delta_net=dataclasses.replace(
-        QWEN3_6_35B_A3B.delta_net, layers=QWEN3_NEXT_80B_A3B.delta_net.layers, num_value_heads=64
-    ),
+    delta_net=_delta_rule(48, num_value_heads=64),
 )
 
 QWEN3_5_397B_A17B = dataclasses.replace(
@@ -229,10 +224,7 @@ QWEN3_5_397B_A17B = dataclasses.replace(
     num_experts=512,
     experts_per_token=10,
     moe_layers=tuple(range(60)),
-    delta_net=dataclasses.replace(
-        QWEN3_5_122B_A10B.delta_net,
-        layers=tuple(layer for layer in range(60) if layer % 4 != 3),
-    ),
+    delta_net=_delta_rule(60, num_value_heads=64),
 )
 
 GPT_OSS_20B = ModelConfig(
