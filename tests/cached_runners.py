@@ -17,7 +17,7 @@ from moejax.policies.base import AnyPolicy
 from moejax.quantization.grid import Grid
 from moejax.quantization.rtn import rtn
 from moejax.weights import linear as ops
-from moejax.weights.qtensor import QTensor, Weight, from_codes
+from moejax.weights.qtensor import MXFP4, QTensor, Weight, from_codes
 from tests import packed_weights, tiny_engine
 
 QWEN = tiny_engine.CONFIG
@@ -37,14 +37,20 @@ def random_weights(
     """Weights of a tiny model.
 
     Args:
-      form: of the experts: plain (16), codes of a width, or a name of `packed_weights.SPECS`, with
-        which the queries', keys' and values' projection is packed, too.
+      form: of the experts: plain (16), codes of a width, MXFP4, or one of `packed_weights.SPECS`,
+        with which the queries', keys' and values' projection is packed, too.
       dtype: of what is not packed.
     """
     rng, weights = np.random.default_rng(0), {}
     grid = Grid(bits=form if form in (2, 3, 4, 8) else 4, group_size=8, zero_kind="float")
     for name, array in tiny_engine.random_weights(config).items():
-        if isinstance(form, str) and name in (*EXPERTS, "attention.qkv_proj"):
+        if form == "mxfp4" and name in EXPERTS:
+            parts = MXFP4.arrays(array.shape)
+            words = rng.integers(0, 2**32, parts["words"].shape, np.uint32)
+            scales = rng.integers(123, 126, parts["scales"].shape, np.uint8)
+            parts = {"words": jnp.asarray(words), "scales": jnp.asarray(scales)}
+            weights[name] = MXFP4.tensor(array.shape[-1], parts)
+        elif form in packed_weights.SPECS and name in (*EXPERTS, "attention.qkv_proj"):
             kind = packed_weights.SPECS[form if name in EXPERTS else "int3"]
             weights[name] = packed_weights.draw(rng, array.shape, kind)[0]
         elif form != 16 and name in EXPERTS:

@@ -22,9 +22,8 @@ from moejax.inference.continuous import ContinuousBatch
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models.config import PAGE as PAGE_SLOTS
-from moejax.models.config import ModelConfig, Pages, RopeScaling, RouterRule
+from moejax.models.config import ModelConfig, Pages, RopeScaling
 from moejax.policies.make import make_policy
-from pallas_kernels.gating import Gating
 from tests import cached_runners, model_kinds, slow, tiny_engine
 from tests.buddymoe_cases import random_lists
 from tests.random_checkpoints import TINY
@@ -34,17 +33,11 @@ CPU = jax.devices("cpu")[0]
 SIZES = FixedSizes((16, 32), (100,))  # S is no multiple of a chunk, nor of a page
 PAGE = 16
 WINDOWS = ModelConfig(**TINY | {"sliding_window": 7, "window_layers": (1,)})
-SINKS = ModelConfig(**TINY | {
-    "family": "gpt_oss", "moe_layers": (0, 1, 2), "qk_norm": False, "attention_bias": True,
-    "sliding_window": 7, "window_layers": (0, 2), "attention_sinks": True, "expert_bias": True,
-    "router": RouterRule(has_logit_bias=True),
-    "gating": Gating(alpha=1.702, limit=7.0, up_offset=1.0),
-})  # fmt: skip
 KINDS = {
     "windows": WINDOWS, "latent": model_kinds.config_of("latent"),
     "delta": model_kinds.config_of("delta"), "by_part": model_kinds.config_of("by_part"),
     "sigmoid": model_kinds.config_of("sigmoid"), "joint": model_kinds.config_of("joint"),
-    "biased": model_kinds.config_of("biased"), "sinks": SINKS,
+    "biased": model_kinds.config_of("biased"), "sinks": model_kinds.config_of("sinks"),
 }  # fmt: skip
 RNG = np.random.default_rng(0)
 VOCAB = TINY["vocab_size"]

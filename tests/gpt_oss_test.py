@@ -218,6 +218,7 @@ class MovingTest(GptOssTestCase):
         ("dymoe", {"retention": 0.5}, ("mxfp4", "int2"), (4, 4)),
         ("dynaexq", {"n_hot": 2, "period": 4}, ("mxfp4", "int2"), (3, 8)),
         ("buddymoe", {"lists": BUDDIES}, ("mxfp4",), (4,)),
+        ("compose", {"n_hot": 2, "period": 4, "retention": 0.5}, ("mxfp4", "int2"), (3, 8)),
     )
     def test_policies_over_tiers_of_mxfp4(self, policy, settings, tiers, slots):
         tiering = Tiering(

@@ -47,6 +47,11 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "sigmoid": {"shared_dim": 32},
     "biased": {"head_dim": 8, "rope_dim": 4, "shared_dim": 32},
     "joint": {"head_dim": 8, "num_layers": 2, "moe_layers": (0, 1)},
+    "lite": {"shared_dim": 32},
+    "sinks": {
+        "head_dim": 8, "num_layers": 2, "moe_layers": (0, 1), "window_layers": (0,),
+        "expert_dim": 32,  # a group of MXFP4
+    },
 } | {
     kind: {
         "head_dim": 8, "shared_dim": 16, "num_layers": 2, "moe_layers": (0, 1),
@@ -72,7 +77,7 @@ CONFIGS = {
     "qwen3_moe": QWEN, "mixtral": MIXTRAL, "four": of_layers(4),
     "five": of_layers(5), "two periods": FOUR,
     "windowed": of_layers(4, MIXTRAL, attention_bias=True, sliding_window=9),
-} | {kind: model_kinds.config_of(kind, **SMALL, **WIDTHS[kind]) for kind in KINDS}  # fmt: skip
+} | {kind: model_kinds.config_of(kind, **SMALL | WIDTHS[kind]) for kind in KINDS}  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -102,6 +107,7 @@ CASES = (
     ("mixtral", 16, "25 % and prefetch"), ("qwen3_moe", 3, "on_demand and prefetch"),
     *((kind, 16, "25 % and prefetch") for kind in KINDS),
     *((kind, 3, "no cache") for kind in KINDS),
+    *(("sinks", "mxfp4", place) for place in ("no cache", "disk and prefetch")),
     *(("five", "int4_int4_ranks", place) for place in ("25 %", "50 % and prefetch")),
 )  # fmt: skip
 FAST = ("qwen3_moe", 3, "on_demand and prefetch")

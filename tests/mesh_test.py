@@ -48,7 +48,7 @@ from moejax.inference.generation import GenerationSettings
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
 from moejax.models.layer_index import layer_indices
-from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
+from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.models.moe import ResidentExperts
 from moejax.models.shapes import SHAPES
 from moejax.models.transformer import merge_weights, model_definition
@@ -66,7 +66,9 @@ SMALL: dict[str, Any] = {"vocab_size": 99, "num_experts": 6, "max_positions": 64
 QWEN = ModelConfig(**TINY | SMALL | {"expert_dim": 576})  # 12 groups of 48
 CONFIGS = {"qwen3": QWEN, "tied": dataclasses.replace(QWEN, tied_embeddings=True)} | {
     kind: model_kinds.config_of(
-        kind, **SMALL | {"expert_dim": 384, "num_experts": 8, "shared_dim": 384}
+        kind,
+        **SMALL | {"expert_dim": 384, "num_experts": 8},
+        shared_dim=384 * ("shared_dim" in model_kinds.KINDS[kind]),
     )
     for kind in model_kinds.KINDS
 }
@@ -74,12 +76,6 @@ CONFIGS = {"qwen3": QWEN, "tied": dataclasses.replace(QWEN, tied_embeddings=True
 
 CONFIGS["small"] = dataclasses.replace(QWEN, num_layers=2, moe_layers=(1,), expert_dim=64)
 CONFIGS["heads"] = dataclasses.replace(QWEN, num_heads=16, num_kv_heads=8, head_dim=24)
-CONFIGS["joint"] = dataclasses.replace(CONFIGS["joint"], shared_dim=0)  # OLMoE shares nothing
-# GLM-4.7-Flash: DeepSeek-V3's attention and router, without groups of experts.
-CONFIGS["flash"] = dataclasses.replace(
-    CONFIGS["sigmoid"], family="glm4_moe_lite",
-    router=dataclasses.replace(CONFIGS["sigmoid"].router, num_groups=1, top_groups=1),
-)  # fmt: skip
 
 
 class Packed(Own):
@@ -171,7 +167,8 @@ class MeshTest(FolderTestCase):
             ("joint", "plain", "2"),
             ("biased", "plain", "4"),
             ("by_part", "plain", "2"),
-            ("flash", "plain", "4"),
+            ("lite", "plain", "4"),
+            ("sinks", "plain", "2"),
             ("small", "plain", "2,heads"),
             ("heads", "int4", "8,heads"),
             ("heads", "int3", "4,heads"),
@@ -182,7 +179,7 @@ class MeshTest(FolderTestCase):
     def test_mesh_answers_as_one_device(self, case):
         kind, form, mesh = case
         count, by_heads = mesh_size(mesh), mesh.endswith("heads")
-        if kind in ("delta", "joint", "biased", "by_part", "flash"):
+        if kind in ("delta", "joint", "biased", "by_part", "lite", "sinks"):
             write_random_checkpoint(self.directory, **vars(CONFIGS[kind]))
         else:
             stores()[form](CONFIGS[kind]).write(self.directory)
@@ -207,7 +204,7 @@ class MeshTest(FolderTestCase):
         for name, leaf in several.weights.items():
             for array in jax.tree.leaves(leaf):
                 self.assertLen(array.sharding.device_set, count)
-                is_split = name in (*EXPERT_LEAVES, *VOCABULARY_LEAVES)
+                is_split = name in (*EXPERT_LEAVES, *EXPERT_BIASES, *VOCABULARY_LEAVES)
                 is_split |= by_heads and name in HEAD_LEAVES
                 self.assertEqual(array.is_fully_replicated, not is_split, name)
 

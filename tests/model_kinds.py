@@ -10,6 +10,7 @@ from moejax.models.config import (
     RopeScaling,
     RouterRule,
 )
+from pallas_kernels.gating import Gating
 from tests.random_checkpoints import TINY
 
 # Standard attention; shared experts; the first layer dense.
@@ -57,9 +58,21 @@ BY_PART: dict[str, Any] = {
     **DELTA, "family": "qwen3_5_moe",
     "delta_net": dataclasses.replace(DELTA["delta_net"], rows_by_head=False),
 }  # fmt: skip
+# GLM-4.7-Flash: DeepSeek-V3's attention and router, without groups of experts.
+LITE: dict[str, Any] = {
+    **SIGMOID, "family": "glm4_moe_lite",
+    "router": dataclasses.replace(SIGMOID["router"], num_groups=1, top_groups=1),
+}  # fmt: skip
+# gpt-oss: sinks, windows in some layers; biases of attention, router and experts; clamped gates.
+SINKS: dict[str, Any] = {
+    "family": "gpt_oss", "moe_layers": (0, 1, 2), "qk_norm": False, "attention_bias": True,
+    "sliding_window": 7, "window_layers": (0, 2), "attention_sinks": True, "expert_bias": True,
+    "router": RouterRule(has_logit_bias=True),
+    "gating": Gating(alpha=1.702, limit=7.0, up_offset=1.0),
+}  # fmt: skip
 KINDS = {
     "shared": SHARED, "latent": LATENT, "delta": DELTA, "sigmoid": SIGMOID, "joint": JOINT,
-    "biased": BIASED, "by_part": BY_PART,
+    "biased": BIASED, "by_part": BY_PART, "lite": LITE, "sinks": SINKS,
 }  # fmt: skip
 
 

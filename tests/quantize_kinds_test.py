@@ -57,6 +57,15 @@ ENTRIES = {
         "model.layers.1.mlp.gate.weight": ("router", "moe.router", 1),
         "model.layers.2.mlp.gate.e_score_correction_bias": ("norm", "moe.router_bias", 2),
     },
+    "lite": {
+        "model.layers.1.self_attn.kv_b_proj.weight": ("kept", "attention.kv_b", 1),
+        "model.layers.2.mlp.gate.e_score_correction_bias": ("norm", "moe.router_bias", 2),
+    },
+    "sinks": {
+        "model.layers.1.self_attn.sinks": ("norm", "attention.sinks", 1),
+        "model.layers.2.mlp.router.bias": ("norm", "moe.logit_bias", 2),
+        "model.layers.0.self_attn.o_proj.bias": ("norm", "attention.o_bias", 0),
+    },
     "joint": {
         "model.layers.1.self_attn.k_proj.bias": ("norm", "attention.qkv_bias", 1),
         "model.layers.2.self_attn.q_norm.weight": ("norm", "attention.q_norm", 2),
@@ -87,7 +96,7 @@ class KindsTest(parameterized.TestCase):
             self.assertIn(kind_of(leaf), KINDS)
             # Other leaves than named ones and norms are vectors, or the convolution.
             if leaf not in KIND_OF_LEAF and leaf != "delta.conv":
-                self.assertRegex(leaf, r"norm$|bias$|a_log$")
+                self.assertRegex(leaf, r"norm$|bias$|a_log$|sinks$")
             if leaf not in ("embed", "head", "final_norm"):
                 self.assertLen(layers_of(config, leaf), shape[0])
 
@@ -141,7 +150,7 @@ class QuantizeKindsTest(QuantizeTestCase):
         ("shared", "rtn"), ("latent", "rtn"), ("delta", "rtn"), ("latent", "gptq"),
         ("delta", "gptq"), ("shared", "milo"), ("delta", "milo"), ("joint", "rtn"),
         ("biased", "rtn"),
-        ("by_part", "rtn"),
+        ("by_part", "rtn"), ("sinks", "rtn"),
     )  # fmt: skip
     def test_written_and_loaded(self, name, method):
         source = self.source_of(name)
@@ -155,7 +164,7 @@ class QuantizeKindsTest(QuantizeTestCase):
         for kind, is_packed in of_kind.items():
             self.assertEqual(is_packed, {kind in PACKED}, kind)
         self.assertContainsSubset({"experts", "attention"}, of_kind)
-        self.assertEqual("shared_experts" in of_kind, name != "joint")
+        self.assertEqual("shared_experts" in of_kind, name not in ("joint", "sinks"))
         if method == "milo":  # Dense-8: of attention, shared experts and dense MLPs alone
             ranks = {(r["class"], r["rank"]) for r in outcome.records.values() if "rank" in r}
             self.assertEqual({kind for kind, rank in ranks if rank}, set(of_kind) & {*PACKED[2:],

@@ -37,7 +37,16 @@ POLICIES = {
     "dynaexq": ({"n_hot": 2, "period": 4}, (4, 2), (2, None), {}),
     "buddymoe": ({"rho": 2, "tae_tau": -1.0}, (4,), (2,), {"first": 2}),
     "dymoe": ({**DYMOE, "prefetch": 2}, (4, 2), (2, 2), {"prefetch": 2}),
-}
+    "compose": (
+        {**DYMOE, "n_hot": 2, "period": 4, "prefetch": 2}, (4, 2), (2, None), {"prefetch": 2},
+    ),
+    "compose with buddies": (
+        {**DYMOE, "parts": "dymoe+buddymoe", "rho": 2, "tae_tau": -1.0}, (4, 2), (2, 2),
+        {"first": 2},
+    ),
+    "on_demand": ({}, (4,), (2,), {}),
+    "resident": ({}, (4,), (None,), {}),
+}  # fmt: skip
 
 
 def runner_of(config, **settings):
@@ -135,18 +144,19 @@ class ImportanceTest(parameterized.TestCase):
 class PoliciesTest(parameterized.TestCase):
     """Each policy on each kind of model, experts of several precisions, prompts and decode."""
 
-    @parameterized.product(kind=tuple(model_kinds.KINDS), name=("dynaexq", "buddymoe", "dymoe"))
+    @parameterized.product(kind=tuple(model_kinds.KINDS), name=tuple(POLICIES))
     @pytest.mark.slow
     def test_it_decides_and_its_ledger_is_whole(self, kind, name):
         config = model_kinds.config_of(kind)
         num_layers, num_experts = len(config.moe_layers), config.num_experts
         settings, bits, slots, how = POLICIES[name]
-        if name == "buddymoe":
+        replaces = "rho" in settings
+        if replaces:
             others = (np.arange(num_experts)[:, None] + [1, 2]) % num_experts
             ids = np.tile(others.astype(np.int32), (num_layers, 1, 1))
             lists = BuddyLists(ids, np.full(ids.shape, 0.5, np.float32))
             settings = {**settings, "lists": lists}
-        policy = make_policy(name, **settings)
+        policy = make_policy(name.split()[0], **settings)
         slots = [num_experts if of is None else of for of in slots]
         runner, memory = cached_runner(policy, bits, slots, config=config, **how)
         self.assertLen(answers(runner, [[1, 2, 3]], 8)[0], 8)
@@ -155,9 +165,9 @@ class PoliciesTest(parameterized.TestCase):
         self.assertAlmostEqual(sum(shares.values()) - shares.get("substituted", 0), 1, places=5)
         for event in ("unserved", "hits", "prefetched"):
             count = sum(tier.ledger.total(event) for tier in memory.tiers)
-            asked = event == "hits" or (event == "prefetched" and name == "dymoe")
+            asked = event == "hits" or (event == "prefetched" and "prefetch" in how)
             self.assertEqual(count > 0, asked, event)
-        self.assertEqual(shares.get("substituted", 0) > 0, name == "buddymoe", shares)
+        self.assertEqual(shares.get("substituted", 0) > 0, replaces, shares)
 
 
 class WeightsTest(parameterized.TestCase):
