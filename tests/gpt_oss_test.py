@@ -165,18 +165,20 @@ class Mxfp4Test(GptOssTestCase):
         self.assertNotEmpty(schemes(Recipe(default=rtn, rules=(), format="moejax"), inventory))
 
     @pytest.mark.slow
-    @parameterized.parameters("oss_bf16_all_experts", "oss_mxfp4_bf16_wide")
-    def test_quantized_to_the_package_s_own_format(self, name):
+    @parameterized.parameters(
+        ("oss_bf16_all_experts",), ("oss_mxfp4_bf16_wide",), ("oss_mxfp4_bf16_wide", (2, 8))
+    )
+    def test_quantized_to_the_package_s_own_format(self, name, planes=()):
         source = write_checkpoint(name, self.directory)
         write_tokenizer(source, 160)
         scheme = Scheme(
             method="rtn", bits=8, group_size=32, zero_kind="auto", scale_dtype="float32",
-            factor_bits=8,
+            factor_bits=8, planes=planes,
         )  # fmt: skip
         recipe = Recipe(
             default=scheme, rules=parse_rules("attention: method=none"), format="moejax"
         )
-        output = self.directory / f"{name}_int8"
+        output = self.directory / f"{name}_int8{len(planes)}"
         job = Job(
             source=source, output=output, recipe=recipe, rank_policy="Uniform-0", passes=1,
             calibration_text=None, calibration_samples=0, calibration_length=0,
