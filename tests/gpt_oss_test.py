@@ -234,7 +234,7 @@ class MovingTest(GptOssTestCase):
 class HarmonyTest(parameterized.TestCase):
     WORDS = ("analysis", "final", "assistant", "let", "me", "see", "4", "!", "json", "to=x")
 
-    def answer(self, text: str, max_tokens: int = 100) -> AnswerBuilder:
+    def answer(self, text: str, max_tokens: int = 100, stop: tuple = ()) -> AnswerBuilder:
         marks = ("start", "channel", "message", "end", "return", "constrain")
         names = [f"<|{name}|>" for name in marks]
         vocab = {word: i for i, word in enumerate((*self.WORDS, *names))}
@@ -245,7 +245,7 @@ class HarmonyTest(parameterized.TestCase):
         encoder.save(str(folder / "tokenizer.json"))
         tokenizer = Tokenizer.from_directory(folder)
         builder = AnswerBuilder(
-            tokenizer, stop=(), eos_ids=(vocab["<|return|>"],), max_tokens=max_tokens
+            tokenizer, stop=stop, eos_ids=(vocab["<|return|>"],), max_tokens=max_tokens
         )
         for token in tokenizer.encode(text, add_special_tokens=False)[:max_tokens]:
             builder.push(token)
@@ -258,6 +258,8 @@ class HarmonyTest(parameterized.TestCase):
         self.assertEqual((found.text, found.finish_reason), ("4 !", "eos"))
         self.assertEqual(found.thoughts, "let me see")
         self.assertLen(found.tokens, 15)
+        # Stop strings are the text's, not the thoughts'.
+        self.assertEqual(self.answer(f"{thought} {said}", stop=("see", "!")).text, "4 ")
         cut = self.answer(f"{thought} {said}", max_tokens=5)
         self.assertEqual((cut.text, cut.thoughts), ("", "let me"))
 
