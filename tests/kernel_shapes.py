@@ -20,6 +20,10 @@ PRODUCTS: dict[str, tuple[int, int]] = {
     "deepseek_v2_lite_down": (1408, 2048),
     "qwen3_next_80b_a3b_gate_up": (2048, 1024),
     "qwen3_next_80b_a3b_down": (512, 2048),  # and of Qwen3.6-35B-A3B, as the one before
+    "qwen3_5_122b_a10b_gate_up": (3072, 2048),
+    "qwen3_5_122b_a10b_down": (1024, 3072),
+    "qwen3_5_397b_a17b_gate_up": (4096, 2048),
+    "qwen3_5_397b_a17b_down": (1024, 4096),
     "olmoe_1b_7b_gate_up": (2048, 2048),
     "olmoe_1b_7b_down": (1024, 2048),
     "glm_4_5_air_gate_up": (4096, 2816),
@@ -35,6 +39,8 @@ LAYERS: dict[str, tuple[int, int, int]] = {
     "deepseek_v2_lite": (2048, 1408, 6),  # and DeepSeek-MoE-16B
     "qwen3_next_80b_a3b": (2048, 512, 10),
     "qwen3_6_35b_a3b": (2048, 512, 8),
+    "qwen3_5_122b_a10b": (3072, 1024, 8),
+    "qwen3_5_397b_a17b": (4096, 1024, 10),
     "olmoe_1b_7b": (2048, 1024, 8),
     "glm_4_5_air": (4096, 1408, 8),
     "glm_4_7_flash": (2048, 1536, 4),
