@@ -6,6 +6,7 @@ reorders nor drops them. The state of jobs is int32[2]: the number of the last o
 reply was late; then no further job is posted, and what was to be added is missing.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -116,18 +117,19 @@ def post(
     return call(x, rows, weights, state, address)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="dtype")
 def add_reply(
-    y: jax.Array, rows: jax.Array, state: jax.Array, address: jax.Array
+    y: jax.Array, rows: jax.Array, state: jax.Array, address: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """Adds a job's reply to float32[1, D] once it has come.
 
     Args:
       rows: as `post` got them.
       state: as `post` gave it.
+      dtype: of the sum, which is rounded once.
 
     Returns:
-      float32[1, D], and the state: late, in the mailbox too, if no reply came in two seconds.
+      dtype[1, D], and the state: late, in the mailbox too, if no reply came in two seconds.
     """
     reply = Mailbox(y.shape[1]).reply
 
@@ -153,14 +155,14 @@ def add_reply(
         waits = (jnp.max(wanted) >= 0) & (before == 0)
         out, late = jax.lax.cond(waits, wait, lambda: (own, before))
         for lanes, values in zip(chunks, out, strict=True):
-            pltriton.store(out_ref.at[0, lanes], values)
+            pltriton.store(out_ref.at[0, lanes], values.astype(dtype))
         after_ref[0] = number
         after_ref[1] = late
 
     call = launch.triton_call(
         body, name="add_host_reply", grid=(1,),
         out_shape=(
-            jax.ShapeDtypeStruct(y.shape, jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+            jax.ShapeDtypeStruct(y.shape, dtype), jax.ShapeDtypeStruct((2,), jnp.int32)
         ),
         num_warps=1, num_stages=1, interpret=False,
     )  # fmt: skip

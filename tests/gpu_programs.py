@@ -259,7 +259,7 @@ def host_layer() -> Program:
         del target
         address = jnp.zeros(2, jnp.int32)
         sent = host_job.post(x, rows, weights, state, address)
-        return host_job.add_reply(y, rows, sent, address)
+        return host_job.add_reply(y, rows, sent, address, jnp.dtype("bfloat16"))
 
     numbers = leaf(1, 2048, dtype="bfloat16"), leaf(1, 2048, dtype="float32")
     job = leaf(1, 8, dtype="int32"), leaf(1, 8, dtype="float32"), leaf(2, dtype="int32")

@@ -98,7 +98,7 @@ def post(x, rows, weights, state, address):
     return io_callback(write, shape, x, rows, weights, state, address)
 
 
-def add_reply(y, rows, state, address, wait_s=20.0):
+def add_reply(y, rows, state, address, dtype, wait_s=20.0):
     """`host_job.add_reply` by a callback."""
 
     def wait(y, rows, state, address):
@@ -114,7 +114,8 @@ def add_reply(y, rows, state, address, wait_s=20.0):
         return y + reply[mailbox.Y :][: y.nbytes].view(np.float32), state
 
     shapes = jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((2,), jnp.int32)
-    return io_callback(wait, shapes, y, rows, state, address)
+    out, state = io_callback(wait, shapes, y, rows, state, address)
+    return out.astype(dtype), state
 
 
 def limited(form: str = "int4", **limits: Any) -> Engine:

@@ -303,8 +303,7 @@ class CachedExperts(Experts):
             out = combine(total, pairs, weights, out_dtype)
         else:
             out = combine(total, pairs, weights, jnp.dtype("float32"))
-            out, state = host_job.add_reply(out, found.hosted, sent, jobs.address)
-            out = out.astype(out_dtype)
+            out, state = host_job.add_reply(out, found.hosted, sent, jobs.address, out_dtype)
             tiers[0] = dataclasses.replace(tiers[0], jobs=state)
         return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)
 
