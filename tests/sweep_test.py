@@ -14,7 +14,7 @@ from moejax import sweep
 from moejax.config.grid import _axis, described, eighths, settings
 from moejax.config.sweep import PICTURES, check_picture
 from moejax.errors import MoejaxError
-from moejax.files.result_rows import ResultRow, append_rows, read_rows, row_fields
+from moejax.files.result_rows import ResultRow, append_rows, read_rows
 from moejax.policies.baselines import OnDemand
 from moejax.routing.profile_file import save_buddies
 from moejax.routing.simulate import recommend, sweeping, table
@@ -338,7 +338,7 @@ class MainTest(FolderTestCase):
             measured_rows(rows)
 
     def test_files_of_another_kind_are_kept(self):
-        row = json.dumps(row_fields(FORMER))
+        row = json.dumps(dataclasses.asdict(FORMER))
         for name, field, content, said in (
             ("x.trace", "output", None, "holds no rows of results"),
             ("a.jsonl", "output", b'{"prompt": "mine"}\n', "holds no rows of results"),

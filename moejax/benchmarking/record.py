@@ -12,7 +12,7 @@ from moejax.benchmarking.running import BenchmarkResult, Point
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.config.options import to_config_dict
 from moejax.files import result_rows as results
-from moejax.files.result_rows import ResultRow, row_fields
+from moejax.files.result_rows import ResultRow
 from moejax.files.whole import write_whole
 from moejax.inference.report import NO_COUNTS
 
@@ -74,7 +74,7 @@ def _record_of(
             "bandwidth": dataclasses.asdict(outcome.bandwidth),
         },
         "points": [_of_point(point) for point in outcome.points],
-        "rows": [row_fields(row) for row in rows],
+        "rows": [dataclasses.asdict(row) for row in rows],
     }
 
 
@@ -136,7 +136,7 @@ def _csv_text(rows: Sequence[ResultRow]) -> str:
     """The rows as CSV; what is a mapping is JSON in its cell."""
     out = io.StringIO()
     writer = csv.writer(out)
-    names = [field.name for field in dataclasses.fields(ResultRow) if field.name != "flaw"]
+    names = [field.name for field in dataclasses.fields(ResultRow)]
     writer.writerow(names)
     for row in rows:
         cells = (getattr(row, name) for name in names)

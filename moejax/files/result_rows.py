@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moejax.errors import MoejaxError
 from moejax.files.whole import append, write_whole
@@ -31,15 +31,6 @@ class ResultRow:
     versions: Mapping[str, str]  # of the packages that matter (`package_versions`)
     date: str  # the day, ISO 8601
     command: str  # what to type to measure it again (`command_line`)
-    flaw: str = ""  # a fault found after it was measured; omitted from the file if empty
-
-
-def row_fields(row: ResultRow) -> dict[str, Any]:
-    """Fields of a row in a file; no flaw if none is known."""
-    fields = dataclasses.asdict(row)
-    if not row.flaw:
-        del fields["flaw"]
-    return fields
 
 
 def append_rows(path: Path, rows: Iterable[ResultRow]) -> None:
@@ -53,8 +44,7 @@ def check_rows(path: Path) -> None:
     if not path.is_file():
         return
     try:
-        whole = [row_fields(row) for row in read_rows(path)]
-        if whole and not path.read_bytes().endswith(b"\n"):
+        if read_rows(path) and not path.read_bytes().endswith(b"\n"):
             raise ValueError("the last row is not whole")
     except (ValueError, TypeError, RecursionError) as error:
         raise MoejaxError(
@@ -69,7 +59,7 @@ def write_rows(path: Path, rows: Iterable[ResultRow]) -> None:
 
 
 def _line(row: ResultRow) -> str:
-    return json.dumps(row_fields(row), ensure_ascii=False) + "\n"
+    return json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n"
 
 
 def read_rows(path: Path) -> list[ResultRow]:

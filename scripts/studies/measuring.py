@@ -1,6 +1,5 @@
-"""Figures of a benchmark as they come, and how short runs on a device are timed."""
+"""Figures of a benchmark as they come, and the time that a command may take."""
 
-import statistics
 import sys
 import time
 import traceback
@@ -84,23 +83,6 @@ class Report:
 def _numbers(values: Mapping[str, Any]) -> str:
     """The numbers among some values, without lists and texts."""
     return ", ".join(f"{n} {v:.4g}" for n, v in values.items() if isinstance(v, float | int))
-
-
-def seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Median of some runs after one that compiles; short ones are queued ten at a time.
-
-    The host takes about 0.05 ms to dispatch a call, a tenth of an HQQ solve.
-    """
-    jax.block_until_ready(run())
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    queued = 10 if time.perf_counter() - start < 0.02 else 1
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(queued)])
-        times.append((time.perf_counter() - start) / queued)
-    return statistics.median(times)
 
 
 def time_limit(seconds: float) -> Callable[[], None]:

@@ -74,8 +74,8 @@ def claims(paper: Paper) -> None:
             return said
 
         said = f"TPOT {bar:g} times as fast as accelerate ({model})"
-        flawed = [one for one in (*plain, own) if one]
-        paper.claim(said, "6.2, Figure 10", flawed, judge)
+        measured = [one for one in (*plain, own) if one]
+        paper.claim(said, "6.2, Figure 10", measured, judge)
 
 
 def _finding(

@@ -15,8 +15,6 @@ IN_PART, NOT_SHOWN = "met in part", "not shown"
 VERDICTS = (MET, IN_PART, NOT_MET, NOT_SHOWN, OTHER, NOT_MEASURED)
 SPEED_SPREAD = 0.03  # of times between runs: load on demand took 127.4 to 131.6 ms
 PERPLEXITY_SPREAD = 0.01  # of the demo's perplexities between runs and programs
-MARKS = "†‡§¶"  # of rows with a known flaw, one a flaw
-COUNTED = ("megabytes_a_step",)  # beside a time, and right where the time is not
 PAPER, OURS = "paper", "**ours**"
 Draw = Callable[[Canvas], None]
 Judged = tuple[str, str | bool]  # what we find, and the verdict; True: met
@@ -37,8 +35,7 @@ def against(values: Sequence[float], bars: Sequence[float], spread: float) -> st
 class Paper:
     """Regions of one paper's section, made in the order in which they are read.
 
-    A number of ours ends with [n], the run of the section's last table. If its row has a known
-    flaw, a mark of `MARKS` follows, which the section's beginning explains.
+    A number of ours ends with [n], the run of the section's last table.
 
     Attributes:
       results: our rows.
@@ -54,16 +51,9 @@ class Paper:
         self.regions: dict[str, str] = {}
         self.drawings: dict[str, Draw] = {}
         self._runs: dict[tuple[str, ...], list[int]] = {}
-        self._flaws: list[str] = []
 
     def cite(self, *found: Found) -> str:
-        """[n] of the runs that rows come from, and the marks of what is wrong with them."""
-        flaws = [one.row.flaw for one in found if one.row.flaw]
-        self._flaws += [flaw for flaw in dict.fromkeys(flaws) if flaw not in self._flaws]
-        marks = "".join(sorted({MARKS[self._flaws.index(flaw)] for flaw in flaws}))
-        return f"{self._number(*found)}{marks}"
-
-    def _number(self, *found: Found) -> str:
+        """[n] of the runs that rows come from."""
         numbers = set()
         for one in found:
             lines = self._runs.setdefault(one.origin, [])
@@ -90,8 +80,7 @@ class Paper:
         if found is None or (key and key not in found.more):
             return NOT_MEASURED
         value = found.more[key] if key else found.figure
-        cited = self._number(found) if key in COUNTED else self.cite(found)
-        return f"{form.format(scale * value)} {cited}"
+        return f"{form.format(scale * value)} {self.cite(found)}"
 
     def derived(self, form: str, compute: Callable[..., float], *found: Found | None) -> str:
         """A number that is computed from figures of one device, or that there is none."""
@@ -122,8 +111,6 @@ class Paper:
         if len(found) == len(rows):
             finding, judged = judge(*found)
             verdict = judged if isinstance(judged, str) else MET if judged else NOT_MET
-            if any(one.row.flaw for one in found) and verdict in (MET, IN_PART):
-                verdict = NOT_SHOWN
         self.claims.append([said, where, finding, verdict])
 
     @property
@@ -163,10 +150,9 @@ class Paper:
         return [Canvas.save(draw, folder / f"{name}.png") for name, draw in self.drawings.items()]
 
     def finish(self) -> None:
-        """Makes the regions that need all others: claims, known flaws, runs."""
+        """Makes the regions that need all others: claims and runs."""
         head = ["claim", "section", "what we find", "verdict"]
-        flaws = [f"{MARKS[i]} Known to be wrong: {flaw}." for i, flaw in enumerate(self._flaws)]
-        self.regions["claims"] = "\n".join([markdown_table(head, self.claims), *flaws])
+        self.regions["claims"] = markdown_table(head, self.claims)
         runs = [
             [f"[{number}]", f"`{file}`, {_lines_of(lines)}", device, versions, date, f"`{command}`"]
             for number, ((file, device, versions, date, command), lines) in enumerate(

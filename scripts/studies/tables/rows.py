@@ -53,10 +53,10 @@ def _broken(row: Any) -> str | None:
     names = [field.name for field in dataclasses.fields(ResultRow)]
     if not isinstance(row, dict):
         return "is no object"
-    if sorted({"flaw": "", **row}) != sorted(names):
+    if sorted(row) != sorted(names):
         return f"has the fields {', '.join(sorted(row))}; a row has {', '.join(sorted(names))}"
-    for name in ("what", "unit", "device", "date", "command", "flaw"):
-        text = row.get(name, "none")
+    for name in ("what", "unit", "device", "date", "command"):
+        text = row[name]
         if not isinstance(text, str) or not (text or name == "unit"):
             return f"{name}={text!r} must be a text"
     figure = row["figure"]
