@@ -10,7 +10,7 @@ from absl.testing import absltest
 from moejax.files.result_rows import ResultRow, append_rows
 from scripts.studies.tables import decisions
 
-SHAPE, END = "Qwen3-30B-A3B", ", TPOT, decide, Qwen3-30B-A3B, 48 layers, attention INT4"
+SHAPE = "Qwen3-30B-A3B"
 
 
 def row(what: str, figure: float, unit: str, **beside: Any) -> ResultRow:
@@ -20,9 +20,13 @@ def row(what: str, figure: float, unit: str, **beside: Any) -> ResultRow:
     )  # fmt: skip
 
 
-def timed(method: str, gib: float, ms: float, share: float, shape: str = SHAPE) -> ResultRow:
-    what = f"{method}, {gib:g} GiB{END}"
-    return row(what, ms, "ms", method=method, gib=gib, shape=shape, share=share, routing="even")
+def timed(method: str, gib: float, ms: float, share: float, shape: str = SHAPE) -> list[ResultRow]:
+    end = f"{decisions.about(shape, method)}, batch 1, {gib:g} GiB, 1 prompts of 512 random tokens"
+    end += "; routing decode: made up, as asked; prefill: near uniform"
+    return [
+        row(f"TPOT median, {end}", ms, "ms"),
+        row(f"{decisions.SHARE}, {end}", 100 * share, "%"),
+    ]
 
 
 def scored(method: str, share: float, figure: float, label: str = "demo") -> ResultRow:
@@ -31,19 +35,17 @@ def scored(method: str, share: float, figure: float, label: str = "demo") -> Res
 
 
 SPEED = [
-    timed("INT4", 6, 9.0, 0.25),
-    timed("INT4", 6, 8.0, 0.25),  # measured again
-    timed("INT4", 12, 2.5, 0.7),
-    timed("INT2", 6, 4.0, 0.5),
-    timed("INT3", 6, 10.0, 0.3),
-    timed("BuddyMoE", 6, 5.0, 0.29),
-    timed("BuddyMoE", 12, 2.0, 0.7),
-    timed("INT4", 8, 1.0, 0.7, shape="Mixtral-8x7B"),
-    row(f"DynaExq 4/2, 6 GiB{END}", 6, "refused", method="DynaExq 4/2", gib=6.0, shape=SHAPE,
-        routing="even", reason="6 GiB hold none"),
-    row("TPOT median, Qwen3-30B-A3B, random weights, INT4 g64 float, attention INT4, head bf16, "
-        "batch 1, 8 GiB, 1 prompts of 512 random tokens; routing decode: made up, as asked; "
-        "prefill: near uniform", 4.0, "ms"),
+    *timed("INT4", 6, 9.0, 0.25),
+    *timed("INT4", 6, 8.0, 0.25),  # measured again
+    *timed("INT4", 8, 4.0, 0.5),
+    *timed("INT4", 12, 2.5, 0.7),
+    *timed("INT2", 6, 4.0, 0.5),
+    *timed("INT3", 6, 10.0, 0.3),
+    *timed("BuddyMoE", 6, 5.0, 0.29),
+    *timed("BuddyMoE", 12, 2.0, 0.7),
+    *timed("INT4", 8, 1.0, 0.7, shape="Mixtral-8x7B"),
+    row(f"refused, {decisions.about(SHAPE, 'DynaExq 4/2')}, batch 1, 6 GiB: 6 GiB hold none", 6,
+        "GiB, refused"),
 ]  # fmt: skip
 QUALITY = [
     scored("bf16", 0, 20.0),

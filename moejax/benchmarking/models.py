@@ -29,7 +29,7 @@ from moejax.devices import (
 )
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.experts.budget import Budget, Limits, RunSizes, TierSize, make_budget
+from moejax.experts.budget import Budget, BudgetError, Limits, RunSizes, TierSize, make_budget
 from moejax.experts.budget.planned import EMBEDDINGS
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.load import budget_of_tiers
@@ -247,7 +247,7 @@ class _ShapeModels:
             run = self._run(batch, context, nbytes)
             budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
         if self._asked.expert_rank:
-            raise MoejaxError(
+            raise BudgetError(
                 f"expert_rank={self._asked.expert_rank} is for experts that are all on the device: "
                 "leave it out, or the policy and the limits"
             )

@@ -15,6 +15,7 @@ from moejax.benchmarking.measuring import Bench, Measurement
 from moejax.benchmarking.models import CheckpointModels, Models, models_of
 from moejax.benchmarking.requests import PromptFile, TokenizedPrompts
 from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
+from moejax.config.options import options
 from moejax.devices import plain_memory_errors
 from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError, print_stderr
@@ -85,7 +86,8 @@ def run(
                 of.prompts, config.fidelity_share
             )  # an error comes before the runs
     points: list[Point] = []
-    outcome = BenchmarkResult(points, models.about, models.device, bandwidth, per_call)
+    about = models.about + _settings_text(config)
+    outcome = BenchmarkResult(points, about, models.device, bandwidth, per_call)
     for batch, gib in config.points():
         print_stderr(f"measuring batch {batch}, {gib or 'no'} GiB")
         try:
@@ -100,6 +102,28 @@ def run(
         _compare(config, models, asked, outcome)
         known(outcome)
     return outcome
+
+
+def _settings_text(config: BenchmarkConfig) -> str:
+    """Describes settings of policy and memory that are not the defaults.
+
+    Such as ", policy dymoe (int4/int2, retention=0.75), memory slots=24". Budgets, paths, and what
+    a shape's routing says are left out.
+    """
+    found, policy = "", config.policy
+    if policy.name:
+        tiers = "/".join(tier.partition("=")[0] for tier in policy.tiers)
+        slots = f"slots {'/'.join(policy.slots)}" if policy.slots else ""
+        said = ", ".join(filter(None, (tiers, slots, policy.settings, "emulated" * policy.emulate)))
+        found = f", policy {policy.name}" + (f" ({said})" if said else "")
+    left_out = ("device_gib", "disk_path", *(["host_gib"] if config.shape else []))
+    pairs = zip(options(config.memory), options(type(config.memory)()), strict=True)
+    changed = [
+        f"{own.name}={own.default}"
+        for own, default in pairs
+        if own.default != default.default and own.name not in left_out
+    ]
+    return found + (f", memory {', '.join(changed)}" if changed else "")
 
 
 def _compare(
@@ -188,6 +212,9 @@ def _measured(
         if loaded.budget is not None:
             planned = loaded.budget.total_device / 2**30
             found["planned device memory"] = figures.Figure(planned, "GiB")
+            first = loaded.budget.tiers[0]
+            share = 100 * first.slots / first.num_experts
+            found["experts in slots"] = figures.Figure(share, "% of a layer's")
         return Point(
             batch, gib, figures=found, context=context, routing=loaded.routing,
             requests=asked.about + (f", {asked.num_cut} of them cut" if asked.num_cut else ""),

@@ -1,4 +1,4 @@
-"""Quality of the methods that section `decide` of `bench_policies` times, all on the same windows.
+"""Quality of the methods that `scripts.studies.speed.decide` times, all on the same windows.
 
 The experts are in INT4 where the method says nothing else. BuddyMoE and what is composed with it
 decode token by token, a sequence at a time, from a cache whose share of the experts is `x`; of

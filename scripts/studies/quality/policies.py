@@ -8,8 +8,8 @@ DIR holds eval/wikitext2.{test,valid}.raw.xz, and valid/ and train/{books,textbo
 chinese}.jsonl.xz; what is scored is of eval's test and of valid, profiles and warm-ups are of the
 rest. Sections: `dynaexq` (Figure 4), `shift` (prose, then code, then maths), `dymoe` (Table 2,
 Figures 3, 5 and 11), `buddymoe` (Tables 2 to 4), `domains` (lists of one domain, used on another),
-`layers` (errors of layers, foretold and measured), `decide` (the methods of `bench_policies
---section=decide`).
+`layers` (errors of layers, foretold and measured), `decide` (the methods of
+`scripts.studies.speed.decide`).
 
 Runs are teacher-forced, through the engine's steps, with tables in place of slots (`bench.py`); low
 precisions are HQQ in groups of 64. Cases that the output has are passed over, so the same command

@@ -16,7 +16,6 @@ Sections, each described by `measure_speed.py` of its paper, or by `cost.py`:
   * dymoe: Mixtral-8x7B, the rows of DyMoE's Table 3 under 16 and 24 GiB, or `--gib`.
   * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates.
   * cost: Qwen3-30B-A3B, each policy's own time in a step, all experts resident, or at cache rates.
-  * decide: every method under 6, 8, 12, 16 and 24 GiB, or `--gib`, for the picture of a shape.
 
 What the routers say is made up (`moejax.benchmarking.routing` says how), or is that of
 `--trace=FILE`, which `record_traces` writes: of another shape with experts mapped, several in turn
@@ -61,9 +60,6 @@ _WHERE = flags.DEFINE_string("device", "gpu", "gpu; cpu only tries the script")
 _FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
 _PROGRAMS = flags.DEFINE_string("programs", "", "persistent compilation cache")
 _ATTENTION = flags.DEFINE_integer("attention_bits", 16, "of attention in all methods")
-_SECONDS = flags.DEFINE_float(
-    "time_budget_s", 0, "decide: begin nothing after so long; 0: no limit"
-)
 _ONLY = flags.DEFINE_multi_string("only", [], "measurements whose name has one of these; []: all")
 
 
@@ -78,7 +74,7 @@ def main(argv: list[str]) -> None:
         batches=_BATCH.value, tiers=[int(bits) for bits in _TIERS.value], gibs=_GIB.value,
         cache_rates=_RATE.value, bulk=_BULK.value, split=_SPLIT.value, ttft=_TTFT.value,
         planes=_PLANES.value, exponent=None if _ZIPF.value < 0 else _ZIPF.value, only=_ONLY.value,
-        traces=[Path(name) for name in _TRACE.value], seconds=_SECONDS.value,
+        traces=[Path(name) for name in _TRACE.value],
     )  # fmt: skip
     failed: list[str] = []
     lab: Lab | None = None

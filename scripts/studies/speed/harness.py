@@ -121,13 +121,12 @@ class Lab(ShapeMemories):
 
     def budget(
         self, bits: Sequence[int], gib: float, *, prefetch: int = 0, bulk: int = 0,
-        slots: Sequence[int] = (), prefetch_in: str = BOTH, low_rank_nbytes: int = 0,
+        slots: Sequence[int] = (), prefetch_in: str = BOTH,
     ) -> Budget:  # fmt: skip
         """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
         limits = Limits(device_gib=gib, prefetch_in=prefetch_in)
         policy = PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk)
-        tiers = self._tier_sizes(bits, low_rank_nbytes)
-        return make_budget(self._run_sizes(), tiers, limits, policy)
+        return make_budget(self._run_sizes(), self._tier_sizes(bits), limits, policy)
 
     def by_planes(
         self, policy: AnyPolicy, gib: float, prefetch_in: str = BOTH
@@ -139,14 +138,8 @@ class Lab(ShapeMemories):
         parts = zip(bits, budget.tiers, refines, strict=True)
         return budget, [self.plan_of(b, part, refines=2 * plane) for b, part, plane in parts]
 
-    def _tier_sizes(self, bits: Sequence[int], low_rank_nbytes: int = 0) -> list[TierSize]:
-        return [
-            TierSize(
-                name=tier_name(b), expert_nbytes=self.expert_nbytes(b),
-                low_rank_nbytes=low_rank_nbytes,
-            )
-            for b in bits
-        ]  # fmt: skip
+    def _tier_sizes(self, bits: Sequence[int]) -> list[TierSize]:
+        return [TierSize(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
 
     def _run_sizes(self) -> RunSizes:
         config, context = self.config, self.sizes.context
@@ -342,7 +335,6 @@ class Options:
     split: str = "high"
     ttft: bool = True
     only: Sequence[str] = ()
-    seconds: float = 0
 
 
 class Run:

@@ -3,12 +3,12 @@
     python -m scripts.studies.tables.decide --shape=Qwen3-30B-A3B --output=DIR \
         --speed=SPEED.jsonl --quality=QUALITY.jsonl
 
-It answers "I have 12 GB: what should I run?". Speed is of rows of `bench_policies --section=decide`
-and, for uniform precisions, of `moejax.benchmark`; quality of rows of `quality.policies
---sections=decide`: of the study model where they are, else of the demo, as the caption says. They
-are joined by method and, where a method's quality depends on the share of experts in slots, by the
-nearest share that was scored, at most 1/16 away. What has no row is named and not drawn. In the
-table a cell is bold where no other method of its budget is as fast and as good, and better in one.
+It answers "I have 12 GB: what should I run?". Speed is of rows of `moejax.benchmark`, as
+`scripts.studies.speed.decide` asks it; quality of rows of `quality.policies --sections=decide`: of
+the study model where they are, else of the demo, as the caption says. They are joined by method
+and, where a method's quality depends on the share of experts in slots, by the nearest share that
+was scored, at most 1/16 away. What has no row is named and not drawn. In the table a cell is bold
+where no other method of its budget is as fast and as good, and better in one.
 """
 
 from pathlib import Path

@@ -11,21 +11,36 @@ from scripts.studies.tables.drawing import STYLES, Canvas
 from scripts.studies.tables.paper import markdown_table
 from scripts.studies.tables.subjects import NAMES
 
-METHODS = (
-    "INT4", "INT3", "INT2", "MiLo INT3", "DyMoE 4/2", "DyMoE 4/0", "DynaExq 4/2", "BuddyMoE",
-    "DyMoE 4/0 + BuddyMoE",
-)  # fmt: skip
+
+def _policy(name: str, tiers: str, settings: str) -> tuple[str, ...]:
+    flags = {"name": name, "tiers": tiers, "settings": settings}
+    return tuple(f"--config.policy.{flag}={value}" for flag, value in flags.items())
+
+
+# What `moejax.benchmark` is asked of each method, beside the shape.
+_DYMOE = "retention=0.75,prefetch=0"
+METHODS: dict[str, tuple[str, ...]] = {
+    "INT4": ("--config.bits=4",),
+    "INT3": ("--config.bits=3",),
+    "INT2": ("--config.bits=2",),
+    "MiLo INT3": ("--config.bits=3", "--config.expert_rank=16"),
+    "DyMoE 4/2": _policy("dymoe", "int4,int2", _DYMOE),
+    "DyMoE 4/0": _policy("dymoe", "int4", f"{_DYMOE},low=skip"),
+    "DynaExq 4/2": _policy("dynaexq", "int4,int2", "period=64,max_requests=16"),
+    "BuddyMoE": _policy("buddymoe", "int4", "rho=3"),
+    "DyMoE 4/0 + BuddyMoE": _policy(
+        "compose", "int4", f"parts=dymoe+buddymoe,{_DYMOE},low=skip,rho=3"
+    ),
+}
 BUDGETS = (6.0, 8.0, 12.0, 16.0, 24.0)  # GiB
 UNQUANTIZED = "bf16"
 NEAR = 1 / 16  # of the experts, between the share that was timed and the one that was scored
 NOT_TIMED, NOT_SCORED = "not timed", "not scored"
+SHARE = "experts in slots"  # a figure of the benchmark, percent
 Scores = Mapping[tuple[str, str], Sequence["Scored"]]  # by text and method
-_DECIDE = re.compile(r".+, [\d.]+ GiB, TPOT, decide, .+, attention INT4")
-_BENCHMARK = (
-    r"TPOT median, {shape}, random weights, INT(?P<bits>\d) g64 float, attention INT4, head bf16, "
-    r"batch 1, (?P<gib>[\d.]+) GiB, .* random tokens; "
-    r"routing decode: (?P<routing>made up, [^;]*);.*"
-)
+_AT = r", batch 1, (?P<gib>[\d.]+) GiB"
+_WHY = r": (?P<why>.*)"
+_ROUTING = r", .*; routing (?:decode: )?(?P<routing>[^;]*).*"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +48,7 @@ class Timed:
     """Speed of a method under a budget, or why there is none."""
 
     tokens_per_s: float
-    share: float  # of a layer's experts in slots; nan: the method's quality does not ask
+    share: float  # of a layer's experts in slots; nan: not known
     device: str
     routing: str
     refusal: str = ""
@@ -63,23 +78,37 @@ class Joined:
     scored: Mapping[str, Scored]  # by text
 
 
+def about(shape: str, method: str) -> str:
+    """Description of a method's model in rows of `moejax.benchmark`."""
+    given = dict(word.removeprefix("--config.").split("=", 1) for word in METHODS[method])
+    bits, rank = given.get("bits", "4"), given.get("expert_rank")
+    ranks = f", compensators of rank 0, of experts {rank}" if rank else ""
+    found = f"{shape}, random weights, INT{bits} g64 float, attention INT4, head bf16{ranks}"
+    if "policy.name" not in given:
+        return found
+    tiers = given["policy.tiers"].replace(",", "/")
+    return f"{found}, policy {given['policy.name']} ({tiers}, {given['policy.settings']})"
+
+
 def speeds(rows: Iterable[ResultRow], shape: str) -> dict[tuple[str, float], Timed]:
     """Speeds by method and GiB; a later row replaces an earlier one."""
     found: dict[tuple[str, float], Timed] = {}
-    uniform = re.compile(_BENCHMARK.format(shape=re.escape(shape)))
+    patterns = {}
+    for method in METHODS:
+        what = rf"(TPOT median|{SHARE}|refused), {re.escape(about(shape, method))}{_AT}"
+        patterns[method] = re.compile(f"{what}(?:{_WHY}|{_ROUTING})")
     for row in rows:
-        if match := uniform.fullmatch(row.what):
-            key = f"INT{match['bits']}", float(match["gib"])
-            found[key] = Timed(1e3 / row.figure, math.nan, row.device, match["routing"])
-        elif _DECIDE.fullmatch(row.what) and row.baseline.get("shape") == shape:
-            beside = row.baseline
-            key, routing = (str(beside["method"]), float(beside["gib"])), str(beside["routing"])
-            if row.unit == "ms":
-                share = float(beside["share"])
-                found[key] = Timed(1e3 / row.figure, share, row.device, routing)
+        for method, pattern in patterns.items():
+            if not (match := pattern.fullmatch(row.what)):
+                continue
+            key = method, float(match["gib"])
+            old = found.get(key, Timed(math.nan, math.nan, row.device, match["routing"] or ""))
+            if match[1] == SHARE:
+                found[key] = dataclasses.replace(old, share=row.figure / 100)
+            elif match["why"]:
+                found[key] = dataclasses.replace(old, refusal=match["why"])
             else:
-                why = str(beside["reason"])
-                found[key] = Timed(math.nan, math.nan, row.device, routing, why)
+                found[key] = Timed(1e3 / row.figure, old.share, row.device, match["routing"])
     return found
 
 
