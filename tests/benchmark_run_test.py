@@ -217,6 +217,7 @@ class ShapeTest(Case):
         self.assertEqual(figures["hit rate of decode"]["value"], hit_rate)
         self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
         self.assertIn("trace x.trace, its own gates", out)
+        self.assertIn(", memory slots=2, batch 1, ", record["rows"][0]["what"])
 
     @pytest.mark.slow
     def test_a_batch_reads_what_its_sequences_choose(self):
@@ -277,6 +278,9 @@ class ShapeTest(Case):
             shares["gate mass of decode, int4"] + shares["gate mass of decode, int2"], 100, places=2
         )
         self.assertGreater(shares["gate mass of decode, int4"], 40)  # 2 of 8, but the hottest
+        said = ", policy dynaexq (int4/int2, slots 2/8, period=16), batch 1, "
+        self.assertTrue(all(said in row["what"] for row in record["rows"]))
+        self.assertEqual(point["figures"]["experts in slots"]["value"], 25)
         self.assertIn("r^-1.5", point["routing"])
         self.assertIn("decode: gate mass: int4", out)
         self.assertEqual(out.count("decode: layer "), 2)
