@@ -4,9 +4,8 @@ import asyncio
 import importlib.metadata
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
-
-import litellm
 
 MESSAGES = [{"role": "user", "content": "Who was Newton?"}]
 WANTED: dict[str, Any] = {"max_tokens": 16, "temperature": 0, "num_retries": 0}
@@ -14,6 +13,8 @@ WANTED: dict[str, Any] = {"max_tokens": 16, "temperature": 0, "num_retries": 0}
 
 def main(url: str, key: str) -> None:
     """Asks in every way that litellm has for such a server."""
+    import litellm  # which the environment of the other scripts lacks
+
     how = {"api_base": url, "api_key": key, **WANTED}
     found: dict[str, tuple[str, Any]] = {}
     answer = litellm.completion("openai/demo", messages=MESSAGES, **how)
@@ -43,7 +44,7 @@ def main(url: str, key: str) -> None:
     found["completion, stream"] = ("text", "".join(one.choices[0].text or "" for one in stream))
     hosted = litellm.completion("hosted_vllm/demo", messages=MESSAGES, **how)
     found["chat, as of a vLLM server"] = ("chat", hosted.choices[0].message.content)
-    for number, other in enumerate(asyncio.run(at_once(how))):
+    for number, other in enumerate(asyncio.run(at_once(litellm.acompletion, how))):
         found[f"chat, at once {number}"] = ("chat", other)
     for kind, more in (
         (litellm.AuthenticationError, {"api_key": "no"}),
@@ -63,10 +64,11 @@ def main(url: str, key: str) -> None:
     print(json.dumps({**found, "version": importlib.metadata.version("litellm")}))
 
 
-async def at_once(how: dict[str, Any]) -> list[str]:
+async def at_once(ask: Callable[..., Any], how: dict[str, Any]) -> list[str]:
     """Answers of four asynchronous calls."""
-    calls = [litellm.acompletion("openai/demo", messages=MESSAGES, **how) for _ in range(4)]
+    calls = [ask("openai/demo", messages=MESSAGES, **how) for _ in range(4)]
     return [one.choices[0].message.content for one in await asyncio.gather(*calls)]
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
