@@ -382,6 +382,7 @@ class Engine:
                 answer.finish_reason or "length",
                 len(prompt),
                 batch.timing,
+                answer.thoughts,
             )
             for answer, prompt in zip(batch.answers, ids, strict=True)
         ]

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moejax import Engine
 from moejax.errors import MoejaxError
-from moejax.inference import continuous
+from moejax.inference import batch, continuous
 from moejax.text.chat_template import ChatRenderer
 from tests import slow
 from tests.hf_checkpoints import write_checkpoint
@@ -416,8 +416,8 @@ class ServerTest(parameterized.TestCase):
         script = tokenizer.encode(answer, add_special_tokens=False)
 
         def scripted(*given: Any) -> Any:
-            output = continuous_output(*given)
-            tokens = [[next(left) if i >= 0 else i for i in row] for row in output.tokens]
+            output = read_output(*given)
+            tokens = [[next(left, 0) if i >= 0 else i for i in row] for row in output.tokens]
             return output._replace(tokens=tokens)
 
         with served(engine) as server:
@@ -437,11 +437,15 @@ class ServerTest(parameterized.TestCase):
                 self.assertEqual(
                     [*self.chat(server, max_tokens=6, extra_body=switch)], [*expected, len(ids)]
                 )
-            left = iter(script * 2)
-            continuous_output = continuous.read_output
+            read_output, left = continuous.read_output, iter(script * 2)
             with mock.patch.object(continuous, "read_output", scripted):
                 thoughts, text, _ = self.chat(server, max_tokens=len(script))
             self.assertEqual((thoughts, text), ("let me", "4!"))
+        if template == "harmony":
+            left = iter(script)
+            with mock.patch.object(batch, "read_output", scripted):
+                [alone] = engine.generate([ids], max_new_tokens=len(script))
+            self.assertEqual((alone.thoughts, alone.text), ("let me", "4!"))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ class Generation:
     finish_reason: FinishReason
     num_prompt_tokens: int
     timing: Timing  # of the whole batch
+    thoughts: str = ""  # of gpt-oss, before the text; other models' are part of it
 
 
 @dataclasses.dataclass(frozen=True)
