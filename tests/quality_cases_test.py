@@ -1,12 +1,12 @@
 """Cases, bars and verdicts of the studies of quality, and what they are compared with."""
 
-import dataclasses
 import json
 from typing import ClassVar
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moejax.files.result_rows import ResultRow
 from moejax.policies.buddy_lists import BuddyLists
 from scripts.studies.quality import buddymoe as quality_buddymoe
 from scripts.studies.quality import cases, dymoe, dynaexq
@@ -22,7 +22,6 @@ from scripts.studies.quality.cases import (
 from scripts.studies.tables.paper import IN_PART, against
 from scripts.studies.tables.routing import routing_of
 from scripts.studies.tables.rows import Found
-from tests.results_test import ROW
 
 
 class VerdictTest(parameterized.TestCase):
@@ -131,6 +130,9 @@ class RoutingTest(parameterized.TestCase):
         ("x --zipf=1", {"routing": "trace a"}, "Mixtral-8x7B", "trace a"),
     )
     def test_routing_has_a_name(self, command, beside, shape, expected):
-        row = dataclasses.replace(ROW, command=command, baseline=beside)
+        row = ResultRow(
+            what="a", figure=2.0, unit="ms", baseline=beside, device="A card",
+            versions={"jax": "0.0"}, date="2100-01-01", command=command,
+        )  # fmt: skip
         self.assertEqual(routing_of(Found(row, "f", 1), shape), expected)
         self.assertEqual(routing_of(None, shape), "routing not measured")
