@@ -341,8 +341,8 @@ class ContractTest(on_host(CONTRACT)):
             found = np.asarray(interpreted(part, shape, SMALL)).astype(np.float32)
             np.testing.assert_allclose(found, whole[:, start : start + 50], rtol=0.01, atol=0.01)
 
-    @pytest.mark.slow
     @parameterized.parameters(range(40))
+    @pytest.mark.slow
     def test_random_shapes(self, seed):
         shape = random_shape(seed)
         of = random_operands(shape, "bfloat16", seed)

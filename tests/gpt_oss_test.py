@@ -164,10 +164,10 @@ class Mxfp4Test(GptOssTestCase):
                 schemes(Recipe(default=rtn, rules=(), format=target), inventory)
         self.assertNotEmpty(schemes(Recipe(default=rtn, rules=(), format="moejax"), inventory))
 
-    @pytest.mark.slow
     @parameterized.parameters(
         ("oss_bf16_all_experts",), ("oss_mxfp4_bf16_wide",), ("oss_mxfp4_bf16_wide", (2, 8))
     )
+    @pytest.mark.slow
     def test_quantized_to_the_package_s_own_format(self, name, planes=()):
         source = write_checkpoint(name, self.directory)
         write_tokenizer(source, 160)
@@ -208,20 +208,20 @@ class MovingTest(GptOssTestCase):
         answers = engine.generate([[5, 9, 3], list(range(1, 30))], max_new_tokens=24)
         return [answer.tokens for answer in answers]
 
-    @pytest.mark.slow
     @parameterized.parameters("oss", "oss_mxfp4")
+    @pytest.mark.slow
     def test_slots_are_invisible_in_the_answer(self, name):
         whole = self.tokens(name)
         self.assertEqual(self.tokens(name, limits=Limits(slots=3)), whole)
         self.assertEqual(self.tokens(name, policy=Tiering(slots=(3,))), whole)
 
-    @pytest.mark.slow
     @parameterized.parameters(
         ("dymoe", {"retention": 0.5}, ("mxfp4", "int2"), (4, 4)),
         ("dynaexq", {"n_hot": 2, "period": 4}, ("mxfp4", "int2"), (3, 8)),
         ("buddymoe", {"lists": BUDDIES}, ("mxfp4",), (4,)),
         ("compose", {"n_hot": 2, "period": 4, "retention": 0.5}, ("mxfp4", "int2"), (3, 8)),
     )
+    @pytest.mark.slow
     def test_policies_over_tiers_of_mxfp4(self, policy, settings, tiers, slots):
         tiering = Tiering(
             policy=policy, settings=settings, tiers=tiers, slots=slots, group_size=32,

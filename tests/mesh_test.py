@@ -208,8 +208,8 @@ class MeshTest(FolderTestCase):
                 is_split |= by_heads and name in HEAD_LEAVES
                 self.assertEqual(array.is_fully_replicated, not is_split, name)
 
-    @pytest.mark.slow
     @parameterized.parameters("2", "2,heads", "2,experts")
+    @pytest.mark.slow
     def test_a_running_batch(self, mesh):
         Plain(dataclasses.replace(QWEN, expert_dim=192)).write(self.directory)
         how = {"max_new_tokens": 9, "ignore_eos": True}

@@ -553,8 +553,8 @@ class PlanesCheckpointTest(QuantizeTestCase):
             found.append(out)
         self.assertEqual(found[1].partition("\n")[2], found[0])
 
-    @pytest.mark.slow
     @parameterized.parameters(0, 2)
+    @pytest.mark.slow
     def test_planned_bytes_are_allocated_with_compensators(self, divisor):
         rule = f"experts: method=milo rank_divisor={divisor}"
         job = self.planes_job(rule, rank="Uniform-4", passes=1)

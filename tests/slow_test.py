@@ -1,5 +1,8 @@
 """Marks of slow cases: whichever of a parameterized test's parameters say so."""
 
+import re
+from pathlib import Path
+
 import pytest
 from absl.testing import absltest, parameterized
 
@@ -60,3 +63,11 @@ class MarksTest(absltest.TestCase):
                 "test_defaults1",
             },
         )  # fmt: skip
+
+    def test_no_mark_stands_where_it_marks_nothing(self):
+        for path in Path(__file__).parent.glob("*.py"):
+            with self.subTest(path.name):
+                lost = re.findall(
+                    r"^ *@pytest\.mark\.\w+\n *@parameterized.*", path.read_text(), re.M
+                )
+                self.assertEmpty(lost)
