@@ -31,7 +31,13 @@ fi
 
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
-"$venv/bin/mypy"
+# Types are checked beside the tests: alone that uses one core.
+"$venv/bin/mypy" &
+types=$!
+trap 'kill "$types" 2>/dev/null || true' EXIT
 # Two workers: compiling is most of the time and uses one core. The last -n given wins. Each takes
 # half of the files, so that what a file's tests have in common is made once, and then steals.
-exec "$venv/bin/python" -m pytest -n 2 --dist worksteal "$@"
+status=0
+"$venv/bin/python" -m pytest -n 2 --dist worksteal "$@" || status=$?
+wait "$types" || status=$?
+exit "$status"

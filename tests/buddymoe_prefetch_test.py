@@ -117,7 +117,8 @@ class DecisionTest(parameterized.TestCase):
     def test_none_by_default(self):
         policy = BuddyMoe(lists=LISTS)
         self.assertFalse(policy.needs.predicted)
-        self.assertIsNone(policy.decide(policy.init(SPEC), steps(4, 1)[0])[0].ahead)
+        decision, _ = jax.eval_shape(policy.decide, policy.init(SPEC), steps(4, 1)[0])
+        self.assertIsNone(decision.ahead)
 
     def test_what_the_prefetch_brings_counts_in_delta(self):
         # Two of three experts are missing in the second layer; the prefetch brings one of them.
@@ -155,7 +156,7 @@ class DecisionTest(parameterized.TestCase):
             state = policy.init(tiers)
             self.assertTrue(policy.needs.predicted)
             self.assertEqual(policy.max_prefetch(state), most)
-            ahead = np.asarray(policy.decide(state, o)[0].ahead)
+            ahead = np.asarray(jax.jit(policy.decide)(state, o)[0].ahead)
             self.assertEqual(ahead[ahead >= 0].tolist(), [tier] * most)
         make_policy("compose", parts="dymoe+buddymoe", lists=LISTS, prefetch=-1)
 

@@ -21,8 +21,9 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick_comp
 import jax
 import pytest
 
-# Tracing makes objects by the million, of which few are in cycles: looking for those as often as
-# Python does by default took a twentieth of the time.
+# Importing and tracing make objects by the million, of which few are in cycles: looking for those
+# as often as Python does by default took a twentieth of the time.
+gc.disable()
 gc.set_threshold(50_000, 20, 50)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = f"needs a GPU; JAX sees only {jax.default_backend()}"
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Looks for cycles from here on, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -31,16 +31,28 @@ from tests.runner_test import recorded_programs
 
 CPU = jax.devices("cpu")[0]
 SIZES = FixedSizes((16, 32), (100,))  # S is no multiple of a chunk, nor of a page
+ONE_SIZE = FixedSizes((32,), (100,))
 PAGE = 16
-WINDOWS = ModelConfig(**TINY | {"sliding_window": 7, "window_layers": (1,)})
+WINDOWS = ModelConfig(**TINY | {
+    "num_layers": 2, "moe_layers": (0,), "sliding_window": 7, "window_layers": (1,),
+})  # fmt: skip
+
+
+def two_layers(kind: str) -> ModelConfig:
+    """A delta rule, and attention."""
+    delta = dataclasses.replace(model_kinds.KINDS[kind]["delta_net"], layers=(0,))
+    return model_kinds.config_of(kind, num_layers=2, moe_layers=(0, 1), delta_net=delta)
+
+
 KINDS = {
     "windows": WINDOWS, "latent": model_kinds.config_of("latent"),
-    "delta": model_kinds.config_of("delta"), "by_part": model_kinds.config_of("by_part"),
+    "delta": two_layers("delta"), "by_part": two_layers("by_part"),
     "sigmoid": model_kinds.config_of("sigmoid"), "joint": model_kinds.config_of("joint"),
     "biased": model_kinds.config_of("biased"), "sinks": model_kinds.config_of("sinks"),
 }  # fmt: skip
 RNG = np.random.default_rng(0)
 VOCAB = TINY["vocab_size"]
+NEVER = (VOCAB,)  # ends no row, by the programs of a token that does
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "seed": 7}
 # Lengths of prompts, and settings of their answers.
 ROWS: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -59,6 +71,11 @@ def rows_of(rows: Any = ROWS) -> list[tuple[list[int], GenerationSettings]]:
     ]
 
 
+def greedy_rows() -> list[tuple[list[int], GenerationSettings]]:
+    """Rows whose tokens three programs give: two chunks, and decode."""
+    return rows_of([ROWS[i] for i in (0, 1, 2, 6)])
+
+
 @functools.cache
 def resident_runner(config: ModelConfig = WINDOWS) -> Runner:
     """A runner of random weights on the CPU, one for the file: most of the time is compiling."""
@@ -68,12 +85,15 @@ def resident_runner(config: ModelConfig = WINDOWS) -> Runner:
 def running(runner: Runner, num_lanes: int = 3, **how: Any) -> ContinuousBatch:
     """A batch of small sizes, with pages for whole rows and one more."""
     whole = Pages(1 + num_lanes * Pages(0, PAGE).of(SIZES.kv_lengths[-1]), PAGE)
-    how = {"pages": whole, "eos_ids": (), **how}
-    return ContinuousBatch(runner, None, num_lanes=num_lanes, sizes=SIZES, **how)
+    how = {"pages": whole, "eos_ids": NEVER, "sizes": SIZES, **how}
+    return ContinuousBatch(runner, None, num_lanes=num_lanes, **how)
 
 
 def alone(
-    runner: Runner, prompt: list[int], settings: GenerationSettings, eos_ids: tuple[int, ...] = ()
+    runner: Runner,
+    prompt: list[int],
+    settings: GenerationSettings,
+    eos_ids: tuple[int, ...] = NEVER,
 ) -> list[int]:
     """The tokens of a prompt in a batch of its own."""
     length = SIZES.kv_lengths[-1]
@@ -107,7 +127,7 @@ def one_row(batch: ContinuousBatch, prompt: list[int], **how: Any) -> list[int]:
 
 
 class AloneTest(parameterized.TestCase):
-    @slow.where(lambda kind: kind not in ("windows", "delta"))
+    @slow.where(lambda kind: kind != "windows")
     @parameterized.parameters(*((kind,) for kind in KINDS))
     def test_each_answer_is_what_it_would_be_alone(self, kind: str):
         """Prompts of one chunk and of several join while others run, in lanes that were used."""
@@ -120,7 +140,7 @@ class AloneTest(parameterized.TestCase):
     @parameterized.parameters("windows", "delta")
     def test_rows_wait_for_pages_and_kept_ones_are_given_away(self, kind: str):
         """Rows join in the order of arrival; the longest takes seven of eight pages."""
-        runner, rows = resident_runner(KINDS[kind]), [*rows_of(), *rows_of()[:2]]
+        runner, rows = resident_runner(KINDS[kind]), [*greedy_rows(), *greedy_rows()[:2]]
         batch = running(runner, pages=Pages(8, PAGE))
         joined, take = [], batch.pool.take
 
@@ -148,27 +168,30 @@ class AloneTest(parameterized.TestCase):
         self.assertEqual(batch.num_free, 2)
 
     def test_with_experts_in_slots(self):
-        resident, rows = resident_runner(cached_runners.QWEN), rows_of()[:5]
+        resident, rows = resident_runner(cached_runners.QWEN), greedy_rows()
         expected = [alone(resident, *row) for row in rows]
         runner, memory = cached_runners.cached_runner(None, (16,), (3,))
-        self.assertEqual(answers(running(runner), rows), expected)
+        self.assertEqual(answers(running(runner, sizes=ONE_SIZE), rows), expected)
         self.assertGreater(memory.read_counters().total("misses"), 0)
 
+    @slow.where(lambda name: name != "dymoe")
     @parameterized.parameters("dymoe", "dynaexq", "buddymoe")
     def test_under_a_policy_every_row_is_answered_to_its_end(self, name: str):
         lists = random_lists(np.random.default_rng(0), 2, cached_runners.QWEN.num_experts)
         how = {"dymoe": {}, "dynaexq": {"period": 3}, "buddymoe": {"lists": lists}}[name]
-        policy, rows = make_policy(name, **how), rows_of()[:5]
+        policy, rows = make_policy(name, **how), greedy_rows()
         forms, slots = ((16,), (5,)) if name == "buddymoe" else ((4, 2), (3, 8))
         runner, memory = cached_runners.cached_runner(policy, forms, slots)
-        found = answers(running(runner), rows)
-        self.assertEqual([len(tokens) for tokens in found], [21, 11, 1, 9, 12])
+        found = answers(running(runner, sizes=ONE_SIZE), rows)
+        self.assertEqual([len(tokens) for tokens in found], [21, 11, 1, 6])
         self.assertTrue(all(token >= 0 for tokens in found for token in tokens))
         self.assertGreater(memory.read_counters().total("needed"), 0)
 
     def test_an_end_of_sequence_ends_a_row_and_its_lane_is_free(self):
         runner = resident_runner()
-        rows = [(prompt, dataclasses.replace(how, max_new_tokens=9)) for prompt, how in rows_of()]
+        rows = [
+            (prompt, dataclasses.replace(how, max_new_tokens=9)) for prompt, how in greedy_rows()
+        ]
         eos = (alone(runner, *rows[0])[4],)
         expected = [alone(runner, *row, eos) for row in rows]
         self.assertLess(len(expected[0]), 9)
@@ -243,7 +266,7 @@ class TurnsTest(absltest.TestCase):
             self.assertEqual((batch.counts.chunks, len(batch._unread)), (chunks, 1))
 
     def test_what_a_cut_off_turn_shared_is_kept(self):
-        batch, turn = running(resident_runner(), num_lanes=1), list(range(1, 60))
+        batch, turn = running(resident_runner()), list(range(1, 60))
         one_row(batch, turn, max_new_tokens=1)
         number = batch.submit([*turn, *range(60, 98)], GenerationSettings(max_new_tokens=1))
         batch.step()
@@ -338,6 +361,7 @@ class TurnsTest(absltest.TestCase):
 
 
 class ProgramsTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_nothing_is_compiled_after_the_warm_up(self):
         runner = resident_runner.__wrapped__()  # without programs
         batch = running(runner, top_logprobs=1, eos_ids=(1, 2))
@@ -459,7 +483,8 @@ class PrefixTest(parameterized.TestCase):
 
     def test_no_keys_are_shared_that_the_length_of_a_prompt_turns(self):
         scaling = RopeScaling(kind="dynamic", factor=2.0, original_positions=64)
-        runner = resident_runner(ModelConfig(**TINY | {"rope_scaling": scaling}))
+        layer = {"num_layers": 1, "moe_layers": (0,), "rope_scaling": scaling}
+        runner = resident_runner(ModelConfig(**TINY | layer))
         batch, prompt = running(runner), rows_of()[3][0]
         one_row(batch, prompt, max_new_tokens=2)
         long = prompt + prompt

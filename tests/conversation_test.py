@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import psutil
+import pytest
 import transformers
 from absl.testing import absltest, parameterized
 
@@ -176,6 +177,7 @@ class ConversationTest(FolderTestCase):
         status, out, err = self.piped(b"abc", "--prompt_file=-")
         self.assertEqual((status, out), (0, f"{self.answer('abc')}\n"), err)
 
+    @pytest.mark.slow
     def test_on_a_terminal(self):
         """Ctrl-C ends an answer that is still being compiled, and at the prompt the session."""
         terminal = self.terminal("--chat", "--config.compilation_cache=", XLA_FLAGS="")

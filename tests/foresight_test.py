@@ -110,7 +110,7 @@ class PolicyTest(parameterized.TestCase):
             DynaExq(period=1), OnDemand(),
             Compose(importance=DyMoE(), hotness=DynaExq(period=1)),
         ):  # fmt: skip
-            _, state = policy.transfers(policy.init(SPEC), resident)
+            _, state = jax.jit(policy.transfers)(policy.init(SPEC), resident)
             self.assertEqual(policy.disk_prefetch(state, resident).layer.shape, (0,))
 
     @pytest.mark.slow

@@ -53,7 +53,7 @@ def float64(m: QTensor) -> np.ndarray:
         zeros=None if m.zeros is None else jnp.asarray(m.zeros), num_inputs=m.num_inputs,
         bits=m.bits, group_size=m.group_size,
     )  # fmt: skip
-    return np.asarray(dequantize(packed, jnp.arange(EXPERTS)), np.float64)
+    return np.asarray(jax.jit(dequantize)(packed, jnp.arange(EXPERTS)), np.float64)
 
 
 class WorkersTest(parameterized.TestCase):

@@ -74,7 +74,8 @@ CONFIGS = {"qwen3": QWEN, "tied": dataclasses.replace(QWEN, tied_embeddings=True
 }
 
 
-CONFIGS["small"] = dataclasses.replace(QWEN, num_layers=2, moe_layers=(1,), expert_dim=64)
+CONFIGS["uneven"] = dataclasses.replace(QWEN, num_layers=2, moe_layers=(1,))
+CONFIGS["small"] = dataclasses.replace(CONFIGS["uneven"], expert_dim=64)
 CONFIGS["heads"] = dataclasses.replace(QWEN, num_heads=16, num_kv_heads=8, head_dim=24)
 
 
@@ -153,10 +154,10 @@ class MeshTest(FolderTestCase):
         self.addCleanup(engine.close)
         return engine
 
-    @slow.where(lambda case: case not in (("qwen3", "int4", "8"), ("small", "plain", "2,heads")))
+    @slow.where(lambda case: case not in (("uneven", "int4", "8"), ("small", "plain", "2,heads")))
     @parameterized.product(
         case=(
-            ("qwen3", "int4", "8"),  # 12 groups: uneven
+            ("uneven", "int4", "8"),  # 12 groups
             ("qwen3", "int3", "4"),
             ("qwen3", "int2", "2"),
             ("shared", "plain", "2"),
@@ -189,16 +190,16 @@ class MeshTest(FolderTestCase):
         scale = np.abs(expected).max()
         self.assertLess(np.abs(found - expected).max() / scale, 1e-5)
         how: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
-        answers = [
-            [answer.tokens for answer in engine.generate(PROMPTS, **how)]
-            for engine in (one, several)
-        ]
-        self.assertEqual(*answers)
-        targets = np.roll(TOKENS, -1, axis=1)
-        scores = [
-            engine.score(TOKENS, np.full(2, TOKENS.shape[1]), targets) for engine in (one, several)
-        ]
-        np.testing.assert_allclose(*scores, rtol=1e-5)
+        if kind != "small":  # of the two that always run, each compiles one of both
+            answers = [
+                [answer.tokens for answer in engine.generate(PROMPTS, **how)]
+                for engine in (one, several)
+            ]
+            self.assertEqual(*answers)
+        if kind != "uneven":
+            targets, lengths = np.roll(TOKENS, -1, axis=1), np.full(2, TOKENS.shape[1])
+            scores = [engine.score(TOKENS, lengths, targets) for engine in (one, several)]
+            np.testing.assert_allclose(*scores, rtol=1e-5)
         # Every device has a share of the experts, some rows of the vocabulary, perhaps some heads,
         # and the rest whole.
         for name, leaf in several.weights.items():

@@ -17,6 +17,7 @@ from moejax.quantization.rtn import rtn
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor, Weight, from_codes
 from scripts.studies.dymoe.controls import AsAsked
+from tests import slow
 from tests.cached_runners import (
     CPU,
     EXPERTS,
@@ -68,6 +69,7 @@ def memory_of(policy: AnyPolicy, slots: int, *, planes: bool, **how: Any) -> Exp
 
 
 class RefiningTierTest(parameterized.TestCase):
+    @slow.where(lambda how: "prefetch" not in how)
     @parameterized.named_parameters(
         ("dymoe", DyMoE, {}, 3, {}),
         ("dymoe_that_looks_ahead", DyMoE, {"prefetch": 2}, 4, {"prefetch": 2}),

@@ -304,13 +304,7 @@ RUNS = {
 }
 
 
-FAST = (
-    "dymoe 4/2",
-    "dymoe over all in low",
-    "dymoe by planes",
-    "dymoe, shared slots",
-    "dynaexq, low always there",
-)
+FAST = ("dymoe 4/2", "dymoe, shared slots", "dynaexq, low always there")
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Two tiers of planes that share slots: answers as of whole copies, by a rule in plain Python."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from moejax.policies.dymoe import DyMoE
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
 from scripts.studies.dymoe.controls import AsAsked
+from tests import slow
 from tests.cached_runners import (
     CPU,
     EXPERTS,
@@ -49,24 +51,33 @@ def shared_memory(
     return ExpertMemory(tiers, ["int4", "int2"], policy, width=QWEN.experts_per_token)
 
 
+def told(memory: ExpertMemory) -> tuple[list[list[int]], ExpertMemory]:
+    """Answers of a runner, whose counters are read."""
+    runner = Runner(QWEN, without_experts(random_weights(QWEN)), CPU, memory=memory)
+    found = answers(runner, PROMPTS)
+    memory.read_counters()
+    return found, memory
+
+
+@functools.cache
+def of_whole_copies() -> tuple[list[list[int]], ExpertMemory]:
+    return told(memory_of(AsAsked(prefetch=0), NUM_EXPERTS, planes=False))
+
+
 class SharedSlotsTest(parameterized.TestCase):
+    @slow.where(lambda slots: slots > 3)
     @parameterized.parameters((3, 2, 0), (7, 5, 0), (6, 2, 2))
     def test_answers_are_those_of_whole_copies(self, slots, transient, prefetch):
-        whole = memory_of(AsAsked(prefetch=0), NUM_EXPERTS, planes=False)
-        shared = shared_memory(
-            DyMoE(prefetch=prefetch), slots, transient=transient, prefetch=prefetch
-        )
-        found = []
-        for memory in (whole, shared):
-            runner = Runner(QWEN, without_experts(random_weights(QWEN)), CPU, memory=memory)
-            found.append(answers(runner, PROMPTS))
-            memory.read_counters()
-        self.assertEqual(found[1], found[0])
+        expected, whole = of_whole_copies()
+        policy = DyMoE(prefetch=prefetch)
+        found, shared = told(shared_memory(policy, slots, transient=transient, prefetch=prefetch))
+        self.assertEqual(found, expected)
         for name, tier in shared.ledger.tiers.items():
             self.assertGreater(tier.total("needed"), 0, name)
             self.assertGreater(tier.total("misses"), 0, name)
         self.assertEqual(shared.ledger.shares, whole.ledger.shares)
 
+    @slow.where(lambda slots: slots == 7)
     @parameterized.parameters((7, 0), (9, 2))
     def test_a_trace_gives_the_counts_of_the_engine(self, slots, prefetch):
         policy = DyMoE(prefetch=prefetch, retention=0.5, selection="load")

@@ -286,16 +286,13 @@ class MainTest(FolderTestCase):
     def test_buddies_of_a_profile(self):
         file = self.directory / "x.safetensors"
         save_buddies(file, random_profile(2, 16))
-        out, _ = self.run_main(
-            "--config.policy=buddymoe", "--config.links=('25',)",
-            f"--config.grid=('slots=8', 'lists={file}', 'tae_tau=profile')",
-        )  # fmt: skip
-        self.assertIn(f"slots=8 lists={file} tae_tau=profile |", out)
         output = self.directory / "buddies.jsonl"
-        self.run_main(
+        grid = f"('slots=4', 'lists={file}', 'tae_tau=profile', 'prefetch=0,2', 'max_requests=0')"
+        out, _ = self.run_main(
             "--config.policy=buddymoe", "--config.links=('25',)", f"--config.output={output}",
-            f"--config.grid=('slots=4', 'lists={file}', 'prefetch=0,2', 'max_requests=0')",
+            f"--config.grid={grid}",
         )  # fmt: skip
+        self.assertIn(f"slots=4 lists={file} tae_tau=profile prefetch=0 max_requests=0 |", out)
         moved = [row.baseline["prefetch_mb"] for row in read_rows(output)]
         self.assertEqual([amount > 0 for amount in moved], [False, True])
 
@@ -309,9 +306,9 @@ class MainTest(FolderTestCase):
             for slots, ahead, gib in ((8, 0, 0.5), (24, 0, 0.2), (48, 0, 0.1), (48, 2, 7.0))
         ])  # fmt: skip
         self.assertLen(measured_rows(rows), 3)
-        out, err = self.run_main(f"--config.calibration={rows}", "--config.grid=('slots=4',)")
+        with mock.patch.object(sweeping, "sweep", side_effect=MoejaxError("enough")):
+            _, err = self.run_main(f"--config.calibration={rows}", status=1)
         self.assertIn("calibrated by 3 measurements: 3.000 ms a step, 50.0 GiB/s", err)
-        self.assertIn("12 GiB/s", out)
 
     def test_a_calibration_by_a_benchmark(self):
         rows = self.directory / "benchmark.jsonl"

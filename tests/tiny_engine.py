@@ -50,13 +50,18 @@ def tokenizer_json() -> bytes:
 
 
 def load_tiny_engine(
-    directory: Path, *, tokenizer: bool = True, eos_ids: tuple[int, ...] = (), **how: Any
+    directory: Path,
+    *,
+    config: ModelConfig = CONFIG,
+    tokenizer: bool = True,
+    eos_ids: tuple[int, ...] = (),
+    **how: Any,
 ) -> Engine:
     """Float32 on the CPU, from a checkpoint written to `directory`."""
     save_hf_checkpoint(
         directory,
-        CONFIG,
-        random_weights(CONFIG),
+        config,
+        random_weights(config),
         dtype=np.dtype(np.float32),
         token_ids={"eos_token_id": list(eos_ids)} if eos_ids else None,
         extra_files={"tokenizer.json": tokenizer_json()} if tokenizer else None,

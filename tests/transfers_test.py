@@ -76,7 +76,7 @@ class RequestTest(TransfersTestCase):
         transfers.request(1, [4])
         self.advance(transfers, lambda: transfers.counters.moved)
         wanted = jnp.zeros(8, bool).at[4].set(True)
-        fetch, tables, counts = predict_needed(
+        fetch, tables, counts = jax.jit(predict_needed, static_argnums=(0, 4))(
             CACHE, self.pool.residency, 1, wanted, 1, self.pool.counts
         )
         slot = int(fetch.slots[0])
