@@ -146,6 +146,7 @@ class ContractTest(HostTestCase, KernelTestCase):
         found = self.interpreted(kernel, operands)
         self.assertIsNone(violation(*found, operands))
 
+    @slow.where(lambda name: name != "mxfp4_and_int2")
     @parameterized.parameters("mxfp4_and_int2", "int4_int2_and_skipped", "low_rank")
     def test_tiles_that_split_k_have_the_values_of_float64(self, name):
         operands = random_operands(CASES[name], seed(self.id()))

@@ -151,14 +151,6 @@ class LimitsTest(parameterized.TestCase):
             raise KeyboardInterrupt
         self.assertEqual(tokens(engine), RESIDENT)
 
-    @pytest.mark.slow
-    def test_slots_and_transients_are_those_asked_for(self):
-        engine = limited(slots=3, transient=2, prefetch=1)
-        self.assertEqual(tokens(engine), RESIDENT)
-        slots = jax.tree.leaves(engine._runner.memory.tiers[0].pool.banks)
-        self.assertEqual({leaf.shape[0] for leaf in slots}, {1 * 3 + 2})  # of two banks
-        self.assertEqual(totals(engine)["waits"], 0)
-
     @slow.repeats()
     @parameterized.product(has_checksums=[True, False], was_read=[True, False])
     def test_a_file_that_changed_is_an_error_and_no_wrong_token(self, has_checksums, was_read):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 import safetensors.numpy
 import torch
 from absl.testing import absltest, parameterized
@@ -87,6 +88,7 @@ class LoadTest(FolderTestCase):
             )
             engine.logits(np.arange(160)[None])  # which need all experts
 
+    @pytest.mark.slow
     def test_commands_end_with_one_line(self):
         """Logits overflow, of weights each of which is small enough to be computed with."""
         weights = tiny_engine.random_weights(tiny_engine.CONFIG)

@@ -445,18 +445,6 @@ class PlanesCheckpointTest(QuantizeTestCase):
             job = self.planes_job(output=self.directory / "refused", **how)
             self.assert_refused(job, said)
 
-    @parameterized.parameters(2, 4)
-    @pytest.mark.slow
-    def test_residency_is_invisible(self, bits):
-        output = self.quantized()
-        tokens = [list(range(3, 20))]
-        with Engine.from_pretrained(output, read_bits=bits, progress=False) as engine:
-            expected = engine.generate(tokens, max_new_tokens=6)[0].tokens
-        with Engine.from_pretrained(
-            output, read_bits=bits, progress=False, limits=Limits(slots=2)
-        ) as engine:
-            self.assertEqual(engine.generate(tokens, max_new_tokens=6)[0].tokens, expected)
-
     @slow.where(lambda how: how)
     @parameterized.parameters(
         ({},),

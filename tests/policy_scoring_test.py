@@ -153,6 +153,7 @@ class PolicyScoringTest(FolderTestCase):
         }  # fmt: skip
         return commands.succeed(command, *arguments, **fields)
 
+    @pytest.mark.slow
     def test_evaluate_says_how_it_read(self):
         self.engine(**DYNAEXQ, emulate=False)  # writes the checkpoint
         output = self.folder / "x.json"

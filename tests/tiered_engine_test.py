@@ -60,15 +60,6 @@ class EngineTest(parameterized.TestCase):
         )
 
     @pytest.mark.slow
-    def test_stored_experts_under_on_demand_are_the_model(self):
-        plain = tiny_engine.load_tiny_engine(self.folder / "model")
-        served = self.engine(policy="on_demand", slots=(3,))
-        tokens = np.asarray([PROMPT])
-        np.testing.assert_array_equal(served.logits(tokens), plain.logits(tokens))
-        self.assertEqual(served.ledger.shares["stored"], 1.0)
-        self.assertGreater(served.ledger.link_bytes, 0)
-
-    @pytest.mark.slow
     def test_promotions_arrive_between_steps(self):
         engine = self.engine(
             policy="dynaexq", settings={"period": 8, "warmup": 8}, slots=(3, 8), **MADE
@@ -104,14 +95,6 @@ class EngineTest(parameterized.TestCase):
         np.testing.assert_allclose(np.stack(whole)[1:, 0], [2, 1, 1, 1, 0], rtol=1e-5)
         served = np.stack(steps)[..., :3].sum(axis=-1)
         np.testing.assert_allclose(served[:5], np.stack(whole)[:5], rtol=1e-5)
-
-    @pytest.mark.slow
-    def test_emulated_slots_give_the_tokens_of_real_ones(self):
-        how = dict(policy="dymoe", settings={"retention": 0.75, "heavy_count": 2}, **MADE)
-        real, emulated = (self.engine(slots=(3, 8), emulate=e, **how) for e in (False, True))
-        tokens = np.asarray([PROMPT])
-        np.testing.assert_allclose(emulated.logits(tokens), real.logits(tokens), rtol=0, atol=1e-5)
-        self.assertEqual(real.ledger.layers, emulated.ledger.layers)
 
     @parameterized.parameters(
         ("on_demand", (4,), 2), ("dymoe", (3, 8), 0), ("dymoe", (3, 4), 2), ("dymoe", (3, 4), -1)
