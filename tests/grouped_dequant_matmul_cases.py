@@ -121,6 +121,16 @@ WHOLE = {
     "whole_low_rank_and_plain": _WHOLE._replace(
         tiers=(_WIDE_TERMS, alike(PLAIN)), tokens=6, skipped=0.2
     ),
+    # A last block of half or a quarter, whose rows of scales end within a word.
+    "whole_mxfp4_short_rows": _WHOLE._replace(
+        tiers=(alike(MXFP4), alike(Form(4))), tokens=5, model_dim=576, expert_dim=320, skipped=0.2
+    ),
+    "whole_mxfp4_float16": _WHOLE._replace(
+        tiers=(alike(MXFP4, 8),), tokens=12, model_dim=384, expert_dim=832, dtype="float16"
+    ),
+    "whole_int8_short_rows": _WHOLE._replace(
+        tiers=(Tier(Form(8), Form(4, 128)),), tokens=2, model_dim=320, expert_dim=576
+    ),
     "whole_prefill": _WHOLE._replace(tiers=(alike(INT3, 5),), tokens=200, dtype="float16"),
     "whole_prefill_tiers": _WHOLE._replace(
         tiers=(alike(INT4), alike(PLAIN, 2), Tier(INT2, INT8)), tokens=150, skipped=0.2

@@ -11,6 +11,7 @@ import pytest
 from absl.testing import parameterized
 
 from pallas_kernels import mosaic_decode
+from pallas_kernels.gating import SWIGLU
 from pallas_kernels.mosaic_decode import experts, fragments, product
 from pallas_kernels.mosaic_decode.accumulate import Totals
 from pallas_kernels.mosaic_decode.fragments import CodeFormat
@@ -161,7 +162,9 @@ BROKEN_EXPERTS = (
     ("addressed", lambda matrix, at, addressed=experts.addressed:
      addressed(matrix, [at[0], at[2], at[1]])),
 )  # fmt: skip
+MXFP4 = packed_operands.Form(4, 32, "mxfp4")
 KEPT_FORMS = (
+    MXFP4,
     packed_operands.Form(2, 64), packed_operands.Form(3, 32, "integer"),
     packed_operands.Form(3, 64, "float", "float32"), packed_operands.Form(3, 0),
     packed_operands.Form(4, 128, "symmetric"), packed_operands.Form(4, 0, "integer"),
@@ -195,6 +198,7 @@ class KernelTest(HostTestCase):
         (packed_operands.Form(4, 512, "integer"), 512), (packed_operands.Form(4), 384),
         (packed_operands.Form(3, 32, "integer"), 640), (packed_operands.Form(2), 128),
         (packed_operands.Form(8), 384), (packed_operands.Form(3, apart="own"), 384),
+        (packed_operands.Form(4), 320), (packed_operands.Form(8), 576), (MXFP4, 320), (MXFP4, 640),
     )  # fmt: skip
     def test_the_last_rows_of_the_last_slot_read_nothing_behind_them(self, form, inputs):
         # The simulator raises for a load beyond an array.
@@ -202,9 +206,9 @@ class KernelTest(HostTestCase):
         self.assertIsNone(self.violation(x, weights, StreamTiles(1, 1, 4)))
 
     @parameterized.parameters(
-        (CodeFormat, "half_block", lambda self, step, right=CodeFormat.half_block:
-         (right(self, step)[0] // 2, *right(self, step)[1:])),
-        (Stream, "_of_half_groups", lambda self, half_block, rows, size: rows),
+        (CodeFormat, "short_block", lambda self, size, step, right=CodeFormat.short_block:
+         (right(self, size, step)[0] // 2, *right(self, size, step)[1:])),
+        (Stream, "_of_short_groups", lambda self, short_block, rows, size: rows),
     )  # fmt: skip
     def test_a_wrong_kernel_of_half_a_block_fails(self, owner, name, broken):
         x, weights = self.operands(packed_operands.Form(4), 9, (32, 384))
@@ -214,9 +218,25 @@ class KernelTest(HostTestCase):
             self.assertIsNotNone(self.violation(x, weights, tiles))
 
     @parameterized.parameters(
+        (Simulator, "funnel", lambda self, low, high, count: low),  # odd rows as even ones
+        (CodeFormat, "short_block", lambda self, size, step, right=CodeFormat.short_block:
+         right(self, size, step ^ 2)),
+        (product, "_repeated", lambda e, words, index, size, times: words[index]),
+        (fragments, "_floats_of_mxfp4", lambda e, kind, word, at, right=fragments._floats_of_mxfp4:
+         right(e, kind, word, at ^ 4)),
+    )  # fmt: skip
+    def test_a_wrong_kernel_of_short_rows_fails(self, owner, name, broken):
+        x, weights = self.operands(MXFP4, 9, (32, 576))
+        tiles = StreamTiles(1, 1, 4)
+        self.assertIsNone(self.violation(x, weights, tiles))
+        with mock.patch.object(owner, name, broken):
+            self.assertIsNotNone(self.violation(x, weights, tiles))
+
+    @parameterized.parameters(
         (packed_operands.Form(8, 32), 384, "groups of 32 of 8 bits"),
-        (packed_operands.Form(4, 128), 384, "have not whole words"),
-        (packed_operands.Form(4), 320, "K 320 is no multiple of 256"),
+        (packed_operands.Form(4, 128, "integer"), 384, "an odd number of bytes"),
+        (packed_operands.Form(4), 288, "K 288 is no multiple of 256"),
+        (packed_operands.Form(2), 320, "K 320 is no multiple of 256"),
     )
     def test_half_a_block_is_refused_where_its_rows_cannot_be_read(self, form, inputs, reason):
         x, weights = self.operands(form, 9, (32, inputs))
@@ -275,7 +295,7 @@ class KernelTest(HostTestCase):
 
         def wrong() -> str | None:
             hidden = mosaic_decode.expert_products(
-                operands.x, *pairs, gated=True, tiles=tiles, interpret=True
+                operands.x, *pairs, gating=SWIGLU, tiles=tiles, interpret=True
             )
             found = np.asarray(hidden).reshape(*operands.tier.shape, -1)
             return packed_operands.violation(found, *expected_hidden(operands), "bfloat16")

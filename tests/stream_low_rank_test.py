@@ -11,6 +11,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from pallas_kernels import mosaic_decode
+from pallas_kernels.gating import SWIGLU
 from pallas_kernels.mosaic_decode import low_rank_spec, support
 from pallas_kernels.mosaic_decode.low_rank import BlockTerms
 from pallas_kernels.mosaic_decode.matrix import matrix_of, tile_bytes
@@ -209,8 +210,8 @@ class ExpertsTest(KernelTestCase):
         x = packed_operands.random_activations(self.rng, (pairs, 512), "bfloat16")
         tiles = StreamTiles(1, 2, 2)
         found = mosaic_decode.expert_products(
-            x, np.zeros(pairs, np.int32), np.ones(pairs, np.int32), (weights,), gated=gated,
-            tiles=tiles, interpret=True, low_rank=((both, last),),
+            x, np.zeros(pairs, np.int32), np.ones(pairs, np.int32), (weights,),
+            gating=SWIGLU if gated else None, tiles=tiles, interpret=True, low_rank=((both, last),),
         )  # fmt: skip
         y, slack = packed_operands.product(x, weights, 1, (both, last))
         if gated:

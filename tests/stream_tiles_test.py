@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 from moejax.models.shapes import SHAPES
 from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, mosaic_decode
+from pallas_kernels.gating import SWIGLU
 from pallas_kernels.mosaic_decode.matrix import matrix_of, tile_bytes
 from pallas_kernels.mosaic_decode.tiles import MOST_KEPT, SHARED_BYTES, StreamTiles, _fitted
 from pallas_kernels.packed import PackedMatrices
@@ -112,7 +113,7 @@ class TilesTest(parameterized.TestCase):
 
         def call(x, tier, slot, tiers):
             run = mosaic_decode.expert_products.__wrapped__
-            return run(x, tier, slot, tiers, gated=gated, tiles=tiles)
+            return run(x, tier, slot, tiers, gating=SWIGLU if gated else None, tiles=tiles)
 
         [how] = self.launches("experts", call, x, pairs, pairs, tiers)
         self.check(how, tiles, tiers[0].num_outputs // (2 if gated else 1))
@@ -146,7 +147,7 @@ class TilesTest(parameterized.TestCase):
         tiles = StreamTiles(1, 1, 4, cluster=2)
         with self.assertRaisesRegex(ValueError, "products with one matrix"):
             mosaic_decode.expert_products(
-                operands.x, *pairs, gated=True, tiles=tiles, interpret=True
+                operands.x, *pairs, gating=SWIGLU, tiles=tiles, interpret=True
             )
 
     def test_rings_are_no_deeper_than_shared_memory(self):

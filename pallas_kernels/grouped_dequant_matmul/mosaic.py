@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import mosaic_decode, mosaic_prefill
 from pallas_kernels.gating import SWIGLU, Gating
@@ -53,14 +54,18 @@ def refusal(
             found.append("its kernel for many rows has no interpret mode")
         if any(low_rank):
             found.append("its kernel for many rows takes no low-rank terms")
-    if not is_plain:
-        found.append("its hidden values are silu(gate) * up, without a bias or another gating")
+        if not is_plain:
+            found.append("its kernel for many rows has silu(gate) * up alone, without a bias")
     return "; ".join(found) or None
 
 
 def _fits_many_rows(low_rank: Sequence[tuple[LowRank, ...]]) -> None:
     if any(low_rank):
         raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
+
+
+def _as_read(bias: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return bias if bias.dtype == dtype else bias.astype(jnp.float32)
 
 
 def gate_up_mosaic(
@@ -74,13 +79,13 @@ def gate_up_mosaic(
     gating: Gating = SWIGLU,
 ) -> jax.Array:
     """Computes `api.gate_up` by Mosaic GPU."""
-    if bias is not None or gating != SWIGLU:
-        raise ValueError("mosaic computes silu(gate) * up, without a bias or another gating")
     tokens, width = assignments.slot.shape
     if tiles is None and not any(low_rank):
         tiles = measured("gate_up", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
     if not _streams(tokens, width, tiles):
         _fits_many_rows(low_rank)
+        if bias is not None or gating != SWIGLU:
+            raise ValueError("mosaic's kernel for many rows has silu(gate) * up, without a bias")
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return mosaic_prefill.gate_up(x, assignments, tiers, chosen, target)
     pairs = tokens * width
@@ -89,11 +94,12 @@ def gate_up_mosaic(
         assignments.tier.reshape(pairs),
         assignments.slot.reshape(pairs),
         tuple(tiers),
-        gated=True,
+        gating=gating,
         tiles=tiles
         or mosaic_decode.tiles_of_experts(x, list(tiers), pairs, True, target, low_rank),
         interpret=target.simulated,
         low_rank=tuple(low_rank),
+        bias=None if bias is None else _as_read(bias.reshape(pairs, -1), x.dtype),
     )
     return hidden.reshape(tokens, width, -1)
 
@@ -121,7 +127,7 @@ def down_mosaic(
         assignments.tier.reshape(pairs),
         assignments.slot.reshape(pairs),
         tuple(tiers),
-        gated=False,
+        gating=None,
         tiles=tiles
         or mosaic_decode.tiles_of_experts(
             rows[:tokens], list(tiers), pairs, False, target, low_rank

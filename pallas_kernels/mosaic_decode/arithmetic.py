@@ -87,6 +87,11 @@ class Arithmetic:
         """a >> b, zeros shifted in."""
         return a if isinstance(b, int) and b == 0 else arith.shrui(self.const(a), self.const(b))
 
+    def funnel(self, low: Value, high: Value, count: Value) -> Value:
+        """Low word of high:low >> count, of 0 to 31."""
+        text = "shf.r.wrap.b32 $0, $1, $2, $3;"
+        return self.asm(i32(), [low, high, count], text, "=r,r,r,r")
+
     def smaller(self, a: Value, b: Value) -> Value:
         """min(a, b) of signed values."""
         return arith.minsi(self.const(a), self.const(b))
@@ -132,6 +137,18 @@ class Arithmetic:
     def fadd(self, a: Value, b: Value) -> Value:
         """a + b in float32."""
         return arith.addf(self.const_f32(a), self.const_f32(b))
+
+    def fmin(self, a: Value, b: Value) -> Value:
+        """min(a, b) in float32; NaN if one is."""
+        return self._extreme("min", a, b)
+
+    def fmax(self, a: Value, b: Value) -> Value:
+        """max(a, b) in float32; NaN if one is."""
+        return self._extreme("max", a, b)
+
+    def _extreme(self, which: str, a: Value, b: Value) -> Value:
+        operands = [self.const_f32(a), self.const_f32(b)]
+        return self.asm(f32(), operands, f"{which}.NaN.f32 $0, $1, $2;", "=f,f,f")
 
     def fmul(self, a: Value, b: Value) -> Value:
         """a b in float32."""

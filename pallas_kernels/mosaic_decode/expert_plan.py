@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from pallas_kernels.gating import Gating
 from pallas_kernels.mosaic_decode.jobs import JobList
 from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
 from pallas_kernels.mosaic_decode.matrix import COLUMNS, Matrix, tile_bytes
@@ -20,7 +21,13 @@ class Plan:
     width: int  # pairs that share a row of x
     num_outputs: int  # of a pair
     num_slots: int  # the most of a tier
-    gated: bool  # rows n and num_outputs + n of a matrix are gate and up of output n
+    gating: Gating | None  # rows n and num_outputs + n are gate and up of output n; None: one row
+    bias_bytes: int  # of each gate's and up's; 0: they have none
+
+    @property
+    def gated(self) -> bool:
+        """Whether outputs are hidden values."""
+        return self.gating is not None
 
     @property
     def halves(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gating import Gating
 from pallas_kernels.mosaic_decode.accumulate import (
     NextItem,
     Ring,
@@ -50,17 +51,29 @@ from pallas_kernels.packed import LowRank, PackedMatrices
 LOG2_E = 1.4426950408889634
 
 
-@functools.partial(jax.jit, static_argnames=("gated", "tiles", "interpret"))
+def _gated(e: Mlir, gating: Gating, gate: Value, up: Value) -> Value:
+    """`Gating` of a gate and an up, in float32."""
+    if gating.limit is not None:
+        gate = e.fmin(gate, gating.limit)
+        up = e.fmax(e.fmin(up, gating.limit), -gating.limit)
+    if gating.up_offset:
+        up = e.fadd(up, gating.up_offset)
+    decay = e.exp2(e.fmul(gate, -LOG2_E * gating.alpha))
+    return e.fmul(e.fmul(gate, e.reciprocal(e.fadd(decay, 1.0))), up)
+
+
+@functools.partial(jax.jit, static_argnames=("gating", "tiles", "interpret"))
 def expert_products(
     x: jax.Array,
     tier: jax.Array,
     slot: jax.Array,
     tiers: Sequence[PackedMatrices],
     *,
-    gated: bool,
+    gating: Gating | None,
     tiles: StreamTiles,
     interpret: bool = False,
     low_rank: Sequence[Sequence[LowRank]] = (),
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Multiplies rows of x by the matrices of their pairs.
 
@@ -68,13 +81,14 @@ def expert_products(
       x: [R, K]; pair p multiplies row p // (P / R).
       tier: int32[P]; pairs out of range are skipped.
       slot: int32[P].
-      tiers: matrices [2 F, K] if gated, else [N, K].
-      gated: yields silu(gate) up (Shazeer 2020, eq. 6).
+      tiers: matrices [2 F, K] with a gating, else [N, K].
+      gating: what gates and ups become, as silu(gate) up (Shazeer 2020, eq. 6).
+      bias: [P, 2 F] in `x.dtype` or float32, of gates and ups; None: there is none.
 
     Returns:
       [P, F] in `x.dtype`, zero for skipped pairs; or float32[P, N], undefined for them.
     """
-    kind = KINDS[x.dtype.name]
+    kind, gated = KINDS[x.dtype.name], gating is not None
     low_rank = low_rank or [()] * len(tiers)
     num_pairs = tier.shape[0]
     plan = Plan(
@@ -86,22 +100,24 @@ def expert_products(
         width=num_pairs // x.shape[0],
         num_outputs=tiers[0].num_outputs // (2 if gated else 1),
         num_slots=max(weights.num_slots for weights in tiers),
-        gated=gated,
+        gating=gating,
+        bias_bytes=0 if bias is None else bias.dtype.itemsize,
     )
     tiles.check(plan.num_outputs)
     if tiles.cluster > 1:
         raise ValueError(f"tiles {tiles.describe()} are of products with one matrix")
-    arrays = []
+    arrays = [] if bias is None else [bias]
     for w, of_tier in zip(tiers, low_rank, strict=True):
         arrays += [*w.arrays, *operands_of(of_tier)]
     names = zip(tiers, plan.terms, strict=True)
     form = "_".join(w.describe().replace(" ", "_") + suffix(terms) for w, terms in names)
     room = max(plan.share.room(terms) for terms in plan.terms)
     out = jax.ShapeDtypeStruct((num_pairs, plan.num_outputs), x.dtype if gated else jnp.float32)
+    name = f"expert_{'gate_up' if gated else 'down'}_{form}{'_b' if bias is not None else ''}"
     (y,) = launch_blocks(
         functools.partial(_body, plan=plan),
         [tier, slot, x, *arrays],
-        name=f"expert_{'gate_up' if gated else 'down'}_{form}_p{num_pairs}_{tiles.describe()}",
+        name=f"{name}_p{num_pairs}_{tiles.describe()}",
         num_blocks=tiles.workers or num_pairs * plan.num_items,
         num_warps=tiles.num_warps,
         out_shapes=[out],
@@ -113,9 +129,10 @@ def expert_products(
 
 def _body(e: Mlir, *refs: Value, plan: Plan) -> None:
     tier_at, slot_at, x_at, *operands, out_at = (e.address(ref) for ref in refs[:-1])
+    bias_at = operands.pop(0) if plan.bias_bytes else None
     shared = e.shared_address(refs[-1])
     block = e.special("ctaid.x")
-    here = _Block(e, plan, e.special("tid.x"), x_at, out_at, shared)
+    here = _Block(e, plan, e.special("tid.x"), x_at, bias_at, out_at, shared)
     products = []
     for matrix, of_tier in zip(plan.tiers, plan.terms, strict=True):
         arrays, terms = num_arrays(matrix), sum(term.num_arrays for term in of_tier)
@@ -168,11 +185,12 @@ class _Block:
     """A thread of a block: its position, and values that all its products share."""
 
     def __init__(
-        self, e: Mlir, plan: Plan, thread: Value, x_at: Value, out_at: Value, shared: Value
-    ):
+        self, e: Mlir, plan: Plan, thread: Value, x_at: Value, bias_at: Value | None,
+        out_at: Value, shared: Value,
+    ):  # fmt: skip
         tiles = plan.tiles
         self.e, self.plan, self.thread = e, plan, thread
-        self.x_at, self.out_at, self.shared = x_at, out_at, shared
+        self.x_at, self.bias_at, self.out_at, self.shared = x_at, bias_at, out_at, shared
         self.lane, self.warp = Lane.here(e, e.band(thread, 31)), e.shr(thread, 5)
         self.warp_n, self.warp_k = e.rem(self.warp, tiles.warps_n), e.div(self.warp, tiles.warps_n)
         self.sums = e.add(shared, plan.jobs_bytes)
@@ -314,7 +332,7 @@ class _Product:
     def _store(
         self, extra: BlockTerms, job: ExpertJob, first: Value, index: Value, _: list[Value]
     ) -> list[Value]:
-        """Stores one output: the warps' parts in their order, SwiGLU if gated."""
+        """Stores one output: the warps' parts in their order, gated where there are two."""
         e, plan, tiles, here = self.e, self.plan, self.tiles, self.here
         column, row = e.div(index, self.team_rows), e.rem(index, self.team_rows)
         at = e.add(self.sums, e.mul(e.add(e.mul(column, self.pitch), row), 4))
@@ -328,11 +346,18 @@ class _Product:
                 total = e.fadd(total, found)
             values.append(extra.add(self.matrix.scaled(e, total), half, column, row))
         member = e.load_shared(e.add(job.members, e.mul(column, 4)), 0, "b32")
-        place = e.add(e.mul(member, plan.num_outputs), e.add(first, row))
-        if plan.gated:
-            gate, up = values
-            decay = e.exp2(e.fmul(gate, -LOG2_E))
-            hidden = e.fmul(e.fmul(gate, e.reciprocal(e.fadd(decay, 1.0))), up)
+        output = e.add(first, row)
+        place = e.add(e.mul(member, plan.num_outputs), output)
+        if here.bias_at is not None:
+            size = plan.bias_bytes
+            at = e.offset(here.bias_at, member, 2 * size * plan.num_outputs)
+            at = e.offset(at, output, size)
+            for half in range(2):
+                bias = e.load_small(at, size * half * plan.num_outputs, size)
+                bias = e.f32_of_bits(bias) if size == 4 else e.f32_of_16(plan.kind, bias)
+                values[half] = e.fadd(values[half], bias)
+        if plan.gating is not None:
+            hidden = _gated(e, plan.gating, *values)
             e.store(e.offset(here.out_at, place, 2), 0, e.f32_to_16(plan.kind, hidden), "b16")
         else:
             e.store(e.offset(here.out_at, place, 4), 0, values[0], "f32")

@@ -10,9 +10,11 @@ A field of w bits at bit i of a half, put under the bits of 2^m (m the stored bi
 is the number 2^m + q 2^i exactly: 128 + q 2^i in bf16, 1024 + q in fp16. The product compensates
 with x 2^-i, and the offset is subtracted through a sum of x that the matrix units compute too.
 
-A last block of 128 codes has half as many words, whose positions have half as many k. It runs as a
-full one whose other words are zeros: each field meets the x of its own k (`CodeFormat.half_block`),
-and what has no codes meets zeros.
+A last block of 128 or 64 codes has fewer words, whose positions have fewer k. It runs as a full one
+whose other words are zeros: each field meets the x of its own k (`CodeFormat.short_block`), and
+what has no codes meets zeros.
+
+Codes of MXFP4 become floats by moving their bits (`_floats_of_mxfp4`).
 """
 
 import dataclasses
@@ -43,6 +45,7 @@ class CodeFormat:
     bits: int
     kind: str
     apart: bool = False  # planes lie in arrays of their own
+    is_mxfp4: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -79,7 +82,8 @@ class CodeFormat:
     @property
     def offset(self) -> int:
         """Offset in every unpacked value."""
-        exact = self.bits == PLAIN_BITS or (self.bits == 8 and self.kind == "bf16")
+        is_plain = self.bits == PLAIN_BITS or self.is_mxfp4
+        exact = is_plain or (self.bits == 8 and self.kind == "bf16")
         return 0 if exact else 1 << MANTISSA[self.kind]
 
     def field(self, step: int) -> _Field:
@@ -97,23 +101,28 @@ class CodeFormat:
                 return _Field(step % 2, 4 * nibble, 0)
             return _Field(step % 2, 8 * (nibble // 2), 4 * (nibble % 2))
         position, chunk = divmod(step, self.chunks)
+        if self.is_mxfp4:
+            return _Field(chunk, 4 * position, 0)
         # Positions that one shift serves.
         in_place = 1 if self.kind == "f16" else MANTISSA[self.kind] // self.bits
         stage, within = divmod(position, in_place)
         return _Field(chunk, self.bits * in_place * stage, self.bits * within)
 
-    def half_block(self, step: int) -> tuple[int, bool, bool]:
-        """Place in half a block of what is a step of a full one.
+    def in_position(self, size: int) -> int:
+        """Codes of a position of the first plane, in a block of `size`."""
+        return size * self.widths[0] // 16
+
+    def short_block(self, size: int, step: int) -> tuple[int, bool, bool]:
+        """Place in a block of `size` codes of what is a step of a full one.
 
         Returns:
           The first k of lane t = 0, whether there is any, and whether lanes t < 2 alone have codes
           (eight words of a position, not sixteen).
         """
-        if self.chunks == 1:
-            return STEP // 2 * step, True, True
-        position, chunk = divmod(step, self.chunks)
-        half = self.chunks // 2
-        return STEP * (position * half + chunk % half), chunk < half, False
+        (position, chunk), codes = divmod(step, self.chunks), self.in_position(size)
+        chunks = max(1, codes // STEP)
+        first = codes * position + STEP * (chunk % chunks)
+        return first, chunk < chunks, codes < STEP
 
 
 def pair(kind: str, power: int, negative: bool = False) -> int:
@@ -152,12 +161,27 @@ def values(e: Mlir, form: CodeFormat, prepared: list[Value], step: int) -> list[
     words = prepared[4 * field.chunk : 4 * field.chunk + 4]
     if form.bits == PLAIN_BITS:
         return words
+    if form.is_mxfp4:
+        return [_floats_of_mxfp4(e, form.kind, word, field.shift) for word in words]
     shifted = [e.shr(word, field.shift) for word in words]
     if form.bits == 8 and form.kind == "bf16":
         return [_byte_pairs(e, word) for word in shifted]
     mask = ((1 << form.bits) - 1 << field.exponent) * 0x10001
     magic = MAGIC[form.kind] * 0x10001
     return [e.merge(word, mask, magic, "or") for word in shifted]
+
+
+def _floats_of_mxfp4(e: Mlir, kind: str, word: Value, at: int) -> Value:
+    """Converts the codes at bit `at` of both halves to a pair of floats.
+
+    Exponent and mantissa become the lowest bits of a float's exponent and the highest of its
+    mantissa, 0.5 a subnormal float (`mxfp4.small_pairs`); a product corrects the bias.
+    """
+    to = MANTISSA[kind] - 1
+    moved = e.shl(word, to - at) if to >= at else e.shr(word, at - to)
+    signs = e.band(e.shl(word, 12 - at) if at < 12 else word, 0x80008000)
+    small = e.merge(moved, 0x70007 << to, signs, "or")
+    return e.fma_pair(kind, small, pair(kind, {"bf16": 126, "f16": 14}[kind]), 0x80008000)
 
 
 def _byte_pairs(e: Mlir, word: Value) -> Value:

@@ -41,13 +41,13 @@ class Matrix:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of K; the last may be half of one (`CodeFormat.half_block`)."""
+        """Blocks of K; the last may be a short one (`CodeFormat.short_block`)."""
         return -(-self.num_inputs // self.form.block)
 
     @property
-    def ends_in_half(self) -> bool:
-        """Whether the last block is half of one."""
-        return self.num_inputs % self.form.block != 0
+    def last_size(self) -> int:
+        """Codes of a short block at the end of K; 0 where all are full."""
+        return self.num_inputs % self.form.block
 
     @property
     def row_bytes(self) -> int:
@@ -68,7 +68,7 @@ class Matrix:
 
 def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
     """Static facts of a matrix; addresses are set when the kernel is lowered."""
-    form = CodeFormat(weights.bits, kind, bool(weights.refinements))
+    form = CodeFormat(weights.bits, kind, bool(weights.refinements), weights.is_mxfp4)
     width = weights.words.shape[2]
     return Matrix(
         form=form,
@@ -111,16 +111,17 @@ class StagePart:
     at: int  # in the tile
     copied: bool  # or read where it lies
     swapped: bool  # odd rows have the 64-byte halves of their 128 bytes exchanged
+    skewed: bool = False  # odd rows begin in the middle of a word, and are copied from its start
 
     @property
     def piece(self) -> int:
         """Bytes that a lane copies at once: as many as the rows are aligned to."""
-        return math.gcd(16, self.row_bytes, self.matrix_row_bytes)
+        return 4 if self.skewed else math.gcd(16, self.row_bytes, self.matrix_row_bytes)
 
     @property
     def lanes_per_row(self) -> int:
         """Lanes per row, at most 32."""
-        return self.row_bytes // self.piece
+        return (self.pitch if self.skewed else self.row_bytes) // self.piece
 
     @property
     def rows_per_pass(self) -> int:
@@ -157,11 +158,14 @@ def stage_parts(matrix: Matrix) -> list[StagePart]:
             raise ValueError(f"{of} of {row_bytes} bytes a row and stage are not copied whole")
         whole = row_bytes % (2 * HALF_LINE) == 0
         swapped = whole and of in ("words", "second")
+        skewed = copied and row % 4 != 0
         pitch = row_bytes + (spread if whole and not swapped else 0)
+        if skewed:  # a word more, and a power of two of lanes
+            pitch = 1 << (row_bytes + 3).bit_length()
         stored = row  # of the constants
         if of in ("words", "second"):
             stored = m.num_inputs * form.widths[of == "second"] // 8
-        found.append(StagePart(of, row, imm, row_bytes, stored, pitch, at, copied, swapped))
+        found.append(StagePart(of, row, imm, row_bytes, stored, pitch, at, copied, swapped, skewed))
         at += -(-pitch * ROWS // 16) * 16 if copied else 0
     return found
 
@@ -174,4 +178,4 @@ def tile_bytes(matrix: Matrix) -> int:
 
 def x_sums_bytes(matrix: Matrix, column_tiles: int = 1) -> int:
     """Shared memory of the sums of a block of x, if they are not in registers."""
-    return X_SUMS * column_tiles * (0 if matrix.zero_kind == "plain" else matrix.groups_per_block)
+    return X_SUMS * column_tiles * (0 if matrix.zero_kind == "none" else matrix.groups_per_block)

@@ -12,6 +12,7 @@ so the scale meets float32, never a weight (MiLo section 3.3 scales weights in f
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
@@ -95,8 +96,13 @@ class Stream:
     def _source(self, part: StagePart, base: Value) -> Value:
         """Address i64 of this lane's first copy of a part of row 0.., stage 0."""
         e = self.e
-        at = e.offset(base, self._row_in_pass(part), part.matrix_row_bytes)
+        row = self._row_in_pass(part)
+        at = e.offset(base, e.sub(e.mul(row, part.matrix_row_bytes), self._skew(part, row)))
         return e.offset(at, e.rem(self.lane.index, part.lanes_per_row), part.piece)
+
+    def _skew(self, part: StagePart, row: Value) -> Value:
+        """Bytes from the start of a row's first word to the row; tiles begin at even rows."""
+        return self.e.mul(self.e.band(row, 1), 2) if part.skewed else 0
 
     def _row_in_pass(self, part: StagePart) -> Value:
         row = self.e.div(self.lane.index, part.lanes_per_row)
@@ -107,7 +113,7 @@ class Stream:
     ) -> None:
         """Starts copying a tile's stage into shared memory; zeros if `present` (i32) is 0.
 
-        The missing half of a last block is zeros.
+        What a short last block lacks is zeros.
 
         Args:
           row: in place of the first of `rows`.
@@ -131,10 +137,11 @@ class Stream:
             if below >= MAX_IMMEDIATE:
                 source, below = e.offset(source, below), 0
             source, inside = e.offset(source, stage, part.row_bytes), present
-            if self.matrix.ends_in_half:
+            if self.matrix.last_size:
                 first = e.mul(e.rem(self.lane.index, part.lanes_per_row), part.piece)
                 first = e.add(e.mul(stage, part.row_bytes), first)
-                inside = e.select(e.compare(first, "lt", part.stored), present, 0)
+                end = e.add(self._skew(part, self._row_in_pass(part)), part.stored)
+                inside = e.select(e.compare(first, "lt", end), present, 0)
             for number in range(part.passes):
                 rows = number * part.rows_per_pass
                 imm = part.imm + below + rows * part.matrix_row_bytes
@@ -160,17 +167,17 @@ class Stream:
             and (last[0].lanes_per_row == 1)
         )
 
-    def is_half(self, stage: Value) -> Value | None:
-        """Whether a stage is the half block at the end of K, i1; None where all are full."""
-        if not self.matrix.ends_in_half:
+    def is_short(self, stage: Value) -> Value | None:
+        """Whether a stage is the short block at the end of K, i1; None where all are full."""
+        if not self.matrix.last_size:
             return None
         return self.e.compare(stage, "eq", self.matrix.num_blocks - 1)
 
-    def _words(self, at: Value, half_block: Value | None = None) -> list[list[Value]]:
+    def _words(self, at: Value, short_block: Value | None = None) -> list[list[Value]]:
         """Registers of rows g and g + 8 of the stage.
 
         Args:
-          half_block: of `is_half`.
+          short_block: of `is_short`.
         """
         e, form, lane = self.e, self.matrix.form, self.lane
         rows: list[list[Value]] = [[], []]
@@ -178,8 +185,8 @@ class Stream:
             second = part.of == "second"
             shared = second and form.widths[1] == 1  # by lanes t and t + 2
             column = e.mul(e.band(lane.t, 1) if shared else lane.t, 16)
-            if shared and half_block is not None:
-                column = e.select(half_block, 0, column)
+            if shared and short_block is not None:
+                column = e.select(short_block, 0, column)
             place = e.add(at, e.add(e.mul(lane.g, part.pitch), column))
             swap = e.mul(e.band(lane.g, 1), HALF_LINE) if part.swapped else 0
             places = [e.add(place, swap), e.sub(place, swap)]
@@ -203,10 +210,14 @@ class Stream:
                 if part.copied:
                     place = e.add(at, e.mul(self.lane.g, part.pitch))
                     imm = part.at + 8 * half * part.pitch
-                    count = width // 4
+                    count = (part.pitch if part.skewed else width) // 4
                     for piece in range(0, count, 4):
                         number = min(4, count - piece)
                         halves[half] += e.load_shared_words(place, imm + 4 * piece, number)
+                    if part.skewed:
+                        shift, words = e.mul(e.band(self.lane.g, 1), 16), halves[half]
+                        pairs = itertools.islice(itertools.pairwise(words), width // 4)
+                        halves[half] = [e.funnel(low, high, shift) for low, high in pairs]
                 else:
                     k = e.mul(stage, m.form.block)
                     number, among = divmod(tile, len(self.tiles_at))
@@ -230,8 +241,8 @@ class Stream:
         """
         e, form = self.e, self.matrix.form
         pointers = [e.offset(pointer, block, 2 * form.block) for pointer in x]
-        if (half_block := self.is_half(block)) is not None:
-            load = functools.partial(self._of_either_block, half_block, in_order)
+        if (short_block := self.is_short(block)) is not None:
+            load = functools.partial(self._of_either_block, short_block, in_order)
             return [[load(p, s) for s in range(form.steps)] for p in pointers]
         return [
             [e.load(p, 2 * STEP * s, 4, in_order=in_order) for s in range(form.steps)]
@@ -239,17 +250,17 @@ class Stream:
         ]
 
     def _of_either_block(
-        self, half_block: Value, in_order: bool, pointer: Value, step: int
+        self, short_block: Value, in_order: bool, pointer: Value, step: int
     ) -> list[Value]:
-        """Loads x of a step of a full block or of half a one; zeros where that has no codes."""
+        """Loads x of a step of a full block or of a short one; zeros where that has no codes."""
         e, high = self.e, self.lane.high
-        first, exists, by_two = self.matrix.form.half_block(step)
+        first, exists, by_two = self.matrix.form.short_block(self.matrix.last_size, step)
         place: Value = 2 * first
-        if by_two and step:
+        if by_two and first:
             place = e.sub(place, e.mul(high, 32))  # else lanes without codes read beyond x
-        pointer = e.offset(pointer, e.select(half_block, place, 2 * STEP * step))
+        pointer = e.offset(pointer, e.select(short_block, place, 2 * STEP * step))
         words = e.load(pointer, 0, 4, in_order=in_order)
-        absent = e.both(half_block, e.compare(high, "eq", 1)) if by_two else half_block
+        absent = e.both(short_block, e.compare(high, "eq", 1)) if by_two and exists else short_block
         return words if exists and not by_two else [e.select(absent, 0, w) for w in words]
 
     def prepare_x(self, words: list[list[list[Value]]], sums_at: Value | None = None) -> "BlockOfX":
@@ -260,7 +271,7 @@ class Stream:
             warp barrier must precede their reads.
         """
         e, columns = self.e, len(words)
-        if self.matrix.form.bits == PLAIN_BITS:
+        if self.matrix.zero_kind == "none":
             return BlockOfX(words, lambda group, column: [])
         words = [[self._scaled(part, step) for step, part in enumerate(c)] for c in words]
         sums = [[self._sums(s, column) for column in words] for s in self._spans()]
@@ -287,23 +298,26 @@ class Stream:
         """Adds the product of a stage of one tile to its totals."""
         e, m, form, high = self.e, self.matrix, self.matrix.form, self.lane.high
         totals = list(totals)
-        half_block = self.is_half(stage)
-        raw = self._words(at, half_block)
+        short_block = self.is_short(stage)
+        raw = self._words(at, short_block)
         if form.bits == PLAIN_BITS:
             return _products(e, form, raw, range(form.steps), x.words, totals)
         constants = self._constants(tile, at, stage)
-        if half_block is not None:
-            high = e.select(half_block, e.band(self.lane.t, 1), high)
-            constants = [self._of_half_groups(half_block, *pair) for pair in zip(
+        if short_block is not None:
+            high = e.select(short_block, e.band(self.lane.t, 1), high)
+            constants = [self._of_short_groups(short_block, *pair) for pair in zip(
                 constants, self._constant_bytes(), strict=True)]  # fmt: skip
         rows = [prepare(e, form, words, high) for words in raw]
         for group, span in enumerate(self._spans()):
-            scale = [_value(e, words, group, m.scale_bytes) for words in constants[0]]
-            zero = self._zeros(constants, group)
-            acc = []
-            for j in range(len(x.words)):
-                of_x = x.sums(group, j)
-                acc += [e.fma(zero[c // 2], of_x[2 + c % 2], of_x[c % 2]) for c in range(4)]
+            scale = [self._scale(words, group) for words in constants[0]]
+            acc: list[Value] = [0.0] * (4 * len(x.words))
+            if m.zero_kind != "none":
+                zero, of_columns = self._zeros(constants, group), range(len(x.words))
+                sums = [x.sums(group, j) for j in of_columns]
+                acc = [
+                    e.fma(zero[c // 2], of_x[2 + c % 2], of_x[c % 2])
+                    for of_x in sums for c in range(4)
+                ]  # fmt: skip
             acc = _products(e, form, rows, span, x.words, acc)
             both = zip(acc, totals, strict=True)
             totals = [e.fma(scale[i % 4 // 2], a, b) for i, (a, b) in enumerate(both)]
@@ -315,20 +329,26 @@ class Stream:
         sizes = {"float": [m.scale_bytes], "integer": [1]}
         return [m.scale_bytes, *sizes.get(m.zero_kind, [])]
 
-    def _of_half_groups(
-        self, half_block: Value, rows: list[list[Value]], size: int
+    def _of_short_groups(
+        self, short_block: Value, rows: list[list[Value]], size: int
     ) -> list[list[Value]]:
-        """Gives what are two groups of a full block the constant of one, in half a block."""
-        e = self.e
+        """Gives what are several groups of a full block the constant of one, in a short block."""
+        e, times = self.e, self.matrix.form.block // self.matrix.last_size
         if self.matrix.groups_per_block == 1:
             return rows
         return [
             [
-                e.select(half_block, _twice(e, words[i // 2], i % 2, size), word)
+                e.select(short_block, _repeated(e, words, i, size, times), word)
                 for i, word in enumerate(words)
             ]
             for words in rows
         ]
+
+    def _scale(self, words: list[Value], group: int) -> Value:
+        if self.matrix.form.is_mxfp4:  # its exponent
+            byte = self.e.band(self.e.shr(words[group // 4], 8 * (group % 4)), 0xFF)
+            return self.e.f32_of_bits(self.e.shl(byte, 23))
+        return _value(self.e, words, group, self.matrix.scale_bytes)
 
     def _zeros(self, constants: list[list[list[Value]]], group: int) -> list[Value]:
         m = self.matrix
@@ -382,14 +402,16 @@ def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
     return e.byte_to_f32(found, within) if size == 1 else e.half_to_f32(found, within // 2)
 
 
-def _twice(e: Mlir, word: Value, half: int, size: int) -> Value:
-    """Word of the constants of `size` bytes in half of a word, each of them twice."""
-    if size == 4:
-        return word
-    mine = e.band(e.shr(word, 16 * half), 0xFFFF)
-    if size == 2:
-        return e.mul(mine, 0x10001)
-    return e.add(e.mul(e.band(mine, 0xFF), 0x101), e.mul(e.shr(mine, 8), 0x1010000))
+def _repeated(e: Mlir, words: list[Value], index: int, size: int, times: int) -> Value:
+    """A word of constants of `size` bytes, of which each stands as many `times`."""
+    count, found = 4 // size, e.const(0)
+    numbers = [(index * count + i) // times for i in range(count)]
+    for number in dict.fromkeys(numbers):
+        word = e.shr(words[number // count], 8 * size * (number % count))
+        mine = word if size == 4 else e.band(word, (1 << 8 * size) - 1)
+        places = sum(1 << 8 * size * i for i in range(count) if numbers[i] == number)
+        found = e.add(found, e.mul(mine, places))
+    return found
 
 
 def _products(

@@ -59,11 +59,13 @@ def _of_terms(x: Operand, low_rank: Sequence[LowRank]) -> list[str]:
 
 
 def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
-    found, form = [], CodeFormat(weights.bits, KINDS[x.dtype.name], bool(weights.refinements))
+    kind, are_apart = KINDS[x.dtype.name], bool(weights.refinements)
+    found, form = [], CodeFormat(weights.bits, kind, are_apart, weights.is_mxfp4)
     if form.planes > 2:
         found.append(f"it merges two planes, not {form.planes}")
     rest = weights.num_inputs % form.block
-    if rest and (weights.bits == PLAIN_BITS or 2 * rest != form.block):
+    is_short = weights.bits != PLAIN_BITS and rest in (form.block // 2, form.block // 4)
+    if rest and not (is_short and form.in_position(rest) >= STEP // 2):
         found.append(f"K {weights.num_inputs} is no multiple of {form.block}")
     if weights.bits == PLAIN_BITS:
         if weights.words.dtype != x.dtype:
@@ -73,24 +75,24 @@ def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
     if group % STEP or (form.block % group and group % form.block):
         found.append(f"groups of {group} are not 32, 64, 128 or a multiple of {form.block}")
     if rest and group < form.block:
-        found += of_whole_words(weights)
+        found += _of_short_rows(weights)
         if weights.bits == 8 and group == STEP:
             found.append(
-                f"K {weights.num_inputs} ends in half a block, in groups of {STEP} of 8 bits"
+                f"K {weights.num_inputs} ends in part of a block, in groups of {STEP} of 8 bits"
             )
     if weights.is_mxfp4:
-        found.append("it decodes no MXFP4")
-    elif weights.scales is not None and weights.scales.dtype not in (jnp.float16, jnp.float32):
+        return found
+    if weights.scales is not None and weights.scales.dtype not in (jnp.float16, jnp.float32):
         found.append(f"scales are {weights.scales.dtype}")
     return found
 
 
-def of_whole_words(weights: PackedMatrices) -> list[str]:
-    """Reasons against half a block at the end of K: rows of constants are copied by words."""
+def _of_short_rows(weights: PackedMatrices) -> list[str]:
+    """Reasons against a short block at the end of K: every second row begins at a whole word."""
     constants = [a for a in (weights.scales, weights.zeros) if a is not None]
-    if any(weights.num_groups * a.dtype.itemsize % 4 for a in constants):
+    if any(weights.num_groups * a.dtype.itemsize % 2 for a in constants):
         return [
-            f"K {weights.num_inputs} ends in half a block, and scales or zeros of a row have not "
-            "whole words"
+            f"K {weights.num_inputs} ends in part of a block, and scales or zeros of a row have an "
+            "odd number of bytes"
         ]
     return []

@@ -138,6 +138,10 @@ class Simulator:
     def shr(self, a: Value, b: Value) -> Value:
         return self._word(a) >> self._word(b)
 
+    def funnel(self, low: Value, high: Value, count: Value) -> Value:
+        low, high, count = (self._word(v).astype(np.uint64) for v in (low, high, count))
+        return ((high << np.uint64(32) | low) >> count).astype(np.int64) & 0xFFFFFFFF
+
     def smaller(self, a: Value, b: Value) -> Value:
         return self._word(np.minimum(self._signed(a), self._signed(b)))
 
@@ -157,6 +161,12 @@ class Simulator:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         a, b, c = (self._float(v).astype(np.float64) for v in (a, b, c))
         return (a * b + c).astype(np.float32)
+
+    def fmin(self, a: Value, b: Value) -> Value:
+        return np.minimum(self._float(a), self._float(b))
+
+    def fmax(self, a: Value, b: Value) -> Value:
+        return np.maximum(self._float(a), self._float(b))
 
     def fadd(self, a: Value, b: Value) -> Value:
         return self._float(a) + self._float(b)
@@ -296,7 +306,14 @@ class Simulator:
     def _pairs(self, kind: str, word: Value) -> np.ndarray:
         """Halves of a word, float64[threads, 2]."""
         halves = self._word(word).astype(np.uint32).reshape(-1, 1).view(KINDS[kind])
-        return halves.astype(np.float64)
+        found = halves.astype(np.float64)
+        if kind == "bf16":  # XLA's threads read subnormal floats as zeros
+            bits = halves.view(np.int16)
+            small = (bits & 0x7F80 == 0) & (bits & 0x7F != 0)
+            if small.any():
+                exact = np.where(bits < 0, -1.0, 1.0) * (bits & 0x7F) * 2.0**-133
+                found = np.where(small, exact, found)
+        return found
 
     def mma(self, kind: str, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]) -> Value:
         warps = len(self.threads) // 32
