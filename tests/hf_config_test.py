@@ -208,7 +208,7 @@ class PublishedTest(parameterized.TestCase):
         self.assertEqual(model_config(fields), expected)
         self.assertEqual(model_config(as_json(to_hf_config(expected, dtype="float32"))), expected)
 
-    # Billions of weights: of papers and model cards, and of Qwen3.5 what llama.cpp counts in files.
+    # Billions of weights: of papers and model cards, and of Qwen3.5 what the fields add up to.
     @parameterized.parameters(
         ("Qwen3-30B-A3B", 30.53), ("Mixtral-8x7B", 46.70), ("Qwen3-Next-80B-A3B", 79.67),
         ("DeepSeek-MoE-16B", 16.38), ("DeepSeek-V2-Lite", 15.71), ("OLMoE-1B-7B", 6.92),

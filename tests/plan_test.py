@@ -334,6 +334,16 @@ class MainTest(PlanCase):
         self.assertIn("on a gpu", out)
         self.assertIn("warning: context=0 takes what the prompts need; here it is 256", out)
 
+    def test_a_plain_head_is_named_where_slots_are_few(self):
+        asked = ["--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_bits=4"]
+        few, many = (self.run_plan(*asked, f"--config.memory.device_gib={n}") for n in (3, 12))
+        slots = int(re.search(r"slots: (\d+) of 128", few)[1])
+        more = int(re.search(r"the head takes 593.50 MiB: .* for (\d+) more slots a layer", few)[1])
+        packed = self.run_plan(*asked, "--config.head_bits=8", "--config.memory.device_gib=3")
+        self.assertIn(f"slots: {slots + more} of 128", packed)
+        for out in (many, packed):
+            self.assertNotIn("the head takes", out)
+
     def test_the_impossible_is_refused_with_what_would_do(self):
         asked = ("--config.shape=Qwen3-30B-A3B", "--config.memory.device_gib=2")
         err = self.run_plan(*asked, status=1)

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from moejax.experts.budget.limits import PREFILL, Limits, gib_above
-from moejax.experts.budget.planned import Budget, TierBudget, bulk_nbytes
+from moejax.experts.budget.limits import PREFILL, Limits, gib_above, size_text
+from moejax.experts.budget.planned import HEAD_LEAF, Budget, RunSizes, TierBudget, bulk_nbytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -72,6 +72,13 @@ def _host(budget: Budget, machine: MachineMemory) -> list[str]:
     return found
 
 
+def _saved_by_head(run: RunSizes) -> int:
+    """Bytes of a plain head beyond those of INT8 in groups of 64."""
+    weights, config = run.weights_nbytes.get(HEAD_LEAF, 0), run.config
+    plain = config.vocab_size * config.model_dim * run.itemsize
+    return max(0, weights - plain * 17 // (16 * run.itemsize)) if weights == plain else 0
+
+
 def _disk(budget: TierBudget) -> list[str]:
     if budget.host_share == 1:
         return []
@@ -125,6 +132,13 @@ def _slots(budget: TierBudget) -> list[str]:
     spare = budget.spare_device
     if spare is not None and budget.slots < budget.num_experts:
         layer_of_slots = budget.num_layers * budget.tier.expert_nbytes
+        more = (spare + _saved_by_head(budget.run)) // layer_of_slots
+        if limits.slots < 0 and 8 * more > budget.slots:
+            found.append(
+                f"the head takes {size_text(budget.run.weights_nbytes[HEAD_LEAF])}: in INT8 it "
+                f"leaves room for {more} more slots a layer (moejax.quantize "
+                "--config.rules='head: method=rtn bits=8')"
+            )
         if spare > 0.05 * (budget.total_device + spare):
             found.append(
                 f"{gib_above(spare)} of memory.device_gib stay free: one more slot in each layer "

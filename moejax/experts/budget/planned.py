@@ -8,7 +8,7 @@ from moejax.models.config import PAGE, ModelConfig, Pages
 
 NUM_EVENTS = 13  # that `moejax.experts.residency` counts in each layer
 EMBEDDINGS = "embeddings"  # a part of the host's
-EMBEDDINGS_LEAF = "embed"
+EMBEDDINGS_LEAF, HEAD_LEAF = "embed", "head"
 # Rows of a running batch have pages for this part of their slots at least, the mean of a mix of
 # short and long ones; further pages are what a limit leaves.
 MEAN_FILL = 4
