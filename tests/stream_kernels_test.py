@@ -199,10 +199,12 @@ class KernelTest(HostTestCase):
         (packed_operands.Form(3, 32, "integer"), 640), (packed_operands.Form(2), 128),
         (packed_operands.Form(8), 384), (packed_operands.Form(3, apart="own"), 384),
         (packed_operands.Form(4), 320), (packed_operands.Form(8), 576), (MXFP4, 320), (MXFP4, 640),
+        (packed_operands.Form(8, 32), 320), (packed_operands.Form(4, 0, "integer"), 320),
     )  # fmt: skip
     def test_the_last_rows_of_the_last_slot_read_nothing_behind_them(self, form, inputs):
         # The simulator raises for a load beyond an array.
         x, weights = self.operands(form, 1, (16, inputs))
+        self.assertEmpty(mosaic_decode.refusals(x, [weights], SIMULATED))
         self.assertIsNone(self.violation(x, weights, StreamTiles(1, 1, 4)))
 
     @parameterized.parameters(

@@ -72,13 +72,14 @@ def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
             found.append(f"plain weights are {weights.words.dtype} and x {x.dtype}")
         return found
     group = weights.group_size
-    if group % STEP or (form.block % group and group % form.block):
-        found.append(f"groups of {group} are not 32, 64, 128 or a multiple of {form.block}")
+    is_row = group == weights.num_inputs
+    if group % STEP or (form.block % group and group % form.block and not is_row):
+        found.append(f"groups of {group} are not 32, 64, 128, a multiple of {form.block} or a row")
     if rest and group < form.block:
         found += _of_short_rows(weights)
-        if weights.bits == 8 and group == STEP:
+        if weights.bits == 8 and group == STEP and rest == form.block // 2:
             found.append(
-                f"K {weights.num_inputs} ends in part of a block, in groups of {STEP} of 8 bits"
+                f"K {weights.num_inputs} ends in half a block, in groups of {STEP} of 8 bits"
             )
     if weights.is_mxfp4:
         return found
