@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moejax.experts import cache_planner as placing
@@ -125,8 +126,8 @@ class WiringTest(parameterized.TestCase):
         self.assertEqual(calls.count("predict"), int(ahead > 0))
         self.check(found, expected)
 
-    @slow.repeats()
     @parameterized.parameters(1, 3)
+    @pytest.mark.slow
     def test_buddies_replace_what_the_prefetch_missed(self, tokens):
         lists = random_lists(np.random.default_rng(1), NUM_LAYERS, NUM_EXPERTS)
         policy = BuddyMoe(lists=lists, prefetch=2, rho=1, max_requests=0)

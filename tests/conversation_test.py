@@ -25,7 +25,7 @@ from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import compile_notice
 from moejax.inference.generation import Chunk
-from tests import commands
+from tests import commands, slow
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 from tests.random_checkpoints import write_tokenizer
@@ -120,7 +120,8 @@ class ConversationTest(FolderTestCase):
         self.assertEqual(err.count("new tokens 6"), 3)
         self.assertNotIn("> ", err + out)
 
-    @parameterized.parameters(("auto", ""), ("on", "[True]"), ("off", "[False]"))
+    @slow.repeats()
+    @parameterized.parameters(("on", "[True]"), ("auto", ""), ("off", "[False]"))
     def test_thinking_by_flag_and_by_command(self, flag, first):
         text = b"ab\n/think\n/reset\nab\n/no_think\n/reset\nab\n"
         status, out, err = self.piped(text, "--chat", f"--config.thinking={flag}")

@@ -589,20 +589,26 @@ class PlanesCheckpointTest(QuantizeTestCase):
         with self.assert_one_line("is not understood"):
             open_checkpoint(str(output))
 
+    def of_slots(self, *slots):
+        tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=slots)
+        engine = Engine.from_pretrained(self.quantized(), progress=False, policy=tiering)
+        self.addCleanup(engine.close)
+        return engine
+
     def test_tiers_that_both_lack_experts_share_slots(self):
-        output = self.quantized()
-        found = []
-        for slots in ((2, 2), (2, 4)):
-            tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=slots)
-            with Engine.from_pretrained(output, progress=False, policy=tiering) as engine:
-                found.append(engine.logits(np.arange(3, 20)[None]))
-                high, low = engine._runner.memory.tiers
-                self.assertEqual(high.spec.shares_slots, slots == (2, 2))
-                if high.spec.shares_slots:
-                    self.assertEqual(low.spec.cache.slots, 4)
-                    check_bytes(self, engine.budget, "int4", high)
-                    check_bytes(self, engine.budget, "int2", low)
-        np.testing.assert_array_equal(*found)
+        engine = self.of_slots(2, 2)
+        high, low = engine._runner.memory.tiers
+        self.assertTrue(high.spec.shares_slots)
+        self.assertEqual(low.spec.cache.slots, 4)
+        check_bytes(self, engine.budget, "int4", high)
+        check_bytes(self, engine.budget, "int2", low)
+
+    @pytest.mark.slow
+    def test_shared_slots_are_invisible(self):
+        shared, apart = self.of_slots(2, 2), self.of_slots(2, 4)
+        self.assertFalse(apart._runner.memory.tiers[0].spec.shares_slots)
+        tokens = np.arange(3, 20)[None]
+        np.testing.assert_array_equal(shared.logits(tokens), apart.logits(tokens))
 
     def test_tiers_whose_experts_move_between_steps_have_copies(self):
         output = self.quantized()

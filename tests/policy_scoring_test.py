@@ -22,7 +22,8 @@ from tests import commands, slow, tiny_engine
 from tests.folder_case import FolderTestCase
 
 TEXT = "".join(f"the {a} fox jumps over {b} dogs. " for a in "abcdefgh" for b in "xyz")
-DYNAEXQ = {"policy": "dynaexq", "settings": {"period": 24}, "slots": (3, 8)}
+PERIOD = 16  # chunks of it are of one size
+DYNAEXQ = {"policy": "dynaexq", "settings": {"period": PERIOD}, "slots": (3, 8)}
 DYMOE = {"policy": "dymoe", "settings": {"retention": 0.5}, "slots": (2, 8)}
 ONE_LAYER = dataclasses.replace(tiny_engine.CONFIG, num_layers=1, moe_layers=(0,))
 MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
@@ -99,8 +100,8 @@ class PolicyScoringTest(FolderTestCase):
         ends, ledger = np.cumsum(counts).tolist(), engine.ledger
         self.assertEqual(ends[-1], 400)
         # The policy is asked when each period has passed, not some tokens later.
-        self.assertContainsSubset(range(24, 400, 24), ends)
-        self.assertGreaterEqual(ledger.asked - asked, 400 // 24)
+        self.assertContainsSubset(range(PERIOD, 400, PERIOD), ends)
+        self.assertGreaterEqual(ledger.asked - asked, 400 // PERIOD)
         self.assertGreaterEqual(ledger.tiers["int4"].total("bulk") - bulk, 3)
         gate = ledger.gate - gate
         np.testing.assert_allclose(gate[:, -1], 400, rtol=1e-5)  # a token's weights' sum is 1
@@ -129,13 +130,13 @@ class PolicyScoringTest(FolderTestCase):
                 total = engine._runner.scan_windows(total_chunk, total, windows[row], lengths[row])
             totals.append(float(total))
             ledgers.append(engine.ledger.asked - asked)
-            self.assertGreaterEqual(ledgers[-1], lengths.sum() // 24)
+            self.assertGreaterEqual(ledgers[-1], lengths.sum() // PERIOD)
         self.assertEqual(*totals)
         self.assertEqual(*ledgers)
 
     @pytest.mark.slow
     def test_continuations_are_scored_alike_at_every_batch_size(self):
-        # 48 tokens of each are run, two periods.
+        # 48 tokens of each are run, three periods.
         pairs = np.random.default_rng(2).integers(0, 160, (4, 49))
         scores = []
         for size in (1, 4):

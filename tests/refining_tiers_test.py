@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
@@ -17,7 +18,6 @@ from moejax.quantization.rtn import rtn
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor, Weight, from_codes
 from scripts.studies.dymoe.controls import AsAsked
-from tests import slow
 from tests.cached_runners import (
     CPU,
     EXPERTS,
@@ -69,13 +69,13 @@ def memory_of(policy: AnyPolicy, slots: int, *, planes: bool, **how: Any) -> Exp
 
 
 class RefiningTierTest(parameterized.TestCase):
-    @slow.where(lambda how: "prefetch" not in how)
     @parameterized.named_parameters(
         ("dymoe", DyMoE, {}, 3, {}),
         ("dymoe_that_looks_ahead", DyMoE, {"prefetch": 2}, 4, {"prefetch": 2}),
         ("dynaexq", DynaExq, {"choice": "first", "n_hot": 3}, 3, {"first": 3}),
         ("emulated", DyMoE, {}, 3, {"emulated": True}),
     )
+    @pytest.mark.slow
     def test_answers_and_counts_are_those_of_whole_copies(self, policy, settings, slots, how):
         found = []
         for planes in (False, True):
