@@ -37,10 +37,7 @@ class TraceTest(parameterized.TestCase):
         if num_experts == 32:
             np.testing.assert_array_equal(big, small)
         if num_experts > 32:  # a copy of the small model takes its likeliest experts
-            of_first = (small[:, 0, :2, None] == np.arange(32)).sum(axis=(0, 1))
-            np.testing.assert_array_equal(
-                (big[:, 0, :2, None] == np.arange(32)).sum((0, 1)), of_first
-            )
+            np.testing.assert_array_equal(big[:, 0, :2], small[:, 0, :2])
         # Layers from other places of the text differ.
         if num_layers > 7:
             self.assertTrue((big[:, 0] != big[:, 7]).any())

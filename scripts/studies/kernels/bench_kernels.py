@@ -3,8 +3,8 @@
     python -m scripts.studies.kernels.bench_kernels --shapes=4096x14336,14336x4096 --bits=16,3,4,2 \
         --out=scripts/studies/kernels/kernels_h200.jsonl
     python -m scripts.studies.kernels.bench_kernels --only=grouped --shapes=qwen3-30b --m=1,16,64
-    python -m scripts.studies.kernels.bench_kernels --only=grouped --expect=triton \
-        --shapes=gpt-oss-120b,gpt-oss-120b-mxfp4 --implementations=triton
+    python -m scripts.studies.kernels.bench_kernels --only=grouped --m=1,4,16 \
+        --shapes=gpt-oss-120b,gpt-oss-120b-mxfp4 --implementations=mosaic,triton
     python -m scripts.studies.kernels.bench_kernels --only=planes --implementations=mosaic
     python -m scripts.studies.kernels.bench_kernels --only=compensator \
         --shapes=4096x4096,4096x14336 --m=1,16,64 --ranks=64,512,1024
