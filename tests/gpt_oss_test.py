@@ -25,7 +25,6 @@ from moejax.weights import linear as ops
 from moejax.weights.qtensor import dense
 from pallas_kernels import decode_attention, grouped_dequant_matmul, launch
 from pallas_kernels.gating import Gating
-from pallas_kernels.grouped_dequant_matmul import mosaic
 from pallas_kernels.packed import PackedMatrices, plain, with_scale_pairs
 from pallas_kernels.target import Target
 from pallas_kernels.triton import product
@@ -86,35 +85,44 @@ class KernelTest(parameterized.TestCase):
             off = np.abs(np.asarray(found[b, h]).astype(np.float64) - weights @ v)
             self.assertLess((off / (weights @ np.abs(v))).max(), 2**-6)
 
-    @slow.repeats()
-    @parameterized.parameters(3, 150)  # programs by pairs, and by blocks
-    def test_biases_and_clamped_gates(self, num_tokens):
+    def check_biases_and_clamped_gates(self, num_tokens, bias_dtype="float32", **how):
         rng, gating = np.random.default_rng(6), Gating(alpha=1.702, limit=1.5, up_offset=1.0)
         x, gate_up = (
             rng.normal(0, 1, size).astype(np.float32).astype(jnp.bfloat16)
             for size in ((num_tokens, 64), (4, 96, 64))
         )
-        bias = rng.normal(0, 3, (num_tokens, 2, 96)).astype(np.float32)
+        bias = rng.normal(0, 3, (num_tokens, 2, 96)).astype(jnp.dtype(bias_dtype))
         slot = rng.integers(0, 4, (num_tokens, 2)).astype(np.int32)
         tier = np.where(rng.random(slot.shape) < 0.2, -1, 0).astype(np.int32)
         pairs = grouped_dequant_matmul.Assignments(*map(jnp.asarray, (tier, slot, 1.0 * slot)))
         wide = np.einsum("nk,nafk->naf", x.astype(np.float64), gate_up.astype(np.float64)[slot])
-        gate, up = np.split(wide + bias, 2, axis=-1)
+        gate, up = np.split(wide + bias.astype(np.float64), 2, axis=-1)
         gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
         expected = (up + 1) * gate / (1 + np.exp(-1.702 * gate)) * (tier >= 0)[..., None]
-        for how in (
-            {"implementation": "reference"},
-            {"implementation": "triton", "interpret": True},
-            {"implementation": "mosaic", "interpret": True},
-        ):
-            if how["implementation"] == "mosaic" and num_tokens > mosaic.MOST_STREAMED:
-                continue
-            found = grouped_dequant_matmul.gate_up(
-                jnp.asarray(x), pairs, [plain(jnp.asarray(gate_up))], bias=jnp.asarray(bias),
-                gating=gating, **how,
-            )  # fmt: skip
-            found = np.asarray(found).astype(np.float64)
-            np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-4)
+        found = grouped_dequant_matmul.gate_up(
+            jnp.asarray(x), pairs, [plain(jnp.asarray(gate_up))], bias=jnp.asarray(bias),
+            gating=gating, **how,
+        )  # fmt: skip
+        found = np.asarray(found).astype(np.float64)
+        np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-4)
+
+    @slow.repeats(lambda implementation: implementation)
+    @parameterized.parameters(
+        ("reference", 3), ("triton", 3), ("triton", 150), ("mosaic", 3), ("mosaic", 12),
+        ("mosaic", 3, "bfloat16"), ("mosaic", 3, "float16"),
+    )  # fmt: skip
+    def test_biases_and_clamped_gates(self, implementation, num_tokens, bias_dtype="float32"):
+        how = {} if implementation == "reference" else {"interpret": True}
+        self.check_biases_and_clamped_gates(
+            num_tokens, bias_dtype, implementation=implementation, **how
+        )
+
+    @parameterized.product(
+        implementation=("triton", "mosaic"), num_tokens=(3, 12), bias_dtype=("float32", "bfloat16")
+    )
+    @pytest.mark.gpu
+    def test_compiled_biases_and_clamped_gates(self, **how):
+        self.check_biases_and_clamped_gates(**how)
 
     def test_mosaic_refuses_biases_and_other_gates_of_many_rows(self):
         shape = jax.ShapeDtypeStruct((200, 256), jnp.bfloat16)
