@@ -87,10 +87,10 @@ class Arithmetic:
         """a >> b, zeros shifted in."""
         return a if isinstance(b, int) and b == 0 else arith.shrui(self.const(a), self.const(b))
 
-    def funnel(self, low: Value, high: Value, count: Value) -> Value:
-        """Low word of high:low >> count, of 0 to 31."""
-        text = "shf.r.wrap.b32 $0, $1, $2, $3;"
-        return self.asm(i32(), [low, high, count], text, "=r,r,r,r")
+    def permute(self, low: Value, high: Value, selector: Value) -> Value:
+        """Word of four of the bytes 0..7 of high:low; hex digits of the selector name them."""
+        text = "prmt.b32 $0, $1, $2, $3;"
+        return self.asm(i32(), [low, high, selector], text, "=r,r,r,r")
 
     def smaller(self, a: Value, b: Value) -> Value:
         """min(a, b) of signed values."""

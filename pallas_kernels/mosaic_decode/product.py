@@ -215,9 +215,10 @@ class Stream:
                         number = min(4, count - piece)
                         halves[half] += e.load_shared_words(place, imm + 4 * piece, number)
                     if part.skewed:
-                        shift, words = e.mul(e.band(self.lane.g, 1), 16), halves[half]
+                        odd, words = e.compare(e.band(self.lane.g, 1), "eq", 1), halves[half]
+                        of_word = e.select(odd, 0x5432, 0x3210)
                         pairs = itertools.islice(itertools.pairwise(words), width // 4)
-                        halves[half] = [e.funnel(low, high, shift) for low, high in pairs]
+                        halves[half] = [e.permute(low, high, of_word) for low, high in pairs]
                 else:
                     k = e.mul(stage, m.form.block)
                     number, among = divmod(tile, len(self.tiles_at))
@@ -404,14 +405,11 @@ def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
 
 def _repeated(e: Mlir, words: list[Value], index: int, size: int, times: int) -> Value:
     """A word of constants of `size` bytes, of which each stands as many `times`."""
-    count, found = 4 // size, e.const(0)
+    count = 4 // size
     numbers = [(index * count + i) // times for i in range(count)]
-    for number in dict.fromkeys(numbers):
-        word = e.shr(words[number // count], 8 * size * (number % count))
-        mine = word if size == 4 else e.band(word, (1 << 8 * size) - 1)
-        places = sum(1 << 8 * size * i for i in range(count) if numbers[i] == number)
-        found = e.add(found, e.mul(mine, places))
-    return found
+    places = [size * (number % count) + byte for number in numbers for byte in range(size)]
+    selector = sum(place << 4 * i for i, place in enumerate(places))
+    return e.permute(words[numbers[0] // count], 0, selector)
 
 
 def _products(

@@ -138,9 +138,10 @@ class Simulator:
     def shr(self, a: Value, b: Value) -> Value:
         return self._word(a) >> self._word(b)
 
-    def funnel(self, low: Value, high: Value, count: Value) -> Value:
-        low, high, count = (self._word(v).astype(np.uint64) for v in (low, high, count))
-        return ((high << np.uint64(32) | low) >> count).astype(np.int64) & 0xFFFFFFFF
+    def permute(self, low: Value, high: Value, selector: Value) -> Value:
+        both, digits = self._word(high) << 32 | self._word(low), self._word(selector)
+        found = [both >> 8 * (digits >> 4 * i & 7) & 0xFF for i in range(4)]
+        return sum(byte << 8 * i for i, byte in enumerate(found))
 
     def smaller(self, a: Value, b: Value) -> Value:
         return self._word(np.minimum(self._signed(a), self._signed(b)))
