@@ -237,7 +237,7 @@ class KernelTest(HostTestCase):
 
     @parameterized.parameters(
         (packed_operands.Form(8, 32), 384, "groups of 32 of 8 bits"),
-        (packed_operands.Form(4, 128, "integer"), 384, "an odd number of bytes"),
+        (packed_operands.Form(4, 128, "integer"), 384, "no multiple of 2"),
         (packed_operands.Form(4), 288, "K 288 is no multiple of 256"),
         (packed_operands.Form(2), 320, "K 320 is no multiple of 256"),
     )

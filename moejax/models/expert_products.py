@@ -288,7 +288,8 @@ def choose_for_tiers(
         config.gating == SWIGLU and not config.expert_bias,
     )
     are_plain = all(of.weights.bits == PLAIN_BITS and not of.low_rank for of in both)
-    by_triton = are_plain and num_tokens <= FEW_TOKENS
-    if by_triton and not operation.refusal("triton", *given, target=kernels.target):
+    chosen = operation.choose(*given, target=kernels.target)
+    is_slower = chosen.implementation == "mosaic" and are_plain and num_tokens <= FEW_TOKENS
+    if is_slower and not operation.refusal("triton", *given, target=kernels.target):
         return Choice("triton", {"mosaic": "plain experts of few tokens are slower by it"})
-    return ops.kernel_or_dequantized(operation.choose(*given, target=kernels.target))
+    return ops.kernel_or_dequantized(chosen)

@@ -29,10 +29,9 @@ from pallas_kernels.mosaic_decode.matrix import (
     x_sums_bytes,
 )
 from pallas_kernels.mosaic_decode.product import Lane, Stream
+from pallas_kernels.mosaic_decode.support import KINDS
 from pallas_kernels.mosaic_decode.tiles import StreamTiles, dense_share
 from pallas_kernels.packed import LowRank, PackedMatrices
-
-KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 
 # Traced and lowered once for all calls of a program that are alike: emitting one takes 0.1 s.

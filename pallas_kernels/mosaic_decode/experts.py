@@ -23,7 +23,6 @@ from pallas_kernels.mosaic_decode.accumulate import (
     preload_x,
     start_copies,
 )
-from pallas_kernels.mosaic_decode.dense import KINDS
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.mosaic_decode.expert_plan import Plan
 from pallas_kernels.mosaic_decode.jobs import ExpertJob, JobList, Pairs, Work, job_of_pair
@@ -45,6 +44,7 @@ from pallas_kernels.mosaic_decode.matrix import (
     num_arrays,
 )
 from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
+from pallas_kernels.mosaic_decode.support import KINDS
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.packed import LowRank, PackedMatrices
 

@@ -76,7 +76,7 @@ def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
     if group % STEP or (form.block % group and group % form.block and not is_row):
         found.append(f"groups of {group} are not 32, 64, 128, a multiple of {form.block} or a row")
     if rest and group < form.block:
-        found += _of_short_rows(weights)
+        found += of_row_ends(weights, 2)  # then every second row begins at a whole word
         if weights.bits == 8 and group == STEP and rest == form.block // 2:
             found.append(
                 f"K {weights.num_inputs} ends in half a block, in groups of {STEP} of 8 bits"
@@ -88,12 +88,12 @@ def _of_matrices(x: Operand, weights: PackedMatrices) -> list[str]:
     return found
 
 
-def _of_short_rows(weights: PackedMatrices) -> list[str]:
-    """Reasons against a short block at the end of K: every second row begins at a whole word."""
+def of_row_ends(weights: PackedMatrices, unit: int) -> list[str]:
+    """Reasons against a short block at the end of K, where scales are read by `unit` bytes."""
     constants = [a for a in (weights.scales, weights.zeros) if a is not None]
-    if any(weights.num_groups * a.dtype.itemsize % 2 for a in constants):
+    if any(weights.num_groups * a.dtype.itemsize % unit for a in constants):
         return [
-            f"K {weights.num_inputs} ends in part of a block, and scales or zeros of a row have an "
-            "odd number of bytes"
+            f"K {weights.num_inputs} ends in part of a block, and the bytes of a row's scales or "
+            f"zeros are no multiple of {unit}"
         ]
     return []

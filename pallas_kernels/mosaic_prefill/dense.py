@@ -10,8 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
+from pallas_kernels.mosaic_decode.support import KINDS, of_row_ends
 from pallas_kernels.mosaic_prefill import registers
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, MatrixFormat, form_of
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, dense_tiles
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
@@ -51,21 +52,10 @@ def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
         found.append("it decodes no MXFP4")
     group = weights.group_size
     if rest and group < BLOCK:
-        found += _of_whole_words(weights)
+        found += of_row_ends(weights, 4)  # copied by words
     if group < weights.num_inputs and (group % 16 or (BLOCK % group and group % BLOCK)):
         found.append(f"groups of {group}: not 16, 32, 64, 128, a multiple of {BLOCK} or a row")
     return found
-
-
-def _of_whole_words(weights: PackedMatrices) -> list[str]:
-    """Reasons against half a block at the end of K: rows of constants are copied by words."""
-    constants = [a for a in (weights.scales, weights.zeros) if a is not None]
-    if any(weights.num_groups * a.dtype.itemsize % 4 for a in constants):
-        return [
-            f"K {weights.num_inputs} ends in half a block, and scales or zeros of a row have not "
-            "whole words"
-        ]
-    return []
 
 
 def dense(

@@ -29,7 +29,6 @@ SLICE = 16  # k of an instruction
 STAGES = BLOCK // STAGE
 ROWS = 64  # of four warps
 
-KINDS = {"bfloat16": "bf16", "float16": "f16"}
 _MAGIC = 0x43004300  # both halves 128 in bf16
 # The low half's part of the whole word as float32: 0x4300 in its last places.
 _REST = 0x4300 * 2.0**-16

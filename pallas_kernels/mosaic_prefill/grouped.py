@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
+from pallas_kernels.mosaic_decode.support import KINDS
 from pallas_kernels.mosaic_prefill import registers, scatter
 from pallas_kernels.mosaic_prefill.dense import Operand, refusals
 from pallas_kernels.mosaic_prefill.expert_blocks import (
@@ -21,7 +22,7 @@ from pallas_kernels.mosaic_prefill.expert_blocks import (
     SLOT,
     make_expert_blocks,
 )
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, MatrixFormat, form_of
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, grouped_tiles, grouped_tokens
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices

@@ -16,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_decode.support import KINDS
 from pallas_kernels.mosaic_prefill import registers
-from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, STAGE, STAGES, MatrixFormat
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, STAGE, STAGES, MatrixFormat
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 
 COPIER_REGISTERS = 40
