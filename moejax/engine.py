@@ -55,8 +55,14 @@ from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner, settings_by_row
 from moejax.models.config import ModelConfig, Pages
 from moejax.text.chat_template import ChatSettings, checked_messages
-from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
-from moejax.text.tokenizer import Tokenizer
+from moejax.text.tokenizer import (
+    Prompt,
+    Tokenizer,
+    as_batch,
+    check_length,
+    check_tokens,
+    token_ids_of,
+)
 from moejax.weights import linear as ops
 from moejax.weights.linear import KernelChoice
 from moejax.weights.qtensor import Weight

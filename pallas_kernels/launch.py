@@ -11,16 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
 
 
-def offset_refusal(array: Any) -> str | None:
-    """Reason why a Triton kernel cannot reach all of an array, or None.
-
-    Pallas counts elements in 32 bits, signed in Triton, up to 4 GiB, in 64 beyond.
-    """
-    if array.size >= 2**31 and array.size * array.dtype.itemsize <= 2**32:
-        return f"{array.dtype}{array.shape} has 2 to 4 Gi elements of a byte"
-    return None
-
-
 def triton_call(
     body: Callable[..., None],
     *,

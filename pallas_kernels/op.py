@@ -111,3 +111,13 @@ def not_half(*operands: tuple[str, Any]) -> list[str]:
         for name, dtype in operands
         if dtype not in (jnp.bfloat16, jnp.float16)
     ]
+
+
+def offset_refusal(array: Any) -> str | None:
+    """Reason why a Triton kernel cannot reach all of an array, or None.
+
+    Pallas counts elements in 32 bits, signed in Triton, up to 4 GiB, in 64 beyond.
+    """
+    if array.size >= 2**31 and array.size * array.dtype.itemsize <= 2**32:
+        return f"{array.dtype}{array.shape} has 2 to 4 Gi elements of a byte"
+    return None

@@ -20,6 +20,7 @@ class Target(NamedTuple):
         return f"{self.platform} sm_{self.capability[0]}{self.capability[1]}"
 
 
+MIN_CAPABILITY = (8, 0)  # of Triton kernels
 SIMULATED = Target("gpu", (9, 0), simulated=True)
 
 
@@ -37,6 +38,17 @@ def target_of(device: jax.Device) -> Target:
         return Target("gpu", None)
     major, minor = str(capability).split(".")
     return Target("gpu", (int(major), int(minor)), getattr(device, "core_count", 132))
+
+
+def platform_refusal(target: Target) -> str | None:
+    """Reason why Triton does not run on a target, or None."""
+    if target.platform != "gpu":
+        return f"it runs on GPUs, this is {target.describe()}"
+    if target.capability is None:
+        return "it runs on NVIDIA GPUs, this one has no compute capability"
+    if target.capability < MIN_CAPABILITY:
+        return f"it needs sm_80, this is {target.describe()}"
+    return None
 
 
 class Choice(NamedTuple):

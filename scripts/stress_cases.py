@@ -9,7 +9,7 @@ import numpy as np
 from moejax import Engine
 from moejax.inference.generation import NUM_SEEDS, GenerationSettings
 from moejax.serving.answers import TokenTexts
-from moejax.text.prompts import token_ids_of
+from moejax.text.tokenizer import token_ids_of
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 TEXTS = (

@@ -282,7 +282,7 @@ class RefusalTest(parameterized.TestCase):
         pools, hosts = self.shapes(16, *QWEN3), self.shapes(6144, *QWEN3)
         self.assertEqual(package.choose(pools, hosts, H100.target).describe(), "triton")
         for target, said in (
-            (Target("cpu", None), "runs on a GPU, this is cpu"),
+            (Target("cpu", None), "it runs on GPUs, this is cpu"),
             (Target("gpu", (7, 5)), "needs sm_80, this is gpu sm_75"),
         ):
             choice = package.choose(pools, hosts, target)
@@ -294,7 +294,7 @@ class RefusalTest(parameterized.TestCase):
         shapes = self.shapes(4, *row), self.shapes(3000, *row)
         reason = api.OPERATION.refusal("triton", *shapes, target=Target("cpu", None))
         self.assertLen(reason.split("; "), 3)
-        for part in ("runs on a GPU", "complex64, none of uint8", "2 to 4 Gi elements"):
+        for part in ("runs on GPUs", "complex64, none of uint8", "2 to 4 Gi elements"):
             self.assertIn(part, reason)
 
     @parameterized.parameters(
@@ -322,7 +322,7 @@ class RefusalTest(parameterized.TestCase):
             fetch(*operands, implementation="cuda")
         with (
             mock.patch.object(op, "current_target", lambda: Target("cpu", None)),
-            self.assertRaisesRegex(ValueError, "triton refuses: runs on a GPU"),
+            self.assertRaisesRegex(ValueError, "triton refuses: it runs on GPUs"),
         ):
             fetch(*operands, implementation="triton")
 

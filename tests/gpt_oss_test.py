@@ -23,8 +23,9 @@ from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import dense
-from pallas_kernels import decode_attention, grouped_dequant_matmul, launch
+from pallas_kernels import decode_attention, grouped_dequant_matmul
 from pallas_kernels.gating import Gating
+from pallas_kernels.op import offset_refusal
 from pallas_kernels.packed import PackedMatrices, plain, with_scale_pairs
 from pallas_kernels.target import Target
 from pallas_kernels.triton import product
@@ -146,7 +147,7 @@ class KernelTest(parameterized.TestCase):
         self.assertEqual("2 to 4 Gi elements" in reason, is_refused, reason)
         if num_inputs == 2880:
             scales = jax.eval_shape(with_scale_pairs, weights).scales
-            self.assertIsNone(launch.offset_refusal(scales))
+            self.assertIsNone(offset_refusal(scales))
 
 
 class Mxfp4Test(GptOssTestCase):

@@ -17,8 +17,7 @@ from moejax.benchmarking.requests import _encoded, _RawPrompt
 from moejax.errors import MoejaxError
 from moejax.inference.likelihood import PairScorer
 from moejax.text.corpus import Text, encode
-from moejax.text.prompts import token_ids_of
-from moejax.text.tokenizer import Tokenizer
+from moejax.text.tokenizer import Tokenizer, token_ids_of
 from tests.folder_case import FolderTestCase
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

@@ -11,7 +11,7 @@ from moejax.inference.kernel_warnings import KERNELS
 from moejax.inference.runner import Runner
 from moejax.weights import linear as ops
 from moejax.weights.linear import KernelChoice
-from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
+from pallas_kernels.target import MIN_CAPABILITY
 
 EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops.choose_product`
 

@@ -20,8 +20,7 @@ from moejax.serving.foreign_fields import (
     PROMPT_LIMITS,
 )
 from moejax.text.chat_template import ROLES, ChatSettings
-from moejax.text.prompts import token_ids_of
-from moejax.text.tokenizer import Tokenizer
+from moejax.text.tokenizer import Tokenizer, token_ids_of
 
 MOST_LOGPROBS = 20  # likeliest tokens beside each token, of OpenAI's API
 MOST_STOPS = 16

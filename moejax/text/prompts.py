@@ -1,19 +1,10 @@
-"""Prompts from the command line and from callers."""
+"""Prompts from the command line: texts and files, checked."""
 
-import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from moejax.errors import MoejaxError
-
-if TYPE_CHECKING:
-    from moejax.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
@@ -59,52 +50,3 @@ def valid_text(text: str, what: str) -> str:
     except UnicodeEncodeError as error:
         raise MoejaxError(f"{what} is not UTF-8 at character {error.start}") from error
     return text
-
-
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Makes a list of prompts from one prompt or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        listed: list[Any] = list(prompts)
-    except TypeError as error:
-        raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
-    if listed and all(isinstance(item, int | np.integer) for item in listed):
-        return [listed]
-    return listed
-
-
-def token_ids_of(
-    prompt: Prompt, tokenizer: "Tokenizer | None", vocab_size: int, *, add_special_tokens: bool
-) -> list[int]:
-    """Encodes a prompt, a text or token ids; without a tokenizer texts are refused.
-
-    Raises:
-      MoejaxError: the prompt has no tokens, or is not a prompt.
-    """
-    if not isinstance(prompt, str):
-        try:
-            ids = [operator.index(token) for token in prompt]
-        except TypeError as error:
-            raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
-    elif tokenizer is None:
-        raise MoejaxError("this checkpoint has no tokenizer.json: give token ids, or add the file")
-    else:
-        ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    if not ids:
-        raise MoejaxError("an empty prompt: give at least one token")
-    check_tokens(np.asarray(ids), vocab_size)
-    return ids
-
-
-def check_tokens(ids: np.ndarray, vocab_size: int) -> None:
-    """Raises MoejaxError for token ids outside 0..V - 1."""
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if wrong.size:
-        raise MoejaxError(f"token id {wrong.flat[0]} is outside the vocabulary of {vocab_size}")
-
-
-def check_length(length: int, longest: int, what: str = "") -> None:
-    """Raises MoejaxError if a context is too short for so many tokens, described by `what`."""
-    if length > longest:
-        raise MoejaxError(f"{what}{length} tokens do not fit the model's context of {longest}")

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import tokenizers
 
 from moejax.errors import MoejaxError
@@ -16,6 +18,8 @@ from moejax.models.hf.fields import flag
 from moejax.text.chat_template import ChatRenderer, find_chat_template
 from moejax.text.token_bytes import most_token_bytes
 from moejax.text.tokenizer_check import check_tokenizer
+
+Prompt = str | Sequence[int]
 
 # Everything that `Tokenizer` reads, but for the eos tokens.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -283,6 +287,55 @@ class Tokenizer:
                 "tokenizer.json has no such token; download both again"
             )
         return [token_id]
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Makes a list of prompts from one prompt or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        listed: list[Any] = list(prompts)
+    except TypeError as error:
+        raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
+    if listed and all(isinstance(item, int | np.integer) for item in listed):
+        return [listed]
+    return listed
+
+
+def token_ids_of(
+    prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, add_special_tokens: bool
+) -> list[int]:
+    """Encodes a prompt, a text or token ids; without a tokenizer texts are refused.
+
+    Raises:
+      MoejaxError: the prompt has no tokens, or is not a prompt.
+    """
+    if not isinstance(prompt, str):
+        try:
+            ids = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
+    elif tokenizer is None:
+        raise MoejaxError("this checkpoint has no tokenizer.json: give token ids, or add the file")
+    else:
+        ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    if not ids:
+        raise MoejaxError("an empty prompt: give at least one token")
+    check_tokens(np.asarray(ids), vocab_size)
+    return ids
+
+
+def check_tokens(ids: np.ndarray, vocab_size: int) -> None:
+    """Raises MoejaxError for token ids outside 0..V - 1."""
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise MoejaxError(f"token id {wrong.flat[0]} is outside the vocabulary of {vocab_size}")
+
+
+def check_length(length: int, longest: int, what: str = "") -> None:
+    """Raises MoejaxError if a context is too short for so many tokens, described by `what`."""
+    if length > longest:
+        raise MoejaxError(f"{what}{length} tokens do not fit the model's context of {longest}")
 
 
 def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:

@@ -13,8 +13,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
 from pallas_kernels.buddy_search.reference import LEAST, Found, Gate
-from pallas_kernels.dequant_matmul.triton import platform_refusal
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton.elements import iota, power_above
 
 Ref = Any

@@ -41,8 +41,7 @@ from pallas_kernels.cache_plan.slots import (
     some,
     together,
 )
-from pallas_kernels.dequant_matmul.triton import platform_refusal
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton.elements import power_above, quotient, remainder
 
 MAX_PAIRS = 256

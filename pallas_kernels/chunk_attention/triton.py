@@ -20,8 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
 from pallas_kernels.chunk_attention.tiles import ChunkTiles, default_tiles
-from pallas_kernels.dequant_matmul.triton import platform_refusal
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton.elements import iota, quotient, remainder
 
 Ref = Any

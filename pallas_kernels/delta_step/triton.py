@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.delta_step.reference import DeltaWeights, Projection, Widths, widths_of
-from pallas_kernels.dequant_matmul.triton import platform_refusal
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton.elements import iota
 
 Ref = Any

@@ -23,14 +23,13 @@ from pallas_kernels.dequant_matmul.tiles import (
     triton_tiles,
 )
 from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices, with_scale_pairs
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
 from pallas_kernels.triton.elements import power_above
 from pallas_kernels.triton.product import Span, columns_of
 
 Ref = Any
-MIN_CAPABILITY = (8, 0)
 
 
 def refusal(
@@ -41,17 +40,6 @@ def refusal(
     reasons = [platform_refusal(target), triton_product.refusal(weights)]
     reasons.append(triton_low_rank.refusal(low_rank))
     return "; ".join(filter(None, reasons)) or None
-
-
-def platform_refusal(target: Target) -> str | None:
-    """Reason why Triton does not run on a target, or None."""
-    if target.platform != "gpu":
-        return f"it runs on GPUs, this is {target.describe()}"
-    if target.capability is None:
-        return "it runs on NVIDIA GPUs, this one has no compute capability"
-    if target.capability < MIN_CAPABILITY:
-        return f"it needs sm_80, this is {target.describe()}"
-    return None
 
 
 def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None:

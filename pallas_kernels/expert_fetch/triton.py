@@ -12,14 +12,14 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
 from pallas_kernels.expert_fetch.tiles import CopyTiles, default_tiles
-from pallas_kernels.target import Target
+from pallas_kernels.op import offset_refusal
+from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton.elements import power_above
 
 Ref = Any
 Operand = jax.Array | jax.ShapeDtypeStruct
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32")
-MIN_CAPABILITY = (8, 0)
 
 
 class _JobLanes(NamedTuple):
@@ -40,16 +40,12 @@ class _JobLanes(NamedTuple):
 
 def refusal(pools: Sequence[Operand], hosts: Sequence[Operand], target: Target) -> str | None:
     """Reason why this implementation refuses, or None."""
-    reasons = []
-    if target.platform != "gpu":
-        reasons.append(f"runs on a GPU, this is {target.describe()}")
-    elif target.capability is not None and target.capability < MIN_CAPABILITY:
-        reasons.append(f"needs sm_80, this is {target.describe()}")
+    reasons = [platform_refusal(target)]
     for pool, host in zip(pools, hosts, strict=True):
         if jnp.dtype(pool.dtype).name not in DTYPES:
             reasons.append(f"an array is {pool.dtype}, none of {', '.join(DTYPES)}")
-        reasons += filter(None, map(launch.offset_refusal, (pool, host)))
-    return "; ".join(reasons) or None
+        reasons += map(offset_refusal, (pool, host))
+    return "; ".join(filter(None, reasons)) or None
 
 
 class Copies(NamedTuple):

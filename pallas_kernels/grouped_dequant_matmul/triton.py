@@ -22,14 +22,13 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
 from pallas_kernels.dequant_matmul.tiles import TritonTiles
-from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import tiles as rules
 from pallas_kernels.grouped_dequant_matmul.blocks import Blocks, make_blocks
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
 from pallas_kernels.packed import LowRank, PackedMatrices, with_scale_pairs
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
 from pallas_kernels.triton.elements import quotient, remainder

@@ -5,13 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.hqq_solve.reference import hqq_solve_reference
 from pallas_kernels.hqq_solve.settings import SolveSettings
 from pallas_kernels.hqq_solve.tiles import Tiles
 from pallas_kernels.hqq_solve.triton import hqq_solve_triton
 from pallas_kernels.op import Implementation, Operation
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, platform_refusal
 
 GROUP_SIZES = (32, 64, 128)
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import launch, layout, mxfp4
+from pallas_kernels import layout, mxfp4
+from pallas_kernels.op import offset_refusal
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 from pallas_kernels.triton.codes import PackedCodes, full_pairs, position_codes
 from pallas_kernels.triton.elements import Int, element_codes, quotient, remainder
@@ -71,7 +72,7 @@ def refusal(weights: PackedMatrices) -> str | None:
         return f"groups of {size} are no multiple of {CHUNK} and not a whole row"
     are_pairs = weights.is_mxfp4 and weights.num_groups % 2 == 0  # see `with_scale_pairs`
     for part in weights.arrays:
-        reason = launch.offset_refusal(part)
+        reason = offset_refusal(part)
         if reason and not (are_pairs and part is weights.scales):
             return reason
     return None
