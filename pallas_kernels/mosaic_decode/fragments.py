@@ -14,7 +14,8 @@ A last block of 128 or 64 codes has fewer words, whose positions have fewer k. I
 whose other words are zeros: each field meets the x of its own k (`CodeFormat.short_block`), and
 what has no codes meets zeros.
 
-Codes of MXFP4 become floats by moving their bits (`_floats_of_mxfp4`).
+Codes of MXFP4 become floats by moving their bits (`_floats_of_mxfp4`). These are too small by a
+power of two: x is multiplied by a part of it (`CodeFormat.x_power`), each scale by the rest.
 """
 
 import dataclasses
@@ -85,6 +86,20 @@ class CodeFormat:
         is_plain = self.bits == PLAIN_BITS or self.is_mxfp4
         exact = is_plain or (self.bits == 8 and self.kind == "bf16")
         return 0 if exact else 1 << MANTISSA[self.kind]
+
+    @property
+    def x_power(self) -> int:
+        """Exponent of the power of two by which x is multiplied for all steps.
+
+        Products of MXFP4's small floats and x as it is would be subnormal in float32 for bf16: with
+        this x of at most 2^47 stays finite, and products with |x| > 2^-79 keep all bits.
+        """
+        return 80 if self.is_mxfp4 and self.kind == "bf16" else 0
+
+    @property
+    def scale_power(self) -> int:
+        """Exponent of the power of two by which MXFP4's scales are multiplied."""
+        return {"bf16": 126, "f16": 14}[self.kind] - self.x_power
 
     def field(self, step: int) -> _Field:
         """Position of a step's codes (of two planes, in the nibbles that `prepare` makes).
@@ -172,16 +187,15 @@ def values(e: Mlir, form: CodeFormat, prepared: list[Value], step: int) -> list[
 
 
 def _floats_of_mxfp4(e: Mlir, kind: str, word: Value, at: int) -> Value:
-    """Converts the codes at bit `at` of both halves to a pair of floats.
+    """Makes a pair of small floats of the codes at bit `at` of both halves (`mxfp4.small_pairs`).
 
     Exponent and mantissa become the lowest bits of a float's exponent and the highest of its
-    mantissa, 0.5 a subnormal float (`mxfp4.small_pairs`); a product corrects the bias.
+    mantissa, 0.5 a subnormal float, which the matrix units take as it is.
     """
     to = MANTISSA[kind] - 1
     moved = e.shl(word, to - at) if to >= at else e.shr(word, at - to)
     signs = e.band(e.shl(word, 12 - at) if at < 12 else word, 0x80008000)
-    small = e.merge(moved, 0x70007 << to, signs, "or")
-    return e.fma_pair(kind, small, pair(kind, {"bf16": 126, "f16": 14}[kind]), 0x80008000)
+    return e.merge(moved, 0x70007 << to, signs, "or")
 
 
 def _byte_pairs(e: Mlir, word: Value) -> Value:

@@ -272,9 +272,9 @@ class Stream:
             warp barrier must precede their reads.
         """
         e, columns = self.e, len(words)
+        words = [[self._scaled(part, step) for step, part in enumerate(c)] for c in words]
         if self.matrix.zero_kind == "none":
             return BlockOfX(words, lambda group, column: [])
-        words = [[self._scaled(part, step) for step, part in enumerate(c)] for c in words]
         sums = [[self._sums(s, column) for column in words] for s in self._spans()]
         if sums_at is None:
             return BlockOfX(words, lambda group, column: sums[group][column])
@@ -346,9 +346,10 @@ class Stream:
         ]
 
     def _scale(self, words: list[Value], group: int) -> Value:
-        if self.matrix.form.is_mxfp4:  # its exponent
-            byte = self.e.band(self.e.shr(words[group // 4], 8 * (group % 4)), 0xFF)
-            return self.e.f32_of_bits(self.e.shl(byte, 23))
+        e, form = self.e, self.matrix.form
+        if form.is_mxfp4:  # its exponent, in the highest byte
+            top = e.permute(words[group // 4], 0, group % 4 << 12 | 0x0444)
+            return e.fmul(e.f32_of_bits(e.shr(top, 1)), 2.0**form.scale_power)
         return _value(self.e, words, group, self.matrix.scale_bytes)
 
     def _zeros(self, constants: list[list[list[Value]]], group: int) -> list[Value]:
@@ -359,12 +360,12 @@ class Stream:
         return [_value(self.e, words, group, size) for words in constants[1]]
 
     def _scaled(self, words: list[Value], step: int) -> list[Value]:
-        """Scales x of a step by 2^-i."""
+        """Scales x of a step by 2^-i, or as all steps of MXFP4."""
         form = self.matrix.form
-        exponent = form.field(step).exponent
+        exponent = form.x_power - form.field(step).exponent
         if not exponent:
             return words
-        factor = pair(form.kind, -exponent)
+        factor = pair(form.kind, exponent)
         return [self.e.fma_pair(form.kind, word, factor, 0x80008000) for word in words]
 
     def _sums(self, span: range, column: list[list[Value]]) -> list[Value]:

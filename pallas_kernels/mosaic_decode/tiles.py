@@ -190,8 +190,12 @@ def expert_tiles(
     matrix = tiers[0]
     halves = 2 if gated else 1
     outputs = matrix.num_rows // halves
-    if num_tokens <= COLUMNS:
-        blocks = min(tier.num_blocks for tier in tiers)
+    blocks = min(tier.num_blocks for tier in tiers)
+    if num_tokens <= COLUMNS and blocks > 8 and blocks % 8 == 4:
+        # Of 8 warps half would idle in the last round. K 2880, 5760 rows of 4 tokens' experts take
+        # 60 us in place of 73 (MXFP4) and 56 in place of 60 (INT4, H100, jax 0.11.2, 2026-11-26).
+        tiles = StreamTiles(2 // halves, 1, 4, depth=3)
+    elif num_tokens <= COLUMNS:
         warps_k, warps_n = _share_out(blocks, 8, outputs // ROWS)
         pairs, most = num_tokens * width, MOST_TILES // halves
         row_tiles = _even_tiles(outputs // ROWS, warps_n, num_processors, 1, most, pairs)
