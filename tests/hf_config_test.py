@@ -179,6 +179,15 @@ PUBLISHED = {
     ),
     "OLMoE-1B-7B": (OLMOE_1B_7B, shapes.OLMOE_1B_7B),
     "GLM-4.5-Air": (GLM_AIR, shapes.GLM_4_5_AIR),
+    "GLM-4.7": (
+        GLM_AIR | {
+            "first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288,
+            "max_position_embeddings": 202752, "moe_intermediate_size": 1536,
+            "n_routed_experts": 160, "num_hidden_layers": 92, "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+        shapes.GLM_4_7,
+    ),
     "GLM-4.7-Flash": (GLM_FLASH, shapes.GLM_4_7_FLASH),
     "gpt-oss-20b": (OSS_20B, shapes.GPT_OSS_20B),
     "gpt-oss-120b": (
@@ -214,7 +223,7 @@ class PublishedTest(parameterized.TestCase):
         ("DeepSeek-MoE-16B", 16.38), ("DeepSeek-V2-Lite", 15.71), ("OLMoE-1B-7B", 6.92),
         ("GLM-4.5-Air", 106.85), ("GLM-4.7-Flash", 29.94), ("Qwen3.6-35B-A3B", 34.66),
         ("Qwen3.5-122B-A10B", 122.11), ("Qwen3.5-397B-A17B", 396.35), ("gpt-oss-20b", 20.91),
-        ("gpt-oss-120b", 116.83),
+        ("gpt-oss-120b", 116.83), ("GLM-4.7", 352.80),
     )  # fmt: skip
     def test_planned_sizes_are_those_published(self, name, billions):
         config = shapes.SHAPES[name]

@@ -169,6 +169,20 @@ GLM_4_5_AIR = ModelConfig(
     router=RouterRule(scoring="sigmoid", group_score="top2", has_bias=True),
 )
 
+GLM_4_7 = dataclasses.replace(
+    GLM_4_5_AIR,
+    model_dim=5120,
+    num_layers=92,
+    num_experts=160,
+    expert_dim=1536,
+    mlp_dim=12288,
+    moe_layers=tuple(range(3, 92)),
+    max_positions=202752,
+    qk_norm=True,
+    shared_dim=1536,
+    router=dataclasses.replace(GLM_4_5_AIR.router, scale=2.5),
+)
+
 GLM_4_7_FLASH = dataclasses.replace(
     GLM_4_5_AIR,
     family="glm4_moe_lite",
@@ -273,6 +287,7 @@ SHAPES = {
     "Qwen3.5-397B-A17B": QWEN3_5_397B_A17B,
     "OLMoE-1B-7B": OLMOE_1B_7B,
     "GLM-4.5-Air": GLM_4_5_AIR,
+    "GLM-4.7": GLM_4_7,
     "GLM-4.7-Flash": GLM_4_7_FLASH,
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-120b": GPT_OSS_120B,
