@@ -54,7 +54,7 @@ from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner, settings_by_row
 from moejax.models.config import ModelConfig, Pages
-from moejax.text.chat_template import ChatSettings, checked_messages
+from moejax.text.chat_template import checked_messages
 from moejax.text.tokenizer import (
     Prompt,
     Tokenizer,
@@ -404,6 +404,7 @@ class Engine:
         messages: Sequence[Mapping[str, Any]],
         *,
         enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
         **settings: Any,
     ) -> Generation:
         """Answers the last message of a conversation.
@@ -412,18 +413,25 @@ class Engine:
           messages: each with "role" (system, user or assistant) and "content".
           **settings: fields of `GenerationSettings`.
         """
-        prompt = self.chat_prompt(messages, enable_thinking=enable_thinking)
+        prompt = self.chat_prompt(
+            messages, enable_thinking=enable_thinking, reasoning_effort=reasoning_effort
+        )
         [answer] = self.generate([prompt], **settings)
         return answer
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
     ) -> list[int]:
         """Encodes a conversation in the model's chat template, for `generate` and `stream`.
 
         Args:
           messages: each with "role" (system, user or assistant) and "content".
           enable_thinking: for templates that know it, such as Qwen3's; None: their own default.
+          reasoning_effort: likewise, such as gpt-oss': low, medium or high.
 
         Raises:
           MoejaxError: the messages are wrong, or the checkpoint has no tokenizer or no template.
@@ -431,7 +439,8 @@ class Engine:
         checked = checked_messages(messages)
         if self.tokenizer is None:
             raise MoejaxError("this checkpoint has no tokenizer.json: it takes no messages")
-        variables = ChatSettings(thinking=enable_thinking).variables()
+        given = {"enable_thinking": enable_thinking, "reasoning_effort": reasoning_effort}
+        variables = {name: value for name, value in given.items() if value is not None}
         text = self.tokenizer.apply_chat_template(checked, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
 

@@ -254,7 +254,10 @@ class CliTest(FolderTestCase):
 
     @parameterized.parameters(
         ([], "no prompt: give --prompt"),
-        (["--prompt=a", "--config.thinking=yes"], "thinking='yes' must be one of auto, on, off"),
+        (
+            ["--prompt=a", "--config.thinking=yes"],
+            "thinking='yes' must be one of auto, on, off, low",
+        ),
         (["--prompt=a", "--config.thinking=on"], "are of conversations: give --chat, too"),
         (["--prompt=a", "--config.temperature=-1"], "temperature=-1.0 must be"),
         (

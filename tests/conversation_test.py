@@ -35,6 +35,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}!{% endfor %}"
     "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+    "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
 )
 SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 WAIT_S = 120.0
@@ -121,7 +122,9 @@ class ConversationTest(FolderTestCase):
         self.assertNotIn("> ", err + out)
 
     @slow.repeats()
-    @parameterized.parameters(("on", "[True]"), ("auto", ""), ("off", "[False]"))
+    @parameterized.parameters(
+        ("on", "[True]"), ("auto", ""), ("off", "[False]"), ("high", "[high]")
+    )  # fmt: skip
     def test_thinking_by_flag_and_by_command(self, flag, first):
         text = b"ab\n/think\n/reset\nab\n/no_think\n/reset\nab\n"
         status, out, err = self.piped(text, "--chat", f"--config.thinking={flag}")
@@ -133,9 +136,12 @@ class ConversationTest(FolderTestCase):
         path = self.checkpoint / "chat_template.jinja"
         path.write_text(TEMPLATE.partition("{% if")[0])
         self.addCleanup(path.write_text, TEMPLATE)
-        for text, flag in ((b"/think\n/no_think\n", "auto"), (b"/reset\n", "on")):
+        for text, flag, name in (
+            (b"/think\n/no_think\n", "auto", "enable_thinking"),
+            (b"/reset\n", "on", "enable_thinking"), (b"/reset\n", "low", "reasoning_effort"),
+        ):  # fmt: skip
             _, _, err = self.piped(text, "--chat", f"--config.thinking={flag}")
-            said = "the model's chat template has no enable_thinking: the setting changes nothing"
+            said = f"the model's chat template has no {name}: the setting changes nothing"
             self.assertEqual(err.count(said), len(text.splitlines()), err)
 
     def test_ctrl_c_ends_an_answer_and_its_part_stays_in_the_conversation(self):
@@ -209,13 +215,15 @@ class ConversationTest(FolderTestCase):
             tokenizer_file=str(self.checkpoint / "tokenizer.json"), chat_template=TEMPLATE
         )
         with Engine.from_pretrained(self.checkpoint, progress=False) as engine:
-            for thinking in (None, True):
-                variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": True}
+            switches: list[dict[str, Any]] = [
+                {}, {"enable_thinking": True}, {"reasoning_effort": "low"},
+            ]  # fmt: skip
+            for variables in switches:
                 expected = reference.apply_chat_template(messages, tokenize=False, **variables)
                 ids = reference.encode(expected)
-                prompt = engine.chat_prompt(messages, enable_thinking=thinking)
+                prompt = engine.chat_prompt(messages, **variables)
                 self.assertEqual(prompt, ids)
-                answer = engine.chat(messages, enable_thinking=thinking, max_new_tokens=5)
+                answer = engine.chat(messages, **variables, max_new_tokens=5)
                 [same] = engine.generate([ids], max_new_tokens=5)
                 self.assertEqual(answer.tokens, same.tokens)
             for wrong, said in (

@@ -23,7 +23,8 @@ SHAPE_BITS = (2, 3, 4, 8, 16)
 CODE_BITS = 3
 FACTOR_BITS = 3
 RANK_DIVISOR = 4
-THINKING = {"auto": None, "on": True, "off": False}
+_EFFORTS = ("low", "medium", "high")
+THINKING = {"auto": None, "on": True, "off": False, **{effort: effort for effort in _EFFORTS}}
 _TASKS_BY_LM_EVAL = (
     "python -m moejax.lm_eval --model moejax --model_args pretrained=CHECKPOINT --tasks NAME "
     "--data FOLDER (moejax.evaluate measures perplexity alone)"
@@ -225,7 +226,8 @@ class GenerateConfig(RecordConfig):
     )
     thinking: str = option(
         "auto",
-        "enable_thinking of chat templates that know it: on or off; auto: the template's default",
+        "for chat templates that know it, enable_thinking: on or off, or reasoning_effort: low, "
+        "medium or high; auto: the template's default",
         choices=tuple(THINKING),
     )
 

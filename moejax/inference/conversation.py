@@ -96,9 +96,12 @@ def converse(turns: _Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: 
 
 def thinking_remarks(chat: ChatSettings, tokenizer: "Tokenizer") -> list[str]:
     """A remark if a setting of thinking has no effect on the model's template."""
-    if chat.thinking is None or "enable_thinking" in (tokenizer.chat_template or ""):
-        return []
-    return ["the model's chat template has no enable_thinking: the setting changes nothing"]
+    template = tokenizer.chat_template or ""
+    return [
+        f"the model's chat template has no {name}: the setting changes nothing"
+        for name in chat.variables()
+        if name not in template
+    ]
 
 
 def _typed_lines() -> Iterator[str]:

@@ -119,16 +119,16 @@ class Conversation:
     def read(cls, fields: Fields, model: ModelFacts) -> "Conversation":
         """Reads `messages` and the fields of the template."""
         messages = _messages(fields)
-        variables = {**model.chat.variables(), **fields.mapping("chat_template_kwargs")}
+        variables = model.chat.variables()
+        if effort := fields.text("reasoning_effort", ""):
+            variables |= {"enable_thinking": False} if effort == "none" else {}
+            variables["reasoning_effort"] = effort
+        variables |= fields.mapping("chat_template_kwargs")
         for name in ("messages", "self", "add_generation_prompt"):
             if name in variables:
                 fields.refuse("chat_template_kwargs", f"{name} is not the caller's to set")
         if (thinking := fields.boolean("enable_thinking", None)) is not None:
             variables["enable_thinking"] = thinking
-        if effort := fields.text("reasoning_effort", ""):
-            if effort == "none":
-                variables.setdefault("enable_thinking", False)
-            variables.setdefault("reasoning_effort", effort)
         return cls(messages, variables)
 
     def prompt(self, model: ModelFacts) -> str:

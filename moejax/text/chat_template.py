@@ -33,8 +33,9 @@ class ChatSettings:
     """Settings that render a conversation's prompts, beside its messages."""
 
     system: str = ""  # the system prompt of conversations that begin without one; "": none
-    # `enable_thinking` of templates such as Qwen3's; None: their own default
-    thinking: bool | None = None
+    # `enable_thinking` of templates such as Qwen3's, or gpt-oss' `reasoning_effort`, a text; None:
+    # the template's default
+    thinking: bool | str | None = None
 
     def messages(self, given: Sequence[dict[str, str]]) -> list[dict[str, str]]:
         """Messages, with the system prompt first unless they have their own."""
@@ -44,7 +45,10 @@ class ChatSettings:
 
     def variables(self) -> dict[str, Any]:
         """Variables of the template."""
-        return {} if self.thinking is None else {"enable_thinking": self.thinking}
+        if self.thinking is None:
+            return {}
+        name = "reasoning_effort" if isinstance(self.thinking, str) else "enable_thinking"
+        return {name: self.thinking}
 
 
 def checked_messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
