@@ -439,8 +439,10 @@ class Engine:
         checked = checked_messages(messages)
         if self.tokenizer is None:
             raise MoejaxError("this checkpoint has no tokenizer.json: it takes no messages")
-        given = {"enable_thinking": enable_thinking, "reasoning_effort": reasoning_effort}
-        variables = {name: value for name, value in given.items() if value is not None}
+        switches: dict[str, Any] = {
+            "enable_thinking": enable_thinking, "reasoning_effort": reasoning_effort,
+        }  # fmt: skip
+        variables = {name: value for name, value in switches.items() if value is not None}
         text = self.tokenizer.apply_chat_template(checked, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
 
