@@ -290,7 +290,7 @@ class RefusalTest(parameterized.TestCase):
             self.assertIn(said, choice.describe())
 
     def test_every_reason_is_listed(self):
-        row = ((2**20,), "uint8"), ((4,), "complex64")
+        row = ((2**20,), "int8"), ((4,), "complex64")
         shapes = self.shapes(4, *row), self.shapes(3000, *row)
         reason = api.OPERATION.refusal("triton", *shapes, target=Target("cpu", None))
         self.assertLen(reason.split("; "), 3)

@@ -41,11 +41,22 @@ class _JobLanes(NamedTuple):
 def refusal(pools: Sequence[Operand], hosts: Sequence[Operand], target: Target) -> str | None:
     """Reason why this implementation refuses, or None."""
     reasons = [platform_refusal(target)]
-    for pool, host in zip(pools, hosts, strict=True):
+    for pool, host in zip(map(_seen, pools), map(_seen, hosts), strict=True):
         if jnp.dtype(pool.dtype).name not in DTYPES:
             reasons.append(f"an array is {pool.dtype}, none of {', '.join(DTYPES)}")
         reasons += map(offset_refusal, (pool, host))
     return "; ".join(filter(None, reasons)) or None
+
+
+def _seen(array: Operand) -> Operand:
+    """The array as the kernel sees it: bytes two by two where rows are even, so up to 4 Gi."""
+    if array.dtype != jnp.uint8 or array.shape[-1] % 2:
+        return array
+    pairs = (*array.shape[:-1], array.shape[-1] // 2)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(pairs, jnp.uint16)
+    # XLA copies nothing.
+    return jax.lax.bitcast_convert_type(array.reshape(*pairs, 2), jnp.uint16)
 
 
 class Copies(NamedTuple):
@@ -67,8 +78,9 @@ def fetch_triton(
     """Computes `api.fetch_all` by Triton; one launch."""
     tiles = tiles or default_tiles()
     sizes = [len(of.pools) for of in copies]
-    num, pools = sum(sizes), [pool for of in copies for pool in of.pools]
-    read = [x for of in copies for x in (of.src, of.dst, *of.hosts)]
+    given = [pool for of in copies for pool in of.pools]
+    num, pools = len(given), list(map(_seen, given))
+    read = [x for of in copies for x in (of.src, of.dst, *map(_seen, of.hosts))]
 
     def body(*refs: Ref) -> None:
         inputs, outputs, dealt, stores = iter(refs), iter(refs[-num:]), jnp.int32(0), []
@@ -81,18 +93,21 @@ def fetch_triton(
             dealt = _copy_jobs(pl.program_id(0), *store, tiles, dealt)
 
     jobs = "_".join(f"{len(of.pools)}x{of.src.shape[0]}" for of in copies)
-    found = iter(
-        launch.triton_call(
-            body,
-            name=f"expert_fetch_{jobs}_{tiles.num_programs}x{tiles.block_bytes}",
-            grid=(tiles.num_programs,),
-            out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
-            num_warps=tiles.num_warps,
-            num_stages=1,
-            interpret=target.simulated,
-            aliases={len(read) + len(after) + i: i for i in range(num)},
-        )(*read, *after, *pools)
-    )
+    filled = launch.triton_call(
+        body,
+        name=f"expert_fetch_{jobs}_{tiles.num_programs}x{tiles.block_bytes}",
+        grid=(tiles.num_programs,),
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
+        num_warps=tiles.num_warps,
+        num_stages=1,
+        interpret=target.simulated,
+        aliases={len(read) + len(after) + i: i for i in range(num)},
+    )(*read, *after, *pools)
+    found = (
+        new if new.shape == old.shape
+        else jax.lax.bitcast_convert_type(new, old.dtype).reshape(old.shape)
+        for new, old in zip(filled, given, strict=True)
+    )  # fmt: skip
     return [tuple(itertools.islice(found, size)) for size in sizes]
 
 
