@@ -28,6 +28,8 @@ PRODUCTS: dict[str, tuple[int, int]] = {
     "olmoe_1b_7b_down": (1024, 2048),
     "glm_4_5_air_gate_up": (4096, 2816),
     "glm_4_5_air_down": (1408, 4096),
+    "glm_4_7_gate_up": (5120, 3072),
+    "glm_4_7_down": (1536, 5120),
     "glm_4_7_flash_gate_up": (2048, 3072),
     "glm_4_7_flash_down": (1536, 2048),
 }
@@ -43,5 +45,6 @@ LAYERS: dict[str, tuple[int, int, int]] = {
     "qwen3_5_397b_a17b": (4096, 1024, 10),
     "olmoe_1b_7b": (2048, 1024, 8),
     "glm_4_5_air": (4096, 1408, 8),
+    "glm_4_7": (5120, 1536, 8),
     "glm_4_7_flash": (2048, 1536, 4),
 }
