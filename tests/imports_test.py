@@ -3,12 +3,13 @@
 import ast
 import functools
 import graphlib
+import re
 import sys
 from collections.abc import Iterator
 
 from absl.testing import absltest, parameterized
 
-from tests.source_files import ROOT, source_files
+from tests.source_files import ROOT, source_files, statements
 
 # Pure parts do not know each other; they meet in the engine.
 PURE_PARTS = (
@@ -86,7 +87,11 @@ def _breaches(path: str, source: str, tree: ast.Module) -> Iterator[str]:
         aliases[alias] = name
         yield from _import_breaches(module, name)
     if path != LAUNCH_FILE:
-        used = {_dotted(node, aliases) for node in ast.walk(tree)} | set(aliases.values())
+        used = set(aliases.values())
+        of_jax = "|".join(alias for alias, of in aliases.items() if _within(of, "jax", "jaxlib"))
+        if re.search(rf"\b({of_jax})\.([\w.]+\.)?(_|pallas_call|kernel)", source):
+            nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+            used |= {_dotted(node, aliases) for node in nodes}
         for name in sorted(used & set(LAUNCHERS)):
             yield f"{name} belongs to {LAUNCH_FILE}"
         for name in sorted({_private_part(name) for name in used} - {""}):
@@ -116,7 +121,7 @@ def _import_breaches(module: str, name: str) -> Iterator[str]:
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """(full dotted name, name that it is bound to) of every import, wherever it stands."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             for item in node.names:
                 # `import a.b` binds a; `import a.b as c` binds a.b.

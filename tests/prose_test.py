@@ -5,36 +5,22 @@ from collections.abc import Iterator
 
 from absl.testing import parameterized
 
-from tests.source_files import source_files
+from tests.source_files import source_files, statements
 
 # A genitive or a relative clause in place of a subject makes a riddle of a first line.
 FORBIDDEN = (
-    "Of",
-    "As",
-    "What",
-    "That",
-    "Those",
-    "Its",
-    "Who",
-    "Around",
-    "Likewise",
-    "The same",
-    "See",
-)
+    "Of", "As", "What", "That", "Those", "Its", "Who", "Around", "Likewise", "The same", "See",
+)  # fmt: skip
+STARTS = tuple(word + mark for word in FORBIDDEN for mark in (" ", ",", ".", ":", ";", "\n"))
 
 
 def riddles(path: str, tree: ast.Module) -> Iterator[str]:
     """Yields a line for each docstring that begins with a forbidden word."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node) or ""
-            if any(text == word or text.startswith(_continued(word)) for word in FORBIDDEN):
+            text = (ast.get_docstring(node, clean=False) or "").lstrip()
+            if text in FORBIDDEN or text.startswith(STARTS):
                 yield f"{path}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
-
-
-def _continued(word: str) -> tuple[str, ...]:
-    """Forms in which a text may go on after its first word."""
-    return tuple(word + mark for mark in (" ", ",", ".", ":", ";", "\n"))
 
 
 class ProseTest(parameterized.TestCase):

@@ -11,8 +11,8 @@ from absl.testing import absltest
 
 from scripts.documents import commands
 from tests.script_runs import run_file
+from tests.source_files import ROOT, source_files, statements
 
-ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
 # Kinds of files that hold what was measured or printed.
 DATA = (".jsonl", ".csv", ".png")
@@ -27,8 +27,8 @@ def pages() -> str:
 def imported() -> set[str]:
     """Modules of scripts that a file of scripts or tests imports."""
     found: set[str] = set()
-    for path in [*SCRIPTS.rglob("*.py"), *(ROOT / "tests").glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for tree in (tree for path, (_, tree) in source_files().items() if path[:2] in ("sc", "te")):
+        for node in statements(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 found |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
             elif isinstance(node, ast.Import):
