@@ -129,7 +129,3 @@ class DecisionsTest(absltest.TestCase):
         table, picture = decisions.make("Mixtral-8x7B", [], [], folder)
         self.assertFalse(picture.exists())
         self.assertIn("no model yet", table.read_text())
-
-
-if __name__ == "__main__":
-    absltest.main()

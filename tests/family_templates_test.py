@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moejax import Engine
@@ -446,7 +446,3 @@ class ServerTest(parameterized.TestCase):
             with mock.patch.object(batch, "read_output", scripted):
                 [alone] = engine.generate([ids], max_new_tokens=len(script))
             self.assertEqual((alone.thoughts, alone.text), ("let me", "4!"))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -298,7 +298,3 @@ class PoolTest(absltest.TestCase):
             pool.release(row)
         self.assertEqual(pool.num_used, 0)
         self.assertIsNotNone(taken(pool, [9], 160))  # all of them
-
-
-if __name__ == "__main__":
-    absltest.main()

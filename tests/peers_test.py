@@ -418,7 +418,3 @@ class SectionTest(absltest.TestCase):
         rows += [self.rows[0]._replace(shape=f"shape {i}") for i in range(3)]  # two rows of panels
         self.assertIn("| no kernel |", section.whole(rows))
         self.assertTrue(section.draw(rows, folder)[0].stat().st_size > 1000)
-
-
-if __name__ == "__main__":
-    absltest.main()

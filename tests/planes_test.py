@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import benchmark, plan, profile_experts
 from moejax.checkpoints import open_checkpoint
@@ -681,7 +681,3 @@ def all_tensors_at(path):
         for name, entry in header.items()
         if name != "__metadata__"
     }
-
-
-if __name__ == "__main__":
-    absltest.main()

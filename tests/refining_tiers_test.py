@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.inference.runner import Runner
@@ -106,7 +106,3 @@ class RefiningTierTest(parameterized.TestCase):
         for tiers in ([high, low], [low, high]):
             with self.assertRaisesRegex(ValueError, "a tier of refinements needs"):
                 ExpertMemory(tiers, ["int4", "int2"], DyMoE(), width=2)
-
-
-if __name__ == "__main__":
-    absltest.main()

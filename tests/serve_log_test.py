@@ -179,7 +179,3 @@ class TokenizeTest(parameterized.TestCase):
         status, said, _ = SERVER.post(path, body)
         self.assertEqual(status, 404 if param == "model" else 400)
         self.assertEqual(said["error"]["param"], param)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.weights.qtensor import Fp8Tensor, from_codes
 from moejax.weights.shares import Shares, shares_of
@@ -89,7 +89,3 @@ class SharesTest(FolderTestCase):
             shares.down(jax.tree.map(np.asarray, form), 0)
         with self.assert_one_line("cut groups of 128"):
             shares.down(packed(np.random.default_rng(0), (1, 8, 256), 4, 128), 0)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.checkpoints.save import save_hf_checkpoint
 from moejax.errors import MoejaxError
@@ -268,7 +268,3 @@ class RunTest(StudyTest):
         np.testing.assert_allclose(same, dense, atol=2e-5 * np.abs(dense).max())
         self.assertGreater(np.abs(trained - dense).max(), 1e-3)
         self.assertTrue(np.isfinite(trained).all())
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import sweep
 from moejax.benchmarking.routing import of_trace
@@ -58,7 +58,3 @@ class StudyTracesTest(parameterized.TestCase):
         found.check()
         np.testing.assert_array_equal(found.ids, whole.ids[5:11])
         self.assertIsNone(found.predicted_ids)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -47,7 +47,3 @@ class TaskScoresTest(absltest.TestCase):
         named = {key for c in task_cases.CLAIMS for t in c.tests for _, key in t.terms}
         known = {f"{task_cases.ALL} | {name}" for name in task_cases.METHODS}
         self.assertEmpty(named - known)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -78,7 +78,3 @@ class TurnsTest(absltest.TestCase):
         turns = turns_of(gone, stays)
         turns.remove(gone)
         self.assertEqual(run(turns), "b")
-
-
-if __name__ == "__main__":
-    absltest.main()
