@@ -30,7 +30,7 @@ from tests.buddymoe_policy_test import expected_decision
 from tests.simulated_traces import random_trace
 
 TRACE = random_trace(
-    step_sizes=[9, *[1] * 30, 5, *[1] * 20], num_layers=3, num_experts=EXPERTS, width=3, foreseen=5
+    step_sizes=[9, *[1] * 30, 9, *[1] * 20], num_layers=3, num_experts=EXPERTS, width=3, foreseen=5
 )
 OF_TRACE: dict[str, Any] = {
     "lists": random_lists(np.random.default_rng(2), 3), "max_requests": 0,

@@ -132,14 +132,14 @@ def limited(form: str = "int4", **limits: Any) -> Engine:
 
 
 @contextlib.contextmanager
-def on_a_cpu(reply: Any = add_reply, split: tuple[int, ...] | None = SPLIT):
+def on_a_cpu(reply: Any = add_reply):
     """A CPU in the GPU's place: two callbacks for the kernels, and the same table each time."""
     with contextlib.ExitStack() as stack:
         for owner, name, made in (
             (host_job, "post", post), (host_job, "add_reply", reply),
             (load, "machine_refusal", lambda: None),
             (tiers._TierPlan, "check_host_threads", lambda plan: None),
-            (host_cores, "best_split", best_split if split is None else lambda *_: split),
+            (host_cores, "best_split", lambda *_: SPLIT),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, made))
         yield
@@ -151,22 +151,22 @@ def answers(engine: Engine, **how: Any) -> list[list[int]]:
 
 
 def logprobs(engine: Engine) -> tuple[list[int], np.ndarray]:
-    """Tokens of three answers, and float[n, 4] of the likeliest at each."""
-    settings = GenerationSettings.of(max_new_tokens=40, ignore_eos=True)
-    batches = [engine.batch([PROMPT[i:]], [settings], top_logprobs=4) for i in range(3)]
+    """Tokens of two answers, and float[n, 4] of the likeliest at each."""
+    settings = GenerationSettings.of(max_new_tokens=30, ignore_eos=True)
+    batches = [engine.batch([PROMPT[i:]], [settings], top_logprobs=4) for i in range(2)]
     told = [one for batch in batches for (delta,) in batch.steps() for one in delta.logprobs]
     return [one.token for one in told], np.array([[value for _, value in one.top] for one in told])
 
 
 class EngineTest(parameterized.TestCase):
-    def host_engine(self, form: str = "int4", **limits: Any) -> Engine:
-        engine = limited(form, host_threads=2, **limits)
+    def host_engine(self, form: str = "int4") -> Engine:
+        engine = limited(form, host_threads=2)
         self.addCleanup(engine.close)
         return engine
 
-    def check_tokens(self, form: str) -> tuple[Engine, Engine]:
+    def check_tokens(self, form: str, engine: Engine) -> None:
         """Compares answers and log-probabilities with those of an engine that fetches all."""
-        plain, engine = limited(form), self.host_engine(form)
+        plain = limited(form)
         with engine.recording(DIRECTORY / f"{form}.trace"):
             tokens, found = logprobs(engine)
         expected_tokens, expected = logprobs(plain)
@@ -178,7 +178,6 @@ class EngineTest(parameterized.TestCase):
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         self.assertLess(error, 1e-3)
         self.assertGreater(error, 0)
-        return plain, engine
 
     def check_ledger(self, ledger: TierLedger, trace: Path) -> None:
         run = Run(
@@ -198,14 +197,31 @@ class EngineTest(parameterized.TestCase):
         self.assertEqual(said["bytes_not_fetched"], on_host * ledger.expert_bytes)
         self.assertIn(f"on the host's cores: {on_host} of the misses", "\n".join(ledger.describe()))
 
-    def test_tokens_logits_and_counts(self):
-        with on_a_cpu():
-            self.check_tokens("int4")
+    def test_table_bytes_tokens_logits_and_counts(self):
+        split = mock.Mock(return_value=SPLIT)
+        with on_a_cpu(), mock.patch.object(host_cores, "best_split", split):
+            engine = self.host_engine()
+            self.check_tokens("int4", engine)
+        (memory,) = engine._runner.memory.tiers
+        fetch_s, job_s = split.call_args.args  # measured
+        self.assertGreater(min(fetch_s, *job_s[1:]), 0)
+        self.assertLen(job_s, len(SPLIT))
+        np.testing.assert_array_equal(memory.store.jobs.split, SPLIT)
+        self.assertRegex(
+            engine.host_text, r"the host's cores \(2 threads, .* GiB/s; the link .*\) multiply"
+        )
+        planned = dict(engine.budget.host)
+        self.assertEqual(planned["mailbox of the host's cores"], memory.host.nbytes)
+        tables = memory.pool.residency, memory.pool.counts, memory.pool.jobs
+        tables = *tables, memory.store.row_of, memory.store.jobs
+        found = sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
+        self.assertEqual(engine.budget.device["residency tables"], found)
 
     @pytest.mark.slow
     def test_tokens_logits_and_counts_of_two_planes(self):
         with on_a_cpu():
-            _, engine = self.check_tokens("int3")
+            engine = self.host_engine("int3")
+            self.check_tokens("int3", engine)
             before = engine.ledger.tiers["stored"].on_host, engine.ledger.total("misses")
             engine.generate([PROMPT, PROMPT[::-1]], max_new_tokens=8, ignore_eos=True)
         # Prompts, and steps of several sequences, fetch every miss.
@@ -220,17 +236,6 @@ class EngineTest(parameterized.TestCase):
         self.assertEqual(*found)
         self.assertGreater(len(set(map(tuple, found[0]))), 1)
 
-    def test_planned_bytes_are_allocated_bytes(self):
-        with on_a_cpu():
-            engine = self.host_engine()
-        (memory,) = engine._runner.memory.tiers
-        planned = dict(engine.budget.host)
-        self.assertEqual(planned["mailbox of the host's cores"], memory.host.nbytes)
-        tables = memory.pool.residency, memory.pool.counts, memory.pool.jobs
-        tables = *tables, memory.store.row_of, memory.store.jobs
-        found = sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
-        self.assertEqual(engine.budget.device["residency tables"], found)
-
     @pytest.mark.slow
     def test_a_reply_that_does_not_come_is_one_line(self):
         plain = limited()
@@ -242,16 +247,6 @@ class EngineTest(parameterized.TestCase):
                 answers(engine)
             self.assertLess(time.monotonic() - start, 30)
             self.assertEqual(answers(engine), answers(plain))  # every miss is fetched
-
-    def test_the_table_is_measured_and_told(self):
-        with on_a_cpu(split=None):
-            engine = self.host_engine()
-        self.assertRegex(
-            engine.host_text, r"the host's cores \(2 threads, .* GiB/s; the link .*\) multiply"
-        )
-        split = engine._runner.memory.tiers[0].host.split
-        self.assertLen(split, 5)
-        np.testing.assert_array_equal(engine._runner.memory.store[0].jobs.split, split)
 
 
 @pytest.mark.gpu

@@ -110,7 +110,7 @@ CASES = (
     *(("sinks", "mxfp4", place) for place in ("no cache", "disk and prefetch")),
     *(("five", "int4_int4_ranks", place) for place in ("25 %", "50 % and prefetch")),
 )  # fmt: skip
-FAST = ("qwen3_moe", 3, "on_demand and prefetch")
+FAST = ("qwen3_moe", 16, "25 % and prefetch")
 LENGTHS, NUM_NEW, CACHE, CHUNK = (16, 9, 3), 8, 32, 8
 TEXTS = [np.random.default_rng(n).integers(0, QWEN.vocab_size, n).tolist() for n in LENGTHS]
 SETTINGS = GenerationSettings.of(max_new_tokens=NUM_NEW)
@@ -238,10 +238,13 @@ class InvisibleTest(parameterized.TestCase):
 
 
 class ChunksTest(parameterized.TestCase):
-    """A text by chunks, and token by token, has the logits of the text at once."""
+    """A text by chunks, and token by token, has the logits of the text at once.
 
-    @slow.where(lambda kind, chunk: (kind, chunk) != ("delta", CHUNK))
+    Prompts of a running batch (continuous_test.py) go by chunks of several sizes every day.
+    """
+
     @parameterized.product(kind=KINDS, chunk=(CHUNK, 1))
+    @pytest.mark.slow
     def test_chunks(self, kind, chunk):
         tokens, expected = whole_texts(kind)
         with mock.patch.object(runners, "longest_chunk", lambda *_: chunk):

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
 from moejax import Engine, devices
@@ -185,12 +185,12 @@ class MeshTest(FolderTestCase):
         else:
             stores()[form](CONFIGS[kind]).write(self.directory)
         one, several = self.load(), self.load(mesh=mesh)
-        expected = one.logits(TOKENS)
-        found = several.logits(TOKENS)
-        scale = np.abs(expected).max()
-        self.assertLess(np.abs(found - expected).max() / scale, 1e-5)
+        # Of the two that always run, one answers, the other has logits and scores.
+        if kind != "uneven":
+            expected, found = one.logits(TOKENS), several.logits(TOKENS)
+            self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
         how: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
-        if kind != "small":  # of the two that always run, each compiles one of both
+        if kind != "small":
             answers = [
                 [answer.tokens for answer in engine.generate(PROMPTS, **how)]
                 for engine in (one, several)
@@ -513,7 +513,3 @@ class MeshTest(FolderTestCase):
         printed = [re.sub(r"\[Gloo\].*\n", "", one.stdout) for one in found]  # by the C++ library
         self.assertEqual(printed, [alone.stdout, ""])
         self.assertNotEmpty(alone.stdout)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from safetensors.numpy import save_file
 
@@ -42,6 +43,7 @@ class PrintableTest(parameterized.TestCase):
         logger.warning("left out %s\n%d", NAME, 3)
         self.assertEqual(stream.getvalue(), f"left out {SHOWN}\\n3\n")
 
+    @pytest.mark.slow
     def test_a_main(self):
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)

@@ -25,7 +25,7 @@ from tests.simulated_traces import random_trace
 
 NUM_EXPERTS = 12
 TRACE = random_trace(
-    step_sizes=[9, *[1] * 21, 5, *[1] * 18], num_layers=3, num_experts=NUM_EXPERTS, width=3,
+    step_sizes=[9, *[1] * 21, 9, *[1] * 18], num_layers=3, num_experts=NUM_EXPERTS, width=3,
     foreseen=4,
 )  # fmt: skip
 TIERS: dict[str, Any] = {"tiers": ("int4", "int2"), "expert_bytes": (20, 12)}

@@ -153,6 +153,7 @@ class ProcessTest(parameterized.TestCase):
             self.assertEqual(server.returncode, 0)
             self.assertRegex(said, "^stopping: [^\n]*\n$")
 
+    @pytest.mark.slow
     def test_sigterm_while_a_program_compiles_tells_all_and_ends(self):
         """The compiler is one that takes a minute; a body that does not come is not waited for."""
         with patched(
@@ -222,7 +223,8 @@ class ProcessTest(parameterized.TestCase):
             _, said = server.communicate(timeout=30)
         self.assertRegex(said, "^stopping: [^\n]*\n$")  # no word of files that cannot be opened
 
-    def test_the_defaults_are_safe(self):
+    @pytest.mark.slow
+    def test_it_listens_safely_by_default(self):
         """Only this machine's own programs may ask, and not before all programs are compiled."""
         late = (
             "import sys; from moejax.inference.continuous import ContinuousBatch as C; "
@@ -243,6 +245,8 @@ class ProcessTest(parameterized.TestCase):
                     answer = connection.getresponse()
                     self.assertEqual(answer.status, 403)
                     self.assertNotIn("access-control-allow-origin", answer.headers)
+
+    def test_the_defaults_are_safe(self):
         config = ServeConfig()
         self.assertEqual((config.host, config.api_key, config.api_key_file), ("127.0.0.1", "", ""))
         self.assertEqual((config.allowed_hosts, config.cors_origins), ((), ()))

@@ -1,11 +1,11 @@
 """Two tiers of planes that share slots: answers as of whole copies, by a rule in plain Python."""
 
-import functools
 from typing import Any
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
+from absl.testing import parameterized
 
 from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.residency import CacheSizes
@@ -59,16 +59,11 @@ def told(memory: ExpertMemory) -> tuple[list[list[int]], ExpertMemory]:
     return found, memory
 
 
-@functools.cache
-def of_whole_copies() -> tuple[list[list[int]], ExpertMemory]:
-    return told(memory_of(AsAsked(prefetch=0), NUM_EXPERTS, planes=False))
-
-
 class SharedSlotsTest(parameterized.TestCase):
-    @slow.where(lambda slots: slots > 3)
     @parameterized.parameters((3, 2, 0), (7, 5, 0), (6, 2, 2))
+    @pytest.mark.slow
     def test_answers_are_those_of_whole_copies(self, slots, transient, prefetch):
-        expected, whole = of_whole_copies()
+        expected, whole = told(memory_of(AsAsked(prefetch=0), NUM_EXPERTS, planes=False))
         policy = DyMoE(prefetch=prefetch)
         found, shared = told(shared_memory(policy, slots, transient=transient, prefetch=prefetch))
         self.assertEqual(found, expected)
@@ -80,11 +75,17 @@ class SharedSlotsTest(parameterized.TestCase):
     @slow.where(lambda slots: slots == 7)
     @parameterized.parameters((7, 0), (9, 2))
     def test_a_trace_gives_the_counts_of_the_engine(self, slots, prefetch):
-        policy = DyMoE(prefetch=prefetch, retention=0.5, selection="load")
+        settings = {"retention": 0.5, "selection": "load"}
+        policy = DyMoE(prefetch=prefetch, **settings)
         memory = shared_memory(policy, slots, prefetch=prefetch)
-        runner = Runner(QWEN, without_experts(random_weights(QWEN)), CPU, memory=memory)
-        trace = recorded(runner, PROMPTS[:2], 20)
+        whole = memory_of(AsAsked(prefetch=0, **settings), NUM_EXPERTS, planes=False)
+        weights = without_experts(random_weights(QWEN))
+        shared, copies = (Runner(QWEN, weights, CPU, memory=of) for of in (memory, whole))
+        said, trace = recorded(shared, PROMPTS[:1], 40)
+        self.assertEqual(said, answers(copies, PROMPTS[:1], 40))
         memory.read_counters()
+        whole.read_counters()
+        self.assertEqual(memory.ledger.shares, whole.ledger.shares)
         run = Run(
             policy=policy, tiers=("int4", "int2"), expert_bytes=(2, 3), slots=(slots, slots),
             refines=(True, False), shares_slots=True,
@@ -96,7 +97,3 @@ class SharedSlotsTest(parameterized.TestCase):
             counted = [tier.total(name) for tier in memory.ledger.tiers.values()]
             self.assertEqual(counted, tallied, name)
         self.assertGreater(memory.ledger.total("evictions"), 10)
-
-
-if __name__ == "__main__":
-    absltest.main()

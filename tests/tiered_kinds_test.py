@@ -55,14 +55,13 @@ def runner_of(config, **settings):
     return cached_runner(policy, (4, 2), slots, config=config)
 
 
-def recorded(runner, prompts, num_tokens) -> Trace:
-    """The trace of some answers, with what DyMoE reads of it."""
+def recorded(runner, prompts, num_tokens) -> tuple[list[list[int]], Trace]:
+    """Some answers and their trace, with what DyMoE reads of it."""
     spec = RecordSpec(foreseen=runner.config.num_experts, probabilities=True, importance=True)
     with tempfile.TemporaryDirectory() as folder:
         with recording(runner, Path(folder) / "trace", spec):
-            for prompt in prompts:
-                answers(runner, [prompt], num_tokens)
-        return read_trace(Path(folder) / "trace")
+            said = [answers(runner, [prompt], num_tokens)[0] for prompt in prompts]
+        return said, read_trace(Path(folder) / "trace")
 
 
 class ImportanceTest(parameterized.TestCase):
@@ -113,7 +112,7 @@ class ImportanceTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_a_trace_holds_that_of_the_last_layer_which_attended(self):
         weights = random_weights(THREE)
-        trace = recorded(Runner(THREE, weights, CPU), TOKENS[:, :13].tolist(), 2)
+        _, trace = recorded(Runner(THREE, weights, CPU), TOKENS[:, :13].tolist(), 2)
         first, between, last = trace.importance[trace.phase == PREFILL].T
         np.testing.assert_array_equal(first, np.ones(13))  # nobody has attended yet
         self.assertBetween(between.min(), 0, 0.5)
@@ -125,7 +124,7 @@ class ImportanceTest(parameterized.TestCase):
         policy = make_policy("dymoe", **DYMOE)
         runner, memory = cached_runner(policy, (4, 2), (3, 8), config=THREE, emulated=True)
         prompts = np.random.default_rng(1).integers(0, 160, (8, 13)).tolist()
-        trace = recorded(runner, prompts, 4)
+        _, trace = recorded(runner, prompts, 4)
         memory.read_counters()
         run = Run(policy=policy, tiers=("int4", "int2"), expert_bytes=(2, 1), slots=(3, 8))
 
