@@ -6,6 +6,7 @@ from absl.testing import parameterized
 
 from moejax.weights.qtensor import Fp8Tensor, from_codes
 from moejax.weights.shares import Shares, shares_of
+from tests import slow
 from tests.folder_case import FolderTestCase
 
 E, D = 2, 40  # experts, and the model's width
@@ -29,6 +30,8 @@ def values(weight):
 
 
 class SharesTest(FolderTestCase):
+    # Each form once, each cut in two forms.
+    @slow.where(lambda cut, form: cut[0] != 160 and form not in ((3, False), (4, True)))
     @parameterized.product(
         cut=(  # width, shares, group
             (768, 8, 64),  # 12 groups: uneven

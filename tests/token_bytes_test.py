@@ -52,8 +52,7 @@ class LimitTest(parameterized.TestCase):
     @hypothesis.given(strategies.text(max_size=60))
     def test_no_text_has_fewer_tokens(self, text):
         size = len(text.encode())
-        for one in ALL:
-            most = limit(one)
+        for one, most in zip(ALL, LIMITS, strict=True):
             assert most is not None
             self.assertGreaterEqual(len(one.encode(text).ids) * most, size)
 
@@ -128,3 +127,4 @@ class Pauses:
 
 
 ALL = (byte_level(), byte_level(normalizers.NFC()), sentencepiece())
+LIMITS = tuple(map(limit, ALL))

@@ -358,34 +358,20 @@ class EosTest(TokenizerTestCase):
 
 
 class ChatTemplateTest(TokenizerTestCase):
-    @parameterized.product(
-        how=[
-            (QWEN3_LIKE, CONVERSATION), (MIXTRAL_LIKE, CONVERSATION),
-            (DEEPSEEK, WITH_SYSTEM), (DEEPSEEK, CONVERSATION[:1]),
-            (QWEN35_LIKE, WITH_SYSTEM), (GLM_LIKE, WITH_SYSTEM),
-        ],
-        variables=[
-            {},
-            {"enable_thinking": False},
-            {"enable_thinking": True},
-            {"tools": [{"name": "f", "text": "<ä&>"}]},
-        ],
-        add_generation_prompt=[True, False],
+    @parameterized.parameters(
+        (QWEN3_LIKE, CONVERSATION), (MIXTRAL_LIKE, CONVERSATION), (DEEPSEEK, WITH_SYSTEM),
+        (DEEPSEEK, CONVERSATION[:1]), (QWEN35_LIKE, WITH_SYSTEM), (GLM_LIKE, WITH_SYSTEM),
     )  # fmt: skip
-    def test_as_transformers(self, how, variables, add_generation_prompt):
-        template, messages = how
+    def test_as_transformers(self, template, messages):
         tokenizer = self._tokenizer("bytes", chat_template=template)
-        expected = self._reference().apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
-        found = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, **variables
-        )
-        self.assertEqual(found, expected)
-        self.assertIn(messages[-1]["content"], found)
+        reference = self._reference()
+        tools = {"tools": [{"name": "f", "text": "<ä&>"}]}
+        for more in ({}, {"enable_thinking": False}, {"enable_thinking": True}, tools):
+            for how in ({"add_generation_prompt": prompt} | more for prompt in (True, False)):
+                found = tokenizer.apply_chat_template(messages, **how)
+                expected = reference.apply_chat_template(messages, tokenize=False, **how)
+                self.assertEqual(found, expected, how)
+                self.assertIn(messages[-1]["content"], found)
 
     def test_file_wins(self):
         tokenizer = self._tokenizer("bytes", chat_template="from tokenizer_config.json")
