@@ -156,7 +156,8 @@ def forms(case: Case) -> tuple[package.TierShape, ...]:
                 slots=slots,
                 banks=case.banks,
                 transient=transient,
-                waves=has_waves * package.num_waves(min(pairs, case.experts), slots, transient),
+                waves=has_waves
+                * package.num_waves(min(pairs, case.experts), case.experts, slots, transient),
                 is_full=slots == case.experts,
                 is_complete=slots == case.experts and not case.cold,
                 static_in_step=case.fixed and i == 0,
@@ -357,7 +358,7 @@ class ByExpert(NamedTuple):
 
 
 def form_of(spec: CacheSizes, max_needed: int) -> package.TierShape:
-    waves = package.num_waves(max_needed, spec.slots, spec.transient)
+    waves = package.num_waves(max_needed, spec.num_experts, spec.slots, spec.transient)
     return package.TierShape(
         slots=spec.slots, banks=spec.banks, transient=spec.transient, waves=waves
     )

@@ -349,8 +349,8 @@ class RulesTest(parameterized.TestCase):
         self.assertEqual(memory.alias_size_in_bytes, sum(a.nbytes for a in jax.tree.leaves(args)))
 
     def test_waves_are_for_more_than_there_are_slots(self):
-        for max_needed, waves in ((6, 0), (7, 4), (9, 5)):
-            self.assertEqual(cache_plan.num_waves(max_needed, 6, 2), waves)
+        for max_needed, num_experts, waves in ((6, 99, 0), (7, 99, 4), (9, 99, 5), (9, 9, 2)):
+            self.assertEqual(cache_plan.num_waves(max_needed, num_experts, 6, 2), waves)
 
 
 class ChecksTest(parameterized.TestCase):

@@ -88,7 +88,7 @@ class CachePlanner:
             return 0
         most = min(num_pairs, cache.num_experts)
         if cache.planes == 1:
-            return cache_plan.num_waves(most, cache.slots, cache.transient)
+            return cache_plan.num_waves(most, cache.num_experts, cache.slots, cache.transient)
         # A wave of the tier that refines the other one has both planes of its experts.
         experts = cache.transient // (2 if tier.shares_slots else 1)
         return 0 if 2 * most <= cache.slots else -(-most // experts)

@@ -242,9 +242,14 @@ class LayerPlan(NamedTuple):
     hosted: jax.Array | None = None
 
 
-def num_waves(max_needed: int, slots: int, transient: int) -> int:
-    """W, waves of a layer that needs up to `max_needed` experts."""
-    return 0 if max_needed <= slots else -(-max_needed // transient)
+def num_waves(max_needed: int, num_experts: int, slots: int, transient: int) -> int:
+    """W, waves of a layer that needs up to `max_needed` experts.
+
+    Of its slots some hold experts, and the free ones are filled first: E - C pass at most.
+    """
+    if max_needed <= slots:
+        return 0
+    return -(-min(max_needed, num_experts - slots) // transient)
 
 
 def table_width(form: TierShape, num_experts: int) -> int:
