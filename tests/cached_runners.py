@@ -54,11 +54,9 @@ def random_weights(
             kind = packed_weights.SPECS[form if name in EXPERTS else "int3"]
             weights[name] = packed_weights.draw(rng, array.shape, kind)[0]
         elif form != 16 and name in EXPERTS:
-            found = rtn(jnp.asarray(array), grid)
-            weights[name] = from_codes(
-                found.codes, found.scales, found.zeros, bits=grid.bits, group_size=8,
-                zero_kind="float",
-            )  # fmt: skip
+            codes = jax.device_get(rtn(jnp.asarray(array), grid))
+            packed = from_codes(*codes, bits=grid.bits, group_size=8, zero_kind="float")
+            weights[name] = jax.tree.map(jnp.asarray, packed)
         else:
             weights[name] = jnp.asarray(array, leaf_dtype(name, jnp.dtype(dtype)))
     return weights

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from moejax.weights.qtensor import FP8_BLOCK, Compensator, Fp8Tensor, QTensor, Weight, from_codes
+from moejax.weights.qtensor import (
+    FP8_BLOCK,
+    Compensator,
+    Fp8Tensor,
+    QTensor,
+    Weight,
+    dense,
+    from_codes,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,12 +91,12 @@ def _draw_codes(
     middle = (2**bits - 1) / 2
     zeros = middle + rng.uniform(-0.5, 0.5, scales.shape)
     zeros = np.round(zeros) if zero_kind == "integer" else zeros.astype(spec.scale_dtype)
+    # Packed by numpy: JAX would compile each operation of each shape.
     packed = from_codes(
-        *(jnp.asarray(x, jnp.float32) if x is not codes else jnp.asarray(x)
-          for x in (codes, scales, zeros)),
-        bits=bits, group_size=group_size, zero_kind=zero_kind,
-        scale_dtype=jnp.dtype(spec.scale_dtype),
+        codes, scales.astype(np.float32), zeros.astype(np.float32), bits=bits,
+        group_size=group_size, zero_kind=zero_kind, scale_dtype=np.dtype(spec.scale_dtype),
     )  # fmt: skip
+    packed = jax.tree.map(jnp.asarray, packed)
     if zero_kind == "symmetric":
         zeros = np.full_like(scales, 2 ** (bits - 1))
     values = np.empty(shape)
@@ -149,6 +157,15 @@ def _draw_fp8(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[Fp8Tens
     tensor = Fp8Tensor(values=jnp.asarray(values), scales=jnp.asarray(scales))
     tensor.check()
     return tensor, wide
+
+
+def values_of(weight: Weight) -> np.ndarray:
+    """Float32 values of a weight; by numpy if it has no compensators, which needs no compiler."""
+    if isinstance(weight, QTensor) and weight.compensators:
+        return np.asarray(jax.jit(dense, static_argnums=1)(weight, jnp.float32))
+    host = jax.device_get(weight)
+    values = host if isinstance(host, np.ndarray) else dense(host, jnp.float32)
+    return np.asarray(values).astype(np.float32)
 
 
 def num_bytes(weight: Weight) -> int:

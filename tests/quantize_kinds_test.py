@@ -20,9 +20,10 @@ from moejax.quantization.pipeline.forward import LayerRun
 from moejax.quantization.pipeline.inventory import take_inventory
 from moejax.quantization.pipeline.layer_steps import one_layer
 from moejax.quantization.pipeline.run import quantize_checkpoint
-from moejax.weights.qtensor import QTensor, dense
+from moejax.weights.qtensor import QTensor
 from tests import model_kinds, numpy_model, slow
 from tests.hf_checkpoints import write_with_vision_tower
+from tests.packed_weights import values_of
 from tests.quantize_case import QuantizeTestCase
 from tests.random_checkpoints import write_random_checkpoint, write_tokenizer
 
@@ -182,7 +183,7 @@ class QuantizeKindsTest(QuantizeTestCase):
                 self.assertEqual(nbytes, loaded[leaf].nbytes, leaf)
         original = open_checkpoint(str(source)).load(dtype="float32", device=cpu, progress=False)
         for leaf, weight in loaded.items():
-            plain, was = np.asarray(dense(weight, jnp.float32)), np.asarray(original[leaf])
+            plain, was = values_of(weight), np.asarray(original[leaf])
             error = np.linalg.norm(plain - was) / np.linalg.norm(was)
             self.assertLess(error, 0.25 if isinstance(weight, QTensor) else 1e-9, leaf)
 

@@ -26,9 +26,10 @@ from moejax.devices import choose_device
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf.config import to_hf_config
 from moejax.models.hf.names import _Spelling, placements, published_spelling
-from moejax.weights.qtensor import QTensor, dense, from_codes
+from moejax.weights.qtensor import QTensor, from_codes
 from tests import quantized_files as files
 from tests.folder_case import FolderTestCase
+from tests.packed_weights import values_of
 from tests.random_checkpoints import TINY
 
 QWEN = ModelConfig(
@@ -339,14 +340,6 @@ class FormatTestCase(FolderTestCase):
         return matrix
 
 
-def _dense(weight):
-    """Dequantizes a leaf; by numpy if it has no compensators, which needs no compiler."""
-    if isinstance(weight, QTensor) and weight.compensators:
-        return jax.jit(dense, static_argnums=1)(weight, jnp.float32)
-    host = jax.device_get(weight)
-    return host if isinstance(host, np.ndarray) else dense(host, jnp.float32)
-
-
 class LoadingTestCase(FolderTestCase):
     def load(self, store, dtype=jnp.float32, device=None, **kwargs):
         reader = CheckpointReader(self.directory, store.model, dtype=dtype, **kwargs)
@@ -369,7 +362,7 @@ class LoadingTestCase(FolderTestCase):
                 self.assertIsInstance(array, jax.Array)
             if not isinstance(weight, jax.Array):
                 weight.check()
-            found = np.asarray(_dense(weight))
+            found = values_of(weight)
             scale = np.abs(expected[leaf]).max()
             np.testing.assert_allclose(
                 found, expected[leaf], rtol=0, atol=rtol * scale, err_msg=leaf

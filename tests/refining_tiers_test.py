@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,10 +37,9 @@ def by_planes() -> dict[str, QTensor]:
     """Experts of 4 bits in two planes."""
     grid, found = Grid(bits=4, group_size=8, zero_kind="float"), {}
     for name in EXPERTS:
-        codes = rtn(jnp.asarray(random_weights(QWEN)[name]), grid)
-        found[name] = from_codes(
-            *codes, bits=4, group_size=8, zero_kind="float", by_planes=True
-        )  # fmt: skip
+        codes = jax.device_get(rtn(jnp.asarray(random_weights(QWEN)[name]), grid))
+        packed = from_codes(*codes, bits=4, group_size=8, zero_kind="float", by_planes=True)
+        found[name] = jax.tree.map(jnp.asarray, packed)
     return found
 
 

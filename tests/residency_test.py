@@ -241,11 +241,12 @@ class StressTest(parameterized.TestCase):
 
 
 PLAN = jax.jit(plan_needed, static_argnums=(0, 4))
+RELEASE = jax.jit(residency.release_everywhere)
 PREDICT = jax.jit(predict_needed, static_argnums=(0, 4))
 
 
 def mask(num_experts: int, *experts: int) -> jax.Array:
-    return jnp.zeros(num_experts, bool).at[jnp.array(experts, jnp.int32)].set(True)
+    return jnp.asarray(np.isin(np.arange(num_experts), experts))
 
 
 def planned(spec, state, needed, max_needed=4, layer=0, counts=None):
@@ -279,7 +280,7 @@ class RulesTest(parameterized.TestCase):
         one = spec(2, 8, 3, 1)
         state = residency.seeded(one, np.array([[5, 1, 2], [1, 2, 3]]))
         gone = jnp.stack([mask(8, 1, 2, 7), mask(8)])
-        state, counts = residency.release_everywhere(state, gone, residency.no_counts(2))
+        state, counts = RELEASE(state, gone, residency.no_counts(2))
         state.check(one)
         np.testing.assert_array_equal(state.owner, [[5, -1, -1], [1, 2, 3]])
         np.testing.assert_array_equal(counts.evictions, [2, 0])
@@ -298,7 +299,7 @@ class RulesTest(parameterized.TestCase):
                 wanted = mask(8, *experts)
                 _, state, counts = PREDICT(one, state, layer, wanted, 2, counts)
         gone = jnp.asarray(rng.random((5, 8)) < 0.5)
-        found, told = residency.release_everywhere(state, gone, counts)
+        found, told = RELEASE(state, gone, counts)
         found.check(one)
         left = np.where(gone, -1, state.slot_of)
         np.testing.assert_array_equal(found.slot_of, left)

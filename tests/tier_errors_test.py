@@ -17,9 +17,9 @@ from moejax.experts.tiering import Tiering
 from moejax.inference.runner import Runner
 from moejax.models.transformer import forward, merge_weights, model_definition
 from moejax.routing import profile_file
-from moejax.weights.qtensor import dense
 from tests import commands, tiny_engine
 from tests.folder_case import FolderTestCase
+from tests.packed_weights import values_of
 
 TEXT = "the quick brown fox jumps over the lazy dog, and pack my box with jugs. " * 2
 WINDOW, BATCH, TIERS = 32, 2, ("stored", "int4", "int2")
@@ -45,7 +45,7 @@ class TierErrorsTest(FolderTestCase):
             open_checkpoint(str(cls.checkpoint)), tiering, engine.weights, engine.device
         )
         cls.forms = {
-            name: [np.asarray(dense(w, jnp.float32)) for w in pair or cls.own(engine.weights)]
+            name: [values_of(w) for w in pair or cls.own(engine.weights)]
             for name, pair in cls.tiers.items()
         }
         cls.buddies = np.tile((np.arange(EXPERTS) + 1) % EXPERTS, (LAYERS, 1))
