@@ -25,6 +25,7 @@ from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import compile_notice
 from moejax.inference.generation import Chunk
+from moejax.loading import load_engine
 from tests import commands, slow
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
@@ -100,6 +101,12 @@ class ConversationTest(FolderTestCase):
         write_tokenizer(cls.checkpoint, 160)
         (cls.checkpoint / "chat_template.jinja").write_text(TEMPLATE)
         cls.common = (f"--config.checkpoint={cls.checkpoint}", "--config.max_new_tokens=6")
+        cls.engine = Engine.from_pretrained(cls.checkpoint, progress=False)
+        cls.addClassCleanup(cls.engine.close)
+
+    def setUp(self):
+        super().setUp()
+        self.enter_context(mock.patch.object(generate, "load_engine", lambda *_: self.engine))
 
     def piped(self, text: bytes, *arguments: str) -> tuple[int, str, str]:
         return commands.run(generate.COMMAND, *self.common, *arguments, stdin=text)
@@ -136,6 +143,7 @@ class ConversationTest(FolderTestCase):
         path = self.checkpoint / "chat_template.jinja"
         path.write_text(TEMPLATE.partition("{% if")[0])
         self.addCleanup(path.write_text, TEMPLATE)
+        self.enter_context(mock.patch.object(generate, "load_engine", load_engine))
         for text, flag, name in (
             (b"/think\n/no_think\n", "auto", "enable_thinking"),
             (b"/reset\n", "on", "enable_thinking"), (b"/reset\n", "low", "reasoning_effort"),
@@ -214,26 +222,26 @@ class ConversationTest(FolderTestCase):
         reference = transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(self.checkpoint / "tokenizer.json"), chat_template=TEMPLATE
         )
-        with Engine.from_pretrained(self.checkpoint, progress=False) as engine:
-            switches: list[dict[str, Any]] = [
-                {}, {"enable_thinking": True}, {"reasoning_effort": "low"},
-            ]  # fmt: skip
-            for variables in switches:
-                expected = reference.apply_chat_template(messages, tokenize=False, **variables)
-                ids = reference.encode(expected)
-                prompt = engine.chat_prompt(messages, **variables)
-                self.assertEqual(prompt, ids)
-                answer = engine.chat(messages, **variables, max_new_tokens=5)
-                [same] = engine.generate([ids], max_new_tokens=5)
-                self.assertEqual(answer.tokens, same.tokens)
-            for wrong, said in (
-                ([], "at least one message"),
-                ("hi", "must be a list"),
-                ([{"role": "robot", "content": "x"}], "role 'robot' is none of system,"),
-                ([{"role": "user", "content": 5}], "content must be a text, not 5"),
-            ):
-                with self.assertRaisesRegex(MoejaxError, said):
-                    engine.chat(wrong)
+        engine = self.engine
+        switches: list[dict[str, Any]] = [
+            {}, {"enable_thinking": True}, {"reasoning_effort": "low"},
+        ]  # fmt: skip
+        for variables in switches:
+            expected = reference.apply_chat_template(messages, tokenize=False, **variables)
+            ids = reference.encode(expected)
+            prompt = engine.chat_prompt(messages, **variables)
+            self.assertEqual(prompt, ids)
+            answer = engine.chat(messages, **variables, max_new_tokens=5)
+            [same] = engine.generate([ids], max_new_tokens=5)
+            self.assertEqual(answer.tokens, same.tokens)
+        for wrong, said in (
+            ([], "at least one message"),
+            ("hi", "must be a list"),
+            ([{"role": "robot", "content": "x"}], "role 'robot' is none of system,"),
+            ([{"role": "user", "content": 5}], "content must be a text, not 5"),
+        ):
+            with self.assertRaisesRegex(MoejaxError, said):
+                engine.chat(wrong)
 
 
 def children_cpu_seconds() -> float:

@@ -130,8 +130,14 @@ class LogitsTest(FolderTestCase):
     def setUpClass(cls):
         super().setUpClass()
         cls.folder = cls.class_folder()
+        cls.whole = tiny_engine.load_tiny_engine(cls.folder)
+        cls.addClassCleanup(cls.whole.close)
 
     def engine(self, **how: Any) -> Engine:
+        """One engine of the class, whose embeddings are mended, or one that is loaded as told."""
+        if not how:
+            self.addCleanup(self.whole.weights.update, embed=self.whole.weights["embed"])
+            return self.whole
         engine = tiny_engine.load_tiny_engine(self.folder, **how)
         self.addCleanup(engine.close)
         return engine
@@ -167,8 +173,8 @@ class LogitsTest(FolderTestCase):
             self.assertLen(engine.generate([PROMPT], **how)[0].tokens, 3)
 
     def test_an_answer_that_meets_such_a_token_ends_there(self):
-        plain = self.engine().generate([PROMPT], max_new_tokens=8, ignore_eos=True)[0].tokens
         engine = self.engine()
+        plain = engine.generate([PROMPT], max_new_tokens=8, ignore_eos=True)[0].tokens
         place = next(i for i, token in enumerate(plain) if token not in PROMPT)
         engine.weights["embed"] = engine.weights["embed"].at[plain[place]].set(np.nan)
         answer = engine.stream(PROMPT, max_new_tokens=8, ignore_eos=True)
@@ -191,7 +197,10 @@ class LogitsTest(FolderTestCase):
                 tiers=("int4", "int2"), quantizer="rtn", group_size=16,
             )  # fmt: skip
         settings = GenerationSettings(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
-        engine = poisoned(self.engine(**how), np.nan)
+        engine = self.engine(**how)
+        if not policy:
+            [alone] = engine.generate([PROMPT], max_new_tokens=20, ignore_eos=True)
+        poisoned(engine, np.nan)
         pieces: list[list[Any]] = [[], []]
         for told in engine.batch([PROMPT, [*PROMPT, BAD]], [settings] * 2).steps():
             for row, piece in zip(pieces, told, strict=True):
@@ -205,7 +214,6 @@ class LogitsTest(FolderTestCase):
             self.assertTrue(all(np.isfinite(np.asarray(leaf)).all() for leaf in state))
             self.assertTrue(np.isfinite(engine.ledger.gate).all())
         else:
-            [alone] = self.engine().generate([PROMPT], max_new_tokens=20, ignore_eos=True)
             self.assertEqual([t for piece in pieces[0] for t in piece.tokens], list(alone.tokens))
 
 

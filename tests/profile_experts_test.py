@@ -1,5 +1,6 @@
 """Profiles of experts on a tiny model: what is counted, the file, the command."""
 
+import functools
 import itertools
 import json
 from typing import Any
@@ -56,8 +57,10 @@ class ProfileTest(FolderTestCase):
                 [np.asarray(a)[:, : len(tokens)] for a in (routing.probabilities, routing.ids)]
             )
 
-    def counted(self, **how: Any) -> ExpertActivity:
-        return profile(self.runner, self.ids, WINDOW, BATCH, Counting(**how))
+    @classmethod
+    @functools.cache
+    def counted(cls, **how: Any) -> ExpertActivity:
+        return profile(cls.runner, cls.ids, WINDOW, BATCH, Counting(**how))
 
     @parameterized.parameters({}, {"warmup": 5, "warmup_weight": 0.25, "temperature": 0.8})
     def test_counts_are_those_of_loops(self, **how):
