@@ -18,8 +18,7 @@ class ContractTest(parameterized.TestCase):
     # Other rules are the first one's with another flag.
     @slow.where(
         lambda case, seed: (
-            seed
-            or case not in ("decode", "decode_beside_the_host", "one", "critical", "held", "shared")
+            seed or case not in ("decode", "decode_beside_the_host", "critical", "held", "shared")
         )
     )
     @parameterized.product(case=tuple(CASES), seed=(0, 1))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.config.commands import PlanConfig
@@ -30,6 +30,7 @@ from tests.quantized_stores import Fp8, Gptq, Plain
 NARROW = dataclasses.replace(
     QWEN, expert_dim=48, num_experts=12, num_layers=2, moe_layers=(0, 1)
 )  # fmt: skip
+ONE_LAYER = dataclasses.replace(NARROW, num_layers=1, moe_layers=(0,))
 HOW: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
 
 
@@ -86,7 +87,6 @@ class HandedOutTest(FolderTestCase):
         self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
 
     def assert_equal_answers(self, one: Engine, other: Engine) -> None:
-        self.assert_close_logits(one, other)
         answers = [[a.tokens for a in engine.generate(PROMPTS, **HOW)] for engine in (one, other)]
         self.assertEqual(*answers)
 
@@ -106,6 +106,8 @@ class HandedOutTest(FolderTestCase):
         store.write(self.directory)
         one, several = self.load(), self.load(mesh=mesh)
         self.assert_equal_answers(one, several)
+        if form != "int4":  # the fast case compiles one of both
+            self.assert_close_logits(one, several)
         count = len(several._runner.mesh.devices)
         rows = several._runner.mesh.num_handed_out
         for name in EXPERT_LEAVES:
@@ -114,15 +116,16 @@ class HandedOutTest(FolderTestCase):
                 self.assertEqual(parts.shape[0], count * every.shape[0])
                 self.assertEqual(parts.shape[1], rows)
 
-    @slow.where(lambda case: case != ("2,experts", {"slots": 2, "prefetch": 1}))
+    @slow.where(lambda case: case != ("2,experts", {"slots": 2}))
     @parameterized.parameters(
+        (("2,experts", {"slots": 2}),),  # of one layer: half of the compiling
         (("2,experts", {"slots": 2, "prefetch": 1}),),
         (("4,experts+1", {"slots": 1}),),
         (("8,experts", {"slots": 0}),),
     )
     def test_residency_is_invisible(self, case):
         mesh, limits = case
-        Plain(NARROW).write(self.directory)
+        Plain(ONE_LAYER if limits == {"slots": 2} else NARROW).write(self.directory)
         expected, some = self.load(mesh=mesh), self.load(mesh=mesh, limits=Limits(**limits))
         np.testing.assert_array_equal(some.logits(TOKENS), expected.logits(TOKENS))
         self.assertGreater(some.ledger.total("needed"), 0)
@@ -133,8 +136,8 @@ class HandedOutTest(FolderTestCase):
                 [layer["needed"] for layer in engine.ledger.layers] for engine in (alone, some)
             ]
             self.assertEqual(*found)
-        answers = [[a.tokens for a in e.generate(PROMPTS, **HOW)] for e in (expected, some)]
-        self.assertEqual(*answers)
+        else:
+            self.assert_equal_answers(expected, some)
         self.assert_planned(some)
 
     def assert_planned(self, engine: Engine) -> None:
@@ -159,12 +162,10 @@ class HandedOutTest(FolderTestCase):
 
         With kappa 1 it is one whose lists have buddies of the missing expert's device alone.
         """
-        Plain(NARROW).write(self.directory)
-        profile = random_profile(len(NARROW.moe_layers), 12)
-        load = np.linspace(9, 8, 12, dtype=np.float32)  # so the hottest are spread
-        activity = dataclasses.replace(
-            profile.activity, activations=np.tile(load, (len(NARROW.moe_layers), 1))
-        )
+        Plain(ONE_LAYER).write(self.directory)
+        profile = random_profile(1, 12)
+        load = np.linspace(9, 8, 12, dtype=np.float32)[None]  # so the hottest are spread
+        activity = dataclasses.replace(profile.activity, activations=load)
         save_buddies(self.directory / FILE_NAME, dataclasses.replace(profile, activity=activity))
         settings = {"fall_back": "drop", "max_requests": 0}
         buddies = Tiering(policy="buddymoe", settings=settings | {"kappa": kappa}, slots=(2,))
@@ -221,7 +222,9 @@ class HandedOutTest(FolderTestCase):
             family="gpt_oss", fields={"num_hidden_layers": 2, "initializer_range": 0.2}
         )
         hf_checkpoints.write_random_checkpoint(spec, self.directory, seed=0)
-        self.assert_equal_answers(self.load(), self.load(mesh="4,experts"))
+        one, several = self.load(), self.load(mesh="4,experts")
+        self.assert_close_logits(one, several)
+        self.assert_equal_answers(one, several)
 
     def test_refusals(self):
         Plain(NARROW).write(self.directory)
@@ -262,7 +265,3 @@ class HandedOutTest(FolderTestCase):
 
         found = jax.jit(mesh.map(device_of, held, jax.sharding.PartitionSpec()))(held)
         np.testing.assert_array_equal(found, [0, 1, 0, 1])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -76,6 +76,7 @@ class ContractTest(parameterized.TestCase):
     def test_padding(self, name, phase):
         contract.check_padding(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*EVERY)
     def test_nothing_active(self, name, phase):
         contract.check_nothing_active(CASES[name], trace_of(name, phase))

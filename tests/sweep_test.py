@@ -131,9 +131,7 @@ class RecommendedTest(parameterized.TestCase):
 
 class OwnPolicyTest(absltest.TestCase):
     def test_a_class_serves_as_its_name(self):
-        trace = random_trace(
-            step_sizes=[9, *[1] * 20], num_layers=3, num_experts=8, width=2, foreseen=2
-        )
+        trace = random_trace(step_sizes=[1] * 20, num_layers=3, num_experts=8, width=2, foreseen=2)
         tiers = Tiers(names=("int4",), expert_bytes=(1000,))
         grid = [{"slots": slots, "prefetch": ahead} for slots in (2, 4) for ahead in (0, 1)]
         own, named = (sweep_over(trace, p, grid, tiers) for p in (OnDemand, "on_demand"))
@@ -189,8 +187,11 @@ class MainTest(FolderTestCase):
     def setUp(self):
         super().setUp()
         self.trace = self.directory / "x.trace"
+        self.write_trace([1] * 40)  # without a prompt: one program fewer for each policy
+
+    def write_trace(self, step_sizes: list[int]) -> None:
         trace = random_trace(
-            step_sizes=[9, *[1] * 40], num_layers=2, num_experts=16, width=2, foreseen=2
+            step_sizes=step_sizes, num_layers=2, num_experts=16, width=2, foreseen=2
         )
         write_trace(self.trace, dataclasses.replace(trace, facts={"tiers": "int4=1000000"}))
 
@@ -211,6 +212,7 @@ class MainTest(FolderTestCase):
 
     def test_from_a_trace_to_rows_and_a_picture(self):
         rows, plot = self.directory / "rows.jsonl", self.directory / "plot.png"
+        self.write_trace([9, *[1] * 40])
         append_rows(rows, [FORMER])
         plot.write_bytes(b"\x89PNG of a former sweep")
         out, err = self.run_main(
