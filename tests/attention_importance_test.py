@@ -11,8 +11,11 @@ from moejax.policies.dymoe import attention_received, importance_nbytes
 from tests import slow
 
 
-def exact_attention(q, k, positions, active, window):
-    """float64 weights [B, H, T, S] of the queries that are no padding, and who sees whom."""
+def exact_attention(q, k, positions, active, window, sinks=-np.inf):
+    """float64 weights [B, H, T, S] of the queries that are no padding, and who sees whom.
+
+    `sinks` [H] join each head's softmax.
+    """
     num_keys, group = k.shape[1], q.shape[2] // k.shape[2]
     keys = np.repeat(np.float64(k), group, axis=2)
     scores = np.einsum("bthc,bshc->bhts", np.float64(q), keys) / math.sqrt(q.shape[3])
@@ -21,7 +24,8 @@ def exact_attention(q, k, positions, active, window):
     if window:
         sees &= key > positions[..., None] - window
     powers = np.exp(scores - scores.max()) * sees[:, None]
-    return powers / np.maximum(powers.sum(axis=-1, keepdims=True), 1e-300), sees
+    total = powers.sum(axis=-1) + np.exp(np.float64(sinks) - scores.max()).reshape(1, -1, 1)
+    return powers / np.maximum(total, 1e-300)[..., None], sees
 
 
 class AttentionTest(parameterized.TestCase):
@@ -58,6 +62,21 @@ class AttentionTest(parameterized.TestCase):
         expected = expected.sum(axis=2).mean(axis=1) / np.arange(6, 0, -1)
         found = attention_received(q, k, positions, active, scale=3 / 4)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+    def test_sinks_take_attention_that_no_token_receives(self):
+        rng = np.random.default_rng(10)
+        q = rng.standard_normal((2, 6, 4, 8)).astype(np.float32)
+        k = rng.standard_normal((2, 6, 2, 8)).astype(np.float32)
+        sinks = rng.normal(0, 3, 4).astype(np.float32)
+        positions = np.tile(np.arange(6, dtype=np.int32), (2, 1))
+        active = np.arange(6)[None] < np.array([[4], [6]])
+        weights, _ = exact_attention(q, k, positions, active, 3, sinks)
+        expected = weights.sum(axis=2).mean(axis=1)
+        found = attention_received(
+            q, k, positions, active, aggregation="sum", sliding_window=3, sinks=sinks, block=4
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+        self.assertLess(found.sum(), 0.9 * active.sum())
 
     def test_a_long_prompt_never_has_all_its_weights(self):
         q = jax.ShapeDtypeStruct((1, 8192, 16, 64), jnp.bfloat16)
