@@ -219,6 +219,7 @@ class EngineTest(parameterized.TestCase):
         ({"tiers": ("int4", "int5")}, "'int5' cannot be made at load: int8, int4"),
         ({"tiers": ("int4,int2",)}, "'int4,int2' cannot be made at load"),
         ({"tiers": ("bf16", "itn2")}, "bf16, itn2 all mean the checkpoint as it is"),
+        ({"tiers": ("mxfp4", "int2"), "group_size": 16}, "has no experts in MXFP4: give them"),
         ({"tiers": ("a=",)}, "'a=' is neither NAME=CHECKPOINT nor one of int8"),
         ({"tiers": ("int4", "int4")}, "has a name twice"),
         ({"emulate": True, "limits": Limits(device_gib=1)}, "policy.emulate keeps every expert"),

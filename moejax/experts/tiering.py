@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moejax.checkpoints.experts import have_planes
+from moejax.checkpoints.formats.registry import quantization_fields
 from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.checkpoints.verify import verify_checkpoint
 from moejax.errors import MoejaxError
@@ -154,6 +155,12 @@ def open_like(source: str, own: Checkpoint, option: str, read_bits: int = 0) -> 
 def open_tier(tier: StoredTier, own: Checkpoint) -> tuple[StoredTier, Checkpoint]:
     """Opens a tier's checkpoint; of experts by bit planes int4 and the like are their prefixes."""
     found = open_like(tier.source, own, "policy.tiers: ")
+    fields = quantization_fields(found.directory) if found.is_quantized else None
+    if tier == StoredTier(MXFP4, "") and (fields or {}).get("quant_method") != MXFP4:
+        raise MoejaxError(
+            f"policy.tiers: {MXFP4!r} means the checkpoint as it is, but {found.directory} has no "
+            "experts in MXFP4: give them another name, such as 'bf16'"
+        )
     if (bits := MADE.get(tier.name)) in found.planes and have_planes(found):
         tier = StoredTier(tier.name, tier.source or str(found.directory))
         found = dataclasses.replace(found, read_bits=bits)
