@@ -15,7 +15,7 @@ whose other words are zeros: each field meets the x of its own k (`CodeFormat.sh
 what has no codes meets zeros.
 
 Codes of MXFP4 become floats by moving their bits (`_floats_of_mxfp4`). These are too small by a
-power of two: x is multiplied by a part of it (`CodeFormat.x_power`), sums by the rest.
+power of two: x is multiplied by a part of it (`CodeFormat.x_power`), each scale by the rest.
 """
 
 import dataclasses
@@ -97,8 +97,8 @@ class CodeFormat:
         return 80 if self.is_mxfp4 and self.kind == "bf16" else 0
 
     @property
-    def sum_power(self) -> int:
-        """Exponent of the power of two by which sums over K of MXFP4 are multiplied."""
+    def scale_power(self) -> int:
+        """Exponent of the power of two by which MXFP4's scales are multiplied."""
         return {"bf16": 126, "f16": 14}[self.kind] - self.x_power
 
     def field(self, step: int) -> _Field:
@@ -192,13 +192,10 @@ def _floats_of_mxfp4(e: Mlir, kind: str, word: Value, at: int) -> Value:
     Exponent and mantissa become the lowest bits of a float's exponent and the highest of its
     mantissa, 0.5 a subnormal float, which the matrix units take as it is.
     """
-    to, mask = MANTISSA[kind] - 1, 0x70007 << MANTISSA[kind] - 1
-    if at <= to and to + 4 <= 12:  # one product has both moves, apart
-        both = e.mul(e.band(word, 0x000F000F << at), (1 << 12 - at) + (1 << to - at))
-        return e.band(both, 0x80008000 | mask)
+    to = MANTISSA[kind] - 1
     moved = e.shl(word, to - at) if to >= at else e.shr(word, at - to)
     signs = e.band(e.shl(word, 12 - at) if at < 12 else word, 0x80008000)
-    return e.merge(moved, mask, signs, "or")
+    return e.merge(moved, 0x70007 << to, signs, "or")
 
 
 def _byte_pairs(e: Mlir, word: Value) -> Value:

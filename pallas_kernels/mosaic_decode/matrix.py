@@ -62,9 +62,7 @@ class Matrix:
         return self.form.block // self.group
 
     def scaled(self, e: Arithmetic, total: Value) -> Value:
-        """Multiplies a sum over K by the factor of all scales, if there is one."""
-        if self.form.is_mxfp4:
-            return e.fmul(total, 2.0**self.form.sum_power)
+        """Multiplies a sum over K by the factor of all scales, if they are derived."""
         return total if self.constants is None else e.fmul(total, self.constants.scale_factor)
 
 

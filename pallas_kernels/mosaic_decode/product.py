@@ -349,7 +349,7 @@ class Stream:
         e, form = self.e, self.matrix.form
         if form.is_mxfp4:  # its exponent, in the highest byte
             top = e.permute(words[group // 4], 0, group % 4 << 12 | 0x0444)
-            return e.f32_of_bits(e.shr(top, 1))
+            return e.fmul(e.f32_of_bits(e.shr(top, 1)), 2.0**form.scale_power)
         return _value(self.e, words, group, self.matrix.scale_bytes)
 
     def _zeros(self, constants: list[list[list[Value]]], group: int) -> list[Value]:
