@@ -17,7 +17,6 @@ from absl.testing import parameterized
 
 from moejax import Engine
 from moejax.experts.budget import RunSizes, workspace_nbytes
-from moejax.inference import chunking as chunks
 from moejax.inference import steps
 from moejax.inference.chunking import (
     MIN_PREFILL_LENGTH,
@@ -34,7 +33,6 @@ from moejax.models.config import weight_shapes
 from moejax.models.shapes import QWEN3_30B_A3B, SHAPES
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
-RELATIVE = 1e-5
 CONTEXT = 256
 ENGINE: Engine
 
@@ -49,11 +47,6 @@ def setUpModule():
 def random_tokens(*shape: int) -> np.ndarray:
     """int[shape]."""
     return np.random.default_rng(shape).integers(0, VOCAB_SIZE, shape)
-
-
-def largest_prefill(length: int) -> Any:
-    """Chunks of at most `length` positions, 1 being the very path of decoding."""
-    return mock.patch.object(chunks, "MAX_PREFILL_LENGTH", length)
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -129,47 +122,6 @@ class BucketTest(parameterized.TestCase):
 
 
 class ChunkTest(parameterized.TestCase):
-    @parameterized.parameters(16, 1)
-    @pytest.mark.slow
-    def test_logits_of_chunks_are_those_of_the_whole(self, largest):
-        tokens = random_tokens(2, 32)
-        whole = ENGINE.logits(tokens)
-        with largest_prefill(largest):
-            self.assertLen(list(ENGINE._runner.chunks(2, 32, 32)), 32 // largest)
-            parts = ENGINE.logits(tokens)
-        self.assertLess(relative_error(parts, whole), RELATIVE)
-
-    @pytest.mark.slow
-    def test_a_cache_filled_in_chunks_or_by_decoding_is_the_same(self):
-        serving = ENGINE._runner
-        lengths, num_new = (25, 7), 16
-        prompts = [random_tokens(length).tolist() for length in lengths]
-        session = start(serving, prompts)
-        first = np.asarray(session.state.tokens)[:, None]
-        whole = jax.device_get(session.state.cache)
-        with largest_prefill(16):
-            in_chunks = start(serving, prompts)
-        np.testing.assert_array_equal(in_chunks.state.tokens, first[:, 0])
-        self._check_equal(in_chunks.state.cache, whole, lengths)
-
-        emitted = np.asarray(serving.decode(session, num_new, num_new))
-        written = np.concatenate([first, emitted[:, :-1]], axis=1).tolist()
-        full = [prompt + row for prompt, row in zip(prompts, written, strict=True)]
-        at_once = start(serving, full)
-        self._check_equal(
-            session.state.cache,
-            jax.device_get(at_once.state.cache),
-            [length + num_new for length in lengths],
-        )
-        np.testing.assert_array_equal(at_once.state.tokens, emitted[:, -1])
-        np.testing.assert_array_equal(session.state.positions, at_once.state.positions)
-
-    def _check_equal(self, found: cache.KVCache, expected: cache.KVCache, lengths: Any) -> None:
-        for row, length in enumerate(lengths):
-            for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-                got, want = (np.asarray(a)[:, row, :, :length] for a in (got, want))
-                self.assertLess(relative_error(got, want), RELATIVE)
-
     def test_a_row_that_ended_emits_nothing_and_keeps_its_place(self):
         serving = ENGINE._runner
         prompt = random_tokens(20).tolist()
