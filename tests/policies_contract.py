@@ -30,6 +30,7 @@ from tests.policies_cases import FIRST_CASES, A, Case, E
 
 # A product or sum in another order: a few units of the last place of float32.
 CLOSE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
+WISHES = jax.jit(_wishes_of)
 
 
 def roll(policy: AnyPolicy, state: Any, trace: Any) -> tuple[Any, Any]:
@@ -186,9 +187,7 @@ def _check_rule(spec: PolicySpec, policy: AnyPolicy, rule: Rule, trace: Any) -> 
         for layer in range(spec.num_layers):
             o = dataclasses.replace(at(trace, step, layer), is_prefill=False, importance=None)
             decision, state = jax.device_get(compiled("decide", policy)(state, o))
-            by_rule = _wishes_of(
-                rule, jnp.asarray(decision.ids), jnp.asarray(o.active), layer, o.resident
-            )
+            by_rule = WISHES(rule, decision.ids, o.active, layer, o.resident)
             active = np.asarray(o.active)
             np.testing.assert_array_equal(np.asarray(by_rule.tier)[active], decision.tier[active])
             runs = decision.tier != SKIPPED
