@@ -63,6 +63,8 @@ FAST = (
     "int4g128_33_rows", "whole_half_block_int4", "whole_half_block_int3",
 )  # fmt: skip
 
+DEAR = ("triton", "low_rank_large")  # which 33 rows show, too
+
 
 def compiled_quickly(call: Callable[..., Any], interpret: bool = False, **how: Any) -> Any:
     """Jitted; where interpreted, without optimisation: most of a small kernel's time is XLA's."""
@@ -112,7 +114,7 @@ class ContractTest(HostTestCase, KernelTestCase):
         found = run(operands, case, implementation="reference")
         self.assertIsNone(violation(found, operands, case))
 
-    @slow.where(lambda name: name not in FAST)
+    @slow.where(lambda kernel, name: name not in FAST or (kernel, name) == DEAR)
     @parameterized.parameters(INTERPRETED)
     def test_a_kernel_has_the_value_of_float64(self, kernel, name):
         case = HOST_CASES[name]

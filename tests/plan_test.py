@@ -184,7 +184,9 @@ class ContractTest(PlanCase):
         engine = self.engine(Limits(slots=slots, transient=2), shape, batch)
         self.check_programs(engine, shape[1], batch)
 
-    def test_embeddings_are_loaded_to_where_the_plan_has_them(self):
+    @slow.where(lambda answers: answers)
+    @parameterized.parameters(False, True)
+    def test_embeddings_are_loaded_to_where_the_plan_has_them(self, answers):
         found = []
         for pinned in (True, False):
             place = self.enter_context(mock.patch.object(load, "host_place"))
@@ -195,8 +197,9 @@ class ContractTest(PlanCase):
             kind = engine.weights["embed"].sharding.memory_kind
             self.assertEqual(kind, "pinned_host" if pinned else "device")
             self.assertIn("embeddings", engine.budget.host)
-            found.append(engine.generate([[5, 6, 7]], max_new_tokens=6)[0].tokens)
-        self.assertEqual(*found)
+            if answers:
+                found.append(engine.generate([[5, 6, 7]], max_new_tokens=6)[0].tokens)
+        self.assertEqual(found[:1], found[1:])
 
     @parameterized.parameters((3, WIDE_ATTENTION, 4), (8, WIDE_EXPERTS, 1))
     def test_pooled_runs_allocate_what_was_planned(self, slots, shape, batch):

@@ -448,7 +448,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
         for form in ("planes", "copies"):
             as_planes = mock.patch.object(load, "_by_planes", return_value=None)
             # Copies of high precision would serve whoever asks for low, planes do not.
-            tiering = Tiering(policy=AsAsked(), tiers=("int4", "int2"), slots=(2, 4))
+            tiering = Tiering(policy=AsAsked(prefetch=0), tiers=("int4", "int2"), slots=(2, 4))
             with (
                 as_planes if form == "copies" else contextlib.nullcontext(),
                 Engine.from_pretrained(job.output, progress=False, policy=tiering) as engine,

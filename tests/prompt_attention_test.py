@@ -25,7 +25,7 @@ from moejax.models.shapes import (
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights import linear as ops
 from pallas_kernels.target import SIMULATED, Choice, Target
-from tests import gpu_targets, tiny_engine
+from tests import gpu_targets, slow, tiny_engine
 from tests.host_test_case import HostTestCase
 
 HALF = jnp.dtype("bfloat16")
@@ -62,6 +62,7 @@ def hidden_by_chunks(cached: str, lengths: np.ndarray, window: int | None) -> np
 
 
 class PromptTest(HostTestCase):
+    @slow.repeats()
     @parameterized.parameters(None, 7)
     def test_unequal_prompts_give_what_xla_gives(self, window):
         lengths = np.array([36, 5, 20])

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moejax.quantization.low_rank import _orthonormal, balanced, sketch, subspace_svd
@@ -82,6 +83,7 @@ class LowRankTest(parameterized.TestCase):
         # Equal span: projecting changes nothing.
         np.testing.assert_allclose(q @ (np.swapaxes(q, -1, -2) @ tall), tall, atol=1e-3)
 
+    @pytest.mark.slow
     def test_vmap_is_loop(self):
         matrix = jnp.asarray(matrices((3, 40, 60), 1))
         of_rank_6 = functools.partial(truncated, rank=6)

@@ -304,7 +304,7 @@ RUNS = {
 }
 
 
-FAST = ("dymoe 4/2", "dymoe, shared slots", "dynaexq, low always there")
+FAST = ("dymoe 4/2", "dynaexq, low always there")  # shared slots: shared_slots_test.py
 
 
 @functools.cache

@@ -72,7 +72,7 @@ class SharedSlotsTest(parameterized.TestCase):
             self.assertGreater(tier.total("misses"), 0, name)
         self.assertEqual(shared.ledger.shares, whole.ledger.shares)
 
-    @slow.where(lambda slots: slots == 7)
+    @slow.where(lambda prefetch: prefetch)  # predictions: cache_plan_wiring_test.py
     @parameterized.parameters((7, 0), (9, 2))
     def test_a_trace_gives_the_counts_of_the_engine(self, slots, prefetch):
         settings = {"retention": 0.5, "selection": "load"}
