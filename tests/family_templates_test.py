@@ -18,6 +18,7 @@ from moejax import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import batch, continuous
 from moejax.text.chat_template import ChatRenderer
+from moejax.text.tokenizer import ChannelStream, Tokenizer
 from tests import slow
 from tests.hf_checkpoints import write_checkpoint
 from tests.random_checkpoints import write_tokenizer
@@ -183,6 +184,11 @@ end{%- endif -%}
 {%- endif -%}
 """
 
+# GLM-4.5's and 4.6's: the model begins its thoughts itself, and empty ones switch them off.
+GLM_45 = GLM.replace("{{- '</think>' if (e", "{{- '\\n<think></think>' if (e").replace(
+    "else '<think>' -}}", "else '' -}}"
+)
+
 HARMONY = r"""{#- Types of tools, by a macro that calls itself. #}
 {%- macro type_of(spec, required, or_null=false) -%}
     {%- if spec.type == "array" -%}
@@ -290,7 +296,7 @@ OLMOE = (
     "{{ '[' ~ m['role'] ~ ']\n' }}{{ m['content'] ~ ends.get(m['role'], '') + '\n' }}"
     "{% if add_generation_prompt and loop.last %}{{ '[assistant]\n' }}{% endif %}{% endfor %}"
 )
-TEMPLATES = {"qwen": QWEN, "glm": GLM, "harmony": HARMONY, "olmoe": OLMOE}
+TEMPLATES = {"qwen": QWEN, "glm": GLM, "glm_45": GLM_45, "harmony": HARMONY, "olmoe": OLMOE}
 WEATHER = {
     "type": "function",
     "function": {
@@ -360,6 +366,8 @@ class FamilyTemplatesTest(parameterized.TestCase):
         self.assertEndsWith(end("qwen", enable_thinking=False), "</think>\n\n")
         self.assertEndsWith(end("glm"), "<|assistant|><think>")
         self.assertEndsWith(end("glm", enable_thinking=False), "/off<|assistant|></think>")
+        self.assertEndsWith(end("glm_45"), "<|assistant|>")
+        self.assertEndsWith(end("glm_45", enable_thinking=False), "<|assistant|>\n<think></think>")
         self.assertIn("effort low", end("harmony", reasoning_effort="low"))
 
     @parameterized.parameters(
@@ -382,11 +390,27 @@ CHANNELS = (
 # Checkpoints of each family, templates, and an answer with thoughts.
 SERVED = {
     "qwen35": ("qwen", "let me</think>4!"),
-    "air": ("glm", "let me</think>4!"),
+    "air": ("glm_45", "<think>let me</think>4!"),
     "flash": ("glm", "let me</think>4!"),
     "oss_mxfp4": ("harmony", CHANNELS),
     "olmoe": ("olmoe", "<think>let me</think>4!"),
 }
+
+
+class ThoughtsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("<think>", True), ("<think>\n", True), ("</think><think>", True), ("", False),
+        ("</think>", False), ("<think></think>", False), ("<think>\n\n</think>\n\n", False),
+    )  # fmt: skip
+    def test_a_prompt_may_begin_them(self, end, begins):
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        write_tokenizer(folder, 160, MARKS)
+        tokenizer = Tokenizer.from_directory(folder)
+        prompt, said = (tokenizer.encode(x, add_special_tokens=False) for x in ("a" + end, "so"))
+        stream = tokenizer.stream(prompt)
+        text = "".join(map(stream.push, said)) + stream.flush()
+        self.assertIsInstance(stream, ChannelStream)
+        self.assertEqual((text, stream.thoughts), ("", "so") if begins else ("so", ""))
 
 
 class ServerTest(parameterized.TestCase):

@@ -235,8 +235,10 @@ class Tokenizer:
         markers = _Markers(*(-1 if i is None else i for i in (*marks, *thinks)))
         if max(markers) < 0:
             return TokenStream(self.decode)
-        # Behind <think> a line may end.
-        return ChannelStream(self.decode, markers, markers.think in chat_prompt[-2:])
+        # Behind <think> a line may end, or </think>: GLM-4.5's template closes thoughts that it
+        # leaves out.
+        last = [i for i in chat_prompt[-2:] if i in (markers.think, markers.answer)]
+        return ChannelStream(self.decode, markers, last[-1:] == [markers.think])
 
     def apply_chat_template(
         self,
