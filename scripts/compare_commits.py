@@ -4,7 +4,7 @@
     python -m scripts.compare_commits --old=old --new=.
     python -m scripts.compare_commits --old=old --new=. --job=mixtral --turns=3
 
-Each job is a benchmark with small settings: TPOT of a resident Qwen3-30B in INT4,
+Each job is a run of `moejax.benchmark` with small settings: times of a resident Qwen3-30B in INT4,
 of the same with 24 slots a layer, of Mixtral under 24 GiB, and one row each of DynaExq, DyMoE and
 BuddyMoE. The trees take turns (old, new, new, old, ...), each in a process of its own, so that a
 drift of the clocks falls on both. The rows of a turn are printed when it ends, so that a run that
@@ -13,7 +13,6 @@ which compile without a cache, are rows too. Exits with 1 where a time is longer
 `--most_percent`.
 """
 
-import dataclasses
 import os
 import statistics
 import subprocess
@@ -36,68 +35,29 @@ _MOST = flags.DEFINE_float("most_percent", 2.0, "a time may be longer by so much
 TIMES = ("ms", "us", "s")  # units of rows in which less is better
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A benchmark of one tree: `python -m module words`, rows to the file that `output` names.
-
-    Attributes:
-      modules: names of the module, the newest first; a tree runs the first that it has.
-      words: its flags.
-      output: its flag for the file of rows.
-    """
-
-    modules: tuple[str, ...]
-    words: tuple[str, ...]
-    output: str = "--out"
-
-
-_BENCHMARK = ("--config.attention_bits=4", "--config.context=1024", "--config.platform=gpu",
-              "--config.compilation_cache=")  # fmt: skip
-_POLICY = ("--host_gib=4", "--nottft")
-_POLICIES = ("scripts.studies.speed.bench_policies", "scripts.bench_policies_gpu")
-JOBS: Mapping[str, Job] = {
-    "resident": Job(
-        ("moejax.benchmark",), ("--config.shape=Qwen3-30B-A3B", *_BENCHMARK), "--config.output"
-    ),
-    "slots": Job(
-        ("moejax.benchmark",),
-        ("--config.shape=Qwen3-30B-A3B", "--config.memory.slots=24", *_BENCHMARK),
-        "--config.output",
-    ),
-    "mixtral": Job(
-        ("moejax.benchmark",),
-        ("--config.shape=Mixtral-8x7B", "--config.budgets=(24,)", *_BENCHMARK),
-        "--config.output",
-    ),
-    "dynaexq": Job(_POLICIES, ("--section=dynaexq", "--batch=1", "--host_gib=4")),
-    "dymoe": Job(_POLICIES, ("--section=dymoe", "--gib=24", "--only=cache, 4/2, 24", *_POLICY)),
-    "buddymoe": Job(
-        _POLICIES,
-        (
-            "--section=buddymoe",
-            "--cache_rate=0.75",
-            "--only=original",
-            "--only=co-activation, c",
-            *_POLICY,
-        ),
-    ),
-}
+_COMMON = ("--config.attention_bits=4", "--config.context=1024", "--config.platform=gpu",
+           "--config.compilation_cache=")  # fmt: skip
+_QWEN3, _MIXTRAL = "--config.shape=Qwen3-30B-A3B", "--config.shape=Mixtral-8x7B"
+_TIERS = ("--config.policy.tiers=int4,int2", "--config.memory.host_gib=4")
+JOBS: Mapping[str, Sequence[str]] = {  # flags of `moejax.benchmark`
+    "resident": (_QWEN3,),
+    "slots": (_QWEN3, "--config.memory.slots=24"),
+    "mixtral": (_MIXTRAL, "--config.budgets=(24,)"),
+    "dynaexq": (_QWEN3, "--config.policy.name=dynaexq", *_TIERS, "--config.policy.slots=32,128",
+                "--config.policy.settings=period=64,max_requests=16"),
+    "dymoe": (_MIXTRAL, "--config.policy.name=dymoe", *_TIERS, "--config.budgets=(24,)",
+              "--config.policy.settings=retention=0.75,prefetch=0"),
+    "buddymoe": (_QWEN3, "--config.policy.name=buddymoe", "--config.policy.tiers=int4",
+                 "--config.policy.slots=96", "--config.memory.host_gib=4"),
+}  # fmt: skip
 
 
-def module_of(tree: Path, job: Job) -> str:
-    """The name that a tree knows a job's module by; a tree without it ends all."""
-    for module in job.modules:
-        if (tree / f"{module.replace('.', '/')}.py").is_file():
-            return module
-    sys.exit(f"{tree} has none of {', '.join(job.modules)}")
-
-
-def run(tree: Path, job: Job) -> dict[str, float]:
-    """The times of a job's rows by what they say, and of the whole process; a failure ends all."""
+def run(tree: Path, words: Sequence[str]) -> dict[str, float]:
+    """Times of a job's rows by what they say, and of the whole process; a failure ends all."""
     with tempfile.TemporaryDirectory() as folder:
         rows, start = Path(folder) / "rows.jsonl", time.monotonic()
-        module = module_of(tree, job)
-        command = [sys.executable, "-m", module, *job.words, f"{job.output}={rows}"]
+        command = [sys.executable, "-m", "moejax.benchmark", *words, *_COMMON]
+        command.append(f"--config.output={rows}")
         path = os.pathsep.join(
             [str(tree.resolve()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         )
@@ -133,8 +93,8 @@ def main(argv: list[str]) -> None:
         sys.exit(f"--job={unknown.pop()}: no such job; there are {', '.join(JOBS)}")
     trees = {"old": Path(_OLD.value), "new": Path(_NEW.value)}
     for tree in trees.values():
-        if not (tree / "scripts").is_dir():
-            sys.exit(f"{tree} is no tree of this repository: it has no folder scripts")
+        if not (tree / "moejax" / "benchmark.py").is_file():
+            sys.exit(f"{tree} is no tree of this repository: it has no moejax/benchmark.py")
     slower = []
     for name in names:
         turns: dict[str, list[dict[str, float]]] = {"old": [], "new": []}

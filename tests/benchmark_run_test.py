@@ -172,6 +172,8 @@ class CheckpointTest(Case):
             ({"prompt_tokens": 250}, "250 prompt tokens and new_tokens=9 do not fit .* 256"),
             ({"shape": "tiny", "trace": self.home / "none.trace"}, "there is no trace"),
             ({"output": self.home / "no" / "x.json"}, "output .* lies in"),
+            ({"shape": "tiny", "planes": "2,4"}, "planes=2,4 is read by a policy's tiers"),
+            ({"shift_every": 8}, "shift_every=8 is of a shape's made-up routing"),
             ({"output": rows}, "foreign.jsonl is there and holds no rows of results"),
             ({"checkpoint": self.home / "nothing"}, "nothing"),
         ]
@@ -299,6 +301,46 @@ class ShapeTest(Case):
             self.assertIn("device memory peak", figures)
             self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
             self.assertBetween(figures["share of the byte floor"]["value"], 0.1, 100)
+
+    @parameterized.parameters(
+        ("dynaexq", {"policy.slots": "('2','8')", "policy.settings": "n_hot=2,period=8"}),
+        ("dymoe", {"memory.device_gib": 0.0017, "policy.settings": "retention=0.75,prefetch=0"}),
+    )
+    @pytest.mark.slow
+    def test_tiers_by_planes(self, name, policy):
+        """A refinement moves half of what INT4 would; or planes share slots."""
+        record, _ = self.record(
+            shape="tiny", prompt_tokens=16, new_tokens=65, skew="zipf:1.5", planes="2,4",
+            shift_every=16, **{"policy.name": name, "policy.tiers": "('int4','int2')", **policy},
+        )  # fmt: skip
+        [point] = record["points"]
+        self.assertIn(f"policy {name} (int4/int2, planes 2,4", record["rows"][0]["what"])
+        figures = point["figures"]
+        self.assertBetween(figures["gate mass of decode, int2"]["value"], 1, 99)
+        self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
+        self.assertIn("every 16 steps", point["routing"])
+
+    @pytest.mark.slow
+    def test_dymoe_spends_slots_best_on_high_precision(self):
+        moved = []
+        for slots in ("4,0", "3,2"):
+            record, _ = self.record(
+                shape="tiny", prompt_tokens=16, new_tokens=257, skew="uniform",
+                **{"policy.name": "dymoe", "policy.tiers": "('int4','int2')",
+                   "policy.slots": slots, "policy.settings": "retention=0.75,prefetch=0"},
+            )  # fmt: skip
+            moved.append(record["points"][0]["figures"]["link bytes of a decode step"]["value"])
+        self.assertAlmostEqual(moved[0] / moved[1], 0.81, delta=0.05)
+
+    @pytest.mark.slow
+    def test_a_policy_of_ones_own_gets_its_lists(self):
+        record, _ = self.record(
+            shape="tiny", prompt_tokens=16,
+            **{"policy.name": "scripts.studies.buddymoe.controls:RandomExpert",
+               "policy.slots": "('4',)"},
+        )  # fmt: skip
+        figures = record["points"][0]["figures"]
+        self.assertGreater(figures["gate mass of decode, substituted"]["value"], 5)
 
     @pytest.mark.slow
     def test_buddies_are_those_of_the_replayed_routing(self):

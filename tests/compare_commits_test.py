@@ -11,29 +11,29 @@ from tests.script_runs import run_module
 
 BENCH = """
 import json, pathlib, sys
-out = next(word for word in sys.argv if word.startswith("--out=")).removeprefix("--out=")
+name = "--config.output="
+out = next(word for word in sys.argv if word.startswith(name)).removeprefix(name)
 row = {row!r}
 pathlib.Path(out).write_text(json.dumps(row) + "\\n")
 """
 
 
 class CompareTest(absltest.TestCase):
-    def tree(self, name: str, figure: float, file: str) -> Path:
+    def tree(self, name: str, figure: float) -> Path:
         folder = Path(self.enter_context(tempfile.TemporaryDirectory())) / name
-        (folder / "scripts").mkdir(parents=True)
+        (folder / "moejax").mkdir(parents=True)
+        (folder / "moejax" / "__init__.py").touch()
         row = {
             "what": "TPOT", "figure": figure, "unit": "ms", "baseline": {}, "device": "none",
             "date": "2026-11-24", "command": "bench", "versions": {},
         }  # fmt: skip
-        module = folder / "scripts" / file
-        module.parent.mkdir(parents=True, exist_ok=True)
-        module.write_text(BENCH.replace("{row!r}", repr(row)))
+        text = BENCH.replace("{row!r}", repr(row))
+        (folder / "moejax" / "benchmark.py").write_text(text)
         return folder
 
     @pytest.mark.slow
     def test_a_slower_tree_is_told(self):
-        old = self.tree("old", 2.0, "bench_policies_gpu.py")
-        new = self.tree("new", 2.5, "studies/speed/bench_policies.py")
+        old, new = self.tree("old", 2.0), self.tree("new", 2.5)
         how = ("--job=dymoe", "--turns=1", "--most_percent=2")
         done = run_module("scripts.compare_commits", f"--old={old}", f"--new={new}", *how)
         self.assertEqual(done.returncode, 1, done.stderr)
@@ -43,9 +43,8 @@ class CompareTest(absltest.TestCase):
 
     @pytest.mark.slow
     def test_turns_before_a_failure_are_told(self):
-        file = "studies/speed/bench_policies.py"
-        old, new = self.tree("old", 2.0, file), self.tree("new", 2.5, file)
-        (new / "scripts" / file).write_text("raise SystemExit('cut')")
+        old, new = self.tree("old", 2.0), self.tree("new", 2.5)
+        (new / "moejax" / "benchmark.py").write_text("raise SystemExit('cut')")
         done = run_module("scripts.compare_commits", f"--old={old}", f"--new={new}", "--job=dymoe")
         self.assertEqual(done.returncode, 1)
         self.assertIn("cut", done.stderr)
@@ -55,12 +54,10 @@ class CompareTest(absltest.TestCase):
 
     @pytest.mark.slow
     def test_a_tree_without_the_benchmark_is_named(self):
-        tree = self.tree("old", 2.0, "other.py")
-        done = run_module(
-            "scripts.compare_commits", f"--old={tree}", f"--new={tree}", "--job=dymoe"
-        )
+        tree = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        done = run_module("scripts.compare_commits", f"--old={tree}", f"--new={tree}")
         self.assertEqual(done.returncode, 1)
-        self.assertIn("old has none of scripts.studies.speed.bench_policies, ", done.stderr)
+        self.assertIn("it has no moejax/benchmark.py", done.stderr)
 
     def test_medians_of_what_both_have(self):
         old = [{"a": 1.0, "b": 5.0}, {"a": 3.0, "b": 5.0}, {"a": 2.0}]

@@ -32,7 +32,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.budget import Budget, BudgetError, Limits, RunSizes, TierSize, make_budget
 from moejax.experts.budget.planned import EMBEDDINGS
 from moejax.experts.cache import ExpertMemory
-from moejax.experts.load import budget_of_tiers
+from moejax.experts.load import plan_tiers
 from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.placement import handed_out, load_of
 from moejax.experts.tiering import STORED, Tiering, choose, shape_is_mxfp4
@@ -43,7 +43,8 @@ from moejax.models.head_shares import HeadShares, splits_heads
 from moejax.models.shapes import CONFIGS, with_layers
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
-from moejax.policies.make import make_policy, parts_of
+from moejax.policies.make import make_policy, parts_of, settings_of
+from moejax.quantization.pipeline.recipe import parse_planes
 from moejax.routing.trace import Trace, read_trace
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights.handed_out import table_nbytes
@@ -149,12 +150,16 @@ class _ShapeModels:
         self._tiering = config.policy.tiering()
         stored = self._tiering.stored() if self._tiering else ()
         is_mxfp4 = shape_is_mxfp4(config.mxfp4, stored)
-        own = mxfp4.BITS if config.mxfp4 else config.bits
+        planes = parse_planes(config.planes) if config.planes else ()
+        own = planes[-1] if planes else mxfp4.BITS if config.mxfp4 else config.bits
         self._bits, self._by_profile = [own], False
         if (tiering := self._tiering) is not None:
             assert isinstance(tiering.policy, str)
             self._bits = [tier.bits_of_shape(own) for tier in stored]
-            self._by_profile = "buddymoe" in parts_of(tiering.policy, tiering.settings)
+            parts = parts_of(tiering.policy, tiering.settings)
+            self._by_profile = "lists" in settings_of(tiering.policy, parts)
+            if planes and not set(self._bits) <= set(planes):
+                raise MoejaxError(f"planes={config.planes} are not the widths of policy.tiers")
             if tiering.emulate:
                 raise MoejaxError("a shape takes no policy.emulate")
         self.config = with_layers(CONFIGS[config.shape], config.layers)
@@ -236,7 +241,7 @@ class _ShapeModels:
             )
             for name, bits in zip(names, self._bits, strict=True)
         ]
-        nbytes = work.probabilities.nbytes
+        nbytes, refines = work.probabilities.nbytes, (False,) * len(tiers)
         if policy is None or tiering is None:
             nbytes += 4 * limits.prefetch * work.ids[..., 0, 0].size
             budget = make_budget(self._run(batch, context, nbytes), tiers, limits)
@@ -245,7 +250,8 @@ class _ShapeModels:
         else:
             nbytes += work.predicted.nbytes if policy.needs.predicted else 0
             run = self._run(batch, context, nbytes)
-            budget = budget_of_tiers(policy, run, tiers, tiering.slots, limits)
+            widths = self._bits if self._asked.planes and self._mesh is None else ()
+            budget, refines = plan_tiers(policy, run, tiers, tiering.slots, limits, widths)
         if self._asked.expert_rank:
             raise BudgetError(
                 f"expert_rank={self._asked.expert_rank} is for experts that are all on the device: "
@@ -254,16 +260,19 @@ class _ShapeModels:
         # Before slots take what the embeddings have: a budget has room for one of both.
         self._memories.place_embeddings(on_host=EMBEDDINGS in budget.host)
         memories, held = [], 0
-        for bits, part in zip(self._bits, budget.tiers, strict=True):
-            cached, first = 0 < part.slots < part.num_experts, None
+        for bits, part, is_plane in zip(self._bits, budget.tiers, refines, strict=True):
+            cached, first = 0 < part.slots < part.num_experts and part.tier.planes == 1, None
             if part.run.handed_out and self._by_profile and cached:  # a device's hottest rows
                 rows = np.arange(part.slots, dtype=np.int32)
                 first = np.tile(rows, (part.num_layers, 1))
             elif self._by_profile and cached:  # no expert in two tiers
                 end = min(held + part.slots, self.config.num_experts)
                 first, held = work.hottest(end)[:, held:], end
-            is_full = part.slots == part.num_experts
-            plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
+            is_full = part.slots == part.num_experts and part.tier.planes == 1
+            plan = self._memories.plan_of(
+                bits, part, first=first, few_rows=is_full,
+                refines=bits - self._bits[-1] if is_plane else 0,
+            )  # fmt: skip
             memories.append(self._memories.tier_memory(plan))
         width, stored = self.config.experts_per_token, [STORED] if policy is None else names
         memory = ExpertMemory(memories, stored, policy, width=width)
@@ -313,6 +322,7 @@ class _ShapeModels:
         how: dict[str, Any] = {"recall": asked.recall, "seed": asked.seed}
         if self._trace is None:
             how |= {"shape": asked.shape, "exponent": asked.exponent()}
+            how |= {"shift_every": asked.shift_every}
             return routing.with_skew(self.config, batch, **how)
         name = Path(asked.trace).name
         return routing.of_trace(self.config, self._trace, batch, name=name, **how)

@@ -4,7 +4,7 @@ Logits. Of a layer's E experts each has a rank r; a token's logit for it is -s l
 draw of its own, so that popularity is like Zipf's law and any expert may be chosen. At s = 0.85 and
 E = 128, A = 8 LRU caches of 8, 24, 48 and 80 slots hit 37, 72, 89 and 96 %, within two points of
 the published curve of Qwen3-30B-A3B (`QWEN3_HIT_RATES`; measured by
-`tests/bench_policies_test.py`). The curve does not say how much of it is lasting popularity and how
+`tests/made_up_routing_test.py`). The curve does not say how much of it is lasting popularity and how
 much recency: here all of it is popularity, the hottest 32 of 128 are chosen 87 times in 100, and
 experts are together as often as their popularity says. Mixtral's experts are drawn evenly (s = 0),
 the hardest case, for which LRU caches of C of 8 slots hit C / 8.
@@ -43,6 +43,8 @@ PLACES = 512  # tokens that the temperature is found on
 
 # Steps after which what is replayed begins again, and tokens in them at most.
 MOST_STEPS, LEAST_STEPS, MOST_TOKENS = 256, 32, 2048
+
+SHIFT_SHARE = 0.25  # of a layer's experts, which exchange ranks in a shift
 
 CHOSEN_MASS = 0.9  # of a softmax that a trace of chosen experts stands for
 
@@ -113,17 +115,21 @@ def with_skew(
     exponent: float | None,  # s; None: the shape's of `EXPONENTS`, else 0
     recall: float,  # share of the needed experts that look-ahead expects
     seed: int,
+    shift_every: int = 0,  # N, steps between the shifts of a layer; 0: ranks stay
 ) -> Workload:
     """Made up, popularity like Zipf's law (the head of this file says how)."""
     why = "as asked"
     if exponent is None:
         exponent = EXPONENTS.get(shape, 0.0)
         why = f"{shape}'s own" if exponent else f"no skew of {shape} is published"
-    steps = _num_steps(batch)
+    steps = max(_num_steps(batch), 2 * shift_every)
     work = make_workload(
-        config, num_steps=steps, batch=batch, exponent=exponent, recall=recall, seed=seed
-    )
+        config, num_steps=steps, batch=batch, exponent=exponent, shift_every=shift_every,
+        recall=recall, seed=seed,
+    )  # fmt: skip
     popularity = f"popularity of rank r as r^-{exponent:g}" if exponent else "even popularity"
+    if shift_every:
+        popularity += f", {SHIFT_SHARE:.0%} of a layer's experts in turn every {shift_every} steps"
     how = f"{popularity} ({why}), {steps} steps over and over{_said(recall)}"
     return dataclasses.replace(work, about=f"made up, {how}")
 
@@ -155,7 +161,7 @@ def make_workload(
     batch: int,
     exponent: float = 0.0,  # s; 0: experts are drawn evenly
     shift_every: int = 0,  # N, steps between the shifts of a layer; 0: ranks stay
-    shift_share: float = 0.5,  # of the experts that exchange ranks
+    shift_share: float = SHIFT_SHARE,  # of the experts that exchange ranks
     recall: float = 0.85,  # the probability that a needed expert is expected
     seed: int = 0,
 ) -> Workload:

@@ -114,7 +114,9 @@ def _settings_text(config: BenchmarkConfig) -> str:
     if policy.name:
         tiers = "/".join(tier.partition("=")[0] for tier in policy.tiers)
         slots = f"slots {'/'.join(policy.slots)}" if policy.slots else ""
-        said = ", ".join(filter(None, (tiers, slots, policy.settings, "emulated" * policy.emulate)))
+        planes = f"planes {config.planes}" if config.planes else ""
+        parts = (tiers, planes, slots, policy.settings, "emulated" * policy.emulate)
+        said = ", ".join(filter(None, parts))
         found = f", policy {policy.name}" + (f" ({said})" if said else "")
     left_out = ("device_gib", "disk_path", *(["host_gib"] if config.shape else []))
     pairs = zip(options(config.memory), options(type(config.memory)()), strict=True)

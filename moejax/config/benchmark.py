@@ -16,6 +16,7 @@ from moejax.config.commands import (
     POLICY,
     READ_BITS,
     SHAPE_MXFP4,
+    SHAPE_PLANES,
     SHARED_BITS,
     MemoryConfig,
 )
@@ -49,6 +50,7 @@ class BenchmarkConfig(RunConfig):
     head_bits: int = HEAD_BITS
     group_size: int = GROUP_SIZE
     mxfp4: bool = SHAPE_MXFP4
+    planes: str = SHAPE_PLANES
     dense_rank: int = option(
         0, "rank of INT3 compensators of a shape's packed attention and MLPs; 0: none", least=0
     )
@@ -60,6 +62,10 @@ class BenchmarkConfig(RunConfig):
     skew: str = option(
         "", "routing of a shape without a trace: zipf:S (popularity of rank r is r^-S) or uniform; "
         "'': zipf:0.85 for Qwen3-30B-A3B, uniform for others, whose skew is not published",
+    )  # fmt: skip
+    shift_every: int = option(
+        0, "decode steps after which a quarter of a layer's experts exchange their popularity, in "
+        "made-up routing; 0: it stays", least=0,
     )  # fmt: skip
     recall: float = option(
         0.85, "share of needed experts that prefetch predicts, for made-up routing", least=0, most=1
@@ -138,6 +144,11 @@ class BenchmarkConfig(RunConfig):
             raise MoejaxError(f"budgets={self.budgets} must be 0 (no limit) or numbers of GiB")
         if self.mxfp4 and not self.shape:
             raise MoejaxError("mxfp4=True is for a shape: a checkpoint says its form itself")
+        if self.planes and not (self.shape and self.policy.name) or self.planes and self.mxfp4:
+            raise MoejaxError(
+                f"planes={self.planes} is read by a policy's tiers of a shape in INT codes: name "
+                "shape, policy.name and policy.tiers, or leave it out"
+            )
         if self.fidelity_share and (self.shape or not self.policy.name):
             raise MoejaxError(
                 f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model of "
@@ -176,6 +187,11 @@ class BenchmarkConfig(RunConfig):
                     f"{name} is for random weights: name a shape, or leave it out (a checkpoint's "
                     "routing is its own)"
                 )
+        if self.shift_every and (self.trace or not self.shape):
+            raise MoejaxError(
+                f"shift_every={self.shift_every} is of a shape's made-up routing: name a shape and "
+                "no trace, or leave it out"
+            )
         if self.trace and self.skew:
             raise MoejaxError("trace and skew both say the routing: leave one of them out")
         if not self.shape:

@@ -131,6 +131,11 @@ ATTENTION_BITS = option(16, "bits of a shape's attention or delta rule", choices
 SHARED_BITS = option(16, "bits of a shape's shared experts", choices=SHAPE_BITS)
 HEAD_BITS = option(16, "bits of a shape's head, if it is not the embedding", choices=SHAPE_BITS)
 SHAPE_MXFP4 = option(False, "a shape's experts are in MXFP4, whatever bits and group_size say")
+SHAPE_PLANES = option(
+    "",
+    "in place of bits, widths of bit planes of a shape's one copy, such as 2,4, from which its "
+    "tiers (int4,int2) are read; '': none",
+)
 GROUP_SIZE = option(64, "inputs per scale in a packed shape", least=1)
 
 
@@ -283,11 +288,7 @@ class PlanConfig(GenerateConfig):
     head_bits: int = HEAD_BITS
     group_size: int = GROUP_SIZE
     mxfp4: bool = SHAPE_MXFP4
-    planes: str = option(
-        "",
-        "in place of bits, widths of bit planes of a shape's one copy, such as 2,4, from which its "
-        "tiers (int4,int2) are read; '': none",
-    )
+    planes: str = SHAPE_PLANES
     batch: int = option(1, "sequences per batch", least=1)
     running: bool = option(
         False, "plan for a server of max_batch=batch: rows that come and go, in pages"

@@ -42,7 +42,6 @@ class Report:
         self.device, self.output = device, output
         self.end = f", {about}" if about else ""
         self.rows: list[ResultRow] = []
-        self.beside_all: dict[str, Any] = {}  # values that stand beside every figure from now on
         self._versions = package_versions(*packages)
 
     def add(self, what: str, figure: float, unit: str, **beside: Any) -> None:
@@ -51,7 +50,7 @@ class Report:
             what=f"{what}{self.end}",
             figure=figure,
             unit=unit,
-            baseline={**beside, **self.beside_all},
+            baseline=beside,
             device=(self.device if isinstance(self.device, str) else describe_device(self.device)),
             versions=self._versions,
             date=today(),

@@ -320,7 +320,7 @@ class PolicyDemands:
       first_alone: a copy of the first tier serves whoever asks for a lower one, and nothing is
         brought to the lower ones between steps, so slots are best spent on the first (experts
         drawn evenly: four slots of INT4 move 0.81 of the bytes that three of INT4 and two of INT2
-        do; `tests/bench_policies_test.py`).
+        do; `tests/benchmark_run_test.py`).
     """
 
     slots: Sequence[int] = ()

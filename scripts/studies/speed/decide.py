@@ -1,12 +1,15 @@
-"""Times methods under budgets by `moejax.benchmark`, for the picture of a shape.
+"""Times methods by `moejax.benchmark`, for the picture of a shape and the papers' tables.
 
-    python -m scripts.studies.speed.decide --shape=Qwen3-30B-A3B --output=decide.jsonl  # gpu
+    python -m scripts.studies.speed.decide --output=decide.jsonl  # gpu
+    python -m scripts.studies.speed.decide --section=dymoe --output=dymoe.jsonl --config.trace=x.trace  # gpu
+    python -m scripts.studies.speed.decide --section=buddymoe --shape=tiny --output=x.jsonl --config.platform=cpu
 
-One run a method, a sequence at a time, attention in INT4; a budget that cannot hold a method is a
-row that says why. Methods that the output has are passed over: the same command goes on where it
-stopped, and ends with status 3 while there is more to do.
+One run a method (`configurations.py` has them); a budget that cannot hold a method is a row that
+says why. Further `--config.` flags go to every run. Methods that the output has are passed over:
+the same command goes on where it stopped, and ends with status 3 while there is more to do.
 """
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,41 +18,42 @@ from absl import app, flags
 
 from moejax.files.result_rows import read_rows
 from scripts.studies.measuring import time_limit
-from scripts.studies.tables.decisions import BUDGETS, METHODS, about
+from scripts.studies.speed.configurations import SECTIONS
 
-_SHAPE = flags.DEFINE_string("shape", "Qwen3-30B-A3B", "which shape")
-_GIBS = flags.DEFINE_list("budgets", [f"{gib:g}" for gib in BUDGETS], "GiB of device memory")
+_SECTION = flags.DEFINE_enum("section", "decide", list(SECTIONS), "whose methods")
+_SHAPE = flags.DEFINE_string("shape", "", "which shape; '': the section's")
+_METHOD = flags.DEFINE_multi_string("method", [], "names of methods; []: all")
 _HOST = flags.DEFINE_float("host_gib", 4, "of rows, which experts share; 0: all rows")
-_PLATFORM = flags.DEFINE_string("platform", "gpu", "gpu; cpu only tries the script")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON Lines file to append to", required=True)
 _BUDGET = flags.DEFINE_float("time_budget_s", 0, "begin no method after so long; 0: no limit")
 
 
 def main(argv: list[str]) -> None:
     """Runs what the output lacks."""
-    del argv
     check_time, output = time_limit(_BUDGET.value), Path(_OUTPUT.value)
-    common = [
-        f"--config.shape={_SHAPE.value}", "--config.attention_bits=4",
-        f"--config.memory.host_gib={_HOST.value}", f"--config.platform={_PLATFORM.value}",
-        f"--config.budgets=({','.join(_GIBS.value)},)", f"--config.output={output}",
-    ]  # fmt: skip
-    for method, words in METHODS.items():
-        if has_rows(output, method):
+    section = SECTIONS[_SECTION.value]
+    shape = _SHAPE.value or section.shape
+    common = (f"--config.shape={shape}", f"--config.memory.host_gib={_HOST.value:g}",
+              *section.common, f"--config.output={output}")  # fmt: skip
+    for method, words in section.of(shape).items():
+        if _METHOD.value and method not in _METHOD.value:
+            continue
+        command = ["python", "-m", "moejax.benchmark", *common, *words, *argv[1:]]
+        if has_rows(output, command):
             continue
         check_time()
         print(f"== {method}", flush=True)
         # Its status is 1 where every budget is refused, which its rows say.
-        subprocess.run([sys.executable, "-m", "moejax.benchmark", *common, *words], check=False)
-        if not has_rows(output, method):
+        subprocess.run([sys.executable, *command[1:]], check=False)
+        if not has_rows(output, command):
             sys.exit(f"error: {method} gave no row")
 
 
-def has_rows(output: Path, method: str) -> bool:
-    """Whether a method has rows in a file."""
-    model = f"{about(_SHAPE.value, method)}, batch 1"
-    return output.is_file() and any(model in row.what for row in read_rows(output))
+def has_rows(output: Path, command: list[str]) -> bool:
+    """Whether a file has rows of a command."""
+    said = shlex.join(command)
+    return output.is_file() and any(row.command == said for row in read_rows(output))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))

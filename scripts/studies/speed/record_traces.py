@@ -3,8 +3,8 @@
     python -m scripts.studies.speed.record_traces --checkpoint=RUN/model --texts=DIR --output=traces
 
 DIR holds valid/{books,textbooks,code,math,chinese}.jsonl.xz. Writes OUTPUT/DOMAIN.trace for each:
-the prompt in one step, then a token a step, sampled. `bench_policies --trace=traces/books.trace`,
-`moejax.benchmark --config.trace=...` and `moejax.sweep --config.trace=...` replay them, in another
+the prompt in one step, then a token a step, sampled.
+`moejax.benchmark --config.trace=traces/books.trace` and `moejax.sweep --config.trace=...` replay them, in another
 shape with experts mapped (`benchmarking.routing.scaled_trace`). A domain that has a trace is
 passed over.
 

@@ -7,32 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from moejax.files.result_rows import ResultRow, read_rows
+from scripts.studies.speed.configurations import BUDGETS
+from scripts.studies.speed.configurations import DECIDE as METHODS
 from scripts.studies.tables.drawing import STYLES, Canvas
 from scripts.studies.tables.paper import markdown_table
 from scripts.studies.tables.subjects import NAMES
 
-
-def _policy(name: str, tiers: str, settings: str) -> tuple[str, ...]:
-    flags = {"name": name, "tiers": tiers, "settings": settings}
-    return tuple(f"--config.policy.{flag}={value}" for flag, value in flags.items())
-
-
-# What `moejax.benchmark` is asked of each method, beside the shape.
-_DYMOE = "retention=0.75,prefetch=0"
-METHODS: dict[str, tuple[str, ...]] = {
-    "INT4": ("--config.bits=4",),
-    "INT3": ("--config.bits=3",),
-    "INT2": ("--config.bits=2",),
-    "MiLo INT3": ("--config.bits=3", "--config.expert_rank=16"),
-    "DyMoE 4/2": _policy("dymoe", "int4,int2", _DYMOE),
-    "DyMoE 4/0": _policy("dymoe", "int4", f"{_DYMOE},low=skip"),
-    "DynaExq 4/2": _policy("dynaexq", "int4,int2", "period=64,max_requests=16"),
-    "BuddyMoE": _policy("buddymoe", "int4", "rho=3"),
-    "DyMoE 4/0 + BuddyMoE": _policy(
-        "compose", "int4", f"parts=dymoe+buddymoe,{_DYMOE},low=skip,rho=3"
-    ),
-}
-BUDGETS = (6.0, 8.0, 12.0, 16.0, 24.0)  # GiB
 UNQUANTIZED = "bf16"
 NEAR = 1 / 16  # of the experts, between the share that was timed and the one that was scored
 NOT_TIMED, NOT_SCORED = "not timed", "not scored"
