@@ -1,12 +1,12 @@
 """Writes what of docs/ and RESULTS.md is made from the code and from committed rows.
 
     python -m scripts.make_documents
-    python -m scripts.make_documents --figures      # the figures of RESULTS.md too
+    python -m scripts.make_documents --figures      # the picture of the peers too
 
 A region between `<!-- made: NAME -->` and `<!-- end -->` is replaced by what is made under that
 name, and so is what stands between two such marks in one line; the rest of a page is written by
 hand. To be run again whenever a configuration, a public docstring or the rows change, which a test
-asks for. Rows are `scripts/studies/*/*.jsonl` and `published.csv` beside them.
+asks for. Rows are `scripts/studies/*/*.jsonl`.
 """
 
 import functools
@@ -38,7 +38,7 @@ REGIONS: dict[str, Callable[[], str]] = {
 FIGURES = ROOT / "docs/figures"
 _REGION = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _IN_LINE = re.compile(r"(<!-- made: ([\w ]+) -->)(?!\n)[^\n]*?(<!-- end -->)")
-_FIGURES = flags.DEFINE_bool("figures", False, "draw the figures of RESULTS.md too")
+_FIGURES = flags.DEFINE_bool("figures", False, "draw the picture of the peers too")
 
 
 def pages() -> list[Path]:
@@ -48,7 +48,7 @@ def pages() -> list[Path]:
 
 @functools.cache
 def _of_results() -> dict[str, str]:
-    return results.regions(Results(results.ROWS))
+    return results.regions(Results(results.ROWS), (ROOT / "RESULTS.md").read_text("utf-8"))
 
 
 def region(name: str) -> str:
@@ -76,8 +76,7 @@ def main(argv: list[str]) -> None:
             page.write_text(new, encoding="utf-8")
             print(f"written: {page.relative_to(ROOT)}")
     if _FIGURES.value:
-        drawn = results.draw(results.papers(Results(results.ROWS)), FIGURES)
-        drawn += peers.draw(peers.all_rows(), FIGURES)
+        drawn = peers.draw(peers.all_rows(), FIGURES)
         print(f"{len(drawn)} figures: {sum(one.stat().st_size for one in drawn) / 1e3:.0f} kB")
 
 

@@ -6,7 +6,6 @@ from typing import ClassVar
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.files.result_rows import ResultRow
 from moejax.policies.buddy_lists import BuddyLists
 from scripts.studies.quality import buddymoe as quality_buddymoe
 from scripts.studies.quality import cases, dymoe, dynaexq
@@ -19,9 +18,6 @@ from scripts.studies.quality.cases import (
     Comparison,
     Point,
 )
-from scripts.studies.tables.paper import IN_PART, against
-from scripts.studies.tables.routing import routing_of
-from scripts.studies.tables.rows import Found
 
 
 class VerdictTest(parameterized.TestCase):
@@ -90,13 +86,6 @@ class VerdictTest(parameterized.TestCase):
         )
         self.assertEmpty(cases.nats_of([row], "study"))
 
-    @parameterized.parameters(
-        ([1.9, 3.9], MET), ([1.9, 2.01], NOT_SHOWN), ([1.9, 1.0], IN_PART), ([1.0, 1.0], NOT_MET),
-        ([1.01, 1.0], NOT_MET), ([1.89, 2.0], NOT_SHOWN),
-    )  # fmt: skip
-    def test_what_is_nearer_than_the_spread_is_not_shown(self, values, expected):
-        self.assertEqual(against(values, [1.8, 2.0], 0.03), expected)
-
 
 class ListsTest(absltest.TestCase):
     lists = BuddyLists(
@@ -120,19 +109,3 @@ class ListsTest(absltest.TestCase):
         found = quality_buddymoe.by_popularity(self.lists, np.array([[5.0, 1.0, 9.0, 7.0]]))
         np.testing.assert_array_equal(found.ids[0], [[2, 3, 1], [2, 3, -1], [3, -1, -1], [2, 0, 1]])
         self.assertTrue((np.diff(found.q, axis=-1) <= 0).all())
-
-
-class RoutingTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ("x --zipf=1", {}, "Mixtral-8x7B", "made-up routing, popularity of rank r as r^-1"),
-        ("x", {}, "Mixtral-8x7B", "made-up routing, even popularity"),
-        ("x", {}, "Qwen3-30B-A3B", "made-up routing, popularity of rank r as r^-0.85"),
-        ("x --zipf=1", {"routing": "trace a"}, "Mixtral-8x7B", "trace a"),
-    )
-    def test_routing_has_a_name(self, command, beside, shape, expected):
-        row = ResultRow(
-            what="a", figure=2.0, unit="ms", baseline=beside, device="A card",
-            versions={"jax": "0.0"}, date="2100-01-01", command=command,
-        )  # fmt: skip
-        self.assertEqual(routing_of(Found(row, "f", 1), shape), expected)
-        self.assertEqual(routing_of(None, shape), "routing not measured")

@@ -4,10 +4,10 @@ Logits. Of a layer's E experts each has a rank r; a token's logit for it is -s l
 draw of its own, so that popularity is like Zipf's law and any expert may be chosen. At s = 0.85 and
 E = 128, A = 8 LRU caches of 8, 24, 48 and 80 slots hit 37, 72, 89 and 96 %, within two points of
 the published curve of Qwen3-30B-A3B (`QWEN3_HIT_RATES`; measured by
-`tests/made_up_routing_test.py`). The curve does not say how much of it is lasting popularity and how
-much recency: here all of it is popularity, the hottest 32 of 128 are chosen 87 times in 100, and
-experts are together as often as their popularity says. Mixtral's experts are drawn evenly (s = 0),
-the hardest case, for which LRU caches of C of 8 slots hit C / 8.
+`tests/made_up_routing_test.py`). The curve does not say how much of it is lasting popularity and
+how much recency: here all of it is popularity, the hottest 32 of 128 are chosen 87 times in 100,
+and experts are together as often as their popularity says. Mixtral's experts are drawn evenly
+(s = 0), the hardest case, for which LRU caches of C of 8 slots hit C / 8.
 
 Probabilities. The softmax of the logits at a temperature, found by bisection, at which the chosen
 weights, divided by their sum, begin on average with 0.65 (Mixtral, top 2: 0.65 and 0.35) or 0.25

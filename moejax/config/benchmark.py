@@ -144,7 +144,7 @@ class BenchmarkConfig(RunConfig):
             raise MoejaxError(f"budgets={self.budgets} must be 0 (no limit) or numbers of GiB")
         if self.mxfp4 and not self.shape:
             raise MoejaxError("mxfp4=True is for a shape: a checkpoint says its form itself")
-        if self.planes and not (self.shape and self.policy.name) or self.planes and self.mxfp4:
+        if (self.planes and not (self.shape and self.policy.name)) or (self.planes and self.mxfp4):
             raise MoejaxError(
                 f"planes={self.planes} is read by a policy's tiers of a shape in INT codes: name "
                 "shape, policy.name and policy.tiers, or leave it out"

@@ -1,8 +1,9 @@
-"""Times methods by `moejax.benchmark`, for the picture of a shape and the papers' tables.
+r"""Times methods by `moejax.benchmark`, for the picture of a shape and the papers' tables.
 
     python -m scripts.studies.speed.decide --output=decide.jsonl  # gpu
-    python -m scripts.studies.speed.decide --section=dymoe --output=dymoe.jsonl --config.trace=x.trace  # gpu
-    python -m scripts.studies.speed.decide --section=buddymoe --shape=tiny --output=x.jsonl --config.platform=cpu
+    python -m scripts.studies.speed.decide --section=dymoe --output=x.jsonl --config.trace=F  # gpu
+    python -m scripts.studies.speed.decide --section=buddymoe --shape=tiny --output=x.jsonl \
+        --config.platform=cpu
 
 One run a method (`configurations.py` has them); a budget that cannot hold a method is a row that
 says why. Further `--config.` flags go to every run. Methods that the output has are passed over:

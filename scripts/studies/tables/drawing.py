@@ -1,4 +1,4 @@
-"""Pictures that are read without colour: lines by marker and dash, bars by hatch, maps in grey."""
+"""Pictures that are read without colour: lines by marker and dash."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,7 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"marker": "*", "linestyle": ":", "color": "0.35"},
     {"marker": "<", "linestyle": "-", "color": "0.7"},
 )
-BARS: tuple[dict[str, Any], ...] = (
-    {"facecolor": "0.25", "edgecolor": "black"},
-    {"facecolor": "0.85", "edgecolor": "black", "hatch": "///"},
-    {"facecolor": "0.6", "edgecolor": "black", "hatch": "..."},
-    {"facecolor": "white", "edgecolor": "black", "hatch": "xxx"},
-    {"facecolor": "0.75", "edgecolor": "black"},
-)
 DPI = 72
-LEGEND_LINE = 0.08  # of a panel's height
 PANEL = (4.2, 3.1)  # inches
 
 
@@ -65,26 +57,3 @@ def lines(
     panel.set(**labels)
     panel.grid(alpha=0.3)
     panel.legend(fontsize=7)
-
-
-def bars(
-    panel: Any, groups: Sequence[str], series: Mapping[str, Sequence[float]], **labels: Any
-) -> None:
-    """Bars of each series beside each other in each group."""
-    width = 0.8 / len(series)
-    for i, ((name, values), style) in enumerate(zip(series.items(), BARS, strict=False)):
-        places = [j + (i + 0.5) * width - 0.4 for j in range(len(groups))]
-        panel.bar(places, values, width, label=name, linewidth=0.5, **style)
-    panel.set_xticks(range(len(groups)), groups)
-    panel.set(**labels)
-    if len(series) > 1:  # no bar reaches up to the legend
-        highest = max(value for values in series.values() for value in values if value == value)
-        panel.set_ylim(top=highest * (1.1 + LEGEND_LINE * len(series)))
-        panel.legend(fontsize=7, loc="upper right")
-
-
-def heat(canvas: Canvas, panel: Any, values: Any, unit: str, **labels: Any) -> None:
-    """A map in grey, dark for much."""
-    image = panel.imshow(values, aspect="auto", cmap="Greys", interpolation="nearest")
-    canvas.figure.colorbar(image, ax=panel, label=unit)
-    panel.set(**labels)
