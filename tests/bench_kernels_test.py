@@ -251,10 +251,10 @@ class MainsTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_attention_of_every_shape_writes_rows(self):
         output = folder(self) / "rows.jsonl"
-        flags = ("--smoke", "--repeats=2", "--tiles=16x2w4p2", f"--output={output}")
-        done = script("bench_attention", *flags)
+        flags = ("--smoke", "--only=attention", "--m=2", "--tiles=16x2w4p2", f"--out={output}")
+        done = script("bench_kernels", *flags)
         self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
-        rows = read_rows(output)
+        rows = [row for row in read_rows(output) if row.what.startswith("attention")]
         for what in ("Qwen3-30B-A3B, batch 2, 48 slots, bf", "Mixtral-8x7B, batch 2, 48 slots, s"):
             self.assertTrue(any(what in row.what for row in rows), what)
         self.assertLen(rows, 2 * len([of for of in SHAPES.values() if not of.latent]))

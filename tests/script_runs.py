@@ -1,6 +1,6 @@
 """Runs of the mains under scripts/, each in a process of its own, forked where imports are done.
 
-    done = run_module("scripts.studies.kernels.bench_attention", "--smoke", f"--output={output}")
+    done = run_module("scripts.studies.kernels.bench_kernels", "--smoke", f"--out={output}")
 
 Importing JAX and moejax takes longer than most of these runs. One process of each pytest worker
 imports them, starts no backend and no thread, and is forked for every run: flags, the environment,

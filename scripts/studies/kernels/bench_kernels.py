@@ -6,6 +6,7 @@
     python -m scripts.studies.kernels.bench_kernels --only=grouped --m=1,4,16 \
         --shapes=gpt-oss-120b,gpt-oss-120b-mxfp4 --implementations=mosaic,triton
     python -m scripts.studies.kernels.bench_kernels --only=planes --implementations=mosaic
+    python -m scripts.studies.kernels.bench_kernels --only=attention --m=1,16,32
     python -m scripts.studies.kernels.bench_kernels --only=compensator \
         --shapes=4096x4096,4096x14336 --m=1,16,64 --ranks=64,512,1024
     python -m scripts.studies.kernels.bench_kernels \
@@ -29,6 +30,7 @@ from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
 from pallas_kernels.target import current_target
+from scripts.studies.kernels.attention import bench_attention
 from scripts.studies.kernels.data import (
     ASKED_DENSE,
     ASKED_MOE,
@@ -45,18 +47,19 @@ from scripts.studies.kernels.running import IMPLEMENTATIONS, Bench, OutOfTime
 from scripts.studies.kernels.timing import compute_rate, empty_call, read_bandwidth
 from scripts.studies.measuring import Report
 
-SECTIONS = ("dense", "grouped", "compensator", "planes")
+SECTIONS = ("dense", "grouped", "compensator", "planes", "attention")
 _SHAPE_NAMES = [shape.name for shape in (*DENSE, *ASKED_DENSE)]
 _SHAPE_NAMES += [model.name for model in (*MOE, *ASKED_MOE)]
 
 _ONLY = flags.DEFINE_list("only", list(SECTIONS[:3]), f"of {', '.join(SECTIONS)}")
 _SHAPES = flags.DEFINE_list("shapes", [], f"of {', '.join(_SHAPE_NAMES)}; none: all")
 _BITS = flags.DEFINE_list("bits", ["16", "3", "4", "2"], "of dense weights: 2, 3, 4, 8, 16 (bf16)")
-_M = flags.DEFINE_list("m", [], "rows of x, or tokens of a layer; none: those of the table")
+_M = flags.DEFINE_list("m", [], "rows of x, tokens of a layer, or sequences; none: the table's")
 _RANKS = flags.DEFINE_list("ranks", [str(RANK)], "of compensators")
 _IMPLEMENTATIONS = flags.DEFINE_list(
     "implementations", [], f"of {', '.join(IMPLEMENTATIONS)}; none: all but the reference"
 )
+_TILES = flags.DEFINE_list("tiles", [], "of attention, tried beside the rule's: 64x16w4p3")
 _EXPECT = flags.DEFINE_string(
     "expect", "auto", "what choose() should give; auto: mosaic on sm_90, triton on other GPUs"
 )
@@ -69,6 +72,7 @@ _SMOKE = flags.DEFINE_bool("smoke", False, "tiny shapes and the reference, on a 
 DENSE_ROWS = (1, 4, 16, 64, 1024, 4096, 32, 256)  # those with a bar first
 COMPENSATOR_ROWS = (1, 16)
 PLANES_ROWS = (1, 4, 16, 64, 1024)
+ATTENTION_BATCHES = (1, 16, 32)
 SMOKE_IMPLEMENTATIONS = ("reference", "cublas", "unpack")
 
 
@@ -127,6 +131,8 @@ def run_sections(bench: Bench) -> None:
     if "planes" in _ONLY.value:
         layers = [moe for moe in models if not asked or moe.name in asked]
         bench_planes(bench, products, layers, rows or (dense_rows if bench.smoke else PLANES_ROWS))
+    if "attention" in _ONLY.value:
+        bench_attention(bench, rows or ATTENTION_BATCHES, _TILES.value)
 
 
 def main(argv: list[str]) -> None:

@@ -8,8 +8,7 @@ DIR holds eval/wikitext2.{test,valid}.raw.xz, and valid/ and train/{books,textbo
 chinese}.jsonl.xz; what is scored is of eval's test and of valid, profiles and warm-ups are of the
 rest. Sections: `dynaexq` (Figure 4), `shift` (prose, then code, then maths), `dymoe` (Table 2,
 Figures 3, 5 and 11), `buddymoe` (Tables 2 to 4), `domains` (lists of one domain, used on another),
-`layers` (errors of layers, foretold and measured), `decide` (the methods of
-`scripts.studies.speed.decide`).
+`decide` (the methods of `scripts.studies.speed.decide`).
 
 Runs are teacher-forced, through the engine's steps, with tables in place of slots (`bench.py`); low
 precisions are HQQ in groups of 64. Cases that the output has are passed over, so the same command
@@ -28,7 +27,7 @@ from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
 from scripts.studies.measuring import MORE, Report
-from scripts.studies.quality import buddymoe, cases, decide, dymoe, dynaexq, layers
+from scripts.studies.quality import buddymoe, cases, decide, dymoe, dynaexq
 from scripts.studies.quality.bench import DOMAINS, Model, Texts
 from scripts.studies.quality.cases import Case, Claim
 from scripts.studies.quality.subject import Subject
@@ -39,7 +38,6 @@ SECTIONS: dict[str, Callable[[Subject], Iterator[Case]]] = {
     "dymoe": dymoe.cases,
     "buddymoe": buddymoe.cases,
     "domains": buddymoe.domains,
-    "layers": layers.cases,
     "decide": decide.cases,
 }
 
@@ -78,7 +76,6 @@ def main(argv: list[str]) -> None:
     bars = claims(subject.model.num_layers)
     for bar in bars:
         print(f"bar: {bar.paper}, {bar.said} ({bar.where}): {bar.bar}")
-    print(layers.BAR)
     if not _JUDGE.value:
         is_done = _measure(subject, device, clock)
     for line in cases.describe(bars, cases.nats_of(cases.rows_of(written), _LABEL.value)):
