@@ -1,4 +1,4 @@
-"""Clients of `scripts.stress_server` and `scripts.stress_mix`: requests, checks of the answers."""
+"""Clients of `scripts.stress_server`: requests, checks of the answers."""
 
 import collections
 import dataclasses
