@@ -28,7 +28,7 @@ Figures = dict[str, tuple[float, str]]
 
 
 class Mix(NamedTuple):
-    """What is asked."""
+    """Requests that are asked, and answers alone."""
 
     cases: list[Case]
     short: Case

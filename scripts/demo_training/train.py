@@ -8,9 +8,8 @@
 bfloat16. `--time_budget_s` stops early, after a checkpoint; the same command goes on.
 """
 
-import json
-import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from moejax.models.config import ModelConfig
 from scripts.demo_training import corpus as corpus_lib
 from scripts.demo_training import plotting
 from scripts.demo_training.batches import crop_source
-from scripts.demo_training.json_log import JsonLog, mean_metrics
+from scripts.demo_training.loop import Clock, JsonLog, Run
 from scripts.demo_training.objective import Metrics, Objective, Weights
 from scripts.demo_training.optimizer import OptimizerConfig, from_views, num_parameters
 from scripts.demo_training.scoring import Scorer, Windows, cut_windows, make_scorer, score_windows
@@ -104,7 +103,7 @@ class Validator:
 
 def train(config: ml_collections.ConfigDict, data: Path, run_dir: Path, budget_s: float) -> bool:
     """Runs until the last step or the end of the budget; returns whether the run is complete."""
-    began = time.monotonic()
+    clock = Clock(budget_s)
     run_dir.mkdir(parents=True, exist_ok=True)
     corpus = corpus_lib.read_corpus(data)
     streams = [name for name in corpus.train_names() if name in config.mixture]
@@ -113,60 +112,26 @@ def train(config: ml_collections.ConfigDict, data: Path, run_dir: Path, budget_s
     validate = Validator(
         corpus, config, make_scorer(steps.model, steps.objective.dtype, steps.objective.attention)
     )
-    log = JsonLog(run_dir / "log.jsonl")
-    store = CheckpointStore(run_dir / "checkpoints")
+    log, store = JsonLog(run_dir / "log.jsonl"), CheckpointStore(run_dir / "checkpoints")
+    run = Run(config, clock, log, store)
     state: TrainState = initial_state(steps)
     state = store.restore_latest(state) or state
     take_step = make_step(steps)
-    step = int(state.step)
-    log.write(
-        event="start",
-        step=step,
-        device=jax.devices()[0].device_kind,
-        jax=jax.__version__,
-        parameters=num_parameters(steps.model),
-        loaded_s=round(time.monotonic() - began, 1),
-        config=json.loads(config.to_json_best_effort()),
-    )
-    rows: list[Metrics] = []
-    factor = jnp.zeros(())
-    tokens_per_step = steps.batch_size * steps.context
-    marked, saved = time.monotonic(), time.monotonic()
-    out_of_time = False
-    while step < config.total_steps and not out_of_time:
+    run.start(state, num_parameters(steps.model))
+
+    def take(state: TrainState) -> tuple[TrainState, Metrics, dict[str, Any]]:
         state, metrics, factor = take_step(state, source)
-        rows.append(metrics)
-        step += 1
-        last = step == config.total_steps
-        if step % config.log_every == 0 or last:
-            means = mean_metrics(rows)
-            now = time.monotonic()
-            speed = len(rows) * tokens_per_step / (now - marked)
-            log.write(
-                event="train",
-                step=step,
-                tokens=step * tokens_per_step,
-                **means,
-                rate_factor=round(float(factor), 4),
-                tokens_per_s=round(speed),
-                elapsed_s=round(now - began, 1),
-            )
-            rows, marked = [], now
-            out_of_time = bool(budget_s) and now - began > budget_s
-            if now - saved > config.checkpoint_every_s and not (last or out_of_time):
-                store.save(state)
-                saved = marked = time.monotonic()
-        if step % config.validate_every == 0 or last or out_of_time:
-            bits = validate(from_views(state.views, steps.model))
-            log.write(event="valid", step=step, bits_per_byte=bits)
-            marked = time.monotonic()
-    store.save(state)
-    store.close()
-    complete = step >= config.total_steps
-    weights = from_views(state.views, steps.model)
-    half = {name: leaf.astype(jnp.bfloat16) for name, leaf in weights.items()}
+        return state, metrics, {"rate_factor": factor}
+
+    def weights_of(state: TrainState) -> Weights:
+        return from_views(state.views, steps.model)
+
+    state = run.take_steps(
+        state, take, lambda state: {"bits_per_byte": validate(weights_of(state))}
+    )
+    half = {name: leaf.astype(jnp.bfloat16) for name, leaf in weights_of(state).items()}
     safetensors.flax.save_file(half, run_dir / "weights.safetensors")
-    log.write(event="stop", step=step, complete=complete, elapsed_s=round(time.monotonic() - began))
+    complete = run.stop(state)
     if not plotting.draw_loss_curve(run_dir / "log.jsonl", run_dir / "loss.png"):
         logging.warning("no loss.png: matplotlib is not installed")
     return complete

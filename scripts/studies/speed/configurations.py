@@ -1,4 +1,4 @@
-"""What `moejax.benchmark` is asked for a picture or a paper's table: flags by method."""
+"""Flags of `moejax.benchmark` by method, for the picture of a shape and papers' tables."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

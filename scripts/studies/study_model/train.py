@@ -9,20 +9,16 @@ same family. `--time_budget_s` stops early,
 after a checkpoint; the same command goes on. Exit status 3: stopped, not complete.
 """
 
-import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from scripts.demo_training.corpus import read_corpus
-from scripts.demo_training.json_log import JsonLog, mean_metrics
+from scripts.demo_training.loop import Clock, JsonLog, Run
 from scripts.demo_training.objective import Weights
 from scripts.demo_training.optimizer import OptimizerConfig, num_parameters, rate_factor
 from scripts.demo_training.trainer import CheckpointStore, TrainState
@@ -77,73 +73,6 @@ def validate(
     return found | {"replica_cosine": round(replica, 4), "other_cosine": round(other, 4)}
 
 
-class Clock:
-    """Seconds of this process, and the limit on them."""
-
-    def __init__(self, budget_s: float):
-        self._began = time.monotonic()
-        self._budget_s = budget_s
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the run began in this process."""
-        return time.monotonic() - self._began
-
-    def is_out_of_time(self) -> bool:
-        """Whether the budget is used up."""
-        return bool(self._budget_s) and self.elapsed_s > self._budget_s
-
-
-def _loop(
-    experiment: Experiment,
-    clock: Clock,
-    log: JsonLog,
-    store: CheckpointStore,
-    state: TrainState,
-    parts: Parts,
-    meter: Meter,
-) -> TrainState:
-    """Takes steps until the last one or the end of the budget."""
-    config, step = experiment.config, int(state.step)
-    first = step
-    take_step, source = make_step(experiment.step), experiment.source()
-    tokens_per_step = experiment.step.batch_size * experiment.step.context
-    rows: list[Metrics] = []
-    marked = saved = time.monotonic()
-    rates = schedule(config)
-    while step < config.total_steps and not clock.is_out_of_time():
-        rate = config.learning_rate * rate_factor(rates, jnp.int32(step))
-        state, metrics = take_step(state, parts, source, rate)
-        step += 1
-        rows.append(metrics)
-        if step == first + 1:
-            jax.block_until_ready(state)
-            log.write(event="compiled", step=step, elapsed_s=round(clock.elapsed_s, 1))
-            marked = time.monotonic()
-        is_last = step == config.total_steps
-        if step % config.log_every == 0 or is_last:
-            means = mean_metrics(rows)
-            now = time.monotonic()
-            log.write(
-                event="train",
-                step=step,
-                total_steps=config.total_steps,
-                tokens=step * tokens_per_step,
-                **means,
-                rate=round(float(rate), 7),
-                tokens_per_s=round(len(rows) * tokens_per_step / (now - marked)),
-                elapsed_s=round(clock.elapsed_s, 1),
-            )
-            rows, marked = [], now
-            if now - saved > config.checkpoint_every_s and not is_last:
-                store.save(state)
-                saved = marked = time.monotonic()
-        if step % config.validate_every == 0 or is_last:
-            log.write(event="valid", step=step, **validate(experiment, meter, state.views, parts))
-            marked = time.monotonic()
-    return state
-
-
 def train(
     config: ml_collections.ConfigDict, parent: Path, corpus: Path, run_dir: Path, budget_s: float
 ) -> bool:
@@ -151,35 +80,30 @@ def train(
     run_dir.mkdir(parents=True, exist_ok=True)
     clock = Clock(budget_s)
     experiment = open_experiment(config, parent, read_corpus(corpus))
-    log = JsonLog(run_dir / "log.jsonl")
     parts, steps = experiment.parts(), experiment.step
-    store = CheckpointStore(run_dir / "checkpoints")
+    log, store = JsonLog(run_dir / "log.jsonl"), CheckpointStore(run_dir / "checkpoints")
+    run = Run(config, clock, log, store)
     start: TrainState = initial_state(steps, experiment.trained(parts))
     state = store.restore_latest(start) or start
     del start  # else its memory would stay in use
     meter = make_meter(steps.student, steps.parent, steps.dtype, steps.attention)
-    log.write(
-        event="start",
-        step=int(state.step),
-        device=jax.devices()[0].device_kind,
-        jax=jax.__version__,
-        parameters=num_parameters(steps.student),
-        loaded_s=round(clock.elapsed_s, 1),
-        config=json.loads(config.to_json_best_effort()),
-    )
+    run.start(state, num_parameters(steps.student))
     if not int(state.step):
         log.write(event="valid", step=0, **validate(experiment, meter, state.views, parts))
-    state = _loop(experiment, clock, log, store, state, parts, meter)
-    store.save(state)
-    store.close()
-    complete = int(state.step) >= config.total_steps
-    if complete:
+    take_step, source, rates = make_step(steps), experiment.source(), schedule(config)
+
+    def take(state: TrainState) -> tuple[TrainState, Metrics, dict[str, Any]]:
+        rate = config.learning_rate * rate_factor(rates, state.step)
+        state, metrics = take_step(state, parts, source, rate)
+        return state, metrics, {"rate": rate}
+
+    state = run.take_steps(
+        state, take, lambda state: validate(experiment, meter, state.views, parts)
+    )
+    if int(state.step) >= config.total_steps:
         experiment.save(run_dir / "model", state.views)
         experiment.save(run_dir / "parent_as_experts", {}, is_parent=True)
-    log.write(
-        event="stop", step=int(state.step), complete=complete, elapsed_s=round(clock.elapsed_s, 1)
-    )
-    return complete
+    return run.stop(state)
 
 
 def main(argv: list[str]) -> None:

@@ -43,10 +43,6 @@ class Found:
         versions = ", ".join(f"{name} {number}" for name, number in self.row.versions.items())
         return self.file, self.row.device, versions, self.row.date, self.row.command
 
-    def is_newer_than(self, other: "Found") -> bool:
-        """Whether it counts where both say the same."""
-        return _age(self) > _age(other)
-
 
 def _broken(row: Any) -> str | None:
     """Says what is wrong with a decoded row; None where nothing is."""
@@ -122,13 +118,8 @@ class Results:
         """The latest row that says exactly this; None where nothing was measured."""
         return self._rows.get(what)
 
-    def latest(self, pattern: str) -> Found | None:
-        """The latest row whose `what` is of a pattern (of all of it); None where there is none."""
-        found = self.every(pattern)
-        return found[-1][1] if found else None
-
     def every(self, pattern: str) -> list[tuple[re.Match[str], Found]]:
-        """The latest row of each `what` that is of a pattern, oldest first."""
+        """The latest row of each `what` that is of a pattern (of all of it), oldest first."""
         of = re.compile(pattern)
         matched = ((of.fullmatch(what), one) for what, one in self._rows.items())
         return [(match, one) for match, one in matched if match]

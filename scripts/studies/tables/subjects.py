@@ -1,4 +1,4 @@
-"""What the study model's rows say of a paper: bars that were written before them, and all rows."""
+"""Claims of a paper by the study model's rows, under bars written before, and all its rows."""
 
 from collections.abc import Mapping, Sequence
 
