@@ -84,40 +84,13 @@ def make_plan(model: Any, cap_bytes: int, share: float) -> Plan:
     return Plan(places, num_layers, resident, cap_bytes)
 
 
-class Clock:
-    """Times of steps and of the layers in them."""
-
-    def __init__(self, layers: Any, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[Any] = []
-        layers[0].register_forward_pre_hook(self._mark)
-        for layer in layers:
-            layer.register_forward_hook(self._mark)
-
-    def _mark(self, *_: Any) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def time(self, step: Callable[[], Any]) -> tuple[float, list[float]]:
-        """Seconds of a step that waits for its result, and of each of its layers."""
-        self._marks.clear()
-        self._wait()
-        start = time.perf_counter()
-        step()
-        self._wait()
-        total = time.perf_counter() - start
-        pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
-        if self._on_gpu:
-            return total, [1e-3 * before.elapsed_time(after) for before, after in pairs]
-        return total, [after - before for before, after in pairs]
-
-    def _wait(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+def timed(step: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a step that waits for its result."""
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 class Greedy:
@@ -158,24 +131,29 @@ def cache_kept() -> Iterator[None]:
 
 
 def measure(
-    report: Report, label: str, plan: Plan, model: Any, clock: Clock, host: HostWeights,
-    device: torch.device,
-) -> None:  # fmt: skip
+    report: Report, label: str, plan: Plan, model: Any, host: HostWeights, device: torch.device
+) -> None:
     """TTFT, TPOT and the peak of the device, as rows."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     greedy = Greedy(model, device)
+
+    def add(what: str, step: Callable[[], Any], count: int) -> None:
+        host.layer_bytes = host.other_bytes = 0
+        seconds = [timed(step, device) for _ in range(count)]
+        report.add(
+            f"{label}, {what}", 1e3 * statistics.median(seconds), "ms",
+            layers_on_device=plan.resident, layers=plan.num_layers, slowest_ms=1e3 * max(seconds),
+            megabytes=(host.layer_bytes + host.other_bytes) / count / 1e6,
+        )  # fmt: skip
+
     with torch.no_grad():
         greedy.prefill()
-        host.layer_bytes = host.other_bytes = 0
-        firsts = [clock.time(greedy.prefill) for _ in range(_REPEATS.value)]
-        add_times(report, f"{label}, prompt of {_PROMPT.value}, TTFT", plan, firsts, host)
+        add(f"prompt of {_PROMPT.value}, TTFT", greedy.prefill, _REPEATS.value)
         greedy.decode()
         greedy.decode()
-        host.layer_bytes = host.other_bytes = 0
-        steps = [clock.time(greedy.decode) for _ in range(_TOKENS.value)]
-        add_times(report, f"{label}, TPOT", plan, steps, host)
+        add("TPOT", greedy.decode, _TOKENS.value)
     if device.type == "cuda":
         report.add(
             f"{label}, peak of the device", torch.cuda.max_memory_allocated() / GIB, "GiB",
@@ -183,33 +161,11 @@ def measure(
         )  # fmt: skip
 
 
-def add_times(
-    report: Report, what: str, plan: Plan, runs: list[tuple[float, list[float]]], host: HostWeights
-) -> None:
-    """A row of a median, with what it is made of."""
-    median = statistics.median
-    total = median(total for total, _ in runs)
-    resident = median(sum(layers[: plan.resident]) for _, layers in runs)
-    moved = median(sum(layers[plan.resident :]) for _, layers in runs)
-    num_moved = plan.num_layers - plan.resident
-    layer_bytes, other_bytes = host.layer_bytes / len(runs), host.other_bytes / len(runs)
-    report.add(
-        what, 1e3 * total, "ms", layers_on_device=plan.resident, layers=plan.num_layers,
-        rest_ms=1e3 * (total - resident - moved),
-        resident_layer_ms=1e3 * resident / max(plan.resident, 1),
-        offloaded_layer_ms=1e3 * moved / max(num_moved, 1),
-        slowest_ms=1e3 * max(total for total, _ in runs),
-        megabytes=(layer_bytes + other_bytes) / 1e6,
-        link_gib_per_s=layer_bytes / moved / GIB if num_moved else 0.0,
-    )  # fmt: skip
-
-
 def measure_all(report: Report, model: Any, plan: Plan, device: torch.device) -> None:
     """The model with each way to keep the weights of the host."""
     start = time.perf_counter()
     host = fill(model, plan.places, device)
     model = offload(model, plan.places, host, device)
-    clock = Clock(model.model.layers, device)
     gib = sum(value.nbytes for value in host.values()) / GIB
     print(f"{gib:.1f} GiB on the host after {time.perf_counter() - start:.1f} s", flush=True)
     if device.type == "cuda":
@@ -225,7 +181,7 @@ def measure_all(report: Report, model: Any, plan: Plan, device: torch.device) ->
             pinned = True
         label = f"transformers and accelerate, {HOSTINGS[hosting]}"
         with cache_kept() if hosting == "kept" else contextlib.nullcontext():
-            report.attempt(measure, label, plan, model, clock, host, device)
+            report.attempt(measure, label, plan, model, host, device)
 
 
 def check_int4(device: torch.device) -> None:
