@@ -89,7 +89,7 @@ class RowsTest(parameterized.TestCase):
         self.write("a.jsonl", GOOD)
         results = Results(self.folder)
         self.assertEmpty(results.every("cache"))
-        self.assertLen(results.every(r"cache, .*, attention bf16"))
+        self.assertLen(results.every(r"cache, .*, attention bf16"), 1)
 
 
 class DocumentTest(absltest.TestCase):

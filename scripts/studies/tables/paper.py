@@ -31,6 +31,8 @@ class Runs:
                 self._runs.items(), 1
             )
         ]  # fmt: skip
+        if not rows:
+            return "No run of the study model yet."
         return markdown_table(["", "rows", "device", "versions", "date", "command"], rows)
 
 

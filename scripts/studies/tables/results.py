@@ -23,7 +23,8 @@ _CLAIMS: Mapping[str, Sequence[Claim]] = {
     "dynaexq": dynaexq.CLAIMS, "dymoe": dymoe.claims(STUDY_LAYERS), "buddymoe": buddymoe.CLAIMS,
 }  # fmt: skip
 _SECTIONS = {"dynaexq": ("dynaexq", "shift"), "dymoe": ("dymoe",),
-             "buddymoe": ("buddymoe", "domains")}  # fmt: skip
+             "buddymoe": ("buddymoe", "domains"),
+             "milo": ("table", "ranks", "policies")}  # fmt: skip
 _DOUBTS = {
     "24 % of the gap between INT4 and INT2 comes back": "experts at random recover 26 % and 29 %, "
     "so that any choice passes this bar"
@@ -39,16 +40,14 @@ def regions(results: Results, page: str) -> dict[str, str]:
     """
     made: dict[str, str] = {}
     counts = _verdicts(_MADE.sub("", page))
-    for name, bars in _CLAIMS.items():
+    for name in TITLES:
         runs = Runs()
-        claims, missing = subjects.claims(results, runs, bars, _DOUBTS)
-        counts[name].update(claim[-1] for claim in claims)
-        head = ["claim", "section", "what we find", "verdict"]
-        made |= {
-            f"{name} claims": markdown_table(head, claims),
-            f"{name} missing": missing,
-            f"{name} study": subjects.tables(results, runs, _SECTIONS[name]),
-        }
+        if bars := _CLAIMS.get(name):
+            claims, made[f"{name} missing"] = subjects.claims(results, runs, bars, _DOUBTS)
+            counts[name].update(claim[-1] for claim in claims)
+            head = ["claim", "section", "what we find", "verdict"]
+            made[f"{name} claims"] = markdown_table(head, claims)
+        made[f"{name} study"] = subjects.tables(results, runs, _SECTIONS[name])
         made[f"{name} runs"] = runs.table()
     rows = [
         [TITLES[name], *(str(of[verdict]) for verdict in VERDICTS)] for name, of in counts.items()

@@ -1,5 +1,6 @@
 """Claims of a paper by the study model's rows, under bars written before, and all its rows."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_SHOWN, Claim, verdict
@@ -46,21 +47,22 @@ def _judged(runs: Runs, bar: Claim, rows: Sequence[Found], doubt: str) -> list[s
 
 
 def tables(results: Results, runs: Runs, sections: Sequence[str]) -> str:
-    """Tables of the rows of sections, one a text: series, and a column for each x."""
-    rows: dict[tuple[str, str], dict[str, dict[float, Found]]] = {}
+    """Tables of the rows of sections, one a text: series, and a column for each x or quantity."""
+    rows: dict[tuple[str, str], dict[str, dict[str, Found]]] = {}
     for match, one in results.every(
-        rf"{STUDY} \| ({'|'.join(sections)}) \| ((?!calibration)[^|]*) \| ([^|]*) \| ([\d.]+)"
+        rf"{STUDY} \| ({'|'.join(sections)}) \| (?:((?!calibration)[^|]*) \| )?([^|]*) \| ([^|]*)"
     ):
         section, text, series, x = match.groups()
-        rows.setdefault((section, text), {}).setdefault(series, {})[float(x)] = one
+        rows.setdefault((section, text), {}).setdefault(series, {})[x] = one
     made = []
-    for (section, text), curves in rows.items():
-        places = sorted({x for curve in curves.values() for x in curve})
+    for of, curves in rows.items():
+        places = dict.fromkeys(x for curve in curves.values() for x in curve)
+        ordered = sorted(places, key=lambda x: float(x) if re.fullmatch(r"[\d.]+", x) else 0.0)
         cells = [
-            [series, *(f"{curve[x].figure:.2f}" if x in curve else "" for x in places)]
+            [series, *(f"{curve[x].figure:.2f}" if x in curve else "" for x in ordered)]
             for series, curve in curves.items()
         ]
         cited = runs.cite(*(one for curve in curves.values() for one in curve.values()))
-        head = [f"{section}, {text} {cited}", *(f"{x:g}" for x in places)]
+        head = [f"{', '.join(filter(None, of))} {cited}", *ordered]
         made.append(markdown_table(head, cells))
     return "\n\n".join(made) or f"{NOT_MEASURED}."
