@@ -304,7 +304,7 @@ class ShapeTest(Case):
 
     @parameterized.parameters(
         ("dynaexq", {"policy.slots": "('2','8')", "policy.settings": "n_hot=2,period=8"}),
-        ("dymoe", {"memory.device_gib": 0.0017, "policy.settings": "retention=0.75,prefetch=0"}),
+        ("dymoe", {"policy.slots": "('3','3')", "policy.settings": "retention=0.75,prefetch=0"}),
     )
     @pytest.mark.slow
     def test_tiers_by_planes(self, name, policy):
