@@ -14,11 +14,13 @@ import numpy as np
 from absl import flags
 from absl.testing import absltest, parameterized
 
+from moejax import Engine
 from moejax.checkpoints.open import open_checkpoint
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import CONFIGS
+from moejax.weights.qtensor import QTensor
 from scripts.studies.peers import (
     accelerate,
     budgets,
@@ -156,6 +158,17 @@ class RandomFilesTest(parameterized.TestCase):
         self.assertEqual(opened.config, CONFIGS["tiny"])
         weights = dict(opened.load(dtype="bfloat16", device=jax.devices("cpu")[0], progress=False))
         self.assertEqual(nbytes, sum(leaf.nbytes for leaf in weights.values()))
+
+    def test_an_int4_checkpoint_that_moejax_runs(self):
+        folder = Path(self.create_tempdir().full_path) / "random"
+        random_checkpoint.write(CONFIGS["tiny"], folder, bits=4)
+        with Engine.from_pretrained(str(folder), progress=False) as engine:
+            packed = {name: weight.bits for name, weight in engine.weights.items()
+                      if isinstance(weight, QTensor)}  # fmt: skip
+            [answer] = engine.generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True)
+        self.assertEqual(packed.pop("head"), 8)
+        self.assertEqual(set(packed.values()), {4})
+        self.assertLen(answer.tokens, 4)
 
 
 class _Server(http.server.BaseHTTPRequestHandler):

@@ -33,15 +33,15 @@ def cases(python: str, shape: str, layers: int, tokens: tuple[int, ...]) -> Iter
             yield Case(NAME, f"{form}, {setting} | server", 300, run)
 
 
-def checkpoint(place: Place, shape: str, layers: int) -> Path:
+def checkpoint(place: Place, shape: str, layers: int, bits: int = 16) -> Path:
     """The random checkpoint, written where it is not there."""
-    path = place.files / f"{shape}-{layers or CONFIGS[shape].num_layers}-bf16"
+    path = place.files / f"{shape}-{layers or CONFIGS[shape].num_layers}-{bits}bits"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}-part")
         place.run(
             [sys.executable, "-m", "scripts.studies.peers.random_files", f"--shape={shape}",
-             f"--layers={layers}", f"--out={part}"], log="random_files",
+             f"--layers={layers}", f"--bits={bits}", f"--out={part}"], log="random_files",
         )  # fmt: skip
         part.replace(path)
     return path

@@ -109,8 +109,7 @@ def cases(
         for gib in (0, LONG_GIB[shape]) if budgets else (0,):
             limit = f"{gib:g} GiB" if gib else "all on the device"
             depth = layers or CONFIGS[shape].num_layers
-            about = f"{shape}, {depth} layers, INT4 by moejax.quantize, {limit}, "
-            about += OWN
+            about = f"{shape}, {depth} layers, {FORMS[4]}, {limit}, {OWN}"
             run = functools.partial(
                 _serve, shape=shape, layers=layers, gib=gib, tokens=tokens[0], platform=platform
             )
@@ -180,26 +179,13 @@ def of_record(text: str, length: int, abouts: Mapping[float, str]) -> Iterator[F
             yield Figure(workload, figures[name]["value"], more, about)
 
 
-def checkpoint(place: Place, shape: str, layers: int) -> Path:
-    """INT4 checkpoint of the random one, quantized where it is not there."""
-    plain = freetoken.checkpoint(place, shape, layers)
-    path = plain.with_name(f"{plain.name}-int4")
-    if not path.exists():
-        part = plain.with_name(f"{plain.name}-int4-part")
-        place.run(
-            [sys.executable, "-m", "moejax.quantize", f"--config.checkpoint={plain}",
-             f"--config.output={part}", "--config.method=rtn", "--config.bits=4"], log="quantize",
-        )  # fmt: skip
-        part.replace(path)
-    return path
-
-
 def _serve(
     place: Place, *, shape: str, layers: int, gib: float, tokens: int, platform: str
 ) -> list[Figure]:
+    checkpoint = freetoken.checkpoint(place, shape, layers, bits=4)
     words = [
         sys.executable, "-m", "moejax.serve", f"--config.platform={platform}",
-        f"--config.checkpoint={checkpoint(place, shape, layers)}", "--config.port={port}",
+        f"--config.checkpoint={checkpoint}", "--config.port={port}",
         f"--config.context={tokens + 256}", f"--config.max_batch={servers.SEQUENCES[-1]}",
         f"--config.memory.device_gib={gib:g}",
         f"--config.compilation_cache={place.files / 'programs'}",

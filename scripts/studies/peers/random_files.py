@@ -3,7 +3,10 @@
     python -m scripts.studies.peers.random_files --shape=Qwen3-30B-A3B --out=qwen3.gguf
     python -m scripts.studies.peers.random_files --shape=Qwen3-30B-A3B --out=qwen3   # a folder
 
-Of Qwen3-30B-A3B the first has 17 GB and takes some seconds, the second 57 GiB and some minutes.
+    python -m scripts.studies.peers.random_files --shape=Qwen3-30B-A3B --bits=4 --out=qwen3-int4
+
+Of Qwen3-30B-A3B the first has 17 GB and takes some seconds, the second 57 GiB and some minutes, the
+third, which `moejax.serve` reads, 17 GiB.
 GGUF needs the gguf package: `pip install gguf`, or --gguf=LLAMA_CPP/gguf-py.
 """
 
@@ -22,6 +25,7 @@ from scripts.studies.peers import random_checkpoint, random_gguf
 _SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(CONFIGS), "a shape of moejax")
 _LAYERS = flags.DEFINE_integer("layers", 0, "fewer layers; 0: all")
 _OUT = flags.DEFINE_string("out", None, "a name that ends with .gguf, or a folder", required=True)
+_BITS = flags.DEFINE_enum("bits", "16", ["4", "16"], "of a checkpoint's experts and attention")
 _GGUF = flags.DEFINE_string("gguf", "", "folder of the gguf package where it is not installed")
 
 
@@ -49,8 +53,10 @@ def main(argv: list[str]) -> None:
             check_room(path, sum(sizes))
             random_gguf.write(config, path, gguf)
         else:
-            check_room(path, 2 * sum(map(math.prod, weight_shapes(config).values())))
-            random_checkpoint.write(config, path)
+            bits = int(_BITS.value)
+            params = sum(map(math.prod, weight_shapes(config).values()))
+            check_room(path, params * (bits + 1) // 8)  # with scales, or a little more
+            random_checkpoint.write(config, path, bits)
     except MoejaxError as error:
         sys.exit(f"error: {error}")
 
