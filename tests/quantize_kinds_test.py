@@ -151,7 +151,7 @@ class QuantizeKindsTest(QuantizeTestCase):
         ("shared", "rtn"), ("latent", "rtn"), ("delta", "rtn"), ("latent", "gptq"),
         ("delta", "gptq"), ("shared", "milo"), ("delta", "milo"), ("joint", "rtn"),
         ("biased", "rtn"),
-        ("by_part", "rtn"), ("sinks", "rtn"),
+        ("by_part", "rtn"), ("sinks", "rtn"), ("lite", "rtn"),
     )  # fmt: skip
     def test_written_and_loaded(self, name, method):
         source = self.source_of(name)
