@@ -22,6 +22,8 @@ NAME = "moejax"
 FORMS = {4: "INT4 g64, head INT8", 16: "bf16"}
 MXFP4 = "MXFP4, the rest INT8"  # of gpt-oss; llama.cpp's files have Q8_0 there
 THREADS = "the host's cores too"  # they multiply some of the experts that no slot has
+AHEAD = "look-ahead"  # the next layer's likely experts are fetched beside a layer's products
+LEAST_AHEAD_GIB = 7  # slots for the experts of two layers
 # GiB that the driver counts beside what JAX holds: CUDA's context and programs.
 CONTEXT_GIB = 0.6
 BF16 = 16  # bits
@@ -67,14 +69,16 @@ def cases(
         routings[RECORDED] = f"--config.trace={trace}"
 
     def case(
-        bits: int, gibs: Sequence[float], routing: str, load: str, seconds: float, threads: int = 0
-    ) -> Case:
+        bits: int, gibs: Sequence[float], routing: str, load: str, seconds: float,
+        threads: int = 0, ahead: int = 0,
+    ) -> Case:  # fmt: skip
         form = MXFP4 if is_mxfp4 else FORMS[bits]
         abouts = {}  # by what is left to JAX
         for gib in gibs:
             limit = f"{gib:g} GiB" if gib else "all on the device"
             about = f"{shape}, {layers or CONFIGS[shape].num_layers} layers, {form}, {limit}"
             about += f", {THREADS}" if threads else ""
+            about += f", {AHEAD}" if ahead else ""
             of_jax = round(gib - CONTEXT_GIB, 2) if gib else 0.0
             abouts[of_jax] = about + f", {routing if gib else OWN} | {load}"
         words = [*common]
@@ -86,6 +90,8 @@ def cases(
             words += [f"--config.budgets=({','.join(map(str, abouts))},)", routings[routing]]
         if threads:
             words.append(f"--config.memory.host_threads={threads}")
+        if ahead:
+            words.append(f"--config.memory.prefetch={ahead}")
         run = functools.partial(
             _measure, words=tuple(words), abouts=abouts, load=load, tokens=tokens
         )
@@ -98,6 +104,10 @@ def cases(
         yield case(4, budgets, routing, "one", 150)
         if not is_mxfp4:  # no job of the cores has biases
             yield case(4, budgets, routing, "one", 150, threads=-1)
+        if routing == RECORDED:  # what is predicted is recorded, too; of made-up routing it is not
+            enough = [gib for gib in budgets if gib >= LEAST_AHEAD_GIB]
+            width = CONFIGS[shape].experts_per_token
+            yield case(4, enough, routing, "one", 150, ahead=width)
     if shape in LONG_GIB or not budgets:
         for gib in (0, LONG_GIB[shape]) if budgets else (0,):
             yield case(4, (gib,), EVEN, "long", 150)
