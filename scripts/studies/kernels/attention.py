@@ -18,8 +18,8 @@ from moejax.models.config import PAGE
 from moejax.models.shapes import SHAPES
 from pallas_kernels import decode_attention
 from pallas_kernels.decode_attention import AttentionTiles
-from scripts.studies.kernels.running import SMOKE_CHAIN, Bench
-from scripts.studies.kernels.timing import Timing, chain_for, time_jax
+from scripts.studies.kernels.running import Bench
+from scripts.studies.kernels.timing import Chain, Timing, chain_for, time_jax
 
 GUESS_SECONDS = 5e-6  # of the shortest call
 MAX_DIFFERENCE = 1e-2  # of the norm; both round weights and results to bfloat16
@@ -53,7 +53,7 @@ def _measure(
     num_bytes = 2 * batch * num_kv * kv_length * head_dim * 2
     chain = chain_for(num_bytes, GUESS_SECONDS + num_bytes / 3e12)
     if bench.smoke:
-        chain = SMOKE_CHAIN
+        chain = Chain(2, 2, 1)
     size = (chain.num_slots, batch, num_kv, kv_length, head_dim)
     draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     make = jax.jit(lambda key: tuple(draw(k, size) for k in jax.random.split(key)))
