@@ -6,8 +6,7 @@
         --text=wiki.test.raw --samples=32 --time_budget_s=450 --output=rows.jsonl  # until status 0
 
 `--sections` chooses among the table, `ranks` (memory against perplexity by rank: MiLo's Figure 11)
-and `policies` (Table 7: one iteration, one byte budget for all). RESULTS.md draws its figures from
-these rows.
+and `policies` (Table 7: one iteration, one byte budget for all).
 
 Every row is quantized by `moejax.quantize`: attention, experts and MLPs; router, embedding and head
 stay as they are. Bits a weight count codes, scales, zeros and factors. Rows are written as they are
