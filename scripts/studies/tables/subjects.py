@@ -17,7 +17,7 @@ def claims(
     """Rows of a table of claims, and the bars without rows, in words.
 
     Args:
-      doubts: why a bar shows nothing where it is met, by what its claim says.
+      doubts: why tests that are met show nothing, by what their claim says.
     """
     found, missing = [], []
     for bar in bars:
@@ -41,8 +41,8 @@ def _judged(runs: Runs, bar: Claim, rows: Sequence[Found], doubt: str) -> list[s
         tests.append(f"{name} {one.mean:+.3f} ± {one.error:.3f}{margin}, {one.verdict}")
     above = f"Nats a token above it, ± a standard error: {'; '.join(tests)}"
     said = f"{NAMES[STUDY]}; {bar.bar}. {above} {runs.cite(*rows)}"
-    if doubt and found == MET:
-        said, found = f"{said}; {doubt}", NOT_SHOWN
+    if doubt and MET in [one.verdict for one in outcomes]:
+        said, found = f"{said}; {doubt}", NOT_SHOWN if found == MET else found
     return [bar.said, bar.where, said, found]
 
 
