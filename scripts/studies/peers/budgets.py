@@ -18,6 +18,7 @@ from scripts.studies.tables.paper import markdown_table
 
 FIRST = "Qwen3-30B-A3B"
 MISSING = "not measured"
+LESS = 0.9  # below so many times our memory a row of theirs says what it took
 
 
 class Point(NamedTuple):
@@ -98,7 +99,12 @@ def short(rows: Sequence[Row]) -> str:
 
 def _cell(one: Point) -> str:
     own = "failed" if one.error else _rate(one.own.get(ours.EVEN)) or MISSING
-    return f"{own} / {_rate(one.theirs) or MISSING}"
+    theirs = _rate(one.theirs) or MISSING
+    if one.theirs and one.own:
+        took = one.theirs.peak_gib
+        is_less = took < LESS * max(row.peak_gib for row in one.own.values())
+        theirs += f" (in {took:.1f} GiB)" if is_less else ""
+    return f"{own} / {theirs}"
 
 
 def in_line(rows: Sequence[Row], peer: str) -> str:
