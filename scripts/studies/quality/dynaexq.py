@@ -99,7 +99,7 @@ def _segments(subject: Subject, name: str) -> Iterator[Point]:
     warm = _parts(subject, scored=False)
     texts = list(warm.values()) if name == "static of all" else [warm["books"]]
     is_static = name != "dynaexq"
-    how = _static(texts, 1) if is_static else {"period": SHIFT_PERIOD}
+    how: dict[str, Any] = _static(texts, 1) if is_static else {"period": SHIFT_PERIOD}
     policy = DynaExq(**how, n_hot=count, max_requests=512)
     served = Served(subject.model, policy, ("int4", "int2"), (num_experts - 1, num_experts))
     served.begin(policy, (None if is_static else subject.none_held(), None))
