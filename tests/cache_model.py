@@ -77,7 +77,8 @@ class CacheModel:
         width, first = self.spec.transient, self.spec.first_transient
         places = {e: (0, self.place(layer, self.where(layer, e))) for e in needed - set(streamed)}
         admitted = [(e, self.place(layer, c)) for e, c in admitted]
-        at_once = self.spec.banks == 1 and self.spec.slots < self.max_needed <= width
+        most = min(self.max_needed, self.spec.num_experts - self.spec.slots)
+        at_once = self.spec.banks == 1 and self.spec.slots < self.max_needed and most <= width
         if at_once:  # one wave is fetched with the admitted experts
             coming = [(e, first + i) for i, e in enumerate(streamed)]
             places |= {e: (0, slot) for e, slot in coming}

@@ -52,9 +52,11 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
     """Rounds float64 to float32 so that a second rounding to fewer bits is right.
 
     A float64 is made bfloat16 through float32; cut off with the last bit set where anything was
-    lost, that one is never taken for half a unit of the result.
+    lost, that one is never taken for half a unit of the result. What is too large becomes the
+    largest float32, and infinite in fewer bits.
     """
-    single = values.astype(np.float32)
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
     bits = single.view(np.uint32) - (np.abs(single) > np.abs(values))
     return (bits | (single != values)).astype(np.uint32).view(np.float32)
 
