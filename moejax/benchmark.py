@@ -19,17 +19,17 @@ from moejax import cli
 from moejax.benchmarking.requests import read_prompt_file
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
-from moejax.evaluation.record import check_output
 from moejax.experts.machine import raise_pinned_limit
 from moejax.files.result_rows import check_rows
+from moejax.files.whole import check_output
 
 
-def define_flags(values: flags.FlagValues) -> None:
+def _define_flags(values: flags.FlagValues) -> None:
     """Defines the flags beside `--config`."""
     flags.DEFINE_boolean("stats", False, "a line of counts for each layer", flag_values=values)
 
 
-def benchmark(config: BenchmarkConfig, values: flags.FlagValues) -> None:
+def _benchmark(config: BenchmarkConfig, values: flags.FlagValues) -> None:
     """Measures, prints the table, writes the files."""
     outputs = [cli.user_path(name) for name in config.outputs()]
     for path in outputs:
@@ -51,7 +51,7 @@ def benchmark(config: BenchmarkConfig, values: flags.FlagValues) -> None:
 
 
 COMMAND = cli.Command(
-    doc=__doc__, default=BenchmarkConfig(), define_flags=define_flags, body=benchmark
+    doc=__doc__, default=BenchmarkConfig(), define_flags=_define_flags, body=_benchmark
 )
 
 if __name__ == "__main__":

@@ -55,14 +55,7 @@ from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner, settings_by_row
 from moejax.models.config import ModelConfig, Pages
 from moejax.text.chat_template import checked_messages
-from moejax.text.tokenizer import (
-    Prompt,
-    Tokenizer,
-    as_batch,
-    check_length,
-    check_tokens,
-    token_ids_of,
-)
+from moejax.text.tokenizer import Prompt, Tokenizer, check_tokens, token_ids_of
 from moejax.weights import linear as ops
 from moejax.weights.linear import KernelChoice
 from moejax.weights.qtensor import Weight
@@ -375,7 +368,7 @@ class Engine:
           in bfloat16 a batch of another size rounds differently, and near ties fall either way.
         """
         wanted = GenerationSettings.of(**with_defaults(self.defaults, settings))
-        ids = [self._encode(prompt, wanted) for prompt in as_batch(prompts)]
+        ids = [self._encode(prompt, wanted) for prompt in _as_batch(prompts)]
         if not ids:
             return []
         batch = self.batch(ids, settings_by_row(wanted, len(ids)), steps_per_call=STEPS_PER_CALL)
@@ -471,7 +464,7 @@ class Engine:
             raise MoejaxError(f"logits takes token ids [B, T], not shape {tokens.shape}")
         if not np.issubdtype(tokens.dtype, np.integer):
             raise MoejaxError(f"logits takes token ids, not {tokens.dtype}")
-        check_length(tokens.shape[1], self.config.context_limit)
+        _check_length(tokens.shape[1], self.config.context_limit)
         check_tokens(tokens, self.config.vocab_size)
         return self._runner.logits(tokens.astype(np.int32))
 
@@ -486,7 +479,7 @@ class Engine:
         Returns:
           float64[B], in nats, summed over each row.
         """
-        check_length(tokens.shape[1], self.config.context_limit, "windows of ")
+        _check_length(tokens.shape[1], self.config.context_limit, "windows of ")
         check_tokens(tokens, self.config.vocab_size)
         check_tokens(targets[targets != -1], self.config.vocab_size)
         return self._runner.score(tokens, lengths, targets)
@@ -563,3 +556,22 @@ class Engine:
             prompt, self.tokenizer, self.config.vocab_size,
             add_special_tokens=settings.add_special_tokens,
         )  # fmt: skip
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Makes a list of prompts from one prompt or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        listed: list[Any] = list(prompts)
+    except TypeError as error:
+        raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
+    if listed and all(isinstance(item, int | np.integer) for item in listed):
+        return [listed]
+    return listed
+
+
+def _check_length(length: int, longest: int, what: str = "") -> None:
+    """Raises MoejaxError if a context is too short for so many tokens, described by `what`."""
+    if length > longest:
+        raise MoejaxError(f"{what}{length} tokens do not fit the model's context of {longest}")

@@ -25,7 +25,7 @@ from moejax.loading import check_recorded
 from moejax.text.corpus import load_text
 
 
-def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
+def _evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     """Measures, prints lines, writes the JSON file."""
     del values
     output = cli.user_path(config.output) if config.output else None
@@ -47,7 +47,7 @@ def _resumes(config: EvaluateConfig) -> bool:
 COMMAND = cli.Command(
     doc=__doc__,
     default=EvaluateConfig(),
-    body=evaluate,
+    body=_evaluate,
     resumes=_resumes,
 )
 

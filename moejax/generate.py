@@ -48,7 +48,7 @@ def define_flags(values: flags.FlagValues) -> None:
     )
 
 
-def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
+def _generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     """Loads the model and answers every prompt, or talks."""
     prompts = read_prompts(values.prompt, values.prompt_file)
     turns = read_turns() if values.chat and not prompts else None
@@ -82,7 +82,7 @@ def _answer(
     prompts: list[str],
     turns: Any,
 ) -> None:
-    """Loads the model and answers, as `generate`."""
+    """Loads the model and answers, as `_generate`."""
     engine = load_engine(config, max(1, len(prompts)))
     if engine.tokenizer is None:
         raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
@@ -192,7 +192,7 @@ def _close(
 
 
 COMMAND = cli.Command(
-    doc=__doc__, default=GenerateConfig(), define_flags=define_flags, body=generate
+    doc=__doc__, default=GenerateConfig(), define_flags=define_flags, body=_generate
 )
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from moejax.experts.budget import describe, warnings
 from moejax.experts.machine import this_machine
 
 
-def plan(config: PlanConfig, values: flags.FlagValues) -> None:
+def _plan(config: PlanConfig, values: flags.FlagValues) -> None:
     """Prints the table, its meaning for speed, and the warnings."""
     del values
     # They import JAX, which --help and mistakes need not wait for.
@@ -51,7 +51,7 @@ def _warned(found: list[str], config: PlanConfig, context: int) -> list[str]:
     return [f"warning: {line}" for line in found]
 
 
-COMMAND = cli.Command(doc=__doc__, default=PlanConfig(), body=plan)
+COMMAND = cli.Command(doc=__doc__, default=PlanConfig(), body=_plan)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

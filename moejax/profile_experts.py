@@ -30,7 +30,7 @@ from moejax.text.corpus import Text, beginning, encode, load_text
 WINDOW = 2048
 
 
-def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
+def _profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
     """Profiles, writes the file, prints a line."""
     del values
     text = _text(config)
@@ -41,7 +41,7 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
     from moejax.engine import Engine
     from moejax.evaluation.expert_errors import load_tiers, measure_errors, measured_tiers
     from moejax.evaluation.expert_profile import Counting, profile, provenance
-    from moejax.evaluation.record import check_output
+    from moejax.files.whole import check_output
     from moejax.inference.runner import Runner
     from moejax.routing import profile_file as buddies
 
@@ -123,7 +123,7 @@ def _text(config: ProfileConfig) -> Text:
     return Text(shipped_text(), "the calibration text that ships")
 
 
-COMMAND = cli.Command(doc=__doc__, default=ProfileConfig(), body=profile_experts)
+COMMAND = cli.Command(doc=__doc__, default=ProfileConfig(), body=_profile_experts)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports JAX
     from moejax.quantization.pipeline.run import Outcome
 
 
-def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
+def _quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
     """Quantizes the checkpoint and prints the report."""
     del values
     outcome = run(config)
@@ -102,7 +102,7 @@ def _read_text(name: str) -> str | None:
 COMMAND = cli.Command(
     doc=__doc__,
     default=QuantizeConfig(),
-    body=quantize,
+    body=_quantize,
     resumes=lambda config: bool(config.output),
 )
 

@@ -22,7 +22,7 @@ from moejax.errors import MoejaxError
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
-def serve(config: ServeConfig, values: flags.FlagValues) -> None:
+def _serve(config: ServeConfig, values: flags.FlagValues) -> None:
     """Loads the model and serves until a signal."""
     del values
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -54,7 +54,7 @@ def _read_key(config: ServeConfig) -> str:
     return key
 
 
-COMMAND = cli.Command(doc=__doc__, default=ServeConfig(), body=serve)
+COMMAND = cli.Command(doc=__doc__, default=ServeConfig(), body=_serve)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

@@ -21,12 +21,12 @@ from moejax import cli
 from moejax.config.grid import described, eighths, settings
 from moejax.config.sweep import SweepConfig, check_picture
 from moejax.errors import MoejaxError, print_stderr
-from moejax.evaluation.record import check_output
 from moejax.files import result_rows as results
+from moejax.files.whole import check_output
 from moejax.routing.simulate.costs import Machine, calibrate, measured_rows
 
 
-def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
+def _sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     """Runs the grid, prints the table, writes the rows and the plot."""
     del values
     if not config.trace:
@@ -131,7 +131,7 @@ def _machines(config: SweepConfig) -> list[Machine]:
     return found
 
 
-COMMAND = cli.Command(doc=__doc__, default=SweepConfig(), body=sweep)
+COMMAND = cli.Command(doc=__doc__, default=SweepConfig(), body=_sweep)
 
 if __name__ == "__main__":
     cli.run(COMMAND)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.benchmarking import bandwidth, figures, routing
+from moejax.benchmarking import bandwidth, routing, running
 from moejax.benchmarking.measuring import BatchTimes, Bench, Measurement
 from moejax.benchmarking.models import models_of
 from moejax.config.benchmark import BenchmarkConfig
@@ -55,7 +55,7 @@ class EndsTest(absltest.TestCase):
 
 class TimesTest(absltest.TestCase):
     def test_by_hand(self):
-        found = figures.of_times(measured([FIRST, SECOND]))
+        found = running._of_times(measured([FIRST, SECOND]))
         expected = {
             "TTFT median": 1000.0,  # of 500, 500, 1500, 1500
             "TTFT p99": 1500.0,
@@ -73,19 +73,19 @@ class TimesTest(absltest.TestCase):
         slow = [BatchTimes([4], [2], 9.0, [(4.0, 1)])]
         quick = [BatchTimes([4], [2], 1.0, [(1.0, 1)])]
         middle = [BatchTimes([4], [2], 2.0, [(3.0, 1)])]
-        found = figures.of_times(measured(slow, quick, middle))["TTFT median"]
+        found = running._of_times(measured(slow, quick, middle))["TTFT median"]
         self.assertEqual((found.value, found.low, found.high), (2000.0, 1000.0, 9000.0))
 
     def test_one_token_has_no_tpot(self):
-        found = figures.of_times(measured([BatchTimes([4], [1], 1.0, [])]))
+        found = running._of_times(measured([BatchTimes([4], [1], 1.0, [])]))
         self.assertIn("TTFT median", found)
         self.assertNotIn("TPOT median", found)
         self.assertNotIn("decode throughput", found)
 
     def test_positions(self):
         # Steps read 5, 6, 7, 8 and 7, 8, 9, 10 positions.
-        self.assertEqual(figures._positions(FIRST), (26 + 34) / 4)
-        self.assertEqual(figures._positions(FIRST, window=6), (5 + 6 * 3 + 6 * 4) / 4)
+        self.assertEqual(running._positions(FIRST), (26 + 34) / 4)
+        self.assertEqual(running._positions(FIRST, window=6), (5 + 6 * 3 + 6 * 4) / 4)
 
 
 class FloorTest(absltest.TestCase):
@@ -98,7 +98,7 @@ class FloorTest(absltest.TestCase):
             weights={"embed": leaf(10**6), "head": leaf(1000), "attention.o_proj": leaf(200),
                      "moe.gate_up": leaf(8000), "moe.down": leaf(4000)},
         )  # fmt: skip
-        found = figures.of_floor(measured([FIRST]), runner, bandwidth.Bandwidth(1e6, "x"))
+        found = running._of_floor(measured([FIRST]), runner, bandwidth.Bandwidth(1e6, "x"))
         # The embeddings are looked up; 2 of 8 experts; keys and values of 2 layers, 2 heads of 16.
         least = 1000 + 200 + 12000 * 2 / 8 + 15 * 2 * 2 * 2 * 16 * 4
         self.assertAlmostEqual(found["byte floor of a decode step"].value, least / 1e6)

@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.policies.expert_activity import ExpertActivity
-from moejax.routing.profile_file import BuddyProfile, profile_of
+from moejax.routing.profile_file import BuddyProfile, ExpertActivity, profile_of
 
 
 def random_profile(

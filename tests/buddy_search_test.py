@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.policies import buddy_gates, buddymoe
-from moejax.policies.buddymoe import Candidates
+from moejax.policies.buddymoe import _Candidates
 from pallas_kernels import buddy_search
 from tests import slow
 
@@ -113,7 +113,7 @@ def check(case: Case, seed: int, **how: Any) -> np.ndarray:
         held = held.at[layer, : case.experts].set(jnp.where(resident, ids[0, 0], -1))
     given = (ids, lists, jnp.int32(layer), held, allowed, *limits, gate, jnp.asarray(counts))
     found = SEARCH(*given, last_first=case.last_first, **how)
-    candidates = Candidates(CANDIDATES(ids, lists[layer], resident, limits[0]))
+    candidates = _Candidates(CANDIDATES(ids, lists[layer], resident, limits[0]))
     expected = SUBSTITUTE(ids, candidates, wanted, limits[1], last_first=case.last_first)
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_array_equal(found.searched, expected.searched)

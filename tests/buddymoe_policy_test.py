@@ -10,7 +10,7 @@ from absl.testing import parameterized
 
 from moejax.policies import buddy_gates, buddymoe
 from moejax.policies.base import SKIPPED, Observation
-from moejax.policies.buddymoe import BuddyMoe, Candidates
+from moejax.policies.buddymoe import BuddyMoe, _Candidates
 from scripts.studies.buddymoe.controls import (
     MatchedRandom,
     Original,
@@ -190,7 +190,7 @@ class DecisionTest(parameterized.TestCase):
         listed = jnp.tile(jnp.arange(2, 42, dtype=jnp.int32), (1, 2, 1))  # 40 places
         listed = listed.at[:, :, :35].set(-1)
         wanted, budget = jnp.ones((1, 2), bool), jnp.int32(2)
-        found = buddymoe._substitute(ids, Candidates(listed), wanted, budget)
+        found = buddymoe._substitute(ids, _Candidates(listed), wanted, budget)
         self.assertEqual(found.ids.tolist(), [[37, 38]])
 
     def test_prompts_may_be_left_alone(self):

@@ -20,7 +20,7 @@ from moejax.policies.buddy_lists import (
     output_gains,
     output_similarity,
 )
-from moejax.policies.buddymoe import Candidates
+from moejax.policies.buddymoe import _Candidates
 from scripts.studies.buddymoe import controls
 from tests import buddymoe_reference as paper
 from tests import slow
@@ -37,7 +37,7 @@ def found_by(
     token = jnp.arange(len(ids), dtype=jnp.int32)[:, None, None]
     value = scores[token, ids[:, :, None], jnp.maximum(candidates, 0)] if scored else None
     return buddymoe._substitute(
-        ids, Candidates(candidates, value), wanted, budget, last_first=last_first
+        ids, _Candidates(candidates, value), wanted, budget, last_first=last_first
     )
 
 

@@ -190,7 +190,7 @@ class BenchmarksTest(parameterized.TestCase):
 
     def test_bits_of_each_kind(self):
         packing = Packing(bits=2, attention_bits=4, shared_bits=8, head_bits=3)
-        bits = {leaf: packing.bits_of(leaf) for leaf in weight_shapes(SHAPES[NAMES[2]])}
+        bits = {leaf: packing._bits_of(leaf) for leaf in weight_shapes(SHAPES[NAMES[2]])}
         self.assertEqual({leaf for leaf, of in bits.items() if of == 4},
                          {"attention.qkv_proj", "attention.o_proj", "delta.qkvz_proj",
                           "delta.o_proj"})  # fmt: skip

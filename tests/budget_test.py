@@ -363,7 +363,7 @@ class AdviceTest(parameterized.TestCase):
         self.assertIn(f"= {budget.total_device / GIB:.3f} GiB of 16", text)
         self.assertIn(f"= {budget.total_host / GIB:.3f} GiB of 20", text)
         self.assertIn("slots: 3 of 8 a layer (37.5 % of the experts), and 2 transient", text)
-        rows = budget.table()
+        rows = budget._table()
         self.assertEqual(
             sum(n for place, part, n in rows if place == "device" and part != "total"),
             budget.total_device,

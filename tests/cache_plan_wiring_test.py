@@ -206,8 +206,8 @@ class WiringTest(parameterized.TestCase):
         def lines(kernels: ops.Kernels, read: Any) -> list[str]:
             tier = TierMemory(TierSpec(cache, 0, read), *hosts, row_of, cpu)
             memory = ExpertMemory([tier])
-            remarks = Runner(CONFIG, weights, cpu, kernels=kernels, memory=memory).kernel_warnings()
-            return [line for line in remarks if "found and placed" in line]
+            runner = Runner(CONFIG, weights, cpu, kernels=kernels, memory=memory)
+            return [line for line in runner._kernel_warnings() if "found and placed" in line]
 
         gpu, disk = ops.Kernels(Target("gpu", (9, 0))), lambda layer, experts: ()
         self.assertEmpty(lines(gpu, None))

@@ -166,7 +166,7 @@ class DeviceTestCase(parameterized.TestCase):
         """
         banks = [pool.banks for pool in runner.memory.pool.tiers]
         attention = [leaf for name, leaf in runner.weights.items() if name in ATTENTION]
-        served = [ops.choose_product(1, runner.dtype, w, runner.kernels) for w in attention]
+        served = [ops._choose_product(1, runner.dtype, w, runner.kernels) for w in attention]
         copied = [
             w for w, of in zip(attention, served, strict=True) if of.implementation == "plain"
         ]

@@ -27,7 +27,7 @@ from tests import commands
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq, Own
-from tests.random_checkpoints import write_tokenizer
+from tests.random_checkpoints import empty_row, write_tokenizer
 
 WEIGHTS = "model.safetensors"
 
@@ -123,7 +123,7 @@ class FilesTest(FolderTestCase):
                 dtype="float32", device=self.device, progress=False, experts=False
             )  # the flip is in one of the two
             for layer, expert in np.ndindex(reader.num_layers, reader.num_experts):
-                reader.read(layer, expert, reader.empty_row())
+                reader.read(layer, expert, empty_row(reader))
 
     def test_a_flipped_bit_of_the_demo(self):
         for name in ("config.json", "generation_config.json", WEIGHTS):

@@ -62,7 +62,7 @@ class CostsTest(parameterized.TestCase):
         rng = np.random.default_rng(0)
         measured = []
         for share in (0.05, 0.1, 0.3, 0.6, 1.0):
-            tpot = true.base_ms + float(true.link_ms(share * GIB))
+            tpot = true.base_ms + float(true._link_ms(share * GIB))
             measured.append(
                 _MeasuredRun(tpot_ms=tpot * rng.normal(1, 0.002), num_bytes=share * GIB)
             )

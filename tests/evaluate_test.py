@@ -18,7 +18,7 @@ from absl.testing import parameterized
 from moejax import cli, evaluate
 from moejax.config.commands import EvaluateConfig, MemoryConfig
 from moejax.engine import Engine
-from moejax.evaluation import perplexity_run, record
+from moejax.evaluation import perplexity_run
 from moejax.evaluation.perplexity import log_likelihood
 from moejax.text.corpus import joined_rows, load_text
 from moejax.text.windows import Windowing
@@ -138,7 +138,9 @@ class EvaluateTest(FolderTestCase):
 
     def test_a_result_that_cannot_be_written_costs_no_window(self):
         output = self.folder / "full.json"
-        with mock.patch.object(record, "write_record", side_effect=OSError("no space left")):
+        with mock.patch.object(
+            perplexity_run, "_write_record", side_effect=OSError("no space left")
+        ):
             self.assertIn("no space left", self.run_main(output=output)[2])
         with mock.patch.object(Engine, "score") as score:
             status, out, err = self.run_main(output=output)

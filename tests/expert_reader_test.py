@@ -35,6 +35,7 @@ from tests.quantized_stores import (
     Own,
     Plain,
 )
+from tests.random_checkpoints import empty_row
 
 EXPERTS = {"moe.gate_up", "moe.down"}
 WEIGHTS = "model.safetensors"
@@ -102,7 +103,7 @@ class ValuesTest(ReaderTestCase):
         for array, part in zip(expected, reader.row, strict=True):
             self.assertEqual(array.shape, (reader.num_layers, reader.num_experts, *part.shape))
             self.assertEqual(array.dtype, part.dtype)
-        row = reader.empty_row()
+        row = empty_row(reader)
         self.assertEqual(reader.row_nbytes, sum(array.nbytes for array in row))
         for index in reversed(every_expert(reader)):
             for array in row:
@@ -187,7 +188,7 @@ class ValuesTest(ReaderTestCase):
         expected = expert_rows(self.load(checkpoint))
 
         def work(index):
-            row = reader.empty_row()
+            row = empty_row(reader)
             reader.read(*index, row)
             return all(
                 np.array_equal(x, y[index], equal_nan=True)
@@ -236,7 +237,7 @@ class RefusalTest(ReaderTestCase):
 
         _, reader = self.open(Large(QWEN), "float16")
         with self.assertRaisesRegex(MoejaxError, "does not fit float16"):
-            reader.read(0, 0, reader.empty_row())
+            reader.read(0, 0, empty_row(reader))
 
     def test_arguments(self):
         _, reader = self.open(Plain(QWEN))
@@ -257,7 +258,7 @@ class RefusalTest(ReaderTestCase):
 class FaultTest(ReaderTestCase):
     def test_bytes_that_change_between_reads(self):
         _, reader = self.open(Own(QWEN, ranks=(0,)))
-        row = reader.empty_row()
+        row = empty_row(reader)
         reader.read(1, 2, row)
         crc = checksum(row)
         reader.read(1, 2, row)
@@ -280,7 +281,7 @@ class FaultTest(ReaderTestCase):
         self.edit(lambda content: content.__delitem__(slice(len(content) // 8, None)))
         with self.assertRaisesRegex(MoejaxError, r"ended inside model\.layers\..*; it was changed"):
             for index in every_expert(reader):
-                reader.read(*index, reader.empty_row())
+                reader.read(*index, empty_row(reader))
 
     def test_an_error_of_the_disk(self):
         _, reader = self.open(Own(QWEN))
@@ -288,12 +289,12 @@ class FaultTest(ReaderTestCase):
             mock.patch.object(os, "preadv", side_effect=OSError(5, "Input/output error")),
             self.assertRaisesRegex(MoejaxError, "layer 0 cannot be read .*: Input/output error"),
         ):
-            reader.read(0, 1, reader.empty_row())
+            reader.read(0, 1, empty_row(reader))
 
     def test_short_reads(self):
         checkpoint, reader = self.open(Own(QWEN))
         expected, original = expert_rows(self.load(checkpoint)), os.preadv
-        row = reader.empty_row()
+        row = empty_row(reader)
         with mock.patch.object(os, "preadv", lambda f, v, at: original(f, [v[0][:100]], at)):
             reader.read(1, 1, row)
         for found, array in zip(row, expected, strict=True):
@@ -301,7 +302,7 @@ class FaultTest(ReaderTestCase):
 
     def test_without_preadv(self):
         checkpoint, reader = self.open(Own(QWEN))
-        expected, row = expert_rows(self.load(checkpoint)), reader.empty_row()
+        expected, row = expert_rows(self.load(checkpoint)), empty_row(reader)
         with mock.patch.object(os, "preadv"):
             del os.preadv
             reader.read(1, 1, row)
@@ -322,7 +323,7 @@ class FaultTest(ReaderTestCase):
             checkpoint, reader = self.open(Own(QWEN))
             reader.close()
             with self.assertRaisesRegex(ValueError, "are closed"):
-                reader.read(0, 0, reader.empty_row())
+                reader.read(0, 0, empty_row(reader))
             kept = open_experts(checkpoint, dtype="auto", device=self.device)
             self.assertLen(opened, 2)
             os.fstat(opened[1])

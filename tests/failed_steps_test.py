@@ -141,8 +141,7 @@ class TransfersTest(TransfersTestCase):
 
     @pytest.mark.slow
     def test_a_thread_that_cannot_start_is_tried_again(self):
-        reader = self.reader(self.source)
-        disk = DiskExperts(reader, None, most_kept=2, most_ahead=2)
+        disk = DiskExperts(self.source, None, ring_blocks=2, most_kept=2)
         self.resources.callback(disk.close)
         transfers = self.transfers(disk)
         for layer, expert in ASK:

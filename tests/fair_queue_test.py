@@ -5,7 +5,8 @@ import random
 from absl.testing import absltest
 
 from moejax.inference.generation import GenerationSettings
-from moejax.serving.rows import FairQueue, Row
+from moejax.serving.batcher import _FairQueue
+from moejax.serving.rows import Row
 
 
 def row(client: str, seed: int = 0) -> Row:
@@ -13,9 +14,9 @@ def row(client: str, seed: int = 0) -> Row:
     return Row(seed, [1], settings, False, False, lambda part: None, client)
 
 
-def filled(**requests: list[int]) -> FairQueue:
+def filled(**requests: list[int]) -> _FairQueue:
     """A queue of requests with so many rows by client; seeds count a client's rows."""
-    queue = FairQueue()
+    queue = _FairQueue()
     for client, counts in requests.items():
         number = 0
         for count in counts:
@@ -24,7 +25,7 @@ def filled(**requests: list[int]) -> FairQueue:
     return queue
 
 
-def taken(queue: FairQueue, count: int) -> list[str]:
+def taken(queue: _FairQueue, count: int) -> list[str]:
     return [f"{one.client}{one.index}" for one in queue.take(count)]
 
 
@@ -62,7 +63,7 @@ class FairQueueTest(absltest.TestCase):
 
     def test_no_client_waits_longer_than_a_row_of_every_other(self):
         """Random arrivals: between two turns of a client that waits, others have one each."""
-        rng, queue = random.Random(0), FairQueue()
+        rng, queue = random.Random(0), _FairQueue()
         clients, since = "abcdef", dict.fromkeys("abcdef", 0)
         for _ in range(300):
             if rng.random() < 0.6:

@@ -11,11 +11,12 @@ from absl.testing import parameterized
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
-from moejax.policies import dynaexq, expert_activity
+from moejax.policies import dynaexq
 from moejax.policies.baselines import OnDemand
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
+from moejax.routing import profile_file
 from moejax.routing.profile_file import FILE_NAME, save_buddies
 from tests import slow, tiny_engine
 from tests.buddy_profiles import random_profile
@@ -33,7 +34,7 @@ class FunctionsTest(parameterized.TestCase):
         self.following[0, 2] = 0  # never chosen
 
     def test_links_are_shares_of_those_that_follow(self):
-        links = expert_activity.links_of(self.following)
+        links = profile_file._links_of(self.following)
         self.assertEqual((links.dtype, links.shape), (np.float32, (M, E, E)))
         np.testing.assert_array_equal(links[0], 0)
         for layer, i, j in np.ndindex(M - 1, E, E):
@@ -43,7 +44,7 @@ class FunctionsTest(parameterized.TestCase):
 
     def test_hotness_is_carried_over_from_the_layer_before(self):
         links, scores = (
-            expert_activity.links_of(self.following),
+            profile_file._links_of(self.following),
             self.rng.random((M, E), np.float32),
         )
         found = jax.jit(dynaexq._expected)(scores, links)
@@ -84,7 +85,7 @@ class PolicyTest(parameterized.TestCase):
     def test_asks_once_when_the_hot_set_was_chosen(self, by):
         rng = np.random.default_rng(1)
         scores = rng.random((M, E), np.float32)
-        links = expert_activity.links_of(rng.random((M, E, E)).astype(np.float32) ** 8)
+        links = profile_file._links_of(rng.random((M, E, E)).astype(np.float32) ** 8)
         policy = DynaExq(period=4, foresight=2, foresee_by=by, links=links)
         resident = np.zeros((M, 2, E), bool)
         resident[:, 0, 7] = resident[:, 1] = True

@@ -11,7 +11,7 @@ from absl.testing import absltest
 
 from moejax import generate
 from moejax.errors import MoejaxError
-from moejax.evaluation import record
+from moejax.evaluation import perplexity_run
 from moejax.evaluation.answers import AnswerFile
 from moejax.files import whole as files
 from moejax.files.result_rows import ResultRow, append_rows, read_rows, write_rows
@@ -70,16 +70,16 @@ class FullDiskTest(FolderTestCase):
         writer = TraceWriter(self.path, 4)
         with full_disk():
             writer.append(**trace.tensors())
-            writer.discard()
+            writer._discard()
         self.assert_left()
 
     def test_results_replace_what_was_there_or_nothing(self):
         with self.refused("run the same command again to resume"):
-            record.write_record(self.path, {"a": 1})
+            perplexity_run._write_record(self.path, {"a": 1})
         self.assert_left()
-        record.write_record(self.path, {"a": 1})
+        perplexity_run._write_record(self.path, {"a": 1})
         with self.refused():
-            record.write_record(self.path, {"a": 2})
+            perplexity_run._write_record(self.path, {"a": 2})
         self.assert_left("x.out")
         self.assertEqual(json.loads(self.path.read_text()), {"a": 1})
 

@@ -27,6 +27,7 @@ import numpy as np
 
 import pallas_kernels
 from moejax.devices import MESH_AXIS, REPLICATED, DeviceMesh, specs_of
+from moejax.experts.placement import _hand_out
 from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.experts.state import (
     CacheSpec,
@@ -51,7 +52,6 @@ from moejax.policies.baselines import OnDemand
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.weights import linear as ops
-from moejax.weights.handed_out import hand_out
 from moejax.weights.qtensor import QTensor
 from pallas_kernels import layout, op
 from tests.cached_device_test import CONFIGS as SMALL
@@ -369,7 +369,7 @@ def print_mesh() -> None:
     by_heads = dataclasses.replace(two, splits_heads=True)
     cases = [(name, slots, mesh) for name, slots in (("resident", 0), ("slots", 32))
              for mesh in (None, two)]  # fmt: skip
-    halves = hand_out(np.ones((2, config.num_experts)), 2, config.num_experts // 2)
+    halves = _hand_out(np.ones((2, config.num_experts)), 2, config.num_experts // 2)
     apart = dataclasses.replace(two, handed_out=halves)
     of_apart = [("handed_out", 0, apart), ("handed_out_slots", 32, apart)]
     for name, slots, mesh in [*cases, ("heads", 0, by_heads), *of_apart]:

@@ -14,11 +14,12 @@ from moejax.config.commands import PlanConfig
 from moejax.config.policy import PolicyConfig
 from moejax.devices import MESH_AXIS, device_nbytes, make_mesh
 from moejax.experts.budget import Limits, describe
+from moejax.experts.placement import _hand_out, _rows_of_each
 from moejax.experts.tiering import Tiering
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.planning import budget_of
 from moejax.routing.profile_file import FILE_NAME, save_buddies
-from moejax.weights.handed_out import OwnExperts, hand_out, rows_of_each, table_of
+from moejax.weights.handed_out import OwnExperts, table_of
 from tests import hf_checkpoints, slow
 from tests.buddy_profiles import random_profile
 from tests.folder_case import FolderTestCase
@@ -40,9 +41,9 @@ class PlacementTest(parameterized.TestCase):
     )
     def test_each_pair_runs_once(self, count, num_experts, more):
         rng = np.random.default_rng(num_experts)
-        rows = rows_of_each(num_experts, count, more)
+        rows = _rows_of_each(num_experts, count, more)
         for load in (np.ones((2, num_experts)), rng.random((2, num_experts)) ** 4):
-            experts = hand_out(load, count, rows)
+            experts = _hand_out(load, count, rows)
             self.assertEqual(experts.shape, (count, 2, rows))
             for layer in (0, 1):
                 held = experts[:, layer]
@@ -68,7 +69,7 @@ class PlacementTest(parameterized.TestCase):
 
     def test_loads_are_even(self):
         load = np.random.default_rng(0).zipf(1.5, (3, 64)).clip(max=50).astype(float)
-        experts = hand_out(load, 4, 16)
+        experts = _hand_out(load, 4, 16)
         for layer in range(3):
             carried = load[layer][experts[:, layer]].sum(axis=1)
             self.assertLess(carried.max(), 1.05 * carried.mean())
@@ -255,7 +256,7 @@ class HandedOutTest(FolderTestCase):
 
     def test_a_table_is_of_each_device(self):
         mesh = make_mesh(2, "cpu")
-        tables = table_of(hand_out(np.ones((1, 4)), 2, 2), 4)
+        tables = table_of(_hand_out(np.ones((1, 4)), 2, 2), 4)
         held = jax.device_put(tables.reshape(-1, 1, 4), mesh.split())
 
         def device_of(table: jax.Array) -> jax.Array:

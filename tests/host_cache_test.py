@@ -5,7 +5,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.experts.host_store import HostCache
+from moejax.experts.disk_cache import _HostCache
 
 
 class ModelCache:
@@ -42,7 +42,7 @@ class HostCacheTest(parameterized.TestCase):
         row_of = np.full((3, 4), -1, np.int32)
         for row, expert in enumerate(experts):
             row_of[expert] = row
-        return HostCache(row_of, num_rows)
+        return _HostCache(row_of, num_rows)
 
     def fetch(self, cache, expert):
         self.assertIsNotNone(cache.reserve(expert))

@@ -22,7 +22,7 @@ from moejax import Engine, MoejaxError
 from moejax.checkpoints import save_hf_checkpoint
 from moejax.experts import host_cores, load
 from moejax.experts.budget import Limits, tiers
-from moejax.experts.host_cores import best_split
+from moejax.experts.host_cores import _best_split
 from moejax.experts.ledger import TierLedger
 from moejax.experts.tiering import Tiering
 from moejax.inference.generation import GenerationSettings
@@ -139,7 +139,7 @@ def on_a_cpu(reply: Any = add_reply):
             (host_job, "post", post), (host_job, "add_reply", reply),
             (load, "machine_refusal", lambda: None),
             (tiers._TierPlan, "check_host_threads", lambda plan: None),
-            (host_cores, "best_split", lambda *_: SPLIT),
+            (host_cores, "_best_split", lambda *_: SPLIT),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, made))
         yield
@@ -200,7 +200,7 @@ class EngineTest(parameterized.TestCase):
 
     def test_table_bytes_tokens_logits_and_counts(self):
         split = mock.Mock(return_value=SPLIT)
-        with on_a_cpu(), mock.patch.object(host_cores, "best_split", split):
+        with on_a_cpu(), mock.patch.object(host_cores, "_best_split", split):
             engine = self.host_engine()
             self.check_tokens("int4", engine)
         (memory,) = engine._runner.memory.tiers
@@ -263,7 +263,7 @@ class DeviceTest(parameterized.TestCase):
         return engine
 
     def test_a_gpu_and_its_host_answer_as_the_gpu_alone(self):
-        with mock.patch.object(host_cores, "best_split", lambda *_: SPLIT):
+        with mock.patch.object(host_cores, "_best_split", lambda *_: SPLIT):
             plain, engine = self.engine(0), self.engine(-1)
         (expected_tokens, expected), (tokens, found) = logprobs(plain), logprobs(engine)
         self.assertEqual(tokens, expected_tokens)
@@ -272,7 +272,7 @@ class DeviceTest(parameterized.TestCase):
         self.assertGreater(engine.ledger.tiers["stored"].on_host, 50)
 
     def test_threads_that_are_gone_are_one_line(self):
-        with mock.patch.object(host_cores, "best_split", lambda *_: SPLIT):
+        with mock.patch.object(host_cores, "_best_split", lambda *_: SPLIT):
             plain, engine = self.engine(0), self.engine(-1)
         engine._runner.memory.tiers[0].host._workers.stop()
         with self.assertRaisesRegex(MoejaxError, "no answer in 2 seconds"):
@@ -284,10 +284,10 @@ class SplitTest(parameterized.TestCase):
     def test_link_and_host_end_together(self):
         # 52 us by the link and 22 us by the host, and 25 us around a job: by hand.
         self.assertEqual(
-            best_split(52e-6, [22e-6 * n for n in range(9)]), (0, 1, 1, 2, 3, 3, 4, 5, 5)
+            _best_split(52e-6, [22e-6 * n for n in range(9)]), (0, 1, 1, 2, 3, 3, 4, 5, 5)
         )
-        self.assertEqual(best_split(1e-6, [0, 1, 2, 3]), (0, 0, 0, 0))
-        self.assertEqual(best_split(1.0, [0, 1e-6, 2e-6, 3e-6]), (0, 1, 2, 3))
+        self.assertEqual(_best_split(1e-6, [0, 1, 2, 3]), (0, 0, 0, 0))
+        self.assertEqual(_best_split(1.0, [0, 1e-6, 2e-6, 3e-6]), (0, 1, 2, 3))
 
 
 class RefusalTest(parameterized.TestCase):

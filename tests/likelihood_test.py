@@ -147,18 +147,18 @@ class TokenRulesTest(FolderTestCase):
         ("a", "hx", ["a"], ["x"]),  # "ah" is one token: what is left is scored
     )
     def test_the_boundary(self, context, continuation, first, rest):
-        found = self.scorer.encode_pair(context, continuation)
+        found = self.scorer._encode_pair(context, continuation)
         self.assertEqual(tuple(map(self._pieces, found)), (first, rest))
 
     def test_an_empty_context_is_eos(self):
-        self.assertEqual(self.scorer.encode_pair("", "y")[0], [3])
+        self.assertEqual(self.scorer._encode_pair("", "y")[0], [3])
         piece = self.engine.tokenizer.decode([3])
-        context, rest = self.scorer.encode_pair("", f"{piece}y")  # it brings its own
+        context, rest = self.scorer._encode_pair("", f"{piece}y")  # it brings its own
         self.assertEqual((context, self._pieces(rest)), ([3], ["y"]))
 
     def test_texts_are_their_tokens(self):
         pairs = [("the quick ", "brown"), ("", "fox jumps"), ("a lazy dog", " over")]
-        tokens = [self.scorer.encode_pair(*pair) for pair in pairs]
+        tokens = [self.scorer._encode_pair(*pair) for pair in pairs]
         for a, b in zip(
             self.engine.loglikelihood(pairs), self.scorer.of_tokens(tokens), strict=True
         ):

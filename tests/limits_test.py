@@ -23,7 +23,7 @@ from moejax.checkpoints.open import Checkpoint
 from moejax.engine import STEPS_PER_CALL
 from moejax.experts import pinned_memory as pinned
 from moejax.experts.budget import PINNED_LIMIT, Limits
-from moejax.experts.disk_cache import DiskExperts, DiskReader
+from moejax.experts.disk_cache import DiskExperts, _DiskReader
 from moejax.inference.generation import GenerationSettings
 from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -85,7 +85,7 @@ class LimitsTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_what_steps_wait_for_takes_what_was_planned_and_its_time_is_measured(self):
         sizes, pauses = [], []
-        read, read_now = DiskExperts.read, DiskReader.read_now
+        read, read_now = DiskExperts.read, _DiskReader._read_now
 
         def told(disk: DiskExperts, *args: Any) -> Any:
             found = read(disk, *args)
@@ -98,7 +98,7 @@ class LimitsTest(parameterized.TestCase):
             return read_now(*args)
 
         self.enter_context(mock.patch.object(DiskExperts, "read", told))
-        self.enter_context(mock.patch.object(DiskReader, "read_now", slow))
+        self.enter_context(mock.patch.object(_DiskReader, "_read_now", slow))
         engine = limited(slots=3, transient=1, host_gib=15 * ROW_NBYTES / 2**30)
         self.assertEqual(tokens(engine), RESIDENT)
         self.assertEqual(engine.budget.tiers[0].host_rows, 15 - 8 - 4)
@@ -121,7 +121,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertBetween(engine.ledger.tiers["stored"].host_hit_rate, 0, 1)
         with self.assertRaises(KeyboardInterrupt), engine._runner.memory.step():
             session = engine._runner.prefill(PROMPTS, 64, GREEDY, ())
-            jax.block_until_ready(session.first_tokens)
+            jax.block_until_ready(session.emitted.tokens)
             for leaf in jax.tree.leaves(engine._runner.memory.pool):
                 leaf.delete()  # its counts are lost
             raise KeyboardInterrupt

@@ -174,27 +174,27 @@ class LmEvalTest(FolderTestCase):
             )  # fmt: skip
 
         data = LocalData(self.folder)
-        arc = data.splits(task("arc_easy", "allenai/ai2_arc", "ARC-Easy"))["test"][1]
+        arc = data._splits(task("arc_easy", "allenai/ai2_arc", "ARC-Easy"))["test"][1]
         self.assertEqual(
             arc,
             {"question": "quick brown?", "answerKey": "B",
              "choices": {"label": ["A", "B", "C"], "text": ["fox", "jumps", "quick"]}},
         )  # fmt: skip
         mmlu = task("mmlu_x", "cais/mmlu", "high_school_geography")
-        splits = LocalData(self.folder, 5).splits(mmlu)
+        splits = LocalData(self.folder, 5)._splits(mmlu)
         self.assertEqual({name: len(of) for name, of in splits.items()}, {"dev": 7, "test": 7})
         self.assertLen(splits["train"], 0)  # a split that is not there has no rows
         with self.assertRaisesRegex(MoejaxError, "no rows whose subject is 'anatomy'"):
-            data.splits(task("mmlu_anatomy", "cais/mmlu", "anatomy"))
+            data._splits(task("mmlu_anatomy", "cais/mmlu", "anatomy"))
         with self.assertRaisesRegex(MoejaxError, "gsm8k asks the questions of the split 'val'"):
-            data.splits(task("gsm8k", "openai/gsm8k", "main", test_split="val"))
+            data._splits(task("gsm8k", "openai/gsm8k", "main", test_split="val"))
 
     def test_arguments(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from moejax.evaluation.lm_eval_model import MoejaxLM, read_arguments
+            from moejax.evaluation.lm_eval_model import MoejaxLM, _read_arguments
 
-        config = read_arguments(
+        config = _read_arguments(
             {"pretrained": "x", "policy.name": "dymoe", "policy.tiers": "int4+int2",
              "memory.slots": 3, "batch_size": "4"}
         )  # fmt: skip
@@ -202,7 +202,7 @@ class LmEvalTest(FolderTestCase):
         self.assertEqual((config.policy.name, config.policy.tiers), ("dymoe", ("int4", "int2")))
         self.assertEqual(config.memory.slots, 3)
         with self.assertRaisesRegex(MoejaxError, "did you mean 'dtype'"):
-            read_arguments({"dtpe": "float32"})
+            _read_arguments({"dtpe": "float32"})
         model = MoejaxLM(pretrained=str(self.checkpoint), device="cpu", batch_size="auto")
         self.assertEqual((model.batch_size, model.max_length), (8, 256))
         self.assertEqual((model.eot_token_id, model.prefix_token_id), (3, 3))

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import mxfp4
 from pallas_kernels.packed import PackedMatrices, with_scale_pairs
-from pallas_kernels.triton.codes import FULL, full_pairs
+from pallas_kernels.triton.product import FULL, _full_pairs
 from tests.packed_operands import E2M1
 
 DTYPES = {"bfloat16": (ml_dtypes.bfloat16, 2.0**126), "float16": (np.float16, 2.0**14)}
@@ -46,7 +46,7 @@ class Mxfp4Test(parameterized.TestCase):
     def test_full_pairs_are_values(self, name):
         dtype, _ = DTYPES[name]
         small = mxfp4.small_pairs(jnp.asarray(self.words[1]), 1, jnp.dtype(name))
-        full = full_pairs(small, jnp.dtype(name), interpret=True)
+        full = _full_pairs(small, jnp.dtype(name), interpret=True)
         np.testing.assert_array_equal(self._floats(full, dtype), self.expected)
 
     def test_scales_in_pairs_keep_their_order(self):

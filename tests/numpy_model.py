@@ -47,6 +47,14 @@ def assert_near(
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
 
 
+def relative_error(weights: Any, approximation: Any) -> np.ndarray:
+    """|W - W'|_F / |W|_F of matrices [..., N, K]: float32[...], 0 if both are 0."""
+    weights, approximation = np.asarray(weights), np.asarray(approximation)
+    lost = np.sum(np.square(weights - approximation), axis=(-2, -1))
+    whole = np.sum(np.square(weights), axis=(-2, -1))
+    return np.where(lost > 0, np.sqrt(lost / np.where(whole > 0, whole, 1.0)), 0.0)
+
+
 def relative_errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Norm of the error over the norm of what was expected, at each position."""
     error = np.linalg.norm(found - expected, axis=-1)

@@ -158,7 +158,7 @@ class KernelTest(HostTestCase):
         rng = rng_of(name)
         weight, values = draw(rng, (3, 20, 24), SPECS[name])
         x = rng.standard_normal((4, 24)).astype(np.float32)
-        choice = ops.choose_product(4, jnp.dtype("bfloat16"), weight, BY_REFERENCE)
+        choice = ops._choose_product(4, jnp.dtype("bfloat16"), weight, BY_REFERENCE)
         self.assertEqual(choice.implementation, ops.DEQUANTIZED)
         self.assertIn(reason, choice.describe())
         found = LINEAR(x, weight, 1, kernels=BY_REFERENCE)
@@ -179,10 +179,10 @@ class KernelTest(HostTestCase):
             (ops.Kernels(Target("cpu", None)), "bfloat16", "cpu"),
             (ops.Kernels(H200), "float32", "x is float32"),
         ):
-            choice = ops.choose_product(4, jnp.dtype(dtype), weight, kernels)
+            choice = ops._choose_product(4, jnp.dtype(dtype), weight, kernels)
             self.assertEqual(choice.implementation, ops.DEQUANTIZED)
             self.assertIn(reason, choice.describe())
-        plain = ops.choose_product(4, jnp.dtype("bfloat16"), jnp.ones((2, 3)), ops.Kernels(H200))
+        plain = ops._choose_product(4, jnp.dtype("bfloat16"), jnp.ones((2, 3)), ops.Kernels(H200))
         self.assertEqual(plain.implementation, ops.PLAIN)
 
     def test_plain_matrices_of_a_stack_run_in_place_where_a_kernel_is_as_fast(self):
@@ -193,7 +193,7 @@ class KernelTest(HostTestCase):
             ("triton", 4, "triton"), ("triton", 1024, ops.PLAIN), ("reference", 4, ops.PLAIN),
         ):  # fmt: skip
             with mock.patch.object(Operation, "choose", return_value=Choice(kernel, {})):
-                choice = ops.choose_product(num_rows, bf16, stack, ops.Kernels(H200))
+                choice = ops._choose_product(num_rows, bf16, stack, ops.Kernels(H200))
             self.assertEqual(choice.implementation, expected)
         router = jax.ShapeDtypeStruct((2, 128, 256), bf16)
         for kernel, num_rows, expected in (
@@ -201,11 +201,11 @@ class KernelTest(HostTestCase):
             ("reference", 1024, ops.PLAIN),
         ):  # fmt: skip
             with mock.patch.object(Operation, "choose", return_value=Choice(kernel, {})):
-                choice = ops.choose_product(
+                choice = ops._choose_product(
                     num_rows, bf16, router, ops.Kernels(H200), always_kernel=True
                 )
             self.assertEqual(choice.implementation, expected)
-        found = ops.choose_product(4, bf16, stack, ops.Kernels(Target("gpu", (8, 0))))
+        found = ops._choose_product(4, bf16, stack, ops.Kernels(Target("gpu", (8, 0))))
         self.assertEqual(found.implementation, "triton")
         for weight, kernels, dtype in (
             (jax.ShapeDtypeStruct((1024, 256), bf16), ops.Kernels(H200), bf16),  # no stack
@@ -214,10 +214,10 @@ class KernelTest(HostTestCase):
             (stack, ops.NO_KERNELS, bf16),
             (stack, BY_REFERENCE, bf16),
         ):
-            choice = ops.choose_product(4, jnp.dtype(dtype), weight, kernels)
+            choice = ops._choose_product(4, jnp.dtype(dtype), weight, kernels)
             self.assertEqual(choice, Choice(ops.PLAIN, {}))
         wide = jax.ShapeDtypeStruct((2, 1024, 256), jnp.float32)
-        choice = ops.choose_product(4, wide.dtype, wide, ops.Kernels(H200))
+        choice = ops._choose_product(4, wide.dtype, wide, ops.Kernels(H200))
         self.assertEqual(choice.implementation, ops.PLAIN)
         self.assertIn("float32", choice.describe())
 
@@ -225,7 +225,7 @@ class KernelTest(HostTestCase):
         weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3_ranks"])
         choice = Choice("triton", {"mosaic": "it is Sunday"})
         with mock.patch.object(Operation, "choose", return_value=choice) as choose:
-            found = ops.choose_product(7, jnp.dtype("bfloat16"), weight, ops.Kernels(H200))
+            found = ops._choose_product(7, jnp.dtype("bfloat16"), weight, ops.Kernels(H200))
         self.assertEqual(found, choice)
         x, matrices, low_rank = choose.call_args.args
         target = choose.call_args.kwargs["target"]

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 from moejax import benchmark, cli, evaluate, generate, plan, serve, sweep
 from moejax.errors import MoejaxError
-from moejax.evaluation.lm_eval_model import read_arguments
+from moejax.evaluation.lm_eval_model import _read_arguments
 from moejax.experts.tiering import Tiering
 from moejax.files.result_rows import read_rows
 from moejax.policies.base import Policy
@@ -75,7 +75,7 @@ class OwnPolicyTest(FolderTestCase):
         self.assertEqual((made.name, made.count), ("first_high", 2))
 
     def test_lm_eval_takes_it(self):
-        config = read_arguments({"policy.name": NAME, "policy.settings": "count=2"})
+        config = _read_arguments({"policy.name": NAME, "policy.settings": "count=2"})
         self.assertEqual(config.policy.tiering().settings, {"count": 2})
 
     @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.inference.pages import PagePool, RowPages
+from moejax.inference.continuous import _PagePool, _RowPages
 from moejax.models.config import Pages
 from moejax.models.kv_cache import KVCache
 from moejax.weights import linear as ops
@@ -211,13 +211,13 @@ class StepTest(HostTestCase):
             np.testing.assert_array_equal(pages[:, 0], before[:, 0])
 
 
-def taken(pool: PagePool, prompt: list[int], limit: int) -> RowPages | None:
+def taken(pool: _PagePool, prompt: list[int], limit: int) -> _RowPages | None:
     return pool.take(prompt, pool.num_found(prompt), limit)
 
 
 class PoolTest(absltest.TestCase):
     def test_full_pages_are_shared_and_the_last_is_copied(self):
-        pool, prompt = PagePool(Pages(12, 4)), list(range(10))
+        pool, prompt = _PagePool(Pages(12, 4)), list(range(10))
         first = taken(pool, prompt, 14)
         assert first is not None
         self.assertEqual((first.num_shared, len(first.numbers), first.source), (0, 4, []))
@@ -240,7 +240,7 @@ class PoolTest(absltest.TestCase):
         self.assertEqual(pool.num_found([*prompt, 77, 5]), 11)
 
     def test_what_was_used_longest_ago_is_given_away_first_from_its_end(self):
-        pool = PagePool(Pages(6, 4))
+        pool = _PagePool(Pages(6, 4))
         for start in (0, 100):
             row = taken(pool, list(range(start, start + 9)), 9)
             assert row is not None
@@ -255,7 +255,7 @@ class PoolTest(absltest.TestCase):
         self.assertEqual(pool.num_found([*range(9), 1]), 8)
 
     def test_a_row_waits_until_its_pages_are_there(self):
-        pool = PagePool(Pages(5, 4))
+        pool = _PagePool(Pages(5, 4))
         first = taken(pool, [1] * 9, 12)
         assert first is not None
         pool.hold(first, [1] * 9)
@@ -268,7 +268,7 @@ class PoolTest(absltest.TestCase):
     def test_any_rows(self):
         """No page is lost, none is another row's unless it is shared, and tokens are right."""
         rng = np.random.default_rng(0)
-        pool, rows = PagePool(Pages(40, 4)), []
+        pool, rows = _PagePool(Pages(40, 4)), []
         content: dict[int, list[int]] = {}
         for _ in range(3000):
             if rows and (rng.random() < 0.45):

@@ -26,7 +26,7 @@ from moejax.experts.tiering import StoredTier, Tiering, open_tier
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.quantization.gptq import GptqSettings, gptq
-from moejax.quantization.grid import PLANE_WEIGHTS, Grid, dequantize, relative_error
+from moejax.quantization.grid import PLANE_WEIGHTS, Grid, dequantize
 from moejax.quantization.hqq import hqq, kernel_refusal
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.milo import MiloSettings, milo, width_ranks
@@ -35,12 +35,13 @@ from moejax.quantization.pipeline.report import report_lines
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.quantization.rtn import rtn
 from moejax.routing.profile_file import load_buddies
-from moejax.weights.linear import DEQUANTIZED, Kernels, choose_product, linear, take_rows
+from moejax.weights.linear import DEQUANTIZED, Kernels, _choose_product, linear, take_rows
 from moejax.weights.qtensor import from_codes
 from pallas_kernels import layout
 from pallas_kernels.target import SIMULATED
 from scripts.studies.dymoe.controls import AsAsked
 from tests import commands, slow
+from tests.numpy_model import relative_error
 from tests.packed_weights import values_of
 from tests.quantize_case import QuantizeTestCase, all_tensors
 from tests.random_checkpoints import TINY
@@ -265,7 +266,7 @@ class PlanesTensorTest(parameterized.TestCase):
         run = jax.jit(linear, static_argnames="kernels")
         np.testing.assert_allclose(run(x, tensor, 1), expected, rtol=1e-4, atol=1e-3)
         for kernels in (Kernels(implementation="reference"), Kernels(SIMULATED)):
-            choice = choose_product(3, jnp.dtype(jnp.float16), tensor, kernels)
+            choice = _choose_product(3, jnp.dtype(jnp.float16), tensor, kernels)
             self.assertNotEqual(choice.implementation, DEQUANTIZED)
         by_slots = run(x, tensor, 1, kernels=Kernels(implementation="reference"))
         np.testing.assert_allclose(by_slots, expected, rtol=1e-4, atol=1e-3)

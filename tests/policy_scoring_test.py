@@ -67,7 +67,7 @@ class PolicyScoringTest(FolderTestCase):
             cls.addClassCleanup(cls.engines[key].close)
         memory = cls.engines[key]._runner.memory
         for tier in memory.tiers:
-            tier.reallocate()
+            tier._reallocate()
         memory.reset()
         return cls.engines[key]
 

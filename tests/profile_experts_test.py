@@ -22,9 +22,8 @@ from moejax.inference.runner import Runner
 from moejax.models.transformer import forward, merge_weights, model_definition
 from moejax.policies.buddy_gates import ENTROPY_BINS
 from moejax.policies.buddy_lists import alpha_schedule
-from moejax.policies.expert_activity import ExpertActivity
 from moejax.routing import profile_file as buddies
-from moejax.routing.profile_file import load_buddies, profile_of, save_buddies
+from moejax.routing.profile_file import ExpertActivity, load_buddies, profile_of, save_buddies
 from tests import buddymoe_reference as paper
 from tests import commands, tiny_engine
 from tests.folder_case import FolderTestCase

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moejax.quantization.grid import Grid, dequantize, relative_error
+from moejax.quantization.grid import Grid, dequantize
 from moejax.quantization.hqq import hqq
 from moejax.quantization.least_squares import LeastSquaresSettings, least_squares
 from moejax.quantization.rtn import rtn
 from tests import slow
+from tests.numpy_model import relative_error
 
 
 def gaussian(shape, seed=0, scale=0.05):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moejax.quantization.low_rank import _orthonormal, balanced, sketch, subspace_svd
+from moejax.quantization.milo import _balanced, _orthonormal, _sketch, _subspace_svd
 
 
 def matrices(shape, decay, seed=0):
@@ -35,7 +35,7 @@ def error(matrix, u, v):
 
 def truncated(matrix, rank):
     """U [..., N, rank] and V [..., rank, K] from random rows in two iterations."""
-    return balanced(*subspace_svd(jnp.asarray(matrix), sketch(matrix, rank), 2), rank)
+    return _balanced(*_subspace_svd(jnp.asarray(matrix), _sketch(matrix, rank), 2), rank)
 
 
 class LowRankTest(parameterized.TestCase):
@@ -58,10 +58,10 @@ class LowRankTest(parameterized.TestCase):
 
     def test_an_earlier_v_is_a_better_start(self):
         matrix = matrices((120, 160), 0.1)
-        basis = sketch(matrix, 12)
+        basis = _sketch(matrix, 12)
         for _ in range(5):
-            columns, basis = subspace_svd(jnp.asarray(matrix), basis, 1)
-        warm, cold = balanced(columns, basis, 12), truncated(matrix, 12)
+            columns, basis = _subspace_svd(jnp.asarray(matrix), basis, 1)
+        warm, cold = _balanced(columns, basis, 12), truncated(matrix, 12)
         bound = tails(matrix, 12)
         self.assertLess(error(matrix, *warm) - bound, 0.5 * (error(matrix, *cold) - bound))
 

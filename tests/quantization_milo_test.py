@@ -16,11 +16,12 @@ from safetensors import safe_open
 from moejax import demo
 from moejax.quantization import milo as milo_module
 from moejax.quantization.factors import factor_grid, quantize_factor, zero_factor
-from moejax.quantization.grid import Grid, dequantize, relative_error
+from moejax.quantization.grid import Grid, dequantize
 from moejax.quantization.hqq import hqq
 from moejax.quantization.milo import MiloSettings, milo, milo_plus
 from moejax.quantization.rtn import rtn
 from tests import slow
+from tests.numpy_model import relative_error
 
 GRID = Grid(bits=3, group_size=64, zero_kind="float")
 
@@ -83,7 +84,7 @@ class MiloTest(parameterized.TestCase):
             size = len(basis)
             return u[:, :size], sigma[:size, None] * v[:size]
 
-        with mock.patch.object(milo_module, "subspace_svd", exact):
+        with mock.patch.object(milo_module, "_subspace_svd", exact):
             settings = MiloSettings(max_rank=6, max_passes=5)
             got = milo(weights, GRID, settings, 6)
         product, wanted = np.zeros(weights.shape), []

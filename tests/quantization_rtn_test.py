@@ -7,11 +7,12 @@ import pytest
 from absl.testing import parameterized
 
 from moejax.quantization import factors
-from moejax.quantization.grid import Codes, Grid, dequantize, nearest_codes, relative_error
+from moejax.quantization.grid import Codes, Grid, dequantize, nearest_codes
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import rtn
 from moejax.weights import qtensor
 from tests import slow
+from tests.numpy_model import relative_error
 
 KINDS = ("float", "integer", "symmetric")
 

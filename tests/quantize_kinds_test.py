@@ -16,9 +16,8 @@ from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.models.config import leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import KIND_OF_LEAF, KINDS, NEVER_PACKED, kind_of, layers_of
 from moejax.models.transformer import forward, merge_weights, model_definition
-from moejax.quantization.pipeline.forward import LayerRun
+from moejax.quantization.pipeline.forward import LayerRun, _one_layer
 from moejax.quantization.pipeline.inventory import take_inventory
-from moejax.quantization.pipeline.layer_steps import one_layer
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.weights.qtensor import QTensor
 from tests import model_kinds, numpy_model, slow
@@ -264,7 +263,7 @@ class CalibrationTest(parameterized.TestCase):
         for layer in range(config.num_layers):
             of_layer = self.of_layer(weights, config, layer)
             self.assertEqual(set(of_layer), {
-                leaf for leaf in weight_shapes(one_layer(config, layer))
+                leaf for leaf in weight_shapes(_one_layer(config, layer))
                 if leaf not in ("embed", "head", "final_norm")
             })  # fmt: skip
             captured.append(run.capture(of_layer))

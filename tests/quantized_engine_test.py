@@ -145,7 +145,7 @@ class QuantizedEngineTest(parameterized.TestCase):
             plain.kernels["decode attention"], r"^xla, float32 \(triton: q is float32.*runs on GPUs"
         )
         self.assertEqual(plain.kernels["prefill attention"], "xla, float32")
-        self.assertEqual(packed._runner.kernel_warnings(), [])  # a CPU: nothing better was expected
+        self.assertEqual(packed._runner._kernel_warnings(), [])  # a CPU has none
 
     @pytest.mark.slow
     def test_a_gpu_without_the_expected_kernel_is_remarked_on(self):
@@ -157,7 +157,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         with self.assertLogs("absl", "WARNING") as logs:
             serving._record_choices("decode", found)
             serving._record_choices("decode", found)
-        self.assertLen(logs.output, len(serving.kernel_warnings()))
+        self.assertLen(logs.output, len(serving._kernel_warnings()))
         told = "\n".join(logs.output)
         self.assertIn("decode: packed weights do not run on the mosaic kernel: ", told)
         self.assertIn("experts: dequantized, int3g8 float", told)

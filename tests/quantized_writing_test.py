@@ -10,14 +10,14 @@ from absl.testing import parameterized
 
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE, quantization_config
 from moejax.checkpoints.formats.native import matrix_tensors, whole_compensator
-from moejax.checkpoints.formats.writers import (
-    ExportedKind,
-    compressed_tensors_config,
-    compressed_tensors_tensors,
-    gptq_config,
-    gptq_tensors,
-)
 from moejax.errors import MoejaxError
+from moejax.quantization.pipeline.export import (
+    _compressed_tensors_config,
+    _compressed_tensors_tensors,
+    _ExportedKind,
+    _gptq_config,
+    _gptq_tensors,
+)
 from moejax.weights.qtensor import from_codes
 from tests import quantized_files as files
 from tests.quantized_stores import FormatTestCase, dequantized
@@ -131,7 +131,9 @@ def files_matrix(stored, bits, symmetric=False):
 def kind_of(matrix):
     """The settings of a matrix as configs have them."""
     per_channel = matrix.group_size == matrix.num_inputs
-    return ExportedKind(matrix.bits, -1 if per_channel else matrix.group_size, matrix.zeros is None)
+    return _ExportedKind(
+        matrix.bits, -1 if per_channel else matrix.group_size, matrix.zeros is None
+    )
 
 
 class WriterTest(FormatTestCase):
@@ -140,13 +142,13 @@ class WriterTest(FormatTestCase):
         shape = (32, 96)
         stored = files.random_matrix(shape, bits=bits, group_size=group_size, symmetric=symmetric)
         matrix = files_matrix(stored, bits, symmetric)
-        tensors = {k.removeprefix("a.b."): v for k, v in gptq_tensors("a.b", matrix).items()}
+        tensors = {k.removeprefix("a.b."): v for k, v in _gptq_tensors("a.b", matrix).items()}
         expected = files.gptq(stored, bits, is_v1=False)
         self.assertSameElements(tensors, expected)
         for name, tensor in tensors.items():
             np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
             self.assertEqual(tensor.dtype, expected[name].dtype)
-        config = gptq_config({"a.b": kind_of(matrix)}, [])
+        config = _gptq_config({"a.b": kind_of(matrix)}, [])
         again = self.read(config, tensors, shape)
         np.testing.assert_array_equal(dequantized(again), stored.weights)
 
@@ -155,14 +157,14 @@ class WriterTest(FormatTestCase):
         shape = (13, 100)
         stored = files.random_matrix(shape, bits=bits, group_size=group_size, symmetric=symmetric)
         matrix = files_matrix(stored, bits, symmetric)
-        written = compressed_tensors_tensors("a.b", matrix)
+        written = _compressed_tensors_tensors("a.b", matrix)
         tensors = {k.removeprefix("a.b."): v for k, v in written.items()}
         expected = files.compressed_tensors(stored, bits, symmetric=symmetric)
         self.assertSameElements(tensors, expected)
         for name, tensor in tensors.items():
             np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
             self.assertEqual(tensor.dtype, expected[name].dtype)
-        config = compressed_tensors_config({"a.b": kind_of(matrix)}, [])
+        config = _compressed_tensors_config({"a.b": kind_of(matrix)}, [])
         again = self.read(config, tensors, shape)
         np.testing.assert_array_equal(dequantized(again), stored.weights)
 
@@ -175,21 +177,21 @@ class WriterTest(FormatTestCase):
         usual, odd = (kind_of(matrix) for matrix in matrices.values())
         kinds = {f"m.{i}.up": usual for i in range(12)} | {f"m.{i}.q": odd for i in range(3)}
         kinds["m.3.q"] = usual
-        config = gptq_config(kinds, [f"m.{i}.gate" for i in range(12)] + ["lm_head"])
+        config = _gptq_config(kinds, [f"m.{i}.gate" for i in range(12)] + ["lm_head"])
         self.assertEqual((config["bits"], config["group_size"], config["sym"]), (4, 64, True))
         self.assertSameElements(
             config["dynamic"],
             [r"-:^m\.\d+\.gate$", "-:^lm_head$", *(rf"+:^m\.{i}\.q$" for i in range(3))],
         )
-        packed = compressed_tensors_config(kinds, ["lm_head"])
-        for written, write in ((config, gptq_tensors), (packed, compressed_tensors_tensors)):
+        packed = _compressed_tensors_config(kinds, ["lm_head"])
+        for written, write in ((config, _gptq_tensors), (packed, _compressed_tensors_tensors)):
             for prefix, bits in (("m.2.q", 8), ("m.3.q", 4)):
                 tensors = write("a", matrices[bits])
                 named = {name.removeprefix("a."): tensor for name, tensor in tensors.items()}
                 again = self.read(written, named, (32, 128), prefix)
                 np.testing.assert_array_equal(dequantized(again), stores[bits].weights)
 
-    @parameterized.parameters(gptq_tensors, compressed_tensors_tensors)
+    @parameterized.parameters(_gptq_tensors, _compressed_tensors_tensors)
     def test_what_does_not_fit_is_refused_with_every_reason(self, write):
         rng = np.random.default_rng(0)
         matrix = from_codes(
@@ -213,16 +215,16 @@ class WriterTest(FormatTestCase):
         matrix = dataclasses.replace(matrix, scales=stored.scales)
         said = "float16 does not hold.*40 outputs, no multiple of 32; 100 inputs"
         with self.assertRaisesRegex(MoejaxError, said):
-            gptq_tensors("a.b", matrix)
+            _gptq_tensors("a.b", matrix)
 
     def test_zero_points_beyond_the_codes(self):
         stored = files.random_matrix((32, 32), bits=4, group_size=32, zeros=(16, 16))
         matrix = files_matrix(stored, 4)
-        for write in (gptq_tensors, compressed_tensors_tensors):
+        for write in (_gptq_tensors, _compressed_tensors_tensors):
             with self.assertRaisesRegex(MoejaxError, "a zero point of 16, beyond 4 bits"):
                 write("a.b", matrix)
 
-    @parameterized.parameters(gptq_tensors, compressed_tensors_tensors)
+    @parameterized.parameters(_gptq_tensors, _compressed_tensors_tensors)
     def test_act_order_is_refused(self, write):
         stored = files.random_matrix((32, 64), bits=4, group_size=32, act_order=True)
         with self.assertRaisesRegex(MoejaxError, "act-order"):

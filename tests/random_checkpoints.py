@@ -9,6 +9,7 @@ import numpy as np
 import tokenizers
 
 from moejax.checkpoints import save_hf_checkpoint
+from moejax.checkpoints.experts import ExpertReader
 from moejax.models.config import ModelConfig, weight_shapes
 
 TINY: dict[str, Any] = {
@@ -60,3 +61,8 @@ def write_tokenizer(directory: pathlib.Path, vocab_size: int, special: Sequence[
     tokenizer.decoder = tokenizers.decoders.Fuse()
     tokenizer.add_special_tokens([*special])
     tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def empty_row(reader: ExpertReader) -> list[np.ndarray]:
+    """Memory for one expert of a checkpoint."""
+    return [np.empty(array.shape, array.dtype) for array in reader.row]

@@ -11,8 +11,8 @@ from absl.testing import absltest
 from starlette.requests import Request as HttpRequest
 
 from moejax import Engine
-from moejax.serving import bodies, requests
-from moejax.serving.bodies import LARGE_BYTES, MOST_BODIES, Bodies
+from moejax.serving import app, requests
+from moejax.serving.app import LARGE_BYTES, MOST_BODIES, _Bodies
 from moejax.serving.errors import ApiError
 from tests.serving_case import WAIT_S, served, shared_engine, wait_until
 
@@ -91,7 +91,7 @@ class LargeTest(absltest.TestCase):
 class RoomTest(absltest.TestCase):
     def test_bodies_in_memory_are_bounded_and_give_back_what_they_took(self):
         async def run() -> list[object]:
-            all_bodies = Bodies(LARGE_BYTES * 2)
+            all_bodies = _Bodies(LARGE_BYTES * 2)
             room = all_bodies._room
             found: list[object] = []
             async with contextlib.AsyncExitStack() as stack:
@@ -116,9 +116,9 @@ class RoomTest(absltest.TestCase):
     def test_a_slow_body(self):
         async def run() -> int:
             waits = asyncio.Event()
-            with mock.patch.object(bodies, "BODY_SECONDS", 0.05):
+            with mock.patch.object(app, "BODY_SECONDS", 0.05):
                 try:
-                    async with Bodies(1000).received(post(10, waits)):
+                    async with _Bodies(1000).received(post(10, waits)):
                         return 0
                 except ApiError as error:
                     return error.status

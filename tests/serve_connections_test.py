@@ -14,13 +14,13 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine
 from moejax.serving.app import Access
-from moejax.serving.connections import ConnectionLimits
+from moejax.serving.server import _ConnectionLimits
 from tests.serving_case import NAME, WAIT_S, Served, served, shared_engine, wait_until
 
 ENGINE: Engine
 SERVER: Served
 OPEN = contextlib.ExitStack()
-LIMITS = ConnectionLimits(8, header_s=0.4, idle_s=5.0, write_s=0.5)
+LIMITS = _ConnectionLimits(8, header_s=0.4, idle_s=5.0, write_s=0.5)
 KEY = "sk-only-ours"
 PAGE = "https://chat.example"
 BODY = {"prompt": "a", "max_tokens": 1, "temperature": 0}
@@ -115,7 +115,7 @@ class TimesTest(absltest.TestCase):
 class NumbersTest(absltest.TestCase):
     def test_the_longest_idle_one_makes_room(self):
         with contextlib.ExitStack() as stack:
-            slow = ConnectionLimits(8, header_s=60)
+            slow = _ConnectionLimits(8, header_s=60)
             server = stack.enter_context(served(ENGINE, limits=slow))
             silent = [stack.enter_context(connect(server)) for _ in range(20)]
             self.assertEqual(server.post("/v1/completions", BODY)[0], 200)
@@ -147,8 +147,8 @@ class NumbersTest(absltest.TestCase):
         """A server that may open 1,024 files, and 2,000 connections that are silent."""
         program = (
             "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n"
-            "from moejax.serving.connections import most_connections\n"
-            "print(most_connections(512), most_connections(2000))"
+            "from moejax.serving.server import _most_connections\n"
+            "print(_most_connections(512), _most_connections(2000))"
         )
         found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
         few, many = map(int, found.stdout.split())

@@ -20,9 +20,14 @@ from moejax.inference.continuous import ContinuousBatch
 from moejax.inference.generation import GenerationSettings
 from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher
-from moejax.serving.connections import ConnectionLimits, Connections, LimitedServer
 from moejax.serving.metrics import Metrics
-from moejax.serving.server import _bind, _uvicorn_config
+from moejax.serving.server import (
+    _bind,
+    _ConnectionLimits,
+    _Connections,
+    _LimitedServer,
+    _uvicorn_config,
+)
 from moejax.text.tokenizer import Tokenizer
 from tests.tiny_engine import load_tiny_engine
 
@@ -101,7 +106,7 @@ class Served:
 def served(
     engine: Engine,
     access: Access = Access("127.0.0.1"),  # noqa: B008, frozen
-    limits: ConnectionLimits = ConnectionLimits(100),  # noqa: B008
+    limits: _ConnectionLimits = _ConnectionLimits(100),  # noqa: B008
     max_body_bytes: int = 100_000,
     model_name: str = NAME,
     logs_requests: bool = False,
@@ -118,8 +123,8 @@ def served(
         logs_requests=logs_requests,
     )  # fmt: skip
     with contextlib.closing(_bind("127.0.0.1", 0)) as listening:
-        connections = Connections(limits)
-        server = LimitedServer(_uvicorn_config(api.application(), connections), connections)
+        connections = _Connections(limits)
+        server = _LimitedServer(_uvicorn_config(api.application(), connections), connections)
         thread = threading.Thread(target=server.run, args=([listening],))
         batcher.start()
         thread.start()

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 from moejax.policies.baselines import OnDemand
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
-from moejax.routing.simulate.sweeping import MAX_SEARCHED, _needed_experts, belady
+from moejax.routing.simulate.sweeping import MAX_SEARCHED, _most_hits, _needed_experts
 from tests.simulated_traces import random_trace
 
 # A prompt in two chunks, tokens one by one, a batch of three, another prompt, more tokens.
@@ -23,27 +23,27 @@ def run_of(slots: int, prefetch: int) -> Run:
 
 
 class CeilingsTest(parameterized.TestCase):
-    def test_belady_is_brute_force(self):
+    def test_most_hits_is_brute_force(self):
         for seed in range(6):
             trace = random_trace(
                 step_sizes=[1] * 9, num_layers=2, num_experts=5, width=2, seed=seed
             )
             masks, is_decode = _needed_experts(trace)
             slots = [0, 1, 2, 3, 5]
-            found = belady(masks, is_decode, jnp.asarray(slots))
+            found = _most_hits(masks, is_decode, jnp.asarray(slots))
             for k, layer in itertools.product(range(len(slots)), range(2)):
                 best = most_hits(masks[:, layer], slots[k])
                 self.assertEqual(int(found.hits[1, layer, k]), best)
 
     @pytest.mark.slow
-    def test_belady_is_a_literal_version_and_beats_lru(self):
+    def test_most_hits_is_a_literal_version_and_beats_lru(self):
         trace = random_trace(step_sizes=STEPS, num_layers=2, num_experts=64, width=6)
         (masks, is_decode), slots = _needed_experts(trace), (0, 3, 8, 20, 40, 64)
         self.assertGreater(masks.sum(2).max(), MAX_SEARCHED)
-        found = belady(masks, is_decode, jnp.asarray(slots))
+        found = _most_hits(masks, is_decode, jnp.asarray(slots))
         for layer in range(2):
             for k, size in enumerate(slots):
-                hits = literal_belady(masks[:, layer], size)
+                hits = literal_most_hits(masks[:, layer], size)
                 expected = [hits[~is_decode].sum(), hits[is_decode].sum()]
                 np.testing.assert_array_equal(found.hits[:, layer, k], expected)
         runs = run_policies(trace, [run_of(size, 0) for size in slots[:-1]])
@@ -72,7 +72,7 @@ def most_hits(masks: np.ndarray, slots: int) -> int:
     return max(best.values())
 
 
-def literal_belady(masks: np.ndarray, slots: int) -> np.ndarray:
+def literal_most_hits(masks: np.ndarray, slots: int) -> np.ndarray:
     """int[S], hits of one layer, with a look at the whole future for every choice."""
     held: set[int] = set()
     hits = np.zeros(len(masks), int)

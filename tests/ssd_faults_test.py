@@ -15,6 +15,7 @@ from moejax.checkpoints.experts import _TensorFiles, open_experts
 from moejax.errors import MoejaxError
 from moejax.experts.disk_cache import _State
 from tests.quantized_stores import QWEN, Gptq, Own
+from tests.random_checkpoints import empty_row
 from tests.ssd_source import MOMENT, SECONDS, Source, SsdTestCase
 
 
@@ -63,7 +64,7 @@ class FaultTest(SsdTestCase):
         self.assertLess(time.monotonic() - start, SECONDS / 2)
         self.assertIn("left behind", logs.output[0])
         self.assertEqual(queued.state, _State.OVER)
-        for call in (lambda: reader.request((0, 0)), lambda: reader.read_now((0, 0))):
+        for call in (lambda: reader.request((0, 0)), lambda: reader._read_now((0, 0))):
             with self.assertRaisesRegex(ValueError, "is closed"):
                 call()
 
@@ -118,7 +119,7 @@ class FaultTest(SsdTestCase):
                     cancelled.append(reader.cancel(ticket))
                 if own.random() < 0.1:
                     with contextlib.suppress(MoejaxError):
-                        row = reader.read_now((layer, expert))
+                        row = reader._read_now((layer, expert))
                         wrong.extend(a for a in row if (a != source.value(layer, expert)).any())
                 for ticket in reader.done():
                     if ticket.row is not None:
@@ -167,7 +168,7 @@ class CheckpointTest(SsdTestCase):
         for index in np.ndindex(2, 3):
             reader.request(index)
         for ticket in self.finished(reader, 6):
-            row = source.empty_row()
+            row = empty_row(source)
             source.read(*ticket.expert, row)
             for found, expected in zip(ticket.row, row, strict=True):
                 np.testing.assert_array_equal(found, expected)
@@ -177,7 +178,7 @@ class CheckpointTest(SsdTestCase):
         """Bytes that the disk gets wrong after the first read: read again, or reported."""
         source = self.open(Own(QWEN))
         reader = self.reader(source, retries=1)
-        expected = source.empty_row()
+        expected = empty_row(source)
         source.read(1, 1, expected)
         left, read = [num_corrupt], _TensorFiles.read
 

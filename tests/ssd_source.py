@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.experts.disk_cache import DiskReader, _State
+from moejax.experts.disk_cache import _DiskReader, _State
 
 SECONDS = 20.0  # for what must happen
 MOMENT = 0.05  # for what must not
@@ -54,8 +54,8 @@ class SsdTestCase(parameterized.TestCase):
         self.enter_context(jax.default_device(self.device))
         self.resources = self.enter_context(contextlib.ExitStack())
 
-    def reader(self, source, *, ring_blocks=2, **kwargs):
-        reader = DiskReader(source, ring_blocks=ring_blocks, **kwargs)
+    def reader(self, source, *, ring_blocks=2, retries=2):
+        reader = _DiskReader(source, ring_blocks=ring_blocks, retries=retries)
         self.resources.callback(reader.close)
         if isinstance(source, Source):
             self.resources.callback(source.gate.set)  # before the reader is closed

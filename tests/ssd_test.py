@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
-from moejax.experts.disk_cache import DiskReader, _State, check_waiting
+from moejax.experts.disk_cache import _DiskReader, _State, check_waiting
 from tests.ssd_source import MOMENT, PARTS, SECONDS, Source, SsdTestCase
 
 
@@ -119,7 +119,7 @@ class WaitingTest(SsdTestCase):
 
         @jax.jit
         def step(expert):
-            row = jax.pure_callback(lambda e: tuple(reader.read_now((2, int(e)))), shapes, expert)
+            row = jax.pure_callback(lambda e: tuple(reader._read_now((2, int(e)))), shapes, expert)
             return tuple(array + jnp.ones((), array.dtype) for array in row)
 
         for expert in range(8):
@@ -134,12 +134,12 @@ class WaitingTest(SsdTestCase):
         reader.request((0, 0))
         self.finished(reader)  # and never released
         reader.request((0, 1))
-        for array in reader.read_now((0, 2)):
+        for array in reader._read_now((0, 2)):
             self.assertTrue((array == source.value(0, 2)).all())
 
     def test_a_reader_that_only_waits_keeps_nothing_alive(self):
-        reader = DiskReader(Source(), ring_blocks=1)
-        reader.read_now((0, 0))
+        reader = _DiskReader(Source(), ring_blocks=1, retries=2)
+        reader._read_now((0, 0))
         seen = weakref.ref(reader)
         del reader
         gc.collect()
@@ -148,7 +148,7 @@ class WaitingTest(SsdTestCase):
     def test_failure(self):
         reader = self.reader(Source([OSError(5, "Input/output error")] * 3))
         with self.assertRaisesRegex(MoejaxError, "Input/output error"):
-            reader.read_now((0, 0))
+            reader._read_now((0, 0))
         self.assertEqual(reader.counters.errors, 1)
 
     def test_what_computes_while_it_reads(self):

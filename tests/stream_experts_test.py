@@ -22,7 +22,7 @@ from pallas_kernels.mosaic_decode.matrix import COLUMNS
 from pallas_kernels.mosaic_decode.product import Lane
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.testing import simulator
-from pallas_kernels.testing.simulator import Simulator
+from pallas_kernels.testing.simulator import _Simulator
 from tests import slow
 from tests.grouped_dequant_matmul_cases import (
     INT2,
@@ -46,7 +46,7 @@ from tests.host_test_case import HostTestCase
 from tests.packed_operands import seed
 
 
-class Late(Simulator):
+class Late(_Simulator):
     """Copies arrive when a thread waits for them, and not before."""
 
     def __init__(self, *machine):
@@ -207,7 +207,7 @@ class KernelTest(HostTestCase):
     def test_late_copies_are_waited_for(self, name):
         case, tiles = CASES[name]
         operands = random_operands(case._replace(tokens=min(case.tokens, 4)), seed(name))
-        with mock.patch.object(simulator, "Simulator", Late):
+        with mock.patch.object(simulator, "_Simulator", Late):
             self.assertIsNone(violation(*layer(operands, tiles), operands))
 
     @parameterized.parameters(11, 0)
@@ -249,7 +249,7 @@ class KernelTest(HostTestCase):
         operands = random_operands(case, seed(self.id()))
         wait = Late.copies_wait
         with (
-            mock.patch.object(simulator, "Simulator", Late),
+            mock.patch.object(simulator, "_Simulator", Late),
             mock.patch.object(Late, "copies_wait", lambda self, n: wait(self, n + 1)),
         ):
             self.assertIsNotNone(violation(*layer(operands, tiles), operands))
@@ -275,7 +275,7 @@ class JobListTest(parameterized.TestCase):
         for block in range(listed.workers):
             room = np.full(listed.num_bytes, 0xFF, np.uint8)
             buffers = [np.ascontiguousarray(a, np.int32).view(np.uint8) for a in (tier, slot)]
-            e = Simulator(block, threads, [*buffers, room], 2)
+            e = _Simulator(block, threads, [*buffers, room], 2)
             pairs = Pairs(e.address(0), e.address(1), len(tier))
             lane, at = Lane.here(e, e.threads % 32), e.shared_address(2)
             works = listed.make(e, pairs, lane, e.threads // 32, e.const(block), at)

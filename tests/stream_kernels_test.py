@@ -20,7 +20,7 @@ from pallas_kernels.mosaic_decode.product import Lane, Stream
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.target import SIMULATED
-from pallas_kernels.testing.simulator import Simulator
+from pallas_kernels.testing.simulator import _Simulator
 from tests import packed_operands, slow
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import expected_hidden, random_operands
@@ -28,7 +28,7 @@ from tests.host_test_case import HostTestCase
 from tests.packed_operands import seed
 
 
-class Banks(Simulator):
+class Banks(_Simulator):
     """Notes reads of shared memory in which two of eight lanes wait for each other."""
 
     conflicts: list
@@ -153,7 +153,7 @@ BROKEN_KEPT = (
     # The second column tile has the sums of the first one.
     (Stream, "prepare_x", sums_of_the_first_column_tile),
     # The sums of other blocks of the cluster are this block's.
-    (Simulator, "load_cluster", lambda self, at, block, imm: self.load_shared(at, imm)),
+    (_Simulator, "load_cluster", lambda self, at, block, imm: self.load_shared(at, imm)),
 )  # fmt: skip
 BROKEN_EXPERTS = (
     ("LOG2_E", 1.0),
@@ -220,7 +220,7 @@ class KernelTest(HostTestCase):
             self.assertIsNotNone(self.violation(x, weights, tiles))
 
     @parameterized.parameters(
-        (Simulator, "permute", lambda self, low, high, selector, right=Simulator.permute:
+        (_Simulator, "permute", lambda self, low, high, selector, right=_Simulator.permute:
          right(self, low, low, selector)),  # odd rows end in their first bytes
         (CodeFormat, "short_block", lambda self, size, step, right=CodeFormat.short_block:
          right(self, size, step ^ 2)),

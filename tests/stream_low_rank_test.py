@@ -20,7 +20,7 @@ from pallas_kernels.mosaic_decode.tiles import SHARED_BYTES, StreamTiles, dense_
 from pallas_kernels.mosaic_decode.u_factor import PoolColumns
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.target import SIMULATED
-from pallas_kernels.testing.simulator import Simulator
+from pallas_kernels.testing.simulator import _Simulator
 from tests import packed_operands, slow
 from tests.host_test_case import HostTestCase
 from tests.packed_operands import Form, seed
@@ -375,7 +375,7 @@ class ColumnsTest(HostTestCase):
         buffers = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in leaves]
         shared = np.zeros(1 << 16, np.uint8)
         for first, count in ((-16, 32), (0, 32), (96, 48), (250, 112), (length // 2 * 2 - 4, 16)):
-            e = Simulator(0, 64, [*buffers, shared], len(buffers))
+            e = _Simulator(0, 64, [*buffers, shared], len(buffers))
             addresses = [e.address(i) for i in range(len(buffers))]
             matrix = low_rank_spec.addressed(matrix_of(weights, "bf16"), addresses)
             columns = PoolColumns(e, matrix, e.const(first), count)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 from absl.testing import parameterized
 
-from pallas_kernels.testing.simulator import KINDS, Simulator, run_blocks
+from pallas_kernels.testing.simulator import KINDS, _Simulator, run_blocks
 from tests.packed_operands import seed
 
 THREADS = 64  # two warps
@@ -16,10 +16,10 @@ MANTISSA = {"bf16": 7, "f16": 10}
 LEAST_EXPONENT = {"bf16": -126, "f16": -14}  # of normal numbers
 
 
-def machine(*memory: np.ndarray, shared: int = 0, threads: int = THREADS) -> Simulator:
+def machine(*memory: np.ndarray, shared: int = 0, threads: int = THREADS) -> _Simulator:
     """A block whose last `shared` buffers are shared memory; arrays are seen, not copied."""
     buffers = [array.reshape(-1).view(np.uint8) for array in memory]
-    return Simulator(0, threads, buffers, len(buffers) - shared)
+    return _Simulator(0, threads, buffers, len(buffers) - shared)
 
 
 def words_of(values: np.ndarray) -> np.ndarray:
@@ -233,7 +233,7 @@ class MemoryTest(parameterized.TestCase):
 
     def test_a_word_is_copied_in_part(self):
         source, shared = np.arange(1, 19, dtype=np.uint8), np.full(64, 0xFF, np.uint8)
-        e = Simulator(0, 32, [source, shared], 1)
+        e = _Simulator(0, 32, [source, shared], 1)
         at = e.mul(e.smaller(e.threads, 4), 4)
         size = e.smaller(e.sub(18, at), 4)
         e.copy_word_async(e.add(e.shared_address(1), at), e.offset(e.address(0), at), size)

@@ -462,7 +462,7 @@ class OneLaunchTest(parameterized.TestCase):
             options |= {"interpret": options["implementation"] == "triton"}
             return predict(*arguments, **options)
 
-        in_one, plan, predict = CachedExperts.is_grouped, cache_plan.plan, cache_plan.predict
+        in_one, plan, predict = CachedExperts._is_grouped, cache_plan.plan, cache_plan.predict
         refusal = CachePlanner.refusal
 
         def few(self, num_pairs):  # as if these were a GPU's
@@ -480,7 +480,7 @@ class OneLaunchTest(parameterized.TestCase):
                 mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
                 mock.patch.object(cache_plan, "plan", interpreted),
                 mock.patch.object(cache_plan, "predict", predicted),
-                mock.patch.object(CachedExperts, "is_grouped", separate),
+                mock.patch.object(CachedExperts, "_is_grouped", separate),
                 mock.patch.object(CachePlanner, "refusal", refuses),
             ):
                 found.append((answers(runner, PROMPTS[:1], 6), memory.read_counters().as_dict()))

@@ -190,10 +190,10 @@ class UseTest(BosTestCase):
         for text in ("hello", f"{bos}hello"):
             self.assertEqual(scorer.encode(text)[:2], hello[:2])
             self.assertEqual(scorer.encode(text).count(0), 1)
-        context, continuation = scorer.encode_pair("hello", " world")
+        context, continuation = scorer._encode_pair("hello", " world")
         self.assertEqual(context, hello)
         self.assertEqual(continuation, HELLO_WORLD[5:])
-        self.assertEqual(scorer.encode_pair("", "hello")[0], [0])
+        self.assertEqual(scorer._encode_pair("", "hello")[0], [0])
 
     @parameterized.product(shape=("deepseek", "mixtral", "with_eos"), spaces=("", " "))
     def test_no_eos_where_likelihoods_go_on(self, shape, spaces):
@@ -205,12 +205,12 @@ class UseTest(BosTestCase):
         whole = [*before, *HELLO_WORLD]
         # The tokenizer adds an eos, which lm_eval's Hugging Face class keeps.
         self.assertEqual(tokenizer.encode("hello world"), [*whole, 1])
-        context, continuation = scorer.encode_pair(f"hello{spaces}", f"{' '[len(spaces) :]}world")
+        context, continuation = scorer._encode_pair(f"hello{spaces}", f"{' '[len(spaces) :]}world")
         self.assertEqual(context, [*before, *HELLO])
         self.assertEqual(continuation, HELLO_WORLD[5:])
-        self.assertEqual(scorer.encode_pair("", "hello")[1][-5:], HELLO)
-        self.assertEqual(scorer.encode_pair(" ", "hello")[0][:1], [0])
-        self.assertNotIn(1, scorer.encode_pair(" ", "hello")[0])
+        self.assertEqual(scorer._encode_pair("", "hello")[1][-5:], HELLO)
+        self.assertEqual(scorer._encode_pair(" ", "hello")[0][:1], [0])
+        self.assertNotIn(1, scorer._encode_pair(" ", "hello")[0])
         self.assertEqual(scorer.encode("hello world"), whole)
         # An eos that a text spells is the text's.
         spelt = f"hello{tokenizer.special_tokens['eos_token']}"

@@ -37,8 +37,7 @@ class DiskTest(TransfersTestCase):
             store = HostStore(self.source, num_rows, self.device)
             store.fill(progress=False)
             self.rows = store.rows
-        reader = self.reader(self.source, ring_blocks=ring, **how)
-        disk = DiskExperts(reader, store, most_kept=2, most_ahead=ring)
+        disk = DiskExperts(self.source, store, ring_blocks=ring, most_kept=2, **how)
         self.resources.callback(disk.close)
         self.asked = []
         return disk

@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from moejax import Engine
 from moejax.checkpoints.experts import ExpertReader
 from moejax.errors import MoejaxError
-from moejax.experts import transfer_programs as programs
+from moejax.experts import transfers as programs
 from moejax.experts.budget import Limits
 from moejax.experts.state import TierSlots
 from moejax.experts.transfers import Transfers
@@ -43,7 +43,7 @@ class RequestTest(TransfersTestCase):
 
     def test_a_landing_writes_the_pool_in_place(self):
         self.transfers()
-        insert, compiled = programs.insert_experts, PROGRAMS._programs
+        insert, compiled = programs._insert_experts, PROGRAMS._programs
         found = [program for key, program in compiled.items() if key[0] is insert]
         self.assertNotEmpty(found)
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.pool))
@@ -89,10 +89,10 @@ class RequestTest(TransfersTestCase):
         self.assert_counters(transfers, requested=1, moved=1, dropped=1)
 
     def test_more_than_a_layer_has_slots_are_dropped(self):
-        layout = programs.BlobLayout.of(self.source.row)
+        layout = programs._BlobLayout.of(self.source.row)
         blobs = (jnp.zeros(layout.num_words, jnp.uint32),) * 3
-        what = jnp.asarray(programs.pad_ids([(3, 0), (3, 1), (3, 2)], 3))
-        insert = jax.jit(programs.insert_experts, static_argnums=(0, 1))
+        what = jnp.asarray(programs._pad_ids([(3, 0), (3, 1), (3, 2)], 3))
+        insert = jax.jit(programs._insert_experts, static_argnums=(0, 1))
         self.pool, slots = insert(CACHE, layout, self.pool, blobs, what)
         self.pool.residency.check(CACHE)
         self.assertEqual(self.resident(), {(3, 0), (3, 1)})
@@ -126,8 +126,8 @@ class RequestTest(TransfersTestCase):
         transfers.request(0, [1])
         self.advance(transfers, lambda: transfers.counters.moved)
         transfers.request(0, [2])
-        failing = mock.Mock(side_effect=RuntimeError("no memory"), __name__="insert_experts")
-        lost = mock.patch("moejax.experts.transfers.insert_experts", failing)
+        failing = mock.Mock(side_effect=RuntimeError("no memory"), __name__="_insert_experts")
+        lost = mock.patch("moejax.experts.transfers._insert_experts", failing)
         with lost, self.assertRaisesRegex(RuntimeError, "no memory"):
             self.advance(transfers)
         self.drain(transfers)
@@ -141,7 +141,7 @@ class RequestTest(TransfersTestCase):
                 ((3, 5), np.uint8), ((7,), jnp.bfloat16), ((2, 2), np.float32), ((5,), np.uint32)
             )
         ]  # fmt: skip
-        layout = programs.BlobLayout.of(row)
+        layout = programs._BlobLayout.of(row)
         memory = np.zeros(layout.num_words, np.uint32)
         for view, part in zip(layout.views(memory), row, strict=True):
             view[...] = part
@@ -149,7 +149,7 @@ class RequestTest(TransfersTestCase):
             self.assertEqual(found.dtype, part.dtype)
             np.testing.assert_array_equal(found, part)
         with self.assertRaisesRegex(ValueError, "float64"):
-            programs.BlobLayout.of([np.zeros(3)])
+            programs._BlobLayout.of([np.zeros(3)])
 
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 13)]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from pallas_kernels.mosaic_prefill import fragments, lanes, scatter, tiles
+from pallas_kernels.mosaic_prefill import fragments, grouped, lanes, tiles
 from pallas_kernels.mosaic_prefill.dense import refusals
 from pallas_kernels.mosaic_prefill.expert_blocks import make_expert_blocks
 from pallas_kernels.packed import plain
 from pallas_kernels.target import Target
-from pallas_kernels.testing.simulator import KINDS, Simulator
+from pallas_kernels.testing.simulator import KINDS, _Simulator
 from tests import packed_operands, slow
 from tests.model_products import DENSE_SHAPES
 from tests.packed_operands import Form
@@ -45,7 +45,7 @@ HALF_BLOCKS = [
 ]  # fmt: skip
 
 
-class Lanes(Simulator):
+class Lanes(_Simulator):
     """The instructions that wgmma's kernels have more."""
 
     def bxor(self, a, b):
@@ -219,18 +219,18 @@ class LanesTest(parameterized.TestCase):
             [sums[group, at + a, i + column + b] for a in (0, 8) for b in (0, 1)]
             for i in range(0, tokens, 8)
         ]
-        place = scatter.Destination(np.int64(row), np.int64(first), np.int64(end))
+        place = grouped._Destination(np.int64(row), np.int64(first), np.int64(end))
         refs = [2 + 2 * group, 3 + 2 * group, 0, 1]
         if way == "hidden":
-            scatter.scatter_hidden(e, "bf16", values, place, chunk, columns, refs)
+            grouped._scatter_hidden(e, "bf16", values, place, chunk, columns, refs)
             eights = sums.reshape(2, 4, 2, 8, tokens).astype(np.float64)
             gate, up = (eights[:, :, i].reshape(2 * width, tokens) for i in range(2))
             found = gate / (1 + np.exp(-gate)) * up
         elif way == "rounded":
-            scatter.scatter_rounded(e, "bf16", values, place, chunk, columns, refs)
+            grouped._scatter_rounded(e, "bf16", values, place, chunk, columns, refs)
             found = sums.reshape(2 * width, tokens)
         else:
-            scatter.scatter_sums(e, values, place, columns, refs[2:])
+            grouped._scatter_sums(e, values, place, columns, refs[2:])
             found = sums.reshape(2 * width, tokens)
         expected = np.full((num_pairs, columns), np.nan)
         expected[order[first:end], row:] = found.T[: end - first, : columns - row]

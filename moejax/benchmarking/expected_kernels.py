@@ -13,7 +13,7 @@ from moejax.weights import linear as ops
 from moejax.weights.linear import KernelChoice
 from pallas_kernels.target import MIN_CAPABILITY
 
-EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops.choose_product`
+EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops._choose_product`
 
 
 def _allowed(kernels: ops.Kernels) -> tuple[str, ...]:

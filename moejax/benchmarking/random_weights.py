@@ -42,7 +42,7 @@ class Packing:
     dense_rank: int = 0  # of attention, the experts that every token takes, and dense MLPs
     expert_rank: int = 0  # of routed experts
 
-    def bits_of(self, leaf: str) -> int:
+    def _bits_of(self, leaf: str) -> int:
         """Bits of a leaf of `weight_shapes`; 16: plain."""
         bits_of_kind = {
             "experts": self.bits,
@@ -216,7 +216,7 @@ def random_weights(
     weights: dict[str, Weight] = {}
     parts = _parts(config) if packing.dense_rank or packing.expert_rank else {}
     for name, shape in weight_shapes(config).items():
-        bits = packing.bits_of(name)
+        bits = packing._bits_of(name)
         if not (experts if name in EXPERT_LEAVES else dense):
             continue
         dtype = jnp.dtype(leaf_dtype(name, jnp.bfloat16))

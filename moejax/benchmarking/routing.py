@@ -139,7 +139,7 @@ def of_trace(
 ) -> Workload:
     """Replays the decoded tokens of a trace, each sequence from another place of it.
 
-    A trace of another number of experts is scaled (`scaled_trace`), and its gates
+    A trace of another number of experts is scaled (`_scaled_trace`), and its gates
     are made up; layers that it lacks are its layers again, from another place.
     """
     ids, gates = _scaled(config, trace, name)
@@ -204,7 +204,7 @@ def _workload_of(
     return Workload(ids, probabilities, _predictions(rng, probabilities, ids, recall), 0)
 
 
-def scaled_trace(
+def _scaled_trace(
     trace: np.ndarray, num_experts: int, *, num_layers: int, of_experts: int, width: int
 ) -> np.ndarray:
     """A small model's routing in the shape of a large one; how experts recur stays as it is.
@@ -322,10 +322,10 @@ def _scaled(config: ModelConfig, trace: Trace, name: str) -> tuple[np.ndarray, n
         order = np.argsort(-gates, axis=-1, kind="stable")
         pairs = (np.take_along_axis(rows, order, axis=-1) for rows in (ids, gates))
         sizes = {"num_layers": layers, "of_experts": experts, "width": width}
-        ids, gates = (scaled_trace(rows, experts, **sizes) for rows in pairs)
+        ids, gates = (_scaled_trace(rows, experts, **sizes) for rows in pairs)
         return ids, gates / gates.sum(axis=-1, keepdims=True)
     try:
-        ids = scaled_trace(
+        ids = _scaled_trace(
             ids, trace.num_experts, num_layers=layers, of_experts=experts, width=width
         )
     except ValueError as error:

@@ -31,7 +31,6 @@ from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.head_shares import HEAD_LEAVES, HeadShares
 from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
 from moejax.models.shapes import one_layer_of
-from moejax.policies.base import AnyPolicy
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import MXFP4, Weight
 from pallas_kernels import layout, mxfp4
@@ -196,7 +195,7 @@ class ShapeMemories:
             for outputs, inputs in sizes
         )
 
-    def rows(self, bits: int, few: bool = False, refines: int = 0) -> _SyntheticRows:
+    def _rows(self, bits: int, few: bool = False, refines: int = 0) -> _SyntheticRows:
         """Rows of a precision, or of its last plane; made once."""
         nbytes, total = self.expert_nbytes(bits, refines), self.num_layers * self.num_experts
         gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
@@ -222,7 +221,7 @@ class ShapeMemories:
     def tier_memory(self, plan: TierPlan) -> TierMemory:
         """Slots of one precision."""
         num_experts = self.num_experts
-        rows = self.rows(plan.bits, plan.few_rows, plan.refines)
+        rows = self._rows(plan.bits, plan.few_rows, plan.refines)
         is_full = plan.slots == num_experts and plan.planes == 1
         transient = plan.transient or (1 if is_full else self.config.experts_per_token)
         cache = CacheSizes(
@@ -249,29 +248,6 @@ class ShapeMemories:
                 cache, memory.pool, rows.store, self.device, in_flight=plan.bulk
             )
         return memory
-
-    def one_tier(self, plan: TierPlan) -> ExpertMemory:
-        """A memory of one precision without a policy."""
-        return ExpertMemory([self.tier_memory(plan)])
-
-    def tiered(
-        self, policy: AnyPolicy, plans: Sequence[TierPlan | TierMemory], names: Sequence[str] = ()
-    ) -> ExpertMemory:
-        """A memory under a policy, of tiers of falling fidelity.
-
-        Args:
-          plans: of the tiers, or memories that are there, which are taken over.
-          names: of the tiers; () for those of plans.
-        """
-        tiers, said = [], []
-        for plan in plans:
-            if isinstance(plan, TierPlan):
-                said.append(self._tier_name(plan.bits))
-                tiers.append(self.tier_memory(plan))
-            else:
-                tiers.append(plan)
-        width = self.config.experts_per_token
-        return ExpertMemory(tiers, names or said, policy, width=width)
 
     def plan_of(self, bits: int, budget: TierBudget, **more: Any) -> TierPlan:
         """Plan of a tier by a budget."""

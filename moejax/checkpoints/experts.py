@@ -183,10 +183,6 @@ class ExpertReader:
         """Closes the files; no read may be going on, and none may follow."""
         self._files.close()
 
-    def empty_row(self) -> list[np.ndarray]:
-        """Memory for one expert."""
-        return [np.empty(array.shape, array.dtype) for array in self.row]
-
     def read(
         self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
     ) -> None:

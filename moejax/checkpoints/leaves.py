@@ -207,14 +207,6 @@ class FactorPool:
         return self.factor("u").nbytes + self.factor("v").nbytes + where
 
 
-def group_by_layer(parts: Sequence[Part]) -> dict[int, list[Part]]:
-    """The parts of one leaf by layer; all of them under 0 where nothing is stacked."""
-    found: dict[int, list[Part]] = defaultdict(list)
-    for part in parts:
-        found[part.index[0] if part.index else 0].append(part)
-    return found
-
-
 def split_experts(part: Part) -> Iterator[Part]:
     """A part for each expert, where all experts of a layer lie together; else the part.
 

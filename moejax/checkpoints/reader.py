@@ -8,7 +8,7 @@ host never holds more than the leaves and one matrix with what its conversion ta
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from moejax.checkpoints.leaves import (
     FactorPool,
     LeafPlan,
     Part,
-    group_by_layer,
     plan_leaves,
     split_experts,
 )
@@ -45,7 +44,6 @@ from moejax.models.config import ModelConfig
 from moejax.models.head_shares import HEAD_LEAVES, OUTPUT, QKV, HeadShares
 from moejax.models.hf.names import Placement, multi_token, vision_tower
 from moejax.models.leaf_kinds import EXPERT_BIASES, EXPERT_LEAVES, VOCABULARY_LEAVES
-from moejax.weights.handed_out import take_experts
 from moejax.weights.qtensor import CodesKind, Compensator, Fp8Tensor, QTensor, Weight
 from moejax.weights.shares import EVERYTHING, Shares, Window, shares_of
 
@@ -151,7 +149,9 @@ class CheckpointReader:
         if name in EXPERT_LEAVES:
             refuse_division(plan, are_whole=experts is not None)
         if name in (*EXPERT_LEAVES, *EXPERT_BIASES) and experts is not None:
-            return _Cut(lambda layer, weight, i: take_experts(weight, experts[i, layer]))
+            return _Cut(
+                lambda layer, weight, i: jax.tree.map(lambda leaf: leaf[experts[i, layer]], weight)
+            )
         if name in (*EXPERT_LEAVES, *EXPERT_BIASES):
             shares = self.shares(mesh.size)
             gate_up, down = shares.windows(mesh.local)
@@ -190,7 +190,7 @@ class CheckpointReader:
             window = Window(rows=((count * min(own), count * (max(own) + 1)),))
         is_stacked = plan.parts[0].index != ()
         memories = _allocate(plan, place, is_stacked=is_stacked)
-        for layer, parts in group_by_layer(plan.parts).items():
+        for layer, parts in _group_by_layer(plan.parts).items():
             for part in parts:
                 arrays = {array: memory.part(part.index) for array, memory in memories.items()}
                 fill_part(plan, part, arrays, _read_checked, window)
@@ -318,7 +318,7 @@ def _read_shares(plan: LeafPlan, cut: _Cut, mesh: DeviceMesh, advance: Advance) 
     take, window = cut
     whole = plan.assemble(memory)
     stacks: dict[int, Any] = dict.fromkeys(mesh.local)
-    for layer, parts in group_by_layer(plan.parts).items():
+    for layer, parts in _group_by_layer(plan.parts).items():
         for part in parts:
             for one in [part] if window == EVERYTHING else split_experts(part):
                 arrays = {name: array[one.index[1:]] for name, array in memory.items()}
@@ -471,3 +471,11 @@ def _convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
         raise MoejaxError(
             f"{name} does not fit {rows.dtype.name} (largest {abs(values).max()}); load as {mend}"
         )
+
+
+def _group_by_layer(parts: Sequence[Part]) -> dict[int, list[Part]]:
+    """The parts of one leaf by layer; all of them under 0 where nothing is stacked."""
+    found: dict[int, list[Part]] = defaultdict(list)
+    for part in parts:
+        found[part.index[0] if part.index else 0].append(part)
+    return found

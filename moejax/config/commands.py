@@ -140,7 +140,7 @@ GROUP_SIZE = option(64, "inputs per scale in a packed shape", least=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordConfig(RunConfig):
+class _RecordConfig(RunConfig):
     """Options that record a run's routing (`moejax.routing.trace`)."""
 
     record_trace: str = option(
@@ -159,7 +159,7 @@ class RecordConfig(RunConfig):
     def check(self) -> None:
         """Checks the fields, as `RunConfig.check`."""
         super().check()
-        for field in () if self.record_trace else dataclasses.fields(RecordConfig):
+        for field in () if self.record_trace else dataclasses.fields(_RecordConfig):
             if (value := getattr(self, field.name)) != field.default:
                 raise MoejaxError(
                     f"{field.name}={value!r} is of a trace, but none is recorded: give "
@@ -168,7 +168,7 @@ class RecordConfig(RunConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig(RecordConfig):
+class GenerateConfig(_RecordConfig):
     """Configuration of `python -m moejax.generate`: a model, and one request's settings."""
 
     command = "moejax.generate"
@@ -408,7 +408,7 @@ class QuantizeConfig(RunConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(RecordConfig):
+class EvaluateConfig(_RecordConfig):
     """Configuration of `python -m moejax.evaluate`; model and text are checked when read."""
 
     command = "moejax.evaluate"

@@ -64,7 +64,7 @@ def load_tiers(
 
 
 def measured_tiers(tiering: Tiering | None) -> dict[str, Any]:
-    """Records what was measured, for `refusal`; empty without tiers."""
+    """Records what was measured, for `_refusal`; empty without tiers."""
     if tiering is None:
         return {}
     return {
@@ -74,7 +74,7 @@ def measured_tiers(tiering: Tiering | None) -> dict[str, Any]:
     }
 
 
-def refusal(measured: Mapping[str, Any], tiering: Tiering) -> str | None:
+def _refusal(measured: Mapping[str, Any], tiering: Tiering) -> str | None:
     """Reason why a profile's errors are not those of a run's tiers, or None."""
     wanted = measured_tiers(tiering)
     missing = [tier for tier in wanted["tiers"] if tier not in measured.get("tiers", [])]
@@ -97,13 +97,15 @@ def layer_errors(config: GenerateConfig, engine: "Engine") -> list[str]:
         return []
     if config.tier_errors:
         path = Path(config.tier_errors).expanduser()
-        return describe_errors(path, tiering, ledger, engine.config)
+        return _describe_errors(path, tiering, ledger, engine.config)
     path = resolve_checkpoint(config.checkpoint) / FILE_NAME
-    found = describe_errors(path, tiering, ledger, engine.config) if path.is_file() else []
+    found = _describe_errors(path, tiering, ledger, engine.config) if path.is_file() else []
     return found if len(found) > 1 else []
 
 
-def describe_errors(path: Path, tiering: Tiering, ledger: Ledger, config: ModelConfig) -> list[str]:
+def _describe_errors(
+    path: Path, tiering: Tiering, ledger: Ledger, config: ModelConfig
+) -> list[str]:
     """Describes the errors of a run's layers by a profile, a line each, or one line why not."""
     try:
         profile = load_buddies(path, config)
@@ -111,7 +113,7 @@ def describe_errors(path: Path, tiering: Tiering, ledger: Ledger, config: ModelC
         return [f"errors of layers are not known: {error}"]
     if profile.errors is None or ledger.gate is None:
         return ["errors of layers are not known: the profile was made without tiers"]
-    if reason := refusal(profile.provenance["measured"], tiering):
+    if reason := _refusal(profile.provenance["measured"], tiering):
         return [f"errors of layers are not known: {reason}; profile again with --config.tiers"]
     found = profile.errors.of_gate(list(ledger.tiers), ledger.gate)
     mean = found.mean

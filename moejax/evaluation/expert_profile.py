@@ -19,14 +19,8 @@ from moejax.models.expert_products import gated
 from moejax.models.kv_cache import KVCache
 from moejax.models.moe import ResidentExperts, Routing, SparseMoe
 from moejax.models.transformer import ChunkSpec, merge_weights
-from moejax.policies.expert_activity import (
-    ExpertActivity,
-    no_activity,
-    with_following,
-    with_layer,
-    with_outputs,
-)
-from moejax.routing.profile_file import config_sha256
+from moejax.policies import buddy_gates
+from moejax.routing.profile_file import ExpertActivity, config_sha256
 from moejax.text.corpus import Text, TokenizedText
 from moejax.text.windows import Windowing, windows
 from moejax.weights import linear as ops
@@ -71,7 +65,7 @@ def profile(
     if len(ids) < 2:
         raise MoejaxError(f"the text has {len(ids)} tokens; two are the least to profile")
     activity = jax.device_put(
-        no_activity(len(config.moe_layers), config.num_experts, outputs=counting.outputs),
+        _no_activity(len(config.moe_layers), config.num_experts, outputs=counting.outputs),
         runner.device,
     )
     count = _step(counting)
@@ -114,11 +108,11 @@ def _step(counting: Counting) -> Callable[..., steps.StepResult[tuple[KVCache, E
             chunk.tokens, positions, mask, cache, spec, run, chunk.lengths
         )
         for layer in range(len(ids)):
-            activity = with_layer(
+            activity = _with_layer(
                 activity, layer, probabilities[layer], ids[layer], counted, counting.temperature
             )
             if layer > 0:
-                activity = with_following(activity, layer - 1, ids[layer - 1], ids[layer], counted)
+                activity = _with_following(activity, layer - 1, ids[layer - 1], ids[layer], counted)
             if counting.outputs:
                 activity = _compared(activity, model.moe, layer, x[layer], ids[layer], counted)
         activity = dataclasses.replace(activity, tokens=activity.tokens + counted.sum())
@@ -150,7 +144,7 @@ def _compared(
         outputs = jnp.einsum("enf,edf->end", gated(products, moe.config.gating), down)
         if biases is not None:
             outputs = outputs + biases.down[layer][:, None]
-        return with_outputs(activity, layer, outputs, ids, counted), None
+        return _with_outputs(activity, layer, outputs, ids, counted), None
 
     parts = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), (x, ids, counted))
     return jax.lax.scan(add, activity, parts)[0]
@@ -179,3 +173,93 @@ def provenance(
         "date": results.today(),
         "command": results.command_line(),
     }
+
+
+_EXACT = jax.lax.Precision.HIGHEST  # a shorter product would round the counts
+
+
+def _no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertActivity:
+    """Empty counts, before any token; with `outputs`, outputs will be compared."""
+    pairs = (num_layers, num_experts, num_experts)
+    return ExpertActivity(
+        tokens=jnp.zeros((), jnp.float32),
+        activations=jnp.zeros(pairs[:2], jnp.float32),
+        coactivations=jnp.zeros(pairs, jnp.float32),
+        weighted=jnp.zeros(pairs, jnp.float32),
+        entropies=jnp.zeros((num_layers, buddy_gates.ENTROPY_BINS), jnp.float32),
+        cosines=jnp.zeros(pairs, jnp.float32) if outputs else None,
+        following=jnp.zeros(pairs, jnp.float32),
+    )
+
+
+def _with_layer(
+    activity: ExpertActivity,  # so far; donate it
+    layer: int,  # among the sparse ones
+    probabilities: jax.Array,  # float32[N, E]
+    ids: jax.Array,  # int32[N, A], by falling probability
+    token_weights: jax.Array,  # float32[N]; 0 for padding
+    temperature: float = 1.0,  # temperature of p~ in TAE
+) -> ExpertActivity:
+    """Counts a layer's routing."""
+    num_experts = probabilities.shape[1]
+    chosen = buddy_gates.chosen_probabilities(probabilities, ids)
+    is_expert = (ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]).astype(
+        jnp.float32
+    )
+    marks = jnp.sum(is_expert, axis=1)
+    both = _products(marks * token_weights[:, None], marks)
+    # The later of two ranks has the smaller p~: each is paired with all before it.
+    before = jnp.cumsum(is_expert, axis=1) - is_expert
+    least = is_expert * (chosen * token_weights[:, None])[:, :, None]
+    half = _products(least.reshape(-1, num_experts), before.reshape(-1, num_experts))
+    smoothed = buddy_gates.chosen_probabilities(probabilities, ids, temperature)
+    bins = buddy_gates.entropy_bin(buddy_gates.activating_entropy(smoothed))
+    off_diagonal = 1 - jnp.eye(num_experts, dtype=jnp.float32)
+    return dataclasses.replace(
+        activity,
+        activations=activity.activations.at[layer].add(jnp.diagonal(both)),
+        coactivations=activity.coactivations.at[layer].add(both * off_diagonal),
+        weighted=activity.weighted.at[layer].add(half + half.T),
+        entropies=activity.entropies.at[layer, bins].add(token_weights),
+    )
+
+
+def _with_following(
+    activity: ExpertActivity,  # so far, with `following`; donate it
+    layer: int,  # among the sparse ones, not the last
+    ids: jax.Array,  # int32[N, A], of the layer
+    next_ids: jax.Array,  # int32[N, A], of the next one
+    token_weights: jax.Array,  # float32[N]
+) -> ExpertActivity:
+    """Counts pairs of choices in a layer and in the next sparse one."""
+    assert activity.following is not None
+    expert = jnp.arange(activity.activations.shape[1], dtype=jnp.int32)
+
+    def marks(ids: jax.Array) -> jax.Array:
+        return jnp.any(ids[:, :, None] == expert[None, None], axis=1).astype(jnp.float32)
+
+    both = _products(marks(ids) * token_weights[:, None], marks(next_ids))
+    return dataclasses.replace(activity, following=activity.following.at[layer].add(both))
+
+
+def _with_outputs(
+    activity: ExpertActivity,  # so far, with `cosines`; donate it
+    layer: int,  # among the sparse ones
+    outputs: jax.Array,  # [E, N, D], f_e(x_n)
+    ids: jax.Array,  # int32[N, A]
+    token_weights: jax.Array,  # float32[N]
+) -> ExpertActivity:
+    """Compares the outputs of all experts for the same tokens."""
+    assert activity.cosines is not None
+    wide = outputs.astype(jnp.float32)
+    length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
+    unit = wide / jnp.maximum(length, float(np.finfo(np.float32).tiny))
+    cosines = jnp.einsum("ind,jnd->nij", unit, unit, precision=_EXACT)
+    expert = jnp.arange(len(outputs), dtype=jnp.int32)
+    marks = jnp.any(ids[:, :, None] == expert[None, None], axis=1).astype(jnp.float32)
+    found = jnp.einsum("ni,nij->ij", marks * token_weights[:, None], cosines, precision=_EXACT)
+    return dataclasses.replace(activity, cosines=activity.cosines.at[layer].add(found))
+
+
+def _products(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum("ne,nf->ef", x, y, precision=_EXACT)

@@ -41,7 +41,7 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
-def read_arguments(arguments: dict[str, Any]) -> EvaluateConfig:
+def _read_arguments(arguments: dict[str, Any]) -> EvaluateConfig:
     """Builds the configuration from lm_eval's model arguments.
 
     Args:
@@ -101,7 +101,7 @@ class MoejaxLM(TemplateLM):
             fields.setdefault("platform", "cpu" if device == "cpu" else "gpu")
         if not isinstance(max_gen_toks, int) or max_gen_toks < 1:
             raise MoejaxError(f"max_gen_toks={max_gen_toks} must be a number of tokens, at least 1")
-        config = read_arguments(fields)
+        config = _read_arguments(fields)
         self._config = config
         self._max_gen_toks = max_gen_toks
         with self._exact():

@@ -41,7 +41,7 @@ class LocalData:
     folder: Path  # of the files
     num_fewshot: int | None = None  # examples before each document; None for the task's own number
 
-    def splits(self, task: Any) -> _Splits:
+    def _splits(self, task: Any) -> _Splits:
         """Reads the data set of one of lm_eval's tasks."""
         if not self.folder.is_dir():
             raise MoejaxError(f"--data {self.folder} is no folder; name one of JSON Lines files")
@@ -105,7 +105,7 @@ def in_place_of_the_hub(data: LocalData) -> Iterator[None]:
 
     def download(self: ConfigurableTask, dataset_kwargs: Any = None, **_: Any) -> None:
         del dataset_kwargs
-        self.dataset = data.splits(self.config)
+        self.dataset = data._splits(self.config)
 
     of_lm_eval = ConfigurableTask.download
     ConfigurableTask.download = download

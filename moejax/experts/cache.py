@@ -113,10 +113,10 @@ class TierMemory:
         banks = tuple(jax.tree.map(slots, rows) for _ in range(num_banks))
         state = (self._empty_tables(), residency.no_counts(cache.num_layers))
         tables, counts = self._put(state)
-        jobs = None if self.store.jobs is None else put(self.host_state(), place)
+        jobs = None if self.store.jobs is None else put(self._host_state(), place)
         return TierSlots(banks, tables, counts, used, jobs)
 
-    def host_state(self) -> np.ndarray:
+    def _host_state(self) -> np.ndarray:
         """State of jobs before the next one, int32[2]."""
         assert self.host is not None
         return np.asarray([self.host.last_number, 0], np.int32)
@@ -125,7 +125,7 @@ class TierMemory:
         """Has the host's cores multiply some misses from now on."""
         self.host, place = host, self.store.row_of.sharding
         self.store = dataclasses.replace(self.store, jobs=HostJobs(*put(host.operands, place)))
-        self.pool = dataclasses.replace(self.pool, jobs=put(self.host_state(), place))
+        self.pool = dataclasses.replace(self.pool, jobs=put(self._host_state(), place))
 
     def _put(self, state: Any) -> Any:
         """Puts tables or counts on the device; where experts are handed out each has its own."""
@@ -174,12 +174,12 @@ class TierMemory:
         return found
 
     @property
-    def failures(self) -> int:
+    def _failures(self) -> int:
         """Times that the disk, or the host's cores, failed a step so far."""
         return sum(of.failures for of in (self.disk, self.host) if of)
 
     @property
-    def error(self) -> str:
+    def _error(self) -> str:
         """Error of a failure."""
         return next(of.error for of in (self.disk, self.host) if of and of.failures)
 
@@ -206,13 +206,13 @@ class TierMemory:
 
     def _forget_failed(self) -> None:
         """Empties the slots if the disk failed a step since the last call: they may be wrong."""
-        if self.failures == self._forgotten:
+        if self._failures == self._forgotten:
             return
         try:
             self.pool.residency.clock.block_until_ready()  # no step is left that could fail too
         except jax.errors.JaxRuntimeError:
-            self.reallocate()
-        self._forgotten = self.failures
+            self._reallocate()
+        self._forgotten = self._failures
         self._forget()
         if self.host is not None and self.host.failures:  # every miss is fetched from now on
             self.store = dataclasses.replace(self.store, jobs=None)
@@ -227,7 +227,7 @@ class TierMemory:
         state = self._put({"residency": self._empty_tables(), "used": used})
         self.pool = dataclasses.replace(self.pool, **state)
 
-    def reallocate(self) -> None:
+    def _reallocate(self) -> None:
         """Allocates a new pool, filled by `fill`; unread counts are lost."""
         if self.transfers is not None:
             self.transfers.forget_steps()
@@ -240,7 +240,7 @@ class TierMemory:
         if self.fill is not None:
             self.pool = self.fill(self)
 
-    def read_counters(self) -> None:
+    def _read_counters(self) -> None:
         """Adds the counts of all steps so far to the ledger; waits for them."""
         counts = jax.device_get(self.pool.counts)
         if self.spec.handed_out:
@@ -363,21 +363,21 @@ class ExpertMemory:
         return self.tiers[0].stacks()
 
     @property
-    def failures(self) -> int:
+    def _failures(self) -> int:
         """Times that the disk failed a step so far."""
-        return sum(tier.failures for tier in self.tiers)
+        return sum(tier._failures for tier in self.tiers)
 
     def failure_count(self) -> int:
-        """Returns `failures` now, against which `step` and `reading` compare."""
+        """Returns the number of failures now, against which `step` and `reading` compare."""
         with self._lock:
             for tier in self.tiers:
                 tier._forget_failed()
-            return self.failures
+            return self._failures
 
     def _check_failures(self, failures_before: int | None) -> None:
         """Raises MoejaxError if the disk failed after `failure_count` gave `failures_before`."""
-        if failures_before is not None and self.failures != failures_before:
-            raise MoejaxError(next(tier.error for tier in self.tiers if tier.failures))
+        if failures_before is not None and self._failures != failures_before:
+            raise MoejaxError(next(tier._error for tier in self.tiers if tier._failures))
 
     @contextlib.contextmanager
     def step(self, failures_before: int | None = None, num_tokens: int = 0) -> Iterator[None]:
@@ -417,7 +417,7 @@ class ExpertMemory:
             has_failed = isinstance(error, jax.errors.JaxRuntimeError)
             for tier in self.tiers:
                 if has_failed or tier._is_lost:
-                    tier.reallocate()
+                    tier._reallocate()
             leaves = jax.tree.leaves((self._state, self._gate))
             if has_failed or any(leaf.is_deleted() for leaf in leaves):
                 self._reset_policy()
@@ -434,7 +434,7 @@ class ExpertMemory:
         except jax.errors.JaxRuntimeError:
             with self._lock:  # all at once: a step of another thread takes all of them
                 for tier in self.tiers:
-                    tier.reallocate()
+                    tier._reallocate()
                 self._reset_policy()
             raise
         self._check_failures(failures_before)
@@ -443,7 +443,7 @@ class ExpertMemory:
         """Waits for all steps so far and returns the ledger."""
         with self._lock, self.reading():  # a step of another thread would take the pool, or be lost
             for tier in self.tiers:
-                tier.read_counters()
+                tier._read_counters()
             if self._gate is not None:
                 gate = np.asarray(jax.device_get(self._gate), np.float64)
                 if self.spec.tiers[0].handed_out:

@@ -65,7 +65,7 @@ class CachePlanner:
                 slots=tier.cache.slots,
                 banks=tier.cache.banks,
                 transient=tier.cache.transient,
-                waves=self.num_waves(i, num_pairs),
+                waves=self._num_waves(i, num_pairs),
                 is_full=tier.cache.slots == tier.cache.num_items,
                 is_complete=tier.is_complete,
                 static_in_step=i == 0
@@ -81,7 +81,7 @@ class CachePlanner:
             for i, tier in enumerate(self.tiers)
         )
 
-    def num_waves(self, index: int, num_pairs: int) -> int:
+    def _num_waves(self, index: int, num_pairs: int) -> int:
         """Number of waves through a tier's transient slots for so many pairs."""
         tier, cache = self.tiers[index], self.tiers[index].cache
         if cache.slots and (tier.is_complete or tier.between_steps):

@@ -208,14 +208,14 @@ class CachedExperts(Experts):
         carry = carry._replace(cache=cache)
         return out, carry if layer.next_moe else self._with_deferred_updates(carry), None
 
-    def is_grouped(self, num_pairs: int) -> bool:
+    def _is_grouped(self, num_pairs: int) -> bool:
         """Whether one launch multiplies the pairs of all tiers."""
         has_form = all(tier.impl == "grouped_kernel" for tier in self._tiers)
         return has_form and not any(tier.num_waves(num_pairs) for tier in self._tiers)
 
     def _has_fused_plan(self, num_pairs: int) -> bool:
         """Whether one launch plans slots for so many pairs."""
-        return self.is_grouped(num_pairs) and self._planner.refusal(num_pairs) is None
+        return self._is_grouped(num_pairs) and self._planner.refusal(num_pairs) is None
 
     def _run(
         self,
@@ -266,7 +266,7 @@ class CachedExperts(Experts):
             uses[1] |= served[0]
         for i, step in enumerate(steps):
             tiers[i] = step.note_uses(tiers[i], layer.mlp, ids, uses[i])
-        if decision is not None and self.is_grouped(ids.size):
+        if decision is not None and self._is_grouped(ids.size):
             slot, stacks = found.slot, []
             for i, step in enumerate(steps):
                 tiers = self._prefetch(i, tiers, layer, token_mask, wanted)

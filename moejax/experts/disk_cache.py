@@ -1,6 +1,6 @@
 """Reads experts that are on the disk alone, and keeps them in host rows.
 
-`DiskReader` reads in a thread, into a ring of blocks:
+`_DiskReader` reads in a thread, into a ring of blocks:
 
     ticket = reader.request((layer, expert))
     for ticket in reader.done():                   # between steps
@@ -29,6 +29,7 @@ import heapq
 import itertools
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ import numpy as np
 from absl import logging
 
 from moejax.errors import MoejaxError
-from moejax.experts.host_store import Expert, HostCache, HostStore, RowSource, copy_row
+from moejax.experts.host_store import Expert, HostStore, RowSource, copy_row
 from moejax.experts.pinned_memory import plain_memory_errors
 from moejax.experts.transfer_programs import is_ready
 
@@ -73,13 +74,13 @@ class Counters:
     bytes: int = 0  # of these
     retries: int = 0  # reads that had to be repeated
     errors: int = 0  # experts given up
-    waits: int = 0  # experts that a step waited for (`read_now`)
+    waits: int = 0  # experts that a step waited for (`_read_now`)
     wait_seconds: float = 0.0  # that steps spent in `DiskExperts.read`
     ahead: int = 0  # experts read by a prefetch; not those that a transfer asked for meanwhile
     ahead_used: int = 0  # of them, those that were then asked for and still in host memory
 
 
-class DiskReader:
+class _DiskReader:
     """Reads experts in the background; its methods may be called by any thread.
 
     A request waits in a queue, urgent ones first, until the thread and a block are free. A failed
@@ -87,7 +88,7 @@ class DiskReader:
     failure.
     """
 
-    def __init__(self, source: RowSource, *, ring_blocks: int, retries: int = 2) -> None:
+    def __init__(self, source: RowSource, *, ring_blocks: int, retries: int) -> None:
         """Allocates a ring of so many experts; the first request starts the thread."""
         self.source, self._retries = source, retries
         self.counters = Counters()
@@ -156,7 +157,7 @@ class DiskReader:
             self._free_block(ticket)
             ticket.state = _State.OVER
 
-    def read_now(self, expert: Expert) -> list[np.ndarray]:
+    def _read_now(self, expert: Expert) -> list[np.ndarray]:
         """Reads an expert in the calling thread, to new arrays, whatever the queue holds.
 
         For a callback inside the step, which needs the expert before it can go on. MoejaxError
@@ -280,6 +281,73 @@ class _PendingRow:
     written: concurrent.futures.Future[None] | None = None
 
 
+class _HostCache:
+    """Least-recently-used cache of the disk: which experts the rows of a store hold.
+
+    It decides; who reads the bytes says when they are there. An expert's row is either published
+    (`row_of` names it), or reserved for bytes that are on their way, or free.
+
+    Attributes:
+      row_of: int32[M, E]; the table that was given, changed in place.
+      evictions: experts that left for another one.
+    """
+
+    def __init__(self, row_of: np.ndarray, num_rows: int) -> None:
+        """Starts with the rows of a store and the experts that they hold."""
+        self.row_of = row_of
+        self.evictions = 0
+        held = [(int(layer), int(expert)) for layer, expert in np.argwhere(row_of >= 0)]
+        # The first is the one that was used longest ago; at the start, the one in the first row.
+        self._held = OrderedDict.fromkeys(sorted(held, key=lambda expert: int(row_of[expert])))
+        self._free = sorted(set(range(num_rows)) - set(row_of[row_of >= 0].tolist()), reverse=True)
+        self._reserved: dict[Expert, int] = {}
+        self._pinned: set[Expert] = set()
+
+    def touch(self, expert: Expert) -> None:
+        """Records a use of an expert, whether it is in a row or not."""
+        if expert in self._held:
+            self._held.move_to_end(expert)
+
+    def reserve(self, expert: Expert) -> int | None:
+        """Reserves a row for an expert to be read: a free one, or a victim's.
+
+        The victim is gone at once: its row is about to be written to. So no step that may read the
+        row is running, and steps to come are given the new `row_of`. None where every row is pinned
+        or reserved.
+        """
+        if self.row_of[expert] >= 0 or expert in self._reserved:
+            raise ValueError(f"expert {expert} has a row already")
+        if self._free:
+            row = self._free.pop()
+        else:
+            victim = next((held for held in self._held if held not in self._pinned), None)
+            if victim is None:
+                return None
+            row = int(self.row_of[victim])
+            del self._held[victim]
+            self.row_of[victim] = -1
+            self.evictions += 1
+        self._reserved[expert] = row
+        return row
+
+    def publish(self, expert: Expert) -> None:
+        """Marks an expert as read into its reserved row, and as just used."""
+        self.row_of[expert] = self._reserved.pop(expert)
+        self._held[expert] = None
+
+    def cancel(self, expert: Expert) -> None:
+        """Frees the row reserved for an expert that could not be read."""
+        self._free.append(self._reserved.pop(expert))
+
+    def pin(self, expert: Expert) -> None:
+        """Keeps an expert from being evicted, now or once it is there."""
+        self._pinned.add(expert)
+
+    def unpin(self, expert: Expert) -> None:
+        """Undoes `pin`; does nothing where the expert is not pinned."""
+        self._pinned.discard(expert)
+
+
 class DiskExperts:
     """Reads experts for steps and transfers; caches them between steps.
 
@@ -294,21 +362,29 @@ class DiskExperts:
     """
 
     def __init__(
-        self, reader: DiskReader, store: HostStore | None, *, most_kept: int, most_ahead: int
+        self,
+        source: RowSource,
+        store: HostStore | None,
+        *,
+        ring_blocks: int,
+        most_kept: int,
+        retries: int = 2,
     ):
-        """Starts on an open reader.
+        """Opens a reader with a ring.
 
         Args:
+          ring_blocks: experts that the reader is asked for at once.
           most_kept: experts that a step waited for and that have no row yet; more are read again.
-          most_ahead: experts that the reader is asked for at once.
+          retries: of a read that failed.
         """
-        self.reader, self._most_kept, self._most_ahead = reader, most_kept, most_ahead
+        self.reader = _DiskReader(source, ring_blocks=ring_blocks, retries=retries)
+        self._most_kept, self._most_ahead = most_kept, ring_blocks
         self._store, self.cache = store, None
-        shape = (reader.source.num_layers, reader.source.num_experts)
+        shape = (source.num_layers, source.num_experts)
         self.row_of = np.full(shape, -1, np.int32)
         if store is not None:
             self.row_of = store.row_of
-            self.cache = HostCache(store.row_of, store.num_rows)
+            self.cache = _HostCache(store.row_of, store.num_rows)
         self.failures, self.error = 0, ""
         self._counted = Counters()  # by the last `counts_since`
         self._arrived: dict[Expert, _PendingRow] = {}
@@ -354,7 +430,7 @@ class DiskExperts:
                 return copy_row(into, pending.parts)
             if self.row_of[expert] >= 0:  # since the step was dispatched
                 return copy_row(into, self._row(int(self.row_of[expert])))
-        parts = self.reader.read_now(expert)
+        parts = self.reader._read_now(expert)
         copy_row(into, parts)
         with self._lock:
             kept = sum(pending.ticket is None for pending in self._arrived.values())
@@ -506,7 +582,7 @@ class DiskExperts:
             self._prefetched.discard(expert)
             self.reader.count(ahead_used=self._has(expert))
 
-    def _touch(self, cache: HostCache, uses: np.ndarray) -> None:
+    def _touch(self, cache: _HostCache, uses: np.ndarray) -> None:
         """Marks experts used since the last copy, in the order of their last uses."""
         layers, experts = np.nonzero((uses != self._seen) & (uses > 0))
         order = np.argsort(uses[layers, experts], kind="stable")
@@ -514,7 +590,7 @@ class DiskExperts:
             cache.touch((layer, expert))
         self._seen = uses
 
-    def _reserve(self, cache: HostCache) -> bool:
+    def _reserve(self, cache: _HostCache) -> bool:
         """Reserves rows for pending experts; their former owners are evicted."""
         evictions = cache.evictions
         for expert, pending in list(self._arrived.items()):
@@ -531,7 +607,7 @@ class DiskExperts:
                 rows = self._row(pending.row)
                 pending.written = self._writer.submit(copy_row, rows, pending.parts)
 
-    def _publish(self, cache: HostCache) -> bool:
+    def _publish(self, cache: _HostCache) -> bool:
         changed = False
         for expert, pending in list(self._arrived.items()):
             if pending.written is None or not pending.written.done() or pending.is_acquired:

@@ -35,7 +35,7 @@ def num_threads(asked: int) -> int:
     return min(asked, cores()) if asked > 0 else max(1, cores() - 1)
 
 
-def best_split(fetch_s: float, job_s: Sequence[float]) -> tuple[int, ...]:
+def _best_split(fetch_s: float, job_s: Sequence[float]) -> tuple[int, ...]:
     """Chooses how many misses the host takes, so that both end the earliest.
 
     Args:
@@ -56,7 +56,7 @@ class HostCores:
     """Threads that serve the jobs of one tier's steps.
 
     Attributes:
-      split: how many of 0, 1, ... misses they multiply; all 0 until `use_rates`.
+      split: how many of 0, 1, ... misses they multiply; all 0 until `_use_rates`.
       text: a line that states the rates and the split.
     """
 
@@ -114,16 +114,16 @@ class HostCores:
             "every expert is fetched from now on: ask again, or set memory.host_threads=0"
         )
 
-    def run_jobs(self, experts: int) -> float:
+    def _run_jobs(self, experts: int) -> float:
         """Seconds of a job of so many experts, whose rows lie anywhere in the store."""
         rng = np.random.default_rng(experts)
         rows = rng.integers(self._num_rows, size=(_JOBS, experts), dtype=np.int32)
         return self._workers.run_jobs(rows) / _JOBS
 
-    def use_rates(self, fetch_s: float, job_s: Sequence[float], expert_nbytes: int) -> None:
-        """Makes the table, see `best_split`."""
+    def _use_rates(self, fetch_s: float, job_s: Sequence[float], expert_nbytes: int) -> None:
+        """Makes the table, see `_best_split`."""
         width = len(self.split) - 1
-        self.split = best_split(fetch_s, job_s)
+        self.split = _best_split(fetch_s, job_s)
         link, host = expert_nbytes / GIB / fetch_s, width * expert_nbytes / GIB / job_s[width]
         table = ", ".join(map(str, self.split[1:]))
         self.text = (
@@ -182,8 +182,8 @@ def measure(host: HostCores, tier: TierStep, pool: TierSlots, expert_nbytes: int
         times = []
         for _ in range(_ROUNDS):
             pool = fetch(pool, tier.rows, many)
-            times.append(host.run_jobs(experts))
+            times.append(host._run_jobs(experts))
             jax.block_until_ready(pool)
         job_s.append(statistics.median(times))
-    host.use_rates(fetch_s, job_s, expert_nbytes)
+    host._use_rates(fetch_s, job_s, expert_nbytes)
     return pool

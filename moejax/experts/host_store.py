@@ -7,7 +7,6 @@ never donated. Whoever writes to a row sees to it that no step that may read it 
 
 import concurrent.futures
 import itertools
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -111,73 +110,6 @@ class HostStore:
                 threads.shutdown(cancel_futures=True)
                 raise
         self.row_of.flat[: len(experts)] = range(len(experts))
-
-
-class HostCache:
-    """Least-recently-used cache of the disk: which experts the rows of a store hold.
-
-    It decides; who reads the bytes says when they are there. An expert's row is either published
-    (`row_of` names it), or reserved for bytes that are on their way, or free.
-
-    Attributes:
-      row_of: int32[M, E]; the table that was given, changed in place.
-      evictions: experts that left for another one.
-    """
-
-    def __init__(self, row_of: np.ndarray, num_rows: int) -> None:
-        """Starts with the rows of a store and the experts that they hold."""
-        self.row_of = row_of
-        self.evictions = 0
-        held = [(int(layer), int(expert)) for layer, expert in np.argwhere(row_of >= 0)]
-        # The first is the one that was used longest ago; at the start, the one in the first row.
-        self._held = OrderedDict.fromkeys(sorted(held, key=lambda expert: int(row_of[expert])))
-        self._free = sorted(set(range(num_rows)) - set(row_of[row_of >= 0].tolist()), reverse=True)
-        self._reserved: dict[Expert, int] = {}
-        self._pinned: set[Expert] = set()
-
-    def touch(self, expert: Expert) -> None:
-        """Records a use of an expert, whether it is in a row or not."""
-        if expert in self._held:
-            self._held.move_to_end(expert)
-
-    def reserve(self, expert: Expert) -> int | None:
-        """Reserves a row for an expert to be read: a free one, or a victim's.
-
-        The victim is gone at once: its row is about to be written to. So no step that may read the
-        row is running, and steps to come are given the new `row_of`. None where every row is pinned
-        or reserved.
-        """
-        if self.row_of[expert] >= 0 or expert in self._reserved:
-            raise ValueError(f"expert {expert} has a row already")
-        if self._free:
-            row = self._free.pop()
-        else:
-            victim = next((held for held in self._held if held not in self._pinned), None)
-            if victim is None:
-                return None
-            row = int(self.row_of[victim])
-            del self._held[victim]
-            self.row_of[victim] = -1
-            self.evictions += 1
-        self._reserved[expert] = row
-        return row
-
-    def publish(self, expert: Expert) -> None:
-        """Marks an expert as read into its reserved row, and as just used."""
-        self.row_of[expert] = self._reserved.pop(expert)
-        self._held[expert] = None
-
-    def cancel(self, expert: Expert) -> None:
-        """Frees the row reserved for an expert that could not be read."""
-        self._free.append(self._reserved.pop(expert))
-
-    def pin(self, expert: Expert) -> None:
-        """Keeps an expert from being evicted, now or once it is there."""
-        self._pinned.add(expert)
-
-    def unpin(self, expert: Expert) -> None:
-        """Undoes `pin`; does nothing where the expert is not pinned."""
-        self._pinned.discard(expert)
 
 
 def copy_row(into: Sequence[np.ndarray], row: Sequence[np.ndarray]) -> None:

@@ -111,8 +111,8 @@ class Library:
         self._library.start_workers.restype = ctypes.c_void_p
         self._library.run_jobs.restype = ctypes.c_double
 
-    def start(self, count: int, mailbox: np.ndarray, gate_up: QTensor, down: QTensor) -> "Workers":
-        """Starts threads that serve a mailbox, uint8[`Mailbox.nbytes`], until `Workers.stop`.
+    def start(self, count: int, mailbox: np.ndarray, gate_up: QTensor, down: QTensor) -> "_Workers":
+        """Starts threads that serve a mailbox, uint8[`Mailbox.nbytes`], until `_Workers.stop`.
 
         Args:
           gate_up: [S, 2F, D], of numpy arrays that stay where they are.
@@ -120,10 +120,10 @@ class Library:
         """
         if mailbox.ctypes.data % 64:
             raise ValueError("the mailbox begins at no multiple of 64 bytes")
-        return Workers(self._library, count, mailbox, gate_up, down)
+        return _Workers(self._library, count, mailbox, gate_up, down)
 
 
-class Workers:
+class _Workers:
     """Threads that serve a mailbox; they sleep while no step runs."""
 
     def __init__(

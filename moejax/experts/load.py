@@ -30,7 +30,7 @@ from moejax.experts.budget import (
 )
 from moejax.experts.budget.planned import EMBEDDINGS, EMBEDDINGS_LEAF, RING_BLOCKS
 from moejax.experts.cache import ExpertMemory, TierMemory, preload
-from moejax.experts.disk_cache import DiskExperts, DiskReader, check_waiting
+from moejax.experts.disk_cache import DiskExperts, check_waiting
 from moejax.experts.host_cores import HostCores, job_refusal, measure, num_threads
 from moejax.experts.host_store import HostStore
 from moejax.experts.host_worker import form_refusal, machine_refusal
@@ -428,8 +428,7 @@ def _load_tier(
     if budget.host_share < 1:
         # Experts that steps waited for get the bytes of the ring that transfers do not need.
         blocks = RING_BLOCKS // 2 if limits.bulk else 1
-        ring = DiskReader(reader, ring_blocks=blocks)
-        disk = DiskExperts(ring, store, most_kept=RING_BLOCKS - blocks, most_ahead=blocks)
+        disk = DiskExperts(reader, store, ring_blocks=blocks, most_kept=RING_BLOCKS - blocks)
     else:
         reader.close()
     supply = disk or store

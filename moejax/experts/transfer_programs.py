@@ -1,158 +1,15 @@
-"""Programs between steps: a policy's requests, and bulk transfers that reach the device.
-
-An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
-whatever the number of arrays that an expert has. The program that writes its bytes
-(`insert_experts`) chooses its slot: until then the slot keeps its old owner, and no step ever sees
-a slot whose bytes are in flight.
-
-Axes: n experts of one call, W words of an expert, C slots of a layer, S slots of the pool.
-"""
+"""Requests of a policy between two steps, as one program."""
 
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moejax.experts import residency as tables
-from moejax.experts.residency import CacheSizes, first_slot, no_counts
+from moejax.experts.residency import CacheSizes
 from moejax.experts.state import CacheSpec, ExpertCache, TierSlots
 from moejax.policies.base import Requests, pairs_with_room
-
-WORD_NBYTES = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class BlobLayout:
-    """Layout of an expert's arrays in its words, each from a full word on.
-
-    Attributes:
-      row: (shape, name of the dtype) of each array.
-    """
-
-    row: tuple[tuple[tuple[int, ...], str], ...]
-
-    @classmethod
-    def of(cls, row: Sequence[Any]) -> "BlobLayout":
-        """Returns the layout of arrays; ValueError for numbers not of 1, 2 or 4 bytes."""
-        found = cls(tuple((tuple(part.shape), str(np.dtype(part.dtype))) for part in row))
-        for _, dtype in found.row:
-            if jnp.dtype(dtype).itemsize not in (1, 2, 4):
-                raise ValueError(f"experts of {dtype} do not go into words of {WORD_NBYTES} bytes")
-        return found
-
-    def _spans(self) -> Iterator[tuple[slice, tuple[int, ...], Any]]:
-        """Words, shape and dtype of each array."""
-        start = 0
-        for shape, dtype in self.row:
-            end = start - (-math.prod(shape) * jnp.dtype(dtype).itemsize // WORD_NBYTES)
-            yield slice(start, end), shape, jnp.dtype(dtype)
-            start = end
-
-    @property
-    def num_words(self) -> int:
-        """Number of words, W."""
-        return max(words.stop for words, _, _ in self._spans())
-
-    def views(self, memory: np.ndarray) -> list[np.ndarray]:
-        """The arrays of an expert in words of the host, uint32[W]; to be written to."""
-        return [
-            memory[words].view(dtype)[: math.prod(shape)].reshape(shape)
-            for words, shape, dtype in self._spans()
-        ]
-
-    def parts(self, blob: jax.Array) -> list[jax.Array]:
-        """The arrays of an expert out of its words on the device, uint32[W]."""
-        parts = []
-        for words, shape, dtype in self._spans():
-            numbers = jax.lax.bitcast_convert_type(blob[words], dtype)
-            parts.append(numbers.reshape(-1)[: math.prod(shape)].reshape(shape))
-        return parts
-
-
-def is_resident(pool: TierSlots, what: jax.Array) -> jax.Array:
-    """bool[n], whether experts are in a slot; `what` is int32[2, n], layers and experts or -1."""
-    layers, experts = jnp.maximum(what, 0)
-    return (pool.residency.slot_of[layers, experts] >= 0) & (what[0] >= 0)
-
-
-def bucket(number: int, largest: int) -> int:
-    """Returns the capacity of the smallest program for so many experts."""
-    return min(1 << (number - 1).bit_length(), largest)
-
-
-def pad_ids(experts: Sequence[tuple[int, int]], size: int) -> np.ndarray:
-    """int32[2, size], layers and experts, filled up with -1."""
-    what = np.full((2, size), -1, np.int32)
-    what[:, : len(experts)] = np.asarray(experts, np.int32).reshape(-1, 2).T
-    return what
-
-
-def insert_experts(
-    spec: CacheSizes,
-    layout: BlobLayout,
-    pool: TierSlots,
-    blobs: tuple[jax.Array, ...],
-    what: jax.Array,
-) -> tuple[TierSlots, jax.Array]:
-    """Admits arrived experts to slots, evicting by the rule of every step.
-
-    An expert that meanwhile got a slot, or that finds no victim, is dropped: its bytes crossed the
-    link for nothing, and count as `bulk` and as `prefetch_waste`.
-
-    Args:
-      layout: static, as is the spec.
-      pool: donated.
-      blobs: n of uint32[W].
-      what: int32[2, n], layers and experts, no expert twice; -1: no such transfer, its blob is any.
-
-    Returns:
-      The pool, and int32[n] global slots, -1 where none was had.
-    """
-    layers, experts = what
-    residency, counts = pool.residency, pool.counts
-    sized = dataclasses.replace(spec, num_layers=1, banks=1)
-    empty = no_counts(1)
-
-    def one(table: jax.Array, mine: jax.Array) -> Any:
-        row = dataclasses.replace(residency, table=table[None])
-        asked = jnp.where(mine, experts, -1)
-        found, row, events = tables.admit(sized, row, 0, asked, empty)
-        dropped = jnp.sum(mine & (found < 0), dtype=jnp.int32)
-        events = events.add(0, bulk=dropped, prefetch_waste=dropped)
-        return row.table[0], jnp.where(mine, found, -1), events.events[0]
-
-    # Each layer by the first of its experts, for all of them, so that none takes another one's
-    # slot; and all layers at once: one after the other took longer than the step beside it.
-    same = (layers[:, None] == layers[None]) & (layers >= 0)[None]
-    index = jnp.arange(len(layers), dtype=jnp.int32)
-    leads = (jnp.argmax(same, axis=1) == index) & (layers >= 0)
-    rows = jnp.maximum(layers, 0)
-    table, local, events = jax.vmap(one)(residency.table[rows], same & leads[:, None])
-    local = jnp.max(local, axis=0)
-    slots = jnp.where(local >= 0, first_slot(spec, rows) + local, -1)
-    places = jnp.where(leads, layers, spec.num_layers)
-    table = residency.table.at[places].set(table, mode="drop")
-    residency = dataclasses.replace(residency, table=table)
-    events = counts.events.at[places].add(events, mode="drop")
-    counts = dataclasses.replace(counts, events=events)
-    banks = []
-    for number, bank in enumerate(pool.banks):
-        here = (slots >= 0) & (layers % len(pool.banks) == number)
-        places = jnp.where(here, slots, spec.num_slots)
-        leaves, tree = jax.tree.flatten(bank)
-        for i, blob in enumerate(blobs):
-            parts = layout.parts(blob)
-            leaves = [
-                leaf.at[places[i]].set(part, mode="drop")
-                for leaf, part in zip(leaves, parts, strict=True)
-            ]
-        banks.append(jax.tree.unflatten(tree, leaves))
-    pool = dataclasses.replace(pool, banks=tuple(banks), residency=residency, counts=counts)
-    return pool, slots
 
 
 def is_ready(array: jax.Array) -> bool:
@@ -240,6 +97,6 @@ def _insert_all_emulated(
 def _insert_emulated(
     cache: CacheSizes, slots: TierSlots, layer: jax.Array, experts: jax.Array
 ) -> TierSlots:
-    """Admits experts like `insert_experts`, without bytes."""
+    """Admits experts as bulk transfers do, without bytes."""
     _, residency, counts = tables.admit(cache, slots.residency, layer, experts, slots.counts)
     return dataclasses.replace(slots, residency=residency, counts=counts)

@@ -15,6 +15,9 @@ Each request passes through a pinned block of the host:
    publishes it, in one program. Until then the slot's old owner serves.
 
 The host never waits. A call costs a step at most three dispatches, and none without requests.
+
+An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
+whatever the number of arrays that an expert has. Axes: n experts of one call, W words of an expert.
 """
 
 import concurrent.futures
@@ -22,34 +25,161 @@ import contextlib
 import dataclasses
 import enum
 import itertools
+import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
 from moejax.devices import REPLICATED, mesh_of, specs_of
 from moejax.errors import MoejaxError
+from moejax.experts import residency as tables
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.host_store import Expert, HostStore, copy_row
 from moejax.experts.pinned_memory import allocate_host_arrays
-from moejax.experts.residency import CacheSizes
+from moejax.experts.residency import CacheSizes, first_slot, no_counts
 from moejax.experts.state import TierSlots
-from moejax.experts.transfer_programs import (
-    BlobLayout,
-    bucket,
-    insert_experts,
-    is_ready,
-    is_resident,
-    pad_ids,
-)
+from moejax.experts.transfer_programs import is_ready
 from moejax.programs import CompiledPrograms
 
 QUEUE_LENGTH = 1024  # requests that wait
 MOST_INSERTED = 8  # experts that get their slots in one call
 _LOOKED_AT = 64  # requests, of those that wait, before a step
+WORD_NBYTES = 4  # of the words in which an expert crosses the link
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlobLayout:
+    """Layout of an expert's arrays in its words, each from a full word on.
+
+    Attributes:
+      row: (shape, name of the dtype) of each array.
+    """
+
+    row: tuple[tuple[tuple[int, ...], str], ...]
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> "_BlobLayout":
+        """Returns the layout of arrays; ValueError for numbers not of 1, 2 or 4 bytes."""
+        found = cls(tuple((tuple(part.shape), str(np.dtype(part.dtype))) for part in row))
+        for _, dtype in found.row:
+            if jnp.dtype(dtype).itemsize not in (1, 2, 4):
+                raise ValueError(f"experts of {dtype} do not go into words of {WORD_NBYTES} bytes")
+        return found
+
+    def _spans(self) -> Iterator[tuple[slice, tuple[int, ...], Any]]:
+        """Words, shape and dtype of each array."""
+        start = 0
+        for shape, dtype in self.row:
+            end = start - (-math.prod(shape) * jnp.dtype(dtype).itemsize // WORD_NBYTES)
+            yield slice(start, end), shape, jnp.dtype(dtype)
+            start = end
+
+    @property
+    def num_words(self) -> int:
+        """Number of words, W."""
+        return max(words.stop for words, _, _ in self._spans())
+
+    def views(self, memory: np.ndarray) -> list[np.ndarray]:
+        """The arrays of an expert in words of the host, uint32[W]; to be written to."""
+        return [
+            memory[words].view(dtype)[: math.prod(shape)].reshape(shape)
+            for words, shape, dtype in self._spans()
+        ]
+
+    def parts(self, blob: jax.Array) -> list[jax.Array]:
+        """The arrays of an expert out of its words on the device, uint32[W]."""
+        parts = []
+        for words, shape, dtype in self._spans():
+            numbers = jax.lax.bitcast_convert_type(blob[words], dtype)
+            parts.append(numbers.reshape(-1)[: math.prod(shape)].reshape(shape))
+        return parts
+
+
+def _is_resident(pool: TierSlots, what: jax.Array) -> jax.Array:
+    """bool[n], whether experts are in a slot; `what` is int32[2, n], layers and experts or -1."""
+    layers, experts = jnp.maximum(what, 0)
+    return (pool.residency.slot_of[layers, experts] >= 0) & (what[0] >= 0)
+
+
+def _bucket(number: int, largest: int) -> int:
+    """Returns the capacity of the smallest program for so many experts."""
+    return min(1 << (number - 1).bit_length(), largest)
+
+
+def _pad_ids(experts: Sequence[tuple[int, int]], size: int) -> np.ndarray:
+    """int32[2, size], layers and experts, filled up with -1."""
+    what = np.full((2, size), -1, np.int32)
+    what[:, : len(experts)] = np.asarray(experts, np.int32).reshape(-1, 2).T
+    return what
+
+
+def _insert_experts(
+    spec: CacheSizes,
+    layout: _BlobLayout,
+    pool: TierSlots,
+    blobs: tuple[jax.Array, ...],
+    what: jax.Array,
+) -> tuple[TierSlots, jax.Array]:
+    """Admits arrived experts to slots, evicting by the rule of every step.
+
+    An expert that meanwhile got a slot, or that finds no victim, is dropped: its bytes crossed the
+    link for nothing, and count as `bulk` and as `prefetch_waste`.
+
+    Args:
+      layout: static, as is the spec.
+      pool: donated.
+      blobs: n of uint32[W].
+      what: int32[2, n], layers and experts, no expert twice; -1: no such transfer, its blob is any.
+
+    Returns:
+      The pool, and int32[n] global slots, -1 where none was had.
+    """
+    layers, experts = what
+    residency, counts = pool.residency, pool.counts
+    sized = dataclasses.replace(spec, num_layers=1, banks=1)
+    empty = no_counts(1)
+
+    def one(table: jax.Array, mine: jax.Array) -> Any:
+        row = dataclasses.replace(residency, table=table[None])
+        asked = jnp.where(mine, experts, -1)
+        found, row, events = tables.admit(sized, row, 0, asked, empty)
+        dropped = jnp.sum(mine & (found < 0), dtype=jnp.int32)
+        events = events.add(0, bulk=dropped, prefetch_waste=dropped)
+        return row.table[0], jnp.where(mine, found, -1), events.events[0]
+
+    # Each layer by the first of its experts, for all of them, so that none takes another one's
+    # slot; and all layers at once: one after the other took longer than the step beside it.
+    same = (layers[:, None] == layers[None]) & (layers >= 0)[None]
+    index = jnp.arange(len(layers), dtype=jnp.int32)
+    leads = (jnp.argmax(same, axis=1) == index) & (layers >= 0)
+    rows = jnp.maximum(layers, 0)
+    table, local, events = jax.vmap(one)(residency.table[rows], same & leads[:, None])
+    local = jnp.max(local, axis=0)
+    slots = jnp.where(local >= 0, first_slot(spec, rows) + local, -1)
+    places = jnp.where(leads, layers, spec.num_layers)
+    table = residency.table.at[places].set(table, mode="drop")
+    residency = dataclasses.replace(residency, table=table)
+    events = counts.events.at[places].add(events, mode="drop")
+    counts = dataclasses.replace(counts, events=events)
+    banks = []
+    for number, bank in enumerate(pool.banks):
+        here = (slots >= 0) & (layers % len(pool.banks) == number)
+        places = jnp.where(here, slots, spec.num_slots)
+        leaves, tree = jax.tree.flatten(bank)
+        for i, blob in enumerate(blobs):
+            parts = layout.parts(blob)
+            leaves = [
+                leaf.at[places[i]].set(part, mode="drop")
+                for leaf, part in zip(leaves, parts, strict=True)
+            ]
+        banks.append(jax.tree.unflatten(tree, leaves))
+    pool = dataclasses.replace(pool, banks=tuple(banks), residency=residency, counts=counts)
+    return pool, slots
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -79,7 +209,7 @@ class _Transfer:
     copied: concurrent.futures.Future[None]
     state: _State = _State.COPYING
     staged: jax.Array | None = None  # the block's words on the device
-    # Of `is_resident`, then of `insert_experts`; and the place in it.
+    # Of `_is_resident`, then of `_insert_experts`; and the place in it.
     result: tuple[jax.Array, int] | None = None
 
 
@@ -89,7 +219,7 @@ class Transfers:
     Attributes:
       counters: sums of requests and transfers.
       most_in_flight: experts at once between their row and their slot.
-      programs: `is_resident` and some sizes of `insert_experts`, compiled by the constructor.
+      programs: `_is_resident` and some sizes of `_insert_experts`, compiled by the constructor.
     """
 
     def __init__(
@@ -116,7 +246,7 @@ class Transfers:
         self.programs = CompiledPrograms(mesh=mesh)
         self._cache, self._supply, self._queue_length = cache, supply, queue_length
         rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]
-        self._layout = BlobLayout.of(rows)
+        self._layout = _BlobLayout.of(rows)
         words = jax.ShapeDtypeStruct((self._layout.num_words,), np.uint32)
         self._blocks = allocate_host_arrays([words] * in_flight, device, mesh)
         self._free = list(range(in_flight))
@@ -229,12 +359,12 @@ class Transfers:
         """Dispatches one put, one insertion and one look-up, each only if needed."""
         asked = []
         if batch:
-            asked.append(pad_ids([t.expert for t in batch], bucket(len(batch), self._batch)))
+            asked.append(_pad_ids([t.expert for t in batch], _bucket(len(batch), self._batch)))
         if started:
-            asked.append(pad_ids([t.expert for t in started], self._batch))
+            asked.append(_pad_ids([t.expert for t in started], self._batch))
         put = jax.device_put(asked, self._place)
         if started:
-            found = self._program(is_resident, (), (pool, put[-1]), 0)(pool, put[-1])
+            found = self._program(_is_resident, (), (pool, put[-1]), 0)(pool, put[-1])
             found.copy_to_host_async()
             for place, transfer in enumerate(started):
                 transfer.result = (found, place)
@@ -247,7 +377,7 @@ class Transfers:
         blobs += [blobs[0]] * (what.shape[1] - len(blobs))  # of layer -1: nothing is read of them
         arguments = (pool, tuple(blobs), what)
         try:
-            program = self._program(insert_experts, (self._cache, self._layout), arguments, 1)
+            program = self._program(_insert_experts, (self._cache, self._layout), arguments, 1)
             pool, slots = program(*arguments)
         except BaseException:
             for transfer in batch:
@@ -347,12 +477,12 @@ class Transfers:
         def shape(dims: tuple[int, ...], dtype: Any) -> Any:
             return jax.ShapeDtypeStruct(dims, dtype, sharding=self._place)
 
-        self._program(is_resident, (), (pool, shape((2, self._batch), np.int32)), 0)
+        self._program(_is_resident, (), (pool, shape((2, self._batch), np.int32)), 0)
         num_words = self._layout.num_words * (self._mesh.size if self._mesh else 1)
         blob = jax.ShapeDtypeStruct((num_words,), np.uint32, sharding=self._split)
-        for size in sorted({bucket(n, self._batch) for n in range(1, self._batch + 1)}):
+        for size in sorted({_bucket(n, self._batch) for n in range(1, self._batch + 1)}):
             arguments = (pool, (blob,) * size, shape((2, size), np.int32))
-            self._program(insert_experts, (self._cache, self._layout), arguments, 1)
+            self._program(_insert_experts, (self._cache, self._layout), arguments, 1)
 
     def _program(self, function: Any, static: tuple[Any, ...], inputs: Any, donated: int) -> Any:
         results: Any = REPLICATED

@@ -33,14 +33,14 @@ class RowDelta(NamedTuple):
     thoughts: str = ""  # before the text, if the model's tokens tell them apart
 
 
-class HostOutput(NamedTuple):
+class _HostOutput(NamedTuple):
     """The tokens of a call on the host."""
 
     tokens: list[list[int]]  # of each row, negative where there is none
     logprobs: tuple[np.ndarray, ...]  # of the token, of the likeliest, and their ids; () if untold
 
 
-def read_output(runner: Runner, emitted: StepOutput, failures_before: int) -> HostOutput:
+def read_output(runner: Runner, emitted: StepOutput, failures_before: int) -> _HostOutput:
     """Waits for a call and reads its tokens; `failures_before`: see `ExpertMemory.failure_count`.
 
     Raises:
@@ -49,10 +49,10 @@ def read_output(runner: Runner, emitted: StepOutput, failures_before: int) -> Ho
     with runner.reading(failures_before):
         tokens, told = np.asarray(emitted.tokens).tolist(), emitted.logprobs
         values = (told.chosen, told.top, told.top_ids) if told else ()
-        return HostOutput(tokens, tuple(map(np.asarray, values)))
+        return _HostOutput(tokens, tuple(map(np.asarray, values)))
 
 
-def row_delta(runner: Runner, answer: AnswerBuilder, output: HostOutput, row: int) -> RowDelta:
+def row_delta(runner: Runner, answer: AnswerBuilder, output: _HostOutput, row: int) -> RowDelta:
     """Adds a row's new tokens to its answer, up to its end."""
     text, kept, logprobs, error, num_thought = "", [], [], "", len(answer.thoughts)
     for i, token in enumerate(output.tokens[row]):

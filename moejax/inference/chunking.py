@@ -69,7 +69,7 @@ class PlannedSizes:
     pages: int = 0  # of a running batch; 0: sequences begin together, each with a cache of its own
 
     @property
-    def prefill_tokens(self) -> int:
+    def _prefill_tokens(self) -> int:
         """Tokens of a prefill step; prompts of a running batch come one by one."""
         return self.chunk * (1 if self.pages else self.batch)
 
@@ -139,7 +139,7 @@ def longest_chunk(
       stores_scores: False where attention takes no memory for them; a chunk whose tokens B T are at
         most `MAX_PREFILL_TOKENS` is then as good.
     """
-    most_tokens = planned.prefill_tokens if planned else 0
+    most_tokens = planned._prefill_tokens if planned else 0
     row = 4 * batch_size * config.num_heads * cache_length
 
     def fits(length: int) -> bool:

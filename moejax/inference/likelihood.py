@@ -114,7 +114,7 @@ def _scores(
     return joined(scores), joined(first)
 
 
-def likelihood_chunk(
+def _likelihood_chunk(
     program: steps.StepProgram,
     spec: ChunkSpec,
     state: tuple[KVCache, _Places],
@@ -168,7 +168,7 @@ class PairScorer:
         Raises:
           MoejaxError: the model has no tokenizer, or a continuation no tokens.
         """
-        tokens = [self.encode_pair(*pair) for pair in pairs]
+        tokens = [self._encode_pair(*pair) for pair in pairs]
         return self.of_tokens(tokens, batch_size=batch_size, on_done=on_done)
 
     def of_tokens(
@@ -242,7 +242,7 @@ class PairScorer:
             special = not (bos and text.startswith(bos))
         return self._tokenizer.encode(text, add_special_tokens=special, goes_on=True)
 
-    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encodes context and continuation; see the module."""
         if not context:
             prefix, ids = self._prefix(), self.encode(continuation, special=False)
@@ -294,7 +294,7 @@ class PairScorer:
                 targets[i, num_places - len(wanted) :, n] = wanted
         empty = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, bool)
         places = _Places(*put((positions, targets, *empty), self._runner.place))
-        places = self._runner.scan_windows(likelihood_chunk, places, tokens, lengths)
+        places = self._runner.scan_windows(_likelihood_chunk, places, tokens, lengths)
         scores = np.asarray(places.log_probabilities).astype(np.float64)
         likeliest = np.asarray(places.likeliest)
         for i, row in enumerate(rows):

@@ -55,10 +55,6 @@ class Recorded(NamedTuple):
     probabilities: jax.Array | None
     importance: jax.Array | None
 
-    def at_position(self, whole: "Recorded", index: jax.Array) -> "Recorded":
-        """Writes these tokens, one per sequence, at position `index` of `whole`."""
-        return jax.tree.map(lambda all_, one: all_.at[:, index].set(one[:, 0]), whole, self)
-
 
 def empty_record(spec: RecordSpec, config: ModelConfig, batch: int, length: int) -> Recorded:
     """Empty record of tokens [batch, length], none active."""
@@ -206,7 +202,7 @@ class Recorder:
         while len(self._waiting) > _WAITING:
             self._write()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Writes everything that waits; call it before closing the writer."""
         while self._waiting:
             self._write()
@@ -291,4 +287,4 @@ def recording(
         recorder = Recorder(spec, writer)
         with runner.recorded_by(recorder):
             yield
-            recorder.finish()
+            recorder._finish()

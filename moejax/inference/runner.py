@@ -84,11 +84,6 @@ class Session:
     penalizes: bool = True  # False: the next call leaves `state.seen` as it is
     sizes: FixedSizes | None = None  # of the programs of a running batch; None: of the calls
 
-    @property
-    def first_tokens(self) -> jax.Array:
-        """First tokens int32[B, 1], before any decode."""
-        return self.emitted.tokens
-
 
 def settings_by_row(
     settings: GenerationSettings | Sequence[GenerationSettings], batch: int
@@ -267,7 +262,7 @@ class Runner:
                 record_choice(name, choice, str(self.dtype))
         return found
 
-    def kernel_warnings(self) -> list[str]:
+    def _kernel_warnings(self) -> list[str]:
         """Warnings, one per part whose newest program runs it without its kernel."""
         expected = expected_kernel(self.kernels.target)
         lines = []
@@ -287,7 +282,7 @@ class Runner:
         self._warn()
 
     def _warn(self) -> None:
-        for line in self.kernel_warnings():
+        for line in self._kernel_warnings():
             if line not in self._warned:
                 self._warned.add(line)
                 logging.warning("%s", line)

@@ -601,7 +601,9 @@ def decode(
             ~rests[:, None],
         )  # fmt: skip
         if recorded is not None and kept is not None:
-            kept = recorded.at_position(kept, index)
+            kept = jax.tree.map(
+                lambda whole, one: whole.at[:, index].set(one[:, 0]), kept, recorded
+            )
         tokens, keys, seen, logprobs = _next_tokens(
             model, hidden[:, 0], state.keys, state.seen, sampling, all_greedy, program.top_logprobs
         )

@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 MOST_PASSED = 4  # chunks of short prompts before one of what they passed
 
 
-class Prompt(Protocol):
+class _Prompt(Protocol):
     """A prompt of a client."""
 
     client: str
@@ -17,7 +17,7 @@ class Prompt(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Prompt)
+P = TypeVar("P", bound=_Prompt)
 K = TypeVar("K")
 
 

@@ -82,11 +82,6 @@ def missing_share(requested: jax.Array, resident: jax.Array) -> jax.Array:
     return missing.astype(jnp.float32) / jnp.maximum(asked, 1).astype(jnp.float32)
 
 
-def delta_bin(delta: jax.Array) -> jax.Array:
-    """Bin of a delta, int32[], one of `DELTA_BINS` + 1; 1 has a bin of its own."""
-    return jnp.floor(delta * DELTA_BINS).astype(jnp.int32)
-
-
 def beta_within(missing: jax.Array, budget: jax.Array) -> jax.Array:
     """Smallest beta that keeps the fetches of bypassed layers within a budget (section 3.1).
 

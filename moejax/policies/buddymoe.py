@@ -63,7 +63,7 @@ FallBack = Literal["fetch", "drop"]
 NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.float32))
 
 
-class Candidates(NamedTuple):
+class _Candidates(NamedTuple):
     """Possible buddies of each pair, before those of the token's other pairs are known."""
 
     ids: jax.Array  # int32[N, A, H], -1 for none
@@ -135,7 +135,7 @@ def _buddy_score(
     return jnp.where(candidates >= 0, psi, 0.0)
 
 
-def _in_order(candidates: Candidates) -> jax.Array:
+def _in_order(candidates: _Candidates) -> jax.Array:
     """Sorts candidates by falling priority, then by place; drops priorities <= 0.
 
     int32[N, A, H], -1 for none; by comparing all pairs of a list.
@@ -156,7 +156,7 @@ def _in_order(candidates: Candidates) -> jax.Array:
 
 def _substitute(
     ids: jax.Array,
-    candidates: Candidates,
+    candidates: _Candidates,
     wanted: jax.Array,
     budget: jax.Array,
     *,
@@ -230,7 +230,7 @@ class BuddyState:
     requested: jax.Array  # int32[], experts that background transfers were asked for
     credit: jax.Array  # float32[], bytes of background transfers that are saved up
     # float32[DELTA_BINS + 1], experts that decode steps asked for in vain, by the delta of their
-    # layer (`buddy_gates.delta_bin`), fading; 0 where beta does not follow from it
+    # layer of delta, fading; 0 where beta does not follow from it
     missing: jax.Array
     steps: jax.Array  # float32[], the steps of that, fading alike
 
@@ -246,7 +246,8 @@ def _with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyS
     """Counts a decode layer's misses among the pairs `asked`, as if no buddy replaced them."""
     requested = buddy_gates.requested_experts(o.ids, asked, o.resident.shape[1])
     count = jnp.sum(requested & ~o.resident[0], dtype=jnp.int32).astype(jnp.float32)
-    place = buddy_gates.delta_bin(buddy_gates.missing_share(requested, o.resident[0]))
+    delta = buddy_gates.missing_share(requested, o.resident[0])
+    place = jnp.floor(delta * buddy_gates.DELTA_BINS).astype(jnp.int32)  # of 1 its own
     bins = jnp.arange(buddy_gates.DELTA_BINS + 1, dtype=jnp.int32)
     begins = (o.layer == 0) & jnp.any(o.active)
     return dataclasses.replace(
@@ -585,22 +586,22 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         """Runs Algorithm 1 over the pairs of a layer that are `wanted`, bool[N, A]."""
         settings = state.settings
         return _substitute(
-            o.ids, self.candidates(state, o, resident), wanted, settings.budget,
+            o.ids, self._candidates(state, o, resident), wanted, settings.budget,
             last_first=self.spend_on == "last",
         )  # fmt: skip
 
-    def candidates(self, state: BuddyState, o: Observation, resident: jax.Array) -> Candidates:
+    def _candidates(self, state: BuddyState, o: Observation, resident: jax.Array) -> _Candidates:
         """Finds resident buddies of every pair, with eq. 3's score if eta or kappa is not 0."""
         settings = state.settings
         ids = _candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
         if not self._is_scored:
-            return Candidates(ids)
+            return _Candidates(ids)
         logits = _normalized_logits(o.probabilities)
         q, weights, hops = state.q[o.layer][o.ids], (settings.eta, settings.kappa), state.hops
         if o.partition is not None:  # any two devices of a host are one hop apart
             buddys = o.partition.at[ids].get(mode="clip")
             hops = (buddys != o.partition[o.ids][..., None]).astype(jnp.float32)
-        return Candidates(ids, _buddy_score(ids, q, logits, hops, *weights))
+        return _Candidates(ids, _buddy_score(ids, q, logits, hops, *weights))
 
     def _counted(
         self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array

@@ -69,22 +69,17 @@ class Grid:
         """Zero point of symmetric grids, 2^(bits - 1)."""
         return 2 ** (self.bits - 1)
 
-    @property
-    def center(self) -> float:
-        """Code of a group's centre, (2^bits - 1) / 2."""
-        return self.max_code / 2
-
     @functools.cached_property
-    def widths(self) -> tuple["Width", ...]:
+    def widths(self) -> tuple["_Width", ...]:
         """Widths that an error counts, the widest first; one without planes."""
         if not self.planes:
-            return (Width(0, 1.0, self.center, 1.0),)
+            return (_Width(0, 1.0, self.max_code / 2, 1.0),)
         own = layout.prefix_constants(self.bits).scale_factor
         others = self.planes[-2::-1]
         weight = PLANE_WEIGHTS[self.planes] if self.plane_weight is None else self.plane_weight
         shares = [weight, *[(1 - weight) / len(others)] * len(others)]
         return tuple(
-            Width(
+            _Width(
                 self.bits - bits,
                 layout.prefix_constants(bits).scale_factor / own,
                 (2**bits - 1) / 2,
@@ -121,7 +116,7 @@ class Grid:
         return best
 
 
-class Width(NamedTuple):
+class _Width(NamedTuple):
     """One width of a grid of bit planes, in units of the widest width's step."""
 
     shift: int  # bits of the code that it lacks
@@ -201,17 +196,10 @@ def nearest_codes(weights: jax.Array, scales: jax.Array, zeros: jax.Array, grid:
     return Codes(merge_groups(codes, weights.shape[-1]), scales, zeros)
 
 
-def dequantize(codes: Codes, grid: Grid, width: Width | None = None) -> jax.Array:
+def dequantize(codes: Codes, grid: Grid, width: _Width | None = None) -> jax.Array:
     """Dequantizes codes to float32[..., N, K] (MiLo eq. 3), in one of `grid.widths`; the widest."""
     groups = split_groups(codes.codes, grid.group_size).astype(jnp.float32)
     if width is not None:
         groups = width.steps(groups)
     values = (groups - codes.zeros[..., None]) * codes.scales[..., None]
     return merge_groups(values, codes.codes.shape[-1])
-
-
-def relative_error(weights: jax.Array, approximation: jax.Array) -> jax.Array:
-    """Relative error |W - W'|_F / |W|_F of matrices [..., N, K]: float32[...], 0 if both are 0."""
-    lost = jnp.sum(jnp.square(weights - approximation), axis=(-2, -1))
-    whole = jnp.sum(jnp.square(weights), axis=(-2, -1))
-    return jnp.where(lost > 0, jnp.sqrt(lost / jnp.where(whole > 0, whole, 1.0)), 0.0)

@@ -38,7 +38,7 @@ class HqqSettings:
     round_start: bool = False
 
     @property
-    def threshold(self) -> float:
+    def _threshold(self) -> float:
         """Error below which it shrinks to 0, |x|^(2 - p) being less than 1 / beta."""
         return 0.999 * self.beta ** (1 / (self.norm - 2))
 
@@ -89,7 +89,7 @@ def hqq(
         # Weights of a usual size have no error that outlasts the shrinking, and its powers are
         # nine tenths of a step's time on a CPU.
         new, error = moved(zeros, keeps=False)
-        any_kept = jnp.max(error) > settings.threshold
+        any_kept = jnp.max(error) > settings._threshold
         new = jax.lax.cond(any_kept, lambda z: moved(z, keeps=True)[0], lambda z: new, zeros)
         total = jnp.sum(error * mask, axis=(-3, -2, -1), keepdims=True)
         return new, total / num_weights

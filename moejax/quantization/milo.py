@@ -16,8 +16,89 @@ from moejax.quantization.factors import factor_grid, quantize_factor, zero_facto
 from moejax.quantization.grid import Codes, Grid, dequantize
 from moejax.quantization.hqq import hqq
 from moejax.quantization.least_squares import LeastSquaresSettings, least_squares
-from moejax.quantization.low_rank import balanced, sketch, subspace_svd
 from moejax.quantization.rtn import rtn
+
+OVERSAMPLE = 8  # columns of the sketch beyond the rank that is wanted
+
+
+def _sketch(matrix: jax.Array, max_rank: int) -> jax.Array:
+    """Random rows of unit length that `_subspace_svd` of a matrix [..., N, K] starts from.
+
+    float32[..., min(max_rank + OVERSAMPLE, N, K), K], the same in every call.
+    """
+    *lead, num_rows, num_inputs = matrix.shape
+    width = min(max_rank + OVERSAMPLE, num_rows, num_inputs)
+    rows = jax.random.normal(jax.random.key(0), (width, num_inputs))
+    rows = jnp.broadcast_to(rows, (*lead, width, num_inputs))
+    return rows / _norms(rows)
+
+
+def _subspace_svd(
+    matrix: jax.Array, basis: jax.Array, iterations: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Approximate leading singular triplets (Halko, Martinsson and Tropp 2011, algorithm 4.4).
+
+    Args:
+      matrix: float32[..., N, K].
+      basis: float32[..., R, K], rows of `_sketch` or near the leading right singular vectors.
+      iterations: int32, of A^T A on the basis before the final projection.
+
+    Returns:
+      float32[..., N, R] with orthonormal columns, and float32[..., R, K], rows orthogonal, as long
+      as their singular values, which descend. Their product is the projection of the matrix on the
+      columns. Directions that the matrix does not have are zero; values below a thousandth of the
+      largest drown in float32.
+    """
+    matmul = functools.partial(jnp.matmul, precision="highest")  # TF32 loses the smaller values
+
+    def iterate(_: jax.Array, basis: jax.Array) -> jax.Array:
+        left = _orthonormal(matmul(matrix, _turned(basis)))
+        return _turned(_orthonormal(_turned(matmul(_turned(left), matrix))))
+
+    basis = jax.lax.fori_loop(0, iterations, iterate, basis)
+    # The second pass mends what the first leaves of a badly conditioned product.
+    left = _orthonormal(_orthonormal(matmul(matrix, _turned(basis))))
+    right = matmul(_turned(left), matrix)
+    _, rotation = jnp.linalg.eigh(matmul(right, _turned(right)))
+    rotation = rotation[..., ::-1]
+    return matmul(left, rotation), matmul(_turned(rotation), right)
+
+
+def _balanced(u: jax.Array, v: jax.Array, max_rank: int) -> tuple[jax.Array, jax.Array]:
+    """Leading components of `_subspace_svd`, singular values split evenly (MiLo eq. 12)."""
+    u, v = u[..., :max_rank], v[..., :max_rank, :]
+    sigma = _norms(v)
+    root = jnp.sqrt(sigma)
+    v = v / jnp.where(sigma > 0, root, 1.0)
+    return u * _turned(root), v
+
+
+def _orthonormal(columns: jax.Array) -> jax.Array:
+    """Orthonormalises columns float32[..., N, R], unless they are nearly dependent (Cholesky QR).
+
+    A shift keeps dependent columns from failing: they come back shorter, zeros as zeros
+    (Fukaya et al. 2020). QR of LAPACK and cuSOLVER is ten times slower for tall matrices.
+    """
+    gram = jnp.matmul(_turned(columns), columns, precision="highest")
+    trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
+    shift = trace * 1e-6 + jnp.finfo(jnp.float32).tiny
+    eye = jnp.eye(gram.shape[-1], dtype=jnp.float32).reshape(
+        (1,) * (gram.ndim - 2) + gram.shape[-2:]
+    )
+    factor = jnp.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
+    # The small inverse and a product: solving for the tall columns is slow on CPU and GPU alike.
+    eye = jnp.broadcast_to(eye, factor.shape)
+    inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
+    return jnp.matmul(columns, _turned(inverse), precision="highest")
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _norms(rows: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(rows), axis=-1, keepdims=True))
+
 
 # Quantizes weights - u v: (float32[..., N, K], float32[..., N, R], float32[..., R, K], grid).
 Solver = Callable[[jax.Array, jax.Array, jax.Array, Grid], Codes]
@@ -229,7 +310,7 @@ def _first(weights: jax.Array, grid: Grid, settings: MiloSettings) -> _Pass:
         codes = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(rtn, weights, grid)
         )
-    bases = tuple(sketch(weights, rank) for rank in ranks)
+    bases = tuple(_sketch(weights, rank) for rank in ranks)
     return _Pass(codes, tuple(factors), bases, jnp.full(weights.shape[:-2], jnp.inf, jnp.float32))
 
 
@@ -260,8 +341,8 @@ def _decompose(
     """Computes U and V, truncated to each rank, and the next basis."""
     if max_rank == 0:
         return matrix[..., :, :0], matrix[..., :0, :], basis
-    columns, rows = subspace_svd(matrix, basis, iterations)
-    u, v = balanced(columns, rows, max_rank)
+    columns, rows = _subspace_svd(matrix, basis, iterations)
+    u, v = _balanced(columns, rows, max_rank)
     shape = (*rank.shape, max_rank)
     used = jax.lax.broadcasted_iota(jnp.int32, shape, rank.ndim) < rank[..., None]
     return jnp.where(used[..., None, :], u, 0.0), jnp.where(used[..., :, None], v, 0.0), rows

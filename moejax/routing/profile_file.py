@@ -18,6 +18,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 from safetensors import safe_open
@@ -28,14 +29,65 @@ from moejax.errors import MoejaxError
 from moejax.files.whole import write_whole
 from moejax.models.config import ModelConfig
 from moejax.policies.buddy_gates import percentile_tau
-from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists, output_gains
-from moejax.policies.expert_activity import ExpertActivity, links_of, shares
+from moejax.policies.buddy_lists import (
+    BuddyLists,
+    Source,
+    buddy_lists,
+    conditional_coactivation,
+    output_gains,
+    output_similarity,
+)
 from moejax.routing.tier_errors import TierErrors
 
 FILE_NAME = "buddies.safetensors"
 FORMAT = "moejax buddies 1"
 _ERRORS = ("plain", "bounds", "estimates", "outputs")  # of `TierErrors`
 _MEND = "profile the model again (python -m moejax.profile_experts)"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertActivity:
+    """Sums over tokens, each with a weight of its own; whole numbers are exact to 2^24."""
+
+    tokens: jax.Array  # float32[], sum of the weights
+    activations: jax.Array  # float32[M, E], A_l(i)
+    coactivations: jax.Array  # float32[M, E, E], M_l(i, j), tokens that chose both; 0 where i = j
+    weighted: jax.Array  # float32[M, E, E], sums of min(p~_i, p~_j) in place of counts
+    entropies: jax.Array  # float32[M, bins], of TAE by `buddy_gates.entropy_bin`
+    # float32[M, E, E], over tokens that chose i, of cos(f_i(x), f_j(x)); None where outputs are not
+    # compared
+    cosines: jax.Array | None = None
+    # float32[M, E, E], tokens that chose i in layer l and j in the next sparse one; 0 for the last
+    # layer. None in older profiles, which did not count it.
+    following: jax.Array | None = None
+
+
+def _shares(activity: ExpertActivity, source: Source, smoothing: float) -> np.ndarray:
+    """Shares q from the counts on the host, float64[M, E, E]; by outputs only if they are compared.
+
+    Args:
+      smoothing: epsilon of Laplace; outputs take none.
+    """
+    if source == "outputs":
+        if activity.cosines is None:
+            raise ValueError("outputs were not compared")
+        return output_similarity(np.asarray(activity.cosines), np.asarray(activity.activations))
+    counts = activity.weighted if source == "weighted" else activity.coactivations
+    return conditional_coactivation(np.asarray(counts), smoothing)
+
+
+def _links_of(following: np.ndarray) -> np.ndarray:
+    """Share float32[M, E, E] of tokens with expert i one layer earlier that choose j here.
+
+    Rows sum to 1; to 0 for an i that was never chosen, and for the first layer.
+
+    Args:
+      following: [M, E, E], of `ExpertActivity`: tokens that chose i in layer l and j in the next.
+    """
+    counts = np.concatenate([np.zeros_like(following[:1]), following[:-1]]).astype(np.float64)
+    total = counts.sum(axis=-1, keepdims=True)
+    return np.divide(counts, total, out=np.zeros_like(counts), where=total > 0).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +105,7 @@ class BuddyProfile:
     def links(self) -> np.ndarray | None:
         """Links float32[M, E, E] for `policies.dynaexq.DynaExq`; None if the profile lacks them."""
         following = self.activity.following
-        return None if following is None else links_of(np.asarray(following))
+        return None if following is None else _links_of(np.asarray(following))
 
     @property
     def gains(self) -> np.ndarray | None:
@@ -85,7 +137,7 @@ def profile_of(
       max_buddies: K_max.
       percentile: percentile of TAE, for tau; 0 is off.
     """
-    q = shares(activity, source, smoothing)
+    q = _shares(activity, source, smoothing)
     if source != "outputs":  # of an expert that was never chosen smoothing alone would tell
         q = np.where(np.asarray(activity.activations)[:, :, None] > 0, q, 0.0)
     lists = buddy_lists(q, alpha, max_buddies)

@@ -51,15 +51,6 @@ class TierErrors:
     estimates: np.ndarray  # float[M, E, K], sums of w^2 |d|^2
     outputs: np.ndarray  # float[M], sums of |y|^2 over tokens
 
-    @property
-    def relative(self) -> np.ndarray:
-        """Relative output error float64[M, E, T] of experts in tiers; NaN of one never chosen."""
-        plain = self.plain.astype(np.float64)
-        squared, whole = plain[..., : len(self.tiers)], plain[..., len(self.tiers), None]
-        return np.sqrt(
-            np.divide(squared, whole, out=np.full_like(squared, np.nan), where=whole > 0)
-        )
-
     def of_gate(self, tiers: Sequence[str], gate: np.ndarray) -> LayerErrors:
         """Errors of layers whose gate mass was served so.
 

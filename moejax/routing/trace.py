@@ -101,11 +101,6 @@ class Trace:
         return self.ids.shape[2]
 
     @property
-    def num_steps(self) -> int:
-        """Number of calls of the model."""
-        return len(np.unique(self.step))
-
-    @property
     def steps_per_call(self) -> int | None:
         """Most decode steps in one call of the model; None if unknown."""
         return int(self.facts[STEPS_PER_CALL]) if STEPS_PER_CALL in self.facts else None
@@ -288,9 +283,9 @@ class TraceWriter:
                     os.fsync(file.fileno())
                 partial.replace(self.path)
         finally:
-            self.discard()
+            self._discard()
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Removes all traces of the file; does nothing after `close`."""
         for file in self._files.values():
             with contextlib.suppress(OSError):  # what it had still to write finds no room
@@ -326,7 +321,7 @@ class TraceWriter:
         if kind is None:
             self.close()
         else:
-            self.discard()
+            self._discard()
 
 
 def write_trace(path: Path, trace: Trace) -> None:

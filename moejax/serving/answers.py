@@ -86,7 +86,7 @@ class AnswerWriter:
             "model": model_name,
         }
 
-    def usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, int]:
         """Tokens so far; those that end an answer are counted."""
         prompt = self._request.num_prompt_tokens
         return {
@@ -98,7 +98,7 @@ class AnswerWriter:
     def _ended(self, timings: Timings) -> dict[str, Any]:
         """The counts of tokens, and beside them, as llama.cpp has it, how long they took."""
         times = timings.of(self._request.num_prompt_tokens, self._num_new)
-        usage = {**self.usage(), "prompt_tokens_details": {"cached_tokens": timings.num_cached}}
+        usage = {**self._usage(), "prompt_tokens_details": {"cached_tokens": timings.num_cached}}
         return {"usage": usage, "timings": times}
 
     def log_line(self, timings: Timings) -> str:
@@ -177,7 +177,7 @@ class AnswerWriter:
         }
         chunk = {**self._chunk_head(), "choices": [choice]}
         if self._request.continuous_usage:
-            return {**chunk, "usage": self.usage()}
+            return {**chunk, "usage": self._usage()}
         return {**chunk, "usage": None} if self._request.include_usage else chunk
 
     def _logprobs(self, row: int, told: tuple[TokenLogprob, ...]) -> dict[str, Any] | None:

@@ -5,25 +5,92 @@ run as `moejax.inference.continuous` says. Rows may differ in everything that a 
 temperature, filters, penalty, seed, stop strings, length, whether log-probabilities are told.
 """
 
+import collections
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from moejax.engine import Engine
 from moejax.errors import MoejaxError, print_stderr
 from moejax.inference.batch import RowDelta
 from moejax.inference.continuous import ContinuousBatch
-from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
+from moejax.serving.errors import ApiError, unavailable
 from moejax.serving.metrics import Metrics
 from moejax.serving.requests import MOST_LOGPROBS
-from moejax.serving.rows import AnswerPart, FairQueue, Row
+from moejax.serving.rows import AnswerPart, Row
 
 _LOG = logging.getLogger(__name__)
 ENDING = "the server is shutting down"
 LEDGER_S = 1.0  # between two readings of the ledger, which wait for the device
 RESERVE = 4  # this part of the queue's limit is kept beyond it for clients of whom nothing waits
+
+
+_K = TypeVar("_K")
+
+
+_V = TypeVar("_V")
+
+
+class _FairQueue:
+    """Queue in which no client waits for all rows of another.
+
+    `take` goes from client to client and, within a client, from request to request, one row each;
+    the rows of a request keep their order. Not safe across threads.
+    """
+
+    def __init__(self) -> None:
+        # Whose turn is next stands first; a key that is put back goes to the end.
+        self._clients: dict[str, dict[int, collections.deque[Row]]] = {}
+        self._num_requests = 0
+        self._num_rows = 0
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def has(self, client: str) -> bool:
+        """Whether rows of a client wait."""
+        return client in self._clients
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Adds the rows of one request, at least one, all of one client."""
+        requests = self._clients.setdefault(rows[0].client, {})
+        requests[self._num_requests] = collections.deque(rows)
+        self._num_requests += 1
+        self._num_rows += len(rows)
+
+    def take(self, count: int) -> list[Row]:
+        """Removes the next rows, at most `count`."""
+        taken: list[Row] = []
+        while self._clients and len(taken) < count:
+            client, requests = _pop_first(self._clients)
+            request, rows = _pop_first(requests)
+            taken.append(rows.popleft())
+            if rows:
+                requests[request] = rows
+            if requests:
+                self._clients[client] = requests
+        self._num_rows -= len(taken)
+        return taken
+
+    def drop(self, is_over: Callable[[Row], bool]) -> None:
+        """Removes the rows that are over; turns stay as they are."""
+        for client, requests in list(self._clients.items()):
+            for request, rows in list(requests.items()):
+                kept = collections.deque(row for row in rows if not is_over(row))
+                self._num_rows -= len(rows) - len(kept)
+                requests[request] = kept
+                if not kept:
+                    del requests[request]
+            if not requests:
+                del self._clients[client]
+
+
+def _pop_first(of: dict[_K, _V]) -> tuple[_K, _V]:
+    key = next(iter(of))
+    return key, of.pop(key)
 
 
 class Batcher:
@@ -48,7 +115,7 @@ class Batcher:
         self._deadline_s = deadline_s
         self._warms_up = warms_up
         self._on_loaded = on_loaded
-        self._waiting = FairQueue()
+        self._waiting = _FairQueue()
         self._running: dict[int, Row] = {}  # by their numbers in the batch
         self._changed = threading.Condition()
         self._is_draining = False
@@ -90,7 +157,11 @@ class Batcher:
             if waiting + len(rows) > limit:
                 turns = 1 + waiting / self._max_batch
                 retry_s = max(1, math.ceil(self._row_s * turns))
-                raise queue_full(len(rows), waiting, limit, retry_s)
+                raise ApiError(
+                    f"the queue is full: {waiting} of {limit} places are taken, the request needs "
+                    f"{len(rows)}",
+                    status=429, code="queue_full", retry_after_s=retry_s,
+                )  # fmt: skip
             self._waiting.add(rows)
             self._changed.notify()
 
@@ -182,7 +253,8 @@ class Batcher:
         if row.cancelled or self._is_cut:
             return True
         if self._deadline_s and time.monotonic() - row.arrived > self._deadline_s:
-            row.fail(deadline_passed(self._deadline_s))
+            said = f"took longer than the server's deadline of {self._deadline_s:g} s"
+            row.fail(ApiError(f"the request {said}", status=504, code="deadline_exceeded"))
             return True
         return False
 

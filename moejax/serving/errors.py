@@ -35,28 +35,14 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def headers(self) -> dict[str, str]:
+    def _headers(self) -> dict[str, str]:
         """HTTP headers beside the body."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-
-
-def queue_full(num_rows: int, waiting: int, limit: int, retry_after_s: int) -> ApiError:
-    """Error of a full queue."""
-    return ApiError(
-        f"the queue is full: {waiting} of {limit} places are taken, the request needs {num_rows}",
-        status=429, code="queue_full", retry_after_s=retry_after_s,
-    )  # fmt: skip
 
 
 def unavailable(message: str) -> ApiError:
     """Error of a server that is loading or ending."""
     return ApiError(message, status=503, code="unavailable", retry_after_s=5)
-
-
-def deadline_passed(seconds: float) -> ApiError:
-    """Error of a request that took longer than the server allows."""
-    said = f"the request took longer than the server's deadline of {seconds:g} s"
-    return ApiError(said, status=504, code="deadline_exceeded")
 
 
 def json_response(
@@ -69,7 +55,7 @@ def json_response(
 
 def error_response(error: ApiError) -> Response:
     """Response that reports an error."""
-    return json_response(error.body(), error.status, error.headers())
+    return json_response(error.body(), error.status, error._headers())
 
 
 def raw_error(error: ApiError) -> bytes:
@@ -77,7 +63,7 @@ def raw_error(error: ApiError) -> bytes:
     body = json.dumps(error.body()).encode()
     headers = {
         "content-type": "application/json", "content-length": str(len(body)),
-        "connection": "close", **error.headers(),
+        "connection": "close", **error._headers(),
     }  # fmt: skip
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name.lower()}: {value}" for name, value in headers.items()]

@@ -16,7 +16,7 @@ _MOST_PATH = 100  # characters of a path that a line shows
 
 
 @dataclasses.dataclass
-class LoggedRequest:
+class _LoggedRequest:
     """One request, whose line is printed when it has ended."""
 
     id: str  # its client's, or a random one
@@ -40,7 +40,7 @@ class RequestLog:
         """Hands the request on with its id, and prints its line."""
         given = Headers(scope=scope).get(HEADER, "")
         is_valid = re.fullmatch("[!-~]{1,128}", given)
-        log = LoggedRequest(given if is_valid else secrets.token_hex(12))
+        log = _LoggedRequest(given if is_valid else secrets.token_hex(12))
         scope.setdefault("state", {})["log"] = log
         started, status = time.monotonic(), "no answer"
 

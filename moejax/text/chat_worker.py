@@ -28,7 +28,7 @@ CPU_S = 1  # of one template, and up to one more, as the system counts whole one
 _MOST_REASON = 300  # characters of an error
 
 
-def main() -> None:
+def _main() -> None:
     """Renders requests until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
@@ -106,4 +106,4 @@ def _strftime_now(pattern: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

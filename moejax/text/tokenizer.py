@@ -32,7 +32,7 @@ _FINAL, _ANALYSIS = "final", "analysis"
 _ASSISTANT = "assistant"  # the role in a header without a channel
 
 
-class TokenStream:
+class _TokenStream:
     """Decodes a growing sequence of tokens to text, never half a character.
 
     Invariant: what was returned so far, `flush()` included, is `decode()` of what was pushed, as
@@ -82,8 +82,8 @@ class _Markers(NamedTuple):
     answer: int
 
 
-class ChannelStream:
-    """Decodes a growing answer to its text, as `TokenStream` does, and keeps thoughts apart.
+class _ChannelStream:
+    """Decodes a growing answer to its text, as `_TokenStream` does, and keeps thoughts apart.
 
     OpenAI's harmony format (gpt-oss):
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
@@ -97,7 +97,7 @@ class ChannelStream:
         self, decode: Callable[[Sequence[int]], str], markers: _Markers, begins_thinking: bool
     ):
         self._decode, self._markers = decode, markers
-        self._stream = TokenStream(decode)
+        self._stream = _TokenStream(decode)
         self._header: list[int] | None = None  # of the message to come; None inside a message
         self._channel = _ANALYSIS if begins_thinking else _FINAL
         self.thoughts = ""
@@ -107,7 +107,7 @@ class ChannelStream:
         marks = self._markers
         if token_id in (marks.start, marks.channel, marks.end, marks.think, marks.answer):
             rest = self.flush()
-            self._stream = TokenStream(self._decode)
+            self._stream = _TokenStream(self._decode)
             if token_id in (marks.think, marks.answer):
                 self._channel = _ANALYSIS if token_id == marks.think else _FINAL
             else:
@@ -219,7 +219,7 @@ class Tokenizer:
         """Id of a token by its text, such as "<s>"; None if there is no such token."""
         return self._encoder.token_to_id(token)
 
-    def stream(self, chat_prompt: Sequence[int] | None = None) -> TokenStream | ChannelStream:
+    def stream(self, chat_prompt: Sequence[int] | None = None) -> _TokenStream | _ChannelStream:
         """Starts a decoder that takes one token at a time; of harmony's, to the final channel.
 
         Args:
@@ -234,11 +234,11 @@ class Tokenizer:
             thinks, chat_prompt = [-1] * 2, ()
         markers = _Markers(*(-1 if i is None else i for i in (*marks, *thinks)))
         if max(markers) < 0:
-            return TokenStream(self.decode)
+            return _TokenStream(self.decode)
         # Behind <think> a line may end, or </think>: GLM-4.5's template closes thoughts that it
         # leaves out.
         last = [i for i in chat_prompt[-2:] if i in (markers.think, markers.answer)]
-        return ChannelStream(self.decode, markers, last[-1:] == [markers.think])
+        return _ChannelStream(self.decode, markers, last[-1:] == [markers.think])
 
     def apply_chat_template(
         self,
@@ -291,19 +291,6 @@ class Tokenizer:
         return [token_id]
 
 
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Makes a list of prompts from one prompt or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        listed: list[Any] = list(prompts)
-    except TypeError as error:
-        raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
-    if listed and all(isinstance(item, int | np.integer) for item in listed):
-        return [listed]
-    return listed
-
-
 def token_ids_of(
     prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, add_special_tokens: bool
 ) -> list[int]:
@@ -332,12 +319,6 @@ def check_tokens(ids: np.ndarray, vocab_size: int) -> None:
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
         raise MoejaxError(f"token id {wrong.flat[0]} is outside the vocabulary of {vocab_size}")
-
-
-def check_length(length: int, longest: int, what: str = "") -> None:
-    """Raises MoejaxError if a context is too short for so many tokens, described by `what`."""
-    if length > longest:
-        raise MoejaxError(f"{what}{length} tokens do not fit the model's context of {longest}")
 
 
 def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:

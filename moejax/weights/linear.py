@@ -1,6 +1,6 @@
 """Products with weights of any kind: plain arrays, packed codes, FP8 blocks.
 
-Kernels for packed weights are chosen here alone (`choose_product`), and every choice is recorded
+Kernels for packed weights are chosen here alone (`_choose_product`), and every choice is recorded
 where it is made, while a program is traced (`recorded_choices`). Where every kernel refuses,
 packed matrices are dequantized in float32, cast to the dtype of the activations and multiplied as
 plain ones: only the matrices (or rows) that a call uses, never a whole stack. Plain arrays go
@@ -183,7 +183,7 @@ def record_product(leaf: str, choice: Choice, weight: Weight) -> None:
         record_choice(leaf, choice, form(weight), packed=packing(weight) is not None)
 
 
-def choose_product(
+def _choose_product(
     num_rows: int,
     dtype: jnp.dtype,
     weight: Weight,
@@ -331,7 +331,7 @@ def _by_kernel(
 ) -> jax.Array | None:  # fmt: skip
     """Computes [..., N] by a kernel, or returns None if every kernel refuses."""
     num_rows = math.prod(x.shape[:-1])
-    choice = choose_product(num_rows, x.dtype, weight, kernels, always_kernel=always_kernel)
+    choice = _choose_product(num_rows, x.dtype, weight, kernels, always_kernel=always_kernel)
     record_product(leaf, choice, weight)
     chosen = choice.implementation
     if chosen in (PLAIN, DEQUANTIZED):

@@ -18,7 +18,6 @@ from pallas_kernels.cache_plan.operands import (
     TierOperands,
     TierShape,
     Wishes,
-    table_width,
 )
 from pallas_kernels.cache_plan.reference import plan_reference, predict_reference
 from pallas_kernels.cache_plan.shared_slots import predict_shared as predict_shared_reference
@@ -194,7 +193,7 @@ def _misfits_of_tier(
     table, clock, events, gate = tier.tables
     if tier.row_of.shape != shape:
         reasons.append(f"tier {i} is of {tier.row_of.shape}, the first of {shape}")
-    if table.shape != (num_layers, table_width(form, num_experts)):
+    if table.shape != (num_layers, _table_width(form, num_experts)):
         reasons.append(f"the table of tier {i} is {table.shape}, of {form.slots} slots")
     for name, of in (("events", events), ("gate", gate)):
         if of.ndim != 2 or of.shape[0] != num_layers:
@@ -281,3 +280,8 @@ def _misfits_of_rule(rule: Rule, num_layers: int) -> list[str]:
         for name, (of, dtype, shape) in numbers.items()
         if of is not None and (of.dtype != dtype or of.shape != shape)
     ]
+
+
+def _table_width(form: TierShape, num_experts: int) -> int:
+    """Columns of a tier's table."""
+    return 0 if form.shares_slots else form.planes * num_experts + 3 * form.slots

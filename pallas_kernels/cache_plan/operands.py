@@ -252,11 +252,6 @@ def num_waves(max_needed: int, num_experts: int, slots: int, transient: int) -> 
     return -(-min(max_needed, num_experts - slots) // transient)
 
 
-def table_width(form: TierShape, num_experts: int) -> int:
-    """Columns of a tier's table."""
-    return 0 if form.shares_slots else form.planes * num_experts + 3 * form.slots
-
-
 def num_slots(table: jax.Array | jax.ShapeDtypeStruct, num_experts: int) -> int:
     """C."""
     return (table.shape[1] - num_experts) // 3

@@ -206,28 +206,14 @@ def down(
     interpret: bool = False,
 ) -> jax.Array:
     """Computes sum_a weight[t, a] down_e hidden[t, a]: [T, A, F] to [T, D]."""
-    products = down_products(
-        hidden, assignments, tiers, low_rank=low_rank, implementation=implementation,
-        tiles=tiles, interpret=interpret,
-    )  # fmt: skip
-    return combine(products, _ran(assignments, tiers), assignments.weight, hidden.dtype)
-
-
-def down_products(
-    hidden: jax.Array,
-    assignments: Assignments,
-    tiers: Tiers,
-    *,
-    low_rank: LowRanks | None = None,
-    implementation: str,
-    tiles: Tiles | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """Computes down_e hidden[t, a]: [T, A, F] to float32[P, T, A, D]; see `moe_products`."""
     terms = _check(hidden, assignments, tiers, low_rank)
     if implementation == REFERENCE:
-        return down_reference(hidden, assignments, tiers, terms)
-    return DOWN[implementation](hidden, assignments, tiers, terms, tiles, _target(interpret))
+        products = down_reference(hidden, assignments, tiers, terms)
+    else:
+        products = DOWN[implementation](
+            hidden, assignments, tiers, terms, tiles, _target(interpret)
+        )
+    return combine(products, _ran(assignments, tiers), assignments.weight, hidden.dtype)
 
 
 def _target(interpret: bool) -> Target:

@@ -112,7 +112,7 @@ def down_mosaic(
     tiles: Tiles | None,
     target: Target,
 ) -> jax.Array:
-    """Computes `api.down_products` by Mosaic GPU."""
+    """Computes the products of `api.down` by Mosaic GPU."""
     tokens, width = assignments.slot.shape
     if tiles is None and not any(low_rank):
         tiles = measured("down", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))

@@ -80,7 +80,7 @@ def down_reference(
     tiers: Sequence[PackedMatrices],
     low_rank: Sequence[tuple[LowRank, ...]],
 ) -> jax.Array:
-    """Computes `api.down_products` in plain JAX."""
+    """Computes the products of `api.down` in plain JAX."""
     num_tokens, width, _ = hidden.shape
     flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
     rows = hidden.reshape(num_tokens * width, -1)

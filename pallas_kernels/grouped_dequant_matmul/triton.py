@@ -7,7 +7,7 @@ Biases and gating are part of the first launch, whose sums over K are whole.
 
 Decode: a program belongs to a pair. The first pair of a matrix (and each that comes `columns` pairs
 later among those of the matrix) leads and does the work of `columns` of them, so that the matrix is
-read once; the other programs end. Prefill: a program takes blocks of `blocks.make_blocks`.
+read once; the other programs end. Prefill: a program takes blocks of `_make_blocks`.
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ from pallas_kernels import launch
 from pallas_kernels.dequant_matmul.tiles import TritonTiles
 from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import tiles as rules
-from pallas_kernels.grouped_dequant_matmul.blocks import Blocks, make_blocks
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
 from pallas_kernels.packed import LowRank, PackedMatrices, with_scale_pairs
@@ -59,6 +58,15 @@ class _Pairs(NamedTuple):
     slot: jax.Array  # int32[P]
 
 
+class _Blocks(NamedTuple):
+    """`num_blocks` blocks, of which the first `used` hold pairs; device data of static shapes."""
+
+    tier: jax.Array  # int32[num_blocks]; -1 of blocks of skipped pairs
+    slot: jax.Array  # int32[num_blocks]
+    pairs: jax.Array  # int32[num_blocks, rows]: t A + a; T A where there is none
+    used: jax.Array  # int32[1]
+
+
 class _Job(NamedTuple):
     """Pairs of one matrix."""
 
@@ -73,7 +81,7 @@ class _Operands(NamedTuple):
 
     rows: jax.Array  # [R, K]
     sums: tuple[jax.Array | None, ...]  # of each tier, `sums_of` its rows, where it takes them
-    source: _Pairs | Blocks
+    source: _Pairs | _Blocks
     tiers: tuple[PackedMatrices, ...]
     low_rank: tuple[tuple[LowRank, ...], ...]
     thin: jax.Array | None
@@ -256,9 +264,9 @@ class _Call:
         self.blocks = rules.by_blocks(num_tokens, width)
         self.num_pairs, self.tiles, self.interpret = num_tokens * width, tiles, interpret
         sums: list[jax.Array | None] = [None] * len(tiers)
-        source: _Pairs | Blocks
+        source: _Pairs | _Blocks
         if self.blocks:
-            source = make_blocks(assignments, tiers, tiles.block_m)
+            source = _make_blocks(assignments, tiers, tiles.block_m)
             by_size: dict[int, jax.Array] = {}
             for i, weights in enumerate(tiers):
                 if size := triton_product.sum_size(weights, _step(weights, tiles)):
@@ -349,7 +357,7 @@ def down_triton(
     tiles: Tiles | None,
     target: Target,
 ) -> jax.Array:
-    """Computes `api.down_products` by Triton."""
+    """Computes the products of `api.down` by Triton."""
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.down_tiles(num_tokens, width, tiers, target), tiers)
     rows = hidden.reshape(num_tokens * width, -1)
@@ -364,7 +372,7 @@ def down_triton(
 
 
 def _for_each_job(
-    source: _Pairs | Blocks,
+    source: _Pairs | _Blocks,
     axis: int,
     columns: int,
     num_pairs: int,
@@ -445,3 +453,37 @@ def _gathered_columns(x: Ref, sums: Ref | None, rows: jax.Array, mask: jax.Array
         return pltriton.load(sums.at[index, rows], mask=mask, other=0.0)
 
     return Columns(load, None if sums is None else load_sums, x.dtype)
+
+
+def _max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
+    """Most blocks needed: each matrix adds at most one partial block."""
+    return min(num_pairs, num_pairs // rows + num_matrices)
+
+
+def _make_blocks(assignments: Assignments, tiers: Sequence[PackedMatrices], rows: int) -> _Blocks:
+    """Sorts pairs by tier and slot, those of one matrix in their order, skipped ones last.
+
+    Args:
+      tiers: arrays or their shapes; only the numbers of slots matter.
+    """
+    tier, slot = (part.reshape(-1) for part in (assignments.tier, assignments.slot))
+    num_pairs = tier.shape[0]
+    most = max(weights.num_slots for weights in tiers)
+    num_matrices = sum(weights.num_slots for weights in tiers) + 1
+    num_blocks = _max_blocks(num_pairs, rows, num_matrices)
+    runs = (tier >= 0) & (tier < len(tiers))
+    key = jnp.where(runs, tier * most + jnp.clip(slot, 0, most - 1), len(tiers) * most)
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    key = key[order]
+    index = jnp.arange(num_pairs, dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.ones(1, jnp.bool_), key[1:] != key[:-1]])
+    within = index - jax.lax.cummax(jnp.where(starts, index, 0))
+    block = jnp.cumsum((within % rows == 0).astype(jnp.int32)) - 1
+    pairs = jnp.full((num_blocks, rows), num_pairs, jnp.int32)
+    empty = jnp.full(num_blocks, -1, jnp.int32)
+    return _Blocks(
+        tier=empty.at[block].set(jnp.where(runs, tier, -1)[order]),
+        slot=empty.at[block].set(slot[order]),
+        pairs=pairs.at[block, within % rows].set(order),
+        used=block[-1:] + 1,
+    )

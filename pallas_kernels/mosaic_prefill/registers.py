@@ -124,7 +124,7 @@ def store_sums(
 def store_pairs(
     make: Callable[..., None], sums: jax.Array, scalars: Sequence[jax.Array], refs: Sequence[Any]
 ) -> None:
-    """Emits a function of `scatter` for the sums of a warpgroup.
+    """Emits a function such as `grouped._scatter_sums` for the sums of a warpgroup.
 
     Args:
       make: takes the instructions, the sums as in `lanes.write_rounded`, scalars and references.

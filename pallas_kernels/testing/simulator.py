@@ -5,7 +5,6 @@ and multiply the values that they would on a GPU, with two exceptions. Threads r
 missing barrier has no effect; and a product sums its 16 terms exactly before it rounds. Unwritten
 memory is NaN.
 """
-# ruff: noqa: D102 -- `Simulator`'s methods are those of `emit.Mlir`, which says what they do.
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,14 +36,14 @@ def run_blocks(
     """Runs a body for every block, one cluster after the other.
 
     Args:
-      body: takes a `Simulator`, then references to operands, outputs and scratch buffers.
+      body: takes a `_Simulator`, then references to operands, outputs and scratch buffers.
     """
     memory = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in operands]
     memory += [a.view(np.uint8).reshape(-1) for a in outputs]
     for block in range(num_blocks):
         lengths = [n for _ in range(cluster) for n in shared_floats]
         scratch = [np.full(n, np.nan, np.float32).view(np.uint8) for n in lengths]
-        machine = Simulator(block, num_threads, [*memory, *scratch], len(memory), cluster)
+        machine = _Simulator(block, num_threads, [*memory, *scratch], len(memory), cluster)
         body(machine, *range(len(memory) + len(shared_floats)))
 
 
@@ -61,8 +60,18 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
     return (bits | (single != values)).astype(np.uint32).view(np.float32)
 
 
-class Simulator:
-    """One block of threads; methods are those of `emit.Mlir`, values are arrays over threads.
+def _of_words(operation: np.ufunc) -> Callable[["_Simulator", Value, Value], Value]:
+    """An instruction of two words."""
+    return lambda self, a, b: self._word(operation(self._word(a), self._word(b)))
+
+
+def _of_floats(operation: np.ufunc) -> Callable[["_Simulator", Value, Value], Value]:
+    """An instruction of two float32."""
+    return lambda self, a, b: operation(self._float(a), self._float(b))
+
+
+class _Simulator:
+    """One block of threads. Methods are those of `emit.Mlir`; values are arrays over threads.
 
     A cluster is simulated as one block with the threads and the scratch buffers of all its blocks.
     """
@@ -110,35 +119,11 @@ class Simulator:
     def either(self, value: Value) -> Value:
         return self._float(value) if isinstance(value, float) else value
 
-    def add(self, a: Value, b: Value) -> Value:
-        return self._word(self._word(a) + self._word(b))
-
-    def sub(self, a: Value, b: Value) -> Value:
-        return self._word(self._word(a) - self._word(b))
-
-    def mul(self, a: Value, b: Value) -> Value:
-        return self._word(self._word(a) * self._word(b))
-
-    def div(self, a: Value, b: Value) -> Value:
-        return self._word(a) // self._word(b)
-
-    def rem(self, a: Value, b: Value) -> Value:
-        return self._word(a) % self._word(b)
-
-    def band(self, a: Value, b: Value) -> Value:
-        return self._word(a) & self._word(b)
-
-    def bor(self, a: Value, b: Value) -> Value:
-        return self._word(a) | self._word(b)
-
-    def bxor(self, a: Value, b: Value) -> Value:
-        return self._word(a) ^ self._word(b)
-
-    def shl(self, a: Value, b: Value) -> Value:
-        return self._word(self._word(a) << self._word(b))
-
-    def shr(self, a: Value, b: Value) -> Value:
-        return self._word(a) >> self._word(b)
+    add, sub, mul = map(_of_words, (np.add, np.subtract, np.multiply))
+    div, rem = map(_of_words, (np.floor_divide, np.remainder))
+    band, bor, bxor = map(_of_words, (np.bitwise_and, np.bitwise_or, np.bitwise_xor))
+    shl, shr = map(_of_words, (np.left_shift, np.right_shift))
+    fadd, fmul, fmin, fmax = map(_of_floats, (np.add, np.multiply, np.minimum, np.maximum))
 
     def permute(self, low: Value, high: Value, selector: Value) -> Value:
         both, digits = self._word(high) << 32 | self._word(low), self._word(selector)
@@ -164,18 +149,6 @@ class Simulator:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         a, b, c = (self._float(v).astype(np.float64) for v in (a, b, c))
         return (a * b + c).astype(np.float32)
-
-    def fmin(self, a: Value, b: Value) -> Value:
-        return np.minimum(self._float(a), self._float(b))
-
-    def fmax(self, a: Value, b: Value) -> Value:
-        return np.maximum(self._float(a), self._float(b))
-
-    def fadd(self, a: Value, b: Value) -> Value:
-        return self._float(a) + self._float(b)
-
-    def fmul(self, a: Value, b: Value) -> Value:
-        return self._float(a) * self._float(b)
 
     def special(self, name: str) -> Value:
         block, thread = np.divmod(self.threads, self.num_threads)

@@ -214,7 +214,7 @@ class Budget(_Parts):
         """Whether experts are in slots rather than among the weights."""
         return self.tiers[0].pooled
 
-    def table(self) -> list[tuple[str, str, int]]:
+    def _table(self) -> list[tuple[str, str, int]]:
         """(place, part, bytes) of every part, each place's total last."""
         rows = []
         for place in ("device", "host", "disk"):
@@ -280,7 +280,7 @@ def describe(budget: Budget) -> list[str]:
     lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]
     width = 40 if is_alone else 46  # a tier's name ends its parts
     limits = {"device": budget.limits.device_gib, "host": budget.limits.host_gib}
-    for place, part, nbytes in budget.table():
+    for place, part, nbytes in budget._table():
         of = f" of {limit:g}" if (limit := limits.get(place)) else ""
         gib = f" = {nbytes / GIB:.3f} GiB{of}" if part == "total" else ""
         lines.append(f"  {place:<7}{part:<{width}}{nbytes / MIB:>12.2f} MiB{gib}")

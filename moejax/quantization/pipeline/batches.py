@@ -42,7 +42,7 @@ class MatrixTask(NamedTuple):
         return width_ranks(self.rank, len(self.scheme.planes or (0,)), self.scheme.rank_divisor)
 
     @property
-    def key(self) -> tuple[Shape, Scheme]:
+    def _key(self) -> tuple[Shape, Scheme]:
         """Shape, and scheme without its rank."""
         return self.entry.shape, dataclasses.replace(self.scheme, rank=None)
 
@@ -94,7 +94,7 @@ class BatchPlan:
         self._passes, self._use_kernel = passes, use_kernel
         ranks: dict[tuple[Shape, Scheme], list[int]] = defaultdict(list)
         for task in (task for shard in shards for task in shard):
-            ranks[task.key].append(task.rank)
+            ranks[task._key].append(task.rank)
         self._ranks = {key: _shared_ranks(found) for key, found in ranks.items()}
         needed: dict[tuple[Shape, Program], list[int]] = defaultdict(list)
         for shard in shards:
@@ -128,8 +128,8 @@ class BatchPlan:
         found: dict[tuple[Shape, Program], list[MatrixTask]] = defaultdict(list)
         for task in tasks:
             program = Program(
-                scheme=task.key[1],
-                max_rank=next(shared for shared in self._ranks[task.key] if task.rank <= shared),
+                scheme=task._key[1],
+                max_rank=next(shared for shared in self._ranks[task._key] if task.rank <= shared),
                 passes=self._passes,
                 use_kernel=self._use_kernel,
             )

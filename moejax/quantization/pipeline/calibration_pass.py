@@ -18,9 +18,10 @@ from moejax.quantization.pipeline.forward import CapturedLayer, LayerRun
 from moejax.quantization.pipeline.inventory import Entry, Inventory, Shard
 from moejax.quantization.pipeline.progress import Meter
 from moejax.quantization.pipeline.quantizers import Calibration
-from moejax.quantization.pipeline.rank_planning import Frequencies
 from moejax.weights.qtensor import QTensor
 
+# Share of the router's assignments in its layer that an expert got, by (layer, expert).
+Frequencies = Mapping[tuple[int | None, int | None], float]
 # Of experts, held at a time: on a host, and on an accelerator, where nothing else is to be held.
 _HOST_HESSIAN_BYTES, _DEVICE_HESSIAN_BYTES = 512 * 2**20, 4 * 2**30
 

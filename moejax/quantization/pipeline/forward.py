@@ -15,6 +15,8 @@ at the same hidden states, bit for bit.
 Weights of one layer are named as in `weight_shapes`, without the layers' axis.
 """
 
+import dataclasses
+import functools
 import math
 import os
 import tempfile
@@ -24,20 +26,227 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from moejax.models.attention import default_attention_impl
-from moejax.models.config import ModelConfig, leaf_dtype
-from moejax.models.moe import default_expert_impl
-from moejax.quantization.hessian import mean_hessian
-from moejax.quantization.pipeline.layer_steps import (
-    attention_step,
-    expert_step,
-    layer_step,
-    mlp_step,
-    one_layer,
-    watched_leaves,
+from moejax.models.attention import (
+    Attention,
+    AttentionImpl,
+    causal_attention,
+    default_attention_impl,
 )
-from moejax.weights.qtensor import Weight, dense
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.delta_net import DeltaNet
+from moejax.models.dense_mlp import DenseMlp, SharedExpert
+from moejax.models.expert_products import block_size, gated
+from moejax.models.latent_attention import LatentAttention
+from moejax.models.layer_index import LayerIndex, layer_indices
+from moejax.models.leaf_kinds import kind_of
+from moejax.models.moe import ExpertImpl, Routing, SparseMoe, default_expert_impl, route
+from moejax.models.rope import model_angles
+from moejax.models.stacked import rms_norm
+from moejax.quantization.hessian import add_outer_products, mean_hessian
+from moejax.weights.qtensor import RecordedInput, Weight, dense
+
+Weights = Mapping[str, jax.Array]
+Sums = dict[str, jax.Array]  # of x x^T by leaf; a trace replaces them
+
+# Whose inputs are the same for all of a layer's tokens; those of experts are `_expert_step`'s.
+_WATCHED_KINDS = ("attention", "shared_experts", "mlp", "router")
+
+
+def _one_layer(config: ModelConfig, layer: int) -> ModelConfig:
+    """The configuration of one layer as a model of its own."""
+    delta = config.delta_net
+    if delta is not None:
+        is_delta = layer in delta.layers
+        delta = dataclasses.replace(delta, layers=(0,)) if is_delta else None
+    moe_layers = (0,) if layer in config.moe_layers else ()
+    return dataclasses.replace(
+        config, num_layers=1, moe_layers=moe_layers, delta_net=delta, window_layers=None,
+        sliding_window=config.window_of(layer),
+    )  # fmt: skip
+
+
+def _watched_leaves(config: ModelConfig) -> dict[str, int]:
+    """Leaves of one layer (`_one_layer`) whose inputs are summed, and K of each."""
+    shapes = weight_shapes(config)
+    return {leaf: shapes[leaf][-1] for leaf in shapes if kind_of(leaf) in _WATCHED_KINDS}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "experts", "attention"))
+def _layer_step(
+    weights: Weights,
+    x: jax.Array,
+    config: ModelConfig,
+    experts: ExpertImpl,
+    attention: AttentionImpl,
+) -> jax.Array:
+    """Runs the whole layer, [B, T, D] to [B, T, D], like `Transformer.layers`."""
+    x = x + _mixed(weights, x, config, attention)
+    flat = _mlp_input(weights, x, config)
+    if not config.moe_layers:
+        return x + _module(DenseMlp, "mlp.", weights, config)(flat, 0).reshape(x.shape)
+    mask = jnp.ones(len(flat), bool)
+    moe = _module(SparseMoe, "moe.", weights, config)
+    out = moe(flat, moe.route(flat, 0), 0, mask, experts)
+    if config.shared_dim:
+        out = out + _module(SharedExpert, "shared.", weights, config)(flat, 0)
+    return x + out.reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="totals")
+def _attention_step(
+    weights: Weights,
+    x: jax.Array,
+    totals: Sums,
+    config: ModelConfig,
+    attention: AttentionImpl,
+) -> tuple[jax.Array, Sums]:
+    """Runs the first half of the layer on x [B, T, D], attention or a delta rule.
+
+    Returns [B, T, D] after it, and the sums of x x^T by leaf, `totals` (donated) with its inputs.
+    """
+    sums = dict(totals)
+    x = x + _mixed(weights, x, config, attention, sums)
+    return x, sums
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames=("totals", "counts"))
+def _mlp_step(
+    weights: Weights,
+    x: jax.Array,
+    totals: Sums,
+    counts: jax.Array,
+    config: ModelConfig,
+) -> tuple[Sums, jax.Array]:
+    """Sums the inputs of the MLP's matrices but the experts', and counts experts' tokens.
+
+    `x` is [B, T, D] after attention; `totals`, by leaf, and `counts`, int32[E], are donated.
+    """
+    flat, sums = _mlp_input(weights, x, config), dict(totals)
+    if not config.moe_layers:
+        _module(DenseMlp, "mlp.", weights, config, sums)(flat, 0)
+        return sums, counts
+    ids = _module(SparseMoe, "moe.", weights, config, sums).route(flat, 0).ids
+    if config.shared_dim:
+        _module(SharedExpert, "shared.", weights, config, sums)(flat, 0)
+    return sums, counts + jnp.bincount(ids.reshape(-1), length=config.num_experts)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "leaf"), donate_argnames="totals")
+def _expert_step(
+    weights: Weights,
+    x: jax.Array,
+    totals: jax.Array,
+    first: jax.Array,
+    config: ModelConfig,
+    leaf: str,
+) -> jax.Array:
+    """Sums the inputs of experts from `first` on, over the tokens routed to each.
+
+    Assignments are sorted by expert and processed in blocks of one expert.
+
+    Args:
+      x: [B, T, D] after attention.
+      totals: float32[e, K, K], sums of x x^T; donated.
+      leaf: "moe.gate_up" (K = D) or "moe.down" (K = F).
+    """
+    flat = _mlp_input(weights, x, config)
+    ids = _routing(weights, flat, config).ids
+    num_rows, width = ids.size, ids.shape[1]
+    size = block_size(num_rows, config.num_experts)
+    order = jnp.argsort(ids.reshape(-1), stable=True).astype(jnp.int32)
+    token = jnp.pad(order // width, (0, size))
+    counts = jnp.bincount(ids.reshape(-1), length=config.num_experts)
+    starts = jnp.cumsum(counts) - counts
+    within = jnp.arange(size, dtype=jnp.int32)
+
+    def expert(i: jax.Array, totals: jax.Array) -> jax.Array:
+        start, count = starts[first + i], counts[first + i]
+
+        def block(j: jax.Array, total: jax.Array) -> jax.Array:
+            rows = jax.lax.dynamic_slice_in_dim(token, start + j * size, size)
+            inputs = jnp.where((within + j * size < count)[:, None], flat[rows], 0)
+            if leaf == "moe.down":
+                gate_up = weights["moe.gate_up"][first + i]
+                products = jnp.einsum("nd,fd->nf", inputs, gate_up)
+                if config.expert_bias:
+                    products = products + weights["moe.gate_up_bias"][first + i][None]
+                inputs = gated(products, config.gating)
+                # Of rows that are none a bias would make some.
+                inputs = jnp.where((within + j * size < count)[:, None], inputs, 0)
+            return add_outer_products(total, inputs)
+
+        total = jax.lax.fori_loop(0, -(-count // size), block, totals[i])
+        return totals.at[i].set(total)
+
+    return jax.lax.fori_loop(0, len(totals), expert, totals)
+
+
+def _add_inputs(sums: Sums, leaf: str, inputs: jax.Array) -> None:
+    """Adds the inputs, rows [..., K], of a leaf's matrix to its sum."""
+    sums[leaf] = add_outer_products(sums[leaf], inputs.reshape(-1, inputs.shape[-1]))
+
+
+def _mixed(
+    weights: Weights,
+    x: jax.Array,
+    config: ModelConfig,
+    impl: AttentionImpl,
+    sums: Sums | None = None,
+) -> jax.Array:
+    """Residual addition of attention or the delta rule for [B, T, D]."""
+    (index,) = layer_indices(config)
+    scales, centred = weights["attention.norm"], config.zero_centred_norm
+    normed = rms_norm(x, scales, config.norm_eps, zero_centred=centred)
+
+    def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        sinks = weights.get("attention.sinks")
+        return causal_attention(q, k, v, index.window, impl, config.score_scale, sinks)
+
+    if index.is_delta:
+        mask = jnp.ones(x.shape[:2], bool)
+        return _module(DeltaNet, "delta.", weights, config, sums)(normed, index, mask, attend)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    kind = LatentAttention if config.latent else Attention
+    module = _module(kind, "attention.", weights, config, sums)
+    return module(normed, index, model_angles(config, positions), attend)
+
+
+def _mlp_input(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Normed input of the MLP, [B T, D]."""
+    centred = config.zero_centred_norm
+    normed = rms_norm(x, weights["mlp_norm"], config.norm_eps, zero_centred=centred)
+    return normed.reshape(-1, config.model_dim)
+
+
+def _routing(weights: Weights, flat: jax.Array, config: ModelConfig) -> Routing:
+    """Routes normed rows [N, D]."""
+    biases = weights.get("moe.router_bias"), weights.get("moe.logit_bias")
+    return route(flat, weights["moe.router"], config, *biases)
+
+
+def _module(
+    kind: Any, prefix: str, weights: Weights, config: ModelConfig, sums: Sums | None = None
+) -> Any:
+    """Builds a module of `moejax.models` on the layer's weights, which record inputs in `sums`."""
+
+    def param(leaf: str) -> Any:
+        stacked = weights[leaf][None]
+        if sums is None or kind_of(leaf) not in _WATCHED_KINDS:
+            return nnx.Param(stacked)
+        return nnx.Param(RecordedInput(stacked, functools.partial(_add_inputs, sums, leaf)))
+
+    leaves: dict[Any, Any] = {
+        (leaf.removeprefix(prefix),): param(leaf) for leaf in weights if leaf.startswith(prefix)
+    }
+    return nnx.merge(_definition(kind, config), nnx.from_flat_state(leaves))
+
+
+@functools.cache
+def _definition(kind: Any, config: ModelConfig) -> nnx.GraphDef:
+    abstract = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    return nnx.split(abstract)[0]
 
 
 class _Hessian(NamedTuple):
@@ -95,14 +304,14 @@ class LayerRun:
         experts = default_expert_impl(num_tokens, config, self._dtype, self._device.platform)
         for part in self._steps(self.hidden):
             x = jax.device_put(part, self._device)
-            part[...] = np.asarray(layer_step(placed, x, config, experts, self._attention))
+            part[...] = np.asarray(_layer_step(placed, x, config, experts, self._attention))
         self.layer += 1
 
     def _one_layer(self) -> ModelConfig:
         """Configuration of the next layer."""
         if self.layer >= self.config.num_layers:
             raise ValueError(f"the model has no layer {self.layer}")
-        return one_layer(self.config, self.layer)
+        return _one_layer(self.config, self.layer)
 
     def _steps(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Views of the sequences that run together; the last may have fewer."""
@@ -136,7 +345,7 @@ class CapturedLayer:
     def hessian(self, leaf: str, expert: int | None = None) -> _Hessian:
         """Returns the Hessian of one matrix; request experts in order, neighbours share a pass.
 
-        `leaf` is one of `layer_steps.watched_leaves`, or "moe.gate_up" or "moe.down" of an expert.
+        `leaf` is one of `_watched_leaves`, or "moe.gate_up" or "moe.down" of an expert.
         """
         if leaf in self._totals:
             return _mean(self._totals[leaf], self.num_tokens)
@@ -153,14 +362,14 @@ class CapturedLayer:
         """Runs attention and router over all tokens: fills `_mlp_hidden`, counts, sums x x^T."""
         c, run = self._config, self._run
         with jax.default_device(run._device):
-            widths = watched_leaves(c).items()
+            widths = _watched_leaves(c).items()
             totals = {leaf: jnp.zeros((k, k), jnp.float32) for leaf, k in widths}
             counts = jnp.zeros(c.num_experts, jnp.int32)
         for part, out in zip(run._steps(run.hidden), run._steps(self._mlp_hidden), strict=True):
             x = jax.device_put(part, run._device)
-            x, totals = attention_step(self._weights, x, totals, c, run._attention)
+            x, totals = _attention_step(self._weights, x, totals, c, run._attention)
             out[...] = np.asarray(x)
-            totals, counts = mlp_step(self._weights, x, totals, counts, c)
+            totals, counts = _mlp_step(self._weights, x, totals, counts, c)
         if c.moe_layers:
             self.expert_tokens = np.asarray(counts)
         return totals
@@ -178,7 +387,7 @@ class CapturedLayer:
         start = jax.device_put(np.int32(first), self._run._device)
         for part in self._run._steps(self._mlp_hidden):
             x = jax.device_put(part, self._run._device)
-            totals = expert_step(self._weights, x, totals, start, c, leaf)
+            totals = _expert_step(self._weights, x, totals, start, c, leaf)
         return first, totals
 
 

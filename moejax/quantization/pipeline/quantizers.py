@@ -55,14 +55,14 @@ class Calibration(NamedTuple):
     num_tokens: jax.Array  # int32[C]
 
 
-class StackFactors(NamedTuple):
+class _StackFactors(NamedTuple):
     """Compensators of a stack; rows beyond a matrix's rank are zero."""
 
     u: jax.Array | QTensor  # [C, R, N], U transposed
     v: jax.Array | QTensor  # [C, R, K]
 
 
-Compensators = tuple[StackFactors | None, ...]  # None for widths without
+Compensators = tuple[_StackFactors | None, ...]  # None for widths without
 
 
 class QuantizedStack(NamedTuple):
@@ -241,23 +241,23 @@ def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: 
         factors.append(packed)
         bare.append(_squares(left))
         lost.append(_squares(left if packed is None else left - _product(packed)))
-        exact = StackFactors(jnp.swapaxes(own.u, -1, -2), own.v)
+        exact = _StackFactors(jnp.swapaxes(own.u, -1, -2), own.v)
         free_lost.append(_squares(left - _product(exact)))
     free = None if settings.refit else tuple(free_lost)
     return _Solution(found.codes, tuple(factors), tuple(lost), tuple(bare), free)
 
 
-def _packed(factors: Factors, factor_bits: int) -> StackFactors:
+def _packed(factors: Factors, factor_bits: int) -> _StackFactors:
     """Factors in few bits, or in bfloat16."""
     parts = (jnp.swapaxes(factors.u, -1, -2), factors.v)
     if factor_bits == 16:
-        return StackFactors(*(part.astype(jnp.bfloat16) for part in parts))
+        return _StackFactors(*(part.astype(jnp.bfloat16) for part in parts))
     found_codes = (factors.u_codes, factors.v_codes)
     coded = [
         quantize_factor(part, factor_bits) if codes is None else codes
         for part, codes in zip(parts, found_codes, strict=True)
     ]
-    return StackFactors(*map(functools.partial(_pack_factor, factor_bits), coded))
+    return _StackFactors(*map(functools.partial(_pack_factor, factor_bits), coded))
 
 
 def _pack_factor(factor_bits: int, codes: Codes) -> QTensor:
@@ -265,7 +265,7 @@ def _pack_factor(factor_bits: int, codes: Codes) -> QTensor:
     return from_codes(*codes, bits=factor_bits, group_size=grid.group_size, zero_kind="symmetric")
 
 
-def _product(factors: StackFactors) -> jax.Array:
+def _product(factors: _StackFactors) -> jax.Array:
     """Computes U V: float32[C, N, K]."""
     u, v = (
         factor.dequantize() if isinstance(factor, QTensor) else factor.astype(jnp.float32)

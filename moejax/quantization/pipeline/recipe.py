@@ -125,7 +125,7 @@ class Scheme:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeRule:
+class _RecipeRule:
     """One rule of a recipe."""
 
     text: str
@@ -152,7 +152,7 @@ class Recipe:
     """A default scheme and the rules that change it."""
 
     default: Scheme
-    rules: tuple[RecipeRule, ...]
+    rules: tuple[_RecipeRule, ...]
     format: str
 
 
@@ -167,7 +167,7 @@ def parse_planes(text: str) -> tuple[int, ...]:
     return planes
 
 
-def parse_rules(text: str) -> tuple[RecipeRule, ...]:
+def parse_rules(text: str) -> tuple[_RecipeRule, ...]:
     """Parses rules, with ";" or line ends between them; a MoejaxError names one not understood."""
     parts = [part.strip() for line in text.splitlines() for part in line.split(";")]
     return tuple(_parse_rule(part) for part in parts if part)
@@ -287,7 +287,7 @@ def _unfit(scheme: Scheme, entry: Entry, target: str) -> str | None:
     return None
 
 
-def _parse_rule(text: str) -> RecipeRule:
+def _parse_rule(text: str) -> _RecipeRule:
     # A regular expression may hold colons; what follows the pattern never does.
     pattern_text, colon, changes_text = text.rpartition(":")
     words = changes_text.split()
@@ -326,10 +326,10 @@ def _parse_rule(text: str) -> RecipeRule:
                 re.compile(pattern[3:])
             except re.error as error:
                 raise MoejaxError(f"rule {text!r}: {pattern[3:]!r}: {error}") from error
-    return RecipeRule(text=text, patterns=patterns, changes=changes)
+    return _RecipeRule(text=text, patterns=patterns, changes=changes)
 
 
-def _useless(rule: RecipeRule, inventory: Inventory) -> MoejaxError:
+def _useless(rule: _RecipeRule, inventory: Inventory) -> MoejaxError:
     if any(rule._matches(entry) for entry in inventory.entries):
         return MoejaxError(
             f"rule {rule.text!r} concerns norms or biases, or projections that are kept as they "

@@ -2,13 +2,25 @@
 
 Shards (a layer each, and one for tensors of no layer) are written whole and marked as done one
 after the other; config.json comes last. The written bytes depend on the source and on the settings
-alone, so a run that resumes after a kill ends with equal bytes.
+alone, so a run that resumes after a kill ends with equal bytes. It resumes by notes beside them:
+
+    OUTPUT/.quantizing/run.json            what is being made, of what, with which versions
+    OUTPUT/.quantizing/NOTE.json           what was found before the first layer, such as ranks
+    OUTPUT/.quantizing/shard-00003.json    of a shard that is whole: its file's digest, its tensors
+
+A shard counts as done once its note exists, which is written after the shard itself. The folder is
+removed once config.json, written last, exists.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
-from collections.abc import Mapping
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +32,172 @@ from moejax.checkpoints.formats.manifest import MANIFEST_FILE, check_files, read
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, read_header
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
-from moejax.files.whole import WrittenFile, json_text, write_json, write_whole
+from moejax.files.whole import PARTIAL, WrittenFile, file_digest, json_text, write_json, write_whole
 from moejax.models.hf.config import read_json, text_fields
+from moejax.quantization import ranks
 from moejax.quantization.pipeline import manifest
-from moejax.quantization.pipeline.batches import BatchPlan, MatrixTask
+from moejax.quantization.pipeline.batches import BATCH_BYTES, BatchPlan, MatrixTask
 from moejax.quantization.pipeline.calibration import NUM_SAMPLES, calibration_tokens
-from moejax.quantization.pipeline.calibration_pass import CalibrationRun, router_frequencies
+from moejax.quantization.pipeline.calibration_pass import (
+    CalibrationRun,
+    Frequencies,
+    router_frequencies,
+)
 from moejax.quantization.pipeline.disk_space import check_space
 from moejax.quantization.pipeline.export import WRITERS, config_of, read_back
 from moejax.quantization.pipeline.inventory import (
+    Entry,
     Inventory,
     Shard,
     source_fingerprint,
     take_inventory,
 )
+from moejax.quantization.pipeline.manifest import CONFIG_FILE, RESUME
 from moejax.quantization.pipeline.plots import REPORT_FOLDER, draw_report
 from moejax.quantization.pipeline.progress import Meter
 from moejax.quantization.pipeline.quantizers import kernel_remarks
-from moejax.quantization.pipeline.rank_planning import (
-    Frequencies,
-    measure_kurtosis,
-    plan_ranks,
-    read_policy,
-)
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Recipe, Scheme, schemes
-from moejax.quantization.pipeline.resume_log import ResumeLog
 from moejax.quantization.pipeline.shard import ShardResult, quantize_shard
 from moejax.quantization.ranks import RankPolicy
+from moejax.quantization.statistics import excess_kurtosis
 from moejax.text.tokenizer import Tokenizer
+
+WORK_FOLDER = ".quantizing"
+_RUN_FILE = "run.json"
+_MEND = "give a new directory as output"
+
+
+class _ResumeLog:
+    """Finished work in an output directory.
+
+    Attributes:
+      directory: the output.
+      identity: settings and source by name; equal for runs whose results are equal.
+    """
+
+    def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self.identity = dict(identity)
+        self._work = directory / WORK_FOLDER
+
+    def is_finished(self) -> bool:
+        """Whether the directory holds the whole result of this run.
+
+        Raises MoejaxError where it is another run's, or a file of it has changed.
+        """
+        config = self.directory / CONFIG_FILE
+        if not config.exists():
+            return False
+        manifest_file = self.directory / MANIFEST_FILE
+        if not manifest_file.exists():
+            raise MoejaxError(f"{self.directory} holds another model; {_MEND}")
+        manifest = read_json(manifest_file)
+        # Versions are of no account once the result is there.
+        made_of = manifest.get("made_of")
+        wanted = {name: value for name, value in self.identity.items() if name != "versions"}
+        self._check_identity(made_of if isinstance(made_of, dict) else {}, wanted, "a model")
+        files = manifest.get("files")
+        for name, entry in (files if isinstance(files, dict) else {}).items():
+            path = self.directory / name
+            if not path.exists() or path.stat().st_size != entry["size"]:
+                raise MoejaxError(f"{path} was removed or changed after it was made; {_MEND}")
+        shutil.rmtree(self._work, ignore_errors=True)
+        return True
+
+    @contextlib.contextmanager
+    def opened(self, own_files: Sequence[str]) -> Iterator[None]:
+        """Locks the directory for this process; makes it and removes rests of a killed run.
+
+        MoejaxError if it holds other files than `own_files`, or another process works in it.
+        """
+        run_file = self._work / _RUN_FILE
+        try:
+            names = {path.name for path in self.directory.iterdir()}
+        except FileNotFoundError:
+            names = set()
+        except NotADirectoryError as error:
+            raise MoejaxError(f"output {self.directory} is a file; give a directory") from error
+        known = {WORK_FOLDER}
+        if run_file.exists():
+            self._check_identity(read_json(run_file), self.identity, "an unfinished run")
+            known |= {*own_files, *(name + PARTIAL for name in own_files)}
+        if foreign := sorted(names - known):
+            rest = ", ..." if len(foreign) > 3 else ""
+            raise MoejaxError(
+                f"output {self.directory} holds other files ({', '.join(foreign[:3])}{rest}); "
+                "give an empty or a new directory"
+            )
+        self._work.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            for path in (*self.directory.glob("*" + PARTIAL), *self._work.glob("*" + PARTIAL)):
+                path.unlink()
+            if not run_file.exists():
+                write_json(run_file, self.identity, RESUME)
+            yield
+
+    def note(self, name: str) -> dict[str, Any] | None:
+        """Returns the note of a name; None if it is missing."""
+        path = self._work / f"{name}.json"
+        return read_json(path) if path.exists() else None
+
+    def keep(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes a note for later runs; returns it as a later run reads it."""
+        write_json(self._work / f"{name}.json", fields, RESUME)
+        return read_json(self._work / f"{name}.json")
+
+    def done_shards(self, files: Sequence[str]) -> list[dict[str, Any]]:
+        """Notes of finished shards, up to the first missing one."""
+        notes: list[dict[str, Any]] = []
+        for i, file in enumerate(files):
+            note, path = self.note(_shard_note(i)), self.directory / file
+            if note is None or not path.exists():
+                break
+            if list(file_digest(path)) != [note["size"], note["sha256"]]:
+                break
+            notes.append(note)
+        return notes
+
+    def keep_shard(self, i: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Marks shard `i`, whose file is whole, as done."""
+        return self.keep(_shard_note(i), fields)
+
+    def close(self) -> None:
+        """Removes the notes; the directory is finished."""
+        shutil.rmtree(self._work)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Locks out other processes; the lock ends with the process."""
+        handle = os.open(self._work, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise MoejaxError(f"another process is writing {self.directory}") from error
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def _check_identity(
+        self, found: Mapping[str, Any], wanted: Mapping[str, Any], what: str
+    ) -> None:
+        """Raises MoejaxError naming the first difference of two runs."""
+        # This run's identity, as JSON stores it.
+        wanted = json.loads(json.dumps(wanted))
+        for name in (*wanted, *found):
+            if found.get(name) != wanted.get(name):
+                said = (
+                    "of another source checkpoint"
+                    if name == "source"
+                    else f"with {name}={found.get(name)}, not {wanted.get(name)}"
+                )
+                raise MoejaxError(f"output {self.directory} holds {what} {said}; {_MEND}")
+
+
+def _shard_note(i: int) -> str:
+    return f"shard-{i + 1:05}"
+
 
 Note = dict[str, Any]  # of a finished shard
 
@@ -93,9 +243,9 @@ def quantize_checkpoint(job: Job) -> Outcome:
     if job.output.resolve() == job.source.resolve():
         raise MoejaxError(f"output {job.output} is the source itself; give another directory")
     chosen = schemes(job.recipe, inventory)
-    policy = read_policy(job.rank_policy)
+    policy = _read_policy(job.rank_policy)
     tokens = _calibration_tokens(job, inventory, chosen, policy)
-    log = ResumeLog(job.output, _identity(job, inventory, tokens))
+    log = _ResumeLog(job.output, _identity(job, inventory, tokens))
     if log.is_finished():
         return _outcome_before(job.output, len(inventory.shards))
     files = [shard.file for shard in inventory.shards]
@@ -126,7 +276,7 @@ class _Run:
 
     job: Job
     inventory: Inventory
-    log: ResumeLog
+    log: _ResumeLog
     chosen: Mapping[str, Scheme]  # of the matrices that are quantized, by name
     tokens: np.ndarray | None
     meter: Meter
@@ -157,12 +307,12 @@ class _Run:
             return {"ranks": {}, "capped": []}
         self.meter.bar.set_description_str("survey")
         if policy.needs("kurtosis"):
-            kurtosis = measure_kurtosis(
+            kurtosis = _measure_kurtosis(
                 self.inventory, self.chosen, device=self.job.device, meter=self.meter
             )
         if policy.needs("frequency"):
             frequencies = router_frequencies(self.inventory, self._calibration_run())
-        return plan_ranks(
+        return _plan_ranks(
             policy,
             self.inventory,
             self.chosen,
@@ -318,3 +468,96 @@ def _identity(job: Job, inventory: Inventory, tokens: np.ndarray | None) -> dict
         "calibration": text,
         "versions": {"jax": jax.__version__, "platform": job.device.platform},
     }
+
+
+def _read_policy(text: str) -> ranks.RankPolicy:
+    """Parses a rank policy; raises MoejaxError."""
+    try:
+        return ranks.parse_policy(text)
+    except ValueError as error:
+        raise MoejaxError(str(error)) from error
+
+
+def _measure_kurtosis(
+    inventory: Inventory, schemes: Mapping[str, Scheme], *, device: jax.Device, meter: Meter
+) -> dict[str, float]:
+    """Measures the excess kurtosis of every compensated expert matrix, by name."""
+    found: dict[str, float] = {}
+    by_shape: dict[tuple[int, ...], list[Entry]] = {}
+    for entry in _compensated(inventory, schemes):
+        if entry.kind == "experts":
+            by_shape.setdefault(entry.shape, []).append(entry)
+            meter.expect(entry.source.num_bytes)
+    compute = jax.jit(excess_kurtosis)
+    for shape, entries in by_shape.items():
+        count = max(1, min(len(entries), BATCH_BYTES // (4 * shape[0] * shape[1])))
+        for first in range(0, len(entries), count):
+            members = entries[first : first + count]
+            weights = np.zeros((count, *shape), np.float32)
+            with meter.phase("survey"):
+                for entry, matrix in zip(members, weights, strict=False):
+                    entry.read(matrix)
+                measured = np.asarray(compute(jax.device_put(weights, device)))
+            named = zip(members, measured, strict=False)
+            found |= {entry.name: float(value) for entry, value in named}
+            meter.bar.update(sum(entry.source.num_bytes for entry in members))
+    return found
+
+
+def _plan_ranks(
+    policy: ranks.RankPolicy,
+    inventory: Inventory,
+    schemes: Mapping[str, Scheme],
+    *,
+    factor_bits: int,
+    kurtosis: Mapping[str, float],
+    frequencies: Frequencies,
+) -> dict[str, Any]:
+    """Plans the rank of every matrix that gets a compensator.
+
+    Args:
+      schemes: by name; one with a rank of its own is left out of the policy's averages.
+      factor_bits: for policies that count bytes.
+
+    Returns:
+      "ranks" by name, and "capped": the names for which the policy exceeds min(N, K). MoejaxError
+      if the policy does not fit the model.
+    """
+    compensated = _compensated(inventory, schemes)
+    fixed = {
+        entry.name: min(rank, *entry.shape)
+        for entry in compensated
+        if (rank := schemes[entry.name].rank) is not None
+    }
+    others = [entry for entry in compensated if entry.name not in fixed]
+    if not others:
+        return {"ranks": fixed, "capped": []}
+    matrices = [
+        ranks.RankedMatrix(
+            name=entry.name,
+            kind=entry.kind,
+            num_rows=entry.shape[0],
+            num_inputs=entry.shape[1],
+            kurtosis=kurtosis.get(entry.name),
+            frequency=frequencies.get((entry.layer, entry.expert)),
+            all_widths=_all_widths(schemes[entry.name]),
+        )
+        for entry in others
+    ]
+    try:
+        plan = ranks.assign_ranks(policy, matrices, factor_bits=factor_bits)
+    except ValueError as error:
+        raise MoejaxError(f"rank policy: {error}") from error
+    chosen = {entry.name: rank for entry, rank in zip(others, plan.ranks, strict=True)}
+    return {"ranks": {**chosen, **fixed}, "capped": list(plan.capped)}
+
+
+def _all_widths(scheme: Scheme) -> float:
+    """Ranks of all widths together over the narrowest's, before any is rounded down."""
+    others = range(1, len(scheme.planes)) if scheme.rank_divisor else ()
+    return 1 + sum(float(scheme.rank_divisor) ** -i for i in others)
+
+
+def _compensated(inventory: Inventory, schemes: Mapping[str, Scheme]) -> Sequence[Entry]:
+    methods = {name: scheme.method for name, scheme in schemes.items()}
+    return [entry for entry in inventory.entries if methods.get(entry.name) in COMPENSATED]

@@ -36,7 +36,7 @@ class Machine:
         if not 0 <= self.overlap <= 1:
             raise MoejaxError(f"overlap={self.overlap} must be from 0 to 1")
 
-    def link_ms(self, num_bytes: np.ndarray | float) -> np.ndarray:
+    def _link_ms(self, num_bytes: np.ndarray | float) -> np.ndarray:
         """Milliseconds to move so many bytes over the link."""
         return np.asarray(num_bytes, np.float64) / (self.link_gib_per_s * GIB) * 1e3
 
@@ -74,18 +74,18 @@ def step_ms(machine: Machine, traffic: Traffic) -> float:
         return float("nan")
     steps, layer_ms = traffic.steps, machine.base_ms / traffic.num_layers
     demand = traffic.fetches * machine.fetch_ms
-    demand += float(machine.link_ms(traffic.misses @ traffic.expert_bytes))
+    demand += float(machine._link_ms(traffic.misses @ traffic.expert_bytes))
     many = np.arange(len(traffic.ahead))[:, None]
-    each = machine.link_ms(many * traffic.expert_bytes) + np.where(many > 0, machine.fetch_ms, 0.0)
+    each = machine._link_ms(many * traffic.expert_bytes) + np.where(many > 0, machine.fetch_ms, 0.0)
     waited = float((traffic.ahead * np.maximum(0.0, each - machine.overlap * layer_ms)).sum())
     total = machine.base_ms + (demand + waited) / steps
-    carried = float(machine.link_ms(sum(traffic.bytes_by_cause.values())))
+    carried = float(machine._link_ms(sum(traffic.bytes_by_cause.values())))
     return max(total, carried)
 
 
 def bandwidth_bound_ms(machine: Machine, num_bytes: float) -> float:
     """Lower bound of a step: the longer of compute and the bytes' time on the link."""
-    return max(machine.base_ms, float(machine.link_ms(num_bytes)))
+    return max(machine.base_ms, float(machine._link_ms(num_bytes)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

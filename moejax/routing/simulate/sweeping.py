@@ -50,13 +50,13 @@ class Tiers:
         plane = first - second if first > second else first
         return cls(names=names, expert_bytes=(plane, second), planes=True)
 
-    def shares_slots(self, slots: tuple[int, ...], num_experts: int) -> bool:
+    def _shares_slots(self, slots: tuple[int, ...], num_experts: int) -> bool:
         """Whether planes of both tiers share their slots."""
         return self.planes and slots[1] < num_experts
 
     def _pool_bytes(self, slots: tuple[int, ...], num_experts: int) -> int:
         """Bytes of a layer's slots."""
-        if self.shares_slots(slots, num_experts):
+        if self._shares_slots(slots, num_experts):
             return sum(slots) * self.expert_bytes[1]
         return sum(map(operator.mul, slots, self.expert_bytes))
 
@@ -184,7 +184,7 @@ def _sweep_policy(
             made = make(**given)
         except MoejaxError as error:
             raise MoejaxError(f"{described(setting) or policy}: {error}") from error
-        shares = tiers.shares_slots(row, trace.num_experts)
+        shares = tiers._shares_slots(row, trace.num_experts)
         runs.append(
             Run(
                 policy=made, tiers=tiers.names, expert_bytes=tiers.expert_bytes,
@@ -236,7 +236,7 @@ def _decode_result(trace: Trace, result: RunResult) -> Found:
 def _belady(trace: Trace, slots: Sequence[int]) -> list[tuple[int, int]]:
     """Counts (needed, hits) in decode of the best cache with so many slots a layer."""
     sizes = sorted({min(size, trace.num_experts) for size in slots})
-    found = belady(*_needed_experts(trace), jnp.asarray(sizes, jnp.int32))
+    found = _most_hits(*_needed_experts(trace), jnp.asarray(sizes, jnp.int32))
     needed, hits = (np.asarray(part)[DECODE].sum(axis=0) for part in found)
     places = [sizes.index(min(size, trace.num_experts)) for size in slots]
     return [(int(needed[k]), int(hits[k])) for k in places]
@@ -289,7 +289,7 @@ def _next_uses(masks: np.ndarray) -> np.ndarray:
     return found
 
 
-def belady(masks: np.ndarray, is_decode: np.ndarray, slots: jax.Array) -> _Needed:
+def _most_hits(masks: np.ndarray, is_decode: np.ndarray, slots: jax.Array) -> _Needed:
     """Counts the most hits that any cache can have, prefetch aside (Belady, 1966).
 
     After each step, of the resident and the needed experts, those of the nearest next use stay; an

@@ -17,8 +17,7 @@ from moejax.evaluation.expert_profile import Counting, profile
 from moejax.inference.runner import Runner
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe import BuddyMoe
-from moejax.policies.expert_activity import ExpertActivity
-from moejax.routing.profile_file import BuddyProfile, profile_of
+from moejax.routing.profile_file import BuddyProfile, ExpertActivity, profile_of
 from scripts.studies.buddymoe.controls import MatchedRandom, Original
 from scripts.studies.quality.bench import Model, Served, Windows
 from scripts.studies.quality.cases import Case, Claim, Comparison, Point

@@ -5,7 +5,7 @@
 DIR holds valid/{books,textbooks,code,math,chinese}.jsonl.xz. Writes OUTPUT/DOMAIN.trace for each:
 the prompt in one step, then a token a step, sampled.
 `moejax.benchmark --config.trace=traces/books.trace` and `moejax.sweep --config.trace=...` replay
-them, in another shape with experts mapped (`benchmarking.routing.scaled_trace`). A domain that has
+them, in another shape with experts mapped (`benchmarking.routing._scaled_trace`). A domain that has
 a trace is passed over.
 
     python -m scripts.studies.speed.record_traces --cut=traces --prompt=40 --tokens=224 --output=OUT
