@@ -18,7 +18,7 @@ from moejax import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import batch, continuous
 from moejax.text.chat_template import ChatRenderer
-from moejax.text.tokenizer import ChannelStream, Tokenizer
+from moejax.text.tokenizer import Tokenizer, _ChannelStream
 from tests import slow
 from tests.hf_checkpoints import write_checkpoint
 from tests.random_checkpoints import write_tokenizer
@@ -409,7 +409,7 @@ class ThoughtsTest(parameterized.TestCase):
         prompt, said = (tokenizer.encode(x, add_special_tokens=False) for x in ("a" + end, "so"))
         stream = tokenizer.stream(prompt)
         text = "".join(map(stream.push, said)) + stream.flush()
-        self.assertIsInstance(stream, ChannelStream)
+        self.assertIsInstance(stream, _ChannelStream)
         self.assertEqual((text, stream.thoughts), ("", "so") if begins else ("so", ""))
 
 
