@@ -8,8 +8,8 @@ from absl.testing import parameterized
 from moejax.benchmarking.routing import (
     EXPONENTS,
     QWEN3_HIT_RATES,
-    make_workload,
     _scaled_trace,
+    make_workload,
     with_skew,
 )
 from moejax.models.shapes import SHAPES, TINY
