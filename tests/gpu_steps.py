@@ -201,7 +201,7 @@ def under_policy(
 
 
 def with_replay(store: HostRows, config: ModelConfig) -> HostRows:
-    """Adds a replay like `benchmarking.shape_memory.replay`."""
+    """Adds a replay like `benchmarking.models._replay`."""
     said = leaf_of((REPLAYED, config.num_layers, 1, config.num_experts), jnp.float32)
     return dataclasses.replace(store, replay=said, replay_predicted=said)
 

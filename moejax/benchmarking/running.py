@@ -35,7 +35,7 @@ NO_MEMORY = "is out of memory"  # of `devices.plain_memory_errors`
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class _Figure:
     """A value, and what it spread over where there were several runs."""
 
     value: float  # the median over the runs, or the only one there is
@@ -51,7 +51,7 @@ class Figure:
         return {"lowest_run": self.low, "highest_run": self.high}
 
 
-Figures = dict[str, Figure]
+Figures = dict[str, _Figure]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +236,10 @@ def _measured(
         found |= _of_bits(bits)
         if loaded.budget is not None:
             planned = loaded.budget.total_device / 2**30
-            found["planned device memory"] = Figure(planned, "GiB")
+            found["planned device memory"] = _Figure(planned, "GiB")
             first = loaded.budget.tiers[0]
             share = 100 * first.slots / first.num_experts
-            found["experts in slots"] = Figure(share, "% of a layer's")
+            found["experts in slots"] = _Figure(share, "% of a layer's")
         return Point(
             batch, gib, figures=found, context=context, routing=loaded.routing,
             requests=asked.about + (f", {asked.num_cut} of them cut" if asked.num_cut else ""),
@@ -274,9 +274,9 @@ def _fidelity_figures(exact: np.ndarray, policy: np.ndarray) -> Figures:
     """Compares the predictions of both models on the same samples."""
     found = fidelity.compare(exact.astype(np.float64), policy.astype(np.float64))
     return {
-        "KL of the exact model": Figure(found.mean_kl, "nats a token"),
-        "largest KL of the exact model": Figure(found.largest_kl, "nats"),
-        "same likeliest token": Figure(100 * found.same_choice, f"% of {found.num_tokens} tokens"),
+        "KL of the exact model": _Figure(found.mean_kl, "nats a token"),
+        "largest KL of the exact model": _Figure(found.largest_kl, "nats"),
+        "same likeliest token": _Figure(100 * found.same_choice, f"% of {found.num_tokens} tokens"),
     }
 
 
@@ -292,7 +292,7 @@ def _of_times(measured: Measurement) -> Figures:
     for name, (_, unit) in runs[0].items():
         values = [run[name][0] for run in runs]
         if not any(map(math.isnan, values)):  # as are those of decode without a second token
-            found[name] = Figure(statistics.median(values), unit, min(values), max(values))
+            found[name] = _Figure(statistics.median(values), unit, min(values), max(values))
     return found
 
 
@@ -330,24 +330,24 @@ def _of_ledgers(measured: Measurement) -> Figures:
     steps, decode_s = sum(b.steps for b in every), sum(b.until_end_s for b in every)
     num_prompts = sum(len(b.prompt_tokens) for b in every)
     found = {
-        "hit rate of prefill": Figure(100 * prefill.hit_rate, "%"),
-        "link bytes of a prompt": Figure(prefill.link_bytes / num_prompts / 1e6, "MB"),
+        "hit rate of prefill": _Figure(100 * prefill.hit_rate, "%"),
+        "link bytes of a prompt": _Figure(prefill.link_bytes / num_prompts / 1e6, "MB"),
     }
     if steps:
         tokens = sum(b.num_decoded for b in every)
         found |= {
-            "hit rate of decode": Figure(100 * decode.hit_rate, "%"),
-            "link bytes of a decode step": Figure(decode.link_bytes / steps / 1e6, "MB"),
-            "link bytes of a decoded token": Figure(decode.link_bytes / tokens / 1e6, "MB"),
-            "link rate of decode": Figure(decode.link_bytes / decode_s / 2**30, "GiB/s"),
+            "hit rate of decode": _Figure(100 * decode.hit_rate, "%"),
+            "link bytes of a decode step": _Figure(decode.link_bytes / steps / 1e6, "MB"),
+            "link bytes of a decoded token": _Figure(decode.link_bytes / tokens / 1e6, "MB"),
+            "link rate of decode": _Figure(decode.link_bytes / decode_s / 2**30, "GiB/s"),
         }
-    found["link bytes of a run"] = Figure(
+    found["link bytes of a run"] = _Figure(
         (prefill.link_bytes + decode.link_bytes) / len(measured.runs) / 1e6, "MB"
     )
     for phase, ledger in measured.ledgers.items():
         for name, share in ledger.shares.items():
             if not math.isnan(share):
-                found[f"gate mass of {phase}, {name}"] = Figure(100 * share, "%")
+                found[f"gate mass of {phase}, {name}"] = _Figure(100 * share, "%")
     return {name: figure for name, figure in found.items() if not math.isnan(figure.value)}
 
 
@@ -386,10 +386,10 @@ def _of_floor(measured: Measurement, runner: Runner, bandwidth: Bandwidth) -> Fi
     floor_ms = 1e3 * least / bandwidth.bytes_per_s
     tpot_ms = _of_times(measured)["TPOT median"].value
     return {
-        "experts of a layer that a decode step reads": Figure(distinct, "experts"),
-        "byte floor of a decode step": Figure(least / 1e6, "MB"),
-        "time of the byte floor": Figure(floor_ms, "ms"),
-        "share of the byte floor": Figure(100 * floor_ms / tpot_ms, "%"),
+        "experts of a layer that a decode step reads": _Figure(distinct, "experts"),
+        "byte floor of a decode step": _Figure(least / 1e6, "MB"),
+        "time of the byte floor": _Figure(floor_ms, "ms"),
+        "share of the byte floor": _Figure(100 * floor_ms / tpot_ms, "%"),
     }
 
 
@@ -408,20 +408,20 @@ def _of_cost(
     measured: Measurement, *, load_s: float, device_peak: int | None, host_peak: int
 ) -> Figures:
     """Memory peaks of the process so far, in bytes, and seconds that are in no other figure."""
-    found = {"host memory peak": Figure(host_peak / 2**30, "GiB")}
+    found = {"host memory peak": _Figure(host_peak / 2**30, "GiB")}
     if device_peak is not None:
-        found["device memory peak"] = Figure(device_peak / 2**30, "GiB")
+        found["device memory peak"] = _Figure(device_peak / 2**30, "GiB")
     return found | {
-        "load": Figure(load_s, "s"),
-        "compile": Figure(measured.compile_s, "s"),
-        "warm-up": Figure(measured.warmup_s, "s"),
+        "load": _Figure(load_s, "s"),
+        "compile": _Figure(measured.compile_s, "s"),
+        "warm-up": _Figure(measured.warmup_s, "s"),
     }
 
 
 def _of_bits(bits: BitsPerWeight) -> Figures:
     """Bits a weight overall, of the experts in each tier, and of the rest."""
-    found = {"bits a weight": Figure(bits.overall, "bits")}
-    return found | {f"bits a weight, {n}": Figure(of, "bits") for n, of in bits.parts.items()}
+    found = {"bits a weight": _Figure(bits.overall, "bits")}
+    return found | {f"bits a weight, {n}": _Figure(of, "bits") for n, of in bits.parts.items()}
 
 
 def _rate(amount: float, seconds: float) -> float:

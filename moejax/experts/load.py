@@ -286,9 +286,11 @@ def plan_tiers(
       The budget, and whether each tier is the last plane over the next one's.
 
     Raises:
-      MoejaxError: as of `budget_of_tiers`.
+      MoejaxError: as of `_budget_of_tiers`.
     """
-    plan = functools.partial(budget_of_tiers, policy, run, slots=slots, limits=limits, copies=tiers)
+    plan = functools.partial(
+        _budget_of_tiers, policy, run, slots=slots, limits=limits, copies=tiers
+    )
     found = _by_planes(plan, tiers, widths, may_share)
     return (plan(tiers), (False,) * len(tiers)) if found is None else (found, (True, False))
 
@@ -336,7 +338,7 @@ def _by_planes(
     return None
 
 
-def budget_of_tiers(
+def _budget_of_tiers(
     policy: AnyPolicy,
     run: RunSizes,
     tiers: Sequence[TierSize],

@@ -24,7 +24,7 @@ import numpy as np
 SKIPPED, SUBSTITUTED = "skipped", "substituted"
 
 
-class LayerErrors(NamedTuple):
+class _LayerErrors(NamedTuple):
     """Root of the mean squared error of each layer's output, over that of the output itself."""
 
     estimate: np.ndarray  # float64[M], errors of a token's experts without correlation
@@ -51,7 +51,7 @@ class TierErrors:
     estimates: np.ndarray  # float[M, E, K], sums of w^2 |d|^2
     outputs: np.ndarray  # float[M], sums of |y|^2 over tokens
 
-    def of_gate(self, tiers: Sequence[str], gate: np.ndarray) -> LayerErrors:
+    def of_gate(self, tiers: Sequence[str], gate: np.ndarray) -> _LayerErrors:
         """Errors of layers whose gate mass was served so.
 
         Args:
@@ -73,4 +73,4 @@ class TierErrors:
             found: np.ndarray = np.sqrt((shares * of_layer).sum(axis=1) / outputs)
             return found
 
-        return LayerErrors(root(self.estimates), root(self.bounds))
+        return _LayerErrors(root(self.estimates), root(self.bounds))

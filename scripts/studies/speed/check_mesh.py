@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from moejax.benchmarking.models import on_mesh
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shape_memory import on_mesh
 from moejax.devices import DeviceMesh, choose_device, make_mesh
 from moejax.errors import MoejaxError
 from moejax.experts.cache import ExpertMemory, TierMemory
