@@ -235,7 +235,7 @@ class _ShapeMemories:
             for outputs, inputs in sizes
         )
 
-    def _rows(self, bits: int, few: bool = False, refines: int = 0) -> _SyntheticRows:
+    def _made_rows(self, bits: int, few: bool = False, refines: int = 0) -> _SyntheticRows:
         """Rows of a precision, or of its last plane; made once."""
         nbytes, total = self.expert_nbytes(bits, refines), self.num_layers * self.num_experts
         gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
@@ -261,7 +261,7 @@ class _ShapeMemories:
     def tier_memory(self, plan: _TierPlan) -> TierMemory:
         """Slots of one precision."""
         num_experts = self.num_experts
-        rows = self._rows(plan.bits, plan.few_rows, plan.refines)
+        rows = self._made_rows(plan.bits, plan.few_rows, plan.refines)
         is_full = plan.slots == num_experts and plan.planes == 1
         transient = plan.transient or (1 if is_full else self.config.experts_per_token)
         cache = CacheSizes(

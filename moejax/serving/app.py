@@ -116,7 +116,6 @@ def _counted(num_bytes: int) -> int:
 
 
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
 Reader = Callable[[Mapping[str, Any], ModelFacts], _T]  # of a body's object
 
 
