@@ -177,10 +177,15 @@ class TilesTest(parameterized.TestCase):
 
     @parameterized.parameters(16, 32, 48, 80, 528)
     def test_small_matrices_are_not_left(self, outputs):
-        for bits, inputs in itertools.product((2, 3, 4, 8, 16), (256, 512, 768, 4352)):
+        for bits, inputs in itertools.product((2, 3, 4, 8, 16), (256, 512, 768, 3072, 4352)):
             weights = shape_of(bits, 64, outputs, inputs)
             for rows in (1, 9):
                 x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
                 tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED)
                 self.assertLessEqual(tiles.rows, outputs)
                 self.assertEqual(tiles.num_warps % 4, 0)
+            for tokens, gated in itertools.product((1, 8, 9), (True, False)):
+                x = jax.ShapeDtypeStruct((tokens, inputs), jnp.bfloat16)
+                tier = shape_of(bits, 64, outputs * (2 if gated else 1), inputs)
+                tiles = mosaic_decode.tiles_of_experts(x, [tier], 4 * tokens, gated, SIMULATED)
+                tiles.check(outputs)

@@ -198,7 +198,8 @@ def expert_tiles(
         # place of 19 for 1 token (H100, jax 0.11.2, 2026-11-26).
         blocks_of_three = num_tokens * width * -(-outputs // (3 * ROWS))
         at_once = blocks_of_three <= 2 * num_processors and outputs >= 3 * ROWS
-        tiles = StreamTiles(3 if at_once else 2 // halves, 1, 4, depth=3)
+        row_tiles = 3 if at_once else min(2 // halves, outputs // ROWS)
+        tiles = StreamTiles(row_tiles, 1, 4, depth=3)
     elif num_tokens <= COLUMNS:
         warps_k, warps_n = _share_out(blocks, 8, outputs // ROWS)
         pairs, most = num_tokens * width, MOST_TILES // halves
