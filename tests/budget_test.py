@@ -1,6 +1,7 @@
 """Budgets: every byte counted once, limits kept and filled, what cannot run refused by name."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -27,6 +28,7 @@ from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.models.config import Pages, weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.shapes import SHAPES
+from pallas_kernels import cache_plan
 
 QWEN, MIXTRAL = SHAPES["Qwen3-30B-A3B"], SHAPES["Mixtral-8x7B"]
 MACHINE = MachineMemory(host_nbytes=100 * GIB, pinned_nbytes=64 * GIB)
@@ -275,6 +277,26 @@ class LimitsTest(parameterized.TestCase):
             self.assertEqual(budget.device["experts on their way in a step"], at_once * expert)
             self.assertEqual(budget.host_rows, 4 * GIB // expert - 8 - at_once - 1)
         self.assertNotIn(part, budget_of(slots=40).host)
+
+    @parameterized.parameters(1, 2)
+    def test_no_plan_fetches_more_at_once(self, banks):
+        """Of slots, transient ones and pairs of every number, the plan of a layer."""
+        config, most = dataclasses.replace(QWEN, experts_per_token=1), 0
+        sizes = itertools.product(range(8), range(1, 9), (1, 3, 8, 20))
+        for slots, transient, pairs in sizes:
+            run = RunSizes(
+                config=config, weights_nbytes={}, batch=1, context=64, chunk=pairs,
+                platform="gpu", handed_out=8,
+            )  # fmt: skip
+            form = cache_plan.TierShape(
+                slots=slots, banks=banks, transient=transient,
+                waves=cache_plan.num_waves(min(pairs, 8), 8, slots, transient),
+            )  # fmt: skip
+            jobs, planned = form.num_jobs(pairs, 8), run.most_at_once(slots, transient, banks)
+            self.assertLessEqual(max(jobs, form.later_waves and transient), planned)
+            self.assertLessEqual(planned, max(jobs, transient))
+            most = max(most, jobs)
+        self.assertEqual(most, 8)
 
     def test_transfers_between_steps_take_room_on_both_sides(self):
         expert, tables = int4(MIXTRAL).expert_nbytes, "residency tables"

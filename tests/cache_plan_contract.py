@@ -110,6 +110,7 @@ CASES = {
     "small_second_by_rule": Case(2, 8, (6, 1), 1, 2, transient=2, rule="critical", fed=False),
     "small_both": Case(2, 12, (2, 3), 2, 3, transient=6),
     "one_bank_at_once": alone(2, 12, 1, 4, slots=2, transient=4),
+    "the_rest_at_once": alone(2, 9, 4, 3, slots=5, transient=4),
     "shared": shared(3, 9, 1, 4, slots=9, banks=2, rule="critical"),
     "shared_by_wishes": shared(2, 12, 2, 3, slots=14, limit=4),
     "shared_in_waves": shared(2, 12, 3, 3, slots=7, transient=5, limit=6),

@@ -48,6 +48,77 @@ class ContractTest(parameterized.TestCase):
         contract.check(CASES[case], 3, implementation="reference")
 
 
+class WavesTest(parameterized.TestCase):
+    """From whatever tables, waves serve all that is needed, and one wave fewer would not."""
+
+    STATES = 400
+
+    def plans(self, sizes, seed):
+        """Served pairs, waves and places of random states: tiers of (C, B), E experts."""
+        num_experts, *tiers = sizes
+        forms = [
+            cache_plan.TierShape(
+                slots=slots, transient=transient,
+                waves=cache_plan.num_waves(num_experts, num_experts, slots, transient),
+            )
+            for slots, transient in tiers
+        ]  # fmt: skip
+        rng = np.random.default_rng(seed)
+
+        def table(slots):
+            owners = np.array([rng.permutation(num_experts)[:slots] for _ in range(self.STATES)])
+            owners = np.where(rng.random(owners.shape) < rng.random((self.STATES, 1)), owners, -1)
+            slot_of = np.full((self.STATES, num_experts + 1), -1)
+            np.put_along_axis(slot_of, owners, np.arange(slots)[None], 1)
+            rest = rng.integers(0, 3, (self.STATES, 2 * slots))
+            return np.concatenate((slot_of[:, :-1], owners, rest), 1, dtype=np.int32)[:, None]
+
+        ids = jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+        rows = jnp.zeros((1, num_experts), jnp.int32)
+
+        def one(tables, tier, active):
+            operands = [
+                cache_plan.TierOperands(
+                    cache_plan.Tables(
+                        of, jnp.int32(9), jnp.zeros((1, len(EVENTS)), jnp.int32), jnp.zeros((1, 3))
+                    ),
+                    rows,
+                )
+                for of in tables
+            ]
+            wishes = cache_plan.Wishes(tier, tier > 9)
+            asked = cache_plan.Asked(ids, jnp.ones((num_experts, 1)), wishes)
+            after, _, made = cache_plan.plan(
+                operands, jnp.zeros((1, len(tables) + 3)), 0, asked, active, forms=forms,
+                columns=contract.COLUMNS, implementation="reference",
+            )  # fmt: skip
+            wave = jnp.zeros_like(tier) if made.wave is None else made.wave
+            events = [of.events[0, contract.COLUMNS["unserved"]] for of in after]
+            return jnp.stack(events), made.tier[:, 0], made.slot[:, 0], wave[:, 0]
+
+        shape = (self.STATES, num_experts, 1)
+        # From a few experts in some tier to all of them in one.
+        tier = (rng.random(shape) < rng.choice((0, 0.2, 1), (self.STATES, 1, 1))).astype(np.int32)
+        active = rng.random(shape[:2]) < rng.choice((0.3, 0.9, 1), (self.STATES, 1))
+        given = [table(slots) for slots, _ in tiers], np.minimum(tier, len(tiers) - 1), active
+        return forms, active, jax.device_get(jax.jit(jax.vmap(one))(*given))
+
+    @parameterized.parameters((9, (3, 2)), (9, (6, 4)), (8, (3, 2), (5, 1)), (7, (4, 4), (0, 3)))
+    def test_every_needed_expert_is_served(self, *sizes):
+        forms, active, (unserved, tier, slot, wave) = self.plans(sizes, seed=len(str(sizes)))
+        np.testing.assert_array_equal(unserved, 0)
+        np.testing.assert_array_equal((slot >= 0) & (tier >= 0), active)
+        for i, form in enumerate(forms):
+            mine = tier == i
+            most = np.max(np.where(mine, wave, 0))
+            self.assertEqual(most, form.later_waves)
+            if form.at_once:
+                self.assertTrue((slot[mine] >= form.slots).any())
+            for places, waves, here in zip(slot, wave, mine, strict=True):
+                taken = list(zip(waves[here], places[here], strict=True))
+                self.assertLen(set(taken), len(taken))
+
+
 @pytest.mark.gpu
 class DeviceContractTest(parameterized.TestCase):
     @parameterized.parameters(*CASES)

@@ -36,6 +36,7 @@ SPECS = {
     "scan": (spec(2, 8, 3, 2), 8),
     "one_wave": (spec(2, 9, 2, 4), 4),
     "one_layer": (spec(1, 5, 3, 2), 5),
+    "rest_in_one_wave": (spec(2, 9, 5, 4), 9),
     "no_cache": (spec(2, 5, 0, 2), 5),
     "one_slot": (spec(2, 4, 1, 1), 1),
     "all_fit": (spec(2, 6, 6, 1), 6),

@@ -96,11 +96,12 @@ class RunSizes:
         moves = is_plain and not self.config.tied_embeddings and self.num_devices == 1
         return nbytes if moves else 0
 
-    def most_at_once(self, slots: int, transient: int) -> int:
-        """Experts that a step fetches at once for a layer, to slots or in a wave."""
+    def most_at_once(self, slots: int, transient: int, banks: int) -> int:
+        """Experts that a step fetches at once for a layer, to slots, in a wave or to both."""
         num_tokens = max(self.batch, self.prefill_batch * self.chunk)
-        num_pairs = num_tokens * self.config.experts_per_token
-        return max(min(self.num_experts, num_pairs, slots), transient)
+        needed = min(self.num_experts, num_tokens * self.config.experts_per_token)
+        is_both = banks == 1 and self.num_experts - slots <= transient
+        return max(needed if is_both else min(needed, slots), transient)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ class TierBudget(_Parts):
     @property
     def at_once(self) -> int:
         """Experts that a step fetches at once for a layer; most in a prefill chunk."""
-        return self.run.most_at_once(self.slots, self.transient)
+        return self.run.most_at_once(self.slots, self.transient, self.banks)
 
     @property
     def host_share(self) -> float:

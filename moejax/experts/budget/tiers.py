@@ -181,7 +181,8 @@ class _TierPlan:
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
         if self.run.is_cpu or self._reads_disk:
-            parts["experts on their way in a step"] = self.run.most_at_once(slots, transient) * own
+            at_once = self.run.most_at_once(slots, transient, banks)
+            parts["experts on their way in a step"] = at_once * own
         return parts
 
     @property
@@ -266,8 +267,8 @@ class _TierPlan:
                 host["blocks of transfers between steps"] = self.run.num_devices * self.bulk_nbytes
             if rows < num_experts:
                 host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
-                waited = blocks_from_disk(self.run.most_at_once(slots, transient)) - RING_BLOCKS
-                host[WAITED] = waited * nbytes
+                at_once = self.run.most_at_once(slots, transient, num_banks(self.limits))
+                host[WAITED] = (blocks_from_disk(at_once) - RING_BLOCKS) * nbytes
                 disk["experts"] = num_experts * nbytes
         return TierBudget(
             limits=self.limits,
@@ -287,7 +288,7 @@ class _TierPlan:
         limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
         num_experts, at_once = (
             self.run.num_layers * self.run.num_experts,
-            self.run.most_at_once(slots, transient),
+            self.run.most_at_once(slots, transient, num_banks(self.limits)),
         )
         if limit is None or not self._reads_disk:
             return num_experts
