@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 BITS, GROUP_SIZE = 4, 32
+LARGEST = 208  # exponent of the largest scale of every kernel, 2^81 (`mosaic_decode.fragments`)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)  # by code
 

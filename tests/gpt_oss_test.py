@@ -1,5 +1,6 @@
 """gpt-oss against transformers: sinks, alternating windows, biases, clamped gates."""
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import tokenizers
 import torch
 from absl.testing import parameterized
+from safetensors.numpy import load_file, save_file
 
 from moejax import Engine
 from moejax.errors import MoejaxError
@@ -23,7 +25,7 @@ from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 from moejax.text.tokenizer import Tokenizer
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import dense
-from pallas_kernels import decode_attention, grouped_dequant_matmul
+from pallas_kernels import decode_attention, grouped_dequant_matmul, mxfp4
 from pallas_kernels.gating import Gating
 from pallas_kernels.op import offset_refusal
 from pallas_kernels.packed import PackedMatrices, plain, with_scale_pairs
@@ -162,6 +164,18 @@ class Mxfp4Test(GptOssTestCase):
                 if leaf == "gate_up":
                     expected = np.concatenate([expected[:, ::2], expected[:, 1::2]], axis=1)
                 np.testing.assert_array_equal(weight[layer].dequantize(), expected)
+
+    def test_scales_that_overflow_are_refused(self):
+        directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        path = write_checkpoint("oss_mxfp4", directory)
+        tensors = load_file(path / "model.safetensors")
+        name = min(name for name in tensors if name.endswith("_scales"))
+        for exponent, said in ((mxfp4.LARGEST, ""), (255, f"{name} holds scales above 208")):
+            tensors[name].flat[-1] = exponent
+            save_file(tensors, path / "model.safetensors", {"format": "pt"})
+            refused = self.assertRaisesRegex(MoejaxError, said)
+            with refused if said else contextlib.nullcontext():
+                Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
 
     def test_recipes_that_would_harm_are_refused(self):
         inventory = take_inventory(write_checkpoint("oss_mxfp4", self.directory))

@@ -92,13 +92,16 @@ class CodeFormat:
         """Exponent of the power of two by which x is multiplied for all steps.
 
         Products of MXFP4's small floats and x as it is would be subnormal in float32 for bf16: with
-        this x of at most 2^47 stays finite, and products with |x| > 2^-79 keep all bits.
+        this |x| < 2^48 stays finite, and products with |x| > 2^-79 keep all bits.
         """
         return 80 if self.is_mxfp4 and self.kind == "bf16" else 0
 
     @property
     def scale_power(self) -> int:
-        """Exponent of the power of two by which MXFP4's scales are multiplied."""
+        """Exponent of the power of two by which MXFP4's scales are multiplied.
+
+        Those of an exponent of at most `mxfp4.LARGEST` stay finite.
+        """
         return {"bf16": 126, "f16": 14}[self.kind] - self.x_power
 
     def field(self, step: int) -> _Field:

@@ -24,8 +24,6 @@ from moejax.errors import MoejaxError
 from moejax.weights.qtensor import MXFP4, QTensor
 from pallas_kernels import mxfp4
 
-_NAN = 255  # the one exponent that is no number
-
 
 def parse_mxfp4(fields: Mapping[str, Any]) -> Format:
     """Reads the quantization_config of an MXFP4 checkpoint, which has no settings."""
@@ -61,8 +59,9 @@ def _matrix(
 
     def read() -> QTensor:
         exponents = read_array(scales)
-        if (exponents == _NAN).any():
-            raise broken(tensors, scales.name, "holds scales of 255, which are no numbers")
+        if (exponents > mxfp4.LARGEST).any():
+            said = f"holds scales above {mxfp4.LARGEST}, more than 2^81, which no weights need"
+            raise broken(tensors, scales.name, said)
         num_inputs = exponents.shape[-1] * mxfp4.GROUP_SIZE
         stream = read_array(blocks).reshape(*lead, -1).view(np.int32)
         words = bitstream.repacked_stream(stream, None, bits=mxfp4.BITS, num_codes=num_inputs)
