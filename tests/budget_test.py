@@ -280,7 +280,7 @@ class LimitsTest(parameterized.TestCase):
 
     @parameterized.parameters(1, 2)
     def test_no_plan_fetches_more_at_once(self, banks):
-        """Of slots, transient ones and pairs of every number, the plan of a layer."""
+        """Plans of a layer are compared, whatever its slots, transient ones and pairs."""
         config, most = dataclasses.replace(QWEN, experts_per_token=1), 0
         sizes = itertools.product(range(8), range(1, 9), (1, 3, 8, 20))
         for slots, transient, pairs in sizes:

@@ -287,7 +287,7 @@ class MainTest(PlanCase):
         write_random_checkpoint(self.directory, num_experts=8)
         asked = [f"--config.checkpoint={self.directory}", "--config.memory.slots=4"]
         policy = ["--config.policy.name=on_demand", "--config.policy.group_size=16"]
-        asked += ["--config.policy.tiers=('int4',)", *policy, "--config.memory.transient=4"]
+        asked += ["--config.policy.tiers=('int4',)", *policy, "--config.memory.transient=3"]
         err = self.run_plan(*asked, "--config.memory.host_gib=1e-9", status=1)
         self.assertIn("memory.host_gib=1e-09 is too little for experts of int4", err)
         least = re.search(r"would do is (\S+) GiB", err)[1]
