@@ -380,8 +380,9 @@ class DeviceContractTest(parameterized.TestCase):
             self.assertEqual([pool.unsafe_buffer_pointer() for pool in found], places)
             self.assertTrue(all(pool.is_deleted() for pool in pools))
 
-    def test_the_compiled_step_has_no_temporary_and_no_copy(self):
-        operands = random_operands(GPU_CASES["qwen3_30b"], seed=13)
+    @parameterized.parameters("qwen3_30b", "mixtral")  # bytes, which are seen two by two, too
+    def test_the_compiled_step_has_no_temporary_and_no_copy(self, name):
+        operands = random_operands(GPU_CASES[name], seed=13)
         placed = operands._replace(
             pools=in_memory(operands.pools, "device"),
             hosts=in_memory(operands.hosts, "pinned_host"),
