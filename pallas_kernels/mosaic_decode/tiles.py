@@ -191,7 +191,8 @@ def expert_tiles(
     halves = 2 if gated else 1
     outputs = matrix.num_rows // halves
     blocks = min(tier.num_blocks for tier in tiers)
-    if num_tokens <= COLUMNS and blocks > 8 and blocks % 8 == 4:
+    are_packed = all(tier.form.bits < PLAIN_BITS for tier in tiers)
+    if num_tokens <= COLUMNS and are_packed and blocks > 8 and blocks % 8 == 4:
         # Of 8 warps half would idle in the last round: K 2880, 5760 rows of 4 tokens' experts take
         # 60 us in place of 73 (MXFP4) and 56 in place of 60 (INT4). If blocks of three tiles are
         # all there at once, two a processor, they are the fastest: 18 us in place of 20 and 17 in
