@@ -158,7 +158,7 @@ class ConversationTest(FolderTestCase):
         def interrupted(engine: Engine, prompt: Any, **how: Any) -> Iterator[Chunk]:
             for i, chunk in enumerate(stream(engine, prompt, **how)):
                 yield chunk
-                if i == 2 and not seen:
+                if i == 1 and not seen:
                     seen.append(chunk)
                     signal.raise_signal(signal.SIGINT)
 

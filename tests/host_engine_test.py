@@ -294,7 +294,7 @@ class RefusalTest(parameterized.TestCase):
     @parameterized.parameters(
         ({}, "the run is on a CPU"),
         ({"prefetch": 2}, "memory.prefetch looks ahead"),
-        ({"host_gib": 0.00016}, "some experts are on the disk alone"),
+        ({"host_gib": 0.00018}, "some experts are on the disk alone"),
     )
     def test_limits(self, limits, said):
         gpu = mock.PropertyMock(return_value=False) if limits else contextlib.nullcontext()
