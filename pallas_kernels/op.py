@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.target import SIMULATED, Choice, Target, current_target
@@ -111,6 +112,23 @@ def not_half(*operands: tuple[str, Any]) -> list[str]:
         for name, dtype in operands
         if dtype not in (jnp.bfloat16, jnp.float16)
     ]
+
+
+def byte_pairs(array: Any) -> Any:
+    """Views uint8 [..., N] as uint16 [..., N / 2], the first in the low byte; all else as it is.
+
+    XLA copies nothing. A kernel then loads half as often, and Pallas-Triton, whose offsets have 32
+    bits up to 4 GiB (`offset_refusal`), reaches all of it. An odd N stays.
+
+    Args:
+      array: an array, or its shape.
+    """
+    if array.dtype != jnp.uint8 or array.shape[-1] % 2:
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.eval_shape(byte_pairs, array)
+    pairs = array.reshape(*array.shape[:-1], array.shape[-1] // 2, 2)
+    return jax.lax.bitcast_convert_type(pairs, jnp.uint16)
 
 
 def offset_refusal(array: Any) -> str | None:

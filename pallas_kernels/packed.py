@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import layout, mxfp4
+from pallas_kernels.op import byte_pairs
 
 PLAIN_BITS = 16
 BITS = (*layout.BITS, PLAIN_BITS)
@@ -244,16 +245,10 @@ def plain(matrices: jax.Array) -> PackedMatrices:
 
 
 def with_scale_pairs(weights: PackedMatrices) -> PackedMatrices:
-    """Views MXFP4's scales as uint16 [S, N, G / 2], the first in the low byte, if G is even.
-
-    XLA copies nothing. A kernel then loads half as often, and Pallas-Triton, whose offsets have 32
-    bits up to 4 GiB, reaches all of them.
-    """
-    if not weights.is_mxfp4 or weights.num_groups % 2:
+    """Views MXFP4's scales [S, N, G] as uint16 [S, N, G / 2], if G is even (`op.byte_pairs`)."""
+    if not weights.is_mxfp4:
         return weights
-    assert weights.scales is not None
-    pairs = weights.scales.reshape(*weights.scales.shape[:2], weights.num_groups // 2, 2)
-    return dataclasses.replace(weights, scales=jax.lax.bitcast_convert_type(pairs, jnp.uint16))
+    return dataclasses.replace(weights, scales=byte_pairs(weights.scales))
 
 
 def stored_planes(weights: PackedMatrices, slot: Any) -> list[_StoredPlane]:

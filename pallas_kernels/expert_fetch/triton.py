@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
 from pallas_kernels.expert_fetch.tiles import CopyTiles, default_tiles
-from pallas_kernels.op import offset_refusal
+from pallas_kernels.op import byte_pairs, offset_refusal
 from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton.elements import power_above
 
@@ -41,22 +41,11 @@ class _JobLanes(NamedTuple):
 def refusal(pools: Sequence[Operand], hosts: Sequence[Operand], target: Target) -> str | None:
     """Reason why this implementation refuses, or None."""
     reasons = [platform_refusal(target)]
-    for pool, host in zip(map(_seen, pools), map(_seen, hosts), strict=True):
+    for pool, host in zip(map(byte_pairs, pools), map(byte_pairs, hosts), strict=True):
         if jnp.dtype(pool.dtype).name not in DTYPES:
             reasons.append(f"an array is {pool.dtype}, none of {', '.join(DTYPES)}")
         reasons += map(offset_refusal, (pool, host))
     return "; ".join(filter(None, reasons)) or None
-
-
-def _seen(array: Operand) -> Operand:
-    """The array as the kernel sees it: bytes two by two where rows are even, so up to 4 Gi."""
-    if array.dtype != jnp.uint8 or array.shape[-1] % 2:
-        return array
-    pairs = (*array.shape[:-1], array.shape[-1] // 2)
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(pairs, jnp.uint16)
-    # XLA copies nothing.
-    return jax.lax.bitcast_convert_type(array.reshape(*pairs, 2), jnp.uint16)
 
 
 class Copies(NamedTuple):
@@ -79,8 +68,8 @@ def fetch_triton(
     tiles = tiles or default_tiles()
     sizes = [len(of.pools) for of in copies]
     given = [pool for of in copies for pool in of.pools]
-    num, pools = len(given), list(map(_seen, given))
-    read = [x for of in copies for x in (of.src, of.dst, *map(_seen, of.hosts))]
+    num, pools = len(given), list(map(byte_pairs, given))
+    read = [x for of in copies for x in (of.src, of.dst, *map(byte_pairs, of.hosts))]
 
     def body(*refs: Ref) -> None:
         inputs, outputs, dealt, stores = iter(refs), iter(refs[-num:]), jnp.int32(0), []
