@@ -390,7 +390,8 @@ class DeviceContractTest(parameterized.TestCase):
         program = compiled.lower(*placed).compile()
         memory = program.memory_analysis()
         self.assertEqual(memory.alias_size_in_bytes, sum(pool.nbytes for pool in operands.pools))
-        self.assertEqual(memory.temp_size_in_bytes, 0)
+        # The outputs' addresses, if any: a pool would be larger.
+        self.assertLessEqual(memory.temp_size_in_bytes, 8 * len(operands.pools))
         self.assertEqual(memory.host_temp_size_in_bytes, 0)
         self.assertEqual(
             memory.host_argument_size_in_bytes, sum(host.nbytes for host in operands.hosts)

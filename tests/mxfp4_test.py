@@ -12,6 +12,7 @@ from pallas_kernels import layout, mxfp4
 from pallas_kernels.dequant_matmul import dequant_matmul
 from pallas_kernels.packed import PackedMatrices, with_scale_pairs
 from pallas_kernels.triton.product import FULL, _full_pairs
+from tests import packed_operands
 from tests.packed_operands import E2M1
 
 DTYPES = {"bfloat16": (ml_dtypes.bfloat16, 2.0**126), "float16": (np.float16, 2.0**14)}
@@ -24,9 +25,11 @@ class Mxfp4Test(parameterized.TestCase):
         self.expected = E2M1[codes]
         # The other codes of a word are any.
         self.words = {
-            position: np.uint32(np.random.default_rng(position).integers(0, 2**32, len(codes)))
-            & np.uint32(~(0x000F000F << 4 * position) & 0xFFFFFFFF)
-            | (codes[:, 0] | codes[:, 1] << 16) << np.uint32(4 * position)
+            position: mxfp4.arrange(
+                np.uint32(np.random.default_rng(position).integers(0, 2**32, len(codes)))
+                & np.uint32(~(0x000F000F << 4 * position) & 0xFFFFFFFF)
+                | (codes[:, 0] | codes[:, 1] << 16) << np.uint32(4 * position)
+            )
             for position in range(4)
         }
 
@@ -43,6 +46,12 @@ class Mxfp4Test(parameterized.TestCase):
             # What the kernel multiplies by is that power, and such a product is exact.
             multiplier = np.array(FULL[name], np.uint16).view(dtype)
             self.assertEqual(float(multiplier), factor)
+
+    def test_words_are_arranged_as_tests_say(self):
+        words = np.uint32(np.random.default_rng(0).integers(0, 2**32, (3, 50)))
+        stored = mxfp4.arrange(words)
+        np.testing.assert_array_equal(packed_operands.words_of_mxfp4(stored), words)
+        np.testing.assert_array_equal(mxfp4.packed(stored), words)
 
     @parameterized.parameters(*DTYPES)
     def test_full_pairs_are_values(self, name):
@@ -68,8 +77,8 @@ class Mxfp4Test(parameterized.TestCase):
         exponents = np.where(groups == odd, exponents, 0).astype(np.uint8)
         exponents[0, 1, 1] = mxfp4.LARGEST
         weights = PackedMatrices(
-            words=layout.pack(codes, 4), scales=exponents, zeros=None, num_inputs=inputs, bits=4,
-            group_size=32,
+            words=mxfp4.arrange(layout.pack(codes, 4)), scales=exponents, zeros=None,
+            num_inputs=inputs, bits=4, group_size=32,
         )  # fmt: skip
         found = dequant_matmul(
             x, jax.tree.map(jnp.asarray, weights), out_dtype=jnp.float32,

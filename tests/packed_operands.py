@@ -9,6 +9,7 @@ and not by its code. What a product has no business to read is NaN: slots and ro
 that are not `used`.
 """
 
+import itertools
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +19,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels import mxfp4
 from pallas_kernels.packed import LowRank, PackedMatrices, Refinement
 from tests.kernel_contract import UNIT_ROUNDOFF, outside
 
 WIDTHS = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,), 16: (16,)}  # of the planes
 APART = {3: (2, 1), 4: (2, 2), 8: (2, 2, 4)}  # where they lie apart
 STEPS = {3: 1.05, 4: 1.1, 8: 1.05}  # 2^(B - 2) steps of B bits, over one of the first plane
+# Where a word of MXFP4 has the bits of the first half's codes, lowest first, by position.
+MXFP4_BITS = ((6, 7, 8, 15), (0, 1, 2, 9), (28, 29, 30, 5), (26, 3, 4, 11))
 # Values of MXFP4's codes, as the OCP Microscaling Formats 1.0 list them (section 5.3.3).
 E2M1 = np.array([*(s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6))])
 # Half the distance from 1 to the next number.
@@ -132,6 +136,8 @@ def random_matrices(
         words = _random_words(rng, (num_slots, num_rows), num_inputs, form.widths)
     else:
         row_words = pack(codes, form.widths)
+        if form.zero_kind == "mxfp4":
+            row_words = mxfp4.arrange(row_words)
         words = np.broadcast_to(row_words, (num_slots, *row_words.shape))
     return PackedMatrices(
         words=words, scales=scales, zeros=zeros, num_inputs=num_inputs,
@@ -249,6 +255,15 @@ def unpack(words: np.ndarray, widths: Sequence[int], num_codes: int) -> np.ndarr
     return codes
 
 
+def words_of_mxfp4(stored: np.ndarray) -> np.ndarray:
+    """Words with each code's four bits together, of words as MXFP4's are stored, bit by bit."""
+    found = np.zeros_like(stored)
+    for half, position, bit in itertools.product(range(2), range(4), range(4)):
+        here = np.uint32((MXFP4_BITS[position][bit] + 16 * half) % 32)
+        found |= (stored >> here & np.uint32(1)) << np.uint32(16 * half + 4 * position + bit)
+    return found
+
+
 def values(weights: PackedMatrices, slot: int) -> np.ndarray:
     """float64[N, K]: (q - zero) scale of one matrix."""
     return _values_and_summands(weights, slot, 0)[0]
@@ -348,7 +363,10 @@ def _values_and_summands(
     widths = APART[weights.bits] if weights.refinements else WIDTHS[weights.bits]
     parts = [weights.words[slot, row]]
     parts += [of.words[int(of.slots[slot]), row] for of in weights.refinements]
-    codes = unpack(np.concatenate(parts, axis=-1), widths, weights.num_inputs)
+    words = np.concatenate(parts, axis=-1)
+    if weights.is_mxfp4:
+        words = words_of_mxfp4(words)
+    codes = unpack(words, widths, weights.num_inputs)
     group = np.arange(weights.num_inputs) // weights.group_size
     assert weights.scales is not None
     scales = np.asarray(weights.scales[slot, row]).astype(np.float64)[:, group]

@@ -226,7 +226,7 @@ class KernelTest(HostTestCase):
          right(self, size, step ^ 2)),
         (product, "_repeated", lambda e, words, index, size, times: words[index]),
         (fragments, "_floats_of_mxfp4", lambda e, kind, word, at, right=fragments._floats_of_mxfp4:
-         right(e, kind, word, at ^ 4)),
+         right(e, kind, word, at ^ 1)),
     )  # fmt: skip
     def test_a_wrong_kernel_of_short_rows_fails(self, owner, name, broken):
         x, weights = self.operands(MXFP4, 9, (32, 576))

@@ -266,7 +266,8 @@ class QTensor:
         if self.refinements:
             planes = (self.words, *self.refinements)
             return layout.unpack_planes(planes, self.bits, self.num_inputs)
-        return layout.unpack(self.words, self.bits, self.num_inputs)
+        words = mxfp4.packed(self.words) if self.is_mxfp4 else self.words
+        return layout.unpack(words, self.bits, self.num_inputs)
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """Dequantizes to [..., N, K] in `dtype`, computed in float32."""

@@ -5,6 +5,7 @@ and what that part adds to down's product, so that the sum over the shares is th
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -14,12 +15,18 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.weights.qtensor import QTensor, Weight
-from pallas_kernels import layout
+from pallas_kernels import layout, mxfp4
 
 # Columns of a plain matrix that stay together, and fewest of them.
 PLAIN_UNIT, LEAST_PLAIN_UNIT = 64, 8
 
-_take_codes = jax.jit(layout.take_codes, static_argnums=(1, 2, 3, 4, 5))
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _take_codes(words: jax.Array, is_mxfp4: bool, where: tuple[Any, ...]) -> jax.Array:
+    """`layout.take_codes`, of `where`."""
+    if is_mxfp4:
+        return mxfp4.arrange(layout.take_codes(mxfp4.packed(words), *where))
+    return layout.take_codes(words, *where)
 
 
 class Window(NamedTuple):
@@ -109,9 +116,8 @@ class Shares:
 
         def words(array: Any, widths: tuple[int, ...]) -> Any:
             with jax.default_device(jax.local_devices(backend="cpu")[0]):
-                return np.asarray(
-                    _take_codes(array, widths, self.width, start, stop, self.share_width)
-                )
+                where = (widths, self.width, start, stop, self.share_width)
+                return np.asarray(_take_codes(array, is_mxfp4, where))
 
         _check_form(weight)
         if not isinstance(weight, QTensor):
@@ -122,6 +128,7 @@ class Shares:
                 f"shares of whole groups of {self.unit} cut groups of {weight.group_size}: "
                 "quantize all experts in groups of one size"
             )
+        is_mxfp4 = weight.is_mxfp4
         by_planes = layout.PREFIX_PLANES[weight.bits] if weight.refinements else ()
         zeros = weight.zeros
         return dataclasses.replace(

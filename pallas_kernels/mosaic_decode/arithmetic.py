@@ -87,6 +87,12 @@ class Arithmetic:
         """a >> b, zeros shifted in."""
         return a if isinstance(b, int) and b == 0 else arith.shrui(self.const(a), self.const(b))
 
+    def rotate(self, a: Value, count: int) -> Value:
+        """Rotates a word to the left."""
+        if not count:
+            return a
+        return self.asm(i32(), [a], f"shf.l.wrap.b32 $0, $1, $1, {count};", "=r,r")
+
     def permute(self, low: Value, high: Value, selector: Value) -> Value:
         """Word of four of the bytes 0..7 of high:low; hex digits of the selector name them."""
         text = "prmt.b32 $0, $1, $2, $3;"

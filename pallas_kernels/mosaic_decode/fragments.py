@@ -21,7 +21,7 @@ power of two: x is multiplied by a part of it (`CodeFormat.x_power`), each scale
 import dataclasses
 from typing import NamedTuple
 
-from pallas_kernels import layout
+from pallas_kernels import layout, mxfp4
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.packed import PLAIN_BITS
 
@@ -119,8 +119,6 @@ class CodeFormat:
                 return _Field(step % 2, 4 * nibble, 0)
             return _Field(step % 2, 8 * (nibble // 2), 4 * (nibble % 2))
         position, chunk = divmod(step, self.chunks)
-        if self.is_mxfp4:
-            return _Field(chunk, 4 * position, 0)
         # Positions that one shift serves.
         in_place = 1 if self.kind == "f16" else MANTISSA[self.kind] // self.bits
         stage, within = divmod(position, in_place)
@@ -180,7 +178,7 @@ def values(e: Mlir, form: CodeFormat, prepared: list[Value], step: int) -> list[
     if form.bits == PLAIN_BITS:
         return words
     if form.is_mxfp4:
-        return [_floats_of_mxfp4(e, form.kind, word, field.shift) for word in words]
+        return [_floats_of_mxfp4(e, form.kind, word, step // form.chunks) for word in words]
     shifted = [e.shr(word, field.shift) for word in words]
     if form.bits == 8 and form.kind == "bf16":
         return [_byte_pairs(e, word) for word in shifted]
@@ -189,16 +187,19 @@ def values(e: Mlir, form: CodeFormat, prepared: list[Value], step: int) -> list[
     return [e.merge(word, mask, magic, "or") for word in shifted]
 
 
-def _floats_of_mxfp4(e: Mlir, kind: str, word: Value, at: int) -> Value:
-    """Makes a pair of small floats of the codes at bit `at` of both halves (`mxfp4.small_pairs`).
+def _floats_of_mxfp4(e: Mlir, kind: str, word: Value, position: int) -> Value:
+    """Makes a pair of small floats of a position's codes (`mxfp4.small_pairs`).
 
-    Exponent and mantissa become the lowest bits of a float's exponent and the highest of its
-    mantissa, 0.5 a subnormal float, which the matrix units take as it is.
+    0.5 becomes a subnormal float, which the matrix units take as it is.
     """
-    to = MANTISSA[kind] - 1
-    moved = e.shl(word, to - at) if to >= at else e.shr(word, at - to)
-    signs = e.band(e.shl(word, 12 - at) if at < 12 else word, 0x80008000)
-    return e.merge(moved, 0x70007 << to, signs, "or")
+    (count, mask), *others = mxfp4.PIECES[position]
+    floats = e.band(e.rotate(word, count), mask)
+    for count, mask in others:
+        floats = e.merge(e.rotate(word, count), mask, floats, "or")
+    if kind == "bf16":
+        return floats
+    signs = e.band(floats, mxfp4.SIGNS)
+    return e.merge(e.shl(floats, 3), mxfp4.REST << 3, signs, "or")
 
 
 def _byte_pairs(e: Mlir, word: Value) -> Value:

@@ -125,6 +125,10 @@ class _Simulator:
     shl, shr = map(_of_words, (np.left_shift, np.right_shift))
     fadd, fmul, fmin, fmax = map(_of_floats, (np.add, np.multiply, np.minimum, np.maximum))
 
+    def rotate(self, a: Value, count: int) -> Value:
+        word = self._word(a)
+        return word << count | word >> 32 - count
+
     def permute(self, low: Value, high: Value, selector: Value) -> Value:
         both, digits = self._word(high) << 32 | self._word(low), self._word(selector)
         found = [both >> 8 * (digits >> 4 * i & 7) & 0xFF for i in range(4)]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import layout
+from pallas_kernels import layout, mxfp4
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices, stored_planes
 
 Int = int | jax.Array
@@ -58,6 +58,8 @@ def element_codes(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Ar
             position = jnp.where(whole, position, quotient(within, short))
             place = jnp.where(whole, place, remainder(within, short))
         word = stored[place_of, rows, plane.first_word + block * words + quotient(place, 2)]
+        if weights.is_mxfp4:
+            word = mxfp4.packed(word)
         shift = (half + position * plane.width).astype(jnp.uint32)
         part = (word >> shift) & jnp.uint32((1 << plane.width) - 1)
         codes = (

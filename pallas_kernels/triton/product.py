@@ -525,7 +525,7 @@ class _Product:
             for rows, acc, s in zip(self.rows, accs, self._scales([index]), strict=True):
                 codes = element_codes(weights, self.slot, rows[:, None], (k + steps)[None, :])
                 if is_mxfp4:
-                    small = mxfp4.small_pairs(codes, 0, dtype)
+                    small = mxfp4.small_floats(codes, dtype)
                     halves = _full_pairs(small, dtype, interpret=self.interpret)
                     values = jax.lax.bitcast_convert_type(halves.astype(jnp.uint16), dtype)
                 else:

@@ -65,7 +65,7 @@ def _matrix(
         num_inputs = exponents.shape[-1] * mxfp4.GROUP_SIZE
         stream = read_array(blocks).reshape(*lead, -1).view(np.int32)
         words = bitstream.repacked_stream(stream, None, bits=mxfp4.BITS, num_codes=num_inputs)
-        return codes_matrix(MXFP4, num_inputs, words, exponents, None)
+        return codes_matrix(MXFP4, num_inputs, mxfp4.arrange(words), exponents, None)
 
     def expert(index: int) -> StoredMatrix:
         first, second = (stored.part(index, stored.shape[1:]) for stored in (blocks, scales))

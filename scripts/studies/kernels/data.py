@@ -194,7 +194,7 @@ class HostMatrix(NamedTuple):
         group = np.arange(self.num_inputs) // self.group_size
         scales = self.scales[rows].astype(np.float32)
         if self.scales.dtype == np.uint8:
-            codes = layout.unpack(words[0], self.bits, self.num_inputs)
+            codes = layout.unpack(mxfp4.packed(words[0]), self.bits, self.num_inputs)
             return mxfp4.VALUES[codes] * np.exp2(scales - np.float32(127))[:, group]
         zeros = np.full((), 2 ** (self.bits - 1), np.float32)
         if self.zeros is not None:
