@@ -293,6 +293,7 @@ class ProgramsTest(parameterized.TestCase):
             self.assertGreater(server.value("moejax_pages", state="kept"), 0)
             total = server.value("moejax_pages", state="total")
             self.assertEqual(total, 1 + 3 * Pages(0).of(engine.context))
+            self.assertEqual(server.value("moejax_device_peak_bytes"), 0)  # a CPU does not count
             engine.logits([[5, 6, 7]])  # what no request asks for is counted
             self.assertGreater(engine.num_traces, traced)
 

@@ -202,7 +202,7 @@ class Batcher:
                 took_s = time.monotonic() - started
                 print_stderr(f"compiled {engine.num_traces} programs in {took_s:.0f} s")
             self._metrics.programs(engine.num_traces, engine.compile_seconds)
-            self._metrics.batch(batch)
+            self._metrics.batch(batch, engine.device)
             self.engine = engine
         except Exception as error:  # the main thread says it
             self.load_error = error

@@ -3,12 +3,14 @@
 import functools
 from collections.abc import Iterator
 
+import jax
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moejax.experts.ledger import Ledger
 from moejax.experts.residency import EVENTS
 from moejax.inference.continuous import BatchCounts, ContinuousBatch
+from moejax.inference.report import device_peak_bytes
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -47,6 +49,9 @@ class Metrics:
         self._compile_seconds = gauge(
             "moejax_compile_seconds", "Spent in compiling since the start."
         )
+        self._device_peak = gauge(
+            "moejax_device_peak_bytes", "Most memory that JAX has held on the device; 0: no count."
+        )
         self._ledger: list[Metric] = []
         self._batch: ContinuousBatch | None = None
         registry.register(self)
@@ -56,9 +61,10 @@ class Metrics:
         self._programs.set(count)
         self._compile_seconds.set(seconds)
 
-    def batch(self, batch: ContinuousBatch) -> None:
-        """Sets the running batch whose counts and pages are to be reported."""
+    def batch(self, batch: ContinuousBatch, device: jax.Device) -> None:
+        """Sets the running batch whose counts and pages are to be reported, and its device."""
         self._batch = batch
+        self._device_peak.set_function(lambda: device_peak_bytes(device) or 0)
 
     def ledger(self, ledger: Ledger | None) -> None:
         """Sets the ledger to report; None where all experts are among the weights."""
