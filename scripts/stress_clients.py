@@ -157,6 +157,7 @@ class Client:
             return
         with self._tally.lock:
             self._tally.outcomes["answered"] += 1
+            self._tally.outcomes["begins as alone"] += case.begins_alike(choices)
             self._tally.outcomes["of several choices"] += len(case.choices) > 1
             self._tally.outcomes["with log-probabilities"] += case.wants_logprobs
             self._tally.gap = max(self._tally.gap, gap)

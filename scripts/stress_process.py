@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import re
 import signal
 import statistics
@@ -35,19 +36,22 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(log: Path, *flags: str) -> Iterator[Server]:
+def running_server(log: Path, *flags: str, tree: str = "") -> Iterator[Server]:
     """A server that is ready; ended by SIGTERM, after which its status must be 0.
 
     Args:
       log: gets its stderr.
       *flags: of `moejax.serve`.
+      tree: folder with the source that runs; "": this one.
     """
     command = [
         sys.executable, "-m", "moejax.serve", "--config.platform=cpu", "--config.dtype=float32",
         "--config.port=0", *flags,
     ]  # fmt: skip
+    paths = [path for path in (tree, os.environ.get("PYTHONPATH")) if path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stderr=file)
+        process = subprocess.Popen(command, stderr=file, cwd=tree or None, env=env)
     try:
         started = time.monotonic()
         while not (found := re.search(r"^ready: .*:(\d+)\b", log.read_text(), re.MULTILINE)):

@@ -1,5 +1,6 @@
 """Other engines beside moejax: what they print is read, what fails is a row, ours stands beside."""
 
+import dataclasses
 import http.server
 import json
 import math
@@ -170,6 +171,16 @@ class RandomFilesTest(parameterized.TestCase):
         self.assertEqual(set(packed.values()), {4})
         self.assertLen(answer.tokens, 4)
 
+    def test_answers_have_text(self):
+        folder = Path(self.create_tempdir().full_path) / "random"
+        config = dataclasses.replace(CONFIGS["tiny"], vocab_size=9000)
+        random_checkpoint.write(config, folder, bits=4)
+        known = random_checkpoint.num_texts()
+        with Engine.from_pretrained(str(folder), progress=False) as engine:
+            logits = engine.logits([[5, 6, 7]])[0]
+        self.assertTrue((logits[:, known:] == 0).all())
+        self.assertLess(logits.argmax(axis=-1).max(), known)
+
 
 class _Server(http.server.BaseHTTPRequestHandler):
     """An engine that takes 10 ms a prompt and 1 ms a token, one request at a time."""
@@ -178,14 +189,15 @@ class _Server(http.server.BaseHTTPRequestHandler):
     wrong = False
 
     def _answer(self, body):
-        text = json.dumps(body).encode()
+        text = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
 
     def do_GET(self):
-        self._answer({"data": [{"id": "it"}]})
+        metrics = f"x 1\nmoejax_device_peak_bytes {2**30}.0\n"
+        self._answer(metrics if self.path == "/metrics" else {"data": [{"id": "it"}]})
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -224,6 +236,9 @@ class ServersTest(absltest.TestCase):
             self.assertRaisesRegex(ValueError, "usage|asked"),
         ):
             servers.ask(self.port, "it", [300, 301], 5)
+
+    def test_the_device_memory_that_moejax_counts(self):
+        self.assertEqual(servers._own_peak(self.port), 1.0)
 
 
 class RunTest(absltest.TestCase):
@@ -397,11 +412,11 @@ class SectionTest(absltest.TestCase):
 
     def test_verdicts_and_models_without_rows(self):
         said = budgets.bars(self.rows).splitlines()
-        self.assertIn("| 12 GiB, even routing, 1 sequence | 90 | 100 | 0.90 | 1.2 | missed |", said)
-        self.assertIn(
-            "| 12 GiB, recorded routing, 1 sequence | 320 | 100 | 3.20 | 2.5 | met |", said
-        )
-        self.assertIn("| 3 GiB, even routing, 1 sequence |  |  |  | 1.3 | not shown |", said)
+        one = decode(512)
+        self.assertIn(f"| {one}, 12 GiB, even routing | 90 | 100 | 0.90 | 1.2 | missed |", said)
+        self.assertIn(f"| {one}, 12 GiB, recorded routing | 320 | 100 | 3.20 | 2.5 | met |", said)
+        self.assertIn(f"| {one}, 3 GiB, even routing |  |  |  | 1.3 | not shown |", said)
+        self.assertIn("| prefill of 4096, 3 GiB |  |  |  | 1.3 | not shown |", said)
         self.assertIn("| missed |", said[2])
         self.assertIn("| not measured | not measured |",
                       budgets.by_budget(self.rows, ["Qwen3-30B-A3B"]))  # fmt: skip
@@ -429,5 +444,13 @@ class SectionTest(absltest.TestCase):
                                               "baseline": {"error": "no kernel"}})])  # fmt: skip
         rows = [*self.rows, *section.taken_apart(read_rows(path))]
         rows += [self.rows[0]._replace(shape=f"shape {i}") for i in range(3)]  # two rows of panels
-        self.assertIn("| no kernel |", section.whole(rows))
+        rows += section.taken_apart([
+            row("llama.cpp", "Q4_K, head Q6_K, -ncmoe 0 -t 16", decode(512), 200, 17.0, "server"),
+            row("moejax", "INT4 g64, head INT8, all on the device, the random routers' routing",
+                decode(512), 250, 19.5, "server"),
+        ])  # fmt: skip
+        loops, _, servers = section.whole(rows).partition("**Servers, asked by one client**")
+        self.assertIn("| no kernel |", servers)
+        self.assertIn("| 200 | 19.5 | 250 | 250 | 250 | 1.25 |", servers)
+        self.assertNotIn("| 250 |", loops)
         self.assertTrue(section.draw(rows, folder)[0].stat().st_size > 1000)

@@ -6,9 +6,10 @@ r"""Runs other engines and moejax at the same shape, bits and device memory; app
     python -m scripts.studies.peers.bench_peers results/ --only=llama --only=moejax --seconds=540
 
 A case is one setting of one engine under one load: `one` (a prompt of 512, then 64 tokens),
-`long` (prompts of 4,096 and 32,768, tokens after 8,192 and 32,768), `batch` (1, 4, 16 and 64
-sequences) or `server` (1, 4 and 16 requests at once, the same client for all). Device memory is the
-driver's count, above what was in use before. A case that cannot run is a row, too, with its error.
+`long` (prompts of 4,096 and 32,768, tokens after 8,192 and 32,768), `prompt` (one of 4,096 under
+each budget, llama.cpp by several `-ub`), `batch` (1, 4, 16 and 64 sequences) or `server` (1, 4 and
+16 requests at once, the same client for all). Device memory is the driver's count, above what was
+in use before. A case that cannot run is a row, too, with its error.
 
 What has a row in results/peers.jsonl is not run again. With --seconds a call begins no case that
 may not end in it, and ends one that did not, which the next call begins anew. Random weights and
@@ -16,19 +17,16 @@ compiled programs stay in results/files; nothing is fetched. --shape=tiny --plat
 """
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 from absl import app, flags
 
-from moejax.files.result_rows import describe_device
 from scripts.studies.peers import accelerate, freetoken, llama_cpp, ours
 from scripts.studies.peers.run_cases import chosen, names_done, run_cases
-from scripts.studies.peers.running import Case, Place
+from scripts.studies.peers.running import Case, Place, device_name
 
 TINY = (32, 64, 128)  # tokens of the prompts of the shape that tries the script
 
@@ -39,7 +37,7 @@ _LAYERS = flags.DEFINE_integer("layers", 0, "fewer layers, for all engines; 0: a
 _ONLY = flags.DEFINE_multi_string(
     "only", [], "cases whose name has one of these, those of the first one first; []: all"
 )
-_LOADS = flags.DEFINE_list("loads", ["one", "long", "batch", "server"], "which loads")
+_LOADS = flags.DEFINE_list("loads", ["one", "long", "prompt", "batch", "server"], "which loads")
 _LLAMA = flags.DEFINE_string("llama_cpp", "", "folder of llama-bench and its sisters; '': none")
 _GGUF = flags.DEFINE_string("gguf", "", "folder of llama.cpp's gguf package; '': it is installed")
 _VERSION = flags.DEFINE_string("llama_cpp_version", "", "such as b11434, where it does not say")
@@ -71,15 +69,6 @@ def all_cases(shape: str, files: Path) -> Iterator[Case]:
     )
 
 
-def device_name() -> str:
-    """The GPU's name as the driver says it; without one that of the CPU."""
-    try:
-        words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return describe_device(jax.devices("cpu")[0])
-
-
 def main(argv: list[str]) -> None:
     """Runs what has no row yet."""
     if len(argv) != 2:
@@ -98,7 +87,7 @@ def main(argv: list[str]) -> None:
     end = time.monotonic() + (_SECONDS.value or float("inf"))
     place = Place(files=files, logs=folder / "logs", end=end, each_s=_EACH.value)
     waiting = [case for case in cases if not done.issuperset(case.names)]
-    left = run_cases(waiting, place, rows, device_name())
+    left = run_cases(waiting, place, rows, device_name(_PLATFORM.value))
     print(json.dumps({"cases": len(cases), "left": left}))
 
 

@@ -16,12 +16,22 @@ from scripts.studies.peers.running import Case, Figure, NotRunError, Place, deco
 
 NAME = "llama.cpp"
 FORM, FORM_OF_GPT_OSS = "Q4_K, head Q6_K", "MXFP4, the rest Q8_0"
-# Layers whose experts stay with the CPU.
+# Layers whose experts stay with the CPU: points near the memory of our budgets among them.
 ON_CPU = {
-    "Qwen3-30B-A3B": (0, 16, 32, 48, 40), "Mixtral-8x7B": (0, 8, 16, 24, 32),
-    "Qwen3-Next-80B-A3B": (0, 16, 32, 48), "Qwen3.6-35B-A3B": (0, 12, 24),
-    "GLM-4.7-Flash": (0, 14, 27), "gpt-oss-20b": (0, 9), "gpt-oss-120b": (0, 24, 33),
-    "tiny": (0, 2),
+    "Qwen3-30B-A3B": (0, 16, 32, 40, 42, 44, 48), "Mixtral-8x7B": (0, 7, 16, 24, 28, 32),
+    "Qwen3-Next-80B-A3B": (0, 12, 27, 42, 48), "Qwen3.6-35B-A3B": (0, 8, 12, 18, 24, 27),
+    "GLM-4.7-Flash": (0, 2, 14, 16, 27, 29), "gpt-oss-20b": (0, 9, 10),
+    "gpt-oss-120b": (0, 23, 24, 28, 31, 33), "tiny": (0, 2),
+}  # fmt: skip
+# Of the loads that run with one of them: near the memory of `ours.LONG_GIB`.
+MIDDLE = {"Qwen3-30B-A3B": 32, "Mixtral-8x7B": 16, "Qwen3-Next-80B-A3B": 27}
+# Layers on the CPU and `-ub` of the load `prompt`: what larger chunks take is left by fewer layers.
+CHUNKS = {
+    "Qwen3-30B-A3B": (
+        (17, 512), (20, 2048), (24, 4096), (33, 512), (36, 2048), (40, 4096), (45, 512),
+        (47, 1024), (48, 2048),
+    ),
+    "tiny": ((2, 32),),
 }  # fmt: skip
 FETCH = {"GGML_OP_OFFLOAD_MIN_BATCH": "1"}  # decode fetches experts to the GPU, too
 SEQUENCES = (1, 4, 16, 64)
@@ -80,11 +90,14 @@ def cases(build: Build, shape: str, layers: int, tokens: tuple[int, ...]) -> Ite
     yield case("one", 45, Setting(exps, 16))
     for threads in {8, os.cpu_count() or 1} - {16}:
         yield case("one", 45, Setting(("-ncmoe", str(most)), threads))
-    for count in dict.fromkeys((0, counts[len(counts) // 2], most)):
+    some = MIDDLE[shape] if shape in MIDDLE and not layers else counts[len(counts) // 2]
+    for count in dict.fromkeys((0, some, most)):
         yield case("long", 90, Setting(("-ncmoe", str(count)), 16))
         yield case("batch", 90, Setting(("-ncmoe", str(count)), 16))
-    for count in dict.fromkeys((0, counts[len(counts) // 2])):
-        yield case("server", 150, Setting(("-ncmoe", str(count)), 16))
+    for count, chunk in CHUNKS.get(shape, ()) if not layers else ():
+        yield case("prompt", 30, Setting(("-ncmoe", str(count), "-ub", str(chunk)), 16))
+    for count in dict.fromkeys((0, some)):
+        yield case("server", 90, Setting(("-ncmoe", str(count)), 16))
 
 
 def _depth(shape: str, layers: int) -> int:
@@ -128,6 +141,8 @@ def _measure(
     bench = [*_program(build, "llama-bench"), *common, "-o", "jsonl"]
     if load == "one":
         runs = [["-p", str(tokens[0]), "-n", "64", "-r", "3"]]
+    elif load == "prompt":
+        runs = [["-p", str(tokens[1]), "-b", str(tokens[1]), "-n", "0", "-r", "3"]]
     else:
         depths = ",".join(map(str, dict.fromkeys((min(8192, tokens[-1]), tokens[-1]))))
         prompts = ",".join(map(str, tokens[1:]))

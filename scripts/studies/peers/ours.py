@@ -39,6 +39,7 @@ LARGE = {"Qwen3-30B-A3B": (30, 16, 8)}  # of bf16, beside FreeToken
 # So that the driver counts what is used, and so that gpt-oss-120b fits 80 GB.
 ENV = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_CLIENT_MEM_FRACTION": "0.95"}
 SEQUENCES = (1, 4, 16, 64)
+NEW_TOKENS = {"long": 33, "prompt": 9}
 OWN = "the random routers' routing"
 EVEN = "even routing"
 RECORDED = "recorded routing"
@@ -100,6 +101,8 @@ def cases(
 
     yield case(4, (0,), EVEN, "one", 60)
     budgets = BUDGETS[shape]
+    if budgets:
+        yield case(4, budgets, EVEN, "prompt", 120)
     for routing in routings if budgets else ():
         yield case(4, budgets, routing, "one", 150)
         if not is_mxfp4:  # no job of the cores has biases
@@ -123,14 +126,14 @@ def cases(
             run = functools.partial(
                 _serve, shape=shape, layers=layers, gib=gib, tokens=tokens[0], platform=platform
             )
-            yield Case(NAME, f"{about} | server", 300, run)
+            yield Case(NAME, f"{about} | server", 200, run)
 
 
 def _measure(
     place: Place, *, words: tuple[str, ...], abouts: Mapping[float, str], load: str,
     tokens: tuple[int, ...],
 ) -> list[Figure]:  # fmt: skip
-    lengths = tokens[:1]
+    lengths = tokens[1:2] if load == "prompt" else tokens[:1]
     if load == "long":
         lengths = tuple(sorted({*tokens[1:], min(8192, tokens[-1])}))
     batches = SEQUENCES if load == "batch" else (1,)
@@ -141,7 +144,7 @@ def _measure(
         outputs = f"{record},{place.logs / 'benchmark.jsonl'}"  # the latter keeps all figures
         asked = [
             sys.executable, "-m", "moejax.benchmark", *words, f"--config.prompt_tokens={length}",
-            f"--config.new_tokens={33 if load == 'long' else 65}", f"--config.output={outputs}",
+            f"--config.new_tokens={NEW_TOKENS.get(load, 65)}", f"--config.output={outputs}",
             f"--config.batches=({','.join(map(str, batches))},)",
         ]  # fmt: skip
         ran = place.run(asked, ENV, f"moejax_{load}")
@@ -197,7 +200,7 @@ def _serve(
         sys.executable, "-m", "moejax.serve", f"--config.platform={platform}",
         f"--config.checkpoint={checkpoint}", "--config.port={port}",
         f"--config.context={tokens + 256}", f"--config.max_batch={servers.SEQUENCES[-1]}",
-        f"--config.memory.device_gib={gib:g}",
+        f"--config.memory.device_gib={round(gib - CONTEXT_GIB, 2) if gib else 0}",
         f"--config.compilation_cache={place.files / 'programs'}",
     ]  # fmt: skip
     return servers.measure(place, words, ENV, tokens)

@@ -3,7 +3,8 @@
 A file a layer. Matrices are N(0, 1/K), or codes with scales and zero points in the form that
 `moejax.quantize` writes, which are as wide; then the head is in INT8. The experts of all layers are
 the same numbers in another order, which costs no time to make. The tokenizer is the demo model's:
-prompts are token ids, and tokens that it does not know have no text.
+prompts are token ids, and the head gives tokens that it does not know a logit of zero, so that
+answers have text.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import tokenizers
 
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE, quantization_config
 from moejax.checkpoints.safetensors_writer import write_safetensors
@@ -62,14 +64,21 @@ def _sizes(c: ModelConfig) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
+def num_texts() -> int:
+    """Tokens that the tokenizer has."""
+    return tokenizers.Tokenizer.from_file(str(DEMO_DIRECTORY / "tokenizer.json")).get_vocab_size()
+
+
 def files(c: ModelConfig, bits: int = PLAIN, seed: int = 0) -> Iterator[Tensors]:
     """Tensors of the model's files: embeddings and head, then a layer each."""
     rng, size = np.random.default_rng(seed), _sizes(c)
     vocabulary, head_bits = (c.vocab_size, c.model_dim), bits if bits == PLAIN else HEAD_BITS
+    head = _matrix(rng, *vocabulary, head_bits)
+    head["weight" if head_bits == PLAIN else "scales"][num_texts() :] = 0
     yield {
         "model.norm.weight": _ones(c.model_dim),
         **_named("model.embed_tokens", _matrix(rng, *vocabulary, PLAIN)),
-        **_named("lm_head", _matrix(rng, *vocabulary, head_bits)),
+        **_named("lm_head", head),
     }
     experts = [{part: _matrix(rng, *size[part], bits) for part in PARTS} for _ in range(8)]
     for layer in range(c.num_layers):

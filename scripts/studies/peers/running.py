@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import jax
+
+from moejax.files.result_rows import describe_device
+
 GRACE_S = 15.0  # from SIGTERM to SIGKILL
 POLL_MS = 50
 NOT_RUN = "not run"  # workload and unit of what could not run
@@ -208,3 +212,11 @@ def device_memory() -> Iterator[DeviceMemory]:
         poll.terminate()
         poll.wait()
         thread.join()
+
+
+def device_name(platform: str) -> str:
+    """The GPU's name as the driver says it, or the CPU's."""
+    if platform == "cpu":
+        return describe_device(jax.devices("cpu")[0])
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()

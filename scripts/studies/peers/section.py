@@ -147,13 +147,18 @@ def whole(rows: Sequence[Row]) -> str:
     if not rows:
         return NONE % "../scripts/studies/peers/README.md"
     made = [of_whom(rows), ""]
-    workloads = dict.fromkeys(row.workload for row in rows if row.row.unit != NOT_RUN)
     one = [prefill(PROMPT), decode(PROMPT)]
-    for title, names in (
-        ("One sequence, a prompt of 512", one),
-        ("Longer prompts, and more sequences", [name for name in workloads if name not in one]),
+    servers = [row for row in rows if row.load == "server"]
+    loops = [row for row in rows if row.load != "server"]
+    for title, some, are_one in (
+        ("One sequence, a prompt of 512", loops, True),
+        ("Longer prompts, and more sequences", loops, False),
+        ("Servers, asked by one client", servers, None),
     ):
-        made += [f"**{title}**", "", markdown_table(HEAD, comparisons(rows, names)), ""]
+        names = dict.fromkeys(row.workload for row in some if row.row.unit != NOT_RUN)
+        cells = comparisons(some, [n for n in names if are_one in (None, n in one)])
+        if cells:
+            made += [f"**{title}**", "", markdown_table(HEAD, cells), ""]
     failed = [[f"{r.peer}, {r.shape}: {r.setting}", r.load, str(r.row.baseline["error"])]
               for r in rows if r.row.unit == NOT_RUN]  # fmt: skip
     if failed:

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -59,12 +60,14 @@ def measure(
                 for count in SEQUENCES
                 for figure in _figures(port, model, tokens, count, place)
             ]
+            own = _own_peak(port)
         except (OSError, http.client.HTTPException, ValueError) as error:
             said = last_words(log) if process.poll() is not None else f"{error}"
             raise NotRunError(said or type(error).__name__) from error
         finally:
             stop(process)
     peak: dict[str, float | str] = {} if memory.peak is None else {"peak_gib": memory.peak}
+    peak |= {"own_peak_gib": own} if own else {}
     return [figure._replace(more=figure.more | peak) for figure in found]
 
 
@@ -83,20 +86,26 @@ def _wait(process: "subprocess.Popen[str]", port: int, place: Place, tokens: int
         if time.monotonic() > until:
             raise NotRunError(f"was not ready after {place.each_s:.0f} s")
         with contextlib.suppress(OSError, http.client.HTTPException, LookupError, ValueError):
-            model = str(_models(port)["data"][0]["id"])
+            model = str(json.loads(_read(port, "/v1/models"))["data"][0]["id"])
             ask(port, model, _prompt(tokens, 0), 4)
             return model
         time.sleep(0.5)
     raise OSError("the server ended before it was ready")
 
 
-def _models(port: int) -> Any:
+def _read(port: int, path: str) -> str:
     connection = http.client.HTTPConnection(HOST, port, timeout=10)
     try:
-        connection.request("GET", "/v1/models")
-        return json.loads(connection.getresponse().read())
+        connection.request("GET", path)
+        return connection.getresponse().read().decode()
     finally:
         connection.close()
+
+
+def _own_peak(port: int) -> float:
+    """GiB of device memory that moejax has held; 0 of others."""
+    found = re.search(r"^moejax_device_peak_bytes (\S+)$", _read(port, "/metrics"), re.MULTILINE)
+    return float(found[1]) / 2**30 if found else 0.0
 
 
 def _prompt(tokens: int, seed: int) -> list[int]:
@@ -105,16 +114,12 @@ def _prompt(tokens: int, seed: int) -> list[int]:
     return [drawn.randrange(LEAST_ID, MOST_ID) for _ in range(tokens)]
 
 
-def ask(port: int, model: str, prompt: list[int], new_tokens: int) -> None:
-    """Asks for one greedy answer of so many tokens and waits for it.
+def complete(port: int, body: Mapping[str, Any]) -> Any:
+    """Answer of a server on this machine to a completion.
 
     Raises:
-      ValueError: a status that is not 200, or another number of tokens.
+      ValueError: a status that is not 200.
     """
-    body = {
-        "model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0,
-        "ignore_eos": True,
-    }  # fmt: skip
     connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
     try:
         connection.request(
@@ -126,7 +131,22 @@ def ask(port: int, model: str, prompt: list[int], new_tokens: int) -> None:
         connection.close()
     if response.status != 200:
         raise ValueError(f"status {response.status}: {said[:200].decode(errors='replace')}")
-    usage = json.loads(said)["usage"]
+    return json.loads(said)
+
+
+def ask(port: int, model: str, prompt: list[int], new_tokens: int) -> None:
+    """Asks for one greedy answer of so many tokens and waits for it.
+
+    Raises:
+      ValueError: a status that is not 200, or another number of tokens.
+    """
+    usage = complete(
+        port,
+        {
+            "model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0,
+            "ignore_eos": True,
+        },
+    )["usage"]  # fmt: skip
     if (usage["prompt_tokens"], usage["completion_tokens"]) != (len(prompt), new_tokens):
         raise ValueError(f"{len(prompt)} tokens and {new_tokens} new ones were asked for: {usage}")
 
