@@ -104,20 +104,6 @@ class EngineTest(parameterized.TestCase):
                 limits=limits, policy=policy,
             )  # fmt: skip
 
-    @parameterized.parameters(None, Tiering(policy="on_demand"))
-    @pytest.mark.slow
-    def test_a_plan_is_of_what_the_allocator_has(self, policy):
-        stated = Limits(device_gib=16 * MIB / GIB)
-        ample = self.load(None, stated, policy)
-        room = ample.budget.total_device - 40_000  # some experts have no room
-        engine = self.load(room, stated, policy)
-        self.assertEqual(engine.budget.limits.device_gib, room / GIB)
-        self.assertLessEqual(engine.budget.total_device, room)
-        self.assertLess(engine.budget.tiers[0].slots, 8)
-        self.assertEqual(engine.generate(PROMPT, max_new_tokens=5)[0].tokens, self.answer)
-        with self.assertRaisesRegex(MoejaxError, "is too little for .* smallest that would do is"):
-            self.load(1000, stated, policy)
-
     @parameterized.parameters(
         (None, None, False), (Limits(), None, False), (None, Tiering(policy="on_demand"), True),
         (Limits(slots=8), None, True),

@@ -15,8 +15,6 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.files.result_rows import read_rows
-from moejax.models.shapes import SHAPES
-from pallas_kernels.dequant_matmul import dequant_matmul
 from pallas_kernels.packed import dequantize
 from pallas_kernels.target import Choice, Target
 from scripts.studies.kernels import data, timing
@@ -74,21 +72,6 @@ class TimingTest(parameterized.TestCase):
             self.assertBetween(chain.num_calls * chain.num_rounds * seconds, 1e-3, 2e-2)
             self.assertLessEqual(chain.num_calls, timing.MAX_CALLS)
 
-    @pytest.mark.slow
-    def test_chain_runs_every_call_on_its_slot(self):
-        weights = data.random_stack(jnp.uint32(0), slots=3, rows=40, inputs=64, bits=3)
-        x = data.random_rows(1, (2, 64))
-
-        def call(x, weights, i):
-            return dequant_matmul(x, weights, slot=jnp.int32(i % 3), implementation="reference")
-
-        outputs = jax.jit(timing.chained(call, timing.Chain(3, 6, 2)))(x, weights)
-        self.assertLen(outputs, 6)
-        for i, y in enumerate(outputs):
-            matrix = np.asarray(dequantize(weights, jnp.int32(i % 3)), np.float64)
-            expected = np.asarray(x).astype(np.float64) @ matrix.T
-            np.testing.assert_allclose(np.asarray(y).astype(np.float64), expected, rtol=0.02)
-
     def test_chain_drops_nothing(self):
         """Each call is in the compiled loop, though only the last round's outputs are used."""
         x, w = data.random_rows(1, (8, 64)), data.random_rows(2, (5, 32, 64))
@@ -137,28 +120,6 @@ class DataTest(parameterized.TestCase):
         self.assertGreater(sample.error(np.roll(whole, 1, axis=1)), 0.5)
         whole[3, 7] = np.nan
         self.assertEqual(sample.error(whole), np.inf)
-
-    @slow.repeats()
-    @parameterized.parameters(2, 3, 4, 8)
-    def test_scales_and_zeros_are_exact_in_bf16(self, bits):
-        weights = data.random_stack(jnp.uint32(5), slots=1, rows=64, inputs=256, bits=bits)
-        for leaf in (weights.scales, weights.zeros):
-            narrow = leaf.astype(jnp.bfloat16).astype(jnp.float16)
-            np.testing.assert_array_equal(np.asarray(narrow), np.asarray(leaf))
-
-    @pytest.mark.slow
-    def test_terms_are_seen(self):
-        weights = data.random_stack(jnp.uint32(5), slots=2, rows=96, inputs=128, bits=3)
-        terms = data.random_terms(weights, 32)
-        terms.check(weights)
-        x = data.random_rows(1, (4, 128))
-        y = dequant_matmul(
-            x, weights, slot=1, low_rank=(terms,), implementation="reference",
-            out_dtype=jnp.float32,
-        )  # fmt: skip
-        self.assertLess(data.dense_sample(x, weights, 1, terms).error(np.asarray(y)), 1e-5)
-        without = data.dense_sample(x, weights, 1).error(np.asarray(y))
-        self.assertBetween(without, 0.02, 1)
 
     @parameterized.parameters(1, 4)
     def test_routing(self, num_tokens):
@@ -222,11 +183,6 @@ class FaultsTest(parameterized.TestCase):
         recorder.attempt("kernel", broken, ours=True)
         self.assertLen(recorder.problems, 1)
 
-    def test_stops_in_time(self):
-        recorder = bench(deadline=time.monotonic() + 5, longest=6.0)
-        with self.assertRaisesRegex(run.OutOfTime, "left"):
-            recorder.attempt("case", self.fail, ours=True)
-
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess:
     """Runs a main in a process of its own: flags of several scripts have the same names."""
@@ -249,25 +205,6 @@ class MainsTest(parameterized.TestCase):
             self.assertTrue(any(name.startswith(section) for name in names), names)
 
     @pytest.mark.slow
-    def test_attention_of_every_shape_writes_rows(self):
-        output = folder(self) / "rows.jsonl"
-        flags = ("--smoke", "--only=attention", "--m=2", "--tiles=16x2w4p2", f"--out={output}")
-        done = script("bench_kernels", *flags)
-        self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
-        rows = [row for row in read_rows(output) if row.what.startswith("attention")]
-        for what in ("Qwen3-30B-A3B, batch 2, 48 slots, bf", "Mixtral-8x7B, batch 2, 48 slots, s"):
-            self.assertTrue(any(what in row.what for row in rows), what)
-        self.assertLen(rows, 2 * len([of for of in SHAPES.values() if not of.latent]))
-        self.assertTrue(all("xla_gb_per_s" in row.baseline and row.unit == "us" for row in rows))
-
-    @pytest.mark.slow
-    def test_unexpected_kernel_fails_the_run(self):
-        done = script("bench_kernels", "--smoke", "--only=dense", "--bits=3", "--m=1",
-                      "--expect=mosaic")  # fmt: skip
-        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
-        self.assertIn("and not on mosaic", done.stdout)
-
-    @pytest.mark.slow
     def test_tune_tiles(self):
         out = folder(self) / "tiles.jsonl"
         done = script(
@@ -278,12 +215,3 @@ class MainsTest(parameterized.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("2 configurations", done.stdout)
         self.assertIn("heuristic", done.stdout)
-
-    @pytest.mark.slow
-    def test_tune_tiles_names_a_wrong_field(self):
-        done = script(
-            "tune_tiles", "--smoke", "--implementation=reference", "--shape=256x96",
-            "--tiles=pallas_kernels.mosaic_decode.tiles:StreamTiles", "--grid=rowtiles=1",
-        )  # fmt: skip
-        self.assertNotEqual(done.returncode, 0)
-        self.assertIn("StreamTiles has no rowtiles", done.stderr)

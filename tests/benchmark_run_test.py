@@ -222,18 +222,6 @@ class ShapeTest(Case):
         self.assertIn(", memory slots=2, batch 1, ", record["rows"][0]["what"])
 
     @pytest.mark.slow
-    def test_a_batch_reads_what_its_sequences_choose(self):
-        ids = np.resize([0, 1, 2, 3], (32, 2, 2))  # always 0 and 1 in layer 0, 2 and 3 in layer 1
-        trace = self.directory / "x.trace"
-        write_trace(trace, trace_of_replay(ids, 8))
-        record, _ = self.record(
-            shape="tiny", trace=trace, prompt_tokens=16, batches="(4,)", **{"memory.slots": 8}
-        )
-        figures = record["points"][0]["figures"]
-        self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
-        self.assertEqual(figures["hit rate of decode"]["value"], 100)
-
-    @pytest.mark.slow
     def test_a_refused_budget_is_a_row_and_the_least_will_do(self):
         sizes = {"shape": "tiny", "prompt_tokens": 16}
         lines = self.directory / "rows.jsonl"
@@ -319,28 +307,6 @@ class ShapeTest(Case):
         self.assertBetween(figures["gate mass of decode, int2"]["value"], 1, 99)
         self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
         self.assertIn("every 16 steps", point["routing"])
-
-    @pytest.mark.slow
-    def test_dymoe_spends_slots_best_on_high_precision(self):
-        moved = []
-        for slots in ("4,0", "3,2"):
-            record, _ = self.record(
-                shape="tiny", prompt_tokens=16, new_tokens=257, skew="uniform",
-                **{"policy.name": "dymoe", "policy.tiers": "('int4','int2')",
-                   "policy.slots": slots, "policy.settings": "retention=0.75,prefetch=0"},
-            )  # fmt: skip
-            moved.append(record["points"][0]["figures"]["link bytes of a decode step"]["value"])
-        self.assertAlmostEqual(moved[0] / moved[1], 0.81, delta=0.05)
-
-    @pytest.mark.slow
-    def test_a_policy_of_ones_own_gets_its_lists(self):
-        record, _ = self.record(
-            shape="tiny", prompt_tokens=16,
-            **{"policy.name": "scripts.studies.buddymoe.controls:RandomExpert",
-               "policy.slots": "('4',)"},
-        )  # fmt: skip
-        figures = record["points"][0]["figures"]
-        self.assertGreater(figures["gate mass of decode, substituted"]["value"], 5)
 
     @pytest.mark.slow
     def test_buddies_are_those_of_the_replayed_routing(self):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moejax import benchmark, cli, evaluate, generate, plan
+from moejax import cli, evaluate, plan
 from moejax.experts.bits import BitsPerWeight
 from moejax.experts.budget import Limits
 from moejax.experts.tiering import Tiering
@@ -68,11 +68,6 @@ class BitsTest(FolderTestCase):
         self.assertIn("moe.gate_up in int4: INT4 in groups of 16", tiered.weights_summary)
         self.assertNotIn("none packed", tiered.weights_summary)
 
-    @pytest.mark.slow
-    def test_generate(self):
-        _, err = self.run_main(generate.COMMAND, "--prompt=the fox", max_new_tokens=2)
-        self.assertIn(self.said, err)
-
     def test_plan(self):
         out, _ = self.run_main(plan.COMMAND, platform="cpu")
         self.assertIn(f"weights: {self.said}", out)
@@ -92,19 +87,6 @@ class BitsTest(FolderTestCase):
         self.assertEqual(8 * weights["bytes"], round(self.overall * self.parameters))
         self.assertIn(f"{self.overall:.3f} bits a weight (experts: int4 {INT4:.3f} and int2", out)
         self.assertIn("32.000 in the files", out)
-
-    @pytest.mark.slow
-    def test_benchmark(self):
-        output = self.folder / "b.json"
-        out, _ = self.run_main(
-            benchmark.COMMAND, prompt_tokens=8, new_tokens=4, runs=1, output=output
-        )
-        self.assertIn(f"weights: {self.said}", out)
-        figures = json.loads(output.read_text())["points"][0]["figures"]
-        said = "bits a weight"
-        self.assertAlmostEqual(figures[said]["value"], self.overall)
-        parts = ("int4", "int2", "rest")
-        self.assert_parts({part: figures[f"{said}, {part}"]["value"] for part in parts})
 
     def test_sums(self):
         bits = BitsPerWeight(100, 60, 80, {"a": 60, "b": 30})

@@ -5,17 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
 from moejax.policies import buddy_gates, buddymoe
 from moejax.policies.base import SKIPPED, Observation
 from moejax.policies.buddymoe import BuddyMoe, _Candidates
-from scripts.studies.buddymoe.controls import (
-    MatchedRandom,
-    Original,
-    RandomExpert,
-)
 from tests import buddymoe_reference as paper
 from tests import slow
 from tests.buddymoe_cases import (
@@ -24,7 +18,6 @@ from tests.buddymoe_cases import (
     LAYERS,
     LISTS,
     SPEC,
-    WIDTH,
     as_lists,
     observation,
     steps,
@@ -116,35 +109,6 @@ class DecisionTest(parameterized.TestCase):
         np.testing.assert_array_equal(state.missed, counts.sum(axis=0))
         self.assertEqual(counts[0].sum() == 0, policy.rho == 0)
 
-    @pytest.mark.slow
-    def test_baselines(self):
-        total = {}
-        for of in (Original, BuddyMoe, MatchedRandom, RandomExpert):
-            policy = of(lists=LISTS, rho=3)
-            state, decide = policy.init(SPEC), jax.jit(policy.decide)
-            others = 0
-            for o in steps(2, 30):
-                decision, state = decide(state, o)
-                ids, old = np.asarray(decision.ids), np.asarray(o.ids)
-                new = ids != old
-                resident = np.asarray(o.resident[0])
-                self.assertTrue(resident[ids[new]].all())
-                self.assertFalse(resident[old[new]].any())
-                self.assertTrue(all(len(set(row)) == WIDTH for row in ids.tolist()))
-                self.assertLessEqual(new.sum(axis=1).max(), 3)
-                self.assertFalse(new[~np.asarray(o.active)].any())
-                others += sum(
-                    int(b) not in policy.lists.ids[int(o.layer), i]
-                    for i, b in zip(old[new], ids[new], strict=True)
-                )
-            total[of] = (int(state.replaced.sum()), others)
-        self.assertEqual(total[Original], (0, 0))
-        self.assertEqual(total[BuddyMoe][1], 0)
-        self.assertEqual(total[MatchedRandom][0], total[BuddyMoe][0])
-        self.assertGreater(total[RandomExpert][0], total[BuddyMoe][0])
-        for of in (MatchedRandom, RandomExpert):  # most are nobody's listed buddies
-            self.assertGreater(total[of][1], 0.2 * total[of][0])
-
     @slow.repeats()
     @parameterized.parameters("ranks", "kernel")
     def test_beta_follows_from_the_bytes_that_may_be_fetched(self, form):
@@ -166,24 +130,6 @@ class DecisionTest(parameterized.TestCase):
         experts = buddy_gates.beta_within(state.missing / state.steps, jnp.float32(budget / 100))
         self.assertAlmostEqual(float(experts), exact, delta=2 / buddy_gates.DELTA_BINS)
         self.assertBetween(fetched / 75, 0.5 * budget, 1.25 * budget)  # of the second half
-
-    @pytest.mark.slow
-    def test_draws_follow_the_seed(self):
-        first, second = (MatchedRandom(lists=LISTS, seed=seed) for seed in (5, 6))
-        decide = jax.jit(first.decide)
-        given, others = steps(2, 4), 0
-        drawn = [np.asarray(decide(first.init(SPEC), o)[0].ids) for o in given]
-        for ids, o in zip(drawn, given, strict=True):
-            self.assertTrue(all(len(set(row)) == WIDTH for row in ids.tolist()))
-            old, new = np.asarray(o.ids), ids != o.ids
-            others += sum(
-                int(b) not in LISTS.ids[int(o.layer), i]
-                for i, b in zip(old[new], ids[new], strict=True)
-            )
-        self.assertGreater(others, 0)
-        decide = jax.jit(second.decide)
-        anew = [np.asarray(decide(second.init(SPEC), o)[0].ids) for o in given]
-        self.assertTrue(any((a != b).any() for a, b in zip(drawn, anew, strict=True)))
 
     def test_long_lists(self):
         ids = jnp.array([[0, 1]], jnp.int32)

@@ -22,7 +22,6 @@ from moejax.policies.make import make_policy
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, RunResult, run_policies
 from moejax.routing.trace import PREFILL, Trace, read_trace
-from scripts.studies.buddymoe.controls import Original
 from tests import buddymoe_reference as paper
 from tests import slow, tiny_engine
 from tests.buddymoe_cases import EXPERTS, LISTS, SPEC, WIDTH, random_lists, softmax, steps
@@ -178,22 +177,6 @@ class ReplayTest(parameterized.TestCase):
         looks = settings["prefetch"] != 0
         self.assertEqual(event(found, "prefetch_hits")[1] > 0, looks)
         self.assertGreater(expected[1]["replaced"], 0)
-
-    @pytest.mark.slow
-    def test_settings_and_layers_side_by_side_or_in_turn(self):
-        policies = [BuddyMoe(**OF_TRACE, prefetch=n) for n in (0, 1, 3)]
-        policies.append(Original(**OF_TRACE, prefetch=3))
-        runs = [
-            Run(policy=policy, tiers=("int4",), expert_bytes=(20,), slots=(4,))
-            for policy in policies
-        ]
-        for policy, found in zip(policies, run_policies(TRACE, runs), strict=True):
-            for in_turn in (False, True):
-                alone = replay(TRACE, policy, 4, one_by_one=in_turn)
-                np.testing.assert_array_equal(found.events, alone.events)
-                np.testing.assert_allclose(found.gate, alone.gate, rtol=1e-6)
-        self.assertEqual(found.gate[1, -2], 0)  # the paper's baseline prefetches, and fetches
-        self.assertGreater(event(found, "prefetch_hits")[1], 0)
 
 
 class EngineTest(parameterized.TestCase):

@@ -1,14 +1,12 @@
 """BuddyMoE's equations and its Algorithm 1 against plain numpy."""
 
 import functools
-import math
 from typing import Any
 
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
@@ -21,7 +19,6 @@ from moejax.policies.buddy_lists import (
     output_similarity,
 )
 from moejax.policies.buddymoe import _Candidates
-from scripts.studies.buddymoe import controls
 from tests import buddymoe_reference as paper
 from tests import slow
 from tests.buddymoe_cases import DEPTH, EXPERTS, LAYERS, TOKENS, WIDTH, as_lists, routed
@@ -41,9 +38,6 @@ def found_by(
     )
 
 
-randomly_found = jax.jit(controls.substitute_randomly)
-
-
 class GatesTest(parameterized.TestCase):
     @slow.repeats()
     @parameterized.parameters(0.8, 1.0, 1.2)
@@ -59,59 +53,6 @@ class GatesTest(parameterized.TestCase):
         chosen = buddy_gates.chosen_probabilities(probabilities, ids)
         margins = [paper.margin(p, i) for p, i in zip(probabilities, ids, strict=True)]
         np.testing.assert_allclose(buddy_gates._probability_margin(chosen), margins, atol=1e-6)
-
-    def test_entropy_of_flat_peaky_and_single_choices(self):
-        chosen = np.float32([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.5, 0, 0]])
-        found = buddy_gates.activating_entropy(chosen)
-        np.testing.assert_allclose(found, [1, 0, 0.5], atol=1e-6)
-        one = buddy_gates.chosen_probabilities(np.float32([[0.2, 0.8]]), np.int32([[1]]))
-        np.testing.assert_array_equal(buddy_gates.activating_entropy(one), [0])  # k = 1: forbidden
-        self.assertFalse(buddy_gates.tolerates(one, jnp.float32(0), jnp.float32(2))[0])
-        self.assertTrue(buddy_gates.tolerates(one, jnp.float32(-1), jnp.float32(2))[0])
-
-    def test_low_entropy_or_a_wide_margin_forbids(self):
-        chosen = np.float32([[0.25] * 4, [0.97, 0.01, 0.01, 0.01], [0.6, 0.2, 0.1, 0.1]])
-
-        def passes(tau: float, margin: float) -> list[bool]:
-            found = buddy_gates.tolerates(chosen, jnp.float32(tau), jnp.float32(margin))
-            return np.asarray(found).tolist()
-
-        self.assertEqual(passes(0.5, 2), [True, False, True])
-        self.assertEqual(passes(0.5, 0.4), [True, False, False])  # m >= gamma forbids
-        self.assertEqual(passes(1.0, 2), [False, False, False])  # TAE <= tau forbids
-        self.assertEqual(passes(-1, 2), [True, True, True])
-
-    def test_share_of_missing_experts(self):
-        rng = np.random.default_rng(1)
-        for _ in range(20):
-            _, ids, _ = routed(rng)
-            pairs, resident = rng.random(ids.shape) < 0.7, rng.random(EXPERTS) < 0.5
-            pairs[0, 0] = True
-            requested = buddy_gates.requested_experts(ids, pairs, EXPERTS)
-            asked = {int(i) for i in ids[pairs]}
-            self.assertEqual(set(np.flatnonzero(requested).tolist()), asked)
-            expected = paper.missing_share(asked, set(np.flatnonzero(resident).tolist()))
-            found = buddy_gates.missing_share(requested, resident)
-            self.assertAlmostEqual(float(found), expected, places=6)
-        nothing = buddy_gates.missing_share(np.zeros(EXPERTS, bool), np.zeros(EXPERTS, bool))
-        self.assertEqual(float(nothing), 0)
-
-    def test_beta_keeps_bypassed_transfers_within_the_budget(self):
-        rng = np.random.default_rng(2)
-        requested = rng.integers(1, 9, (30, 4))
-        missing = np.minimum(rng.integers(0, 9, (30, 4)), requested)
-        delta = missing / requested
-
-        def moved(beta: float) -> float:
-            return 100 * (missing * (delta >= beta)).sum() / 30
-
-        for budget in (0.0, 50.0, 300.0, 900.0, 1e9):
-            beta = paper.beta_of_budget(missing, requested, 100, budget)
-            self.assertLessEqual(moved(beta), budget)
-            if lower := [d for d in np.unique(delta) if d < beta]:
-                self.assertGreater(moved(max(lower)), budget)  # it is the least such beta
-        self.assertEqual(beta, 0)
-        self.assertEqual(paper.beta_of_budget(requested, requested, 100, 10.0), math.inf)
 
     @parameterized.parameters(10, 15, 20, 50, 100)
     def test_tau_is_the_percentile(self, percentile):
@@ -155,14 +96,6 @@ class ListsTest(parameterized.TestCase):
                 np.testing.assert_allclose(shares[: len(row)], expected[layer, i, row], rtol=1e-6)
                 np.testing.assert_array_equal(shares[len(row) :], 0)
         np.testing.assert_array_equal(lists.sizes(), (lists.ids >= 0).sum(-1))
-
-    @parameterized.parameters(
-        (0.5, [1]), (0.51, [1, 2]), (0.8, [1, 2]), (0.81, [1, 2, 3]), (1.0, [1, 2, 3]), (1e-9, [1])
-    )
-    def test_the_least_covering_prefix(self, alpha, expected):
-        q = np.zeros((1, 5, 5))
-        q[0, 0, 1:4] = 0.5, 0.3, 0.2
-        self.assertEqual(as_lists(buddy_lists(q, alpha, 4).ids[0])[0], expected)
 
     def test_alpha_of_each_layer(self):
         counts = np.random.default_rng(5).integers(1, 9, (3, EXPERTS, EXPERTS))
@@ -256,43 +189,3 @@ class SubstitutionTest(parameterized.TestCase):
                 np.zeros((1, EXPERTS, EXPERTS), np.float32), last_first=last_first, scored=False,
             )  # fmt: skip
             self.assertEqual(found.ids.tolist(), [expected])
-
-    def test_score(self):
-        rng = np.random.default_rng(6)
-        probabilities, _, _ = routed(rng)
-        candidates = rng.integers(-1, EXPERTS, (TOKENS, WIDTH, DEPTH)).astype(np.int32)
-        q = rng.random(candidates.shape).astype(np.float32)
-        hops = rng.integers(0, 3, EXPERTS).astype(np.float32)
-        logits = buddymoe._normalized_logits(probabilities)
-        z = np.log(probabilities.astype(np.float64))
-        z = (z - z.min(axis=1, keepdims=True)) / np.ptp(z, axis=1, keepdims=True)
-        np.testing.assert_allclose(logits, z, atol=1e-5)
-        for eta, kappa in ((0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.5, 0.4)):
-            found = buddymoe._buddy_score(
-                candidates, q, logits, jnp.asarray(hops), jnp.float32(eta), jnp.float32(kappa)
-            )
-            for (n, a, h), j in np.ndenumerate(candidates):
-                expected = paper.score(q[n, a, h], eta, z[n, j], kappa, hops[j]) if j >= 0 else 0
-                self.assertAlmostEqual(float(found[n, a, h]), expected, places=5)
-        self.assertEqual(buddymoe._normalized_logits(np.float32([[0.5, 0.5]])).tolist(), [[0, 0]])
-
-    @pytest.mark.slow
-    def test_random_is_uniform_over_resident_experts_that_do_not_serve_yet(self):
-        ids = np.tile(np.int32([[0, 1, 2, 3]]), (3000, 1))
-        resident = np.zeros(EXPERTS, bool)
-        resident[[3, 5, 7, 8, 9]] = True
-        found = randomly_found(ids, resident, ~resident[ids], jnp.int32(2), jax.random.key(0))
-        served = np.asarray(found.ids)
-        np.testing.assert_array_equal(served[:, 2:], ids[:, 2:])  # the budget is spent
-        self.assertTrue((served[:, 0] != served[:, 1]).all())
-        np.testing.assert_array_equal(found.searched, found.replaced)
-        for rank in (0, 1):
-            counts = np.bincount(served[:, rank], minlength=EXPERTS)[[5, 7, 8, 9]]
-            self.assertEqual(counts.sum(), 3000)
-            np.testing.assert_allclose(counts, 750, atol=5 * math.sqrt(750 * 0.75))
-        few = randomly_found(
-            ids[:1], np.arange(EXPERTS) == 6, np.ones((1, WIDTH), bool), jnp.int32(4),
-            jax.random.key(0),
-        )  # fmt: skip
-        self.assertEqual(few.ids.tolist(), [[6, 1, 2, 3]])
-        self.assertEqual(few.searched.tolist(), [[True] * 4])

@@ -123,23 +123,6 @@ class LayerRunTest(HostTestCase):
         numpy_model.assert_near(run.hidden, np.asarray(hidden, np.float64), factor=3)
 
     @pytest.mark.slow
-    def test_chunks_of_experts_and_steps_change_nothing(self):
-        weights = wide_weights(CONFIGS["all_parts"])
-        of_layer = layer_weights(weights, CONFIGS["all_parts"], 0)
-        size = 4 * 12 * 12  # a Hessian of gate_up
-        captured = [
-            self._run("all_parts", weights, hessian_bytes=b, tokens_per_step=18).capture(of_layer)
-            for b in (10**9, 2 * 2 * size)  # five experts at once; two, two and one
-        ]
-        for leaf in ("moe.gate_up", "moe.down"):
-            for expert in range(5):
-                whole, *others = [np.asarray(c.hessian(leaf, expert).mean) for c in captured]
-                for other in others:
-                    np.testing.assert_array_equal(other, whole)
-        again = captured[1].hessian("moe.gate_up", 0)  # back to a chunk that was let go
-        np.testing.assert_array_equal(again.mean, captured[0].hessian("moe.gate_up", 0).mean)
-
-    @pytest.mark.slow
     def test_goes_on_from_a_quantized_layer_to_the_last_bit(self):
         weights = wide_weights(CONFIGS["all_parts"])
         of_layer = layer_weights(weights, CONFIGS["all_parts"], 0)

@@ -294,19 +294,6 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-def random_shape(seed: int) -> Shape:
-    """Axes drawn freely, within what a CPU interprets in no time."""
-    rng = np.random.default_rng(seed)
-    num_kv, group = int(rng.integers(1, 4)), int(rng.choice((1, 2, 3, 4, 8)))
-    chunk, batch = int(rng.integers(1, 80)), int(rng.integers(1, 4))
-    starts = tuple(map(int, rng.integers(0, 200, batch)))
-    lengths = tuple(map(int, rng.integers(0, chunk + 1, batch)))
-    window = None if rng.integers(2) else int(rng.integers(1, 150))
-    width = int(rng.choice((64, 128, 256)))
-    length = max(starts) + chunk + int(rng.integers(0, 30))
-    return Shape(chunk, num_kv * group, num_kv, width, length, starts, lengths, window)
-
-
 class ContractTest(on_host(CONTRACT)):
     """Operands are NaN where nothing may be read."""
 
@@ -340,13 +327,6 @@ class ContractTest(on_host(CONTRACT)):
             )
             found = np.asarray(interpreted(part, shape, SMALL)).astype(np.float32)
             np.testing.assert_allclose(found, whole[:, start : start + 50], rtol=0.01, atol=0.01)
-
-    @parameterized.parameters(range(40))
-    @pytest.mark.slow
-    def test_random_shapes(self, seed):
-        shape = random_shape(seed)
-        of = random_operands(shape, "bfloat16", seed)
-        self.assertIsNone(violation(interpreted(of, shape), of, shape))
 
 
 class RefusalTest(HostTestCase):

@@ -41,24 +41,6 @@ class CompareTest(absltest.TestCase):
         self.assertIn("| dymoe | TPOT | 2 | 2.5 | +25.0 % |", done.stdout)
         self.assertIn("dymoe, TPOT: +25.0 %", done.stderr)
 
-    @pytest.mark.slow
-    def test_turns_before_a_failure_are_told(self):
-        old, new = self.tree("old", 2.0), self.tree("new", 2.5)
-        (new / "moejax" / "benchmark.py").write_text("raise SystemExit('cut')")
-        done = run_module("scripts.compare_commits", f"--old={old}", f"--new={new}", "--job=dymoe")
-        self.assertEqual(done.returncode, 1)
-        self.assertIn("cut", done.stderr)
-        self.assertIn("dymoe, turn 1, old: TPOT: 2\n", done.stdout)
-        self.assertIn("dymoe, turn 1, old: the whole process, s: ", done.stdout)
-        self.assertNotIn("| dymoe |", done.stdout)
-
-    @pytest.mark.slow
-    def test_a_tree_without_the_benchmark_is_named(self):
-        tree = Path(self.enter_context(tempfile.TemporaryDirectory()))
-        done = run_module("scripts.compare_commits", f"--old={tree}", f"--new={tree}")
-        self.assertEqual(done.returncode, 1)
-        self.assertIn("it has no moejax/benchmark.py", done.stderr)
-
     def test_medians_of_what_both_have(self):
         old = [{"a": 1.0, "b": 5.0}, {"a": 3.0, "b": 5.0}, {"a": 2.0}]
         found = compare_commits.compared(old, [{"a": 4.0, "b": 1.0, "c": 1.0}])

@@ -1,6 +1,5 @@
 """The picture of a shape: rows that the test makes, joined; what is missing is named."""
 
-import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -96,20 +95,6 @@ class DecisionsTest(absltest.TestCase):
              ("BuddyMoE", 12)},
         )  # fmt: skip
 
-    def test_an_accuracy_is_better_where_it_is_higher(self):
-        rows = [dataclasses.replace(one, unit="%") for one in QUALITY]
-        _, points, _ = self.joined(quality=rows)
-        found = decisions.best(list(points.values()), "wikitext-2")
-        self.assertNotIn(("INT4", 6), found)
-        self.assertIn(("INT2", 6), found)
-
-    def test_the_study_model_counts_before_the_demo(self):
-        study = [scored("INT4", 0, 30.5, "study")]
-        label, points, missing = self.joined(quality=[*QUALITY, *study])
-        self.assertEqual(label, "study")
-        self.assertEqual(points["INT4", 6].scored["wikitext-2"].figure, 30.5)
-        self.assertIn("INT2, 6 GiB: not scored at a share of 0.50", missing)
-
     def test_files_are_written(self):
         folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         append_rows(folder / "speed.jsonl", SPEED)
@@ -123,9 +108,3 @@ class DecisionsTest(absltest.TestCase):
         self.assertIn("| **200: 25.00** |", text)
         self.assertIn("| 6 GiB hold none |", text)
         self.assertIn("- MiLo INT3, 24 GiB: not timed", text)
-
-    def test_without_rows_there_is_no_picture(self):
-        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
-        table, picture = decisions.make("Mixtral-8x7B", [], [], folder)
-        self.assertFalse(picture.exists())
-        self.assertIn("no model yet", table.read_text())

@@ -340,10 +340,6 @@ class ContractTest(on_host(CONTRACT)):
             {name: BROKEN[name] for name in BROKEN if "newest" not in name} | BROKEN_OF_LATENTS,
         )  # fmt: skip
 
-    @pytest.mark.slow
-    def test_a_broken_kernel_fails_without_nan_too(self):
-        check_broken(self, CONTRACT, SHAPES["window"], BROKEN, poisoned=False)
-
 
 class RefusalTest(HostTestCase):
     @parameterized.parameters(

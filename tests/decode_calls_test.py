@@ -3,8 +3,6 @@
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -12,10 +10,9 @@ import pytest
 from absl.testing import absltest
 
 from moejax import Engine
-from moejax.inference import batch, steps
-from moejax.inference.generation import GenerationSettings, Timing
+from moejax.inference import steps
+from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
-from moejax.policies.make import make_policy
 from tests.cached_runners import QWEN, cached_runner
 from tests.tiny_engine import VOCAB_SIZE, answers, load_tiny_engine
 
@@ -79,46 +76,3 @@ class WholeCallsTest(absltest.TestCase):
             self.assertLen(answer, num_new)
             (key,) = (key for key in serving.programs._programs if key[0] is steps.decode)
             self.assertEqual(key[1][-1], expected, num_new)
-
-
-class WholeCallsOfPoliciesTest(absltest.TestCase):
-    @pytest.mark.slow
-    def test_a_policy_that_draws_decides_as_without_them(self):
-        policy = make_policy("dymoe", retention=0.5, selection="random", prefetch=0)
-        found = []
-        for whole in (False, True):
-            serving, memory = cached_runner(policy, (4, 2), (QWEN.num_experts, QWEN.num_experts))
-            serving._whole_calls = whole
-            session = serving.prefill([list(range(1, 8))], 64, GenerationSettings(), ())
-            emitted = [np.asarray(serving.decode(session, n, 4))[:, :n] for n in (1, 3, 4, 2)]
-            found.append((emitted, memory.pool.state, memory.pool.gate))
-        jax.tree.map(np.testing.assert_array_equal, *found)
-
-
-class TimingTest(absltest.TestCase):
-    @pytest.mark.slow
-    def test_a_dispatch_that_waits_for_the_device_is_time_of_decoding(self):
-        serving, delay = Runner(ENGINE.config, ENGINE.weights, ENGINE.device), 0.3
-        clock = [0.0]  # a machine with other work takes as long as it likes
-        decode, settings = serving.decode, GenerationSettings(max_new_tokens=9)
-        prompts = [random_tokens(12)]
-
-        def run() -> Timing:
-            of = batch.RowBatch(serving, None, prompts, [settings], CONTEXT, (), steps_per_call=4)
-            list(of.steps())
-            return of.timing
-
-        run()  # compiles
-
-        def waiting(*arguments: Any) -> jax.Array:
-            clock[0] += delay
-            return decode(*arguments)
-
-        with (
-            mock.patch.object(serving, "decode", waiting),
-            mock.patch.object(batch, "time", mock.Mock(perf_counter=lambda: clock[0])),
-        ):
-            timing = run()
-        self.assertEqual(timing.ttft_s, 0)
-        self.assertEqual(timing.num_decoded, 8)
-        self.assertAlmostEqual(timing.decode_s, 2 * delay)

@@ -21,7 +21,6 @@ from moejax.checkpoints import save_hf_checkpoint
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
-from moejax.inference.runner import Runner
 from moejax.models import latent_attention
 from moejax.models.attention import Attended
 from moejax.models.config import LatentConfig as Widths
@@ -36,14 +35,12 @@ from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.models.transformer import (
     ChunkSpec,
     Transformer,
-    forward,
     merge_weights,
     model_definition,
 )
 from moejax.policies.dymoe import attention_received
 from moejax.weights.qtensor import Weight
 from tests import parity, slow, tiny_engine
-from tests.cached_runners import CPU
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
 from tests.hf_checkpoints import (
     DEEPSEEK_CHECKPOINTS,
@@ -139,19 +136,6 @@ class ParityTest(parameterized.TestCase):
         path = self.directory / name
         model.write(path)
         self.check(path, model.logits)
-
-    @parameterized.parameters(False, True)
-    @pytest.mark.slow
-    def test_transformers_reads_what_is_written(self, is_v3):
-        config = sigmoid_router(TINY) if is_v3 else TINY
-        path = self.directory / config.family
-        weights = tiny_engine.random_weights(config)
-        save_hf_checkpoint(path, config, weights, dtype=np.dtype(np.float32))
-        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 30))
-        with torch.no_grad():
-            expected = reference_model(path)(torch.as_tensor(tokens)).logits.numpy()
-        found = Runner(config, tiny_weights(config), CPU).logits(tokens.astype("int32"))
-        self.assertLess(relative_errors(np.asarray(found), expected).max(), RELATIVE_ERROR)
 
     def check(self, path: Path, reference: Reference) -> None:
         engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
@@ -269,13 +253,6 @@ class PromptTest(parameterized.TestCase):
             found = run_whole()
         self.check_near(found, run_whole())
 
-    @pytest.mark.slow
-    def test_without_a_cache(self):
-        tokens = np.random.default_rng(5).integers(0, TINY.vocab_size, (2, LENGTH), np.int32)
-        model = merge_weights(model_definition(TINY), tiny_weights())
-        found, _ = forward(model, tokens)
-        self.check_near(found, run_whole())
-
 
 class FormsTest(parameterized.TestCase):
     """One layer's attention, and what it shows to who watches."""
@@ -317,16 +294,6 @@ class FormsTest(parameterized.TestCase):
             for q, k, positions, mask, *_ in (one, other)
         ]
         np.testing.assert_allclose(*received, rtol=1e-4, atol=1e-6)
-
-    @pytest.mark.slow
-    def test_both_round_as_far(self):
-        _, exact = self.shown_and_attended(True)
-        for expanded in (True, False):
-            _, found = self.shown_and_attended(expanded, jnp.bfloat16)
-            self.assertEqual(found.dtype, jnp.bfloat16)
-            # Five products in a row, of numbers of eight bits.
-            error = relative_errors(np.asarray(found, np.float32), np.asarray(exact))
-            self.assertLess(error.max(), 5 * 2.0**-8)
 
     @parameterized.parameters(
         (1, 4096, False), (16, 8192, False), (165, 32768, False), (171, 32768, True),

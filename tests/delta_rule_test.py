@@ -6,7 +6,6 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
@@ -93,25 +92,6 @@ class DeltaRuleTest(parameterized.TestCase):
         _, after = rule(tokens, np.zeros((2, length), bool), state)
         np.testing.assert_array_equal(after, state)
 
-    @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
-    @hypothesis.given(st.lists(st.sampled_from([1, 7, 16, 64, 90]), min_size=2, max_size=4))
-    @pytest.mark.slow
-    def test_a_cut_makes_no_difference(self, sizes):
-        rng, length = np.random.default_rng(len(sizes)), sum(sizes)
-        tokens, state = draw(rng, 2, length, 1, 2, 8, 8, 0.05)
-        active = np.arange(length)[None] < ends(rng, 2, length)[:, None]
-        whole, last = rule(tokens, active, state)
-        parts, first = [], 0
-        for size in sizes:
-            part = slice(first, first + size)
-            read, state = rule(_DeltaTokens(*(x[:, part] for x in tokens)), active[:, part], state)
-            parts.append(read)
-            first += size
-        found = np.where(active[:, :, None, None], np.concatenate(parts, axis=1), 0.0)
-        whole = np.where(active[:, :, None, None], whole, 0.0)
-        np.testing.assert_allclose(found, whole, atol=TOLERANCE, rtol=TOLERANCE)
-        np.testing.assert_allclose(state, last, atol=TOLERANCE, rtol=TOLERANCE)
-
     def test_memory_is_linear_in_length(self):
         temporaries = []
         for length in (1024, 4096):
@@ -122,32 +102,6 @@ class DeltaRuleTest(parameterized.TestCase):
 
 
 class ConvolutionTest(parameterized.TestCase):
-    @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
-    @hypothesis.given(
-        st.integers(1, 5), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 99)
-    )
-    @pytest.mark.slow
-    def test_is_a_loop_over_taps_however_it_is_cut(self, width, sizes, seed):
-        rng, length = np.random.default_rng(seed), sum(sizes)
-        x = rng.standard_normal((3, length, 2)).astype(np.float32)
-        weight = rng.standard_normal((2, 1, width)).astype(np.float32)
-        lengths = ends(rng, 3, length)
-        active = np.arange(length)[None] < lengths[:, None]
-        tail = np.zeros((3, width - 1, 2), np.float32)
-        convolve, parts, first = jax.jit(_causal_convolution), [], 0
-        for size in sizes:
-            part = slice(first, first + size)
-            found, tail = convolve(x[:, part], tail, weight, active[:, part])
-            parts.append(found)
-            first += size
-        found = np.concatenate(parts, axis=1)
-        for row, end in enumerate(lengths):
-            inputs = np.concatenate([np.zeros((width - 1, 2)), x[row, :end].astype(np.float64)])
-            np.testing.assert_array_equal(tail[row], inputs[len(inputs) - (width - 1) :])
-            for t in range(end):
-                expected = sum(weight[:, 0, w] * inputs[t + w] for w in range(width))
-                np.testing.assert_allclose(found[row, t], expected, atol=1e-6, rtol=1e-6)
-
     def test_a_tail_of_half_precision_stays_so(self):
         x = jnp.ones((2, 1, 4), jnp.bfloat16)
         convolve = functools.partial(_causal_convolution, x, jnp.zeros((2, 3, 4), jnp.bfloat16))

@@ -134,9 +134,6 @@ class AlgorithmTest(parameterized.TestCase):
             np.testing.assert_array_equal(run.resident[:, 0], run.high)
         self.assertGreater(moved, 3 * M)
 
-    def test_default_alpha_is_of_the_period(self):
-        self.assertAlmostEqual(float(DynaExq(period=10).init(SPEC).settings.alpha), 0.9)
-
     def test_many_tokens_at_once(self):
         seen = contract.at(drifting(1, 5), 0, 1)
         seen = dataclasses.replace(seen, active=np.array([True, False, True, True, False]))
@@ -172,21 +169,6 @@ class AlgorithmTest(parameterized.TestCase):
         run.take(contract.at(trace, 2))  # 15: the next update is at 16
         np.testing.assert_array_equal(run.high, before)
         self.assertEqual(int(run.state.tokens), 7)
-
-    def test_a_pair_runs_in_what_the_pools_hold(self):
-        trace, run = drifting(9), Run(SPEC, period=4)
-        for step in range(9):
-            held = run.resident.copy()
-            run.take(contract.at(trace, step))
-            for layer in range(M):
-                for expert, tier in zip(
-                    np.asarray(run.decisions.ids)[layer, 0],
-                    np.asarray(run.decisions.tier)[layer, 0],
-                    strict=True,
-                ):
-                    self.assertEqual(tier, 0 if held[layer, 0, expert] else 1)
-            self.assertFalse(np.asarray(run.decisions.at_least).any())
-        self.assertTrue(run.resident[:, 0].any())
 
     def test_after_a_shift_moving_fills_the_slots_and_fixed_may_not(self):
         # All of the gate goes to one expert, then a third of it to each of three others.
@@ -321,17 +303,3 @@ class SetsTest(parameterized.TestCase):
         )  # fmt: skip
         # One slot of two is free: expert 0 takes it, expert 1 that of expert 3.
         self.assertEqual(list(contract.entries(asked)), [(0, 0, 0), (0, 3, 1), (0, 1, 0)])
-
-    def test_hottest_promotions_pair_with_coldest_demotions(self):
-        scores = np.float32([[0.9, 0.1, 0.5, 0.3], [0.6, 0.2, 0.0, 0.0]])
-        high = np.array([[True, False, True, False], [True, False, False, False]])
-        hot = np.array([[False, True, False, True], [False, True, False, False]])
-        asked = SWAPS(
-            scores, high, hot, np.ones((2, 4), bool), np.int32([2, 1]), np.int32(4),
-            (np.int32(0), np.int32(1)), max_requests=8,
-        )  # fmt: skip
-        found = list(contract.entries(asked))
-        # (0, 0) for (0, 1) gains 0.8; (1, 0) for (1, 1) 0.4; (0, 2) for (0, 3) 0.2.
-        expected = [(0, 1, 1), (0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 3, 1), (0, 2, 0)]
-        self.assertEqual(found, expected)
-        np.testing.assert_array_equal(np.asarray(asked.expert)[6:], -1)

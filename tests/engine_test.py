@@ -56,18 +56,6 @@ class BatchTest(parameterized.TestCase):
             self.assertEqual(answers(prompt, max_new_tokens=20), [tokens])
             self.assertLen(tokens, 20)
 
-    @parameterized.parameters(({},), (SAMPLED,), ({"repetition_penalty": 1.4},))
-    @pytest.mark.slow
-    def test_sampled_tokens_are_those_of_each_prompt_alone(self, how):
-        how = {"temperature": 1.0, "max_new_tokens": 20, **how}
-        seeds = [2**32 - 1, 7]
-        together = answers(list(self.PROMPTS), seed=seeds, **how)
-        for prompt, seed, tokens in zip(self.PROMPTS, seeds, together, strict=True):
-            self.assertEqual(answers(prompt, seed=seed, **how), [tokens])
-        counted_up = answers(list(self.PROMPTS), seed=5, **how)
-        self.assertEqual(counted_up, answers(list(self.PROMPTS), seed=[5, 6], **how))
-        self.assertNotEqual(counted_up, together)
-
     @pytest.mark.slow
     def test_at_the_edge_of_the_context_a_long_prompt_does_not_cut_a_short_one(self):
         long, short = random_prompt(250), random_prompt(20)
@@ -80,14 +68,6 @@ class BatchTest(parameterized.TestCase):
         self.assertEqual(answers(short, max_new_tokens=40), [second.tokens])
         logits = ENGINE.logits([long + first.tokens[:-1]])[0]
         np.testing.assert_array_equal(logits[249:].argmax(-1), first.tokens)
-
-    @pytest.mark.slow
-    def test_a_small_context_ends_an_answer_and_changes_nothing_else(self):
-        prompts = list(self.PROMPTS)
-        whole = answers(prompts, max_new_tokens=40)
-        with mock.patch.object(ENGINE, "context", 45):
-            cut = answers(prompts, max_new_tokens=40)
-        self.assertEqual(cut, [whole[0][: 45 - 20 + 1], whole[1][: 45 - 40 + 1]])
 
     def test_greedy_tokens_are_the_best_of_the_logits(self):
         prompt = self.PROMPTS[0]

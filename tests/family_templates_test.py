@@ -1,11 +1,9 @@
 """Chat templates in the forms of the newer families, as transformers renders them, and served.
 
-The templates are our own words. What they use of Jinja is what the published ones of Qwen3.5 and
-3.6, GLM-4.5 to 4.7, gpt-oss and OLMoE use: macros that call themselves, namespaces, slices
-backwards, splits at tags, filters, tests, raise_exception and strftime_now.
+The templates are our own words; they use of Jinja what the published ones of Qwen3.5 and 3.6,
+GLM-4.5 to 4.7, gpt-oss and OLMoE use.
 """
 
-import datetime
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,273 +22,79 @@ from tests.hf_checkpoints import write_checkpoint
 from tests.random_checkpoints import write_tokenizer
 from tests.serving_case import NAME, Served, served
 
-QWEN = r"""{%- set pictures = namespace(count=0) %}
-{%- macro words(content, may_count, of_system=false) %}
-    {%- if content is string %}
-        {{- content }}
-    {%- elif content is iterable and content is not mapping %}
-        {%- for part in content %}
-            {%- if 'image' in part or part.type == 'image' %}
-                {%- if of_system %}
-                    {{- raise_exception('no pictures for the system') }}
-                {%- endif %}
-                {%- if may_count %}
-                    {%- set pictures.count = pictures.count + 1 %}
-                {%- endif %}
-                {{- 'picture ' ~ pictures.count ~ '|' }}
-            {%- elif 'text' in part %}
-                {{- part.text }}
-            {%- endif %}
-        {%- endfor %}
-    {%- elif content is none or content is undefined %}
-        {{- '' }}
-    {%- else %}
-        {{- raise_exception('content of another kind') }}
-    {%- endif %}
-{%- endmacro %}
-{%- if not messages %}
-    {{- raise_exception('no messages') }}
-{%- endif %}
-{%- if tools and tools is iterable and tools is not mapping %}
-    {{- '<s>system\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\n' }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- '\n</tools><e>\n' }}
-{%- endif %}
-{%- set at = namespace(last_query=none) %}
-{%- for message in messages[::-1] if message.role == "user" %}
-    {%- set said = words(message.content, false)|trim %}
-    {%- if at.last_query is none and not (said.startswith('<r>') and said.endswith('</r>')) %}
-        {%- set at.last_query = messages.index(message) %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = words(message.content, true)|trim %}
-    {%- if message.role == "system" and not loop.first %}
+# What the published templates use of Jinja, a line or two each.
+SNIPPETS = (
+    "{%- macro of(c, n=1, deep=false) %}{%- if c is string %}{{- c ~ '|' ~ n }}"
+    "{%- elif c is iterable and c is not mapping %}{%- for x in c %}{{- of(x, n + 1) }}"
+    "{%- endfor %}{%- else %}{{- c is none or c is undefined }}{%- endif %}{%- endmacro %}"
+    "{{ of(messages[0].content) }}{{ of(['a', ['b'], none], deep=true) }}",
+    "{% set ns = namespace(last=none, count=0) %}{% for m in messages[::-1] if m.role == 'user' %}"
+    "{% if ns.last is none and not (m.content.startswith('<r>') and m.content.endswith('</r>')) %}"
+    "{% set ns.last = messages.index(m) %}{% endif %}{% set ns.count = ns.count + 1 %}{% endfor %}"
+    "{{ ns.last }} {{ ns.count }}",
+    "{%- for m in messages %}{{- loop.index0 ~ loop.first ~ loop.last }}"
+    "{%- if loop.previtem and loop.previtem.role != 'tool' %}{{- 'p' }}{%- endif %}"
+    "{%- if loop.last or loop.nextitem.role != 'tool' %}{{- 'n' }}{%- endif %}{%- endfor %}",
+    "{% set c = messages[2].content %}{% set halves = c.rsplit('</think>', 1) %}"
+    "{% set thought, said = halves[0].split('<think>')[-1].rstrip(), halves[1] %}"
+    "{{ thought|trim + '!' + said.lstrip('\n') }}{{ (c.split('</think>') | first) | last }}",
+    "{% for tool in tools or [] %}\n{{ tool | tojson }}{{ tool | tojson(ensure_ascii=False) }}\n"
+    "{% endfor %}{{ 'many' if tools and tools is iterable and tools is not mapping else 'none' }}",
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{% set given = call.function %}"
+    "{% for k, v in given.arguments|items %}{{ k }}={{ v | tojson | safe if v is mapping or (v is"
+    " sequence and v is not string) else v | string }}{% endfor %}"
+    "{% for k, v in given.arguments.items() %}{{ k }}{% endfor %}{% endfor %}{% endfor %}",
+    "{% macro type_of(s) %}{% if s.type == 'array' %}{{ type_of(s['items'])|length }}[]"
+    "{% elif s.oneOf %}{% for o in s.oneOf %}{{ type_of(o) }}{% if not loop.last %}|{% endif %}"
+    "{% endfor %}{% elif s.enum %}{{ s.enum|join('|') }}{% elif s.properties %}"
+    "{% for n, o in s.properties.items() %}{{ n }}{{ '?' if n not in (s.required or []) }}"
+    "{{ type_of(o) }}{% endfor %}{% else %}{{ s.type or 'any' }}{% endif %}{% endmacro %}"
+    "{% for tool in tools or [] %}{{ type_of(tool.function.parameters) }}{% endfor %}",
+    "{% if enable_thinking is defined and enable_thinking is false %}off{% endif %}"
+    "{{ '/off' if not enable_thinking | default(true) else '' }}"
+    "{{ (clear_thinking is defined and not clear_thinking) or 'x' }}",
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+    "{{ 'day ' + strftime_now('%Y-%m-%d') + ', effort ' + reasoning_effort }}"
+    "{% for t in builtin_tools or [] %}{% if t == 'python' %}{{ 1 }}{% endif %}{% endfor %}",
+    "{#- A comment. #}{% set ends = {'assistant': eos_token} %}{{ bos_token }}"
+    "{% for m in messages[1:] %}{{ m['content'] ~ ends.get(m['role'], '') }}{% endfor %}",
+)
+# Prompts begin and end as those of the families do.
+QWEN = """
+{%- for m in messages %}
+    {%- if m.content is not string %}{{- raise_exception('content of another kind') }}{%- endif %}
+    {%- if m.role == 'system' and not loop.first %}
         {{- raise_exception('the system comes first') }}
-    {%- elif message.role in ("user", "system") %}
-        {{- '<s>' + message.role + '\n' + content + '<e>\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- set thought = '' %}
-        {%- if message.reasoning_content is string %}
-            {%- set thought = message.reasoning_content %}
-        {%- elif '</think>' in content %}
-            {%- set halves = content.rsplit('</think>', 1) %}
-            {%- set thought, content = halves[0].split('<think>')[-1].rstrip(), halves[1] %}
-            {%- set content = content.lstrip('\n') %}
-        {%- endif %}
-        {%- if loop.index0 > (at.last_query or 0) %}
-            {{- '<s>assistant\n<think>\n' + thought|trim + '\n</think>\n\n' + content }}
-        {%- else %}
-            {{- '<s>assistant\n' + content }}
-        {%- endif %}
-        {%- if message.tool_calls and message.tool_calls is iterable %}
-            {%- for call in message.tool_calls %}
-                {%- if call.function is defined %}
-                    {%- set call = call.function %}
-                {%- endif %}
-                {{- '\n<call=' + call.name + '>\n' }}
-                {%- for name, value in call.arguments|items %}
-                    {%- set value = value | tojson | safe if value is mapping or (value is
-                        sequence and value is not string) else value | string %}
-                    {{- '<parameter=' + name + '>' + value + '</parameter>\n' }}
-                {%- endfor %}
-            {%- endfor %}
-        {%- endif %}
-        {{- '<e>\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if loop.previtem and loop.previtem.role != "tool" %}
-            {{- '<s>user' }}
-        {%- endif %}
-        {{- '\n<result>\n' + content + '\n</result>' }}
-        {%- if loop.last or loop.nextitem.role != "tool" %}
-            {{- '<e>\n' }}
-        {%- endif %}
     {%- endif %}
+    {{- '<s>' + m.role + '\\n' + m.content|trim + '<e>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
-    {{- '<s>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\n\n</think>\n\n' }}
-    {%- else %}
-        {{- '<think>\n' }}
-    {%- endif %}
+    {{- '<s>assistant\\n<think>\\n' }}
+    {{- '' if enable_thinking | default(true) else '\\n</think>\\n\\n' }}
 {%- endif %}
 """
-
-GLM = r"""[start]
-{%- if tools -%}
-<|system|>
-tools:
-{% for tool in tools %}
-{{ tool | tojson(ensure_ascii=False) }}
-{% endfor %}
-end{%- endif -%}
-{%- macro seen(content) -%}
-    {%- if content is string -%}
-        {{- content }}
-    {%- elif content is iterable and content is not mapping -%}
-        {%- for item in content -%}
-            {%- if item is mapping and item.type == 'text' -%}{{- item.text }}{%- endif -%}
-        {%- endfor -%}
-    {%- else -%}
-        {{- content }}
-    {%- endif -%}
-{%- endmacro -%}
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {% set ns.last = loop.index0 -%}
-    {%- endif %}
-{%- endfor %}
-{% for m in messages %}
-{%- if m.role == 'user' -%}<|user|>
-{%- set said = seen(m.content) %}
-{{ said }}
-{{- '/off' if not enable_thinking | default(true) and not said.endswith("/off") else '' -}}
-{%- elif m.role == 'assistant' -%}
-<|assistant|>
-{%- set thought = '' %}
-{%- set content = seen(m.content) %}
-{%- if '</think>' in content %}
-    {%- set cut = content.split('</think>') -%}
-    {%- set thought, content = (cut | first).split('<think>') | last, (cut | last).lstrip() -%}
-{%- endif %}
-{%- if ((clear_thinking is defined and not clear_thinking) or loop.index0 > ns.last) and thought -%}
-{{ '<think>' + thought.strip() + '</think>'}}
-{%- else -%}
-{{ '</think>' }}
-{%- endif -%}
-{%- if content.strip() -%}{{ content.strip() }}{%- endif -%}
-{% for call in m.tool_calls or [] %}
-{{- '<call>' + call.function.name -}}
-{% set given = call.function.arguments %}
-{%- for k, v in given.items() %}<k>{{ k }}</k><v>{{ v | tojson(ensure_ascii=False)
-    if v is not string else v }}</v>{% endfor -%}
-{% endfor %}
-{%- elif m.role == 'tool' -%}
-{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|seen|>' }}{%- endif %}
-{{- m.content }}
-{%- elif m.role == 'system' -%}
-<|system|>
-{{ seen(m.content) }}
-{%- endif -%}
+GLM = """[start]
+{%- for m in messages -%}<|{{ m.role }}|>
+{{ m.content }}
+{{- '/off' if m.role == 'user' and not enable_thinking | default(true) else '' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
-    <|assistant|>{{- '</think>' if (enable_thinking is defined and not enable_thinking)
-        else '<think>' -}}
+    <|assistant|>{{- '</think>' if not enable_thinking | default(true) else '<think>' -}}
 {%- endif -%}
 """
-
 # GLM-4.5's and 4.6's: the model begins its thoughts itself, and empty ones switch them off.
-GLM_45 = GLM.replace("{{- '</think>' if (e", "{{- '\\n<think></think>' if (e").replace(
-    "else '<think>' -}}", "else '' -}}"
+GLM_45 = GLM.replace("'</think>' if", "'\\n<think></think>' if").replace(
+    "else '<think>'", "else ''"
 )
-
-HARMONY = r"""{#- Types of tools, by a macro that calls itself. #}
-{%- macro type_of(spec, required, or_null=false) -%}
-    {%- if spec.type == "array" -%}
-        {%- set inner = type_of(spec['items'], required) -%}
-        {{- "any[]" if inner|length > 50 else inner + "[]" }}
-    {%- elif spec.type is defined and spec.type is iterable and spec.type is not string -%}
-        {{- spec.type | join(" | ") }}
-    {%- elif spec.oneOf -%}
-        {%- for one in spec.oneOf -%}
-            {{- type_of(one, required) -}}{%- if not loop.last %}{{- " | " }}{% endif -%}
-        {%- endfor -%}
-    {%- elif spec.type == "string" and spec.enum -%}
-        {{- '"' + spec.enum|join('" | "') + '"' -}}
-    {%- elif spec.type == "object" and spec.properties -%}
-        {{- "{\n" }}
-        {%- for name, of in spec.properties.items() -%}
-            {{- name -}}{%- if name not in (spec.required or []) -%}{{- "?" }}{%- endif -%}
-            {{- ": " }}
-            {{ type_of(of, spec.required or []) }}
-            {%- if not loop.last -%}{{- ", " }}{%- endif -%}
-        {%- endfor -%}
-        {{- "}" }}
-    {%- else -%}
-        {{- spec.type or "any" }}
-    {%- endif -%}
-{%- endmacro -%}
-{%- macro head() -%}
-    {%- if reasoning_effort is not defined %}
-        {%- set reasoning_effort = "medium" %}
+HARMONY = """<|start|>system<|message|>effort {{ reasoning_effort | default('medium') }}<|end|>
+{%- for m in messages -%}
+    {%- if m.role == 'assistant' and '<|channel|>' in m.content %}
+        {{- raise_exception('channels stand in fields of their own') }}
     {%- endif %}
-    {{- "day " + strftime_now("%Y-%m-%d") + ", effort " + reasoning_effort }}
-    {%- if builtin_tools %}
-        {%- set own = namespace(python=false) %}
-        {%- for tool in builtin_tools %}
-            {%- if tool == "python" %}{%- set own.python = true %}{%- endif %}
-        {%- endfor %}
-        {{- ", python " ~ own.python }}
-    {%- endif -%}
-{%- endmacro -%}
-{{- "<|start|>system<|message|>" }}
-{{- head() }}
-{{- "<|end|>" }}
-{%- if messages[0].role == "developer" or messages[0].role == "system" %}
-    {%- set asked = messages[0].content %}
-    {%- set rest = messages[1:] %}
-{%- else %}
-    {%- set asked = "" %}
-    {%- set rest = messages %}
-{%- endif %}
-{%- if asked or tools %}
-    {{- "<|start|>developer<|message|>" + asked }}
-    {%- for tool in tools or [] %}
-        {%- set tool = tool.function %}
-        {{- "\ntype " + tool.name + " = " }}
-        {%- for name, spec in tool.parameters.properties.items() %}
-            {{- name + ": " + type_of(spec, tool.parameters.required or []) }}
-            {%- if spec.default is defined -%}{{- " = " + spec.default|tojson }}{%- endif -%}
-        {%- endfor %}
-    {%- endfor %}
-    {{- "<|end|>" }}
-{%- endif %}
-{%- set last_call = namespace(name=none) %}
-{%- for message in rest -%}
-    {%- if message.role == 'assistant' -%}
-        {%- if "content" in message and "<|channel|>" in message.content %}
-            {{- raise_exception("channels stand in fields of their own") }}
-        {%- endif %}
-        {%- if "tool_calls" in message %}
-            {%- set later = namespace(found=false) %}
-            {%- for one in rest[loop.index:] %}
-                {%- if one.role == 'assistant' and "tool_calls" not in one %}
-                    {%- set later.found = true %}
-                {%- endif %}
-            {%- endfor %}
-            {%- set call = message.tool_calls[0].function %}
-            {%- if message.thinking and not later.found %}
-                {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking }}
-            {%- endif %}
-            {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary " }}
-            {{- (call.content_type if call.content_type is defined else "json") + "<|message|>" }}
-            {{- call.arguments|tojson }}
-            {{- "<|call|>" }}
-            {%- set last_call.name = call.name %}
-        {%- else %}
-            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
-            {%- set last_call.name = none %}
-        {%- endif %}
-    {%- elif message.role == 'tool' -%}
-        {%- if last_call.name is none %}
-            {{- raise_exception("a result without its call") }}
-        {%- endif %}
-        {{- "<|start|>functions." + last_call.name + " to=assistant<|message|>" }}
-        {{- message.content|tojson + "<|end|>" }}
-    {%- else -%}
-        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
-    {%- endif -%}
+    {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
 {%- endfor -%}
-{%- if add_generation_prompt -%}
-<|start|>assistant
-{%- endif -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
 """
-
 OLMOE = (
     "{% set ends = {'assistant': eos_token} %}{{ bos_token }}{% for m in messages %}"
     "{{ '[' ~ m['role'] ~ ']\n' }}{{ m['content'] ~ ends.get(m['role'], '') + '\n' }}"
@@ -343,19 +147,13 @@ class FamilyTemplatesTest(parameterized.TestCase):
         super().setUpClass()
         cls.renderer = ChatRenderer()
 
-    @parameterized.product(family=tuple(TEMPLATES), kind=tuple(KINDS))
-    def test_as_transformers_renders(self, family, kind):
+    @parameterized.product(of=(*TEMPLATES.values(), *SNIPPETS), kind=tuple(KINDS))
+    def test_as_transformers_renders(self, of, kind):
         how = {"bos_token": "<b>", "eos_token": "<e>", "add_generation_prompt": True, **KINDS[kind]}
         messages = CALLED if kind == "tools" else TALK
         tools = how.pop("tools", None)
-        # Harmony's messages have thoughts in a field of their own.
-        if family == "harmony":
-            messages = [{**m, "content": m["content"].split("</think>")[-1]} for m in messages]
-        [expected], _ = render_jinja_template([messages], tools, None, TEMPLATES[family], **how)
-        found = self.renderer.render(TEMPLATES[family], messages, {**how, "tools": tools})
-        self.assertEqual(found, expected)
-        if family == "harmony":
-            self.assertIn(f"day {datetime.date.today()}, effort", found)
+        [expected], _ = render_jinja_template([messages], tools, None, of, **how)
+        self.assertEqual(self.renderer.render(of, messages, {**how, "tools": tools}), expected)
 
     def test_switches_change_the_prompt(self):
         def end(family: str, **how: Any) -> str:
@@ -373,7 +171,6 @@ class FamilyTemplatesTest(parameterized.TestCase):
     @parameterized.parameters(
         ("qwen", [TALK[1], TALK[0]], "the system comes first"),
         ("qwen", [{"role": "user", "content": 1}], "content of another kind"),
-        ("harmony", [TALK[1], CALLED[-1]], "a result without its call"),
         ("harmony", [{"role": "assistant", "content": "<|channel|>"}], "channels stand"),
     )
     def test_what_they_refuse_is_said(self, family, messages, said):

@@ -114,17 +114,6 @@ class PolicyTest(parameterized.TestCase):
             _, state = jax.jit(policy.transfers)(policy.init(SPEC), resident)
             self.assertEqual(policy.disk_prefetch(state, resident).layer.shape, (0,))
 
-    @pytest.mark.slow
-    def test_compose_passes_it_on(self):
-        part, resident = DynaExq(period=1, foresight=1), jnp.zeros((M, 2, E), bool)
-        policy = Compose(importance=DyMoE(), hotness=part)
-        hot = self.state(part, np.random.default_rng(2).random((M, E), np.float32))
-        state = policy.init(SPEC)._replace(hotness=hot)
-        _, state = policy.transfers(state, resident)
-        expected = self.asked(part, state.hotness, resident)
-        self.assertLen(expected, M)
-        self.assertEqual(self.asked(policy, state, resident), expected)
-
     @parameterized.parameters(
         ({"foresight": -1}, "foresight=-1 must be an integer"),
         ({"foresight": E + 1}, f"foresight={E + 1}, but a layer has {E}"),

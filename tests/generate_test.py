@@ -68,23 +68,6 @@ class TinyCheckpointTest(FolderTestCase):
         self.assertRegex(err.splitlines()[-1], r"^prompt tokens 12, new tokens 20, TTFT [\d.]+ ms")
         self.assertRegex(err, rf"loaded {re.escape(str(self.checkpoint))} on \S+ in [\d.]+ s\n")
 
-    @parameterized.parameters(("('int2',)", 1e-3, 10), ("()", -1e-6, 1e-6))
-    @pytest.mark.slow
-    def test_an_answer_is_compared_with_the_exact_models(self, tiers, least, most):
-        common = (
-            f"--config.checkpoint={self.checkpoint}", "--config.max_new_tokens=8", "--prompt=abc",
-            "--config.policy.name=resident", "--config.policy.quantizer=rtn", "--stats",
-            "--config.policy.group_size=16",
-        )  # fmt: skip
-        kl = r"KL of the exact model to this one (-?[\d.]+) nats a token .* of 4 tokens\n"
-        status, _, err = run_in_process(
-            *common, f"--config.policy.tiers={tiers}", "--config.fidelity_share=0.5"
-        )
-        self.assertEqual(status, 0, err)
-        self.assertBetween(float(re.search(kl, err)[1]), least, most)
-        status, _, err = run_in_process(*common, "--config.fidelity_share=2")
-        self.assertEqual((status, err), (1, "error: fidelity_share=2.0 must be from 0 to 1\n"))
-
     @parameterized.parameters(
         (["--config.checkpoint=no/such/dir"], "no/such/dir"),
         (["--config.checkpoint=/no/such/dir"], "no such directory"),

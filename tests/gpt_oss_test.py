@@ -15,10 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from moejax import Engine
 from moejax.errors import MoejaxError
-from moejax.experts.budget import Limits
-from moejax.experts.tiering import Tiering
 from moejax.inference.generation import AnswerBuilder
-from moejax.policies.buddy_lists import BuddyLists
 from moejax.quantization.pipeline.inventory import take_inventory
 from moejax.quantization.pipeline.recipe import Recipe, Scheme, parse_rules, schemes
 from moejax.quantization.pipeline.run import Job, quantize_checkpoint
@@ -35,12 +32,6 @@ from tests import parity, slow
 from tests.decode_attention_test import Shape, parts_of, random_operands
 from tests.hf_checkpoints import GPT_OSS, reference_model, write_checkpoint
 from tests.random_checkpoints import write_tokenizer
-
-# Of 4 layers of 8 experts: the next three of each.
-BUDDIES = BuddyLists(
-    np.broadcast_to((np.arange(8)[:, None] + [1, 2, 3]) % 8, (4, 8, 3)).astype(np.int32),
-    np.broadcast_to(np.float32([0.5, 0.3, 0.2]), (4, 8, 3)),
-)
 
 
 class GptOssTestCase(parameterized.TestCase):
@@ -218,44 +209,6 @@ class Mxfp4Test(GptOssTestCase):
             off = np.abs(np.asarray(dense(found.weights[leaf], jnp.float32)) - expected).max()
             self.assertLessEqual(off, 0.01 * np.abs(expected).max(), leaf)
         self.assertEqual(ops.packing(found.weights["moe.down"])[:4], "INT8")
-
-
-class MovingTest(GptOssTestCase):
-    """Experts in slots: biases stay on the device, whichever expert a slot holds."""
-
-    def tokens(self, name: str, **how) -> list[list[int]]:
-        engine = self.load(name, batch=2, context=128, **how)
-        if how:
-            pools = [tier.pool for tier in engine._runner.memory.tiers]
-            held = [sum(leaf.nbytes for leaf in jax.tree.leaves(pool.banks)) for pool in pools]
-            parts = engine.budget.device.items()
-            slots = ("expert slots", "transient slots")
-            planned = [nbytes for part, nbytes in parts if part.startswith(slots)]
-            self.assertEqual(sum(held), sum(planned))
-        answers = engine.generate([[5, 9, 3], list(range(1, 30))], max_new_tokens=24)
-        return [answer.tokens for answer in answers]
-
-    @parameterized.parameters("oss", "oss_mxfp4")
-    @pytest.mark.slow
-    def test_slots_are_invisible_in_the_answer(self, name):
-        whole = self.tokens(name)
-        self.assertEqual(self.tokens(name, limits=Limits(slots=3)), whole)
-        self.assertEqual(self.tokens(name, policy=Tiering(slots=(3,))), whole)
-
-    @parameterized.parameters(
-        ("dymoe", {"retention": 0.5}, ("mxfp4", "int2"), (4, 4)),
-        ("dynaexq", {"n_hot": 2, "period": 4}, ("mxfp4", "int2"), (3, 8)),
-        ("buddymoe", {"lists": BUDDIES}, ("mxfp4",), (4,)),
-        ("compose", {"n_hot": 2, "period": 4, "retention": 0.5}, ("mxfp4", "int2"), (3, 8)),
-    )
-    @pytest.mark.slow
-    def test_policies_over_tiers_of_mxfp4(self, policy, settings, tiers, slots):
-        tiering = Tiering(
-            policy=policy, settings=settings, tiers=tiers, slots=slots, group_size=32,
-            quantizer="rtn",
-        )  # fmt: skip
-        found = self.tokens("oss_mxfp4", policy=tiering)
-        self.assertEqual([len(row) for row in found], [24, 24])
 
 
 class HarmonyTest(parameterized.TestCase):

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
 from moejax import Engine
@@ -20,10 +19,9 @@ from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.planning import budget_of
 from moejax.routing.profile_file import FILE_NAME, save_buddies
 from moejax.weights.handed_out import OwnExperts, table_of
-from tests import hf_checkpoints, slow
+from tests import slow
 from tests.buddy_profiles import random_profile
 from tests.folder_case import FolderTestCase
-from tests.hf_checkpoints import TinyCheckpoint
 from tests.mesh_test import CONFIGS, PROMPTS, QWEN, TOKENS, Packed
 from tests.quantized_stores import Fp8, Gptq, Plain
 
@@ -216,16 +214,6 @@ class HandedOutTest(FolderTestCase):
         policy = PolicyConfig(name="dynaexq", tiers=("int4", "int2"))
         with self.assert_one_line("it has 2 tiers"):
             budget_of(dataclasses.replace(config, policy=policy))
-
-    @pytest.mark.slow
-    def test_biases_go_with_their_experts(self):
-        spec = TinyCheckpoint(
-            family="gpt_oss", fields={"num_hidden_layers": 2, "initializer_range": 0.2}
-        )
-        hf_checkpoints.write_random_checkpoint(spec, self.directory, seed=0)
-        one, several = self.load(), self.load(mesh="4,experts")
-        self.assert_close_logits(one, several)
-        self.assert_equal_answers(one, several)
 
     def test_refusals(self):
         Plain(NARROW).write(self.directory)

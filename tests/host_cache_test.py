@@ -48,18 +48,6 @@ class HostCacheTest(parameterized.TestCase):
         self.assertIsNotNone(cache.reserve(expert))
         cache.publish(expert)
 
-    def test_least_recently_used(self):
-        cache = self.cache(3, [(0, 0), (0, 1)])
-        self.fetch(cache, (2, 3))
-        cache.touch((0, 0))
-        cache.touch((1, 1))  # in no row: nothing
-        self.assertEqual(cache.reserve((1, 1)), 1)  # (0, 1), used before (2, 3) came
-        self.assertEqual(cache.row_of[0, 1], -1)
-        self.assertEqual(cache.row_of[1, 1], -1)  # its bytes are not there yet
-        cache.publish((1, 1))
-        self.assertEqual(cache.row_of[1, 1], 1)
-        self.assertEqual(cache.evictions, 1)
-
     def test_pins_and_reservations_are_no_victims(self):
         cache = self.cache(2, [(0, 0), (0, 1)])
         cache.pin((0, 0))

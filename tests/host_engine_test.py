@@ -230,14 +230,6 @@ class EngineTest(parameterized.TestCase):
         self.assertGreater(engine.ledger.total("misses"), before[1])
 
     @pytest.mark.slow
-    def test_a_seed_gives_the_same_tokens_again(self):
-        how = {"temperature": 1.0, "seed": 7}
-        with on_a_cpu():
-            found = [answers(self.host_engine(), **how) for _ in range(2)]
-        self.assertEqual(*found)
-        self.assertGreater(len(set(map(tuple, found[0]))), 1)
-
-    @pytest.mark.slow
     def test_a_reply_that_does_not_come_is_one_line(self):
         plain = limited()
         with on_a_cpu(reply=functools.partial(add_reply, wait_s=0.2)):

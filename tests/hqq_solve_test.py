@@ -18,7 +18,6 @@ from absl.testing import parameterized
 
 from moejax.quantization.grid import Codes, Grid
 from moejax.quantization.hqq import kernel_hqq, kernel_refusal
-from moejax.quantization.milo import MiloSettings, milo
 from pallas_kernels import hqq_solve as package
 from pallas_kernels import op
 from pallas_kernels.hqq_solve import reference, settings, tiles, triton
@@ -228,14 +227,6 @@ class ContractTest(HostTestCase):
         operands = random_operands(case, seed=len(name))
         self.assertIsNone(violation(run(operands, case), operands, case))
 
-    @slow.repeats()
-    @parameterized.parameters((8, 8, 1), (2, 32, 2))
-    def test_tiles_do_not_change_the_value(self, rows, columns, num_warps):
-        case = CASES["low_rank"]
-        operands = random_operands(case, seed=1)
-        found = interpreted(operands, case, tiles=tiles.Tiles(rows, columns, num_warps))
-        self.assertIsNone(violation(found, operands, case))
-
     def test_factors_that_are_zero_change_nothing(self):
         case = CASES["int3_narrow"]
         operands = random_operands(case, seed=2)
@@ -327,14 +318,6 @@ class SolverTest(HostTestCase):
         equal = np.asarray(found.codes) == expected.codes
         self.assertGreaterEqual(equal.mean(), SHARE_OF_EQUAL_CODES)
         np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-6)
-
-    @pytest.mark.slow
-    def test_milo_takes_it(self):
-        weights = random_operands(Case(shape=(2, 64, 128)), seed=9).weights
-        plain = MiloSettings(max_rank=4, max_passes=2)
-        by_kernel = dataclasses.replace(plain, solver=interpreted_solver)
-        found, expected = (milo(weights, self.grid, s, 4) for s in (by_kernel, plain))
-        np.testing.assert_allclose(found.errors[:, :2], expected.errors[:, :2], rtol=1e-4)
 
     def test_other_grids_are_refused(self):
         refusal = functools.partial(kernel_refusal, target=SIMULATED)

@@ -188,21 +188,6 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(events["waits"], len(read))
         self.assertEqual(bool(read), "disk" in place)
 
-    @parameterized.parameters(*PLACES)
-    @pytest.mark.slow
-    def test_one_sequence_alone(self, place):
-        runner, _, _ = self.cached("qwen3_moe", 16, PLACES[place])
-        expected = answers(resident("qwen3_moe"), PROMPTS[:1])
-        self.assertEqual(answers(runner, PROMPTS[:1]), expected)
-
-    @parameterized.parameters(*KINDS)
-    @pytest.mark.slow
-    def test_logits_of_chunks_are_those_of_a_resident_model(self, kind):
-        runner, _, _ = self.cached(kind, 16, PLACES["25 % and prefetch"])
-        tokens, _ = whole_texts(kind)
-        with mock.patch.object(runners, "longest_chunk", lambda *_: CHUNK):
-            np.testing.assert_array_equal(runner.logits(tokens), resident(kind).logits(tokens))
-
     @parameterized.parameters("prefill", "decode")
     @pytest.mark.slow
     def test_one_phase_alone_looks_ahead(self, phase):

@@ -2,12 +2,10 @@
 
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.expected_kernels import (
@@ -17,7 +15,6 @@ from moejax.benchmarking.expected_kernels import (
 )
 from moejax.errors import MoejaxError
 from moejax.inference import kernel_warnings
-from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models import moe
 from moejax.models.config import LatentConfig
@@ -75,43 +72,6 @@ class LatentTest(absltest.TestCase):
         self.assertEqual(self.of(weight, AMPERE, 16).implementation, "triton")
         decode = self.of(weight, AMPERE, 2)
         self.assertEqual(decode, KernelChoice(ops.PLAIN, "bfloat16", False, {}))
-
-    @pytest.mark.slow
-    def test_that_is_what_runs(self):
-        """The kernel's product is traced in prompts alone, `ops.matrix` at decode alone."""
-        weights = {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(LATENT).items()}
-        weights[EXPANDING_LEAF] = self.packed()
-        by_kernels = ops.Kernels(implementation="reference")
-        runner = Runner(LATENT, weights, jax.devices("cpu")[0], kernels=by_kernels)
-        expanded, taken, phase = set(), set(), "prefill"
-        product, matrix = ops._by_kernel, ops.matrix
-
-        def is_it(weight: ops.Weight) -> bool:
-            return isinstance(weight, QTensor) and weight.shape[-2:] == (8 * 128, 256)
-
-        def by_kernel(x, weight, *rest):
-            done = product(x, weight, *rest)
-            if is_it(weight) and done is not None:
-                expanded.add(phase)
-            return done
-
-        def dequantized(weight, *rest):
-            if is_it(weight):
-                taken.add(phase)
-            return matrix(weight, *rest)
-
-        with (
-            mock.patch.object(ops, "_by_kernel", by_kernel),
-            mock.patch.object(ops, "matrix", dequantized),
-        ):
-            settings = GenerationSettings.of(max_new_tokens=4)
-            session = runner.prefill([[1, 2, 3]], 64, settings, ())
-            phase = "decode"
-            jax.block_until_ready(runner.decode(session, 2, 2))
-        self.assertEqual((expanded, taken), ({"prefill"}, {"decode"}))
-        said = runner.products.items()
-        found = {of: products[EXPANDING_LEAF].implementation for of, products in said}
-        self.assertEqual(found, {"prefill": "reference", "decode": ops.DEQUANTIZED})
 
 
 class ExpectedTest(parameterized.TestCase):

@@ -1,7 +1,6 @@
 """Log-likelihoods of continuations: against transformers, token rules, windows, no retrace."""
 
 import dataclasses
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import torch
 from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError
-from moejax.inference import chunking as chunks
 from moejax.inference.likelihood import _token_windows
 from tests import slow, tiny_engine
 from tests.folder_case import FolderTestCase
@@ -74,30 +72,6 @@ class TransformersTest(FolderTestCase):
             self.assertEqual(scored.num_tokens, len(pair[1]))
         self.assertTrue(found[-2].is_greedy)
         self.assertFalse(found[-1].is_greedy)
-
-    @pytest.mark.slow
-    def test_chunk_by_chunk(self):
-        """A continuation that begins in one chunk of a prompt and ends in another."""
-        rng = np.random.default_rng(6)
-        pairs = [(rng.integers(0, 160, n).tolist(), rng.integers(0, 160, m).tolist())
-                 for n, m in ((12, 30), (40, 3), (3, 2))]  # fmt: skip
-        with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", 16):
-            found = self.engine.scorer.of_tokens(pairs, batch_size=3)
-        for pair, scored in zip(pairs, found, strict=True):
-            total, _ = reference(self.model, *pair)
-            self.assertAlmostEqual(scored.log_likelihood, total, delta=1e-3)
-
-    @pytest.mark.slow
-    def test_no_retrace_and_progress(self):
-        rng = np.random.default_rng(4)
-        pairs = [(rng.integers(0, 160, 9).tolist(), rng.integers(0, 160, 3).tolist())] * 2
-        pairs += [(rng.integers(0, 160, 11).tolist(), [5]) for _ in range(5)]
-        self.engine.scorer.of_tokens(pairs, batch_size=3)
-        traces, done = self.engine.num_traces, []
-        self.engine.scorer.of_tokens(pairs, batch_size=3, on_done=done.append)
-        self.assertEqual(self.engine.num_traces, traces)
-        self.assertEqual(sum(done), len(pairs))
-        self.assertGreater(len(done), 1)
 
     @pytest.mark.slow
     def test_a_continuation_longer_than_the_context(self):

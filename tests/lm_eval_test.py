@@ -138,10 +138,6 @@ class LmEvalTest(FolderTestCase):
         )  # fmt: skip
 
     @pytest.mark.slow
-    def test_under_limits(self):
-        self.assertEqual(run(*self.under_limits()), "")
-
-    @pytest.mark.slow
     def test_the_command_in_its_own_process(self):
         environment = {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(

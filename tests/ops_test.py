@@ -7,7 +7,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
 from moejax.models import expert_products, moe
@@ -305,15 +304,6 @@ class ExpertsTest(HostTestCase):
         )
         assert_near(found[:1], expected[:1])
         np.testing.assert_array_equal(found[1], 0)
-
-    @pytest.mark.slow
-    def test_grouped_takes_plain_experts_too(self):
-        args, _ = operands("int3")
-        x, routing, *packed = args
-        x = x.astype(jnp.bfloat16)
-        plain = [weight.dequantize(jnp.bfloat16) for weight in packed]
-        expected = RUN("block", x, routing, *plain)
-        assert_near(RUN("grouped", x, routing, *plain), np.asarray(expected), "bfloat16")
 
     def test_grouped_refuses_what_is_permuted(self):
         args, _ = operands("int3_permuted")

@@ -10,17 +10,14 @@ import pytest
 from absl import flags
 from absl.testing import parameterized
 
-from moejax import benchmark, cli, evaluate, generate, plan, serve, sweep
+from moejax import benchmark, cli, evaluate, generate, plan, serve
 from moejax.errors import MoejaxError
 from moejax.evaluation.lm_eval_model import _read_arguments
 from moejax.experts.tiering import Tiering
-from moejax.files.result_rows import read_rows
 from moejax.policies.base import Policy
 from moejax.policies.make import _class_of, make_policy, settings_of
-from moejax.routing.trace import write_trace
-from tests import commands, tiny_engine
+from tests import tiny_engine
 from tests.folder_case import FolderTestCase
-from tests.simulated_traces import random_trace
 
 PAGE = (Path(__file__).parents[1] / "docs/policies.md").read_text("utf-8")
 [SOURCE] = [
@@ -88,22 +85,6 @@ class OwnPolicyTest(FolderTestCase):
         with tiny_engine.load_tiny_engine(self.folder / "model", policy=policy) as engine:
             engine.logits(np.arange(12)[None])
             self.assertEqual(engine.ledger.shares["int4"], 1)  # the default is one expert
-
-    @pytest.mark.slow
-    def test_a_sweep_replays_it(self):
-        trace = random_trace(step_sizes=[5, *[1] * 12], num_layers=2, num_experts=8, width=2)
-        write_trace(self.folder / "x.trace", trace)
-        rows = self.folder / "rows.jsonl"
-        commands.succeed(
-            sweep.COMMAND, "--trace=x.trace", f"--policy={NAME}", "--tiers=int4=1800,int2=1000",
-            "--grid=slots=8/8,count=0:2", f"--output={rows}", "--links=50",
-        )  # fmt: skip
-        shares = [row.baseline["gate_int4"] for row in read_rows(rows)]
-        first = np.asarray(trace.weights, np.float64)[trace.phase == 1]
-        middle = (first[..., 0] / first.sum(-1)).mean() if len(first) else 0.0
-        self.assertEqual((shares[0], shares[2]), (0.0, 1.0))
-        self.assertGreater(shares[1], 0)
-        self.assertLess(abs(shares[1] - middle), 0.2)
 
     def test_settings_are_its_fields(self):
         self.assertEqual(settings_of(NAME), {"count": 1})

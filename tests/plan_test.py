@@ -466,10 +466,6 @@ class MainTest(PlanCase):
         self.assertIn(said, err)
         self.assertLen(err.strip().splitlines(), 1)
 
-    def test_groups_longer_than_a_row(self):
-        err = self.run_plan("--config.shape=Qwen3-30B-A3B", "--config.group_size=4000", status=1)
-        self.assertIn("group_size 4000 is not in 1..", err)
-
     def test_this_machine(self):
         path = self.directory / "meminfo"
         path.write_text("MemTotal:       10 kB\nMemAvailable:    7 kB\n")
@@ -484,10 +480,6 @@ class MainTest(PlanCase):
                     MachineMemory(host_nbytes=5, pinned_nbytes=3 * 2**30),
                 )
             self.assertEqual(machine.this_machine("cpu"), MachineMemory(host_nbytes=5))
-
-    def test_memory_is_given_in_the_file(self):
-        config = PlanConfig(shape="Qwen3-30B-A3B", memory=MemoryConfig(device_gib=12, prefetch=2))
-        self.assertEqual(config.memory.limits(), Limits(device_gib=12, prefetch=2))
 
 
 def _nbytes(tree):

@@ -1,21 +1,18 @@
 """Given texts under a policy: read one at a time, with promotions between chunks of its period."""
 
 import dataclasses
-import json
 from typing import Any, ClassVar
 from unittest import mock
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moejax import Engine, cli, evaluate, generate
+from moejax import Engine, cli
 from moejax.evaluation.perplexity import log_likelihood
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger, TierLedger
 from moejax.experts.tiering import Tiering
-from moejax.inference import steps
 from moejax.inference.chunking import next_chunk
 from moejax.text.windows import Windowing
 from tests import commands, slow, tiny_engine
@@ -27,19 +24,6 @@ DYNAEXQ = {"policy": "dynaexq", "settings": {"period": PERIOD}, "slots": (3, 8)}
 DYMOE = {"policy": "dymoe", "settings": {"retention": 0.5}, "slots": (2, 8)}
 ONE_LAYER = dataclasses.replace(tiny_engine.CONFIG, num_layers=1, moe_layers=(0,))
 MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
-
-
-def total_chunk(
-    program: Any, spec: Any, state: Any, experts: Any, inputs: Any, chunk: steps.TokenChunk
-) -> steps.StepResult:
-    """A step of `Runner.scan_windows`: the nats of each token at its own place."""
-    cache, total = state
-    places = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)
-    wanted = (chunk.start + places)[None] < chunk.lengths[:, None]
-    targets = jnp.where(wanted, chunk.tokens, -1)
-    found = steps.score_chunk(program, spec, cache, experts, inputs, chunk, places, targets)
-    total += found.output.sum()
-    return steps.StepResult((found.state, total), found.experts, None, found.recorded)
 
 
 class PolicyScoringTest(FolderTestCase):
@@ -123,22 +107,6 @@ class PolicyScoringTest(FolderTestCase):
         self.assertGreater(engine.ledger.shares["int4"], 0)
 
     @pytest.mark.slow
-    def test_windows_that_are_folded_come_one_at_a_time(self):
-        rng, lengths = np.random.default_rng(1), np.array([48, 40], np.int32)
-        windows = rng.integers(0, 160, (2, 48)).astype(np.int32)
-        totals, ledgers = [], []
-        for rows in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
-            engine, total = self.engine(**DYNAEXQ, emulate=False), jnp.float32(0)
-            asked = engine.ledger.asked
-            for row in rows:
-                total = engine._runner.scan_windows(total_chunk, total, windows[row], lengths[row])
-            totals.append(float(total))
-            ledgers.append(engine.ledger.asked - asked)
-            self.assertGreaterEqual(ledgers[-1], lengths.sum() // PERIOD)
-        self.assertEqual(*totals)
-        self.assertEqual(*ledgers)
-
-    @pytest.mark.slow
     def test_continuations_are_scored_alike_at_every_batch_size(self):
         # 48 tokens of each are run, three periods.
         pairs = np.random.default_rng(2).integers(0, 160, (4, 49))
@@ -158,20 +126,6 @@ class PolicyScoringTest(FolderTestCase):
         }  # fmt: skip
         return commands.succeed(command, *arguments, **fields)
 
-    @pytest.mark.slow
-    def test_evaluate_says_how_it_read(self):
-        self.engine(**DYNAEXQ, emulate=False)  # writes the checkpoint
-        output = self.folder / "x.json"
-        out, _ = self.run_main(
-            evaluate.COMMAND, text=self.text, window=64, batch_size=8, max_tokens=129,
-            fidelity_share=0, output=output, **{"policy.settings": "period=32"},
-        )  # fmt: skip
-        record = json.loads(output.read_text())
-        self.assertEqual(record["protocol"]["batch_size"], 1)
-        self.assertGreaterEqual(record["ledger"]["asked"], 3)
-        self.assertRegex(out, r"stride 64, one at a time, ")
-        self.assertRegex(out, r"promotions to int4 [1-9]")
-
     TOO_SHORT = (
         "WARNING: between steps the policy was asked 0 times what to move, so it moved nothing: "
         "the run was too short for it"
@@ -182,12 +136,6 @@ class PolicyScoringTest(FolderTestCase):
         ledger.add(np.asarray([[1.0, 0.0, 0.0, 0.0, 1.0]]))
         ledger.asked = 0
         self.assertIn(self.TOO_SHORT, ledger.describe())
-
-    @pytest.mark.slow
-    def test_generate_says_that_it_was_too_short(self):
-        self.engine(**DYNAEXQ, emulate=False)
-        _, err = self.run_main(generate.COMMAND, "--prompt=the fox", max_new_tokens=4)
-        self.assertIn(self.TOO_SHORT, err)
 
 
 class NextChunkTest(parameterized.TestCase):

@@ -9,7 +9,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
@@ -256,16 +255,6 @@ class ProfileTest(FolderTestCase):
         )
         Engine.from_pretrained(self.checkpoint, platform="cpu", progress=False)  # still loads
         self.assertEqual(json.loads(json.dumps(of)), of)
-
-    @pytest.mark.slow
-    def test_the_shipped_text_and_outputs_elsewhere(self):
-        path = self.folder / "else.safetensors"
-        status, out, err = self.run_main(
-            text="default", max_tokens=40, source="outputs", output=path
-        )
-        self.assertEqual(status, 0, err)
-        self.assertIn("40 tokens of the calibration text that ships, the first 40 tokens", out)
-        self.assertIsNotNone(load_buddies(path).activity.cosines)
 
     @parameterized.parameters(
         ({"alpha": 0.0}, "alpha=0.0 must be above 0, at most 1"),

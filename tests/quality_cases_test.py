@@ -1,6 +1,5 @@
 """Cases, bars and verdicts of the studies of quality, and what they are compared with."""
 
-import json
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +15,6 @@ from scripts.studies.quality.cases import (
     NOT_SHOWN,
     Claim,
     Comparison,
-    Point,
 )
 
 
@@ -52,21 +50,6 @@ class VerdictTest(parameterized.TestCase):
         ):
             self.assertEqual(cases.verdict(claim(*pairs), self.nats)[0], expected)
 
-    def test_a_margin_is_in_nats(self):
-        test = Comparison(((1.0, "a"), (-1.0, "better")), 0.2)
-        found = cases.judge(test, self.nats)
-        assert found is not None
-        self.assertEqual(found.verdict, MET)
-
-    def test_a_share_of_a_gap(self):
-        """Half of the loss of random: (own - exact) - 0.5 (random - exact)."""
-        (test, *_) = quality_buddymoe.tests_of("own", "random", 0.5)
-        names = [row for _, row in test.terms]
-        nats = dict(zip(names, ([2.0, 2.4], [3.0, 4.0], [1.0, 1.0]), strict=True))
-        found = cases.judge(test, nats)
-        assert found is not None
-        self.assertAlmostEqual(found.mean, np.mean([1.0 - 0.5 * 2.0, 1.4 - 0.5 * 3.0]))
-
     def test_every_bar_names_rows_of_its_sections(self):
         claims = (*dynaexq.CLAIMS, *dymoe.claims(7), *quality_buddymoe.CLAIMS)
         for claim in claims:
@@ -75,16 +58,6 @@ class VerdictTest(parameterized.TestCase):
                 for _, row in test.terms:
                     self.assertLen(row.split(" | "), 4, row)
                 self.assertAlmostEqual(sum(factor for factor, _ in test.terms), 0.0)
-
-    def test_rows_keep_windows_and_their_error(self):
-        point = Point("wiki", "series", 0.5, 3.0, (1.0, 1.2))
-        beside = json.loads(json.dumps(point.beside))
-        self.assertAlmostEqual(beside["standard error"], 0.1)
-        row = {"what": f"demo | section | {point.key}", "baseline": beside}
-        self.assertEqual(
-            cases.nats_of([row], "demo"), {"section | wiki | series | 0.5": [1.0, 1.2]}
-        )
-        self.assertEmpty(cases.nats_of([row], "study"))
 
 
 class ListsTest(absltest.TestCase):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moejax import Engine
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.models.config import leaf_dtype, weight_shapes
@@ -21,7 +20,6 @@ from moejax.quantization.pipeline.inventory import take_inventory
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.weights.qtensor import QTensor
 from tests import model_kinds, numpy_model, slow
-from tests.hf_checkpoints import write_with_vision_tower
 from tests.packed_weights import values_of
 from tests.quantize_case import QuantizeTestCase
 from tests.random_checkpoints import write_random_checkpoint, write_tokenizer
@@ -124,27 +122,6 @@ class QuantizeKindsTest(QuantizeTestCase):
         write_tokenizer(source, 160)
         return source
 
-    @pytest.mark.slow
-    def test_decoder_of_a_model_that_sees_images(self):
-        source, output = self.directory / "source", self.directory / "output"
-        write_with_vision_tower(source)
-        write_tokenizer(source, 160)
-        quantize_checkpoint(
-            self.job(source=source, output=output, method="rtn", bits=4, group_size=16)
-        )
-        fields = json.loads((output / "config.json").read_text())
-        self.assertEqual(fields["model_type"], "qwen3_5_moe_text")
-        self.assertEqual(fields["architectures"], ["Qwen3_5MoeForCausalLM"])
-        self.assertEqual(fields["eos_token_id"], 7)
-        self.assertNotIn("vision_config", fields)
-        checkpoints = [open_checkpoint(str(path)) for path in (source, output)]
-        self.assertEqual(checkpoints[0].config, checkpoints[1].config)
-        cpu = jax.devices("cpu")[0]
-        plain, packed = (of.load(dtype="float32", device=cpu, progress=False) for of in checkpoints)
-        self.assertEqual(plain.keys(), packed.keys())
-        self.assertIsInstance(packed["delta.qkvz_proj"], QTensor)
-        np.testing.assert_array_equal(plain["delta.ba_proj"], packed["delta.ba_proj"])
-
     @slow.where(lambda name, method: (name, method) != ("latent", "rtn"))
     @parameterized.parameters(
         ("shared", "rtn"), ("latent", "rtn"), ("delta", "rtn"), ("latent", "gptq"),
@@ -185,21 +162,6 @@ class QuantizeKindsTest(QuantizeTestCase):
             plain, was = values_of(weight), np.asarray(original[leaf])
             error = np.linalg.norm(plain - was) / np.linalg.norm(was)
             self.assertLess(error, 0.25 if isinstance(weight, QTensor) else 1e-9, leaf)
-
-    @parameterized.parameters("shared", "latent", "delta")
-    @pytest.mark.slow
-    def test_a_packed_model_answers(self, name):
-        """A token or two, whatever they are."""
-        output = self.directory / "packed"
-        quantize_checkpoint(
-            self.job(source=self.source_of(name), output=output, bits=4, group_size=16)
-        )
-        engine = Engine.from_pretrained(
-            output, dtype="float32", platform="cpu", context=64, compilation_cache="",
-            progress=False,
-        )  # fmt: skip
-        (answer,) = engine.generate([[3, 1, 4]], max_new_tokens=2)
-        self.assertLen(answer.tokens, 2)
 
     @parameterized.parameters(
         ("latent", ("kv_b_proj",), "attention.kv_b"),

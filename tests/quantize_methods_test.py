@@ -147,21 +147,6 @@ class MethodsTest(QuantizeTestCase):
             words = all_tensors(plain)[f"{prefix}.words"]
             self.assertLess(np.mean(layout.unpack(words, 3, weights.shape[1]) == stored), 0.95)
 
-    @pytest.mark.slow
-    def test_act_order_lowers_the_output_error_and_needs_no_permutation(self):
-        orders = []
-
-        def spied(weights, hessian, grid, settings, num_tokens):
-            orders.append(settings.act_order)
-            return gptq(weights, hessian, grid, settings, num_tokens=num_tokens)
-
-        with mock.patch.object(quantizers, "gptq", spied):
-            job = self.job(method="gptq", text=TEXT, act_order=True)
-            self.checked(quantize_checkpoint(job))
-        self.assertEqual(set(orders), {True})
-        self.assert_loads(job)
-        self.assertEmpty([n for n in all_tensors(job.output) if n.endswith("permutation")])
-
     def test_starved_experts_are_counted(self):
         seen = {}
 
@@ -280,12 +265,6 @@ class MethodsTest(QuantizeTestCase):
         [line] = quantizers.kernel_remarks(matrices)
         self.assertRegex(line, "^2 matrices were solved without the HQQ kernel.*group_size 48")
         self.assertEmpty(quantizers.kernel_remarks(matrices[2:]))
-
-    @pytest.mark.slow
-    def test_own_format_with_embedding_head_and_router(self):
-        job = self.job("embed, head, router: method=rtn bits=8")
-        quantize_checkpoint(job)
-        self.assert_loads(job)
 
 
 class SurgeTest(absltest.TestCase):

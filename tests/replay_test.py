@@ -390,12 +390,6 @@ class ReplayTest(parameterized.TestCase):
         self.assertGreater(decoded("dynaexq, low always there", "bulk")[0], 0)
         self.assertEqual(decoded("dynaexq, low always there", "misses").sum(), 0)
 
-    @pytest.mark.slow
-    def test_what_is_expected_of_prefetch_and_of_planes(self):
-        self.assertGreater(decoded("cache and prefetch", "prefetch_hits"), 0)
-        self.assertGreater(decoded("dymoe over all in low", "reused")[0], 0)
-        self.assertEqual(decoded("dymoe by planes", "reused").sum(), 0)
-
     def test_what_the_trace_lacks_is_said(self):
         blind = dataclasses.replace(TRACE, predicted_ids=None, predicted_probabilities=None)
         with self.assertRaisesRegex(MoejaxError, "the trace foresees nothing"):

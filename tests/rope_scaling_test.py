@@ -237,13 +237,3 @@ class LogitsTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_other_kinds(self, family, kind):
         self.compare(family, kind)
-
-    @pytest.mark.slow
-    def test_other_rows_of_a_batch_change_nothing(self):
-        engine, config, _ = type(self).load("qwen3_moe", "dynamic")
-        rng = np.random.default_rng(1)
-        prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (10, 60)]
-        settings = {"max_new_tokens": 12, "ignore_eos": True}
-        together = engine.generate(prompts, **settings)
-        alone = [engine.generate(prompt, **settings)[0] for prompt in prompts]
-        self.assertEqual([a.tokens for a in together], [a.tokens for a in alone])

@@ -12,7 +12,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
 from moejax import Engine
@@ -29,7 +28,6 @@ from moejax.inference.chunking import (
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner, Session
 from moejax.models import kv_cache as cache
-from moejax.models.config import weight_shapes
 from moejax.models.shapes import QWEN3_30B_A3B, SHAPES
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
@@ -196,25 +194,6 @@ class FewProgramsTest(parameterized.TestCase):
             prompt = random_tokens(length).tolist()
             engine.generate(prompt, max_new_tokens=new, ignore_eos=True)
             self.assertEqual(engine.num_traces, num_programs)
-
-    @pytest.mark.slow
-    def test_programs_do_not_grow_with_the_layers(self):
-        lines = {}
-        for num_layers in (2, 6):
-            config = dataclasses.replace(
-                ENGINE.config, num_layers=num_layers, moe_layers=tuple(range(num_layers))
-            )
-            weights = {
-                name: jnp.zeros(shape, jnp.float32) for name, shape in weight_shapes(config).items()
-            }
-            serving = Runner(config, weights, ENGINE.device)
-            with recorded_programs(serving) as programs:
-                serving.decode(start(serving, [[1, 2, 3]]), 1, 16)
-            for function in (steps.prefill_chunk, steps.decode):
-                text = programs[function].as_text()
-                lines.setdefault(function, []).append(text.count("\n"))
-        for few, more in lines.values():
-            self.assertLess(more, 1.1 * few)
 
     def test_slots_that_a_step_chooses_are_those_of_a_fixed_number(self):
         """Past the first bucket of a cache, and to the bit."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import openai
 import pytest
 from absl.testing import absltest, parameterized
@@ -18,14 +17,11 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
-from moejax.experts.ledger import Ledger, TierLedger
 from moejax.inference import chunking
-from moejax.inference.chunking import FixedSizes
 from moejax.inference.continuous import ContinuousBatch
 from moejax.inference.generation import GenerationSettings
 from moejax.models.config import Pages
 from moejax.serving import batcher as batcher_module
-from moejax.serving.metrics import Metrics
 from tests import slow
 from tests.serving_case import (
     NAME,
@@ -318,11 +314,6 @@ class ProgramsTest(parameterized.TestCase):
             names = [name for name, _ in engine._runner.programs.history]
             self.assertEqual(names, ["empty_lanes", "prompt_chunk"])
 
-    def test_the_set(self):
-        self.assertEqual(FixedSizes.of("cpu", 1024, 2048), FixedSizes((64, 256), (2048,)))
-        self.assertEqual(FixedSizes.of("gpu", 512, 4096), FixedSizes((64, 512), (1024, 4096)))
-        self.assertEqual(FixedSizes.of("gpu", 1024, 40), FixedSizes((40,), (40,)))
-
 
 class LedgerTest(absltest.TestCase):
     @pytest.mark.slow
@@ -371,14 +362,3 @@ class LedgerTest(absltest.TestCase):
                         self.assertNotIn(rows[1], [row for row, _ in batch.step()])
                 needed.append(engine.ledger.total("needed") - before)
             self.assertLess(needed[1], 0.7 * needed[0])
-
-    def test_gate_mass_by_tier(self):
-        ledger = Ledger({"high": TierLedger(10), "low": TierLedger(4)})
-        ledger.add(np.asarray([[3.0, 1.0, 0.5, 0.25, 4.5], [2.0, 2.0, 0.0, 0.0, 4.0]]))
-        metrics = Metrics()
-        metrics.ledger(ledger)
-        expected = {"high": 5, "low": 3, "skipped": 0.5, "substituted": 0.25, "total": 8.5}
-        for tier, mass in expected.items():
-            found = metrics.registry.get_sample_value("moejax_gate_mass_total", {"tier": tier})
-            self.assertEqual(found, mass, tier)
-        self.assertIn('moejax_gate_mass_total{tier="low"} 3.0', metrics.text().decode())

@@ -1,7 +1,6 @@
 """`python -m moejax.serve` as a process: its start, its end, its errors; the stress, shortened."""
 
 import argparse
-import asyncio
 import contextlib
 import http.client
 import json
@@ -23,7 +22,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, cli, serve
+from moejax import Engine, serve
 from moejax.config.serve import ServeConfig
 from moejax.errors import MoejaxError
 from moejax.experts.ledger import Ledger, TierLedger
@@ -184,46 +183,6 @@ class ProcessTest(parameterized.TestCase):
             self.assertNotIn("Traceback", said)
 
     @pytest.mark.slow
-    def test_more_clients_than_open_files_reset_nobody(self):
-        """Each waits or gets 503; 32 others have all the room, as their bodies do not come."""
-        body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-
-        async def connect(sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(sent)
-            return reader, writer
-
-        async def status(sent: bytes) -> int:
-            reader, writer = await connect(sent)
-            line = await reader.readline()  # raises if the connection is reset
-            writer.close()
-            return int(line.split()[1])
-
-        async def ask_all() -> tuple[list[int], bytes]:
-            busy = [await connect(head) for _ in range(32)]
-            refused = await asyncio.gather(*(status(head + body) for _ in range(400)))
-            busy[0][1].write(body)
-            answer = await busy[0][0].read()
-            for _, writer in busy:
-                writer.close()
-            return refused, answer
-
-        few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (352, 352))"
-        with patched(few, "--config.warm_up=False", "--config.log_requests=False") as server:
-            port = ready_port(server)
-            refused, answer = asyncio.run(ask_all())
-            self.assertEqual(refused, [503] * 400)
-            self.assertStartsWith(answer, b"HTTP/1.1 200")
-            connection = asked(port, max_tokens=1)
-            self.assertEqual(connection.getresponse().status, 200)
-            connection.close()
-            server.send_signal(signal.SIGTERM)
-            _, said = server.communicate(timeout=30)
-        self.assertRegex(said, "^stopping: [^\n]*\n$")  # no word of files that cannot be opened
-
-    @pytest.mark.slow
     def test_it_listens_safely_by_default(self):
         """Only this machine's own programs may ask, and not before all programs are compiled."""
         late = (
@@ -245,13 +204,6 @@ class ProcessTest(parameterized.TestCase):
                     answer = connection.getresponse()
                     self.assertEqual(answer.status, 403)
                     self.assertNotIn("access-control-allow-origin", answer.headers)
-
-    def test_the_defaults_are_safe(self):
-        config = ServeConfig()
-        self.assertEqual((config.host, config.api_key, config.api_key_file), ("127.0.0.1", "", ""))
-        self.assertEqual((config.allowed_hosts, config.cors_origins), ((), ()))
-        self.assertLessEqual(config.max_answers, config.queue_limit)
-        self.assertLessEqual(config.max_answers, 128)
 
     @pytest.mark.slow
     def test_one_line_errors(self):
@@ -335,16 +287,6 @@ class ConfigTest(parameterized.TestCase):
                 serve._read_key(config)
         with self.assertRaisesRegex(MoejaxError, "exclude each other"):
             ServeConfig(api_key="a", api_key_file="b").check()
-
-    def test_a_file(self):
-        words = ["serve", f"--config={ROOT}/configs/serve_qwen3_30b_a3b.py", "--config.max_batch=4"]
-        config, _ = cli.parse(serve.COMMAND, words)
-        self.assertEqual((config.checkpoint, config.max_batch), ("Qwen/Qwen3-30B-A3B", 4))
-
-    def test_files_of_generate_serve(self):
-        words = ["serve", f"--config={ROOT}/configs/qwen3_30b_a3b.py", "--config.context=4096"]
-        config, _ = cli.parse(serve.COMMAND, words)
-        self.assertEqual((config.context, config.port), (4096, ServeConfig().port))
 
 
 class DocsTest(parameterized.TestCase):

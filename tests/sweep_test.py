@@ -3,16 +3,12 @@
 import dataclasses
 import itertools
 import json
-import tempfile
-from pathlib import Path
 from unittest import mock
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import sweep
 from moejax.config.grid import _axis, described, eighths, settings
-from moejax.config.sweep import PICTURES, check_picture
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows
 from moejax.policies.baselines import OnDemand
@@ -93,17 +89,6 @@ class TableTest(absltest.TestCase):
                   point(1.5, 1, 0.5)]  # fmt: skip
         self.assertEqual(table.pareto(points), [0, 1, 5])
         self.assertEqual(table.spread(points, [0, 1, 5], 2), [1, 0])
-
-    @pytest.mark.slow
-    def test_a_picture_of_each_kind_may_be_drawn_again(self):
-        point = {"tpot_ms": 2.0, "device_gib": 1.0, "gate_a": 1.0, "gate_substituted": 0.0}
-        with tempfile.TemporaryDirectory() as folder:
-            for kind in (*PICTURES, ".SVG"):
-                path = Path(folder) / f"x{kind}"
-                for _ in range(2):
-                    check_picture(path)
-                    self.assertEqual(table.draw(path, {12.0: [point]}, "title"), "")
-                self.assertGreater(path.stat().st_size, 1000)
 
 
 class RecommendedTest(parameterized.TestCase):

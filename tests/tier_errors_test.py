@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from safetensors.numpy import load_file, save_file
 
 from moejax import generate, profile_experts
@@ -196,20 +195,6 @@ class TierErrorsTest(FolderTestCase):
         save_file(tensors, path, metadata)
         with self.assertRaisesRegex(MoejaxError, "does not say which tiers it measured"):
             profile_file.load_buddies(path)
-
-    @pytest.mark.slow
-    def test_stats_print_the_errors_of_layers(self):
-        path = self.folder / "stats.safetensors"
-        self.assertEqual(self.profile(tiers="int4,int2", group_size=16, output=path)[0], 0)
-        flags = {
-            "checkpoint": self.checkpoint, "max_new_tokens": 2, "platform": "cpu",
-            "policy.name": "dymoe", "policy.tiers": "int4,int2", "policy.group_size": 16,
-        }  # fmt: skip
-        arguments = generate.COMMAND, "--prompt=the fox", "--stats"
-        _, err = commands.succeed(*arguments, tier_errors=path, **flags)
-        self.assertRegex(err, r"layer 1: error of its output about [\d.]+ %, aligned [\d.]+ %")
-        _, err = commands.succeed(*arguments, **flags)  # the checkpoint has no profile
-        self.assertNotIn("error", err)
 
     def test_what_is_refused(self):
         for tiers, said in (("int9", "cannot be made at load"), ("int4=none/where", "none/where")):

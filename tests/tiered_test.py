@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moejax.experts import cache, cached_experts
 from moejax.experts import cache_planner as placing
@@ -18,13 +18,13 @@ from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.transfer_programs import request_transfers
 from moejax.models import expert_products
 from moejax.policies.base import Policy, Requests
-from moejax.policies.baselines import OnDemand, as_routed
+from moejax.policies.baselines import as_routed
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
 from moejax.weights import linear as ops
-from pallas_kernels import cache_plan, expert_fetch, grouped_dequant_matmul
+from pallas_kernels import cache_plan, grouped_dequant_matmul
 from scripts.studies.dymoe.controls import AsAsked
 from tests import buddymoe_reference as reference
 from tests import numpy_model, slow
@@ -87,17 +87,6 @@ class MixtureTest(parameterized.TestCase):
         shares = memory.read_counters().shares
         self.assertGreater(min(shares["int4"], shares["int2"]), 0.05)
         self.assertAlmostEqual(shares["int4"] + shares["int2"], 1, places=5)
-
-    @parameterized.parameters(NUM_EXPERTS, 3)
-    @pytest.mark.slow
-    def test_dynaexq_fetches_for_no_tier_that_fills_between_steps(self, cold_slots):
-        runner, memory = cached_runner(
-            make_policy("dynaexq", choice="first", n_hot=3), (4, 2), (3, cold_slots), first=3
-        )
-        with mock.patch.object(expert_fetch, "fetch", wraps=expert_fetch.fetch) as fetch:
-            runner.logits(TOKENS)
-        self.assertEqual({call.args[0][0].bits for call in fetch.call_args_list}, {2})
-        self.assertGreater(memory.read_counters().shares["int4"], 0)
 
     @parameterized.product(low=("", "skip"), slots=((8, 8), (3, 2)))
     @pytest.mark.slow
@@ -348,86 +337,6 @@ class ResetTest(HostTestCase):
             memory.reset(dataclasses.replace(policy, renormalise=True))
         _, asked = cached_runner(dataclasses.replace(policy, renormalise=True), (4,), (4,))
         asked.reset(policy)  # its programs ask the policy itself
-
-
-class Seen(NamedTuple):
-    """Routing of each layer's last decode step of one token."""
-
-    of: Any
-    probabilities: jax.Array  # float32[M, 1, E]
-    weights: jax.Array  # float32[M, 1, A]
-    predicted: jax.Array  # float32[M, 1, E], of the next layer
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Looking(OnDemand):
-    """Keeps what it saw."""
-
-    def init(self, spec):
-        def zeros(size):
-            return jnp.zeros((spec.num_layers, 1, size), jnp.float32)
-
-        sizes = (spec.num_experts, spec.width, spec.num_experts)
-        return Seen(super().init(spec), *map(zeros, sizes))
-
-    def decide(self, state, observation):
-        decision, of = super().decide(state.of, observation)
-        if observation.is_prefill:
-            return decision, state._replace(of=of)
-        new = {"probabilities": observation.probabilities, "weights": observation.weights}
-        if observation.predicted is not None:
-            new["predicted"] = observation.predicted
-        place = observation.layer
-        kept = {name: getattr(state, name).at[place].set(what) for name, what in new.items()}
-        return decision, state._replace(of=of, **kept)
-
-    def transfers(self, state, resident):
-        requests, of = super().transfers(state.of, resident)
-        return requests, state._replace(of=of)
-
-
-def replays(with_predicted: bool) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(5)
-    shape = (5, NUM_LAYERS, 1, NUM_EXPERTS)
-    names = ["replay", "replay_predicted"][: 1 + with_predicted]
-    return {name: jnp.asarray(rng.standard_normal(shape, np.float32)) for name in names}
-
-
-def replayed(runner: Any, tiers: Any, given: dict[str, jax.Array]) -> list[list[int]]:
-    for memory in tiers:
-        memory.store = dataclasses.replace(memory.store, **given)
-    return answers(runner, PROMPTS[:1], 9)
-
-
-class ReplayTest(absltest.TestCase):
-    @pytest.mark.slow
-    def test_the_replayed_experts_run_and_are_counted(self):
-        found = []
-        for given in (replays(False), replays(False), {}):
-            runner, memory = cached_runner(make_policy("on_demand"), (16,), (3,))
-            said = replayed(runner, memory.tiers, given)
-            (ledger,) = memory.read_counters().tiers.values()
-            found.append((said, ledger.layers))
-        self.assertEqual(found[0], found[1])
-        self.assertNotEqual(found[0][0], found[2][0])
-
-    @pytest.mark.slow
-    def test_a_policy_sees_the_replayed_probabilities(self):
-        given = replays(True)
-        runner, memory = cached_runner(Looking(prefetch=2), (4, 2), (3, 3), prefetch=2)
-        replayed(runner, memory.tiers[:1], given)
-        clock = int(memory.pool.tiers[0].residency.clock)
-        step = ((clock - 1) // NUM_LAYERS - 1) % 5  # the last one
-        seen = jax.device_get(memory.pool.state)
-        probabilities, predicted = (
-            np.asarray(jax.nn.softmax(given[name][step])) for name in ("replay", "replay_predicted")
-        )
-        np.testing.assert_allclose(seen.probabilities, probabilities, rtol=1e-6)
-        np.testing.assert_allclose(seen.predicted[:-1], predicted[1:], rtol=1e-6)
-        chosen = -np.sort(-probabilities, axis=-1)[..., : QWEN.experts_per_token]
-        if QWEN.norm_topk_prob:
-            chosen = chosen / chosen.sum(axis=-1, keepdims=True)
-        np.testing.assert_allclose(seen.weights, chosen, rtol=1e-6)
 
 
 DYMOE = {"retention": 0.5, "schedule": "linear", "heavy_count": 3}

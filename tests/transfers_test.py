@@ -19,7 +19,6 @@ from moejax.errors import MoejaxError
 from moejax.experts import transfers as programs
 from moejax.experts.budget import Limits
 from moejax.experts.state import TierSlots
-from moejax.experts.transfers import Transfers
 from tests.cache_plan_contract import predict_needed
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 from tests.transfers_case import ASK, CACHE, PROGRAMS, TransfersTestCase
@@ -235,27 +234,6 @@ class InvisibleTest(parameterized.TestCase):
         self.assertIn("bulk requests: requested ", lines)
         self.assertIn("host memory had ", lines)
         self.memory.pool.residency.check(self.memory.spec.cache)
-
-    def test_nor_on_transfers_that_are_closed_in_the_middle(self):
-        memory = self.memory
-        transfers = Transfers(
-            memory.spec.cache, memory.pool, memory.disk, self.engine.device, in_flight=4
-        )
-        request, closed = self.random_requests(np.random.default_rng(2)), []
-
-        def between():
-            if not closed:
-                request()
-            if not closed and transfers.counters.moved > 2 and transfers.num_pending:
-                transfers.close()
-                closed.append(True)
-
-        with mock.patch.object(memory, "transfers", transfers):
-            self.assertEqual(self.tokens(self.engine, between), self.expected)
-            with self.assertRaisesRegex(ValueError, "closed"):
-                request()
-        self.assertEqual(self.tokens(self.engine), self.expected)
-        memory.pool.residency.check(memory.spec.cache)
 
     @pytest.mark.slow
     def test_nor_on_a_disk_that_fails_in_the_background(self):

@@ -6,12 +6,10 @@ from unittest import mock
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
 from pallas_kernels.mosaic_prefill import fragments, grouped, lanes, tiles
 from pallas_kernels.mosaic_prefill.dense import refusals
-from pallas_kernels.mosaic_prefill.expert_blocks import make_expert_blocks
 from pallas_kernels.packed import plain
 from pallas_kernels.target import Target
 from pallas_kernels.testing.simulator import KINDS, _Simulator
@@ -274,40 +272,6 @@ class LanesTest(parameterized.TestCase):
         tokens, rows = np.arange(13), np.arange(64)
         expected[:, 128:] = rows * 1000 + tokens[:, None]
         np.testing.assert_array_equal(out, expected)
-
-
-class RunsTest(parameterized.TestCase):
-    @parameterized.product(rows=(1, 4, 8), band=(1, 3), slots=((5,), (2, 7, 1)))
-    @pytest.mark.slow
-    def test_blocks_cover_every_pair_that_runs_once(self, rows, band, slots):
-        rng = np.random.default_rng(packed_operands.seed(self.id()))
-        tier = rng.integers(-1, len(slots) + 1, (23, 3)).astype(np.int32)
-        runs = (tier >= 0) & (tier < len(slots))
-        limit = np.asarray([*slots, 0])[np.where(runs, tier, -1)]
-        slot = np.where(runs, rng.integers(0, 1 << 20, tier.shape) % np.maximum(limit, 1), 1 << 20)
-        tiers = [plain(np.zeros((count, 1, 1), ml_dtypes.bfloat16)) for count in slots]
-        made = make_expert_blocks(
-            jnp.asarray(tier), jnp.asarray(slot, jnp.int32), tiers, rows, band
-        )
-        order, table, first_block = (np.asarray(part) for part in made)
-        seen, row_tiles = [], 3
-        for i in range(len(slots)):
-            first, after = first_block[i], first_block[i + 1]
-            items = set()
-            for index in range((after - first) * row_tiles):
-                of_band, length = table[first + index // row_tiles, 3:]
-                inside = index - (of_band - first) * row_tiles
-                items.add((of_band + inside % length, inside // length))
-                self.assertLessEqual(length, band)
-            whole = {(b, t) for b in range(first, after) for t in range(row_tiles)}
-            self.assertEqual(items, whole)
-            for of_slot, start, end, _, _ in table[first:after]:
-                pairs = order[start:end]
-                self.assertBetween(len(pairs), 1, rows)
-                self.assertTrue((tier.reshape(-1)[pairs] == i).all())
-                self.assertTrue((slot.reshape(-1)[pairs] == of_slot).all())
-                seen += pairs.tolist()
-        self.assertEqual(sorted(seen), np.nonzero(runs.reshape(-1))[0].tolist())
 
 
 class RefusalsTest(parameterized.TestCase):
