@@ -118,5 +118,6 @@ class EngineTest(parameterized.TestCase):
         self.assertIn("state memory.device_gib", said)
         self.assertNotIn("\n", said)
 
+    @pytest.mark.slow
     def test_a_model_that_fits_is_loaded(self):
         self.assertEqual(self.load(self.whole).weights_nbytes, self.whole)

@@ -23,7 +23,7 @@ from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, RunResult, run_policies
 from moejax.routing.trace import PREFILL, Trace, read_trace
 from tests import buddymoe_reference as paper
-from tests import slow, tiny_engine
+from tests import tiny_engine
 from tests.buddymoe_cases import EXPERTS, LISTS, SPEC, WIDTH, random_lists, softmax, steps
 from tests.buddymoe_policy_test import expected_decision
 from tests.simulated_traces import random_trace
@@ -160,7 +160,6 @@ class DecisionTest(parameterized.TestCase):
 
 
 class ReplayTest(parameterized.TestCase):
-    @slow.repeats()
     @parameterized.parameters(
         {"prefetch": 2},
         {"prefetch": -1, "rho": 1},
@@ -169,6 +168,7 @@ class ReplayTest(parameterized.TestCase):
         {"prefetch": 3, "beta": 0.4, "rho": 2, "spend_on": "last", "tae_tau": 0.7},
         {"prefetch": 5, "slots": 2},
     )
+    @pytest.mark.slow
     def test_counts_of_a_trace_are_those_of_the_papers_loops(self, slots=4, **settings):
         policy = BuddyMoe(**OF_TRACE, **settings)
         expected, found = by_loops(TRACE, policy, slots), replay(TRACE, policy, slots)

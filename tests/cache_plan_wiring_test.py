@@ -153,6 +153,7 @@ class WiringTest(parameterized.TestCase):
         jax.tree.map(np.testing.assert_array_equal, pool.residency, wanted_pool.residency)
         jax.tree.map(np.testing.assert_array_equal, pool.banks, wanted_pool.banks)
 
+    @pytest.mark.slow
     def test_planes_in_shared_slots(self):
         memory = shared_memory(DyMoE(prefetch=2), 9, prefetch=2)
         rng, pools = np.random.default_rng(2), [tier.pool for tier in memory.tiers]

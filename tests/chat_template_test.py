@@ -88,6 +88,7 @@ class LimitsTest(parameterized.TestCase):
 
     @slow.where(lambda template: "range" not in template)  # the same limit ends all of them
     @parameterized.parameters(*TOO_LONG)
+    @pytest.mark.slow
     def test_time(self, template):
         said = failure(self.renderer, template)
         self.assertEqual(said, "the chat template failed: it computes for more than 1 s")

@@ -189,6 +189,7 @@ class AloneTest(parameterized.TestCase):
         self.assertTrue(all(token >= 0 for tokens in found for token in tokens))
         self.assertGreater(memory.read_counters().total("needed"), 0)
 
+    @pytest.mark.slow
     def test_an_end_of_sequence_ends_a_row_and_its_lane_is_free(self):
         runner = resident_runner()
         rows = [
@@ -199,6 +200,7 @@ class AloneTest(parameterized.TestCase):
         self.assertLess(len(expected[0]), 9)
         self.assertEqual(answers(running(runner, eos_ids=eos), rows), expected)
 
+    @pytest.mark.slow
     def test_log_probabilities_are_told_to_all_and_change_nothing(self):
         runner, rows = resident_runner(), rows_of()[:3]
         batch = running(runner, top_logprobs=2)
@@ -457,8 +459,8 @@ class PrefixTest(parameterized.TestCase):
                 found += delta.tokens
         self.assertEqual(found, alone(runner, *row))
 
-    @slow.where(lambda kind: kind == "latent")
     @parameterized.parameters("latent", "delta")
+    @pytest.mark.slow
     def test_other_kinds_of_layers(self, kind: str):
         """The state of a delta rule continues after all its tokens, or not at all."""
         runner, prompt = resident_runner(KINDS[kind]), rows_of()[3][0]
@@ -471,6 +473,7 @@ class PrefixTest(parameterized.TestCase):
         is_delta = kind == "delta"
         self.assertEqual(batch.counts.prefix_tokens, shared + (0 if is_delta else len(prompt)))
 
+    @pytest.mark.slow
     def test_no_keys_are_shared_that_the_length_of_a_prompt_turns(self):
         scaling = RopeScaling(kind="dynamic", factor=2.0, original_positions=64)
         layer = {"num_layers": 1, "moe_layers": (0,), "rope_scaling": scaling}

@@ -242,8 +242,8 @@ class PromptTest(parameterized.TestCase):
         errors = relative_errors(np.asarray(found), np.asarray(expected))
         self.assertLess(errors.max(), RELATIVE_ERROR)
 
-    @slow.where(lambda loops: not loops)
     @parameterized.parameters(True, False)
+    @pytest.mark.slow
     def test_queries_in_blocks(self, loops):
         own_loops = Transformer.loops if loops else lambda *_: False
         with (

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from absl.testing import parameterized
@@ -40,12 +41,12 @@ class ParityTest(parameterized.TestCase):
     def test_glm(self, name):
         self.check(name, parity.grouped_gap)
 
-    @slow.where(lambda name: name != "qwen35")
     @parameterized.parameters(*QWEN3_5)
     def test_qwen3_5(self, name):
         # The last is more than one chunk of the delta rule.
         self.check(name, parity.softmax_gap, lengths=(3, 17, 70), least_sure=0.6)
 
+    @pytest.mark.slow
     def test_decoder_of_a_model_that_sees_images(self):
         path = self.directory / "nested"
         with torch.random.fork_rng():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from absl.testing import parameterized
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -17,7 +18,6 @@ from moejax.errors import MoejaxError
 from moejax.inference import batch, continuous
 from moejax.text.chat_template import ChatRenderer
 from moejax.text.tokenizer import Tokenizer, _ChannelStream
-from tests import slow
 from tests.hf_checkpoints import write_checkpoint
 from tests.random_checkpoints import write_tokenizer
 from tests.serving_case import NAME, Served, served
@@ -225,8 +225,8 @@ class ServerTest(parameterized.TestCase):
             self.assertEqual(found[-1], getattr(message, name, ""))
         return *found, whole.usage.prompt_tokens
 
-    @slow.where(lambda name: name != "olmoe")
     @parameterized.parameters(*SERVED)
+    @pytest.mark.slow
     def test_each_family(self, name):
         template, answer = SERVED[name]
         path = write_checkpoint(name, Path(self.enterContext(tempfile.TemporaryDirectory())))

@@ -188,8 +188,3 @@ class EngineTest(FolderTestCase):
             self.engine(0, foresight=2, foresee_by="links")
         with self.assertRaisesRegex(MoejaxError, "links=.* is for foresight above 0"):
             self.engine(0, links=".")
-
-    def test_what_does_nothing_says_so(self):
-        with self.assertLogs("absl", "WARNING") as said:
-            self.engine(0, foresight=2)
-        self.assertIn("the policy's foresight does nothing", "".join(said.output))

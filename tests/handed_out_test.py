@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moejax import Engine
@@ -154,8 +155,8 @@ class HandedOutTest(FolderTestCase):
         rows = sum(leaf.nbytes for leaf in jax.tree.leaves((tier.store.gate_up, tier.store.down)))
         self.assertEqual(rows, budget.host["experts"])
 
-    @slow.where(lambda kappa: kappa > 0)
     @parameterized.parameters(0.0, 1.0)
+    @pytest.mark.slow
     def test_buddies_of_other_devices(self, kappa):
         """Nothing is fetched, so one device with the same residents decides the same.
 
@@ -189,8 +190,8 @@ class HandedOutTest(FolderTestCase):
         self.assertGreater(ledgers[1].shares["substituted"], 0)
         self.assertEqual(ledgers[1].total("admitted"), 0)
 
-    @slow.where(lambda form: form != "fp8")
     @parameterized.parameters("fp8", "act-order")
+    @pytest.mark.slow
     def test_forms_that_are_not_cut(self, form):
         """Whole experts of any form; planned bytes are allocated ones."""
         model = CONFIGS["qwen3"]

@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
@@ -116,6 +117,7 @@ class WorkersTest(parameterized.TestCase):
         done.join(10)
         self.assertFalse(done.is_alive())
 
+    @pytest.mark.slow
     def test_the_library_is_compiled_once(self):
         folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
         host_worker.Library(folder)

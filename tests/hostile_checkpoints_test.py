@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import pytest
 import tokenizers
 from absl.testing import parameterized
 from safetensors import safe_open
@@ -23,7 +24,6 @@ from moejax.errors import MoejaxError
 from moejax.files.checksums import checksum_fields
 from moejax.files.small import MOST_VALUES
 from moejax.text.tokenizer import Tokenizer
-from tests import slow
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq, Own
@@ -123,6 +123,7 @@ class ConfigTest(HostileTestCase):
         self.edit_config(path, **{name: 2**40})
         self.assert_refused(path, "config.json")
 
+    @pytest.mark.slow
     def test_many_layers_without_experts(self):
         path = write_checkpoint("qwen3", self.directory)
         self.edit_config(
@@ -241,7 +242,6 @@ class HeaderTest(HostileTestCase):
         self.headed(content())
         self.assert_refused(self.directory, WEIGHTS, "is not a safetensors file")
 
-    @slow.where(lambda count: count > 1000)
     @parameterized.parameters(300, 300_000)
     def test_a_legal_file_of_many_tensors(self, count):
         """Two axes and a checksum each: more values than any other JSON file may hold."""
@@ -275,6 +275,7 @@ class HeaderTest(HostileTestCase):
         self.headed(empty_tensors(1_700_000, ""))
         self.assert_refused(self.directory, f"hold more than {MOST_TENSORS:,} tensors")
 
+    @pytest.mark.slow
     def test_many_empty_tensors(self):
         self.headed(empty_tensors(200_000, "x"))
         self.assert_refused(self.directory, "missing tensors (", "unexpected tensors (200000)")

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.expected_kernels import (
@@ -107,6 +108,7 @@ class ExpectedTest(parameterized.TestCase):
         weights["attention.o_proj"] = weight
         return Runner(LATENT, weights, device, kernels=ops.Kernels(target))
 
+    @pytest.mark.slow
     def test_a_benchmark_refuses_what_runs_on_no_kernel(self):
         rng = np.random.default_rng(1)
         shape = (LATENT.num_layers, 32, 512)
@@ -159,6 +161,7 @@ class TiersTest(absltest.TestCase):
         (line,) = _wrong_kernels(apart, ("mosaic", "triton"))
         self.assertStartsWith(line, "experts, tier 2: dequantized, ")
 
+    @pytest.mark.slow
     def test_a_program_from_a_cache_adds_nothing(self):
         weights = {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(LATENT).items()}
         runner = Runner(LATENT, weights, jax.devices("cpu")[0])

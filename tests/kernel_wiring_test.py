@@ -226,8 +226,8 @@ class WiringTest(HostTestCase):
                 positions += 1
         self.assertEqual(tuple(call.call_count for call in calls.values()), traced)
 
-    @slow.where(lambda config: config is LATENT)
     @parameterized.parameters((QWEN,), (LATENT,))
+    @pytest.mark.slow
     def test_of_a_row_that_rests_one_slot_is_read(self, config):
         model, cache = small_model(config, ops.Kernels(SIMULATED)), filled_cache(config, 2)
         poisoned = dataclasses.replace(

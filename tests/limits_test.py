@@ -25,7 +25,6 @@ from moejax.experts import pinned_memory as pinned
 from moejax.experts.budget import PINNED_LIMIT, Limits
 from moejax.experts.disk_cache import DiskExperts, _DiskReader
 from moejax.inference.generation import GenerationSettings
-from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
@@ -125,8 +124,8 @@ class LimitsTest(parameterized.TestCase):
                 runner.decode(session, 9, STEPS_PER_CALL, False)
         self.assertEqual(tokens(engine), RESIDENT)
 
-    @slow.repeats()
     @parameterized.product(has_checksums=[True, False], was_read=[True, False])
+    @pytest.mark.slow
     def test_a_file_that_changed_is_an_error_and_no_wrong_token(self, has_checksums, was_read):
         (file,) = DIRECTORY.glob("*.safetensors")
         written = file.read_bytes()

@@ -105,6 +105,7 @@ class LmEvalTest(FolderTestCase):
             *arguments,
         )  # fmt: skip
 
+    @pytest.mark.slow
     def test_the_scores_are_those_of_hugging_face_models(self):
         tasks = ("arc_easy", "hellaswag", "piqa", "mmlu_high_school_geography", "gsm8k")
         found = {}
@@ -235,6 +236,7 @@ class LmEvalTest(FolderTestCase):
 
 
 class DocsTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_tasks_of_the_page_are_lm_evals(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

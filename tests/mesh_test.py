@@ -221,11 +221,11 @@ class MeshTest(FolderTestCase):
                 found[row] += delta.tokens
         self.assertEqual([*found.values()], expected)
 
-    @slow.where(lambda case: case != ("slots", 2))
     @parameterized.parameters(
         (("slots", 2),), (("slots", 8),), (("slots", "2,heads"),), (("dynaexq", 2),),
         (("dymoe", 3),), (("dymoe", "2,heads"),),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_residency_is_invisible_on_a_mesh(self, case):
         """Where experts are changes no bit; who is where, and why, is as on one device."""
         what, mesh = case
@@ -311,7 +311,6 @@ class MeshTest(FolderTestCase):
                 expected[row] += weight / of_token[chosen].sum() * rest[0, expert] @ hidden
         self.assertLess(np.abs(np.float64(found) - expected).max() / np.abs(expected).max(), 0.01)
 
-    @slow.where(lambda case: case != ("mxfp4", 2, "resident"))
     @parameterized.parameters(
         (("mxfp4", 2, "resident"),),  # 3 groups: uneven
         (("float32", 4, "resident"),),
@@ -319,6 +318,7 @@ class MeshTest(FolderTestCase):
         (("mxfp4", 3, "tiers"),),
         (("float32", "2,heads", "resident"),),  # sinks, biases of attention
     )
+    @pytest.mark.slow
     def test_biases_of_experts_are_cut_as_they_are(self, case):
         """gpt-oss: the down bias is added once, those of gates and ups along the width."""
         form, mesh, where = case

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 import safetensors.numpy
 import torch
 from absl.testing import absltest, parameterized
@@ -68,7 +69,6 @@ class LoadTest(FolderTestCase):
         numbers[place] = value
         self.file.write_bytes(content)
 
-    @slow.repeats(lambda name: name)
     @parameterized.product(name=TENSORS, value=(np.nan, -np.inf, 1e30))
     def test_a_checkpoint_is_refused_by_the_tensors_name(self, name, value):
         self.put(name, value)
@@ -77,6 +77,7 @@ class LoadTest(FolderTestCase):
             with self.assertRaisesRegex(MoejaxError, f"{name} holds NaN, infinite or huge values"):
                 Engine.from_pretrained(self.folder, platform="cpu", progress=False, **how)
 
+    @pytest.mark.slow
     def test_experts_of_the_disk_are_refused_when_they_are_read(self):
         self.put("model.layers.1.mlp.experts.7.down_proj.weight", np.nan)
         limits = Limits(slots=2, transient=2, host_gib=15 * 6144 / 2**30)
@@ -147,6 +148,7 @@ class LogitsTest(FolderTestCase):
                 list(engine.stream([*PROMPT, BAD], **how))
             self.assertLen(engine.generate([PROMPT], **how)[0].tokens, 3)
 
+    @pytest.mark.slow
     def test_an_answer_that_meets_such_a_token_ends_there(self):
         engine = self.engine()
         plain = engine.generate([PROMPT], max_new_tokens=8, ignore_eos=True)[0].tokens

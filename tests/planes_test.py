@@ -150,6 +150,7 @@ class JointCodesTest(parameterized.TestCase):
         self.assertLess(errors[0][0], errors[1][0])
         self.assertLess(errors[0][1], errors[1][1])
 
+    @slow.repeats()
     @parameterized.parameters(({},), ({"block_size": 16},), ({"act_order": True},))
     def test_gptq_fits_every_group_to_its_own_members(self, how):
         """By H = I no error spreads, so that groups are those of least squares."""
@@ -437,11 +438,11 @@ class PlanesCheckpointTest(QuantizeTestCase):
             job = self.planes_job(output=self.directory / "refused", **how)
             self.assert_refused(job, said)
 
-    @slow.where(lambda how: how)
     @parameterized.parameters(
         ({},),
         ({"method": "milo", "rank": "Uniform-8", "rank_divisor": 2, "passes": 1},),
     )
+    @pytest.mark.slow
     def test_a_tier_refines_the_next_which_holds_all(self, how):
         job = self.planes_job(**how)
         quantize_checkpoint(job)

@@ -15,7 +15,7 @@ from moejax.experts.ledger import Ledger, TierLedger
 from moejax.experts.tiering import Tiering
 from moejax.inference.chunking import next_chunk
 from moejax.text.windows import Windowing
-from tests import commands, slow, tiny_engine
+from tests import commands, tiny_engine
 from tests.folder_case import FolderTestCase
 
 TEXT = "".join(f"the {a} fox jumps over {b} dogs. " for a in "abcdefgh" for b in "xyz")
@@ -61,8 +61,8 @@ class PolicyScoringTest(FolderTestCase):
         return log_likelihood(ids, Windowing(window, window), engine.score, **how).nats
 
     # Windows of 50 end within a period, which takes chunks of every size.
-    @slow.where(lambda policy, window, emulated: policy != DYNAEXQ or window != 48 or emulated)
     @parameterized.product(policy=(DYNAEXQ, DYMOE), window=(48, 50), emulated=(0, 1))
+    @pytest.mark.slow
     def test_one_figure_at_every_batch_size_in_real_and_emulated_slots(
         self, policy, window, emulated
     ):

@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
@@ -101,6 +102,7 @@ class ProfileTest(FolderTestCase):
             )
         self.assertIsNone(found.cosines)
 
+    @pytest.mark.slow
     def test_neither_batches_nor_chunks_change_the_counts(self):
         once = self.counted()
         with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", 16):

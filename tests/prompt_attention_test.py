@@ -6,6 +6,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from flax import nnx
 
@@ -25,7 +26,7 @@ from moejax.models.shapes import (
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights import linear as ops
 from pallas_kernels.target import SIMULATED, Choice, Target
-from tests import gpu_targets, slow, tiny_engine
+from tests import gpu_targets, tiny_engine
 from tests.host_test_case import HostTestCase
 
 HALF = jnp.dtype("bfloat16")
@@ -62,8 +63,8 @@ def hidden_by_chunks(cached: str, lengths: np.ndarray, window: int | None) -> np
 
 
 class PromptTest(HostTestCase):
-    @slow.repeats()
     @parameterized.parameters(None, 7)
+    @pytest.mark.slow
     def test_unequal_prompts_give_what_xla_gives(self, window):
         lengths = np.array([36, 5, 20])
         expected = hidden_by_chunks("xla", lengths, window)

@@ -8,6 +8,7 @@ import pathlib
 import tempfile
 from unittest import mock
 
+import pytest
 from absl.testing import parameterized
 
 from moejax import quantize
@@ -63,6 +64,7 @@ class QuantizeMainTest(FolderTestCase):
         self.assertStartsWith(out, f"{self.output} is finished already; nothing was done")
         self.assertNotIn("time:", out)
 
+    @pytest.mark.slow
     def test_from_python(self):
         config = QuantizeConfig(
             checkpoint=str(self.source),

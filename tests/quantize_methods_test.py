@@ -268,6 +268,7 @@ class MethodsTest(QuantizeTestCase):
 
 
 class SurgeTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_factors_of_a_wider_width_that_do_harm_are_kept_in_more_bits(self):
         scheme = Scheme(
             method="milo", bits=4, group_size=16, zero_kind="float", scale_dtype="float32",

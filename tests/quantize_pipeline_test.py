@@ -93,6 +93,7 @@ class WrittenTest(QuantizeTestCase):
         report = {path.name for path in (outcome.output / plots.REPORT_FOLDER).iterdir()}
         self.assertEqual(report, {"errors.png", "histograms.png"})
 
+    @pytest.mark.slow
     def test_an_edited_config_loads_and_verify_names_it(self):
         output = quantize_checkpoint(self.job()).output
         self.assertRegex(verify_checkpoint(str(output)), "^verified")

@@ -92,6 +92,7 @@ quantize_checkpoint(Job(
         self.assertGreater(quantize_checkpoint(job).shards_before, 0)
         self.assertEqual(digests(job.output), expected)
 
+    @pytest.mark.slow
     def test_damaged_shard_is_made_again(self):
         expected, count = self.undisturbed()
         job = self.job()

@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import openai
+import pytest
 import tokenizers
 from absl.testing import absltest, parameterized
 
@@ -129,6 +130,7 @@ class CompletionsTest(parameterized.TestCase):
         self.assertEqual(found.choices[0].text, whole[: whole.index(stop)])
         self.assertEqual(found.choices[0].finish_reason, "stop")
 
+    @pytest.mark.slow
     def test_ends_at_an_end_of_sequence(self):
         seed = seed_that_ends()
         found = SERVER.client.completions.create(
