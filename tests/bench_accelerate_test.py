@@ -25,10 +25,7 @@ from scripts.studies.dymoe.accelerate_models import (
 from tests.script_runs import run_module
 
 CPU = torch.device("cpu")
-SHAPES = {
-    "qwen3": TINY,
-    "mixtral": dataclasses.replace(TINY, family="mixtral", qk_norm=False),
-}
+SHAPES = {"qwen3": TINY, "mixtral": dataclasses.replace(TINY, family="mixtral", qk_norm=False)}
 RESIDENT = 2  # of TINY's six layers
 WHOLE = {"model": 0, "lm_head": 0}
 SOME = {"model": 0, "lm_head": "cpu"} | {

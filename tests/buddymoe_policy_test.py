@@ -12,16 +12,7 @@ from moejax.policies.base import SKIPPED, Observation
 from moejax.policies.buddymoe import BuddyMoe, _Candidates
 from tests import buddymoe_reference as paper
 from tests import slow
-from tests.buddymoe_cases import (
-    EXPERTS,
-    HOPS,
-    LAYERS,
-    LISTS,
-    SPEC,
-    as_lists,
-    observation,
-    steps,
-)
+from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, as_lists, observation, steps
 
 
 def expected_decision(

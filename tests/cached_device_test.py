@@ -20,14 +20,7 @@ from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import SHAPES
-from moejax.policies.base import (
-    SKIPPED,
-    AnyPolicy,
-    Decision,
-    Observation,
-    Policy,
-    PolicySpec,
-)
+from moejax.policies.base import SKIPPED, AnyPolicy, Decision, Observation, Policy, PolicySpec
 from moejax.policies.baselines import OnDemand, as_routed
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq

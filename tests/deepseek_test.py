@@ -32,12 +32,7 @@ from moejax.models.layer_index import layer_indices
 from moejax.models.moe import prefetch_scores, routing_of
 from moejax.models.rope import model_angles
 from moejax.models.shapes import DEEPSEEK_V2_LITE
-from moejax.models.transformer import (
-    ChunkSpec,
-    Transformer,
-    merge_weights,
-    model_definition,
-)
+from moejax.models.transformer import ChunkSpec, Transformer, merge_weights, model_definition
 from moejax.policies.dymoe import attention_received
 from moejax.weights.qtensor import Weight
 from tests import parity, slow, tiny_engine
@@ -269,8 +264,7 @@ class FormsTest(parameterized.TestCase):
         model = merge_weights(model_definition(TINY), weights)
         rng = np.random.default_rng(1)
         cache = jax.tree.map(
-            lambda of: as_dtype(rng.standard_normal(of.shape)),
-            empty_cache(TINY, 2, SLOTS, dtype),
+            lambda of: as_dtype(rng.standard_normal(of.shape)), empty_cache(TINY, 2, SLOTS, dtype)
         )
         positions = jnp.broadcast_to(jnp.arange(9, 14, dtype=jnp.int32)[None], (2, 5))
         normed = as_dtype(rng.standard_normal((2, 5, TINY.model_dim)))

@@ -92,10 +92,7 @@ class CompilationCacheTest(absltest.TestCase):
 
     def test_nobodys_home(self):
         jax.config.update("jax_compilation_cache_dir", None)
-        with (
-            mock.patch.dict(os.environ),
-            mock.patch.object(pwd, "getpwuid", side_effect=KeyError),
-        ):
+        with mock.patch.dict(os.environ), mock.patch.object(pwd, "getpwuid", side_effect=KeyError):
             os.environ.pop("HOME", None)
             os.environ.pop("XDG_CACHE_HOME", None)
             self.assert_refused("auto", "auto cannot be used .*home directory")

@@ -20,18 +20,8 @@ from pallas_kernels.mosaic_decode import launch_blocks
 from pallas_kernels.packed import PackedMatrices, plain
 from pallas_kernels.target import SIMULATED, Target, current_target
 from tests import packed_operands, slow
-from tests.dequant_matmul_test import (
-    CAPABILITIES,
-    compiled_quickly,
-    leave_a_program_out,
-)
-from tests.grouped_dequant_matmul_cases import (
-    CASES,
-    NOT_INTERPRETED,
-    WHOLE,
-    full,
-    reduced,
-)
+from tests.dequant_matmul_test import CAPABILITIES, compiled_quickly, leave_a_program_out
+from tests.grouped_dequant_matmul_cases import CASES, NOT_INTERPRETED, WHOLE, full, reduced
 from tests.grouped_dequant_matmul_contract import (
     BROKEN,
     LEAVES_A_PART_OUT,

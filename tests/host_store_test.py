@@ -223,8 +223,7 @@ class PinnedTest(StoreTestCase):
                 self.assertEqual(machine.this_machine("gpu").pinned_nbytes, 70 * 2**30)
 
     @parameterized.parameters(
-        MemoryError("no memory"),
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nmore"),
+        MemoryError("no memory"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nmore")
     )
     def test_an_allocation_that_fails(self, error):
         with (

@@ -200,12 +200,7 @@ def interpreted(operands: Operands, case: Case, **how: object) -> package.HqqSol
     weights, low_rank = operands
     return jax.jit(
         lambda weights, low_rank: package.hqq_solve(
-            weights,
-            case.settings,
-            low_rank=low_rank,
-            steps=all_steps(case),
-            interpret=True,
-            **how,
+            weights, case.settings, low_rank=low_rank, steps=all_steps(case), interpret=True, **how
         )
     )(weights, low_rank)
 

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.benchmarking.expected_kernels import (
-    _allowed,
-    _wrong_kernels,
-    refuse_dequantized,
-)
+from moejax.benchmarking.expected_kernels import _allowed, _wrong_kernels, refuse_dequantized
 from moejax.errors import MoejaxError
 from moejax.inference import kernel_warnings
 from moejax.inference.runner import Runner

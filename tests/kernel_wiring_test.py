@@ -23,12 +23,7 @@ from moejax.models import transformer as token_step
 from moejax.models.config import LatentConfig, RopeScaling
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.moe import MoeInputs, ResidentExperts, routing_record
-from moejax.models.shapes import (
-    DEEPSEEK_V2_LITE,
-    MIXTRAL_8X7B,
-    QWEN3_30B_A3B,
-    QWEN3_NEXT_80B_A3B,
-)
+from moejax.models.shapes import DEEPSEEK_V2_LITE, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights import linear as ops
 from moejax.weights.linear import KernelChoice

@@ -32,14 +32,7 @@ from moejax.checkpoints.experts import ExpertReader
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.reader import CheckpointReader
 from moejax.checkpoints.sizes import checkpoint_sizes
-from moejax.devices import (
-    MESH_AXIS,
-    REPLICATED,
-    DeviceMesh,
-    device_nbytes,
-    make_mesh,
-    mesh_size,
-)
+from moejax.devices import MESH_AXIS, REPLICATED, DeviceMesh, device_nbytes, make_mesh, mesh_size
 from moejax.experts.budget import Limits
 from moejax.experts.load import _rows_of
 from moejax.experts.share_rows import ShareRows
@@ -176,7 +169,7 @@ class MeshTest(FolderTestCase):
             ("heads", "int3", "4,heads"),
             ("delta", "plain", "2,heads"),  # gates of heads
             ("biased", "plain", "2,heads"),
-        ),
+        )
     )
     def test_mesh_answers_as_one_device(self, case):
         kind, form, mesh = case

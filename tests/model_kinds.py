@@ -3,13 +3,7 @@
 import dataclasses
 from typing import Any
 
-from moejax.models.config import (
-    DeltaConfig,
-    LatentConfig,
-    ModelConfig,
-    RopeScaling,
-    RouterRule,
-)
+from moejax.models.config import DeltaConfig, LatentConfig, ModelConfig, RopeScaling, RouterRule
 from pallas_kernels.gating import Gating
 from tests.random_checkpoints import TINY
 

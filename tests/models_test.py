@@ -13,12 +13,7 @@ from moejax.models import attention
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.rope import _rotary_angles, rotate
 from moejax.models.stacked import rms_norm
-from moejax.models.transformer import (
-    flat_weights,
-    forward,
-    merge_weights,
-    model_definition,
-)
+from moejax.models.transformer import flat_weights, forward, merge_weights, model_definition
 from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, TOLERANCE, assert_near

@@ -46,10 +46,7 @@ class Case:
 CASES = {
     "qwen3_full_attention": Case(
         family="qwen3_moe",
-        fields={
-            "head_dim": 16,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
+        fields={"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         shape=(1, 1500),
         seed=0,
     ),

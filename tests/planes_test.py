@@ -439,8 +439,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
             self.assert_refused(job, said)
 
     @parameterized.parameters(
-        ({},),
-        ({"method": "milo", "rank": "Uniform-8", "rank_divisor": 2, "passes": 1},),
+        ({},), ({"method": "milo", "rank": "Uniform-8", "rank_divisor": 2, "passes": 1},)
     )
     @pytest.mark.slow
     def test_a_tier_refines_the_next_which_holds_all(self, how):

@@ -9,13 +9,7 @@ from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.policies.base import PolicySpec
-from moejax.policies.make import (
-    POLICIES,
-    make_policy,
-    parts_of,
-    settings_of,
-    with_kernels,
-)
+from moejax.policies.make import POLICIES, make_policy, parts_of, settings_of, with_kernels
 from tests import policies_contract as contract
 from tests import slow
 from tests.policies_cases import CASES, LISTS, SPEC, random_trace
@@ -127,11 +121,7 @@ class MakeTest(parameterized.TestCase):
         ("dymoe", {"rounding": "floor"}, "rounding='floor' must be one of diffused, ceil"),
         ("dymoe", {"selection": "worst"}, "selection='worst' must be one of critical"),
         ("compose", {"rho": 1}, "rho is of no part of parts=dynaexq+dymoe"),
-        (
-            "compose",
-            {"parts": "dymoe+buddymoe", "period": 9},
-            "period is of no part of parts=dymoe",
-        ),
+        ("compose", {"parts": "dymoe+buddymoe", "period": 9}, "period is of no part of parts=dymo"),
         ("dymoe", {"sensitivity": (1.0,)}, "sensitivity is of schedule='sensitivity', not of"),
         ("dymoe", {"aggregation": "max"}, "aggregation='max' must be one of mean, sum, last_query"),
         ("dymoe", {"sensitivity": 3}, "sensitivity=3 must be a tuple"),

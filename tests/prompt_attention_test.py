@@ -17,12 +17,7 @@ from moejax.inference.runner import Runner
 from moejax.models import attention
 from moejax.models.kv_cache import empty_cache
 from moejax.models.moe import ResidentExperts
-from moejax.models.shapes import (
-    DEEPSEEK_V2_LITE,
-    MIXTRAL_8X7B,
-    QWEN3_30B_A3B,
-    QWEN3_NEXT_80B_A3B,
-)
+from moejax.models.shapes import DEEPSEEK_V2_LITE, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights import linear as ops
 from pallas_kernels.target import SIMULATED, Choice, Target

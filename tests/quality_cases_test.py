@@ -8,14 +8,7 @@ from absl.testing import absltest, parameterized
 from moejax.policies.buddy_lists import BuddyLists
 from scripts.studies.quality import buddymoe as quality_buddymoe
 from scripts.studies.quality import cases, dymoe, dynaexq
-from scripts.studies.quality.cases import (
-    MET,
-    NOT_MEASURED,
-    NOT_MET,
-    NOT_SHOWN,
-    Claim,
-    Comparison,
-)
+from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_MET, NOT_SHOWN, Claim, Comparison
 
 
 class VerdictTest(parameterized.TestCase):

@@ -175,12 +175,7 @@ class AutoRoundTest(FormatTestCase):
     )
     def test_values(self, method, packing, bits, is_v1, symmetric):
         shape = (32, 64)
-        stored = files.random_matrix(
-            shape,
-            bits=bits,
-            group_size=32,
-            symmetric=symmetric,
-        )
+        stored = files.random_matrix(shape, bits=bits, group_size=32, symmetric=symmetric)
         config = {
             "quant_method": method,
             "packing_format": packing,
@@ -208,11 +203,7 @@ class AutoRoundTest(FormatTestCase):
 
 
 class CompressedTensorsTest(FormatTestCase):
-    @parameterized.product(
-        bits=[2, 3, 4, 8],
-        symmetric=[True, False],
-        group_size=[32, None],
-    )
+    @parameterized.product(bits=[2, 3, 4, 8], symmetric=[True, False], group_size=[32, None])
     def test_values(self, bits, symmetric, group_size):
         shape, dtype = (13, 160), np.float16 if symmetric else ml_dtypes.bfloat16
         stored = files.random_matrix(
@@ -301,10 +292,7 @@ class Fp8Test(FormatTestCase):
     def test_fused_experts(self):
         shape = (3, 200, 130)
         tensors, weights = files.fp8(shape, 0)
-        named = {
-            "a.b": tensors["weight"],
-            "a.b_scale_inv": tensors["weight_scale_inv"],
-        }
+        named = {"a.b": tensors["weight"], "a.b_scale_inv": tensors["weight_scale_inv"]}
         files.write(self.directory / "model.safetensors", named)
         stored = Tensors(stored_tensors(self.directory))
         config = {"quant_method": "fp8", "weight_block_size": [128, 128]}

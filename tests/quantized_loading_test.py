@@ -58,10 +58,7 @@ class KindsTest(LoadingTestCase):
         if kind == "latent":
             quantized = (*LATENT, *MLP, *EXPERTS, *SHARED)
             latent = model_kinds.LATENT["latent"]  # queries' rank is to hold whole groups
-            changes |= {
-                "moe_layers": (1,),
-                "latent": dataclasses.replace(latent, query_rank=64),
-            }
+            changes |= {"moe_layers": (1,), "latent": dataclasses.replace(latent, query_rank=64)}
         else:
             quantized = (*DELTA, *ATTENTION, *EXPERTS, *SHARED)
             delta = model_kinds.KINDS[kind]["delta_net"]

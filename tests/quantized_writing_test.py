@@ -51,9 +51,7 @@ class OwnTest(FormatTestCase):
             # Pools of a stack: the matrix owns rows 2 to 7 of them.
             u, v = (self._factor(rng, length, factor_bits) for length in shape)
             compensator = dataclasses.replace(
-                whole_compensator(u, v),
-                start=np.array(2, np.int32),
-                rank=np.array(rank, np.int32),
+                whole_compensator(u, v), start=np.array(2, np.int32), rank=np.array(rank, np.int32)
             )
             matrix = dataclasses.replace(matrix, compensators=(compensator,))
         tensors = matrix_tensors("a.b", matrix)

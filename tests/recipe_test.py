@@ -11,12 +11,7 @@ from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 
 DEFAULT = Scheme(
-    method="rtn",
-    bits=3,
-    group_size=16,
-    zero_kind="auto",
-    scale_dtype="float16",
-    factor_bits=8,
+    method="rtn", bits=3, group_size=16, zero_kind="auto", scale_dtype="float16", factor_bits=8
 )
 
 

@@ -11,15 +11,7 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine
 from moejax.serving.app import Access
-from tests.serving_case import (
-    NAME,
-    TEMPLATE,
-    Served,
-    served,
-    shared_engine,
-    slow_steps,
-    wait_until,
-)
+from tests.serving_case import NAME, TEMPLATE, Served, served, shared_engine, slow_steps, wait_until
 from tests.tiny_engine import tokenizer_json
 
 ENGINE: Engine

@@ -24,14 +24,7 @@ from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.testing import simulator
 from pallas_kernels.testing.simulator import _Simulator
 from tests import slow
-from tests.grouped_dequant_matmul_cases import (
-    INT2,
-    INT3,
-    INT4,
-    INT8,
-    PLAIN,
-    WHOLE,
-)
+from tests.grouped_dequant_matmul_cases import INT2, INT3, INT4, INT8, PLAIN, WHOLE
 from tests.grouped_dequant_matmul_contract import (
     BEYOND,
     SKIPPED,

@@ -14,11 +14,7 @@ from moejax.files.result_rows import ResultRow, append_rows, read_rows
 from moejax.policies.baselines import OnDemand
 from moejax.routing.profile_file import save_buddies
 from moejax.routing.simulate import recommend, sweeping, table
-from moejax.routing.simulate.costs import (
-    GIB,
-    Machine,
-    measured_rows,
-)
+from moejax.routing.simulate.costs import GIB, Machine, measured_rows
 from moejax.routing.simulate.sweeping import Tiers
 from moejax.routing.simulate.sweeping import sweep as sweep_over
 from moejax.routing.trace import write_trace

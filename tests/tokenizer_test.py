@@ -204,8 +204,7 @@ class TokenizerTestCase(FolderTestCase):
     def _tokenizer(self, kind, **config):
         self.tokenizers[kind].save(str(self.directory / "tokenizer.json"))
         self._write(
-            "tokenizer_config.json",
-            {"bos_token": "<|start|>", "eos_token": ADDED_END, **config},
+            "tokenizer_config.json", {"bos_token": "<|start|>", "eos_token": ADDED_END, **config}
         )
         return Tokenizer.from_directory(self.directory)
 
@@ -413,10 +412,7 @@ class ChatTemplateTest(TokenizerTestCase):
         ("{{ messages.append(1) }}", "the chat template failed: access to attribute 'append'"),
         ("{{ messages[0].content + 1 }}", "the chat template failed: "),
         ("{{ 1 / 0 }}", "the chat template failed: division by zero"),
-        (
-            "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-            "the chat template failed: maximum recursion depth exceeded",
-        ),
+        ("{% macro f(x) %}{{f(x)}}{% endmacro %}{{f(1)}}", "the chat template failed: maximum rec"),
         ("{% for i in range(100001) %}{% endfor %}", "the chat template failed: Range too big"),
         ("{{ raise_exception('two\nlines') }}", "the chat template failed: two lines"),
         ("{{ ().__class__.__base__.__subclasses__() }}", "is unsafe"),

@@ -19,11 +19,7 @@ from scripts.demo_training import corpus as corpus_lib
 from scripts.demo_training.batches import crop_source, sample_crops
 from scripts.demo_training.losses import head_loss
 from scripts.demo_training.objective import Objective, training_forward
-from scripts.demo_training.optimizer import (
-    OptimizerConfig,
-    from_views,
-    to_views,
-)
+from scripts.demo_training.optimizer import OptimizerConfig, from_views, to_views
 from scripts.demo_training.scoring import cut_windows, make_scorer, score_windows
 from scripts.demo_training.trainer import CheckpointStore, StepConfig, initial_state, make_step
 from tests.numpy_model import TINY
