@@ -1,15 +1,28 @@
-"""Prompts of a benchmark: every form of file, what is wrong with one, how many tokens there are."""
+"""Prompts of a benchmark, made-up routing's place in it, and its figures by hand."""
 
+import contextlib
+import dataclasses
 import json
 import lzma
+import types
 from typing import Any
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.benchmarking import requests
+from moejax.benchmarking import bandwidth, requests, routing, running
+from moejax.benchmarking.measuring import BatchTimes, Bench, Measurement
+from moejax.benchmarking.models import models_of
 from moejax.benchmarking.requests import _RawPrompt, read_prompt_file
+from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.steps import StepOutput
+from moejax.models.shapes import TINY
+from moejax.routing.trace import Trace, trace_of_replay
 from tests.folder_case import FolderTestCase
 
 SHAREGPT = [
@@ -120,3 +133,193 @@ class LengthTest(absltest.TestCase):
         array = np.asarray(found.prompts)
         self.assertEqual(array.shape, (5, 50))
         self.assertEqual((array.min(), array.max()), (0, 6))
+
+
+def measured(*runs: list[BatchTimes]) -> Measurement:
+    return Measurement(list(runs), [1.0] * len(runs), {}, 2.0, 0.0, 0.0, 0.0)
+
+
+# Two requests of 4 and 6 tokens, 5 new each: calls of 3 steps and of 1.
+FIRST = BatchTimes([4, 6], [5, 5], 0.5, [(0.3, 3), (0.2, 1)])
+SECOND = BatchTimes([10, 10], [5, 5], 1.5, [(0.6, 3), (0.1, 1)])
+
+
+class EndsTest(absltest.TestCase):
+    def test_a_call_in_which_all_answers_ended_is_no_time_of_a_step(self):
+        """Two answers of 9 tokens asked for, in calls of 4; both end in the second call."""
+        calls = iter([[[2, 2, 2, 2], [2, 2, 0, -1]], [[0, -1, -1, -1], [-1] * 4], [[-1] * 4] * 2])
+        session = types.SimpleNamespace(failures_before=0, emitted=StepOutput([[1], [1]], None))
+
+        def decode(*_: Any) -> None:
+            session.emitted = StepOutput(next(calls), None)
+
+        runner: Any = types.SimpleNamespace(
+            memory=None, fixed=None, programs=types.SimpleNamespace(seconds=0.0), decode=decode,
+            prefill=lambda *_: session, reading=lambda _: contextlib.nullcontext(),
+        )  # fmt: skip
+        settings = GenerationSettings.of(max_new_tokens=9)
+        bench = Bench(runner, context=64, settings=settings, eos_ids=(0,), steps_per_call=4)
+        found = bench._batch([[5, 6], [7]])
+        self.assertEqual([steps for _, steps in found.calls], [4])
+        self.assertEqual(found.new_tokens, [6, 4])
+        self.assertGreater(found.ended_s, 0)
+        self.assertAlmostEqual(found.until_end_s, found.calls[0][0] + found.ended_s)
+
+
+class TimesTest(absltest.TestCase):
+    def test_by_hand(self):
+        found = running._of_times(measured([FIRST, SECOND]))
+        expected = {
+            "TTFT median": 1000.0,  # of 500, 500, 1500, 1500
+            "TTFT p99": 1500.0,
+            "TPOT median": 1e3 * (0.125 + 0.175) / 2,
+            "ITL median": 1e3 * (0.1 + 0.2) / 2,  # of 0.1 x 4 and 0.2 x 4
+            "prefill throughput": 30 / 2.0,
+            "decode throughput": 16 / 1.2,
+            "output throughput": 20 / 3.2,
+            "request throughput": 4 / 3.2,
+        }
+        for name, value in expected.items():
+            self.assertAlmostEqual(found[name].value, value, places=6, msg=name)
+
+    def test_runs_are_a_median_and_a_spread(self):
+        slow = [BatchTimes([4], [2], 9.0, [(4.0, 1)])]
+        quick = [BatchTimes([4], [2], 1.0, [(1.0, 1)])]
+        middle = [BatchTimes([4], [2], 2.0, [(3.0, 1)])]
+        found = running._of_times(measured(slow, quick, middle))["TTFT median"]
+        self.assertEqual((found.value, found.low, found.high), (2000.0, 1000.0, 9000.0))
+
+    def test_one_token_has_no_tpot(self):
+        found = running._of_times(measured([BatchTimes([4], [1], 1.0, [])]))
+        self.assertIn("TTFT median", found)
+        self.assertNotIn("TPOT median", found)
+        self.assertNotIn("decode throughput", found)
+
+    def test_positions(self):
+        # Steps read 5, 6, 7, 8 and 7, 8, 9, 10 positions.
+        self.assertEqual(running._positions(FIRST), (26 + 34) / 4)
+        self.assertEqual(running._positions(FIRST, window=6), (5 + 6 * 3 + 6 * 4) / 4)
+
+
+class FloorTest(absltest.TestCase):
+    def test_by_hand(self):
+        def leaf(nbytes: int) -> Any:
+            return jnp.zeros(nbytes, jnp.uint8)
+
+        runner: Any = types.SimpleNamespace(
+            config=TINY, dtype=np.dtype(np.float32), mesh=None,
+            weights={"embed": leaf(10**6), "head": leaf(1000), "attention.o_proj": leaf(200),
+                     "moe.gate_up": leaf(8000), "moe.down": leaf(4000)},
+        )  # fmt: skip
+        found = running._of_floor(measured([FIRST]), runner, bandwidth.Bandwidth(1e6, "x"))
+        # The embeddings are looked up; 2 of 8 experts; keys and values of 2 layers, 2 heads of 16.
+        least = 1000 + 200 + 12000 * 2 / 8 + 15 * 2 * 2 * 2 * 16 * 4
+        self.assertAlmostEqual(found["byte floor of a decode step"].value, least / 1e6)
+        self.assertAlmostEqual(found["time of the byte floor"].value, 1e3 * least / 1e6)
+        share = 100 * (least / 1e6) / 0.125
+        self.assertAlmostEqual(found["share of the byte floor"].value, share)
+
+
+class BandwidthTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H100 PCIe", 2.0e12), ("NVIDIA H200", 4.8e12),
+        ("NVIDIA A100-SXM4-80GB", 2.039e12), ("NVIDIA A100-SXM4-40GB", 1.555e12),
+        ("NVIDIA L40S", 0.864e12), ("Tesla T4", 0.32e12), ("NVIDIA H200 MIG 1g.18gb", None),
+        ("Something new", None),
+    )  # fmt: skip
+    def test_names(self, kind, expected):
+        self.assertEqual(bandwidth._stated(kind), expected)
+
+    def test_what_is_not_known_is_measured_and_said(self):
+        with mock.patch.object(bandwidth, "COPIED_BYTES", 2**20):
+            found = bandwidth.bandwidth_of(jax.devices("cpu")[0])
+        self.assertEqual(found.source, "measured by a copy of 1 MiB")
+        self.assertBetween(found.bytes_per_s, 1e8, 1e13)
+
+
+class RoutingTest(parameterized.TestCase):
+    def of_trace(self, trace: Trace, batch: int) -> routing.Workload:
+        return routing.of_trace(TINY, trace, batch, recall=0.85, seed=0, name="x")
+
+    def test_a_trace_of_the_shape_is_replayed_as_it_is(self):
+        ids = np.arange(40 * 2 * 2).reshape(40, 2, 2) % 8
+        found = self.of_trace(trace_of_replay(ids, 8), 2)
+        self.assertEqual(found.ids.shape, (256, 2, 2, 2))
+        np.testing.assert_array_equal(found.ids[:40, :, 0], ids)
+        np.testing.assert_array_equal(found.ids[40:80, :, 0], ids)
+        np.testing.assert_array_equal(found.ids[:20, :, 1], ids[20:])
+        chosen = np.take_along_axis(found.probabilities, found.ids, -1)
+        rest = found.probabilities.copy()
+        np.put_along_axis(rest, found.ids, 0, axis=-1)
+        self.assertTrue((chosen.min(-1) >= rest.max(-1)).all())
+
+    def test_weights_of_the_trace_are_the_gates(self):
+        ids = np.tile(np.array([3, 5]), (4, 2, 1))
+        trace = trace_of_replay(ids, 8)
+        weights = np.tile(np.float16([0.25, 0.75]), (4, 2, 1))
+        trace = Trace(**{**trace.tensors(), "weights": weights, "num_experts": 8})
+        found = self.of_trace(trace, 1)
+        np.testing.assert_array_equal(found.ids[0, 0, 0], [5, 3])
+        chosen = found.probabilities[0, 0, 0, [5, 3]]
+        self.assertAlmostEqual(chosen[0] / chosen.sum(), 0.75, delta=0.02)
+
+    def test_a_trace_of_fewer_experts_is_scaled_and_says_so(self):
+        ids = np.arange(30 * 1 * 1).reshape(30, 1, 1) % 4
+        found = self.of_trace(trace_of_replay(ids, 4), 1)
+        self.assertIn("scaled from 4 experts, gates made up", found.about)
+        self.assertEqual(found.ids.shape[1:], (2, 1, 2))
+        with self.assertRaisesRegex(MoejaxError, "does not suit the shape"):
+            self.of_trace(trace_of_replay(ids, 5), 1)
+
+    def test_skew_makes_some_popular(self):
+        def most(exponent: float) -> float:
+            how: dict[str, Any] = {"exponent": exponent, "recall": 0.85, "seed": 0, "shape": ""}
+            counts = routing.with_skew(TINY, 1, **how).activations()
+            return float((counts.max(1) / counts.sum(1)).mean())
+
+        self.assertLess(most(0.0), 0.2)
+        self.assertGreater(most(3.0), 0.35)
+
+    @parameterized.parameters(
+        ("Qwen3-30B-A3B", None, "rank r as r^-0.85 (Qwen3-30B-A3B's own)"),
+        ("Qwen3-Next-80B-A3B", None, "even popularity (no skew of Qwen3-Next-80B-A3B is"),
+        ("DeepSeek-V2-Lite", 1.0, "rank r as r^-1 (as asked)"),
+        ("Qwen3-30B-A3B", 0.0, "even popularity (as asked)"),
+    )
+    def test_the_skew_is_of_the_shape_by_name_and_is_said(self, shape, exponent, said):
+        of = dataclasses.replace(TINY, num_experts=128)  # which says nothing of the skew
+        found = routing.with_skew(of, 8, shape=shape, exponent=exponent, recall=1.0, seed=0)
+        self.assertIn(said, found.about)
+        counts = found.activations()
+        popular = (counts.max(1) / counts.sum(1)).mean()
+        self.assertEqual(popular > 0.05, "even" not in said)
+
+
+class ConfigTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"batches": (0,)}, "batches"), ({"batches": (1, 2000)}, "batches"),
+        ({"budgets": (-1.0,)}, "budgets"), ({"runs": 0}, "runs=0 must be at least 1"),
+        ({"new_tokens": 0}, "new_tokens"), ({"shape": "Qwen"}, "shape='Qwen' must be one of"),
+        ({"skew": "zipf:1"}, "skew is for random weights"),
+        ({"shape": "tiny", "skew": "zipf"}, "uniform or zipf:S"),
+        ({"shape": "tiny", "skew": "uniform", "trace": "x"}, "both say the routing"),
+        ({"shape": "tiny", "prompts": "x"}, "no tokenizer"),
+        ({"shape": "tiny", "num_prompts": 6, "batches": (2, 4)}, "no multiple of batch 4"),
+        ({"shape": "tiny", "mxfp4": True, "expert_rank": 8}, "in MXFP4 have no compensators"),
+        ({"shape": "tiny", "mxfp4": True, "bits": 3, "dense_rank": 8}, "a shape and fewer bits"),
+        ({"output": "x.txt"}, "must end with one of"), ({"split": "words"}, "split"),
+    )  # fmt: skip
+    def test_what_is_refused(self, fields, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            BenchmarkConfig(**fields).check()
+
+    def test_a_mesh_cuts_mxfp4_in_its_own_groups(self):
+        how: dict[str, Any] = {"shape": "tiny", "platform": "cpu", "mesh": "2"}
+        found = models_of(BenchmarkConfig(mxfp4=True, **how))
+        self.assertEqual(found._own.expert_dim, 32)  # one group of each of two devices
+        with self.assertRaisesRegex(MoejaxError, "1 groups of 64, too few for a mesh of 2"):
+            models_of(BenchmarkConfig(bits=4, **how))
+
+    def test_points_are_every_batch_under_every_budget(self):
+        config = BenchmarkConfig(batches=(1, 4), budgets=(12.0, 0.0))
+        self.assertEqual(config.points(), [(1, 12.0), (4, 12.0), (1, 0.0), (4, 0.0)])

@@ -30,7 +30,7 @@ from pallas_kernels import buddy_search, cache_plan, expert_fetch
 from pallas_kernels.target import Target
 from tests import slow, tiny_engine
 from tests.buddymoe_cases import random_lists
-from tests.shared_slots_test import shared_memory
+from tests.refining_tiers_test import shared_memory
 
 CONFIG = tiny_engine.CONFIG
 NUM_LAYERS, NUM_EXPERTS, WIDTH = 2, CONFIG.num_experts, 16

@@ -1,4 +1,4 @@
-"""The import rules of the project, read with `ast` from every source file."""
+"""Rules of the sources, read with `ast`: imports, lengths, names, first lines of docstrings."""
 
 import ast
 import functools
@@ -273,3 +273,37 @@ class ImportsTest(parameterized.TestCase):
     )
     def test_what_is_allowed_passes(self, path, source):
         self.assertEmpty(breaches(path, source))
+
+
+# A genitive or a relative clause in place of a subject makes a riddle of a first line.
+FORBIDDEN = (
+    "Of", "As", "What", "That", "Those", "Its", "Who", "Around", "Likewise", "The same", "See",
+)  # fmt: skip
+STARTS = tuple(word + mark for word in FORBIDDEN for mark in (" ", ",", ".", ":", ";", "\n"))
+
+
+def riddles(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yields a line for each docstring that begins with a forbidden word."""
+    for node in statements(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = (ast.get_docstring(node, clean=False) or "").lstrip()
+            if text in FORBIDDEN or text.startswith(STARTS):
+                yield f"{path}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
+
+
+class ProseTest(parameterized.TestCase):
+    def test_docstrings_begin_with_a_subject_or_a_verb(self):
+        files = source_files().items()
+        found = [line for path, (_, tree) in files for line in riddles(path, tree)]
+        self.assertEmpty(found, "\n".join(found))
+
+    @parameterized.parameters(*FORBIDDEN)
+    def test_planted_riddle_is_caught(self, word):
+        for text in (f"{word} a layer.", f"{word}: a layer.", f"{word}."):
+            for source in (f'"""{text}"""', f'class C:\n    def f(self):\n        """{text}"""'):
+                self.assertLen(list(riddles("x.py", ast.parse(source))), 1, source)
+
+    @parameterized.parameters("Offsets of a row.", "Assigns slots.", "Whose slot it is.", "")
+    def test_plain_first_line_passes(self, text):
+        tree = ast.parse(f'def f():\n    """{text}"""')
+        self.assertEmpty(list(riddles("x.py", tree)))

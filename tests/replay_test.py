@@ -304,7 +304,7 @@ RUNS = {
 }
 
 
-FAST = ("dymoe 4/2",)  # shared slots: shared_slots_test.py
+FAST = ("dymoe 4/2",)  # shared slots: refining_tiers_test.py
 
 
 @functools.cache
