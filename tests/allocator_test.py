@@ -7,7 +7,6 @@ from unittest import mock
 
 import jax
 import pytest
-from absl import logging
 from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError, Tiering
@@ -51,20 +50,6 @@ class RoomTest(parameterized.TestCase):
         limits = Limits(device_gib=stated, slots=3)
         device = fake_device() if room is None else fake_device(bytes_limit=room)
         self.assertEqual(machine.device_limits(device, limits), Limits(device_gib=found, slots=3))
-
-    def test_a_line_where_the_allocator_is_the_tighter_one(self):
-        limits = Limits(device_gib=16)
-        with self.assertLogs(logging.get_absl_logger(), "WARNING") as said:
-            found = machine.device_limits(
-                fake_device(bytes_limit=15 * GIB + GIB // 2, bytes_in_use=GIB // 4), limits
-            )
-        self.assertEqual(found.device_gib, 15.25)
-        (line,) = (record.getMessage() for record in said.records)
-        self.assertIn("memory.device_gib=16, but the allocator of", line)
-        self.assertIn("has 15.250 GiB left", line)
-        for device in (fake_device(), fake_device(bytes_limit=16 * GIB)):
-            with self.assertNoLogs(logging.get_absl_logger(), "WARNING"):
-                self.assertEqual(machine.device_limits(device, limits), limits)
 
     def test_what_cannot_fit_is_refused_without_a_limit_too(self):
         parts = {

@@ -15,10 +15,9 @@ from typing import Any
 from unittest import mock
 
 import jax
-from absl import flags
 from absl.testing import absltest, parameterized
 
-from moejax import __version__, benchmark, cli, evaluate, generate, plan, quantize
+from moejax import __version__, cli, evaluate, generate, plan, quantize
 from moejax.config.commands import GenerateConfig, MemoryConfig
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
@@ -179,10 +178,6 @@ class CliTest(FolderTestCase):
         self.run_main(f"--config={ROOT}/configs/qwen3_30b_a3b.py", "--config.top_k=5", "--prompt=a")
         self.assertEqual((self.config.checkpoint, self.config.top_k), ("Qwen/Qwen3-30B-A3B", 5))
 
-    def test_override_before_the_config_file(self):
-        self.run_main("--config.top_k=5", "--prompt=a", f"--config={ROOT}/configs/qwen3_30b_a3b.py")
-        self.assertEqual((self.config.checkpoint, self.config.top_k), ("Qwen/Qwen3-30B-A3B", 5))
-
     def test_config_file_lacks_fields_that_another_command_has(self):
         # A file of generate's serves plan, whose own fields it lacks.
         argv = ["plan", f"--config={ROOT}/configs/demo.py", "--config.bits=8"]
@@ -215,14 +210,6 @@ class CliTest(FolderTestCase):
         policy = PolicyConfig(name="dymoe", **expected) if of_policy else PolicyConfig()
         own = {} if of_policy else expected
         self.assertEqual(self.config, GenerateConfig(policy=policy, **own))
-
-    def test_lists_of_numbers(self):
-        argv = ["benchmark", "--batches=1,4,16", "--config.budgets=(12, 16.5)"]
-        config, _ = cli.parse(benchmark.COMMAND, argv)
-        self.assertEqual((config.batches, config.budgets), ((1, 4, 16), (12.0, 16.5)))
-        for text in ("1,x", "(1, 2.5)", "1.5"):
-            with self.assertRaisesRegex(flags.Error, "batches=.* must be"):
-                cli.parse(benchmark.COMMAND, ["benchmark", f"--batches={text}"])
 
     def test_without_config_the_demo_runs(self):
         self.run_main("--prompt=a")
@@ -298,20 +285,9 @@ class CliTest(FolderTestCase):
         self.assertEqual("".join(map(chr, prompt[1:])), text)
         self.assertEqual((self.config.seed, self.config.stop), (3, (text,)))
 
-    def test_value_after_a_config_file(self):
-        path = f"{ROOT}/configs/mixtral_8x7b.py"
-        self.run_main("--config", path, "--prompt", "--config=zzz", "--config.stop", "--config.x=1")
-        self.assertEqual(self.config.stop, ("--config.x=1",))
-        self.assertIn("ixtral", self.config.checkpoint)
-
     @parameterized.parameters("--config=zzz", "--config.zzz=1")
     def test_flags_end_at_two_dashes(self, text):
         self.assert_fails(f"'{text}' is no flag", "--prompt=a", "--", text, status=2)
-
-    def test_byte_order_mark_of_a_prompt_file(self):
-        path = self.directory / "bom.txt"
-        path.write_bytes(b"\xef\xbb\xbfab")
-        self.assertEqual(self.run_main(f"--prompt_file={path}")[0], "\x01AB\n")
 
     def test_prompt_file_that_is_not_utf8(self):
         path = self.directory / "latin1.txt"
@@ -559,7 +535,3 @@ class ProcessTest(absltest.TestCase):
         self.assertEqual(status, 1)
         self.assertStartsWith(err, "Traceback (most recent call last):")
         self.assertEndsWith(err, "ZeroDivisionError: division by zero\n")
-
-    def test_ctrl_c_after_the_end_changes_nothing(self):
-        last = "atexit.register(lambda: (print('last', flush=True), time.sleep(1)))"
-        self.assertEqual(self.interrupted("pass", last), (0, "last\n", ""))

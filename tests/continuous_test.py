@@ -288,27 +288,6 @@ class TurnsTest(absltest.TestCase):
         batch.step()
         self.assertEqual((batch.counts.chunks, batch.counts.decode_rows), (3, 5))
 
-    def test_a_row_that_is_ended_is_told_nothing_more(self):
-        runner = resident_runner()
-        [(prompt, settings), *_] = rows_of()
-        batch = running(runner)
-        left, stays, waits = (batch.submit(prompt, settings) for _ in range(3))
-        tokens: dict[int, list[int]] = {left: [], stays: [], waits: []}
-        batch.end(waits)
-        for _ in range(3):
-            for number, delta in batch.step():
-                tokens[number] += delta.tokens
-        batch.end(left)
-        before, tokens[left] = tokens[left], []
-        last = batch.submit(prompt, settings)
-        tokens[last] = []
-        while batch.num_rows:
-            for number, delta in batch.step():
-                tokens[number] += delta.tokens
-        expected = alone(runner, prompt, settings)
-        self.assertEqual(before, expected[: len(before)])
-        self.assertEqual(tokens, {left: [], stays: expected, waits: [], last: expected})
-
     def test_after_an_error_it_can_be_used_again(self):
         runner = resident_runner()
         batch, [row, *_] = running(runner), rows_of()

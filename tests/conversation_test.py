@@ -25,7 +25,6 @@ from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.inference import compile_notice
 from moejax.inference.generation import Chunk
-from moejax.loading import load_engine
 from tests import commands, slow
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
@@ -138,19 +137,6 @@ class ConversationTest(FolderTestCase):
         expected = [self.answer(f"u:ab!{how}") for how in (first, "[True]", "[False]")]
         self.assertEqual((status, out), (0, "\n".join(expected) + "\n"), err)
         self.assertNotIn("changes nothing", err)
-
-    def test_thinking_that_the_template_does_not_know(self):
-        path = self.checkpoint / "chat_template.jinja"
-        path.write_text(TEMPLATE.partition("{% if")[0])
-        self.addCleanup(path.write_text, TEMPLATE)
-        self.enter_context(mock.patch.object(generate, "load_engine", load_engine))
-        for text, flag, name in (
-            (b"/think\n/no_think\n", "auto", "enable_thinking"),
-            (b"/reset\n", "on", "enable_thinking"), (b"/reset\n", "low", "reasoning_effort"),
-        ):  # fmt: skip
-            _, _, err = self.piped(text, "--chat", f"--config.thinking={flag}")
-            said = f"the model's chat template has no {name}: the setting changes nothing"
-            self.assertEqual(err.count(said), len(text.splitlines()), err)
 
     def test_ctrl_c_ends_an_answer_and_its_part_stays_in_the_conversation(self):
         stream = Engine.stream

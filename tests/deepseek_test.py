@@ -25,7 +25,6 @@ from moejax.models import latent_attention
 from moejax.models.attention import Attended
 from moejax.models.config import LatentConfig as Widths
 from moejax.models.config import ModelConfig, RopeScaling, RouterRule
-from moejax.models.hf.names import multi_token
 from moejax.models.kv_cache import empty_cache
 from moejax.models.latent_attention import _is_expanded
 from moejax.models.layer_index import layer_indices
@@ -187,12 +186,6 @@ class FurtherLayersTest(parameterized.TestCase):
             save_file(tensors | {wrong: np.zeros(4, np.float32)}, file)
             with self.assertRaisesRegex(MoejaxError, f"unexpected tensors.*{wrong}"):
                 load_leaves(path, jnp.bfloat16)
-
-    @parameterized.parameters("glm4_moe", "glm4_moe_lite")
-    def test_those_of_glm_are_left_out_too(self, family):
-        config = dataclasses.replace(sigmoid_router(TINY), family=family)
-        last, further = (f"model.layers.{config.num_layers + i}.eh_proj.weight" for i in (-1, 0))
-        self.assertEqual(multi_token(config, [last, further]), [further])
 
     def test_a_bias_decides_who_is_chosen_and_not_the_order(self):
         config = dataclasses.replace(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import benchmark, cli
 from moejax.benchmarking.record import COLUMNS
 from moejax.config.options import options
 from moejax.config.policy import SETTINGS
@@ -241,13 +240,6 @@ class PagesTest(absltest.TestCase):
 
 
 class BenchmarkTest(absltest.TestCase):
-    def test_dynaexqs_workload(self):
-        argv = ["benchmark", f"--config={ROOT / 'configs/benchmark_dynaexq.py'}"]
-        config, _ = cli.parse(benchmark.COMMAND, argv)
-        sizes = (config.num_prompts, config.prompt_tokens, config.new_tokens)
-        self.assertEqual(sizes, (128, 2048, 256))
-        self.assertEqual((min(config.batches), max(config.batches)), (1, 32))
-
     def test_every_figure_of_the_table_is_explained(self):
         text = (ROOT / "docs/benchmark.md").read_text(encoding="utf-8")
         explained = " ".join(re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE))

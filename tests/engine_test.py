@@ -111,20 +111,6 @@ class PromptTest(parameterized.TestCase):
         self.assertGreater(answer.timing.ttft_s, 0)
         self.assertGreater(answer.timing.tpot_s, 0)
 
-    def test_token_ids_without_a_tokenizer(self):
-        engine = sibling(tokenizer=None)
-        prompt = random_prompt(20)
-        [answer] = engine.generate(prompt, max_new_tokens=4)
-        self.assertIsNone(answer.text)
-        self.assertEqual([answer.tokens], answers(prompt, max_new_tokens=4))
-        chunks = list(engine.stream(prompt, max_new_tokens=4))
-        self.assertEqual([chunk.token for chunk in chunks], answer.tokens)
-        for prompts in ("text", [prompt, "text"]):
-            with self.assertRaisesRegex(MoejaxError, r"no tokenizer\.json: give token ids"):
-                engine.generate(prompts)
-        with self.assertRaisesRegex(MoejaxError, "stop strings need a tokenizer"):
-            engine.generate(prompt, stop="x")
-
     @parameterized.parameters(
         ("", "an empty prompt"),
         ([[]], "an empty prompt"),

@@ -8,7 +8,6 @@ import math
 import pathlib
 import re
 import sys
-import types
 from typing import Any
 from unittest import mock
 
@@ -81,15 +80,6 @@ class EvaluateTest(FolderTestCase):
         self.assertIn(said, out)
         self.assertIn("window 32, stride 8, bos none", out)
         self.assertIn("scoring", err)
-
-    def test_the_beginning_only(self):
-        status, _, err = self.run_main(max_tokens=20, output=self.folder / "b.json")
-        self.assertEqual(status, 0, err)
-        record = json.loads((self.folder / "b.json").read_text())
-        self.assertEqual((record["tokens"], record["protocol"]["stride"]), (20, 32))
-        spelt = self.engine.tokenizer.decode(self.engine.tokenizer.encode(TEXT)[:20])
-        self.assertEqual(record["bytes"], len(spelt))
-        self.assertIn("the first 20 tokens", record["text"]["source"])
 
     def _cut(self, after: int, **fields: Any) -> tuple[int, str, str]:
         """A run that is interrupted after so many batches."""
@@ -205,25 +195,6 @@ class EvaluateTest(FolderTestCase):
         self.assertEqual(load_text(str(raw), "none").content, RAW)
         self.assertEqual(load_text(str(raw), "wikitext").content, JOINED)
         self.assertEqual(joined_rows("a\nb"), "a\n\n\nb\n")
-
-    def test_wikitext2_from_the_hub(self):
-        asked = []
-
-        def load_dataset(*args: str, split: str) -> dict[str, list[str]]:
-            asked.append((*args, split))
-            return {"text": ROWS}
-
-        fake = types.SimpleNamespace(load_dataset=load_dataset)
-        with mock.patch.dict(sys.modules, {"datasets": fake}):
-            self.assertEqual(load_text("wikitext2", "none").content, JOINED)
-        self.assertEqual(asked, [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")])
-        fake.load_dataset = mock.Mock(side_effect=ConnectionError("offline\nand more"))
-        with mock.patch.dict(sys.modules, {"datasets": fake}):
-            _, _, err = self.run_main(text="wikitext2")
-        self.assertRegex(err, r"^error: wikitext2 is not in the cache .*\(offline\); give a file")
-        with mock.patch.dict(sys.modules, {"datasets": None}):
-            _, _, err = self.run_main(text="wikitext2")
-        self.assertRegex(err, r"^error: wikitext2 needs the package datasets \(pip install ")
 
     @parameterized.parameters(
         ({"text": "none.txt"}, "there is no text file none.txt"),

@@ -186,22 +186,6 @@ class ContractTest(HostTestCase):
         self.assertIsNone(violation(interpreted(placed, Case()), operands))
 
     @slow.repeats()
-    @parameterized.parameters("reference", "triton")
-    def test_a_tree_keeps_its_form(self, implementation):
-        operands = random_operands(Case(), seed=3)
-        names = ("words", "scales", "zeros")
-        pools, hosts = (
-            {"a": dict(zip(names, arrays, strict=True)), "none": None}
-            for arrays in (operands.pools, operands.hosts)
-        )
-        interpret = implementation == "triton"
-        found = fetch(
-            pools, hosts, *operands[2:], implementation=implementation, interpret=interpret
-        )
-        self.assertEqual(jax.tree.structure(found), jax.tree.structure(pools))
-        self.assertIsNone(violation([found["a"][name] for name in names], operands))
-
-    @slow.repeats()
     @parameterized.product(
         how=("reference", "triton"), sizes=(("one_element", "jobs_17"), ("whole_blocks",) * 3)
     )

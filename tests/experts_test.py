@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -147,17 +145,6 @@ class ExpertsTest(HostTestCase):
         operands = self._operands(ids)
         found = RUN("block", *operands, layer=LAYER, mask=jnp.ones(num_tokens, bool))
         assert_near(found, self._expected(*operands))
-
-    @pytest.mark.slow
-    def test_weights_gathered_in_several_steps(self):
-        operands = self._operands(ROUTINGS["drawn"])
-        expert_bytes = 4 * (32 * 24 + 24 * 16)
-        for num_bytes in (0, 3 * expert_bytes):  # one of the 7 blocks at a time, and three
-            mask = jnp.ones(NUM_TOKENS, bool)
-            stacks = expert_products.ExpertStacks(*operands[2:], LAYER)
-            with mock.patch.object(moe, "STEP_BYTES", {"block": num_bytes}):
-                found = moe._experts_in_pairs(*operands[:2], stacks, mask, "block")
-            assert_near(found, self._expected(*operands))
 
     @parameterized.parameters((1, 8, 8), (64, 8, 8), (72, 8, 16), (4096, 8, 512), (10**6, 8, 512))
     def test_block_size(self, num_rows, num_experts, expected):

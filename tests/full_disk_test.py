@@ -14,11 +14,9 @@ from moejax.errors import MoejaxError
 from moejax.evaluation import perplexity_run
 from moejax.evaluation.answers import AnswerFile
 from moejax.files import whole as files
-from moejax.files.result_rows import ResultRow, append_rows, read_rows, write_rows
-from moejax.routing.trace import TraceWriter, write_trace
+from moejax.files.result_rows import ResultRow
 from tests import commands
 from tests.folder_case import FolderTestCase
-from tests.simulated_traces import random_trace
 
 FULL = pathlib.Path("/dev/full")
 ROW = ResultRow(
@@ -56,23 +54,6 @@ class FullDiskTest(FolderTestCase):
         with self.assert_one_line(said, *more), full_disk():
             yield
 
-    def test_traces(self):
-        trace = random_trace(step_sizes=[1] * 4, num_layers=2, num_experts=4, width=2)
-        with self.refused():
-            write_trace(self.path, trace)
-        self.assert_left()
-        # Bytes stay in a buffer until the file is closed, and fail then a second time.
-        writer = TraceWriter(self.path, 4)
-        with self.refused():
-            writer.append(**trace.tensors())
-            writer.close()
-        self.assert_left()
-        writer = TraceWriter(self.path, 4)
-        with full_disk():
-            writer.append(**trace.tensors())
-            writer._discard()
-        self.assert_left()
-
     def test_results_replace_what_was_there_or_nothing(self):
         with self.refused("run the same command again to resume"):
             perplexity_run._write_record(self.path, {"a": 1})
@@ -82,18 +63,6 @@ class FullDiskTest(FolderTestCase):
             perplexity_run._write_record(self.path, {"a": 2})
         self.assert_left("x.out")
         self.assertEqual(json.loads(self.path.read_text()), {"a": 1})
-
-    def test_rows_are_appended_whole_or_not_at_all(self):
-        with self.refused():
-            append_rows(self.path, [ROW])
-        self.assert_left()
-        append_rows(self.path, [ROW])
-        with self.refused():
-            append_rows(self.path, [ROW])
-        with self.refused():
-            write_rows(self.path, [ROW, ROW])
-        self.assert_left("x.out")
-        self.assertEqual(read_rows(self.path), [ROW])
 
     def test_what_was_appended_in_part_is_taken_back(self):
         files.append(self.path, "before\n")

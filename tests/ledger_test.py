@@ -114,33 +114,6 @@ class LedgerTest(parameterized.TestCase):
         self.assertEqual(found["layers"][0]["misses"], 4)
         self.assertEqual(found["bytes"]["demand"], 4 * MIB)
 
-    def test_describes_what_there_was(self):
-        self.book.add(residency.no_counts(2))
-        nothing = self.book.describe()
-        self.assertLen(nothing, 2)
-        self.assertIn("hits 0 (n/a)", nothing[0])
-        self.assertEqual(nothing[1], "moved: nothing")
-        disk = {"bytes": 2560, "reads": 5, "waits": 2, "retries": 3, "errors": 1}
-        self.book.add(example().add(0, waits=4), disk=disk)  # two of the four were there by then
-        self.assertEqual(
-            self.book.describe(),
-            [
-                "experts needed 20: hits 15 (75.0 %), misses 5 (admitted 4, streamed 1), "
-                "evictions 1",
-                "brought ahead: 4 predicted, 2 in bulk; 3 used, 1 wasted "
-                "(75.0 % of those decided were used)",
-                "moved: demand 4.00 MiB, stream 1.00 MiB, prefetch 4.00 MiB, bulk 2.00 MiB, "
-                "disk 2.50 KiB",
-                "stalls: about 0.0977 ms, if the link moves 50 GiB/s",
-                "disk: 5 experts read; steps waited for 2 of them; host memory had 77.8 % of what "
-                "they fetched",
-                "disk requests: retries 3, errors 1",
-            ],
-        )
-        self.assertEqual(self.book.host_hit_rate, 7 / 9)
-        self.book.bulk_requests = {"requested": 3, "refused": 0, "inserted": 2}
-        self.assertEqual(self.book.describe()[-1], "bulk requests: requested 3, inserted 2")
-
     def test_gate_mass(self):
         for _ in range(2):
             self.book.add(Counts(residency.no_counts(1).events, jnp.array([[3.0, 3.0]])))

@@ -36,11 +36,6 @@ def lru_hit_rate(trace: np.ndarray, slots: int, num_experts: int) -> float:
 
 
 class TraceTest(parameterized.TestCase):
-    def test_a_width_that_copies_do_not_divide(self):
-        small = np.tile(np.arange(16)[None, None], (3, 2, 1))[..., :4]
-        big = _scaled_trace(small, 16, num_layers=2, of_experts=64, width=6)
-        np.testing.assert_array_equal(big[0, 0], [0, 1, 16, 17, 32, 48])
-
     @parameterized.parameters((128, 8, 12), (32, 4, 7), (8, 2, 16))
     def test_a_scaled_trace_recurs_as_the_small_one(self, num_experts, width, num_layers):
         drawn = np.random.default_rng(2).random((200, 7, 32))

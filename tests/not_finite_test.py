@@ -19,10 +19,8 @@ from moejax import Engine
 from moejax.checkpoints.safetensors_reader import in_range, stored_tensors
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
-from moejax.experts.tiering import Tiering
-from moejax.inference.generation import GenerationSettings
 from moejax.inference.steps import _names_a_token
-from tests import slow, tiny_engine
+from tests import tiny_engine
 from tests.folder_case import FolderTestCase
 from tests.serving_case import served, tiny_chat_engine
 
@@ -163,35 +161,6 @@ class LogitsTest(FolderTestCase):
         engine = poisoned(self.engine(), np.nan)
         with self.assertRaisesRegex(MoejaxError, f"pair 1: {NO_TOKEN}"):
             engine.scorer.of_tokens([(PROMPT, [1, 2]), ([*PROMPT, BAD], [3])])
-
-    @slow.repeats()
-    @parameterized.parameters(None, "dynaexq")
-    def test_other_rows_of_a_batch_live_on(self, policy):
-        how: dict[str, Any] = {}
-        if policy:
-            how["policy"] = Tiering(
-                policy=policy, settings={"period": 8}, slots=(3, 8), emulate=True,
-                tiers=("int4", "int2"), quantizer="rtn", group_size=16,
-            )  # fmt: skip
-        settings = GenerationSettings(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
-        engine = self.engine(**how)
-        if not policy:
-            [alone] = engine.generate([PROMPT], max_new_tokens=20, ignore_eos=True)
-        poisoned(engine, np.nan)
-        pieces: list[list[Any]] = [[], []]
-        for told in engine.batch([PROMPT, [*PROMPT, BAD]], [settings] * 2).steps():
-            for row, piece in zip(pieces, told, strict=True):
-                row += [piece] if piece else []
-        self.assertLen(pieces[1], 1)
-        self.assertRegex(pieces[1][0].error, NO_TOKEN)
-        self.assertEqual(sum(len(piece.tokens) for piece in pieces[0]), 20)
-        self.assertEqual(pieces[0][-1].finish_reason, "length")
-        if policy:  # it knows nothing of what it saw
-            state = jax.tree.leaves(engine._runner.memory.pool.state)
-            self.assertTrue(all(np.isfinite(np.asarray(leaf)).all() for leaf in state))
-            self.assertTrue(np.isfinite(engine.ledger.gate).all())
-        else:
-            self.assertEqual([t for piece in pieces[0] for t in piece.tokens], list(alone.tokens))
 
 
 class ServerTest(absltest.TestCase):

@@ -276,12 +276,6 @@ def operands(
 
 class ExpertsTest(HostTestCase):
     @slow.repeats()
-    @parameterized.product(impl=("dense", "row"), name=("int3", "int2_int8_ranks", "fp8"))
-    def test_other_ways_equal_float64(self, impl, name):
-        args, expected = operands(name)
-        assert_near(RUN(impl, *args), expected)
-
-    @slow.repeats()
     @parameterized.parameters(sorted(SPECS))
     def test_blocks_equal_float64(self, name):
         args, expected = operands(name)

@@ -319,14 +319,6 @@ class MainTest(PlanCase):
             err = self.run_plan(asked, "--config.memory.disk_path=/no/where", *policy, status=1)
             self.assertIn("no such directory: /no/where", err)
 
-    def test_a_configuration_of_generate_serves(self):
-        out = self.run_plan(
-            f"--config={CONFIGS / 'demo.py'}", "--config.memory.slots=4", "--config.context=64"
-        )
-        self.assertIn("slots: 4 of 32 a layer", out)
-        self.assertIn("context 64, prefill by 64 tokens", out)
-        self.assertNotIn("context=0", out)
-
     def test_nothing_is_read_but_headers(self):
         write_random_checkpoint(self.directory)
         with mock.patch.object(safetensors_reader, "read_tensor", side_effect=AssertionError):
@@ -414,13 +406,6 @@ class MainTest(PlanCase):
         config = PlanConfig(shape="Qwen3-30B-A3B", mxfp4=True, mesh="8", context=64)
         [tier] = planning.budget_of(config).tiers
         self.assertEqual(tier.tier.expert_nbytes, 3 * 2048 * 96 * 4.25 / 8)  # 3 of 24 groups
-
-    def test_planes_of_a_shape_without_a_policy(self):
-        asked = ("--config.shape=Qwen3-30B-A3B", "--config.memory.device_gib=16")
-        out = self.run_plan(*asked, "--config.planes=2,4", "--config.bits=2")
-        self.assertIn("experts in int4 by bit planes 2,4, on a gpu", out)
-        of_int4 = self.run_plan(*asked, "--config.bits=4")
-        self.assertEqual(out.splitlines()[1:], of_int4.splitlines()[1:])
 
     @parameterized.parameters(
         ((), "planes=2,4 is for a shape"),

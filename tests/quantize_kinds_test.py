@@ -269,27 +269,3 @@ class CalibrationTest(parameterized.TestCase):
         added = (np.array(run.hidden, np.float64) - before).reshape(-1, config.model_dim)
         self.assertEqual(found.num_tokens, 210)
         numpy_model.assert_near(found.mean, 2 * added.T @ added / 210, factor=100)
-
-    def test_inputs_of_a_projection_from_a_latent(self):
-        config = model_kinds.config_of("latent")
-        weights = self.weights(config)
-        of_layer = self.of_layer(weights, config, 0)
-        run = LayerRun(
-            config, self.tokens, weights["embed"], dtype=jnp.float32, device=jax.devices("cpu")[0]
-        )
-        x = np.array(run.hidden, np.float64).reshape(-1, config.model_dim)
-        wide = {leaf: array.astype(np.float64) for leaf, array in of_layer.items()}
-        normed = numpy_model.rms_norm(x, wide["attention.norm"], config.norm_eps)
-        captured = run.capture(of_layer)
-        latents = numpy_model.rms_norm(
-            normed @ wide["attention.q_a"].T, wide["attention.q_a_norm"], 1e-6
-        )
-        for leaf, rows in (
-            ("attention.q_a", normed),
-            ("attention.kv_a", normed),
-            ("attention.q_b", latents),
-        ):
-            expected = 2 * rows.T @ rows / 210
-            numpy_model.assert_near(captured.hessian(leaf).mean, expected, factor=20)
-        with self.assertRaisesRegex(ValueError, "no Hessian of attention.kv_b"):
-            captured.hessian("attention.kv_b")

@@ -13,7 +13,6 @@ from unittest import mock
 import numpy as np
 import openai
 import pytest
-import tokenizers
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
@@ -21,7 +20,6 @@ from moejax.serving.fields import Fields
 from moejax.serving.requests import Conversation
 from moejax.text.chat_template import ChatSettings
 from tests.serving_case import NAME, Served, held_steps, served, tiny_chat_engine, wait_until
-from tests.tiny_engine import tokenizer_json
 
 ENGINE: Engine
 SERVER: Served
@@ -306,22 +304,6 @@ class ErrorsTest(parameterized.TestCase):
             status, answer, _ = SERVER.post("/v1/chat/completions", body)
         self.assertEqual((status, answer["error"]["message"]), (400, said))
 
-    def test_a_tokenizer_that_panics(self):
-        fields = json.loads(tokenizer_json())
-        text_b = [{"Sequence": {"id": "B", "type_id": 0}}]
-        fields["post_processor"] = {
-            "type": "TemplateProcessing", "single": text_b, "pair": [], "special_tokens": {},
-        }  # fmt: skip
-        panics = tokenizers.Tokenizer.from_str(json.dumps(fields))
-        with (
-            mock.patch.object(ENGINE.tokenizer, "_encoder", panics),
-            self.assertNoLogs(), self.assertNoLogs("uvicorn"),
-        ):  # fmt: skip
-            status, answer, _ = SERVER.post("/v1/completions", {"prompt": "a"})
-        self.assertEqual(status, 400)
-        self.assertRegex(answer["error"]["message"], "^the tokenizer of .* failed: [^\n]*$")
-        self.assertEqual(SERVER.post("/v1/completions", {"prompt": "a"})[0], 200)
-
     @parameterized.parameters(
         (b"", None), (b"{", None), (b"[]", None), (b"\xff", None), (b'{"prompt": NaN}', None),
         (b"[" * 90_000, None),
@@ -458,23 +440,6 @@ class ErrorsTest(parameterized.TestCase):
         for path, sent in (("completions", body), ("chat/completions", chat)):
             status, said, _ = SERVER.post(f"/v1/{path}", sent)
             self.assertEqual((status, said["error"]["param"]), (400, list(more)[-1]), said)
-
-    def test_a_conversation_with_the_thoughts_of_its_answers(self):
-        plain = [
-            {"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a dog"},
-            {"role": "user", "content": "and"},
-        ]  # fmt: skip
-        sent = [dict(message) for message in plain]
-        sent[1] |= {"reasoning_content": "dogs", "reasoning": "dogs", "refusal": None}
-        sent[1] |= {"tool_calls": [], "thinking": "dogs", "reasoning_details": [{"text": "dogs"}]}
-        how = {"max_tokens": 4, "temperature": 0, "add_special_tokens": False, "num_ctx": 250}
-        found = [
-            SERVER.post("/v1/chat/completions", {"messages": messages, **how})
-            for messages in (plain, sent)
-        ]
-        self.assertEqual([status for status, _, _ in found], [200, 200], found)
-        texts = [said["choices"][0]["message"]["content"] for _, said, _ in found]
-        self.assertEqual(*texts)
 
     def test_by_the_client(self):
         with self.assertRaises(openai.NotFoundError) as caught:

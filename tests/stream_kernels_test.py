@@ -15,7 +15,7 @@ from pallas_kernels.gating import SWIGLU
 from pallas_kernels.mosaic_decode import experts, fragments, product
 from pallas_kernels.mosaic_decode.accumulate import Totals
 from pallas_kernels.mosaic_decode.fragments import CodeFormat
-from pallas_kernels.mosaic_decode.matrix import addressed, matrix_of, stage_parts, tile_bytes
+from pallas_kernels.mosaic_decode.matrix import addressed, matrix_of, tile_bytes
 from pallas_kernels.mosaic_decode.product import Lane, Stream
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.packed import PackedMatrices
@@ -93,22 +93,6 @@ class StageTest(parameterized.TestCase):
                 mine.append(row[2048 // 16 + count * block + 4 * t % count :][:4])
             expected.append(np.concatenate(mine))
         return np.stack(expected)
-
-    @parameterized.parameters(FORMS)
-    def test_parts_of_a_stage_do_not_overlap(self, *form):
-        form = packed_operands.Form(*form)
-        rng = np.random.default_rng(0)
-        weights = packed_operands.random_matrices(
-            rng, form, num_slots=1, shape=(16, 1024), used={0}
-        )
-        matrix = matrix_of(weights, "bf16")
-        end = 0
-        for part in stage_parts(matrix):
-            if part.copied:
-                self.assertGreaterEqual(part.at, end)
-                self.assertEqual(part.at % 16, 0)
-                end = part.at + 15 * part.pitch + part.row_bytes
-        self.assertLessEqual(end, tile_bytes(matrix))
 
 
 def a_copy_skipped(self, tile, stage, present, to, row, fetch=Stream.fetch):
@@ -281,12 +265,6 @@ class KernelTest(HostTestCase):
     def test_totals_in_shared_memory_and_clusters(self, form, tiles, rows, inputs):
         # The last rows are those of no whole block of threads.
         x, weights = self.operands(form, rows, (144, inputs))
-        self.assertIsNone(self.violation(x, weights, tiles))
-
-    @parameterized.parameters(1, 8, 17)
-    def test_other_numbers_of_column_tiles(self, rows):
-        x, weights = self.operands(packed_operands.Form(4, 128, "integer"), rows, (96, 1536))
-        tiles = StreamTiles(2, 1, 4, depth=2, kept=True, cluster=2)
         self.assertIsNone(self.violation(x, weights, tiles))
 
     @parameterized.parameters(*BROKEN_EXPERTS)

@@ -17,13 +17,11 @@ from pallas_kernels.mosaic_decode.tiles import MOST_KEPT, SHARED_BYTES, StreamTi
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.target import SIMULATED
 from tests import slow
-from tests.gpu_programs import MXFP4, shapes_of_matrices
-from tests.gpu_targets import leaf
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import random_operands
 from tests.kernel_shapes import LAYERS, PRODUCTS
 from tests.model_products import DENSE_SHAPES
-from tests.packed_operands import Form, seed
+from tests.packed_operands import seed
 
 
 def shape_of(bits: int, group_size: int, rows: int, inputs: int, slots: int = 1) -> PackedMatrices:
@@ -122,18 +120,6 @@ class TilesTest(parameterized.TestCase):
 
         [how] = self.launches("experts", call, x, pairs, pairs, tiers)
         self.check(how, tiles, tiers[0].num_outputs // (2 if gated else 1))
-
-    @parameterized.parameters(
-        (MXFP4,), (Form(4, 32),), (Form(4, dtype="float32"),), (Form(8),), (MXFP4, Form(4))
-    )  # fmt: skip
-    def test_experts_of_gpt_oss(self, *forms):
-        # Rows of scales that begin within a word take more of shared memory than others.
-        x = leaf(1, 2880, dtype="bfloat16")
-        for tokens, gated in itertools.product((1, 4, 9, 40), (True, False)):
-            rows = 5760 if gated else 2880
-            tiers = tuple(shapes_of_matrices(form, 4, rows, 2880) for form in forms)
-            self.assertEmpty(mosaic_decode.refusals(x, tiers, SIMULATED))
-            self.one_product(tiers, tokens, 4, gated)
 
     def test_two_column_tiles_keep_totals_in_shared_memory(self):
         for (bits, group), name in itertools.product(STORED, sorted(DENSE_SHAPES)):

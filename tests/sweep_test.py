@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -292,61 +291,6 @@ class MainTest(FolderTestCase):
         with mock.patch.object(sweeping, "sweep", side_effect=MoejaxError("enough")):
             _, err = self.run_main(f"--config.calibration={rows}", status=1)
         self.assertIn("calibrated by 3 measurements: 3.000 ms a step, 50.0 GiB/s", err)
-
-    def test_a_calibration_by_a_benchmark(self):
-        rows = self.directory / "benchmark.jsonl"
-        facts = {"baseline": {}, "device": "x", "versions": {}, "date": "x", "command": "x"}
-
-        def add(model, batch, gib, moved):
-            about = f"{model}, random weights, batch {batch}, {gib:g} GiB, 1 prompts; routing x"
-            for name, figure, unit in (
-                ("TPOT median", 3 + 20 * moved, "ms"), ("TPOT p99", 99.0, "ms"),
-                ("link bytes of a decode step", moved * GIB / 1e6, "MB"),
-            ):  # fmt: skip
-                append_rows(
-                    rows, [ResultRow(what=f"{name}, {about}", figure=figure, unit=unit, **facts)]
-                )
-
-        add("Qwen3", 1, 8, 0.5)
-        add("Qwen3", 1, 8.5, 0.25)
-        add("Qwen3", 4, 8, 2.0)  # one of its kind tells no speed
-        with mock.patch.object(sweeping, "sweep", side_effect=MoejaxError("enough")):
-            _, err = self.run_main(f"--config.calibration={rows}", status=1)
-        self.assertIn("calibrated by 2 measurements: 3.000 ms a step, 50.0 GiB/s", err)
-        add("Qwen3", 4, 12, 1.0)
-        with self.assertRaisesRegex(MoejaxError, "has rows of 2 runs.*batch 1.*batch 4"):
-            measured_rows(rows)
-
-    def test_files_of_another_kind_are_kept(self):
-        row = json.dumps(dataclasses.asdict(FORMER))
-        for name, field, content, said in (
-            ("x.trace", "output", None, "holds no rows of results"),
-            ("a.jsonl", "output", b'{"prompt": "mine"}\n', "holds no rows of results"),
-            ("b.jsonl", "output", f"{row}\n{row}".encode(), "the last row is not whole"),
-            ("c.jsonl", "output", b"\xff\xfe", "holds no rows of results"),
-            ("", "output", None, "is a directory"),
-            ("no/x.jsonl", "output", None, "lies in "),
-            ("a.png", "plot", b"%PDF-1.4", r"is no picture \(.png\)"),
-            ("a.pdf", "plot", b"mine", r"is no picture \(.pdf\)"),
-            ("a.svg", "plot", b"<html>", r"is no picture \(.svg\)"),
-            ("no/x.png", "plot", None, "lies in "),
-            ("d.png", "plot", "folder", "is a directory"),
-        ):
-            path = self.directory / name
-            if content == "folder":
-                path.mkdir()
-            elif content is not None:
-                path.write_bytes(content)
-            before = path.read_bytes() if path.is_file() else sorted(self.directory.iterdir())
-            with mock.patch.object(sweeping, "sweep") as never:
-                _, err = self.run_main(f"--config.{field}={path}", status=1)
-            self.assertRegex(err, rf"^error: {field} \S+ .*{said}.*\n\Z")
-            self.assertFalse(never.called)
-            after = path.read_bytes() if path.is_file() else sorted(self.directory.iterdir())
-            self.assertEqual(after, before)
-        both = self.directory / "both.png"
-        _, err = self.run_main(f"--config.output={both}", f"--config.plot={both}", status=1)
-        self.assertIn("name two files", err)
 
     def test_a_trace_that_says_no_forms(self):
         write_trace(self.trace, random_trace(step_sizes=[1], num_layers=2, num_experts=4, width=2))

@@ -1,7 +1,6 @@
 """Traces: what is written is read, what is wrong is said, and what the engine ran is recorded."""
 
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
@@ -79,36 +78,6 @@ class FileTest(FolderTestCase):
         with self.assertRaisesRegex(MoejaxError, "missing"):
             TraceWriter(self.directory / "no" / "x", 16)
         self.assertEmpty(list(self.directory.iterdir()))
-
-    def test_only_a_former_trace_is_replaced(self):
-        trace = random_trace(step_sizes=[1, 1], **SHAPE)
-        other = self.directory / "weights"
-        safetensors.numpy.save_file(trace.tensors(), other)
-        text = self.directory / "text"
-        text.write_text("mine")
-        for path in (other, text, Path(os.devnull)):
-            before = path.read_bytes()
-            with self.assertRaisesRegex(MoejaxError, "is no trace; name another file"):
-                TraceWriter(path, 16)
-            self.assertEqual(path.read_bytes(), before)
-        self.path.touch()  # of which nothing is lost
-        for _ in range(2):
-            write_trace(self.path, trace)
-        self.same(read_trace(self.path), trace)
-
-    @parameterized.parameters(
-        ((0, 3, 3), 16, "no tokens"), ((5, 0, 3), 16, "no layers"),
-        ((5, 3, 0), 16, "no experts of a token"), ((5, 3, 3), 0, "no experts;"),
-    )  # fmt: skip
-    def test_what_is_empty(self, shape, num_experts, said):
-        facts = {"format": "moejax-trace", "version": "1", "num_experts": str(num_experts)}
-        rows = dict.fromkeys(("step", "sequence", "position"), np.zeros(shape[0], np.int32))
-        phase = np.ones(shape[0], np.uint8)
-        ids, weights = np.zeros(shape, np.uint8), np.ones(shape, np.float16)
-        arrays = {**rows, "phase": phase, "ids": ids, "weights": weights}
-        safetensors.numpy.save_file(arrays, self.path, facts)
-        with self.assertRaisesRegex(MoejaxError, f"x.safetensors: there are {said}"):
-            read_trace(self.path)
 
     @parameterized.parameters(
         ({"format": "other"}, {}, "no trace of routing"),

@@ -460,19 +460,6 @@ class DiskTest(TransfersTestCase):
         self.assertIsNone(disk.acquire((1, 4)))  # asked for: read again
         self.assertEqual(disk.counts_since()["ahead"], 0)
 
-    def test_a_slow_disk_holds_nobody_up(self):
-        disk = self.disk(2, ring=1)  # of (0, 0), (0, 1)
-        self.source.gate.clear()
-        transfers = self.transfers(disk)
-        transfers.request(1, [4, 5])
-        transfers.request(0, [0])
-        self.advance(transfers, lambda: transfers.num_pending == 2)
-        self.assertEqual(self.resident(), {(0, 0)})
-        self.source.gate.set()
-        uses = np.zeros((4, 8), np.int32)
-        self.advance(transfers, lambda: self.step(disk, uses) is None or not transfers.num_pending)
-        self.assertEqual(self.resident(), {(0, 0), (1, 4), (1, 5)})
-
     def test_closed_while_the_disk_reads(self):
         disk = self.disk(0)
         self.source.gate.clear()
