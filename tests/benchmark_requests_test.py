@@ -1,7 +1,6 @@
 """Prompts of a benchmark, made-up routing's place in it, and its figures by hand."""
 
 import contextlib
-import dataclasses
 import json
 import lzma
 import types
@@ -253,16 +252,6 @@ class RoutingTest(parameterized.TestCase):
         np.put_along_axis(rest, found.ids, 0, axis=-1)
         self.assertTrue((chosen.min(-1) >= rest.max(-1)).all())
 
-    def test_weights_of_the_trace_are_the_gates(self):
-        ids = np.tile(np.array([3, 5]), (4, 2, 1))
-        trace = trace_of_replay(ids, 8)
-        weights = np.tile(np.float16([0.25, 0.75]), (4, 2, 1))
-        trace = Trace(**{**trace.tensors(), "weights": weights, "num_experts": 8})
-        found = self.of_trace(trace, 1)
-        np.testing.assert_array_equal(found.ids[0, 0, 0], [5, 3])
-        chosen = found.probabilities[0, 0, 0, [5, 3]]
-        self.assertAlmostEqual(chosen[0] / chosen.sum(), 0.75, delta=0.02)
-
     def test_a_trace_of_fewer_experts_is_scaled_and_says_so(self):
         ids = np.arange(30 * 1 * 1).reshape(30, 1, 1) % 4
         found = self.of_trace(trace_of_replay(ids, 4), 1)
@@ -279,20 +268,6 @@ class RoutingTest(parameterized.TestCase):
 
         self.assertLess(most(0.0), 0.2)
         self.assertGreater(most(3.0), 0.35)
-
-    @parameterized.parameters(
-        ("Qwen3-30B-A3B", None, "rank r as r^-0.85 (Qwen3-30B-A3B's own)"),
-        ("Qwen3-Next-80B-A3B", None, "even popularity (no skew of Qwen3-Next-80B-A3B is"),
-        ("DeepSeek-V2-Lite", 1.0, "rank r as r^-1 (as asked)"),
-        ("Qwen3-30B-A3B", 0.0, "even popularity (as asked)"),
-    )
-    def test_the_skew_is_of_the_shape_by_name_and_is_said(self, shape, exponent, said):
-        of = dataclasses.replace(TINY, num_experts=128)  # which says nothing of the skew
-        found = routing.with_skew(of, 8, shape=shape, exponent=exponent, recall=1.0, seed=0)
-        self.assertIn(said, found.about)
-        counts = found.activations()
-        popular = (counts.max(1) / counts.sum(1)).mean()
-        self.assertEqual(popular > 0.05, "even" not in said)
 
 
 class ConfigTest(parameterized.TestCase):

@@ -13,12 +13,8 @@ import pytest
 from absl.testing import parameterized
 
 from moejax import benchmark
-from moejax.benchmarking import models, running
-from moejax.errors import MoejaxError
-from moejax.evaluation import fidelity
+from moejax.benchmarking import running
 from moejax.files import result_rows as results
-from moejax.models.config import weight_shapes
-from moejax.models.shapes import TINY
 from moejax.routing.trace import trace_of_replay, write_trace
 from tests import commands, tiny_engine
 from tests.folder_case import FolderTestCase
@@ -66,20 +62,6 @@ class CheckpointTest(Case):
             else:
                 self.assertLess(abs(kl["value"]), 1e-6)
                 self.assertEqual(same["value"], 100)
-
-    @parameterized.parameters(
-        (models.CheckpointModels, "exact"), (fidelity, "predictions_of"),
-    )  # fmt: skip
-    @pytest.mark.slow
-    def test_there_may_be_no_room_to_compare(self, of, name):
-        with mock.patch.object(of, name, side_effect=MoejaxError("no")):
-            status, out, err = run(
-                checkpoint=self.checkpoint, prompt_tokens=9, fidelity_share=0.5, runs=1,
-                **{"policy.name": "on_demand"},
-            )  # fmt: skip
-        self.assertEqual(status, 0, err)
-        self.assertIn("the KL of the exact model was not measured: no", err)
-        self.assertIn("TPOT", out)
 
     @pytest.mark.slow
     def test_counts_and_times_of_prompts_of_a_file(self):
@@ -185,26 +167,6 @@ class CheckpointTest(Case):
 
 
 class ShapeTest(Case):
-    @pytest.mark.slow
-    def test_the_floor_by_hand(self):
-        record, _ = self.record(shape="tiny", prompt_tokens=16)
-        [point] = record["points"]
-        shapes = weight_shapes(TINY)
-        least = sum(
-            2 * math.prod(shape)
-            for name, shape in shapes.items()
-            if not name.startswith(("moe.gate", "moe.down", "embed"))
-        )
-        # INT4 with groups of 64: half a byte a weight, a scale and a zero of 2 bytes a group.
-        weights = sum(math.prod(shapes[name][-2:]) for name in ("moe.gate_up", "moe.down"))
-        least += 2 * 2 * (weights // 2 + 4 * weights // 64)
-        # Step i of 8 reads 16 + i places of 2 layers' keys and values, 2 heads of 16.
-        least += (16 + 4.5) * 2 * 2 * 2 * 16 * 2
-        figures = point["figures"]
-        self.assertAlmostEqual(figures["byte floor of a decode step"]["value"], least / 1e6)
-        self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
-        self.assertIn("nothing is replayed", point["routing"])
-
     @parameterized.parameters(([0, 0, 0], 100.0), ([0, 1, 2], 0.0))
     @pytest.mark.slow
     def test_decode_takes_the_experts_of_the_trace(self, turns, hit_rate):
@@ -307,11 +269,3 @@ class ShapeTest(Case):
         self.assertBetween(figures["gate mass of decode, int2"]["value"], 1, 99)
         self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
         self.assertIn("every 16 steps", point["routing"])
-
-    @pytest.mark.slow
-    def test_buddies_are_those_of_the_replayed_routing(self):
-        record, _ = self.record(
-            shape="tiny", prompt_tokens=16, **{"policy.name": "buddymoe", "policy.slots": "('4',)"}
-        )
-        figures = record["points"][0]["figures"]
-        self.assertGreater(figures["gate mass of decode, substituted"]["value"], 5)

@@ -7,7 +7,6 @@ import lzma
 import math
 import pathlib
 import re
-import sys
 from typing import Any
 from unittest import mock
 
@@ -136,31 +135,6 @@ class EvaluateTest(FolderTestCase):
             status, out, err = self.run_main(output=output)
         self.assertEqual((status, score.called), (0, False), err)
         self.assertIn("experts by none (nothing was left to run)", out)
-
-    @pytest.mark.slow
-    def test_the_comparison_with_the_exact_model_is_announced_after_the_figure(self):
-        compared, before = perplexity_run._compared, []
-
-        def watched(*arguments: Any) -> Any:
-            before.append((sys.stdout.getvalue(), sys.stderr.getvalue()))
-            return compared(*arguments)
-
-        how = {"policy.name": "on_demand", "policy.tiers": "int4", "policy.slots": 3,
-               "policy.quantizer": "rtn", "policy.group_size": 16, "fidelity_share": 0.5,
-               "max_tokens": 65, "output": self.folder / "compared.json"}  # fmt: skip
-        with mock.patch.object(perplexity_run, "_compared", watched):
-            status, out, err = self.run_main(**how)
-            self.assertEqual(status, 0, err)
-        [(figure, said)] = before
-        self.assertStartsWith(figure, "perplexity ")
-        self.assertStartsWith(out, figure)
-        self.assertRegex(out.removeprefix(figure), r"^KL of the exact model .* of 32 tokens\n$")
-        announced = said.splitlines()[-1]
-        self.assertRegex(
-            announced,
-            r"^comparing with the exact model on 32 tokens: about \d+ s and compiling; "
-            r"--config.fidelity_share=0 leaves it out$",
-        )
 
     @pytest.mark.slow
     def test_under_a_policy_and_with_a_trace_it_begins_anew(self):

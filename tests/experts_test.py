@@ -1,7 +1,6 @@
 """Routing against float64 numpy, and the ways to run experts against it and each other."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -149,15 +148,3 @@ class ExpertsTest(HostTestCase):
     @parameterized.parameters((1, 8, 8), (64, 8, 8), (72, 8, 16), (4096, 8, 512), (10**6, 8, 512))
     def test_block_size(self, num_rows, num_experts, expected):
         self.assertEqual(expert_products.block_size(num_rows, num_experts), expected)
-
-    def test_what_runs_the_experts(self):
-        bf16 = jnp.dtype(jnp.bfloat16)
-        served = dataclasses.replace(TINY, model_dim=32, expert_dim=16)  # 2 experts a token
-        chosen = functools.partial(moe.default_expert_impl, config=served, dtype=bf16)
-        for num_tokens, platform, impl in (
-            (1, "cpu", "row"),
-            (16, "cpu", "row"),
-            (17, "cpu", "block_in_cache"),
-            (1, "gpu", "block"),
-        ):
-            self.assertEqual(chosen(num_tokens, platform=platform), impl)

@@ -175,24 +175,6 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(found["disk_trouble"], {"retries": 2, "errors": 1})
 
     @pytest.mark.slow
-    def test_a_call_that_was_not_planned_is_refused(self):
-        engine = limited(device_gib=1)
-        three, long = np.zeros((3, 9), np.int32), np.zeros((1, 65), np.int32)
-        settings = [GREEDY] * 3
-        for call, said in (
-            (lambda: engine.logits(three), "3 prompts, but .* for 2: load with batch=3"),
-            (lambda: engine.score(three, np.full(3, 9), three), "3 prompts, but"),
-            (lambda: engine.generate([[1]] * 3), "3 prompts, but"),
-            (lambda: next(engine.batch([[1]] * 3, settings).steps()), "3 prompts, but"),
-            (lambda: engine.logits(long), "65 positions, but .* for 64: load with context=65"),
-            (lambda: engine.score(long, np.full(1, 65), long), "65 positions, but"),
-        ):
-            with self.assertRaisesRegex(MoejaxError, said):
-                call()
-        self.assertEqual(engine.logits(three[:2]).shape, (2, 9, VOCAB_SIZE))
-        self.assertEqual(tokens(engine), RESIDENT)
-
-    @pytest.mark.slow
     def test_a_closed_engine_holds_nothing_and_says_so(self):
         before = set(threading.enumerate())
         with limited(slots=2, transient=2, host_gib=17 * ROW_NBYTES / 2**30, bulk=1) as engine:

@@ -117,22 +117,6 @@ class PartsTest(HostTestCase):
             *(np.asarray(a).astype(np.float64) for a in (q, k, v)), positions, window
         )
 
-    def test_what_serves_attention(self):
-        chosen = functools.partial(attention.default_attention_impl, TINY)
-        wide = dataclasses.replace(TINY, head_dim=128)
-        too_wide = dataclasses.replace(TINY, head_dim=256)
-        self.assertEqual(
-            attention.default_attention_impl(wide, jnp.dtype("bfloat16"), "gpu"), "cudnn"
-        )
-        self.assertEqual(attention.default_attention_impl(wide, jnp.dtype("float32"), "gpu"), "xla")
-        self.assertEqual(
-            attention.default_attention_impl(wide, jnp.dtype("bfloat16"), "cpu"), "xla"
-        )
-        self.assertEqual(
-            attention.default_attention_impl(too_wide, jnp.dtype("float16"), "gpu"), "xla"
-        )
-        self.assertEqual(chosen(jnp.dtype("bfloat16"), "gpu"), "xla")  # head_dim 6
-
 
 class TransformerTest(HostTestCase):
     def setUp(self):

@@ -17,7 +17,7 @@ from pallas_kernels.target import Choice, Target
 from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, assert_near
-from tests.packed_weights import SPECS, Spec, draw
+from tests.packed_weights import SPECS, draw
 
 NUM_TOKENS, NUM_EXPERTS, WIDTH, LAYER = 2, 6, 2, 1
 IDS = np.array([[0, 3], [4, 3]])  # experts 1, 2 and 5 have no rows
@@ -61,13 +61,6 @@ class LinearTest(HostTestCase):
         found = lowered.compile()(x, weight)
         assert_near(found, np.einsum("abk,nk->abn", x.astype(np.float64), values))
 
-    def test_linear_in_bfloat16(self):
-        rng = np.random.default_rng(2)
-        weight, values = draw(rng, (1, 20, 24), SPECS["int3_ranks"])
-        x = jnp.asarray(rng.standard_normal((4, 24)), jnp.bfloat16)
-        expected = np.asarray(x).astype(np.float64) @ values[0].T
-        assert_near(LINEAR(x, weight, 0), expected, "bfloat16")
-
     @slow.repeats()
     @parameterized.parameters(sorted(SPECS))
     def test_rows(self, name):
@@ -95,17 +88,6 @@ class LinearTest(HostTestCase):
         rows = ops.take_rows(weight[0], jnp.asarray([1, 2]), jnp.dtype("float32"))
         self.assertEqual((rows.shape, rows.dtype), ((2, 4), jnp.bfloat16))
         self.assertIsNone(ops.packing(weight))
-
-    @slow.repeats()
-    @parameterized.parameters(
-        ("int3_ranks", "INT3 in groups of 8, float zeros, low-rank terms"),
-        ("int4_symmetric", "INT4 in one group a row, symmetric"),
-        ("int8_integer", "INT8 in groups of 16, integer zeros"),
-        ("fp8", "FP8 in blocks of 128 x 128"),
-    )
-    def test_packing_in_words(self, name, expected):
-        weight, _ = draw(np.random.default_rng(0), (1, 4, 24), SPECS[name])
-        self.assertEqual(ops.packing(weight), expected)
 
 
 class KernelTest(HostTestCase):
@@ -220,18 +202,6 @@ class KernelTest(HostTestCase):
         self.assertEqual(choice.implementation, ops.PLAIN)
         self.assertIn("float32", choice.describe())
 
-    def test_what_the_target_chooses_is_what_serves(self):
-        weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3_ranks"])
-        choice = Choice("triton", {"mosaic": "it is Sunday"})
-        with mock.patch.object(Operation, "choose", return_value=choice) as choose:
-            found = ops._choose_product(7, jnp.dtype("bfloat16"), weight, ops.Kernels(H200))
-        self.assertEqual(found, choice)
-        x, matrices, low_rank = choose.call_args.args
-        target = choose.call_args.kwargs["target"]
-        self.assertEqual((x.shape, x.dtype, target), ((7, 24), jnp.bfloat16, H200))
-        self.assertEqual((matrices.words.shape, matrices.bits), ((2, 20, 3), 3))
-        self.assertEqual([terms.start.shape for terms in low_rank], [(2,)])
-
     def test_no_stack_is_copied_on_its_way(self):
         weight, _ = draw(np.random.default_rng(0), (2, 6, 32, 64), SPECS["int4_symmetric"])
         lowered = jax.jit(ops.operands).lower(weight)
@@ -275,12 +245,6 @@ def operands(
 
 
 class ExpertsTest(HostTestCase):
-    @slow.repeats()
-    @parameterized.parameters(sorted(SPECS))
-    def test_blocks_equal_float64(self, name):
-        args, expected = operands(name)
-        assert_near(RUN("block", *args), expected)
-
     @slow.repeats()
     @parameterized.parameters(FITS)
     def test_grouped_equals_float64(self, name):
@@ -351,10 +315,3 @@ class ExpertsTest(HostTestCase):
         wide = [jax.ShapeDtypeStruct(weight.shape, jnp.float32) for weight in experts]
         found = moe.default_expert_impl(1, TINY, jnp.dtype("float32"), "gpu", wide, ampere)
         self.assertEqual(found, "block")
-
-    def test_specs_cover_every_kind(self):
-        kinds = [spec for spec in SPECS.values() if spec.bits]
-        self.assertEqual({spec.bits for spec in kinds}, {2, 3, 4, 8})
-        self.assertEqual({spec.zero_kind for spec in kinds}, {"float", "integer", "symmetric"})
-        self.assertEqual({bits for spec in kinds for bits in spec.factors}, {3, 4, 8, 16})
-        self.assertIsInstance(kinds[0], Spec)

@@ -147,34 +147,6 @@ class CacheTest(HostTestCase):
                 np.testing.assert_array_equal(found, expected)
         self.assertFalse(np.any(np.asarray(paged.keys)[:, 0]))
 
-    def test_a_lane_and_back(self):
-        """Shared tokens stay, new ones are written, and all slots behind them become zero."""
-        rng = np.random.default_rng(0)
-        pages = rng.standard_normal((2, 9, 2, SIZE, 4)).astype(np.float32)
-        pages[:, 0] = 0
-        pages[:, 4] = np.nan
-        table = jnp.zeros((2, 4), jnp.int32)
-        cache = KVCache(jnp.asarray(pages), jnp.asarray(pages), table=table)
-        source, own = (jnp.asarray(x, jnp.int32) for x in ([3, 1, 0, 0], [3, 5, 4, 0]))
-        lane = cache.lane(jnp.int32(1), source, jnp.int32(20), 8)
-        self.assertEqual(lane.keys.shape, (2, 1, 2, 4 * SIZE + 8, 4))
-        expected = in_one_piece(pages, np.asarray(source)[None], 20)
-        np.testing.assert_array_equal(lane.keys[:, :, :, :20], expected)
-        self.assertFalse(np.any(np.asarray(lane.keys)[:, :, :, 20:]))
-        chunk = jnp.ones((1, 8, 2, 4), jnp.float32)
-        lane = lane.write_chunk(0, chunk, chunk, jnp.int32(20)).write_chunk(
-            1, chunk, chunk, jnp.int32(20)
-        )
-        after = cache.with_lane(jnp.int32(1), own, jnp.int32(20), lane)
-        np.testing.assert_array_equal(after.table, [[0] * 4, own])
-        found = np.asarray(after.keys)
-        now = in_one_piece(found, np.asarray(own)[None], 48)
-        np.testing.assert_array_equal(now[:, :, :, :20], expected)
-        self.assertTrue(np.all(now[:, :, :, 20:28] == 1))
-        self.assertFalse(np.any(now[:, :, :, 28:]))
-        others = [0, 1, 2, 3, 6, 7, 8]
-        np.testing.assert_array_equal(found[:, others], pages[:, others])
-
 
 class StepTest(HostTestCase):
     def setUp(self):

@@ -1,6 +1,5 @@
 """Quantizing models whose layers are not all alike: latents, delta rules, shared experts."""
 
-import json
 import pathlib
 import tempfile
 
@@ -162,26 +161,6 @@ class QuantizeKindsTest(QuantizeTestCase):
             plain, was = values_of(weight), np.asarray(original[leaf])
             error = np.linalg.norm(plain - was) / np.linalg.norm(was)
             self.assertLess(error, 0.25 if isinstance(weight, QTensor) else 1e-9, leaf)
-
-    @parameterized.parameters(
-        ("latent", ("kv_b_proj",), "attention.kv_b"),
-        ("delta", ("in_proj_ba", "shared_expert_gate"), "shared.gate"),
-    )
-    @pytest.mark.slow
-    def test_other_engines_are_told_what_is_plain(self, name, projections, plain):
-        source, output = self.source_of(name), self.directory / "out"
-        target = "compressed-tensors"
-        quantize_checkpoint(
-            self.job(source=source, output=output, bits=4, group_size=16, target=target)
-        )
-        config = json.loads((output / "config.json").read_text())["quantization_config"]
-        for projection in projections:
-            self.assertTrue(any(projection in p for p in config["ignore"]), config["ignore"])
-        self.assertFalse(any("conv1d" in pattern for pattern in config["ignore"]))
-        cpu = jax.devices("cpu")[0]
-        loaded = open_checkpoint(str(output)).load(dtype="float32", device=cpu, progress=False)
-        self.assertIsInstance(loaded["shared.gate_up"], QTensor)
-        self.assertNotIsInstance(loaded[plain], QTensor)
 
 
 class CalibrationTest(parameterized.TestCase):

@@ -195,21 +195,6 @@ class FewProgramsTest(parameterized.TestCase):
             engine.generate(prompt, max_new_tokens=new, ignore_eos=True)
             self.assertEqual(engine.num_traces, num_programs)
 
-    def test_slots_that_a_step_chooses_are_those_of_a_fixed_number(self):
-        """Past the first bucket of a cache, and to the bit."""
-        prompt, states = random_tokens(250).tolist(), []
-        for chooses in (True, False):
-            config = dataclasses.replace(ENGINE.config, max_positions=4096)
-            serving = Runner(config, ENGINE.weights, ENGINE.device)
-            with mock.patch.object(serving, "_chooses_kv_length", chooses):
-                session = start(serving, [prompt], 1024)
-                for _ in range(12):
-                    serving.decode(session, 1, 1)
-            states.append(session.state)
-        for a, b in zip(*map(jax.tree.leaves, states), strict=True):
-            if a.dtype == jnp.float32:
-                np.testing.assert_array_equal(a, b)
-
 
 class MemoryTest(parameterized.TestCase):
     def setUp(self):

@@ -16,9 +16,6 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
-from moejax.serving.fields import Fields
-from moejax.serving.requests import Conversation
-from moejax.text.chat_template import ChatSettings
 from tests.serving_case import NAME, Served, held_steps, served, tiny_chat_engine, wait_until
 
 ENGINE: Engine
@@ -193,24 +190,6 @@ class CompletionsTest(parameterized.TestCase):
 class ChatTest(parameterized.TestCase):
     MESSAGES: Any = ({"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"})
     PROMPT = "system: be kind user: hi bot:"
-
-    @parameterized.parameters(
-        ("low", {}, {"reasoning_effort": "low"}),
-        ("low", {"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
-        (
-            True, {"reasoning_effort": "none"},
-            {"enable_thinking": False, "reasoning_effort": "none"},
-        ),
-        ("low", {"chat_template_kwargs": {"reasoning_effort": "x"}}, {"reasoning_effort": "x"}),
-        (
-            None, {"enable_thinking": True, "reasoning_effort": "none"},
-            {"enable_thinking": True, "reasoning_effort": "none"},
-        ),
-    )  # fmt: skip
-    def test_fields_replace_the_server_s_settings(self, own, more, expected):
-        facts = mock.Mock(chat=ChatSettings(thinking=own))
-        found = Conversation.read(Fields({"messages": [*self.MESSAGES], **more}), facts)
-        self.assertEqual(found.variables, expected)
 
     @parameterized.parameters(
         ({}, PROMPT),

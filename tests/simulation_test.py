@@ -5,11 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
-from moejax.policies.baselines import OnDemand
 from moejax.routing.simulate.costs import (
     GIB,
     Machine,
@@ -19,18 +17,11 @@ from moejax.routing.simulate.costs import (
     calibrate,
     step_ms,
 )
-from moejax.routing.simulate.replay import EVENTS
-from moejax.routing.simulate.runs import Run, run_policies
-from moejax.routing.simulate.sweeping import MAX_SEARCHED, _most_hits, _needed_experts
+from moejax.routing.simulate.sweeping import _most_hits, _needed_experts
 from tests.simulated_traces import random_trace
 
 # A prompt in two chunks, tokens one by one, a batch of three, another prompt, more tokens.
 STEPS = [40, 9, *[1] * 25, *[3] * 6, 30, *[1] * 25]
-
-
-def run_of(slots: int, prefetch: int) -> Run:
-    policy = OnDemand(prefetch=prefetch)
-    return Run(policy=policy, tiers=("stored",), expert_bytes=(1,), slots=(slots,))
 
 
 class CeilingsTest(parameterized.TestCase):
@@ -45,25 +36,6 @@ class CeilingsTest(parameterized.TestCase):
             for k, layer in itertools.product(range(len(slots)), range(2)):
                 best = most_hits(masks[:, layer], slots[k])
                 self.assertEqual(int(found.hits[1, layer, k]), best)
-
-    @pytest.mark.slow
-    def test_most_hits_is_a_literal_version_and_beats_lru(self):
-        trace = random_trace(step_sizes=STEPS, num_layers=2, num_experts=64, width=6)
-        (masks, is_decode), slots = _needed_experts(trace), (0, 3, 8, 20, 40, 64)
-        self.assertGreater(masks.sum(2).max(), MAX_SEARCHED)
-        found = _most_hits(masks, is_decode, jnp.asarray(slots))
-        for layer in range(2):
-            for k, size in enumerate(slots):
-                hits = literal_most_hits(masks[:, layer], size)
-                expected = [hits[~is_decode].sum(), hits[is_decode].sum()]
-                np.testing.assert_array_equal(found.hits[:, layer, k], expected)
-        runs = run_policies(trace, [run_of(size, 0) for size in slots[:-1]])
-        lru = np.array([run.events[:, EVENTS.index("hits")].sum() for run in runs])
-        best = np.asarray(found.hits).sum((0, 1))[:-1]
-        self.assertTrue((lru <= best).all())
-        self.assertTrue((lru < best).any())
-        needed = [masks[~is_decode].sum(), masks[is_decode].sum()]
-        np.testing.assert_array_equal(found.needed[..., 0].sum(1), needed)
 
 
 def most_hits(masks: np.ndarray, slots: int) -> int:
@@ -81,20 +53,6 @@ def most_hits(masks: np.ndarray, slots: int) -> int:
                     after[frozenset(kept)] = max(after.get(frozenset(kept), 0), value)
         best = after
     return max(best.values())
-
-
-def literal_most_hits(masks: np.ndarray, slots: int) -> np.ndarray:
-    """int[S], hits of one layer, with a look at the whole future for every choice."""
-    held: set[int] = set()
-    hits = np.zeros(len(masks), int)
-    for s, mask in enumerate(masks):
-        needed = set(np.flatnonzero(mask).tolist())
-        hits[s] = len(held & needed)
-        held |= needed
-        while len(held) > slots:
-            uses = {e: np.flatnonzero(masks[s + 1 :, e]) for e in held}
-            held.remove(max(held, key=lambda e: uses[e][0] if len(uses[e]) else len(masks)))
-    return hits
 
 
 def traffic(**changed: Any) -> Traffic:

@@ -53,11 +53,6 @@ def ask(case: Case, stream: bool) -> tuple[dict[int, Choice], int]:
 
 
 class StressCasesTest(parameterized.TestCase):
-    def test_all_kinds_are_there(self):
-        kinds = {(c.is_chat, len(c.choices), c.wants_logprobs) for c in CASES}
-        wanted = [(n, told) for n in (1, 2) for told in (False, True)]
-        self.assertEqual(kinds, {(chat, *one) for chat in (False, True) for one in wanted})
-
     @parameterized.parameters(False, True)
     def test_the_server_answers_them(self, stream: bool):
         for case in CASES:

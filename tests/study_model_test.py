@@ -17,9 +17,7 @@ from moejax.errors import MoejaxError
 from moejax.models.hf.config import read_model_config
 from moejax.models.transformer import forward, merge_weights, model_definition
 from scripts.demo_training.texts import train_tokenizer
-from scripts.studies.study_model import make, parent, pieces
-from scripts.studies.study_model.distillation import token_losses
-from scripts.studies.study_model.measure import pair_cosines
+from scripts.studies.study_model import make, pieces
 from scripts.studies.study_model.routers import domain_rows
 from scripts.studies.study_model.upcycle import (
     as_float32,
@@ -123,47 +121,6 @@ class UpcycleTest(StudyTest):
         logits = np.log(np.asarray(routing.probabilities))
         logits -= logits.mean(axis=-1, keepdims=True)
         np.testing.assert_allclose(np.sqrt(np.mean(logits**2)), 2.0, rtol=0.05)
-
-
-class MeasuresTest(StudyTest):
-    def test_token_losses_equal_float64(self):
-        rng = np.random.default_rng(0)
-        x, y, head = (rng.normal(size=shape) for shape in ((5, 8), (5, 8), (11, 8)))
-        targets = rng.integers(0, 11, 5)
-        found = token_losses(*(jnp.asarray(a, jnp.float32) for a in (x, y, head)), targets)
-
-        def log_softmax(a):
-            return a - np.log(np.exp(a).sum(axis=1, keepdims=True))
-
-        p, q = log_softmax(x @ head.T), log_softmax(y @ head.T)
-        np.testing.assert_allclose(found.divergence, (np.exp(q) * (q - p)).sum(1), rtol=1e-4)
-        np.testing.assert_allclose(found.cross_entropy, -p[np.arange(5), targets], rtol=1e-4)
-        np.testing.assert_allclose(found.parent_cross_entropy, -q[np.arange(5), targets], rtol=1e-4)
-        np.testing.assert_array_equal(found.agrees, p.argmax(1) == q.argmax(1))
-
-    def test_cosines_of_replicas_and_of_others(self):
-        rng = np.random.default_rng(0)
-        outputs = rng.normal(size=(3, 6, 5))  # 2 shards of 3 replicas
-        counted = np.array([True, False, True])
-        expected = np.zeros(2)
-        for n in (0, 2):
-            unit = outputs[n] / np.linalg.norm(outputs[n], axis=1, keepdims=True)
-            pairs = [(e, f) for e in range(6) for f in range(6) if e != f]
-            for kind, same in enumerate((True, False)):
-                of = [unit[e] @ unit[f] for e, f in pairs if ((e - f) % 2 == 0) is same]
-                expected[kind] += np.mean(of)
-        found = pair_cosines(jnp.asarray(outputs, jnp.float32), jnp.asarray(counted), 2)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-class ParentTest(StudyTest):
-    def test_rows_of_heads_go_back_to_halves(self):
-        heads, width = 3, 8
-        matrix = np.arange(heads * width * 2).reshape(heads * width, 2)
-        # llama.cpp's order of a Llama model's queries and keys.
-        stored = matrix.reshape(heads, 2, width // 2, 2).swapaxes(1, 2).reshape(matrix.shape)
-        self.assertFalse(np.array_equal(stored, matrix))
-        np.testing.assert_array_equal(parent.halves_of_heads(stored, heads), matrix)
 
 
 class PiecesTest(StudyTest):

@@ -1,16 +1,14 @@
 """Policies as users ask for them: tiers made at load or from checkpoints, errors in one line."""
 
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moejax import Engine, evaluate, generate
+from moejax import evaluate, generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.experts import cache
@@ -40,12 +38,6 @@ LISTS = buddy_lists(
     0.9, 5,
 )  # fmt: skip
 MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
-
-
-def _slowly(engine: Engine, prompt: list[int], **settings: Any) -> None:
-    """A token a call, as large models take for one."""
-    for _ in engine.stream(prompt, **settings):
-        time.sleep(0.001)
 
 
 class EngineTest(parameterized.TestCase):
@@ -121,25 +113,6 @@ class EngineTest(parameterized.TestCase):
         share = engine.ledger.shares["substituted" if policy == "buddymoe" else "int4"]
         self.assertGreater(share, 0.02)
         self.assertAlmostEqual(gate[place] / gate[-1], share, delta=0.01)
-
-    @pytest.mark.slow
-    def test_what_transfers_give_is_replayed_as_they_come(self):
-        settings = {"period": 16, "alpha": 0.5}
-        with mock.patch.object(Engine, "generate", _slowly):
-            engine, trace = self.recorded("dynaexq", settings, (3, 8), MADE["tiers"])
-        self.assertEqual(trace.steps_per_call, 1)
-        run = Run(
-            policy=make_policy("dynaexq", **settings), tiers=MADE["tiers"], expert_bytes=(2, 1),
-            slots=(3, 8),
-        )  # fmt: skip
-        found = run_policies(trace, [run]) + run_policies(trace, [run], delay=0)
-        (served, at_once) = (shares[0] / shares[-1] for shares in (f.gate.sum(0) for f in found))
-        # Copies come by the clock, some calls after they are asked for: each token is one here.
-        self.assertAlmostEqual(served, engine.ledger.shares["int4"], delta=0.045)
-        self.assertGreater(at_once, served + 0.04)
-        moved = found[0].events[:, EVENTS.index("bulk")].sum()
-        self.assertAlmostEqual(moved, engine.ledger.total("bulk"), delta=20)
-        self.assertGreater(moved, 60)
 
     def emulated(self, policy, settings, slots, tiers):
         """An engine under a policy in emulated slots, and what the replay of its trace tallies."""

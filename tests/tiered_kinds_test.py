@@ -12,7 +12,6 @@ from absl.testing import parameterized
 
 from moejax.experts import cached_experts
 from moejax.inference.recorder import RecordSpec, recording
-from moejax.inference.runner import Runner
 from moejax.models.config import RouterRule
 from moejax.models.moe import _weights_of, routing_of
 from moejax.models.transformer import Transformer
@@ -21,9 +20,9 @@ from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
-from moejax.routing.trace import DECODE, PREFILL, Trace, read_trace
+from moejax.routing.trace import Trace, read_trace
 from tests import model_kinds, slow
-from tests.cached_runners import CPU, answers, cached_runner, random_weights
+from tests.cached_runners import answers, cached_runner
 from tests.invisible_residency_test import FOUR
 
 DYMOE = {"retention": 0.5, "schedule": "linear", "heavy_count": 3, "prefetch": 0}
@@ -99,25 +98,6 @@ class ImportanceTest(parameterized.TestCase):
             self.assertIs(told[layer], expected, layer)
         self.assertIsNot(first, second)
         self.assertIsNot(second, third)
-
-    @pytest.mark.slow
-    def test_scores_are_the_models_own(self):
-        config = model_kinds.config_of("latent")
-        told, computed = self.seen(config, aggregation="last_query")
-        self.assertEqual([one["aggregation"] for one in computed], ["last_query"] * 2)
-        self.assertLen(told, 2)  # the first layer is dense
-        self.assertEqual([one["scale"] for one in computed], [config.score_scale] * 2)
-        self.assertNotAlmostEqual(config.score_scale, config.head_dim**-0.5)
-
-    @pytest.mark.slow
-    def test_a_trace_holds_that_of_the_last_layer_which_attended(self):
-        weights = random_weights(THREE)
-        _, trace = recorded(Runner(THREE, weights, CPU), TOKENS[:, :13].tolist(), 2)
-        first, between, last = trace.importance[trace.phase == PREFILL].T
-        np.testing.assert_array_equal(first, np.ones(13))  # nobody has attended yet
-        self.assertBetween(between.min(), 0, 0.5)
-        np.testing.assert_array_equal(last, between)
-        self.assertFalse(trace.importance[trace.phase == DECODE].any())
 
     @pytest.mark.slow
     def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self):
