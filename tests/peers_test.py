@@ -10,20 +10,18 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import jax
 import numpy as np
+import pytest
 from absl import flags
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
-from moejax.checkpoints.open import open_checkpoint
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import CONFIGS
 from moejax.weights.qtensor import QTensor
 from scripts.studies.peers import (
-    accelerate,
     budgets,
     llama_cpp,
     ours,
@@ -36,7 +34,6 @@ from scripts.studies.peers import (
 )
 from scripts.studies.peers.running import (
     Case,
-    DeviceMemory,
     Figure,
     NotRunError,
     OutOfTimeError,
@@ -83,11 +80,6 @@ class OutputTest(parameterized.TestCase):
             },
         )  # fmt: skip
 
-    @parameterized.parameters("", "no JSON\n", '{"n_prompt": 3')
-    def test_output_without_a_result(self, text):
-        with self.assertRaises(NotRunError):
-            list(llama_cpp.of_bench(text, 512))
-
     def test_ours(self):
         figures = {
             name: {"value": value, "unit": "tokens/s"}
@@ -108,20 +100,6 @@ class OutputTest(parameterized.TestCase):
         ])  # fmt: skip
         with self.assertRaisesRegex(NotRunError, "needs 3 GiB"):
             list(ours.of_record(json.dumps({"points": points[:1]}), 512, abouts))
-
-    def test_accelerate_of_committed_rows(self):
-        rows = read_rows(Path("scripts/studies/dymoe/accelerate_h200.jsonl"))
-        wanted = "pinned, cache kept, prompt of 512, TTFT, Qwen3-30B-A3B, 48 layers, INT4"
-        row = [one for one in rows if wanted in one.what][-1]
-        (figure,) = accelerate.of_rows([row])
-        self.assertEqual(figure.workload, prefill(512))
-        self.assertAlmostEqual(figure.tokens_per_s, 512 / (row.figure / 1000))
-
-    def test_device_memory_above_what_was_in_use(self):
-        memory = DeviceMemory()
-        self.assertIsNone(memory.peak)
-        memory.read(iter(["1024\n", "[N/A]\n", "3072\n", "2048\n"]))
-        self.assertEqual(memory.peak, 2.0)
 
 
 class RandomFilesTest(parameterized.TestCase):
@@ -149,17 +127,7 @@ class RandomFilesTest(parameterized.TestCase):
         with self.assertRaisesRegex(MoejaxError, "a.gguf takes 1073741824.0 GiB, and its disk"):
             random_files.check_room(path, 2**60)
 
-    def test_the_words_are_different(self):
-        self.assertLen(set(random_gguf.made_up_words(512)), 512)
-
-    def test_a_checkpoint_that_moejax_reads(self):
-        folder = Path(self.create_tempdir().full_path) / "random"
-        nbytes = random_checkpoint.write(CONFIGS["tiny"], folder)
-        opened = open_checkpoint(str(folder))
-        self.assertEqual(opened.config, CONFIGS["tiny"])
-        weights = dict(opened.load(dtype="bfloat16", device=jax.devices("cpu")[0], progress=False))
-        self.assertEqual(nbytes, sum(leaf.nbytes for leaf in weights.values()))
-
+    @pytest.mark.slow
     def test_an_int4_checkpoint_that_moejax_runs(self):
         folder = Path(self.create_tempdir().full_path) / "random"
         random_checkpoint.write(CONFIGS["tiny"], folder, bits=4)
@@ -332,27 +300,6 @@ class RunTest(absltest.TestCase):
         wanted = "python -m bench_peers results/ --llama_cpp=LLAMA_CPP --gguf=GGUF --layers=2"
         self.assertEqual(said, wanted)
 
-    def test_cases_in_the_order_of_the_words(self):
-        def case(name):
-            return Case("peer", f"{name} | one", 1.0, lambda place: [], (f"{name}, 9 GiB | one",))
-
-        cases = [case("a, 1 GiB"), case("b, 2 GiB"), case("b, 1 GiB")]
-        found = run_cases.chosen(cases, ["one"], ["2 GiB, 9", "b"])
-        self.assertEqual(found, [cases[1], cases[2]])
-        self.assertEqual(run_cases.chosen(cases, ["one"], []), cases)
-        self.assertEqual(run_cases.chosen(cases, ["long"], []), [])
-
-    def test_the_cases_of_a_shape_have_different_names(self):
-        build = llama_cpp.Build(self.folder, "", "")
-        for shape in llama_cpp.ON_CPU:
-            found = [
-                *llama_cpp.cases(build, shape, 0, (512, 4096, 32768)),
-                *ours.cases(self.folder, shape, 0, (512,), trace="x", platform="gpu"),
-            ]
-            names = [name for one in found for name in one.names]
-            self.assertLen(set(names), len(names))
-            self.assertLess(max(one.seconds for one in found), 540)
-
 
 def row(peer, setting, workload, rate, gib=None, load="one"):
     baseline = {} if gib is None else {"peak_gib": gib}
@@ -389,15 +336,6 @@ class SectionTest(absltest.TestCase):
             ("--moe-cache-rate 0.5", "", "", "", "not measured"),
         ])  # fmt: skip
 
-    def test_a_run_of_ours_that_failed_is_a_loss(self):
-        failed = self.rows[-1]._replace(workload="not run")
-        failed.row.__dict__.update(unit="not run", baseline={"error": "NaN"})
-        rows = [row for row in self.rows if row.is_resident and row.peer != "moejax"] + [failed]
-        self.assertEqual(section.comparisons(rows, [decode(512)])[0][-1], "ours failed")
-        one = budgets.point(rows, "Qwen3-30B-A3B", 0, decode(512))
-        self.assertEqual((one.error, one.times()), ("NaN", 0.0))
-        self.assertIn("failed / 300", budgets.short(rows))
-
     def test_theirs_in_the_memory_that_ours_took(self):
         one = budgets.point(self.rows, "Qwen3-30B-A3B", 12, decode(512))
         self.assertEqual(one.theirs.row.figure, 100)
@@ -420,16 +358,6 @@ class SectionTest(absltest.TestCase):
         self.assertIn("| missed |", said[2])
         self.assertIn("| not measured | not measured |",
                       budgets.by_budget(self.rows, ["Qwen3-30B-A3B"]))  # fmt: skip
-
-    def test_curves_rise_with_the_memory(self):
-        found = section.curves(self.rows, "Qwen3-30B-A3B")
-        self.assertEqual(found["llama.cpp"], ([2.0, 12.0, 17.0], [50, 100, 300]))
-        self.assertEqual(found["moejax, even routing"], ([7.2, 12.4, 19.5], [60, 90, 520]))
-        self.assertEqual(found["moejax, skewed routing"], ([12.4, 19.5], [330, 520]))
-        self.assertEqual(next(iter(found)), "llama.cpp")
-        alone = [row for row in self.rows if row.is_resident]
-        self.assertEqual(list(section.curves(alone, "Qwen3-30B-A3B")), ["llama.cpp", "moejax"])
-        self.assertNotIn("FreeToken", found)
 
     def test_pages_and_the_picture(self):
         folder = Path(self.create_tempdir().full_path)
