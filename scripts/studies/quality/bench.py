@@ -42,6 +42,7 @@ EXPERTS = ("moe.gate_up", "moe.down")
 DOMAINS = ("books", "textbooks", "code", "math", "chinese")
 BITS = {"int4": 4, "int3": 3, "int2": 2}
 GROUP_SIZE = 64
+MILO, MILO_RANK = "int3, milo", 16
 MILO_PASSES = 20  # of its iteration at most, as `moejax.quantize` has it
 TRAIN_CHARACTERS = 2_000_000  # of a training text, which is not scored
 
@@ -112,7 +113,7 @@ class Model:
     """A model whose float32 fits: dense weights, and its experts in every precision."""
 
     def __init__(self, checkpoint: str, device: jax.Device, method: str):
-        """Loads and quantizes."""
+        """Loads; `method` quantizes."""
         opened = open_checkpoint(checkpoint)
         tokenizer = Tokenizer.from_directory(opened.directory)
         assert tokenizer is not None
@@ -121,20 +122,19 @@ class Model:
         self.weights: Any = dict(opened.load(dtype="float32", device=device, progress=False))
         self.dense = {n: leaf for n, leaf in self.weights.items() if n not in EXPERTS}
         gate_up, down = (self._rows(self.weights[n]) for n in EXPERTS)
-        self.experts: dict[str, tuple[jax.Array, jax.Array]] = {"bf16": (gate_up, down)}
-        for name, bits in BITS.items():
-            self.experts[name] = (
-                self._by_layer(_rounded, gate_up, bits, method),
-                self._by_layer(_rounded, down, bits, method),
-            )
+        self._method, self._experts = method, {"bf16": (gate_up, down)}
 
-    def add_compensated(self, name: str, bits: int, rank: int) -> None:
-        """Adds a precision by MiLo, with compensators of one rank."""
-        gate_up, down = self.experts["bf16"]
-        self.experts[name] = (
-            self._by_layer(_compensated, gate_up, bits, rank),
-            self._by_layer(_compensated, down, bits, rank),
-        )
+    def experts(self, tier: str) -> tuple[jax.Array, jax.Array]:
+        """Rows of all experts in a precision, quantized when they are first asked for."""
+        if tier not in self._experts:
+            how: tuple[Any, ...] = (
+                (_compensated, 3, MILO_RANK)
+                if tier == MILO
+                else (_rounded, BITS[tier], self._method)
+            )
+            gate_up, down = (self._by_layer(rows, *how) for rows in self._experts["bf16"])
+            self._experts[tier] = gate_up, down
+        return self._experts[tier]
 
     def _by_layer(
         self, quantized: Callable[..., jax.Array], rows: jax.Array, *how: Any
@@ -243,7 +243,7 @@ class Served:
                 transient=1, banks=2 if prefetch else 1,
             )  # fmt: skip
             spec = TierSpec(cache, prefetch, emulated=True)
-            made = TierMemory(spec, *model.experts[name], places, model.device)
+            made = TierMemory(spec, *model.experts(name), places, model.device)
             made.ledger.expert_bytes = model.nbytes(name)
             memories.append(made)
         width = config.experts_per_token
@@ -340,7 +340,7 @@ class EachToken:
             expert_bytes=tuple(model.nbytes(name) for name in tiers),
             slots=(config.num_experts,) * len(tiers),
         )
-        parts = zip(*(model.experts[name] for name in tiers), strict=True)
+        parts = zip(*(model.experts(name) for name in tiers), strict=True)
         self._stacks = tuple(jnp.concatenate(part)[None] for part in parts)
         self._definition = model_definition(config, holds_experts=False)
         self._score = jax.jit(self._nats)

@@ -16,15 +16,15 @@ from moejax.policies.dynaexq import DynaExq
 from moejax.policies.make import make_policy
 from scripts.studies.dymoe.controls import AsAsked
 from scripts.studies.quality import buddymoe
-from scripts.studies.quality.bench import EachToken, Served, Windows
+from scripts.studies.quality.bench import MILO, EachToken, Served, Windows
 from scripts.studies.quality.cases import Case, Point
 from scripts.studies.quality.dynaexq import PERIOD
 from scripts.studies.quality.subject import BATCH, Subject, point
 
-WINDOWS = 8  # of each text
-SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
-HIGH, LOW, MILO = "int4", "int2", "int3, milo"
-RETENTION, RHO, RANK = 0.75, 3, 16
+WINDOWS = 5  # of each text; of the mixed one, one of each domain
+SHARES = (0.125, 0.25, 0.375, 0.625, 0.875)  # near those of Qwen3-30B-A3B under 6 to 24 GiB
+HIGH, LOW = "int4", "int2"
+RETENTION, RHO = 0.75, 3
 UNIFORM = {"bf16": "bf16", "INT4": HIGH, "INT3": "int3", "INT2": LOW, "MiLo INT3": MILO}
 DYMOE = {"DyMoE 4/2": "", "DyMoE 4/0": "skip"}
 BUDDIES = {"BuddyMoE": False, "DyMoE 4/0 + BuddyMoE": True}
@@ -54,8 +54,6 @@ def _few(subject: Subject) -> tuple[Windows, ...]:
 
 
 def _uniform(subject: Subject, method: str, tier: str) -> Iterator[Point]:
-    if tier == MILO and tier not in subject.model.experts:
-        subject.model.add_compensated(MILO, 3, RANK)
     for windows in _few(subject):
         yield point(windows, method, 0, subject.uniform(tier, windows))
 

@@ -64,7 +64,7 @@ def _with_layer(subject: Subject, layer: int | None) -> Measured:
     rows = slice(0, 0) if layer is None else slice(layer * experts, (layer + 1) * experts)
     gate_up, down = (
         full.at[rows].set(coarse[rows])
-        for full, coarse in zip(model.experts[HIGH], model.experts[LOW], strict=True)
+        for full, coarse in zip(model.experts(HIGH), model.experts(LOW), strict=True)
     )
     memory.store = dataclasses.replace(plain, gate_up=gate_up, down=down)
     try:

@@ -17,6 +17,7 @@ bars stand in the sections' files and are printed first; `--judge_only` prints t
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ SECTIONS: dict[str, Callable[[Subject], Iterator[Case]]] = {
 
 _TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "what to measure")
+_CASES = flags.DEFINE_string("cases", "", "regular expression of cases' names; '': all")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model whose float32 fits")
 _LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _ORIGINS = flags.DEFINE_integer("origins", 0, "expert e is of shard e mod this; 0: not known")
@@ -125,7 +127,7 @@ def _measure(subject: Subject, device: jax.Device, clock: float) -> bool:
     report = Report(device, "", _OUTPUT.value, ("moejax", "jax", "jaxlib"))
     for name in _SECTIONS.value:
         for case in SECTIONS[name](subject):
-            if (_LABEL.value, name, case.name) in done:
+            if (_LABEL.value, name, case.name) in done or not re.search(_CASES.value, case.name):
                 continue
             if _BUDGET.value and time.perf_counter() - clock > _BUDGET.value:
                 return False

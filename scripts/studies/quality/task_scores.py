@@ -28,6 +28,7 @@ from scripts.studies.quality.task_cases import (
     TASKS,
     Scored,
     arguments_of,
+    batch_of,
     packed,
     wrong_of,
 )
@@ -59,6 +60,7 @@ def score(method: str) -> dict[str, Scored] | str:
         "--model_args", arguments_of(method, _CHECKPOINT.value),
         "--tasks", ",".join(_TASKS.value), "--data", _DATA.value,
         "--limit", str(_DOCUMENTS.value), "--output_path", str(folder), "--log_samples",
+        "--batch_size", str(batch_of(method)),
     ]  # fmt: skip
     if _PLATFORM.value == "cpu":
         command += ["--device", "cpu"]
@@ -114,7 +116,7 @@ def _measure(clock: float, output: Path) -> bool:
                     _what(task, method), float(scored.right.mean()), "acc_norm",
                     **{"standard error": standard_error(scored.right.astype(float)),
                        "acc": scored.plain, "documents": len(scored.right),
-                       "right": packed(scored.right),
+                       "right": packed(scored.right), "batch": batch_of(method),
                        "model arguments": arguments_of(method, Path(_CHECKPOINT.value).name)},
                 )  # fmt: skip
     return is_whole

@@ -37,28 +37,44 @@ DECIDE: Methods = {
         "compose", "int4", f"parts=dymoe+buddymoe,{_DYMOE},low=skip,rho=3"
     ),
 }
-# Table 3 of DyMoE; look-ahead in prompts and planes are no rows of the paper.
+# Table 3 of DyMoE; look-ahead in prompts alone and planes are no rows of the paper. Load on demand
+# is the same under any budget.
 _TABLE_3: Methods = {
-    "load on demand": flags_of(memory__slots=0),
+    "load on demand": flags_of(memory__slots=0, budgets="(16,)"),
     "cache": (),
-    "cache, prefetch": flags_of(memory__prefetch=2),
     "cache, 4/2": _policy("dymoe", "int4,int2", _DYMOE),
-    "cache, 4/2, prefetch": _policy("dymoe", "int4,int2", _AHEAD),
+    "cache, 4/0, prefetch in prompts": _policy(
+        "dymoe", "int4", f"{_AHEAD},low=skip", memory__prefetch_in="prefill"
+    ),
     "cache, 4/0, prefetch": _policy("dymoe", "int4", f"{_AHEAD},low=skip"),
-    "cache, prefetch in prompts": flags_of(memory__prefetch=2, memory__prefetch_in="prefill"),
     "cache, 4/2, planes": _policy("dymoe", "int4,int2", _DYMOE, planes="2,4"),
+    "cache, 4/2, prefetch": _policy("dymoe", "int4,int2", _AHEAD),
+    "cache, prefetch": flags_of(memory__prefetch=2),
+    "cache, prefetch in prompts": flags_of(memory__prefetch=2, memory__prefetch_in="prefill"),
     "cache, 4/2, planes, prefetch": _policy("dymoe", "int4,int2", _AHEAD, planes="2,4"),
 }
 
 
 def _dynaexq(num_experts: int) -> Methods:
-    """DynaExq while the workload shifts, beside INT2: resident, and a pool of every expert."""
-    how = {"policy__slots": f"{num_experts // 4},{num_experts}", "shift_every": 256}
+    """DynaExq while the workload shifts, beside INT2 and INT4 resident, and INT2 in a pool.
+
+    A quarter of the experts are hot, or as many as planes allow under 16 GiB (83 of 128).
+    """
+    most = num_experts * 83 // 128
+
+    def hot(count: int, **more: object) -> Words:
+        slots = f"{count},{num_experts}"
+        return _policy(
+            "dynaexq", "int4,int2", _PROMOTIONS, policy__slots=slots, shift_every=256, **more
+        )
+
     return {
         "resident": flags_of(bits=2),
+        "planes": hot(num_experts // 4, planes="2,4"),
+        "copies": hot(num_experts // 4),
+        "resident INT4": flags_of(bits=4),
+        "planes, more hot": hot(most, planes="2,4"),
         "pool": flags_of(bits=2, memory__slots=num_experts, shift_every=256),
-        "copies": _policy("dynaexq", "int4,int2", _PROMOTIONS, **how),
-        "planes": _policy("dynaexq", "int4,int2", _PROMOTIONS, **how, planes="2,4"),
     }
 
 
@@ -132,9 +148,10 @@ def _budgets(*gibs: float) -> Words:
 
 SECTIONS: Mapping[str, Section] = {
     "decide": Section(QWEN3, lambda _: DECIDE, flags_of(attention_bits=4) + _budgets(*BUDGETS)),
-    "dynaexq": Section(QWEN3, _dynaexq, flags_of(batches="(1,4,16)")),
-    "dynaexq_wide": Section(QWEN3, _dynaexq_wide, _budgets(32, 48)),
-    "dymoe": Section(MIXTRAL, lambda _: _TABLE_3, _budgets(16, 24)),
+    # The warm-up takes the steps before the first shift.
+    "dynaexq": Section(QWEN3, _dynaexq, flags_of(batches="(1,4,16)", new_tokens=256)),
+    "dynaexq_wide": Section(QWEN3, _dynaexq_wide, flags_of(new_tokens=256) + _budgets(32, 48)),
+    "dymoe": Section(MIXTRAL, lambda _: _TABLE_3, flags_of(new_tokens=64) + _budgets(12, 16, 24)),
     "buddymoe": Section(QWEN3, _buddymoe, ()),
     "cost": Section(QWEN3, _cost, ()),
 }

@@ -39,7 +39,8 @@ def main(argv: list[str]) -> None:
     for method, words in section.of(shape).items():
         if _METHOD.value and method not in _METHOD.value:
             continue
-        command = ["python", "-m", "moejax.benchmark", *common, *words, *argv[1:]]
+        given = {word.partition("=")[0]: word for word in (*common, *words, *argv[1:])}
+        command = ["python", "-m", "moejax.benchmark", *given.values()]  # tuples would add up
         if has_rows(output, command):
             continue
         check_time()

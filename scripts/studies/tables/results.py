@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.studies.quality import buddymoe, dymoe, dynaexq
-from scripts.studies.quality.cases import Claim
+from scripts.studies.quality import buddymoe, dymoe, dynaexq, task_cases
+from scripts.studies.quality.cases import NOT_MEASURED, Claim
+from scripts.studies.quantizers import recipes
 from scripts.studies.tables import subjects
 from scripts.studies.tables.paper import Runs, markdown_table
 from scripts.studies.tables.rows import Found, Results
@@ -44,15 +45,30 @@ def regions(results: Results, page: str) -> dict[str, str]:
     """
     made: dict[str, str] = {}
     counts = _verdicts(_MADE.sub("", page))
-    for name in TITLES:
+    windows, documents = subjects.by_window(results), subjects.by_document(results)
+    quantized = subjects.by_window(results, " | perplexity")
+    kilobytes = [int(n) for name in quantized for n in re.findall(r"within (\d+) KB", name)]
+    milo = recipes.claims(next(iter(kilobytes), recipes.DEMO_KB))
+    for name, title in TITLES.items():
         runs = Runs()
-        if bars := _CLAIMS.get(name):
-            claims, made[f"{name} missing"] = subjects.claims(results, runs, bars, _DOUBTS)
-            counts[name].update(claim[-1] for claim in claims)
-            head = ["claim", "section", "what we find", "verdict"]
-            made[f"{name} claims"] = markdown_table(head, claims)
+        claims, missing, of_tasks = [], [], [b for b in task_cases.CLAIMS if b.paper == title]
+        for found, bars, unit in (
+            (windows, _CLAIMS.get(name, ()), "Nats a token"),
+            (documents, of_tasks, "Share of wrong answers"),
+            (quantized, milo if name == "milo" else (), "Nats a token"),
+        ):
+            judged, without = subjects.claims(found, runs, bars, unit, _DOUBTS)
+            claims, missing = claims + judged, missing + without
+        counts[name].update(claim[-1] for claim in claims)
+        head = ["claim", "section", "what we find", "verdict"]
+        made[f"{name} claims"] = markdown_table(head, claims)
+        said = f" {len(missing)} of {len(claims) + len(missing)} bars, {NOT_MEASURED}: "
+        made[f"{name} missing"] = f"{said}{'; '.join(missing) or 'none'}."
         made[f"{name} study"] = subjects.tables(results, runs, _SECTIONS[name])
         made[f"{name} runs"] = runs.table()
+    runs = Runs()
+    made["tasks"] = subjects.tasks(results, runs)
+    made["tasks runs"] = runs.table()
     rows = [
         [TITLES[name], *(str(of[verdict]) for verdict in VERDICTS)] for name, of in counts.items()
     ]

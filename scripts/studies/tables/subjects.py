@@ -1,9 +1,12 @@
 """Claims of a paper by the study model's rows, under bars written before, and all its rows."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_SHOWN, Claim, verdict
+from scripts.studies.quality.task_cases import TASKS, wrong_of
 from scripts.studies.tables.paper import Runs, markdown_table
 from scripts.studies.tables.rows import Found, Results
 
@@ -11,39 +14,84 @@ STUDY, DEMO = "study", "demo"
 NAMES = {STUDY: "the study model", DEMO: "the demo model"}  # the first one that has rows counts
 
 
+class Measured(NamedTuple):
+    """What a claim compares: values of windows or documents, and the rows that they are of."""
+
+    values: Sequence[float]
+    rows: tuple[Found, ...]
+
+
+def by_window(results: Results, end: str = "") -> dict[str, Measured]:
+    """Nats of the study model's windows, by the rows' names without the model and `end`."""
+    found = results.every(rf"{STUDY} \| (.*){re.escape(end)}")
+    return {
+        match[1]: Measured(one.more["nats"], (one,)) for match, one in found if "nats" in one.more
+    }
+
+
+def by_document(results: Results) -> dict[str, Measured]:
+    """Wrong answers of the study model, by task and method."""
+    rows = [one for _, one in results.every(rf"tasks \| .* \| {STUDY}")]
+    wrong = wrong_of([dataclasses.asdict(one.row) for one in rows], STUDY)
+
+    def of(method: str) -> tuple[Found, ...]:
+        return tuple(one for one in rows if one.row.what.split(" | ")[2] == method)
+
+    return {name: Measured(values, of(name.split(" | ")[1])) for name, values in wrong.items()}
+
+
 def claims(
-    results: Results, runs: Runs, bars: Sequence[Claim], doubts: Mapping[str, str]
-) -> tuple[list[list[str]], str]:
+    found: Mapping[str, Measured], runs: Runs, bars: Sequence[Claim], unit: str,
+    doubts: Mapping[str, str],
+) -> tuple[list[list[str]], list[str]]:  # fmt: skip
     """Rows of a table of claims, and the bars without rows, in words.
 
     Args:
+      unit: of what is compared, such as "Nats a token".
       doubts: why tests that are met show nothing, by what their claim says.
     """
-    found, missing = [], []
+    judged, missing = [], []
     for bar in bars:
-        names = [f"{STUDY} | {row}" for test in bar.tests for _, row in test.terms]
-        rows = [one for name in names if (one := results.get(name))]
-        if len(rows) == len(names):
-            found.append(_judged(runs, bar, rows, doubts.get(bar.said, "")))
+        names = [row for test in bar.tests for _, row in test.terms]
+        if all(name in found for name in names):
+            judged.append(_judged(found, runs, bar, unit, doubts.get(bar.said, "")))
         else:
             missing.append(f"{bar.said} ({bar.bar})")
-    said = "; ".join(missing) or "none"
-    return found, f" {len(missing)} of {len(bars)} bars, {NOT_MEASURED}: {said}."
+    return judged, missing
 
 
-def _judged(runs: Runs, bar: Claim, rows: Sequence[Found], doubt: str) -> list[str]:
-    nats = {one.row.what.partition(" | ")[2]: one.more["nats"] for one in rows}
-    found, outcomes = verdict(bar, nats)
+def _judged(
+    found: Mapping[str, Measured], runs: Runs, bar: Claim, unit: str, doubt: str
+) -> list[str]:
+    of, outcomes = verdict(bar, {name: one.values for name, one in found.items()})
     tests = []
     for test, one in zip(bar.tests, outcomes, strict=True):
         name = test.terms[0][1].partition(" | ")[2].replace(" | ", ", ")
         margin = f" (at most {test.margin:g})" if test.margin else ""
         tests.append(f"{name} {one.mean:+.3f} ± {one.error:.3f}{margin}, {one.verdict}")
-    above = f"Nats a token above it, ± a standard error: {'; '.join(tests)}"
+    above = f"{unit} above it, ± a standard error: {'; '.join(tests)}"
+    rows = [row for test in bar.tests for _, name in test.terms for row in found[name].rows]
     said = f"{NAMES[STUDY]}; {bar.bar}. {above} {runs.cite(*rows)}"
     if doubt and MET in [one.verdict for one in outcomes]:
-        said, found = f"{said}; {doubt}", NOT_SHOWN if found == MET else found
-    return [bar.said, bar.where, said, found]
+        said, of = f"{said}; {doubt}", NOT_SHOWN if of == MET else of
+    return [bar.said, bar.where, said, of]
+
+
+def tasks(results: Results, runs: Runs) -> str:
+    """Scores of tasks under policies, percent, by method."""
+    of: dict[str, dict[str, Found]] = {}
+    for match, one in results.every(rf"tasks \| (.*) \| (.*) \| {STUDY}"):
+        of.setdefault(match[2], {})[match[1]] = one
+    rows = []
+    for method, found in of.items():
+        cells = [
+            f"{100 * found[task].figure:.1f} ± {100 * found[task].more['standard error']:.1f}"
+            if task in found else "" for task in TASKS
+        ]  # fmt: skip
+        mean = sum(one.figure for one in found.values()) / len(found)
+        rows.append([method, *cells, f"{100 * mean:.1f}", runs.cite(*found.values())])
+    head = ["method", *TASKS, "mean", ""]
+    return markdown_table(head, rows) if rows else f"{NOT_MEASURED}."
 
 
 def tables(results: Results, runs: Runs, sections: Sequence[str]) -> str:
