@@ -21,7 +21,7 @@ from moejax.devices import choose_device, enable_compilation_cache
 from moejax.quantization.pipeline.recipe import parse_planes
 from scripts.studies.measuring import Report, time_limit
 from scripts.studies.quality.cases import rows_of
-from scripts.studies.quantizers.quantized import Bench
+from scripts.studies.quantizers.quantized import Bench, Scored
 
 METHODS = ("rtn", "hqq", "least_squares", "gptq", "milo")
 # Down projections have 64 inputs; the budget makes 4.5 bits a weight of it all, as INT4 has.
@@ -85,12 +85,13 @@ def main(argv: list[str]) -> None:
     written = {row["what"] for row in rows_of(Path(_OUTPUT.value))}
     bench = Bench(_CHECKPOINT.value, _TEXT.value, _WINDOWS.value, device)
 
-    def add(what: str, nats: float, **more: float) -> None:
-        report.add(what, nats, "nats", **bench.beside, **more)
+    def add(what: str, scored: Scored, **more: float) -> None:
+        nats = [round(one, 5) for one in scored.nats]  # of batches of windows
+        report.add(what, scored.mean, "nats", **bench.beside, **more, nats=nats)
 
     plain_row = f"{prefix}unquantized | log-perplexity"
     if "methods" in _SECTIONS.value and plain_row not in written:
-        add(plain_row, bench.score(_CHECKPOINT.value).mean)
+        add(plain_row, bench.score(_CHECKPOINT.value))
     for name, settings in schemes():
         label = prefix + name
         if any(what.startswith(f"{label} | ") for what in written):
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> None:
             for bits in reversed(widths):
                 scored = bench.score(folder, bits)
                 add(
-                    f"{label} | {bits or settings['bits']} bits | log-perplexity", scored.mean,
+                    f"{label} | {bits or settings['bits']} bits | log-perplexity", scored,
                     bits_a_weight=8 * scored.packed_bytes / outcome.totals["quantized_weights"],
                     stored_bits_a_weight=stored,
                 )  # fmt: skip
