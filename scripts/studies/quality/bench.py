@@ -7,6 +7,7 @@ and the products are those of the same numbers, so perplexity is that of a run w
 """
 
 import dataclasses
+import functools
 import json
 import lzma
 from collections.abc import Callable, Sequence
@@ -127,24 +128,22 @@ class Model:
     def experts(self, tier: str) -> tuple[jax.Array, jax.Array]:
         """Rows of all experts in a precision, quantized when they are first asked for."""
         if tier not in self._experts:
-            how: tuple[Any, ...] = (
-                (_compensated, 3, MILO_RANK)
+            quantized = (
+                functools.partial(_compensated, bits=3, rank=MILO_RANK)
                 if tier == MILO
-                else (_rounded, BITS[tier], self._method)
+                else functools.partial(_rounded, bits=BITS[tier], method=self._method)
             )
-            gate_up, down = (self._by_layer(rows, *how) for rows in self._experts["bf16"])
+            gate_up, down = (self._by_layer(quantized, rows) for rows in self._experts["bf16"])
             self._experts[tier] = gate_up, down
         return self._experts[tier]
 
-    def _by_layer(
-        self, quantized: Callable[..., jax.Array], rows: jax.Array, *how: Any
-    ) -> jax.Array:
+    def _by_layer(self, quantized: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
         """Quantizes a layer's matrices at a time: a solver's temporaries are many times as large.
 
         Each matrix stops by itself, so that the result is that of all at once.
         """
         each = self.config.num_experts
-        parts = [quantized(rows[i : i + each], *how) for i in range(0, len(rows), each)]
+        parts = [quantized(rows[i : i + each]) for i in range(0, len(rows), each)]
         return jnp.concatenate(parts)
 
     @staticmethod
