@@ -15,7 +15,7 @@ NAMES = {STUDY: "the study model", DEMO: "the demo model"}  # the first one that
 
 
 class Measured(NamedTuple):
-    """What a claim compares: values of windows or documents, and the rows that they are of."""
+    """Values of windows or documents that a claim compares, and the rows that they are of."""
 
     values: Sequence[float]
     rows: tuple[Found, ...]
