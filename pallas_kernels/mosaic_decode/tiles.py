@@ -193,14 +193,10 @@ def expert_tiles(
     blocks = min(tier.num_blocks for tier in tiers)
     are_packed = all(tier.form.bits < PLAIN_BITS for tier in tiers)
     if num_tokens <= COLUMNS and are_packed and blocks > 8 and blocks % 8 == 4:
-        # Of 8 warps half would idle in the last round: K 2880, 5760 rows of 4 tokens' experts take
-        # 60 us in place of 73 (MXFP4) and 56 in place of 60 (INT4). If blocks of three tiles are
-        # all there at once, two a processor, they are the fastest: 18 us in place of 20 and 17 in
-        # place of 19 for 1 token (H100, jax 0.11.2, 2026-11-26).
-        blocks_of_three = num_tokens * width * -(-outputs // (3 * ROWS))
-        at_once = blocks_of_three <= 2 * num_processors and outputs >= 3 * ROWS
-        row_tiles = 3 if at_once else min(2 // halves, outputs // ROWS)
-        tiles = StreamTiles(row_tiles, 1, 4, depth=3)
+        # Of 8 warps half would idle in the last round. Three row tiles are the best of one to five
+        # for 1 and 2 tokens' experts at K 2880, and within 2 % (INT4) and 5 % (MXFP4) of the best
+        # for 4 and 8 (H100, jax 0.11.2, 2026-11-26).
+        tiles = StreamTiles(min(3, outputs // ROWS), 1, 4, depth=3)
     elif num_tokens <= COLUMNS:
         warps_k, warps_n = _share_out(blocks, 8, outputs // ROWS)
         pairs, most = num_tokens * width, MOST_TILES // halves
