@@ -77,23 +77,29 @@ def small_pairs(words: Any, position: int | jax.Array, dtype: Any) -> Any:
       position: int32[] in 0..3, of the two codes (`layout`).
       dtype: bfloat16 or float16.
     """
-    if isinstance(position, int):
-        (count, mask), *others = PIECES[position]
-        floats = _rotated(words, count) & np.uint32(mask)
-    else:
-        [*ones, ((count, mask), *others)] = PIECES
-        counts, masks = jnp.uint32(count), jnp.uint32(mask)
-        for i, [(count, mask)] in enumerate(ones):
-            counts = jnp.where(position == i, jnp.uint32(count), counts)
-            masks = jnp.where(position == i, jnp.uint32(mask), masks)
-        floats = _rotated(words, counts) & masks
-        is_last = position == len(ones)
-        others = [(n, jnp.where(is_last, jnp.uint32(m), jnp.uint32(0))) for n, m in others]
-    for count, mask in others:
+    floats = words & np.uint32(0)
+    for count, mask in _pieces(position):
         floats = floats | (_rotated(words, count) & mask)
     if dtype != jnp.float16:
         return floats
     return (floats & np.uint32(SIGNS)) | ((floats & np.uint32(REST)) << np.uint32(3))
+
+
+def _pieces(position: int | jax.Array) -> list[tuple[Any, Any]]:
+    """Rotations and masks of a position."""
+    if isinstance(position, int):
+        return [(count, np.uint32(mask)) for count, mask in PIECES[position]]
+
+    def at_position(*values: int) -> jax.Array:
+        [*others, found] = map(jnp.uint32, values)
+        for i, value in enumerate(others):
+            found = jnp.where(position == i, value, found)
+        return found
+
+    [*ones, (first, (count, mask))] = PIECES  # the last position alone has two
+    firsts = [*(of_one for (of_one,) in ones), first]
+    counts, masks = (at_position(*parts) for parts in zip(*firsts, strict=True))
+    return [(counts, masks), (count, at_position(*(0 for _ in ones), mask))]
 
 
 def _rotated(words: Any, count: Any) -> Any:

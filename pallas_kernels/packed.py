@@ -289,10 +289,10 @@ def dequantize(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
 def _codes(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
     """Unpacks the codes of the matrices at int32[...] slots, uint8[..., N, K]."""
     if not weights.refinements:
-        words = weights.words[slots]
+        of_slots = weights.words[slots]
         if weights.is_mxfp4:
-            words = mxfp4.packed(words)
-        return layout.unpack(words, weights.bits, weights.num_inputs)
+            of_slots = mxfp4.packed(of_slots)
+        return layout.unpack(of_slots, weights.bits, weights.num_inputs)
     words = [of.words[of.slot] for of in stored_planes(weights, slots)]
     return layout.unpack_planes(words, weights.bits, weights.num_inputs)
 
