@@ -338,19 +338,9 @@ class TokenizerTest(HostileTestCase):
         ({"normalizer": replace({"String": ""}, "a" * 100)}, "makes 101 characters"),
         ({"decoder": replace({"String": "a"}, "a" * 10**6)}, "its decoder makes 1,000,000"),
         (
-            {
-                "normalizer": {
-                    "type": "Sequence",
-                    "normalizers": [replace({"String": "a"}, "aa")] * 10,
-                }
-            },
-            "makes 1,024 characters of",
-        ),
-        (
             {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 9}},
             "ByteLevel twice",
         ),
-        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 99}}, "99 parts"),
         ({"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}}, "1000000 characters before"),
         ({"post_processor": template(*[TEXT_A] * 1000)}, "1000 pieces"),
         (
@@ -358,7 +348,6 @@ class TokenizerTest(HostileTestCase):
             "as many ids as no token has",
         ),
         ({"added_tokens": [{"id": 3, "content": "a" * 10**6}]}, "of 1,000,000 characters"),
-        ({"model": {"vocab": {"a": 0, "b": 1, "ab": 2, "a" * 10**6: 3}}}, "of 1,000,000 character"),
         # This one never ends.
         (
             {
@@ -375,9 +364,7 @@ class TokenizerTest(HostileTestCase):
         ),
         ({"normalizer": {"type": "New"}}, "its normalizer has the type 'New', which is not"),
         ({"normalizer": [1]}, "it is not understood"),
-        ({"added_tokens": 5}, "it is not understood"),
         ({"added_tokens": [{"content": 5}]}, "it is not understood"),
-        ({"model": {"vocab": 7}}, "it is not understood"),
         ({"model": {"merges": ["a c"]}}, "Token `c` out of vocabulary"),
         ({"normalizer": replace({"Regex": "("}, "")}, "Oniguruma error"),
     )

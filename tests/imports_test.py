@@ -227,22 +227,16 @@ class ImportsTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("pallas_kernels/x.py", "from moejax.errors import MoejaxError", "imports moejax"),
-        ("pallas_kernels/x.py", "import flax", "imports flax"),
         ("pallas_kernels/x/y.py", "def f():\n    import torch", "imports torch"),
         ("moejax/models/x.py", "from moejax.quantization import rtn", "moejax.models is pure"),
         ("moejax/models/x.py", "from moejax import engine", "imports moejax.engine"),
-        ("moejax/models/x.py", "import moejax.checkpoints.open as o", "imports moejax.checkpoints"),
-        ("moejax/policies/x.py", "from moejax.models.config import A", "moejax.policies is pure"),
         ("moejax/policies/x.py", "import time", "a policy imports time"),
-        ("moejax/quantization/x.py", "import moejax.policies", "moejax.quantization is pure"),
         ("moejax/experts/budget.py", "from moejax.experts import residency", "budget is pure"),
         ("moejax/engine.py", "from . import models", "a relative import"),
         ("moejax/x.py", "from jax._src import core", "private jax._src"),
-        ("moejax/x.py", "import jax._src.core", "private jax._src"),
         ("moejax/x.py", "import jax\njax._src.core.x()", "private jax._src"),
         ("moejax/x.py", "from ml_collections import config_dict", "nothing sees a ConfigDict"),
         ("moejax/x.py", "from jax.experimental import pallas as pl\npl.pallas_call()", "belongs"),
-        ("moejax/x.py", "import jax\njax.experimental.pallas.pallas_call()", "belongs"),
         ("tests/x.py", "from jax.experimental.pallas import pallas_call as p\np()", "belongs"),
         (
             "pallas_kernels/x/mosaic.py",
@@ -251,7 +245,6 @@ class ImportsTest(parameterized.TestCase):
         ),
         ("moejax/utils.py", "", "a module named utils"),
         ("tests/model_common.py", "", "a module named model_common"),
-        ("moejax/utils/__init__.py", "", "a module named utils"),
         ("moejax/x.py", "\n" * 701, "701 lines"),
         ("moejax/x.py", "\n" * 200 + "if __name__ == '__main__':\n    pass", "in a main"),
     )

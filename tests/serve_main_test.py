@@ -244,18 +244,12 @@ class ProcessTest(parameterized.TestCase):
 class ConfigTest(parameterized.TestCase):
     @parameterized.parameters(
         ("--config.port=70000", "port=70000"),
-        ("--config.max_batch=0", "max_batch=0"),
-        ("--config.queue_limit=0", "queue_limit=0"),
         ("--config.deadline_s=-1", "deadline_s=-1"),
         ("--config.host=", "host=''"),
-        ("--config.max_connections=0", "max_connections=0"),
         ("--config.api_key=two words", "api_key must be letters"),
         ("--config.cors_origins=('',)", "cors_origins holds an empty text"),
         ("--config.record_trace=x.trace", "record_trace"),
-        ("--config.fidelity_share=0.5", "fidelity_share"),
         ("--config.max_answers=0", "max_answers=0"),
-        ("--config.max_body_bytes=0", "max_body_bytes=0"),
-        ("--config.grace_s=-1", "grace_s=-1"),
         ("--config.allowed_hosts=('',)", "allowed_hosts holds an empty text"),
         ("--config.trace_dir=x", "trace_dir is not for a server"),
         ("--config.api_key_file=no/such", "api_key_file="),

@@ -281,7 +281,7 @@ class EosTest(TokenizerTestCase):
         self._write("generation_config.json", {"eos_token_id": [2, 0]})
         self.assertEqual(read_eos_ids(self.directory, vocab_size=400), (2, 0))
 
-    @parameterized.parameters("no", [["1"]], [[-1]], True, [[3, False]], 11, 2**40, 1.0, [{}])
+    @parameterized.parameters("no", [["1"]], [[-1]], True, 11, 2**40, 1.0, [{}])
     def test_broken(self, ids):
         self._write("generation_config.json", {"eos_token_id": ids})
         with self.assertRaisesRegex(
@@ -362,12 +362,8 @@ class ChatTemplateTest(TokenizerTestCase):
 
     @parameterized.parameters(
         (MIXTRAL_LIKE, "the chat template failed: Roles must alternate"),
-        ("{% if %}", "the chat template failed: Expected an expression"),
         ("{{ messages.append(1) }}", "the chat template failed: access to attribute 'append'"),
-        ("{{ messages[0].content + 1 }}", "the chat template failed: "),
-        ("{{ 1 / 0 }}", "the chat template failed: division by zero"),
         ("{% macro f(x) %}{{f(x)}}{% endmacro %}{{f(1)}}", "the chat template failed: maximum rec"),
-        ("{% for i in range(100001) %}{% endfor %}", "the chat template failed: Range too big"),
         ("{{ raise_exception('two\nlines') }}", "the chat template failed: two lines"),
         ("{{ ().__class__.__base__.__subclasses__() }}", "is unsafe"),
     )
