@@ -81,11 +81,3 @@ class AnswersTest(absltest.TestCase):
         with self.assertNoLogs():
             again = AnswerFile(self.path, {"task": "a"}, numbers=("acc",))
         self.assertEqual(sorted(again.known), [0, 1, 5, 8])
-
-    def test_answers_of_another_run(self):
-        AnswerFile(self.path, {"task": "a", "seed": 1}).add([{"index": 0}])
-        with self.assertRaisesRegex(MoejaxError, r"of another run \(seed differ\)"):
-            AnswerFile(self.path, {"task": "a", "seed": 2})
-        self.path.write_text('{"x": 1}\n')
-        with self.assertRaisesRegex(MoejaxError, "is no file of answers"):
-            AnswerFile(self.path, {"task": "a"})

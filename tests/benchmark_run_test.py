@@ -251,21 +251,3 @@ class ShapeTest(Case):
             self.assertIn("device memory peak", figures)
             self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
             self.assertBetween(figures["share of the byte floor"]["value"], 0.1, 100)
-
-    @parameterized.parameters(
-        ("dynaexq", {"policy.slots": "('2','8')", "policy.settings": "n_hot=2,period=8"}),
-        ("dymoe", {"policy.slots": "('3','3')", "policy.settings": "retention=0.75,prefetch=0"}),
-    )
-    @pytest.mark.slow
-    def test_tiers_by_planes(self, name, policy):
-        """A refinement moves half of what INT4 would; or planes share slots."""
-        record, _ = self.record(
-            shape="tiny", prompt_tokens=16, new_tokens=65, skew="zipf:1.5", planes="2,4",
-            shift_every=16, **{"policy.name": name, "policy.tiers": "('int4','int2')", **policy},
-        )  # fmt: skip
-        [point] = record["points"]
-        self.assertIn(f"policy {name} (int4/int2, planes 2,4", record["rows"][0]["what"])
-        figures = point["figures"]
-        self.assertBetween(figures["gate mass of decode, int2"]["value"], 1, 99)
-        self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
-        self.assertIn("every 16 steps", point["routing"])

@@ -20,7 +20,7 @@ from moejax.quantization.grid import Codes, Grid
 from moejax.quantization.hqq import kernel_hqq, kernel_refusal
 from pallas_kernels import hqq_solve as package
 from pallas_kernels import op
-from pallas_kernels.hqq_solve import reference, settings, tiles, triton
+from pallas_kernels.hqq_solve import reference, settings, triton
 from pallas_kernels.hqq_solve.settings import SolveSettings
 from pallas_kernels.target import SIMULATED
 from tests import gpu_targets, slow
@@ -252,12 +252,6 @@ class BrokenKernelTest(HostTestCase):
         with mock.patch.object(settings.SolveSettings, "harmless_error", limit):
             self.assertIsNotNone(violation(interpreted(operands, case), operands, case))
 
-    def test_a_kernel_that_leaves_out_the_factors_fails(self):
-        case = CASES["low_rank"]
-        operands = random_operands(case, seed=5)
-        found = interpreted(operands._replace(low_rank=None), case)
-        self.assertIsNotNone(violation(found, operands, case))
-
 
 class StopTest(HostTestCase):
     @parameterized.parameters(
@@ -296,17 +290,6 @@ class SolverTest(HostTestCase):
 
     grid = Grid(bits=3, group_size=64, zero_kind="float")
 
-    def test_codes_are_those_of_weights_less_the_product(self):
-        case = CASES["low_rank"]
-        operands = random_operands(case, seed=8)
-        found = jax.jit(interpreted_solver, static_argnums=3)(
-            operands.weights, *operands.low_rank, self.grid
-        )
-        expected = solve_float64(operands, case, steps=None)
-        equal = np.asarray(found.codes) == expected.codes
-        self.assertGreaterEqual(equal.mean(), SHARE_OF_EQUAL_CODES)
-        np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-6)
-
     def test_other_grids_are_refused(self):
         refusal = functools.partial(kernel_refusal, target=SIMULATED)
         weights = jax.ShapeDtypeStruct((4, 100), jnp.float32)
@@ -316,25 +299,6 @@ class SolverTest(HostTestCase):
         self.assertIn("'symmetric'", refusal(weights, symmetric))
         with self.assertRaisesRegex(ValueError, "zero_kind is 'symmetric'"):
             kernel_hqq(weights, weights, weights, symmetric)
-
-
-class RefusalTest(parameterized.TestCase):
-    @parameterized.parameters(sorted(CASES))
-    def test_nothing_to_refuse(self, name):
-        case = CASES[name]
-        weights, low_rank = random_operands(case, seed=7)
-        self.assertIsNone(
-            package.OPERATION.refusal(
-                "triton", weights, low_rank, case.bits, case.group_size, target=SIMULATED
-            )
-        )
-
-    @parameterized.parameters((14336, 64), (4096, 128), (768, 32), (5, 64), (1, 32))
-    def test_default_tiles_divide_the_rows(self, num_rows, group_size):
-        t = tiles.default_tiles(num_rows, group_size)
-        self.assertEqual(num_rows % t.rows, 0)
-        self.assertEqual(group_size % t.columns, 0)
-        self.assertEqual(t.rows & (t.rows - 1), 0)
 
 
 class LoweringTest(parameterized.TestCase):

@@ -22,7 +22,7 @@ from moejax.models import attention, delta_net, moe, stacked
 from moejax.models import transformer as token_step
 from moejax.models.config import LatentConfig, RopeScaling
 from moejax.models.kv_cache import KVCache, empty_cache
-from moejax.models.moe import MoeInputs, ResidentExperts, routing_record
+from moejax.models.moe import ResidentExperts, routing_record
 from moejax.models.shapes import DEEPSEEK_V2_LITE, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights import linear as ops
@@ -253,38 +253,6 @@ class WiringTest(HostTestCase):
             np.testing.assert_array_equal(one, other)
         first = [call.kwargs["first"] is None for call in calls["top_k"].call_args_list]
         self.assertEqual(first, [True, False])
-
-    @pytest.mark.slow
-    def test_experts_that_move_see_what_they_saw(self):
-        positions, tokens = jnp.array([[4], [9]], jnp.int32), jnp.array([[3], [5]], jnp.int32)
-
-        def what_is_seen(kernels: ops.Kernels, spec: ChunkSpec) -> tuple[Any, Any]:
-            layers, seen, model = [], [], small_model(QWEN, kernels)
-
-            class Seeing(ResidentExperts):
-                def __call__(self, carry: Any, inputs: MoeInputs) -> Any:
-                    layer, x, routing, _, next_routing, *_ = inputs
-                    layers.append(layer.mlp)
-                    seen.append((x, routing.ids, next_routing().ids if next_routing else None))
-                    return x, None, None
-
-            def step(cache: KVCache) -> Any:
-                mask, experts = jnp.ones((2, 1), bool), Seeing(None, "dense")
-                return model(tokens, positions, mask, cache, spec, experts)[1], seen
-
-            found = jax.jit(step)(filled_cache(QWEN, 2))
-            self.assertEqual(layers, [0, 1])
-            return found
-
-        with interpreted():
-            hidden, seen = what_is_seen(ops.Kernels(SIMULATED), SPEC)
-        expected, others = what_is_seen(ops.NO_KERNELS, SPEC._replace(cached="xla"))
-        self.assertLess(relative(hidden, expected), 0.02)
-        for one, other in zip(seen, others, strict=True):
-            self.assertEqual((one[0].shape, one[0].dtype), ((2, QWEN.model_dim), HALF))
-            self.assertLess(relative(one[0], other[0]), 0.02)
-            np.testing.assert_array_equal(one[1], other[1])
-            self.assertEqual(one[2] is None, other[2] is None)
 
     def test_prefill_and_what_is_refused_take_no_kernel_but_the_norms(self):
         cache, chunk = filled_cache(QWEN, 1), jnp.arange(4, dtype=jnp.int32)[None]

@@ -92,35 +92,6 @@ class QuantizedEngineTest(parameterized.TestCase):
             with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", 16):
                 self.assertLess(relative_error(packed.logits(tokens), expected), 1e-5)
 
-    @parameterized.parameters(sorted(MIXES))
-    @pytest.mark.slow
-    def test_tokens_by_the_kernels_are_the_same(self, name):
-        packed, plain = engines(name)
-        by_kernels = Engine(
-            packed.config,
-            packed.weights,
-            device=packed.device,
-            kernels=ops.Kernels(implementation="reference"),
-        )
-        prompts = [prompt(20), prompt(9)]
-        expected = plain.generate(prompts, max_new_tokens=20)
-        found = by_kernels.generate(prompts, max_new_tokens=20)
-        self.assertEqual([a.tokens for a in found], [a.tokens for a in expected])
-        said = by_kernels.kernels
-        if name == "mixtral":
-            self.assertEqual(by_kernels.experts_used, ["grouped_kernel"])
-            for phase in ("prefill", "decode"):
-                self.assertStartsWith(said[f"{phase} experts"], "reference, int3g8 float + U V")
-                self.assertEqual(said[f"{phase} attention.o_proj"], "reference, int2g8 float")
-                self.assertEqual(said[f"{phase} embed"], "reference, int3g10 float")
-        else:
-            self.assertEqual(by_kernels.experts_used, ["block_in_cache"])
-            self.assertRegex(said["decode experts"], "^dequantized, .*permuted")
-            self.assertRegex(said["decode attention.o_proj"], "^dequantized, INT4 .*permuted")
-            self.assertStartsWith(said["decode attention.qkv_proj"], "reference, int3g8")
-            self.assertRegex(said["decode head"], "^dequantized, FP8 in blocks")
-        self.assertIn("; prefill: ", by_kernels.weights_summary)
-
     def test_what_serves_is_on_record(self):
         packed, plain = engines("mixtral")
         self.assertEqual(plain.kernels["decode attention.o_proj"], "plain, float32")

@@ -206,26 +206,6 @@ class ProcessTest(parameterized.TestCase):
                     self.assertNotIn("access-control-allow-origin", answer.headers)
 
     @pytest.mark.slow
-    def test_one_line_errors(self):
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            port = taken.getsockname()[1]
-            with serving(f"--config.port={port}") as server:
-                _, said = server.communicate(timeout=60)
-        self.assertEqual(server.returncode, 1)
-        self.assertEqual(
-            said,
-            f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
-            "with --config.port, 0 for any\n",
-        )
-        with tempfile.TemporaryDirectory() as empty, serving(f"--config.checkpoint={empty}") as one:
-            _, said = one.communicate(timeout=60)
-        self.assertEqual(one.returncode, 1)
-        self.assertStartsWith(said.splitlines()[-1], "error: ")
-        self.assertNotIn("Traceback", said)
-
-    @pytest.mark.slow
     def test_the_stress_finds_nothing(self):
         words = (
             f"--checkpoint={DIRECTORY}", "--seconds=3", "--clients=6", "--fuzzers=2", "--warm_up=0",

@@ -12,19 +12,13 @@ import pytest
 from absl.testing import parameterized
 
 from moejax.experts import cache
-from moejax.experts import cache_planner as placing
-from moejax.experts.cache_planner import CachePlanner
-from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.transfer_programs import request_transfers
-from moejax.models import expert_products
 from moejax.policies.base import Policy, Requests
 from moejax.policies.baselines import as_routed
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
-from moejax.weights import linear as ops
-from pallas_kernels import cache_plan, grouped_dequant_matmul
 from scripts.studies.dymoe.controls import AsAsked
 from tests import buddymoe_reference as reference
 from tests import numpy_model, slow
@@ -203,28 +197,6 @@ class SubstitutionTest(parameterized.TestCase):
 
 
 class BetweenStepsTest(parameterized.TestCase):
-    @parameterized.parameters(NUM_EXPERTS, NUM_EXPERTS - 3)
-    @pytest.mark.slow
-    def test_promotions_and_demotions_move_the_tables(self, cold_slots):
-        policy = make_policy("dynaexq", period=16, max_requests=32)
-        runner, memory = cached_runner(
-            policy, (4, 2), (3, cold_slots), emulated=True, first=3 if cold_slots < 8 else -1
-        )
-        self.assertTrue(memory.moves_experts)
-        for _ in range(3):
-            runner.logits(TOKENS)
-        memory.read_counters()
-        pool, said = request_transfers(memory.spec, memory.pool, *memory._in_flight_and_room())
-        high = np.asarray(pool.state.high)
-        hot = np.asarray(pool.tiers[0].residency.slot_of) >= 0
-        np.testing.assert_array_equal(hot, high)
-        self.assertEqual(high.sum(), 3 * NUM_LAYERS)
-        self.assertTrue((np.asarray(said.moved.layer) < 0).all() or cold_slots < NUM_EXPERTS)
-        check_exclusive(
-            self, memory, 2
-        )  # the next step takes the copies of what came to the hot one
-        self.assertGreater(memory.ledger.shares["int4"], 0.1)
-
     @pytest.mark.slow
     def test_a_policy_that_rests_is_not_asked(self):
         """Equal tokens lead to equal slots, whether or not the step's tokens are known."""
@@ -320,66 +292,3 @@ class ResetTest(HostTestCase):
             memory.reset(dataclasses.replace(policy, renormalise=True))
         _, asked = cached_runner(dataclasses.replace(policy, renormalise=True), (4,), (4,))
         asked.reset(policy)  # its programs ask the policy itself
-
-
-DYMOE = {"retention": 0.5, "schedule": "linear", "heavy_count": 3}
-# The policy, slots of a layer in tiers of INT4 and INT2, experts ahead.
-CASES = {
-    "dymoe": (make_policy("dymoe", prefetch=2, **DYMOE), (3, 8), 2),
-    "dymoe in two caches": (make_policy("dymoe", prefetch=0, **DYMOE), (3, 3), 0),
-    "dynaexq": (make_policy("dynaexq", period=2), (3, 8), 0),
-    "dymoe ahead in two caches": (make_policy("dymoe", prefetch=2, **DYMOE), (4, 4), 2),
-}
-
-
-class OneLaunchTest(parameterized.TestCase):
-    @parameterized.parameters(*CASES)
-    @pytest.mark.slow
-    def test_all_tiers_at_once_give_what_each_alone_gives(self, name):
-        policy, slots, ahead = CASES[name]
-        runs = {"kernels": ops.Kernels(implementation="reference"), "expert_impl": "grouped_kernel"}
-        own, found, launched = grouped_dequant_matmul.moe_products, [], []
-
-        def counted(x, assignments, tiers, *arguments, **options):
-            launched[-1].append((len(x), len(tiers)))
-            return own(x, assignments, tiers, *arguments, **options)
-
-        def interpreted(*arguments, **options):
-            if options["implementation"] == "triton":
-                launched[-1].append("plan")
-                options |= {"interpret": True}
-            return plan(*arguments, **options)
-
-        def predicted(*arguments, **options):
-            options |= {"interpret": options["implementation"] == "triton"}
-            return predict(*arguments, **options)
-
-        in_one, plan, predict = CachedExperts._is_grouped, cache_plan.plan, cache_plan.predict
-        refusal = CachePlanner.refusal
-
-        def few(self, num_pairs):  # as if these were a GPU's
-            return "waves" if any(form.later_waves for form in self.forms(num_pairs)) else None
-
-        ways = ((lambda *_: False, refusal), (in_one, refusal), (in_one, few))
-        for separate, refuses in ways:
-            for jitted in (expert_products._grouped, placing._planned, placing._predicted):
-                jitted.clear_cache()  # of traces, in which the calls are
-            runner, memory = cached_runner(
-                policy, (4, 2), slots, prefetch=ahead, transient=8, runs=runs
-            )
-            launched.append([])
-            with (
-                mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
-                mock.patch.object(cache_plan, "plan", interpreted),
-                mock.patch.object(cache_plan, "predict", predicted),
-                mock.patch.object(CachedExperts, "_is_grouped", separate),
-                mock.patch.object(CachePlanner, "refusal", refuses),
-            ):
-                found.append((answers(runner, PROMPTS[:1], 6), memory.read_counters().as_dict()))
-        for said, counted in found[1:]:
-            self.assertEqual(said, found[0][0])
-            self.assertEqual(counted["tiers"], found[0][1]["tiers"])
-        self.assertEqual({number for _, number in launched[0]}, {1})
-        self.assertIn((1, 2), launched[1])  # a chunk of these caches passes in waves
-        self.assertNotIn("plan", launched[1])
-        self.assertIn("plan", launched[2])
