@@ -290,6 +290,17 @@ class SolverTest(HostTestCase):
 
     grid = Grid(bits=3, group_size=64, zero_kind="float")
 
+    def test_codes_are_those_of_weights_less_the_product(self):
+        case = CASES["low_rank"]
+        operands = random_operands(case, seed=8)
+        found = jax.jit(interpreted_solver, static_argnums=3)(
+            operands.weights, *operands.low_rank, self.grid
+        )
+        expected = solve_float64(operands, case, steps=None)
+        equal = np.asarray(found.codes) == expected.codes
+        self.assertGreaterEqual(equal.mean(), SHARE_OF_EQUAL_CODES)
+        np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-6)
+
     def test_other_grids_are_refused(self):
         refusal = functools.partial(kernel_refusal, target=SIMULATED)
         weights = jax.ShapeDtypeStruct((4, 100), jnp.float32)
@@ -299,6 +310,18 @@ class SolverTest(HostTestCase):
         self.assertIn("'symmetric'", refusal(weights, symmetric))
         with self.assertRaisesRegex(ValueError, "zero_kind is 'symmetric'"):
             kernel_hqq(weights, weights, weights, symmetric)
+
+
+class RefusalTest(parameterized.TestCase):
+    @parameterized.parameters(sorted(CASES))
+    def test_nothing_to_refuse(self, name):
+        case = CASES[name]
+        weights, low_rank = random_operands(case, seed=7)
+        self.assertIsNone(
+            package.OPERATION.refusal(
+                "triton", weights, low_rank, case.bits, case.group_size, target=SIMULATED
+            )
+        )
 
 
 class LoweringTest(parameterized.TestCase):
