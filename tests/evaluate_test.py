@@ -7,6 +7,8 @@ import lzma
 import math
 import pathlib
 import re
+import sys
+import types
 from typing import Any
 from unittest import mock
 
@@ -225,3 +227,22 @@ class EvaluateTest(FolderTestCase):
             window = re.search(r"_(\d+)_(\d+)$", path.stem)
             assert window
             self.assertEqual(config.windowing(), Windowing(*map(int, window.groups())))
+
+    def test_wikitext2_from_the_hub(self):
+        asked = []
+
+        def load_dataset(*args: str, split: str) -> dict[str, list[str]]:
+            asked.append((*args, split))
+            return {"text": ROWS}
+
+        fake = types.SimpleNamespace(load_dataset=load_dataset)
+        with mock.patch.dict(sys.modules, {"datasets": fake}):
+            self.assertEqual(load_text("wikitext2", "none").content, JOINED)
+        self.assertEqual(asked, [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")])
+        fake.load_dataset = mock.Mock(side_effect=ConnectionError("offline\nand more"))
+        with mock.patch.dict(sys.modules, {"datasets": fake}):
+            _, _, err = self.run_main(text="wikitext2")
+        self.assertRegex(err, r"^error: wikitext2 is not in the cache .*\(offline\); give a file")
+        with mock.patch.dict(sys.modules, {"datasets": None}):
+            _, _, err = self.run_main(text="wikitext2")
+        self.assertRegex(err, r"^error: wikitext2 needs the package datasets \(pip install ")

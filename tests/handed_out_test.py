@@ -223,6 +223,41 @@ class HandedOutTest(FolderTestCase):
         found = jax.jit(mesh.map(device_of, held, jax.sharding.PartitionSpec()))(held)
         np.testing.assert_array_equal(found, [0, 1, 0, 1])
 
+    @slow.where(lambda kappa: kappa > 0)
+    @parameterized.parameters(0.0, 1.0)
+    def test_buddies_of_other_devices(self, kappa):
+        """Nothing is fetched, so one device with the same residents decides the same.
+
+        With kappa 1 it is one whose lists have buddies of the missing expert's device alone.
+        """
+        Plain(ONE_LAYER).write(self.directory)
+        profile = random_profile(1, 12)
+        load = np.linspace(9, 8, 12, dtype=np.float32)[None]  # so the hottest are spread
+        activity = dataclasses.replace(profile.activity, activations=load)
+        save_buddies(self.directory / FILE_NAME, dataclasses.replace(profile, activity=activity))
+        settings = {"fall_back": "drop", "max_requests": 0}
+        buddies = Tiering(policy="buddymoe", settings=settings | {"kappa": kappa}, slots=(2,))
+        several = self.load(mesh="2,experts", policy=buddies)
+        found = several.logits(TOKENS)
+        device = np.zeros(12, int)
+        device[several._runner.mesh.handed_out[1, 0]] = 1
+        if kappa:
+            lists, ids = profile.lists, profile.lists.ids
+            apart = (ids >= 0) & (device[ids] != device[None, :, None])
+            # Those that stay come first.
+            order = np.argsort(apart | (ids < 0), axis=-1, kind="stable")
+            kept = np.take_along_axis(np.where(apart, -1, ids), order, -1)
+            q = np.where(kept >= 0, np.take_along_axis(lists.q, order, -1), 0)
+            profile = dataclasses.replace(profile, lists=type(lists)(kept, q))
+        save_buddies(self.directory / FILE_NAME, dataclasses.replace(profile, activity=activity))
+        one = self.load(policy=Tiering(policy="buddymoe", settings=settings, slots=(4,)))
+        expected = one.logits(TOKENS)
+        self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
+        ledgers = [engine.ledger for engine in (one, several)]
+        np.testing.assert_allclose(ledgers[0].gate, ledgers[1].gate, rtol=1e-4)
+        self.assertGreater(ledgers[1].shares["substituted"], 0)
+        self.assertEqual(ledgers[1].total("admitted"), 0)
+
 
 E, D = 2, 40  # experts, and the model's width
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 from typing import ClassVar
@@ -15,10 +16,12 @@ from absl.testing import parameterized
 
 from moejax import plan
 from moejax.checkpoints import open_checkpoint
-from moejax.checkpoints.experts import open_experts
+from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.verify import verify_checkpoint
 from moejax.engine import Engine
+from moejax.errors import MoejaxError
 from moejax.experts import load
+from moejax.experts.budget import Limits
 from moejax.experts.tiering import StoredTier, Tiering, open_tier
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
@@ -524,3 +527,38 @@ def all_tensors_at(path):
         for name, entry in header.items()
         if name != "__metadata__"
     }
+
+
+class PlanesOnDiskTest(QuantizeTestCase):
+    fields: ClassVar[dict] = {
+        "num_kv_heads": 4, "expert_dim": 64, "mlp_dim": 64, "num_experts": 32,
+    }  # fmt: skip
+
+    @pytest.mark.slow
+    def test_planes_in_shared_slots_are_read_from_the_disk(self):
+        job = self.job(bits=4, planes=(2, 4), plane_weight=0.9)
+        quantize_checkpoint(job)
+        plane, tokens = 3 * 64 * 64 * 2 // 8, [list(range(3, 20))]
+        open_engine = functools.partial(Engine.from_pretrained, job.output, progress=False)
+        tiering = Tiering(policy="dymoe", tiers=("int4", "int2"), slots=(4, 4))
+        with open_engine(policy=tiering) as engine:
+            expected = engine.generate(tokens, max_new_tokens=8)[0].tokens
+        # Of 64 planes of each kind some 40, and blocks on their way.
+        limits = Limits(host_gib=45 * (plane + plane * 3 // 2) / 2**30, transient=4)
+        with open_engine(policy=tiering, limits=limits) as engine:
+            memory, budget = engine._runner.memory, engine.budget
+            self.assertTrue(all(0 < tier.host_rows < 64 for tier in budget.tiers))
+            for _ in range(2):
+                self.assertEqual(engine.generate(tokens, max_new_tokens=8)[0].tokens, expected)
+            with (
+                mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("a bad sector")),
+                self.assertRaisesRegex(MoejaxError, "a bad sector"),
+            ):
+                engine.generate([list(range(40, 90))], max_new_tokens=8)
+            self.assertEqual(engine.generate(tokens, max_new_tokens=8)[0].tokens, expected)
+            memory.read_counters()
+            for name, tier in zip(("int4", "int2"), memory.tiers, strict=True):
+                self.assertEqual(tier.spec.shares_slots, name == "int4")
+                self.assertGreater(tier.ledger.disk["waits"], 0, name)
+                self.assertGreater(tier.disk.cache.evictions, 0, name)
+                check_bytes(self, budget, name, tier)

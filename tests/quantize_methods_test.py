@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from typing import ClassVar
 from unittest import mock
 
@@ -21,7 +22,7 @@ from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.weights.qtensor import dense
 from pallas_kernels import layout, op
 from pallas_kernels.target import SIMULATED
-from tests.quantize_case import QuantizeTestCase, all_tensors
+from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 from tests.random_checkpoints import TINY, write_random_checkpoint, write_tokenizer
 
 TEXT = "".join(chr(32 + i * i % 95) for i in range(300))
@@ -245,6 +246,25 @@ class MethodsTest(QuantizeTestCase):
         [line] = quantizers.kernel_remarks(matrices)
         self.assertRegex(line, "^2 matrices were solved without the HQQ kernel.*group_size 48")
         self.assertEmpty(quantizers.kernel_remarks(matrices[2:]))
+
+    @parameterized.parameters(
+        ({"method": "gptq", "target": "gptq"},),
+        ({"method": "milo", "rank": "Dense-8 + Frequency-16"},),
+        ({"method": "autoround", "zero_kind": "symmetric"},),
+    )
+    @pytest.mark.slow
+    def test_calibrated_run_that_was_killed(self, how):
+        job = self.job(text=TEXT, output=self.directory / "undisturbed", **how)
+        with mock.patch("os.fsync") as fsync:
+            quantize_checkpoint(job)
+        expected, count = digests(job.output), fsync.call_count
+        job = self.job(text=TEXT, **how)
+        for step in (count // 3, 2 * count // 3):
+            shutil.rmtree(job.output, ignore_errors=True)
+            with self.assertRaises(Killed), stopped_after(step, Killed()):
+                quantize_checkpoint(job)
+            self.assertGreater(quantize_checkpoint(job).shards_before, 0)
+            self.assertEqual(digests(job.output), expected)
 
 
 class SurgeTest(absltest.TestCase):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import openai
 import pytest
 from absl.testing import absltest, parameterized
@@ -17,11 +18,13 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
+from moejax.experts.ledger import Ledger, TierLedger
 from moejax.inference import chunking
 from moejax.inference.continuous import ContinuousBatch
 from moejax.inference.generation import GenerationSettings
 from moejax.models.config import Pages
 from moejax.serving import batcher as batcher_module
+from moejax.serving.metrics import Metrics
 from tests import slow
 from tests.serving_case import (
     NAME,
@@ -349,3 +352,14 @@ class LedgerTest(absltest.TestCase):
                     batch.step()
                 needed.append(engine.ledger.total("needed") - before)
             self.assertEqual(needed, [needed[0]] * 3)
+
+    def test_gate_mass_by_tier(self):
+        ledger = Ledger({"high": TierLedger(10), "low": TierLedger(4)})
+        ledger.add(np.asarray([[3.0, 1.0, 0.5, 0.25, 4.5], [2.0, 2.0, 0.0, 0.0, 4.0]]))
+        metrics = Metrics()
+        metrics.ledger(ledger)
+        expected = {"high": 5, "low": 3, "skipped": 0.5, "substituted": 0.25, "total": 8.5}
+        for tier, mass in expected.items():
+            found = metrics.registry.get_sample_value("moejax_gate_mass_total", {"tier": tier})
+            self.assertEqual(found, mass, tier)
+        self.assertIn('moejax_gate_mass_total{tier="low"} 3.0', metrics.text().decode())

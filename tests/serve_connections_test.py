@@ -226,6 +226,10 @@ class BrowserTest(parameterized.TestCase):
             self.assertEqual(self.ask(server, Host="[fe80::1]")[0], 200)
             self.assertEqual(self.ask(server, Host="evil.example")[0], 403)
 
+    def test_json_with_a_charset(self):
+        kind = "Application/JSON; charset=utf-8"
+        self.assertEqual(self.ask(SERVER, Content_Type=kind)[0], 200)
+
 
 class KeyTest(absltest.TestCase):
     def test_the_key_opens_to_other_names_and_origins(self):

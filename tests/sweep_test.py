@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -336,3 +337,34 @@ class MainTest(FolderTestCase):
         _, err = self.run_main(*arguments, status=1)
         self.assertIn(said, err)
         self.assertLen(err.strip().splitlines(), 1)
+
+    def test_files_of_another_kind_are_kept(self):
+        row = json.dumps(dataclasses.asdict(FORMER))
+        for name, field, content, said in (
+            ("x.trace", "output", None, "holds no rows of results"),
+            ("a.jsonl", "output", b'{"prompt": "mine"}\n', "holds no rows of results"),
+            ("b.jsonl", "output", f"{row}\n{row}".encode(), "the last row is not whole"),
+            ("c.jsonl", "output", b"\xff\xfe", "holds no rows of results"),
+            ("", "output", None, "is a directory"),
+            ("no/x.jsonl", "output", None, "lies in "),
+            ("a.png", "plot", b"%PDF-1.4", r"is no picture \(.png\)"),
+            ("a.pdf", "plot", b"mine", r"is no picture \(.pdf\)"),
+            ("a.svg", "plot", b"<html>", r"is no picture \(.svg\)"),
+            ("no/x.png", "plot", None, "lies in "),
+            ("d.png", "plot", "folder", "is a directory"),
+        ):
+            path = self.directory / name
+            if content == "folder":
+                path.mkdir()
+            elif content is not None:
+                path.write_bytes(content)
+            before = path.read_bytes() if path.is_file() else sorted(self.directory.iterdir())
+            with mock.patch.object(sweeping, "sweep") as never:
+                _, err = self.run_main(f"--config.{field}={path}", status=1)
+            self.assertRegex(err, rf"^error: {field} \S+ .*{said}.*\n\Z")
+            self.assertFalse(never.called)
+            after = path.read_bytes() if path.is_file() else sorted(self.directory.iterdir())
+            self.assertEqual(after, before)
+        both = self.directory / "both.png"
+        _, err = self.run_main(f"--config.output={both}", f"--config.plot={both}", status=1)
+        self.assertIn("name two files", err)

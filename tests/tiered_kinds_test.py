@@ -119,6 +119,15 @@ class ImportanceTest(parameterized.TestCase):
         alike = dataclasses.replace(trace, importance=np.ones_like(trace.importance))
         self.assertTrue((counts(alike) != events).any())  # what is recorded decides
 
+    @pytest.mark.slow
+    def test_scores_are_the_models_own(self):
+        config = model_kinds.config_of("latent")
+        told, computed = self.seen(config, aggregation="last_query")
+        self.assertEqual([one["aggregation"] for one in computed], ["last_query"] * 2)
+        self.assertLen(told, 2)  # the first layer is dense
+        self.assertEqual([one["scale"] for one in computed], [config.score_scale] * 2)
+        self.assertNotAlmostEqual(config.score_scale, config.head_dim**-0.5)
+
 
 class PoliciesTest(parameterized.TestCase):
     """Each policy on each kind of model, experts of several precisions, prompts and decode."""
