@@ -1,7 +1,6 @@
 """The kernel benchmark: its chains, its data, what it calls a fault; its mains on tiny shapes."""
 
 import json
-import re
 import subprocess
 import tempfile
 import time
@@ -43,26 +42,6 @@ def folder(test: absltest.TestCase) -> Path:
     return Path(test.enter_context(tempfile.TemporaryDirectory()))
 
 
-def count_in_loop(text: str, operation: str) -> int:
-    """How often the loop's body of compiled HLO runs an operation, through fusions and calls."""
-    parts = dict(re.findall(r"^%(\S+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
-
-    def count(name: str) -> int:
-        called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", parts[name])
-        return parts[name].count(f" {operation}(") + sum(map(count, called))
-
-    (body,) = re.findall(r" while\(.*body=%([\w.-]+)", text)
-    return count(body)
-
-
-def compiled_chain(call: timing.Call, x: jax.Array, operands: jax.Array, slots: int) -> str:
-    program = timing.chained(call, timing.Chain(slots, 5, 3))
-    compiled = jax.jit(program).lower(x, operands).compile(compiler_options=timing.CUBLAS)
-    text = compiled.as_text()
-    assert text is not None
-    return text
-
-
 class TimingTest(parameterized.TestCase):
     def test_chain_rotates_past_the_l2(self):
         for slot_bytes, seconds in ((27e6, 15e-6), (1.7e6, 4e-6), (117e6, 30e-6), (27e6, 700e-6)):
@@ -71,20 +50,6 @@ class TimingTest(parameterized.TestCase):
             self.assertGreaterEqual(chain.num_slots * slot_bytes, 150e6)
             self.assertBetween(chain.num_calls * chain.num_rounds * seconds, 1e-3, 2e-2)
             self.assertLessEqual(chain.num_calls, timing.MAX_CALLS)
-
-    def test_chain_drops_nothing(self):
-        """Each call is in the compiled loop, though only the last round's outputs are used."""
-        x, w = data.random_rows(1, (8, 64)), data.random_rows(2, (5, 32, 64))
-        text = compiled_chain(lambda x, w, i: jnp.dot(x, jnp.sin(w[i]).T), x, w, slots=5)
-        for name in ("dot", "sine"):
-            self.assertEqual(count_in_loop(text, name), 5, name)
-
-    @pytest.mark.gpu
-    def test_chain_shares_nothing(self):
-        """Five calls on one slot are five: on a CPU barriers go before equal parts are merged."""
-        x, w = data.random_rows(1, (8, 64)), data.random_rows(2, (32, 64))
-        text = compiled_chain(lambda x, w, _: jnp.dot(x, jnp.sin(w).T), x, w, slots=1)
-        self.assertEqual(count_in_loop(text, "sine"), 5)
 
     def test_difference_leaves_out_what_comes_once(self):
         clock, noise = [0.0], iter([0.0, 5.0, *[0.0] * 20])
@@ -120,18 +85,6 @@ class DataTest(parameterized.TestCase):
         self.assertGreater(sample.error(np.roll(whole, 1, axis=1)), 0.5)
         whole[3, 7] = np.nan
         self.assertEqual(sample.error(whole), np.inf)
-
-    @parameterized.parameters(1, 4)
-    def test_routing(self, num_tokens):
-        moe = data.Moe("m", 16, 4, 64, 64, 4, (1,))
-        slots, weights = data.routing(moe, num_tokens, 8)
-        np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
-        for call, of_call in enumerate(slots):
-            np.testing.assert_array_equal(of_call // 16, call % 2)
-            for token in of_call:
-                self.assertLen(set(token), 4)
-        if num_tokens == 1:  # eight calls of two layers deal every expert once
-            self.assertLen(set(slots.flat), 32)
 
 
 class FaultsTest(parameterized.TestCase):

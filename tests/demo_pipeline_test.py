@@ -1,6 +1,5 @@
 """The demo's scripts from source text to a Hugging Face directory, at tiny size."""
 
-import collections
 import json
 import lzma
 import tempfile
@@ -15,7 +14,6 @@ from absl.testing import absltest
 
 from moejax.models.hf.config import read_model_config
 from moejax.models.transformer import forward, merge_weights, model_definition
-from scripts.demo_training import wikitext
 from tests.hf_checkpoints import load_leaves
 from tests.script_runs import ROOT, run_file
 
@@ -75,49 +73,6 @@ def run_script(name: str, *arguments: str) -> None:
     )
     if done.returncode:
         raise AssertionError(f"{name} failed:\n{done.stderr[-4000:]}")
-
-
-class WikitextTest(absltest.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.source = "".join(ARTICLE.format(title=title) for title in ("Ann", "Bob"))
-        self.known = collections.Counter(self.source.split())
-
-    def test_articles_put_together_are_the_file(self):
-        articles = wikitext.split_articles(self.source)
-        self.assertLen(articles, 2)
-        self.assertEqual("".join(map(wikitext.file_form, articles)), self.source)
-
-    def test_joined_form_is_that_of_the_rows(self):
-        rows = ["", " = Ann = \n", "", " Text . \n"]
-        lines = [" ", " = Ann = ", " ", " Text . "]
-        self.assertEqual(wikitext.joined_form(lines), "\n\n".join(rows))
-
-    def test_rare_words_stand_where_unknown_ones_were(self):
-        rare = wikitext.find_rare_words(self.known, [PROSE])
-        self.assertEqual(set(rare.names), {"Quibbleworth", "Prunella"})
-        self.assertContainsSubset({"zealous", "yachting"}, set(rare.terms))
-        article = wikitext.split_articles(self.source)[0]
-        filled = wikitext.spell_out(
-            article, rare, self.known, np.random.default_rng(0), rename_probability=0.0
-        )
-        for old, new in zip(article, filled, strict=True):
-            for a, b in zip(old.split(" "), new.split(" "), strict=True):
-                if a == "<unk>":
-                    self.assertIn(b, (*rare.names, *rare.terms))
-                else:
-                    self.assertEqual(a, b)
-
-    def test_a_renamed_word_is_renamed_through_the_article(self):
-        rare = wikitext.find_rare_words(self.known, [PROSE])
-        article = wikitext.split_articles(self.source)[0]
-        filled = wikitext.spell_out(
-            article, rare, self.known, np.random.default_rng(0), rename_probability=1.0
-        )
-        text = wikitext.file_form(filled)
-        self.assertNotIn("Ann", text)
-        title = filled[1].split(" ")[2]
-        self.assertIn(f"\n {title} lived", text)
 
 
 class PipelineTest(absltest.TestCase):

@@ -3,9 +3,8 @@
 from typing import ClassVar
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
-from moejax.policies.buddy_lists import BuddyLists
 from scripts.studies.quality import buddymoe as quality_buddymoe
 from scripts.studies.quality import cases, dymoe, dynaexq
 from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_MET, NOT_SHOWN, Claim, Comparison
@@ -51,27 +50,3 @@ class VerdictTest(parameterized.TestCase):
                 for _, row in test.terms:
                     self.assertLen(row.split(" | "), 4, row)
                 self.assertAlmostEqual(sum(factor for factor, _ in test.terms), 0.0)
-
-
-class ListsTest(absltest.TestCase):
-    lists = BuddyLists(
-        np.array([[[1, 2, 3], [3, 0, -1], [0, -1, -1], [1, 0, 2]]], np.int32),
-        np.array([[[0.5, 0.3, 0.2], [0.6, 0.4, 0], [1, 0, 0], [0.4, 0.4, 0.2]]], np.float32),
-    )
-
-    def test_lists_by_origin(self):
-        same = quality_buddymoe.of_origin(self.lists, 2, same=True)
-        np.testing.assert_array_equal(
-            same.ids[0], [[2, -1, -1], [3, -1, -1], [0, -1, -1], [1, -1, -1]]
-        )
-        other = quality_buddymoe.of_origin(self.lists, 2, same=False)
-        np.testing.assert_array_equal(
-            other.ids[0], [[1, 3, -1], [0, -1, -1], [-1, -1, -1], [0, 2, -1]]
-        )
-        np.testing.assert_allclose(other.q[0, 0], [0.5, 0.2, 0])
-        np.testing.assert_array_equal(same.sizes() + other.sizes(), self.lists.sizes())
-
-    def test_lists_by_popularity(self):
-        found = quality_buddymoe.by_popularity(self.lists, np.array([[5.0, 1.0, 9.0, 7.0]]))
-        np.testing.assert_array_equal(found.ids[0], [[2, 3, 1], [2, 3, -1], [3, -1, -1], [2, 0, 1]])
-        self.assertTrue((np.diff(found.q, axis=-1) <= 0).all())

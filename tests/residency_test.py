@@ -242,6 +242,7 @@ class StressTest(parameterized.TestCase):
 
 
 PLAN = jax.jit(plan_needed, static_argnums=(0, 4))
+PREDICT = jax.jit(predict_needed, static_argnums=(0, 4))
 RELEASE = jax.jit(residency.release_everywhere)
 
 
@@ -328,6 +329,30 @@ class RulesTest(parameterized.TestCase):
     def test_waves_are_for_more_than_there_are_slots(self):
         for max_needed, num_experts, waves in ((6, 99, 0), (7, 99, 4), (9, 99, 5), (9, 9, 2)):
             self.assertEqual(cache_plan.num_waves(max_needed, num_experts, 6, 2), waves)
+
+    def test_all_layers_release_at_once(self):
+        one, rng = spec(5, 8, 3, 1), np.random.default_rng(0)
+        state, counts = residency.empty(one), residency.no_counts(5)
+        for step in range(16):
+            layer, experts = step % 5, rng.choice(8, 2, replace=False)
+            if step % 3:
+                _, state, counts = planned(one, state, experts, layer=layer, counts=counts)
+            else:
+                wanted = mask(8, *experts)
+                _, state, counts = PREDICT(one, state, layer, wanted, 2, counts)
+        gone = jnp.asarray(rng.random((5, 8)) < 0.5)
+        found, told = RELEASE(state, gone, counts)
+        found.check(one)
+        left = np.where(gone, -1, state.slot_of)
+        np.testing.assert_array_equal(found.slot_of, left)
+        departed = np.asarray((state.slot_of >= 0) & gone)
+        np.testing.assert_array_equal(told.evictions - counts.evictions, departed.sum(axis=1))
+        owned = np.take_along_axis(np.asarray(gone), np.maximum(state.owner, 0), axis=1)
+        unused = np.asarray(state.prefetched) & owned & (np.asarray(state.owner) >= 0)
+        self.assertGreater(unused.sum(), 0)
+        np.testing.assert_array_equal(
+            told.prefetch_waste - counts.prefetch_waste, unused.sum(axis=1)
+        )
 
 
 class ChecksTest(parameterized.TestCase):

@@ -96,12 +96,6 @@ class DocumentTest(absltest.TestCase):
                 count += 1
         self.assertGreater(count, 20)
 
-    def test_verdicts_are_counted(self):
-        page = "x\n## DyMoE: y\n| a | 1 | b | met |\n| a | met |\n## MiLo: z\n| c | not met |\n"
-        made = whole.regions(Results(ROWS / "none"), page)["verdicts"]
-        self.assertIn("| DyMoE | 2 | 0 | 0 | 0 | 0 | 0 |", made)
-        self.assertIn("| MiLo | 0 | 0 | 1 | 0 | 0 | 0 |", made)
-
     def test_without_rows_nothing_is_made_up(self):
         for name, text in whole.regions(Results(ROWS / "none"), "").items():
             self.assertNotRegex(text, r"\[s\d+\]|\| met \|$", name)
@@ -121,12 +115,6 @@ class DocumentTest(absltest.TestCase):
             }
             self.assertEqual(cited, runs, name)
             self.assertGreater(len(runs), 3)
-
-    def test_a_new_row_of_the_study_model_appears(self):
-        row = GOOD | {"what": "study | dymoe | mixed | prompts 4/0 critical | 0.9", "figure": 12.5}
-        after = regions(row)
-        self.assertIn("| prompts 4/0 critical |  |  |  |  | 12.50 |  |", after["dymoe study"])
-        self.assertIn("| A card | jax 0.0 | 2100-01-01 | `python x.py` |", after["dymoe runs"])
 
     def test_what_ran_on_a_gpu_is_whole(self):
         """Every row of a GPU is counted, and every command is there."""

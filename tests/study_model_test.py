@@ -1,6 +1,5 @@
 """The study model: cut without a change of function, trained, measured, kept in pieces."""
 
-import bz2
 import json
 import tempfile
 from pathlib import Path
@@ -13,12 +12,10 @@ import transformers
 from absl.testing import parameterized
 
 from moejax.checkpoints.save import save_hf_checkpoint
-from moejax.errors import MoejaxError
 from moejax.models.hf.config import read_model_config
 from moejax.models.transformer import forward, merge_weights, model_definition
 from scripts.demo_training.texts import train_tokenizer
 from scripts.studies.study_model import make, pieces
-from scripts.studies.study_model.routers import domain_rows
 from scripts.studies.study_model.upcycle import (
     as_float32,
     parent_config,
@@ -101,57 +98,6 @@ class UpcycleTest(StudyTest):
         np.testing.assert_array_equal(shards, np.broadcast_to(np.arange(SHARDS), shards.shape))
         if num_replicas > 1:
             self.assertGreater(len(np.unique(np.asarray(routing.ids) // SHARDS)), 1)
-
-    def test_router_rows_find_their_domains(self):
-        directory = self.directory()
-        write_llama(directory)
-        config = parent_config(directory, SHARDS)
-        weights = {n: jnp.asarray(x) for n, x in as_float32(read_parent(directory, config)).items()}
-        rng = np.random.default_rng(1)
-        replicas = np.arange(24) % 3
-        crops = (rng.integers(0, 8, (24, 16)) + 20 * replicas[:, None]).astype(np.int32)
-        rows = domain_rows(
-            weights, config, crops, replicas, num_replicas=3, scale=2.0, attention="xla"
-        )
-        leaves = replicated({n: np.asarray(x) for n, x in weights.items()}, rows)
-        model = merge_weights(model_definition(replicated_config(config, 3)), leaves)
-        routing = forward(model, jnp.asarray(crops))[1]
-        taken = np.asarray(routing.ids[..., 0]).reshape(2, 24, 16) // SHARDS
-        self.assertGreater(np.mean(taken == replicas[None, :, None]), 0.9)
-        logits = np.log(np.asarray(routing.probabilities))
-        logits -= logits.mean(axis=-1, keepdims=True)
-        np.testing.assert_allclose(np.sqrt(np.mean(logits**2)), 2.0, rtol=0.05)
-
-
-class PiecesTest(StudyTest):
-    def cut(self) -> tuple[Path, Path, dict[str, bytes]]:
-        """Files of several sizes, one empty, in pieces of 1,000 bytes."""
-        directory = self.directory()
-        (directory / "files").mkdir()
-        rng = np.random.default_rng(0)
-        files = {name: rng.bytes(size) for name, size in (("a", 2500), ("b", 0), ("c.bin", 700))}
-        for name, content in files.items():
-            (directory / "files" / name).write_bytes(content)
-        pieces.split(directory / "files", directory / "pieces", 1000)
-        return directory / "pieces", directory / "joined", files
-
-    def test_files_come_back(self):
-        cut, joined, files = self.cut()
-        contents = [bz2.decompress(p.read_bytes()) for p in sorted(cut.glob("*.piece"))]
-        self.assertEqual([len(content) for content in contents], [1000] * 3 + [200])
-        pieces.join(cut, joined)
-        self.assertEqual({p.name: p.read_bytes() for p in joined.iterdir()}, files)
-
-    def test_missing_and_damaged_pieces_are_named_and_nothing_is_written(self):
-        cut, joined, _ = self.cut()
-        whole = (cut / "0001.piece").read_bytes()
-        (cut / "0001.piece").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        with self.assertRaisesRegex(MoejaxError, "damaged pieces.*'0001.piece'"):
-            pieces.join(cut, joined)
-        (cut / "0003.piece").unlink()
-        with self.assertRaisesRegex(MoejaxError, "lacks 1 of 4 pieces: .'0003.piece'"):
-            pieces.join(cut, joined)
-        self.assertFalse(joined.exists())
 
 
 class RunTest(StudyTest):
