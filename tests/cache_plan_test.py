@@ -18,7 +18,7 @@ class ContractTest(parameterized.TestCase):
     # Other rules are the first one's with another flag.
     @slow.where(
         lambda case, seed: (
-            seed or case not in ("decode", "decode_beside_the_host", "critical", "held", "shared")
+            seed or case not in ("decode", "decode_beside_the_host", "critical", "shared")
         )
     )
     @parameterized.product(case=tuple(CASES), seed=(0, 1))

@@ -75,6 +75,7 @@ class LimitsTest(parameterized.TestCase):
         super().setUpClass()
         cls.renderer = ChatRenderer()
 
+    @slow.where(lambda template: DOUBLED[:30] in template)
     @parameterized.parameters(*TOO_LARGE)
     def test_memory(self, template):
         said = failure(self.renderer, template)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -189,6 +190,7 @@ class VerifyTest(FolderTestCase):
             verify_checkpoint(str(path)), f"^not verified: nothing says what the files of {path}"
         )
 
+    @pytest.mark.slow
     def test_a_run_says_so(self):
         path = write_checkpoint("qwen3", self.directory)
         write_tokenizer(path, 160)

@@ -297,7 +297,6 @@ CONTRACT = Contract(
 class ContractTest(on_host(CONTRACT)):
     """Operands are NaN where nothing may be read."""
 
-    @slow.repeats()
     @parameterized.parameters((16, 16), (128, 128), (32, 64))
     def test_tiles_do_not_change_the_value(self, rows, block):
         shape = SHAPES["window"]
@@ -305,6 +304,7 @@ class ContractTest(on_host(CONTRACT)):
         found = interpreted(of, shape, tiles.ChunkTiles(rows, block, 4, 2))
         self.assertIsNone(violation(found, of, shape))
 
+    @pytest.mark.slow
     def test_the_same_bits_every_time_and_in_any_company(self):
         shape = SHAPES["unequal"]
         of = random_operands(shape, "bfloat16", seed=2)

@@ -135,7 +135,6 @@ class AloneTest(parameterized.TestCase):
         self.assertEqual([len(tokens) for tokens in expected], [21, 11, 1, 9, 12, 14, 6])
         self.assertEqual(answers(running(runner), rows), expected)
 
-    @slow.where(lambda kind: kind != "windows")
     @parameterized.parameters("windows", "delta")
     def test_rows_wait_for_pages_and_kept_ones_are_given_away(self, kind: str):
         """Rows join in the order of arrival; the longest takes seven of eight pages."""
@@ -166,6 +165,7 @@ class AloneTest(parameterized.TestCase):
         batch.end(waits)
         self.assertEqual(batch.num_free, 2)
 
+    @pytest.mark.slow
     def test_with_experts_in_slots(self):
         one_layer = dataclasses.replace(cached_runners.QWEN, num_layers=1, moe_layers=(0,))
         resident, rows = resident_runner(one_layer), greedy_rows()

@@ -236,6 +236,7 @@ def children_cpu_seconds() -> float:
 
 
 class CtrlCTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_while_xla_compiles(self):
         """A program of many sorts, which takes most of a minute; JAX alone crashes in the end."""
         probe = (

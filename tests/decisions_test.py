@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from absl.testing import absltest
 
 from moejax.files.result_rows import ResultRow, append_rows
@@ -95,6 +96,7 @@ class DecisionsTest(absltest.TestCase):
              ("BuddyMoE", 12)},
         )  # fmt: skip
 
+    @pytest.mark.slow
     def test_files_are_written(self):
         folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         append_rows(folder / "speed.jsonl", SPEED)

@@ -118,13 +118,13 @@ class HandedOutTest(FolderTestCase):
                 self.assertEqual(parts.shape[0], count * every.shape[0])
                 self.assertEqual(parts.shape[1], rows)
 
-    @slow.where(lambda case: case != ("2,experts", {"slots": 2}))
     @parameterized.parameters(
         (("2,experts", {"slots": 2}),),  # of one layer: half of the compiling
         (("2,experts", {"slots": 2, "prefetch": 1}),),
         (("4,experts+1", {"slots": 1}),),
         (("8,experts", {"slots": 0}),),
     )
+    @pytest.mark.slow
     def test_residency_is_invisible(self, case):
         mesh, limits = case
         Plain(ONE_LAYER if limits == {"slots": 2} else NARROW).write(self.directory)

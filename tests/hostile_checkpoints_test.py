@@ -286,6 +286,7 @@ class HeaderTest(HostileTestCase):
         (self.directory / INDEX).write_text(json.dumps(index))
         self.assert_refused(self.directory, f"hold more than {MOST_TENSORS:,} tensors")
 
+    @pytest.mark.slow
     def test_an_index_of_many(self):
         (self.directory / WEIGHTS).unlink()
         for weight_map, said in (

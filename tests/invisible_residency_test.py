@@ -343,7 +343,7 @@ def assert_trees_equal(test: Any, found: Any, expected: Any, rtol: float = 0.0) 
 
 
 class LoopTest(parameterized.TestCase):
-    @slow.where(lambda name: name != "resident")
+    @slow.where(lambda name: name != "resident in half precision")
     @parameterized.parameters(*LOOPS)
     def test_a_loop_is_what_it_is_unrolled(self, name):
         of, found, runs = LOOPS[name], [], {"kernels": ops.NO_KERNELS}  # as if for no CPU

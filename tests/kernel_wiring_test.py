@@ -272,6 +272,7 @@ class WiringTest(HostTestCase):
             sums = [call.args[1] is not None for call in norms.call_args_list]
             self.assertEqual(sum(sums), 1)
 
+    @pytest.mark.slow
     def test_layers_share_kernels_and_xla_neither_norms_nor_writes(self):
         gpu = gpu_targets.GPUS["H100"]
         tokens, mask = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool)

@@ -339,6 +339,7 @@ class MeshTest(FolderTestCase):
         self.assertLess(several.weights["moe.gate_up_bias"].shape[-1], whole.shape[-1])
         self.assertFalse(np.any(down[len(whole) :]))
 
+    @pytest.mark.slow
     def test_the_plan_counts_the_width_to_which_tiers_are_padded(self):
         """Three groups of 32 on two devices: tiers are 64 wide, the plain experts' shares 48."""
         Plain(dataclasses.replace(QWEN, expert_dim=96)).write(self.directory)

@@ -359,6 +359,7 @@ class SectionTest(absltest.TestCase):
         self.assertIn("| not measured | not measured |",
                       budgets.by_budget(self.rows, ["Qwen3-30B-A3B"]))  # fmt: skip
 
+    @pytest.mark.slow
     def test_pages_and_the_picture(self):
         folder = Path(self.create_tempdir().full_path)
         own = row("moejax", "INT4 g64, head bf16, 8 GiB, even routing", decode(512), 1)

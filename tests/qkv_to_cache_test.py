@@ -17,7 +17,6 @@ from moejax.models.rope import rotate
 from moejax.models.stacked import rms_norm
 from pallas_kernels import qkv_to_cache as package
 from pallas_kernels.qkv_to_cache import triton
-from tests import slow
 from tests.host_test_case import HostTestCase
 from tests.kernel_contract import (
     ROUNDOFF,
@@ -207,7 +206,6 @@ CONTRACT = Contract(
 class ContractTest(on_host(CONTRACT)):
     """Rounding, and what else a sequence does not depend on."""
 
-    @slow.repeats()
     @parameterized.parameters("qwen3_30b_1", "mixtral_1", "demo")
     def test_it_rounds_as_the_model_does(self, name):
         shape = SHAPES[name]
@@ -226,6 +224,7 @@ class ContractTest(on_host(CONTRACT)):
             self.assertLessEqual(np.abs(steps).max(), 1)  # of the last place
             self.assertLess((steps != 0).mean(), 0.01)
 
+    @pytest.mark.slow
     def test_a_sequence_is_the_same_in_any_company(self):
         shape = SHAPES["qwen3_30b_5"]
         of = random_operands(shape, "bfloat16", seed=4)

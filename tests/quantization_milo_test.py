@@ -17,7 +17,6 @@ from moejax.quantization.grid import Grid, dequantize
 from moejax.quantization.hqq import hqq
 from moejax.quantization.milo import MiloSettings, milo, milo_plus
 from moejax.quantization.rtn import rtn
-from tests import slow
 from tests.numpy_model import relative_error
 
 GRID = Grid(bits=3, group_size=64, zero_kind="float")
@@ -143,8 +142,8 @@ class MiloTest(parameterized.TestCase):
             self.assertTrue(np.all(errors[:count] > 0) and np.all(errors[count:] == 0))
             np.testing.assert_allclose(error * norm, errors[:count].min(), rtol=1e-4)
 
-    @slow.repeats()
     @parameterized.parameters("paper", "plus")
+    @pytest.mark.slow
     def test_ranks_are_data(self, kind):
         weights = jnp.stack([weights_of((48, 128), s) for s in range(4)])
         ranks = np.asarray([0, 3, 6, 1], np.int32)

@@ -459,6 +459,7 @@ class LowRankTest(parameterized.TestCase):
         self.assertLessEqual(np.max(error(matrix, u, v) / (share * bound + 1e-6)), 1)
         self.assertGreaterEqual(np.min(error(matrix, u, v) / (bound - 1e-6)), 1)
 
+    @pytest.mark.slow
     def test_singular_values_are_split_evenly_and_descend(self):
         u, v = truncated(matrices((40, 60), 1), 6)
         sigma = 1 / np.arange(1, 7)
@@ -466,6 +467,7 @@ class LowRankTest(parameterized.TestCase):
         np.testing.assert_allclose(np.linalg.norm(v, axis=1), np.sqrt(sigma), rtol=1e-3)
         np.testing.assert_allclose(u.T @ u, np.diag(sigma), atol=1e-4)
 
+    @pytest.mark.slow
     def test_an_earlier_v_is_a_better_start(self):
         matrix = matrices((120, 160), 0.1)
         basis = _sketch(matrix, 12)

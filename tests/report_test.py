@@ -119,6 +119,7 @@ class BitsTest(FolderTestCase):
             "together; the rest 32.00)"
         )
 
+    @pytest.mark.slow
     def test_engines(self):
         plain = tiny_engine.load_tiny_engine(self.checkpoint)
         moving = tiny_engine.load_tiny_engine(self.checkpoint, limits=Limits(slots=3))

@@ -221,7 +221,6 @@ class ContractTest(on_host(CONTRACT), UnusualRows):
         expected = sorted(range(11), key=lambda expert: (-logits[expert], expert))
         np.testing.assert_array_equal(interpreted(row, shape)[2][0], expected[:6])
 
-    @slow.repeats()
     @parameterized.parameters("reference", "triton")
     def test_ids_count_from_the_first(self, implementation):
         shape = SHAPES["odd"]
@@ -231,6 +230,7 @@ class ContractTest(on_host(CONTRACT), UnusualRows):
         self.assertEqual(found[2].dtype, jnp.int32)
         self.assertIsNone(violation((*found[:2], found[2] - 480), logits, shape))
 
+    @pytest.mark.slow
     def test_a_row_is_the_same_whatever_stands_beside_it(self):
         shape = SHAPES["qwen3_30b_16"]
         logits = random_logits(shape, seed=4)
