@@ -42,8 +42,8 @@ class ContractTest(parameterized.TestCase):
         every = set(range(-1, len(tables)))
         self.assertEqual(set(np.unique(made.tier)), every - unasked)
 
-    @slow.repeats()
     @parameterized.parameters(*(name for name, case in CASES.items() if case.rule))
+    @pytest.mark.slow
     def test_a_rule_of_the_reference_is_its_wishes(self, case):
         contract.check(CASES[case], 3, implementation="reference")
 
@@ -179,6 +179,7 @@ class ApiTest(parameterized.TestCase):
         self.assertIsNotNone(refusal("triton", 8, 8, 1, target=Target("cpu", None)))
         self.assertIsNone(refusal("reference", 1024, 300, 9, target=gpu))
 
+    @pytest.mark.slow
     def test_nothing_else_is_written(self):
         operands = self.operands()
         tables, gate, made = jax.jit(

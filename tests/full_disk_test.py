@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from unittest import mock
 
+import pytest
 from absl.testing import absltest
 
 from moejax import generate
@@ -98,6 +99,7 @@ class FullDiskTest(FolderTestCase):
         self.assert_left("x.out")
         self.assertEqual(AnswerFile(self.path, {"task": "x"}).known, {0: {"index": 0}})
 
+    @pytest.mark.slow
     def test_the_command(self):
         arguments = ["--prompt=Hi", "--max_new_tokens=2", f"--record_trace={self.path}"]
         with full_disk():

@@ -137,8 +137,8 @@ class ContractTest(HostTestCase, KernelTestCase):
         found = self.interpreted(kernel, operands)
         self.assertIsNone(violation(*found, operands))
 
-    @slow.where(lambda name: name != "mxfp4_and_int2")
     @parameterized.parameters("mxfp4_and_int2", "int4_int2_and_skipped", "low_rank")
+    @pytest.mark.slow
     def test_tiles_that_split_k_have_the_values_of_float64(self, name):
         operands = random_operands(CASES[name], seed(self.id()))
         tiles = TritonTiles(block_m=8, block_n=16, step=256, split_k=2, num_warps=1, num_stages=3)

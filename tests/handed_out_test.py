@@ -223,8 +223,8 @@ class HandedOutTest(FolderTestCase):
         found = jax.jit(mesh.map(device_of, held, jax.sharding.PartitionSpec()))(held)
         np.testing.assert_array_equal(found, [0, 1, 0, 1])
 
-    @slow.where(lambda kappa: kappa > 0)
     @parameterized.parameters(0.0, 1.0)
+    @pytest.mark.slow
     def test_buddies_of_other_devices(self, kappa):
         """Nothing is fetched, so one device with the same residents decides the same.
 

@@ -52,6 +52,7 @@ class LatentTest(absltest.TestCase):
             runner = Runner(LATENT, weights, jax.devices("cpu")[0], kernels=ops.Kernels(target))
             return runner.kernel_choices(num_tokens, 2)[EXPANDING_LEAF]
 
+    @pytest.mark.slow
     def test_packed_it_is_dequantized_at_decode(self):
         weight = self.packed()
         for target, kernel in ((HOPPER, "mosaic"), (AMPERE, "triton")):

@@ -78,7 +78,7 @@ class KernelsTest(HostTestCase):
         )
         np.testing.assert_array_equal(found, expected)
 
-    @slow.where(lambda name, way: (name, way) == ("one_kv", "triton"))
+    @slow.where(lambda name, way: way == "triton" and name == "qwen3_30b_5")
     @parameterized.product(name=("qwen3_30b_5", "one_kv"), way=("triton", "reference"))
     def test_writes(self, name: str, way: str):
         shape = qkv_to_cache_test.SHAPES[name]
