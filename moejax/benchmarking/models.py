@@ -24,7 +24,6 @@ from moejax.checkpoints.sizes import PLACES, mesh_splits_heads
 from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import (
     DeviceMesh,
-    Place,
     asked_experts,
     asked_heads,
     choose_device,
@@ -36,7 +35,6 @@ from moejax.devices import (
 from moejax.engine import Engine
 from moejax.errors import MoejaxError, print_stderr
 from moejax.experts.budget import (
-    BOTH,
     Budget,
     BudgetError,
     Limits,
@@ -46,16 +44,13 @@ from moejax.experts.budget import (
     make_budget,
 )
 from moejax.experts.budget.planned import EMBEDDINGS, EMBEDDINGS_LEAF
-from moejax.experts.cache import ExpertMemory, TierMemory, preload
+from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.host_store import HostStore
-from moejax.experts.load import plan_tiers, use_host
+from moejax.experts.load import empty_tier, plan_tiers, preload_first
 from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.pinned_memory import host_place
 from moejax.experts.placement import handed_out, load_of
-from moejax.experts.residency import CacheSizes
-from moejax.experts.state import TierSpec
 from moejax.experts.tiering import STORED, Tiering, choose, shape_is_mxfp4
-from moejax.experts.transfers import Transfers
 from moejax.inference.chunking import planned_chunk
 from moejax.inference.runner import Runner
 from moejax.models.attention import copies_cache, stores_scores
@@ -69,9 +64,8 @@ from moejax.policies.make import make_policy, parts_of, settings_of
 from moejax.quantization.pipeline.recipe import parse_planes
 from moejax.routing.trace import Trace, read_trace
 from moejax.text.tokenizer import Tokenizer
-from moejax.weights import linear as ops
 from moejax.weights.handed_out import table_nbytes
-from moejax.weights.qtensor import MXFP4, Weight
+from moejax.weights.qtensor import Weight
 from moejax.weights.shares import shares_of
 from pallas_kernels import layout, mxfp4
 from pallas_kernels.target import target_of
@@ -85,24 +79,6 @@ def _tier_name(bits: int, *, is_mxfp4: bool = False) -> str:
     if is_mxfp4 and bits == mxfp4.BITS:
         return "mxfp4"
     return "bf16" if bits == 16 else f"int{bits}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _TierPlan:
-    """One tier of a memory."""
-
-    bits: int  # of the experts
-    slots: int  # of a layer; E: all experts are there from the start
-    transient: int = 0  # slots for what passes
-    prefetch: int = 0  # experts of the next layer that are brought ahead at most
-    bulk: int = 0  # experts on their way between steps at most; 0: none ever
-    # int32[M, n], what the slots hold before any step; None: nothing, or all
-    first: np.ndarray | None = None
-    prefetch_in: str = BOTH  # the steps that bring experts ahead, one of `budget.PHASES`
-    few_rows: bool = False  # the experts share a few rows of host memory
-    refines: int = 0  # bits of the last plane of `bits`, which is all that a row is; 0: whole codes
-    planes: int = 1  # of an expert that have slots of their own, as `CacheSizes.planes`
-    host_threads: int = 0  # as `Limits.host_threads`
 
 
 class _SyntheticRows:
@@ -120,19 +96,18 @@ class _SyntheticRows:
         stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
         if is_plane:
             stacks = tuple(stack.words for stack in stacks)
-        leaves, self._tree = jax.tree.flatten(stacks)
+        leaves, tree = jax.tree.flatten(stacks)
         self._drawn = [np.asarray(leaf)[0] for leaf in leaves] * (mesh.size if mesh else 1)
         self.row = tuple(jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for leaf in leaves)
         self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
+        self.gate_up, self.down = jax.tree.unflatten(tree, self.row)
         self.uses_jax = False
         del drawn, stacks, leaves
         total = self.num_layers * self.num_experts
-        store = self.store = HostStore(self, num_rows, device, mesh)
-        store.fill(progress=False)
-        self.nbytes, self.row_of = sum(array.nbytes for array in store.arrays), store.row_of
-        self.row_of[...] = np.arange(total).reshape(self.row_of.shape) % num_rows  # few are shared
-        self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)
-        self.views: tuple[Any, Any] = jax.tree.unflatten(self._tree, store.views[: len(self.row)])
+        self.store = HostStore(self, num_rows, device, mesh)
+        self.store.fill(progress=False)
+        self.nbytes, row_of = sum(array.nbytes for array in self.store.arrays), self.store.row_of
+        row_of[...] = np.arange(total).reshape(row_of.shape) % num_rows  # few are shared
 
     def read(
         self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
@@ -178,7 +153,6 @@ class _ShapeMemories:
         """
         self.config, self.packing, self.device = config, packing, device
         self._mesh = mesh
-        self._place: Place = mesh.replicated if mesh else device
         self._host_gib = host_gib / (mesh.size if mesh else 1)
         dense = random_weights(config, packing, device, experts=False)
         self.dense = on_mesh(dense, mesh, config) if mesh else dense
@@ -201,43 +175,21 @@ class _ShapeMemories:
     def _packing(self, bits: int) -> Packing:
         return dataclasses.replace(self.packing, bits=bits, expert_rank=0)
 
-    @property
-    def num_layers(self) -> int:
-        """M."""
-        return len(self.config.moe_layers)
-
-    @property
-    def _num_handed_out(self) -> int:
-        return self._mesh.num_handed_out if self._mesh else 0
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of a layer that a device has, whole or shares of them."""
-        return self._num_handed_out or self.config.num_experts
-
     def expert_nbytes(self, bits: int, refines: int = 0) -> int:
-        """Bytes of one expert: codes, and float16 scales and zeros of each group, or MXFP4.
-
-        With `refines` they are those of a plane of so many bits alone.
-        """
+        """Bytes of one expert in a precision; with `refines` of a plane of so many bits alone."""
         shapes = weight_shapes(self.config)
         sizes = [shapes[name][-2:] for name in EXPERT_LEAVES]
         if bits == 16:
-            return sum(2 * math.prod(size) for size in sizes)
+            return sum(BFLOAT16_BYTES * math.prod(size) for size in sizes)
         if refines:
             words = (n * layout.num_plane_words(inputs, refines) for n, inputs in sizes)
             return sum(4 * count for count in words)
-        if self.packing.mxfp4 and bits == mxfp4.BITS:
-            return sum(MXFP4.num_bytes(size) for size in sizes)
-        group = self._packing(bits).group_size
-        return sum(
-            outputs * (4 * layout.num_words(inputs, bits) + 4 * layout.num_groups(inputs, group))
-            for outputs, inputs in sizes
-        )
+        return sum(map(self._packing(bits).kind(bits).num_bytes, sizes))
 
     def _made_rows(self, bits: int, few: bool = False, refines: int = 0) -> _SyntheticRows:
         """Rows of a precision, or of its last plane; made once."""
-        nbytes, total = self.expert_nbytes(bits, refines), self.num_layers * self.num_experts
+        num_experts = (self._mesh.num_handed_out if self._mesh else 0) or self.config.num_experts
+        nbytes, total = self.expert_nbytes(bits, refines), len(self.config.moe_layers) * num_experts
         gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
         num_rows = min(total, max(1, int(gib * 2**30) // nbytes)) if gib else total
         form = bits, refines
@@ -258,45 +210,15 @@ class _ShapeMemories:
         )
         return made
 
-    def tier_memory(self, plan: _TierPlan) -> TierMemory:
-        """Slots of one precision."""
-        num_experts = self.num_experts
-        rows = self._made_rows(plan.bits, plan.few_rows, plan.refines)
-        is_full = plan.slots == num_experts and plan.planes == 1
-        transient = plan.transient or (1 if is_full else self.config.experts_per_token)
-        cache = CacheSizes(
-            num_layers=self.num_layers, num_experts=num_experts, slots=plan.slots,
-            transient=transient, banks=2 if plan.prefetch else 1, planes=plan.planes,
-        )  # fmt: skip
-        spec = TierSpec(
-            cache, plan.prefetch, prefetch_in=plan.prefetch_in, refines=plan.refines,
-            shares_slots=plan.refines > 0 and plan.planes > 1,
-            handed_out=self.config.num_experts if self._num_handed_out else 0,
-        )  # fmt: skip
-        memory = TierMemory(spec, *rows.stacks, rows.row_of, self._place)
-        if plan.host_threads:
-            use_host(memory, rows.views, self.config, plan.host_threads, self.device)
-            assert memory.host is not None
+    def tier_memory(self, bits: int, part: TierBudget, refines: int) -> TierMemory:
+        """Slots of one precision by a budget, or of its last plane, of `refines` bits."""
+        rows = self._made_rows(bits, part.has_all_slots, refines)
+        memory = empty_tier(
+            part, rows, rows.store, self.config, self.device, self._mesh, refines=refines
+        )
+        if memory.host is not None:
             print_stderr(memory.host.text)
-        first = plan.first
-        if is_full:
-            first = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))
-        if first is not None and first.shape[1]:
-            preload(memory, self.config, ops.Kernels(target_of(self.device)), first)
-        if plan.bulk:
-            memory.transfers = Transfers(
-                cache, memory.pool, rows.store, self.device, in_flight=plan.bulk
-            )
         return memory
-
-    def plan_of(self, bits: int, budget: TierBudget, **more: Any) -> _TierPlan:
-        """Plan of a tier by a budget."""
-        limits = budget.limits
-        return _TierPlan(
-            bits=bits, slots=budget.slots, transient=budget.transient, prefetch=limits.prefetch,
-            prefetch_in=limits.prefetch_in, bulk=limits.bulk, planes=budget.tier.planes,
-            host_threads=limits.host_threads, **more,
-        )  # fmt: skip
 
 
 def _replay(memory: ExpertMemory, workload: Workload, batch: int) -> None:
@@ -542,20 +464,12 @@ class _ShapeModels:
         # Before slots take what the embeddings have: a budget has room for one of both.
         self._memories.place_embeddings(on_host=EMBEDDINGS in budget.host)
         memories, held = [], 0
+        hot = work.activations() if self._by_profile else None
         for bits, part, is_plane in zip(self._bits, budget.tiers, refines, strict=True):
-            cached, first = 0 < part.slots < part.num_experts and part.tier.planes == 1, None
-            if part.run.handed_out and self._by_profile and cached:  # a device's hottest rows
-                rows = np.arange(part.slots, dtype=np.int32)
-                first = np.tile(rows, (part.num_layers, 1))
-            elif self._by_profile and cached:  # no expert in two tiers
-                end = min(held + part.slots, self.config.num_experts)
-                first, held = work.hottest(end)[:, held:], end
-            is_full = part.slots == part.num_experts and part.tier.planes == 1
-            plan = self._memories.plan_of(
-                bits, part, first=first, few_rows=is_full,
-                refines=bits - self._bits[-1] if is_plane else 0,
-            )  # fmt: skip
-            memories.append(self._memories.tier_memory(plan))
+            plane = bits - self._bits[-1] if is_plane else 0
+            memory = self._memories.tier_memory(bits, part, plane)
+            held += preload_first(memory, part, hot, held, self.config)
+            memories.append(memory)
         width, stored = self.config.experts_per_token, [STORED] if policy is None else names
         memory = ExpertMemory(memories, stored, policy, width=width)
         return self._moving(memory, work, batch, budget)

@@ -22,7 +22,7 @@ from moejax.weights.qtensor import (
     QTensor,
     Weight,
 )
-from pallas_kernels import layout, mxfp4
+from pallas_kernels import mxfp4
 
 FACTOR_BITS = 3  # of compensators
 
@@ -59,6 +59,12 @@ class Packing:
         if kind == "experts":
             return self.expert_rank
         return self.dense_rank if kind in ("attention", "shared_experts", "mlp") else 0
+
+    def kind(self, bits: int, *, may_be_mxfp4: bool = True) -> CodesKind:
+        """Stored form of packed matrices of so many bits, by default of experts."""
+        if self.mxfp4 and may_be_mxfp4 and bits == mxfp4.BITS:
+            return MXFP4
+        return CodesKind(bits=bits, group_size=self.group_size, zero_kind=self.zero_kind)
 
     def describe(self) -> str:
         """Such as "INT3 g64 float, attention INT3, head bf16"."""
@@ -116,41 +122,21 @@ class _Drawing:
             leaf = _fill(leaf, jnp.int32(layer), new, jnp.float32(std), **how)
         return leaf if len(shape) > 2 else leaf[0]
 
-    def in_mxfp4(self, shape: tuple[int, ...]) -> QTensor:
-        """Any codes, with scales by which weights are N(0, 1/K) wide or so."""
-        inputs = shape[-1]
-        exponent = 127 - 0.5 * math.log2(inputs * float(np.mean(mxfp4.VALUES**2)))
-        arrays = MXFP4.arrays(shape)
-        found = {
-            "words": self.leaf(arrays["words"].shape, arrays["words"].dtype, words=True),
-            "scales": self.leaf(
-                arrays["scales"].shape, arrays["scales"].dtype, low=exponent - 1, high=exponent + 1
-            ),
-        }
-        return MXFP4.tensor(inputs, found)
-
-    def packed(self, shape: tuple[int, ...], bits: int, packing: Packing) -> QTensor:
-        """Codes uniform in 0..2^bits - 1 about their middle, so that weights are N(0, 1/K) wide."""
-        *lead, inputs = shape
-        middle = (2**bits - 1) / 2
-        scale = (12 / ((4**bits - 1) * inputs)) ** 0.5
-        groups = (*lead, layout.num_groups(inputs, packing.group_size))
-        f16 = jnp.dtype(jnp.float16)
-        zeros = None
-        if packing.zero_kind != "symmetric":
-            dtype = jnp.dtype(jnp.uint8) if packing.zero_kind == "integer" else f16
-            zeros = self.leaf(groups, dtype, low=middle - 0.25, high=middle + 0.25)
-        words = (*lead, layout.num_words(inputs, bits))
-        tensor = QTensor(
-            words=self.leaf(words, jnp.dtype(jnp.uint32), words=True),
-            scales=self.leaf(groups, f16, low=0.8 * scale, high=1.2 * scale),
-            zeros=zeros,
-            num_inputs=inputs,
-            bits=bits,
-            group_size=packing.group_size,
-        )
-        tensor.check()
-        return tensor
+    def packed(self, shape: tuple[int, ...], kind: CodesKind) -> QTensor:
+        """Any codes, with scales and zeros by which weights are N(0, 1/K) wide or so."""
+        inputs, middle = shape[-1], (2**kind.bits - 1) / 2
+        scale = (12 / ((4**kind.bits - 1) * inputs)) ** 0.5
+        ranges = {"scales": (0.8 * scale, 1.2 * scale), "zeros": (middle - 0.25, middle + 0.25)}
+        if kind.is_mxfp4:
+            exponent = 127 - 0.5 * math.log2(inputs * float(np.mean(mxfp4.VALUES**2)))
+            ranges = {"scales": (exponent - 1, exponent + 1)}
+        found = {}
+        for name, array in kind.arrays(shape).items():
+            low, high = ranges.get(name, (0.0, 0.0))
+            found[name] = self.leaf(
+                array.shape, array.dtype, words=name == "words", low=low, high=high
+            )
+        return kind.tensor(inputs, found)
 
     def with_terms(self, tensor: QTensor, parts: Mapping[int, int], rank: int) -> QTensor:
         """Adds a compensator of each part of the rows, in INT3; `parts` are rows by the first."""
@@ -159,11 +145,9 @@ class _Drawing:
         for first, num_rows in parts.items():
             own = min(rank, num_rows, tensor.num_inputs)
             u, v = (
-                self.packed((count * own, length), FACTOR_BITS, Packing(
-                    zero_kind="symmetric", group_size=min(FACTOR_GROUP_SIZE, length)
-                ))
+                self.packed((count * own, length), _factor_kind(length))
                 for length in (num_rows, tensor.num_inputs)
-            )  # fmt: skip
+            )
             start = np.arange(count, dtype=np.int32).reshape(lead) * np.int32(own)
             where = jax.device_put((start, np.full_like(start, own)), self._device)
             found.append(Compensator(
@@ -173,6 +157,11 @@ class _Drawing:
         tensor = dataclasses.replace(tensor, compensators=tuple(found))
         tensor.check()
         return tensor
+
+
+def _factor_kind(length: int) -> CodesKind:
+    """Stored form of a compensator's factors of so many numbers."""
+    return CodesKind(bits=FACTOR_BITS, group_size=min(FACTOR_GROUP_SIZE, length))
 
 
 def _parts(config: ModelConfig) -> dict[str, dict[int, int]]:
@@ -192,9 +181,7 @@ def expert_terms_nbytes(config: ModelConfig, packing: Packing) -> int:
         for num_rows in parts[leaf].values():
             rank = min(packing.expert_rank, num_rows, num_inputs)
             for length in (num_rows, num_inputs):
-                group_size = min(FACTOR_GROUP_SIZE, length)
-                kind = CodesKind(bits=FACTOR_BITS, group_size=group_size)
-                total += kind.num_bytes((math.prod(lead) * rank, length))
+                total += _factor_kind(length).num_bytes((math.prod(lead) * rank, length))
             total += 2 * np.dtype(np.int32).itemsize * math.prod(lead)
     return total
 
@@ -225,11 +212,11 @@ def random_weights(
             weights[name] = jnp.full(shape, 0 if is_centred else 1, dtype, device=device)
         elif name in FLOAT32_LEAVES:
             weights[name] = jnp.zeros(shape, dtype, device=device)
-        elif packing.mxfp4 and bits == mxfp4.BITS and kind_of(name) in ("experts", "mlp"):
-            weights[name] = drawing.in_mxfp4(shape)
         elif bits != 16:
-            packed = drawing.packed(shape, bits, packing)
-            rank = packing._rank_of(name)
+            may_be_mxfp4 = kind_of(name) in ("experts", "mlp")
+            kind = packing.kind(bits, may_be_mxfp4=may_be_mxfp4)
+            packed = drawing.packed(shape, kind)
+            rank = 0 if kind.is_mxfp4 else packing._rank_of(name)
             weights[name] = drawing.with_terms(packed, parts[name], rank) if rank else packed
         else:
             std = 1.0 if name == "embed" else shape[-1] ** -0.5

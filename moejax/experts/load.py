@@ -131,9 +131,7 @@ def load_limited(
         if tiering is not None:
             if tiering.emulate:
                 memory = _emulated(memory)
-            if (first := _initial_experts(activations, part, memory, held)) is not None:
-                held += first.shape[1]
-                preload(memory, checkpoint.config, ops.Kernels(target_of(device)), first)
+            held += preload_first(memory, part, activations, held, checkpoint.config)
         memories.append(memory)
     names, width = [tier.name for tier in stored], checkpoint.config.experts_per_token
     return weights, ExpertMemory(memories, names, policy, width=width), budget
@@ -422,35 +420,62 @@ def _load_tier(
             "not serve yet; quantize them by another method, or leave the mesh out"
         )
     store, disk = None, None
-    arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)
     if budget.host_rows:
         store = HostStore(reader, budget.host_rows, device, mesh)
         store.fill(progress=progress)
-        arrays = store.arrays
     if budget.host_share < 1:
         # Experts that steps waited for get the bytes of the ring that transfers do not need.
         blocks = RING_BLOCKS // 2 if limits.bulk else 1
         disk = DiskExperts(reader, store, ring_blocks=blocks, most_kept=RING_BLOCKS - blocks)
     else:
         reader.close()
+    return empty_tier(
+        budget, reader, store, checkpoint.config, device, mesh, refines=own.plane_bits,
+        terms=terms, disk=disk,
+    )  # fmt: skip
+
+
+def empty_tier(
+    budget: TierBudget,
+    rows: Any,
+    store: HostStore | None,
+    config: ModelConfig,
+    device: jax.Device,
+    mesh: DeviceMesh | None,
+    *,
+    refines: int = 0,
+    terms: Any = ((), ()),
+    disk: DiskExperts | None = None,
+) -> TierMemory:
+    """Allocates the slots of a tier as its budget says, without experts.
+
+    Args:
+      rows: the source of `store`, and of `disk` where some experts are there alone, with the forms
+        `gate_up` and `down` of its experts.
+      store: None: no expert is in host memory.
+      refines: as `TierSpec.refines`.
+      terms: as `HostRows.terms`.
+    """
+    limits, tree = budget.limits, jax.tree.structure((rows.gate_up, rows.down))
+    arrays: Any = [jnp.zeros((0, *part.shape), part.dtype, device=device) for part in rows.row]
+    if store is not None:
+        arrays = store.arrays
     supply = disk or store
     assert supply is not None
-    gate_up, down = jax.tree.unflatten(jax.tree.structure((reader.gate_up, reader.down)), arrays)
     cache = CacheSizes(
         num_layers=budget.num_layers, num_experts=budget.num_experts, slots=budget.slots,
         transient=budget.transient, banks=budget.banks, planes=budget.tier.planes,
     )  # fmt: skip
-    read = disk.read if disk else None
     spec = TierSpec(
-        cache, limits.prefetch, read, prefetch_in=limits.prefetch_in, refines=own.plane_bits,
-        shares_slots=budget.tier.shares_slots,
-        handed_out=own.num_experts if budget.run.handed_out else 0,
+        cache, limits.prefetch, disk.read if disk else None, prefetch_in=limits.prefetch_in,
+        refines=refines, shares_slots=budget.tier.shares_slots,
+        handed_out=config.num_experts if budget.run.handed_out else 0,
     )  # fmt: skip
     place = device if mesh is None else mesh.replicated
+    gate_up, down = jax.tree.unflatten(tree, arrays)
     memory = TierMemory(spec, gate_up, down, supply.row_of, place, terms, disk)
     if limits.host_threads and store is not None:
-        views = jax.tree.unflatten(jax.tree.structure((gate_up, down)), store.views)
-        use_host(memory, views, checkpoint.config, limits.host_threads, device)
+        use_host(memory, jax.tree.unflatten(tree, store.views), config, limits.host_threads, device)
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
@@ -611,23 +636,31 @@ def _policy_parts(policy: AnyPolicy, run: RunSizes) -> dict[str, int]:
     return {"importance of tokens": nbytes}
 
 
-def _initial_experts(
-    activations: Any, budget: TierBudget, memory: TierMemory, held: int
-) -> np.ndarray | None:
-    """Experts in slots before any token, int32[M, n]; None: no experts.
+def preload_first(
+    memory: TierMemory, budget: TierBudget, activations: Any, held: int, config: ModelConfig
+) -> int:
+    """Fills an empty tier's slots with its first experts; returns how many a layer has.
 
-    Every expert where there is room for all; else those that the policy's profile saw most, but for
-    the first `held`, which are in tiers of higher fidelity. Where experts are handed out they are
-    rows of each device, whose hottest experts come first.
+    Every expert where there is room for all; else those that were chosen most (int[M, E]; None: not
+    known, and none are), but for the first `held`, which are in tiers of higher fidelity. Where
+    experts are handed out they are rows of each device, whose hottest experts come first.
     """
+    if (first := _first_experts(memory, budget, activations, held)) is None:
+        return 0
+    device: jax.Device = next(iter(memory.store.row_of.sharding.device_set))
+    preload(memory, config, ops.Kernels(target_of(device)), first)
+    return first.shape[1]
+
+
+def _first_experts(
+    memory: TierMemory, budget: TierBudget, activations: Any, held: int
+) -> np.ndarray | None:
+    """Experts for `preload_first`, int32[M, n]."""
     if (np.asarray(memory.store.row_of) < 0).any() or not budget.slots or budget.tier.planes > 1:
         return None
-    num_layers, num_experts = budget.num_layers, budget.num_experts
-    if budget.slots == num_experts:
-        return np.tile(np.arange(num_experts, dtype=np.int32), (num_layers, 1))
-    if activations is None:
+    if activations is None and not budget.has_all_slots:
         return None
-    if budget.run.handed_out:
-        return np.tile(np.arange(budget.slots, dtype=np.int32), (num_layers, 1))
+    if budget.has_all_slots or budget.run.handed_out:
+        return np.tile(np.arange(budget.slots, dtype=np.int32), (budget.num_layers, 1))
     order = np.argsort(-np.asarray(activations), axis=1, kind="stable")
     return np.sort(order[:, held : held + budget.slots], axis=1).astype(np.int32)

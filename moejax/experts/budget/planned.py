@@ -161,6 +161,11 @@ class TierBudget(_Parts):
         return self.run.num_experts
 
     @property
+    def has_all_slots(self) -> bool:
+        """Whether every expert of a layer has a slot of its own."""
+        return self.slots == self.num_experts and self.tier.planes == 1
+
+    @property
     def banks(self) -> int:
         """Number of banks that layers use in turn; two with prefetch, else one."""
         return num_banks(self.limits)
