@@ -9,9 +9,10 @@ import numpy as np
 from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
-from moejax.policies import buddy_gates, buddymoe
+from moejax.policies import buddy_gates
 from moejax.policies.base import SKIPPED, Observation
-from moejax.policies.buddymoe import BuddyMoe, BuddyState, _Candidates
+from moejax.policies.buddymoe import BuddyMoe, BuddyState
+from pallas_kernels import buddy_search
 from tests import buddymoe_reference as paper
 from tests import slow
 from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, as_lists, observation, steps
@@ -129,8 +130,9 @@ class DecisionTest(parameterized.TestCase):
         listed = jnp.tile(jnp.arange(2, 42, dtype=jnp.int32), (1, 2, 1))  # 40 places
         listed = listed.at[:, :, :35].set(-1)
         wanted, budget = jnp.ones((1, 2), bool), jnp.int32(2)
-        found = buddymoe._substitute(ids, _Candidates(listed), wanted, budget)
-        self.assertEqual(found.ids.tolist(), [[37, 38]])
+        given = (ids, listed, jnp.ones(42, bool), wanted, jnp.int32(40), budget)
+        found, _ = buddy_search.search_pairs(*given)
+        self.assertEqual(found.tolist(), [[37, 38]])
 
     def test_prompts_may_be_left_alone(self):
         o = observation(np.random.default_rng(3), share=0.2)

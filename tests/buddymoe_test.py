@@ -18,7 +18,7 @@ from moejax.policies.buddy_lists import (
     output_gains,
     output_similarity,
 )
-from moejax.policies.buddymoe import _Candidates
+from pallas_kernels import buddy_search
 from tests import buddymoe_reference as paper
 from tests import slow
 from tests.buddymoe_cases import DEPTH, EXPERTS, LAYERS, TOKENS, WIDTH, as_lists, routed
@@ -30,12 +30,15 @@ def found_by(
     *, last_first: bool, scored: bool,
 ) -> buddymoe.Substitution:  # fmt: skip
     """`substitute` with scores float32[N, E, E] by token, missing expert and buddy."""
-    candidates = buddymoe._candidates_of(ids, lists, resident, depth)
-    token = jnp.arange(len(ids), dtype=jnp.int32)[:, None, None]
-    value = scores[token, ids[:, :, None], jnp.maximum(candidates, 0)] if scored else None
-    return buddymoe._substitute(
-        ids, _Candidates(candidates, value), wanted, budget, last_first=last_first
+    listed = jnp.where(jnp.arange(lists.shape[1])[None, None] < depth, lists[ids], -1)
+    if scored:
+        token = jnp.arange(len(ids), dtype=jnp.int32)[:, None, None]
+        value = scores[token, ids[:, :, None], jnp.maximum(listed, 0)]
+        listed = buddymoe._in_order(listed, jnp.where(listed >= 0, value, 0.0))
+    found, searched = buddy_search.search_pairs(
+        ids, listed, resident, wanted, jnp.int32(lists.shape[1]), budget, last_first=last_first
     )
+    return buddymoe.Substitution(found, found != ids, searched)
 
 
 class GatesTest(parameterized.TestCase):

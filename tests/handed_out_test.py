@@ -200,8 +200,8 @@ class HandedOutTest(FolderTestCase):
                 {"policy": Tiering(policy="dymoe", tiers=("int4", "int2"), group_size=16)},
             ),
             (
-                "resident does not decide by partition",
-                {"policy": Tiering(policy="resident"), "limits": None},
+                "dymoe does not decide by partition",
+                {"policy": Tiering(policy="dymoe", settings={"low": "skip"})},
             ),
         ):
             with self.assert_one_line(said):

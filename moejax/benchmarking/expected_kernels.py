@@ -4,7 +4,7 @@ A benchmark that fell back to another implementation measures something else; it
 before it measures.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from moejax.errors import MoejaxError
 from moejax.inference.kernel_warnings import KERNELS
@@ -26,13 +26,11 @@ def _allowed(kernels: ops.Kernels) -> tuple[str, ...]:
 
 
 def _wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) -> list[str]:
-    """A line for each packed product that is served by none of `may`, as `_allowed` gives them."""
-    if not may:
-        return []
+    """A line for each packed product that some kernel takes and none of `may` serves."""
     return [
         f"{name}: {of.describe()}"
         for name, of in products.items()
-        if of.packed and of.implementation not in may
+        if of.packed and of.implementation not in may and EVERY_KERNEL not in of.refusals
     ]
 
 
@@ -50,18 +48,9 @@ def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int)
     """
     if not (may := _allowed(runner.kernels)):
         return
-    for phase, products in _phases(runner, batch, prompt, context):
-        fit = {name: of for name, of in products.items() if EVERY_KERNEL not in of.refusals}
-        if wrong := _wrong_kernels(fit, may):
+    chunks = runner.chunks(batch, prompt, context, runner.short_chunk)
+    calls = [("prefill", batch * size) for size in sorted({size for _, size in chunks})]
+    for phase, num_tokens in [*calls, ("decode", batch)]:
+        if wrong := _wrong_kernels(runner.kernel_choices(num_tokens, batch), may):
             said = "; ".join(wrong)
             raise MoejaxError(f"{phase} of packed weights would run on no kernel: {said}")
-
-
-def _phases(
-    runner: Runner, batch: int, prompt: int, context: int
-) -> Iterator[tuple[str, dict[str, KernelChoice]]]:
-    """Kernels of a prompt's chunks, then of decode."""
-    chunks = runner.chunks(batch, prompt, context, runner.short_chunk)
-    for size in sorted({size for _, size in chunks}):
-        yield "prefill", runner.kernel_choices(batch * size, batch)
-    yield "decode", runner.kernel_choices(batch, batch)

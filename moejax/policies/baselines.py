@@ -26,43 +26,6 @@ from moejax.policies.settings import check_number, check_text
 from pallas_kernels.cache_plan import Rule
 
 
-class _ResidentState(NamedTuple):
-    """State of Resident: the tier, int32[], in which all pairs run."""
-
-    tier: jax.Array
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resident(Policy[_ResidentState]):
-    """Runs the router's choice in one tier, without prefetch."""
-
-    name: ClassVar[str] = "resident"
-
-    tier: str = ""  # its name; "": the one of highest fidelity
-
-    def __post_init__(self) -> None:
-        check_text("tier", self.tier)
-
-    @property
-    def layer_axes(self) -> Any:
-        """Names the state's layer axes, as `Policy.layer_axes`."""
-        return layer_axes_of(_ResidentState)
-
-    def init(self, spec: PolicySpec) -> _ResidentState:
-        """Makes the first state, as `Policy.init`."""
-        return _ResidentState(jnp.asarray(tier_id(spec, self.tier, 0), jnp.int32))
-
-    def decide(
-        self, state: _ResidentState, observation: Observation
-    ) -> tuple[Decision, _ResidentState]:
-        """Chooses tiers and experts, as `Policy.decide`."""
-        return as_routed(observation, state.tier), state
-
-    def decode_rule(self, state: _ResidentState) -> Rule:
-        """Gives the rule of decode steps, as `Policy.decode_rule`."""
-        return always(state.tier)
-
-
 def always(tier: jax.Array) -> Rule:
     """Rule that gives one tier, int32[], to all pairs."""
     return Rule(None, tier, tier, jnp.zeros((), bool))
@@ -141,3 +104,11 @@ class OnDemand(Policy[_OnDemandState]):
     def max_prefetch(self, state: _OnDemandState) -> int:
         """Bounds the look-ahead, as `Policy.max_prefetch`."""
         return int(state.limit.max())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resident(OnDemand):
+    """Runs the router's choice in one tier; other tiers keep their slots."""
+
+    name: ClassVar[str] = "resident"
+    high_serves_low: ClassVar[bool] = False

@@ -63,14 +63,6 @@ FallBack = Literal["fetch", "drop"]
 NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.float32))
 
 
-class _Candidates(NamedTuple):
-    """Possible buddies of each pair, before those of the token's other pairs are known."""
-
-    ids: jax.Array  # int32[N, A, H], -1 for none
-    # float32[N, A, H], the larger first, equal ones by place; None: by place
-    priority: jax.Array | None = None
-
-
 class Substitution(NamedTuple):
     """Result of the search, for every pair."""
 
@@ -79,26 +71,6 @@ class Substitution(NamedTuple):
     # bool[N, A], wanted, and the token's budget was not spent yet; where it is not `replaced`,
     # there is no buddy
     searched: jax.Array
-
-
-def _candidates_of(
-    ids: jax.Array, lists: jax.Array, resident: jax.Array, depth: jax.Array
-) -> jax.Array:
-    """Finds each pair's listed buddies that are resident and not chosen (lines 15-17).
-
-    int32[N, A, H], -1 for none.
-
-    Args:
-      ids: int32[N, A], the router's choice.
-      lists: int32[E, H], buddies of each expert, the best first; -1 pads.
-      depth: int32[], how far lists are searched, at most H.
-    """
-    listed = lists.at[ids].get(mode="clip")
-    usable = (listed >= 0) & resident.at[listed].get(mode="clip")
-    usable &= jnp.arange(lists.shape[1], dtype=jnp.int32)[None, None] < depth
-    for rank in range(ids.shape[1]):
-        usable &= listed != ids[:, rank, None, None]
-    return jnp.where(usable, listed, -1)
 
 
 def _normalized_logits(probabilities: jax.Array) -> jax.Array:
@@ -114,7 +86,7 @@ def _normalized_logits(probabilities: jax.Array) -> jax.Array:
 
 
 def _buddy_score(
-    candidates: jax.Array,  # int32[N, A, H], of `_candidates_of`
+    candidates: jax.Array,  # int32[N, A, H], possible buddies of each pair; -1 for none
     q: jax.Array,  # float32[N, A, H], of each candidate
     logits: jax.Array,  # float32[N, E], of `_normalized_logits`
     # float32[E], partitions between the tokens' device and each expert's, or of each candidate,
@@ -135,62 +107,10 @@ def _buddy_score(
     return jnp.where(candidates >= 0, psi, 0.0)
 
 
-def _in_order(candidates: _Candidates) -> jax.Array:
-    """Sorts candidates by falling priority, then by place; drops priorities <= 0.
-
-    int32[N, A, H], -1 for none; by comparing all pairs of a list.
-    """
-    ids, value = candidates
-    if value is None:
-        return ids
-    place = jnp.arange(ids.shape[-1], dtype=jnp.int32)
-    earlier, apart = place[None, :] < place[:, None], place[None, :] != place[:, None]
-    mine, other = value[..., :, None], value[..., None, :]
-    # A compiler may work out both sides anew and round them differently: nobody is before itself.
-    before = ((other > mine) & apart[None, None]) | ((other == mine) & earlier[None, None])
-    order = jnp.sum(before, axis=-1, dtype=jnp.int32)
-    usable = jnp.where(value > 0, ids, -1)
-    comes = order[..., None, :] == place[None, None, :, None]
-    return jnp.max(jnp.where(comes, usable[..., None, :], -1), axis=-1)
-
-
-def _substitute(
-    ids: jax.Array,
-    candidates: _Candidates,
-    wanted: jax.Array,
-    budget: jax.Array,
-    *,
-    last_first: bool = False,
-) -> Substitution:
-    """Runs Algorithm 1 with the budget rho (section 5.1): no expert serves a token twice.
-
-    Args:
-      ids: int32[N, A], the router's choice, by falling weight.
-      wanted: bool[N, A], pairs whose expert is missing and may be replaced.
-      budget: int32[], rho, the most replacements per token.
-      last_first: visits ranks from the least weight on, which then get the budget first.
-    """
-    ordered = _in_order(candidates)
-    num_tokens, width, depth = ordered.shape
-    place = jnp.arange(depth, dtype=jnp.int32)[None]
-    num_replaced = jnp.zeros(num_tokens, jnp.int32)
-    taken: list[jax.Array] = []
-    buddies, searched = [num_replaced] * width, [num_replaced > 0] * width
-    for rank in reversed(range(width)) if last_first else range(width):
-        mine, seeks = ordered[:, rank], wanted[:, rank] & (num_replaced < budget)
-        free = (mine >= 0) & seeks[:, None]
-        for buddy in taken:
-            free &= mine != buddy[:, None]
-        first = jnp.min(jnp.where(free, place, depth), axis=-1, keepdims=True)
-        buddy = jnp.max(jnp.where(place == first, mine, -1), axis=-1)
-        buddies[rank], searched[rank] = buddy, seeks
-        num_replaced += (buddy >= 0).astype(jnp.int32)
-        taken.append(buddy)
-    # Without the barrier every reader computes it again: 24 s of compiling 16 layers against 9.
-    chosen = jax.lax.optimization_barrier(jnp.stack(buddies, axis=1))
-    return Substitution(
-        jnp.where(chosen >= 0, chosen, ids), chosen >= 0, jnp.stack(searched, axis=1)
-    )
+def _in_order(ids: jax.Array, value: jax.Array) -> jax.Array:
+    """Sorts candidates [N, A, H] by falling score, then by place; -1 replaces scores <= 0."""
+    order = jnp.argsort(-value, axis=-1, stable=True)
+    return jnp.take_along_axis(jnp.where(value > 0, ids, -1), order, axis=-1)
 
 
 class _Settings(NamedTuple):
@@ -585,23 +505,27 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     ) -> Substitution:
         """Runs Algorithm 1 over the pairs of a layer that are `wanted`, bool[N, A]."""
         settings = state.settings
-        return _substitute(
-            o.ids, self._candidates(state, o, resident), wanted, settings.budget,
+        listed = state.lists[o.layer].at[o.ids].get(mode="clip")
+        if self._is_scored:
+            is_near = jnp.arange(listed.shape[2], dtype=jnp.int32) < settings.depth
+            listed = jnp.where(is_near[None, None], listed, -1)
+            listed = _in_order(listed, self._scores(state, o, listed))
+        ids, searched = buddy_search.search_pairs(
+            o.ids, listed, resident, wanted, settings.depth, settings.budget,
             last_first=self.spend_on == "last",
         )  # fmt: skip
+        # Without the barrier every reader computes it again: 24 s of compiling 16 layers against 9.
+        ids = jax.lax.optimization_barrier(ids)
+        return Substitution(ids, ids != o.ids, searched)
 
-    def _candidates(self, state: BuddyState, o: Observation, resident: jax.Array) -> _Candidates:
-        """Finds resident buddies of every pair, with eq. 3's score if eta or kappa is not 0."""
-        settings = state.settings
-        ids = _candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
-        if not self._is_scored:
-            return _Candidates(ids)
-        logits = _normalized_logits(o.probabilities)
-        q, weights, hops = state.q[o.layer][o.ids], (settings.eta, settings.kappa), state.hops
+    def _scores(self, state: BuddyState, o: Observation, listed: jax.Array) -> jax.Array:
+        """Scores of listed buddies by eq. 3, float32[N, A, H]."""
+        settings, hops = state.settings, state.hops
         if o.partition is not None:  # any two devices of a host are one hop apart
-            buddys = o.partition.at[ids].get(mode="clip")
+            buddys = o.partition.at[listed].get(mode="clip")
             hops = (buddys != o.partition[o.ids][..., None]).astype(jnp.float32)
-        return _Candidates(ids, _buddy_score(ids, q, logits, hops, *weights))
+        logits, q = _normalized_logits(o.probabilities), state.q[o.layer][o.ids]
+        return _buddy_score(listed, q, logits, hops, settings.eta, settings.kappa)
 
     def _counted(
         self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array

@@ -75,21 +75,49 @@ def search_reference(
     if gate is not None:
         allowed &= _tolerates(gate, ids, layer)[:, None]
     wanted = allowed & ~resident[ids]
-    width, places = ids.shape[1], jnp.arange(lists.shape[2], dtype=jnp.int32)[None]
-    num_replaced = jnp.zeros(len(ids), jnp.int32)
-    found, searched, taken = ids, jnp.zeros(ids.shape, bool), ids
-    for rank in reversed(range(width)) if last_first else range(width):
-        asks = wanted[:, rank] & (num_replaced < budget)
-        listed = lists[layer, ids[:, rank]]
-        usable = (listed >= 0) & resident[jnp.maximum(listed, 0)] & (places < depth)
-        usable &= ~jnp.any(listed[:, :, None] == taken[:, None, :], axis=2) & asks[:, None]
-        some, place = jnp.any(usable, axis=1), jnp.argmax(usable, axis=1)
-        buddy = jnp.take_along_axis(listed, place[:, None], axis=1)[:, 0]
-        found = found.at[:, rank].set(jnp.where(some, buddy, ids[:, rank]))
-        taken = jnp.concatenate([taken, jnp.where(some, buddy, -1)[:, None]], axis=1)
-        searched = searched.at[:, rank].set(asks)
-        num_replaced += some.astype(jnp.int32)
+    found, searched = search_pairs(
+        ids, lists[layer, ids], resident, wanted, depth, budget, last_first=last_first
+    )
     if replaced is not None:
         missed = jnp.where(found != ids, ids, replaced.shape[1])
         replaced = replaced.at[layer, missed.reshape(-1)].add(1, mode="drop")
     return Found(found, searched, replaced)
+
+
+def search_pairs(
+    ids: jax.Array,
+    listed: jax.Array,
+    resident: jax.Array,
+    wanted: jax.Array,
+    depth: jax.Array,
+    budget: jax.Array,
+    *,
+    last_first: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs Algorithm 1 over pairs with lists of their own; `api.search` has the other arguments.
+
+    Args:
+      listed: int32[N, A, H], possible buddies of each pair, the best first; -1 for none.
+      resident: bool[E].
+      wanted: bool[N, A], pairs whose expert is missing and may be replaced.
+
+    Returns:
+      `Found.ids` and `Found.searched`.
+    """
+    width, places = ids.shape[1], jnp.arange(listed.shape[2], dtype=jnp.int32)
+    usable = (listed >= 0) & resident.at[listed].get(mode="clip") & (places < depth)[None, None]
+    num_replaced = jnp.zeros(len(ids), jnp.int32)
+    buddies, searched = [num_replaced] * width, [num_replaced > 0] * width
+    taken = list(ids.T)
+    for rank in reversed(range(width)) if last_first else range(width):
+        mine, asks = listed[:, rank], wanted[:, rank] & (num_replaced < budget)
+        free = usable[:, rank] & asks[:, None]
+        for other in taken:
+            free &= mine != other[:, None]
+        first = jnp.min(jnp.where(free, places[None], len(places)), axis=1, keepdims=True)
+        buddy = jnp.max(jnp.where(places[None] == first, mine, -1), axis=1)
+        buddies[rank], searched[rank] = buddy, asks
+        num_replaced += (buddy >= 0).astype(jnp.int32)
+        taken.append(buddy)
+    chosen = jnp.stack(buddies, axis=1)
+    return jnp.where(chosen >= 0, chosen, ids), jnp.stack(searched, axis=1)
