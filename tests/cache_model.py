@@ -3,7 +3,10 @@
 import dataclasses
 from typing import Any
 
-from moejax.experts.residency import EVENTS, CacheSizes
+import numpy as np
+
+from moejax.experts.residency import EVENTS, CacheSizes, Residency
+from pallas_kernels.cache_plan.operands import LayerTables
 
 ROW = ("slot_of", "owner", "last_use", "prefetched")
 
@@ -125,3 +128,33 @@ class CacheModel:
         columns = [[s.owner, s.last_use, s.prefetched] for s in slots]
         flat = [value for column in zip(*columns, strict=True) for value in column]
         return [*slot_of, *flat, *self.counts[layer].values()]
+
+
+def columns(residency: Residency) -> LayerTables:
+    """The columns of all layers' tables."""
+    return LayerTables.of(residency.table, residency.num_experts)
+
+
+def check(residency: Residency, spec: CacheSizes) -> None:
+    """Raises ValueError naming the invariant that does not hold."""
+    num_layers, num_experts = spec.num_layers, spec.num_items
+    shapes = {"table": (num_layers, num_experts + 3 * spec.slots), "clock": ()}
+    for name, shape in shapes.items():
+        leaf = getattr(residency, name)
+        if leaf.dtype != np.int32 or leaf.shape != shape:
+            raise ValueError(f"{name} is {leaf.dtype}{leaf.shape}, expected int32{shape}")
+    owner, slots_of = np.asarray(columns(residency).owner), np.asarray(residency.slot_of)
+    prefetched = np.asarray(columns(residency).prefetched)
+    for layer in range(num_layers):
+        experts = owner[layer][owner[layer] != -1]
+        if len(set(experts.tolist())) != len(experts):
+            raise ValueError(f"layer {layer}: an expert is twice in owner")
+        if len(experts) and not 0 <= experts.min() <= experts.max() < num_experts:
+            raise ValueError(f"layer {layer}: owner has no expert of the layer")
+        slot_of = np.full(num_experts, -1)
+        used = owner[layer] >= 0
+        slot_of[owner[layer][used]] = np.flatnonzero(used)
+        if not np.array_equal(slot_of, slots_of[layer]):
+            raise ValueError(f"layer {layer}: slot_of is not the inverse of owner")
+        if (~used & prefetched[layer]).any():
+            raise ValueError(f"layer {layer}: a slot without an owner is prefetched")

@@ -104,15 +104,6 @@ class RefiningTierTest(parameterized.TestCase):
         constants = of_copies.tiers["int4"].expert_bytes - 2 * ledger.tiers["int4"].expert_bytes
         self.assertGreater(constants, 0)
 
-    def test_a_base_that_lacks_experts_is_refused(self):
-        experts = by_planes()
-        wide: dict[str, Weight] = {**random_weights(QWEN), **experts}
-        high = refining(tier_memory(QWEN, wide, 3), experts, 0)
-        low = tier_memory(QWEN, {**wide, **{n: experts[n].prefix(2) for n in EXPERTS}}, 4)
-        for tiers in ([high, low], [low, high]):
-            with self.assertRaisesRegex(ValueError, "a tier of refinements needs"):
-                ExpertMemory(tiers, ["int4", "int2"], DyMoE(), width=2)
-
 
 def shared_memory(
     policy: AnyPolicy, slots: int, *, transient: int = 2, prefetch: int = 0

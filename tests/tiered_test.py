@@ -22,6 +22,7 @@ from moejax.policies.make import make_policy
 from scripts.studies.dymoe.controls import AsAsked
 from tests import buddymoe_reference as reference
 from tests import numpy_model, slow
+from tests.cache_model import check
 from tests.cached_runners import PROMPTS, QWEN, answers, cached_runner, plain, random_weights
 from tests.host_test_case import HostTestCase
 
@@ -161,7 +162,7 @@ def check_exclusive(test, memory, most=1):
     """The tables hold, and no expert is in more pools than `most` that have not room for all."""
     held = []
     for tier in memory.tiers:
-        tier.pool.residency.check(tier.spec.cache)
+        check(tier.pool.residency, tier.spec.cache)
         if tier.spec.cache.slots < NUM_EXPERTS:
             held.append(np.asarray(tier.pool.residency.slot_of) >= 0)
     if held:

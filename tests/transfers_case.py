@@ -14,6 +14,7 @@ from moejax.experts.residency import no_counts
 from moejax.experts.state import TierSlots
 from moejax.experts.transfers import Transfers
 from moejax.programs import CompiledPrograms
+from tests.cache_model import check, columns
 from tests.ssd_source import SECONDS, Source, SsdTestCase
 
 CACHE = residency.CacheSizes(num_layers=4, num_experts=8, slots=2, transient=1, banks=2)
@@ -54,7 +55,7 @@ class TransfersTestCase(SsdTestCase):
             self.pool = transfers.advance(self.pool)
             transfers.send()
             jax.block_until_ready(self.pool)
-            self.pool.residency.check(CACHE)
+            check(self.pool.residency, CACHE)
             self.assert_right_bytes()
             if until():
                 return
@@ -65,7 +66,7 @@ class TransfersTestCase(SsdTestCase):
         self.advance(transfers, lambda: not transfers.num_pending)
 
     def assert_right_bytes(self):
-        owner = np.asarray(self.pool.residency.owner)
+        owner = np.asarray(columns(self.pool.residency).owner)
         for layer, slot in zip(*np.nonzero(owner >= 0), strict=True):
             value = self.source.value(layer, owner[layer, slot])
             for part in self.pool.banks[layer % 2]:

@@ -21,6 +21,7 @@ from moejax.experts.budget import Limits
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.host_store import HostStore
 from moejax.experts.state import TierSlots
+from tests.cache_model import check
 from tests.cache_plan_contract import predict_needed
 from tests.ssd_source import SECONDS
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -96,7 +97,7 @@ class RequestTest(TransfersTestCase):
         what = jnp.asarray(programs._pad_ids([(3, 0), (3, 1), (3, 2)], 3))
         insert = jax.jit(programs._insert_experts, static_argnums=(0, 1))
         self.pool, slots = insert(CACHE, layout, self.pool, blobs, what)
-        self.pool.residency.check(CACHE)
+        check(self.pool.residency, CACHE)
         self.assertEqual(self.resident(), {(3, 0), (3, 1)})
         self.assertEqual(int(slots[2]), -1)
         self.assertEqual(self.counts(), (3, 1, 0))
@@ -236,7 +237,7 @@ class InvisibleTest(parameterized.TestCase):
         lines = " ".join(ledger.describe())
         self.assertIn("bulk requests: requested ", lines)
         self.assertIn("host memory had ", lines)
-        self.memory.pool.residency.check(self.memory.spec.cache)
+        check(self.memory.pool.residency, self.memory.spec.cache)
 
     @pytest.mark.slow
     def test_nor_on_a_disk_that_fails_in_the_background(self):

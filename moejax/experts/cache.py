@@ -299,7 +299,6 @@ class ExpertMemory:
             raise ValueError(f"{len(tiers)} tiers and no policy that chooses among them")
         for tier, following in itertools.pairwise((*tiers, None)):
             if tier is not None and tier.spec.refines:
-                _check_base(tier, following)
                 tier.base = following
         pools = tuple(tier.spec for tier in tiers)
         self.tiers = tuple(tiers)
@@ -618,29 +617,6 @@ class ExpertMemory:
                 content = residency.seeded(tier.spec.cache, experts)
                 content = put(content, self.place)
                 tier.pool = dataclasses.replace(tier.pool, residency=content)
-
-
-def _check_base(tier: TierMemory, base: TierMemory | None) -> None:
-    """Raises ValueError unless a tier can refine the next one."""
-    if base is None or base.spec.refines:
-        raise ValueError("a tier of refinements needs a next tier, of whole experts")
-    if tier.spec.shares_slots:
-        return _check_shared(tier, base)
-    is_there = base.spec.is_complete or base.spec.emulated
-    if not is_there or len(base.pool.banks) != 1:
-        raise ValueError("a tier of refinements needs every expert in the next tier")
-
-
-def _check_shared(tier: TierMemory, base: TierMemory) -> None:
-    """Raises ValueError unless a tier of refinements can share the slots of its base."""
-    planes = jax.tree.leaves((tier.store.gate_up, tier.store.down))
-    words = [getattr(rows, "words", rows) for rows in (base.store.gate_up, base.store.down)]
-    if [p.shape[1:] for p in planes] != [w.shape[1:] for w in words]:
-        raise ValueError("planes of different sizes cannot share slots: both are of 2 bits")
-    if tier.spec.cache != base.spec.cache or tier.spec.cache.planes != 2:
-        raise ValueError("tiers that share slots have the same ones, each of one of 2 planes")
-    if tier.spec.emulated or base.spec.emulated:
-        raise ValueError("experts in shared slots are real")
 
 
 def preload(

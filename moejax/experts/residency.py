@@ -118,27 +118,17 @@ class CacheSizes:
         """First transient slot: ceil(M / banks) C."""
         return -(-self.num_layers // self.banks) * self.slots
 
-    def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.num_experts < 1:
-            raise ValueError(f"{self.num_layers} layers of {self.num_experts} experts")
-        if not 0 <= self.slots <= self.num_items:
-            raise ValueError(f"{self.slots} slots for {self.num_items} experts of a layer")
-        if self.transient < 1:
-            raise ValueError(f"{self.transient} transient slots; at least 1")
-        if self.banks < 1:
-            raise ValueError(f"{self.banks} banks; at least 1")
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residency:
     """Residency of every layer's slots; donated through steps with the pools.
 
-    `table` int32[M, E + 3 C] has, of each layer, the columns that the properties of these names
-    return; `clock` int32[] counts the steps of layers from 1 on and may wrap; `num_experts` is E.
+    `table` int32[M, E + 3 C] has the columns of `cache_plan.operands.LayerTables` of each layer;
+    `clock` int32[] counts the steps of layers from 1 on and may wrap; `num_experts` is E.
 
-    Invariants (`check`): `slot_of` and `owner` are inverse to each other; a slot without an owner
-    is not `prefetched`.
+    Invariants (`tests.cache_model.check`): `slot_of` and `owner` are inverse to each other; a slot
+    without an owner is not `prefetched`.
     """
 
     table: jax.Array
@@ -148,44 +138,7 @@ class Residency:
     @property
     def slot_of(self) -> jax.Array:
         """int32[M, E], local slot of an expert."""
-        return self._rows.slot_of
-
-    @property
-    def owner(self) -> jax.Array:
-        """int32[M, C], expert of a slot; -1 if it is free."""
-        return self._rows.owner
-
-    @property
-    def prefetched(self) -> jax.Array:
-        """bool[M, C], brought by a prediction or a bulk transfer and not used yet."""
-        return self._rows.prefetched
-
-    @property
-    def _rows(self) -> LayerTables:
-        return LayerTables.of(self.table, self.num_experts)
-
-    def check(self, spec: CacheSizes) -> None:
-        """Raises ValueError naming the invariant that does not hold; for concrete arrays."""
-        num_layers, num_experts = spec.num_layers, spec.num_items
-        shapes = {"table": (num_layers, num_experts + 3 * spec.slots), "clock": ()}
-        for name, shape in shapes.items():
-            leaf = getattr(self, name)
-            if leaf.dtype != np.int32 or leaf.shape != shape:
-                raise ValueError(f"{name} is {leaf.dtype}{leaf.shape}, expected int32{shape}")
-        owner, slots_of, prefetched = map(np.asarray, (self.owner, self.slot_of, self.prefetched))
-        for layer in range(num_layers):
-            experts = owner[layer][owner[layer] != -1]
-            if len(set(experts.tolist())) != len(experts):
-                raise ValueError(f"layer {layer}: an expert is twice in owner")
-            if len(experts) and not 0 <= experts.min() <= experts.max() < num_experts:
-                raise ValueError(f"layer {layer}: owner has no expert of the layer")
-            slot_of = np.full(num_experts, -1)
-            used = owner[layer] >= 0
-            slot_of[owner[layer][used]] = np.flatnonzero(used)
-            if not np.array_equal(slot_of, slots_of[layer]):
-                raise ValueError(f"layer {layer}: slot_of is not the inverse of owner")
-            if (~used & prefetched[layer]).any():
-                raise ValueError(f"layer {layer}: a slot without an owner is prefetched")
+        return LayerTables.of(self.table, self.num_experts).slot_of
 
 
 def empty(spec: CacheSizes) -> Residency:
@@ -196,14 +149,6 @@ def empty(spec: CacheSizes) -> Residency:
 def seeded(spec: CacheSizes, experts: np.ndarray | jax.Array) -> Residency:
     """Returns tables in which local slot c of layer l owns experts[l, c], int32[M, n], n <= C."""
     given = np.asarray(experts)
-    if given.ndim != 2 or given.shape[0] != spec.num_layers or given.shape[1] > spec.slots:
-        raise ValueError(
-            f"experts of shape {given.shape} for {spec.num_layers} layers of {spec.slots} slots"
-        )
-    if given.size and not 0 <= given.min() <= given.max() < spec.num_items:
-        raise ValueError(f"an expert that is none of {spec.num_items}")
-    if (np.diff(np.sort(given, axis=1), axis=1) == 0).any():
-        raise ValueError("an expert stands twice in a layer")
     slot_of = np.full((spec.num_layers, spec.num_items), -1, np.int32)
     owner = np.full((spec.num_layers, spec.slots), -1, np.int32)
     owner[:, : given.shape[1]] = given

@@ -78,14 +78,6 @@ class TierSpec:
         """Whether no step copies anything to the slots."""
         return self.emulated or self.is_complete or self.between_steps
 
-    def __post_init__(self) -> None:
-        if self.is_complete and self.cache.slots < self.cache.num_experts:
-            raise ValueError(f"{self.cache.slots} slots for {self.cache.num_experts} experts")
-        if self.prefetch and self.cache.slots and self.cache.banks < 2:
-            raise ValueError(
-                "experts of the next layer are prefetched into a bank of its own: 2 banks"
-            )
-
 
 def compiler_options(tiers: Sequence[TierSpec], is_prefill: bool) -> dict[str, str]:
     """XLA options of prefill or decode steps on a GPU; none without tiers.
