@@ -62,7 +62,6 @@ class WorkersTest(parameterized.TestCase):
         super().setUp()
         if refusal := host_worker._cpu_facts() is None or shutil.which("c++") is None:
             self.skipTest(f"no AVX2 or no compiler: {refusal}")
-        self.library = host_worker.Library()
 
     def start(self, kind: CodesKind, model_dim: int, expert_dim: int, count: int = 2):
         rng = np.random.default_rng(0)
@@ -74,7 +73,7 @@ class WorkersTest(parameterized.TestCase):
         )
         self.mailbox = held.views[0]
         self.mailbox[:] = 0
-        workers = self.library.start(count, self.mailbox, self.gate_up, self.down)
+        workers = host_worker.Workers(count, self.mailbox, self.gate_up, self.down)
         self.addCleanup(workers.stop)
         return workers
 
@@ -120,9 +119,9 @@ class WorkersTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_the_library_is_compiled_once(self):
         folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-        host_worker.Library(folder)
+        host_worker._built(folder)
         with mock.patch.object(host_worker.subprocess, "run", side_effect=AssertionError):
-            host_worker.Library(folder)
+            host_worker._built(folder)
         self.assertLen(list(folder.iterdir()), 1)
 
     def test_what_cannot_be_compiled_is_one_line(self):
@@ -131,12 +130,12 @@ class WorkersTest(parameterized.TestCase):
             mock.patch.object(host_worker, "_FLAGS", ["-fno-such-flag"]),
             self.assertRaisesRegex(MoejaxError, "memory.host_threads: .*no-such-flag.*"),
         ):
-            host_worker.Library(folder)
+            host_worker._built(folder)
         with (
             mock.patch.object(host_worker, "_COMPILERS", ("no-such-compiler",)),
             self.assertRaisesRegex(MoejaxError, "no C.. compiler .no-such-compiler. is here"),
         ):
-            host_worker.Library(folder)
+            host_worker._built(folder)
 
 
 class RefusalTest(parameterized.TestCase):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts.budget import GIB
-from moejax.experts.host_worker import Library, cores
+from moejax.experts.host_worker import Workers, cores
 from moejax.experts.pinned_memory import allocate_host_arrays
 from moejax.experts.state import HostRows, TierSlots
 from moejax.experts.tier_step import TierStep
@@ -63,15 +63,12 @@ class HostCores:
     def __init__(
         self, gate_up: QTensor, down: QTensor, width: int, threads: int, device: jax.Device
     ) -> None:
-        """Compiles the library, unless it is there, and starts threads.
+        """Starts threads, as `Workers`.
 
         Args:
           gate_up: [R, 2F, D], numpy views of the rows in host memory.
           down: [R, D, F], likewise.
           width: A, experts a token.
-
-        Raises:
-          MoejaxError: there is no compiler, or it fails.
         """
         layout = Mailbox(gate_up.num_inputs)
         (self._held,) = allocate_host_arrays(
@@ -82,7 +79,7 @@ class HostCores:
         self._num_rows, self.threads = gate_up.words.shape[0], threads
         self.split: tuple[int, ...] = (0,) * (width + 1)
         self.text = ""
-        self._workers = Library().start(threads, self._mailbox, gate_up, down)
+        self._workers = Workers(threads, self._mailbox, gate_up, down)
 
     @property
     def operands(self) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -96,42 +95,31 @@ def _form(m: QTensor) -> _Form:
     )  # fmt: skip
 
 
-class Library:
-    """Calls of the compiled library; none of them holds the interpreter's lock."""
+class Workers:
+    """Threads of the compiled library that serve a mailbox; they sleep while no step runs.
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Compiles into a folder, unless it has the library; MoejaxError if that fails.
-
-        Args:
-          folder: None: the user's cache.
-        """
-        start = time.perf_counter()
-        self._library = ctypes.CDLL(str(_built(folder or _default_folder())))
-        self.compile_s = time.perf_counter() - start
-        self._library.start_workers.restype = ctypes.c_void_p
-        self._library.run_jobs.restype = ctypes.c_double
-
-    def start(self, count: int, mailbox: np.ndarray, gate_up: QTensor, down: QTensor) -> "_Workers":
-        """Starts threads that serve a mailbox, uint8[`Mailbox.nbytes`], until `_Workers.stop`.
-
-        Args:
-          gate_up: [S, 2F, D], of numpy arrays that stay where they are.
-          down: [S, D, F], likewise.
-        """
-        if mailbox.ctypes.data % 64:
-            raise ValueError("the mailbox begins at no multiple of 64 bytes")
-        return _Workers(self._library, count, mailbox, gate_up, down)
-
-
-class _Workers:
-    """Threads that serve a mailbox; they sleep while no step runs."""
+    No call holds the interpreter's lock.
+    """
 
     def __init__(
-        self, library: ctypes.CDLL, count: int, mailbox: np.ndarray, gate_up: QTensor, down: QTensor
-    ) -> None:
-        self._library, self.mailbox = library, mailbox
+        self, count: int, mailbox: np.ndarray, gate_up: QTensor, down: QTensor,
+    ) -> None:  # fmt: skip
+        """Compiles the library, unless it is there, and starts threads.
+
+        Args:
+          mailbox: uint8[`Mailbox.nbytes`].
+          gate_up: [S, 2F, D], of numpy arrays that stay where they are.
+          down: [S, D, F], likewise.
+
+        Raises:
+          MoejaxError: there is no compiler, or it fails.
+        """
+        self._library = library = ctypes.CDLL(str(_built(_default_folder())))
+        library.start_workers.restype, library.run_jobs.restype = ctypes.c_void_p, ctypes.c_double
+        if mailbox.ctypes.data % 64:
+            raise ValueError("the mailbox begins at no multiple of 64 bytes")
+        self.mailbox, self._address = mailbox, ctypes.c_void_p(mailbox.ctypes.data)
         self._reply = ctypes.c_int64(Mailbox(gate_up.num_inputs).reply)
-        self._address = ctypes.c_void_p(mailbox.ctypes.data)
         forms = (_Form * 2)(_form(gate_up), _form(down))
         self._workers: int | None = library.start_workers(count, self._address, self._reply, forms)
 
