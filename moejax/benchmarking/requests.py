@@ -39,17 +39,11 @@ class PromptFile:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedPrompts:
-    """Token ids of every prompt.
+    """Token ids of every prompt."""
 
-    Attributes:
-      prompts: none empty.
-      about: where they are from, for people.
-      num_cut: those that were cut at their end.
-    """
-
-    prompts: list[list[int]]
-    about: str
-    num_cut: int = 0
+    prompts: list[list[int]]  # none empty
+    about: str  # where they are from, for people
+    num_cut: int = 0  # those that were cut at their end
 
     def batches(self, size: int) -> list[list[list[int]]]:
         """The prompts in batches of so many, in their order; the last one may be smaller."""

@@ -14,18 +14,12 @@ from moejax.weights.qtensor import Weight
 
 @dataclasses.dataclass(frozen=True)
 class BitsPerWeight:
-    """Sizes of a model's weights, scales, zeros and low-rank terms counted.
+    """Sizes of a model's weights, scales, zeros and low-rank terms counted."""
 
-    Attributes:
-      num_weights: parameters, each once however many copies of it there are.
-      num_expert_weights: of them, those of routed experts.
-      rest_nbytes: of all but `experts_nbytes`.
-      experts_nbytes: of all experts in each form, by name; {} where they are part of the rest.
-    """
-
-    num_weights: int
-    num_expert_weights: int
-    rest_nbytes: int
+    num_weights: int  # parameters, each once however many copies of it there are
+    num_expert_weights: int  # of them, those of routed experts
+    rest_nbytes: int  # of all but `experts_nbytes`
+    # of all experts in each form, by name; {} where they are part of the rest
     experts_nbytes: Mapping[str, int]
 
     @property

@@ -32,16 +32,11 @@ class SlotPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CachePlanner:
-    """Plans slots of the tiers, from static facts.
-
-    Attributes:
-      target: device whose kernels may plan; None: no kernels.
-      moves: whether transfers move experts between steps.
-    """
+    """Plans slots of the tiers, from static facts."""
 
     tiers: tuple[TierSpec, ...]
-    target: Target | None
-    moves: bool = True
+    target: Target | None  # device whose kernels may plan; None: no kernels
+    moves: bool = True  # whether transfers move experts between steps
 
     def refusal(self, num_asked: int) -> str | None:
         """Returns why one launch cannot plan so many pairs, or None."""

@@ -262,23 +262,14 @@ def check_waiting(source: RowSource, device: jax.Device, name: str) -> None:
 
 @dataclasses.dataclass(eq=False)
 class _PendingRow:
-    """An expert that was read and has no row yet.
+    """An expert that was read and has no row yet."""
 
-    Attributes:
-      parts: the bytes; they lie in the reader's ring where there is a ticket.
-      ticket: to be released; None where the bytes have memory of their own.
-      is_wanted: whether a transfer asked for the bytes and has not read them yet.
-      is_acquired: whether a transfer is reading them.
-      row: reserved for it; None where none is.
-      written: the bytes on their way to it.
-    """
-
-    parts: Sequence[np.ndarray]
-    ticket: _Ticket | None = None
-    is_wanted: bool = False
-    is_acquired: bool = False
-    row: int | None = None
-    written: concurrent.futures.Future[None] | None = None
+    parts: Sequence[np.ndarray]  # the bytes; they lie in the reader's ring where there is a ticket
+    ticket: _Ticket | None = None  # to be released; None where the bytes have memory of their own
+    is_wanted: bool = False  # whether a transfer asked for the bytes and has not read them yet
+    is_acquired: bool = False  # whether a transfer is reading them
+    row: int | None = None  # reserved for it; None where none is
+    written: concurrent.futures.Future[None] | None = None  # the bytes on their way to it
 
 
 class _HostCache:

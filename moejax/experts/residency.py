@@ -49,13 +49,11 @@ class Counts:
     """Events of the layers since the last reading; two arrays, to be donated.
 
     Every name in `EVENTS` is also a property, int32[M].
-
-    Attributes:
-      events: int32[M, len(EVENTS)]; a step adds to one row at once, one operation a layer.
-      gate: float32[M, 2], gate mass of all (token, expert) pairs, and of those of the tier.
     """
 
+    # int32[M, len(EVENTS)]; a step adds to one row at once, one operation a layer
     events: jax.Array
+    # float32[M, 2], gate mass of all (token, expert) pairs, and of those of the tier
     gate: jax.Array
 
     def __getattr__(self, name: str) -> jax.Array:

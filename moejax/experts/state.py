@@ -27,38 +27,31 @@ IN_ORDER_OF_BUFFERS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 @dataclasses.dataclass(frozen=True)
 class TierSpec:
-    """Static facts of a tier: the experts in one stored form, and their slots.
+    """Static facts of a tier: the experts in one stored form, and their slots."""
 
-    Attributes:
-      cache: layers, experts and slots.
-      prefetch: most experts of the next layer that a layer prefetches; 0: none.
-      read: where experts may be on the disk alone: (layer, int32[J] experts or -1) to the arrays of
-        a slot, stacked [J, ...], called by the running step; None where the host store has all.
-      emulated: nothing is copied: tables and counts are those of slots that there are not, the
-        products read the store's rows, which are on the device.
-      is_complete: every expert is in its slot from before the first step on.
-      between_steps: experts are moved between steps alone (`Policy.transfer_tiers`), and no step
-        needs one that is not in a slot.
-      prefetch_in: the steps that prefetch, one of `budget.limits.PHASES`.
-      refines: bits of the plane that a row is, whose experts have their leading planes in the next
-        tier, which holds every expert; 0: rows are whole experts.
-      shares_slots: of the first of two tiers, with `refines`: its rows go to the slots of the next
-        one, which then needs not hold every expert. Both have equal `cache`, of 2 planes; this one
-        has no arrays and no table of its own.
-      handed_out: on a mesh whose devices have experts of their own (`weights.handed_out`) the
-        experts of a layer of all of them; `cache` is that of one, whose tables and counts are its
-        own, too. 0: all devices have the same tables.
-    """
-
-    cache: CacheSizes
-    prefetch: int = 0
+    cache: CacheSizes  # layers, experts and slots
+    prefetch: int = 0  # most experts of the next layer that a layer prefetches; 0: none
+    # where experts may be on the disk alone: (layer, int32[J] experts or -1) to the arrays of a
+    # slot, stacked [J, ...], called by the running step; None where the host store has all
     read: Callable[[Any, Any], tuple[Any, ...]] | None = None
+    # nothing is copied: tables and counts are those of slots that there are not, the products read
+    # the store's rows, which are on the device
     emulated: bool = False
-    is_complete: bool = False
+    is_complete: bool = False  # every expert is in its slot from before the first step on
+    # experts are moved between steps alone (`Policy.transfer_tiers`), and no step needs one that is
+    # not in a slot
     between_steps: bool = False
-    prefetch_in: str = BOTH
+    prefetch_in: str = BOTH  # the steps that prefetch, one of `budget.limits.PHASES`
+    # bits of the plane that a row is, whose experts have their leading planes in the next tier,
+    # which holds every expert; 0: rows are whole experts
     refines: int = 0
+    # of the first of two tiers, with `refines`: its rows go to the slots of the next one, which
+    # then needs not hold every expert. Both have equal `cache`, of 2 planes; this one has no arrays
+    # and no table of its own.
     shares_slots: bool = False
+    # on a mesh whose devices have experts of their own (`weights.handed_out`) the experts of a
+    # layer of all of them; `cache` is that of one, whose tables and counts are its own, too. 0: all
+    # devices have the same tables.
     handed_out: int = 0
 
     def looks_ahead(self, is_prefill: bool) -> bool:
@@ -98,75 +91,54 @@ class TierSlots:
 
     Invariants: shapes never change; `residency` has the expert in each slot of a layer, transient
     slots have none between layers. A tier that shares slots (`TierSpec.shares_slots`) has no banks.
-
-    Attributes:
-      banks: each bank's slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
-        low-rank terms.
-      counts: events since the counters were read.
     """
 
+    # each bank's slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without low-rank terms
     banks: tuple[tuple[Weight, Weight], ...]
     residency: Residency
-    counts: Counts
+    counts: Counts  # events since the counters were read
     used: jax.Array | None = None  # int32[M, E], clock of the last use; with `TierSpec.read` alone
     jobs: jax.Array | None = None  # int32[2], state of `pallas_kernels.host_job`; None: no jobs
 
 
 class HostJobs(NamedTuple):
-    """Operands of the jobs that decode steps of one token give the host's cores.
+    """Operands of the jobs that decode steps of one token give the host's cores."""
 
-    Attributes:
-      split: int32[A + 1], by the number of misses how many the host multiplies.
-      address: int32[2], of the mailbox.
-    """
-
-    split: jax.Array
-    address: jax.Array
+    split: jax.Array  # int32[A + 1], by the number of misses how many the host multiplies
+    address: jax.Array  # int32[2], of the mailbox
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HostRows:
-    """A tier's experts that a step reads: rows of host memory, and parts that do not move.
+    """A tier's experts that a step reads: rows of host memory, and parts that do not move."""
 
-    Attributes:
-      gate_up: [R, 2F, D], in pinned host memory on a GPU, without low-rank terms; of a tier that
-        refines another the words of its plane, uint32[R, 2F, W].
-      down: [R, D, F], or uint32[R, D, W].
-      row_of: int32[M, E], rows; -1 for experts on the disk alone.
-      terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
-      replay: float32[steps, M, B, E], logits in place of the routers' in steps of B tokens, for
-        measurements; step s of the cache's life takes entry s modulo their number.
-      replay_ahead: int32[steps, M, t], experts of a layer that the one before predicts in such a
-        step, -1 for less than t; None for its router's prediction.
-      replay_predicted: float32[steps, M, B, E], under a policy the logits of a layer's router for
-        the input of the layer before; those of layer 0 are not read. None: its own.
-      jobs: None: every miss is fetched.
-    """
-
+    # [R, 2F, D], in pinned host memory on a GPU, without low-rank terms; of a tier that refines
+    # another the words of its plane, uint32[R, 2F, W]
     gate_up: Weight
-    down: Weight
-    row_of: jax.Array
+    down: Weight  # [R, D, F], or uint32[R, D, W]
+    row_of: jax.Array  # int32[M, E], rows; -1 for experts on the disk alone
+    # low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E]
     terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ())
+    # float32[steps, M, B, E], logits in place of the routers' in steps of B tokens, for
+    # measurements; step s of the cache's life takes entry s modulo their number
     replay: jax.Array | None = None
+    # int32[steps, M, t], experts of a layer that the one before predicts in such a step, -1 for
+    # less than t; None for its router's prediction
     replay_ahead: jax.Array | None = None
+    # float32[steps, M, B, E], under a policy the logits of a layer's router for the input of the
+    # layer before; those of layer 0 are not read. None: its own.
     replay_predicted: jax.Array | None = None
-    jobs: HostJobs | None = None
+    jobs: HostJobs | None = None  # None: every miss is fetched
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """Static facts of an expert cache.
+    """Static facts of an expert cache."""
 
-    Attributes:
-      policy: None: the router alone decides, with one tier.
-      names: names of the tiers, in order of falling fidelity.
-      tiers: one for each, of the same layers and experts.
-    """
-
-    policy: AnyPolicy | None
-    names: tuple[str, ...]
-    tiers: tuple[TierSpec, ...]
+    policy: AnyPolicy | None  # None: the router alone decides, with one tier
+    names: tuple[str, ...]  # names of the tiers, in order of falling fidelity
+    tiers: tuple[TierSpec, ...]  # one for each, of the same layers and experts
 
     @property
     def cache(self) -> CacheSizes:
@@ -202,16 +174,13 @@ class ExpertCache:
 
     Invariants: shapes never change; an expert is in at most one of the tiers that are not `full`
     while a layer runs.
-
-    Attributes:
-      state: the policy's; () without one.
-      gate: float32[M, T + 3], the router's gate mass that each tier served, that was skipped, that
-        another expert served (which is in its tier's too), and of all; since it was last taken.
-        None without a policy.
     """
 
     tiers: tuple[TierSlots, ...]
-    state: Any
+    state: Any  # the policy's; () without one
+    # float32[M, T + 3], the router's gate mass that each tier served, that was skipped, that
+    # another expert served (which is in its tier's too), and of all; since it was last taken. None
+    # without a policy.
     gate: jax.Array | None
 
 

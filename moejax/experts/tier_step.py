@@ -54,21 +54,16 @@ Bank = tuple[Weight, Weight]  # of `TierSlots`
 
 
 class Base(NamedTuple):
-    """The tier that another one refines, in a layer: its leading planes.
+    """The tier that another one refines, in a layer: its leading planes."""
 
-    Attributes:
-      experts: every expert of all layers; None: they are in the slots that both tiers share.
-      slot: int32[N, A], where those of the layer's pairs are in `experts`.
-      plane_slots: int32[1, S], slots in the refining tier of what lies in `experts`; None: they are
-        those of the layer's plan.
-      step: of the tier whose slots are shared.
-      streamed: leading planes of the waves of the refining tier, which shares slots.
-    """
-
+    # every expert of all layers; None: they are in the slots that both tiers share
     experts: ExpertStacks | None
-    slot: jax.Array
+    slot: jax.Array  # int32[N, A], where those of the layer's pairs are in `experts`
+    # int32[1, S], slots in the refining tier of what lies in `experts`; None: they are those of the
+    # layer's plan
     plane_slots: jax.Array | None
-    step: "TierStep | None" = None
+    step: "TierStep | None" = None  # of the tier whose slots are shared
+    # leading planes of the waves of the refining tier, which shares slots
     streamed: Fetch | None = None
 
 
@@ -84,20 +79,15 @@ class TierStep:
 
     `turn` is `LayerIndex.turn` of the layer that runs; its bank is that of `after` 0, the next
     layer's that of 1.
-
-    Attributes:
-      impl: "row", "block", "block_in_cache" or "grouped_kernel".
-      kernels: those that may copy, and run packed experts.
-      number: in the order of the tiers.
     """
 
     spec: TierSpec
     config: ModelConfig
     rows: HostRows
-    impl: ExpertImpl
-    kernels: ops.Kernels
+    impl: ExpertImpl  # "row", "block", "block_in_cache" or "grouped_kernel"
+    kernels: ops.Kernels  # those that may copy, and run packed experts
     is_prefill: bool = False
-    number: int = 0
+    number: int = 0  # in the order of the tiers
 
     @property
     def planner(self) -> CachePlanner:

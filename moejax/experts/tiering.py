@@ -28,30 +28,24 @@ QUANTIZERS = ("rtn", "hqq", "least_squares")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiering:
-    """The expert policy, and the tiers that experts are stored in.
+    """The expert policy, and the tiers that experts are stored in."""
 
-    Attributes:
-      policy: its name, "module:Class", or the policy.
-      settings: for a named policy; those not given have its defaults. For buddymoe, `lists` is
-        the path of a profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains`
-        and `tae_tau` may be "profile"; with such a tau, `tae_temperature` is the profile's.
-      tiers: in order of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same
-        model; or NAME alone: int8, int4, int3 and int2 are made of the model's own plain or MXFP4
-        experts while they are read, or are prefixes of its bit planes; any other name is the
-        checkpoint as it is. (): the checkpoint as it is.
-      slots: experts of a layer that each tier caches; (): see `budget.make_budget`.
-      quantizer: makes tiers at load: rtn, hqq or least_squares.
-      group_size: inputs of a group of such a tier.
-      emulate: every expert of every tier stays on the device, and the slots are tables only: the
-        tokens of the policy, not its times.
-    """
-
-    policy: str | AnyPolicy = "on_demand"
+    policy: str | AnyPolicy = "on_demand"  # its name, "module:Class", or the policy
+    # for a named policy; those not given have its defaults. For buddymoe, `lists` is the path of a
+    # profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains` and `tae_tau` may
+    # be "profile"; with such a tau, `tae_temperature` is the profile's.
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # in order of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same model; or
+    # NAME alone: int8, int4, int3 and int2 are made of the model's own plain or MXFP4 experts while
+    # they are read, or are prefixes of its bit planes; any other name is the checkpoint as it is.
+    # (): the checkpoint as it is.
     tiers: tuple[str, ...] = ()
+    # experts of a layer that each tier caches; (): see `budget.make_budget`
     slots: tuple[int, ...] = ()
-    quantizer: str = "hqq"
-    group_size: int = 64
+    quantizer: str = "hqq"  # makes tiers at load: rtn, hqq or least_squares
+    group_size: int = 64  # inputs of a group of such a tier
+    # every expert of every tier stays on the device, and the slots are tables only: the tokens of
+    # the policy, not its times
     emulate: bool = False
 
     def __post_init__(self) -> None:

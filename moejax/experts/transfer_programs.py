@@ -18,16 +18,11 @@ def is_ready(array: jax.Array) -> bool:
 
 
 class TransferRequests(NamedTuple):
-    """Requests of a policy between two steps.
+    """Requests of a policy between two steps."""
 
-    Attributes:
-      moved: requests that are carried out, -1 in the place of the others.
-      ahead: experts to read from the disk (`Policy.disk_prefetch`).
-      idle: int32[], see `Policy.tokens_until_change`; 0 also where something is requested.
-    """
-
-    moved: Requests
-    ahead: Requests
+    moved: Requests  # requests that are carried out, -1 in the place of the others
+    ahead: Requests  # experts to read from the disk (`Policy.disk_prefetch`)
+    # int32[], see `Policy.tokens_until_change`; 0 also where something is requested
     idle: jax.Array
 
 

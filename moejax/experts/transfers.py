@@ -54,13 +54,9 @@ WORD_NBYTES = 4  # of the words in which an expert crosses the link
 
 @dataclasses.dataclass(frozen=True)
 class _BlobLayout:
-    """Layout of an expert's arrays in its words, each from a full word on.
+    """Layout of an expert's arrays in its words, each from a full word on."""
 
-    Attributes:
-      row: (shape, name of the dtype) of each array.
-    """
-
-    row: tuple[tuple[tuple[int, ...], str], ...]
+    row: tuple[tuple[tuple[int, ...], str], ...]  # (shape, name of the dtype) of each array
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> "_BlobLayout":

@@ -38,17 +38,11 @@ class _Held:
 
 @dataclasses.dataclass(eq=False)
 class _RowPages:
-    """A row's pages.
+    """A row's pages."""
 
-    Attributes:
-      numbers: of its pages, in the order of its tokens; the first ones it may share.
-      num_shared: first tokens of its prompt that were there before it.
-      source: pages that hold them; the last one is copied if it is not full of them.
-    """
-
-    numbers: list[int]
-    num_shared: int
-    source: list[int]
+    numbers: list[int]  # of its pages, in the order of its tokens; the first ones it may share
+    num_shared: int  # first tokens of its prompt that were there before it
+    source: list[int]  # pages that hold them; the last one is copied if it is not full of them
     held: list[_Held]  # of its first tokens, as others find them
     num_held: int  # those tokens
     copied: _Held | None  # the page that is copied, until it is

@@ -18,15 +18,10 @@ _BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSizes:
-    """A run to be planned, whatever its tiers.
+    """A run to be planned, whatever its tiers."""
 
-    Attributes:
-      config: the model; on a mesh with the width of each device's share of an expert.
-      weights_nbytes: bytes of every leaf but the experts.
-    """
-
-    config: ModelConfig
-    weights_nbytes: Mapping[str, int]
+    config: ModelConfig  # the model; on a mesh with the width of each device's share of an expert
+    weights_nbytes: Mapping[str, int]  # bytes of every leaf but the experts
     batch: int  # sequences at once
     context: int  # slots of a sequence's KV cache
     chunk: int  # tokens of one sequence that a prefill step takes
@@ -200,14 +195,10 @@ class TierBudget(_Parts):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(_Parts):
-    """Every byte of a run, over all tiers; of several, each one's parts end in its name.
+    """Every byte of a run, over all tiers; of several, each one's parts end in its name."""
 
-    Attributes:
-      run: the sizes that were planned for.
-      tiers: a budget of each as if it were alone, with its slots and host rows.
-    """
-
-    run: RunSizes
+    run: RunSizes  # the sizes that were planned for
+    # a budget of each as if it were alone, with its slots and host rows
     tiers: tuple[TierBudget, ...]
 
     @property

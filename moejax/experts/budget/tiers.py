@@ -309,26 +309,21 @@ OWN_PARTS = ("expert", "transient", "residency", "low-rank", "blocks", "ring")  
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyDemands:
-    """Memory that a policy asks for.
+    """Memory that a policy asks for."""
 
-    Attributes:
-      slots: of a layer in each tier; () for the rule of `make_budget`.
-      prefetch: experts of the next layer that each tier which lacks some brings ahead at most.
-      bulk: experts of such a tier in flight between steps at once.
-      between_steps: indices of tiers of which no step fetches an expert, so that their transient
-        slots are never used; `limits.transient` does not hold for them.
-      device: bytes by part that the steps take on the device for the policy's sake.
-      first_alone: a copy of the first tier serves whoever asks for a lower one, and nothing is
-        brought to the lower ones between steps, so slots are best spent on the first (experts
-        drawn evenly: four slots of INT4 move 0.81 of the bytes that three of INT4 and two of INT2
-        do; `tests/benchmark_run_test.py`).
-    """
-
-    slots: Sequence[int] = ()
+    slots: Sequence[int] = ()  # of a layer in each tier; () for the rule of `make_budget`
+    # experts of the next layer that each tier which lacks some brings ahead at most
     prefetch: int = 0
-    bulk: int = 0
+    bulk: int = 0  # experts of such a tier in flight between steps at once
+    # indices of tiers of which no step fetches an expert, so that their transient slots are never
+    # used; `limits.transient` does not hold for them
     between_steps: Sequence[int] = ()
+    # bytes by part that the steps take on the device for the policy's sake
     device: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # a copy of the first tier serves whoever asks for a lower one, and nothing is brought to the
+    # lower ones between steps, so slots are best spent on the first (experts drawn evenly: four
+    # slots of INT4 move 0.81 of the bytes that three of INT4 and two of INT2 do;
+    # `tests/benchmark_run_test.py`)
     first_alone: bool = False
 
 
