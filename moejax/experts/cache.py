@@ -285,16 +285,11 @@ class ExpertMemory:
         self,
         tiers: Sequence[TierMemory],
         names: Sequence[str] = (STORED,),
-        policy: AnyPolicy | None = None,
+        policy: AnyPolicy | None = None,  # None: the router alone decides, with one tier
         *,
-        width: int = 0,
+        width: int = 0,  # A, experts a token; for the policy
     ):
-        """Joins the memories of one model's tiers; the policy's state is fresh.
-
-        Args:
-          policy: None: the router alone decides, with one tier.
-          width: A, experts a token; for the policy.
-        """
+        """Joins the memories of one model's tiers; the policy's state is fresh."""
         if policy is None and len(tiers) != 1:
             raise ValueError(f"{len(tiers)} tiers and no policy that chooses among them")
         for tier, following in itertools.pairwise((*tiers, None)):

@@ -90,19 +90,14 @@ class CachePlanner:
 
     def plan_layer(
         self,
-        tiers: Sequence[TierSlots],
-        rows_of: Sequence[jax.Array],
-        gate: jax.Array | None,
+        tiers: Sequence[TierSlots],  # donated
+        rows_of: Sequence[jax.Array],  # int32[M, E] of each tier, rows of the host store; -1: none
+        gate: jax.Array | None,  # as in `ExpertCache`, donated; None: it is not counted
         layer: Index,
         asked: Asked,
         token_mask: jax.Array,
     ) -> tuple[LayerPlan, list[SlotPlan], jax.Array | None, list[TierSlots]]:
         """Plans where a layer's pairs run, and which experts are fetched.
-
-        Args:
-          tiers: donated.
-          rows_of: int32[M, E] of each tier, rows of the host store; -1: none.
-          gate: as in `ExpertCache`, donated; None: it is not counted.
 
         Returns:
           The plan, each tier's part of it, and `gate` and `tiers` after it.
@@ -134,16 +129,11 @@ class CachePlanner:
         tiers: Sequence[TierSlots],
         rows_of: Sequence[jax.Array],
         layer: Index,
-        ids: jax.Array,
-        refined: jax.Array,
+        ids: jax.Array,  # int32[L], experts of which the base plane is to come; -1: none
+        refined: jax.Array,  # bool[L], those of which the refinement is, too
         token_mask: jax.Array,
     ) -> tuple[tuple[Fetch, Fetch], list[TierSlots]]:
-        """Plans a prefetch as `plan_prefetch` to slots that two tiers share.
-
-        Args:
-          ids: int32[L], experts of which the base plane is to come; -1: none.
-          refined: bool[L], those of which the refinement is, too.
-        """
+        """Plans a prefetch as `plan_prefetch` to slots that two tiers share."""
         operands = [TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)]
         ids = self._in_memory(1, rows_of[1], layer, ids)
         refined &= self._in_memory(0, rows_of[0], layer, ids) >= 0
@@ -155,18 +145,13 @@ class CachePlanner:
 
     def plan_prefetch(
         self,
-        slots: TierSlots,
+        slots: TierSlots,  # donated
         row_of: jax.Array,
         layer: Index,
-        ids: jax.Array,
+        ids: jax.Array,  # int32[L], experts that it will probably need; -1: none
         token_mask: jax.Array,
     ) -> tuple[Fetch, TierSlots]:
-        """Plans the prefetch of experts of a coming layer to the slots of the only tier.
-
-        Args:
-          slots: donated.
-          ids: int32[L], experts that it will probably need; -1: none.
-        """
+        """Plans the prefetch of experts of a coming layer to the slots of the only tier."""
         ids = self._in_memory(0, row_of, layer, ids)
         tables, found = _predicted(
             TierOperands(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,

@@ -73,28 +73,20 @@ def tier_of(sizes: Sizes, name: str = "") -> TierSize:
 
 
 def load_limited(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint,  # any; an Orbax directory only if it fits and no policy decides
     limits: Limits,
-    tiering: Tiering | None = None,
+    tiering: Tiering | None = None,  # None: the router decides, of one tier
     *,
-    dtype: str,
+    dtype: str,  # of plain weights and activations, or "auto"
     device: jax.Device,
     batch: int,
-    context: int,
-    chunk: int,
+    context: int,  # slots of the KV cache of each sequence
+    chunk: int,  # tokens of one sequence that a prefill step takes
     progress: bool,
     mesh: DeviceMesh | None = None,
-    is_running: bool = False,
+    is_running: bool = False,  # rows come and go, in a cache of pages
 ) -> tuple[Mapping[str, Weight], ExpertMemory | None, Budget]:
     """Loads a model under limits and a policy: whole if it fits and no policy decides.
-
-    Args:
-      checkpoint: any; an Orbax directory only if it fits and no policy decides.
-      tiering: None: the router decides, of one tier.
-      dtype: of plain weights and activations, or "auto".
-      context: slots of the KV cache of each sequence.
-      chunk: tokens of one sequence that a prefill step takes.
-      is_running: rows come and go, in a cache of pages.
 
     Returns:
       The weights, what holds the experts that they lack (None: they lack none), and the budget.

@@ -423,25 +423,18 @@ def _next_tokens(
 def first_token(
     program: StepProgram,
     all_greedy: bool,
-    cache: KVCache,
-    keys: jax.Array,
-    seen: jax.Array | None,
+    cache: KVCache,  # donated, holds the prompts
+    keys: jax.Array,  # key[B], donated
+    seen: jax.Array | None,  # bool[B, V] of the prompts, donated, or None
     weights: Weights,
-    last_hidden: jax.Array,
-    lengths: jax.Array,
+    last_hidden: jax.Array,  # [B, D], from `prefill_chunk`
+    lengths: jax.Array,  # int32[B]
     sampling: Sampling,
     eos_ids: jax.Array,
 ) -> tuple[DecodeState, StepOutput]:
     """Chooses the first new token of each prompt, not yet in the cache.
 
     A row without a prompt (of length 0, to fill a batch) is done from the start.
-
-    Args:
-      cache: donated, holds the prompts.
-      keys: key[B], donated.
-      seen: bool[B, V] of the prompts, donated, or None.
-      last_hidden: [B, D], from `prefill_chunk`.
-      lengths: int32[B].
 
     Returns:
       The state, and its tokens once more as int32[B, 1], which outlive its donation.
@@ -490,7 +483,7 @@ def prompt_chunk(
     program: StepProgram,
     spec: ChunkSpec,
     all_greedy: bool,
-    spare: int,
+    spare: int,  # static, see `KVCache.lane`
     state: DecodeState,
     experts: ExpertCache | None,
     inputs: StepInputs,
@@ -502,9 +495,6 @@ def prompt_chunk(
 
     The row's tokens are copied out of pages, and back: what it holds already may come from those of
     others. Until its last chunk the row rests, at the position after its tokens so far.
-
-    Args:
-      spare: static, see `KVCache.lane`.
 
     Returns:
       The output is a `StepOutput` of the row's first token, int32[1, 1], or of `NO_TOKEN`.
