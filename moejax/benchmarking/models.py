@@ -67,18 +67,11 @@ from moejax.text.tokenizer import Tokenizer
 from moejax.weights.handed_out import table_nbytes
 from moejax.weights.qtensor import Weight
 from moejax.weights.shares import shares_of
-from pallas_kernels import layout, mxfp4
+from pallas_kernels import mxfp4
 from pallas_kernels.target import target_of
 
 FEW_GIB = 4.0
 NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own
-
-
-def _tier_name(bits: int, *, is_mxfp4: bool = False) -> str:
-    """Such as "int4"."""
-    if is_mxfp4 and bits == mxfp4.BITS:
-        return "mxfp4"
-    return "bf16" if bits == 16 else f"int{bits}"
 
 
 class _SyntheticRows:
@@ -136,89 +129,6 @@ def on_mesh(
         return joined
 
     return {name: split(name, leaf) for name, leaf in dense.items()}
-
-
-class _ShapeMemories:
-    """A shape with random dense weights on the device, and experts in host memory."""
-
-    def __init__(
-        self, config: ModelConfig, packing: Packing, device: jax.Device, host_gib: float = 0.0,
-        mesh: DeviceMesh | None = None,
-    ):  # fmt: skip
-        """Makes the dense weights, of `packing` but for the experts.
-
-        Args:
-          config: on a mesh with the width of a device's share of an expert.
-          host_gib: of a precision's rows, which experts share where they are more; 0: no limit.
-        """
-        self.config, self.packing, self.device = config, packing, device
-        self._mesh = mesh
-        self._host_gib = host_gib / (mesh.size if mesh else 1)
-        dense = random_weights(config, packing, device, experts=False)
-        self.dense = on_mesh(dense, mesh, config) if mesh else dense
-        jax.block_until_ready(self.dense)
-        self._embeddings_on_host = False
-        self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
-
-    def place_embeddings(self, *, on_host: bool) -> None:
-        """Moves the embeddings of `dense` to where a budget has them: host memory or the device."""
-        if on_host == self._embeddings_on_host:
-            return
-        place = host_place(self.device) if on_host else self.device
-        leaf = jax.device_put(self.dense[EMBEDDINGS_LEAF], place)
-        self.dense = {**self.dense, EMBEDDINGS_LEAF: leaf}
-        self._embeddings_on_host = on_host
-
-    def _tier_name(self, bits: int) -> str:
-        return _tier_name(bits, is_mxfp4=self.packing.mxfp4)
-
-    def _packing(self, bits: int) -> Packing:
-        return dataclasses.replace(self.packing, bits=bits, expert_rank=0)
-
-    def expert_nbytes(self, bits: int, refines: int = 0) -> int:
-        """Bytes of one expert in a precision; with `refines` of a plane of so many bits alone."""
-        shapes = weight_shapes(self.config)
-        sizes = [shapes[name][-2:] for name in EXPERT_LEAVES]
-        if bits == 16:
-            return sum(BFLOAT16_BYTES * math.prod(size) for size in sizes)
-        if refines:
-            words = (n * layout.num_plane_words(inputs, refines) for n, inputs in sizes)
-            return sum(4 * count for count in words)
-        return sum(map(self._packing(bits).kind(bits).num_bytes, sizes))
-
-    def _made_rows(self, bits: int, few: bool = False, refines: int = 0) -> _SyntheticRows:
-        """Rows of a precision, or of its last plane; made once."""
-        num_experts = (self._mesh.num_handed_out if self._mesh else 0) or self.config.num_experts
-        nbytes, total = self.expert_nbytes(bits, refines), len(self.config.moe_layers) * num_experts
-        gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
-        num_rows = min(total, max(1, int(gib * 2**30) // nbytes)) if gib else total
-        form = bits, refines
-        held = [count for *of, count in self._rows if tuple(of) == form and count >= num_rows]
-        if held:
-            return self._rows[*form, max(held)]
-        start = time.perf_counter()
-        made = _SyntheticRows(
-            self.config, self._packing(refines or bits), self.device, num_rows,
-            is_plane=refines > 0, mesh=self._mesh,
-        )  # fmt: skip
-        assert made.row_nbytes == nbytes, (made.row_nbytes, nbytes)
-        self._rows[*form, num_rows] = made
-        spent = time.perf_counter() - start
-        print_stderr(
-            f"{self._tier_name(bits)}{' refinements' if refines else ''}: {num_rows} rows of "
-            f"{total} experts, {made.nbytes / 2**30:.1f} GiB, in {spent:.1f} s"
-        )
-        return made
-
-    def tier_memory(self, bits: int, part: TierBudget, refines: int) -> TierMemory:
-        """Slots of one precision by a budget, or of its last plane, of `refines` bits."""
-        rows = self._made_rows(bits, part.has_all_slots, refines)
-        memory = empty_tier(
-            part, rows, rows.store, self.config, self.device, self._mesh, refines=refines
-        )
-        if memory.host is not None:
-            print_stderr(memory.host.text)
-        return memory
 
 
 def _replay(memory: ExpertMemory, workload: Workload, batch: int) -> None:
@@ -395,8 +305,12 @@ class _ShapeModels:
         if mesh is not None and mesh.splits_heads:
             self._planned = HeadShares(self._own, mesh.size).own
         with plain_memory_errors(device):
-            self._memories = _ShapeMemories(self._own, packed, device, config.memory.host_gib, mesh)
-        self._dense_nbytes = {n: device_nbytes(leaf) for n, leaf in self._memories.dense.items()}
+            dense = random_weights(self._own, packed, device, experts=False)
+            self._dense = on_mesh(dense, mesh, self._own) if mesh else dense
+            jax.block_until_ready(self._dense)
+        self._embeddings_on_host = False
+        self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
+        self._dense_nbytes = {n: device_nbytes(leaf) for n, leaf in self._dense.items()}
         if mesh is not None and (rows := mesh.num_handed_out):
             num_layers, num_experts = len(self.config.moe_layers), self.config.num_experts
             self._dense_nbytes[PLACES] = table_nbytes(num_layers, num_experts, mesh.size, rows)
@@ -440,7 +354,7 @@ class _ShapeModels:
         tiers = [
             TierSize(
                 name=name,
-                expert_nbytes=self._memories.expert_nbytes(bits),
+                expert_nbytes=self._expert_nbytes(bits),
                 low_rank_nbytes=expert_terms_nbytes(self.config, self._packing),
             )
             for name, bits in zip(names, self._bits, strict=True)
@@ -462,21 +376,72 @@ class _ShapeModels:
                 "leave it out, or the policy and the limits"
             )
         # Before slots take what the embeddings have: a budget has room for one of both.
-        self._memories.place_embeddings(on_host=EMBEDDINGS in budget.host)
+        self._place_embeddings(on_host=EMBEDDINGS in budget.host)
         memories, held = [], 0
         hot = work.activations() if self._by_profile else None
         for bits, part, is_plane in zip(self._bits, budget.tiers, refines, strict=True):
             plane = bits - self._bits[-1] if is_plane else 0
-            memory = self._memories.tier_memory(bits, part, plane)
+            memory = self._tier_memory(bits, part, plane)
             held += preload_first(memory, part, hot, held, self.config)
             memories.append(memory)
         width, stored = self.config.experts_per_token, [STORED] if policy is None else names
         memory = ExpertMemory(memories, stored, policy, width=width)
         return self._moving(memory, work, batch, budget)
 
+    def _place_embeddings(self, *, on_host: bool) -> None:
+        """Moves the embeddings to where a budget has them: host memory or the device."""
+        if on_host != self._embeddings_on_host:
+            place = host_place(self.device) if on_host else self.device
+            leaf = jax.device_put(self._dense[EMBEDDINGS_LEAF], place)
+            self._dense = {**self._dense, EMBEDDINGS_LEAF: leaf}
+            self._embeddings_on_host = on_host
+
+    def _expert_nbytes(self, bits: int) -> int:
+        """Bytes of a device's part of an expert in a precision."""
+        shapes = weight_shapes(self._own)
+        sizes = [shapes[name][-2:] for name in EXPERT_LEAVES]
+        if bits == 16:
+            return sum(BFLOAT16_BYTES * math.prod(size) for size in sizes)
+        return sum(map(self._packing.kind(bits).num_bytes, sizes))
+
+    def _tier_memory(self, bits: int, part: TierBudget, refines: int) -> TierMemory:
+        """Slots of one precision by a budget, or of its last plane, of `refines` bits."""
+        rows = self._made_rows(bits, part, refines)
+        memory = empty_tier(
+            part, rows, rows.store, self._own, self.device, self._mesh, refines=refines
+        )
+        if memory.host is not None:
+            print_stderr(memory.host.text)
+        return memory
+
+    def _made_rows(self, bits: int, part: TierBudget, refines: int) -> _SyntheticRows:
+        """Rows of a precision, or of its last plane; made once."""
+        nbytes, total = part.tier.expert_nbytes, part.num_layers * part.num_experts
+        limit = self._asked.memory.host_gib / (self._mesh.size if self._mesh else 1)
+        few = FEW_GIB if part.has_all_slots else 0
+        gib = min(filter(None, (limit, few)), default=0)
+        num_rows = min(total, max(1, int(gib * 2**30) // nbytes)) if gib else total
+        form = bits, refines
+        held = [count for *of, count in self._rows if tuple(of) == form and count >= num_rows]
+        if held:
+            return self._rows[*form, max(held)]
+        start = time.perf_counter()
+        packing = dataclasses.replace(self._packing, bits=refines or bits, expert_rank=0)
+        made = _SyntheticRows(
+            self._own, packing, self.device, num_rows, is_plane=refines > 0, mesh=self._mesh
+        )
+        assert made.row_nbytes == nbytes, (made.row_nbytes, nbytes)
+        self._rows[*form, num_rows] = made
+        spent = time.perf_counter() - start
+        print_stderr(
+            f"{part.tier.name}{' refinements' if refines else ''}: {num_rows} rows of "
+            f"{total} experts, {made.nbytes / 2**30:.1f} GiB, in {spent:.1f} s"
+        )
+        return made
+
     def _resident(self, budget: Budget, limits: Limits) -> _LoadedModel:
         """A model whose experts are all on the device."""
-        self._memories.place_embeddings(on_host=False)
+        self._place_embeddings(on_host=False)
         if not limits.device_gib:
             check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
         devices = self._mesh.devices if self._mesh else (self.device,)
@@ -486,7 +451,7 @@ class _ShapeModels:
         if self._mesh is not None:
             join = self._mesh.join
             experts = jax.tree.map(lambda *leaves: join(leaves), *drawn)
-        weights = jax.block_until_ready(self._memories.dense | experts)
+        weights = jax.block_until_ready(self._dense | experts)
         runner = Runner(self.config, weights, self.device, mesh=self._mesh)
         if limits == Limits():
             self._whole = runner
@@ -501,7 +466,7 @@ class _ShapeModels:
         if mesh is not None:
             experts = handed_out(self._asked.mesh, self.config, work.activations())
             mesh = dataclasses.replace(mesh, handed_out=experts)
-        runner = Runner(self.config, self._memories.dense, self.device, memory=memory, mesh=mesh)
+        runner = Runner(self.config, self._dense, self.device, memory=memory, mesh=mesh)
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
         if gib := self._asked.memory.host_gib:
             said += f"; experts share rows of {gib:g} GiB of host memory, as many bytes each"
