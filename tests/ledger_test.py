@@ -9,6 +9,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moejax.experts import residency
+from moejax.experts.budget import LINK_GIB_PER_S
 from moejax.experts.ledger import Ledger, TierLedger
 from moejax.experts.residency import Counts
 
@@ -59,7 +60,7 @@ class LedgerTest(parameterized.TestCase):
         expected = {"demand": 8, "stream": 2, "prefetch": 8, "bulk": 4, "disk": 3}
         self.assertEqual(self.book.bytes_by_cause, {k: n * MIB for k, n in expected.items()})
         self.assertEqual(self.book.link_bytes, 22 * MIB)
-        self.assertEqual(self.book.stall_seconds(5 / 2**10), 2.0)  # of 10 MiB, at 5 a second
+        self.assertAlmostEqual(self.book.stall_seconds(), 10 / 2**10 / LINK_GIB_PER_S)  # of 10 MiB
 
     def test_an_expert_without_its_refinement_is_half_a_miss(self):
         def counts(**amounts: int) -> Counts:
@@ -78,8 +79,9 @@ class LedgerTest(parameterized.TestCase):
         self.book.add(example(), disk=disk)
         self.book.add(example(), disk={**disk, "wait_seconds": 0.5})
         self.assertEqual(self.book.disk["wait_seconds"], 0.75)
-        self.assertEqual(self.book.link_stall_seconds(5 / 2**10), 2.0)
-        self.assertEqual(self.book.stall_seconds(5 / 2**10), 2.75)
+        link = 10 / 2**10 / LINK_GIB_PER_S
+        self.assertAlmostEqual(self.book.link_stall_seconds(), link)
+        self.assertAlmostEqual(self.book.stall_seconds(), link + 0.75)
         found = json.loads(json.dumps(self.book.as_dict(), allow_nan=False))["stall_seconds"]
         link = 10 / 1024 / 50
         self.assertEqual(

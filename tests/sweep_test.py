@@ -105,9 +105,9 @@ class RecommendedTest(parameterized.TestCase):
             })
             for ms, share in ((1.0, 0.96), (exact_ms, 1.0))
         ]  # fmt: skip
-        found = recommend._recommend(chosen, swept, MACHINE, floor)
-        self.assertEqual(found.candidate.policy, expected)
-        self.assertIn(f"{expected} ", found.why)
+        found, why = recommend._recommend(chosen, swept, MACHINE, floor)
+        self.assertEqual(found.policy, expected)
+        self.assertIn(f"{expected} ", why)
 
 
 class OwnPolicyTest(absltest.TestCase):

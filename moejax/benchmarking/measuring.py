@@ -9,7 +9,7 @@ from typing import Any
 
 from moejax.benchmarking.step_cost import distinct_experts
 from moejax.experts.ledger import Ledger, TierLedger
-from moejax.inference.batch import RowBatch, raise_errors, runs_whole
+from moejax.inference.batch import RowBatch, raise_errors
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner, settings_by_row
 from moejax.models.transformer import ChunkSpec
@@ -77,13 +77,13 @@ class Bench:
         self._ledgers: dict[str, Ledger] = {}
 
     def measure(self, batches: Sequence[Prompts], *, runs: int, count: bool) -> Measurement:
-        """Warms up on batches that have each program, then runs all of them several times.
+        """Runs all batches once to warm up, and then several times.
 
         With `count` one more program counts a whole model's distinct experts.
         """
         programs = self.runner.programs
         compiled, start = programs.seconds, time.perf_counter()
-        for batch in self._with_all_programs(batches):
+        for batch in batches:
             self._batch(batch)
         warmup_s = time.perf_counter() - start - (programs.seconds - compiled)
         distinct = self._distinct(batches[0], count) if self.runner.memory is None else None
@@ -144,30 +144,6 @@ class Bench:
         _install(memory, self._ledgers[name])
         yield
         memory.read_counters()
-
-    def _with_all_programs(self, batches: Sequence[Prompts]) -> list[Prompts]:
-        """The fewest batches, of the first ones, that between them need every program."""
-        chosen: list[Prompts] = []
-        known: set[Any] = set()
-        for batch in batches:
-            needed = self._programs(batch)
-            if not needed <= known:
-                chosen.append(batch)
-                known |= needed
-        return chosen
-
-    def _programs(self, batch: Prompts) -> set[Any]:
-        size, longest = len(batch), max(map(len, batch))
-        parts = self.runner.chunks(size, longest, self.context, self.runner.short_chunk)
-        found: set[Any] = {(size, *part) for part in parts}
-        # As `RowBatch` dispatches them.
-        left = min(self.settings.max_new_tokens - 1, self.context - min(map(len, batch)))
-        whole = runs_whole(left, self._per_call)
-        while left > 0:
-            steps = min(self._per_call, left)
-            left, longest = left - steps, longest + steps
-            found.add((size, self.runner.kv_length(longest, self.context), whole))
-        return found
 
     def _distinct(self, prompts: Prompts, count: bool) -> float:
         """Experts of a layer that a step of a whole model reads: counted in one, or expected."""

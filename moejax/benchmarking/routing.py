@@ -68,28 +68,17 @@ class Workload:
         """E."""
         return self.probabilities.shape[-1]
 
-    @property
-    def distinct(self) -> float:
-        """Experts that a layer's tokens choose in a step, the mean."""
-        chosen = (self.ids[..., None] == np.arange(self.num_experts)).any(axis=(2, 3))
-        return float(chosen.sum(axis=-1).mean())
-
     def expected(self, width: int) -> np.ndarray:
         """int32[S, M, t], the likeliest by `predicted`, summed over the sequences (DyMoE eq. 8)."""
         mass = self.predicted.sum(axis=2)
         return np.argsort(-mass, axis=-1, kind="stable")[..., :width].astype(np.int32)
 
-    def activations(self, steps: slice = slice(None)) -> np.ndarray:
+    def activations(self) -> np.ndarray:
         """int64[M, E], times that each expert was chosen."""
-        layers = np.moveaxis(self.ids[steps], 1, 0)
+        layers = np.moveaxis(self.ids, 1, 0)
         return np.stack(
             [np.bincount(ids.reshape(-1), minlength=self.num_experts) for ids in layers]
         )
-
-    def hottest(self, count: int, steps: slice = slice(None)) -> np.ndarray:
-        """int32[M, count], those chosen most, by rising number."""
-        order = np.argsort(-self.activations(steps), axis=1, kind="stable")
-        return np.sort(order[:, :count], axis=1).astype(np.int32)
 
     def coactivations(self) -> np.ndarray:
         """float64[M, E, E], tokens that chose both; 0 on the diagonal (BuddyMoE eq. 4's M)."""

@@ -180,10 +180,6 @@ def _stored_bytes(directory: Path) -> int | None:
         return None
 
 
-if TYPE_CHECKING:
-    from moejax.engine import Engine
-
-
 def _perplexity_record(
     engine: "Engine",
     head: dict[str, Any],  # identity of the measurement (`answers.AnswerFile`)

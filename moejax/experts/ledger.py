@@ -110,18 +110,18 @@ class TierLedger:
         """Bytes from host to device, for whatever cause."""
         return sum(amount for cause, amount in self.bytes_by_cause.items() if cause != "disk")
 
-    def link_stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
+    def link_stall_seconds(self) -> float:
         """Estimated seconds that steps waited for the link, for all they fetched."""
         causes = self.bytes_by_cause
-        return (causes["demand"] + causes["stream"]) / (link_gib_per_s * 2**30)
+        return (causes["demand"] + causes["stream"]) / (LINK_GIB_PER_S * 2**30)
 
-    def stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
+    def stall_seconds(self) -> float:
         """Seconds that steps waited for experts: link's estimated, disk's measured.
 
         Experts from the disk cross the link as well, and count in both parts. Experts read or sent
         beside the steps (in bulk, foreseen, predicted) count in neither.
         """
-        return self.link_stall_seconds(link_gib_per_s) + self.disk["wait_seconds"]
+        return self.link_stall_seconds() + self.disk["wait_seconds"]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; a rate of nothing is None."""

@@ -43,44 +43,8 @@ class RecordSpec(NamedTuple):
     importance: bool = False
 
 
-class Recorded(NamedTuple):
-    """Routing of the tokens [B, T] of a call; see `moejax.routing.trace`, M is axis 2."""
-
-    position: jax.Array  # int32[B, T]
-    active: jax.Array  # bool[B, T]
-    ids: jax.Array
-    weights: jax.Array
-    predicted_ids: jax.Array | None
-    predicted_probabilities: jax.Array | None
-    probabilities: jax.Array | None
-    importance: jax.Array | None
-
-
-def empty_record(spec: RecordSpec, config: ModelConfig, batch: int, length: int) -> Recorded:
-    """Empty record of tokens [batch, length], none active."""
-    num_layers, width = len(config.moe_layers), config.experts_per_token
-
-    def zeros(dtype: Any, *shape: int) -> jax.Array:
-        return jnp.zeros((batch, length, *shape), dtype)
-
-    kind = id_dtype(config.num_experts)
-    foreseen = (num_layers - 1, min(spec.foreseen, config.num_experts))
-    return Recorded(
-        position=zeros(jnp.int32),
-        active=zeros(bool),
-        ids=zeros(kind, num_layers, width),
-        weights=zeros(jnp.float16, num_layers, width),
-        predicted_ids=zeros(kind, *foreseen) if spec.foreseen else None,
-        predicted_probabilities=zeros(jnp.float16, *foreseen) if spec.foreseen else None,
-        probabilities=(
-            zeros(jnp.float16, num_layers, config.num_experts) if spec.probabilities else None
-        ),
-        importance=zeros(jnp.float16, num_layers) if spec.importance else None,
-    )
-
-
 class _LayerRecord(NamedTuple):
-    """Fields of `Recorded` of N tokens: of one layer [N, ...], of M stacked [M, N, ...]."""
+    """Routing of N tokens by one layer [N, ...], of M stacked [M, N, ...]; see `routing.trace`."""
 
     ids: jax.Array
     weights: jax.Array
@@ -88,6 +52,14 @@ class _LayerRecord(NamedTuple):
     predicted_probabilities: jax.Array | None
     probabilities: jax.Array | None
     importance: jax.Array | None
+
+
+class Recorded(NamedTuple):
+    """Routing of the tokens [B, T] of a call."""
+
+    position: jax.Array  # int32[B, T]
+    active: jax.Array  # bool[B, T]
+    layers: _LayerRecord  # [B, T, M, ...]
 
 
 class _RecordingCarry(NamedTuple):
@@ -177,7 +149,7 @@ def recorded_of(layers: _LayerRecord, positions: jax.Array, mask: jax.Array) -> 
     predicted = (layers.predicted_ids, layers.predicted_probabilities)
     predicted_ids, chances = jax.tree.map(lambda array: array[:-1], predicted)
     layers = layers._replace(predicted_ids=predicted_ids, predicted_probabilities=chances)
-    return Recorded(positions, mask, *jax.tree.map(shaped, layers))
+    return Recorded(positions, mask, jax.tree.map(shaped, layers))
 
 
 class Recorder:
@@ -211,12 +183,9 @@ class Recorder:
 
     def _write(self) -> None:
         recorded, is_decode, first_sequence = self._waiting.popleft()
-        host = {
-            name: np.asarray(array)
-            for name, array in recorded._asdict().items()
-            if array is not None
-        }
-        active = host.pop("active")
+        fields = {"position": recorded.position, **recorded.layers._asdict()}
+        host = {name: np.asarray(array) for name, array in fields.items() if array is not None}
+        active = np.asarray(recorded.active)
         batch, length = active.shape
         if is_decode:
             self._steps_per_call = max(self._steps_per_call, length)

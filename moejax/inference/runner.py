@@ -294,18 +294,13 @@ class Runner:
         settings: GenerationSettings | Sequence[GenerationSettings],
         eos_ids: tuple[int, ...],
         top_logprobs: int = 0,
-        runs_prompts: bool = True,
     ) -> Session:
-        """Runs prompts and chooses first tokens; does not wait.
-
-        `runs_prompts`: False leaves the cache empty, for a measurement of decode alone.
-        """
+        """Runs prompts and chooses first tokens; does not wait."""
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, failures = settings_by_row(settings, batch), self._failure_count()
         state, keys = self._fresh(_seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        longest = max(lengths) if runs_prompts else 0
-        for start, size in self.chunks(batch, longest, cache_length, self.short_chunk):
+        for start, size in self.chunks(batch, max(lengths), cache_length, self.short_chunk):
             is_first = start == 0 and size != self.short_chunk
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             chunk = self._chunk(slice_prompts(prompts, start, size), start, device_lengths)

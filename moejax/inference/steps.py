@@ -22,7 +22,6 @@ from moejax.inference.recorder import (
     Recorded,
     RecordingExperts,
     RecordSpec,
-    empty_record,
     recorded_of,
 )
 from moejax.models.config import ModelConfig, Pages
@@ -612,13 +611,15 @@ def decode(
             done |= positions >= state.limits
         tokens = jnp.maximum(tokens, 0)
         state = DecodeState(cache, tokens, positions, done, keys, seen, state.limits)
-        return StepResult(state, experts, output, kept)
+        return StepResult(state, experts, output, recorded if kept is None else kept)
 
-    batch, kept = state.tokens.shape[0], None
-    if program.record is not None:
-        kept = empty_record(program.record, model.config, batch, buffer_length)
+    batch = state.tokens.shape[0]
     emitted = _empty_step_output(batch, buffer_length, program.top_logprobs)
-    carry = StepResult(state, experts, emitted, kept)
+    carry = StepResult(state, experts, emitted, None)
     if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
         return step(jnp.int32(0), carry)
+    if program.record is not None:
+        one = jax.eval_shape(step, jnp.int32(0), carry).recorded
+        kept = jax.tree.map(lambda a: jnp.zeros((batch, buffer_length, *a.shape[2:]), a.dtype), one)
+        carry = carry._replace(recorded=kept)
     return jax.lax.fori_loop(0, buffer_length if fixed_trip_count else num_steps, step, carry)

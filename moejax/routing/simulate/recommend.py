@@ -45,16 +45,6 @@ class _Candidate:
         return " ".join(said)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Recommended:
-    """Recommended candidate for one machine, and the best of each policy."""
-
-    candidate: _Candidate  # the chosen one
-    figures: Mapping[str, float]  # the candidate's (`SweepPoint.figures`)
-    best: Mapping[str, float]  # TPOT in ms of the fastest of each policy that reaches the floor
-    why: str  # the reason, in a line
-
-
 def _candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[_Candidate]:
     """Candidates whose slots fit in so much memory.
 
@@ -120,8 +110,8 @@ def _replayed(trace: Trace, chosen: Sequence[_Candidate], bulk: int | None) -> l
 
 def _recommend(
     chosen: Sequence[_Candidate], swept: Sequence[SweepPoint], machine: Machine, floor: float
-) -> _Recommended:
-    """Picks the fastest candidate that serves a gate mass share of at least `floor`.
+) -> tuple[_Candidate, str]:
+    """Picks the fastest candidate that serves a gate mass share of at least `floor`, and says why.
 
     The share is that which is served as the first tier would. Times within `SAME_TIME` of the
     shortest count as equal, of which the most faithful is taken, then the shortest, then the first.
@@ -146,7 +136,7 @@ def _recommend(
         f"{machine.link_gib_per_s:.4g} GiB/s, {100 * fidelity(of):.1f} % of the gate mass in "
         f"{one.tiers.names[0]} (floor {100 * floor:g} %); the best of others: {others or 'none'}"
     )
-    return _Recommended(candidate=one, figures=of, best=best, why=why)
+    return one, why
 
 
 def lines(
@@ -161,9 +151,9 @@ def lines(
     chosen = list(_candidates(trace, tiers, device_gib))
     swept = _replayed(trace, chosen, bulk)
     for machine in machines:
-        best = _recommend(chosen, swept, machine, floor)
-        yield best.why
-        yield f"    {best.candidate.flags()}"
+        best, why = _recommend(chosen, swept, machine, floor)
+        yield why
+        yield f"    {best.flags()}"
 
 
 def _kind(one: _Candidate) -> str:
