@@ -381,9 +381,9 @@ class _ShapeModels:
         hot = work.activations() if self._by_profile else None
         for bits, part, is_plane in zip(self._bits, budget.tiers, refines, strict=True):
             plane = bits - self._bits[-1] if is_plane else 0
-            memory = self._tier_memory(bits, part, plane)
-            held += preload_first(memory, part, hot, held, self.config)
-            memories.append(memory)
+            tier = self._tier_memory(bits, part, plane)
+            held += preload_first(tier, part, hot, held, self.config)
+            memories.append(tier)
         width, stored = self.config.experts_per_token, [STORED] if policy is None else names
         memory = ExpertMemory(memories, stored, policy, width=width)
         return self._moving(memory, work, batch, budget)
