@@ -24,6 +24,7 @@ from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import grouped_dequant_matmul
 from pallas_kernels.gating import SWIGLU, Gating
+from pallas_kernels.grouped_dequant_matmul import Turn
 from pallas_kernels.packed import PLAIN_BITS
 from pallas_kernels.target import Choice
 
@@ -169,7 +170,7 @@ def products_by_block(
 
 def products_grouped(
     x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, implementation: str,
-    gating: Gating = SWIGLU,
+    gating: Gating = SWIGLU, turn: Turn | None = None,
 ) -> jax.Array:  # fmt: skip
     """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
 
@@ -182,7 +183,7 @@ def products_grouped(
     if tier is None:
         tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
     pairs = pairs._replace(tier=tier)
-    return products_of_tiers(x, pairs, [experts], implementation, gating)
+    return products_of_tiers(x, pairs, [experts], implementation, gating, turn)
 
 
 def products_of_tiers(
@@ -191,6 +192,7 @@ def products_of_tiers(
     tiers: Sequence[ExpertStacks],
     implementation: str,
     gating: Gating = SWIGLU,
+    turn: Turn | None = None,
 ) -> jax.Array:
     """Runs `products_grouped` on experts in several precisions, in as many launches as for one.
 
@@ -207,6 +209,7 @@ def products_of_tiers(
         tuple(ops.operands(of.gate_up) for of in tiers),
         tuple(ops.operands(of.down) for of in tiers),
         None if pairs.biases is None else pairs.biases.gate_up,
+        turn,
         implementation=implementation,
         gating=gating,
     )
@@ -221,6 +224,7 @@ def _grouped(
     gate_ups: tuple[ops.Operands, ...],
     downs: tuple[ops.Operands, ...],
     bias: jax.Array | None,
+    turn: Turn | None,
     *,
     implementation: str,
     gating: Gating,
@@ -238,6 +242,7 @@ def _grouped(
         gate_up_low_rank=[of.low_rank for of in gate_ups],
         down_low_rank=[of.low_rank for of in downs],
         bias=bias,
+        turn=turn,
         gating=gating,
         implementation=implementation,
     )

@@ -44,6 +44,7 @@ from moejax.weights.linear import Index, is_new_choice, record_choice
 from moejax.weights.qtensor import Weight
 from pallas_kernels import router_topk
 from pallas_kernels.gating import SWIGLU, Gating
+from pallas_kernels.grouped_dequant_matmul import Turn
 from pallas_kernels.target import Choice, Target
 
 # DeepSeek-V3's: keeps a sum of sigmoids away from zero.
@@ -268,6 +269,7 @@ def products_in_pairs(
     impl: ExpertImpl,
     implementation: str,
     gating: Gating = SWIGLU,
+    turn: Turn | None = None,
 ) -> jax.Array:
     """Multiplies the active pairs of N tokens and A experts: [P, N, A, D].
 
@@ -275,16 +277,23 @@ def products_in_pairs(
       num_experts: E, different ones that the pairs may have.
       impl: any form but "dense".
       implementation: of the grouped kernel.
+      turn: which of several calls this is; `pairs.tier` are the calls of all pairs.
     """
     match impl:
         case "row":
-            return products_by_row(x, pairs, experts, gating)
+            found = products_by_row(x, pairs, experts, gating)
         case "block" | "block_in_cache":
             step_bytes = STEP_BYTES[impl]
-            return products_by_block(x, pairs, experts, num_experts, step_bytes, gating)
+            found = products_by_block(x, pairs, experts, num_experts, step_bytes, gating)
         case "grouped_kernel":
-            return products_grouped(x, pairs, experts, implementation, gating)
-    raise ValueError(f"{impl!r} is none of {', '.join(map(repr, get_args(ExpertImpl)[1:]))}")
+            return products_grouped(x, pairs, experts, implementation, gating, turn)
+        case _:
+            forms = ", ".join(map(repr, get_args(ExpertImpl)[1:]))
+            raise ValueError(f"{impl!r} is none of {forms}")
+    if turn is None:
+        return found
+    assert pairs.tier is not None
+    return turn.joined(found, pairs.tier)
 
 
 def _packings(experts: Sequence[Weight]) -> list[str]:

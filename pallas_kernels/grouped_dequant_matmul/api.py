@@ -9,6 +9,7 @@ from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import mosaic, triton
 from pallas_kernels.grouped_dequant_matmul.reference import (
     Assignments,
+    Turn,
     combine,
     down_reference,
     gate_up_reference,
@@ -41,15 +42,19 @@ def _run(name: str) -> Callable[..., jax.Array]:
         gate_up_terms: LowRanks,
         down_terms: LowRanks,
         bias: jax.Array | None = None,
+        turn: Turn | None = None,
         *,
         gating: Gating = SWIGLU,
         target: Target,
         tiles: Tiles | None = None,
     ) -> jax.Array:
-        hidden = GATE_UP[name](
-            x, assignments, gate_up_tiers, gate_up_terms, tiles, target, bias, gating
-        )
-        return DOWN[name](hidden, assignments, down_tiers, down_terms, tiles, target)
+        of_each = (gate_up_tiers, gate_up_terms), (down_tiers, down_terms)
+        if name == "mosaic" and mosaic.has_many_rows(assignments, of_each, tiles, target):
+            return mosaic.layer_mosaic(x, assignments, of_each, tiles, target, bias, gating, turn)
+        own = turn.pairs(assignments) if turn else assignments
+        hidden = GATE_UP[name](x, own, gate_up_tiers, gate_up_terms, tiles, target, bias, gating)
+        found = DOWN[name](hidden, own, down_tiers, down_terms, tiles, target)
+        return turn.joined(found, assignments.tier) if turn else found
 
     return products
 
@@ -62,11 +67,14 @@ def _reference(
     gate_up_terms: LowRanks,
     down_terms: LowRanks,
     bias: jax.Array | None = None,
+    turn: Turn | None = None,
     *,
     gating: Gating = SWIGLU,
 ) -> jax.Array:
-    hidden = gate_up_reference(x, assignments, gate_up_tiers, gate_up_terms, bias, gating)
-    return down_reference(hidden, assignments, down_tiers, down_terms)
+    own = turn.pairs(assignments) if turn else assignments
+    hidden = gate_up_reference(x, own, gate_up_tiers, gate_up_terms, bias, gating)
+    found = down_reference(hidden, own, down_tiers, down_terms)
+    return turn.joined(found, assignments.tier) if turn else found
 
 
 def _abstract(
@@ -77,6 +85,7 @@ def _abstract(
     gate_up_terms: LowRanks,
     down_terms: LowRanks,
     bias: jax.Array | None = None,
+    turn: Turn | None = None,
     *,
     gating: Gating = SWIGLU,
 ) -> tuple[Any, ...]:
@@ -144,6 +153,7 @@ def moe_products(
     gate_up_low_rank: LowRanks | None = None,
     down_low_rank: LowRanks | None = None,
     bias: jax.Array | None = None,
+    turn: Turn | None = None,
     gating: Gating = SWIGLU,
     implementation: str | None = None,
     tiles: Tiles | None = None,
@@ -154,6 +164,9 @@ def moe_products(
     It serves a layer that runs in several calls, of some of its pairs each: a pair's product does
     not depend on the other pairs, so `combine` of all equals `moe_layer`.
 
+    Args:
+      turn: which of several calls this is, of one tier each; it gives the products of all so far.
+
     Returns:
       float32[P, T, A, D], P parts of each product; undefined for skipped pairs.
     """
@@ -163,8 +176,8 @@ def moe_products(
     hidden = jax.ShapeDtypeStruct(hidden_shape, x.dtype)
     down_terms = _check(hidden, assignments, down_tiers, down_low_rank)
     return OPERATION(
-        x, assignments, gate_up_tiers, down_tiers, gate_up_terms, down_terms, bias, gating=gating,
-        implementation=implementation, tiles=tiles, interpret=interpret,
+        x, assignments, gate_up_tiers, down_tiers, gate_up_terms, down_terms, bias, turn,
+        gating=gating, implementation=implementation, tiles=tiles, interpret=interpret,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import mosaic_decode, mosaic_prefill
 from pallas_kernels.gating import SWIGLU, Gating
-from pallas_kernels.grouped_dequant_matmul.reference import Assignments
+from pallas_kernels.grouped_dequant_matmul.reference import Assignments, Turn
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles, measured
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
@@ -16,6 +16,8 @@ from pallas_kernels.target import Target
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 Tiers = Sequence[PackedMatrices]
+LowRanks = Sequence[tuple[LowRank, ...]]
+Products = tuple[Tiers, LowRanks]  # matrices and low-rank terms of a product, of each tier
 MOST_STREAMED = 64  # tokens that the streaming kernels serve, where an expert has few of them
 FEW_TOKENS = 32  # that they always serve
 MOST_PAIRS = 512  # that a block of threads lists
@@ -37,7 +39,7 @@ def refusal(
     width: int,
     gate_up_tiers: Tiers,
     down_tiers: Tiers,
-    low_rank: Sequence[tuple[LowRank, ...]],
+    low_rank: LowRanks,
     is_plain: bool,
     target: Target,
 ) -> str | None:
@@ -59,9 +61,52 @@ def refusal(
     return "; ".join(found) or None
 
 
-def _fits_many_rows(low_rank: Sequence[tuple[LowRank, ...]]) -> None:
+def has_many_rows(
+    assignments: Assignments, of_each: Sequence[Products], tiles: Tiles | None, target: Target
+) -> bool:
+    """Whether the kernel for many rows runs both products."""
+    shape = assignments.slot.shape
+    chosen = zip(("gate_up", "down"), of_each, strict=True)
+    return not any(_streams(*shape, _tiles(what, shape, *of, tiles, target)) for what, of in chosen)
+
+
+def _tiles(
+    what: str, shape: Sequence[int], tiers: Tiers, low_rank: LowRanks, tiles: Tiles | None,
+    target: Target,
+) -> Tiles | None:  # fmt: skip
+    """The tiles that are given, or measured ones."""
+    if tiles is not None or any(low_rank):
+        return tiles
+    return measured(what, *shape, tiers, target, (StreamTiles, WgmmaTiles))
+
+
+def layer_mosaic(
+    x: jax.Array,
+    assignments: Assignments,
+    of_each: Sequence[Products],
+    tiles: Tiles | None,
+    target: Target,
+    bias: jax.Array | None,
+    gating: Gating,
+    turn: Turn | None,
+) -> jax.Array:
+    """Computes `api.moe_products` by the kernel for many rows."""
+    chosen = []
+    for what, (tiers, low_rank) in zip(("gate_up", "down"), of_each, strict=True):
+        _fits_many_rows(low_rank, bias, gating)
+        found = _tiles(what, assignments.slot.shape, tiers, low_rank, tiles, target)
+        chosen.append(found if isinstance(found, WgmmaTiles) else None)
+    (ups, _), (downs, _) = of_each
+    return mosaic_prefill.layer(x, assignments, ups, downs, chosen, target, turn)[None]
+
+
+def _fits_many_rows(
+    low_rank: LowRanks, bias: jax.Array | None = None, gating: Gating = SWIGLU
+) -> None:
     if any(low_rank):
         raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
+    if bias is not None or gating != SWIGLU:
+        raise ValueError("mosaic's kernel for many rows has silu(gate) * up, without a bias")
 
 
 def _as_read(bias: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -72,7 +117,7 @@ def gate_up_mosaic(
     x: jax.Array,
     assignments: Assignments,
     tiers: Tiers,
-    low_rank: Sequence[tuple[LowRank, ...]],
+    low_rank: LowRanks,
     tiles: Tiles | None,
     target: Target,
     bias: jax.Array | None = None,
@@ -80,12 +125,9 @@ def gate_up_mosaic(
 ) -> jax.Array:
     """Computes `api.gate_up` by Mosaic GPU."""
     tokens, width = assignments.slot.shape
-    if tiles is None and not any(low_rank):
-        tiles = measured("gate_up", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
+    tiles = _tiles("gate_up", (tokens, width), tiers, low_rank, tiles, target)
     if not _streams(tokens, width, tiles):
-        _fits_many_rows(low_rank)
-        if bias is not None or gating != SWIGLU:
-            raise ValueError("mosaic's kernel for many rows has silu(gate) * up, without a bias")
+        _fits_many_rows(low_rank, bias, gating)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return mosaic_prefill.gate_up(x, assignments, tiers, chosen, target)
     pairs = tokens * width
@@ -108,14 +150,13 @@ def down_mosaic(
     hidden: jax.Array,
     assignments: Assignments,
     tiers: Tiers,
-    low_rank: Sequence[tuple[LowRank, ...]],
+    low_rank: LowRanks,
     tiles: Tiles | None,
     target: Target,
 ) -> jax.Array:
     """Computes the products of `api.down` by Mosaic GPU."""
     tokens, width = assignments.slot.shape
-    if tiles is None and not any(low_rank):
-        tiles = measured("down", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
+    tiles = _tiles("down", (tokens, width), tiers, low_rank, tiles, target)
     if not _streams(tokens, width, tiles):
         _fits_many_rows(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None

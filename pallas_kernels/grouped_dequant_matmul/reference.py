@@ -1,5 +1,6 @@
 """Grouped products in plain jnp and float32; never optimised."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,6 +22,38 @@ class Assignments(NamedTuple):
     tier: jax.Array  # int32[T, A]
     slot: jax.Array  # int32[T, A]
     weight: jax.Array  # float32[T, A], of the weighted combine
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One of several calls for a layer's pairs, given in all of them alike.
+
+    Tiers of the pairs are then numbers of calls: this one has the tiers' matrices for its own.
+
+    Attributes:
+      number: int32[], of this call.
+      before: what earlier calls gave; None: there was none.
+      count: number of calls.
+      slots: most that the matrices of a call have; those of all calls are sorted at once.
+      spared: multiprocessors that are left to what runs beside this call.
+    """
+
+    number: jax.Array
+    before: jax.Array | None
+    count: int = dataclasses.field(metadata={"static": True})
+    slots: int = dataclasses.field(metadata={"static": True})
+    spared: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def pairs(self, assignments: Assignments) -> Assignments:
+        """Returns the pairs with those of other calls skipped."""
+        return assignments._replace(tier=jnp.where(assignments.tier == self.number, 0, -1))
+
+    def joined(self, found: jax.Array, tier: jax.Array) -> jax.Array:
+        """Joins this call's products [P, T, A, N] to those of earlier calls."""
+        if self.before is None:
+            return found
+        return jnp.where((tier == self.number)[None, :, :, None], found, self.before)
 
 
 def _product(

@@ -3,5 +3,6 @@
 from pallas_kernels.mosaic_prefill.dense import dense as dense
 from pallas_kernels.mosaic_prefill.dense import refusal_dense as refusal_dense
 from pallas_kernels.mosaic_prefill.grouped import gate_up as gate_up
+from pallas_kernels.mosaic_prefill.grouped import layer as layer
 from pallas_kernels.mosaic_prefill.grouped import products as products
 from pallas_kernels.mosaic_prefill.grouped import refusal_grouped as refusal_grouped

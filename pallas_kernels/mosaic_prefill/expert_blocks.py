@@ -10,14 +10,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels.packed import PackedMatrices
-
-SLOT, FIRST, END, BAND_FIRST, BAND_LENGTH = range(5)  # columns of `_ExpertBlocks.table`
+SLOT, FIRST, END, BAND_FIRST, BAND_LENGTH = range(5)  # columns of `ExpertBlocks.table`
 
 
-class _ExpertBlocks(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Blocks of pairs of one matrix; device data of static shapes."""
 
     order: jax.Array  # int32[P]: pairs t A + a by tier and slot, those that are skipped last
@@ -27,56 +24,48 @@ class _ExpertBlocks(NamedTuple):
     first_block: jax.Array  # int32[tiers + 1]: of each tier, then the end of the last
 
 
-def _max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
-    """Most blocks needed: each matrix adds at most one partial block."""
-    return min(num_pairs, num_pairs // rows + num_matrices)
-
-
 def make_expert_blocks(
-    tier: jax.Array, slot: jax.Array, tiers: Sequence[PackedMatrices], rows: int, band: int
-) -> _ExpertBlocks:
+    tier: jax.Array, slot: jax.Array, counts: Sequence[int], rows: int, band: int
+) -> ExpertBlocks:
     """Sorts pairs by tier and slot, those of one matrix in their order.
+
+    Nothing but the pairs and the tiers is counted: a stack may have the matrices of all layers.
 
     Args:
       tier: int32[T, A]; outside 0 .. tiers - 1 for pairs that are skipped.
       slot: int32[T, A]; clipped to the tier's, as JAX does.
-      tiers: arrays or their shapes; only the numbers of slots matter.
+      counts: slots of each tier.
     """
     tier, slot = tier.reshape(-1), slot.reshape(-1)
-    counts = [weights.num_slots for weights in tiers]
-    before = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)  # matrices of earlier tiers
-    num_matrices = int(before[-1])
-    runs = (tier >= 0) & (tier < len(tiers))
-    of = jnp.where(runs, tier, 0)
-    places = jnp.asarray(before)[of] + jnp.clip(slot, 0, jnp.asarray(counts, jnp.int32)[of] - 1)
-    keys, order = jax.lax.sort(
-        (
-            jnp.where(runs, places, num_matrices).astype(jnp.int32),
-            jnp.arange(tier.shape[0], dtype=jnp.int32),
-        ),
-        num_keys=1,
-        is_stable=True,
-    )
-    matrices = jnp.arange(num_matrices + 1, dtype=jnp.int32)
-    starts = _search(keys, matrices, "left")
-    lengths = starts[1:] - starts[:-1]
-    blocks = -(-lengths // rows)
-    after = jnp.cumsum(blocks, dtype=jnp.int32)  # blocks up to and with each matrix
+    num_pairs, num_tiers, most = tier.shape[0], len(counts), max(counts)
+    runs = (tier >= 0) & (tier < num_tiers)
+    last = jnp.asarray(counts, jnp.int32)[jnp.where(runs, tier, 0)] - 1
+    skipped, pairs = num_tiers * most, jnp.arange(num_pairs, dtype=jnp.int32)
+    keys = jnp.where(runs, tier * most + jnp.clip(slot, 0, last), skipped).astype(jnp.int32)
+    keys, order = jax.lax.sort((keys, pairs), num_keys=1, is_stable=True)
 
-    block = jnp.arange(_max_blocks(tier.shape[0], rows, num_matrices), dtype=jnp.int32)
-    matrix = jnp.minimum(_search(after, block, "right"), num_matrices - 1)
-    within = block - (after - blocks)[matrix]
-    first = starts[matrix] + within * rows
+    start = _search(keys, keys, "left")  # of each pair its matrix's first one
+    begins = ((pairs - start) % rows == 0) & (keys < skipped)
+    number = jnp.cumsum(begins, dtype=jnp.int32) - 1
+    # Each matrix adds at most one partial block.
+    num_blocks = min(num_pairs, num_pairs // rows + sum(counts))
+    places = jnp.where(begins, number, num_blocks)
+    first = jnp.full(num_blocks, num_pairs - 1, jnp.int32).at[places].set(pairs, mode="drop")
+
+    matrix, start = keys[first], start[first]
+    end = _search(keys, matrix, "right")
+    within = (first - start) // rows
     banded = within // band * band
     columns = [
-        matrix - jnp.asarray(before)[_search(jnp.asarray(before), matrix, "right") - 1],
+        matrix % most,
         first,
-        jnp.minimum(first + rows, starts[matrix + 1]),
-        block - within + banded,
-        jnp.minimum(band, blocks[matrix] - banded),
+        jnp.minimum(first + rows, end),
+        jnp.arange(num_blocks, dtype=jnp.int32) - within + banded,
+        jnp.minimum(band, -(-(end - start) // rows) - banded),
     ]
-    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), after])
-    return _ExpertBlocks(order=order, table=jnp.stack(columns, axis=1), first_block=ends[before])
+    firsts = jnp.arange(num_tiers + 1, dtype=jnp.int32) * most  # keys of the tiers' first matrices
+    before = jnp.sum(begins[None] & (keys[None] < firsts[:, None]), axis=1, dtype=jnp.int32)
+    return ExpertBlocks(order=order, table=jnp.stack(columns, axis=1), first_block=before)
 
 
 def _search(ordered: jax.Array, values: jax.Array, side: str) -> jax.Array:

@@ -27,6 +27,7 @@ from pallas_kernels.mosaic_prefill.expert_blocks import (
     END,
     FIRST,
     SLOT,
+    ExpertBlocks,
     make_expert_blocks,
 )
 from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, form_of
@@ -53,6 +54,30 @@ class _AssignmentArrays(Protocol):
     @property
     def weight(self) -> jax.Array:
         """Weights float32[T, A]."""
+
+
+class _Turn(Protocol):
+    """Interface of `grouped_dequant_matmul.Turn`."""
+
+    @property
+    def number(self) -> int | jax.Array:
+        """Tier of the assignments that run."""
+
+    @property
+    def count(self) -> int:
+        """Number of tiers that the assignments have."""
+
+    @property
+    def slots(self) -> int:
+        """Most slots of a tier."""
+
+    @property
+    def before(self) -> jax.Array | None:
+        """Products float32[1, T, A, N] of earlier turns."""
+
+    @property
+    def spared(self) -> int:
+        """Number of multiprocessors left to others."""
 
 
 def refusal_grouped(
@@ -82,8 +107,31 @@ def gate_up(
       tiers: for each tier S matrices [2F, D], gate rows first.
     """
     call = _Call(assignments, tiers, tiles, target, paired=True)
-    hidden = call.run(x[call.runs.order // assignments.slot.shape[1]], x.dtype)
+    hidden = call.run(call.rows_of(x), x.dtype)
     return _zero_where_skipped(hidden, assignments, tiers)
+
+
+def layer(
+    x: jax.Array,
+    assignments: _AssignmentArrays,
+    gate_up_tiers: Tiers,
+    down_tiers: Tiers,
+    tiles: Sequence[WgmmaTiles | None],
+    target: Target,
+    turn: _Turn | None = None,
+) -> jax.Array:
+    """Computes `products` of what `gate_up` gives, whose rows stay in the order of matrices.
+
+    Args:
+      tiles: of each product.
+      turn: the tiers that it counts are those of all calls, and this one has its own alone.
+    """
+    ups = _Call(assignments, gate_up_tiers, tiles[0], target, paired=True, turn=turn)
+    downs = _Call(assignments, down_tiers, tiles[1], target, paired=False, turn=turn)
+    rows = ups.rows_of(x)  # of all turns, and XLA sorts and gathers once
+    hidden = ups.run(rows, x.dtype, order=jnp.arange(len(rows), dtype=jnp.int32))
+    found = downs.run(hidden, jnp.float32, before=turn.before if turn else None)
+    return found.reshape(*assignments.slot.shape, -1)
 
 
 def products(
@@ -120,28 +168,49 @@ class _Call:
 
     def __init__(
         self, assignments: _AssignmentArrays, tiers: Tiers, tiles: WgmmaTiles | None,
-        target: Target, paired: bool,
+        target: Target, paired: bool, turn: _Turn | None = None,
     ) -> None:  # fmt: skip
-        num_tokens, width = assignments.slot.shape
-        tokens = tiles.tokens if tiles else grouped_tokens(num_tokens, width, tiers)
+        num_tokens, self.width = assignments.slot.shape
+        counts = [weights.num_slots for weights in tiers]
+        if turn:
+            counts = [turn.slots] * turn.count
+        tokens = tiles.tokens if tiles else grouped_tokens(num_tokens, self.width, sum(counts))
         self.tiles = [tiles or grouped_tiles(tokens, weights.bits) for weights in tiers]
-        self.tiers, self.target, self.paired = tiers, target, paired
+        self.tiers, self.paired = tiers, paired
+        self.num_thread_blocks = target.num_processors - (turn.spared if turn else 0)
         band = max(1, BAND_TOKENS // tokens)
-        self.runs = make_expert_blocks(assignments.tier, assignments.slot, tiers, tokens, band)
+        runs = make_expert_blocks(assignments.tier, assignments.slot, counts, tokens, band)
+        if turn:
+            ends = jax.lax.dynamic_slice(runs.first_block, (turn.number,), (2,))
+            runs = runs._replace(first_block=ends)
+        self.runs = runs
         self.num_columns = tiers[0].num_outputs // (2 if paired else 1)
 
-    def run(self, rows: jax.Array, dtype: Any) -> jax.Array:
-        """Runs all tiers: [P, columns] in the order of the pairs, from sorted rows [P, K]."""
+    def rows_of(self, x: jax.Array) -> jax.Array:
+        """Rows [P, D] of tokens [T, D], a pair's in its place of the order."""
+        return x[self.runs.order // self.width]
+
+    def run(
+        self, rows: jax.Array, dtype: Any, *, order: jax.Array | None = None,
+        before: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Runs all tiers: [P, columns], from sorted rows [P, K].
+
+        Args:
+          order: int32[P], the result's row of each sorted one; None: the pairs' own order.
+          before: [..., columns], donated, whose rows stay where no tier of these writes.
+        """
         out = jax.ShapeDtypeStruct((rows.shape[0], self.num_columns), dtype)
-        found = None
+        found = None if before is None else before.reshape(out.shape)
+        runs = self.runs if order is None else self.runs._replace(order=order)
         for tier, (weights, tiles) in enumerate(zip(self.tiers, self.tiles, strict=True)):
-            found = self._launch(tier, weights, tiles, rows, out, found)
+            found = self._launch(tier, weights, tiles, runs, rows, out, found)
         assert found is not None
         return found
 
     def _launch(
-        self, tier: int, weights: PackedMatrices, tiles: WgmmaTiles, rows: jax.Array,
-        out: jax.ShapeDtypeStruct, before: jax.Array | None,
+        self, tier: int, weights: PackedMatrices, tiles: WgmmaTiles, runs: ExpertBlocks,
+        rows: jax.Array, out: jax.ShapeDtypeStruct, before: jax.Array | None,
     ) -> jax.Array:  # fmt: skip
         """Runs the rows of one tier, written to `before`, which has the earlier tiers' rows."""
         packed = weights.bits != PLAIN_BITS
@@ -151,7 +220,7 @@ class _Call:
             shape = (tiles.warpgroups, 2, tiles.chunk, ROWS // 2 if self.paired else ROWS)
             rooms["out_room"] = plgpu.SMEM(shape, out.dtype)
         arrays = weights.arrays
-        operands = [*self.runs, rows, *arrays]
+        operands = [*runs, rows, *arrays]
         what = "gate_up" if self.paired else "down"
         call = launch.mosaic_pipeline_call(
             functools.partial(
@@ -159,7 +228,7 @@ class _Call:
                 num_arrays=len(arrays),
             ),
             name=f"grouped_{what}_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
-            num_blocks=self.target.num_processors,
+            num_blocks=self.num_thread_blocks,
             out_shape=out,
             scratch=rooms,
             num_warpgroups=tiles.warpgroups + 1,

@@ -1,9 +1,8 @@
 """Tiles of the prefill kernels: how blocks and warpgroups split the work."""
 
 import dataclasses
-from collections.abc import Sequence
 
-from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
+from pallas_kernels.packed import PLAIN_BITS
 
 SHARED_BYTES = 226 * 1024  # of a block, less barriers and the places of their alignment
 
@@ -80,13 +79,13 @@ def _shared_bytes(tiles: WgmmaTiles, bits: int) -> int:
     return tiles.x_stages * tiles.tokens * 128 + tiles.rows * weights * bits // 8 + room
 
 
-def grouped_tokens(num_tokens: int, width: int, tiers: Sequence[PackedMatrices]) -> int:
+def grouped_tokens(num_tokens: int, width: int, num_slots: int) -> int:
     """Tokens per tile, by the mean load of a matrix.
 
     A stack may hold the experts of all layers, so their number is a guess from A: Mixtral has 8 of
     which 2 run, Qwen3 128 of which 8 run.
     """
-    experts = min(2 * width * width, sum(weights.num_slots for weights in tiers))
+    experts = min(2 * width * width, num_slots)
     load = num_tokens * width // experts
     for tokens, most in ((32, 16), (64, 64), (128, 768)):
         if load <= most:
