@@ -81,7 +81,7 @@ class CacheModel:
         places = {e: (0, self.place(layer, self.where(layer, e))) for e in needed - set(streamed)}
         admitted = [(e, self.place(layer, c)) for e, c in admitted]
         most = min(self.max_needed, self.spec.num_experts - self.spec.slots)
-        at_once = self.spec.banks == 1 and self.spec.slots < self.max_needed and most <= width
+        at_once = self.spec.slots < self.max_needed and most <= width
         if at_once:  # one wave is fetched with the admitted experts
             coming = [(e, first + i) for i, e in enumerate(streamed)]
             places |= {e: (0, slot) for e, slot in coming}

@@ -78,6 +78,7 @@ def tier_of(
     place: tuple[int, int, int],
     held: int | None = None,
     asked: list[int] | None = None,
+    apart: int = 0,
 ) -> TierMemory:
     """A tier whose first `held` rows (None: all) are in pinned host memory, the others on a disk.
 
@@ -86,7 +87,7 @@ def tier_of(
     device, (slots, transient, prefetch) = jax.devices("gpu")[0], place
     cache = CacheSizes(
         num_layers=config.num_layers, num_experts=NUM_EXPERTS, slots=slots, transient=transient,
-        banks=2 if prefetch else 1,
+        banks=2 if prefetch else 1, apart=apart,
     )  # fmt: skip
     rows = [
         jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weights[leaf])
@@ -198,6 +199,22 @@ class InvisibleTest(DeviceTestCase):
         found = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tier.pool.banks)]
         self.assertEqual(found, places)
         self.check_memory(runner)
+
+    @parameterized.product(
+        place=((4, 6, 0), (0, 5, 0), (4, 4, 4), (4, 3, 0)), bits=(4, 16), num_tokens=(96, 512)
+    )
+    def test_waves_fetched_beside_products_to_slots_apart(self, place, bits, num_tokens):
+        """Chunks of several waves, again and again: a copy that comes too soon shows by chance."""
+        config = CONFIGS["qwen3_moe"]
+        [weights] = random_tiers(config, (bits,))
+        tier = tier_of(config, weights, place, apart=place[1] // 2)
+        runner = runner_of(config, weights, ExpertMemory([tier]))
+        resident = Runner(config, weights, jax.devices("gpu")[0])
+        for number in range(10):
+            rng = np.random.default_rng(number)
+            tokens = rng.integers(0, config.vocab_size, (1, num_tokens)).astype(np.int32)
+            np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
+        self.assertGreater(runner.memory.read_counters().as_dict()["totals"]["streamed"], 0)
 
     @parameterized.parameters(
         *itertools.product(["qwen3_moe"], ("50 % and prefetch", "25 %", "no cache"), (0, 24)),

@@ -77,6 +77,7 @@ def tier_memory(
     slots: int,
     *,
     transient: int = 2,
+    apart: int = 0,
     prefetch: int = 0,
     emulated: bool = False,
     first: int = -1,
@@ -95,7 +96,7 @@ def tier_memory(
     slots, number = min(slots, num_experts), np.arange(num_layers * num_experts)
     cache = CacheSizes(
         num_layers=num_layers, num_experts=num_experts, slots=slots, transient=transient,
-        banks=2 if prefetch else 1,
+        banks=2 if prefetch else 1, apart=apart,
     )  # fmt: skip
     stacks = [weights[name] for name in EXPERTS]
     terms = tuple(getattr(stack, "compensators", ()) for stack in stacks)

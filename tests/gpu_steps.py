@@ -67,8 +67,8 @@ CASES = (
     (8, 4, 1, False), (8, 4, 4, False), (8, 0, 1, False), (4, 2, 4, False), (0, 0, 1, False),
     (8, 4, 1, True),
 )  # fmt: skip
-# Of a chunk, in waves: slots per layer, prefetched experts.
-CHUNKS = ((8, 4), (4, 0))
+# Of a chunk, in waves: slots per layer, prefetched experts, transient slots apart.
+CHUNKS = ((8, 4, 0), (4, 0, 0), (8, 4, 2), (4, 0, 2))
 LAUNCH = re.compile(
     r" (fusion|custom-call|copy|dot|reduce|sort|scatter|dynamic-slice|dynamic-update-slice)\("
 )
@@ -139,12 +139,24 @@ def decode_operands(config: ModelConfig, batch: int, pages: Pages | None = None)
 
 
 def tier(
-    config: ModelConfig, slots: int, bits: int = 4, *, transient: int, banks: int, ahead: int
+    config: ModelConfig,
+    slots: int,
+    bits: int = 4,
+    *,
+    transient: int,
+    banks: int,
+    ahead: int,
+    apart: int = 0,
 ) -> tuple[TierSpec, TierSlots, HostRows]:
     """The pool of a tier, and all rows of the host."""
     num = config.num_layers, config.num_experts
     cache = CacheSizes(
-        num_layers=num[0], num_experts=num[1], slots=slots, transient=transient, banks=banks
+        num_layers=num[0],
+        num_experts=num[1],
+        slots=slots,
+        transient=transient,
+        banks=banks,
+        apart=apart,
     )
 
     def rows(count: int) -> tuple[QTensor, QTensor]:
@@ -155,15 +167,17 @@ def tier(
         tuple(rows(cache.num_slots) for _ in range(banks)),
         jax.eval_shape(lambda: empty(cache)),
         jax.eval_shape(lambda: no_counts(num[0])),
+        apart=rows(apart) if apart else None,
     )
     store = HostRows(*rows(num[0] * num[1]), leaf_of(num, jnp.int32))
     return TierSpec(cache, ahead, is_complete=slots == num[1]), pool, store
 
 
 def under_no_policy(
-    config: ModelConfig, slots: int, ahead: int
+    config: ModelConfig, slots: int, ahead: int, apart: int = 0
 ) -> tuple[CacheSpec, ExpertCache, tuple[HostRows, ...]]:
-    spec, pool, store = tier(config, slots, transient=4, banks=2 if ahead else 1, ahead=ahead)
+    banks = 2 if ahead else 1
+    spec, pool, store = tier(config, slots, transient=4, banks=banks, ahead=ahead, apart=apart)
     spec = dataclasses.replace(spec, is_complete=False)
     return CacheSpec(None, ("stored",), (spec,)), ExpertCache((pool,), (), None), (store,)
 
@@ -347,7 +361,7 @@ def compiled_on_mesh(
         names = {getattr(key, "name", getattr(key, "key", "")) for key in path}
         of_heads = {"cache", *HEAD_LEAVES} if by_heads else set()
         of_own = {"own_experts", "table", "events", "gate"} if experts is not None else set()
-        is_split = names & {"banks", "gate_up", "down", *EXPERT_LEAVES, *of_heads, *of_own}
+        is_split = names & {"banks", "apart", "gate_up", "down", *EXPERT_LEAVES, *of_heads, *of_own}
         shape = (count * leaf.shape[0], *leaf.shape[1:]) if is_split else leaf.shape
         sharding = mesh.split() if is_split else mesh.replicated
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
@@ -411,10 +425,10 @@ def print_pools() -> None:
         # In a loop; one layer is left after it where there are two banks.
         config = dataclasses.replace(config, num_layers=5, moe_layers=tuple(range(5)))
         kv = jax.eval_shape(lambda of=config: empty_cache(of, 1, CONTEXT, HALF))
-        for (slots, ahead), is_first in zip(CHUNKS, (True, False), strict=True):
-            cached = under_no_policy(config, slots, ahead)
+        for number, (slots, ahead, apart) in enumerate(CHUNKS):
+            is_first, cached = number % 2 == 0, under_no_policy(config, slots, ahead, apart)
             bank = num_bytes(cached[1].tiers[0].banks[0])
-            label = f"{name}_{slots}_slots_{ahead}_ahead_chunk"
+            label = f"{name}_{slots}_slots_{ahead}_ahead_{apart}_apart_chunk"
             show(label, compiled_prefill(config, cached, is_first), bank, (kv, cached[1]))
 
 

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+from moejax.experts import tier_step
+from moejax.experts.cache_planner import CachePlanner
 from moejax.inference import runner as runners
 from moejax.inference import steps
 from moejax.inference.generation import GenerationSettings
@@ -88,6 +90,7 @@ class Place(NamedTuple):
     ahead: int = 0
     rows: int | None = None  # of the host; None: all. The others are on a disk
     by_policy: bool = False
+    apart: int = 0  # of the transient slots
 
 
 PLACES = {
@@ -100,6 +103,8 @@ PLACES = {
     "disk": Place(0, 1, rows=5),
     "disk and prefetch": Place(2, 3, 1, rows=0),
     "on_demand and prefetch": Place(2, 3, 1, by_policy=True),
+    "apart": Place(2, 8, apart=2),
+    "apart and prefetch": Place(1, 9, 1, apart=3),
 }
 # Kinds, forms and places; sequences are one where a step needs no waves else.
 CASES = (
@@ -159,7 +164,7 @@ def whole_texts(kind: str, form: int | str = 16) -> tuple[np.ndarray, np.ndarray
 class InvisibleTest(parameterized.TestCase):
     def cached(self, kind: str, form: int | str, place: Place) -> tuple[Any, Any, list]:
         policy = make_policy("on_demand", prefetch=place.ahead) if place.by_policy else None
-        how = {"transient": place.transient, "prefetch": place.ahead}
+        how = {"transient": place.transient, "prefetch": place.ahead, "apart": place.apart}
         read: list[tuple[int, int]] = []
         if place.rows is not None:
             how |= {"num_rows": place.rows, "read": read}
@@ -187,6 +192,21 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(events["prefetched"] > 0, "prefetch" in place and rows != 0)
         self.assertEqual(events["waits"], len(read))
         self.assertEqual(bool(read), "disk" in place)
+
+    @parameterized.parameters((3, 1, 8), (3, 1, 1), (5, 2, 2), (4, 0, 2))
+    def test_waves_of_one_sequence(self, transient, apart, unrolled):
+        """Chunks pass in stages, some waves of them at a time; decode uses the bank alone."""
+        place = Place(0, transient, apart=apart)
+        with mock.patch.object(tier_step, "MOST_UNROLLED", unrolled):
+            runner, memory, _ = self.cached("qwen3_moe", 16, place)
+            expected = answers(resident("qwen3_moe"), PROMPTS[:1])
+            self.assertEqual(answers(runner, PROMPTS[:1]), expected)
+        chunk, token = (
+            CachePlanner(memory.spec.tiers, None, is_prefill=is_chunk).forms(pairs)[0]
+            for is_chunk, pairs in ((True, 16), (False, 2))
+        )
+        self.assertEqual(chunk.later_waves, -(-8 // transient))
+        self.assertEqual(token.later_waves, 0)
 
     @parameterized.parameters("prefill", "decode")
     @pytest.mark.slow
@@ -283,6 +303,9 @@ LOOPS = {
         record=RECORD,
     ),
     "waves": Looped("four", ("int4_symmetric",), (2,), dtype=jnp.bfloat16, how={"transient": 3}),
+    "waves apart": Looped(
+        "five", ("int4_int4_ranks",), (2,), how={"transient": 3, "prefetch": 2, "apart": 1}
+    ),
     "on_demand": Looped(
         "five", (16,), (3,), make_policy("on_demand", prefetch=2), how={"prefetch": 2}
     ),
@@ -328,7 +351,7 @@ def outcome(runner: Runner, memory: Any, record: RecordSpec | None = None) -> An
             table = residency.table.at[:, 2 * spec.cache.num_experts :].set(0)
             residency = dataclasses.replace(residency, table=table)
         banks = jax.tree.map(lambda a, end=end: a[:end], pool.banks)
-        pools.append(dataclasses.replace(pool, banks=banks, residency=residency))
+        pools.append(dataclasses.replace(pool, banks=banks, residency=residency, apart=None))
     pool = dataclasses.replace(memory.pool, tiers=tuple(pools))
     return said, rows, jax.device_get(pool)
 

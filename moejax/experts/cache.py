@@ -100,21 +100,24 @@ class TierMemory:
     def _empty_pool(self) -> TierSlots:
         cache, place, mesh = self.spec.cache, self.store.row_of.sharding, self.mesh
 
-        def slots(row: Any) -> jax.Array:
-            count = cache.num_slots * (mesh.size if mesh else 1)
-            where = mesh.split() if mesh else place
-            return jnp.zeros((count, *row.shape[1:]), row.dtype, device=where)
+        def slots(count: int) -> tuple[Weight, Weight]:
+            """Slots of one array, on each device."""
+            count, where = count * (mesh.size if mesh else 1), mesh.split() if mesh else place
+            rows = self.store.gate_up, self.store.down
+            return jax.tree.map(
+                lambda row: jnp.zeros((count, *row.shape[1:]), row.dtype, device=where), rows
+            )
 
         used = None
         if self.spec.read is not None:
             used = jnp.zeros((cache.num_layers, cache.num_experts), jnp.int32, device=place)
-        rows = self.store.gate_up, self.store.down
         num_banks = 0 if self.spec.shares_slots else cache.banks
-        banks = tuple(jax.tree.map(slots, rows) for _ in range(num_banks))
+        banks = tuple(slots(cache.num_slots) for _ in range(num_banks))
         state = (self._empty_tables(), residency.no_counts(cache.num_layers))
         tables, counts = self._put(state)
         jobs = None if self.store.jobs is None else put(self._host_state(), place)
-        return TierSlots(banks, tables, counts, used, jobs)
+        apart = slots(cache.apart) if cache.apart else None
+        return TierSlots(banks, tables, counts, used, apart, jobs)
 
     def _host_state(self) -> np.ndarray:
         """State of jobs before the next one, int32[2]."""

@@ -37,6 +37,7 @@ class CachePlanner:
     tiers: tuple[TierSpec, ...]
     target: Target | None  # device whose kernels may plan; None: no kernels
     moves: bool = True  # whether transfers move experts between steps
+    is_prefill: bool = False  # whether it plans a chunk of prompts
 
     def refusal(self, num_asked: int) -> str | None:
         """Returns why one launch cannot plan so many pairs, or None."""
@@ -61,6 +62,7 @@ class CachePlanner:
                 banks=tier.cache.banks,
                 transient=tier.cache.transient,
                 waves=self._num_waves(i, num_pairs),
+                beside=self._runs_beside(tier, num_pairs),
                 is_full=tier.cache.slots == tier.cache.num_items,
                 is_complete=tier.is_complete,
                 static_in_step=i == 0
@@ -87,6 +89,20 @@ class CachePlanner:
         # A wave of the tier that refines the other one has both planes of its experts.
         experts = cache.transient // (2 if tier.shares_slots else 1)
         return 0 if 2 * most <= cache.slots else -(-most // experts)
+
+    def _runs_beside(self, tier: TierSpec, num_pairs: int) -> bool:
+        """Whether waves take turns between the transient slots of a bank and those apart.
+
+        Of several tiers one does so only where it must: a launch cannot plan for them.
+        """
+        cache = tier.cache
+        if not cache.apart or num_pairs <= cache.slots:
+            return False
+        passing = min(num_pairs, cache.num_experts, cache.num_experts - cache.slots)
+        is_more = passing > cache.transient - cache.apart
+        if is_more and not self.is_prefill:
+            raise ValueError(f"a step of {num_pairs} pairs needs transient slots that lie apart")
+        return self.is_prefill and (is_more or len(self.tiers) == 1)
 
     def plan_layer(
         self,

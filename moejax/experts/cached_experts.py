@@ -127,7 +127,7 @@ class CachedExperts(Experts):
             TierStep(tier, config, of_tier, form, kernels, self._is_prefill, number)
             for number, (tier, of_tier, form) in enumerate(zip(spec.tiers, rows, impl, strict=True))
         )
-        self._planner = CachePlanner(spec.tiers, kernels.target, moves)
+        self._planner = CachePlanner(spec.tiers, kernels.target, moves, self._is_prefill)
         # Of each tier the one in whose slots its experts are.
         self._slots_at = [i + tier.shares_slots for i, tier in enumerate(spec.tiers)]
 

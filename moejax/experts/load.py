@@ -456,7 +456,8 @@ def empty_tier(
     assert supply is not None
     cache = CacheSizes(
         num_layers=budget.num_layers, num_experts=budget.num_experts, slots=budget.slots,
-        transient=budget.transient, banks=budget.banks, planes=budget.tier.planes,
+        transient=budget.transient, banks=budget.banks, apart=budget.apart,
+        planes=budget.tier.planes,
     )  # fmt: skip
     spec = TierSpec(
         cache, limits.prefetch, disk.read if disk else None, prefetch_in=limits.prefetch_in,

@@ -92,6 +92,9 @@ class CacheSizes:
     `banks`: arrays that the layers' slots lie in, layer l in bank l mod `banks`. A slot's global
     number counts within its bank, which has the same number of slots as the others: with two, what
     is copied into the next layer's slots touches no array that this layer's products read.
+
+    `apart`: of the transient slots, those in an array of their own, for the same end: a prompt's
+    waves fill it and the rest of the bank's in turn, and other steps use the latter alone.
     """
 
     num_layers: int  # M
@@ -99,6 +102,7 @@ class CacheSizes:
     slots: int  # C, 0 for no cache
     transient: int  # B
     banks: int = 1
+    apart: int = 0
     planes: int = 1  # of an expert that have slots of their own
 
     @property
@@ -109,7 +113,7 @@ class CacheSizes:
     @property
     def num_slots(self) -> int:
         """Slots of a bank, S."""
-        return self.first_transient + self.transient
+        return self.first_transient + self.transient - self.apart
 
     @property
     def first_transient(self) -> int:

@@ -1,7 +1,7 @@
 """The expert cache: its static facts, what it has on the device, and the rows that it reads.
 
-Axes: M sparse layers, E experts, C slots of a layer, B transient slots, S = ceil(M / banks) C + B
-slots of a bank, R rows of host memory, T tiers of falling fidelity.
+Axes: M sparse layers, E experts, C slots of a layer, B transient slots, of which b lie apart,
+S = ceil(M / banks) C + B - b slots of a bank, R rows of host memory, T tiers of falling fidelity.
 """
 
 import dataclasses
@@ -58,6 +58,10 @@ class TierSpec:
         """Whether prefill steps, or decode steps, prefetch for the next layer."""
         return self.prefetch > 0 and self.prefetch_in in (BOTH, PREFILL if is_prefill else DECODE)
 
+    def num_apart(self, is_prefill: bool) -> int:
+        """Transient slots of an array of their own, where a step uses them."""
+        return self.cache.apart if is_prefill else 0
+
     def refined(self, leading: Weight, plane: Any, plane_slots: Any) -> QTensor:
         """Joins leading planes and the plane of this tier, a pool, to matrices of more bits."""
         assert isinstance(leading, QTensor)
@@ -75,12 +79,13 @@ class TierSpec:
 def compiler_options(tiers: Sequence[TierSpec], is_prefill: bool) -> dict[str, str]:
     """XLA options of prefill or decode steps on a GPU; none without tiers.
 
-    Where a tier prefetches, copies run beside products; where steps of prompts alone do so, those
-    of decode do not: two kernels at once took 0.5 ms of a step's 3.6 (Mixtral, H200, jax 0.11.2).
+    Where a tier prefetches, or waves of a prompt pass, copies run beside products; where steps of
+    prompts alone do so, those of decode do not: two kernels at once took 0.5 ms of a step's 3.6
+    (Mixtral, H200, jax 0.11.2).
     """
     if not tiers:
         return {}
-    beside = any(tier.looks_ahead(is_prefill) for tier in tiers)
+    beside = any(tier.looks_ahead(is_prefill) or tier.num_apart(is_prefill) for tier in tiers)
     return NO_REMATERIALIZATION | (IN_ORDER_OF_BUFFERS if beside else {})
 
 
@@ -98,6 +103,8 @@ class TierSlots:
     residency: Residency
     counts: Counts  # events since the counters were read
     used: jax.Array | None = None  # int32[M, E], clock of the last use; with `TierSpec.read` alone
+    # [b, 2F, D] and [b, D, F], transient slots beside all banks; None: there are none
+    apart: tuple[Weight, Weight] | None = None
     jobs: jax.Array | None = None  # int32[2], state of `pallas_kernels.host_job`; None: no jobs
 
 

@@ -3,8 +3,8 @@
 With prefetch, layers take turns between two banks of slots: what is copied for the next layer
 writes one array while this layer's products read the other, and where XLA runs the step as a CUDA
 graph whose order is that of its buffers (`state.compiler_options`), the two overlap. Where a layer
-can need more experts than it has slots, the rest passes through the transient slots in waves; the
-waves of a chunk take turns between the transient slots of both banks for the same end.
+can need more experts than it has slots, the rest passes through the transient slots in waves; those
+of a chunk take turns between the bank's and some that lie apart, for the same end.
 
 The host is never asked, except for experts that are on the disk alone (`TierSpec.read`).
 
@@ -36,6 +36,11 @@ from moejax.weights.linear import Index
 from moejax.weights.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import expert_fetch
 from pallas_kernels.cache_plan import Fetch
+from pallas_kernels.grouped_dequant_matmul import Turn
+
+# Arrays of slots: this layer's bank, the next layer's, and transient ones that lie apart.
+OWN, NEXT, APART = range(3)
+MOST_UNROLLED = 8  # waves; more run in a loop
 
 
 def _terms_by_slot(
@@ -77,8 +82,7 @@ class TierStep:
     A tier that shares slots (`TierSpec.shares_slots`) takes and gives those of the next one, of
     which it fills the words.
 
-    `turn` is `LayerIndex.turn` of the layer that runs; its bank is that of `after` 0, the next
-    layer's that of 1.
+    `turn` is `LayerIndex.turn` of the layer that runs; arrays are `OWN`, `NEXT` and `APART`.
     """
 
     spec: TierSpec
@@ -92,7 +96,7 @@ class TierStep:
     @property
     def planner(self) -> CachePlanner:
         """Plans this tier's slots alone."""
-        return CachePlanner((self.spec,), self.kernels.target)
+        return CachePlanner((self.spec,), self.kernels.target, is_prefill=self.is_prefill)
 
     @property
     def most_ahead(self) -> int:
@@ -108,35 +112,40 @@ class TierStep:
             return 0
         return self.planner.forms(num_pairs)[0].later_waves
 
-    def bank(self, slots: TierSlots, turn: int, after: int = 0) -> Bank:
-        """Returns a layer's bank; of a tier that shares slots their words."""
-        held = slots.banks[(turn + after) % len(slots.banks)]
+    def bank(self, slots: TierSlots, turn: int, array: int = OWN) -> Bank:
+        """Returns a layer's array of slots; of a tier that shares slots their words."""
+        if array == APART:
+            assert slots.apart is not None
+            return slots.apart
+        held = slots.banks[(turn + array) % len(slots.banks)]
         return _words(held) if self.spec.shares_slots else held
 
-    def _with_bank(self, slots: TierSlots, turn: int, bank: Bank, after: int = 0) -> TierSlots:
-        """Replaces a layer's bank."""
+    def _with_bank(self, slots: TierSlots, turn: int, bank: Bank, array: int = OWN) -> TierSlots:
+        """Replaces a layer's array of slots."""
+        if array == APART:
+            return dataclasses.replace(slots, apart=bank)
         banks = list(slots.banks)
-        index = (turn + after) % len(banks)
+        index = (turn + array) % len(banks)
         banks[index] = _with_words(banks[index], bank) if self.spec.shares_slots else bank
         return dataclasses.replace(slots, banks=tuple(banks))
 
     def copy_rows(
-        self, slots: TierSlots, turn: int, layer: Index, jobs: Fetch, after: int = 0,
-        beside: bool = False,
+        self, slots: TierSlots, turn: int, layer: Index, jobs: Fetch, array: int = OWN,
+        beside: int | None = None,
     ) -> TierSlots:  # fmt: skip
         """Copies experts of a layer into donated slots, from host memory or from the disk.
 
         Args:
           layer: layer of the experts.
-          after: bank to fill, counted from the layer's own.
-          beside: whether products read the other bank meanwhile.
+          array: to fill.
+          beside: the array that products read meanwhile.
         """
-        other = self.bank(slots, turn, 1 - after) if beside else None
-        bank = self._from_host(self.bank(slots, turn, after), jobs, other)
-        return self._finish_fetch(slots, turn, layer, bank, jobs, after)
+        other = None if beside is None else self.bank(slots, turn, beside)
+        bank = self._from_host(self.bank(slots, turn, array), jobs, other)
+        return self._finish_fetch(slots, turn, layer, bank, jobs, array)
 
     def _finish_fetch(
-        self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Fetch, after: int = 0
+        self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Fetch, array: int = OWN
     ) -> TierSlots:
         """Puts a filled bank in its place, after fetching the rest from the disk.
 
@@ -145,7 +154,7 @@ class TierStep:
         bank, waits = self._from_disk(bank, layer, jobs)
         if waits is not None:
             slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))
-        return self._with_bank(slots, turn, bank, after)
+        return self._with_bank(slots, turn, bank, array)
 
     def _copy_job(self, bank: Bank, jobs: Fetch) -> expert_fetch.CopyJob | None:
         """Returns the copy from host memory; None where there is nothing to copy."""
@@ -222,7 +231,7 @@ class TierStep:
         if not isinstance(layer.mlp, int):
             mask &= layer.mlp + 1 < self.spec.cache.num_layers
         jobs, slots = self.planner.plan_prefetch(slots, self.rows.row_of, following, ids, mask)
-        return self.copy_rows(slots, layer.turn, following, jobs, 1, beside=True)
+        return self.copy_rows(slots, layer.turn, following, jobs, NEXT, OWN)
 
     def products(
         self, slots: TierSlots, layer: LayerIndex, x: jax.Array, ids: jax.Array,
@@ -240,12 +249,7 @@ class TierStep:
         if not self.num_waves(active.size):
             pairs, stacks = self.pairs_and_stacks(slots, layer, ids, active, plan, base)
             return self._multiply(x, pairs._replace(biases=biases), stacks), slots
-        # Only chunks run in a loop, with a traced layer.
-        double = self.spec.cache.banks > 1 and not isinstance(layer.mlp, int)
-        # Of shared slots a wave may need a plane that is in a slot of the layer's own bank.
-        double &= self.spec.cache.planes == 1
-        run = self._stream_waves_double_buffered if double else self._stream_waves
-        return run(slots, layer.turn, layer.mlp, x, ids, plan, active, base, biases)
+        return _Waves.of(self, slots, layer, x, plan, active, base, biases).run(slots)
 
     def pairs_and_stacks(
         self, slots: TierSlots, layer: LayerIndex, ids: jax.Array, active: jax.Array,
@@ -258,112 +262,36 @@ class TierStep:
             pairs = ExpertPairs(places, active)
         return pairs, self._stacks(slots, layer.turn, layer.mlp, plan, 0, base=base)
 
-    def _stream_waves(
-        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
-        plan: SlotPlan, active: jax.Array, base: Base | None, biases: PairBiases | None,
-    ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
-        """Computes [P, N, A, D] of all waves, each fetched after the one before."""
-        owner = self if base is None or base.step is None else base.step
-        now, places = active & (plan.wave == 0), _places(plan, base)
-        products = self._multiply(
-            x,
-            ExpertPairs(places, now, None, biases),
-            self._stacks(slots, turn, layer, plan, 0, base=base),
-        )
-        outside = slots
-
-        def one(number: jax.Array, carried: Any) -> Any:
-            # Carries this layer's bank alone: a loop that carries both makes XLA copy them, unless
-            # each copy is ordered behind what reads its array (`_stream_waves_double_buffered`).
-            bank, counts, products = carried
-            slots = owner._with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
-            products, slots = owner._after(slots, turn, products)
-            if base is not None and base.streamed is not None:
-                jobs = jax.tree.map(lambda jobs: jobs[number], base.streamed)
-                slots = owner.copy_rows(slots, turn, layer, jobs)
-            jobs = jax.tree.map(lambda jobs: jobs[number], plan.streamed)
-            slots = self.copy_rows(slots, turn, layer, jobs)
-            mine = active & (plan.wave == number + 1)
-            experts = self._stacks(slots, turn, layer, plan, number + 1, base=base)
-            found = self._multiply(x, ExpertPairs(places, mine, None, biases), experts)
-            products = jnp.where(mine[None, :, :, None], found, products)
-            return owner.bank(slots, turn), slots.counts, products
-
-        carried = (owner.bank(slots, turn), outside.counts, products)
-        num_waves = len(plan.streamed.rows)
-        bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
-        slots = dataclasses.replace(outside, counts=counts)
-        return products, owner._with_bank(slots, turn, bank)
-
-    def _stream_waves_double_buffered(
-        self, slots: TierSlots, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
-        plan: SlotPlan, active: jax.Array, base: Base | None, biases: PairBiases | None,
-    ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
-        """Computes [P, N, A, D] of all waves, each fetched beside the one before.
-
-        Waves take turns between the transient slots of this layer's bank, in which those of wave 0
-        are, and of the other one. In a CUDA graph a copy waits for the products that read the array
-        which it overwrites, and for the copy before it, but not for those that read the other one.
-        """
-        num_waves, places = len(plan.streamed.rows), _places(plan, base)
-        beyond = (0, 1 + num_waves % 2), (0, 0)
-        streamed = jax.tree.map(lambda a: jnp.pad(a, beyond, constant_values=-1), plan.streamed)
-
-        def stage(
-            slots: TierSlots, wave: Index, bank: int, products: jax.Array | None
-        ) -> tuple[jax.Array, TierSlots]:
-            jobs = jax.tree.map(lambda jobs: jobs[wave], streamed)
-            slots = self.copy_rows(slots, turn, layer, jobs, 1 - bank, True)
-            mine, inputs = active & (plan.wave == wave), x
-            if products is not None:  # one after another, or XLA gathers the inputs of two waves
-                inputs, products = jax.lax.optimization_barrier((x, products))
-            experts = self._stacks(slots, turn, layer, plan, wave, bank, base)
-            found = self._multiply(inputs, ExpertPairs(places, mine, None, biases), experts)
-            if products is not None:
-                found = jnp.where(mine[None, :, :, None], found, products)
-            return self._after(slots, turn, found, bank)
-
-        products, slots = stage(slots, 0, 0, None)
-        outside = slots
-
-        def two(number: jax.Array, carried: Any) -> Any:
-            banks, counts, products = carried
-            slots = dataclasses.replace(outside, banks=banks, counts=counts)
-            products, slots = stage(slots, 2 * number + 1, 1, products)
-            products, slots = stage(slots, 2 * number + 2, 0, products)
-            return slots.banks, slots.counts, products
-
-        carried = (outside.banks, outside.counts, products)
-        banks, counts, products = jax.lax.fori_loop(0, (num_waves + 1) // 2, two, carried)
-        return products, dataclasses.replace(outside, banks=banks, counts=counts)
-
     def _after(
-        self, slots: TierSlots, turn: int, products: jax.Array, bank: int = 0
+        self, slots: TierSlots, turn: int, products: jax.Array, array: int
     ) -> tuple[jax.Array, TierSlots]:
         """Returns the products; later copies wait for them.
 
         They read the slots that the copy may overwrite, and XLA would copy the slots instead.
         """
-        products, read = jax.lax.optimization_barrier((products, self.bank(slots, turn, bank)))
-        return products, self._with_bank(slots, turn, read, bank)
+        products, read = jax.lax.optimization_barrier((products, self.bank(slots, turn, array)))
+        return products, self._with_bank(slots, turn, read, array)
 
-    def _multiply(self, x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks) -> jax.Array:
+    def _multiply(
+        self, x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, turn: Turn | None = None
+    ) -> jax.Array:
         """Multiplies the active pairs: [P, N, A, D]."""
         stacks = (experts.gate_up, experts.down)
         chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
         record_experts(self.number, self.impl, stacks, chosen)
         num_experts, gating = self.spec.cache.num_experts, self.config.gating
         return products_in_pairs(
-            x, pairs, experts, num_experts, self.impl, chosen.implementation, gating
+            x, pairs, experts, num_experts, self.impl, chosen.implementation, gating, turn
         )
 
     def _stacks(
         self, slots: TierSlots, turn: int, layer: Index, plan: SlotPlan, wave: Index,
-        bank: int = 0, base: Base | None = None,
+        array: int = OWN, base: Base | None = None,
     ) -> ExpertStacks:  # fmt: skip
         """Returns slots as stacks, with the low-rank terms of their experts."""
         experts, slot, wave_of = plan.holders
-        held, num_slots = self.bank(slots, turn, bank), self.spec.cache.num_slots
+        held = self.bank(slots, turn, array)
+        num_slots = len(jax.tree.leaves(held)[0])
         if self.spec.emulated:
             held, num_slots = (self.rows.gate_up, self.rows.down), self.rows.gate_up.shape[0]
             slot, wave_of = self.rows.row_of[layer][experts], jnp.zeros_like(wave_of)
@@ -372,7 +300,7 @@ class TierStep:
             leading = base.experts
             if leading is None:
                 assert base.step is not None
-                own = base.step.bank(slots, turn, bank)
+                own = base.step.bank(slots, turn, array)
                 gate_up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in own)
                 leading = ExpertStacks(gate_up, down, 0)
             num_slots = leading.gate_up.shape[1]
@@ -421,6 +349,165 @@ class TierStep:
         if self.spec.is_complete:  # in order, `cache.preload`
             return first + jnp.arange(cache.num_experts, dtype=jnp.int32)[None]
         return first + slots.residency.slot_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Waves:
+    """Waves of a layer, each fetched after the products of the one before.
+
+    Where transient slots lie apart, a wave passes in two stages: its experts come to these and to
+    the bank's in turn, each part beside the products of the stage before. In a CUDA graph a copy
+    waits for the products that read the array which it overwrites, and for the copy before it, but
+    not for those that read the other one. Stage 0 is what is there before any wave.
+
+    Attributes:
+      plan: its waves are stages, its slots those of the stage's array.
+      arrays: that stages 1, 2, ... read, in turn.
+      streamed: the jobs of each array, [W, j].
+    """
+
+    step: TierStep
+    layer: LayerIndex
+    x: jax.Array
+    plan: SlotPlan
+    arrays: tuple[int, ...]
+    streamed: tuple[Fetch, ...]
+    active: jax.Array
+    base: Base | None
+    biases: PairBiases | None
+    num_slots: int  # of the largest array
+
+    @classmethod
+    def of(
+        cls, step: TierStep, slots: TierSlots, layer: LayerIndex, x: jax.Array, plan: SlotPlan,
+        active: jax.Array, base: Base | None, biases: PairBiases | None,
+    ) -> "_Waves":  # fmt: skip
+        """Prepares a layer's waves; fields are as in `TierStep.products`."""
+        arrays, streamed = (OWN,), (plan.streamed,)
+        if apart := step.spec.num_apart(step.is_prefill):
+            plan, streamed = _in_stages(plan, step.spec.cache.first_transient, apart)
+            arrays = (APART, OWN)
+        stack, _, _ = step._stacks(slots, layer.turn, layer.mlp, plan, 0, base=base)
+        return cls(
+            step=step, layer=layer, x=x, plan=plan, arrays=arrays, streamed=streamed,
+            active=active, base=base, biases=biases, num_slots=stack.shape[1],
+        )  # fmt: skip
+
+    @property
+    def owner(self) -> TierStep:
+        """Tier in whose slots the experts are."""
+        return self.step if self.base is None or self.base.step is None else self.base.step
+
+    def run(self, slots: TierSlots) -> tuple[jax.Array, TierSlots]:
+        """Computes [P, N, A, D] of all waves; `slots` are donated."""
+        num_waves, stages, turn = len(self.streamed[0].rows), len(self.arrays), self.layer.turn
+        num_loops = -(-num_waves // MOST_UNROLLED)
+        at_once = -(-num_waves // num_loops)
+        # A loop fetches beyond the last wave, too: nothing.
+        waves = self._padded(num_loops * at_once + 1) if num_loops > 1 else self
+        number = 1 + stages * num_loops * at_once
+        if stages > 1:
+            slots = waves.fetch(slots, 0, 0)
+        products, slots = waves.multiply(slots, OWN, 0, None, number, is_beside=stages > 1)
+        outside = slots
+
+        def some(loop: Index, carried: Any) -> Any:
+            # Carries what this layer writes alone; each copy is ordered behind what reads its
+            # array, or XLA copies the slots.
+            bank, apart, counts, products = carried
+            slots = dataclasses.replace(outside, apart=apart, counts=counts)
+            slots = self.owner._with_bank(slots, turn, bank)
+            for i in range(stages * at_once):
+                wave, part = loop * at_once + i // stages, i % stages
+                ahead = part + stages - 1  # parts of waves from this wave's first to what comes
+                is_fetched = num_loops > 1 or i // stages + ahead // stages < at_once
+                if is_fetched:
+                    slots = waves.fetch(slots, wave + ahead // stages, ahead % stages)
+                products, slots = waves.multiply(
+                    slots, self.arrays[part], 1 + stages * wave + part, products, number,
+                    is_beside=is_fetched and stages > 1,
+                )  # fmt: skip
+            return self.owner.bank(slots, turn), slots.apart, slots.counts, products
+
+        carried = (self.owner.bank(slots, turn), slots.apart, slots.counts, products)
+        if num_loops > 1:
+            carried = jax.lax.fori_loop(0, num_loops, some, carried)
+        else:
+            carried = some(0, carried)
+        bank, apart, counts, products = carried
+        slots = dataclasses.replace(outside, apart=apart, counts=counts)
+        return products, self.owner._with_bank(slots, turn, bank)
+
+    def _padded(self, num_waves: int) -> "_Waves":
+        """Returns the same with waves of nothing up to so many."""
+
+        def padded(jobs: Any) -> Any:
+            more = (0, num_waves - len(self.streamed[0].rows)), (0, 0)
+            return jax.tree.map(lambda of: jnp.pad(of, more, constant_values=-1), jobs)
+
+        base = self.base
+        if base is not None:
+            base = base._replace(streamed=padded(base.streamed))
+        return dataclasses.replace(self, streamed=padded(self.streamed), base=base)
+
+    def fetch(self, slots: TierSlots, wave: Index, part: int) -> TierSlots:
+        """Copies the experts of a wave that come to one of the arrays."""
+        turn, layer = self.layer.turn, self.layer.mlp
+        if self.base is not None and self.base.streamed is not None:
+            jobs = jax.tree.map(lambda jobs: jobs[wave], self.base.streamed)
+            slots = self.owner.copy_rows(slots, turn, layer, jobs)
+        jobs = jax.tree.map(lambda jobs: jobs[wave], self.streamed[part])
+        beside = self.arrays[1 - part] if len(self.arrays) > 1 else None
+        return self.step.copy_rows(slots, turn, layer, jobs, self.arrays[part], beside)
+
+    def multiply(
+        self, slots: TierSlots, array: int, stage: Index, before: jax.Array | None, number: int,
+        *, is_beside: bool,
+    ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
+        """Adds a stage's products to those of the stages before.
+
+        Args:
+          number: of stages.
+          is_beside: whether a copy runs meanwhile.
+        """
+        step, plan = self.step, self.plan
+        pairs = ExpertPairs(
+            _places(plan, self.base), self.active & (plan.wave == stage),
+            jnp.where(self.active, plan.wave, -1), self.biases,
+        )  # fmt: skip
+        experts = step._stacks(
+            slots, self.layer.turn, self.layer.mlp, plan, stage, array, self.base
+        )
+        spared = expert_fetch.default_tiles_beside().num_programs if is_beside else 0
+        turn = Turn(jnp.int32(stage), before, number, self.num_slots, spared)
+        products = step._multiply(self.x, pairs, experts, turn)
+        return self.owner._after(slots, self.layer.turn, products, array)
+
+
+def _in_stages(plan: SlotPlan, first: int, apart: int) -> tuple[SlotPlan, tuple[Fetch, Fetch]]:
+    """Splits waves into two stages each: those of transient slots apart, and of a bank's.
+
+    The first slots of a wave are those apart.
+
+    Args:
+      first: slot of a bank at which its transient ones begin.
+    """
+
+    def staged(slot: jax.Array, wave: jax.Array) -> tuple[jax.Array, jax.Array]:
+        passing = slot - first
+        is_apart = passing < apart
+        place = jnp.where(is_apart, passing, slot - apart)
+        stage = jnp.where(is_apart, 2 * wave - 1, 2 * wave)
+        return jnp.where(wave > 0, place, slot), jnp.where(wave > 0, stage, wave)
+
+    rows, slots, ids = plan.streamed
+
+    def part(of: slice, before: int) -> Fetch:
+        return Fetch(rows[:, of], slots[:, of] - before, None if ids is None else ids[:, of])
+
+    (slot, stage), (experts, *held) = staged(plan.slot, plan.wave), plan.holders
+    plan = plan._replace(slot=slot, wave=stage, holders=(experts, *staged(*held)))
+    return plan, (part(slice(apart), first), part(slice(apart, None), apart))
 
 
 def _places(plan: SlotPlan, base: Base | None) -> jax.Array:
@@ -496,7 +583,7 @@ def prefetch_planes(
     rows_of = [step.rows.row_of for step in steps]
     jobs, found = planner.plan_planes(found, rows_of, following, ids, refined, mask)
     for step, of in zip(reversed(steps), reversed(jobs), strict=True):
-        found[1] = step.copy_rows(found[1], layer.turn, following, of, 1, beside=True)
+        found[1] = step.copy_rows(found[1], layer.turn, following, of, NEXT, OWN)
     return found
 
 

@@ -66,6 +66,7 @@ class TierShape:
       transient: B, slots of a bank after those of the layers.
       waves: W, in which experts that find no slot pass through the transient ones; 0: slots serve
         whatever a layer needs.
+      beside: waves are fetched beside products; none runs with what is there before.
       is_full: it has a slot for every expert; copies stay, even if the expert is in another tier.
       is_complete: every expert is in its slot for ever: nothing is fetched, and its table stays.
       static_in_step: the first tier alone: transfers between steps alone change its slots, and
@@ -85,6 +86,7 @@ class TierShape:
     banks: int = 1
     transient: int = 1
     waves: int = 0
+    beside: bool = False
     is_full: bool = False
     is_complete: bool = False
     static_in_step: bool = False
@@ -110,12 +112,8 @@ class TierShape:
 
     @property
     def at_once(self) -> bool:
-        """Whether the only wave is fetched with the admitted experts, and runs with them.
-
-        With two banks its copies run beside the products of what is there instead.
-        """
-        alone = self.streams or self.banks == 1
-        return self.waves == 1 and alone and self.planes == 1
+        """Whether the only wave is fetched with the admitted experts, and runs with them."""
+        return self.waves == 1 and not self.beside and self.planes == 1
 
     @property
     def later_waves(self) -> int:

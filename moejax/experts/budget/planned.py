@@ -91,11 +91,22 @@ class RunSizes:
         moves = is_plain and not self.config.tied_embeddings and self.num_devices == 1
         return nbytes if moves else 0
 
-    def most_at_once(self, slots: int, transient: int, banks: int) -> int:
+    def apart(self, tier: "TierSize", slots: int, transient: int) -> int:
+        """Transient slots in an array of their own, b of B: half, if decode steps need no more.
+
+        A CPU copies nothing beside products.
+        """
+        if self.is_cpu or tier.planes > 1:
+            return 0
+        needed = min(self.num_experts, self.batch * self.config.experts_per_token)
+        passing = min(needed, self.num_experts - slots) if needed > slots else 0
+        return max(0, min(transient // 2, transient - passing))
+
+    def most_at_once(self, tier: "TierSize", slots: int, transient: int) -> int:
         """Experts that a step fetches at once for a layer, to slots, in a wave or to both."""
         num_tokens = max(self.batch, self.prefill_batch * self.chunk)
         needed = min(self.num_experts, num_tokens * self.config.experts_per_token)
-        is_both = banks == 1 and self.num_experts - slots <= transient
+        is_both = self.num_experts - slots <= transient - self.apart(tier, slots, transient)
         return max(needed if is_both else min(needed, slots), transient)
 
 
@@ -134,8 +145,9 @@ class _Parts:
 class TierBudget(_Parts):
     """Every byte of a run with one tier.
 
-    Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B slots and R rows;
-    without, all are on the device as the other weights are, C is E, and B and R are 0.
+    Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B - b slots, in b slots
+    beside all banks, and in R rows; without, all are on the device as the other weights are, C is
+    E, and B and R are 0.
     """
 
     run: RunSizes
@@ -174,7 +186,12 @@ class TierBudget(_Parts):
     @property
     def at_once(self) -> int:
         """Experts that a step fetches at once for a layer; most in a prefill chunk."""
-        return self.run.most_at_once(self.slots, self.transient, self.banks)
+        return self.run.most_at_once(self.tier, self.slots, self.transient)
+
+    @property
+    def apart(self) -> int:
+        """Transient slots in an array of their own, b."""
+        return self.run.apart(self.tier, self.slots, self.transient) if self.pooled else 0
 
     @property
     def host_share(self) -> float:

@@ -161,7 +161,7 @@ class _TierPlan:
         parts, own = self.dense(), self.tier.expert_nbytes
         if self.moves_embeddings:
             parts.pop(f"weights {EMBEDDINGS_LEAF}")
-        banks = num_banks(self.limits)
+        banks, apart = num_banks(self.limits), self.run.apart(self.tier, slots, transient)
         layers = banks * -(-self.run.num_layers // banks)
         items = self.tier.planes * self.run.num_experts
         if self.tier.shares_slots:
@@ -169,7 +169,7 @@ class _TierPlan:
         else:
             table_slots = slots
             parts["expert slots"] = layers * slots * own
-            parts["transient slots"] = banks * transient * own
+            parts["transient slots"] = (banks * (transient - apart) + apart) * own
         parts["residency tables"] = table_nbytes(
             self.run.num_layers, self.run.num_experts, table_slots, items=items,
             last_uses=self._reads_disk,
@@ -181,7 +181,7 @@ class _TierPlan:
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
         if self.run.is_cpu or self._reads_disk:
-            at_once = self.run.most_at_once(slots, transient, banks)
+            at_once = self.run.most_at_once(self.tier, slots, transient)
             parts["experts on their way in a step"] = at_once * own
         return parts
 
@@ -267,7 +267,7 @@ class _TierPlan:
                 host["blocks of transfers between steps"] = self.run.num_devices * self.bulk_nbytes
             if rows < num_experts:
                 host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
-                at_once = self.run.most_at_once(slots, transient, num_banks(self.limits))
+                at_once = self.run.most_at_once(self.tier, slots, transient)
                 host[WAITED] = (blocks_from_disk(at_once) - RING_BLOCKS) * nbytes
                 disk["experts"] = num_experts * nbytes
         return TierBudget(
@@ -288,7 +288,7 @@ class _TierPlan:
         limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
         num_experts, at_once = (
             self.run.num_layers * self.run.num_experts,
-            self.run.most_at_once(slots, transient, num_banks(self.limits)),
+            self.run.most_at_once(self.tier, slots, transient),
         )
         if limit is None or not self._reads_disk:
             return num_experts
