@@ -235,6 +235,12 @@ class _TierPlan:
         slots = min(self.run.num_experts, least + fitting)
         while sum(self.pooled(slots, transient).values()) > limit:
             slots -= 1
+        # With two banks fewer transient slots where more lie apart, as slots serve decode steps.
+        while (
+            slots < self.run.num_experts
+            and sum(self.pooled(slots + 1, transient).values()) <= limit
+        ):
+            slots += 1
         return slots, transient
 
     def _require(self, nbytes: int, limit: int | None, what: str) -> None:
