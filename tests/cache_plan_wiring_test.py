@@ -52,7 +52,12 @@ def interpreted() -> Any:
             (expert_fetch, "fetch"), (buddy_search, "search"),
         )
     ]  # fmt: skip
-    caches = (placing._planned, placing._predicted, placing._planes_predicted)
+    caches = (
+        placing._planned,
+        placing._planned_by_expert,
+        placing._predicted,
+        placing._planes_predicted,
+    )
     with contextlib.ExitStack() as stack:
         for cache in caches:
             cache.clear_cache()
@@ -117,7 +122,9 @@ def steps(
 
 class WiringTest(parameterized.TestCase):
     @slow.repeats()
-    @parameterized.parameters((6, 0, 1), (4, 2, 1), (3, 2, 4), (0, 0, 2), (8, 2, 5))
+    @parameterized.parameters(
+        (6, 0, 1), (4, 2, 1), (3, 2, 4), (0, 0, 2), (8, 2, 5), (5, 2, 9), (3, 0, 9)
+    )
     def test_a_layer_gives_what_it_gave(self, slots, ahead, tokens):
         expected = steps(slots, ahead, tokens, ops.NO_KERNELS)
         with interpreted() as calls:
@@ -125,6 +132,14 @@ class WiringTest(parameterized.TestCase):
         self.assertEqual(calls.count("plan"), 1)  # traced once for both layers
         self.assertEqual(calls.count("predict"), int(ahead > 0))
         self.check(found, expected)
+
+    def test_experts_of_a_chunk_are_planned_like_its_pairs(self):
+        found = steps(3, 0, 9, ops.NO_KERNELS)
+        with mock.patch.object(placing, "_planned_by_expert", placing._planned):
+            expected = steps(3, 0, 9, ops.NO_KERNELS)
+        self.check(found, expected)
+        counts = [of[1].tiers[0].counts.gate for of in (found, expected)]
+        np.testing.assert_array_equal(*counts)
 
     @parameterized.parameters(1, 3)
     @pytest.mark.slow

@@ -121,9 +121,13 @@ class CachePlanner:
         operands = tuple(
             TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)
         )
-        forms = self.forms(asked.ids.size)
-        by_kernel = self.refusal(asked.ids.size) is None
-        tables, gate, found = _planned(
+        forms, num_experts = self.forms(asked.ids.size), self.tiers[0].cache.num_experts
+        # Without a policy an expert counts once, however many pairs of a chunk run it.
+        is_routed = asked.by is None and asked.host is None and len(forms) == 1
+        by_expert = is_routed and asked.ids.size > num_experts
+        by_kernel = self.refusal(num_experts if by_expert else asked.ids.size) is None
+        planned = _planned_by_expert if by_expert else _planned
+        tables, gate, found = planned(
             operands, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
         )
         ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
@@ -207,6 +211,31 @@ def _planned(
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     how = "triton" if by_kernel else "reference"
     return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
+
+
+@functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
+def _planned_by_expert(
+    tiers: tuple[TierOperands, ...], gate: jax.Array | None, layer: jax.Array, asked: Asked,
+    active: jax.Array, *, forms: tuple[TierShape, ...], by_kernel: bool,
+) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:  # fmt: skip
+    """Plans as `_planned` for the only tier, from its experts in place of the pairs."""
+    ids, mask = asked.ids, active[:, None]
+    experts = jnp.arange(tiers[0].row_of.shape[1], dtype=jnp.int32)
+    places = jnp.where(mask, ids, len(experts))
+    needed = jnp.zeros(len(experts), bool).at[places].set(True, mode="drop")
+    mass = jnp.sum(jnp.where(mask, asked.weights, 0.0))
+    weights = jnp.where(experts == jnp.argmax(needed), mass, 0.0)  # of all, at one of them
+    each = Asked(experts[:, None], weights[:, None])
+    tables, gate, found = _planned(
+        tiers, gate, layer, each, needed, forms=forms, by_kernel=by_kernel
+    )
+
+    def of_pairs(of_experts: jax.Array) -> jax.Array:
+        return jnp.where(mask, of_experts[:, 0][ids], -1)
+
+    wave = None if found.wave is None else of_pairs(found.wave)
+    found = found._replace(tier=of_pairs(found.tier), slot=of_pairs(found.slot), wave=wave)
+    return tables, gate, found
 
 
 @functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
