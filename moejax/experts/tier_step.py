@@ -383,7 +383,8 @@ class _Waves:
         active: jax.Array, base: Base | None, biases: PairBiases | None,
     ) -> "_Waves":  # fmt: skip
         """Prepares a layer's waves; fields are as in `TierStep.products`."""
-        arrays, streamed = (OWN,), (plan.streamed,)
+        arrays: tuple[int, ...] = (OWN,)
+        streamed: tuple[Fetch, ...] = (plan.streamed,)
         if apart := step.spec.num_apart(step.is_prefill):
             plan, streamed = _in_stages(plan, step.spec.cache.first_transient, apart)
             arrays = (APART, OWN)

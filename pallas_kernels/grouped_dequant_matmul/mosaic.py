@@ -65,19 +65,21 @@ def has_many_rows(
     assignments: Assignments, of_each: Sequence[Products], tiles: Tiles | None, target: Target
 ) -> bool:
     """Whether the kernel for many rows runs both products."""
-    shape = assignments.slot.shape
-    chosen = zip(("gate_up", "down"), of_each, strict=True)
-    return not any(_streams(*shape, _tiles(what, shape, *of, tiles, target)) for what, of in chosen)
+    tokens, width = assignments.slot.shape
+    return not any(
+        _streams(tokens, width, _tiles(what, (tokens, width), *of, tiles, target))
+        for what, of in zip(("gate_up", "down"), of_each, strict=True)
+    )
 
 
 def _tiles(
-    what: str, shape: Sequence[int], tiers: Tiers, low_rank: LowRanks, tiles: Tiles | None,
+    what: str, shape: tuple[int, int], tiers: Tiers, low_rank: LowRanks, tiles: Tiles | None,
     target: Target,
 ) -> Tiles | None:  # fmt: skip
     """The tiles that are given, or measured ones."""
     if tiles is not None or any(low_rank):
         return tiles
-    return measured(what, *shape, tiers, target, (StreamTiles, WgmmaTiles))
+    return measured(what, shape[0], shape[1], tiers, target, (StreamTiles, WgmmaTiles))
 
 
 def layer_mosaic(
@@ -91,10 +93,10 @@ def layer_mosaic(
     turn: Turn | None,
 ) -> jax.Array:
     """Computes `api.moe_products` by the kernel for many rows."""
-    chosen = []
+    chosen, (tokens, width) = [], assignments.slot.shape
     for what, (tiers, low_rank) in zip(("gate_up", "down"), of_each, strict=True):
         _fits_many_rows(low_rank, bias, gating)
-        found = _tiles(what, assignments.slot.shape, tiers, low_rank, tiles, target)
+        found = _tiles(what, (tokens, width), tiers, low_rank, tiles, target)
         chosen.append(found if isinstance(found, WgmmaTiles) else None)
     (ups, _), (downs, _) = of_each
     return mosaic_prefill.layer(x, assignments, ups, downs, chosen, target, turn)[None]
