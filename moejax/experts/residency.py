@@ -62,8 +62,9 @@ class Counts:
         return self.events[..., COLUMNS[name]]
 
     def add(self, layer: Layer, **amounts: jax.Array | int) -> "Counts":
-        """Adds int32[] amounts to events of one layer, by the names of `EVENTS`."""
-        return dataclasses.replace(self, events=self.events.at[layer].add(_columns(amounts)))
+        """Adds int32[] amounts to events of a layer, or of several, by the names of `EVENTS`."""
+        events = self.events.at[layer].add(_columns(amounts), mode="drop")
+        return dataclasses.replace(self, events=events)
 
 
 def _columns(amounts: Mapping[str, jax.Array | int]) -> jax.Array:
@@ -201,6 +202,34 @@ def admit(
     local = index_of(coming, jnp.where(leads, experts, -2))
     slots = jnp.where(local >= 0, first_slot(spec, layer) + local, -1)
     table = write_row(residency.table, layer, row)
+    return slots, dataclasses.replace(residency, table=table), counts
+
+
+def admit_all(
+    spec: CacheSizes, residency: Residency, layers: jax.Array, experts: jax.Array, counts: Counts
+) -> tuple[jax.Array, Residency, Counts]:
+    """Admits experts of several layers as `admit`, int32[n] each, none twice; layer -1 is skipped.
+
+    Each layer by the first of its experts, for all of them, so that none takes another one's slot;
+    and all layers at once: one after the other took longer than the step beside it.
+    """
+    sized, empty = dataclasses.replace(spec, num_layers=1, banks=1), no_counts(1)
+
+    def one(table: jax.Array, mine: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        row = dataclasses.replace(residency, table=table[None])
+        found, row, events = admit(sized, row, 0, jnp.where(mine, experts, -1), empty)
+        return row.table[0], jnp.where(mine, found, -1), events.events[0]
+
+    same = (layers[:, None] == layers[None]) & (layers >= 0)[None]
+    index = jnp.arange(len(layers), dtype=jnp.int32)
+    leads = (jnp.argmax(same, axis=1) == index) & (layers >= 0)
+    rows = jnp.maximum(layers, 0)
+    table, local, events = jax.vmap(one)(residency.table[rows], same & leads[:, None])
+    local = jnp.max(local, axis=0)
+    slots = jnp.where(local >= 0, first_slot(spec, rows) + local, -1)
+    places = jnp.where(leads, layers, spec.num_layers)
+    table = residency.table.at[places].set(table, mode="drop")
+    counts = dataclasses.replace(counts, events=counts.events.at[places].add(events, mode="drop"))
     return slots, dataclasses.replace(residency, table=table), counts
 
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.experts import residency as tables
-from moejax.experts.residency import CacheSizes
-from moejax.experts.state import CacheSpec, ExpertCache, TierSlots
+from moejax.experts.state import CacheSpec, ExpertCache, TierSlots, TierSpec
 from moejax.policies.base import Requests, pairs_with_room
 
 
@@ -56,8 +55,10 @@ def request_transfers(
         tier if is_full or len(cache.tiers) == 1 else _drop_higher_copies(tier, i, requests)
         for i, (tier, is_full) in enumerate(zip(cache.tiers, spec.full, strict=True))
     )
-    if any(of.emulated for of in spec.tiers):
-        pools = _insert_all_emulated(spec, pools, requests)
+    pools = tuple(
+        _insert_emulated(of, pool, i, requests) if of.emulated and of.cache.slots else pool
+        for i, (of, pool) in enumerate(zip(spec.tiers, pools, strict=True))
+    )
     idle = jnp.where(jnp.any(requests.layer >= 0), 0, idle)
     cache = dataclasses.replace(cache, tiers=pools, state=state)
     return cache, TransferRequests(requests, ahead, idle)
@@ -72,26 +73,10 @@ def _drop_higher_copies(pool: TierSlots, tier: int, requests: Requests) -> TierS
     return dataclasses.replace(pool, residency=residency, counts=counts)
 
 
-def _insert_all_emulated(
-    spec: CacheSpec, pools: tuple[TierSlots, ...], requests: Requests
-) -> tuple[TierSlots, ...]:
-    """Admits requested experts to emulated tiers, in the order of requests."""
-
-    def one(index: jax.Array, pools: tuple[TierSlots, ...]) -> tuple[TierSlots, ...]:
-        layer, expert, tier = (numbers[index] for numbers in requests)
-        found = list(pools)
-        for i, of in enumerate(spec.tiers):
-            if of.emulated and of.cache.slots:
-                asked = jnp.where((layer >= 0) & (tier == i), expert, -1)
-                found[i] = _insert_emulated(of.cache, found[i], jnp.maximum(layer, 0), asked[None])
-        return tuple(found)
-
-    return jax.lax.fori_loop(0, len(requests.layer), one, pools)
-
-
-def _insert_emulated(
-    cache: CacheSizes, slots: TierSlots, layer: jax.Array, experts: jax.Array
-) -> TierSlots:
-    """Admits experts as bulk transfers do, without bytes."""
-    _, residency, counts = tables.admit(cache, slots.residency, layer, experts, slots.counts)
-    return dataclasses.replace(slots, residency=residency, counts=counts)
+def _insert_emulated(spec: TierSpec, pool: TierSlots, tier: int, requests: Requests) -> TierSlots:
+    """Admits requested experts to an emulated tier, as bulk transfers do, without bytes."""
+    layers = jnp.where(requests.tier == tier, requests.layer, -1)
+    _, residency, counts = tables.admit_all(
+        spec.cache, pool.residency, layers, requests.expert, pool.counts
+    )
+    return dataclasses.replace(pool, residency=residency, counts=counts)

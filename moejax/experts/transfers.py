@@ -41,7 +41,7 @@ from moejax.experts import residency as tables
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.host_store import Expert, HostStore, copy_row
 from moejax.experts.pinned_memory import allocate_host_arrays
-from moejax.experts.residency import CacheSizes, first_slot, no_counts
+from moejax.experts.residency import CacheSizes
 from moejax.experts.state import TierSlots
 from moejax.experts.transfer_programs import is_ready
 from moejax.programs import CompiledPrograms
@@ -136,32 +136,9 @@ def _insert_experts(
       The pool, and int32[n] global slots, -1 where none was had.
     """
     layers, experts = what
-    residency, counts = pool.residency, pool.counts
-    sized = dataclasses.replace(spec, num_layers=1, banks=1)
-    empty = no_counts(1)
-
-    def one(table: jax.Array, mine: jax.Array) -> Any:
-        row = dataclasses.replace(residency, table=table[None])
-        asked = jnp.where(mine, experts, -1)
-        found, row, events = tables.admit(sized, row, 0, asked, empty)
-        dropped = jnp.sum(mine & (found < 0), dtype=jnp.int32)
-        events = events.add(0, bulk=dropped, prefetch_waste=dropped)
-        return row.table[0], jnp.where(mine, found, -1), events.events[0]
-
-    # Each layer by the first of its experts, for all of them, so that none takes another one's
-    # slot; and all layers at once: one after the other took longer than the step beside it.
-    same = (layers[:, None] == layers[None]) & (layers >= 0)[None]
-    index = jnp.arange(len(layers), dtype=jnp.int32)
-    leads = (jnp.argmax(same, axis=1) == index) & (layers >= 0)
-    rows = jnp.maximum(layers, 0)
-    table, local, events = jax.vmap(one)(residency.table[rows], same & leads[:, None])
-    local = jnp.max(local, axis=0)
-    slots = jnp.where(local >= 0, first_slot(spec, rows) + local, -1)
-    places = jnp.where(leads, layers, spec.num_layers)
-    table = residency.table.at[places].set(table, mode="drop")
-    residency = dataclasses.replace(residency, table=table)
-    events = counts.events.at[places].add(events, mode="drop")
-    counts = dataclasses.replace(counts, events=events)
+    slots, residency, counts = tables.admit_all(spec, pool.residency, layers, experts, pool.counts)
+    dropped = jnp.where((layers >= 0) & (slots < 0), layers, spec.num_layers)
+    counts = counts.add(dropped, bulk=1, prefetch_waste=1)
     banks = []
     for number, bank in enumerate(pool.banks):
         here = (slots >= 0) & (layers % len(pool.banks) == number)
