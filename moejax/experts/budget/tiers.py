@@ -370,23 +370,26 @@ def _planned(
     run: RunSizes, tiers: Sequence[TierSize], limits: Limits, policy: PolicyDemands | None
 ) -> Budget:
     """Plans a run whose pages are known."""
+    num_experts, names = run.num_experts, tuple(tier.name for tier in tiers)
+
+    def joined(budgets: Sequence[TierBudget], of_policy: Mapping[str, int]) -> Budget:
+        device, host, disk = (
+            _together(names, [getattr(budget, place) for budget in budgets])
+            for place in ("device", "host", "disk")
+        )
+        return Budget(
+            run=run, tiers=tuple(budgets), limits=limits, device=device | dict(of_policy),
+            host=host, disk=disk,
+        )  # fmt: skip
+
     if policy is None:
         (tier,) = tiers
-        only = _plan_tier(run, tier, limits)
-        return Budget(
-            run=run,
-            tiers=(only,),
-            limits=limits,
-            device=only.device,
-            host=only.host,
-            disk=only.disk,
-        )
+        return joined([_plan_tier(run, tier, limits)], {})
     if limits.host_threads:
         raise BudgetError(
             f"memory.host_threads={limits.host_threads} is for experts without a policy: set it "
             "to 0, or leave the policy out"
         )
-    num_experts, names = run.num_experts, tuple(tier.name for tier in tiers)
     shares = tiers[0].shares_slots
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
 
@@ -418,17 +421,11 @@ def _planned(
         if limits.host_gib:
             _check_host(budgets, limits)
             budgets = alone(chosen, limits.host_gib)
-        return Budget(
-            run=run,
-            tiers=tuple(budgets),
-            limits=limits,
-            device=_together(names, [b.device for b in budgets]) | dict(policy.device),
-            host=_together(names, [b.host for b in budgets]),
-            disk=_together(names, [b.disk for b in budgets]),
-        )
+        return joined(budgets, policy.device)
 
     check_gib(limits.device_gib, limits.host_gib)
     limit, num_lower = limit_nbytes(limits.device_gib), len(tiers) - 1
+    choices: list[Sequence[int]]  # slots of each tier, the best first
     if slots := policy.slots:
         _check(slots, names, num_experts)
         if limits.slots >= 0:
@@ -436,28 +433,24 @@ def _planned(
                 f"memory.slots={limits.slots} and policy.slots={tuple(slots)} both say how many "
                 "experts are cached: leave memory.slots out"
             )
-        if shares:
-            slots = (sum(slots),) * 2
-        return _within(made(slots), limit, policy.device)
-    if limit is None:
+        choices = [(sum(slots),) * 2 if shares else slots]
+    elif limit is None:
         first = num_experts if limits.slots < 0 else limits.slots
+        choices = [(first, *[num_experts] * num_lower)]
         if shares:
-            return made((min(first + num_experts, 2 * num_experts - 1),) * 2)
-        return made([first] + [num_experts] * num_lower)
-    if shares:
-        for count in range(2 * num_experts - 1, 1, -1):
-            found = made((count, count))
-            if found.total_device <= limit:
-                return found
-        return _within(found, limit, policy.device)
-    counts = range(num_experts, -1, -1)
-    choices = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
-    choices += [(n, 0 if policy.first_alone else n) for n in counts]
-    for first, lower in choices:
-        found = made([first] + [lower] * num_lower)
-        if found.total_device <= limit:
+            choices = [(min(first + num_experts, 2 * num_experts - 1),) * 2]
+    elif shares:
+        choices = [(count, count) for count in range(2 * num_experts - 1, 1, -1)]
+    else:
+        counts = range(num_experts, -1, -1)
+        pairs = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
+        pairs += [(n, 0 if policy.first_alone else n) for n in counts]
+        choices = [(first, *[lower] * num_lower) for first, lower in pairs]
+    for chosen in choices:
+        found = made(chosen)
+        if limit is None or found.total_device <= limit:
             return found
-    return _within(found, limit, policy.device)
+    raise _too_large(found, policy.device)
 
 
 def _check(slots: Sequence[int], names: Sequence[str], num_experts: int) -> None:
@@ -492,16 +485,14 @@ def _check_host(budgets: Sequence[TierBudget], limits: Limits) -> None:
         )
 
 
-def _within(budget: Budget, limit: int | None, of_policy: Mapping[str, int]) -> Budget:
-    """Returns the budget; raises BudgetError above the limit, naming what suffices."""
-    if limit is None or budget.total_device <= limit:
-        return budget
+def _too_large(budget: Budget, of_policy: Mapping[str, int]) -> BudgetError:
+    """Makes the error of a budget above its limit, which names what suffices."""
     slots, names = [tier.slots for tier in budget.tiers], ", ".join(budget.names)
     what = f"{', '.join(map(str, slots))} slots a layer of {names}"
     if not any(slots):  # there is nothing to spare
         what = f"experts in {names}, even with no slots to cache them"
     parts = (f", of which {part} {gib_above(n)}" for part, n in of_policy.items())
-    raise BudgetError(
+    return BudgetError(
         f"memory.device_gib={budget.limits.device_gib:g} is too little for {what}: the smallest "
         f"that would do is {gib_above(budget.total_device)} (batch {budget.run.batch}, context "
         f"{budget.run.context}){''.join(parts)}; raise memory.device_gib to that, or lower batch "
