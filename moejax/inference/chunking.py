@@ -167,10 +167,15 @@ def planned_chunk(
     return min(cache_length, longest_chunk(config, batch_size, cache_length, None, stored))
 
 
-def slice_tokens(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndarray:
-    """Slices [B, T] from `start` on to int32[B, size], padded by `fill`."""
-    part = tokens[:, start : start + size].astype(np.int32)
-    return np.pad(part, ((0, 0), (0, size - part.shape[1])), constant_values=fill)
+def slice_tokens(
+    rows: Sequence[Sequence[int]] | np.ndarray, start: int, size: int, fill: int = 0
+) -> np.ndarray:
+    """Takes `size` tokens of each row from `start` on, int32[B, size], padded by `fill`."""
+    tokens = np.full((len(rows), size), fill, np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        part = row[start : start + size]
+        padded[: len(part)] = part
+    return tokens
 
 
 def prefill_chunks(
@@ -233,15 +238,6 @@ def cache_length(
             f"a prompt of {longest} tokens leaves no room in the context of {limit}: {mend}"
         )
     return context or length_bucket(longest + num_new, min(least, planned), planned)
-
-
-def slice_prompts(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndarray:
-    """Takes `size` tokens of each prompt from `start` on, int32[B, T], padded with zeros."""
-    tokens = np.zeros((len(prompts), size), np.int32)
-    for row, prompt in enumerate(prompts):
-        part = prompt[start : start + size]
-        tokens[row, : len(part)] = part
-    return tokens
 
 
 def scored_columns(targets: np.ndarray) -> np.ndarray:

@@ -38,7 +38,6 @@ from moejax.inference.chunking import (
     num_between,
     prefill_chunks,
     scored_columns,
-    slice_prompts,
     slice_tokens,
 )
 from moejax.inference.generation import GenerationSettings
@@ -92,11 +91,6 @@ def settings_by_row(
     if not isinstance(settings, GenerationSettings):
         return list(settings)
     return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(batch)]
-
-
-def _seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
-    """Seed of each row."""
-    return [row.seeds(1)[0] for row in rows]
 
 
 def _seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
@@ -298,12 +292,12 @@ class Runner:
         """Runs prompts and chooses first tokens; does not wait."""
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, failures = settings_by_row(settings, batch), self._failure_count()
-        state, keys = self._fresh(_seeds_of(by_row), cache_length)
+        state, keys = self._fresh([row.seeds(1)[0] for row in by_row], cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         for start, size in self.chunks(batch, max(lengths), cache_length, self.short_chunk):
             is_first = start == 0 and size != self.short_chunk
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
-            chunk = self._chunk(slice_prompts(prompts, start, size), start, device_lengths)
+            chunk = self._chunk(slice_tokens(prompts, start, size), start, device_lengths)
             num_tokens = num_between(lengths, start, size)
             state, _ = self._step(
                 failures, num_tokens, steps.prefill_chunk, (self._program, spec), state, chunk
@@ -372,7 +366,7 @@ class Runner:
         for numbered, given in zip(tables, (source, pages), strict=True):
             numbered[: len(given)] = given
         numbers = map(np.int32, (start, lane, limit))
-        tokens, lengths = slice_prompts([prompt], start, size), np.asarray([len(prompt)], np.int32)
+        tokens, lengths = slice_tokens([prompt], start, size), np.asarray([len(prompt)], np.int32)
         host = (tokens, lengths, whole, np.uint32(seed), *tables, *numbers)
         chunk, count, ids, key, found_in, kept_in, begin, into, end = put(host, self.place)
         self._row_step(

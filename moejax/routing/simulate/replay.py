@@ -225,7 +225,7 @@ def _prefetch_experts(
         # A refinement comes over a base plane that is there.
         new = wanted & (key == 0) & jnp.stack([key[1] > 0, jnp.ones(num_experts, bool)])
         keys, moved = _admit_shared(key, new, wanted, slots, 2 * clock + 1, most)
-        return keys, _prefetch_counts(moved)
+        return keys, _counts_of(moved, "prefetched")
     # A copy as good or better serves.
     there = key > 0
     served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
@@ -233,16 +233,12 @@ def _prefetch_experts(
     keys, moved = _admit_each(key, new, wanted, slots, 2 * clock + 1, most)
     came = new & (keys > 0)
     leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
-    return jnp.where(leaving, 0, keys), _prefetch_counts(moved)
+    return jnp.where(leaving, 0, keys), _counts_of(moved, "prefetched")
 
 
-def _prefetch_counts(moved: _Moved) -> dict[str, jax.Array]:
-    """Counts of a prefetch by the names of `EVENTS`."""
-    return {
-        "prefetched": moved.admitted,
-        "evictions": moved.evictions,
-        "prefetch_waste": moved.waste,
-    }
+def _counts_of(moved: _Moved, admitted: str) -> dict[str, jax.Array]:
+    """Counts by the names of `EVENTS`; `admitted` is that of experts that came."""
+    return {admitted: moved.admitted, "evictions": moved.evictions, "prefetch_waste": moved.waste}
 
 
 def _resident(key: jax.Array, shares: bool) -> jax.Array:
@@ -297,12 +293,7 @@ def _serve(
         misses &= ~gone[None]
     admit = _admit_shared if shares else _admit_each
     key, sums = admit(key, misses, runs, slots, 2 * clock, most)
-    events |= {
-        "admitted": sums.admitted,
-        "streamed": sums.streamed,
-        "evictions": sums.evictions,
-        "prefetch_waste": sums.waste,
-    }
+    events |= {"streamed": sums.streamed, **_counts_of(sums, "admitted")}
     weights = jnp.where(active[:, None], observation.weights, 0.0)
     computed = decision.tier != SKIPPED
     at = jnp.where(computed, found.tier[decision.ids], -1)
@@ -622,12 +613,7 @@ def _transfer(
     best = jnp.min(jnp.where(come, tier, num_tiers), axis=1, keepdims=True)
     keys = jnp.where((tier > best) & ~is_full, 0, keys)
     coming = jnp.where(coming > replay.delay + held, 0, coming)
-    counts = {
-        "bulk": moved.admitted,
-        "evictions": moved.evictions,
-        "prefetch_waste": moved.waste,
-    }
-    row = jnp.sum(_row(counts, moved.admitted), axis=1)
+    row = jnp.sum(_row(_counts_of(moved, "bulk"), moved.admitted), axis=1)
     tally = running.tally._replace(events=running.tally.events.at[phase].add(row))
     return Running(state, keys, coming, running.clock, tally)
 
