@@ -324,6 +324,7 @@ class MainTest(FolderTestCase):
         ("--config.grid=('slots=4', 'alpha=3')", "lru has no setting alpha"),
         ("--config.tiers=('int4',)", "is not NAME=BYTES"),
         ("--config.links=('0',)", "must be a speed"),
+        ("--config.overlap=1.5", "overlap=1.5 must be"),
         ("--config.policy=dymo", "no policy 'dymo' to sweep over; known: lru, resident, on_demand"),
         ("--config.policy=auto", "no policy 'auto' to sweep over"),
         ("--config.policy=buddymoe", "needs a profile: lists=FILE"),

@@ -58,13 +58,18 @@ class SweepConfig(RunConfig):
         -1, "most experts in flight between calls of 16 steps, like memory.bulk; -1: the engine's",
         least=-1,
     )  # fmt: skip
-    base_ms: float = option(0.0, "milliseconds of a decode step without misses; 0: transfers alone")
+    base_ms: float = option(
+        0.0, "milliseconds of a decode step without misses; 0: transfers alone", least=0
+    )
     links: tuple[str, ...] = option(
         ("50", "12"), "GiB/s from host to device: PCIe 5 x16 about 50, PCIe 3 x16 about 12"
     )
-    fetch_ms: float = option(0.0, "milliseconds of overhead per fetching launch; 0: none")
+    fetch_ms: float = option(0.0, "milliseconds of overhead per fetching launch; 0: none", least=0)
     overlap: float = option(
-        0.0, "share of a layer's time that can hide prefetch; 0: the engine's, 1: ideal"
+        0.0,
+        "share of a layer's time that can hide prefetch; 0: the engine's, 1: ideal",
+        least=0,
+        most=1,
     )
     calibration: str = option(
         "",

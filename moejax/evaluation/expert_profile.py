@@ -233,12 +233,8 @@ def _with_following(
 ) -> ExpertActivity:
     """Counts pairs of choices in a layer and in the next sparse one."""
     assert activity.following is not None
-    expert = jnp.arange(activity.activations.shape[1], dtype=jnp.int32)
-
-    def marks(ids: jax.Array) -> jax.Array:
-        return jnp.any(ids[:, :, None] == expert[None, None], axis=1).astype(jnp.float32)
-
-    both = _products(marks(ids) * token_weights[:, None], marks(next_ids))
+    chosen, following = (_marks(of, activity.activations.shape[1]) for of in (ids, next_ids))
+    both = _products(chosen * token_weights[:, None], following)
     return dataclasses.replace(activity, following=activity.following.at[layer].add(both))
 
 
@@ -255,10 +251,15 @@ def _with_outputs(
     length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
     unit = wide / jnp.maximum(length, float(np.finfo(np.float32).tiny))
     cosines = jnp.einsum("ind,jnd->nij", unit, unit, precision=_EXACT)
-    expert = jnp.arange(len(outputs), dtype=jnp.int32)
-    marks = jnp.any(ids[:, :, None] == expert[None, None], axis=1).astype(jnp.float32)
-    found = jnp.einsum("ni,nij->ij", marks * token_weights[:, None], cosines, precision=_EXACT)
+    chosen = _marks(ids, len(outputs)) * token_weights[:, None]
+    found = jnp.einsum("ni,nij->ij", chosen, cosines, precision=_EXACT)
     return dataclasses.replace(activity, cosines=activity.cosines.at[layer].add(found))
+
+
+def _marks(ids: jax.Array, num_experts: int) -> jax.Array:
+    """float32[N, E], 1 where a token chose an expert."""
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    return jnp.any(ids[:, :, None] == expert[None, None], axis=1).astype(jnp.float32)
 
 
 def _products(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -86,8 +86,8 @@ class TierMemory:
         rows = put(np.asarray(row_of, np.int32), place)
         self.spec, self.store = spec, HostRows(gate_up, down, rows, terms)
         self.pool = self._empty_pool()
-        row = jax.eval_shape(lambda *leaves: leaves, *jax.tree.leaves((gate_up, down)))
-        nbytes = (math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in row)
+        leaves = jax.tree.leaves((gate_up, down))
+        nbytes = (math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
         over_all = spec.refines > 0 and not spec.shares_slots
         self.ledger = TierLedger(sum(nbytes), over_all)
         self.disk = disk
@@ -258,12 +258,9 @@ class TierMemory:
 
     def close(self) -> None:
         """Ends transfers and reading; a step that needs the disk afterwards is an error."""
-        if self.transfers is not None:
-            self.transfers.close()
-        if self.disk is not None:
-            self.disk.close()
-        if self.host is not None:
-            self.host.close()
+        for part in (self.transfers, self.disk, self.host):
+            if part is not None:
+                part.close()
 
 
 @dataclasses.dataclass
@@ -569,8 +566,7 @@ class ExpertMemory:
                     mask[layer, i, expert] = True
             operands = put((mask, np.int32(room)), self.place)
             self._in_flight_on_device = in_flight, operands
-        operands = self._in_flight_on_device[1]
-        return operands
+        return self._in_flight_on_device[1]
 
     def _init_policy(self, policy: AnyPolicy | None) -> tuple[Any, jax.Array | None]:
         """A policy's state and gate mass before any token; nothing without a policy."""

@@ -440,13 +440,9 @@ def _nearly_hot(
       is_due: bool[], whether to request anything.
     """
     num_layers, num_experts = worth.shape
-    place = ranks(~settled, worth)
-    index = jax.lax.broadcasted_iota(jnp.int32, place.shape, 1)
-    layer = jax.lax.broadcasted_iota(jnp.int32, (num_layers, count), 0)
     wanted = ~settled & (worth > 0) & is_due
-    rows = jax.lax.iota(jnp.int32, num_layers)[:, None]
-    expert = jnp.full((num_layers, num_experts), -1, jnp.int32)
-    expert = expert.at[rows, jnp.where(wanted, place, num_experts)].set(index, mode="drop")
-    expert = expert[:, :count].T.reshape(-1)
+    place = jnp.where(wanted, ranks(~settled, worth), num_experts)
+    expert = _at_places(place, worth)[0][:, :count].T.reshape(-1)
+    layer = jnp.tile(jax.lax.iota(jnp.int32, num_layers), count)
     asked = expert >= 0
-    return Requests(jnp.where(asked, layer.T.reshape(-1), -1), expert, jnp.where(asked, tier, -1))
+    return Requests(jnp.where(asked, layer, -1), expert, jnp.where(asked, tier, -1))

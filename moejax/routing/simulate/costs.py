@@ -26,16 +26,6 @@ class Machine:
     # launches, 1 where a copy engine works beside them
     overlap: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Raises MoejaxError naming the number that is not possible."""
-        for name in ("base_ms", "fetch_ms"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or more milliseconds")
-        if not self.link_gib_per_s > 0:
-            raise MoejaxError(f"link_gib_per_s={self.link_gib_per_s} must be above 0")
-        if not 0 <= self.overlap <= 1:
-            raise MoejaxError(f"overlap={self.overlap} must be from 0 to 1")
-
     def _link_ms(self, num_bytes: np.ndarray | float) -> np.ndarray:
         """Milliseconds to move so many bytes over the link."""
         return np.asarray(num_bytes, np.float64) / (self.link_gib_per_s * GIB) * 1e3

@@ -146,11 +146,6 @@ def _check_planes(run: Run, spec: PolicySpec) -> None:
     """Raises MoejaxError for tiers that cannot share slots."""
     if not run.shares_slots:
         return
-    if run.refines != (True, False) or run.slots[0] != run.slots[1]:
-        raise MoejaxError(
-            "planes share the slots of two tiers, of which the first refines the second: give both "
-            f"as many slots, not {', '.join(map(str, run.slots))}"
-        )
     dims, state = (spec.num_layers, 2, spec.num_experts), run.policy.init(spec)
     if moves_between_steps(run.policy, state, dims):
         raise MoejaxError(f"{run.policy.name} moves experts between steps, which shared slots lack")
