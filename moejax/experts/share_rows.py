@@ -44,17 +44,14 @@ class ShareRows:
         self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
         self.gate_up: Weight
         self.down: Weight
-        self.gate_up, self.down = self.weights(
+        gate_up, down = jax.tree.unflatten(
+            self._tree,
             [
                 jax.ShapeDtypeStruct((self.num_layers, self.num_experts, *part.shape), part.dtype)
                 for part in self.row
-            ]
+            ],
         )
-
-    def weights(self, arrays: Sequence[Any]) -> tuple[Weight, Weight]:
-        """Joins arrays of shares, in the order of `row`, to gates and ups, and downs."""
-        gate_up, down = jax.tree.unflatten(self._tree, arrays)
-        return gate_up, self.shares.narrow(down)
+        self.gate_up, self.down = gate_up, self.shares.narrow(down)
 
     def _cut(self, whole: Sequence[np.ndarray], index: int) -> list[Any]:
         gate_up, down = jax.tree.unflatten(self._tree, whole)
