@@ -190,6 +190,14 @@ class ValuesTest(ReaderTestCase):
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
             self.assertTrue(all(threads.map(work, 50 * every_expert(reader))))
 
+    @parameterized.product(dtype=["float32", "float16", "bfloat16"], fused=[False, True])
+    def test_plain_rows_are_what_was_stored(self, dtype, fused):
+        store = Plain(QWEN, fused=fused)
+        _, reader = self.open(store, dtype)
+        leaves = store.leaves()
+        expected = [leaves[leaf].astype(dtype) for leaf in ("moe.gate_up", "moe.down")]
+        self.assert_rows(reader, expected)
+
 
 class RefusalTest(ReaderTestCase):
     def assert_refused(self, store, *messages, **kwargs):
