@@ -78,6 +78,15 @@ class GatesTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "percentile 101"):
             buddy_gates.percentile_tau(histogram, 101)
 
+    def test_entropy_of_flat_peaky_and_single_choices(self):
+        chosen = np.float32([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.5, 0, 0]])
+        found = buddy_gates.activating_entropy(chosen)
+        np.testing.assert_allclose(found, [1, 0, 0.5], atol=1e-6)
+        one = buddy_gates.chosen_probabilities(np.float32([[0.2, 0.8]]), np.int32([[1]]))
+        np.testing.assert_array_equal(buddy_gates.activating_entropy(one), [0])  # k = 1: forbidden
+        self.assertFalse(buddy_gates.tolerates(one, jnp.float32(0), jnp.float32(2))[0])
+        self.assertTrue(buddy_gates.tolerates(one, jnp.float32(-1), jnp.float32(2))[0])
+
 
 class ListsTest(parameterized.TestCase):
     @parameterized.product(alpha=(0.1, 0.75, 0.95, 1.0), smoothing=(0.0, 0.5), max_size=(3, 16))
