@@ -303,3 +303,17 @@ class SetsTest(parameterized.TestCase):
         )  # fmt: skip
         # One slot of two is free: expert 0 takes it, expert 1 that of expert 3.
         self.assertEqual(list(contract.entries(asked)), [(0, 0, 0), (0, 3, 1), (0, 1, 0)])
+
+    def test_hottest_promotions_pair_with_coldest_demotions(self):
+        scores = np.float32([[0.9, 0.1, 0.5, 0.3], [0.6, 0.2, 0.0, 0.0]])
+        high = np.array([[True, False, True, False], [True, False, False, False]])
+        hot = np.array([[False, True, False, True], [False, True, False, False]])
+        asked = SWAPS(
+            scores, high, hot, np.ones((2, 4), bool), np.int32([2, 1]), np.int32(4),
+            (np.int32(0), np.int32(1)), max_requests=8,
+        )  # fmt: skip
+        found = list(contract.entries(asked))
+        # (0, 0) for (0, 1) gains 0.8; (1, 0) for (1, 1) 0.4; (0, 2) for (0, 3) 0.2.
+        expected = [(0, 1, 1), (0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 3, 1), (0, 2, 0)]
+        self.assertEqual(found, expected)
+        np.testing.assert_array_equal(np.asarray(asked.expert)[6:], -1)
