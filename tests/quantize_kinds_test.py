@@ -1,5 +1,6 @@
 """Quantizing models whose layers are not all alike: latents, delta rules, shared experts."""
 
+import json
 import pathlib
 import tempfile
 
@@ -19,6 +20,7 @@ from moejax.quantization.pipeline.inventory import take_inventory
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.weights.qtensor import QTensor
 from tests import model_kinds, numpy_model, slow
+from tests.hf_checkpoints import write_with_vision_tower
 from tests.packed_weights import values_of
 from tests.quantize_case import QuantizeTestCase
 from tests.random_checkpoints import write_random_checkpoint, write_tokenizer
@@ -162,6 +164,27 @@ class QuantizeKindsTest(QuantizeTestCase):
             error = np.linalg.norm(plain - was) / np.linalg.norm(was)
             self.assertLess(error, 0.25 if isinstance(weight, QTensor) else 1e-9, leaf)
 
+    @pytest.mark.slow
+    def test_decoder_of_a_model_that_sees_images(self):
+        source, output = self.directory / "source", self.directory / "output"
+        write_with_vision_tower(source)
+        write_tokenizer(source, 160)
+        quantize_checkpoint(
+            self.job(source=source, output=output, method="rtn", bits=4, group_size=16)
+        )
+        fields = json.loads((output / "config.json").read_text())
+        self.assertEqual(fields["model_type"], "qwen3_5_moe_text")
+        self.assertEqual(fields["architectures"], ["Qwen3_5MoeForCausalLM"])
+        self.assertEqual(fields["eos_token_id"], 7)
+        self.assertNotIn("vision_config", fields)
+        checkpoints = [open_checkpoint(str(path)) for path in (source, output)]
+        self.assertEqual(checkpoints[0].config, checkpoints[1].config)
+        cpu = jax.devices("cpu")[0]
+        plain, packed = (of.load(dtype="float32", device=cpu, progress=False) for of in checkpoints)
+        self.assertEqual(plain.keys(), packed.keys())
+        self.assertIsInstance(packed["delta.qkvz_proj"], QTensor)
+        np.testing.assert_array_equal(plain["delta.ba_proj"], packed["delta.ba_proj"])
+
 
 class CalibrationTest(parameterized.TestCase):
     """Against the whole model, and what a projection adds where its matrix changes nothing."""
@@ -248,3 +271,27 @@ class CalibrationTest(parameterized.TestCase):
         added = (np.array(run.hidden, np.float64) - before).reshape(-1, config.model_dim)
         self.assertEqual(found.num_tokens, 210)
         numpy_model.assert_near(found.mean, 2 * added.T @ added / 210, factor=100)
+
+    def test_inputs_of_a_projection_from_a_latent(self):
+        config = model_kinds.config_of("latent")
+        weights = self.weights(config)
+        of_layer = self.of_layer(weights, config, 0)
+        run = LayerRun(
+            config, self.tokens, weights["embed"], dtype=jnp.float32, device=jax.devices("cpu")[0]
+        )
+        x = np.array(run.hidden, np.float64).reshape(-1, config.model_dim)
+        wide = {leaf: array.astype(np.float64) for leaf, array in of_layer.items()}
+        normed = numpy_model.rms_norm(x, wide["attention.norm"], config.norm_eps)
+        captured = run.capture(of_layer)
+        latents = numpy_model.rms_norm(
+            normed @ wide["attention.q_a"].T, wide["attention.q_a_norm"], 1e-6
+        )
+        for leaf, rows in (
+            ("attention.q_a", normed),
+            ("attention.kv_a", normed),
+            ("attention.q_b", latents),
+        ):
+            expected = 2 * rows.T @ rows / 210
+            numpy_model.assert_near(captured.hessian(leaf).mean, expected, factor=20)
+        with self.assertRaisesRegex(ValueError, "no Hessian of attention.kv_b"):
+            captured.hessian("attention.kv_b")

@@ -105,6 +105,25 @@ class WrittenTest(QuantizeTestCase):
         for name, tensor in found.items():
             np.testing.assert_array_equal(tensor, expected[name], name)
 
+    @pytest.mark.slow
+    def test_fused_source_gives_the_same_files(self):
+        fused = self.copy_of_source()
+        tensors = all_tensors(fused)
+        for layer in (0, 2):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            take = lambda e, p, prefix=prefix: tensors.pop(f"{prefix}.{e}.{p}_proj.weight")  # noqa: E731
+            both = [np.concatenate([take(e, "gate"), take(e, "up")]) for e in range(4)]
+            tensors[f"{prefix}.gate_up_proj"] = np.stack(both)
+            tensors[f"{prefix}.down_proj"] = np.stack([take(e, "down") for e in range(4)])
+        save_file(tensors, fused / "model.safetensors")
+        expected = digests(quantize_checkpoint(self.job()).output)
+        found = digests(
+            quantize_checkpoint(self.job(source=fused, output=self.directory / "fused")).output
+        )
+        for files in (expected, found):
+            del files["quantization.json"]  # which names the source
+        self.assertEqual(found, expected)
+
 
 class RefusedTest(QuantizeTestCase):
     def refused_output(self, job, *messages):

@@ -369,3 +369,27 @@ class MainTest(FolderTestCase):
         both = self.directory / "both.png"
         _, err = self.run_main(f"--config.output={both}", f"--config.plot={both}", status=1)
         self.assertIn("name two files", err)
+
+    def test_a_calibration_by_a_benchmark(self):
+        rows = self.directory / "benchmark.jsonl"
+        facts = {"baseline": {}, "device": "x", "versions": {}, "date": "x", "command": "x"}
+
+        def add(model, batch, gib, moved):
+            about = f"{model}, random weights, batch {batch}, {gib:g} GiB, 1 prompts; routing x"
+            for name, figure, unit in (
+                ("TPOT median", 3 + 20 * moved, "ms"), ("TPOT p99", 99.0, "ms"),
+                ("link bytes of a decode step", moved * GIB / 1e6, "MB"),
+            ):  # fmt: skip
+                append_rows(
+                    rows, [ResultRow(what=f"{name}, {about}", figure=figure, unit=unit, **facts)]
+                )
+
+        add("Qwen3", 1, 8, 0.5)
+        add("Qwen3", 1, 8.5, 0.25)
+        add("Qwen3", 4, 8, 2.0)  # one of its kind tells no speed
+        with mock.patch.object(sweeping, "sweep", side_effect=MoejaxError("enough")):
+            _, err = self.run_main(f"--config.calibration={rows}", status=1)
+        self.assertIn("calibrated by 2 measurements: 3.000 ms a step, 50.0 GiB/s", err)
+        add("Qwen3", 4, 12, 1.0)
+        with self.assertRaisesRegex(MoejaxError, "has rows of 2 runs.*batch 1.*batch 4"):
+            measured_rows(rows)
