@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,121 +24,11 @@ from tests.deepseek_moe_torch import DeepseekMoe, Shape
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import GROUPS, write_checkpoint
 
-# The fields, that bear on the model, of published config.json files.
-QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
-    "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
-    "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
-    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
-    "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None,
-    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
-MIXTRAL: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
-    "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
-    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "vocab_size": 32000,
-}  # fmt: skip
-NEXT: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
-    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
-    "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next",
-    "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
-    "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
-    "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06,
-    "rope_scaling": None, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False,
-    "vocab_size": 151936,
-}  # fmt: skip
-MOE_16B: dict[str, Any] = {
-    "architectures": ["DeepseekForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
-    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10944,
-    "max_position_embeddings": 4096, "model_type": "deepseek", "moe_intermediate_size": 1408,
-    "moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
-    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 28,
-    "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000,
-    "scoring_func": "softmax", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "vocab_size": 102400,
-}  # fmt: skip
-V2_LITE: dict[str, Any] = {
-    **MOE_16B, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
-    "kv_lora_rank": 512, "max_position_embeddings": 163840, "n_group": 1, "num_hidden_layers": 27,
-    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "rope_scaling": {
-        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096, "type": "yarn",
-    },
-    "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
-}  # fmt: skip
-V3: dict[str, Any] = {
-    **V2_LITE, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
-    "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
-    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
-    "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
-    "topk_method": "noaux_tc", "vocab_size": 129280,
-    "rope_scaling": V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
-}  # fmt: skip
-OLMOE_1B_7B: dict[str, Any] = {
-    "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None,
-    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024,
-    "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": False,
-    "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
-    "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-05,
-    "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "vocab_size": 50304,
-}  # fmt: skip
-GLM_AIR: dict[str, Any] = {
-    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "first_k_dense_replace": 1,
-    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
-    "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408,
-    "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
-    "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
-    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
-    "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
-    "torch_dtype": "bfloat16", "use_qk_norm": False, "vocab_size": 151552,
-}  # fmt: skip
-GLM_FLASH: dict[str, Any] = {
-    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False,
-    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
-    "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
-    "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1,
-    "n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob": True,
-    "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47,
-    "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0,
-    "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
-    "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.8,
-    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
-    "v_head_dim": 256, "vocab_size": 154880,
-}  # fmt: skip
-# Of Qwen3.5 and 3.6 the field that the text is nested in, and some beside it.
-QWEN35: dict[str, Any] = {
-    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056,
-    "model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": {"depth": 27},
-    "text_config": {
-        "attention_bias": False, "attn_output_gate": True, "dtype": "bfloat16",
-        "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
-        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
-        "max_position_embeddings": 262144, "mlp_only_layers": [],
-        "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512,
-        "mtp_num_hidden_layers": 1, "num_attention_heads": 16, "num_experts": 256,
-        "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06, "shared_expert_intermediate_size": 512, "vocab_size": 248320,
-        "rope_parameters": {
-            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
-            "rope_theta": 10000000, "partial_rotary_factor": 0.25,
-        },
-    },
-}  # fmt: skip
+# Fields that bear on the model, of published config.json files. Qwen3.6's text is nested in one.
+_FIELDS = json.loads(Path(__file__).with_name("published_configs.json").read_text())
+QWEN3, MIXTRAL, NEXT, MOE_16B, V2_LITE, V3, OLMOE_1B_7B, GLM_AIR, GLM_FLASH, QWEN35, OSS_20B = (
+    _FIELDS.values()
+)
 
 
 def qwen35(**text: Any) -> dict[str, Any]:
@@ -147,20 +38,6 @@ def qwen35(**text: Any) -> dict[str, Any]:
     return QWEN35 | {"text_config": QWEN35["text_config"] | same | text}
 
 
-OSS_20B: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4,
-    "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
-    "intermediate_size": 2880, "max_position_embeddings": 131072, "model_type": "gpt_oss",
-    "layer_types": ["sliding_attention", "full_attention"] * 12, "num_attention_heads": 64,
-    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
-    "num_local_experts": 32, "rms_norm_eps": 1e-05, "rope_theta": 150000,
-    "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
-        "original_max_position_embeddings": 4096, "truncate": False,
-    },
-    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}  # fmt: skip
 PUBLISHED = {
     "Qwen3-30B-A3B": (QWEN3, shapes.QWEN3_30B_A3B),
     "Mixtral-8x7B": (MIXTRAL, shapes.MIXTRAL_8X7B),

@@ -102,19 +102,6 @@ class RtnTest(parameterized.TestCase):
         zeros = rtn(-weights, Grid(bits=4, group_size=16, zero_kind="integer")).zeros
         np.testing.assert_array_equal(zeros, 15)
 
-    @pytest.mark.slow
-    def test_vmap_is_loop_and_jit_is_eager(self):
-        weights = jnp.asarray(weights_of((3, 8, 77)))
-        grid = Grid(bits=3, group_size=32, zero_kind="float")
-        whole = rtn(weights, grid)
-        mapped = jax.vmap(lambda w: rtn(w, grid))(weights)
-        loop = Codes(*map(jnp.stack, zip(*(rtn(w, grid) for w in weights), strict=True)))
-        with jax.disable_jit():
-            eager = rtn(weights, grid)
-        for other in (mapped, loop, eager):
-            np.testing.assert_array_equal(other.codes, whole.codes)
-            np.testing.assert_allclose(other.scales, whole.scales, rtol=1e-6)
-
     def test_nearest_codes_take_negative_scales(self):
         weights = jnp.asarray([[0.4, -0.3, 0.1, 0.0]], jnp.float32)
         grid = Grid(bits=3, group_size=4, zero_kind="symmetric")
@@ -301,15 +288,6 @@ class HqqTest(parameterized.TestCase):
             error = relative_error(weights, dequantize(hqq(weights, grid), grid))
             self.assertLess(float(error), 0.98 * float(plain))
 
-    @pytest.mark.slow
-    def test_vmap_is_loop(self):
-        weights = jnp.asarray(column_scaled((3, 16, 150), 6))
-        grid = Grid(bits=3, group_size=64, zero_kind="float")
-        whole = hqq(weights, grid)
-        mapped = jax.vmap(lambda w: hqq(w, grid))(weights)
-        np.testing.assert_array_equal(mapped.codes, whole.codes)
-        np.testing.assert_array_equal(hqq(weights[2], grid).codes, whole.codes[2])
-
     def test_other_zeros_are_refused(self):
         with self.assertRaisesRegex(ValueError, "zero_kind is 'integer'"):
             hqq(jnp.zeros((2, 64)), Grid(bits=3, group_size=64, zero_kind="integer"))
@@ -411,14 +389,17 @@ class LeastSquaresTest(parameterized.TestCase):
         np.testing.assert_allclose(got, weights, rtol=1e-5, atol=1e-7)
         np.testing.assert_array_equal(got[0], 0)
 
+    @parameterized.parameters(rtn, hqq, least_squares)
     @pytest.mark.slow
-    def test_vmap_is_loop(self):
-        weights = jnp.asarray(gaussian_rows((2, 8, 77), seed=5))
-        grid = Grid(bits=3, group_size=32, zero_kind="float")
-        whole = least_squares(weights, grid)
-        mapped = jax.vmap(lambda w: least_squares(w, grid))(weights)
-        np.testing.assert_array_equal(mapped.codes, whole.codes)
-        np.testing.assert_array_equal(least_squares(weights[1], grid).codes, whole.codes[1])
+    def test_vmap_is_loop_and_jit_is_eager(self, quantize):
+        weights = jnp.asarray(column_scaled((3, 16, 150), 6))
+        grid = Grid(bits=3, group_size=64, zero_kind="float")
+        whole, one = quantize(weights, grid), quantize(weights[2], grid)
+        with jax.disable_jit(quantize is rtn):
+            mapped = jax.vmap(lambda w: quantize(w, grid))(weights)
+        for codes, found in ((whole, mapped), (Codes(*(a[2] for a in whole)), one)):
+            np.testing.assert_array_equal(found.codes, codes.codes)
+            np.testing.assert_allclose(found.scales, codes.scales, rtol=1e-6)
 
 
 def matrices(shape, decay, seed=0):
