@@ -96,32 +96,6 @@ class InstructionsTest(parameterized.TestCase):
             exact = [Fraction(float(part[at])) for part in (a, b, c)]
             self.assertEqual(found[at], rounded(exact[0] * exact[1] + exact[2], kind), at)
 
-    @parameterized.parameters("bf16", "f16")
-    def test_conversions(self, kind):
-        values = self.rng.standard_normal(THREADS).astype(np.float32)
-        e = machine()
-        found = halves_of(e.f32_to_16(kind, values), kind)[:, 0]
-        expected = [rounded(Fraction(float(value)), kind) for value in values]
-        np.testing.assert_array_equal(found, expected)
-        word = e.bor(e.shl(0x1234, 16), e.f32_to_16(kind, values))
-        np.testing.assert_array_equal(e.f32_of_16(kind, word), found.astype(np.float32))
-        word = self.rng.integers(0, 2**32, THREADS)
-        for byte in range(4):
-            np.testing.assert_array_equal(e.byte_to_f32(word, byte), word >> 8 * byte & 255)
-        np.testing.assert_array_equal(e.f32_of_bits(0x3FC00000), 1.5)
-
-    def test_merge_takes_bits_of_the_tables(self):
-        """PTX ISA, lop3: bit 4 a + 2 b + c of the table for bits a, b, c."""
-        a, b = (self.rng.integers(0, 2**32, THREADS) for _ in range(2))
-        mask = 0x0F0F3355
-        e = machine()
-        for how, table in (("or", 0xEA), ("select", 0xE2)):
-            expected = np.zeros(THREADS, np.int64)
-            for bit in range(32):
-                number = (a >> bit & 1) * 4 + (mask >> bit & 1) * 2 + (b >> bit & 1)
-                expected |= (table >> number & 1) << bit
-            np.testing.assert_array_equal(e.merge(a, mask, b, how), expected)
-
     def test_ballot_is_of_the_active_lanes_of_a_warp(self):
         condition, active = (self.rng.random(THREADS) < 0.5 for _ in range(2))
         e = machine()
@@ -149,21 +123,6 @@ class InstructionsTest(parameterized.TestCase):
 
 
 class MemoryTest(parameterized.TestCase):
-    def test_copies_bring_bytes_or_zeros(self):
-        rng = np.random.default_rng(seed(self.id()))
-        source = rng.integers(0, 256, 16 * THREADS + 32).astype(np.uint8)
-        room = np.full(16 * THREADS + 16, 0xFF, np.uint8)
-        e = machine(source, room, shared=1)
-        present = e.select(e.compare(e.threads, "ne", 5), 1, 0)
-        to = e.add(e.shared_address(1), e.mul(e.bxor(e.threads, 3), 16))
-        e.copy_async(to, 16, e.offset(e.address(0), e.threads, 16), 32, present, 16)
-        expected = source[32:].reshape(THREADS, 16).copy()
-        expected[5] = 0
-        np.testing.assert_array_equal(room[:16], 0xFF)
-        np.testing.assert_array_equal(room[16:].reshape(-1, 16), expected[np.arange(THREADS) ^ 3])
-        words = np.stack(e.load_shared_words(to, 16, 4), axis=1)
-        np.testing.assert_array_equal(words, expected.view(np.uint32))
-
     def test_what_is_beyond_or_not_aligned_is_an_error(self):
         e = machine(np.zeros(16, np.uint32), np.zeros(4, np.uint32), shared=1, threads=32)
         at, shared = e.address(0), e.shared_address(1)

@@ -13,7 +13,7 @@ from moejax.models.shapes import SHAPES
 from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, mosaic_decode
 from pallas_kernels.gating import SWIGLU
 from pallas_kernels.mosaic_decode.matrix import matrix_of, tile_bytes
-from pallas_kernels.mosaic_decode.tiles import MOST_KEPT, SHARED_BYTES, StreamTiles, _fitted
+from pallas_kernels.mosaic_decode.tiles import SHARED_BYTES, StreamTiles, _fitted
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.target import SIMULATED
 from tests import slow
@@ -120,27 +120,6 @@ class TilesTest(parameterized.TestCase):
 
         [how] = self.launches("experts", call, x, pairs, pairs, tiers)
         self.check(how, tiles, tiers[0].num_outputs // (2 if gated else 1))
-
-    def test_two_column_tiles_keep_totals_in_shared_memory(self):
-        for (bits, group), name in itertools.product(STORED, sorted(DENSE_SHAPES)):
-            inputs, outputs = DENSE_SHAPES[name]
-            weights = shape_of(bits, group, outputs, inputs)
-            for rows in (1, 8, 9, 16, 17):
-                x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-                tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED)
-                if bits == 16 or not 9 <= rows <= 16:
-                    self.assertFalse(tiles.kept)
-                if not tiles.kept:
-                    self.assertEqual(tiles.cluster, 1)
-                elif bits < 8:
-                    self.assertGreater(tiles.depth, 1)
-                    self.assertLessEqual(tiles.row_tiles, MOST_KEPT)
-
-    def test_long_rows_are_shared_out_in_clusters(self):
-        weights = shape_of(3, 64, 4096, 14336)
-        x: Any = jax.ShapeDtypeStruct((16, 14336), jnp.bfloat16)
-        tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED)
-        self.assertEqual((tiles.row_tiles, tiles.cluster, tiles.outputs), (4, 2, 32))
 
     def test_tiles_that_no_kernel_has_are_refused(self):
         with self.assertRaisesRegex(ValueError, "clusters of 3 thread blocks"):
