@@ -16,7 +16,7 @@ from moejax.benchmarking.random_weights import Packing
 from moejax.benchmarking.step_cost import floor_bytes
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
-from moejax.experts.budget import Limits, RunSizes, make_budget
+from moejax.experts.budget import GIB, BudgetError, Limits, RunSizes, make_budget
 from moejax.experts.budget.tiers import STATES
 from moejax.experts.load import tier_of
 from moejax.models.config import weight_shapes
@@ -92,6 +92,22 @@ class PartsTest(parameterized.TestCase):
         with_mlp = SHAPES["DeepSeek-V2-Lite"]
         of = shape_sizes(with_mlp, BF16, expert_kind=INT4).weights_nbytes
         self.assertEqual(of["mlp.down"] / math.prod(weight_shapes(with_mlp)["mlp.down"]), 4.5 / 8)
+
+    @parameterized.product(name=tuple(SHAPES), seed=(0, 1))
+    def test_limits_are_kept_and_filled(self, name, seed):
+        rng = np.random.default_rng(seed)
+        how = {"batch": int(rng.integers(1, 5)), "context": int(2 ** rng.integers(9, 14))}
+        gib = float(rng.uniform(4, 60))
+        try:
+            budget = budget_of(name, device_gib=gib, **how)
+        except BudgetError as error:
+            gib = float(str(error).partition("would do is ")[2].split(" GiB")[0])
+            budget = budget_of(name, device_gib=gib, **how)
+        self.assertLessEqual(budget.total_device, gib * GIB)
+        if budget.pooled and budget.slots < SHAPES[name].num_experts:
+            more = {"slots": budget.slots + 1, "transient": budget.transient}
+            with self.assertRaises(BudgetError):
+                budget_of(name, device_gib=gib, **how, **more)
 
 
 class ContractTest(parameterized.TestCase):
