@@ -364,7 +364,7 @@ class AdviceTest(parameterized.TestCase):
         ({"slots": 0}, {}, "no expert is cached"),
         ({"slots": 7}, {}, "a layer caches 7 experts, but a decode step can need 8"),
         ({"slots": 9, "prefetch": 4}, {}, "4 that are fetched ahead evict"),
-        ({"slots": 8, "device_gib": 12}, {}, "stay free: one more slot in each layer takes 0.119"),
+        ({"slots": 8, "device_gib": 12}, {}, "one more slot in each layer takes 0.119 GiB"),
     )
     def test_what_hurts_is_said(self, limits, machine, said):
         found = warnings(run_budget(**limits), dataclasses.replace(MACHINE, **machine))

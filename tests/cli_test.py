@@ -241,7 +241,7 @@ class CliTest(FolderTestCase):
 
     @parameterized.parameters(
         ([], "no prompt: give --prompt"),
-        (["--prompt=a", "--config.thinking=yes"], "thinking='yes' must be one of auto, on, off, l"),
+        (["--prompt=a", "--config.thinking=yes"], "thinking='yes' must be one of auto, on, off,"),
         (["--prompt=a", "--config.thinking=on"], "are of conversations: give --chat, too"),
         (["--prompt=a", "--config.temperature=-1"], "temperature=-1.0 must be"),
         (["--prompt=a", f"--config={ROOT}/configs/quantize_demo.py"], "made for moejax.quantize,"),

@@ -299,7 +299,10 @@ class FileTest(FolderTestCase):
 
     @parameterized.parameters(
         ({}, "by generation_config.json: temperature 0.6, top_k 20, top_p 0.95"),
-        ({"temperature": None, "top_k": 5}, "by generation_config.json: temperature 0.6, top_p 0."),
+        (
+            {"temperature": None, "top_k": 5},
+            "by generation_config.json: temperature 0.6, top_p 0.95",
+        ),
         ({"temperature": 0.0}, ""),
         (OF_QWEN3, ""),
     )

@@ -134,7 +134,7 @@ class ConfigTest(HostileTestCase):
         (lambda: "[" * 100_000, "nested more than 64 deep"),
         (lambda: '{"a":' * 900 + "1" + "}" * 900, "nested more than 64 deep"),
         (lambda: '{"rope_scaling":' + "[" * 60 + "]" * 60 + "}", "model_type"),
-        (lambda: "[" + "[]," * 10_000_000 + "[]]", "holds 20,000,002 values, expected at most 2,0"),
+        (lambda: "[" + "[]," * 10_000_000 + "[]]", "holds 20,000,002 values, expected at most"),
         (lambda: '{"a": "' + "x" * 60_000_000 + '"}', "more than 48 MB"),
         (lambda: '{"model_type": "' + "x" * 40_000_000 + '"}', "characters"),
         (lambda: '{"num_hidden_layers": ' + "9" * 5000 + "}", "cannot read"),

@@ -118,7 +118,7 @@ class MakeTest(parameterized.TestCase):
         ("dymoe", {"retention": float("nan")}, "retention=nan must be"),
         ("dymoe", {"schedule": "sine"}, "schedule='sine' must be one of cosine, linear"),
         ("compose", {"rho": 1}, "rho is of no part of parts=dynaexq+dymoe"),
-        ("compose", {"parts": "dymoe+buddymoe", "period": 9}, "period is of no part of parts=dymo"),
+        ("compose", {"parts": "dymoe+buddymoe", "period": 9}, "period is of no part of parts="),
         ("dymoe", {"sensitivity": (1.0,)}, "sensitivity is of schedule='sensitivity', not of"),
         ("dymoe", {"aggregation": "max"}, "aggregation='max' must be one of mean, sum, last_query"),
         ("dymoe", {"sensitivity": [1.0, -1.0]}, "sensitivity=-1.0 must be a number, 0 or more"),

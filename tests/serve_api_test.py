@@ -196,7 +196,10 @@ class ChatTest(parameterized.TestCase):
         ({"enable_thinking": False}, "system: be kind user: hi think=False bot:"),
         ({"reasoning_effort": "none"}, "system: be kind user: hi think=False bot:"),
         ({"reasoning_effort": "low"}, "system: be kind user: hi effort=low bot:"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, "system: be kind user: hi think=Tru"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            "system: be kind user: hi think=True bot:",
+        ),
     )
     def test_equals_the_engine(self, more, prompt):
         expected = alone(prompt, temperature=0.7, seed=4, add_special_tokens=False)

@@ -200,7 +200,7 @@ class CommandTest(parameterized.TestCase):
             ["--config.policy.name=dymoe", "--config.policy.settings=hot=int4"],
             "policy dymoe has no setting 'hot'",
         ),
-        (["--config.policy.name=dymoe", "--config.policy.slots=('x',)"], "policy.slots: 'x' is no"),
+        (["--config.policy.name=dymoe", "--config.policy.slots=('x',)"], "policy.slots: 'x' is"),
         (
             ["--config.policy.name=dymoe", "--config.policy.settings=retention=2"],
             "retention=2 must be a number, from 0.5 to 1",
