@@ -38,15 +38,17 @@ class Case(NamedTuple):
     operation: Operation
     operands: tuple[Any, ...]  # shapes: neither a choice nor a refusal needs values
     static: dict[str, Any]
-    # Changed operands, by position, and parts of every kernel's refusal on Turing.
-    misfits: tuple[tuple[dict[int, Any], tuple[str, ...]], ...]
+    # Changed operands, by position or name, and parts of every kernel's refusal on Turing.
+    misfits: tuple[tuple[dict[int | str, Any], tuple[str, ...]], ...]
     # Changed operands, and parts of the last kernel's refusal on Hopper.
-    on_hopper: tuple[tuple[dict[int, Any], tuple[str, ...]], ...] = ()
+    on_hopper: tuple[tuple[dict[int | str, Any], tuple[str, ...]], ...] = ()
 
-    def abstract(self, changed: dict[int, Any] | None = None) -> tuple[Any, ...]:
+    def abstract(self, changed: dict[int | str, Any] | None = None) -> tuple[Any, ...]:
         """Facts on which refusals depend."""
-        given = [(changed or {}).get(i, operand) for i, operand in enumerate(self.operands)]
-        return self.operation.abstract(*given, **self.static)
+        changed = changed or {}
+        given = [changed.get(i, operand) for i, operand in enumerate(self.operands)]
+        static = {name: changed.get(name, value) for name, value in self.static.items()}
+        return self.operation.abstract(*given, **static)
 
 
 def half(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -165,27 +167,21 @@ def _cache_write_case() -> Case:
     )
 
 
-def _solve(bits: int, group_size: int) -> hqq_solve.SolveSettings:
-    return hqq_solve.SolveSettings(
-        bits=bits, group_size=group_size, max_steps=4, norm=0.7, beta=10.0, round_start=False
-    )
-
-
 def _hqq_case() -> Case:
     odd = (leaf(4, 3, dtype="float16"), wide(2, 100))
     return Case(
         hqq_solve.OPERATION,
-        (wide(4, 128), None, whole(), _solve(3, 64)),
-        {},
+        (wide(4, 128), None, whole()),
+        {"bits": 3, "group_size": 64},
         (
             (
-                {0: whole(4, 100), 1: odd, 3: _solve(9, 64)},
+                {0: whole(4, 100), 1: odd, "bits": 9},
                 ("sm_80", "K=100 is", "bits 9", "weights are int32", "u has sh", "u is f"),
             ),
         ),
         (
             (
-                {3: _solve(3, 48)},
+                {"group_size": 48},
                 ("group_size 48 is none of 32, 64, 128",),
             ),
         ),

@@ -5,7 +5,6 @@ hqq library's default solver where the texts leave them open. `kernel_hqq` is th
 reads the weights once.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -19,37 +18,22 @@ from moejax.quantization.grid import (
     merge_groups,
     split_groups,
 )
-from pallas_kernels.hqq_solve import OPERATION, SolveSettings, hqq_solve
+from pallas_kernels.hqq_solve import OPERATION, hqq_solve
+from pallas_kernels.hqq_solve.settings import (
+    BETA,
+    HARMLESS_ERROR,
+    MAX_INVERSE_SCALE,
+    MAX_STEPS,
+    MIN_RANGE,
+    NORM,
+)
 from pallas_kernels.target import SIMULATED, Target
 
-MIN_RANGE = 1e-4  # of a group; a narrower one takes scale 1
-MAX_INVERSE_SCALE = 2e4  # the scale stays within float16
 State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # steps done, zeros, least error, going
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HqqSettings:
-    """Static choices of the solver."""
-
-    iterations: int = 20  # most half-quadratic steps
-    norm: float = 0.7  # p of the error's l_p norm
-    beta: float = 10.0  # weight of the quadratic term
-    # Rounds the zero that the solver starts with, as the library does for 4 bits by default.
-    round_start: bool = False
-
-    @property
-    def _threshold(self) -> float:
-        """Error below which it shrinks to 0, |x|^(2 - p) being less than 1 / beta."""
-        return 0.999 * self.beta ** (1 / (self.norm - 2))
-
-
-@functools.partial(jax.jit, static_argnames=("grid", "settings"))
-def hqq(
-    weights: jax.Array,
-    grid: Grid,
-    settings: HqqSettings = HqqSettings(),
-    narrower: Sequence[jax.Array] = (),
-) -> Codes:
+@functools.partial(jax.jit, static_argnames="grid")
+def hqq(weights: jax.Array, grid: Grid, narrower: Sequence[jax.Array] = ()) -> Codes:
     """Minimises |W - s (q - z)|_p over z, with s fixed (MiLo eq. 4-9).
 
     A step is q = clip(round(w / s + z)), e = shrink(w - s (q - z)), z = mean(q - (w - e) / s) over
@@ -68,8 +52,6 @@ def hqq(
     others = narrower or [weights] * (len(grid.widths) - 1)
     targets = [groups, *(split_groups(other, grid.group_size) for other in others)]
     inverse, start = _range_grid(groups, grid)
-    if settings.round_start:
-        start = jnp.round(start)
     mask, counts = group_members(num_inputs, grid.group_size, groups.ndim)
     num_weights = weights.shape[-2] * num_inputs
 
@@ -80,7 +62,7 @@ def hqq(
             for width, target in zip(grid.widths, targets, strict=True):
                 steps = width.steps(codes)
                 error = target - (steps - zeros) / inverse
-                rest = target - _shrink(error, settings) if keeps else target
+                rest = target - _shrink(error) if keeps else target
                 mean = jnp.sum((steps - rest * inverse) * mask, axis=-1, keepdims=True) / counts
                 new = new + width.share * mean
                 errors.append(width.share * jnp.abs(error))
@@ -89,14 +71,14 @@ def hqq(
         # Weights of a usual size have no error that outlasts the shrinking, and its powers are
         # nine tenths of a step's time on a CPU.
         new, error = moved(zeros, keeps=False)
-        any_kept = jnp.max(error) > settings._threshold
+        any_kept = jnp.max(error) > 0.999 * HARMLESS_ERROR
         new = jax.lax.cond(any_kept, lambda z: moved(z, keeps=True)[0], lambda z: new, zeros)
         total = jnp.sum(error * mask, axis=(-3, -2, -1), keepdims=True)
         return new, total / num_weights
 
     def again(state: State) -> jax.Array:
         count, _, _, active = state
-        return (count < settings.iterations) & jnp.any(active)
+        return (count < MAX_STEPS) & jnp.any(active)
 
     def body(state: State) -> State:
         count, zeros, best, active = state
@@ -112,11 +94,11 @@ def hqq(
     return Codes(merge_groups(codes, num_inputs), 1 / inverse[..., 0], zeros[..., 0])
 
 
-def _shrink(x: jax.Array, settings: HqqSettings) -> jax.Array:
+def _shrink(x: jax.Array) -> jax.Array:
     """Shrinkage sign(x) relu(|x| - |x|^(p - 1) / beta) (MiLo eq. 7), 0 at 0."""
     size = jnp.abs(x)
-    power = jnp.where(size > 0, size, 1.0) ** (settings.norm - 1)
-    return jnp.sign(x) * jnp.maximum(size - power * (1 / settings.beta), 0.0)
+    power = jnp.where(size > 0, size, 1.0) ** (NORM - 1)
+    return jnp.sign(x) * jnp.maximum(size - power * (1 / BETA), 0.0)
 
 
 def _range_grid(groups: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
@@ -150,7 +132,6 @@ def kernel_hqq(
     u: jax.Array,
     v: jax.Array,
     grid: Grid,
-    settings: HqqSettings = HqqSettings(),
     *,
     interpret: bool = False,
 ) -> Codes:
@@ -166,14 +147,8 @@ def kernel_hqq(
         raise ValueError(reason)
     solution = hqq_solve(
         weights,
-        SolveSettings(
-            bits=grid.bits,
-            group_size=grid.group_size,
-            max_steps=settings.iterations,
-            norm=settings.norm,
-            beta=settings.beta,
-            round_start=settings.round_start,
-        ),
+        bits=grid.bits,
+        group_size=grid.group_size,
         low_rank=(u, v) if u.shape[-1] else None,
         implementation="triton",
         interpret=interpret,

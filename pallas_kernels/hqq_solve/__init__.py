@@ -4,4 +4,3 @@ from pallas_kernels.hqq_solve.api import OPERATION as OPERATION
 from pallas_kernels.hqq_solve.api import HqqSolution as HqqSolution
 from pallas_kernels.hqq_solve.api import hqq_solve as hqq_solve
 from pallas_kernels.hqq_solve.api import steps_until_stop as steps_until_stop
-from pallas_kernels.hqq_solve.settings import SolveSettings as SolveSettings

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hqq_solve.reference import hqq_solve_reference
-from pallas_kernels.hqq_solve.settings import SolveSettings
+from pallas_kernels.hqq_solve.settings import MAX_STEPS
 from pallas_kernels.hqq_solve.tiles import Tiles
 from pallas_kernels.hqq_solve.triton import hqq_solve_triton
 from pallas_kernels.op import Implementation, Operation
@@ -23,7 +23,7 @@ class HqqSolution(NamedTuple):
     codes: jax.Array  # uint8[..., N, K]
     scales: jax.Array  # float32[..., N, G]
     zeros: jax.Array  # float32[..., N, G]
-    errors: jax.Array  # float32[..., max_steps]: mean |error| before each step that was taken; or 0
+    errors: jax.Array  # float32[..., MAX_STEPS]: mean |error| before each step that was taken; or 0
 
 
 def _refusal(
@@ -60,19 +60,17 @@ OPERATION = Operation(
     "hqq_solve",
     kernels=(Implementation("triton", _refusal, hqq_solve_triton),),
     reference=hqq_solve_reference,
-    abstract=lambda weights, low_rank, steps, settings: (
-        weights,
-        low_rank,
-        settings.bits,
-        settings.group_size,
+    abstract=lambda weights, low_rank, steps, bits, group_size: (
+        weights, low_rank, bits, group_size
     ),
-)
+)  # fmt: skip
 
 
 def hqq_solve(
     weights: jax.Array,
-    settings: SolveSettings,
     *,
+    bits: int,
+    group_size: int,
     low_rank: tuple[jax.Array, jax.Array] | None = None,
     steps: jax.Array | None = None,
     implementation: str | None = None,
@@ -90,10 +88,7 @@ def hqq_solve(
       weights: [..., N, K] in bf16, fp16 or fp32, finite.
       low_rank: u float32[..., N, R] and v float32[..., R, K], whose product is subtracted from the
         weights in float32 inside the kernel; zero components change nothing.
-      steps: int32[...], number of steps, up to `settings.max_steps`; None for the stop rule.
-
-    Raises:
-      ValueError: the asked implementation refuses; with all reasons.
+      steps: int32[...], number of steps, up to `MAX_STEPS`; None for the stop rule.
     """
     *lead, num_rows, num_inputs = weights.shape
     flat = weights.reshape(-1, num_rows, num_inputs)
@@ -102,22 +97,16 @@ def hqq_solve(
         low_rank = u.reshape(-1, num_rows, u.shape[-1]), v.reshape(-1, v.shape[-2], num_inputs)
 
     def solve(steps: jax.Array) -> HqqSolution:
-        return HqqSolution(
-            *OPERATION(
-                flat,
-                low_rank,
-                steps,
-                settings,
-                implementation=implementation,
-                tiles=tiles,
-                interpret=interpret,
-            )
-        )
+        found = OPERATION(
+            flat, low_rank, steps, bits=bits, group_size=group_size,
+            implementation=implementation, tiles=tiles, interpret=interpret,
+        )  # fmt: skip
+        return HqqSolution(*found)
 
     if steps is None:
-        first = solve(jnp.full(len(flat), settings.max_steps, jnp.int32))
+        first = solve(jnp.full(len(flat), MAX_STEPS, jnp.int32))
         needed = steps_until_stop(first.errors)
-        stopped = jnp.any(needed < settings.max_steps)
+        stopped = jnp.any(needed < MAX_STEPS)
         solution = jax.lax.cond(stopped, lambda: solve(needed), lambda: first)
     else:
         solution = solve(steps.reshape(-1))

@@ -3,14 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hqq_solve.settings import MAX_INVERSE_SCALE, MIN_RANGE, SolveSettings
+from pallas_kernels.hqq_solve.settings import BETA, MAX_INVERSE_SCALE, MAX_STEPS, MIN_RANGE, NORM
 
 
 def hqq_solve_reference(
     weights: jax.Array,
     low_rank: tuple[jax.Array, jax.Array] | None,
     steps: jax.Array,
-    settings: SolveSettings,
+    *,
+    bits: int,
+    group_size: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes `api.hqq_solve` in plain JAX, of one matrix [N, K] or more."""
     w = weights.astype(jnp.float32)
@@ -18,22 +20,20 @@ def hqq_solve_reference(
         u, v = low_rank
         w = w - jnp.einsum("...nr,...rk->...nk", u, v, precision=jax.lax.Precision.HIGHEST)
     lead, num_rows = w.shape[:-2], w.shape[-2]
-    groups = w.reshape(*lead, num_rows, -1, settings.group_size)
-    top = 2**settings.bits - 1
+    groups = w.reshape(*lead, num_rows, -1, group_size)
+    top = 2**bits - 1
     low = jnp.min(groups, axis=-1, keepdims=True)
     width = jnp.max(groups, axis=-1, keepdims=True) - low
     inverse = jnp.where(width > MIN_RANGE, top / jnp.maximum(width, MIN_RANGE), 1.0)
     inverse = jnp.minimum(inverse, MAX_INVERSE_SCALE)
     zeros = -low * inverse
-    if settings.round_start:
-        zeros = jnp.round(zeros)
     errors = []
-    for i in range(settings.max_steps):
+    for i in range(MAX_STEPS):
         codes = jnp.clip(jnp.round(groups * inverse + zeros), 0, top)
         error = groups - (codes - zeros) / inverse
         size = jnp.abs(error)
-        power = jnp.where(size > 0, size, 1.0) ** (settings.norm - 1)
-        kept = jnp.sign(error) * jnp.maximum(size - power / settings.beta, 0.0)
+        power = jnp.where(size > 0, size, 1.0) ** (NORM - 1)
+        kept = jnp.sign(error) * jnp.maximum(size - power / BETA, 0.0)
         moved = jnp.mean(codes - (groups - kept) * inverse, axis=-1, keepdims=True)
         taken = (i < steps).reshape(*lead, 1, 1, 1)
         zeros = jnp.where(taken, moved, zeros)

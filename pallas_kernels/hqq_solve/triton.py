@@ -21,9 +21,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.hqq_solve.settings import MAX_INVERSE_SCALE, MIN_RANGE, SolveSettings
+from pallas_kernels.hqq_solve.settings import (
+    BETA,
+    HARMLESS_ERROR,
+    MAX_INVERSE_SCALE,
+    MAX_STEPS,
+    MIN_RANGE,
+    NORM,
+)
 from pallas_kernels.hqq_solve.tiles import Tiles, default_tiles
 from pallas_kernels.target import Target
+from pallas_kernels.triton.elements import power_above
 
 Ref = Any
 Step = Callable[[jax.Array], jax.Array]
@@ -31,17 +39,18 @@ Step = Callable[[jax.Array], jax.Array]
 # Adding it to 0..255 and taking it off again rounds half to even, with two additions at full rate;
 # the instruction that rounds runs at an eighth of it.
 _ROUNDER = 1.5 * 2**23
+_ERRORS_LENGTH = power_above(MAX_STEPS)  # of a Triton tile
 
 
-def _body(*refs: Ref, settings: SolveSettings, tiles: Tiles, rank: int) -> None:
+def _body(*refs: Ref, bits: int, group_size: int, tiles: Tiles, rank: int) -> None:
     """Program (g, n, b) solves group g of `tiles.rows` rows of matrix b."""
     steps_ref, weights_ref, *factor_refs = refs[: 4 if rank else 2]
     codes_ref, scales_ref, zeros_ref, errors_ref = refs[-4:]
     group, tile, matrix = (pl.program_id(axis) for axis in range(3))
     rows = pl.ds(tile * tiles.rows, tiles.rows)
     spans = [
-        pl.ds(group * settings.group_size + first, tiles.columns)
-        for first in range(0, settings.group_size, tiles.columns)
+        pl.ds(group * group_size + first, tiles.columns)
+        for first in range(0, group_size, tiles.columns)
     ]
     parts = [weights_ref[matrix, rows, span].astype(jnp.float32) for span in spans]
     if rank:
@@ -57,16 +66,12 @@ def _body(*refs: Ref, settings: SolveSettings, tiles: Tiles, rank: int) -> None:
         parts = jax.lax.fori_loop(0, rank, subtract, parts)
     low = jnp.min(functools.reduce(jnp.minimum, parts), axis=1)
     width = jnp.max(functools.reduce(jnp.maximum, parts), axis=1) - low
-    top = float(2**settings.bits - 1)
+    top = float(2**bits - 1)
     inverse = jnp.where(width > MIN_RANGE, top / jnp.maximum(width, MIN_RANGE), 1.0)
     inverse = jnp.minimum(inverse, MAX_INVERSE_SCALE)
     scales, zeros = 1 / inverse, -low * inverse
-    if settings.round_start:
-        # A zero that is too large for the trick is (nearly) whole as it is.
-        whole = jnp.clip(zeros + _ROUNDER, _ROUNDER - 2**22, _ROUNDER + 2**22) - _ROUNDER
-        zeros = jnp.where(jnp.abs(zeros) < 2**22, whole, zeros)
     scaled = [part * inverse[:, None] for part in parts]
-    zeros, errors = _solve(scaled, scales, zeros, width, steps_ref[matrix], settings)
+    zeros, errors = _solve(scaled, scales, zeros, width, steps_ref[matrix], top, group_size)
     for part, span in zip(scaled, spans, strict=True):
         codes = _nearest(part + zeros[:, None], top)
         codes_ref[matrix, rows, span] = codes.astype(jnp.int32).astype(jnp.uint8)
@@ -81,11 +86,11 @@ def _solve(
     zeros: jax.Array,
     width: jax.Array,
     num_steps: jax.Array,
-    settings: SolveSettings,
+    top: float,
+    group_size: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Zeros after `num_steps` steps, and the sum of |error| before each of them."""
-    lanes = jax.lax.broadcasted_iota(jnp.int32, (_errors_length(settings),), 0)
-    top = float(2**settings.bits - 1)
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (_ERRORS_LENGTH,), 0)
 
     def loop(pull: Step, zeros: jax.Array) -> tuple[jax.Array, jax.Array]:
         def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -97,23 +102,23 @@ def _solve(
                 moved += pull(distance)
                 size += jnp.abs(distance)
             total = jnp.sum(jnp.sum(size, axis=1) * scales)
-            zeros -= jnp.sum(moved, axis=1) * (1 / settings.group_size)
+            zeros -= jnp.sum(moved, axis=1) * (1 / group_size)
             return zeros, jnp.where(lanes == i, total, errors)
 
         start = (zeros, jnp.zeros(lanes.shape, jnp.float32))
         return jax.lax.fori_loop(0, num_steps, step, start)
 
     # c |d|^(p - 1) as a power of two.
-    offset = (-(2 - settings.norm) * jnp.log(scales) - math.log(settings.beta)) / math.log(2)
+    offset = (-(2 - NORM) * jnp.log(scales) - math.log(BETA)) / math.log(2)
 
     def shrinking(distance: jax.Array) -> jax.Array:
         size = jnp.abs(distance)
-        exponent = jnp.log(size) * ((settings.norm - 1) / math.log(2)) + offset[:, None]
+        exponent = jnp.log(size) * ((NORM - 1) / math.log(2)) + offset[:, None]
         size = jnp.minimum(size, jnp.exp2(exponent))
         return jnp.where(distance < 0, -size, size)
 
     return jax.lax.cond(
-        jnp.max(width) < 0.99 * settings.harmless_error,
+        jnp.max(width) < 0.99 * HARMLESS_ERROR,
         functools.partial(loop, lambda distance: distance),
         functools.partial(loop, shrinking),
         zeros,
@@ -125,17 +130,13 @@ def _nearest(place: jax.Array, top: float) -> jax.Array:
     return jnp.clip(place + _ROUNDER, _ROUNDER, _ROUNDER + top) - _ROUNDER
 
 
-def _errors_length(settings: SolveSettings) -> int:
-    """Number of steps, rounded up to a power of two for a Triton tile."""
-    return 1 << (settings.max_steps - 1).bit_length()
-
-
 def hqq_solve_triton(
     weights: jax.Array,
     low_rank: tuple[jax.Array, jax.Array] | None,
     steps: jax.Array,
-    settings: SolveSettings,
     *,
+    bits: int,
+    group_size: int,
     target: Target,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -144,27 +145,25 @@ def hqq_solve_triton(
     The kernel writes scales and zeros as [B, G, N], so that a program's lie side by side.
     """
     num_matrices, num_rows, num_inputs = weights.shape
-    tiles = tiles or default_tiles(num_rows, settings.group_size)
-    num_groups = num_inputs // settings.group_size
+    tiles = tiles or default_tiles(num_rows, group_size)
+    num_groups = num_inputs // group_size
     grid = (num_groups, num_rows // tiles.rows, num_matrices)
     rank = 0 if low_rank is None else low_rank[1].shape[1]
     factors = (low_rank[0].swapaxes(1, 2), low_rank[1]) if low_rank is not None else ()
     per_group = jax.ShapeDtypeStruct((num_matrices, num_groups, num_rows), jnp.float32)
     codes, scales, zeros, errors = launch.triton_call(
-        functools.partial(_body, settings=settings, tiles=tiles, rank=rank),
-        name=f"hqq_solve_int{settings.bits}_g{settings.group_size}_r{rank}_{tiles.rows}",
+        functools.partial(_body, bits=bits, group_size=group_size, tiles=tiles, rank=rank),
+        name=f"hqq_solve_int{bits}_g{group_size}_r{rank}_{tiles.rows}",
         grid=grid,
         out_shape=(
             jax.ShapeDtypeStruct(weights.shape, jnp.uint8),
             per_group,
             per_group,
-            jax.ShapeDtypeStruct(
-                (num_matrices, grid[0] * grid[1], _errors_length(settings)), jnp.float32
-            ),
+            jax.ShapeDtypeStruct((num_matrices, grid[0] * grid[1], _ERRORS_LENGTH), jnp.float32),
         ),
         num_warps=tiles.num_warps,
         num_stages=1,
         interpret=target.simulated,
     )(steps, weights, *factors)
-    means = jnp.sum(errors, axis=1)[:, : settings.max_steps] / (num_rows * num_inputs)
+    means = jnp.sum(errors, axis=1)[:, :MAX_STEPS] / (num_rows * num_inputs)
     return codes, scales.swapaxes(1, 2), zeros.swapaxes(1, 2), means
