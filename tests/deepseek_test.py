@@ -30,7 +30,7 @@ from moejax.models.latent_attention import _is_expanded
 from moejax.models.layer_index import layer_indices
 from moejax.models.moe import prefetch_scores, routing_of
 from moejax.models.rope import model_angles
-from moejax.models.shapes import DEEPSEEK_V2_LITE
+from moejax.models.shapes import SHAPES
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights, model_definition
 from moejax.policies.dymoe import attention_received
 from moejax.weights.qtensor import Weight
@@ -287,6 +287,6 @@ class FormsTest(parameterized.TestCase):
         (64, 96, True), (1024, 8192, True), (1024, 163840, False),
     )  # fmt: skip
     def test_which_form_a_chunk_takes(self, length, slots, expected):
-        c = DEEPSEEK_V2_LITE
+        c = SHAPES["DeepSeek-V2-Lite"]
         found = _is_expanded(c.latent, c.num_heads, batch=1, length=length, slots=slots, itemsize=2)
         self.assertEqual(found, expected)

@@ -16,10 +16,10 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from moejax import Engine
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
-from moejax.models import shapes
 from moejax.models.config import RouterRule, weight_shapes
 from moejax.models.hf.config import model_config, read_model_config, text_fields, to_hf_config
 from moejax.models.rope import _scaled_frequencies
+from moejax.models.shapes import SHAPES
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import GROUPS, write_checkpoint
@@ -39,41 +39,30 @@ def qwen35(**text: Any) -> dict[str, Any]:
 
 
 PUBLISHED = {
-    "Qwen3-30B-A3B": (QWEN3, shapes.QWEN3_30B_A3B),
-    "Mixtral-8x7B": (MIXTRAL, shapes.MIXTRAL_8X7B),
-    "Qwen3-Next-80B-A3B": (NEXT, shapes.QWEN3_NEXT_80B_A3B),
-    "DeepSeek-MoE-16B": (MOE_16B, shapes.DEEPSEEK_MOE_16B),
-    "DeepSeek-V2-Lite": (V2_LITE, shapes.DEEPSEEK_V2_LITE),
-    "Qwen3.6-35B-A3B": (QWEN35, shapes.QWEN3_6_35B_A3B),
-    "Qwen3.5-122B-A10B": (
-        qwen35(hidden_size=3072, num_hidden_layers=48), shapes.QWEN3_5_122B_A10B,
+    "Qwen3-30B-A3B": QWEN3,
+    "Mixtral-8x7B": MIXTRAL,
+    "Qwen3-Next-80B-A3B": NEXT,
+    "DeepSeek-MoE-16B": MOE_16B,
+    "DeepSeek-V2-Lite": V2_LITE,
+    "Qwen3.6-35B-A3B": QWEN35,
+    "Qwen3.5-122B-A10B": qwen35(hidden_size=3072, num_hidden_layers=48),
+    "Qwen3.5-397B-A17B": qwen35(
+        hidden_size=4096, num_hidden_layers=60, num_experts=512, num_experts_per_tok=10
     ),
-    "Qwen3.5-397B-A17B": (
-        qwen35(
-            hidden_size=4096, num_hidden_layers=60, num_experts=512, num_experts_per_tok=10
-        ),
-        shapes.QWEN3_5_397B_A17B,
-    ),
-    "OLMoE-1B-7B": (OLMOE_1B_7B, shapes.OLMOE_1B_7B),
-    "GLM-4.5-Air": (GLM_AIR, shapes.GLM_4_5_AIR),
-    "GLM-4.7": (
-        GLM_AIR | {
-            "first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288,
-            "max_position_embeddings": 202752, "moe_intermediate_size": 1536,
-            "n_routed_experts": 160, "num_hidden_layers": 92, "routed_scaling_factor": 2.5,
-            "use_qk_norm": True,
-        },
-        shapes.GLM_4_7,
-    ),
-    "GLM-4.7-Flash": (GLM_FLASH, shapes.GLM_4_7_FLASH),
-    "gpt-oss-20b": (OSS_20B, shapes.GPT_OSS_20B),
-    "gpt-oss-120b": (
-        OSS_20B | {
-            "layer_types": OSS_20B["layer_types"][:2] * 18, "num_hidden_layers": 36,
-            "num_local_experts": 128,
-        },
-        shapes.GPT_OSS_120B,
-    ),
+    "OLMoE-1B-7B": OLMOE_1B_7B,
+    "GLM-4.5-Air": GLM_AIR,
+    "GLM-4.7": GLM_AIR | {
+        "first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288,
+        "max_position_embeddings": 202752, "moe_intermediate_size": 1536,
+        "n_routed_experts": 160, "num_hidden_layers": 92, "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+    },
+    "GLM-4.7-Flash": GLM_FLASH,
+    "gpt-oss-20b": OSS_20B,
+    "gpt-oss-120b": OSS_20B | {
+        "layer_types": OSS_20B["layer_types"][:2] * 18, "num_hidden_layers": 36,
+        "num_local_experts": 128,
+    },
 }  # fmt: skip
 
 
@@ -90,7 +79,7 @@ def by_transformers(fields: dict[str, Any]) -> dict[str, Any]:
 class PublishedTest(parameterized.TestCase):
     @parameterized.parameters(*PUBLISHED)
     def test_fields_are_those_of_the_shape(self, name):
-        fields, expected = PUBLISHED[name]
+        fields, expected = PUBLISHED[name], SHAPES[name]
         self.assertEqual(model_config(fields), expected)
         self.assertEqual(model_config(as_json(to_hf_config(expected, dtype="float32"))), expected)
 
@@ -103,21 +92,23 @@ class PublishedTest(parameterized.TestCase):
         ("gpt-oss-120b", 116.83), ("GLM-4.7", 352.80),
     )  # fmt: skip
     def test_planned_sizes_are_those_published(self, name, billions):
-        config = shapes.SHAPES[name]
+        config = SHAPES[name]
         sizes = shape_sizes(config, np.dtype(np.float16), expert_kind=None)
         num_experts = len(config.moe_layers) * config.num_experts
         planned = sum(sizes.weights_nbytes.values()) + num_experts * sizes.expert_nbytes
         self.assertAlmostEqual(planned / 2e9, billions, delta=0.006)
 
     def test_every_shape_has_its_published_size_and_fields(self):
-        self.assertEqual({*PUBLISHED}, {*shapes.SHAPES})
+        self.assertEqual({*PUBLISHED}, {*SHAPES})
 
     def test_shapes_of_leaves(self):
-        of_qwen, of_next = map(weight_shapes, (shapes.QWEN3_30B_A3B, shapes.QWEN3_NEXT_80B_A3B))
+        of_qwen, of_next = map(
+            weight_shapes, (SHAPES["Qwen3-30B-A3B"], SHAPES["Qwen3-Next-80B-A3B"])
+        )
         self.assertEqual(of_qwen["moe.gate_up"], (48, 128, 1536, 2048))
         self.assertEqual(of_next["delta.qkvz_proj"], (36, 12288, 2048))
         self.assertEqual(of_next["attention.qkv_proj"], (12, 9216, 2048))
-        self.assertEqual(shapes.DEEPSEEK_V2_LITE.cached_values, 27 * (512 + 64))
+        self.assertEqual(SHAPES["DeepSeek-V2-Lite"].cached_values, 27 * (512 + 64))
 
     def test_deepseek_v3(self):
         v3 = model_config(V3)
@@ -126,7 +117,7 @@ class PublishedTest(parameterized.TestCase):
             has_bias=True,
         )  # fmt: skip
         self.assertEqual((v3.router, v3.norm_topk_prob, v3.shared_dim), (rule, True, 2048))
-        latent = dataclasses.replace(shapes.DEEPSEEK_V2_LITE.latent, query_rank=1536)
+        latent = dataclasses.replace(SHAPES["DeepSeek-V2-Lite"].latent, query_rank=1536)
         self.assertEqual(v3.latent, latent)
         self.assertEqual((v3.head_dim, v3.moe_layers), (192, tuple(range(3, 61))))
 
@@ -179,13 +170,13 @@ class WayBackTest(FolderTestCase):
         self.assertIsNone(config.delta_net)
 
     @parameterized.parameters(
-        (shapes.MIXTRAL_8X7B, {"attention_bias": True}),
-        (shapes.DEEPSEEK_V2_LITE, {"moe_layers": (1, 2, 5)}),
-        (shapes.DEEPSEEK_V2_LITE, {"shared_dim": 1000}),
-        (shapes.DEEPSEEK_V2_LITE, {"attention_bias": True}),
-        (shapes.DEEPSEEK_V2_LITE, {"sliding_window": 9}),
-        (shapes.DEEPSEEK_V2_LITE, {"interleaved_rope": False}),
-        (shapes.DEEPSEEK_V2_LITE, {"router": RouterRule(scoring="sigmoid")}),
+        (SHAPES["Mixtral-8x7B"], {"attention_bias": True}),
+        (SHAPES["DeepSeek-V2-Lite"], {"moe_layers": (1, 2, 5)}),
+        (SHAPES["DeepSeek-V2-Lite"], {"shared_dim": 1000}),
+        (SHAPES["DeepSeek-V2-Lite"], {"attention_bias": True}),
+        (SHAPES["DeepSeek-V2-Lite"], {"sliding_window": 9}),
+        (SHAPES["DeepSeek-V2-Lite"], {"interleaved_rope": False}),
+        (SHAPES["DeepSeek-V2-Lite"], {"router": RouterRule(scoring="sigmoid")}),
     )
     def test_is_refused_where_it_would_lose_something(self, config, changed):
         said = f"a?n? ?{config.family} config.json cannot express"

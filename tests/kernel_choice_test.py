@@ -16,7 +16,7 @@ from moejax.inference.runner import Runner
 from moejax.models import moe
 from moejax.models.config import LatentConfig
 from moejax.models.expert_products import choose_grouped
-from moejax.models.shapes import DEEPSEEK_V2_LITE
+from moejax.models.shapes import SHAPES
 from moejax.weights import linear as ops
 from moejax.weights.linear import ChoiceRecord, KernelChoice, recorded_choices
 from moejax.weights.qtensor import QTensor
@@ -28,8 +28,8 @@ EXPANDING_LEAF = "attention.kv_b"
 HOPPER, AMPERE = Target("gpu", (9, 0)), Target("gpu", (8, 0))
 # Heads whose `kv_b` [H (n + v), R] kernels take.
 LATENT = dataclasses.replace(
-    DEEPSEEK_V2_LITE, vocab_size=64, model_dim=32, num_layers=2, num_heads=8, num_kv_heads=8,
-    head_dim=70, num_experts=4, experts_per_token=2, expert_dim=16, moe_layers=(1,),
+    SHAPES["DeepSeek-V2-Lite"], vocab_size=64, model_dim=32, num_layers=2, num_heads=8,
+    num_kv_heads=8, head_dim=70, num_experts=4, experts_per_token=2, expert_dim=16, moe_layers=(1,),
     shared_dim=16, mlp_dim=16,
     latent=LatentConfig(kv_rank=256, query_rank=None, nope_dim=64, rope_dim=6, value_dim=64),
 )  # fmt: skip

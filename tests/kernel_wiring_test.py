@@ -23,7 +23,7 @@ from moejax.models import transformer as token_step
 from moejax.models.config import LatentConfig, RopeScaling
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.moe import ResidentExperts, routing_record
-from moejax.models.shapes import DEEPSEEK_V2_LITE, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
+from moejax.models.shapes import SHAPES
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights import linear as ops
 from moejax.weights.linear import KernelChoice
@@ -31,6 +31,11 @@ from pallas_kernels import op
 from pallas_kernels.target import SIMULATED, Target
 from tests import gpu_targets, model_kinds, slow, tiny_engine
 from tests.host_test_case import HostTestCase
+
+DEEPSEEK_V2_LITE, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B = (
+    SHAPES[name]
+    for name in ("DeepSeek-V2-Lite", "Mixtral-8x7B", "Qwen3-30B-A3B", "Qwen3-Next-80B-A3B")
+)
 
 HALF = jnp.dtype("bfloat16")
 SMALL: dict[str, Any] = {

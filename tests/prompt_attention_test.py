@@ -17,12 +17,17 @@ from moejax.inference.runner import Runner
 from moejax.models import attention
 from moejax.models.kv_cache import empty_cache
 from moejax.models.moe import ResidentExperts
-from moejax.models.shapes import DEEPSEEK_V2_LITE, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B
+from moejax.models.shapes import SHAPES
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights import linear as ops
 from pallas_kernels.target import SIMULATED, Choice, Target
 from tests import gpu_targets, tiny_engine
 from tests.host_test_case import HostTestCase
+
+DEEPSEEK_V2_LITE, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN3_NEXT_80B_A3B = (
+    SHAPES[name]
+    for name in ("DeepSeek-V2-Lite", "Mixtral-8x7B", "Qwen3-30B-A3B", "Qwen3-Next-80B-A3B")
+)
 
 HALF = jnp.dtype("bfloat16")
 AMPERE = Target("gpu", (8, 0))

@@ -13,7 +13,7 @@ from moejax.benchmarking.random_weights import Packing, expert_terms_nbytes, ran
 from moejax.benchmarking.step_cost import floor_bytes
 from moejax.models.config import weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES
-from moejax.models.shapes import GPT_OSS_20B
+from moejax.models.shapes import SHAPES
 from moejax.weights.qtensor import QTensor, dense
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY
@@ -91,6 +91,6 @@ class WeightsTest(HostTestCase):
         self.assertEqual(nbytes, expert_terms_nbytes(CONFIG, self.RANKS))
 
     def test_compensators_of_experts_that_are_published_together(self):
-        found = expert_terms_nbytes(GPT_OSS_20B, Packing(bits=3, expert_rank=16))
+        found = expert_terms_nbytes(SHAPES["gpt-oss-20b"], Packing(bits=3, expert_rank=16))
         codes = 24 * 32 * 16 * 3 * (2880 + 2880) * 3 / 8  # in INT3, beside scales
         self.assertBetween(found / codes, 1, 1.1)

@@ -8,7 +8,7 @@ import numpy as np
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from moejax.models.shapes import MIXTRAL_8X7B
+from moejax.models.shapes import SHAPES
 from moejax.quantization.milo import width_ranks
 from moejax.quantization.ranks import (
     RankedMatrix,
@@ -25,7 +25,7 @@ _PROPERTY = hypothesis.settings(max_examples=60, deadline=None, derandomize=True
 
 def _mixtral() -> list[RankedMatrix]:
     """Every attention and expert matrix, the k-th expert with the k-th kurtosis and frequency."""
-    c = MIXTRAL_8X7B
+    c = SHAPES["Mixtral-8x7B"]
     found = []
     for layer in range(c.num_layers):
         for x, rows in (("q", c.model_dim), ("k", 1024), ("v", 1024), ("o", c.model_dim)):

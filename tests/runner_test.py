@@ -28,7 +28,7 @@ from moejax.inference.chunking import (
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner, Session
 from moejax.models import kv_cache as cache
-from moejax.models.shapes import QWEN3_30B_A3B, SHAPES
+from moejax.models.shapes import SHAPES
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 CONTEXT = 256
@@ -88,7 +88,7 @@ class BucketTest(parameterized.TestCase):
 
     @parameterized.parameters((1, 2048, 1024), (1, 40960, 128), (16, 40960, 16), (8, 2048, 512))
     def test_the_scores_of_a_chunk_are_bounded(self, batch, cache_length, expected):
-        longest = longest_chunk(QWEN3_30B_A3B, batch, cache_length)
+        longest = longest_chunk(SHAPES["Qwen3-30B-A3B"], batch, cache_length)
         self.assertEqual(longest, expected)  # 32 heads, 4 bytes a score, 2**30 bytes
 
     @parameterized.product(name=tuple(SHAPES), platform=("gpu", "cpu"))

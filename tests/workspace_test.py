@@ -4,7 +4,7 @@ from absl.testing import parameterized
 
 from moejax.experts.budget import RunSizes, workspace_nbytes
 from moejax.inference.chunking import longest_chunk
-from moejax.models.shapes import QWEN3_30B_A3B
+from moejax.models.shapes import SHAPES
 
 CONTEXT = 4096  # of `configs/benchmark_dynaexq.py`: what 2,048 and 256 tokens get
 LAYERS, EXPERTS = 48, 128
@@ -22,9 +22,10 @@ class PeakTest(parameterized.TestCase):
     def test_what_compiling_tries_is_in_the_bound(self, batch, peak, planned, workspace, steps):
         """The peaks were above the plan: XLA tries the largest product, two results at once."""
         replayed = 2 * 4 * steps * LAYERS * batch * EXPERTS / 2**30
+        config = SHAPES["Qwen3-30B-A3B"]
         run = RunSizes(
-            config=QWEN3_30B_A3B, weights_nbytes={}, batch=batch, context=CONTEXT, platform="gpu",
-            chunk=longest_chunk(QWEN3_30B_A3B, batch, CONTEXT),
+            config=config, weights_nbytes={}, batch=batch, context=CONTEXT, platform="gpu",
+            chunk=longest_chunk(config, batch, CONTEXT),
         )  # fmt: skip
         bound = workspace_nbytes(run, num_tiers=2) / 2**30
         spare = planned - workspace + bound + replayed - peak

@@ -1,297 +1,71 @@
-"""Named real shapes, for plans and benchmarks without a checkpoint."""
+"""Named real shapes, for plans and benchmarks without a checkpoint.
+
+Each is read from the fields in which its published config.json differs from its family's defaults.
+"""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import (
-    PLAIN_ROUTER,
-    DeltaConfig,
-    LatentConfig,
-    ModelConfig,
-    RopeScaling,
-    RouterRule,
-)
-from pallas_kernels.gating import Gating
+from moejax.models.config import PLAIN_ROUTER, ModelConfig
+from moejax.models.hf.config import model_config
 
-QWEN3_30B_A3B = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=151936,
-    model_dim=2048,
-    num_layers=48,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    num_experts=128,
-    experts_per_token=8,
-    expert_dim=768,
-    mlp_dim=6144,
-    moe_layers=tuple(range(48)),
-    norm_topk_prob=True,
-    norm_eps=1e-6,
-    rope_theta=1e6,
-    max_positions=40960,
-    qk_norm=True,
-)
-
-MIXTRAL_8X7B = ModelConfig(
-    family="mixtral",
-    vocab_size=32000,
-    model_dim=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    num_experts=8,
-    experts_per_token=2,
-    expert_dim=14336,
-    mlp_dim=14336,
-    moe_layers=tuple(range(32)),
-    norm_topk_prob=True,
-    norm_eps=1e-5,
-    rope_theta=1e6,
-    max_positions=32768,
-)
-
-DEEPSEEK_MOE_16B = ModelConfig(
-    family="deepseek",
-    vocab_size=102400,
-    model_dim=2048,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=16,
-    head_dim=128,
-    num_experts=64,
-    experts_per_token=6,
-    expert_dim=1408,
-    mlp_dim=10944,
-    moe_layers=tuple(range(1, 28)),
-    norm_topk_prob=False,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    max_positions=4096,
-    shared_dim=2 * 1408,
-)
-
-DEEPSEEK_V2_LITE = dataclasses.replace(
-    DEEPSEEK_MOE_16B,
-    family="deepseek_v2",
-    num_layers=27,
-    head_dim=192,
-    moe_layers=tuple(range(1, 27)),
-    max_positions=163840,
-    interleaved_rope=True,
-    rope_scaling=RopeScaling(
-        kind="yarn", factor=40.0, original_positions=4096, mscale=0.707, mscale_all_dim=0.707
-    ),
-    latent=LatentConfig(kv_rank=512, query_rank=None, nope_dim=128, rope_dim=64, value_dim=128),
-)
+_QWEN3_NEXT = {"rope_theta": 1e7, "max_position_embeddings": 262144}
+_QWEN3_5 = _QWEN3_NEXT | {
+    "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024,
+    "num_attention_heads": 32, "linear_num_value_heads": 64,
+}  # fmt: skip
+_GLM = {"head_dim": 128, "rope_theta": 1e6, "attention_bias": True}
+_DEEPSEEK = {
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+}  # fmt: skip
+_YARN = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
 
 
-def _delta_rule(
-    num_layers: int, *, num_value_heads: int = 32, rows_by_head: bool = False
-) -> DeltaConfig:
-    """The delta rule of Qwen3-Next and Qwen3.5: every fourth layer attends."""
-    return DeltaConfig(
-        layers=tuple(layer for layer in range(num_layers) if layer % 4 != 3), num_key_heads=16,
-        num_value_heads=num_value_heads, key_dim=128, value_dim=128, conv_width=4,
-        rows_by_head=rows_by_head,
-    )  # fmt: skip
+def _shape(
+    family: str, fields: Mapping[str, Any] = MappingProxyType({}), **more: Any
+) -> ModelConfig:
+    return model_config({"model_type": family, **fields, **more})
 
-
-QWEN3_NEXT_80B_A3B = ModelConfig(
-    family="qwen3_next",
-    vocab_size=151936,
-    model_dim=2048,
-    num_layers=48,
-    num_heads=16,
-    num_kv_heads=2,
-    head_dim=256,
-    num_experts=512,
-    experts_per_token=10,
-    expert_dim=512,
-    mlp_dim=5120,
-    moe_layers=tuple(range(48)),
-    norm_topk_prob=True,
-    norm_eps=1e-6,
-    rope_theta=1e7,
-    max_positions=262144,
-    qk_norm=True,
-    rope_dim=64,
-    attention_gate=True,
-    zero_centred_norm=True,
-    delta_net=_delta_rule(48, rows_by_head=True),
-    shared_dim=512,
-    shared_gate=True,
-)
-
-OLMOE_1B_7B = ModelConfig(
-    family="olmoe",
-    vocab_size=50304,
-    model_dim=2048,
-    num_layers=16,
-    num_heads=16,
-    num_kv_heads=16,
-    head_dim=128,
-    num_experts=64,
-    experts_per_token=8,
-    expert_dim=1024,
-    mlp_dim=1024,
-    moe_layers=tuple(range(16)),
-    norm_topk_prob=False,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-    max_positions=4096,
-    qk_norm=True,
-    joint_qk_norm=True,
-)
-
-GLM_4_5_AIR = ModelConfig(
-    family="glm4_moe",
-    vocab_size=151552,
-    model_dim=4096,
-    num_layers=46,
-    num_heads=96,
-    num_kv_heads=8,
-    head_dim=128,
-    num_experts=128,
-    experts_per_token=8,
-    expert_dim=1408,
-    mlp_dim=10944,
-    moe_layers=tuple(range(1, 46)),
-    norm_topk_prob=True,
-    norm_eps=1e-5,
-    rope_theta=1e6,
-    max_positions=131072,
-    attention_bias=True,
-    output_bias=False,
-    rope_dim=64,
-    shared_dim=1408,
-    router=RouterRule(scoring="sigmoid", group_score="top2", has_bias=True),
-)
-
-GLM_4_7 = dataclasses.replace(
-    GLM_4_5_AIR,
-    model_dim=5120,
-    num_layers=92,
-    num_experts=160,
-    expert_dim=1536,
-    mlp_dim=12288,
-    moe_layers=tuple(range(3, 92)),
-    max_positions=202752,
-    qk_norm=True,
-    shared_dim=1536,
-    router=dataclasses.replace(GLM_4_5_AIR.router, scale=2.5),
-)
-
-GLM_4_7_FLASH = dataclasses.replace(
-    GLM_4_5_AIR,
-    family="glm4_moe_lite",
-    vocab_size=154880,
-    model_dim=2048,
-    num_layers=47,
-    num_heads=20,
-    num_kv_heads=20,
-    head_dim=256,
-    num_experts=64,
-    experts_per_token=4,
-    expert_dim=1536,
-    mlp_dim=10240,
-    moe_layers=tuple(range(1, 47)),
-    max_positions=202752,
-    attention_bias=False,
-    output_bias=True,
-    rope_dim=None,
-    interleaved_rope=True,
-    latent=LatentConfig(kv_rank=512, query_rank=768, nope_dim=192, rope_dim=64, value_dim=256),
-    shared_dim=1536,
-    router=dataclasses.replace(GLM_4_5_AIR.router, scale=1.8),
-)
-
-QWEN3_6_35B_A3B = dataclasses.replace(
-    QWEN3_NEXT_80B_A3B,
-    family="qwen3_5_moe",
-    vocab_size=248320,
-    num_layers=40,
-    num_experts=256,
-    experts_per_token=8,
-    mlp_dim=512,
-    moe_layers=tuple(range(40)),
-    delta_net=_delta_rule(40),
-)
-
-QWEN3_5_122B_A10B = dataclasses.replace(
-    QWEN3_6_35B_A3B,
-    model_dim=3072,
-    num_layers=48,
-    num_heads=32,
-    expert_dim=1024,
-    mlp_dim=1024,
-    shared_dim=1024,
-    moe_layers=tuple(range(48)),
-    delta_net=_delta_rule(48, num_value_heads=64),
-)
-
-QWEN3_5_397B_A17B = dataclasses.replace(
-    QWEN3_5_122B_A10B,
-    model_dim=4096,
-    num_layers=60,
-    num_experts=512,
-    experts_per_token=10,
-    moe_layers=tuple(range(60)),
-    delta_net=_delta_rule(60, num_value_heads=64),
-)
-
-GPT_OSS_20B = ModelConfig(
-    family="gpt_oss",
-    vocab_size=201088,
-    model_dim=2880,
-    num_layers=24,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=64,
-    num_experts=32,
-    experts_per_token=4,
-    expert_dim=2880,
-    mlp_dim=2880,
-    moe_layers=tuple(range(24)),
-    norm_topk_prob=True,
-    norm_eps=1e-5,
-    rope_theta=1.5e5,
-    max_positions=131072,
-    attention_bias=True,
-    sliding_window=128,
-    window_layers=tuple(range(0, 24, 2)),
-    attention_sinks=True,
-    rope_scaling=RopeScaling(kind="yarn", factor=32.0, original_positions=4096, truncate=False),
-    router=RouterRule(has_logit_bias=True),
-    gating=Gating(alpha=1.702, limit=7.0, up_offset=1.0),
-    expert_bias=True,
-)
-
-GPT_OSS_120B = dataclasses.replace(
-    GPT_OSS_20B,
-    num_layers=36,
-    num_experts=128,
-    moe_layers=tuple(range(36)),
-    window_layers=tuple(range(0, 36, 2)),
-)
 
 SHAPES = {
-    "Qwen3-30B-A3B": QWEN3_30B_A3B,
-    "Mixtral-8x7B": MIXTRAL_8X7B,
-    "DeepSeek-MoE-16B": DEEPSEEK_MOE_16B,
-    "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
-    "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
-    "Qwen3.6-35B-A3B": QWEN3_6_35B_A3B,
-    "Qwen3.5-122B-A10B": QWEN3_5_122B_A10B,
-    "Qwen3.5-397B-A17B": QWEN3_5_397B_A17B,
-    "OLMoE-1B-7B": OLMOE_1B_7B,
-    "GLM-4.5-Air": GLM_4_5_AIR,
-    "GLM-4.7": GLM_4_7,
-    "GLM-4.7-Flash": GLM_4_7_FLASH,
-    "gpt-oss-20b": GPT_OSS_20B,
-    "gpt-oss-120b": GPT_OSS_120B,
-}
+    "Qwen3-30B-A3B": _shape(
+        "qwen3_moe", num_hidden_layers=48, head_dim=128, norm_topk_prob=True, rope_theta=1e6,
+        max_position_embeddings=40960,
+    ),
+    "Mixtral-8x7B": _shape("mixtral", max_position_embeddings=32768),
+    "DeepSeek-MoE-16B": _shape(
+        "deepseek", _DEEPSEEK, num_hidden_layers=28, max_position_embeddings=4096
+    ),
+    "DeepSeek-V2-Lite": _shape(
+        "deepseek_v2", _DEEPSEEK, num_hidden_layers=27, max_position_embeddings=163840,
+        q_lora_rank=None, rope_scaling=_YARN,
+    ),
+    "Qwen3-Next-80B-A3B": _shape("qwen3_next", _QWEN3_NEXT, intermediate_size=5120),
+    "Qwen3.6-35B-A3B": _shape("qwen3_5_moe", _QWEN3_NEXT),
+    "Qwen3.5-122B-A10B": _shape("qwen3_5_moe", _QWEN3_5, hidden_size=3072, num_hidden_layers=48),
+    "Qwen3.5-397B-A17B": _shape(
+        "qwen3_5_moe", _QWEN3_5, hidden_size=4096, num_hidden_layers=60, num_experts=512,
+        num_experts_per_tok=10,
+    ),
+    "OLMoE-1B-7B": _shape("olmoe", intermediate_size=1024),
+    "GLM-4.5-Air": _shape("glm4_moe", _GLM),
+    "GLM-4.7": _shape(
+        "glm4_moe", _GLM, hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536,
+        num_hidden_layers=92, n_routed_experts=160, routed_scaling_factor=2.5,
+        first_k_dense_replace=3, use_qk_norm=True, max_position_embeddings=202752,
+    ),
+    "GLM-4.7-Flash": _shape("glm4_moe_lite", rope_theta=1e6),
+    "gpt-oss-20b": _shape("gpt_oss", num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-120b": _shape("gpt_oss"),
+}  # fmt: skip
 TINY = dataclasses.replace(
     SHAPES["Qwen3-30B-A3B"], vocab_size=512, model_dim=64, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=16, num_experts=8, experts_per_token=2, expert_dim=64,
