@@ -13,20 +13,14 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.files.small import check_depth, parse_json, read_file
-from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
+from moejax.models.config import ModelConfig
 from moejax.models.hf import deepseek as hf_deepseek
 from moejax.models.hf import gpt_oss as hf_gpt_oss
 from moejax.models.hf import qwen3_next as hf_qwen3_next
 from moejax.models.hf.defaults import with_defaults
-from moejax.models.hf.fields import (
-    agreed,
-    flag,
-    integer,
-    number,
-    object_field,
-    sparse_layers,
-)
-from moejax.models.hf.rope import rope_fields, rope_scaling, rope_theta, unsupported
+from moejax.models.hf.fields import agreed, flag, integer, object_field, sparse_layers
+from moejax.models.hf.rope import unsupported
+from moejax.models.hf.shared import read_shared, write_shared
 
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
@@ -43,7 +37,6 @@ _TEXT_TYPES = {"qwen3_5_moe": "qwen3_5_moe_text"}
 _READERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.model_config)
 _READERS |= dict.fromkeys(("qwen3_next", "qwen3_5_moe"), hf_qwen3_next.model_config)
 _READERS["gpt_oss"] = hf_gpt_oss.model_config
-_WRITERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.config_fields)
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -100,32 +93,17 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         reasons.append(f"clip_qkv {fields['clip_qkv']}")
     if reasons:
         raise MoejaxError("not supported: " + "; ".join(reasons))
-    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
-    num_heads = integer(fields, "num_attention_heads")
-    model_dim = integer(fields, "hidden_size")
-    mlp_dim = integer(fields, "intermediate_size")
+    shared, mlp_dim = read_shared(family, fields), integer(fields, "intermediate_size")
+    num_layers = shared["num_layers"]
     is_qwen3, is_mixtral = family == "qwen3_moe", family == "mixtral"
     windowed = family != "olmoe" and fields["sliding_window"] is not None
     windowed &= not is_qwen3 or flag(fields, "use_sliding_window")
     return ModelConfig(
-        family=family,
-        vocab_size=integer(fields, "vocab_size"),
-        model_dim=model_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=integer(fields, "num_key_value_heads", default=num_heads),
-        head_dim=integer(fields, "head_dim", default=model_dim // num_heads),
-        num_experts=integer(fields, "num_local_experts", "num_experts", most=MOST_EXPERTS),
-        experts_per_token=integer(fields, "num_experts_per_tok"),
+        **shared | {"head_dim": integer(fields, "head_dim", default=shared["head_dim"])},
         expert_dim=integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
         mlp_dim=mlp_dim,
         moe_layers=sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
         norm_topk_prob=is_mixtral or flag(fields, "norm_topk_prob"),
-        norm_eps=number(fields, "rms_norm_eps"),
-        rope_theta=rope_theta(family, fields),
-        rope_scaling=rope_scaling(fields),
-        max_positions=integer(fields, "max_position_embeddings"),
-        tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=not is_mixtral,
         joint_qk_norm=family == "olmoe",
         attention_bias=not is_mixtral and flag(fields, "attention_bias"),
@@ -162,28 +140,16 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
     """
     c = config
     model_type = _TEXT_TYPES.get(c.family, c.family)
-    head: dict[str, Any] = {"architectures": [ARCHITECTURES[c.family]], "model_type": model_type}
-    if write := _WRITERS.get(c.family):
-        fields = head | write(c) | {"dtype": dtype, "torch_dtype": dtype, **token_ids}
-        return _checked(fields, c)
-    fields = head | {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.model_dim,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
+    fields = {
+        "architectures": [ARCHITECTURES[c.family]], "model_type": model_type, **write_shared(c),
+        "dtype": dtype, "torch_dtype": dtype, **token_ids,
+    }  # fmt: skip
+    if c.family in hf_deepseek.ARCHITECTURES:
+        return _checked(fields | hf_deepseek.fields_of(c), c)
+    fields |= {
         "head_dim": c.head_dim,
-        "num_experts_per_tok": c.experts_per_token,
         "num_local_experts": c.num_experts,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps,
-        **rope_fields(c),
-        "max_position_embeddings": c.max_positions,
         "sliding_window": c.sliding_window,
-        "tie_word_embeddings": c.tied_embeddings,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        **token_ids,
     }
     if c.family in ("qwen3_next", "qwen3_5_moe"):
         fields |= hf_qwen3_next.fields_of(c)

@@ -13,26 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import (
-    MOST_EXPERTS,
-    MOST_LAYERS,
-    LatentConfig,
-    ModelConfig,
-    RouterRule,
-)
-from moejax.models.hf.fields import (
-    flag,
-    integer,
-    number,
-)
-from moejax.models.hf.rope import (
-    KINDS,
-    rope_fields,
-    rope_scaling,
-    rope_theta,
-    rotated_dims,
-    unsupported,
-)
+from moejax.models.config import LatentConfig, ModelConfig, RouterRule
+from moejax.models.hf.fields import flag, integer, number
+from moejax.models.hf.rope import KINDS, rope_fields, rotated_dims, unsupported
+from moejax.models.hf.shared import read_shared
 
 ARCHITECTURES = {
     "deepseek": "DeepseekForCausalLM",
@@ -58,76 +42,47 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
     """
     if reasons := _unsupported(family, fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
-    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
-    num_heads = integer(fields, "num_attention_heads")
-    model_dim, expert_dim = (
-        integer(fields, name) for name in ("hidden_size", "moe_intermediate_size")
-    )
-    latent, is_glm = _latent(fields) if family in _LATENT else None, family == "glm4_moe"
+    given, is_glm = read_shared(family, fields, "n_routed_experts"), family == "glm4_moe"
+    expert_dim = integer(fields, "moe_intermediate_size")
+    latent = _latent(fields) if family in _LATENT else None
     shared = fields.get("n_shared_experts")
     num_shared = 0 if shared in (None, 0) else integer(fields, "n_shared_experts")
-    head_dim = model_dim // num_heads if latent is None else latent.nope_dim + latent.rope_dim
-    if is_glm:
-        head_dim = integer(fields, "head_dim", default=head_dim)
+    if latent is not None:
+        given["head_dim"] = latent.nope_dim + latent.rope_dim
+    elif is_glm:
+        given["head_dim"] = integer(fields, "head_dim", default=given["head_dim"])
     is_interleaved = flag(fields, "rope_interleave")  # checked where it changes nothing, too
     return ModelConfig(
-        family=family,
-        vocab_size=integer(fields, "vocab_size"),
-        model_dim=model_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=integer(fields, "num_key_value_heads", default=num_heads),
-        head_dim=head_dim,
-        num_experts=integer(
-            fields, "num_local_experts", "num_experts", "n_routed_experts", most=MOST_EXPERTS
-        ),
-        experts_per_token=integer(fields, "num_experts_per_tok"),
+        **given,
         expert_dim=expert_dim,
         mlp_dim=integer(fields, "intermediate_size"),
-        moe_layers=_sparse_layers(family, fields, num_layers),
+        moe_layers=_sparse_layers(family, fields, given["num_layers"]),
         norm_topk_prob=_normalises(family, fields),
-        norm_eps=number(fields, "rms_norm_eps"),
-        rope_theta=rope_theta(family, fields),
-        max_positions=integer(fields, "max_position_embeddings"),
-        tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=is_glm and flag(fields, "use_qk_norm"),
         attention_bias=flag(fields, "attention_bias"),
-        sliding_window=None,
-        rope_dim=rotated_dims(family, fields, head_dim) if is_glm else None,
+        rope_dim=rotated_dims(family, fields, given["head_dim"]) if is_glm else None,
         output_bias=not is_glm,
         interleaved_rope=family == "deepseek_v2" or (is_interleaved and family in _LATENT),
-        rope_scaling=rope_scaling(fields),
         latent=latent,
         shared_dim=num_shared * expert_dim,
         router=_router(family, fields),
     )
 
 
-def config_fields(config: ModelConfig) -> dict[str, Any]:
-    """Fields of a config.json, without those that name the family."""
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json that add to, or replace, those of every family."""
     c, rule = config, config.router
     first = min(c.moe_layers, default=c.num_layers)
     every = (n for n in range(1, c.num_layers) if c.moe_layers == _layers(first, n, c.num_layers))
     frequency = next(every, 1)
     fields: dict[str, Any] = {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.model_dim,
         "intermediate_size": c.mlp_dim,
         "moe_intermediate_size": c.expert_dim,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
         "n_routed_experts": c.num_experts,
         "n_shared_experts": c.shared_dim // c.expert_dim or None,
-        "num_experts_per_tok": c.experts_per_token,
         "norm_topk_prob": c.norm_topk_prob,
         "scoring_func": rule.scoring,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps,
-        "max_position_embeddings": c.max_positions,
-        "tie_word_embeddings": c.tied_embeddings,
         "attention_bias": c.attention_bias,
-        **rope_fields(c),
     }
     if c.family == "glm4_moe_lite":
         sparse = set(c.moe_layers)

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig, RouterRule
+from moejax.models.config import ModelConfig, RouterRule
 from moejax.models.hf.fields import ROPES, flag, integer, number
-from moejax.models.hf.rope import rope_scaling, rope_theta, unsupported
+from moejax.models.hf.rope import unsupported
+from moejax.models.hf.shared import read_shared
 from pallas_kernels.gating import Gating
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -30,30 +31,15 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         fields = {**fields, "rope_parameters": _DEFAULT_ROPE}
     if reasons := unsupported(fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
-    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
-    num_heads = integer(fields, "num_attention_heads")
-    model_dim, expert_dim = (integer(fields, n) for n in ("hidden_size", "intermediate_size"))
+    shared, expert_dim = read_shared(family, fields), integer(fields, "intermediate_size")
+    num_layers = shared["num_layers"]
     window, window_layers = _windows(fields, num_layers)
     return ModelConfig(
-        family=family,
-        vocab_size=integer(fields, "vocab_size"),
-        model_dim=model_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=integer(fields, "num_key_value_heads", default=num_heads),
-        head_dim=integer(fields, "head_dim"),
-        num_experts=integer(fields, "num_local_experts", "num_experts", most=MOST_EXPERTS),
-        experts_per_token=integer(fields, "num_experts_per_tok"),
+        **shared | {"head_dim": integer(fields, "head_dim")},
         expert_dim=expert_dim,
         mlp_dim=expert_dim,
         moe_layers=tuple(range(num_layers)),
         norm_topk_prob=True,
-        norm_eps=number(fields, "rms_norm_eps"),
-        rope_theta=rope_theta(family, fields),
-        rope_scaling=rope_scaling(fields),
-        max_positions=integer(fields, "max_position_embeddings"),
-        tied_embeddings=flag(fields, "tie_word_embeddings"),
-        qk_norm=False,
         attention_bias=flag(fields, "attention_bias"),
         sliding_window=window,
         window_layers=window_layers,

@@ -11,20 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, DeltaConfig, ModelConfig
-from moejax.models.hf.fields import (
-    flag,
-    integer,
-    number,
-    sparse_layers,
-)
-from moejax.models.hf.rope import (
-    rope_fields,
-    rope_scaling,
-    rope_theta,
-    rotated_dims,
-    unsupported,
-)
+from moejax.models.config import DeltaConfig, ModelConfig
+from moejax.models.hf.fields import flag, integer, sparse_layers
+from moejax.models.hf.rope import rope_fields, rotated_dims, unsupported
+from moejax.models.hf.shared import read_shared
 
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
 
@@ -40,31 +30,18 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         reasons.append("use_sliding_window, which Qwen3-Next has no layers for")
     if reasons:
         raise MoejaxError("not supported: " + "; ".join(reasons))
-    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
+    shared, is_next = read_shared(family, fields), family == "qwen3_next"
     head_dim, expert_dim = (integer(fields, name) for name in ("head_dim", "moe_intermediate_size"))
-    is_next = family == "qwen3_next"
+    num_layers = shared["num_layers"]
+    num_kv_heads = integer(fields, "num_key_value_heads")  # a null is none
     return ModelConfig(
-        family=family,
-        vocab_size=integer(fields, "vocab_size"),
-        model_dim=integer(fields, "hidden_size"),
-        num_layers=num_layers,
-        num_heads=integer(fields, "num_attention_heads"),
-        num_kv_heads=integer(fields, "num_key_value_heads"),
-        head_dim=head_dim,
-        num_experts=integer(fields, "num_local_experts", "num_experts", most=MOST_EXPERTS),
-        experts_per_token=integer(fields, "num_experts_per_tok"),
+        **shared | {"head_dim": head_dim, "num_kv_heads": num_kv_heads},
         expert_dim=expert_dim,
         mlp_dim=integer(fields, "intermediate_size") if is_next else expert_dim,
         moe_layers=sparse_layers(fields, num_layers) if is_next else tuple(range(num_layers)),
         norm_topk_prob=flag(fields, "norm_topk_prob") if is_next else True,
-        norm_eps=number(fields, "rms_norm_eps"),
-        rope_theta=rope_theta(family, fields),
-        rope_scaling=rope_scaling(fields),
-        max_positions=integer(fields, "max_position_embeddings"),
-        tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=True,
         attention_bias=flag(fields, "attention_bias"),
-        sliding_window=None,
         rope_dim=rotated_dims(family, fields, head_dim),
         attention_gate=True,
         zero_centred_norm=True,
