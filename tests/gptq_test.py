@@ -202,15 +202,6 @@ class GptqTest(parameterized.TestCase):
         self.assertTrue(found.starved)
         np.testing.assert_array_equal(found.codes.codes, hqq(jnp.asarray(w), grid).codes)
 
-    @parameterized.parameters(
-        ({"damping": 0.0}, "damping"),
-        ({"block_size": 0}, "block_size"),
-        ({"min_tokens_per_input": -1.0}, "min_tokens_per_input"),
-    )
-    def test_refused_settings(self, fields, said):
-        with self.assertRaisesRegex(ValueError, said):
-            GptqSettings(**fields)
-
     def test_a_group_longer_than_the_row(self):
         w, h = map(jnp.asarray, self._problem())
         with self.assertRaisesRegex(ValueError, "group_size 97"):

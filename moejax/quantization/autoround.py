@@ -8,7 +8,6 @@ nothing is sampled, experts are solved side by side, and since rows do not meet 
 each row keeps its own best step.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -20,22 +19,8 @@ from moejax.quantization.grid import Codes, Grid, merge_groups, split_groups
 from moejax.quantization.hessian import damped
 from moejax.quantization.rtn import range_grid
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AutoRoundSettings:
-    """Settings of the descent; ValueError where one is out of its range."""
-
-    iterations: int = 200  # the step size falls linearly from 1 / iterations to 0
-    least_range: float = 0.5  # of the factors on a group's smallest and largest value; most is 1
-    damping: float = 0.01  # share of H's mean diagonal added to it, against few tokens
-
-    def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ValueError(f"iterations {self.iterations} is not positive")
-        if self.damping < 0:
-            raise ValueError(f"damping {self.damping} is negative")
-        if not 0 < self.least_range <= 1:
-            raise ValueError(f"least_range {self.least_range} is not in (0, 1]")
+LEAST_RANGE = 0.5  # of the factors on a group's smallest and largest value; most is 1
+DAMPING = 0.01  # share of H's mean diagonal added to it, against few tokens
 
 
 class _Parameters(NamedTuple):
@@ -46,13 +31,8 @@ class _Parameters(NamedTuple):
     low: jax.Array  # float32[N, G], its beta: on the smallest
 
 
-@functools.partial(jax.jit, static_argnames=("grid", "settings"))
-def autoround(
-    weights: jax.Array,
-    hessian: jax.Array,
-    grid: Grid,
-    settings: AutoRoundSettings = AutoRoundSettings(),
-) -> Codes:
+@functools.partial(jax.jit, static_argnames=("grid", "iterations"))
+def autoround(weights: jax.Array, hessian: jax.Array, grid: Grid, iterations: int = 200) -> Codes:
     """argmin of tr((W - Wq) H (W - Wq)^T), Wq = s (clip(round(W / s + z + V)) - z).
 
     Starts as RTN, so no row ends worse than RTN's under the damped H; with H zero or not finite it
@@ -61,14 +41,15 @@ def autoround(
     Args:
       weights: [N, K], any float dtype, finite.
       hessian: float32[K, K], running mean of 2 x x^T; its scale does not matter.
+      iterations: over which the step size falls linearly from 1 / iterations to 0.
     """
     weights = weights.astype(jnp.float32)
     num_rows, num_inputs = weights.shape
-    hessian = damped(hessian, settings.damping)
+    hessian = damped(hessian, DAMPING)
     groups = split_groups(weights, grid.group_size)
     ones = jnp.ones(groups.shape[:2], jnp.float32)
     start = _Parameters(jnp.zeros_like(groups), ones, ones)
-    schedule = optax.linear_schedule(1 / settings.iterations, 0.0, settings.iterations)
+    schedule = optax.linear_schedule(1 / iterations, 0.0, iterations)
     descent = optax.sign_sgd(schedule)
 
     def row_errors(parameters: _Parameters) -> tuple[jax.Array, jax.Array]:
@@ -95,8 +76,8 @@ def autoround(
             moved = optax.apply_updates(parameters, updates)
         moved = _Parameters(
             jnp.clip(moved.offset, -0.5, 0.5),
-            jnp.clip(moved.high, settings.least_range, 1.0),
-            jnp.clip(moved.low, settings.least_range, 1.0),
+            jnp.clip(moved.high, LEAST_RANGE, 1.0),
+            jnp.clip(moved.low, LEAST_RANGE, 1.0),
         )
         return moved, descent_state, best, jnp.where(better, errors, least)
 
@@ -104,9 +85,7 @@ def autoround(
         descent_state = descent.init(start)
     least = jnp.full(num_rows, jnp.inf, jnp.float32)
     # One more than `iterations`: the last moves nothing, it judges what came out.
-    _, _, best, _ = jax.lax.fori_loop(
-        0, settings.iterations + 1, step, (start, descent_state, start, least)
-    )
+    _, _, best, _ = jax.lax.fori_loop(0, iterations + 1, step, (start, descent_state, start, least))
     codes, scales, zeros = _quantize(best, groups, grid)
     return Codes(merge_groups(codes, num_inputs).astype(jnp.uint8), scales, zeros)
 
