@@ -175,11 +175,11 @@ class LatentAttention(StackedModule):
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D]."""
         layer = index.mixer
         queries = self.queries(normed, layer, *angles)
-        new = self.latents(normed, layer, *angles)
+        new = self._latents(normed, layer, *angles)
         if isinstance(attend, CachedAttention):
             attended = self._with_cache(queries, new, index, attend)
         else:
-            attended = self._by(attend, index, *self.expand(queries, new, layer))
+            attended = self._by(attend, index, *self._expand(queries, new, layer))
         flat = attended.reshape(*attended.shape[:2], -1)
         return self.linear(flat, "o_proj", layer)
 
@@ -198,7 +198,7 @@ class LatentAttention(StackedModule):
         nope, rope = jnp.split(q, [self.widths.nope_dim], axis=-1)
         return _Queries(nope, rotate(rope, cos, sin, interleaved=c.interleaved_rope))
 
-    def latents(
+    def _latents(
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
     ) -> _Latents:
         """Projects [B, T, D] to the shared key and latent (eq. 9 and 15)."""
@@ -211,7 +211,7 @@ class LatentAttention(StackedModule):
     def _latent_norm(self, x: jax.Array, scales: jax.Array, layer: ops.Index) -> jax.Array:
         return stacked_norm(x, scales, layer, LATENT_NORM_EPS, self.kernels)
 
-    def expand(
+    def _expand(
         self, queries: _Queries, seen: _Latents, layer: ops.Index
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Expands queries [B, T, H, C], keys [B, S, H, C] and values [B, S, H, V] of every head."""
@@ -243,7 +243,7 @@ class LatentAttention(StackedModule):
             return attend.over_slots(
                 lambda slots: self._over_slots(queries, new.key.dtype, index, attend, slots)
             )
-        q, k, v = self.expand(queries, new, layer)
+        q, k, v = self._expand(queries, new, layer)
         attend.keep(q, k, index)
         if attend.impl == "cudnn":
             return causal_attention(q, k, v, index.window, attend.impl, c.score_scale)
@@ -267,7 +267,7 @@ class LatentAttention(StackedModule):
             itemsize=dtype.itemsize,
         ):  # fmt: skip
             return self._absorbed(queries, seen, index, attend)
-        q, k, v = self.expand(queries, seen, index.mixer)
+        q, k, v = self._expand(queries, seen, index.mixer)
         attend.keep(q, k, index)
         return _expanded_attention(q, k, v, attend.positions, index.window, c.score_scale)
 

@@ -71,27 +71,6 @@ class ExpertBiases(NamedTuple):
         return PairBiases(self.gate_up[layer, ids], self.down[layer, ids])
 
 
-def route(
-    x: jax.Array,
-    router: jax.Array,
-    config: ModelConfig,
-    bias: jax.Array | None = None,
-    logit_bias: jax.Array | None = None,
-) -> Routing:
-    """Scores all experts in float32 and takes the top A.
-
-    Args:
-      x: [N, D].
-      router: [E, D].
-      bias: [E], see `routing_of`.
-      logit_bias: [E], added to the logits; None: there is none.
-    """
-    logits = jnp.einsum("nd,ed->ne", x, router, preferred_element_type=jnp.float32)
-    if logit_bias is not None:
-        logits = logits + logit_bias.astype(jnp.float32)[None]
-    return routing_of(logits, config, bias)
-
-
 def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = None) -> Routing:
     """Routes by logits, float32[N, E].
 

@@ -253,7 +253,7 @@ class Transformer(nnx.Module):
         """Whether a device has some rows alone of a matrix [V, D]."""
         return bool(self.share_axis) and matrix.shape[0] < self.config.vocab_size
 
-    def embedded(self, tokens: jax.Array) -> jax.Array:
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
         """Embeddings [..., D] of tokens int32[...]."""
         rows = self.embed[...]
         if not self._has_rows(rows):
@@ -321,7 +321,7 @@ class Transformer(nnx.Module):
           the M sparse layers in front.
         """
         angles = model_angles(self.config, positions, lengths)
-        x, carry, records = self.embedded(tokens), experts.init(), []
+        x, carry, records = self._embedded(tokens), experts.init(), []
         for index in layer_indices(self.config):
             x, carry, record = self._layer(x, index, angles, token_mask, attend, experts, carry)
             if index.is_sparse:
@@ -446,7 +446,7 @@ class Transformer(nnx.Module):
             turns = range(loop.num_turns)
             return some(carried, (scanned_layer(c, loop, turn, number) for turn in turns))
 
-        x = self.embedded(tokens)
+        x = self._embedded(tokens)
         carried, first = some((x, cache, experts.init()), layer_indices(c)[: loop.first])
         looped = None
         if loop.num_passes:
@@ -493,7 +493,7 @@ def _decode_layers(
     """`Transformer.__call__` of one token a sequence where `_choose_token_step` says "triton"."""
     c = model.config
     angles = model_angles(c, positions, lengths)
-    x, carry = model.embedded(tokens[:, 0]), experts.init()
+    x, carry = model._embedded(tokens[:, 0]), experts.init()
     delta: jax.Array | None = None  # what the layer before adds to x
     attend = model.attention_of(cache, positions, spec, token_mask)
     norm = functools.partial(norm_of_sum, eps=c.norm_eps, zero_centred=c.zero_centred_norm)
@@ -541,6 +541,16 @@ def _attended(
     return attention.output(attended, index.mixer)[:, 0]
 
 
+def whole_attention(model: Transformer, impl: AttentionImpl) -> AttentionFn:
+    """Attention of whole sequences to themselves, without a cache."""
+
+    def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        sinks = None if model._sinks is None else model._sinks[index.mixer]
+        return causal_attention(q, k, v, index.window, impl, model.config.score_scale, sinks)
+
+    return attend
+
+
 def forward(
     model: Transformer,
     tokens: jax.Array,
@@ -562,12 +572,7 @@ def forward(
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     mask = jnp.ones(tokens.shape, bool)
-
-    def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        sinks = None if model._sinks is None else model._sinks[index.mixer]
-        scale = model.config.score_scale
-        return causal_attention(q, k, v, index.window, attention, scale, sinks)
-
+    attend = whole_attention(model, attention)
     run = ResidentExperts(model.moe, experts, record)
     hidden, _, records = model.layers(tokens, positions, mask, attend, run)
     return hidden, records

@@ -26,24 +26,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from moejax.models.attention import (
-    Attention,
-    AttentionImpl,
-    causal_attention,
-    default_attention_impl,
-)
+from moejax.models.attention import AttentionImpl, default_attention_impl
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.delta_net import DeltaNet
-from moejax.models.dense_mlp import DenseMlp, SharedExpert
 from moejax.models.expert_products import block_size, gated
-from moejax.models.latent_attention import LatentAttention
-from moejax.models.layer_index import LayerIndex, layer_indices
+from moejax.models.layer_index import layer_indices
 from moejax.models.leaf_kinds import kind_of
-from moejax.models.moe import ExpertImpl, Routing, SparseMoe, default_expert_impl, route
+from moejax.models.moe import (
+    ExpertImpl,
+    Experts,
+    MoeInputs,
+    ResidentExperts,
+    default_expert_impl,
+)
 from moejax.models.rope import model_angles
-from moejax.models.stacked import rms_norm
+from moejax.models.transformer import (
+    Transformer,
+    merge_weights,
+    model_definition,
+    whole_attention,
+)
 from moejax.quantization.hessian import add_outer_products, mean_hessian
 from moejax.weights.qtensor import RecordedInput, Weight, dense
 
@@ -55,7 +57,7 @@ _WATCHED_KINDS = ("attention", "shared_experts", "mlp", "router")
 
 
 def _one_layer(config: ModelConfig, layer: int) -> ModelConfig:
-    """The configuration of one layer as a model of its own."""
+    """The configuration of one layer as a model of its own, almost without a vocabulary."""
     delta = config.delta_net
     if delta is not None:
         is_delta = layer in delta.layers
@@ -63,7 +65,7 @@ def _one_layer(config: ModelConfig, layer: int) -> ModelConfig:
     moe_layers = (0,) if layer in config.moe_layers else ()
     return dataclasses.replace(
         config, num_layers=1, moe_layers=moe_layers, delta_net=delta, window_layers=None,
-        sliding_window=config.window_of(layer),
+        sliding_window=config.window_of(layer), vocab_size=1, tied_embeddings=True,
     )  # fmt: skip
 
 
@@ -81,17 +83,11 @@ def _layer_step(
     experts: ExpertImpl,
     attention: AttentionImpl,
 ) -> jax.Array:
-    """Runs the whole layer, [B, T, D] to [B, T, D], like `Transformer.layers`."""
-    x = x + _mixed(weights, x, config, attention)
-    flat = _mlp_input(weights, x, config)
-    if not config.moe_layers:
-        return x + _module(DenseMlp, "mlp.", weights, config)(flat, 0).reshape(x.shape)
-    mask = jnp.ones(len(flat), bool)
-    moe = _module(SparseMoe, "moe.", weights, config)
-    out = moe(flat, moe.route(flat, 0), 0, mask, experts)
-    if config.shared_dim:
-        out = out + _module(SharedExpert, "shared.", weights, config)(flat, 0)
-    return x + out.reshape(x.shape)
+    """Runs the whole layer, [B, T, D] to [B, T, D]."""
+    model = _model(weights, config)
+    x = _mixed(model, x, attention)
+    run = ResidentExperts(model.moe if config.moe_layers else None, experts)
+    return x + _mlp(model, x, run)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="totals")
@@ -107,8 +103,7 @@ def _attention_step(
     Returns [B, T, D] after it, and the sums of x x^T by leaf, `totals` (donated) with its inputs.
     """
     sums = dict(totals)
-    x = x + _mixed(weights, x, config, attention, sums)
-    return x, sums
+    return _mixed(_model(weights, config, sums), x, attention), sums
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("totals", "counts"))
@@ -123,13 +118,11 @@ def _mlp_step(
 
     `x` is [B, T, D] after attention; `totals`, by leaf, and `counts`, int32[E], are donated.
     """
-    flat, sums = _mlp_input(weights, x, config), dict(totals)
-    if not config.moe_layers:
-        _module(DenseMlp, "mlp.", weights, config, sums)(flat, 0)
+    sums = dict(totals)
+    _, routed = _mlp(_model(weights, config, sums), x, _NoExperts())
+    if routed is None:
         return sums, counts
-    ids = _module(SparseMoe, "moe.", weights, config, sums).route(flat, 0).ids
-    if config.shared_dim:
-        _module(SharedExpert, "shared.", weights, config, sums)(flat, 0)
+    _, ids = routed
     return sums, counts + jnp.bincount(ids.reshape(-1), length=config.num_experts)
 
 
@@ -151,8 +144,7 @@ def _expert_step(
       totals: float32[e, K, K], sums of x x^T; donated.
       leaf: "moe.gate_up" (K = D) or "moe.down" (K = F).
     """
-    flat = _mlp_input(weights, x, config)
-    ids = _routing(weights, flat, config).ids
+    _, (flat, ids) = _mlp(_model(weights, config), x, _NoExperts())
     num_rows, width = ids.size, ids.shape[1]
     size = block_size(num_rows, config.num_experts)
     order = jnp.argsort(ids.reshape(-1), stable=True).astype(jnp.int32)
@@ -188,65 +180,42 @@ def _add_inputs(sums: Sums, leaf: str, inputs: jax.Array) -> None:
     sums[leaf] = add_outer_products(sums[leaf], inputs.reshape(-1, inputs.shape[-1]))
 
 
-def _mixed(
-    weights: Weights,
-    x: jax.Array,
-    config: ModelConfig,
-    impl: AttentionImpl,
-    sums: Sums | None = None,
-) -> jax.Array:
-    """Residual addition of attention or the delta rule for [B, T, D]."""
-    (index,) = layer_indices(config)
-    scales, centred = weights["attention.norm"], config.zero_centred_norm
-    normed = rms_norm(x, scales, config.norm_eps, zero_centred=centred)
+class _NoExperts(Experts):
+    """Records a sparse layer's tokens [N, D] and choices int32[N, A]; runs no expert."""
 
-    def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        sinks = weights.get("attention.sinks")
-        return causal_attention(q, k, v, index.window, impl, config.score_scale, sinks)
+    def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array, Any, Any]:
+        """Adds nothing, as `Experts`."""
+        return jnp.zeros_like(inputs.x), carry, (inputs.x, inputs.routing.ids)
 
-    if index.is_delta:
-        mask = jnp.ones(x.shape[:2], bool)
-        return _module(DeltaNet, "delta.", weights, config, sums)(normed, index, mask, attend)
+
+def _mixed(model: Transformer, x: jax.Array, impl: AttentionImpl) -> jax.Array:
+    """Runs attention or the delta rule on the residual stream, [B, T, D]."""
+    (index,) = layer_indices(model.config)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    kind = LatentAttention if config.latent else Attention
-    module = _module(kind, "attention.", weights, config, sums)
-    return module(normed, index, model_angles(config, positions), attend)
+    angles, attend = model_angles(model.config, positions), whole_attention(model, impl)
+    mask = jnp.ones(x.shape[:2], bool)
+    return x + model.mix(model.mix_norm(x, index), index, angles, mask, attend)
 
 
-def _mlp_input(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array:
-    """Normed input of the MLP, [B T, D]."""
-    centred = config.zero_centred_norm
-    normed = rms_norm(x, weights["mlp_norm"], config.norm_eps, zero_centred=centred)
-    return normed.reshape(-1, config.model_dim)
+def _mlp(model: Transformer, x: jax.Array, experts: Experts) -> tuple[jax.Array, Any]:
+    """Residual addition of the layer's MLP for [B, T, D], and the experts' record."""
+    (index,) = layer_indices(model.config)
+    out, _, record = model.mlp_block(x, index, jnp.ones(x.shape[:2], bool), experts, None)
+    return out, record
 
 
-def _routing(weights: Weights, flat: jax.Array, config: ModelConfig) -> Routing:
-    """Routes normed rows [N, D]."""
-    biases = weights.get("moe.router_bias"), weights.get("moe.logit_bias")
-    return route(flat, weights["moe.router"], config, *biases)
+def _model(weights: Weights, config: ModelConfig, sums: Sums | None = None) -> Transformer:
+    """Builds the model of one layer; its watched leaves record inputs in `sums`."""
+    leaves: dict[str, Any] = {leaf: weight[None] for leaf, weight in weights.items()}
+    if sums is not None:
+        for leaf in _watched_leaves(config):
+            leaves[leaf] = RecordedInput(leaves[leaf], functools.partial(_add_inputs, sums, leaf))
+    norm = weights["mlp_norm"]
+    rest = {"embed": jnp.zeros((1, config.model_dim), norm.dtype), "final_norm": norm}
+    return merge_weights(_definition(config), leaves | rest)
 
 
-def _module(
-    kind: Any, prefix: str, weights: Weights, config: ModelConfig, sums: Sums | None = None
-) -> Any:
-    """Builds a module of `moejax.models` on the layer's weights, which record inputs in `sums`."""
-
-    def param(leaf: str) -> Any:
-        stacked = weights[leaf][None]
-        if sums is None or kind_of(leaf) not in _WATCHED_KINDS:
-            return nnx.Param(stacked)
-        return nnx.Param(RecordedInput(stacked, functools.partial(_add_inputs, sums, leaf)))
-
-    leaves: dict[Any, Any] = {
-        (leaf.removeprefix(prefix),): param(leaf) for leaf in weights if leaf.startswith(prefix)
-    }
-    return nnx.merge(_definition(kind, config), nnx.from_flat_state(leaves))
-
-
-@functools.cache
-def _definition(kind: Any, config: ModelConfig) -> nnx.GraphDef:
-    abstract = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
-    return nnx.split(abstract)[0]
+_definition = functools.cache(model_definition)
 
 
 class _Hessian(NamedTuple):
