@@ -1,7 +1,7 @@
 """Operations: implementations in order of preference, their refusals, and the choice."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.target import SIMULATED, Choice, Target, current_target
 
+_DTYPES = ("bool", "int32", "float32")  # that forms of operands name
 REFERENCE = "reference"  # the implementation that serves every platform
 
 
@@ -77,15 +78,7 @@ class Operation:
         interpret: bool = False,
         **static: Any,
     ) -> Any:
-        """Computes the operation.
-
-        Args:
-          implementation: one of `names`; None for the one that `choose` names.
-          tiles: a kernel's; None for its own. The reference has none.
-
-        Raises:
-          ValueError: there is no such implementation, or it refuses; with all reasons.
-        """
+        """Computes the operation; `tiles` are a kernel's, None for its own."""
         target = SIMULATED if interpret else current_target()
         abstract = self.abstract(*operands, **static)
         chosen = implementation or self.choose(*abstract, target=target).implementation
@@ -105,6 +98,48 @@ class Operation:
         raise ValueError(f"implementation {name!r} is none of {', '.join(self.names)}")
 
 
+def check_operands(
+    operation: str, operands: Mapping[str, tuple[Any, str]], **sizes: int
+) -> dict[str, int]:
+    """Sizes of the axes that operands name, such as B of "int32[B]".
+
+    An axis has one size, at least 1, in all operands; "." is any axis, a number that size. A dtype
+    beyond bool, int32 and float32, such as x of "x[N, D]", is that of its first operand.
+
+    Args:
+      operation: its name, for the error.
+      operands: arrays and their forms, by name; an array that is None fits.
+      sizes: of axes that no form alone decides.
+
+    Raises:
+      ValueError: one line names each operand that does not fit, and its form.
+    """
+    dtypes, reasons = {name: name for name in _DTYPES}, []
+    for name, (array, form) in operands.items():
+        if array is None:
+            continue
+        kind, _, axes = form.removesuffix("]").partition("[")
+        own, letters = jnp.dtype(array.dtype).name, axes.split(", ") if axes else []
+        wanted = [int(axis) if axis.isdigit() else sizes.get(axis, axis) for axis in letters]
+        pairs = list(zip(array.shape, wanted, strict=False))
+        alike = all(size == axis if isinstance(axis, int) else size > 0 for size, axis in pairs)
+        if array.ndim != len(letters) or not alike or dtypes.get(kind, own) != own:
+            expected = f"{dtypes.get(kind, '')}[{', '.join(map(str, wanted))}]"
+            reasons.append(f"{name}: {own}{list(array.shape)}, not {expected}")
+            continue
+        if kind != ".":
+            dtypes[kind] = own
+        sizes |= {axis: size for size, axis in pairs if isinstance(axis, str) and axis != "."}
+    refuse(operation, reasons)
+    return sizes
+
+
+def refuse(operation: str, reasons: Sequence[str]) -> None:
+    """Raises ValueError with the operation's name and all reasons, if there are any."""
+    if reasons:
+        raise ValueError(f"{operation}: {'; '.join(reasons)}")
+
+
 def not_half(*operands: tuple[str, Any]) -> list[str]:
     """Lists a reason for each operand, such as ("x is", its dtype), that is not 16-bit float."""
     return [
@@ -112,6 +147,14 @@ def not_half(*operands: tuple[str, Any]) -> list[str]:
         for name, dtype in operands
         if dtype not in (jnp.bfloat16, jnp.float16)
     ]
+
+
+def not_as_cache(name: str, x: Any, cache: Any) -> list[str]:
+    """Lists reasons unless `x` and the cache are of one 16-bit float type."""
+    reasons = not_half((f"{name} is", x.dtype), ("the cache is", cache.dtype))
+    if not reasons and x.dtype != cache.dtype:
+        reasons.append(f"{name} is {x.dtype}, the cache {cache.dtype}")
+    return reasons
 
 
 def byte_pairs(array: Any) -> Any:

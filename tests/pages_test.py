@@ -113,7 +113,7 @@ class KernelsTest(HostTestCase):
         shape = decode_attention_test.SHAPES["one_slot"]
         of = decode_attention_test.random_operands(shape, "bfloat16", seed=3)
         for pages, said in (
-            (np.zeros((3, 1), np.int32), r"pages are int32\(3, 1\), not int32\[2, n\]"),
+            (np.zeros((3, 1), np.int32), r"pages: int32\[3, 1\], not int32\[2, n\]"),
             (np.zeros((2, 1), np.int32), "pages of 8 slots: no power of two of at least 16"),
         ):
             with self.assertRaisesRegex(ValueError, said):

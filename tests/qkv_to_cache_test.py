@@ -241,13 +241,13 @@ class ContractTest(on_host(CONTRACT)):
 
 class RefusalTest(HostTestCase):
     @parameterized.parameters(
-        ({"qkv": np.zeros((2, 100), jnp.bfloat16)}, "B or C differ"),
+        ({"qkv": np.zeros((2, 100), jnp.bfloat16)}, "C is odd, or H"),
         ({"qkv": np.zeros((2, 256), jnp.bfloat16)}, "H is not positive"),
-        ({"qkv": np.zeros(8, jnp.bfloat16)}, r"qkv is \(8,\)"),
-        ({"values": np.zeros((2, 2, 2, 30, 64), np.float16)}, "values float16"),
-        ({"positions": np.zeros(3, np.int32)}, r"int32\(3,\)"),
-        ({"cos": np.zeros((2, 64), np.float32)}, r"cos is float32\(2, 64\)"),
-        ({"sin": np.zeros((2, 32), jnp.bfloat16)}, "sin is bfloat16"),
+        ({"qkv": np.zeros(8, jnp.bfloat16)}, r"qkv: bfloat16\[8\], not \[B, \.\]"),
+        ({"values": np.zeros((2, 2, 2, 30, 64), np.float16)}, "values: float16"),
+        ({"positions": np.zeros(3, np.int32)}, r"positions: int32\[3\]"),
+        ({"cos": np.zeros((2, 64), np.float32)}, r"cos: float32\[2, 64\], not float32\[2, 32\]"),
+        ({"sin": np.zeros((2, 32), jnp.bfloat16)}, "sin: bfloat16"),
         ({"q_scales": np.zeros((2, 32), jnp.bfloat16)}, "scales of q"),
         ({"k_scales": np.zeros((2, 64), np.float32)}, "scales of k"),
     )

@@ -191,12 +191,15 @@ class ContractTest(on_host(CONTRACT)):
 
 class RefusalTest(HostTestCase):
     @parameterized.parameters(
-        ({"x": jnp.zeros((2, 2, 8), jnp.bfloat16)}, r"x is \(2, 2, 8\)"),
-        ({"x": jnp.zeros((0, 8), jnp.bfloat16)}, "some rows"),
-        ({"delta": jnp.zeros((2, 8))}, "delta float32"),
-        ({"delta": jnp.zeros((1, 8), jnp.bfloat16)}, r"delta bfloat16\(1, 8\)"),
-        ({"scales": jnp.zeros((3, 9), jnp.bfloat16)}, r"scales are bfloat16\(3, 9\)"),
-        ({"scales": jnp.zeros(8, jnp.bfloat16)}, r"scales are bfloat16\(8,\)"),
+        ({"x": jnp.zeros((2, 2, 8), jnp.bfloat16)}, r"x: bfloat16\[2, 2, 8\], not \[N, D\]"),
+        ({"x": jnp.zeros((0, 8), jnp.bfloat16)}, r"x: bfloat16\[0, 8\]"),
+        ({"delta": jnp.zeros((2, 8))}, "delta: float32"),
+        (
+            {"delta": jnp.zeros((1, 8), jnp.bfloat16)},
+            r"delta: bfloat16\[1, 8\], not bfloat16\[2, 8\]",
+        ),
+        ({"scales": jnp.zeros((3, 9), jnp.bfloat16)}, r"scales: bfloat16\[3, 9\]"),
+        ({"scales": jnp.zeros(8, jnp.bfloat16)}, r"scales: bfloat16\[8\], not bfloat16\[L, 8\]"),
         ({"implementation": "mosaic"}, "none of triton, reference"),
     )
     def test_what_does_not_fit_is_named(self, changed, said):

@@ -247,9 +247,12 @@ class RefusalTest(HostTestCase):
     @parameterized.parameters(
         ({"k": 9}, r"k 9 is not in 1\.\.8"),
         ({"k": 0}, "k 0"),
-        ({"logits": jnp.zeros((2, 8), jnp.bfloat16)}, r"bfloat16\(2, 8\), not float32"),
-        ({"logits": jnp.zeros(8)}, r"float32\(8,\)"),
-        ({"logits": jnp.zeros((0, 8))}, "some rows"),
+        (
+            {"logits": jnp.zeros((2, 8), jnp.bfloat16)},
+            r"logits: bfloat16\[2, 8\], not float32\[N, E\]",
+        ),
+        ({"logits": jnp.zeros(8)}, r"float32\[8\]"),
+        ({"logits": jnp.zeros((0, 8))}, r"float32\[0, 8\]"),
         ({"implementation": "mosaic"}, "none of triton, reference"),
     )
     def test_what_does_not_fit_is_named(self, changed, said):

@@ -92,9 +92,9 @@ class ContractTest(HostTestCase):
         self.assertFalse(is_right(broken(matrix, rows), matrix, rows))
 
     @parameterized.parameters(
-        (np.zeros(3, np.float32), np.zeros(1, np.int32), r"the matrix is \(3,\)"),
-        (np.zeros((3, 2), np.float32), np.zeros(1, np.int64), "rows are int64"),
-        (np.zeros((3, 2), np.float32), np.zeros(0, np.int32), "of some"),
+        (np.zeros(3, np.float32), np.zeros(1, np.int32), r"matrix: float32\[3\], not \[R, W\]"),
+        (np.zeros((3, 2), np.float32), np.zeros(1, np.int64), "rows: int64"),
+        (np.zeros((3, 2), np.float32), np.zeros(0, np.int32), r"rows: int32\[0\]"),
     )
     def test_operands_that_do_not_fit(self, matrix, rows, said):
         with self.assertRaisesRegex(ValueError, said):

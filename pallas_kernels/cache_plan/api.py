@@ -1,6 +1,7 @@
 """Public calls of the cache plan, and their operations."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,9 @@ from pallas_kernels.cache_plan.operands import (
 )
 from pallas_kernels.cache_plan.reference import plan_reference, predict_reference
 from pallas_kernels.cache_plan.shared_slots import predict_shared as predict_shared_reference
-from pallas_kernels.op import Implementation, Operation
+from pallas_kernels.op import Implementation, Operation, check_operands, refuse
+
+Operands = dict[str, tuple[Any, str]]  # arrays and their forms, by name
 
 # A choice is for E experts, pairs of a plan (N A) or experts of a prediction (L), and T tiers.
 PLAN = Operation(
@@ -72,24 +75,22 @@ def plan(
       tiers: of falling fidelity; donate their tables.
       gate: float32[M, T + 3], donated: the router's gate mass that each tier served, that was
         skipped, that another expert served, and of all. None: only the tiers' own is counted.
-      layer: int or int32[] in 0..M - 1; an array lets all layers share a trace.
       asked: of N tokens; wishes, or a rule by which the call itself finds them: a launch less.
       active: bool[N], tokens that count.
       columns: of `Tables.events`, by the names of `PLAN_EVENTS`.
-      implementation: "triton" or "reference"; None for the kernel where it does not refuse.
 
     Returns:
       The tables of each tier and the gate mass, in the same places in memory if they were donated,
       and the plan.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    reasons = _misfits(tiers, gate, asked, active, forms)
-    if missing := sorted(set(PLAN_EVENTS) - set(columns)):
-        reasons.append(f"no column for {', '.join(missing)}")
-    if reasons:
-        raise ValueError(f"cache_plan.plan: {'; '.join(reasons)}")
+    reasons = []
+    if len(tiers) > 1 and asked.by is None:
+        reasons.append(f"{len(tiers)} tiers, and nobody says which")
+    alone = len(tiers) == 1 and asked.by is None and gate is None and active.shape == (1,)
+    if asked.host is not None and not alone:
+        reasons.append("the host multiplies misses of one token and one tier")
+    operands = _operands_of(asked, gate, active, len(tiers))
+    _check("cache_plan.plan", tiers, forms, columns, PLAN_EVENTS, operands, reasons)
     return PLAN(
         tuple(tiers), gate, jnp.asarray(layer, jnp.int32), asked, active, forms=forms,
         columns=columns, implementation=implementation, interpret=interpret,
@@ -120,19 +121,10 @@ def predict(
 
     Returns:
       The tables, and what to fetch before that layer's products.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    reasons = _misfits_of_tier(0, tier, form, tier.row_of.shape)
-    if ids.ndim != 1 or ids.dtype != jnp.int32:
-        reasons.append(f"ids are {ids.dtype}{ids.shape}, not int32[L]")
-    if not form.slots:
-        reasons.append("there are no slots")
-    if missing := sorted(set(PREDICT_EVENTS) - set(columns)):
-        reasons.append(f"no column for {', '.join(missing)}")
-    if reasons:
-        raise ValueError(f"cache_plan.predict: {'; '.join(reasons)}")
+    reasons = [] if form.slots else ["there are no slots"]
+    operands = {"ids": (ids, "int32[L]"), "active": (active, "bool[N]")}
+    _check("cache_plan.predict", [tier], [form], columns, PREDICT_EVENTS, operands, reasons)
     return PREDICT(
         tier, jnp.asarray(layer, jnp.int32), ids, active, form=form, columns=columns,
         implementation=implementation, interpret=interpret,
@@ -165,57 +157,45 @@ def predict_shared(
 
     Returns:
       The tables of each tier, and what to fetch of each, int32[L].
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    reasons = _misfits_of_tiers(tiers, forms)
-    if not (forms and forms[0].shares_slots):
-        reasons.append("no tiers share slots")
-    if ids.ndim != 1 or ids.dtype != jnp.int32 or refined.shape != ids.shape:
-        reasons.append(f"ids are {ids.dtype}{ids.shape}, not int32[L], refined {refined.shape}")
-    if missing := sorted(set(PREDICT_EVENTS) - set(columns)):
-        reasons.append(f"no column for {', '.join(missing)}")
-    if reasons:
-        raise ValueError(f"cache_plan.predict_shared: {'; '.join(reasons)}")
+    reasons = [] if forms and forms[0].shares_slots else ["no tiers share slots"]
+    operands = {
+        "ids": (ids, "int32[L]"), "refined": (refined, "bool[L]"), "active": (active, "bool[N]")
+    }  # fmt: skip
+    _check("cache_plan.predict_shared", tiers, forms, columns, PREDICT_EVENTS, operands, reasons)
     return PREDICT_SHARED(
         tuple(tiers), jnp.asarray(layer, jnp.int32), ids, refined, active, forms=tuple(forms),
         columns=columns, implementation=implementation, interpret=interpret,
     )  # fmt: skip
 
 
-def _misfits_of_tier(
-    i: int, tier: TierOperands, form: TierShape, shape: tuple[int, ...]
-) -> list[str]:
-    if len(shape) != 2:
-        return [f"row_of of tier {i} is {tier.row_of.shape}, not [M, E]"]
-    (num_layers, num_experts), reasons = shape, []
-    table, clock, events, gate = tier.tables
-    if tier.row_of.shape != shape:
-        reasons.append(f"tier {i} is of {tier.row_of.shape}, the first of {shape}")
-    if table.shape != (num_layers, _table_width(form, num_experts)):
-        reasons.append(f"the table of tier {i} is {table.shape}, of {form.slots} slots")
-    for name, of in (("events", events), ("gate", gate)):
-        if of.ndim != 2 or of.shape[0] != num_layers:
-            reasons.append(f"{name} of tier {i} is {of.shape}, of {num_layers} layers")
-    if clock.shape or gate.shape[-1] < 2:
-        reasons.append(f"tier {i}: clock is {clock.shape}, gate {gate.shape}")
-    for name, of, dtype in (
-        ("table", table, jnp.int32), ("clock", clock, jnp.int32), ("events", events, jnp.int32),
-        ("gate", gate, jnp.float32), ("row_of", tier.row_of, jnp.int32),
-    ):  # fmt: skip
-        if of.dtype != dtype:
-            reasons.append(f"{name} of tier {i} is {of.dtype}, not {jnp.dtype(dtype).name}")
-    return reasons
+def _check(
+    operation: str,
+    tiers: Sequence[TierOperands],
+    forms: Sequence[TierShape],
+    columns: Columns,
+    events: Sequence[str],
+    operands: Operands,
+    reasons: Sequence[str] = (),
+) -> None:
+    """Raises ValueError unless `operands` fit their forms, tiers theirs, and columns `events`.
 
-
-def _misfits_of_tiers(tiers: Sequence[TierOperands], forms: Sequence[TierShape]) -> list[str]:
-    reasons = []
+    `reasons` join those that are found.
+    """
     if not tiers or len(forms) != len(tiers):
-        return [f"{len(forms)} forms of {len(tiers)} tiers"]
-    shape = tiers[0].row_of.shape
+        raise ValueError(f"{operation}: {len(forms)} forms of {len(tiers)} tiers")
+    num_experts = tiers[0].row_of.shape[-1]
+    reasons = list(reasons)
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
-        reasons += _misfits_of_tier(i, tier, form, shape)
+        width = 0 if form.shares_slots else form.planes * num_experts + 3 * form.slots
+        operands = {
+            f"row_of of tier {i}": (tier.row_of, "int32[M, E]"),
+            f"table of tier {i}, {form.slots} slots": (tier.tables.table, f"int32[M, {width}]"),
+            f"clock of tier {i}": (tier.tables.clock, "int32[]"),
+            f"events of tier {i}": (tier.tables.events, "int32[M, .]"),
+            f"gate of tier {i}": (tier.tables.gate, "float32[M, .]"),
+            **operands,
+        }
         if form.waves < 0 or form.transient < 1 or (form.streams and not form.waves):
             reasons.append(f"tier {i}: {form.slots} slots, {form.waves} waves of {form.transient}")
         if form.shares_slots and (i or len(tiers) != 2 or form.planes != 2 or form.transient < 2):
@@ -225,63 +205,32 @@ def _misfits_of_tiers(tiers: Sequence[TierOperands], forms: Sequence[TierShape])
             )
         if form.static_in_step and (i or not form.slots):
             reasons.append(f"tier {i} is fixed: the first one may be, with slots")
-        if (form.is_full or form.is_complete) and form.slots < shape[-1]:
+        if (form.is_full or form.is_complete) and form.slots < num_experts:
             reasons.append(f"tier {i} is not full: it has {form.slots} slots")
-    return reasons
+    if missing := sorted(set(events) - set(columns)):
+        reasons.append(f"no column for {', '.join(missing)}")
+    refuse(operation, reasons)
+    check_operands(operation, operands)
 
 
-def _misfits(
-    tiers: Sequence[TierOperands],
-    gate: jax.Array | None,
-    asked: Asked,
-    active: jax.Array,
-    forms: Sequence[TierShape],
-) -> list[str]:
-    reasons = _misfits_of_tiers(tiers, forms)
-    if not tiers:
-        return reasons
-    if len(tiers) > 1 and asked.by is None:
-        reasons.append(f"{len(tiers)} tiers, and nobody says which")
-    shape = tiers[0].row_of.shape
-    wanted = (shape[0], len(tiers) + 3)
-    if gate is not None and (gate.shape != wanted or gate.dtype != jnp.float32):
-        reasons.append(f"gate is {gate.dtype}{gate.shape}, of {len(tiers)} tiers")
-    if asked.host is not None:
-        of, alone = asked.host, len(tiers) == 1 and asked.by is None and gate is None
-        if not alone or active.shape != (1,):
-            reasons.append("the host multiplies misses of one token and one tier")
-        if of.shape != (asked.ids.shape[-1] + 1,) or of.dtype != jnp.int32:
-            reasons.append(f"host is {of.dtype}{of.shape}, ids {asked.ids.shape}")
-    arrays = {"ids": (asked.ids, jnp.int32), "weights": (asked.weights, jnp.float32)}
-    if asked.routed_ids is not None:
-        arrays["routed_ids"] = asked.routed_ids, jnp.int32
+def _operands_of(
+    asked: Asked, gate: jax.Array | None, active: jax.Array, num_tiers: int
+) -> Operands:
+    num_chosen = asked.ids.shape[-1]
+    operands: Operands = {
+        "active": (active, "bool[N]"),
+        "ids": (asked.ids, "int32[N, A]"),
+        "weights": (asked.weights, "float32[N, A]"),
+        "routed_ids": (asked.routed_ids, "int32[N, A]"),
+        "host": (asked.host, f"int32[{num_chosen + 1}]"),
+        f"gate of {num_tiers} tiers": (gate, f"float32[M, {num_tiers + 3}]"),
+    }
     if isinstance(asked.by, Wishes):
-        arrays |= {"tier": (asked.by.tier, jnp.int32), "at_least": (asked.by.at_least, jnp.bool_)}
-    for name, (of, dtype) in arrays.items():
-        if of.ndim != 2 or of.shape[:1] != active.shape or of.dtype != dtype:
-            reasons.append(f"{name} is {of.dtype}{of.shape}, active {active.shape}")
-        elif of.shape != asked.ids.shape:
-            reasons.append(f"{name} is {of.shape}, ids {asked.ids.shape}")
-    if active.dtype != jnp.bool_:
-        reasons.append(f"active is {active.dtype}, not bool")
-    if isinstance(asked.by, Rule):
-        reasons += _misfits_of_rule(asked.by, shape[0])
-    return reasons
-
-
-def _misfits_of_rule(rule: Rule, num_layers: int) -> list[str]:
-    numbers = {
-        "critical": (rule.critical, jnp.int32, (num_layers,)), "high": (rule.high, jnp.int32, ()),
-        "low": (rule.low, jnp.int32, ()),
-        "high_if_resident": (rule.high_if_resident, jnp.bool_, ()),
-    }  # fmt: skip
-    return [
-        f"{name} is {of.dtype}{of.shape}, not {jnp.dtype(dtype).name}{shape}"
-        for name, (of, dtype, shape) in numbers.items()
-        if of is not None and (of.dtype != dtype or of.shape != shape)
-    ]
-
-
-def _table_width(form: TierShape, num_experts: int) -> int:
-    """Columns of a tier's table."""
-    return 0 if form.shares_slots else form.planes * num_experts + 3 * form.slots
+        operands["tier"] = asked.by.tier, "int32[N, A]"
+        operands["at_least"] = asked.by.at_least, "bool[N, A]"
+    elif isinstance(asked.by, Rule):
+        operands["critical"] = asked.by.critical, "int32[M]"
+        operands["high"] = asked.by.high, "int32[]"
+        operands["low"] = asked.by.low, "int32[]"
+        operands["high_if_resident"] = asked.by.high_if_resident, "bool[]"
+    return operands

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.chunk_attention import mosaic, triton
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
 from pallas_kernels.chunk_attention.tiles import ChunkTiles
-from pallas_kernels.op import Implementation, Operation, not_half
+from pallas_kernels.op import Implementation, Operation, check_operands, not_as_cache, refuse
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 
@@ -20,9 +20,7 @@ def _abstract(
 
 
 def _shared_refusals(q: Operand, keys: Operand, value_dim: int) -> list[str]:
-    reasons = not_half(("q is", q.dtype), ("the cache is", keys.dtype))
-    if not reasons and q.dtype != keys.dtype:
-        reasons.append(f"q is {q.dtype}, the cache {keys.dtype}")
+    reasons = not_as_cache("q", q, keys)
     if keys.shape[4] != value_dim:
         reasons.append(f"keys of {keys.shape[4]} and values of {value_dim} numbers, as of latents")
     return reasons
@@ -70,7 +68,6 @@ def chunk_attention(
       keys: [L, B, K, S, C], whole: it is indexed inside the kernel, nothing is copied. Slots beyond
         a sequence's last token, or before the first one's window, may hold any finite number;
         Triton never reads them, Mosaic multiplies those in a block's rest by 0.
-      layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       starts: int32[B], positions of the chunk's first tokens.
       lengths: int32[B], tokens of each sequence in the chunk, 0..T; others are padding, and what
         they attend to is 0. `starts + lengths` are at most `kv_length`.
@@ -82,50 +79,25 @@ def chunk_attention(
 
     Returns:
       [B, T, H, C] in `q.dtype`.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
-    _check(q, keys, values, starts, lengths, kv_length, window, scale)
-    if sinks is not None and sinks.shape != (keys.shape[0], q.shape[2]):
-        raise ValueError(
-            f"chunk_attention: sinks are {sinks.shape}, not {(keys.shape[0], q.shape[2])}"
-        )
+    axes = check_operands("chunk_attention", {
+        "q": (q, "q[B, T, H, C]"), "keys": (keys, "kv[L, B, K, S, C]"),
+        "values": (values, "kv[L, B, K, S, C]"), "starts": (starts, "int32[B]"),
+        "lengths": (lengths, "int32[B]"), "sinks": (sinks, ".[L, H]"),
+    })  # fmt: skip
+    reasons = []
+    if axes["H"] % axes["K"]:
+        reasons.append(f"q is {q.shape}, keys {keys.shape}: K does not divide H")
+    if not 1 <= kv_length <= axes["S"]:
+        reasons.append(f"kv_length {kv_length} is not in 1..{axes['S']}")
+    if window is not None and window < 1:
+        reasons.append(f"window {window} is not positive")
+    if scale <= 0:
+        reasons.append(f"scale {scale} is not positive")
+    refuse("chunk_attention", reasons)
     return OPERATION(
         q, keys, values, jnp.asarray(layer, jnp.int32), starts, lengths, sinks,
         kv_length=kv_length, window=window, scale=scale, implementation=implementation,
         tiles=tiles, interpret=interpret,
     )  # fmt: skip
-
-
-def _check(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    starts: jax.Array,
-    lengths: jax.Array,
-    kv_length: int,
-    window: int | None,
-    scale: float,
-) -> None:
-    if q.ndim != 4 or keys.ndim != 5:
-        raise ValueError(f"q is {q.shape} and keys {keys.shape}, not [B, T, H, C], [L, B, K, S, C]")
-    batch, _, num_heads, head_dim = q.shape
-    _, cache_batch, num_kv, length, cache_dim = keys.shape
-    reasons = []
-    if (cache_batch, cache_dim) != (batch, head_dim) or num_heads % num_kv:
-        reasons.append(f"q is {q.shape}, keys {keys.shape}: B or C differ, or K does not divide H")
-    if (keys.shape, keys.dtype) != (values.shape, values.dtype):
-        reasons.append(f"keys {keys.dtype}{keys.shape}, values {values.dtype}{values.shape} differ")
-    for name, array in (("starts", starts), ("lengths", lengths)):
-        if array.shape != (batch,) or array.dtype != jnp.int32:
-            reasons.append(f"{name} are {array.dtype}{array.shape}, not int32[{batch}]")
-    if not 1 <= kv_length <= length:
-        reasons.append(f"kv_length {kv_length} is not in 1..{length}")
-    if window is not None and window < 1:
-        reasons.append(f"window {window} is not positive")
-    if scale <= 0:
-        reasons.append(f"scale {scale} is not positive")
-    if reasons:
-        raise ValueError("chunk_attention: " + "; ".join(reasons))

@@ -40,4 +40,4 @@ def chunk_attention_reference(
     weights = jax.nn.softmax(scores, axis=-1)[..., :kv_length]
     weights = jnp.where(live[:, None, None, :, None], weights, 0.0)
     attended = jnp.einsum("bkgts,bksc->btkgc", weights, read(values))
-    return attended.reshape(q.shape).astype(q.dtype)
+    return attended.reshape(*q.shape[:3], -1).astype(q.dtype)

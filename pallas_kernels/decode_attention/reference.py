@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.chunk_attention.reference import chunk_attention_reference
+
 
 class Latent(NamedTuple):
     """Second part of queries and keys, if the keys are the values as well.
@@ -34,35 +36,21 @@ def decode_attention_reference(
     window: int | None,
     scale: float,
 ) -> jax.Array:
-    """Computes `api.decode_attention` in plain JAX."""
-    batch, num_heads, head_dim = q.shape
-    num_kv = keys.shape[2]
-    grouped = q.reshape(batch, num_kv, num_heads // num_kv, head_dim).astype(jnp.float32)
-    slots = jnp.arange(kv_length, dtype=jnp.int32)[None, :]
-    seen = slots <= positions[:, None]
-    if window is not None:
-        seen &= slots > positions[:, None] - window
+    """Computes `api.decode_attention` in plain JAX: chunks of one token."""
 
     def read(cache: jax.Array) -> jax.Array:
         if pages is None:
-            return cache[layer, :, :, :kv_length].astype(jnp.float32)
+            return cache[layer][None]
         found = cache[layer, pages].swapaxes(1, 2)
-        found = found.reshape(batch, num_kv, -1, cache.shape[4])
-        return found[:, :, :kv_length].astype(jnp.float32)
+        return found.reshape(1, len(pages), cache.shape[2], -1, cache.shape[4])
 
     k = read(keys)
-    scores = jnp.einsum("bkgc,bksc->bkgs", grouped, k)
+    v = k if isinstance(values, Latent) else read(values)
     if isinstance(values, Latent):
-        more = values.q.reshape(*grouped.shape[:3], -1).astype(jnp.float32)
-        scores += jnp.einsum("bkgp,bksp->bkgs", more, read(values.keys))
-        v = k
-    else:
-        v = read(values)
-    v = jnp.where(seen[:, None, :, None], v, 0.0)  # 0 times NaN is NaN
-    scores = jnp.where(seen[:, None, None], scores * scale, -jnp.inf)
-    if sinks is not None:
-        sink = sinks[layer].astype(jnp.float32).reshape(1, num_kv, -1, 1)
-        sink = jnp.broadcast_to(sink, (*scores.shape[:3], 1))
-        scores = jnp.concatenate([scores, sink], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :kv_length]
-    return jnp.einsum("bkgs,bksc->bkgc", weights, v).reshape(q.shape).astype(q.dtype)
+        q, k = (jnp.concatenate(of, axis=-1) for of in ((q, values.q), (k, read(values.keys))))
+    sinks = None if sinks is None else sinks[layer][None]
+    one = jnp.ones_like(positions)
+    found = chunk_attention_reference(
+        q[:, None], k, v, jnp.int32(0), positions, one, sinks, kv_length, window, scale
+    )
+    return found[:, 0]

@@ -10,7 +10,7 @@ from pallas_kernels.delta_step.reference import (
     delta_step_reference,
     widths_of,
 )
-from pallas_kernels.op import Implementation, Operation, not_half
+from pallas_kernels.op import Implementation, Operation, check_operands, not_half
 
 # A choice is for states [G, B, H, key dim, value dim] and tails [G, B, W - 1, channels], which are
 # of the dtype of the activations.
@@ -52,16 +52,12 @@ def delta_step(
       states: float32[G, B, H, key dim, value dim], whole: S of each head. The kernel writes it in
         place where the caller's program may (it is donated); else XLA copies it.
       tails: [G, B, W - 1, channels], the convolution's last inputs; likewise.
-      layer: int or int32[] in 0..G - 1; an array lets all layers share a trace.
       active: bool[B]; other sequences keep state and tail, and their results are meaningless.
       floor: added to the sum of squares of queries and keys; static.
       rows_by_head: order of the projection, see `Projection`; static.
 
     Returns:
       [B, H value dim] in the dtype of the rows, states and tails.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     _check(projection, states, tails, weights, active)
     operands = (projection, states, tails, weights, jnp.asarray(layer, jnp.int32), active)
@@ -79,29 +75,17 @@ def _check(
     active: jax.Array,
 ) -> None:
     rows, b_and_a = projection
-    if states.ndim != 5 or tails.ndim != 4 or rows.ndim != 2 or states.dtype != jnp.float32:
-        raise ValueError(
-            f"rows are {rows.shape}, states {states.dtype}{states.shape}, tails {tails.shape}, not "
-            "[B, .], float32[G, B, H, key dim, value dim], [G, B, W - 1, channels]"
-        )
-    (num_layers, batch, num_heads), of = states.shape[:3], widths_of(projection, states)
-    reasons = []
-    if of.num_keys < 1 or num_heads % of.num_keys or rows.shape != (batch, of.num_keys * of.stride):
+    axes = check_operands("delta_step", {
+        "rows": (rows, "x[B, .]"), "tails": (tails, "x[G, B, tail, .]"),
+        "states": (states, "float32[G, B, H, key dim, value dim]"),
+    })  # fmt: skip
+    of = widths_of(projection, states)
+    if of.num_keys < 1 or axes["H"] % of.num_keys or rows.shape[1] != of.num_keys * of.stride:
         raise ValueError(f"delta_step: rows {rows.shape} are not of states {states.shape}")
-    taps = tails.shape[2] + 1
-    wanted = {
-        "b and a": (b_and_a, (batch, 2 * num_heads), jnp.float32),
-        "tails": (tails, (num_layers, batch, taps - 1, of.channels), rows.dtype),
-        "taps": (weights.conv, (num_layers, of.channels, 1, taps), rows.dtype),
-        "dt_bias": (weights.dt_bias, (num_layers, num_heads), jnp.float32),
-        "a_log": (weights.a_log, (num_layers, num_heads), jnp.float32),
-        "scales of the norm": (weights.norm, (num_layers, of.value_dim), rows.dtype),
-        "active": (active, (batch,), jnp.bool_),
-    }
-    reasons = [
-        f"{name}: {array.dtype}{array.shape}, not {jnp.dtype(dtype).name}{shape}"
-        for name, (array, shape, dtype) in wanted.items()
-        if (array.shape, array.dtype) != (shape, dtype)
-    ]
-    if reasons:
-        raise ValueError("delta_step: " + "; ".join(reasons))
+    axes |= {"channels": of.channels, "taps": axes["tail"] + 1, "2 H": 2 * axes["H"]}
+    check_operands("delta_step", {
+        "rows": (rows, "x[B, .]"), "tails": (tails, "x[G, B, tail, channels]"),
+        "taps": (weights.conv, "x[G, channels, 1, taps]"), "b and a": (b_and_a, "float32[B, 2 H]"),
+        "dt_bias": (weights.dt_bias, "float32[G, H]"), "a_log": (weights.a_log, "float32[G, H]"),
+        "scales of the norm": (weights.norm, "x[G, value dim]"), "active": (active, "bool[B]"),
+    }, **axes)  # fmt: skip

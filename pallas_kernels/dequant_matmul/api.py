@@ -45,9 +45,6 @@ def dequant_matmul(
 
     Returns:
       [M, N] in `out_dtype`.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     weights.check()
     for terms in low_rank:

@@ -61,9 +61,6 @@ def fetch(
 
     Returns:
       The pools, in the same places in memory if they were donated.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     (found,) = fetch_all(
         [CopyJob(pools, hosts, src, dst)],
@@ -100,9 +97,6 @@ def fetch_all(
 
     Returns:
       The pools of each.
-
-    Raises:
-      ValueError: as `fetch`.
     """
     copies = [triton.Copies(*_check(*job), job.src, job.dst) for job in jobs]
     some = [i for i, job in enumerate(jobs) if job.src.shape[0]]

@@ -132,9 +132,6 @@ def moe_layer(
 
     Returns:
       [T, D] in `x.dtype`. The hidden values between the products are rounded to `x.dtype`.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     products = moe_products(
         x, assignments, gate_up_tiers, down_tiers, gate_up_low_rank=gate_up_low_rank,

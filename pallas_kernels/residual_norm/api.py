@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.op import Implementation, Operation, not_half
+from pallas_kernels.op import Implementation, Operation, check_operands, not_half
 from pallas_kernels.residual_norm import triton
 from pallas_kernels.residual_norm.reference import residual_norm_reference
 
@@ -36,29 +36,14 @@ def residual_norm(
     Args:
       x: [N, D] in bfloat16 or float16 (the reference takes float32 too).
       scales: [L, D] in `x.dtype`, whole: it is indexed inside the kernel, nothing is copied.
-      layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       zero_centred: scales are added to one, and rounding comes last (Qwen3-Next); static.
 
     Returns:
       y and its norm, both [N, D] in `x.dtype`; y is x itself without a delta.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    _check(x, delta, scales)
+    operands = {"x": (x, "x[N, D]"), "delta": (delta, "x[N, D]"), "scales": (scales, "x[L, D]")}
+    check_operands("residual_norm", operands)
     return OPERATION(
         x, delta, scales, jnp.asarray(layer, jnp.int32), eps=eps, zero_centred=zero_centred,
         implementation=implementation, interpret=interpret,
     )  # fmt: skip
-
-
-def _check(x: jax.Array, delta: jax.Array | None, scales: jax.Array) -> None:
-    if x.ndim != 2 or not x.size:
-        raise ValueError(f"x is {x.shape}, not [N, D] of some rows")
-    reasons = []
-    if delta is not None and (delta.shape, delta.dtype) != (x.shape, x.dtype):
-        reasons.append(f"delta {delta.dtype}{delta.shape} and x {x.dtype}{x.shape} differ")
-    if scales.ndim != 2 or (scales.shape[1], scales.dtype) != (x.shape[1], x.dtype):
-        reasons.append(f"scales are {scales.dtype}{scales.shape}, not {x.dtype}[L, {x.shape[1]}]")
-    if reasons:
-        raise ValueError("residual_norm: " + "; ".join(reasons))

@@ -1,9 +1,8 @@
 """Public call of the router's top-k, and its operation."""
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.op import Implementation, Operation
+from pallas_kernels.op import Implementation, Operation, check_operands
 from pallas_kernels.router_topk import triton
 from pallas_kernels.router_topk.reference import top_k_reference
 
@@ -42,19 +41,11 @@ def top_k(
     Returns:
       p, float32[N, E]; the weights of the chosen, float32[N, k], by falling p; their ids,
       int32[N, k], of different experts, in first..first + E - 1.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    _check(logits, k)
+    axes = check_operands("router_topk", {"logits": (logits, "float32[N, E]")})
+    if not 1 <= k <= axes["E"]:
+        raise ValueError(f"router_topk: k {k} is not in 1..{axes['E']}")
     return OPERATION(
         logits, first, k=k, normalise=normalise, implementation=implementation,
         interpret=interpret,
     )  # fmt: skip
-
-
-def _check(logits: jax.Array, k: int) -> None:
-    if logits.ndim != 2 or logits.dtype != jnp.float32 or not logits.size:
-        raise ValueError(f"logits are {logits.dtype}{logits.shape}, not float32[N, E] of some rows")
-    if not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"k {k} is not in 1..{logits.shape[1]}")

@@ -1,9 +1,8 @@
 """Public call of the row gather, and its operation."""
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.op import Implementation, Operation
+from pallas_kernels.op import Implementation, Operation, check_operands
 from pallas_kernels.row_gather import triton
 from pallas_kernels.row_gather.reference import gather_rows_reference
 
@@ -36,12 +35,6 @@ def gather_rows(
 
     Returns:
       [N, W] on the device.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    if matrix.ndim != 2 or not matrix.size:
-        raise ValueError(f"row_gather: the matrix is {matrix.shape}, not [R, W] of some rows")
-    if rows.ndim != 1 or not rows.size or rows.dtype != jnp.int32:
-        raise ValueError(f"row_gather: rows are {rows.dtype}{rows.shape}, not int32[N] of some")
+    check_operands("row_gather", {"matrix": (matrix, ".[R, W]"), "rows": (rows, "int32[N]")})
     return OPERATION(matrix, rows, implementation=implementation, interpret=interpret)
