@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 from moejax.models import attention
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.rope import _rotary_angles, rotate
+from moejax.models.rope import model_angles, rotate
 from moejax.models.stacked import rms_norm
 from moejax.models.transformer import flat_weights, forward, merge_weights, model_definition
 from tests import numpy_model, slow
@@ -65,13 +65,15 @@ class PartsTest(HostTestCase):
         rng = np.random.default_rng(2)
         x = jnp.asarray(rng.standard_normal((2, 7, 3, head_dim)), dtype)
         positions = rng.integers(0, 50, (2, 7))
-        cos, sin = _rotary_angles(jnp.asarray(positions, jnp.int32), head_dim, 1e4)
+        config = dataclasses.replace(TINY, head_dim=head_dim, rope_theta=1e4)
+        cos, sin = model_angles(config, jnp.asarray(positions, jnp.int32))
         expected = numpy_model.rotate(np.asarray(x).astype(np.float64), positions, 1e4)
         assert_near(rotate(x, cos, sin), expected, dtype, factor=10)  # angles of up to 50
 
     def test_rope_at_far_positions_and_large_theta(self):
         positions = np.array([[0, 1, 32767, 40959]])
-        cos, sin = _rotary_angles(jnp.asarray(positions, jnp.int32), 128, 1e6)
+        config = dataclasses.replace(TINY, head_dim=128, rope_theta=1e6)
+        cos, sin = model_angles(config, jnp.asarray(positions, jnp.int32))
         angle = positions[..., None] * 1e6 ** (-np.arange(64) / 64)
         error = 4 * 2.0**-24 * np.maximum(angle, 1)  # of an angle in float32
         self.assertTrue(np.all(np.abs(np.asarray(cos) - np.cos(angle)) <= error))

@@ -21,7 +21,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from moejax import Engine
-from moejax.models.rope import _rotary_angles
+from moejax.models.rope import model_angles
+from moejax.models.shapes import SHAPES
 from tests import numpy_model
 from tests.hf_checkpoints import TinyCheckpoint, reference_model, write_random_checkpoint
 from tests.host_test_case import HostTestCase
@@ -121,7 +122,8 @@ class Float64ParityTest(HostTestCase):
         expected = module(config(head_dim=width, rope_parameters=rope))(
             torch.zeros(1), torch.as_tensor(positions)
         )
-        found = jax.jit(_rotary_angles, static_argnums=(1, 2))(jnp.asarray(positions), width, theta)
+        own = dataclasses.replace(SHAPES["Qwen3-30B-A3B"], head_dim=width, rope_theta=theta)
+        found = jax.jit(lambda positions: model_angles(own, positions))(jnp.asarray(positions))
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(
                 ours, theirs[..., : width // 2].numpy(), rtol=0, atol=ANGLE_ERROR

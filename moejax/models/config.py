@@ -248,9 +248,7 @@ class ModelConfig:
             raise ValueError(
                 f"experts_per_token {self.experts_per_token} is not in 1..{self.num_experts}"
             )
-        if list(self.moe_layers) != sorted(set(self.moe_layers)) or any(
-            not 0 <= layer < self.num_layers for layer in self.moe_layers
-        ):
+        if not self._are_layers(self.moe_layers):
             raise ValueError(
                 f"moe_layers {self.moe_layers} is not an increasing list of layers below "
                 f"{self.num_layers}"
@@ -265,8 +263,7 @@ class ModelConfig:
         if self.window_layers is not None and (
             self.sliding_window is None
             or not self.window_layers
-            or list(self.window_layers) != sorted(set(self.window_layers))
-            or not set(self.window_layers) <= set(range(self.num_layers))
+            or not self._are_layers(self.window_layers)
         ):
             raise ValueError(
                 f"window_layers {self.window_layers} with sliding_window {self.sliding_window} is "
@@ -275,6 +272,10 @@ class ModelConfig:
         if self.latent is not None and (self.attention_sinks or self.window_layers is not None):
             raise ValueError("latent attention has no sinks and one window for all layers")
         self._check_parts()
+
+    def _are_layers(self, layers: tuple[int, ...]) -> bool:
+        """Whether `layers` increase and are all of the model."""
+        return [*layers] == sorted({*layers} & {*range(self.num_layers)})
 
     def _check_parts(self) -> None:
         latent, delta, router = self.latent, self.delta_net, self.router
@@ -289,9 +290,7 @@ class ModelConfig:
                 f"{self.num_kv_heads} of {self.num_heads}"
             )
         if delta is not None:
-            layers = list(delta.layers)
-            inside = all(0 <= layer < self.num_layers for layer in layers)
-            if not layers or layers != sorted(set(layers)) or not inside:
+            if not delta.layers or not self._are_layers(delta.layers):
                 raise ValueError(
                     f"delta_net.layers {delta.layers} is not an increasing list of layers below "
                     f"{self.num_layers}"

@@ -11,28 +11,21 @@ from moejax.models.config import ModelConfig, RopeScaling
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines, float32[B, T, R / 2]
 
 
-def _rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """theta^(-2i/C) as float32[C / 2], each operation rounded as transformers rounds it.
+def _scaled_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, *, is_long: bool = False
+) -> np.ndarray:
+    """Rotation frequencies theta^(-2i/C), float32[C / 2], scaled, rounded as transformers rounds.
 
     On the host, because at position p an angle is off by p times what its frequency is off, and in
     a compiled program XLA's power gives a third of the frequencies another value: by one float32
     step where C is a power of two, by up to 17 at C = 96. One step moved logits of a tiny Mixtral
     by 1.2e-4 of their norm within 2,500 positions (jax 0.10.2 against torch 2.13, CPU).
-    """
-    return np.float32(1) / _powers(head_dim, theta)
-
-
-def _scaled_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, *, is_long: bool = False
-) -> np.ndarray:
-    """Rotation frequencies float32[C / 2] of a scaled rope, rounded as transformers rounds.
-
     "dynamic" gives the unscaled frequencies of a sequence within the trained positions.
 
     Args:
       is_long: the sequence exceeds the original positions; matters to "longrope" alone.
     """
-    plain = _rotary_frequencies(head_dim, theta)
+    plain = np.float32(1) / _powers(head_dim, theta)
     if scaling is None or scaling.kind == "dynamic":
         return plain
     if scaling.kind == "linear":
@@ -89,7 +82,7 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 def model_angles(
     config: ModelConfig, positions: jax.Array, lengths: jax.Array | None = None
 ) -> Angles:
-    """Cosine and sine of a model's rotations, [B, T, rotary_dim / 2], scaled.
+    """Cosine and sine of a model's rotations, [B, T, rotary_dim / 2] (Su et al. 2021, eq. 15).
 
     "dynamic" and "longrope" turn a token by the length that its sequence has when the token is
     seen: a prompt's tokens by the whole prompt's, however it is cut into chunks, and each later
@@ -101,13 +94,14 @@ def model_angles(
         where the last position is the last token.
     """
     width, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
-    if scaling is None:
-        return _rotary_angles(positions, width, theta)
-    frequency = jnp.asarray(_scaled_frequencies(width, theta, scaling))[None, None]
-    if scaling.depends_on_length:
+    short = _scaled_frequencies(width, theta, scaling)[None, None]
+    frequency: np.ndarray | jax.Array = short
+    if scaling is not None and scaling.depends_on_length:
         lengths = jnp.max(positions, axis=1) + 1 if lengths is None else lengths
-        frequency = _by_length(frequency, width, theta, scaling, lengths)
+        frequency = _by_length(jnp.asarray(short), width, theta, scaling, lengths)
     angle = positions.astype(jnp.float32)[..., None] * frequency
+    if scaling is None:
+        return jnp.cos(angle), jnp.sin(angle)
     return jnp.cos(angle) * scaling.rotation_scale, jnp.sin(angle) * scaling.rotation_scale
 
 
@@ -127,20 +121,6 @@ def _by_length(
     stretch = jnp.log1p(longer * np.float32(scaling.factor / original))
     exponent = np.arange(0, width, 2) / (width - 2)
     return short * jnp.exp(-stretch[:, None, None] * exponent.astype(np.float32)[None, None])
-
-
-def _rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> Angles:
-    """Cosine and sine of position * theta^(-2i/C) (Su et al. 2021, eq. 15).
-
-    Returns:
-      Two float32[B, T, C / 2].
-    """
-    angle = _angle(positions, _rotary_frequencies(head_dim, theta))
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def _angle(positions: jax.Array, frequency: np.ndarray) -> jax.Array:
-    return positions.astype(jnp.float32)[..., None] * frequency[None, None, :]
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:

@@ -34,20 +34,11 @@ _ONE_WIDTH = ("autoround", "milo+")
 # These solve for a float zero point, so they have no other.
 _FLOAT_ONLY = ("hqq", "milo")
 _QUANTIZED_KINDS = ("attention", "experts", "shared_experts", "mlp")
-_SPELLINGS = {
-    "method": "method",
-    "bits": "bits",
-    "planes": "planes",
-    "group": "group_size",
-    "group_size": "group_size",
-    "zero": "zero_kind",
-    "zero_kind": "zero_kind",
-    "scale": "scale_dtype",
-    "scale_dtype": "scale_dtype",
-    "rank": "rank",
-    "factor_bits": "factor_bits",
-    "rank_divisor": "rank_divisor",
-}
+_SPELLINGS = {"group": "group_size", "zero": "zero_kind", "scale": "scale_dtype"}
+_KEYS = (
+    "method", "bits", "planes", "group", "group_size", "zero", "zero_kind", "scale", "scale_dtype",
+    "rank", "factor_bits", "rank_divisor",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,9 +297,9 @@ def _parse_rule(text: str) -> _RecipeRule:
         raise MoejaxError(f"rule {text!r}: planes are widths in place of bits; give one of them")
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or key not in _SPELLINGS:
-            raise MoejaxError(f"rule {text!r}: {word!r} is none of {'=, '.join(_SPELLINGS)}=")
-        field = _SPELLINGS[key]
+        if not equals or key not in _KEYS:
+            raise MoejaxError(f"rule {text!r}: {word!r} is none of {'=, '.join(_KEYS)}=")
+        field = _SPELLINGS.get(key, key)
         if field in ("method", "zero_kind", "scale_dtype"):
             changes[field] = value
         elif field == "planes":
