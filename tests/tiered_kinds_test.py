@@ -13,7 +13,7 @@ from absl.testing import parameterized
 from moejax.experts import cached_experts
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.models.config import RouterRule
-from moejax.models.moe import _weights_of, routing_of
+from moejax.models.moe import routing_of
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.dymoe import DyMoE
@@ -166,13 +166,15 @@ class WeightsTest(parameterized.TestCase):
         (RouterRule(scale=16.0, num_groups=2, top_groups=1), False),
         (RouterRule(scoring="sigmoid", scale=2.5, has_bias=True), True),
     )
-    def test_of_given_experts_as_the_router_weighs_them(self, rule, normalises):
+    def test_are_the_scores_of_the_chosen_experts(self, rule, normalises):
         config = model_kinds.config_of("shared", router=rule, norm_topk_prob=normalises)
         logits = jnp.asarray(np.random.default_rng(0).standard_normal((7, 4)), jnp.float32)
         bias = jnp.asarray([0.3, -0.2, 0.1, 0.0], jnp.float32) if rule.has_bias else None
         found = routing_of(logits, config, bias)
-        again = _weights_of(found.probabilities, found.ids, config)
-        np.testing.assert_array_equal(again, found.weights)
+        chosen = np.take_along_axis(np.asarray(found.probabilities), np.asarray(found.ids), 1)
+        if normalises:
+            chosen /= chosen.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(found.weights, rule.scale * chosen, rtol=1e-5)
         total = np.asarray(found.weights).sum(axis=1)
         if normalises:
             np.testing.assert_allclose(total, rule.scale, rtol=1e-5)

@@ -78,29 +78,21 @@ def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = 
       config: gives A, the rule, and whether the chosen weights are divided by their sum.
       bias: float32[E], added to the scores for the choice alone, not to the weights.
     """
-    rule = config.router
+    rule, width = config.router, config.experts_per_token
     is_softmax = rule.scoring == "softmax"
     scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
+    weights, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), width)
+    if not rule.is_plain:
+        weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
+    if config.norm_topk_prob:
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights / (total if is_softmax else total + SUM_FLOOR)
+    routing = _scaled(Routing(scores, weights, ids), config)
     if rule.is_plain:
-        weights, ids = jax.lax.top_k(scores, config.experts_per_token)
-        return _scaled(Routing(scores, _normalised(weights, config), ids), config)
-    width = config.experts_per_token
-    _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), width)
+        return routing
     # A bias decides who is chosen, not who comes first.
-    weights, order = jax.lax.top_k(_weights_of(scores, ids, config), width)
+    weights, order = jax.lax.top_k(routing.weights, width)
     return Routing(scores, weights, jnp.take_along_axis(ids, order, axis=-1))
-
-
-def _weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
-    """Weights float32[N, A] that the model's rule gives these experts.
-
-    Args:
-      scores: float32[N, E], of all experts: the softmax, or sigmoids.
-      ids: int32[N, A], of the chosen ones.
-    """
-    weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
-    weights = _normalised(weights, config)
-    return weights if config.router.scale == 1.0 else weights * config.router.scale
 
 
 def prefetch_scores(routing: Routing, config: ModelConfig) -> jax.Array:
@@ -114,13 +106,6 @@ def prefetch_scores(routing: Routing, config: ModelConfig) -> jax.Array:
     numbers = jnp.arange(routing.probabilities.shape[1], dtype=routing.ids.dtype)
     chosen = jnp.any(routing.ids[:, :, None] == numbers[None, None], axis=1)
     return routing.probabilities + chosen.astype(jnp.float32)
-
-
-def _normalised(weights: jax.Array, config: ModelConfig) -> jax.Array:
-    if not config.norm_topk_prob:
-        return weights
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / (total if config.router.scoring == "softmax" else total + SUM_FLOOR)
 
 
 def _scaled(routing: Routing, config: ModelConfig) -> Routing:
