@@ -382,17 +382,22 @@ def _row_block(
     if isinstance(weight, Fp8Tensor):
         scales = rows(weight.scales, first // FP8_BLOCK, -(-size // FP8_BLOCK))
         return Fp8Tensor(values=rows(weight.values), scales=scales).dequantize(dtype)
-    block = dataclasses.replace(
+    return _rows(weight, rows, first + jnp.arange(size, dtype=jnp.int32)).astype(dtype)
+
+
+def _rows(weight: QTensor, take: Callable[[jax.Array], jax.Array], ids: jax.Array) -> jax.Array:
+    """Dequantizes float32[n, K], rows `ids` of one matrix, which `take` takes of each array."""
+    rows = dataclasses.replace(
         weight,
-        words=rows(weight.words),
-        scales=rows(weight.scales),
-        zeros=None if weight.zeros is None else rows(weight.zeros),
-        refinements=tuple(rows(plane) for plane in weight.refinements),
+        words=take(weight.words),
+        scales=take(weight.scales),
+        zeros=None if weight.zeros is None else take(weight.zeros),
+        refinements=tuple(take(plane) for plane in weight.refinements),
         compensators=(),
     ).dequantize()
     for compensator in weight.terms:
-        block = block + _compensated_rows(compensator, first + jnp.arange(size, dtype=jnp.int32))
-    return block.astype(dtype)
+        rows = rows + _compensated_rows(compensator, ids)
+    return rows
 
 
 def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -406,16 +411,7 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return (weight.values[ids].astype(jnp.float32) * scales).astype(dtype)
     if isinstance(weight, QTensor):
         flat = ids.reshape(-1)
-        rows = dataclasses.replace(
-            weight,
-            words=weight.words[flat],
-            scales=weight.scales[flat],
-            zeros=None if weight.zeros is None else weight.zeros[flat],
-            refinements=tuple(plane[flat] for plane in weight.refinements),
-            compensators=(),
-        ).dequantize()
-        for compensator in weight.terms:
-            rows = rows + _compensated_rows(compensator, flat)
+        rows = _rows(weight, lambda array: array[flat], flat)
         return rows.reshape(*ids.shape, -1).astype(dtype)
     if jax.typeof(weight).memory_space == jax.memory.Space.Host:
         choice = row_gather.OPERATION.choose(weight)
