@@ -197,72 +197,42 @@ def visible_slots(positions: jax.Array, num_slots: int, sliding_window: int | No
     return visible
 
 
-@functools.partial(jax.jit, static_argnames=("kv_length", "sliding_window", "scale"))
+_by_kernel = functools.partial(jax.jit, static_argnames=("kv_length", "window", "scale"))
+
+
+# Jitted, with the layer an operand: all layers share a trace and the kernels.
+@_by_kernel
 def token_attention(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array | Latent,
-    layer: jax.Array,
-    positions: jax.Array,
-    *,
-    kv_length: int,
-    sliding_window: int | None,
-    scale: float | None = None,
-    sinks: jax.Array | None = None,
-    pages: jax.Array | None = None,
+    q: jax.Array, keys: jax.Array, values: jax.Array | Latent, *, positions: jax.Array, **how: Any
 ) -> jax.Array:
-    """Runs `cached_attention` for one token per sequence by the kernel.
-
-    Jitted, with the layer an operand: all layers share a trace and the kernels.
+    """Runs `decode_attention` for one token per sequence by the kernel: [B, 1, H, C].
 
     Args:
-      q: [B, 1, H, C] in bfloat16 or float16.
-      keys: [L, B, K, S, C] of all layers.
-      values: [L, B, K, S, C], or what belongs to keys that are values (`Latent`).
-      kv_length: slots that may be looked at; those beyond a position are not.
-      sinks: [L, H] of all layers; None: there are none.
-      pages: `KVCache.table`.
-
-    Returns:
-      [B, 1, H, C] in `q.dtype`.
+      q: [B, 1, H, C].
+      positions: int32[B, 1].
+      **how: the other arguments of `decode_attention`.
     """
-    attended = decode_attention.decode_attention(
-        q[:, 0], keys, values, layer=layer, positions=positions[:, 0], kv_length=kv_length,
-        window=sliding_window, scale=scale, sinks=sinks, pages=pages, implementation="triton",
-    )  # fmt: skip
-    return attended[:, None]
+    return decode_attention.decode_attention(
+        q[:, 0], keys, values, positions=positions[:, 0], implementation="triton", **how
+    )[:, None]
 
 
-@functools.partial(jax.jit, static_argnames=("kv_length", "sliding_window", "scale"))
+@_by_kernel
 def prompt_attention(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    layer: jax.Array,
-    positions: jax.Array,
-    token_mask: jax.Array,
-    *,
-    kv_length: int,
-    sliding_window: int | None,
-    scale: float | None = None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """Runs `cached_attention` for consecutive tokens by the kernel, jitted like `token_attention`.
+    q: jax.Array, keys: jax.Array, values: jax.Array, *, positions: jax.Array,
+    token_mask: jax.Array, **how: Any,
+) -> jax.Array:  # fmt: skip
+    """Runs `chunk_attention` for consecutive tokens: [B, T, H, C], 0 for padding.
 
     Args:
-      q: [B, T, H, C] in bfloat16 or float16.
-      positions: int32[B, T], consecutive.
+      positions: int32[B, T].
       token_mask: bool[B, T], False for the padding after a sequence's tokens.
-      sinks: [L, H] of all layers; None: there are none.
-
-    Returns:
-      [B, T, H, C] in `q.dtype`; 0 for padding.
+      **how: the other arguments of `chunk_attention`.
     """
+    lengths = jnp.sum(token_mask, axis=1, dtype=jnp.int32)
     return chunk_attention.chunk_attention(
-        q, keys, values, layer=layer, starts=positions[:, 0],
-        lengths=jnp.sum(token_mask, axis=1, dtype=jnp.int32), kv_length=kv_length,
-        window=sliding_window, scale=scale, sinks=sinks,
-    )  # fmt: skip
+        q, keys, values, starts=positions[:, 0], lengths=lengths, **how
+    )
 
 
 class Attended(NamedTuple):
@@ -332,17 +302,20 @@ class CachedAttention:
         sinks = None if self.sinks is None else self.sinks[index.mixer]
         if self.kv_length is None:
             return causal_attention(q, k, v, index.window, self.impl, self.scale, sinks)
-        if self.cached == "kernel" and q.shape[1] == 1:
-            return token_attention(
-                q, self.cache.keys, self.cache.values, jnp.int32(index.mixer),
-                self.read_positions, kv_length=self.kv_length, sliding_window=index.window,
-                scale=self.scale, sinks=self.sinks, pages=self.cache.table,
-            )  # fmt: skip
         if self.cached == "kernel":
+            cache = self.cache
+            how: dict[str, Any] = {
+                "layer": jnp.int32(index.mixer), "kv_length": self.kv_length,
+                "window": index.window, "scale": self.scale, "sinks": self.sinks,
+            }  # fmt: skip
+            if q.shape[1] == 1:
+                return token_attention(
+                    q, cache.keys, cache.values, positions=self.read_positions, pages=cache.table,
+                    **how,
+                )  # fmt: skip
             return prompt_attention(
-                q, self.cache.keys, self.cache.values, jnp.int32(index.mixer), self.positions,
-                self.token_mask, kv_length=self.kv_length, sliding_window=index.window,
-                scale=self.scale, sinks=self.sinks,
+                q, cache.keys, cache.values, positions=self.positions, token_mask=self.token_mask,
+                **how,
             )  # fmt: skip
 
         def attended(kv_length: int) -> jax.Array:

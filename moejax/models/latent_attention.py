@@ -279,9 +279,9 @@ class LatentAttention(StackedModule):
         cache, c = attend.cache, self.config
         mixed = token_attention(
             jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys), cache.values,
-            Latent(queries.rope[:, 0], cache.keys), jnp.int32(index.mixer), attend.read_positions,
-            kv_length=kv_length, sliding_window=index.window, scale=c.score_scale,
-            pages=cache.table,
+            Latent(queries.rope[:, 0], cache.keys), layer=jnp.int32(index.mixer),
+            positions=attend.read_positions, kv_length=kv_length, window=index.window,
+            scale=c.score_scale, pages=cache.table,
         )  # fmt: skip
         return jnp.einsum("bthr,hvr->bthv", mixed, to_values)
 

@@ -534,9 +534,9 @@ def _attended(
         qkv, attend.cache, mixer, attend.write_positions[:, 0], cos, sin, scales, eps=c.norm_eps
     )
     attended = token_attention(
-        q[:, None], attend.cache.keys, attend.cache.values, mixer, attend.read_positions,
-        kv_length=spec.kv_length, sliding_window=index.window, scale=c.score_scale,
-        sinks=model._sinks, pages=attend.cache.table,
+        q[:, None], attend.cache.keys, attend.cache.values, layer=mixer,
+        positions=attend.read_positions, kv_length=spec.kv_length, window=index.window,
+        scale=c.score_scale, sinks=model._sinks, pages=attend.cache.table,
     )  # fmt: skip
     return attention.output(attended, index.mixer)[:, 0]
 
