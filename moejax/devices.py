@@ -34,15 +34,12 @@ class DeviceMesh:
 
     An array is either replicated or split: the parts of the devices lie one below the other along
     its first axis, so that a part has the shape that one device alone would have.
-
-    Attributes:
-      splits_heads: whether attention is split by heads, too.
-      handed_out: int32[n, M, R], of each device the experts of each sparse layer that it holds
-        whole (`weights.handed_out`); None: each has a share of every expert.
     """
 
     mesh: jax.sharding.Mesh
-    splits_heads: bool = False
+    splits_heads: bool = False  # whether attention is split by heads, too
+    # int32[n, M, R], of each device the experts of each sparse layer that it holds whole
+    # (`weights.handed_out`); None: each has a share of every expert
     handed_out: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property

@@ -23,20 +23,14 @@ class Implementation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Kernels of one computation, and a reference in plain JAX that runs anywhere.
+    """Kernels of one computation, and a reference in plain JAX that runs anywhere."""
 
-    Attributes:
-      name: its name in errors.
-      kernels: the best first.
-      reference: takes the operands and the static arguments; it refuses nothing.
-      abstract: takes the reference's arguments; returns arrays or shapes that refusals depend on.
-      shared_refusals: reasons that apply to every kernel; takes the result of `abstract`.
-    """
-
-    name: str
-    kernels: tuple[Implementation, ...]
-    reference: Callable[..., Any]
+    name: str  # its name in errors
+    kernels: tuple[Implementation, ...]  # the best first
+    reference: Callable[..., Any]  # takes the operands and the static arguments; it refuses nothing
+    # takes the reference's arguments; returns arrays or shapes that refusals depend on
     abstract: Callable[..., tuple[Any, ...]]
+    # reasons that apply to every kernel; takes the result of `abstract`
     shared_refusals: Callable[..., list[str]] = lambda *_: []
 
     @property

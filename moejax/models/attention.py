@@ -257,39 +257,25 @@ class AttentionFn(Protocol):
 
 @dataclasses.dataclass
 class CachedAttention:
-    """Attention of new tokens to the cache, which it also writes.
+    """Attention of new tokens to the cache, which it also writes."""
 
-    Attributes:
-      cache: with the tokens of the layers so far.
-      positions: int32[B, T].
-      read_positions: the same, 0 for padding and rows that rest: they read one slot.
-      write_positions: the same; behind the last slot for rows that rest where pages are another's.
-      kv_length: slots that are looked at; None: the tokens see one another alone.
-      impl: implementation among the new tokens.
-      cached: implementation of attention to the cache.
-      scale: factor on the scores; None: 1 / sqrt(C).
-      sinks: [U, H] of all layers that attend, see `cached_attention`; None: there are none.
-      is_observed: whether `attended` is kept.
-      token_mask: bool[B, T], False for padding.
-      is_for_cpu: see `KVCache.write_chunk`.
-      kv_lengths: fewer slots than `kv_length`, rising, among which the positions choose.
-      attended: of the newest layer, until it is taken.
-    """
-
-    cache: KVCache
-    positions: jax.Array
-    read_positions: jax.Array
+    cache: KVCache  # with the tokens of the layers so far
+    positions: jax.Array  # int32[B, T]
+    read_positions: jax.Array  # the same, 0 for padding and rows that rest: they read one slot
+    # the same; behind the last slot for rows that rest where pages are another's
     write_positions: jax.Array
-    kv_length: int | None
-    impl: AttentionImpl
-    cached: CachedAttentionImpl
-    scale: float | None
+    kv_length: int | None  # slots that are looked at; None: the tokens see one another alone
+    impl: AttentionImpl  # implementation among the new tokens
+    cached: CachedAttentionImpl  # implementation of attention to the cache
+    scale: float | None  # factor on the scores; None: 1 / sqrt(C)
+    # [U, H] of all layers that attend, see `cached_attention`; None: there are none
     sinks: jax.Array | None
-    is_observed: bool
-    token_mask: jax.Array
-    is_for_cpu: bool = False
+    is_observed: bool  # whether `attended` is kept
+    token_mask: jax.Array  # bool[B, T], False for padding
+    is_for_cpu: bool = False  # see `KVCache.write_chunk`
+    # fewer slots than `kv_length`, rising, among which the positions choose
     kv_lengths: tuple[int, ...] = ()
-    attended: Attended | None = None
+    attended: Attended | None = None  # of the newest layer, until it is taken
 
     def __call__(self, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Runs a layer's attention, as `AttentionFn`."""

@@ -414,12 +414,10 @@ class Experts(Protocol):
     The model takes `init()` into its first sparse layer and the carry of each into the next. In a
     loop its tree, shapes and dtypes never change; layers of an iteration are a multiple of
     `layers_per_iteration`, since consecutive ones may use different arrays.
-
-    Attributes:
-      observes_attention: whether layers pass on the queries and keys of their attention.
     """
 
     layers_per_iteration: int = 1
+    # whether layers pass on the queries and keys of their attention
     observes_attention: bool = False
 
     def init(self) -> Any:

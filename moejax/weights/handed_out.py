@@ -36,13 +36,10 @@ def table_nbytes(num_layers: int, num_experts: int, count: int, rows: int) -> in
 
 
 class OwnExperts(NamedTuple):
-    """The experts that a device holds, inside a step.
+    """The experts that a device holds, inside a step."""
 
-    Attributes:
-      table: int32[K, M, E]: the row of each expert, -1 where another device has it; where some have
-        copies (K = 3) also which copy this one is, and how many there are.
-    """
-
+    # int32[K, M, E]: the row of each expert, -1 where another device has it; where some have copies
+    # (K = 3) also which copy this one is, and how many there are
     table: jax.Array
 
     def of_pairs(self, layer: int | jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -52,16 +52,11 @@ class Shares:
 
     Shares differ by one unit at most, and are padded with zeros to one width: gates and ups of
     zero weights, so that what down has there is multiplied by zero.
-
-    Attributes:
-      count: n, of the shares.
-      width: F.
-      unit: columns that stay together, a quantization group of down.
     """
 
-    count: int
-    width: int
-    unit: int
+    count: int  # n, of the shares
+    width: int  # F
+    unit: int  # columns that stay together, a quantization group of down
 
     def __post_init__(self) -> None:
         if self._num_units < self.count:

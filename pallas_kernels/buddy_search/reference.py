@@ -11,33 +11,22 @@ LEAST = float(np.finfo(np.float32).tiny)  # below which no probability is taken 
 
 
 class Gate(NamedTuple):
-    """TAE gate of BuddyMoE (eq. 1): the tokens that tolerate a buddy.
+    """TAE gate of BuddyMoE (eq. 1): the tokens that tolerate a buddy."""
 
-    Attributes:
-      probabilities: float32[N, E], the router's softmax.
-      tau: float32[M]; a token tolerates buddies if its activating entropy exceeds its layer's.
-      margin: float32[], gamma; and if its first two probabilities differ by less.
-      temperature: float32[], of p~, the probabilities of the chosen experts renormalized.
-    """
-
-    probabilities: jax.Array
+    probabilities: jax.Array  # float32[N, E], the router's softmax
+    # float32[M]; a token tolerates buddies if its activating entropy exceeds its layer's
     tau: jax.Array
-    margin: jax.Array
-    temperature: jax.Array
+    margin: jax.Array  # float32[], gamma; and if its first two probabilities differ by less
+    temperature: jax.Array  # float32[], of p~, the probabilities of the chosen experts renormalized
 
 
 class Found(NamedTuple):
-    """Result of the search, for every pair.
+    """Result of the search, for every pair."""
 
-    Attributes:
-      ids: int32[N, A], the buddy's if there is one; else the router's choice.
-      searched: bool[N, A], wanted, and the token's budget was not spent yet.
-      replaced: int32[M, E], the counts given, with the pairs of each expert that a buddy serves;
-        None where none were given.
-    """
-
-    ids: jax.Array
-    searched: jax.Array
+    ids: jax.Array  # int32[N, A], the buddy's if there is one; else the router's choice
+    searched: jax.Array  # bool[N, A], wanted, and the token's budget was not spent yet
+    # int32[M, E], the counts given, with the pairs of each expert that a buddy serves; None where
+    # none were given
     replaced: jax.Array | None
 
 

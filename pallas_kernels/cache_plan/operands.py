@@ -26,73 +26,55 @@ PREDICT_EVENTS = ("prefetched", "evictions", "prefetch_waste")
 
 
 class Tables(NamedTuple):
-    """One tier's state, changed in place; donate it, or XLA copies it.
+    """One tier's state, changed in place; donate it, or XLA copies it."""
 
-    Attributes:
-      table: int32[M, E + 3 C], columns of a layer: the local slot of each expert, [E]; of each slot
-        its owner, the clock of its last use, and whether it was brought ahead and not used yet,
-        each [C]. Slots of experts and owners are inverse to each other.
-      clock: int32[], may wrap.
-      events: int32[M, K], counts.
-      gate: float32[M, 1 + K'], gate mass of all, then of K' tiers; of which the first counts. What
-        the host's cores multiply is in the first alone.
-    """
-
+    # int32[M, E + 3 C], columns of a layer: the local slot of each expert, [E]; of each slot its
+    # owner, the clock of its last use, and whether it was brought ahead and not used yet, each [C].
+    # Slots of experts and owners are inverse to each other.
     table: jax.Array
-    clock: jax.Array
-    events: jax.Array
+    clock: jax.Array  # int32[], may wrap
+    events: jax.Array  # int32[M, K], counts
+    # float32[M, 1 + K'], gate mass of all, then of K' tiers; of which the first counts. What the
+    # host's cores multiply is in the first alone.
     gate: jax.Array
 
 
 class TierOperands(NamedTuple):
-    """One of T; its `TierShape` is given apart.
+    """One of T; its `TierShape` is given apart."""
 
-    Attributes:
-      tables: changed in place.
-      row_of: int32[M, E], rows of the host store; -1: none.
-    """
-
-    tables: Tables
-    row_of: jax.Array
+    tables: Tables  # changed in place
+    row_of: jax.Array  # int32[M, E], rows of the host store; -1: none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierShape:
-    """Static facts of a tier.
+    """Static facts of a tier."""
 
-    Attributes:
-      slots: C; 0: it has transient slots alone.
-      banks: arrays in which layers have their slots in turn; a slot's number counts within one.
-      transient: B, slots of a bank after those of the layers.
-      waves: W, in which experts that find no slot pass through the transient ones; 0: slots serve
-        whatever a layer needs.
-      beside: waves are fetched beside products; none runs with what is there before.
-      is_full: it has a slot for every expert; copies stay, even if the expert is in another tier.
-      is_complete: every expert is in its slot for ever: nothing is fetched, and its table stays.
-      static_in_step: the first tier alone: transfers between steps alone change its slots, and
-        steps ask only for experts that are there.
-      refines: its copies are bit planes over those of the next tier, which has every expert: a
-        request for the next tier reads that one alone, fewer bytes.
-      shares_slots: of the first of two tiers, with `refines`: its planes and those of the next
-        tier share that one's slots, whose table has 2 E items (`shared_slots`); its own is
-        int32[M, 0].
-      planes: of an expert that have slots of their own: 2 in tiers that share slots.
-      may_be_promoted_elsewhere: of a tier that is neither full nor the first: transfers or
-        look-ahead may bring a better copy of an expert that has a slot here. Where this is False
-        and one came, the copy here serves nobody, and stays until its slot is taken.
-    """
-
-    slots: int
+    slots: int  # C; 0: it has transient slots alone
+    # arrays in which layers have their slots in turn; a slot's number counts within one
     banks: int = 1
-    transient: int = 1
+    transient: int = 1  # B, slots of a bank after those of the layers
+    # W, in which experts that find no slot pass through the transient ones; 0: slots serve whatever
+    # a layer needs
     waves: int = 0
-    beside: bool = False
+    beside: bool = False  # waves are fetched beside products; none runs with what is there before
+    # it has a slot for every expert; copies stay, even if the expert is in another tier
     is_full: bool = False
+    # every expert is in its slot for ever: nothing is fetched, and its table stays
     is_complete: bool = False
+    # the first tier alone: transfers between steps alone change its slots, and steps ask only for
+    # experts that are there
     static_in_step: bool = False
+    # its copies are bit planes over those of the next tier, which has every expert: a request for
+    # the next tier reads that one alone, fewer bytes
     refines: bool = False
+    # of the first of two tiers, with `refines`: its planes and those of the next tier share that
+    # one's slots, whose table has 2 E items (`shared_slots`); its own is int32[M, 0]
     shares_slots: bool = False
-    planes: int = 1
+    planes: int = 1  # of an expert that have slots of their own: 2 in tiers that share slots
+    # of a tier that is neither full nor the first: transfers or look-ahead may bring a better copy
+    # of an expert that has a slot here. Where this is False and one came, the copy here serves
+    # nobody, and stays until its slot is taken.
     may_be_promoted_elsewhere: bool = True
 
     @property
@@ -136,15 +118,10 @@ class TierShape:
 
 
 class Wishes(NamedTuple):
-    """The tier that a policy asks for, of every pair.
+    """The tier that a policy asks for, of every pair."""
 
-    Attributes:
-      tier: int32[N, A]; -1: it is skipped.
-      at_least: bool[N, A], a tier of higher fidelity serves too.
-    """
-
-    tier: jax.Array
-    at_least: jax.Array
+    tier: jax.Array  # int32[N, A]; -1: it is skipped
+    at_least: jax.Array  # bool[N, A], a tier of higher fidelity serves too
 
 
 @jax.tree_util.register_dataclass
@@ -155,40 +132,28 @@ class Rule:
     A pair is critical if its expert is among the first of some active token; it asks for `high`.
     The others ask for `low`, or with `high_if_resident` for `high` where that tier has a copy that
     serves.
-
-    Attributes:
-      critical: int32[M], how many of a token's experts are critical; None: none.
-      high: int32[], a tier.
-      low: int32[], a tier, or -1: skipped.
-      high_if_resident: bool[].
-      at_least: static; a tier of higher fidelity serves too those that are not critical.
     """
 
-    critical: jax.Array | None
-    high: jax.Array
-    low: jax.Array
-    high_if_resident: jax.Array
+    critical: jax.Array | None  # int32[M], how many of a token's experts are critical; None: none
+    high: jax.Array  # int32[], a tier
+    low: jax.Array  # int32[], a tier, or -1: skipped
+    high_if_resident: jax.Array  # bool[]
+    # static; a tier of higher fidelity serves too those that are not critical
     at_least: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 class Asked(NamedTuple):
-    """The experts that a layer runs.
+    """The experts that a layer runs."""
 
-    Attributes:
-      ids: int32[N, A], in 0..E - 1; those of a token differ, but for skipped ones. Under a rule of
-        critical ones by falling importance.
-      weights: float32[N, A], the router's gate mass, counted by what became of it.
-      by: in which tiers; None: all in the first, of one.
-      routed_ids: int32[N, A], experts that the router chose; None: `ids`.
-      host: int32[A + 1], by the number of misses how many the host's cores multiply, of one token
-        and one tier; None: none. They are the last misses of the token, which weigh least where
-        pairs come by falling weight, and get no slot.
-    """
-
+    # int32[N, A], in 0..E - 1; those of a token differ, but for skipped ones. Under a rule of
+    # critical ones by falling importance.
     ids: jax.Array
-    weights: jax.Array
-    by: Wishes | Rule | None = None
-    routed_ids: jax.Array | None = None
+    weights: jax.Array  # float32[N, A], the router's gate mass, counted by what became of it
+    by: Wishes | Rule | None = None  # in which tiers; None: all in the first, of one
+    routed_ids: jax.Array | None = None  # int32[N, A], experts that the router chose; None: `ids`
+    # int32[A + 1], by the number of misses how many the host's cores multiply, of one token and one
+    # tier; None: none. They are the last misses of the token, which weigh least where pairs come by
+    # falling weight, and get no slot.
     host: jax.Array | None = None
 
 
@@ -204,39 +169,29 @@ class Fetch(NamedTuple):
 
 
 class SharedBase(NamedTuple):
-    """Base planes of two tiers that share slots.
+    """Base planes of two tiers that share slots."""
 
-    Attributes:
-      slot: int32[N, A], the global slots of pairs' base planes, those of the second tier too; -1.
-      streamed: those of the first tier's later waves, as `LayerPlan.streamed`.
-    """
-
+    # int32[N, A], the global slots of pairs' base planes, those of the second tier too; -1
     slot: jax.Array
-    streamed: Fetch | None
+    streamed: Fetch | None  # those of the first tier's later waves, as `LayerPlan.streamed`
 
 
 class LayerPlan(NamedTuple):
-    """Where the pairs of a layer run.
+    """Where the pairs of a layer run."""
 
-    Attributes:
-      tier: int32[N, A], in which a pair runs; -1 where it does not.
-      slot: int32[N, A], the global slot of its expert in that tier; -1.
-      wave: int32[N, A], 0 resident or fetched before the products, 1 + w in wave w, -1 where it
-        does not run; None where no tier has waves.
-      fetch: of each tier what to copy before its products; None of one that never fetches.
-      streamed: of each tier the copies of its later waves, int32[W, B], of which the slots are not
-        padded; None where there are none.
-      base: of tiers that share slots.
-      hosted: int32[1, A], rows of the host store that the host's cores multiply, -1: none; None
-        without `Asked.host`.
-    """
-
-    tier: jax.Array
-    slot: jax.Array
+    tier: jax.Array  # int32[N, A], in which a pair runs; -1 where it does not
+    slot: jax.Array  # int32[N, A], the global slot of its expert in that tier; -1
+    # int32[N, A], 0 resident or fetched before the products, 1 + w in wave w, -1 where it does not
+    # run; None where no tier has waves
     wave: jax.Array | None
+    # of each tier what to copy before its products; None of one that never fetches
     fetch: tuple[Fetch | None, ...]
+    # of each tier the copies of its later waves, int32[W, B], of which the slots are not padded;
+    # None where there are none
     streamed: tuple[Fetch | None, ...]
-    base: SharedBase | None = None
+    base: SharedBase | None = None  # of tiers that share slots
+    # int32[1, A], rows of the host store that the host's cores multiply, -1: none; None without
+    # `Asked.host`
     hosted: jax.Array | None = None
 
 
@@ -256,19 +211,12 @@ def num_slots(table: jax.Array | jax.ShapeDtypeStruct, num_experts: int) -> int:
 
 
 class LayerTables(NamedTuple):
-    """The tables of one layer, or of all of them.
+    """The tables of one layer, or of all of them."""
 
-    Attributes:
-      slot_of: int32[..., E], local slot of an expert.
-      owner: int32[..., C], expert of a slot; -1 if it is free.
-      last_use: int32[..., C], clock of the last use; 0 never.
-      prefetched: bool[..., C], brought ahead and not used yet.
-    """
-
-    slot_of: jax.Array
-    owner: jax.Array
-    last_use: jax.Array
-    prefetched: jax.Array
+    slot_of: jax.Array  # int32[..., E], local slot of an expert
+    owner: jax.Array  # int32[..., C], expert of a slot; -1 if it is free
+    last_use: jax.Array  # int32[..., C], clock of the last use; 0 never
+    prefetched: jax.Array  # bool[..., C], brought ahead and not used yet
 
     @classmethod
     def of(cls, table: jax.Array, num_experts: int) -> "LayerTables":

@@ -38,19 +38,12 @@ from pallas_kernels.cache_plan.shared_slots import plan_shared, resident_planes
 
 
 class _ResolvedTiers(NamedTuple):
-    """Tiers, misses and reuse of a layer's experts in a step.
+    """Tiers, misses and reuse of a layer's experts in a step."""
 
-    Attributes:
-      tier: int32[E], in which an expert runs; -1 where nobody asks for it.
-      fetched: bool[E], it is a miss, and comes in that tier.
-      reused: bool[E], a hit in a tier of higher fidelity than was asked for.
-      leaving: bool[T, E], copies that go because their expert comes in another tier.
-    """
-
-    tier: jax.Array
-    fetched: jax.Array
-    reused: jax.Array
-    leaving: jax.Array
+    tier: jax.Array  # int32[E], in which an expert runs; -1 where nobody asks for it
+    fetched: jax.Array  # bool[E], it is a miss, and comes in that tier
+    reused: jax.Array  # bool[E], a hit in a tier of higher fidelity than was asked for
+    leaving: jax.Array  # bool[T, E], copies that go because their expert comes in another tier
 
 
 def servable(copies: jax.Array, full: Sequence[bool]) -> jax.Array:

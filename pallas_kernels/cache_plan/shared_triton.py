@@ -22,21 +22,13 @@ Both = tuple[jax.Array, jax.Array]  # of refinements, and of base planes
 
 
 class _Admitted(NamedTuple):
-    """Slots of a layer after its missing planes have come.
+    """Slots of a layer after its missing planes have come."""
 
-    Attributes:
-      slots: as they were before.
-      coming: int32[C], the item that takes a slot, -1: none.
-      came: bool[C], whether one does.
-      local: int32[P], local slots of pairs' planes, -1: none.
-      order: int32[P], places among the planes of a kind that come, -1.
-    """
-
-    slots: vectors.Slots
-    coming: jax.Array
-    came: jax.Array
-    local: Both
-    order: Both
+    slots: vectors.Slots  # as they were before
+    coming: jax.Array  # int32[C], the item that takes a slot, -1: none
+    came: jax.Array  # bool[C], whether one does
+    local: Both  # int32[P], local slots of pairs' planes, -1: none
+    order: Both  # int32[P], places among the planes of a kind that come, -1
 
     def departures(self, num_experts: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Counts of the planes of each kind that leave."""

@@ -77,17 +77,11 @@ def _default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
 
 
 class _Moved(NamedTuple):
-    """The outcome of a tier, of either branch.
+    """The outcome of a tier, of either branch."""
 
-    Attributes:
-      local: int32[P], local slots of the pairs that run in it, -1: none.
-      stream: int32[P], number among the experts that stream; -1.
-      admitted: int32[], and the counts after it likewise.
-    """
-
-    local: jax.Array
-    stream: jax.Array
-    admitted: jax.Array
+    local: jax.Array  # int32[P], local slots of the pairs that run in it, -1: none
+    stream: jax.Array  # int32[P], number among the experts that stream; -1
+    admitted: jax.Array  # int32[], and the counts after it likewise
     streamed: jax.Array
     evictions: jax.Array
     waste: jax.Array

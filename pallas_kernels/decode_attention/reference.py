@@ -13,14 +13,10 @@ class Latent(NamedTuple):
 
     DeepSeek-V2's latent attention (arXiv:2405.04434, section 2.1) has this form when the queries
     absorb the key projection: keys are latents, this part is the rotated one.
-
-    Attributes:
-      q: [B, H, P].
-      keys: [L, B, K, S, P].
     """
 
-    q: jax.Array
-    keys: jax.Array
+    q: jax.Array  # [B, H, P]
+    keys: jax.Array  # [L, B, K, S, P]
 
 
 def decode_attention_reference(

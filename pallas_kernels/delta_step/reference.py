@@ -10,32 +10,21 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaWeights:
-    """Weights of all G layers beside their projections.
+    """Weights of all G layers beside their projections."""
 
-    Attributes:
-      conv: [G, channels, 1, W]; the last tap is the token's own.
-      dt_bias: float32[G, H].
-      a_log: float32[G, H].
-      norm: [G, value dim].
-    """
-
-    conv: jax.Array
-    dt_bias: jax.Array
-    a_log: jax.Array
-    norm: jax.Array
+    conv: jax.Array  # [G, channels, 1, W]; the last tap is the token's own
+    dt_bias: jax.Array  # float32[G, H]
+    a_log: jax.Array  # float32[G, H]
+    norm: jax.Array  # [G, value dim]
 
 
 class Projection(NamedTuple):
-    """Projected tokens; K key heads of R value heads each, H = K R.
+    """Projected tokens; K key heads of R value heads each, H = K R."""
 
-    Attributes:
-      rows: [B, K (2 key dim + 2 R value dim)]; by head: per key head q, k, R values, R gates.
-        Else those of all heads: queries, keys, values, gates.
-      b_and_a: float32[B, K 2 R]; by head: per key head R times b, then R times a. Else all b,
-        then all a.
-    """
-
+    # [B, K (2 key dim + 2 R value dim)]; by head: per key head q, k, R values, R gates. Else those
+    # of all heads: queries, keys, values, gates.
     rows: jax.Array
+    # float32[B, K 2 R]; by head: per key head R times b, then R times a. Else all b, then all a.
     b_and_a: jax.Array
 
 

@@ -23,19 +23,12 @@ DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfl
 
 
 class _JobLanes(NamedTuple):
-    """Jobs of one store in a program: vectors over lanes, empty beyond the last job.
+    """Jobs of one store in a program: vectors over lanes, empty beyond the last job."""
 
-    Attributes:
-      src: int32, rows.
-      dst: int32, slots.
-      valid: bool, to be copied.
-      num: int32[], how many are.
-    """
-
-    src: jax.Array
-    dst: jax.Array
-    valid: jax.Array
-    num: jax.Array
+    src: jax.Array  # int32, rows
+    dst: jax.Array  # int32, slots
+    valid: jax.Array  # bool, to be copied
+    num: jax.Array  # int32[], how many are
 
 
 def refusal(pools: Sequence[Operand], hosts: Sequence[Operand], target: Target) -> str | None:

@@ -30,19 +30,14 @@ class Turn:
     """One of several calls for a layer's pairs, given in all of them alike.
 
     Tiers of the pairs are then numbers of calls: this one has the tiers' matrices for its own.
-
-    Attributes:
-      number: int32[], of this call.
-      before: what earlier calls gave; None: there was none.
-      count: number of calls.
-      slots: most that the matrices of a call have; those of all calls are sorted at once.
-      spared: multiprocessors that are left to what runs beside this call.
     """
 
-    number: jax.Array
-    before: jax.Array | None
-    count: int = dataclasses.field(metadata={"static": True})
+    number: jax.Array  # int32[], of this call
+    before: jax.Array | None  # what earlier calls gave; None: there was none
+    count: int = dataclasses.field(metadata={"static": True})  # number of calls
+    # most that the matrices of a call have; those of all calls are sorted at once
     slots: int = dataclasses.field(metadata={"static": True})
+    # multiprocessors that are left to what runs beside this call
     spared: int = dataclasses.field(default=0, metadata={"static": True})
 
     def pairs(self, assignments: Assignments) -> Assignments:

@@ -110,17 +110,14 @@ class Tensors:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A quantized format with the settings of one checkpoint.
+    """A quantized format with the settings of one checkpoint."""
 
-    Attributes:
-      find: returns the matrix PREFIX [N, K] if it is quantized; faults go to `Tensors.faults`.
-        Raises MoejaxError where it is stored in a way that cannot be read.
-      planes: widths in which all matrices by bit planes can be read, rising; (): there are none.
-      extras: ends of the names of tensors that may lie beside a matrix and are not needed.
-    """
-
+    # returns the matrix PREFIX [N, K] if it is quantized; faults go to `Tensors.faults`. Raises
+    # MoejaxError where it is stored in a way that cannot be read.
     find: Callable[[str, tuple[int, ...], Tensors], StoredMatrix | None]
+    # widths in which all matrices by bit planes can be read, rising; (): there are none
     planes: tuple[int, ...] = ()
+    # ends of the names of tensors that may lie beside a matrix and are not needed
     extras: tuple[str, ...] = ()
 
 
