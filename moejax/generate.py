@@ -120,20 +120,13 @@ def _answer(
 
 
 def _stream_answer(
-    engine: "Engine",
-    request: dict[str, Any],
+    engine: "Engine",  # has a tokenizer
+    request: dict[str, Any],  # the answer's settings
     prompt: str,
-    chunks: list["Chunk"],
-    shown: str = "",
+    chunks: list["Chunk"],  # each chunk is appended as it is generated
+    shown: str = "",  # printed before the answer
 ) -> None:
-    """Prints the answer while it is generated, then the closing line.
-
-    Args:
-      engine: has a tokenizer.
-      request: the answer's settings.
-      chunks: each chunk is appended as it is generated.
-      shown: printed before the answer.
-    """
+    """Prints the answer while it is generated, then the closing line."""
     assert engine.tokenizer is not None
     special = request["add_special_tokens"]
     token_ids = engine.tokenizer.encode(prompt, add_special_tokens=special)

@@ -23,15 +23,12 @@ class CompiledPrograms:
 
     def __init__(
         self,
+        # gives a function's XLA options
         options_of: Callable[[Function], Mapping[str, str]] = lambda function: {},
+        # devices that run each program on their own parts of the arguments; None: one device
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Starts without programs.
-
-        Args:
-          options_of: gives a function's XLA options.
-          mesh: devices that run each program on their own parts of the arguments; None: one device.
-        """
+        """Starts without programs."""
         self._options_of, self._mesh = options_of, mesh
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self.seconds = 0.0  # spent in tracing, lowering and compiling so far
@@ -56,22 +53,15 @@ class CompiledPrograms:
 
     def get(
         self,
-        function: Function,
-        static: tuple[Hashable, ...],
+        function: Function,  # pure; its leading arguments are static
+        static: tuple[Hashable, ...],  # hashable leading arguments, closed over
+        # arrays or trees of them; their shapes and dtypes are part of the key
         arguments: tuple[Any, ...],
         *,
-        num_donated: int,
-        results: Any = REPLICATED,
+        num_donated: int,  # how many of the first `arguments` are donated
+        results: Any = REPLICATED,  # which results are split on a mesh, as in `DeviceMesh.map`
     ) -> jax.stages.Compiled:
-        """Compiles `function(*static, *arguments)`, called with `arguments` alone.
-
-        Args:
-          function: pure; its leading arguments are static.
-          static: hashable leading arguments, closed over.
-          arguments: arrays or trees of them; their shapes and dtypes are part of the key.
-          num_donated: how many of the first `arguments` are donated.
-          results: which results are split on a mesh, as in `DeviceMesh.map`.
-        """
+        """Compiles `function(*static, *arguments)`, called with `arguments` alone."""
         self.check_open()
         leaves, tree = jax.tree.flatten(arguments)
         # Weights are the same for an engine's whole life; the batch, the chunk and the cache are

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 
 
 def triton_call(
-    body: Callable[..., None],
+    body: Callable[..., None],  # takes one ref per operand, then one per output
     *,
     name: str,
     grid: tuple[int, ...],
@@ -20,17 +20,14 @@ def triton_call(
     num_warps: int,
     num_stages: int,
     interpret: bool,
+    # operand -> output that takes its place in memory; the operand must be donated, or XLA copies
+    # it. The body writes the output's ref.
     aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
     """Builds a Pallas-Triton kernel over whole arrays; the body indexes them itself.
 
     Triton is named explicitly: a bare `pallas_call` means Mosaic before jax 0.11.2 and Triton from
     it on. Its deprecation warning is the only one silenced.
-
-    Args:
-      body: takes one ref per operand, then one per output.
-      aliases: operand -> output that takes its place in memory; the operand must be donated, or XLA
-        copies it. The body writes the output's ref.
     """
 
     def call(*operands: jax.Array) -> Any:
@@ -50,22 +47,17 @@ def triton_call(
 
 
 def mosaic_call(
+    # takes the MLIR reference of each operand, output and scratch buffer
     body: Callable[..., None],
     *,
     name: str,
-    num_blocks: int,
+    num_blocks: int,  # thread blocks, or clusters of them; each block reads its index from ctaid.x
     out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[Any],
     num_warpgroups: int,
-    cluster: int = 1,
+    cluster: int = 1,  # neighbouring blocks that reach each other's shared memory
 ) -> Callable[..., Any]:
-    """Builds a Pallas-Mosaic kernel whose body is emitted whole, over whole arrays.
-
-    Args:
-      body: takes the MLIR reference of each operand, output and scratch buffer.
-      num_blocks: thread blocks, or clusters of them; each block reads its index from ctaid.x.
-      cluster: neighbouring blocks that reach each other's shared memory.
-    """
+    """Builds a Pallas-Mosaic kernel whose body is emitted whole, over whole arrays."""
 
     def traced(*refs: Any) -> None:
         whole = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
@@ -89,26 +81,20 @@ def mosaic_call(
 
 
 def mosaic_pipeline_call(
+    # takes one ref per operand, then one per output, then the scratch by name
     body: Callable[..., None],
     *,
     name: str,
     num_blocks: int,
     out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     scratch: Mapping[str, Any],
-    num_warpgroups: int,
+    num_warpgroups: int,  # warpgroups per block, axis "warpgroup"; 128 threads each
+    # the operand whose memory the only output reuses, see `aliases` of `triton_call`
     alias: int | None = None,
-    approx_math: bool = False,
-    interpret: bool = False,
+    approx_math: bool = False,  # powers of two by one instruction
+    interpret: bool = False,  # on a CPU, from jax 0.11.1 on; not with an alias
 ) -> Callable[..., Any]:
-    """Builds a Pallas-Mosaic kernel written in Pallas, whose warpgroups differ.
-
-    Args:
-      body: takes one ref per operand, then one per output, then the scratch by name.
-      num_warpgroups: warpgroups per block, axis "warpgroup"; 128 threads each.
-      alias: the operand whose memory the only output reuses, see `aliases` of `triton_call`.
-      approx_math: powers of two by one instruction.
-      interpret: on a CPU, from jax 0.11.1 on; not with an alias.
-    """
+    """Builds a Pallas-Mosaic kernel written in Pallas, whose warpgroups differ."""
     params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True,
         approx_math=approx_math,

@@ -24,22 +24,15 @@ def option(
     default: _T,
     meaning: str,
     *,
+    # whether commas divide a list's items on the command line; else each flag is one item
     commas: bool = True,
-    kind: type[int | float] | None = None,
-    least: float | None = None,
+    kind: type[int | float] | None = None,  # type of a number whose None means "not given"
+    least: float | None = None,  # the least number; without it no number is refused
     most: float = math.inf,
-    choices: Collection[Any] = (),
-    needed: str = "",
+    choices: Collection[Any] = (),  # all values but the default; () for any
+    needed: str = "",  # what a text must be that may not be empty
 ) -> _T:
-    """Declares a dataclass field with its `--help` line and what `RunConfig.check` allows.
-
-    Args:
-      commas: whether commas divide a list's items on the command line; else each flag is one item.
-      kind: type of a number whose None means "not given".
-      least: the least number; without it no number is refused.
-      choices: all values but the default; () for any.
-      needed: what a text must be that may not be empty.
-    """
+    """Declares a dataclass field with its `--help` line and what `RunConfig.check` allows."""
     metadata = {"help": meaning, "commas": commas, "kind": kind, "least": least, "most": most}
     metadata |= {"choices": choices, "needed": needed}
     return dataclasses.field(default=default, metadata=metadata)
@@ -92,12 +85,10 @@ def to_config_dict(config: RunConfig) -> config_dict.ConfigDict:
 def from_config_dict(
     config_class: type[_Config],
     values: config_dict.ConfigDict,
+    # values by name ("memory.slots"), which take precedence
     overrides: Mapping[str, Any] | None = None,
 ) -> _Config:
     """Builds a checked `config_class` from a ConfigDict; missing fields keep defaults.
-
-    Args:
-      overrides: values by name ("memory.slots"), which take precedence.
 
     Raises:
       MoejaxError: a field is unknown (the nearest real one is named), has another type than the

@@ -113,21 +113,15 @@ def cached_impl(choice: Choice) -> CachedAttentionImpl:
 
 
 def causal_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: jax.Array,  # [B, T, H, C]
+    k: jax.Array,  # [B, T, K, C], H a multiple of K
+    v: jax.Array,  # [B, T, K, C]
     sliding_window: int | None,
     impl: AttentionImpl,
     scale: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: jax.Array | None = None,  # [H], see `cached_attention`, which then serves
 ) -> jax.Array:
     """Attends from each token to itself and earlier ones, within the window.
-
-    Args:
-      q: [B, T, H, C].
-      k: [B, T, K, C], H a multiple of K.
-      v: [B, T, K, C].
-      sinks: [H], see `cached_attention`, which then serves.
 
     Returns:
       [B, T, H, C] in `q.dtype`.
@@ -144,27 +138,19 @@ def causal_attention(
 
 
 def cached_attention(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    positions: jax.Array,
-    sliding_window: int | None,
-    scale: float | None = None,
+    q: jax.Array,  # [B, T, H, C]
+    keys: jax.Array,  # [B, K, S, C]
+    values: jax.Array,  # [B, K, S, C]
+    positions: jax.Array,  # int32[B, T] or int32[1, T]
+    sliding_window: int | None,  # tokens that a query sees, itself included; None: all
+    scale: float | None = None,  # factor on the scores; None: 1 / sqrt(C)
+    # [H], logits that join each head's softmax and attend to nothing; None: there are none
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends from queries at `positions` to slots 0..position (slot s holds position s).
 
     Written out because the cache keeps heads before slots, the order in which a head's keys are
     contiguous; `jax.nn.dot_product_attention` wants slots before heads and would transpose.
-
-    Args:
-      q: [B, T, H, C].
-      keys: [B, K, S, C].
-      values: [B, K, S, C].
-      positions: int32[B, T] or int32[1, T].
-      sliding_window: tokens that a query sees, itself included; None: all.
-      scale: factor on the scores; None: 1 / sqrt(C).
-      sinks: [H], logits that join each head's softmax and attend to nothing; None: there are none.
 
     Returns:
       [B, T, H, C] in `q.dtype`; scores and softmax are float32.

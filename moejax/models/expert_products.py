@@ -188,18 +188,15 @@ def products_grouped(
 
 def products_of_tiers(
     x: jax.Array,
+    # `tier` says which of the tiers a pair runs in, -1: it is not active; `expert` is along the
+    # second axis of its tier's stacks
     pairs: ExpertPairs,
     tiers: Sequence[ExpertStacks],
     implementation: str,
     gating: Gating = SWIGLU,
     turn: Turn | None = None,
 ) -> jax.Array:
-    """Runs `products_grouped` on experts in several precisions, in as many launches as for one.
-
-    Args:
-      pairs: `tier` says which of the tiers a pair runs in, -1: it is not active; `expert` is along
-        the second axis of its tier's stacks.
-    """
+    """Runs `products_grouped` on experts in several precisions, in as many launches as for one."""
     assert pairs.tier is not None
     return _grouped(
         x,

@@ -125,20 +125,13 @@ class KVCache:
     def write_chunk(
         self,
         layer: int | jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
-        start: jax.Array,
+        keys: jax.Array,  # [B, T, K, C]; `start + T <= S`, or XLA would move the write
+        values: jax.Array,  # [B, T, K, C]
+        start: jax.Array,  # int32[]
         *,
-        is_for_cpu: bool = False,
+        is_for_cpu: bool = False,  # XLA writes in place there as it stands (jax 0.10.2)
     ) -> "KVCache":
-        """Writes T consecutive positions from `start` on, the same for all sequences.
-
-        Args:
-          keys: [B, T, K, C]; `start + T <= S`, or XLA would move the write.
-          values: [B, T, K, C].
-          start: int32[].
-          is_for_cpu: XLA writes in place there as it stands (jax 0.10.2).
-        """
+        """Writes T consecutive positions from `start` on, the same for all sequences."""
         zero = jnp.zeros_like(start)
 
         def write(cache: jax.Array, new: jax.Array) -> jax.Array:

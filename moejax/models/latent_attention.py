@@ -73,19 +73,14 @@ def _is_expanded(
 
 
 def _expanded_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: jax.Array,  # [B, T, H, C]
+    k: jax.Array,  # [B, S, H, C]
+    v: jax.Array,  # [B, S, H, V], of another width than keys
     positions: jax.Array,
     window: int | None,
     scale: float,
 ) -> jax.Array:
     """Queries at `positions` attend to keys of positions 0..S - 1.
-
-    Args:
-      q: [B, T, H, C].
-      k: [B, S, H, C].
-      v: [B, S, H, V], of another width than keys.
 
     Returns:
       [B, T, H, V] in `v.dtype`; scores and softmax are float32.
@@ -100,16 +95,13 @@ def _expanded_attention(
 
 
 def _absorbed_attention(
-    queries: _Queries,
+    queries: _Queries,  # with `nope` absorbed: [B, T, H, R]
     seen: _Latents,
     positions: jax.Array,
     window: int | None,
     scale: float,
 ) -> jax.Array:
     """Attends like `_expanded_attention`, with latents in place of keys and values.
-
-    Args:
-      queries: with `nope` absorbed: [B, T, H, R].
 
     Returns:
       [B, T, H, R], mixed latents, in their dtype; scores and softmax are float32.

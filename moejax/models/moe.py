@@ -229,20 +229,14 @@ def products_in_pairs(
     x: jax.Array,
     pairs: ExpertPairs,
     experts: ExpertStacks,
-    num_experts: int,
-    impl: ExpertImpl,
-    implementation: str,
+    num_experts: int,  # E, different ones that the pairs may have
+    impl: ExpertImpl,  # any form but "dense"
+    implementation: str,  # of the grouped kernel
     gating: Gating = SWIGLU,
+    # which of several calls this is; `pairs.tier` are the calls of all pairs
     turn: Turn | None = None,
 ) -> jax.Array:
-    """Multiplies the active pairs of N tokens and A experts: [P, N, A, D].
-
-    Args:
-      num_experts: E, different ones that the pairs may have.
-      impl: any form but "dense".
-      implementation: of the grouped kernel.
-      turn: which of several calls this is; `pairs.tier` are the calls of all pairs.
-    """
+    """Multiplies the active pairs of N tokens and A experts: [P, N, A, D]."""
     match impl:
         case "row":
             found = products_by_row(x, pairs, experts, gating)
@@ -272,13 +266,9 @@ def default_expert_impl(
     experts: Sequence[Weight] = (),
     kernels: ops.Kernels = ops.NO_KERNELS,
     *,
-    pooled: bool = False,
+    pooled: bool = False,  # the experts are slots of a pool
 ) -> ExpertImpl:
-    """Chooses the form that runs experts for `num_tokens` tokens on `platform`.
-
-    Args:
-      pooled: the experts are slots of a pool.
-    """
+    """Chooses the form that runs experts for `num_tokens` tokens on `platform`."""
     packed = bool(_packings(experts))
     if experts:
         chosen = choose_grouped(num_tokens, config, dtype, experts, kernels).implementation
@@ -337,15 +327,12 @@ class SparseMoe(StackedModule):
         self,
         x: jax.Array,
         layer: Index,
+        # an offset that the products add to the ids; see `_routing_by_kernel`
         first_slot: jax.Array | None = None,
+        # gives logits, float32[N, E], in place of the router's, to replay a trace
         override: Callable[[jax.Array], jax.Array] | None = None,
     ) -> Routing:
-        """Routes N tokens to experts.
-
-        Args:
-          first_slot: an offset that the products add to the ids; see `_routing_by_kernel`.
-          override: gives logits, float32[N, E], in place of the router's, to replay a trace.
-        """
+        """Routes N tokens to experts."""
         wide = jnp.dtype(jnp.float32)
         logits = self.linear(x, "router", layer, wide, always_kernel=True)
         if self.config.router.has_logit_bias:
@@ -445,18 +432,14 @@ class ResidentExperts(Experts):
 
     def __init__(
         self,
-        moe: SparseMoe | None,
+        moe: SparseMoe | None,  # None of a model without sparse layers
         impl: ExpertImpl,
+        # of a layer's input and its routing gives the layer's record
         record: Callable[[jax.Array, Routing], Any] = lambda x, routing: None,
+        # where a device has some experts alone; not for the form "dense"
         handed_out: OwnExperts | None = None,
     ):
-        """Needs no carry.
-
-        Args:
-          moe: None of a model without sparse layers.
-          record: of a layer's input and its routing gives the layer's record.
-          handed_out: where a device has some experts alone; not for the form "dense".
-        """
+        """Needs no carry."""
         self._moe, self._impl, self._record = moe, impl, record
         self._handed_out = handed_out
 

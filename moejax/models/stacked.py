@@ -98,11 +98,11 @@ def rms_norm(
 
 
 def stacked_norm(
-    x: jax.Array,
-    scales: jax.Array,
+    x: jax.Array,  # [..., D]
+    scales: jax.Array,  # [L, D] of all layers, the dtype of `x`
     layer: Index,
     eps: float,
-    kernels: ops.Kernels,
+    kernels: ops.Kernels,  # the permitted implementations; a reference means XLA here
     *,
     zero_centred: bool = False,
 ) -> jax.Array:
@@ -111,11 +111,6 @@ def stacked_norm(
     XLA sums the squares in an order that depends on what else it puts into the same kernel, and so
     on the rest of the program: a bfloat16 now and then rounds the other way. The kernel's order is
     fixed, so fetched experts give a resident model's results to the bit.
-
-    Args:
-      x: [..., D].
-      scales: [L, D] of all layers, the dtype of `x`.
-      kernels: the permitted implementations; a reference means XLA here.
     """
     flat = x.reshape(-1, x.shape[-1])
     asked_for_none = kernels.implementation == ops.REFERENCE or kernels.target is None

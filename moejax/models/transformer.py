@@ -191,13 +191,9 @@ class Transformer(nnx.Module):
         carry: Any,
         attended: Attended | None = None,
         *,
-        normed: jax.Array | None = None,
+        normed: jax.Array | None = None,  # [N, D], x after the norm, where that is done
     ) -> tuple[jax.Array, Any, Any]:
-        """Runs norm, then experts or dense MLP, on [B, T, D]; returns carry and record too.
-
-        Args:
-          normed: [N, D], x after the norm, where that is done.
-        """
+        """Runs norm, then experts or dense MLP, on [B, T, D]; returns carry and record too."""
         flat = self._mlp_normed(x, index.layer) if normed is None else normed
         if not index.is_sparse:
             return self.mlp(flat, index.mlp).reshape(x.shape), carry, None
@@ -309,12 +305,9 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         attend: AttentionFn,
         experts: Experts,
-        lengths: jax.Array | None = None,
+        lengths: jax.Array | None = None,  # int32[B], see `rope.model_angles`
     ) -> tuple[jax.Array, Any, Any]:
         """Embeds tokens and runs all layers one by one, with attention by `attend`.
-
-        Args:
-          lengths: int32[B], see `rope.model_angles`.
 
         Returns:
           The last layer's output [B, T, D], the experts' carry, and their records with the axis of
@@ -352,11 +345,12 @@ class Transformer(nnx.Module):
     def __call__(
         self,
         tokens: jax.Array,
+        # int32[B, T]; consecutive, and the same start for all rows where T > 1
         positions: jax.Array,
-        token_mask: jax.Array,
+        token_mask: jax.Array,  # bool[B, T], False for padding: it takes no part in the experts
         cache: KVCache,
         spec: ChunkSpec,
-        experts: Experts | None = None,
+        experts: Experts | None = None,  # None: those that the model holds, by `spec.experts`
         lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array, Any, Any]:
         """Runs T new tokens of each sequence, writing the cache.
@@ -366,11 +360,6 @@ class Transformer(nnx.Module):
         A decode step stays unrolled there: its launches are few and short, and a loop adds to them.
         On a CPU both run in a loop, of models that hold their experts: the demo's step took no
         longer, and compiling it 2.2 s of processor time, not 6.9 (jax 0.10.2, 2026-11-24).
-
-        Args:
-          positions: int32[B, T]; consecutive, and the same start for all rows where T > 1.
-          token_mask: bool[B, T], False for padding: it takes no part in the experts.
-          experts: None: those that the model holds, by `spec.experts`.
 
         Returns:
           The cache, the last layer's output [B, T, D] before the last norm, the experts' carry, and
@@ -553,17 +542,14 @@ def whole_attention(model: Transformer, impl: AttentionImpl) -> AttentionFn:
 
 def forward(
     model: Transformer,
-    tokens: jax.Array,
+    tokens: jax.Array,  # int32[B, T]
     *,
     experts: ExpertImpl = "dense",
     attention: AttentionImpl = "xla",
+    # of a layer's input [N, D] and its routing gives the layer's record, N = B T
     record: Callable[[jax.Array, Routing], Any] = routing_record,
 ) -> tuple[jax.Array, Any]:
     """Runs whole sequences without a cache, differentiably: for training and analysis.
-
-    Args:
-      tokens: int32[B, T].
-      record: of a layer's input [N, D] and its routing gives the layer's record, N = B T.
 
     Returns:
       The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
@@ -582,18 +568,13 @@ def model_definition(
     config: ModelConfig,
     kernels: ops.Kernels = ops.NO_KERNELS,
     *,
-    holds_experts: bool = True,
+    holds_experts: bool = True,  # False where its experts come from elsewhere (`Experts`)
+    # axis of a mesh whose devices have a share of every expert each, and may have rows of the
+    # vocabulary; "": none
     share_axis: str = "",
-    by_heads: bool = False,
+    by_heads: bool = False,  # whether they have the heads of `config` each, of more (`head_shares`)
 ) -> nnx.GraphDef[Transformer]:
-    """Builds the graph of a Transformer without weights; allocates nothing.
-
-    Args:
-      holds_experts: False where its experts come from elsewhere (`Experts`).
-      share_axis: axis of a mesh whose devices have a share of every expert each, and may have rows
-        of the vocabulary; "": none.
-      by_heads: whether they have the heads of `config` each, of more (`head_shares`).
-    """
+    """Builds the graph of a Transformer without weights; allocates nothing."""
 
     def build() -> Transformer:
         return Transformer(

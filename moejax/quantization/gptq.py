@@ -75,10 +75,11 @@ class _Block(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("grid", "settings"))
 def gptq(
-    weights: jax.Array,
-    hessian: jax.Array,
+    weights: jax.Array,  # [N, K], any float dtype, finite
+    hessian: jax.Array,  # float32[K, K], running mean of 2 x x^T; its scale does not matter
     grid: Grid,
     settings: GptqSettings = GptqSettings(),
+    # int32[], tokens behind `hessian`; None: enough of them, unless H is all zero
     num_tokens: jax.Array | None = None,
 ) -> _GptqResult:
     """Quantizes one matrix by GPTQ (Frantar et al. 2023, Algorithm 1); vmap it over experts.
@@ -87,11 +88,6 @@ def gptq(
     columns before it, when the first of them is reached, or of the original ones under act-order.
     Inputs that were never active (H_kk = 0) have their weights set to zero. Where the matrix is
     starved the codes are those of HQQ, or RTN's where the zeros are not floats.
-
-    Args:
-      weights: [N, K], any float dtype, finite.
-      hessian: float32[K, K], running mean of 2 x x^T; its scale does not matter.
-      num_tokens: int32[], tokens behind `hessian`; None: enough of them, unless H is all zero.
     """
     weights = weights.astype(jnp.float32)
     num_inputs = weights.shape[1]

@@ -128,21 +128,14 @@ def kernel_refusal(
 
 
 def kernel_hqq(
-    weights: jax.Array,
-    u: jax.Array,
-    v: jax.Array,
+    weights: jax.Array,  # [..., N, K] in float32, bfloat16 or float16, finite
+    u: jax.Array,  # float32[..., N, R]
+    v: jax.Array,  # float32[..., R, K]
     grid: Grid,
     *,
-    interpret: bool = False,
+    interpret: bool = False,  # runs the kernel on the CPU, for tests
 ) -> Codes:
-    """Computes `hqq(weights - u v, grid)`, except for ties; a `MiloSettings.solver` on a GPU.
-
-    Args:
-      weights: [..., N, K] in float32, bfloat16 or float16, finite.
-      u: float32[..., N, R].
-      v: float32[..., R, K].
-      interpret: runs the kernel on the CPU, for tests.
-    """
+    """Computes `hqq(weights - u v, grid)`, except for ties; a `MiloSettings.solver` on a GPU."""
     if reason := kernel_refusal(weights, grid, SIMULATED if interpret else None):
         raise ValueError(reason)
     solution = hqq_solve(

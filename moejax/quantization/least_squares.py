@@ -44,7 +44,7 @@ class LeastSquaresSettings:
 
 @functools.partial(jax.jit, static_argnames=("grid", "settings"))
 def least_squares(
-    weights: jax.Array,
+    weights: jax.Array,  # float32[..., N, K], finite
     grid: Grid,
     settings: LeastSquaresSettings = LeastSquaresSettings(),
 ) -> Codes:
@@ -54,9 +54,6 @@ def least_squares(
     z = mean(q) - mean(w) / s; else s = sum(w (q - z)) / sum((q - z)^2), an integer z being the
     rounded mean(q) - mean(w) / s of the s before. With planes q is joined by the values of the
     narrower widths, in sums by their shares.
-
-    Args:
-      weights: float32[..., N, K], finite.
     """
     groups = split_groups(weights, grid.group_size)
     mask, counts = group_members(weights.shape[-1], grid.group_size, groups.ndim)
@@ -65,19 +62,13 @@ def least_squares(
 
 
 def fit_groups(
-    groups: jax.Array,
-    mask: jax.Array,
-    counts: jax.Array,
+    groups: jax.Array,  # padding repeats a member, so that it widens no range
+    mask: jax.Array,  # float32 that broadcasts to `groups`, 0 where there is padding
+    counts: jax.Array,  # float32 that broadcasts to [..., G, 1], members of a group
     grid: Grid,
     settings: LeastSquaresSettings = LeastSquaresSettings(),
 ) -> tuple[jax.Array, jax.Array]:
-    """Fits scales and zeros float32[..., G] of groups float32[..., G, S] by `least_squares`.
-
-    Args:
-      groups: padding repeats a member, so that it widens no range.
-      mask: float32 that broadcasts to `groups`, 0 where there is padding.
-      counts: float32 that broadcasts to [..., G, 1], members of a group.
-    """
+    """Fits scales and zeros float32[..., G] of groups float32[..., G, S] by `least_squares`."""
     mean = jnp.sum(groups * mask, axis=-1, keepdims=True) / counts
     if grid.zero_kind != "float":
         mean = jnp.zeros_like(mean)

@@ -244,14 +244,10 @@ class Tokenizer:
         self,
         messages: Sequence[dict[str, str]],
         *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
+        add_generation_prompt: bool = True,  # end with the words that begin an answer
+        **variables: Any,  # further variables of the template, `enable_thinking` for instance
     ) -> str:
         """Renders a conversation's prompt; encode it with `add_special_tokens=False`.
-
-        Args:
-          add_generation_prompt: end with the words that begin an answer.
-          **variables: further variables of the template, `enable_thinking` for instance.
 
         Raises:
           MoejaxError: the checkpoint has no template, or the template refuses the messages.

@@ -456,25 +456,20 @@ def dense(weight: Weight, dtype: Any) -> jax.Array:
 
 
 def from_codes(
-    codes: Any,
-    scales: Any,
+    codes: Any,  # uint8[..., N, K]
+    scales: Any,  # float[..., N, G]
+    # float[..., N, G] in units of codes; ignored where `zero_kind` is "symmetric"
     zeros: Any | None,
     *,
     bits: int,
     group_size: int,
-    zero_kind: str,
+    zero_kind: str,  # one of `ZERO_KINDS`; "integer" rounds and stores uint8
     scale_dtype: Any = jnp.float16,
     by_planes: bool = False,
 ) -> QTensor:
     """Packs a quantizer's output; numpy arrays give numpy leaves, JAX arrays JAX leaves.
 
     By planes the scales and zeros are stored as those of 2 bits (`QTensor`).
-
-    Args:
-      codes: uint8[..., N, K].
-      scales: float[..., N, G].
-      zeros: float[..., N, G] in units of codes; ignored where `zero_kind` is "symmetric".
-      zero_kind: one of `ZERO_KINDS`; "integer" rounds and stores uint8.
 
     Raises:
       ValueError: an unknown zero kind, or shapes that do not fit (`QTensor.check`).

@@ -75,20 +75,15 @@ def search_reference(
 
 def search_pairs(
     ids: jax.Array,
-    listed: jax.Array,
-    resident: jax.Array,
-    wanted: jax.Array,
+    listed: jax.Array,  # int32[N, A, H], possible buddies of each pair, the best first; -1 for none
+    resident: jax.Array,  # bool[E]
+    wanted: jax.Array,  # bool[N, A], pairs whose expert is missing and may be replaced
     depth: jax.Array,
     budget: jax.Array,
     *,
     last_first: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs Algorithm 1 over pairs with lists of their own; `api.search` has the other arguments.
-
-    Args:
-      listed: int32[N, A, H], possible buddies of each pair, the best first; -1 for none.
-      resident: bool[E].
-      wanted: bool[N, A], pairs whose expert is missing and may be replaced.
 
     Returns:
       `Found.ids` and `Found.searched`.

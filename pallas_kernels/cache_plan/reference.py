@@ -64,10 +64,14 @@ def servable(copies: jax.Array, full: Sequence[bool]) -> jax.Array:
 
 
 def resolve_tiers(
-    resident: jax.Array,
+    resident: jax.Array,  # bool[T, E], of `servable`
     ids: jax.Array,
+    # of each pair. A copy of higher fidelity serves where all active pairs of the tier that an
+    # expert is asked for in allow it (`at_least`).
     wishes: Wishes,
     active: jax.Array,
+    # static, of each tier whether its copies refine those of the next one, which has every expert;
+    # (): none does
     refines: Sequence[bool] = (),
 ) -> _ResolvedTiers:
     """Which tier serves each expert, by the rules of DyMoE's mixed-precision cache (section 4.4.2).
@@ -79,13 +83,6 @@ def resolve_tiers(
         whether or not a low one is there too, in a tier that holds every expert. It costs no load
         and loses nothing. Where high precision is low precision refined, the low copy serves, of
         which the high one is made: it has fewer bytes to read.
-
-    Args:
-      resident: bool[T, E], of `servable`.
-      wishes: of each pair. A copy of higher fidelity serves where all active pairs of the tier
-        that an expert is asked for in allow it (`at_least`).
-      refines: static, of each tier whether its copies refine those of the next one, which has every
-        expert; (): none does.
 
     Returns:
       See `_ResolvedTiers`; no expert is both reused and fetched.

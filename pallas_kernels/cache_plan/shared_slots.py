@@ -48,19 +48,14 @@ def resident_planes(table: jax.Array, num_experts: int) -> jax.Array:
 
 
 def plan_shared(
-    tiers: Sequence[TierOperands],
+    tiers: Sequence[TierOperands],  # of the refinements, whose table is not read, and of the pool
     layer: jax.Array,
-    tier: jax.Array,
-    pairs: jax.Array,
+    tier: jax.Array,  # int32[E], in which an expert runs; -1 where it does not
+    pairs: jax.Array,  # int32[N, A], experts of the pairs that run; -1: none
     forms: Sequence[TierShape],
     columns: Columns,
 ) -> tuple[tuple[TierPart, TierPart], SharedBase]:
     """Slots for the planes of the experts that a layer runs.
-
-    Args:
-      tiers: of the refinements, whose table is not read, and of the pool.
-      tier: int32[E], in which an expert runs; -1 where it does not.
-      pairs: int32[N, A], experts of the pairs that run; -1: none.
 
     Returns:
       Each tier's part, that of the first with slots of refinements, and its base planes.

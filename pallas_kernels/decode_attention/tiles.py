@@ -45,16 +45,12 @@ def default_tiles(
     num_bytes: int,
     target: Target,
     *,
-    more_dim: int = 0,
-    page: int = BLOCK,
+    more_dim: int = 0,  # P, where keys of C + P numbers have their values among them
+    page: int = BLOCK,  # slots of a page, which holds whole blocks
 ) -> AttentionTiles:
     """Chooses one program per kv head if they fill the device; else splits the slots.
 
     A second launch then adds the splits: it costs as much as reading some 30 KB by one program.
-
-    Args:
-      more_dim: P, where keys of C + P numbers have their values among them.
-      page: slots of a page, which holds whole blocks.
     """
     block = min(BLOCK, page, max(MIN_BLOCK, power_above(kv_length)))
     room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES

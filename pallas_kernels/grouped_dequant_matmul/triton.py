@@ -376,17 +376,13 @@ def _for_each_job(
     axis: int,
     columns: int,
     num_pairs: int,
-    run: Callable[[_Job], None],
+    run: Callable[[_Job], None],  # called once, under a condition or in a loop
     *,
-    alone: bool,
+    alone: bool,  # no search for other pairs of the same matrix; for one token
 ) -> None:
     """Runs the jobs of program `pl.program_id(axis)`.
 
     The last program takes the first pair or block: idle programs then start first.
-
-    Args:
-      run: called once, under a condition or in a loop.
-      alone: no search for other pairs of the same matrix; for one token.
     """
     programs = pl.num_programs(axis)
     program = programs - 1 - pl.program_id(axis)

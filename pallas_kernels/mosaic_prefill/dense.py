@@ -59,22 +59,16 @@ def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
 
 
 def dense(
-    x: jax.Array,
-    weights: PackedMatrices,
-    slot: jax.Array,
-    out_dtype: jnp.dtype,
+    x: jax.Array,  # [M, K] in bfloat16 or float16
+    weights: PackedMatrices,  # S matrices [N, K]
+    slot: jax.Array,  # int32[], index of the matrix
+    out_dtype: jnp.dtype,  # bfloat16, float16 or float32
     tiles: WgmmaTiles | None,
     target: Target,
 ) -> jax.Array:
     """Multiplies x by one matrix, [M, N]; see `dequant_matmul.api`.
 
     Every weight is rounded once, from float32 to x's dtype; products and sums are float32.
-
-    Args:
-      x: [M, K] in bfloat16 or float16.
-      weights: S matrices [N, K].
-      slot: int32[], index of the matrix.
-      out_dtype: bfloat16, float16 or float32.
     """
     num_tokens, num_inputs = x.shape
     num_rows = weights.num_outputs

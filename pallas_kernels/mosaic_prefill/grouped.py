@@ -94,18 +94,13 @@ def refusal_grouped(
 
 
 def gate_up(
-    x: jax.Array,
+    x: jax.Array,  # [T, D] in bfloat16 or float16
     assignments: _AssignmentArrays,
-    tiers: Tiers,
+    tiers: Tiers,  # for each tier S matrices [2F, D], gate rows first
     tiles: WgmmaTiles | None,
     target: Target,
 ) -> jax.Array:
-    """Computes silu(gate x_t) * up x_t for each pair, [T, A, F]; see `grouped_dequant_matmul`.
-
-    Args:
-      x: [T, D] in bfloat16 or float16.
-      tiers: for each tier S matrices [2F, D], gate rows first.
-    """
+    """Computes silu(gate x_t) * up x_t for each pair, [T, A, F]; see `grouped_dequant_matmul`."""
     call = _Call(assignments, tiers, tiles, target, paired=True)
     hidden = call.run(call.rows_of(x), x.dtype)
     return _zero_where_skipped(hidden, assignments, tiers)
@@ -116,16 +111,12 @@ def layer(
     assignments: _AssignmentArrays,
     gate_up_tiers: Tiers,
     down_tiers: Tiers,
-    tiles: Sequence[WgmmaTiles | None],
+    tiles: Sequence[WgmmaTiles | None],  # of each product
     target: Target,
+    # the tiers that it counts are those of all calls, and this one has its own alone
     turn: _Turn | None = None,
 ) -> jax.Array:
-    """Computes `products` of what `gate_up` gives, whose rows stay in the order of matrices.
-
-    Args:
-      tiles: of each product.
-      turn: the tiers that it counts are those of all calls, and this one has its own alone.
-    """
+    """Computes `products` of what `gate_up` gives, whose rows stay in the order of matrices."""
     ups = _Call(assignments, gate_up_tiers, tiles[0], target, paired=True, turn=turn)
     downs = _Call(assignments, down_tiers, tiles[1], target, paired=False, turn=turn)
     rows = ups.rows_of(x)  # of all turns, and XLA sorts and gathers once
@@ -135,19 +126,14 @@ def layer(
 
 
 def products(
-    rows: jax.Array,
+    rows: jax.Array,  # [T, A, K], or [T, K] if the pairs of a token share a row
     assignments: _AssignmentArrays,
-    tiers: Tiers,
+    tiers: Tiers,  # for each tier S matrices [N, K]
     tiles: WgmmaTiles | None,
     target: Target,
     dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Multiplies each pair's row by its matrix [N, K]: [T, A, N], undefined if skipped.
-
-    Args:
-      rows: [T, A, K], or [T, K] if the pairs of a token share a row.
-      tiers: for each tier S matrices [N, K].
-    """
+    """Multiplies each pair's row by its matrix [N, K]: [T, A, N], undefined if skipped."""
     call = _Call(assignments, tiers, tiles, target, paired=False)
     order, width = call.runs.order, assignments.slot.shape[1]
     flat = rows.reshape(-1, rows.shape[-1])

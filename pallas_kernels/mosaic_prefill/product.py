@@ -207,16 +207,11 @@ def pipeline(
     form: MatrixFormat | None,
     tiles: WgmmaTiles,
     x: Any,
-    arrays: Sequence[Any],
-    rooms: dict[str, Any],
+    arrays: Sequence[Any],  # those of the matrices, in the order of `PackedMatrices.arrays`
+    rooms: dict[str, Any],  # those of `scratch`
     paired: bool = False,
 ) -> _Pipeline:
-    """Names the references by role.
-
-    Args:
-      arrays: those of the matrices, in the order of `PackedMatrices.arrays`.
-      rooms: those of `scratch`.
-    """
+    """Names the references by role."""
     x_copied, x_read = rooms["x_room"]
     weights, *rest = arrays
     refined = tuple(rest[-2:]) if form and form.apart else ()
@@ -234,13 +229,10 @@ def work(
     parts: _Pipeline,
     num_items: Any,
     item_of: Callable[[jax.Array], Item],
+    # stores an item's sums; called by the warpgroups that multiply
     store: Callable[[Item, jax.Array], None],
 ) -> None:
-    """Runs a kernel's body: this block's items, in turn.
-
-    Args:
-      store: stores an item's sums; called by the warpgroups that multiply.
-    """
+    """Runs a kernel's body: this block's items, in turn."""
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     stride = lax.axis_size("block")
     mine = lax.div(num_items - block + (stride - 1), jnp.int32(stride))

@@ -43,19 +43,12 @@ def load_words(form: MatrixFormat, block: jax.Array, tiles: Sequence[Any]) -> ja
 
 def load_constants(
     form: MatrixFormat,
-    slot: jax.Array,
-    first_row: jax.Array,
-    block: jax.Array,
-    operands: Sequence[Any],
+    slot: jax.Array,  # int32[], index in the stack
+    first_row: jax.Array,  # int32[], of the thread block
+    block: jax.Array,  # int32[], of K
+    operands: Sequence[Any],  # whole scales and, where there are any, zeros, in device memory
 ) -> jax.Array:
-    """Loads the lane's scales and zeros of a block for `unpack`.
-
-    Args:
-      slot: int32[], index in the stack.
-      first_row: int32[], of the thread block.
-      block: int32[], of K.
-      operands: whole scales and, where there are any, zeros, in device memory.
-    """
+    """Loads the lane's scales and zeros of a block for `unpack`."""
 
     def load(_: Any, *given: Any) -> mgpu.FragmentedArray:
         slot, first_row, block = (_scalar(value) for value in given[:3])

@@ -25,6 +25,7 @@ _COMPARE = {
 
 
 def run_blocks(
+    # takes a `_Simulator`, then references to operands, outputs and scratch buffers
     body: Callable[..., None],
     num_blocks: int,
     num_threads: int,
@@ -33,11 +34,7 @@ def run_blocks(
     shared_floats: Sequence[int],
     cluster: int = 1,
 ) -> None:
-    """Runs a body for every block, one cluster after the other.
-
-    Args:
-      body: takes a `_Simulator`, then references to operands, outputs and scratch buffers.
-    """
+    """Runs a body for every block, one cluster after the other."""
     memory = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in operands]
     memory += [a.view(np.uint8).reshape(-1) for a in outputs]
     for block in range(num_blocks):

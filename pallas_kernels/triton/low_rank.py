@@ -47,23 +47,16 @@ def thin_parts(low_rank: Sequence[LowRank], num_columns: int) -> int:
 def thin_products(
     columns: Columns,
     low_rank: Sequence[LowRank],
-    slot: Int,
-    tile: Int,
-    part: Int,
+    slot: Int,  # int32[]
+    tile: Int,  # int32[], of R' / TILE
+    part: Int,  # int32[], of `parts`
     parts: int,
     *,
     num_columns: int,
-    store: Any,
+    store: Any,  # called with float32[TILE, columns]
     interpret: bool,
 ) -> None:
-    """Program (tile, part) multiplies `TILE` rows of V by x over a part of K.
-
-    Args:
-      slot: int32[].
-      tile: int32[], of R' / TILE.
-      part: int32[], of `parts`.
-      store: called with float32[TILE, columns].
-    """
+    """Program (tile, part) multiplies `TILE` rows of V by x over a part of K."""
     first_tile, step = 0, layout.BLOCK
     for terms in low_rank:
         num_tiles = _padded(terms) // TILE
@@ -85,28 +78,21 @@ def thin_products(
 
 
 def add_terms(
-    acc: jax.Array,
+    acc: jax.Array,  # float32[rows, columns]
     low_rank: Sequence[LowRank],
     slot: Int,
-    rows: jax.Array,
+    rows: jax.Array,  # int32[rows], outputs of the tile
     thin: Ref,
-    columns: jax.Array,
-    columns_mask: jax.Array,
+    columns: jax.Array,  # int32[columns], rows of `thin`
+    columns_mask: jax.Array,  # bool[columns]
     *,
+    # outputs first .. last of all such tiles; terms of others are passed over.
     within: tuple[int, int],
     interpret: bool,
+    # first and number of the tiles of each term's rank that are added; None: all
     tiles: tuple[Int, int] | None = None,
 ) -> jax.Array:
-    """Adds U (V x) to `acc`: the epilogue of a tile.
-
-    Args:
-      acc: float32[rows, columns].
-      rows: int32[rows], outputs of the tile.
-      columns: int32[columns], rows of `thin`.
-      columns_mask: bool[columns].
-      within: outputs first .. last of all such tiles; terms of others are passed over.
-      tiles: first and number of the tiles of each term's rank that are added; None: all.
-    """
+    """Adds U (V x) to `acc`: the epilogue of a tile."""
     first = 0
     for terms in low_rank:
         if within[0] < terms.first_row + terms.num_rows and terms.first_row < within[1]:

@@ -288,21 +288,15 @@ def split(total: int, parts: int, part: Int) -> tuple[Int, Int]:
 def product(
     columns: Columns,
     weights: PackedMatrices,
-    slot: Int,
-    tiles: Sequence[jax.Array],
+    slot: Int,  # int32[]
+    tiles: Sequence[jax.Array],  # int32[rows] of each tile, none beyond the last; all of one length
     span: Span,
     *,
     num_columns: int,
-    step: int,
+    step: int,  # codes per step; a power of two in `min_step(weights)` .. 256.
     interpret: bool,
 ) -> list[jax.Array]:
-    """Multiplies each tile of rows: float32[rows, columns].
-
-    Args:
-      slot: int32[].
-      tiles: int32[rows] of each tile, none beyond the last; all of one length.
-      step: codes per step; a power of two in `min_step(weights)` .. 256.
-    """
+    """Multiplies each tile of rows: float32[rows, columns]."""
     shape = (tiles[0].shape[0], num_columns)
     kernel = _Product(columns, weights, slot, tiles, shape, step, interpret)
     return kernel.plain(span) if weights.bits == PLAIN_BITS else kernel.packed(span)

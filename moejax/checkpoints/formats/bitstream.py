@@ -69,19 +69,16 @@ def to_stream(codes: Any, *, bits: int) -> jax.Array:
 @on_host
 @functools.partial(jax.jit, static_argnames=("bits", "num_codes", "is_transposed"))
 def repacked_stream(
+    # int32[..., N, W]; [..., W, N] if `is_transposed`, the stream running down the columns
     words: Any,
+    # int32[K], the inputs in the order in which they are stored; None: as they are
     permutation: Any | None,
     *,
     bits: int,
     num_codes: int,
     is_transposed: bool = False,
 ) -> jax.Array:
-    """Packs rows of a bit stream in the package's layout, uint32[..., N, num_words(K, bits)].
-
-    Args:
-      words: int32[..., N, W]; [..., W, N] if `is_transposed`, the stream running down the columns.
-      permutation: int32[K], the inputs in the order in which they are stored; None: as they are.
-    """
+    """Packs rows of a bit stream in the package's layout, uint32[..., N, num_words(K, bits)]."""
     rows = _unsigned(words)
     if is_transposed:
         rows = jnp.swapaxes(rows, -1, -2)

@@ -73,20 +73,14 @@ def _is_old_gptqmodel(fields: Mapping[str, Any]) -> bool:
 
 
 def gptq_format(
-    default: Mapping[str, Any],
-    overrides: Overrides,
+    default: Mapping[str, Any],  # bits, group size and symmetry of all modules
+    overrides: Overrides,  # changes of them by expression; the first that matches a module counts
     *,
-    is_v1: bool,
+    is_v1: bool,  # whether zeros are of version 1, by the config
+    # whether GPTQModel before version 7 wrote version 1 at 3 bits in its own way
     is_old_gptqmodel: bool = False,
 ) -> Format:
-    """The reader of GPTQ's packing; raises MoejaxError if `default` is not understood.
-
-    Args:
-      default: bits, group size and symmetry of all modules.
-      overrides: changes of them by expression; the first that matches a module counts.
-      is_v1: whether zeros are of version 1, by the config.
-      is_old_gptqmodel: whether GPTQModel before version 7 wrote version 1 at 3 bits in its own way.
-    """
+    """The reader of GPTQ's packing; raises MoejaxError if `default` is not understood."""
     settings_of = functools.partial(_settings_of, default, overrides)
     settings_of("")  # says what is not understood before anything is read
     taken = {**_TAKEN, **(_OLD_TAKEN if is_old_gptqmodel else {})} if is_v1 else None

@@ -22,17 +22,13 @@ def calibration_tokens(
     *,
     vocab_size: int,
     max_positions: int,
+    # the user's own, which must suffice for all samples; None: the text that ships, which gives as
+    # many samples as it has, at least one
     text: str | None = None,
-    num_samples: int = NUM_SAMPLES,
-    length: int = 0,
+    num_samples: int = NUM_SAMPLES,  # S
+    length: int = 0,  # T; 0: SAMPLE_LENGTH, or the model's context if that is shorter
 ) -> np.ndarray:
     """Samples a text at even distances: int32[S, T].
-
-    Args:
-      text: the user's own, which must suffice for all samples; None: the text that ships, which
-        gives as many samples as it has, at least one.
-      num_samples: S.
-      length: T; 0: SAMPLE_LENGTH, or the model's context if that is shorter.
 
     Raises:
       MoejaxError: no tokenizer or not the model's, a text that is too short, or samples that do

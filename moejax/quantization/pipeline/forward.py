@@ -129,20 +129,15 @@ def _mlp_step(
 @functools.partial(jax.jit, static_argnames=("config", "leaf"), donate_argnames="totals")
 def _expert_step(
     weights: Weights,
-    x: jax.Array,
-    totals: jax.Array,
+    x: jax.Array,  # [B, T, D] after attention
+    totals: jax.Array,  # float32[e, K, K], sums of x x^T; donated
     first: jax.Array,
     config: ModelConfig,
-    leaf: str,
+    leaf: str,  # "moe.gate_up" (K = D) or "moe.down" (K = F)
 ) -> jax.Array:
     """Sums the inputs of experts from `first` on, over the tokens routed to each.
 
     Assignments are sorted by expert and processed in blocks of one expert.
-
-    Args:
-      x: [B, T, D] after attention.
-      totals: float32[e, K, K], sums of x x^T; donated.
-      leaf: "moe.gate_up" (K = D) or "moe.down" (K = F).
     """
     _, (flat, ids) = _mlp(_model(weights, config), x, _NoExperts())
     num_rows, width = ids.size, ids.shape[1]

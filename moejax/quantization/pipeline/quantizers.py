@@ -106,16 +106,12 @@ def kernel_remarks(matrices: Iterable[tuple[tuple[int, ...], Scheme]]) -> list[s
 @functools.partial(jax.jit, static_argnames="program")
 def quantize_stack(
     weights: jax.Array,
+    # int32[C], of the compensators of the narrowest width, at most `program.max_rank`
     ranks: jax.Array,
-    calibration: Calibration | None,
+    calibration: Calibration | None,  # None for methods that need none
     program: Program,
 ) -> QuantizedStack:
-    """Quantizes and packs C matrices, float32[C, N, K], and measures the error.
-
-    Args:
-      ranks: int32[C], of the compensators of the narrowest width, at most `program.max_rank`.
-      calibration: None for methods that need none.
-    """
+    """Quantizes and packs C matrices, float32[C, N, K], and measures the error."""
     method = program.scheme.method
     starved = surged = jnp.zeros(weights.shape[0], bool)
     factors: Compensators = (None,) * len(program.grid.widths)

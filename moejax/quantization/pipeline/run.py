@@ -507,17 +507,14 @@ def _measure_kurtosis(
 def _plan_ranks(
     policy: ranks.RankPolicy,
     inventory: Inventory,
+    # by name; one with a rank of its own is left out of the policy's averages
     schemes: Mapping[str, Scheme],
     *,
-    factor_bits: int,
+    factor_bits: int,  # for policies that count bytes
     kurtosis: Mapping[str, float],
     frequencies: Frequencies,
 ) -> dict[str, Any]:
     """Plans the rank of every matrix that gets a compensator.
-
-    Args:
-      schemes: by name; one with a rank of its own is left out of the policy's averages.
-      factor_bits: for policies that count bytes.
 
     Returns:
       "ranks" by name, and "capped": the names for which the policy exceeds min(N, K). MoejaxError

@@ -54,19 +54,15 @@ class _Parts:
 
 def quantize_shard(
     shard: Shard,
-    tasks: Mapping[str, MatrixTask],
+    tasks: Mapping[str, MatrixTask],  # matrices to quantize, by name; the rest is copied as stored
     plan: BatchPlan,
     *,
     device: jax.Device,
     meter: Meter,
     calibrate: Calibrate | None,
-    write_matrix: WriteMatrix,
+    write_matrix: WriteMatrix,  # converts a matrix, named without ".weight", to the file's tensors
 ) -> ShardResult:
     """Quantizes a shard; only one batch of it is on the device at a time.
-
-    Args:
-      tasks: matrices to quantize, by name; the rest is copied as stored.
-      write_matrix: converts a matrix, named without ".weight", to the file's tensors.
 
     Raises:
       MoejaxError: a weight is NaN or infinite; scales do not fit their type; the device is out of
