@@ -35,11 +35,7 @@ _GREEDY, _BY_GROUPS, _BY_GROUPS_AND_BIAS = "greedy", "group_limited_greedy", "no
 
 
 def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
-    """Builds a `ModelConfig` from the config.json of one of `ARCHITECTURES`.
-
-    Raises:
-      MoejaxError: a field is missing or wrong, or asks for something that is not supported.
-    """
+    """Builds a `ModelConfig` from the config.json of one of `ARCHITECTURES`."""
     if reasons := _unsupported(family, fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
     given, is_glm = read_shared(family, fields, "n_routed_experts"), family == "glm4_moe"

@@ -22,11 +22,7 @@ _DEFAULT_ROPE = {
 
 
 def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
-    """Builds a `ModelConfig` from the fields of a config.json in either spelling.
-
-    Raises:
-      MoejaxError: a field is missing or wrong, or asks for something that is not supported.
-    """
+    """Builds a `ModelConfig` from the fields of a config.json in either spelling."""
     if all(fields.get(name) is None for name in ROPES):
         fields = {**fields, "rope_parameters": _DEFAULT_ROPE}
     if reasons := unsupported(fields):

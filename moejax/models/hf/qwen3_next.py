@@ -20,11 +20,7 @@ _ATTENTION, _DELTA = "full_attention", "linear_attention"
 
 
 def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
-    """Builds a `ModelConfig` from the fields of a config.json in either spelling.
-
-    Raises:
-      MoejaxError: a field is missing or wrong, or asks for something that is not supported.
-    """
+    """Builds a `ModelConfig` from the fields of a config.json in either spelling."""
     reasons = unsupported(fields, partial=True)
     if flag(fields, "use_sliding_window"):  # transformers would not look at it either
         reasons.append("use_sliding_window, which Qwen3-Next has no layers for")

@@ -71,11 +71,7 @@ def rotated_dims(family: str, fields: Mapping[str, Any], head_dim: int) -> int:
 
 
 def rope_scaling(fields: Mapping[str, Any]) -> RopeScaling | None:
-    """Reads the scaling of rotary frequencies; None for none.
-
-    Raises:
-      MoejaxError: a field is missing or wrong, or the places that hold it disagree.
-    """
+    """Reads the scaling of rotary frequencies; None for none."""
     kinds = {name: _rope_type(of) for name in ROPES if (of := object_field(fields, name))}
     kind = agreed(kinds)
     if kind in (None, "default"):

@@ -16,9 +16,6 @@ def read_shared(family: str, fields: Mapping[str, Any], *num_experts: str) -> di
 
     Args:
       num_experts: further names of the number of experts.
-
-    Raises:
-      MoejaxError: a field is missing or wrong.
     """
     num_heads, model_dim = (
         integer(fields, name) for name in ("num_attention_heads", "hidden_size")
