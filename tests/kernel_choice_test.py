@@ -143,7 +143,7 @@ class TiersTest(absltest.TestCase):
         def of(second: list[ops.Weight], impl: tuple[Any, ...]) -> ChoiceRecord:
             with recorded_choices() as found:
                 for tier, (form, stacks) in enumerate(zip(impl, (high, second), strict=True)):
-                    chosen = choose_grouped(2, config, bf16, stacks, ops.Kernels(AMPERE))
+                    chosen = choose_grouped(2, config, bf16, [stacks], ops.Kernels(AMPERE))
                     moe.record_experts(tier, form, stacks, chosen)
             return found
 

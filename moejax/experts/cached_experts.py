@@ -36,9 +36,9 @@ from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
     ExpertPairs,
     ExpertStacks,
-    choose_for_tiers,
+    choose_grouped,
     combine,
-    products_of_tiers,
+    products_grouped,
 )
 from moejax.models.layer_index import LayerIndex
 from moejax.models.moe import (
@@ -348,13 +348,13 @@ class CachedExperts(Experts):
     ) -> jax.Array:
         """[P, N, A, D], one launch of gates and ups and one of downs for the pairs of all tiers."""
         stacks = [(experts.gate_up, experts.down) for experts in tiers]
-        chosen = choose_for_tiers(len(x), self.config, x.dtype, stacks, self._kernels)
+        chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self._kernels)
         if chosen.implementation == ops.DEQUANTIZED:
             raise MoejaxError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
         for of, experts in zip(self._tiers, stacks, strict=True):
             record_experts(of.number, of.impl, experts, chosen)
         implementation, gating = chosen.implementation, self.config.gating
-        return products_of_tiers(x, pairs, tiers, implementation, gating)
+        return products_grouped(x, pairs, tiers, implementation, gating)
 
     @property
     def _policy(self) -> AnyPolicy:

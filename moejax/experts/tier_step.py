@@ -277,7 +277,7 @@ class TierStep:
     ) -> jax.Array:
         """Multiplies the active pairs: [P, N, A, D]."""
         stacks = (experts.gate_up, experts.down)
-        chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
+        chosen = choose_grouped(len(x), self.config, x.dtype, [stacks], self.kernels)
         record_experts(self.number, self.impl, stacks, chosen)
         num_experts, gating = self.spec.cache.num_experts, self.config.gating
         return products_in_pairs(

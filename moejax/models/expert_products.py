@@ -169,39 +169,31 @@ def products_by_block(
 
 
 def products_grouped(
-    x: jax.Array, pairs: ExpertPairs, experts: ExpertStacks, implementation: str,
-    gating: Gating = SWIGLU, turn: Turn | None = None,
-) -> jax.Array:  # fmt: skip
-    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
-
-    Raises:
-      ValueError: it refuses the weights.
-    """
-    if (reason := _kernel_refusal((experts.gate_up, experts.down))) is not None:
-        raise ValueError(f"the grouped kernel refuses: {reason}")
-    tier = pairs.tier
-    if tier is None:
-        tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
-    pairs = pairs._replace(tier=tier)
-    return products_of_tiers(x, pairs, [experts], implementation, gating, turn)
-
-
-def products_of_tiers(
     x: jax.Array,
-    # `tier` says which of the tiers a pair runs in, -1: it is not active; `expert` is along the
-    # second axis of its tier's stacks
+    # `tier` says which of the tiers a pair runs in, -1: it is not active, None: in the only one;
+    # `expert` is along the second axis of its tier's stacks
     pairs: ExpertPairs,
     tiers: Sequence[ExpertStacks],
     implementation: str,
     gating: Gating = SWIGLU,
     turn: Turn | None = None,
 ) -> jax.Array:
-    """Runs `products_grouped` on experts in several precisions, in as many launches as for one."""
-    assert pairs.tier is not None
+    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
+
+    Experts in several precisions take as many launches as those in one.
+
+    Raises:
+      ValueError: it refuses the weights.
+    """
+    if reason := _kernel_refusal([(of.gate_up, of.down) for of in tiers]):
+        raise ValueError(f"the grouped kernel refuses: {reason}")
+    tier = pairs.tier
+    if tier is None:
+        tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
     return _grouped(
         x,
         tuple(jnp.int32(of.layer * of.gate_up.shape[1]) for of in tiers),
-        pairs.tier,
+        tier,
         pairs.expert,
         tuple(ops.operands(of.gate_up) for of in tiers),
         tuple(ops.operands(of.down) for of in tiers),
@@ -245,34 +237,24 @@ def _grouped(
     )
 
 
-def _kernel_refusal(experts: Sequence[Weight]) -> str | None:
-    return "; ".join(dict.fromkeys(filter(None, map(ops.kernel_refusal, experts)))) or None
+def _kernel_refusal(tiers: Sequence[Sequence[Weight]]) -> str:
+    refusals = [ops.kernel_refusal(weight) for experts in tiers for weight in experts]
+    return "; ".join(dict.fromkeys(filter(None, refusals)))
 
 
 def choose_grouped(
     num_tokens: int,
     config: ModelConfig,
     dtype: jnp.dtype,
-    experts: Sequence[Weight],
+    tiers: Sequence[Sequence[Weight]],
     kernels: ops.Kernels,
 ) -> Choice:
-    """Chooses the grouped kernel's implementation for packed or plain experts.
+    """Chooses the grouped kernel's implementation for packed or plain experts, by tier.
 
     Returns:
       `ops.DEQUANTIZED` with the reasons where none serves.
     """
-    return choose_for_tiers(num_tokens, config, dtype, [experts], kernels)
-
-
-def choose_for_tiers(
-    num_tokens: int,
-    config: ModelConfig,
-    dtype: jnp.dtype,
-    tiers: Sequence[Sequence[Weight]],
-    kernels: ops.Kernels,
-) -> Choice:
-    """Chooses the grouped kernel for a layer whose experts have several precisions."""
-    if reason := _kernel_refusal([weight for experts in tiers for weight in experts]):
+    if reason := _kernel_refusal(tiers):
         return Choice(ops.DEQUANTIZED, {"every kernel": reason})
     if kernels.implementation:
         return Choice(kernels.implementation, {})

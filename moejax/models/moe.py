@@ -244,7 +244,7 @@ def products_in_pairs(
             step_bytes = STEP_BYTES[impl]
             found = products_by_block(x, pairs, experts, num_experts, step_bytes, gating)
         case "grouped_kernel":
-            return products_grouped(x, pairs, experts, implementation, gating, turn)
+            return products_grouped(x, pairs, [experts], implementation, gating, turn)
         case _:
             forms = ", ".join(map(repr, get_args(ExpertImpl)[1:]))
             raise ValueError(f"{impl!r} is none of {forms}")
@@ -271,7 +271,7 @@ def default_expert_impl(
     """Chooses the form that runs experts for `num_tokens` tokens on `platform`."""
     packed = bool(_packings(experts))
     if experts:
-        chosen = choose_grouped(num_tokens, config, dtype, experts, kernels).implementation
+        chosen = choose_grouped(num_tokens, config, dtype, [experts], kernels).implementation
         few = chosen == "triton" and num_tokens <= MAX_KERNEL_TOKENS
         if chosen != ops.DEQUANTIZED and (chosen == "mosaic" or few or packed or pooled):
             return "grouped_kernel"
@@ -363,7 +363,7 @@ class SparseMoe(StackedModule):
         Those of a device alone where they are `handed_out`.
         """
         gate_up, down = self.gate_up[...], self.down[...]
-        chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
+        chosen = choose_grouped(len(x), self.config, x.dtype, [(gate_up, down)], self.kernels)
         record_experts(0, impl, (gate_up, down), chosen)
         if impl == "dense":
             assert handed_out is None
