@@ -8,6 +8,7 @@ logits and their gaps are far from degenerate. No checkpoint names an eos token.
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -128,39 +129,48 @@ class TinyCheckpoint:
     mxfp4: bool = False  # the experts in MXFP4, as gpt-oss is published
 
 
-def _qwen3(**how: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="qwen3_moe", **how)
+def _of(family: str, how: dict[str, Any] | None = None, /, **fields: Any) -> TinyCheckpoint:
+    """A checkpoint of a family with some fields, written in another way."""
+    return TinyCheckpoint(family=family, fields=fields, **(how or {}))
 
 
-def _mixtral(**how: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="mixtral", **how)
-
+_qwen3 = functools.partial(_of, "qwen3_moe")
+_mixtral = functools.partial(_of, "mixtral")
+_next = functools.partial(_of, "qwen3_next")
+_v2 = functools.partial(_of, "deepseek_v2")
+_v3 = functools.partial(_of, "deepseek_v3")
+_olmoe = functools.partial(_of, "olmoe")
+_air = functools.partial(_of, "glm4_moe")
+_flash = functools.partial(_of, "glm4_moe_lite")
+_qwen35 = functools.partial(_of, "qwen3_5_moe")
+_oss = functools.partial(_of, "gpt_oss")
 
 CHECKPOINTS: dict[str, TinyCheckpoint] = {
     "qwen3": _qwen3(),
-    "qwen3_gqa1_tied": _qwen3(fields={"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "qwen3_gqa4_head24": _qwen3(fields={"num_key_value_heads": 1, "head_dim": 24}),
-    "qwen3_top1": _qwen3(fields={"num_experts_per_tok": 1, "norm_topk_prob": False}),
-    "qwen3_sparse_step2": _qwen3(fields={"num_hidden_layers": 4, "decoder_sparse_step": 2}),
-    "qwen3_mlp_only": _qwen3(fields={"mlp_only_layers": [0, 2]}),
-    "qwen3_unnormalized": _qwen3(fields={"norm_topk_prob": False, "num_experts_per_tok": 3}),
-    "qwen3_sliding": _qwen3(fields={"use_sliding_window": True, "sliding_window": 5}),
-    "qwen3_bias": _qwen3(fields={"attention_bias": True}),
-    "qwen3_fused": _qwen3(fused=True),
-    "qwen3_bf16_sharded": _qwen3(dtype=torch.bfloat16, max_shard_size="20KB"),
+    "qwen3_gqa1_tied": _qwen3(num_key_value_heads=4, tie_word_embeddings=True),
+    "qwen3_gqa4_head24": _qwen3(num_key_value_heads=1, head_dim=24),
+    "qwen3_top1": _qwen3(num_experts_per_tok=1, norm_topk_prob=False),
+    "qwen3_sparse_step2": _qwen3(num_hidden_layers=4, decoder_sparse_step=2),
+    "qwen3_mlp_only": _qwen3(mlp_only_layers=[0, 2]),
+    "qwen3_unnormalized": _qwen3(norm_topk_prob=False, num_experts_per_tok=3),
+    "qwen3_sliding": _qwen3(use_sliding_window=True, sliding_window=5),
+    "qwen3_bias": _qwen3(attention_bias=True),
+    "qwen3_fused": _qwen3({"fused": True}),
+    "qwen3_bf16_sharded": _qwen3({"dtype": torch.bfloat16, "max_shard_size": "20KB"}),
     "qwen3_old_config": _qwen3(
-        fields={"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-        old_config=True,
+        {"old_config": True},
+        head_dim=24,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
     ),
     "mixtral": _mixtral(),
     "mixtral_gqa1_tied_fp16": _mixtral(
-        fields={"num_key_value_heads": 4, "tie_word_embeddings": True}, dtype=torch.float16
+        {"dtype": torch.float16}, num_key_value_heads=4, tie_word_embeddings=True
     ),
     "mixtral_gqa4_sliding_fused": _mixtral(
-        fields={"num_key_value_heads": 1, "sliding_window": 5}, fused=True
+        {"fused": True}, num_key_value_heads=1, sliding_window=5
     ),
     "mixtral_head24_sharded_old_config": _mixtral(
-        fields={"head_dim": 24}, max_shard_size="20KB", old_config=True
+        {"max_shard_size": "20KB", "old_config": True}, head_dim=24
     ),
 }
 
@@ -172,14 +182,6 @@ _YARN = {
 
 def _yarn(**fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {**_YARN, **fields}}
-
-
-def _v2(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="deepseek_v2", fields=fields, **(how or {}))
-
-
-def _v3(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="deepseek_v3", fields=fields, **(how or {}))
 
 
 DEEPSEEK_CHECKPOINTS: dict[str, TinyCheckpoint] = {
@@ -211,63 +213,47 @@ DEEPSEEK_CHECKPOINTS: dict[str, TinyCheckpoint] = {
 }  # fmt: skip
 
 
-def _next(**how: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="qwen3_next", **how)
-
-
 # Apart, since the place of a name among the others is its seed.
 QWEN3_NEXT: dict[str, TinyCheckpoint] = {
     "next": _next(),
     "next_heads1_conv2_tied": _next(
-        fields={
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_conv_kernel_dim": 2,
-            "tie_word_embeddings": True,
-            "partial_rotary_factor": 0.5,
-        }
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_conv_kernel_dim=2,
+        tie_word_embeddings=True,
+        partial_rotary_factor=0.5,
     ),
     "next_heads3_interval3_old_config": _next(
-        fields={
-            "num_hidden_layers": 4,
-            "full_attention_interval": 3,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 3,
-            "linear_value_head_dim": 24,
-            "linear_conv_kernel_dim": 3,
-        },
-        old_config=True,
+        {"old_config": True},
+        num_hidden_layers=4,
+        full_attention_interval=3,
+        linear_num_key_heads=1,
+        linear_num_value_heads=3,
+        linear_value_head_dim=24,
+        linear_conv_kernel_dim=3,
     ),
     "next_dense_shared24_fused": _next(
-        fields={
-            "num_hidden_layers": 4,
-            "full_attention_interval": 4,
-            "mlp_only_layers": [1],
-            "shared_expert_intermediate_size": 24,
-            "norm_topk_prob": False,
-            "linear_key_head_dim": 12,
-        },
-        fused=True,
+        {"fused": True},
+        num_hidden_layers=4,
+        full_attention_interval=4,
+        mlp_only_layers=[1],
+        shared_expert_intermediate_size=24,
+        norm_topk_prob=False,
+        linear_key_head_dim=12,
     ),
     "next_step2_gqa4_bias_head24": _next(
-        fields={
-            "num_hidden_layers": 4,
-            "decoder_sparse_step": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 24,
-            "partial_rotary_factor": 1.0,
-            "attention_bias": True,
-            "layer_types": ["full_attention", "linear_attention"] * 2,
-            "linear_num_key_heads": 4,
-            "linear_conv_kernel_dim": 5,
-        },
-        max_shard_size="20KB",
+        {"max_shard_size": "20KB"},
+        num_hidden_layers=4,
+        decoder_sparse_step=2,
+        num_key_value_heads=1,
+        head_dim=24,
+        partial_rotary_factor=1.0,
+        attention_bias=True,
+        layer_types=["full_attention", "linear_attention"] * 2,
+        linear_num_key_heads=4,
+        linear_conv_kernel_dim=5,
     ),
 }
-
-
-def _olmoe(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="olmoe", fields=fields, **(how or {}))
 
 
 OLMOE: dict[str, TinyCheckpoint] = {
@@ -286,14 +272,6 @@ OLMOE: dict[str, TinyCheckpoint] = {
     "olmoe_yarn_bf16": _olmoe({"dtype": torch.bfloat16}, **_yarn()),
     "olmoe_top1": _olmoe(num_experts_per_tok=1, num_hidden_layers=2),
 }  # fmt: skip
-
-
-def _air(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="glm4_moe", fields=fields, **(how or {}))
-
-
-def _flash(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="glm4_moe_lite", fields=fields, **(how or {}))
 
 
 GLM: dict[str, TinyCheckpoint] = {
@@ -338,10 +316,6 @@ GLM: dict[str, TinyCheckpoint] = {
 }  # fmt: skip
 
 
-def _qwen35(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="qwen3_5_moe", fields=fields, **(how or {}))
-
-
 QWEN3_5: dict[str, TinyCheckpoint] = {
     "qwen35": _qwen35(num_hidden_layers=2),
     "qwen35_heads1_conv2_tied": _qwen35(
@@ -367,10 +341,6 @@ QWEN3_5: dict[str, TinyCheckpoint] = {
         **_yarn(partial_rotary_factor=0.5, mrope_section=[4, 2, 2], mrope_interleaved=True),
     ),
 }  # fmt: skip
-
-
-def _oss(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
-    return TinyCheckpoint(family="gpt_oss", fields=fields, **(how or {}))
 
 
 GPT_OSS: dict[str, TinyCheckpoint] = {
