@@ -297,6 +297,7 @@ CONTRACT = Contract(
 class ContractTest(on_host(CONTRACT)):
     """Operands are NaN where nothing may be read."""
 
+    @slow.repeats()
     @parameterized.parameters((16, 16), (128, 128), (32, 64))
     def test_tiles_do_not_change_the_value(self, rows, block):
         shape = SHAPES["window"]

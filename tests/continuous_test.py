@@ -135,6 +135,7 @@ class AloneTest(parameterized.TestCase):
         self.assertEqual([len(tokens) for tokens in expected], [21, 11, 1, 9, 12, 14, 6])
         self.assertEqual(answers(running(runner), rows), expected)
 
+    @slow.where(lambda kind: kind != "windows")
     @parameterized.parameters("windows", "delta")
     def test_rows_wait_for_pages_and_kept_ones_are_given_away(self, kind: str):
         """Rows join in the order of arrival; the longest takes seven of eight pages."""

@@ -22,6 +22,7 @@ from moejax.errors import MoejaxError
 from moejax.files.checksums import checksum_fields
 from moejax.files.small import MOST_VALUES
 from moejax.text.tokenizer import Tokenizer
+from tests import slow
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq, Own
@@ -239,6 +240,7 @@ class HeaderTest(HostileTestCase):
         self.headed(content())
         self.assert_refused(self.directory, WEIGHTS, "is not a safetensors file")
 
+    @slow.where(lambda count: count > 1000)
     @parameterized.parameters(300, 300_000)
     def test_a_legal_file_of_many_tensors(self, count):
         """Two axes and a checksum each: more values than any other JSON file may hold."""

@@ -20,7 +20,7 @@ from moejax.checkpoints.safetensors_reader import in_range, stored_tensors
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.inference.steps import _names_a_token
-from tests import tiny_engine
+from tests import slow, tiny_engine
 from tests.folder_case import FolderTestCase
 from tests.serving_case import served, tiny_chat_engine
 
@@ -67,6 +67,7 @@ class LoadTest(FolderTestCase):
         numbers[place] = value
         self.file.write_bytes(content)
 
+    @slow.repeats(lambda name: name)
     @parameterized.product(name=TENSORS, value=(np.nan, -np.inf, 1e30))
     def test_a_checkpoint_is_refused_by_the_tensors_name(self, name, value):
         self.put(name, value)

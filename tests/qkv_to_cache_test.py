@@ -17,6 +17,7 @@ from moejax.models.rope import rotate
 from moejax.models.stacked import rms_norm
 from pallas_kernels import qkv_to_cache as package
 from pallas_kernels.qkv_to_cache import triton
+from tests import slow
 from tests.host_test_case import HostTestCase
 from tests.kernel_contract import (
     ROUNDOFF,
@@ -206,6 +207,7 @@ CONTRACT = Contract(
 class ContractTest(on_host(CONTRACT)):
     """Rounding, and what else a sequence does not depend on."""
 
+    @slow.repeats()
     @parameterized.parameters("qwen3_30b_1", "mixtral_1", "demo")
     def test_it_rounds_as_the_model_does(self, name):
         shape = SHAPES[name]

@@ -221,6 +221,7 @@ class ContractTest(on_host(CONTRACT), UnusualRows):
         expected = sorted(range(11), key=lambda expert: (-logits[expert], expert))
         np.testing.assert_array_equal(interpreted(row, shape)[2][0], expected[:6])
 
+    @slow.repeats()
     @parameterized.parameters("reference", "triton")
     def test_ids_count_from_the_first(self, implementation):
         shape = SHAPES["odd"]
