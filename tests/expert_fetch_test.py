@@ -17,7 +17,7 @@ from absl.testing import parameterized
 
 from pallas_kernels import expert_fetch as package
 from pallas_kernels import op
-from pallas_kernels.expert_fetch import CopyTiles, api, fetch, fetch_all, triton
+from pallas_kernels.expert_fetch import CopyJob, CopyTiles, api, triton
 from pallas_kernels.target import Target
 from tests import gpu_targets, slow
 from tests.host_test_case import HostTestCase
@@ -28,6 +28,11 @@ DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfl
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 
 Array = tuple[tuple[int, ...], str]  # shape of a row, dtype
+
+
+def fetch(pools: Any, hosts: Any, src: Any, dst: Any, **how: Any) -> Any:
+    (found,) = package.fetch([CopyJob(pools, hosts, src, dst)], **how)
+    return found
 
 
 class Case(NamedTuple):
@@ -199,8 +204,8 @@ class ContractTest(HostTestCase):
             return call(*args, **more)
 
         with mock.patch.object(triton.launch, "triton_call", counted):
-            found = fetch_all(
-                [api.CopyJob(*operands) for operands in given],
+            found = package.fetch(
+                [CopyJob(*operands) for operands in given],
                 implementation=how, tiles=SMALL_BLOCKS, interpret=how == "triton",
             )  # fmt: skip
         self.assertLen(launched, how == "triton")
@@ -210,8 +215,8 @@ class ContractTest(HostTestCase):
     def test_of_several_stores_one_without_jobs(self):
         given = [random_operands(Case(), seed) for seed in (5, 6)]
         given[0] = given[0]._replace(src=given[0].src[:0], dst=given[0].dst[:0])
-        found = fetch_all(
-            [api.CopyJob(*operands) for operands in given], implementation="triton", interpret=True
+        found = package.fetch(
+            [CopyJob(*operands) for operands in given], implementation="triton", interpret=True
         )
         for pools, operands in zip(found, given, strict=True):
             self.assertIsNone(violation(pools, operands))

@@ -183,9 +183,9 @@ class TierStep:
             return bank
         how = self._fetch_implementation(job)
         if beside is None or how != "triton":
-            return expert_fetch.fetch(*job, implementation=how, after=after)
+            return expert_fetch.fetch([job], implementation=how, after=after)[0]
         tiles = expert_fetch.default_tiles_beside()
-        return expert_fetch.fetch(*job, implementation=how, tiles=tiles, after=beside)
+        return expert_fetch.fetch([job], implementation=how, tiles=tiles, after=beside)[0]
 
     def _from_disk(self, bank: Bank, layer: Index, jobs: Fetch) -> tuple[Bank, jax.Array | None]:
         """Copies experts from the disk, if any; returns their int32[] count."""
@@ -597,6 +597,6 @@ def _filled_together(
     some = {i: job for i, job in made.items() if job is not None}
     if len(some) < 2 or any(tiers[i]._fetch_implementation(j) != "triton" for i, j in some.items()):
         return [tier._from_host(bank, of, after=after) for tier, bank, of in wanted]
-    filled = expert_fetch.fetch_all(list(some.values()), implementation="triton")
+    filled = expert_fetch.fetch(list(some.values()), implementation="triton")
     found = dict(zip(some, filled, strict=True))
     return [found.get(i, bank) for i, bank in enumerate(banks)]

@@ -1,7 +1,7 @@
 """Public calls of the expert fetch, and their operation."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,58 +30,24 @@ def choose(pools: Arrays, hosts: Arrays, target: Target | None = None) -> Choice
     return OPERATION.choose(*_leaves(pools, hosts), target=target)
 
 
-def fetch(
-    pools: Arrays,
-    hosts: Arrays,
-    src: jax.Array,
-    dst: jax.Array,
-    *,
-    implementation: str | None = None,
-    tiles: CopyTiles | None = None,
-    after: Any = (),
-    interpret: bool = False,
-) -> Arrays:
-    """pool[dst[j]] = host[src[j]] for every job j, of all arrays, in one launch.
-
-    What the device decides the device fetches: the kernel reads the store over the link itself, so
-    the indices never visit the host. Deterministic: a slot has one writer.
-
-    Args:
-      pools: a pytree of arrays [S, ...] on the device, such as a `PackedMatrices`; donate them, or
-        XLA copies them whole. Slots that no job writes keep their bytes.
-      hosts: the same tree of arrays [R, ...] with the pools' row shapes and dtypes, in pinned host
-        memory (`memory_kind="pinned_host"`) or on the device.
-      src: int32[J], rows of the store.
-      dst: int32[J], slots. A job whose row or slot is negative or beyond the last is skipped. Of
-        several jobs that are not skipped and share a slot, the last is done.
-      after: a pytree of arrays on the device that are to be written before the copy begins: it
-        takes them and leaves them alone. For a copy that may run beside other kernels.
-      interpret: runs the kernel on the CPU, for tests; before jax 0.11.2 not with a store in host
-        memory.
-
-    Returns:
-      The pools, in the same places in memory if they were donated.
-    """
-    (found,) = fetch_all(
-        [CopyJob(pools, hosts, src, dst)],
-        implementation=implementation,
-        tiles=tiles,
-        after=after,
-        interpret=interpret,
-    )
-    return cast(Arrays, found)
-
-
 class CopyJob(NamedTuple):
-    """Copies of `fetch` between one store and its pool; fields are its arguments."""
+    """Copies between a store and its pool: pool[dst[j]] = host[src[j]] for every j, all arrays.
 
+    A copy whose row or slot is negative or beyond the last is skipped. Of several that are not
+    skipped and share a slot, the last is done; slots that none writes keep their bytes.
+    """
+
+    # a pytree of arrays [S, ...] on the device, such as a `PackedMatrices`; donate them, or XLA
+    # copies them whole
     pools: Any
+    # the same tree of arrays [R, ...] with the pools' row shapes and dtypes, in pinned host memory
+    # (`memory_kind="pinned_host"`) or on the device
     hosts: Any
-    src: jax.Array
-    dst: jax.Array
+    src: jax.Array  # int32[J], rows of the store
+    dst: jax.Array  # int32[J], slots
 
 
-def fetch_all(
+def fetch(
     jobs: Sequence[CopyJob],
     *,
     implementation: str | None = None,
@@ -89,14 +55,19 @@ def fetch_all(
     after: Any = (),
     interpret: bool = False,
 ) -> list[Any]:
-    """Runs `fetch` for all jobs in one launch, such as for experts of several precisions.
+    """Runs all jobs in one launch, such as for experts of several precisions.
+
+    What the device decides the device fetches: the kernel reads the store over the link itself, so
+    the indices never visit the host. Deterministic: a slot has one writer.
 
     Args:
       jobs: of pools that are all different; one without indices leaves its pools as they are.
-      implementation: as in `fetch`, and so are the rest.
+      after: a pytree of arrays on the device that are to be written before the copy begins: it
+        takes them and leaves them alone. For a copy that may run beside other kernels.
+      interpret: before jax 0.11.2 not with a store in host memory.
 
     Returns:
-      The pools of each.
+      The pools of each, in the same places in memory if they were donated.
     """
     copies = [triton.Copies(*_check(*job), job.src, job.dst) for job in jobs]
     some = [i for i, job in enumerate(jobs) if job.src.shape[0]]

@@ -57,7 +57,7 @@ def fetch_triton(
     tiles: CopyTiles | None = None,
     target: Target,
 ) -> list[tuple[jax.Array, ...]]:
-    """Computes `api.fetch_all` by Triton; one launch."""
+    """Computes `api.fetch` by Triton; one launch."""
     tiles = tiles or default_tiles()
     sizes = [len(of.pools) for of in copies]
     given = [pool for of in copies for pool in of.pools]
