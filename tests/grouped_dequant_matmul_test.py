@@ -81,11 +81,13 @@ def layer(**how: Any) -> Callable[..., jax.Array]:
 
     def call(operands: Operands) -> jax.Array:
         assignments = package.Assignments(operands.tier, operands.slot, operands.weight)
-        return package.moe_layer(
+        products = package.moe_products(
             operands.x, assignments, operands.gate_up, operands.down,
             gate_up_low_rank=operands.gate_up_low_rank, down_low_rank=operands.down_low_rank,
             **how,
         )  # fmt: skip
+        active = (operands.tier >= 0) & (operands.tier < len(operands.down))
+        return package.combine(products, active, operands.weight, operands.x.dtype)
 
     return compiled_quickly(call, **how)
 

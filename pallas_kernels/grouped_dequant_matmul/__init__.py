@@ -3,7 +3,6 @@
 from pallas_kernels.grouped_dequant_matmul.api import OPERATION as OPERATION
 from pallas_kernels.grouped_dequant_matmul.api import down as down
 from pallas_kernels.grouped_dequant_matmul.api import gate_up as gate_up
-from pallas_kernels.grouped_dequant_matmul.api import moe_layer as moe_layer
 from pallas_kernels.grouped_dequant_matmul.api import moe_products as moe_products
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments as Assignments
 from pallas_kernels.grouped_dequant_matmul.reference import Turn as Turn

@@ -107,40 +107,6 @@ OPERATION = Operation(
 )
 
 
-def moe_layer(
-    x: jax.Array,
-    assignments: Assignments,
-    gate_up_tiers: Tiers,
-    down_tiers: Tiers,
-    *,
-    gate_up_low_rank: LowRanks | None = None,
-    down_low_rank: LowRanks | None = None,
-    bias: jax.Array | None = None,
-    gating: Gating = SWIGLU,
-    implementation: str | None = None,
-    tiles: Tiles | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """Computes sum_a weight[t, a] down_e(silu(gate_e x_t) * up_e x_t), packed matrices.
-
-    Args:
-      x: [T, D] in bfloat16 or float16 (the reference takes float32 too).
-      gate_up_tiers: for each tier S matrices [2F, D], gate rows first.
-      down_tiers: for each tier S matrices [D, F] in equal slots.
-      bias: [T, A, 2F], added to each pair's gates and ups; None: there is none.
-      gating: what gates and ups become, silu(gate) * up by default; static.
-
-    Returns:
-      [T, D] in `x.dtype`. The hidden values between the products are rounded to `x.dtype`.
-    """
-    products = moe_products(
-        x, assignments, gate_up_tiers, down_tiers, gate_up_low_rank=gate_up_low_rank,
-        down_low_rank=down_low_rank, bias=bias, gating=gating, implementation=implementation,
-        tiles=tiles, interpret=interpret,
-    )  # fmt: skip
-    return combine(products, _ran(assignments, down_tiers), assignments.weight, x.dtype)
-
-
 def moe_products(
     x: jax.Array,
     assignments: Assignments,
@@ -156,12 +122,17 @@ def moe_products(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes down_e(silu(gate_e x_t) * up_e x_t) of each pair separately.
+    """Computes down_e(silu(gate_e x_t) * up_e x_t) of each pair; `combine` sums a token's.
 
-    It serves a layer that runs in several calls, of some of its pairs each: a pair's product does
-    not depend on the other pairs, so `combine` of all equals `moe_layer`.
+    A pair's product does not depend on the others: a layer may run in several calls. The hidden
+    values between the products are rounded to `x.dtype`.
 
     Args:
+      x: [T, D] in bfloat16 or float16 (the reference takes float32 too).
+      gate_up_tiers: for each tier S matrices [2F, D], gate rows first.
+      down_tiers: for each tier S matrices [D, F] in equal slots.
+      bias: [T, A, 2F], added to each pair's gates and ups; None: there is none.
+      gating: what gates and ups become, silu(gate) * up by default; static.
       turn: which of several calls this is, of one tier each; it gives the products of all so far.
 
     Returns:
@@ -195,7 +166,7 @@ def gate_up(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes silu(gate_e x_t) * up_e x_t: [T, D] to [T, A, F]; `moe_layer` says the rest."""
+    """Computes silu(gate_e x_t) * up_e x_t: [T, D] to [T, A, F]; see `moe_products`."""
     terms = _check(x, assignments, tiers, low_rank)
     _check_bias(bias, assignments, tiers)
     if implementation == REFERENCE:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.grouped_dequant_matmul import OPERATION, Assignments, moe_layer
+from pallas_kernels.grouped_dequant_matmul import OPERATION, Assignments, combine, moe_products
 from pallas_kernels.packed import PackedMatrices
 from scripts.studies.kernels.data import (
     LAYER_ERROR_LIMIT,
@@ -169,6 +169,8 @@ def layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], j
 
     def call(x: jax.Array, held: Any, i: int) -> jax.Array:
         gate_up, down, assignments = held
-        return moe_layer(x, assignments[i], [gate_up], [down], implementation=name)
+        of = assignments[i]
+        products = moe_products(x, of, [gate_up], [down], implementation=name)
+        return combine(products, of.tier == 0, of.weight, x.dtype)
 
     return call, x, (gate_up, down, case.assignments)
