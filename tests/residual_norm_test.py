@@ -95,7 +95,7 @@ def random_operands(shape: Shape, dtype: str, seed: int) -> Operands:
 
 
 def exact_delta(of: Operands) -> tuple[np.ndarray, np.ndarray]:
-    """What is added in float64, and how far float32 and one rounding more take it from there."""
+    """Sum in float64 of what is added, and how far one rounding more takes it from there."""
     if not isinstance(of.delta, package.PairTerms):
         delta = np.zeros(()) if of.delta is None else of.delta.astype(np.float64)
         return delta, np.zeros(())
