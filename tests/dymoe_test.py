@@ -8,6 +8,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
@@ -186,6 +187,7 @@ class TiersTest(parameterized.TestCase):
         found = self.decided(policy, dataclasses.replace(seen, resident=resident))
         np.testing.assert_array_equal(found.tier, expected)
 
+    @pytest.mark.slow
     def test_figure_3(self):
         trace = random_trace(SPEC, 3, 6, prefill=True, seed=2)
         tiers = {}

@@ -231,6 +231,7 @@ class HeaderTest(HostileTestCase):
         self.headed(b"{", 2**63, 1000)
         self.assert_refused(self.directory, "is truncated")
 
+    @slow.repeats()
     @parameterized.parameters(
         lambda: b'{"a":[' + b"[]," * 30_000_000 + b"[]]}",
         lambda: b'{"a":"' + b"x" * 99_000_000 + b'"}',
@@ -270,6 +271,7 @@ class HeaderTest(HostileTestCase):
         self.headed(content.replace(b"[],", b"", 7_700_000))
         self.assert_refused(self.directory, WEIGHTS, "is not a safetensors file")
 
+    @pytest.mark.slow
     def test_two_million_empty_tensors(self):
         self.headed(empty_tensors(1_700_000, ""))
         self.assert_refused(self.directory, f"hold more than {MOST_TENSORS:,} tensors")

@@ -332,6 +332,7 @@ class TokenRulesTest(FolderTestCase):
         context, rest = self.scorer._encode_pair("", f"{piece}y")  # it brings its own
         self.assertEqual((context, self._pieces(rest)), ([3], ["y"]))
 
+    @pytest.mark.slow
     def test_texts_are_their_tokens(self):
         pairs = [("the quick ", "brown"), ("", "fox jumps"), ("a lazy dog", " over")]
         tokens = [self.scorer._encode_pair(*pair) for pair in pairs]

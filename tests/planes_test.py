@@ -160,6 +160,7 @@ class JointCodesTest(parameterized.TestCase):
         self.assertLess(error(two + product), 0.9 * error(np.asarray(bare)))
         self.assertLess(error(four), error(four + product))
 
+    @pytest.mark.slow
     def test_wider_widths_have_compensators_of_their_own(self):
         rng = np.random.default_rng(2)
         low = rng.normal(size=(64, 8)) @ rng.normal(size=(8, 128))

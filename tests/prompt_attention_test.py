@@ -74,6 +74,7 @@ class PromptTest(HostTestCase):
         for row, length in enumerate(lengths):
             self.assertLess(relative(found[row, :length], expected[row, :length]), 0.02)
 
+    @pytest.mark.slow
     def test_a_runner_reads_prompts_by_the_kernel(self):
         """From the first chunk on, since nothing but XLA would run that one."""
         weights = tiny_engine.random_weights(TINY)
