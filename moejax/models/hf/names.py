@@ -9,7 +9,7 @@ its experts' biases. The package's own format names its experts as those of othe
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -135,42 +135,45 @@ def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
 
 def placements(config: ModelConfig, spelling: _Spelling) -> Iterator[Placement]:
     """Destinations of every tensor of a checkpoint; together they fill each leaf exactly once."""
-    c = config
-    root = spelling.root
-    yield Placement(f"{root}.embed_tokens.weight", "embed", (), 0, (c.vocab_size, c.model_dim))
+    c, shapes, root = config, weight_shapes(config), spelling.root
+    yield from _whole(shapes, (), {"embed": f"{root}.embed_tokens.weight"})
     for index in layer_indices(config):
         assert isinstance(index.layer, int)
         assert isinstance(index.mixer, int) and isinstance(index.mlp, int)
-        layer = (index.layer,)
+        layer, mixer, mlp = (index.layer,), (index.mixer,), (index.mlp,)
         prefix = f"{root}.layers.{index.layer}"
-        yield Placement(
-            f"{prefix}.input_layernorm.weight", "attention.norm", layer, 0, (c.model_dim,)
-        )
+        yield from _whole(shapes, layer, {"attention.norm": f"{prefix}.input_layernorm.weight"})
         if index.is_delta:
-            yield from _delta_net(c, index.mixer, f"{prefix}.linear_attn")
+            yield from _delta_net(c, shapes, mixer, f"{prefix}.linear_attn")
         elif c.latent:
-            yield from _latent_attention(c, index.mixer, f"{prefix}.self_attn")
+            yield from _latent_attention(shapes, mixer, f"{prefix}.self_attn")
         else:
-            yield from _attention(c, index.mixer, f"{prefix}.self_attn")
-        yield Placement(
-            f"{prefix}.post_attention_layernorm.weight", "mlp_norm", layer, 0, (c.model_dim,)
-        )
-        at = (index.mlp,)
+            yield from _attention(c, shapes, mixer, f"{prefix}.self_attn")
+        yield from _whole(shapes, layer, {"mlp_norm": f"{prefix}.post_attention_layernorm.weight"})
         if index.is_sparse:
             moe_prefix = f"{prefix}.{spelling.moe_module}"
-            yield from _experts(c, spelling, index.mlp, moe_prefix)
-            yield from _shared_expert(c, at, moe_prefix)
+            yield from _experts(c, shapes, spelling, mlp, moe_prefix)
+            yield from _shared_expert(c, shapes, mlp, moe_prefix)
         else:
-            yield from _gated_mlp(f"{prefix}.mlp", "mlp", at, _DENSE, c.mlp_dim, c.model_dim)
-    yield Placement(f"{root}.norm.weight", "final_norm", (), 0, (c.model_dim,))
-    if not c.tied_embeddings:
-        yield Placement("lm_head.weight", "head", (), 0, (c.vocab_size, c.model_dim))
+            yield from _gated_mlp(f"{prefix}.mlp", "mlp", mlp, _DENSE, c.mlp_dim, c.model_dim)
+    yield from _whole(shapes, (), {"final_norm": f"{root}.norm.weight", "head": "lm_head.weight"})
 
 
-def _attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
+Shapes = Mapping[str, tuple[int, ...]]  # of `weight_shapes`
+
+
+def _whole(shapes: Shapes, index: tuple[int, ...], names: Mapping[str, str]) -> Iterator[Placement]:
+    """Tensors that fill leaves at an index alone, by leaf; those that the model has."""
+    for leaf, name in names.items():
+        if leaf in shapes:
+            yield Placement(name, leaf, index, 0, shapes[leaf][len(index) :])
+
+
+def _attention(
+    c: ModelConfig, shapes: Shapes, at: tuple[int, ...], prefix: str
+) -> Iterator[Placement]:
     """Queries, keys and values, stacked by rows in `qkv_proj`; norms and biases if any."""
-    at = (i,)
-    kv_dim, attended = c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
+    kv_dim = c.num_kv_heads * c.head_dim
     query_dim = c.qkv_dim - 2 * kv_dim  # with gates
     rows = {"q": (0, query_dim), "k": (query_dim, kv_dim), "v": (query_dim + kv_dim, kv_dim)}
     for x, (start, size) in rows.items():
@@ -178,99 +181,85 @@ def _attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
         yield Placement(f"{prefix}.{x}_proj.weight", "attention.qkv_proj", at, start, shape)
         if c.attention_bias:
             yield Placement(f"{prefix}.{x}_proj.bias", "attention.qkv_bias", at, start, (size,))
-    yield Placement(f"{prefix}.o_proj.weight", "attention.o_proj", at, 0, (c.model_dim, attended))
-    if c.attention_bias and c.output_bias:
-        yield Placement(f"{prefix}.o_proj.bias", "attention.o_bias", at, 0, (c.model_dim,))
-    if c.attention_sinks:
-        yield Placement(f"{prefix}.sinks", "attention.sinks", at, 0, (c.num_heads,))
-    if c.qk_norm:
-        for x in ("q_norm", "k_norm"):
-            scales = weight_shapes(c)[f"attention.{x}"][1:]
-            yield Placement(f"{prefix}.{x}.weight", f"attention.{x}", at, 0, scales)
+    names = {
+        "o_proj": "o_proj.weight", "o_bias": "o_proj.bias", "sinks": "sinks",
+        "q_norm": "q_norm.weight", "k_norm": "k_norm.weight",
+    }  # fmt: skip
+    yield from _whole(shapes, at, {f"attention.{x}": f"{prefix}.{y}" for x, y in names.items()})
 
 
-def _latent_attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
+def _latent_attention(shapes: Shapes, at: tuple[int, ...], prefix: str) -> Iterator[Placement]:
     """Projections to and from latents, and the latents' norms."""
-    shapes = weight_shapes(c)
     names = {
         "q_proj": "q_proj", "q_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "q_b": "q_b_proj",
         "kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj",
         "o_proj": "o_proj",
     }  # fmt: skip
-    for leaf, name in names.items():
-        if (shape := shapes.get(f"attention.{leaf}")) is not None:
-            yield Placement(f"{prefix}.{name}.weight", f"attention.{leaf}", (i,), 0, shape[1:])
+    names = {f"attention.{leaf}": f"{prefix}.{name}.weight" for leaf, name in names.items()}
+    yield from _whole(shapes, at, names)
 
 
-def _delta_net(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
+def _delta_net(
+    c: ModelConfig, shapes: Shapes, at: tuple[int, ...], prefix: str
+) -> Iterator[Placement]:
     """Projections, convolution, decays and the norm of the output."""
     assert c.delta_net is not None
-    shapes, of = weight_shapes(c), c.delta_net
-    heads = of.num_value_heads
+    of, heads = c.delta_net, c.delta_net.num_value_heads
     parts = {"qkvz": of.conv_dim + of.value_width, "ba": 2 * heads}
     if not of.rows_by_head:
         parts = {"qkv": of.conv_dim, "z": of.value_width, "b": heads, "a": heads}
     starts = {"z": of.conv_dim, "a": heads}  # in a leaf, of what does not begin it
     for name, size in parts.items():
         leaf = "delta.qkvz_proj" if name[0] in "qz" else "delta.ba_proj"
-        at, shape = starts.get(name, 0), (size, c.model_dim)
-        yield Placement(f"{prefix}.in_proj_{name}.weight", leaf, (i,), at, shape)
+        start, shape = starts.get(name, 0), (size, c.model_dim)
+        yield Placement(f"{prefix}.in_proj_{name}.weight", leaf, at, start, shape)
     names = {
         "conv": "conv1d.weight", "dt_bias": "dt_bias", "a_log": "A_log", "norm": "norm.weight",
         "o_proj": "out_proj.weight",
     }  # fmt: skip
-    for leaf, name in names.items():
-        whole = shapes[f"delta.{leaf}"][1:]
-        yield Placement(f"{prefix}.{name}", f"delta.{leaf}", (i,), 0, whole)
+    yield from _whole(shapes, at, {f"delta.{x}": f"{prefix}.{y}" for x, y in names.items()})
 
 
-def _shared_expert(c: ModelConfig, at: tuple[int, ...], prefix: str) -> Iterator[Placement]:
+def _shared_expert(
+    c: ModelConfig, shapes: Shapes, at: tuple[int, ...], prefix: str
+) -> Iterator[Placement]:
     """Shared expert, and its gate if the model has one."""
     if not c.shared_dim:
         return
     module = f"{prefix}.{_SHARED_MODULE.get(c.family, 'shared_experts')}"
     yield from _gated_mlp(module, "shared", at, _DENSE, c.shared_dim, c.model_dim)
-    if c.shared_gate:
-        yield Placement(f"{module}_gate.weight", "shared.gate", at, 0, (1, c.model_dim))
+    yield from _whole(shapes, at, {"shared.gate": f"{module}_gate.weight"})
 
 
-def _experts(c: ModelConfig, spelling: _Spelling, i: int, prefix: str) -> Iterator[Placement]:
-    """Router and experts of the `i`-th sparse layer."""
-    router, bias = (c.num_experts, c.model_dim), (c.num_experts,)
-    module = f"{prefix}.router" if c.family == "gpt_oss" else f"{prefix}.gate"
-    yield Placement(f"{module}.weight", "moe.router", (i,), 0, router)
-    if c.router.has_logit_bias:
-        yield Placement(f"{module}.bias", "moe.logit_bias", (i,), 0, bias)
-    if c.expert_bias:
-        names = f"{prefix}.experts.gate_up_proj_bias", f"{prefix}.experts.down_proj_bias"
-        rows = (c.num_experts, 2 * c.expert_dim), (c.num_experts, c.model_dim)
-        yield Placement(names[0], "moe.gate_up_bias", (i,), 0, rows[0], is_interleaved=True)
-        yield Placement(names[1], "moe.down_bias", (i,), 0, rows[1])
-    if c.router.has_bias:
-        yield Placement(f"{prefix}.gate.e_score_correction_bias", "moe.router_bias", (i,), 0, bias)
+def _experts(
+    c: ModelConfig, shapes: Shapes, spelling: _Spelling, at: tuple[int, ...], prefix: str
+) -> Iterator[Placement]:
+    """Router and experts of a sparse layer."""
+    is_gpt_oss, experts = c.family == "gpt_oss", f"{prefix}.experts"
+    module = f"{prefix}.router" if is_gpt_oss else f"{prefix}.gate"
+    names = {"moe.router": f"{module}.weight", "moe.logit_bias": f"{module}.bias"}
+    yield from _whole(shapes, at, names)
+    turns = _whole(shapes, at, {"moe.gate_up_bias": f"{experts}.gate_up_proj_bias"})
+    yield from (dataclasses.replace(bias, is_interleaved=True) for bias in turns)
+    names = {
+        "moe.down_bias": f"{experts}.down_proj_bias",
+        "moe.router_bias": f"{prefix}.gate.e_score_correction_bias",
+    }
+    yield from _whole(shapes, at, names)
     if spelling.fused:
-        gate_up = (c.num_experts, 2 * c.expert_dim, c.model_dim)
-        down = (c.num_experts, c.model_dim, c.expert_dim)
-        is_gpt_oss = c.family == "gpt_oss"
-        if is_gpt_oss:
-            gate_up, down = ((e, inputs, outputs) for e, outputs, inputs in (gate_up, down))
-        yield Placement(
-            f"{prefix}.experts.gate_up_proj", "moe.gate_up", (i,), 0, gate_up,
-            is_interleaved=is_gpt_oss, is_transposed=is_gpt_oss,
-        )  # fmt: skip
-        yield Placement(
-            f"{prefix}.experts.down_proj", "moe.down", (i,), 0, down, is_transposed=is_gpt_oss
-        )
+        names = {"moe.gate_up": f"{experts}.gate_up_proj", "moe.down": f"{experts}.down_proj"}
+        for one in _whole(shapes, at, names):
+            num, outputs, inputs = one.shape
+            shape = (num, inputs, outputs) if is_gpt_oss else one.shape
+            yield dataclasses.replace(
+                one, shape=shape, is_transposed=is_gpt_oss,
+                is_interleaved=is_gpt_oss and one.leaf == "moe.gate_up",
+            )  # fmt: skip
         return
+    projections = _EXPERT_PROJECTIONS.get(c.family, _DENSE)
     for expert in range(c.num_experts):
-        yield from _gated_mlp(
-            f"{prefix}.experts.{expert}",
-            "moe",
-            (i, expert),
-            _EXPERT_PROJECTIONS.get(c.family, _DENSE),
-            c.expert_dim,
-            c.model_dim,
-        )
+        name, index = f"{experts}.{expert}", (*at, expert)
+        yield from _gated_mlp(name, "moe", index, projections, c.expert_dim, c.model_dim)
 
 
 def _gated_mlp(
