@@ -65,15 +65,6 @@ class RequestTest(TransfersTestCase):
         self.drain(transfers)
         self.assertEqual(self.resident(), {(0, 6), (0, 7)})
 
-    def test_what_is_in_a_slot_does_not_cross_the_link(self):
-        transfers = self.transfers()
-        transfers.request(1, [4])
-        self.drain(transfers)
-        transfers.request(1, [4, 5])
-        self.drain(transfers)
-        self.assertEqual(self.counts(), (2, 0, 0))
-        self.assert_counters(transfers, requested=3, moved=2, inserted=2, needless=1)
-
     def test_what_a_step_has_fetched_meanwhile_is_dropped_and_counted(self):
         transfers = self.transfers()
         transfers.request(1, [4])

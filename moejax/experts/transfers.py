@@ -9,12 +9,11 @@ Each request passes through a pinned block of the host:
 1. a thread copies the expert's row into a block, while steps run; where no row has it, the disk is
    asked first (`DiskExperts`);
 2. before a step, the block is put on the device: one DMA that overlaps that step, since a put waits
-   for what was enqueued before it and overlaps what is enqueued after (by then `is_resident` says
-   whether the expert is in a slot already, for which nothing crosses the link);
+   for what was enqueued before it and overlaps what is enqueued after;
 3. before a later step, once the bytes are there, `insert_experts` chooses a slot, writes it and
    publishes it, in one program. Until then the slot's old owner serves.
 
-The host never waits. A call costs a step at most three dispatches, and none without requests.
+The host never waits. A step costs at most three dispatches more, and none without requests.
 
 An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
 whatever the number of arrays that an expert has. Axes: n experts of one call, W words of an expert.
@@ -96,12 +95,6 @@ class _BlobLayout:
         return parts
 
 
-def _is_resident(pool: TierSlots, what: jax.Array) -> jax.Array:
-    """bool[n], whether experts are in a slot; `what` is int32[2, n], layers and experts or -1."""
-    layers, experts = jnp.maximum(what, 0)
-    return (pool.residency.slot_of[layers, experts] >= 0) & (what[0] >= 0)
-
-
 def _bucket(number: int, largest: int) -> int:
     """Returns the capacity of the smallest program for so many experts."""
     return min(1 << (number - 1).bit_length(), largest)
@@ -162,7 +155,6 @@ class _TransferCounters:
     requested: int = 0  # accepted
     refused: int = 0  # that found the queue full
     repeated: int = 0  # of what is on its way already
-    needless: int = 0  # of what was in a slot before anything crossed the link
     failed: int = 0  # of which the bytes could not be read
     moved: int = 0  # experts that were sent over the link
     inserted: int = 0  # of them, those that got a slot
@@ -182,8 +174,7 @@ class _Transfer:
     copied: concurrent.futures.Future[None]
     state: _State = _State.COPYING
     staged: jax.Array | None = None  # the block's words on the device
-    # Of `_is_resident`, then of `_insert_experts`; and the place in it.
-    result: tuple[jax.Array, int] | None = None
+    result: tuple[jax.Array, int] | None = None  # of `_insert_experts`, and the place in it
 
 
 class Transfers:
@@ -192,7 +183,7 @@ class Transfers:
     Attributes:
       counters: sums of requests and transfers.
       most_in_flight: experts at once between their row and their slot.
-      programs: `_is_resident` and some sizes of `_insert_experts`, compiled by the constructor.
+      programs: some sizes of `_insert_experts`, compiled by the constructor.
     """
 
     def __init__(
@@ -280,11 +271,8 @@ class Transfers:
             self._finish_inserts()
             flying = self._in(_State.FLYING)
             batch = [t for t in flying if t.staged is not None and is_ready(t.staged)]
-            batch = batch[: self._batch]
-            started = self._start()
-            if not (batch or started):
-                return pool
-            return self._dispatch(pool, batch, started)
+            self._start()
+            return self._insert(pool, batch[: self._batch]) if batch else pool
 
     def send(self) -> None:
         """Sends experts that are ready in their blocks over the link.
@@ -297,13 +285,13 @@ class Transfers:
                 return
             put = jax.device_put([self._blocks[t.block].array for t in ready], self._split)
             for transfer, words in zip(ready, put, strict=True):
-                transfer.staged, transfer.state, transfer.result = words, _State.FLYING, None
+                transfer.staged, transfer.state = words, _State.FLYING
             self.counters.moved += len(ready)
 
     def forget_steps(self) -> None:
         """Drops the results of programs that ran behind a failed step.
 
-        Landing transfers end as if they had found no slot. Those not on the link yet are sent.
+        Landing transfers end as if they had found no slot.
         """
         with self._lock:
             for transfer in self._in(_State.INSERTING):
@@ -311,8 +299,6 @@ class Transfers:
                     jax.block_until_ready(transfer.result)  # it may read the block until then
                 self._end(transfer)
                 self.counters.dropped += 1
-            for transfer in self._in(_State.COPYING):
-                transfer.result = None
 
     def close(self) -> None:
         """Forgets all requests; waits for a copy that runs. A second call does nothing."""
@@ -326,32 +312,14 @@ class Transfers:
         for transfer in copying:
             self._supply.release(transfer.expert)
 
-    def _dispatch(
-        self, pool: TierSlots, batch: list[_Transfer], started: list[_Transfer]
-    ) -> TierSlots:
-        """Dispatches one put, one insertion and one look-up, each only if needed."""
-        asked = []
-        if batch:
-            asked.append(_pad_ids([t.expert for t in batch], _bucket(len(batch), self._batch)))
-        if started:
-            asked.append(_pad_ids([t.expert for t in started], self._batch))
-        put = jax.device_put(asked, self._place)
-        if started:
-            found = self._program(_is_resident, (), (pool, put[-1]), 0)(pool, put[-1])
-            found.copy_to_host_async()
-            for place, transfer in enumerate(started):
-                transfer.result = (found, place)
-        if batch:
-            pool = self._insert(pool, batch, put[0])
-        return pool
-
-    def _insert(self, pool: TierSlots, batch: list[_Transfer], what: jax.Array) -> TierSlots:
+    def _insert(self, pool: TierSlots, batch: list[_Transfer]) -> TierSlots:
+        size = _bucket(len(batch), self._batch)
+        what = jax.device_put(_pad_ids([transfer.expert for transfer in batch], size), self._place)
         blobs = [transfer.staged for transfer in batch]
-        blobs += [blobs[0]] * (what.shape[1] - len(blobs))  # of layer -1: nothing is read of them
+        blobs += [blobs[0]] * (size - len(blobs))  # of layer -1: nothing is read of them
         arguments = (pool, tuple(blobs), what)
         try:
-            program = self._program(_insert_experts, (self._cache, self._layout), arguments, 1)
-            pool, slots = program(*arguments)
+            pool, slots = self._program(arguments)(*arguments)
         except BaseException:
             for transfer in batch:
                 self._end(transfer)
@@ -381,33 +349,24 @@ class Transfers:
                 self.counters.dropped += 1
 
     def _finish_copies(self) -> list[_Transfer]:
-        """Returns transfers that are copied to a block and not in a slot."""
+        """Returns transfers that are copied to a block."""
         ready = []
         for transfer in self._in(_State.COPYING):
-            # Without a look-up, whose dispatch failed, it is sent.
-            found, place = transfer.result or (None, 0)
-            if not (transfer.copied.done() and (found is None or is_ready(found))):
+            if not transfer.copied.done():
                 continue
             self._supply.release(transfer.expert)
-            error = transfer.copied.exception()
-            is_there = False
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it ran behind a failed step
-                is_there = found is not None and bool(jax.device_get(found)[place])
-            if error is None and not is_there:
+            if (error := transfer.copied.exception()) is None:
                 ready.append(transfer)
-                continue
-            self._end(transfer)
-            if error is not None:
-                self._report(transfer.expert, error)
             else:
-                self.counters.needless += 1
+                self._end(transfer)
+                self._report(transfer.expert, error)
         return ready
 
-    def _start(self) -> list[_Transfer]:
+    def _start(self) -> None:
         """Gives blocks to requests of which the bytes are in host memory."""
-        started: list[_Transfer] = []
+        left = max(0, len(self._free) - self._batch)
         for expert in list(itertools.islice(self._queue, _LOOKED_AT)):
-            if not self._free or len(started) == self._batch:
+            if len(self._free) == left:
                 break
             try:
                 row = self._supply.acquire(expert)
@@ -428,8 +387,6 @@ class Transfers:
                 raise
             del self._queue[expert]
             self._moving[expert] = _Transfer(expert=expert, block=self._free.pop(), copied=copied)
-            started.append(self._moving[expert])
-        return started
 
     def _report(self, expert: Expert, error: BaseException) -> None:
         self.counters.failed += 1
@@ -445,23 +402,17 @@ class Transfers:
         return [transfer for transfer in self._moving.values() if transfer.state is state]
 
     def _compile(self, pool: TierSlots) -> None:
-        """Compiles both programs, so that no step waits for it."""
-
-        def shape(dims: tuple[int, ...], dtype: Any) -> Any:
-            return jax.ShapeDtypeStruct(dims, dtype, sharding=self._place)
-
-        self._program(_is_resident, (), (pool, shape((2, self._batch), np.int32)), 0)
+        """Compiles the programs, so that no step waits for it."""
         num_words = self._layout.num_words * (self._mesh.size if self._mesh else 1)
         blob = jax.ShapeDtypeStruct((num_words,), np.uint32, sharding=self._split)
         for size in sorted({_bucket(n, self._batch) for n in range(1, self._batch + 1)}):
-            arguments = (pool, (blob,) * size, shape((2, size), np.int32))
-            self._program(_insert_experts, (self._cache, self._layout), arguments, 1)
+            what = jax.ShapeDtypeStruct((2, size), np.int32, sharding=self._place)
+            self._program((pool, (blob,) * size, what))
 
-    def _program(self, function: Any, static: tuple[Any, ...], inputs: Any, donated: int) -> Any:
-        results: Any = REPLICATED
-        if self._mesh is not None and donated:
-            results = (specs_of(inputs[0]), REPLICATED)
-        return self.programs.get(function, static, inputs, num_donated=donated, results=results)
+    def _program(self, inputs: Any) -> Any:
+        results = REPLICATED if self._mesh is None else (specs_of(inputs[0]), REPLICATED)
+        static = (self._cache, self._layout)
+        return self.programs.get(_insert_experts, static, inputs, num_donated=1, results=results)
 
 
 def _copier() -> concurrent.futures.ThreadPoolExecutor:

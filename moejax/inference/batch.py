@@ -131,7 +131,7 @@ class RowBatch:
         )
         num_steps, ttft_s, decoded = 1, 0.0, 0
         per_call = self._steps_per_call
-        whole = runs_whole(max(self._room) - 1, per_call)
+        whole = _runs_whole(max(self._room) - 1, per_call)
 
         def dispatch() -> StepOutput | None:
             nonlocal num_steps
@@ -179,7 +179,7 @@ class RowBatch:
         return deltas
 
 
-def runs_whole(num_steps: int, steps_per_call: int) -> bool:
+def _runs_whole(num_steps: int, steps_per_call: int) -> bool:
     """Whether the last call runs all its steps: only if few of them are too many."""
     return 4 * (-num_steps % steps_per_call) <= num_steps
 
