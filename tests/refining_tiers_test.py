@@ -23,7 +23,6 @@ from moejax.routing.simulate.runs import Run, run_policies
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor, Weight, from_codes
 from scripts.studies.dymoe.controls import AsAsked
-from tests import slow
 from tests.cached_runners import (
     CPU,
     EXPERTS,
@@ -147,8 +146,8 @@ class SharedSlotsTest(parameterized.TestCase):
             self.assertGreater(tier.total("misses"), 0, name)
         self.assertEqual(shared.ledger.shares, whole.ledger.shares)
 
-    @slow.where(lambda prefetch: prefetch)  # predictions: cache_plan_wiring_test.py
     @parameterized.parameters((7, 0), (9, 2))
+    @pytest.mark.slow
     def test_a_trace_gives_the_counts_of_the_engine(self, slots, prefetch):
         settings = {"retention": 0.5, "selection": "load"}
         policy = DyMoE(prefetch=prefetch, **settings)
