@@ -64,7 +64,6 @@ from moejax.weights.handed_out import OwnExperts
 from moejax.weights.linear import Index
 from pallas_kernels import cache_plan, host_job
 from pallas_kernels.cache_plan import Asked, Rule, Wishes
-from pallas_kernels.residual_norm import PairTerms
 
 
 class _Partitions(NamedTuple):
@@ -186,7 +185,7 @@ class CachedExperts(Experts):
 
     def __call__(
         self, carry: _CacheCarry, inputs: MoeInputs
-    ) -> tuple[jax.Array | PairTerms, _CacheCarry, None]:
+    ) -> tuple[jax.Array, _CacheCarry, None]:
         """Runs a layer's experts, as `Experts`."""
         layer, next_routing, decision, rule = inputs.layer, inputs.next_routing, None, None
         if self.spec.policy is not None:
@@ -225,8 +224,8 @@ class CachedExperts(Experts):
         decision: Decision | None,
         rule: Rule | None,
         wanted: Callable[[int, Sequence[TierSlots]], Wanted | None],
-    ) -> tuple[jax.Array | PairTerms, ExpertCache]:
-        """Plans, fetches and multiplies; [N, D] or terms, and the donated cache after it.
+    ) -> tuple[jax.Array, ExpertCache]:
+        """Plans, fetches and multiplies; [N, D] and the donated cache after it.
 
         Args:
           decision: a policy's; None: the router's choice is run as it is, and no gate mass counted.
@@ -299,12 +298,11 @@ class CachedExperts(Experts):
         alone = decision is None and jobs is None
         runs = served[0] if alone else found.tier != SKIPPED
         out_dtype = inputs.out_dtype or x.dtype
-        pairs = ExpertPairs(ids, runs, None if alone else found.tier, biases)
+        pairs = ExpertPairs(ids, runs, None, biases)
         if jobs is None:
-            out = combine(total, pairs, weights, out_dtype, as_terms=inputs.as_terms)
+            out = combine(total, pairs, weights, out_dtype)
         else:
             out = combine(total, pairs, weights, jnp.dtype("float32"))
-            assert isinstance(out, jax.Array)
             out, state = host_job.add_reply(out, found.hosted, sent, jobs.address, out_dtype)
             tiers[0] = dataclasses.replace(tiers[0], jobs=state)
         return out, dataclasses.replace(cache, tiers=tuple(tiers), gate=gate)

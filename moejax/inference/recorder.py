@@ -24,7 +24,6 @@ from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import Experts, MoeInputs, Routing, SparseMoe, prefetch_scores
 from moejax.routing.trace import DECODE, PREFILL, STEPS_PER_CALL, TIERS, TraceWriter, id_dtype
 from moejax.weights.linear import Index
-from pallas_kernels.residual_norm import PairTerms
 
 _WAITING = 2  # calls whose records are left on the device, so that writing waits for no step
 
@@ -104,7 +103,7 @@ class RecordingExperts(Experts):
 
     def __call__(
         self, carry: _RecordingCarry, inputs: MoeInputs
-    ) -> tuple[jax.Array | PairTerms, _RecordingCarry, _LayerRecord]:
+    ) -> tuple[jax.Array, _RecordingCarry, _LayerRecord]:
         """Runs a layer's experts, as `Experts`."""
         importance = carry.importance
         if self._weighs and inputs.attended is not None:

@@ -26,7 +26,6 @@ from pallas_kernels import grouped_dequant_matmul
 from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import Turn
 from pallas_kernels.packed import PLAIN_BITS
-from pallas_kernels.residual_norm import PairTerms
 from pallas_kernels.target import Choice
 
 # Tokens of plain experts that Triton serves first: 1 to 21 % faster than Mosaic for 1 to 32 of
@@ -65,22 +64,13 @@ def gated(gate_up: jax.Array, gating: Gating = SWIGLU) -> jax.Array:
 
 
 def combine(
-    products: jax.Array,
-    pairs: ExpertPairs,
-    weights: jax.Array,
-    dtype: jnp.dtype,
-    *,
-    as_terms: bool = False,
-) -> jax.Array | PairTerms:
+    products: jax.Array, pairs: ExpertPairs, weights: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     """Sums weights[n, a] product[n, a] over a, in order, in float32: [N, D] in `dtype`.
 
     Args:
       products: [P, N, A, D]; anything where a pair is not active.
-      as_terms: leaves the sum to who takes it, if there are no biases.
     """
-    if as_terms and pairs.biases is None:
-        tier = jnp.where(pairs.active, 0, -1) if pairs.tier is None else pairs.tier
-        return PairTerms(products, tier, weights.astype(jnp.float32))
     if pairs.biases is not None:
         first = products[:1].astype(jnp.float32) + pairs.biases.down.astype(jnp.float32)[None]
         products = jnp.concatenate([first, products[1:].astype(jnp.float32)])

@@ -45,7 +45,6 @@ from moejax.weights.qtensor import Weight
 from pallas_kernels import router_topk
 from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import Turn
-from pallas_kernels.residual_norm import PairTerms
 from pallas_kernels.target import Choice, Target
 
 # DeepSeek-V3's: keeps a sum of sigmoids away from zero.
@@ -208,8 +207,7 @@ def _experts_in_pairs(
     biases: ExpertBiases | None = None,
     out_dtype: jnp.dtype | None = None,
     handed_out: OwnExperts | None = None,
-    as_terms: bool = False,
-) -> jax.Array | PairTerms:
+) -> jax.Array:
     """Runs the chosen experts by a form of `products_in_pairs`; [N, D] in `x.dtype`.
 
     Rows cost the same whether they are active or not, so that `token_mask` is for other forms.
@@ -224,8 +222,7 @@ def _experts_in_pairs(
     own = None if biases is None else biases.of_pairs(experts.layer, ids)
     pairs, num_experts = ExpertPairs(ids, active, None, own), experts.gate_up.shape[1]
     products = products_in_pairs(x, pairs, experts, num_experts, impl, implementation, gating)
-    dtype = out_dtype or x.dtype
-    return combine(products, pairs, routing.weights, dtype, as_terms=as_terms)
+    return combine(products, pairs, routing.weights, out_dtype or x.dtype)
 
 
 def products_in_pairs(
@@ -360,8 +357,7 @@ class SparseMoe(StackedModule):
         impl: ExpertImpl,
         out_dtype: jnp.dtype | None = None,
         handed_out: OwnExperts | None = None,
-        as_terms: bool = False,
-    ) -> jax.Array | PairTerms:
+    ) -> jax.Array:
         """Runs the chosen experts on N tokens: [N, D] in `out_dtype`; None: in `x.dtype`.
 
         Those of a device alone where they are `handed_out`.
@@ -379,7 +375,7 @@ class SparseMoe(StackedModule):
         experts = ExpertStacks(gate_up, down, layer)
         return _experts_in_pairs(
             x, routing, experts, token_mask, impl, chosen.implementation, self.config.gating,
-            self.biases, out_dtype, handed_out, as_terms,
+            self.biases, out_dtype, handed_out,
         )  # fmt: skip
 
 
@@ -397,7 +393,6 @@ class MoeInputs(NamedTuple):
     biases: ExpertBiases | None = None
     # of the result; float32 where devices add their parts of it, None: that of x
     out_dtype: jnp.dtype | None = None
-    as_terms: bool = False  # the sum over a token's experts may be left to the next norm
 
 
 class Experts(Protocol):
@@ -422,12 +417,12 @@ class Experts(Protocol):
         """Routes tokens, x [N, D], by a layer's router."""
         return moe.route(x, layer)
 
-    def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array | PairTerms, Any, Any]:
+    def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array, Any, Any]:
         """Runs the chosen experts on N tokens.
 
         Returns:
-          [N, D] in `inputs.out_dtype`, or terms; the carry; and a record: None, or a tree of arrays
-          that is the same for all layers.
+          [N, D] in `inputs.out_dtype`, the carry, and a record: None, or a tree of arrays that is
+          the same for all layers.
         """
         ...
 
@@ -458,14 +453,13 @@ class ResidentExperts(Experts):
             first_slot = jnp.int32(layer * moe.gate_up.shape[1])
         return moe.route(x, layer, first_slot)
 
-    def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array | PairTerms, Any, Any]:
+    def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array, Any, Any]:
         """Runs a layer's experts, as `Experts`."""
         assert self._moe is not None
         layer, x, routing, token_mask, *_ = inputs
         out = self._moe(
-            x, routing, layer.mlp, token_mask, self._impl, inputs.out_dtype, self._handed_out,
-            inputs.as_terms,
-        )  # fmt: skip
+            x, routing, layer.mlp, token_mask, self._impl, inputs.out_dtype, self._handed_out
+        )
         return out, carry, self._record(x, routing)
 
 

@@ -125,7 +125,7 @@ def stacked_norm(
 @functools.partial(jax.jit, static_argnames=("eps", "zero_centred"))
 def norm_of_sum(
     x: jax.Array,
-    delta: jax.Array | residual_norm.PairTerms | None,
+    delta: jax.Array | None,
     scales: jax.Array,
     layer: jax.Array,
     *,

@@ -47,7 +47,6 @@ from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
 from pallas_kernels import qkv_to_cache, residual_norm
-from pallas_kernels.residual_norm import PairTerms
 from pallas_kernels.target import Choice, Target
 
 
@@ -192,8 +191,8 @@ class Transformer(nnx.Module):
         carry: Any,
         attended: Attended | None = None,
         *,
-        normed: jax.Array | None = None,  # [N, D], x after the norm; the result may be terms
-    ) -> tuple[jax.Array | PairTerms, Any, Any]:
+        normed: jax.Array | None = None,  # [N, D], x after the norm, where that is done
+    ) -> tuple[jax.Array, Any, Any]:
         """Runs norm, then experts or dense MLP, on [B, T, D]; returns carry and record too."""
         flat = self._mlp_normed(x, index.layer) if normed is None else normed
         if not index.is_sparse:
@@ -202,13 +201,8 @@ class Transformer(nnx.Module):
         routing = experts.route(carry, self.moe, index.mlp, flat)
         ahead = self._next_routing(x, index, experts, carry)
         parts = jnp.dtype(jnp.float32) if self.share_axis else None
-        as_terms = normed is not None and not self.share_axis and not self.config.shared_dim
-        inputs = MoeInputs(
-            index, flat, routing, mask, ahead, attended, self.moe.biases, parts, as_terms
-        )
+        inputs = MoeInputs(index, flat, routing, mask, ahead, attended, self.moe.biases, parts)
         out, carry, record = experts(carry, inputs)
-        if isinstance(out, PairTerms):
-            return out, carry, record
         if self.share_axis:  # each device ran its share of every expert
             out = jax.lax.psum(out, self.share_axis).astype(x.dtype)
         if self.config.shared_dim:
@@ -345,7 +339,6 @@ class Transformer(nnx.Module):
             if attended is not None and isinstance(self.attention, Attention):
                 attended = attended._replace(axis=self.attention.axis)
         out, carry, record = self.mlp_block(x, index, token_mask, experts, carry, attended)
-        assert isinstance(out, jax.Array)
         x = x + out
         return rounded(x) if x.shape[1] > 1 or self._is_for_cpu else x, carry, record
 
@@ -490,7 +483,7 @@ def _decode_layers(
     c = model.config
     angles = model_angles(c, positions, lengths)
     x, carry = model._embedded(tokens[:, 0]), experts.init()
-    delta: jax.Array | PairTerms | None = None  # what the layer before adds to x
+    delta: jax.Array | None = None  # what the layer before adds to x
     attend = model.attention_of(cache, positions, spec, token_mask)
     norm = functools.partial(norm_of_sum, eps=c.norm_eps, zero_centred=c.zero_centred_norm)
     records = []
@@ -505,11 +498,9 @@ def _decode_layers(
         out, carry, record = model.mlp_block(
             x[:, None], index, token_mask, experts, carry, normed=normed
         )
-        delta = out if isinstance(out, PairTerms) else out[:, 0]
+        delta = out[:, 0]
         if index.is_sparse:
             records.append(record)
-    if isinstance(delta, PairTerms):
-        delta = delta.total(x.dtype)
     hidden = x if delta is None else x + delta
     return attend.cache, hidden[:, None], carry, _stacked(records)
 

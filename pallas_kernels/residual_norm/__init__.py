@@ -2,4 +2,3 @@
 
 from pallas_kernels.residual_norm.api import OPERATION as OPERATION
 from pallas_kernels.residual_norm.api import residual_norm as residual_norm
-from pallas_kernels.residual_norm.reference import PairTerms as PairTerms

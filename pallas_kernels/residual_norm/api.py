@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.op import Implementation, Operation, check_operands, not_half
 from pallas_kernels.residual_norm import triton
-from pallas_kernels.residual_norm.reference import PairTerms, residual_norm_reference
+from pallas_kernels.residual_norm.reference import residual_norm_reference
 
 # A choice is for x [N, D]; delta and the scales are of its dtype.
 OPERATION = Operation(
@@ -19,7 +19,7 @@ OPERATION = Operation(
 
 def residual_norm(
     x: jax.Array,
-    delta: jax.Array | PairTerms | None,
+    delta: jax.Array | None,
     scales: jax.Array,
     *,
     layer: int | jax.Array,
@@ -35,18 +35,13 @@ def residual_norm(
 
     Args:
       x: [N, D] in bfloat16 or float16 (the reference takes float32 too).
-      delta: [N, D] in `x.dtype`, or terms whose sum is rounded to it.
       scales: [L, D] in `x.dtype`, whole: it is indexed inside the kernel, nothing is copied.
       zero_centred: scales are added to one, and rounding comes last (Qwen3-Next); static.
 
     Returns:
       y and its norm, both [N, D] in `x.dtype`; y is x itself without a delta.
     """
-    added = {"delta": (delta, "x[N, D]")}
-    if isinstance(delta, PairTerms):
-        forms = (".[P, N, A, D]", "int32[N, A]", "float32[N, A]")
-        added = dict(zip(delta._fields, zip(delta, forms, strict=True), strict=True))
-    operands = {"x": (x, "x[N, D]"), **added, "scales": (scales, "x[L, D]")}
+    operands = {"x": (x, "x[N, D]"), "delta": (delta, "x[N, D]"), "scales": (scales, "x[L, D]")}
     check_operands("residual_norm", operands)
     return OPERATION(
         x, delta, scales, jnp.asarray(layer, jnp.int32), eps=eps, zero_centred=zero_centred,
