@@ -45,6 +45,7 @@ HOPPER = Target("gpu", (9, 0))
 KERNELS = package.OPERATION.names[:-1]
 HOST_CASES = CASES | reduced(DENSE_SHAPES)
 DEVICE_CASES = HOST_CASES | every_form() | full(DENSE_SHAPES)
+DEVICE_CASES["more_than_a_round"] = Case(Form(4), rows=1000, outputs=5120, inputs=1280)
 # Mosaic's kernels are not compiled but carried out by numpy, in less than a second each.
 INTERPRETED = sorted(
     (kernel, name)

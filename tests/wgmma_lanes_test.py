@@ -62,7 +62,12 @@ class Lanes(_Simulator):
             return np.float32(1) / (np.float32(1) + np.exp(-self._float(value)))
 
     def store_four(self, base, imm, words):
+        if words[0].dtype == np.float32:
+            words = [word.view(np.uint32) for word in words]
         self._put(base + imm, np.stack([self._word(w) for w in words], -1).astype(np.uint32))
+
+    def load_four(self, base, imm):
+        return [word.astype(np.uint32).view(np.float32) for word in self.load(base, imm, 4)]
 
     def warpgroup_barrier(self):
         assert self.active.all(), "a barrier in a branch that not all threads take"
@@ -272,6 +277,20 @@ class LanesTest(parameterized.TestCase):
         tokens, rows = np.arange(13), np.arange(64)
         expected[:, 128:] = rows * 1000 + tokens[:, None]
         np.testing.assert_array_equal(out, expected)
+
+    @parameterized.parameters(8, 88)
+    def test_parts_are_added_to_the_sums_that_they_belong_to(self, tokens):
+        rng = np.random.default_rng(packed_operands.seed(self.id()))
+        sums = rng.standard_normal((3, tokens // 8, 4, 256), np.float32)  # of two warpgroups
+        parts = np.full(2 * 128 * tokens, np.nan, np.float32)
+        e = Lanes(0, 256, [parts.view(np.uint8)], 0)
+        for part in range(2):
+            lanes.write_part(e, sums[part], 0, np.int64(part))
+        self.assertFalse(np.isnan(parts).any())
+        found = sums[2]
+        for part in range(2):
+            found = lanes.add_part(e, found, 0, np.int64(part))
+        np.testing.assert_array_equal(np.asarray(found), sums[2] + sums[0] + sums[1])
 
 
 class RefusalsTest(parameterized.TestCase):

@@ -1,5 +1,6 @@
 """Kernel for x W^T with many rows of x."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ from pallas_kernels.mosaic_decode.support import KINDS, of_row_ends
 from pallas_kernels.mosaic_prefill import registers
 from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
+from pallas_kernels.mosaic_prefill.rounds import Rounds
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, dense_tiles
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 from pallas_kernels.target import Target
@@ -76,66 +78,103 @@ def dense(
         num_tokens, num_rows, num_inputs, weights.bits, target.num_processors
     )
     form = None if weights.bits == PLAIN_BITS else form_of(weights, KINDS[x.dtype.name])
-    num_items = -(-num_rows // tiles.rows) * -(-num_tokens // tiles.tokens) * tiles.splits
-    summed = tiles.splits > 1 or jnp.dtype(out_dtype).name not in KINDS
+    rounds = Rounds(
+        num_tiles=-(-num_rows // tiles.rows) * -(-num_tokens // tiles.tokens),
+        num_blocks=-(-num_inputs // BLOCK),
+        processors=target.num_processors,
+        shares_k=tiles.shares_k,
+    )
     rooms = scratch(form, tiles, x.dtype)
-    if summed:
-        out = jax.ShapeDtypeStruct((tiles.splits, num_tokens, num_rows), jnp.float32)
-    else:
-        out = jax.ShapeDtypeStruct((num_tokens, num_rows), out_dtype)
+    if jnp.dtype(out_dtype).name in KINDS:
         shape = (tiles.warpgroups, 2, tiles.chunk, ROWS)
         rooms["out_room"] = plgpu.SMEM(shape, out_dtype, transforms=(registers.ROW_OF_128,))
+    out = [jax.ShapeDtypeStruct((num_tokens, num_rows), out_dtype)]
+    if rounds.num_shared:
+        parts = (rounds.num_workers, tiles.warpgroups, ROWS * tiles.tokens)
+        out.append(jax.ShapeDtypeStruct(parts, jnp.float32))
     call = launch.mosaic_pipeline_call(
         functools.partial(
-            _body, form=form, tiles=tiles, num_items=num_items, num_blocks=-(-num_inputs // BLOCK)
+            _body, form=form, tiles=tiles, rounds=rounds, num_arrays=len(weights.arrays)
         ),
         name=f"dequant_matmul_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
-        num_blocks=min(num_items, target.num_processors),
+        num_blocks=rounds.num_workers,
         out_shape=out,
         scratch=rooms,
         num_warpgroups=tiles.warpgroups + 1,
     )  # fmt: skip
-    found = call(slot.reshape(1), x, *weights.arrays)
-    if not summed:
-        return found
-    return (found[0] if tiles.splits == 1 else found.sum(axis=0)).astype(out_dtype)
+    found: jax.Array = call(slot.reshape(1), x, *weights.arrays)[0]
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item(Item):
+    """A piece of a tile."""
+
+    first_worker: Any
+    last_worker: Any
 
 
 def _body(
     slot_ref: Any, x: Any, *rest: Any,
-    form: MatrixFormat | None, tiles: WgmmaTiles, num_items: int, num_blocks: int, **rooms: Any,
+    form: MatrixFormat | None, tiles: WgmmaTiles, rounds: Rounds, num_arrays: int, **rooms: Any,
 ) -> None:  # fmt: skip
-    *arrays, out = rest
+    arrays, out = rest[:num_arrays], rest[num_arrays]
+    shared = rest[num_arrays + 1 :]  # sums of tiles that others end
     parts = pipeline(form, tiles, x, arrays, rooms)
-    num_tokens, num_rows = out.shape[-2:]
+    num_tokens, num_rows = out.shape
     row_tiles = -(-num_rows // tiles.rows)
     token_tiles = -(-num_tokens // tiles.tokens)
-    slot = slot_ref[0]
+    slot, worker = slot_ref[0], lax.axis_index("block")
 
-    def item_of(index: jax.Array) -> Item:
-        tile, split = (
-            lax.div(index, jnp.int32(tiles.splits)),
-            lax.rem(index, jnp.int32(tiles.splits)),
-        )
-        band = lax.div(tile, jnp.int32(row_tiles * tiles.band))
-        inside = lax.rem(tile, jnp.int32(row_tiles * tiles.band))
+    def item_of(i: jax.Array) -> _Item:
+        piece = rounds.piece(worker, i)
+        band = lax.div(piece.tile, jnp.int32(row_tiles * tiles.band))
+        inside = lax.rem(piece.tile, jnp.int32(row_tiles * tiles.band))
         width = lax.min(jnp.int32(tiles.band), token_tiles - band * tiles.band)
-        first = lax.div(split * num_blocks, jnp.int32(tiles.splits))
-        after = lax.div((split + 1) * num_blocks, jnp.int32(tiles.splits))
-        return Item(
+        return _Item(
             row=lax.div(inside, width) * tiles.rows,
             token=(band * tiles.band + lax.rem(inside, width)) * tiles.tokens,
-            slot=slot, block=first, num_blocks=after - first, split=split,
+            slot=slot, block=piece.block, num_blocks=piece.num_blocks,
+            first_worker=piece.first_worker, last_worker=piece.last_worker,
         )  # fmt: skip
 
-    def store(item: Item, sums: jax.Array) -> None:
-        if "out_room" not in rooms:
-            part = out.at[item.split]
-            registers.store_sums(sums, item.row, item.token, part, (num_tokens, num_rows))
-            return
-        _store_rounded(tiles, item.row, item.token, sums, rooms["out_room"], out)
+    def store_tile(item: _Item, sums: jax.Array) -> None:
+        if "out_room" in rooms:
+            _store_rounded(tiles, item.row, item.token, sums, rooms["out_room"], out)
+        else:
+            registers.store_sums(sums, item.row, item.token, out, (num_tokens, num_rows))
 
-    work(parts, jnp.int32(num_items), item_of, store)
+    if not shared:
+        work(parts, rounds.num_pieces(worker), item_of, store_tile)
+        return
+    stored = pl.get_global(plgpu.SemaphoreType.REGULAR((rounds.num_workers * tiles.warpgroups,)))
+
+    def parts_stored(of: jax.Array) -> Any:
+        """Counts the parts of a tile that a thread block ends; it ends one such at most."""
+        return stored.at[of * tiles.warpgroups + lax.axis_index("warpgroup")]
+
+    def add(peer: jax.Array, sums: jax.Array) -> jax.Array:
+        return registers.add_part(sums, peer, shared[0])
+
+    def store(item: _Item, sums: jax.Array) -> None:
+        is_last = item.last_worker == worker
+        first = lax.select(is_last, item.first_worker, worker)
+
+        @pl.when(first < worker)
+        def _() -> None:
+            plgpu.semaphore_wait(
+                parts_stored(worker), worker - first, decrement=False, memory_scope="gpu"
+            )
+
+        sums = lax.fori_loop(first, worker, add, sums)
+        pl.when(is_last)(functools.partial(store_tile, item, sums))
+
+        @pl.when(jnp.logical_not(is_last))
+        def _() -> None:
+            registers.store_part(sums, worker, shared[0])
+            plgpu.semaphore_signal(parts_stored(item.last_worker), memory_scope="gpu")
+
+    work(parts, rounds.num_pieces(worker), item_of, store)
 
 
 def _store_rounded(
@@ -155,5 +194,5 @@ def _store_rounded(
         plgpu.commit_smem()
         target = out.at[pl.ds(token + first, count), pl.ds(row + warpgroup * ROWS, ROWS)]
         plgpu.copy_smem_to_gmem(place, target)
-    # The room is written again for the next item.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if -(-tiles.tokens // tiles.chunk) % 2:  # the next item begins with the room of the last chunk
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

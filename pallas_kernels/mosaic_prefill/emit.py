@@ -42,9 +42,15 @@ class Emitter(Mlir):
         return self.asm(f32(), [below], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
 
     def store_four(self, base: Value, imm: int, words: Sequence[Value]) -> None:
-        """Stores 16 bytes to global memory at base + imm, aligned."""
+        """Stores four words or float32 to global memory at base + imm, aligned."""
         text = f"st.global.v4.b32 [$0+{imm}], {{$1,$2,$3,$4}};"
-        self.asm(None, [base, *words], text, "l,r,r,r,r", effects=True)
+        letter = "f" if words[0].type == f32() else "r"
+        self.asm(None, [base, *words], text, "l" + f",{letter}" * 4, effects=True)
+
+    def load_four(self, base: Value, imm: int) -> list[Value]:
+        """Loads four float32 that another thread block stored, at base + imm, aligned."""
+        text = f"ld.global.cg.v4.f32 {{$0,$1,$2,$3}}, [$4+{imm}];"
+        return self._asm_many(4, f32(), [base], text, "=f,=f,=f,=f,l", True)
 
     def warpgroup_barrier(self) -> None:
         """Waits for the 128 threads; their shared writes are then visible."""

@@ -32,7 +32,7 @@ from pallas_kernels.mosaic_prefill.expert_blocks import (
 )
 from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
-from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, grouped_tiles, grouped_tokens
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, fitted_tiles, grouped_tokens
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 from pallas_kernels.target import Target
 
@@ -161,7 +161,7 @@ class _Call:
         if turn:
             counts = [turn.slots] * turn.count
         tokens = tiles.tokens if tiles else grouped_tokens(num_tokens, self.width, sum(counts))
-        self.tiles = [tiles or grouped_tiles(tokens, weights.bits) for weights in tiers]
+        self.tiles = [tiles or fitted_tiles(tokens, weights.bits) for weights in tiers]
         self.tiers, self.paired = tiers, paired
         self.num_thread_blocks = target.num_processors - (turn.spared if turn else 0)
         band = max(1, BAND_TOKENS // tokens)
@@ -242,7 +242,11 @@ def _body(
     row_tiles = -(-out.shape[1] // rows)
     first, after = first_block[tier], first_block[tier + 1]
 
-    def item_of(index: jax.Array) -> _Item:
+    thread_block, stride = lax.axis_index("block"), lax.axis_size("block")
+    num_items = (after - first) * row_tiles - thread_block
+
+    def item_of(i: jax.Array) -> _Item:
+        index = thread_block + i * stride
         known = first + lax.div(index, jnp.int32(row_tiles))  # a block of the same band
         band, length = table[known, BAND_FIRST], table[known, BAND_LENGTH]
         inside = index - (band - first) * row_tiles
@@ -250,12 +254,10 @@ def _body(
         return _Item(
             row=lax.div(inside, length) * rows, token=table[block, FIRST],
             slot=table[block, SLOT], block=jnp.int32(0),
-            num_blocks=jnp.int32(-(-x.shape[1] // BLOCK)), split=jnp.int32(0),
-            end=table[block, END],
+            num_blocks=jnp.int32(-(-x.shape[1] // BLOCK)), end=table[block, END],
         )  # fmt: skip
 
-    def store(item: Item, sums: jax.Array) -> None:
-        assert isinstance(item, _Item)
+    def store(item: _Item, sums: jax.Array) -> None:
         emit = _stored(tiles, paired, out)
         places, refs = [item.row, item.token, item.end], [order, out]
         if "out_room" in rooms:
@@ -263,7 +265,7 @@ def _body(
             refs = [room.at[0], room.at[1], *refs]
         registers.store_pairs(emit, sums, places, refs)
 
-    work(parts, (after - first) * row_tiles, item_of, store)
+    work(parts, lax.div(num_items + (stride - 1), jnp.int32(stride)), item_of, store)
 
 
 def _stored(tiles: WgmmaTiles, paired: bool, out: Any) -> Any:

@@ -182,6 +182,40 @@ def write_sums(
             e.when(present, storer(e, e.offset(at, column, 4 * num_rows), pair))
 
 
+PART_BYTES = 16 * 128  # of four sums of each lane of a warpgroup
+MOST_LOADS = 16  # of four sums, under way together: 64 registers hide the latency of all but one
+
+
+def _part_address(e: Emitter, ref: Value, part: Value, num_columns: int) -> Value:
+    """Address of this lane's sums in a part of two warpgroups, each as `write_part` leaves it."""
+    thread = e.special("tid.x")
+    warpgroup, index = e.shr(thread, 7), e.band(thread, 127)
+    number = e.add(e.mul(part, 2), warpgroup)
+    return e.offset(e.offset(e.address(ref), number, 4 * ROWS * num_columns), index, 16)
+
+
+def write_part(e: Emitter, sums: Sequence[Sequence[Value]], ref: Value, part: Value) -> None:
+    """Writes a warpgroup's sums [64, n] to a part of device memory, four of a lane together."""
+    at = _part_address(e, ref, part, 8 * len(sums))
+    for i, four in enumerate(sums):
+        e.store_four(at, i * PART_BYTES, four)
+    e.warpgroup_barrier()
+
+
+def add_part(
+    e: Emitter, sums: Sequence[Sequence[Value]], ref: Value, part: Value
+) -> list[list[Value]]:
+    """Adds a part to a warpgroup's sums [64, n]; loads go ahead of the sums."""
+    at = _part_address(e, ref, part, 8 * len(sums))
+    found: list[list[Value]] = []
+    loaded = [e.load_four(at, i * PART_BYTES) for i in range(min(MOST_LOADS, len(sums)))]
+    for i, four in enumerate(sums):
+        found.append([e.fadd(a, b) for a, b in zip(four, loaded[i], strict=True)])
+        if len(loaded) < len(sums):
+            loaded.append(e.load_four(at, len(loaded) * PART_BYTES))
+    return found
+
+
 def storer(e: Emitter, at: Value, pair: tuple[Value, Value]) -> Callable[[], None]:
     """Returns stores of float32 for row g and row g + 8, under a condition."""
 

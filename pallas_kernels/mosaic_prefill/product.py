@@ -35,7 +35,6 @@ class Item:
     slot: Any  # which matrix
     block: Any  # the first, of 256 k
     num_blocks: Any
-    split: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,34 +226,33 @@ def pipeline(
 
 def work(
     parts: _Pipeline,
-    num_items: Any,
+    num_items: Any,  # of this block; `item_of` takes their indices
     item_of: Callable[[jax.Array], Item],
     # stores an item's sums; called by the warpgroups that multiply
-    store: Callable[[Item, jax.Array], None],
+    store: Callable[[Any, jax.Array], None],
 ) -> None:
     """Runs a kernel's body: this block's items, in turn."""
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    stride = lax.axis_size("block")
-    mine = lax.div(num_items - block + (stride - 1), jnp.int32(stride))
+    warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == parts.tiles.warpgroups)
     def _() -> None:
         plgpu.set_max_registers(COPIER_REGISTERS, action="decrease")
 
         def copied(i: jax.Array, done: jax.Array) -> jax.Array:
-            item = item_of(block + i * stride)
+            item = item_of(i)
             parts.copy(item, done)
             return done + item.num_blocks
 
-        lax.fori_loop(0, mine, copied, jnp.int32(0))
+        lax.fori_loop(0, num_items, copied, jnp.int32(0))
 
     @pl.when(warpgroup < parts.tiles.warpgroups)
     def _() -> None:
         plgpu.set_max_registers(PRODUCT_REGISTERS, action="increase")
 
         def multiplied(i: jax.Array, done: jax.Array) -> jax.Array:
-            item = item_of(block + i * stride)
+            item = item_of(i)
             store(item, parts.multiply(item, done))
             return done + item.num_blocks
 
-        lax.fori_loop(0, mine, multiplied, jnp.int32(0))
+        lax.fori_loop(0, num_items, multiplied, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what copies of results still read

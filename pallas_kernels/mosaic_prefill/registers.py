@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels.mosaic_decode.emit import Value, i32
+from pallas_kernels.mosaic_decode.emit import Value, f32, i32
 from pallas_kernels.mosaic_prefill import fragments, lanes
 from pallas_kernels.mosaic_prefill.emit import Emitter
 from pallas_kernels.mosaic_prefill.fragments import ROWS, STAGE, MatrixFormat
@@ -114,6 +114,28 @@ def store_sums(
     )
 
 
+def store_part(sums: jax.Array, part: jax.Array, out: Any) -> None:
+    """Stores sums [64, n], in wgmma's layout, in a part of `out`; see `lanes.write_part`."""
+
+    def store(_: Any, sums: Any, part: Any, ref: Value) -> None:
+        e = Emitter()
+        lanes.write_part(e, _columns(e, sums), ref, _scalar(part))
+
+    _inline(store, (plgpu.Layout.WGMMA, _SCALAR, plgpu.RefType()), None)(sums, part, out)
+
+
+def add_part(sums: jax.Array, part: jax.Array, stored: Any) -> jax.Array:
+    """Adds a part that `store_part` left to sums [64, n]."""
+
+    def add(_: Any, sums: Any, part: Any, ref: Value) -> mgpu.FragmentedArray:
+        e = Emitter()
+        found = lanes.add_part(e, _columns(e, sums), ref, _scalar(part))
+        return _sums_of(e, found, sums)
+
+    of = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    return _inline(add, (plgpu.Layout.WGMMA, _SCALAR, plgpu.RefType()), of)(sums, part, stored)
+
+
 def store_pairs(
     make: Callable[..., None], sums: jax.Array, scalars: Sequence[jax.Array], refs: Sequence[Any]
 ) -> None:
@@ -202,6 +224,23 @@ def _columns(e: Emitter, sums: mgpu.FragmentedArray) -> list[list[Value]]:
         [llvm.extractelement(register, e.const(i)) for register in rows for i in range(2)]
         for rows in sums.registers.reshape(-1, 2)
     ]
+
+
+def _sums_of(
+    e: Emitter, columns: Sequence[Sequence[Value]], like: mgpu.FragmentedArray
+) -> mgpu.FragmentedArray:
+    """Inverts `_columns`."""
+    registers = []
+    for a, b, c, d in columns:
+        for low, high in ((a, b), (c, d)):
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
+            for i, value in enumerate((low, high)):
+                pair = llvm.insertelement(pair, value, e.const(i))
+            registers.append(pair)
+    return mgpu.FragmentedArray(
+        _registers=_objects(registers).reshape(like.registers.shape),
+        _layout=mgpu.WGMMA_LAYOUT, _is_signed=None,
+    )  # fmt: skip
 
 
 def _scalar(value: mgpu.FragmentedArray) -> Value:

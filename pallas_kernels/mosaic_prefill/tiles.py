@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from pallas_kernels.mosaic_prefill.rounds import Rounds
 from pallas_kernels.packed import PLAIN_BITS
 
 SHARED_BYTES = 226 * 1024  # of a block, less barriers and the places of their alignment
@@ -15,14 +16,14 @@ class WgmmaTiles:
     x_stages: int  # of 64 k, held in shared memory; a multiple of 4
     word_blocks: int  # of 256 k, held in shared memory
     warpgroups: int = 2  # that multiply; one more copies
-    splits: int = 1  # parts of K, each with its own sums
+    shares_k: bool = False  # blocks share tiles along K where rounds of whole ones do not fill
     band: int = 8  # tiles of tokens that are worked off together
 
     def __post_init__(self) -> None:
         """Raises ValueError for tiles that the kernels do not support."""
         if self.tokens % 8 or not 8 <= self.tokens <= 256:
             raise ValueError(f"tokens {self.tokens} is no multiple of 8 in 8..256")
-        if self.x_stages % 4 or min(self.x_stages, self.word_blocks, self.splits) < 1:
+        if self.x_stages % 4 or min(self.x_stages, self.word_blocks) < 1:
             raise ValueError(f"x_stages {self.x_stages} is no multiple of 4, or a count is below 1")
 
     @property
@@ -36,40 +37,54 @@ class WgmmaTiles:
         return min(self.tokens, 64)
 
     def describe(self) -> str:
-        """Describes the tiles, such as "t256x4w3s1"."""
-        return f"t{self.tokens}x{self.x_stages}w{self.word_blocks}s{self.splits}"
+        """Describes the tiles, such as "t256x4w3k"; "k": with a shared K."""
+        shared = "k" if self.shares_k else ""
+        return f"t{self.tokens}x{self.x_stages}w{self.word_blocks}{shared}"
 
 
 def dense_tiles(
     num_tokens: int, num_rows: int, num_inputs: int, bits: int, processors: int
 ) -> WgmmaTiles:
-    """Chooses large tiles while they fill the card; for few tokens splits K until they do."""
-    tokens = min(256, -(-num_tokens // 8) * 8)
-    if tokens == 256:
-        return _fitting(WgmmaTiles(tokens=256, x_stages=4, word_blocks=2), bits)
-    stages = 8 if tokens <= 128 else 4
-    items = -(-num_rows // 128)
-    blocks = num_inputs // 256
-    splits = max(1, min(processors // items, blocks // 4))
-    tiles = WgmmaTiles(
-        tokens=tokens, x_stages=stages, word_blocks=4 if tokens <= 128 else 3, splits=splits
-    )
-    return _fitting(tiles, bits)
+    """Chooses large tiles, whole or shared along K, or halves of them: the cheapest."""
+    most = min(256, -(-num_tokens // 8) * 8)
+    sizes = (most, 128) if most > 128 else (most,)
+    every = [fitted_tiles(n, bits, shares_k=shares) for n in sizes for shares in (False, True)]
+
+    def cost(tiles: WgmmaTiles) -> float:
+        num_tiles = -(-num_rows // tiles.rows) * -(-num_tokens // tiles.tokens)
+        num_blocks = -(-num_inputs // 256)
+        return _cost(tiles.tokens, Rounds(num_tiles, num_blocks, processors, tiles.shares_k))
+
+    return min(every, key=cost)
 
 
-def _fitting(tiles: WgmmaTiles, bits: int) -> WgmmaTiles:
-    """Limits the stages to shared memory.
+def _cost(tokens: int, rounds: Rounds) -> float:
+    """Estimates a launch's time, in those of a block of 256 k for 256 tokens; fitted on an H100.
+
+    Thread blocks at different k share little of what the L2 cache holds, so that shared blocks are
+    slower; sums that others end are stored and read again.
+    """
+    whole = rounds.num_tiles - rounds.num_shared
+    blocks = -(-whole // rounds.num_workers) * rounds.num_blocks
+    block_cost = 0.25 + 0.75 * tokens / 256
+    if not rounds.num_shared:
+        return block_cost * blocks
+    shared = -(-rounds.num_shared * rounds.num_blocks // rounds.num_workers)
+    parts = rounds.num_workers / rounds.num_shared * tokens / 256
+    return block_cost * (blocks + 1.02 * shared) + 1 + 0.5 * parts
+
+
+def fitted_tiles(tokens: int, bits: int, *, shares_k: bool = False) -> WgmmaTiles:
+    """Chooses as many stages as shared memory holds.
 
     Raises:
-      ValueError: not even the smallest fits.
+      ValueError: not even the smallest fit.
     """
     for x_stages, word_blocks in ((8, 4), (8, 3), (8, 2), (4, 4), (4, 3), (4, 2), (4, 1)):
-        if x_stages > tiles.x_stages or word_blocks > tiles.word_blocks:
-            continue
-        found = dataclasses.replace(tiles, x_stages=x_stages, word_blocks=word_blocks)
+        found = WgmmaTiles(tokens, x_stages, word_blocks, shares_k=shares_k)
         if _shared_bytes(found, bits) <= SHARED_BYTES:
             return found
-    raise ValueError(f"no tiles of {tiles.tokens} tokens for {bits} bits")
+    raise ValueError(f"no tiles of {tokens} tokens for {bits} bits")
 
 
 def _shared_bytes(tiles: WgmmaTiles, bits: int) -> int:
@@ -91,8 +106,3 @@ def grouped_tokens(num_tokens: int, width: int, num_slots: int) -> int:
         if load <= most:
             return tokens
     return 256
-
-
-def grouped_tiles(tokens: int, bits: int) -> WgmmaTiles:
-    """Chooses as many stages as shared memory holds."""
-    return _fitting(WgmmaTiles(tokens=tokens, x_stages=8, word_blocks=4), bits)

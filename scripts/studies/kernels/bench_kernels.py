@@ -59,7 +59,9 @@ _RANKS = flags.DEFINE_list("ranks", [str(RANK)], "of compensators")
 _IMPLEMENTATIONS = flags.DEFINE_list(
     "implementations", [], f"of {', '.join(IMPLEMENTATIONS)}; none: all but the reference"
 )
-_TILES = flags.DEFINE_list("tiles", [], "of attention, tried beside the rule's: 64x16w4p3")
+_TILES = flags.DEFINE_list(
+    "tiles", [], "tried beside the rule's: of attention 64x16w4p3, of products of many rows 128k"
+)
 _EXPECT = flags.DEFINE_string(
     "expect", "auto", "what choose() should give; auto: mosaic on sm_90, triton on other GPUs"
 )
@@ -121,7 +123,8 @@ def run_sections(bench: Bench) -> None:
     dense_rows = (1, 4) if bench.smoke else DENSE_ROWS
     products = [shape for shape in dense if not asked or shape.name in asked]
     if "dense" in _ONLY.value:
-        bench_dense(bench, products, [int(bits) for bits in _BITS.value], rows or dense_rows)
+        bits = [int(bits) for bits in _BITS.value]
+        bench_dense(bench, products, bits, rows or dense_rows, _TILES.value)
     if "grouped" in _ONLY.value:
         bench_grouped(bench, [moe for moe in models if not asked or moe.name in asked], rows)
     if "compensator" in _ONLY.value:

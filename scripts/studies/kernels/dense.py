@@ -1,6 +1,7 @@
 """Single products: ours, cuBLAS, unpack-then-cuBLAS; compensators on and off."""
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dequant_matmul import OPERATION, dequant_matmul
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, fitted_tiles
 from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices, dequantize
 from scripts.studies.kernels.data import (
     ERROR_LIMIT,
@@ -66,18 +68,23 @@ class Product:
 
 
 def bench_dense(
-    bench: Bench, shapes: Sequence[Dense], widths: Sequence[int], rows: Sequence[int]
-) -> None:
-    """All implementations at all shapes; bf16 first, which others stand beside."""
+    bench: Bench, shapes: Sequence[Dense], widths: Sequence[int], rows: Sequence[int],
+    tiles: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """All implementations at all shapes; bf16 first, which others stand beside.
+
+    Args:
+      tiles: tried by Mosaic beside its rule's, of packed weights; see `parsed_tiles`.
+    """
     for shape in shapes:
         for bits in sorted(widths, key=lambda bits: (bits != PLAIN_BITS, widths.index(bits))):
             product = Product(bench, shape, bits)
             for m in rows:
                 if bits != 8 or m in INT8_ROWS or bench.smoke:
-                    _one_case(product, m)
+                    _one_case(product, m, () if bits == PLAIN_BITS else tiles)
 
 
-def _one_case(product: Product, m: int) -> None:
+def _one_case(product: Product, m: int, tiles: Sequence[str]) -> None:
     bench, weights = product.bench, product.weights
     x = random_rows(m, (m, product.shape.num_inputs))
     choice = OPERATION.choose(x, weights, ())
@@ -96,6 +103,22 @@ def _one_case(product: Product, m: int) -> None:
         else:
             continue
         bench.attempt(what, part, ours=name in KERNELS)
+    for text in tiles:
+        found = parsed_tiles(text, product.bits)
+        part = functools.partial(_kernel, product, "mosaic", x, chain, samples, found)
+        bench.attempt(f"{product.label(m)} | mosaic {text}", part, ours=True)
+
+
+def parsed_tiles(text: str, bits: int) -> WgmmaTiles:
+    """Tiles such as 128 or 256k: their tokens, and k where they share K.
+
+    Raises:
+      ValueError: another text.
+    """
+    found = re.fullmatch(r"(\d+)(k?)", text)
+    if not found:
+        raise ValueError(f"tiles {text!r}: not such as 128 or 256k")
+    return fitted_tiles(int(found[1]), bits, shares_k=bool(found[2]))
 
 
 def checked_slots(chain: Chain) -> tuple[int, int]:
@@ -104,25 +127,27 @@ def checked_slots(chain: Chain) -> tuple[int, int]:
 
 
 def _kernel(
-    product: Product, name: str, x: jax.Array, chain: Chain, samples: Sequence[Sample]
-) -> None:
+    product: Product, name: str, x: jax.Array, chain: Chain, samples: Sequence[Sample],
+    tiles: WgmmaTiles | None = None,
+) -> None:  # fmt: skip
     reason = OPERATION.refusal(name, x, product.weights, ())
     if reason:
         print(f"  {product.label(x.shape[0])} | {name}: refuses: {reason}", flush=True)
         return
 
-    call = kernel_call(name, chain)
+    call = kernel_call(name, chain, tiles)
+    name = f"{name} {tiles.describe()}" if tiles else name
     _record(product, name, x, chain, samples, call, product.weights, ERROR_LIMIT)
 
 
-def kernel_call(name: str, chain: Chain) -> Any:
+def kernel_call(name: str, chain: Chain, tiles: WgmmaTiles | None = None) -> Any:
     """Product of a chain by one of our kernels, for `time_jax`."""
 
-    def call(x: jax.Array, weights: Any, i: int) -> jax.Array:
-        slot = jnp.int32(i % chain.num_slots)
-        return dequant_matmul(x, weights, slot=slot, implementation=name)
+    @jax.jit  # lowered once for all calls of a chain
+    def product(x: jax.Array, weights: Any, slot: jax.Array) -> jax.Array:
+        return dequant_matmul(x, weights, slot=slot, implementation=name, tiles=tiles)
 
-    return call
+    return lambda x, weights, i: product(x, weights, jnp.int32(i % chain.num_slots))
 
 
 def _through_xla(
