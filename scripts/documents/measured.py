@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from statistics import median
 
 from moejax import cli, plan
 from moejax.experts.budget import describe
@@ -103,6 +104,26 @@ def mxfp4_table() -> str:
                 f"| {a_byte:.2f} |"
             )
     return "\n".join(lines)
+
+
+def products_table() -> str:
+    """Products of many rows: ours in INT4 beside cuBLAS's in bf16, and the bar of their speeds."""
+    rows = read_rows(KERNELS / "products_h100.jsonl")
+    curves, ratios = _curves(rows), []
+    sizes = sorted({size for curve in curves.values() for size in curve})
+    lines = [f"| cuBLAS / ours, us | {' | '.join(f'M {size}' for size in sizes)} |"]
+    lines.append("| --- |" + " ---: |" * len(sizes))
+    for name in [name for name in curves if "int4" in name]:
+        plain, cells = curves[f"{name.split(' int4')[0]} bfloat16"], []
+        for size in sizes:
+            theirs, ours = plain[size]["cublas"].figure, curves[name][size]["mosaic"].figure
+            ratios.append(theirs / ours)
+            cells.append(f"{theirs:.1f} / {ours:.1f} = {ratios[-1]:.2f}")
+        lines.append(f"| {name.split()[2]} | {' | '.join(cells)} |")
+    slow = sum(ratio < 0.95 for ratio in ratios)
+    bar = (f"Under 0.95 of cuBLAS's speed: {slow} of {len(ratios)}; least {min(ratios):.2f}, "
+           f"median {median(ratios):.2f} (bar: none under 0.95, median at least 1).")  # fmt: skip
+    return "\n".join([_of_whom(rows), "", bar, "", *lines])
 
 
 def small_kernel_tables() -> str:
@@ -212,6 +233,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_tables,
     "small kernels": small_kernel_tables,
     "mxfp4": mxfp4_table,
+    "products": products_table,
     "budget prompts": budget_prompts,
     "long prompts": long_prompts,
     "plan": a_plan,
