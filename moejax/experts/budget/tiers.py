@@ -32,7 +32,7 @@ from pallas_kernels.host_mailbox import Mailbox
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
 # 5 x16, jax 0.11.2, 2026-11-20).
 TRANSIENT_BYTES = 64 * 2**20
-# cuBLAS' workspace, programs and what an allocator loses by rounding and gaps.
+# cuBLAS' workspace, sums that thread blocks share (17 MB), programs and the allocator's gaps.
 RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 # Bytes of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
 GATHERED_BYTES = 512 * 2**20
