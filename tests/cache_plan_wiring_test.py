@@ -133,6 +133,7 @@ class WiringTest(parameterized.TestCase):
         self.assertEqual(calls.count("predict"), int(ahead > 0))
         self.check(found, expected)
 
+    @pytest.mark.slow
     def test_experts_of_a_chunk_are_planned_like_its_pairs(self):
         found = steps(3, 0, 9, ops.NO_KERNELS)
         with mock.patch.object(placing, "_planned_by_expert", placing._planned):

@@ -6,6 +6,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from pallas_kernels import grouped_dequant_matmul as package
@@ -80,6 +81,7 @@ class TurnsTest(parameterized.TestCase):
 
         self.check(operands, in_turns(operands, call), call(*given(operands)))
 
+    @pytest.mark.slow
     def test_the_kernel_of_many_rows_sorts_once_for_all_calls(self):
         operands = random_operands(CASES["prefill_mxfp4"], seed(self.id()))
         sorts, blocks = [], []

@@ -74,6 +74,7 @@ class PolicyScoringTest(FolderTestCase):
                 self.assertBetween(engine.ledger.shares["int4"], 0.05, 0.95)
         np.testing.assert_allclose(list(found.values()), found[False, 1], rtol=1e-6)
 
+    @pytest.mark.slow
     def test_promotions_between_chunks_of_the_period(self):
         engine, counts = self.engine(**DYNAEXQ, emulate=False), []
         step, ledger = ExpertMemory.step, engine.ledger

@@ -84,6 +84,7 @@ class WrittenTest(QuantizeTestCase):
         (output / "quantization.json").write_text(json.dumps(manifest))
         self.assertRegex(verify_checkpoint(str(output)), "^verified")
 
+    @pytest.mark.slow
     def test_no_plots_without_matplotlib(self):
         self.drawing.stop()
         with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):

@@ -144,6 +144,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         ):
             self.assertEqual(kernel_warnings.expected_kernel(target), expected)
 
+    @pytest.mark.slow
     def test_nothing_is_traced_after_the_warm_up(self):
         packed, _ = engines("mixtral")
         packed.generate([prompt(20), prompt(9)], max_new_tokens=20)

@@ -130,8 +130,8 @@ def compiled_chunk(
 
 
 class MemoryTest(Qwen3NextTestCase):
-    @slow.repeats()
     @parameterized.parameters(1, 3)
+    @pytest.mark.slow
     def test_a_decode_step_does_not_copy_the_states(self, batch):
         of = dataclasses.replace(TWO_LAYERS.delta_net, layers=(0, 1))
         config = dataclasses.replace(TWO_LAYERS, num_layers=3, moe_layers=(0, 1, 2), delta_net=of)

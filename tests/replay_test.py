@@ -385,6 +385,7 @@ class ReplayTest(parameterized.TestCase):
             self.assertNotEqual(formula("compose", max_requests=8), both)
             self.assertEqual(traced.call_count, 15)
 
+    @pytest.mark.slow
     def test_what_is_expected_of_the_policies(self):
         self.assertGreater(decoded("dymoe 4/2", "reused")[0], 0)
         self.assertGreater(decoded("dynaexq, low always there", "bulk")[0], 0)

@@ -12,6 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moejax import Engine
@@ -232,6 +233,7 @@ class MemoryTest(parameterized.TestCase):
             self.assertLess(grown, unused / ENGINE.config.num_layers / 2 / 10)
         self.assertLess(temporary[steps.decode, 2048], self._cache_bytes(256))
 
+    @pytest.mark.slow
     def test_a_step_that_chooses_its_slots_copies_no_cache(self):
         with recorded_programs(self.runner) as programs:
             self.runner.decode(start(self.runner, self.prompts, 8192), 4, 16)

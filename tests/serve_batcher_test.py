@@ -25,7 +25,6 @@ from moejax.inference.generation import GenerationSettings
 from moejax.models.config import Pages
 from moejax.serving import batcher as batcher_module
 from moejax.serving.metrics import Metrics
-from tests import slow
 from tests.serving_case import (
     NAME,
     WAIT_S,
@@ -257,8 +256,8 @@ class CutTest(absltest.TestCase):
 
 
 class ProgramsTest(parameterized.TestCase):
-    @slow.where(lambda like_a_gpu: like_a_gpu)  # more programs, by the same calls
     @parameterized.named_parameters(("cpu", False), ("programs_of_a_gpu", True))
+    @pytest.mark.slow
     def test_requests_after_warm_up_compile_nothing(self, like_a_gpu: bool):
         """Whatever they ask for: lengths, settings, log-probabilities, streams, rows that end."""
         with contextlib.ExitStack() as stack:

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import openai
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
@@ -134,6 +135,7 @@ class NumbersTest(absltest.TestCase):
 
             wait_until(is_free, "room again")
 
+    @pytest.mark.slow
     def test_with_few_descriptors_new_clients_are_served(self):
         """A server that may open 1,024 files, and 2,000 connections that are silent."""
         program = (

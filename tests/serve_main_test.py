@@ -110,6 +110,7 @@ def health(port: int) -> tuple[int, dict[str, Any]]:
 
 
 class ProcessTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_a_stream_that_runs_at_sigterm_is_finished_and_the_status_is_0(self):
         with serving("--config.grace_s=20", "--config.warm_up=False") as server:
             port = ready_port(server)

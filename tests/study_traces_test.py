@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moejax import sweep
@@ -41,6 +42,7 @@ class StudyTracesTest(parameterized.TestCase):
         self.assertLess(work.ids.max(), config.num_experts)
         self.assertIn("scaled from 16 experts", work.about)
 
+    @pytest.mark.slow
     def test_sweeps_replay_them(self):
         trace = f"--config.trace={FOLDER / 'books.trace'}"
         _, *said = commands.run(

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from moejax import generate, profile_experts
@@ -142,6 +143,7 @@ class TierErrorsTest(FolderTestCase):
             self.found.of_gate(("int3",), np.ones((LAYERS, 4)))
         self.assertAlmostEqual(errors.mean[1], np.sqrt(np.mean(errors.bound**2)))
 
+    @pytest.mark.slow
     def test_errors_of_experts(self):
         plain = self.found.plain
         chosen = plain[..., SKIPPED] > 0
