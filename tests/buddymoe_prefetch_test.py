@@ -119,6 +119,7 @@ class DecisionTest(parameterized.TestCase):
         decision, _ = jax.eval_shape(policy.decide, policy.init(SPEC), steps(4, 1)[0])
         self.assertIsNone(decision.ahead)
 
+    @pytest.mark.slow
     def test_what_the_prefetch_brings_counts_in_delta(self):
         # Two of three experts are missing in the second layer; the prefetch brings one of them.
         row = {"weights": [0.4, 0.3, 0.2], "predicted_probabilities": [0.9]}

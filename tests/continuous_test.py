@@ -300,6 +300,7 @@ class TurnsTest(absltest.TestCase):
         self.assertEqual((batch.num_rows, batch.num_free), (0, 3))
         self.assertEqual(answers(batch, [row]), [alone(runner, *row)])
 
+    @pytest.mark.slow
     def test_a_row_without_finite_logits_leaves_nothing_to_the_next_in_its_lane(self):
         runner, [row, *_] = resident_runner(), rows_of()
         expected, bad = alone(runner, *row), 159
@@ -415,6 +416,7 @@ class PrefixTest(parameterized.TestCase):
         shared = 2 * len(system) + 1 + len(system) - 1
         self.assertEqual((batch.counts.prefix_tokens, batch.counts.prefix_hits), (shared, 3))
 
+    @pytest.mark.slow
     def test_several_answers_to_a_prompt_run_it_once_and_others_pass_them(self):
         runner, prompt = resident_runner(), rows_of()[1][0]
         how = SAMPLED | {"max_new_tokens": 5}

@@ -60,6 +60,7 @@ class TiersTest(absltest.TestCase):
         _, cls.memory = cached_runner(policy, (4, 2), (3, QWEN.num_experts), emulated=True,
                                        first=3)  # fmt: skip
 
+    @pytest.mark.slow
     def test_an_outage_of_several_tiers_ends_the_sessions_of_its_time_alone(self):
         for tier in self.memory.tiers:
             tier.disk = BadDisk()

@@ -71,6 +71,7 @@ class TurnsTest(parameterized.TestCase):
         self.assertFalse(np.isnan(found[:, ran]).any())
 
     @parameterized.parameters(("reference", {}), ("triton", {"interpret": True}))
+    @pytest.mark.slow
     def test_calls_give_what_one_gives(self, implementation, how):
         operands = random_operands(CASES["int4_int2_and_skipped"], seed(self.id()))
 

@@ -92,7 +92,6 @@ class HandedOutTest(FolderTestCase):
         answers = [[a.tokens for a in engine.generate(PROMPTS, **HOW)] for engine in (one, other)]
         self.assertEqual(*answers)
 
-    @slow.where(lambda case: case != ("narrow", "plain", "2,experts,heads"))
     @parameterized.parameters(
         (("narrow", "int4", "8,experts"),),  # more devices than groups; hot ones have copies
         (("narrow", "plain", "4,experts+2"),),
@@ -101,6 +100,7 @@ class HandedOutTest(FolderTestCase):
         (("latent", "plain", "4,experts"),),
         (("sigmoid", "int2", "8,experts"),),
     )
+    @pytest.mark.slow
     def test_a_mesh_answers_as_one_device(self, case):
         kind, form, mesh = case
         config = NARROW if kind == "narrow" else CONFIGS[kind]

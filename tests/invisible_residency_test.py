@@ -193,8 +193,8 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(events["waits"], len(read))
         self.assertEqual(bool(read), "disk" in place)
 
-    @slow.where(lambda unrolled: unrolled != 1)
     @parameterized.parameters((3, 1, 8), (3, 1, 1), (5, 2, 2), (4, 0, 2))
+    @pytest.mark.slow
     def test_waves_of_one_sequence(self, transient, apart, unrolled):
         """Chunks pass in stages, some waves of them at a time; decode uses the bank alone."""
         place = Place(0, transient, apart=apart)

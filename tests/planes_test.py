@@ -132,8 +132,8 @@ class JointCodesTest(parameterized.TestCase):
         self.assertLess(errors[0][0], errors[1][0])
         self.assertLess(errors[0][1], errors[1][1])
 
-    @slow.repeats()
     @parameterized.parameters(({},), ({"block_size": 16},), ({"act_order": True},))
+    @pytest.mark.slow
     def test_gptq_fits_every_group_to_its_own_members(self, how):
         """By H = I no error spreads, so that groups are those of least squares."""
         weights, grid = matrix(16, 96), grid_of(2, 4, group_size=40)

@@ -38,6 +38,7 @@ class QuantizeMainTest(FolderTestCase):
         flags = [f"--config.{name}={value}" for name, value in where.items()]
         return commands.run(quantize.COMMAND, *flags, *arguments)
 
+    @pytest.mark.slow
     def test_report(self):
         arguments = (
             "--config.method=rtn",

@@ -121,6 +121,7 @@ class MethodsTest(QuantizeTestCase):
             self.assertEqual(entry["factor_bits"], 8 if name in surged else 3)
         self.assert_loads(job)
 
+    @pytest.mark.slow
     def test_gptq_is_given_the_inputs_of_the_layer(self):
         job = self.job("experts, mlp: method=rtn", method="gptq", text=TEXT)
         manifest = self.checked(quantize_checkpoint(job))

@@ -69,6 +69,7 @@ class ScriptsTest(absltest.TestCase):
                 done = run_file(importer, name, cwd=ROOT, PYTHONPATH=str(ROOT))
                 self.assertEqual(done.returncode, 0, done.stderr)
 
+    @pytest.mark.slow
     def test_an_unnamed_script_is_found(self):
         for name in ("studies/speed/other.py", "golden_old.py"):
             self.assertTrue(unnamed(SCRIPTS / name, words(pages()), imported()))
