@@ -51,7 +51,9 @@ def regions(results: Results, page: str) -> dict[str, str]:
     milo = recipes.claims(next(iter(kilobytes), recipes.DEMO_KB))
     for name, title in TITLES.items():
         runs = Runs()
-        claims, missing, of_tasks = [], [], [b for b in task_cases.CLAIMS if b.paper == title]
+        claims: list[list[str]] = []
+        missing: list[str] = []
+        of_tasks = [bar for bar in task_cases.CLAIMS if bar.paper == title]
         for found, bars, unit in (
             (windows, _CLAIMS.get(name, ()), "Nats a token"),
             (documents, of_tasks, "Share of wrong answers"),
