@@ -141,20 +141,22 @@ def budget_prompts() -> str:
     """Prompts under budgets: their bytes over the link, and the least time that these take."""
     rows = read_rows(STUDIES / "speed/prompts_h100.jsonl")
     pattern = re.compile(
-        r"(.*), ([^,]*), random weights.*?(?:, memory (.*))?, batch 1, ([\d.]+) GiB, "
-        r"1 prompts of 512 random tokens; routing decode: made up, even popularity"
+        r"(.*), ([^,]*), random weights.*?(?:, (at commit \w+))?, batch 1, ([\d.]+) GiB, "
+        r"1 prompts of (\d+) random tokens; routing decode: made up, even popularity"
     )
-    found: dict[tuple[str, str, float], dict[str, ResultRow]] = defaultdict(dict)
+    found: dict[tuple[str, int, float, str], dict[str, ResultRow]] = defaultdict(dict)
     for row in rows:
         if match := pattern.match(row.what):
-            found[match[2], match[3] or "", float(match[4])][match[1]] = row
-    lines = [_of_whom(rows), "", "| model | memory's settings | JAX's memory | over the link | at "
+            key = match[2], int(match[5]), float(match[4]), match[3] or ""
+            found[key][match[1]] = row
+    lines = [_of_whom(rows), "", "| model | prompt | JAX's memory | over the link | at "
              "50 GiB/s | time to the first token | share of that bound |"]  # fmt: skip
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
-    for (model, settings, gib), one in found.items():
+    for (model, tokens, gib, commit), one in sorted(found.items()):
         moved, took = one["link bytes of a prompt"].figure, one["TTFT median"].figure
         bound_ms = moved * 1e6 / 2**30 / LINK_GIB_S * 1e3
-        lines.append(f"| {model} | {settings} | {gib:g} GiB | {moved / 1e3:.2f} GB "
+        prompt = f"{tokens:,} {commit}".rstrip()
+        lines.append(f"| {model} | {prompt} | {gib:g} GiB | {moved / 1e3:.2f} GB "
                      f"| {bound_ms:.0f} ms | {took:.0f} ms "
                      f"| {100 * bound_ms / took:.0f} % |")  # fmt: skip
     return "\n".join(lines)
