@@ -130,11 +130,11 @@ def _draw(
     """Draws the next token of each row from its own random stream.
 
     Args:
-      keys: B typed keys; each row's _draw depends on its key and logits alone.
-      all_greedy: static; True skips the sort and the _draw.
+      keys: B typed keys; each row's draw depends on its key and logits alone.
+      all_greedy: static; True skips the sort and the draw.
 
     Returns:
-      int32[B] and the keys for the next _draw.
+      int32[B] and the keys for the next draw.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if all_greedy:

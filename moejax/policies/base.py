@@ -2,7 +2,7 @@
 
     init(spec) -> state
     decide(state, observation) -> (decision, state)      once a sparse layer, inside the step
-    transfers(state, residency) -> (requests, state)     between steps
+    transfers(state, resident) -> (requests, state)      between steps
 
 The same functions run in the engine, in the replay of a trace, and in a `vmap`ped sweep over their
 settings. A setting that sweeps is a leaf of the state: `decide` and `transfers` read it there,

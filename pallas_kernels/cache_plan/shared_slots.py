@@ -174,7 +174,7 @@ def _first(mask: jax.Array) -> jax.Array:
 
 
 def _departed(before: LayerTables, after: LayerTables) -> dict[str, jax.Array]:
-    """Items that have left their slots, as `rows.departures` counts them."""
+    """Items that have left their slots, as `operands.departures` counts them."""
     gone = (before.slot_of >= 0) & (after.slot_of < 0)
     return {"evictions": gone, "prefetch_waste": gone & at(before.prefetched, before.slot_of)}
 
