@@ -1,5 +1,6 @@
 """Targets of kernels: the platform and, for a GPU, its compute capability."""
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -33,11 +34,12 @@ def target_of(device: jax.Device) -> Target:
     """Target of a device."""
     if device.platform != "gpu":
         return Target(device.platform, None)
-    capability = getattr(device, "compute_capability", None)
+    # Of an AMD GPU this is a name, such as "gfx942".
+    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if capability is None:
         return Target("gpu", None)
-    major, minor = str(capability).split(".")
-    return Target("gpu", (int(major), int(minor)), getattr(device, "core_count", 132))
+    major, minor = map(int, capability.groups())
+    return Target("gpu", (major, minor), getattr(device, "core_count", 132))
 
 
 def platform_refusal(target: Target) -> str | None:

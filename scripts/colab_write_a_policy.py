@@ -4,12 +4,12 @@
 # When the experts of a model do not fit the accelerator, some lie in its memory, in *slots*, and
 # the others in host memory, from where they must be fetched over a slow link when the router asks
 # for them. An expert that is found in a slot is a *hit*; one that is not is a *miss*, and the
-# answer waits for it. A **policy** decides which experts stay in the slots, which run at which
-# precision, and which are left out.
+# answer waits for it. The expert that was used least recently leaves first (LRU). A **policy**
+# decides which experts run at which precision, and which are left out.
 #
-# The classical policy is LRU: the expert that was used least recently leaves first. Here we write
-# another, try it on a recorded trace in seconds and without weights (a *sweep*), see how it fares
-# beside LRU and beside the best that any policy could do, and then run it in the engine.
+# The plain one, `on_demand`, runs every expert that the router asks for. Here we write another, try
+# it on a recorded trace in seconds and without weights (a *sweep*), see how it fares beside that
+# one and beside the best that any could do, and then run it in the engine.
 
 # %% [markdown]
 # ## Install

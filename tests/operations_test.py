@@ -1,6 +1,7 @@
 """One contract for every operation: which implementation is chosen, and why others refuse."""
 
 import functools
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from pallas_kernels import (
     row_gather,
 )
 from pallas_kernels.op import Implementation, Operation
-from pallas_kernels.target import SIMULATED, Target
+from pallas_kernels.target import SIMULATED, Target, target_of
 from tests.gpu_programs import shapes_of_matrices, shapes_of_terms
 from tests.gpu_targets import leaf
 from tests.packed_operands import Form
@@ -328,6 +329,15 @@ class OperationTest(absltest.TestCase):
         self.assertEqual(operation(2, implementation="reference"), ("reference", (2,), {}))
         with self.assertRaisesRegex(ValueError, "^twice by k0 refuses: x is odd; no$"):
             operation(3, implementation="k0")
+
+    def test_cards_of_others_are_refused_and_served_by_the_reference(self):
+        device = types.SimpleNamespace(platform="gpu", compute_capability="gfx942")
+        amd = target_of(device)
+        self.assertEqual(amd, Target("gpu", None))
+        x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+        found = router_topk.OPERATION.choose(x, 2, target=amd)
+        self.assertEqual(found.implementation, "reference")
+        self.assertIn("it runs on NVIDIA GPUs", found.refusals["triton"])
 
     def test_interpreting_chooses_as_on_a_gpu(self):
         x = np.arange(16, dtype=np.float32).reshape(2, 8)
