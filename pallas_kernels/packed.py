@@ -53,8 +53,8 @@ class PackedMatrices:
       * packed: `words` is uint32[P, N, W] of P >= S slots, rows packed by `layout`; `scales` is
         float16 or float32 [S, N, G]; `zeros` is of the scales' dtype (float zero points), uint8
         (integer ones), or None (symmetric, 2^(bits - 1));
-      * MXFP4 (`pallas_kernels.mxfp4`): packed, 4 bits in groups of 32, with `scales` of uint8, no
-        zeros and no refinements;
+      * MXFP4 (`pallas_kernels.mxfp4`, whose `arrange` the words passed): packed, 4 bits in groups
+        of 32, with `scales` of uint8, no zeros and no refinements;
       * in planes that lie apart: `words` has the first plane, whose `scales` and float `zeros` give
         the product's by `layout.prefix_constants(bits)`; `refinements` has the other planes of
         `layout.PREFIX_PLANES[bits]`, in order;

@@ -9,6 +9,7 @@ w = E2M1(code) 2^(scale - 127), `pallas_kernels.mxfp4`. All else is stored in fl
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from moejax.checkpoints.formats import bitstream
@@ -23,6 +24,8 @@ from moejax.checkpoints.safetensors_reader import StoredTensor, read_array
 from moejax.errors import MoejaxError
 from moejax.weights.qtensor import MXFP4, QTensor
 from pallas_kernels import mxfp4
+
+_arranged = bitstream.on_host(jax.jit(mxfp4.arrange))
 
 
 def parse_mxfp4(fields: Mapping[str, Any]) -> Format:
@@ -65,7 +68,7 @@ def _matrix(
         num_inputs = exponents.shape[-1] * mxfp4.GROUP_SIZE
         stream = read_array(blocks).reshape(*lead, -1).view(np.int32)
         words = bitstream.repacked_stream(stream, None, bits=mxfp4.BITS, num_codes=num_inputs)
-        return codes_matrix(MXFP4, num_inputs, mxfp4.arrange(words), exponents, None)
+        return codes_matrix(MXFP4, num_inputs, _arranged(words), exponents, None)
 
     def expert(index: int) -> StoredMatrix:
         first, second = (stored.part(index, stored.shape[1:]) for stored in (blocks, scales))
