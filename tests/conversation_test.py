@@ -149,6 +149,9 @@ class ConversationTest(FolderTestCase):
                     signal.raise_signal(signal.SIGINT)
 
         seen: list[Chunk] = []
+        # A shell in the background ignores the signal, and its children with it.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.addCleanup(signal.signal, signal.SIGINT, before)
         typed = mock.Mock(isatty=lambda: True)
         with (
             mock.patch.object(Engine, "stream", interrupted),
