@@ -237,7 +237,7 @@ class ShapeTest(Case):
         self.assertIn("decode: gate mass: int4", out)
         self.assertEqual(out.count("decode: layer "), 2)
 
-    @pytest.mark.gpu
+    @pytest.mark.gpu(gib=8)
     def test_real_shapes_run_on_their_kernels(self):
         record, _ = self.record(
             shape="Qwen3-30B-A3B", layers=2, prompt_tokens=64, batches="(1, 4)", platform="gpu",

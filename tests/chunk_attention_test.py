@@ -447,6 +447,7 @@ class DeviceContractTest(on_device(CONTRACT)):
         of = random_operands(shape, "bfloat16", seed=len(name))
         self.assertIsNone(violation(compiled(of, shape, chosen), of, shape))
 
+    @pytest.mark.gpu(gib=24)
     def test_offsets_beyond_32_bits(self):
         shape = Shape(64, 32, 8, 128, 4096, (500,) * 8, (64,) * 8, layers=1)
         of = random_operands(shape, "bfloat16", seed=12)

@@ -386,6 +386,7 @@ class DeviceContractTest(on_device(CONTRACT)):
             found = compiled(of, GPU_SHAPES[name], chosen)
             self.assertIsNone(violation(found, of, GPU_SHAPES[name]))
 
+    @pytest.mark.gpu(gib=24)
     def test_offsets_beyond_32_bits(self):
         shape = Shape(8, 32, 8, 128, 4096, 600, layers=1)
         of = random_operands(shape, "bfloat16", seed=12)

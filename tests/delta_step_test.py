@@ -291,6 +291,7 @@ class DeviceContractTest(on_device(CONTRACT)):
         self.assertLess(memory.temp_size_in_bytes, of.states.nbytes // 8)
         self.assertIsNone(violation(step(*on_device), of, shape))
 
+    @pytest.mark.gpu(gib=40)
     def test_offsets_beyond_32_bits(self):
         shape, layers = Shape(1, 1, 1, 128, 128, layers=1), 2**17 + 1
         of = random_operands(shape, "bfloat16", seed=12)

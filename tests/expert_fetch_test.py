@@ -387,6 +387,7 @@ class DeviceContractTest(parameterized.TestCase):
         )
         self.assertNotRegex(program.as_text(), COPY)
 
+    @pytest.mark.gpu(gib=20)
     def test_arrays_beyond_four_gib(self):
         length, slots = 2**20, 1100  # of 4 MiB
 

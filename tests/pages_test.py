@@ -126,6 +126,10 @@ class DeviceKernelsTest(KernelsTest):
 
     interpret = False
 
+    def setUp(self):
+        super().setUp()
+        self.enter_context(jax.default_device(jax.devices("gpu")[0]))
+
 
 class CacheTest(HostTestCase):
     """XLA's reads and writes of pages beside those of slots in one piece."""

@@ -274,6 +274,7 @@ class DeviceContractTest(on_device(CONTRACT)):
         self.assertLess(memory.temp_size_in_bytes, of.keys.nbytes // 8)
         self.assertIsNone(violation(call(*on_device), of, shape))
 
+    @pytest.mark.gpu(gib=36)
     def test_offsets_beyond_32_bits(self):
         shape = Shape(8, 32, 8, 128, 4096, layers=1)
         of = random_operands(shape, "bfloat16", seed=12)
