@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes
 MOST_ECHOED = 1000  # characters of a prompt
 
 
-def define_flags(values: flags.FlagValues) -> None:
+def _define_flags(values: flags.FlagValues) -> None:
     """Defines the flags beside `--config`."""
     flags.DEFINE_boolean("stats", False, "a line of counts for each layer", flag_values=values)
     flags.DEFINE_multi_string("prompt", [], "a text to continue", flag_values=values)
@@ -185,7 +185,7 @@ def _close(
 
 
 COMMAND = cli.Command(
-    doc=__doc__, default=GenerateConfig(), define_flags=define_flags, body=_generate
+    doc=__doc__, default=GenerateConfig(), define_flags=_define_flags, body=_generate
 )
 
 if __name__ == "__main__":

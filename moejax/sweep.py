@@ -39,7 +39,7 @@ def _sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     import jax
 
     from moejax.devices import asked_experts, asked_heads, choose_device, mesh_size
-    from moejax.experts.tiering import of_grid
+    from moejax.experts.tiering import Tiering, choose
     from moejax.routing.simulate import recommend as recommending
     from moejax.routing.simulate import sweeping, table
     from moejax.routing.trace import read_trace
@@ -75,7 +75,11 @@ def _sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     grid = named or eighths(trace.num_experts, len(tiers.names))
     start = time.perf_counter()
     with jax.default_device(device):
-        policy = config.policy if config.policy == sweeping.LRU else of_grid(config.policy)
+        policy = (
+            config.policy
+            if config.policy == sweeping.LRU
+            else lambda **given: choose(Tiering(policy=config.policy, settings=given)).policy
+        )
         swept = sweeping.sweep(trace, policy, grid, tiers, bulk)
     spent = time.perf_counter() - start
     decoded = swept[0].traffic.steps

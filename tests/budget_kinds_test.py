@@ -12,8 +12,8 @@ import pytest
 from absl.testing import parameterized
 
 from moejax import Engine
+from moejax.benchmarking.measuring import floor_bytes
 from moejax.benchmarking.random_weights import Packing
-from moejax.benchmarking.step_cost import floor_bytes
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.budget import GIB, BudgetError, Limits, RunSizes, make_budget

@@ -95,9 +95,9 @@ class LoadTest(FolderTestCase):
         values = codes.view(dtype)
         for value in values[:: 1 if dtype.itemsize == 1 else 37]:
             exact = float(value)
-            self.assertEqual(in_range(np.full(3, value)), abs(exact) < 2**63, exact)
-        self.assertTrue(in_range(np.zeros((0, 3), dtype)))
-        self.assertTrue(in_range(np.full(3, 2**31 - 1, np.int32)))
+            self.assertEqual(in_range("w", np.full(3, value)), abs(exact) < 2**63, exact)
+        self.assertTrue(in_range("w", np.zeros((0, 3), dtype)))
+        self.assertTrue(in_range("w", np.full(3, 2**31 - 1, np.int32)))
 
 
 class LogitsTest(FolderTestCase):

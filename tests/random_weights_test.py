@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+from moejax.benchmarking.measuring import floor_bytes
 from moejax.benchmarking.random_weights import Packing, expert_terms_nbytes, random_weights
-from moejax.benchmarking.step_cost import floor_bytes
 from moejax.models.config import weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.shapes import SHAPES

@@ -54,10 +54,10 @@ from moejax.experts.tiering import STORED, Tiering, choose, shape_is_mxfp4
 from moejax.inference.chunking import planned_chunk
 from moejax.inference.runner import Runner
 from moejax.models.attention import copies_cache, stores_scores
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.config import PLAIN_ROUTER, ModelConfig, weight_shapes
 from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
 from moejax.models.leaf_kinds import EXPERT_LEAVES, VOCABULARY_LEAVES
-from moejax.models.shapes import CONFIGS, one_layer_of, with_layers
+from moejax.models.shapes import CONFIGS, with_layers
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy, parts_of, settings_of
@@ -84,7 +84,7 @@ class _SyntheticRows:
         """Draws a few experts, all rows of `packing`, or planes of as many bits."""
         self.num_layers = len(config.moe_layers)
         self.num_experts = (mesh.num_handed_out if mesh else 0) or config.num_experts
-        small = dataclasses.replace(one_layer_of(config, NUM_DRAWN), vocab_size=64)
+        small = dataclasses.replace(_one_layer_of(config, NUM_DRAWN), vocab_size=64)
         drawn = random_weights(small, packing, device)
         stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
         if is_plane:
@@ -532,3 +532,12 @@ def models_of(config: BenchmarkConfig) -> Models:
     device = choose_device(config.platform)
     enable_compilation_cache(config.compilation_cache)
     return _ShapeModels(config, device) if config.shape else CheckpointModels(config, device)
+
+
+def _one_layer_of(config: ModelConfig, num_experts: int) -> ModelConfig:
+    """A sparse layer of few experts, as wide as the model's, for tests of experts alone."""
+    return dataclasses.replace(
+        config, num_layers=1, moe_layers=(0,), num_experts=num_experts, delta_net=None,
+        window_layers=None,
+        experts_per_token=min(config.experts_per_token, num_experts), router=PLAIN_ROUTER,
+    )  # fmt: skip

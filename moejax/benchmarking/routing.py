@@ -64,7 +64,7 @@ class Workload:
     about: str = ""  # where the choices are from, for people
 
     @property
-    def num_experts(self) -> int:
+    def _num_experts(self) -> int:
         """E."""
         return self.probabilities.shape[-1]
 
@@ -77,7 +77,7 @@ class Workload:
         """int64[M, E], times that each expert was chosen."""
         layers = np.moveaxis(self.ids, 1, 0)
         return np.stack(
-            [np.bincount(ids.reshape(-1), minlength=self.num_experts) for ids in layers]
+            [np.bincount(ids.reshape(-1), minlength=self._num_experts) for ids in layers]
         )
 
     def coactivations(self) -> np.ndarray:
@@ -85,10 +85,10 @@ class Workload:
         counts = []
         for ids in np.moveaxis(self.ids, 1, 0):  # a layer at a time: marks of all are gigabytes
             tokens = ids.reshape(-1, ids.shape[-1])
-            marks = np.zeros((len(tokens), self.num_experts), np.float32)
+            marks = np.zeros((len(tokens), self._num_experts), np.float32)
             np.put_along_axis(marks, tokens, 1, axis=1)
             counts.append((marks.T @ marks).astype(np.float64))
-        return np.stack(counts) * (1 - np.eye(self.num_experts))
+        return np.stack(counts) * (1 - np.eye(self._num_experts))
 
 
 def _num_steps(batch: int) -> int:

@@ -12,10 +12,9 @@ import numpy as np
 from moejax.benchmarking import requests
 from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
 from moejax.benchmarking.expected_kernels import refuse_dequantized
-from moejax.benchmarking.measuring import BatchTimes, Bench, Measurement
+from moejax.benchmarking.measuring import BatchTimes, Bench, Measurement, floor_bytes
 from moejax.benchmarking.models import CheckpointModels, Models, models_of
 from moejax.benchmarking.requests import PromptFile, TokenizedPrompts
-from moejax.benchmarking.step_cost import floor_bytes
 from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.config.options import options
 from moejax.devices import device_nbytes, plain_memory_errors

@@ -36,7 +36,6 @@ from moejax.checkpoints.safetensors_reader import (
     read_array,
     read_tensor,
     stored_tensors,
-    without_masks,
 )
 from moejax.devices import DeviceMesh, Place, put, rows_of
 from moejax.errors import MoejaxError
@@ -466,7 +465,7 @@ def _convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
     """Copies `values` into `rows`; raises MoejaxError if one is too large for its dtype."""
     with np.errstate(over="ignore"):
         np.copyto(rows, values, casting="unsafe")
-    if not in_range(without_masks(name, rows)):
+    if not in_range(name, rows):
         mend = "bfloat16 or float32" if rows.dtype == np.float16 else "float32"
         raise MoejaxError(
             f"{name} does not fit {rows.dtype.name} (largest {abs(values).max()}); load as {mend}"

@@ -339,11 +339,11 @@ def read_matrix(
 
 
 def _check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
-    """Raises MoejaxError naming the first value that is NaN or infinite, but for `without_masks`.
+    """Raises MoejaxError naming the first value that is NaN or infinite, but for `_without_masks`.
 
     `values`, float[n], are numbers `first`.. of the tensor's.
     """
-    values = without_masks(tensor.name, values)
+    values = _without_masks(tensor.name, values)
     # One pass without a mask of the size of the values: a sum is finite only if all are.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(values.sum(dtype=np.float32)):
@@ -358,23 +358,24 @@ def _check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> N
 
 
 def check_range(tensor: StoredTensor, values: np.ndarray) -> None:
-    """Raises OutOfRangeError where a weight, but for `without_masks`, is NaN, infinite or huge."""
-    if not in_range(without_masks(tensor.name, values)):
+    """Raises OutOfRangeError where a weight, but for `_without_masks`, is NaN, infinite or huge."""
+    if not in_range(tensor.name, values):
         raise OutOfRangeError(
             f"{tensor.path}: {tensor.name} holds NaN, infinite or huge values (2^63 or more), with "
             "which nothing can be computed; download it again, or convert it anew"
         )
 
 
-def without_masks(name: str, values: np.ndarray) -> np.ndarray:
+def _without_masks(name: str, values: np.ndarray) -> np.ndarray:
     """Replaces by 0 the -inf by which a router's bias keeps an expert from being chosen."""
     if not name.endswith(_CHOOSING_BIAS):
         return values
     return np.where(values == -np.inf, values.dtype.type(0), values)
 
 
-def in_range(values: np.ndarray) -> bool:
-    """Whether no number is NaN, infinite or huge; as integers, several times faster than floats."""
+def in_range(name: str, values: np.ndarray) -> bool:
+    """Whether no weight is NaN, infinite or huge; as integers, several times faster than floats."""
+    values = _without_masks(name, values)
     if values.dtype not in _MAGNITUDES:
         return True
     word, largest, first_wrong = _MAGNITUDES[values.dtype]

@@ -234,7 +234,7 @@ class Ledger:
         return self._shares(None if self.gate is None else self.gate.sum(axis=0))
 
     @property
-    def shares_by_layer(self) -> list[dict[str, float]]:
+    def _shares_by_layer(self) -> list[dict[str, float]]:
         """Shares of each layer's gate mass."""
         return [] if self.gate is None else [self._shares(row) for row in self.gate]
 
@@ -281,7 +281,7 @@ class Ledger:
             "asked": self.asked,
             "hit_rate": _or_none(self.hit_rate),
             "gate_shares": {n: _or_none(s) for n, s in self.shares.items()},
-            "gate_shares_by_layer": self.shares_by_layer,
+            "gate_shares_by_layer": self._shares_by_layer,
         }
 
     def describe(self) -> list[str]:
@@ -306,7 +306,7 @@ class Ledger:
         """A line for each layer."""
         if self.gate is None:
             return [line for tier in self.tiers.values() for line in tier.describe_layers()]
-        shares = self.shares_by_layer
+        shares = self._shares_by_layer
         return [f"layer {i}: {_percents(row)}" for i, row in enumerate(shares)]
 
 

@@ -468,13 +468,15 @@ def empty_tier(
     gate_up, down = jax.tree.unflatten(tree, arrays)
     memory = TierMemory(spec, gate_up, down, supply.row_of, place, terms, disk)
     if limits.host_threads and store is not None:
-        use_host(memory, jax.tree.unflatten(tree, store.views), config, limits.host_threads, device)
+        _use_host(
+            memory, jax.tree.unflatten(tree, store.views), config, limits.host_threads, device
+        )
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
 
 
-def use_host(
+def _use_host(
     memory: TierMemory, views: tuple[Any, Any], config: ModelConfig, threads: int,
     device: jax.Device,
 ) -> None:  # fmt: skip

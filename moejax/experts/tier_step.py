@@ -112,7 +112,7 @@ class TierStep:
             return 0
         return self.planner.forms(num_pairs)[0].later_waves
 
-    def bank(self, slots: TierSlots, turn: int, array: int = OWN) -> Bank:
+    def _bank(self, slots: TierSlots, turn: int, array: int = OWN) -> Bank:
         """Returns a layer's array of slots; of a tier that shares slots their words."""
         if array == APART:
             assert slots.apart is not None
@@ -140,8 +140,8 @@ class TierStep:
           array: to fill.
           beside: the array that products read meanwhile.
         """
-        other = None if beside is None else self.bank(slots, turn, beside)
-        bank = self._from_host(self.bank(slots, turn, array), jobs, other)
+        other = None if beside is None else self._bank(slots, turn, beside)
+        bank = self._from_host(self._bank(slots, turn, array), jobs, other)
         return self._finish_fetch(slots, turn, layer, bank, jobs, array)
 
     def _finish_fetch(
@@ -184,7 +184,7 @@ class TierStep:
         how = self._fetch_implementation(job)
         if beside is None or how != "triton":
             return expert_fetch.fetch([job], implementation=how, after=after)[0]
-        tiles = expert_fetch.default_tiles_beside()
+        tiles = expert_fetch.BESIDE
         return expert_fetch.fetch([job], implementation=how, tiles=tiles, after=beside)[0]
 
     def _from_disk(self, bank: Bank, layer: Index, jobs: Fetch) -> tuple[Bank, jax.Array | None]:
@@ -269,7 +269,7 @@ class TierStep:
 
         They read the slots that the copy may overwrite, and XLA would copy the slots instead.
         """
-        products, read = jax.lax.optimization_barrier((products, self.bank(slots, turn, array)))
+        products, read = jax.lax.optimization_barrier((products, self._bank(slots, turn, array)))
         return products, self._with_bank(slots, turn, read, array)
 
     def _multiply(
@@ -290,7 +290,7 @@ class TierStep:
     ) -> ExpertStacks:  # fmt: skip
         """Returns slots as stacks, with the low-rank terms of their experts."""
         experts, slot, wave_of = plan.holders
-        held = self.bank(slots, turn, array)
+        held = self._bank(slots, turn, array)
         num_slots = len(jax.tree.leaves(held)[0])
         if self.spec.emulated:
             held, num_slots = (self.rows.gate_up, self.rows.down), self.rows.gate_up.shape[0]
@@ -300,7 +300,7 @@ class TierStep:
             leading = base.experts
             if leading is None:
                 assert base.step is not None
-                own = base.step.bank(slots, turn, array)
+                own = base.step._bank(slots, turn, array)
                 gate_up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in own)
                 leading = ExpertStacks(gate_up, down, 0)
             num_slots = leading.gate_up.shape[1]
@@ -334,7 +334,9 @@ class TierStep:
         plane_slots: jax.Array | None,
     ) -> Base:  # fmt: skip
         """Returns this tier, which has every expert, as the base of the one before."""
-        held = (self.rows.gate_up, self.rows.down) if self.spec.emulated else self.bank(slots, turn)
+        held = (
+            (self.rows.gate_up, self.rows.down) if self.spec.emulated else self._bank(slots, turn)
+        )
         gate_up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in held)
         return Base(
             ExpertStacks(gate_up, down, 0), self._slots_of_all(slots)[layer][ids], plane_slots
@@ -428,9 +430,9 @@ class _Waves:
                     slots, self.arrays[part], 1 + stages * wave + part, products, number,
                     is_beside=is_fetched and stages > 1,
                 )  # fmt: skip
-            return self.owner.bank(slots, turn), slots.apart, slots.counts, products
+            return self.owner._bank(slots, turn), slots.apart, slots.counts, products
 
-        carried = (self.owner.bank(slots, turn), slots.apart, slots.counts, products)
+        carried = (self.owner._bank(slots, turn), slots.apart, slots.counts, products)
         if num_loops > 1:
             carried = jax.lax.fori_loop(0, num_loops, some, carried)
         else:
@@ -479,7 +481,7 @@ class _Waves:
         experts = step._stacks(
             slots, self.layer.turn, self.layer.mlp, plan, stage, array, self.base
         )
-        spared = expert_fetch.default_tiles_beside().num_programs if is_beside else 0
+        spared = expert_fetch.BESIDE.num_programs if is_beside else 0
         turn = Turn(jnp.int32(stage), before, number, self.num_slots, spared)
         products = step._multiply(self.x, pairs, experts, turn)
         return self.owner._after(slots, self.layer.turn, products, array)
@@ -521,7 +523,7 @@ def plane_slots_of(
 ) -> jax.Array:
     """int32[1, S], by slot of the base tier the slot of its refinement, anything for none."""
     planes, places = refining._slots_of_all(slots), base._slots_of_all(of_base)
-    stored = base.rows.gate_up if base.spec.emulated else base.bank(of_base, 0)[0]
+    stored = base.rows.gate_up if base.spec.emulated else base._bank(of_base, 0)[0]
     found = jnp.zeros(stored.shape[0], jnp.int32)
     return found.at[places.reshape(-1)].set(jnp.maximum(planes, 0).reshape(-1))[None]
 
@@ -554,7 +556,7 @@ def fetch_together(
         for step, of in zip(reversed(steps), reversed(jobs), strict=True):
             found[1] = step.copy_rows(found[1], turn, layer, of)
         return found
-    banks = [step.bank(slots, turn) for step, slots in zip(steps, tiers, strict=True)]
+    banks = [step._bank(slots, turn) for step, slots in zip(steps, tiers, strict=True)]
     banks = _filled_together(steps, banks, jobs, after)
     for i, step in enumerate(steps):
         found[i] = step._finish_fetch(found[i], turn, layer, banks[i], jobs[i])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,11 +230,6 @@ def _load_profile(
     if path is None:
         raise MoejaxError(f"{who} needs a profile: {setting}=FILE of moejax.profile_experts")
     return load_buddies(path, config, directory)
-
-
-def of_grid(name: str) -> Callable[..., AnyPolicy]:
-    """Makes the policy of this name by settings as `config.grid` reads them."""
-    return lambda **settings: choose(Tiering(policy=name, settings=settings)).policy
 
 
 def _take_temperature(given: dict[str, Any], profile: BuddyProfile) -> None:

@@ -208,11 +208,6 @@ def next_chunk(num_left: int, room: int, most: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def num_between(lengths: Sequence[int] | np.ndarray, start: int, size: int) -> int:
-    """Counts tokens of all sequences at positions `start`..`start + size`."""
-    return int(np.clip(np.asarray(lengths) - start, 0, size).sum())
-
-
 def cache_length(
     longest: int, num_new: int, context: int, planned: int, model_limit: int, least: int
 ) -> int:

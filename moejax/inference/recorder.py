@@ -6,6 +6,10 @@ A recording step has one more output; a step that does not record is unchanged.
 import collections
 import contextlib
 import math
+import os
+import shutil
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +22,6 @@ from moejax.errors import MoejaxError
 from moejax.experts.cached_experts import initial_importance, token_importance
 from moejax.experts.tiering import STORED
 from moejax.files import result_rows as results
-from moejax.files.termination import delete_on_sigterm
 from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import Experts, MoeInputs, Routing, SparseMoe, prefetch_scores
@@ -252,8 +255,32 @@ def recording(
         raise MoejaxError("there is no routing to record: the model has no sparse layer")
     about = {TIERS: _stored_forms(runner)} | (about or {})
     writer = TraceWriter(path, config.num_experts, about)
-    with writer, delete_on_sigterm(writer.folder):
+    with writer, _delete_on_sigterm(writer.folder):
         recorder = Recorder(spec, writer)
         with runner.recorded_by(recorder):
             yield
             recorder._finish()
+
+
+@contextlib.contextmanager
+def _delete_on_sigterm(folder: Path) -> Iterator[None]:
+    """Deletes `folder` if SIGTERM ends the process inside this context.
+
+    The handler raises nothing: an exception is lost if Python is running JAX's garbage collector
+    callback. A program's own handler stays in place.
+    """
+
+    def end(number: int, frame: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -35,7 +35,6 @@ from moejax.inference.chunking import (
     length_bucket,
     longest_chunk,
     next_chunk,
-    num_between,
     prefill_chunks,
     scored_columns,
     slice_tokens,
@@ -298,7 +297,7 @@ class Runner:
             is_first = start == 0 and size != self.short_chunk
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             chunk = self._chunk(slice_tokens(prompts, start, size), start, device_lengths)
-            num_tokens = num_between(lengths, start, size)
+            num_tokens = _num_between(lengths, start, size)
             state, _ = self._step(
                 failures, num_tokens, steps.prefill_chunk, (self._program, spec), state, chunk
             )
@@ -463,7 +462,7 @@ class Runner:
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
             cache, nats = self._step(
-                failures, num_between(lengths, start, size), steps.score_chunk, static, cache,
+                failures, _num_between(lengths, start, size), steps.score_chunk, static, cache,
                 chunk, self._put(places), self._put(wanted[:, places]),
             )  # fmt: skip
             parts.append(nats)
@@ -491,7 +490,7 @@ class Runner:
         for start, size in self._read(failures, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
-            num_tokens = num_between(lengths, start, size)
+            num_tokens = _num_between(lengths, start, size)
             (cache, carried), _ = self._step(
                 failures, num_tokens, function, static, (cache, carried), chunk
             )
@@ -665,3 +664,8 @@ class Runner:
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         found: jax.Array = put(array, self.place)
         return found
+
+
+def _num_between(lengths: Sequence[int] | np.ndarray, start: int, size: int) -> int:
+    """Counts tokens of all sequences at positions `start`..`start + size`."""
+    return int(np.clip(np.asarray(lengths) - start, 0, size).sum())

@@ -229,7 +229,7 @@ class DeltaNet(StackedModule):
     norm: nnx.Param[jax.Array]
 
     @property
-    def of(self) -> DeltaConfig:
+    def _of(self) -> DeltaConfig:
         """Widths of keys, values and the convolution."""
         assert self.config.delta_net is not None
         return self.config.delta_net
@@ -249,14 +249,14 @@ class DeltaNet(StackedModule):
             chosen = _choose_delta_step(self.config, normed.dtype, self.kernels)
             if chosen.implementation == "triton":
                 return self._token(normed, layer, token_mask, cached)
-        projected = self.project(*self._products(normed, layer))
+        projected = self._project(*self._products(normed, layer))
         state, tail = cached.cache.state_of(layer) if cached else self._fresh(normed)
         mixed, tail = _causal_convolution(projected.mixed, tail, self.conv[...][layer], token_mask)
-        tokens = self.tokens(jax.nn.silu(mixed), projected, layer)
+        tokens = self._tokens(jax.nn.silu(mixed), projected, layer)
         read, state = _delta_rule(tokens, token_mask, state)
         if cached:
             cached.cache = cached.cache.with_state(layer, state, tail)
-        return self.output(read, projected.gate, layer)
+        return self._output(read, projected.gate, layer)
 
     def _token(
         self, normed: jax.Array, layer: Index, token_mask: jax.Array, cached: CachedAttention
@@ -268,7 +268,7 @@ class DeltaNet(StackedModule):
         )
         opened, cached.cache = _states_in_place(
             kernel.Projection(rows[:, 0], b_and_a[:, 0]), cached.cache, weights, jnp.int32(layer),
-            token_mask[:, 0], eps=self.config.norm_eps, rows_by_head=self.of.rows_by_head,
+            token_mask[:, 0], eps=self.config.norm_eps, rows_by_head=self._of.rows_by_head,
         )  # fmt: skip
         return self.linear(opened[:, None], "o_proj", layer)
 
@@ -279,9 +279,9 @@ class DeltaNet(StackedModule):
         ba = self.linear(normed, "ba_proj", layer, wide, always_kernel=True)
         return rows, ba
 
-    def project(self, rows: jax.Array, ba: jax.Array) -> _Projected:
+    def _project(self, rows: jax.Array, ba: jax.Array) -> _Projected:
         """Splits projected rows [B, T, .]: per key head q, k, R values, R gates, R of b and a."""
-        of, lead = self.of, rows.shape[:2]
+        of, lead = self._of, rows.shape[:2]
         if not of.rows_by_head:
             mixed, z = jnp.split(rows, [of.conv_dim], axis=2)
             gate = z.reshape(*lead, of.num_value_heads, of.value_dim)
@@ -294,9 +294,9 @@ class DeltaNet(StackedModule):
         gate = z.reshape(*lead, of.num_value_heads, of.value_dim)
         return _Projected(mixed, gate, b.reshape(*lead, -1), a.reshape(*lead, -1))
 
-    def tokens(self, mixed: jax.Array, projected: _Projected, layer: Index) -> _DeltaTokens:
+    def _tokens(self, mixed: jax.Array, projected: _Projected, layer: Index) -> _DeltaTokens:
         """Splits float32[B, T, channels] after convolution and silu (section 3.4)."""
-        of, lead = self.of, mixed.shape[:2]
+        of, lead = self._of, mixed.shape[:2]
         q, k, v = jnp.split(mixed, [of.key_width, 2 * of.key_width], axis=-1)
         q, k = (_unit(x.reshape(*lead, of.num_key_heads, of.key_dim)) for x in (q, k))
         v = v.reshape(*lead, of.num_value_heads, of.value_dim)
@@ -304,7 +304,7 @@ class DeltaNet(StackedModule):
         log_decay = -jnp.exp(self.a_log[...][layer])[None, None] * step
         return _DeltaTokens(q * of.key_dim**-0.5, k, v, log_decay, jax.nn.sigmoid(projected.beta))
 
-    def output(self, read: jax.Array, gate: jax.Array, layer: Index) -> jax.Array:
+    def _output(self, read: jax.Array, gate: jax.Array, layer: Index) -> jax.Array:
         """Norm, gate and projection: float32[B, T, H, value dim] to [B, T, D].
 
         The norm multiplies by its weight, not by one more, whatever the model's others do.
@@ -318,7 +318,7 @@ class DeltaNet(StackedModule):
 
     def _fresh(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Zero state and tail for each sequence of [B, T, D]."""
-        of, batch = self.of, x.shape[0]
+        of, batch = self._of, x.shape[0]
         state = jnp.zeros((batch, of.num_value_heads, of.key_dim, of.value_dim), jnp.float32)
         return state, jnp.zeros((batch, of.conv_width - 1, of.conv_dim), x.dtype)
 

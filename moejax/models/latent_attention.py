@@ -156,7 +156,7 @@ class LatentAttention(StackedModule):
     kv_b: nnx.Param[jax.Array]
 
     @property
-    def widths(self) -> LatentConfig:
+    def _widths(self) -> LatentConfig:
         """Widths of latents and of the parts of a head."""
         assert self.config.latent is not None
         return self.config.latent
@@ -166,7 +166,7 @@ class LatentAttention(StackedModule):
     ) -> jax.Array:
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D]."""
         layer = index.mixer
-        queries = self.queries(normed, layer, *angles)
+        queries = self._queries(normed, layer, *angles)
         new = self._latents(normed, layer, *angles)
         if isinstance(attend, CachedAttention):
             attended = self._with_cache(queries, new, index, attend)
@@ -175,19 +175,19 @@ class LatentAttention(StackedModule):
         flat = attended.reshape(*attended.shape[:2], -1)
         return self.linear(flat, "o_proj", layer)
 
-    def queries(
+    def _queries(
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
     ) -> _Queries:
         """Projects [B, T, D] to queries, directly or through a latent (eq. 12 to 15)."""
         c = self.config
-        if self.widths.query_rank is None:
+        if self._widths.query_rank is None:
             q = self.linear(normed, "q_proj", layer)
         else:
             narrow = self.linear(normed, "q_a", layer)
             narrow = self._latent_norm(narrow, self.q_a_norm[...], layer)
             q = self.linear(narrow, "q_b", layer)
         q = q.reshape(*q.shape[:2], c.num_heads, c.head_dim)
-        nope, rope = jnp.split(q, [self.widths.nope_dim], axis=-1)
+        nope, rope = jnp.split(q, [self._widths.nope_dim], axis=-1)
         return _Queries(nope, rotate(rope, cos, sin, interleaved=c.interleaved_rope))
 
     def _latents(
@@ -195,7 +195,7 @@ class LatentAttention(StackedModule):
     ) -> _Latents:
         """Projects [B, T, D] to the shared key and latent (eq. 9 and 15)."""
         both = self.linear(normed, "kv_a", layer, always_kernel=True)
-        latent, key = jnp.split(both, [self.widths.kv_rank], axis=-1)
+        latent, key = jnp.split(both, [self._widths.kv_rank], axis=-1)
         interleaved = self.config.interleaved_rope
         key = rotate(key[:, :, None], cos, sin, interleaved=interleaved)[:, :, 0]
         return _Latents(key, self._latent_norm(latent, self.kv_a_norm[...], layer))
@@ -210,8 +210,8 @@ class LatentAttention(StackedModule):
         c = self.config
         both = self.linear(seen.latent, "kv_b", layer)
         both = both.reshape(*both.shape[:2], c.num_heads, -1)
-        nope, values = jnp.split(both, [self.widths.nope_dim], axis=-1)
-        shared = jnp.broadcast_to(seen.key[:, :, None], (*nope.shape[:3], self.widths.rope_dim))
+        nope, values = jnp.split(both, [self._widths.nope_dim], axis=-1)
+        shared = jnp.broadcast_to(seen.key[:, :, None], (*nope.shape[:3], self._widths.rope_dim))
         keys = jnp.concatenate([nope, shared], axis=-1)
         return jnp.concatenate(queries, axis=-1), keys, values
 
@@ -255,7 +255,7 @@ class LatentAttention(StackedModule):
         seen = _Latents(*(part[:, 0].astype(dtype) for part in read))
         batch, length = queries.nope.shape[:2]
         if not _is_expanded(
-            self.widths, c.num_heads, batch=batch, length=length, slots=slots,
+            self._widths, c.num_heads, batch=batch, length=length, slots=slots,
             itemsize=dtype.itemsize,
         ):  # fmt: skip
             return self._absorbed(queries, seen, index, attend)
@@ -283,8 +283,8 @@ class LatentAttention(StackedModule):
         absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED}) if packed else PLAIN
         ops.record_product("attention.kv_b", absorbed, self.kv_b[...])
         kv_b = ops.matrix(self.kv_b[...], (layer,), dtype)
-        kv_b = kv_b.reshape(self.config.num_heads, -1, self.widths.kv_rank)
-        to_keys, to_values = jnp.split(kv_b, [self.widths.nope_dim], axis=1)
+        kv_b = kv_b.reshape(self.config.num_heads, -1, self._widths.kv_rank)
+        to_keys, to_values = jnp.split(kv_b, [self._widths.nope_dim], axis=1)
         return to_keys, to_values
 
     def _absorbed(

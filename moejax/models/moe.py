@@ -1,7 +1,7 @@
 """The sparse MLP: a router, what runs the experts that it chose (`Experts`), and four ways to.
 
 All four compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], or by
-another gating (`ModelConfig.gating`) and with biases (`ExpertBiases`), on the whole layer-stacked
+another gating (`ModelConfig.gating`) and with biases, on the whole layer-stacked
 arrays and a layer index, so that no layer's slab is ever copied:
 
   * `_experts_dense`: every expert on every token, masked. For training.
@@ -59,7 +59,7 @@ class Routing(NamedTuple):
     ids: jax.Array  # int32[N, A], by falling weight
 
 
-class ExpertBiases(NamedTuple):
+class _ExpertBiases(NamedTuple):
     """Biases of all experts of the sparse layers; they stay on the device wherever experts are."""
 
     gate_up: jax.Array  # [M, E, 2F]
@@ -172,7 +172,7 @@ def _routing_by_kernel(
 
 def _experts_dense(
     x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index,
-    gating: Gating = SWIGLU, biases: ExpertBiases | None = None,
+    gating: Gating = SWIGLU, biases: _ExpertBiases | None = None,
 ) -> jax.Array:  # fmt: skip
     """Runs every expert on every token, masked by choice: two large products.
 
@@ -204,7 +204,7 @@ def _experts_in_pairs(
     impl: ExpertImpl,
     implementation: str = "",
     gating: Gating = SWIGLU,
-    biases: ExpertBiases | None = None,
+    biases: _ExpertBiases | None = None,
     out_dtype: jnp.dtype | None = None,
     handed_out: OwnExperts | None = None,
 ) -> jax.Array:
@@ -317,11 +317,11 @@ class SparseMoe(StackedModule):
     down: nnx.Param[jax.Array]
 
     @property
-    def biases(self) -> ExpertBiases | None:
+    def biases(self) -> _ExpertBiases | None:
         """Biases of the experts; None of most families."""
         if not self.config.expert_bias:
             return None
-        return ExpertBiases(self.gate_up_bias[...], self.down_bias[...])
+        return _ExpertBiases(self.gate_up_bias[...], self.down_bias[...])
 
     def route(
         self,
@@ -390,7 +390,7 @@ class MoeInputs(NamedTuple):
     # In a loop never None: the last layer's is of itself, to be ignored.
     next_routing: Callable[[], Routing] | None
     attended: Attended | None  # None of a layer without attention, and if it is not observed
-    biases: ExpertBiases | None = None
+    biases: _ExpertBiases | None = None
     # of the result; float32 where devices add their parts of it, None: that of x
     out_dtype: jnp.dtype | None = None
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import PLAIN_ROUTER, ModelConfig
+from moejax.models.config import ModelConfig
 from moejax.models.hf.config import model_config
 
 _QWEN3_NEXT = {"rope_theta": 1e7, "max_position_embeddings": 262144}
@@ -101,13 +101,4 @@ def with_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
     return dataclasses.replace(
         config, num_layers=num_layers, moe_layers=moe_layers, delta_net=delta,
         window_layers=windows, sliding_window=window,
-    )  # fmt: skip
-
-
-def one_layer_of(config: ModelConfig, num_experts: int) -> ModelConfig:
-    """A sparse layer of few experts, as wide as the model's, for tests of experts alone."""
-    return dataclasses.replace(
-        config, num_layers=1, moe_layers=(0,), num_experts=num_experts, delta_net=None,
-        window_layers=None,
-        experts_per_token=min(config.experts_per_token, num_experts), router=PLAIN_ROUTER,
     )  # fmt: skip

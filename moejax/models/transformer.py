@@ -21,7 +21,7 @@ from moejax.models.attention import (
 )
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.delta_net import DeltaNet
-from moejax.models.dense_mlp import DenseMlp, SharedExpert
+from moejax.models.expert_products import gated
 from moejax.models.kv_cache import KVCache, cache_shape
 from moejax.models.latent_attention import LatentAttention
 from moejax.models.layer_index import (
@@ -42,7 +42,13 @@ from moejax.models.moe import (
     routing_record,
 )
 from moejax.models.rope import Angles, model_angles
-from moejax.models.stacked import norm_of_sum, rounded, stacked_norm, stacked_parameter
+from moejax.models.stacked import (
+    StackedModule,
+    norm_of_sum,
+    rounded,
+    stacked_norm,
+    stacked_parameter,
+)
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
@@ -118,6 +124,37 @@ class ChunkSpec(NamedTuple):
     kv_lengths: tuple[int, ...] = ()  # fewer slots, among which the step chooses by its positions
 
 
+class _DenseMlp(StackedModule):
+    """The MLPs of all N layers that have no experts."""
+
+    part = "mlp"
+
+    def __call__(self, x: jax.Array, layer: Index) -> jax.Array:
+        """[N, D] to [N, D]; `layer` is the index among the dense layers."""
+        hidden = gated(self.linear(x, "gate_up", layer), self.config.gating)
+        return self.linear(hidden, "down", layer)
+
+
+class _SharedExpert(StackedModule):
+    """The experts of all M sparse layers that every token takes, as one MLP a layer.
+
+    Always on the device, with a precision of its own; policies never see it. It is multiplied by
+    the sigmoid of a product of its own where the model has one.
+    """
+
+    part = "shared"
+
+    def __call__(self, x: jax.Array, layer: Index) -> jax.Array:
+        """[N, D] to [N, D]; `layer` is the index among the sparse layers."""
+        hidden = gated(self.linear(x, "gate_up", layer), self.config.gating)
+        out = self.linear(hidden, "down", layer)
+        if not self.config.shared_gate:
+            return out
+        wide = jnp.dtype(jnp.float32)
+        opening = self.linear(x, "gate", layer, wide, always_kernel=True)
+        return out * jax.nn.sigmoid(opening).astype(out.dtype)
+
+
 class Transformer(nnx.Module):
     """Mixture-of-Experts decoder with the leaves of `weight_shapes(config)`.
 
@@ -153,9 +190,9 @@ class Transformer(nnx.Module):
             elsewhere = () if holds_experts else EXPERT_LEAVES
             self.moe = SparseMoe(config, rngs=rngs, dtype=dtype, kernels=kernels, without=elsewhere)
         if config.moe_layers and config.shared_dim:
-            self.shared = SharedExpert(config, rngs=rngs, dtype=dtype, kernels=kernels)
+            self.shared = _SharedExpert(config, rngs=rngs, dtype=dtype, kernels=kernels)
         if config.dense_layers:
-            self.mlp = DenseMlp(config, rngs=rngs, dtype=dtype, kernels=kernels)
+            self.mlp = _DenseMlp(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.final_norm = stacked_parameter("final_norm", config, rngs, dtype)
         if not config.tied_embeddings:
             self.head = stacked_parameter("head", config, rngs, dtype)

@@ -29,9 +29,15 @@ from moejax.serving.fields import read_object
 from moejax.serving.guards import AccessGuard, HostGuard
 from moejax.serving.metrics import Metrics
 from moejax.serving.request_log import HEADER, RequestLog
-from moejax.serving.requests import ModelFacts, Request, read_chat, read_completion
+from moejax.serving.requests import (
+    ModelFacts,
+    Request,
+    read_chat,
+    read_completion,
+    read_detokenize,
+    read_tokenize,
+)
 from moejax.serving.rows import AnswerPart, Row
-from moejax.serving.token_requests import read_detokenize, read_tokenize
 from moejax.text.chat_template import ChatSettings
 
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""Turns bodies of completions and chat completions into requests to the engine."""
+"""Turns bodies of completions, chats, /tokenize and /detokenize into requests to the engine."""
 
 import dataclasses
 import secrets
@@ -52,10 +52,12 @@ class ModelFacts:
             said = f"{field}: {answers} answers are more than the {self.most_answers} of a request"
             raise ApiError(said, param=field)
 
-    def encode(self, prompt: str | list[int], field: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(
+        self, prompt: str | list[int], field: str, *, add_special_tokens: bool
+    ) -> list[int]:
         """Token ids of a prompt that leaves room to answer."""
         if isinstance(prompt, str):
-            self.refuse_early(prompt, field)
+            self._refuse_early(prompt, field)
         try:
             ids = token_ids_of(
                 prompt, self.tokenizer, self.vocab_size, add_special_tokens=add_special_tokens
@@ -73,7 +75,7 @@ class ModelFacts:
         said = f"this model's maximum context length is {self.longest_prompt + 1} tokens: {why}"
         return ApiError(said, param=field, code="context_length_exceeded")
 
-    def refuse_early(self, prompt: str, field: str) -> None:
+    def _refuse_early(self, prompt: str, field: str) -> None:
         """Refuses a text that is far too long: tokenizers take seconds and gigabytes for megabytes.
 
         It counts bytes first, where a token has a most of them, then the tokens of the beginning.
@@ -109,14 +111,14 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversation:
+class _Conversation:
     """Messages, and the variables that the chat template gets beside them."""
 
     messages: list[dict[str, str]]  # roles and contents
     variables: dict[str, Any]  # by their names
 
     @classmethod
-    def read(cls, fields: Fields, model: ModelFacts) -> "Conversation":
+    def read(cls, fields: Fields, model: ModelFacts) -> "_Conversation":
         """Reads `messages` and the fields of the template."""
         messages = _messages(fields)
         variables = model.chat.variables()
@@ -147,7 +149,7 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
       ApiError: naming the field that is wrong or not supported.
     """
     fields = Fields(body)
-    check_model(fields, model)
+    _check_model(fields, model)
     given = _prompts(fields)
     add_special_tokens = fields.boolean("add_special_tokens", model.defaults.add_special_tokens)
     settings = _settings(fields, model.defaults, ("max_tokens",))
@@ -157,7 +159,7 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
         fields.refuse("echo", "logprobs of prompts are not supported")
     count, how = _shape(fields)
     model._check_count(len(given), count)
-    ids = [model.encode(p, "prompt", add_special_tokens=add_special_tokens) for p in given]
+    ids = [model._encode(p, "prompt", add_special_tokens=add_special_tokens) for p in given]
     _check_limits(fields, max(map(len, ids)), settings)
     echo = [model.tokenizer.decode(p) if isinstance(p, list) else p for p in given]
     return Request(
@@ -174,8 +176,8 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
 def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     """A request of /v1/chat/completions; raises as `read_completion`."""
     fields = Fields(body)
-    check_model(fields, model)
-    conversation = Conversation.read(fields, model)
+    _check_model(fields, model)
+    conversation = _Conversation.read(fields, model)
     settings = _settings(fields, model.defaults, ("max_completion_tokens", "max_tokens"))
     wants = fields.boolean("logprobs", False)
     top_logprobs = fields.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
@@ -185,7 +187,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     count, how = _shape(fields)
     model._check_count(1, count)
     prompt = conversation.prompt(model)
-    ids = model.encode(prompt, "messages", add_special_tokens=False)  # the template writes them
+    ids = model._encode(prompt, "messages", add_special_tokens=False)  # the template writes them
     _check_limits(fields, len(ids), settings)
     return Request(
         True, [ids] * count, len(ids), _by_choice(settings, count), [""] * count,
@@ -193,7 +195,61 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     )  # fmt: skip
 
 
-def check_model(fields: Fields, model: ModelFacts) -> None:
+def read_tokenize(body: Mapping[str, Any], model: ModelFacts) -> dict[str, Any]:
+    """Tokens of `prompt` or `messages` (vLLM), or of `content` (llama.cpp).
+
+    Raises:
+      ApiError: naming the field that is wrong, or the text is far longer than the context.
+    """
+    fields = Fields(body)
+    _check_model(fields, model)
+    given = [name for name in ("prompt", "messages", "content") if fields.take(name) is not None]
+    if len(given) != 1:
+        fields.refuse("prompt", "give one of prompt, messages and content")
+    [name] = given
+    if name == "messages":
+        conversation, text, adds = _Conversation.read(fields, model), "", False
+    else:
+        of_server = model.defaults.add_special_tokens
+        adds = (
+            fields.boolean("add_special_tokens", of_server)
+            if name == "prompt"
+            else fields.boolean("add_special", False)
+        )
+        conversation, text = None, fields.text(name, "")
+    neutral = {"return_token_strs": (False,), "with_pieces": (False,), "parse_special": (True,)}
+    fields.refuse_but({**neutral, "add_generation_prompt": (True,)}, NOT_SUPPORTED)
+    fields.refuse_unknown()
+    if conversation is not None:
+        text = conversation.prompt(model)
+    model._refuse_early(text, name)
+    try:
+        tokens = model.tokenizer.encode(text, add_special_tokens=adds)
+    except MoejaxError as error:
+        raise ApiError(str(error), param=name) from error
+    return {"count": len(tokens), "max_model_len": model.longest_prompt + 1, "tokens": tokens}
+
+
+def read_detokenize(body: Mapping[str, Any], model: ModelFacts) -> dict[str, Any]:
+    """Text of `tokens`, special ones too, as `prompt` (vLLM) and `content` (llama.cpp)."""
+    fields = Fields(body)
+    _check_model(fields, model)
+    tokens = fields.take("tokens")
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        fields.wrong_type("tokens", tokens, "a list of token ids")
+    for token in tokens:
+        if not 0 <= token < model.vocab_size:
+            said = f"token id {token} is outside the vocabulary of {model.vocab_size}"
+            fields.refuse("tokens", said)
+    fields.refuse_unknown()
+    try:
+        text = model.tokenizer.decode(tokens, skip_special_tokens=False)
+    except MoejaxError as error:
+        raise ApiError(str(error), param="tokens") from error
+    return {"prompt": text, "content": text}
+
+
+def _check_model(fields: Fields, model: ModelFacts) -> None:
     """Raises an ApiError where a request is for another model."""
     name = fields.text("model", model.name)
     if name != model.name:

@@ -205,11 +205,6 @@ def num_waves(max_needed: int, num_experts: int, slots: int, transient: int) -> 
     return -(-min(max_needed, num_experts - slots) // transient)
 
 
-def num_slots(table: jax.Array | jax.ShapeDtypeStruct, num_experts: int) -> int:
-    """C."""
-    return (table.shape[1] - num_experts) // 3
-
-
 class LayerTables(NamedTuple):
     """The tables of one layer, or of all of them."""
 

@@ -154,30 +154,3 @@ def resolved_tiers(
     reused = asks & (there >= 0)
     served = jnp.where(reused, there, pairs.tier)
     return jnp.where(asks, served, -1), asks & ~exact & ~reused
-
-
-def load_gate(of: Refs, layer: jax.Array) -> jax.Array:
-    """The router's mass of a layer, by what became of it."""
-    num = of["mass"].shape[1]
-    lanes = iota(num)
-    return pltriton.load(of["mass"].at[layer, lanes], mask=lanes < num, other=0.0)
-
-
-def store_gate(
-    of: Refs, states: Sequence[Entries], layer: jax.Array, pairs: PaddedPairs, tier: jax.Array,
-    total: jax.Array, weights: jax.Array, routed: jax.Array | None,
-) -> None:  # fmt: skip
-    """Adds the router's mass by what became of it; and to each tier's own count."""
-    num, lanes = len(states), iota(of["mass"].shape[1])
-    mass, lane = jnp.where(pairs.active, weights, 0.0), lanes[:, None]
-    kinds = (tier[None, :] == lane) | ((tier < 0)[None, :] & (lane == num)) | (lane == num + 2)
-    if routed is not None:
-        kinds |= ((tier >= 0) & (pairs.ids != routed))[None, :] & (lane == num + 1)
-    sums = jnp.sum(jnp.where(kinds, mass[None, :], 0.0), axis=1)
-    inside = lanes < of["mass"].shape[1]
-    pltriton.store(of["mass"].at[layer, lanes], total + sums, mask=inside)
-    for i, state in enumerate(states):
-        for column, before in enumerate(state.mass):
-            # Only one lane is stored; the others' indices are beyond the end.
-            place = state.of["gate"].at[layer, jnp.where(lanes == i, column, lanes + 2)]
-            pltriton.store(place, before + sums, mask=lanes == i)

@@ -27,7 +27,6 @@ from pallas_kernels.cache_plan.operands import (
     iota,
     marked,
     num,
-    num_slots,
     order_of,
     ordered_victims,
     read_row,
@@ -302,7 +301,7 @@ def predict_reference(
 
 def _released(tables: Tables, layer: jax.Array, gone: jax.Array, columns: Columns) -> Tables:
     """Without the experts `gone`, bool[E], of a layer."""
-    if not num_slots(tables.table, len(gone)):
+    if tables.table.shape[1] == len(gone):  # no slots
         return tables
     before = read_row(tables.table, layer, len(gone))
     row = without(before, gone)

@@ -255,10 +255,3 @@ def store_jobs(of: Refs, size: int, order: jax.Array, row: jax.Array, place: jax
     match = matches(jobs, order)
     pltriton.store(of["rows"].at[jobs], pick(match, row[None, :], 1), mask=jobs < size)
     pltriton.store(of["slots"].at[jobs], pick(match, place[None, :], 1), mask=jobs < size)
-
-
-def store_none(*refs: Ref) -> None:
-    """-1 everywhere."""
-    for ref in refs:
-        lanes = iota(ref.shape[0])
-        pltriton.store(ref.at[lanes], jnp.full_like(lanes, -1), mask=lanes < ref.shape[0])

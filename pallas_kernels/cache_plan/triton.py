@@ -27,9 +27,7 @@ from pallas_kernels.cache_plan.pairs import (
     Entries,
     PaddedPairs,
     load_all,
-    load_gate,
     resolved_tiers,
-    store_gate,
 )
 from pallas_kernels.cache_plan.shared_triton import place_planes, predict_shared_body
 from pallas_kernels.cache_plan.slots import (
@@ -159,7 +157,7 @@ def _still(tier: _Tier) -> _Moved:
     if state.ahead is not None:
         vectors.store_use_at(state.of, tier.layer, used, state.clock)
     names = ("rows", "slots", "streamed")
-    vectors.store_none(*(state.of[name] for name in names if name in state.of))
+    _store_none(*(state.of[name] for name in names if name in state.of))
     local = jnp.where(tier.runs, state.local, -1)
     none = jnp.minimum(tier.num_misses, 0)  # 0: a branch must not return a literal
     return _Moved(local, jnp.minimum(local, -1), none, none, none, none)
@@ -350,7 +348,7 @@ def _plan_body(
     # All loads come first: they wait for each other nowhere else but in the addresses.
     pairs, states = load_all(of, tiers, forms, layer, at_least)
     weights = pltriton.load(of["weights"].at[pairs.number], mask=pairs.inside, other=0.0)
-    total, routed = load_gate(of, layer) if "mass" in of else None, None
+    total, routed = _load_gate(of, layer) if "mass" in of else None, None
     if "routed_ids" in of:
         routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
     tier, fetched = resolved_tiers(pairs, states, forms)
@@ -371,7 +369,7 @@ def _plan_body(
     for state in states:
         state.of["clock"][()] = state.clock + 1
     if total is not None:
-        store_gate(of, states, layer, pairs, tier, total, weights, routed)
+        _store_gate(of, states, layer, pairs, tier, total, weights, routed)
     else:
         # To the mass of all and of the first tier.
         mass = jnp.sum(jnp.where(all_pairs >= 0, weights, 0.0))
@@ -587,3 +585,37 @@ def _launch(
     )(*operands.values(), *changed.values())
     none = {field: jnp.zeros(0, jnp.int32) for field in sizes}
     return none | dict(zip((*changed, *made), found, strict=True))
+
+
+def _store_none(*refs: Ref) -> None:
+    """-1 everywhere."""
+    for ref in refs:
+        lanes = iota(ref.shape[0])
+        pltriton.store(ref.at[lanes], jnp.full_like(lanes, -1), mask=lanes < ref.shape[0])
+
+
+def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
+    """The router's mass of a layer, by what became of it."""
+    num = of["mass"].shape[1]
+    lanes = iota(num)
+    return pltriton.load(of["mass"].at[layer, lanes], mask=lanes < num, other=0.0)
+
+
+def _store_gate(
+    of: Refs, states: Sequence[Entries], layer: jax.Array, pairs: PaddedPairs, tier: jax.Array,
+    total: jax.Array, weights: jax.Array, routed: jax.Array | None,
+) -> None:  # fmt: skip
+    """Adds the router's mass by what became of it; and to each tier's own count."""
+    num, lanes = len(states), iota(of["mass"].shape[1])
+    mass, lane = jnp.where(pairs.active, weights, 0.0), lanes[:, None]
+    kinds = (tier[None, :] == lane) | ((tier < 0)[None, :] & (lane == num)) | (lane == num + 2)
+    if routed is not None:
+        kinds |= ((tier >= 0) & (pairs.ids != routed))[None, :] & (lane == num + 1)
+    sums = jnp.sum(jnp.where(kinds, mass[None, :], 0.0), axis=1)
+    inside = lanes < of["mass"].shape[1]
+    pltriton.store(of["mass"].at[layer, lanes], total + sums, mask=inside)
+    for i, state in enumerate(states):
+        for column, before in enumerate(state.mass):
+            # Only one lane is stored; the others' indices are beyond the end.
+            place = state.of["gate"].at[layer, jnp.where(lanes == i, column, lanes + 2)]
+            pltriton.store(place, before + sums, mask=lanes == i)

@@ -3,5 +3,5 @@
 from pallas_kernels.expert_fetch.api import CopyJob as CopyJob
 from pallas_kernels.expert_fetch.api import choose as choose
 from pallas_kernels.expert_fetch.api import fetch as fetch
+from pallas_kernels.expert_fetch.tiles import BESIDE as BESIDE
 from pallas_kernels.expert_fetch.tiles import CopyTiles as CopyTiles
-from pallas_kernels.expert_fetch.tiles import default_tiles_beside as default_tiles_beside

@@ -16,18 +16,9 @@ class CopyTiles:
     num_warps: int
 
 
-def default_tiles() -> CopyTiles:
-    """A launch that does nothing else: one program for each multiprocessor of the largest chips.
-
-    16 KiB on 4 warps are 8 loads of 16 bytes a thread.
-    """
-    return CopyTiles(num_programs=128, block_bytes=16384, num_warps=4)
-
-
-def default_tiles_beside() -> CopyTiles:
-    """A few programs beside a product: 256 KiB in flight, a twentieth of the chip's warps.
-
-    16 such programs slowed a 1 GiB weight read from 1.8-2.0 to 2.3 ms while they copied 80 MB
-    (H200, jax 0.11.2, 2026-11-20).
-    """
-    return CopyTiles(num_programs=16, block_bytes=16384, num_warps=4)
+# A launch that does nothing else: one program for each multiprocessor of the largest chips, and
+# 16 KiB on 4 warps are 8 loads of 16 bytes a thread.
+ALONE = CopyTiles(num_programs=128, block_bytes=16384, num_warps=4)
+# Beside a product: 256 KiB in flight, a twentieth of the chip's warps. 16 such programs slowed a
+# 1 GiB weight read from 1.8-2.0 to 2.3 ms while they copied 80 MB (H200, jax 0.11.2, 2026-11-20).
+BESIDE = CopyTiles(num_programs=16, block_bytes=16384, num_warps=4)

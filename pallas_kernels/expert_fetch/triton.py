@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
-from pallas_kernels.expert_fetch.tiles import CopyTiles, default_tiles
+from pallas_kernels.expert_fetch.tiles import ALONE, CopyTiles
 from pallas_kernels.op import byte_pairs, offset_refusal
 from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton.elements import power_above
@@ -58,7 +58,7 @@ def fetch_triton(
     target: Target,
 ) -> list[tuple[jax.Array, ...]]:
     """Computes `api.fetch` by Triton; one launch."""
-    tiles = tiles or default_tiles()
+    tiles = tiles or ALONE
     sizes = [len(of.pools) for of in copies]
     given = [pool for of in copies for pool in of.pools]
     num, pools = len(given), list(map(byte_pairs, given))

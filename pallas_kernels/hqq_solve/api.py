@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.hqq_solve.reference import hqq_solve_reference
 from pallas_kernels.hqq_solve.settings import MAX_STEPS
-from pallas_kernels.hqq_solve.tiles import Tiles
-from pallas_kernels.hqq_solve.triton import hqq_solve_triton
+from pallas_kernels.hqq_solve.triton import Tiles, hqq_solve_triton
 from pallas_kernels.op import Implementation, Operation
 from pallas_kernels.target import Target, platform_refusal
 

@@ -11,6 +11,7 @@ than its range, so a program whose groups are all narrower than that, as they ar
 trained layer, takes a loop without logarithm and exponential; its zeros are the same.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -29,7 +30,6 @@ from pallas_kernels.hqq_solve.settings import (
     MIN_RANGE,
     NORM,
 )
-from pallas_kernels.hqq_solve.tiles import Tiles, default_tiles
 from pallas_kernels.target import Target
 from pallas_kernels.triton.elements import power_above
 
@@ -40,6 +40,28 @@ Step = Callable[[jax.Array], jax.Array]
 # the instruction that rounds runs at an eighth of it.
 _ROUNDER = 1.5 * 2**23
 _ERRORS_LENGTH = power_above(MAX_STEPS)  # of a Triton tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Registers of one program: `rows` groups, cut into parts of `columns` inputs."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+def _default_tiles(num_rows: int, group_size: int) -> Tiles:
+    """Chooses 512 weights per warp, 16 per thread, and no row spread over warps.
+
+    A group's sum is mostly within threads: the parts of a group are added first, and the 16
+    columns of a part lie on 4 threads, so a sum over a group costs two shuffles, not four or five.
+    One warp a program needs no barrier.
+    """
+    rows = 1
+    while rows < max(512 // group_size, 1) and num_rows % (2 * rows) == 0:
+        rows *= 2
+    return Tiles(rows=rows, columns=min(16, group_size), num_warps=1)
 
 
 def _body(*refs: Ref, bits: int, group_size: int, tiles: Tiles, rank: int) -> None:
@@ -145,7 +167,7 @@ def hqq_solve_triton(
     The kernel writes scales and zeros as [B, G, N], so that a program's lie side by side.
     """
     num_matrices, num_rows, num_inputs = weights.shape
-    tiles = tiles or default_tiles(num_rows, group_size)
+    tiles = tiles or _default_tiles(num_rows, group_size)
     num_groups = num_inputs // group_size
     grid = (num_groups, num_rows // tiles.rows, num_matrices)
     rank = 0 if low_rank is None else low_rank[1].shape[1]

@@ -6,6 +6,7 @@ share of all items; in the second case the words of an item are copied while the
 computed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -24,11 +25,11 @@ from pallas_kernels.mosaic_decode.accumulate import (
     start_copies,
 )
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
-from pallas_kernels.mosaic_decode.expert_plan import Plan
 from pallas_kernels.mosaic_decode.jobs import ExpertJob, JobList, Pairs, Work, job_of_pair
 from pallas_kernels.mosaic_decode.launch_blocks import launch_blocks
 from pallas_kernels.mosaic_decode.low_rank import BlockTerms
 from pallas_kernels.mosaic_decode.low_rank_spec import (
+    Share,
     Term,
     operands_of,
     suffix,
@@ -42,13 +43,94 @@ from pallas_kernels.mosaic_decode.matrix import (
     addressed,
     matrix_of,
     num_arrays,
+    tile_bytes,
 )
 from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
 from pallas_kernels.mosaic_decode.support import KINDS
-from pallas_kernels.mosaic_decode.tiles import StreamTiles
+from pallas_kernels.mosaic_decode.tiles import StreamTiles, expert_share
 from pallas_kernels.packed import LowRank, PackedMatrices
 
 LOG2_E = 1.4426950408889634
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Static facts of a launch of the expert kernels."""
+
+    tiers: tuple[Matrix, ...]
+    terms: tuple[tuple[Term, ...], ...]  # of each tier
+    tiles: StreamTiles
+    kind: str  # of x and of the hidden values
+    num_pairs: int
+    width: int  # pairs that share a row of x
+    num_outputs: int  # of a pair
+    num_slots: int  # the most of a tier
+    gating: Gating | None  # rows n and num_outputs + n are gate and up of output n; None: one row
+    bias_bytes: int  # of each gate's and up's; 0: they have none
+
+    @property
+    def gated(self) -> bool:
+        """Whether outputs are hidden values."""
+        return self.gating is not None
+
+    @property
+    def halves(self) -> int:
+        """Matrix rows per output."""
+        return 2 if self.gated else 1
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of all rings."""
+        return self.tiles.num_warps * self.tiles.depth * max(map(tile_bytes, self.tiers))
+
+    @property
+    def of_x_bytes(self) -> int:
+        """Shared memory of a warp's sums of x, if they are kept."""
+        return self.tiles.expert_x_bytes(self.tiers)
+
+    @property
+    def main_bytes(self) -> int:
+        """Shared memory of everything but the terms."""
+        beside = self.tiles.expert_bytes(self.tiers, self.halves)
+        return self.jobs_bytes + self.ring_bytes + beside
+
+    @property
+    def sums_bytes(self) -> int:
+        """Shared memory of all warps' sums."""
+        return self.tiles.warps_n * self.tiles.team_bytes(self.halves)
+
+    @property
+    def share(self) -> Share:
+        """Share of a thread block, for the terms."""
+        return expert_share(self.tiles, self.gated, self.num_outputs)
+
+    @property
+    def num_items(self) -> int:
+        """Tiles of outputs."""
+        return -(-self.num_outputs // self.tiles.rows)
+
+    @property
+    def jobs(self) -> JobList:
+        """Job list of thread blocks that share all jobs."""
+        return JobList(
+            num_pairs=self.num_pairs,
+            weights=self.weights,
+            num_slots=self.num_slots,
+            num_items=self.num_items,
+            workers=self.tiles.workers,
+            num_warps=self.tiles.num_warps,
+        )
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Weight of the tiers' items: about their bytes, and 1 for a single tier."""
+        sizes = [matrix.row_bytes for matrix in self.tiers]
+        return tuple(round(4 * size / min(sizes)) if len(sizes) > 1 else 1 for size in sizes)
+
+    @property
+    def jobs_bytes(self) -> int:
+        """Shared memory of the jobs, a multiple of 16."""
+        return self.jobs.num_bytes if self.tiles.workers else 4 * COLUMNS
 
 
 def _gated(e: Mlir, gating: Gating, gate: Value, up: Value) -> Value:
@@ -91,7 +173,7 @@ def expert_products(
     kind, gated = KINDS[x.dtype.name], gating is not None
     low_rank = low_rank or [()] * len(tiers)
     num_pairs = tier.shape[0]
-    plan = Plan(
+    plan = _Plan(
         tiers=tuple(matrix_of(weights, kind) for weights in tiers),
         terms=tuple(terms_of(of_tier, kind) for of_tier in low_rank),
         tiles=tiles,
@@ -127,7 +209,7 @@ def expert_products(
     return y
 
 
-def _body(e: Mlir, *refs: Value, plan: Plan) -> None:
+def _body(e: Mlir, *refs: Value, plan: _Plan) -> None:
     tier_at, slot_at, x_at, *operands, out_at = (e.address(ref) for ref in refs[:-1])
     bias_at = operands.pop(0) if plan.bias_bytes else None
     shared = e.shared_address(refs[-1])
@@ -185,7 +267,7 @@ class _Block:
     """A thread of a block: its position, and values that all its products share."""
 
     def __init__(
-        self, e: Mlir, plan: Plan, thread: Value, x_at: Value, bias_at: Value | None,
+        self, e: Mlir, plan: _Plan, thread: Value, x_at: Value, bias_at: Value | None,
         out_at: Value, shared: Value,
     ):  # fmt: skip
         tiles = plan.tiles

@@ -76,11 +76,6 @@ class CodeFormat:
         return len(self.widths)
 
     @property
-    def num_raw(self) -> int:
-        """Registers of a row's block as loaded."""
-        return 4 * (self.chunks + self.planes - 1)
-
-    @property
     def offset(self) -> int:
         """Offset in every unpacked value."""
         is_plain = self.bits == PLAIN_BITS or self.is_mxfp4

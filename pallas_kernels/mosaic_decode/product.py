@@ -167,7 +167,7 @@ class Stream:
             and (last[0].lanes_per_row == 1)
         )
 
-    def is_short(self, stage: Value) -> Value | None:
+    def _is_short(self, stage: Value) -> Value | None:
         """Whether a stage is the short block at the end of K, i1; None where all are full."""
         if not self.matrix.last_size:
             return None
@@ -177,7 +177,7 @@ class Stream:
         """Registers of rows g and g + 8 of the stage.
 
         Args:
-          short_block: of `is_short`.
+          short_block: of `_is_short`.
         """
         e, form, lane = self.e, self.matrix.form, self.lane
         rows: list[list[Value]] = [[], []]
@@ -242,7 +242,7 @@ class Stream:
         """
         e, form = self.e, self.matrix.form
         pointers = [e.offset(pointer, block, 2 * form.block) for pointer in x]
-        if (short_block := self.is_short(block)) is not None:
+        if (short_block := self._is_short(block)) is not None:
             load = functools.partial(self._of_either_block, short_block, in_order)
             return [[load(p, s) for s in range(form.steps)] for p in pointers]
         return [
@@ -299,7 +299,7 @@ class Stream:
         """Adds the product of a stage of one tile to its totals."""
         e, m, form, high = self.e, self.matrix, self.matrix.form, self.lane.high
         totals = list(totals)
-        short_block = self.is_short(stage)
+        short_block = self._is_short(stage)
         raw = self._words(at, short_block)
         if form.bits == PLAIN_BITS:
             return _products(e, form, raw, range(form.steps), x.words, totals)

@@ -194,7 +194,7 @@ def scratch(
         return {**found, "plain": plgpu.SMEM(shape, x_dtype, transforms=transforms)}
     for i, tile in enumerate(form.tiles):
         shape = (tiles.word_blocks, tiles.rows, tile.num_words)
-        transforms = (registers.swizzle(tile.num_words),)
+        transforms = (plgpu.SwizzleTransform(4 * tile.num_words),)
         found[f"words_{i}"] = plgpu.SMEM(shape, jnp.uint32, transforms=transforms)
     blocks = tiles.word_blocks
     found["words_full"] = plgpu.Barrier(num_arrivals=len(form.tiles) * copies, num_barriers=blocks)

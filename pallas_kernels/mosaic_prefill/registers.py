@@ -37,7 +37,9 @@ def load_words(form: MatrixFormat, block: jax.Array, tiles: Sequence[Any]) -> ja
     def load(_: Any, block: Any, *refs: Value) -> mgpu.FragmentedArray:
         return _joined(lanes.read_words(Emitter(), form, _scalar(block), refs, tiles[0].shape[0]))
 
-    types = tuple(plgpu.RefType((swizzle(tile.num_words),)) for tile in form.tiles)
+    types = tuple(
+        plgpu.RefType((plgpu.SwizzleTransform(4 * tile.num_words),)) for tile in form.tiles
+    )
     return _inline(load, (_SCALAR, *types), _type(count))(block, *tiles)
 
 
@@ -164,11 +166,6 @@ def _inline(
         function
     )
     return inlined
-
-
-def swizzle(num_words: int) -> Any:
-    """Swizzle of copies of rows with so many words in shared memory."""
-    return plgpu.SwizzleTransform(4 * num_words)
 
 
 def _dtype(kind: str) -> Any:

@@ -88,18 +88,8 @@ def repacked_stream(
     return layout.pack(codes, bits)
 
 
-@on_host
-@functools.partial(jax.jit, static_argnames="bits")
-def packed(codes: Any, *, bits: int) -> jax.Array:
-    """`layout.pack`, compiled."""
-    return layout.pack(codes, bits)
-
-
-@on_host
-@functools.partial(jax.jit, static_argnames=("bits", "num_codes"))
-def unpacked(words: Any, *, bits: int, num_codes: int) -> jax.Array:
-    """`layout.unpack`, compiled."""
-    return layout.unpack(words, bits, num_codes)
+packed = on_host(jax.jit(layout.pack, static_argnames="bits"))
+unpacked = on_host(jax.jit(layout.unpack, static_argnames=("bits", "num_codes")))
 
 
 @on_host
