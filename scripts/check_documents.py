@@ -29,7 +29,6 @@ _COMPILE_QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expens
 
 _ALL = flags.DEFINE_bool("all", False, "run commands that are marked long, too, at full length")
 _ONLY = flags.DEFINE_string("only", "", "of files whose name begins so")
-_DRY = flags.DEFINE_bool("dry", False, "run nothing")
 
 
 def run_all(chosen: list[commands.Command], folder: Path, *, shorter: bool) -> list[str]:
@@ -61,7 +60,7 @@ def main(argv: list[str]) -> None:
     found = [one for one in commands.of_documents() if one.place.startswith(_ONLY.value)]
     wrong = dry.check_all(found)
     fates = (commands.RUN, "long") if _ALL.value else (commands.RUN,)
-    chosen = [one for one in found if one.fate in fates and not _DRY.value]
+    chosen = [one for one in found if one.fate in fates]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # where "auto" keeps compiled programs
         wrong += run_all(chosen, Path(folder), shorter=not _ALL.value)

@@ -48,13 +48,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 
 from moejax import Engine, Tiering
-from moejax.policies.base import (
-    SKIPPED,
-    Decision,
-    Observation,
-    Policy,
-    PolicySpec,
-)
+from moejax.policies.base import SKIPPED, Decision, Observation, Policy, PolicySpec
 from moejax.quantization.pipeline.calibration import shipped_text
 from moejax.routing.simulate.sweeping import SweepPoint, Tiers, sweep
 from moejax.routing.trace import DECODE, read_trace

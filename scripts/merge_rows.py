@@ -18,7 +18,7 @@ from moejax.files.result_rows import ResultRow, read_rows, write_rows
 
 _INTO = flags.DEFINE_string("into", "scripts/studies", "folder of the folders of rows")
 _SUFFIX = flags.DEFINE_string("suffix", "_h200", "of their names, before .jsonl: of the device")
-_LEFT_OUT = flags.DEFINE_string("skip", "compile", "regular expression of what is not taken")
+LEFT_OUT = "compile"  # in the `what` of rows that are not taken
 _OUTPUT = re.compile(r"(?<=\s)(--(?:config\.)?out(?:put)?=)\S+")
 _PROGRAMS = re.compile(r" --(?:cache|programs|config\.compilation_cache|turn)=\S+")
 
@@ -28,12 +28,12 @@ def command_of(command: str, path: str) -> str:
     return _PROGRAMS.sub("", _OUTPUT.sub(rf"\g<1>{path}", command))
 
 
-def merged(old: list[ResultRow], new: list[ResultRow], path: str, skip: str) -> list[ResultRow]:
+def merged(old: list[ResultRow], new: list[ResultRow], path: str) -> list[ResultRow]:
     """The old rows that are not measured again, then the new, the last of each `what`."""
     taken = {
         row.what: dataclasses.replace(row, command=command_of(row.command, path))
         for row in new
-        if not (skip and re.search(skip, row.what))
+        if LEFT_OUT not in row.what
     }
     return [row for row in old if row.what not in taken] + list(taken.values())
 
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     for file in found:
         into = place_of(Path(_INTO.value), f"{file.stem}{_SUFFIX.value}.jsonl")
         old = read_rows(into) if into.exists() else []
-        rows = merged(old, read_rows(file), str(into), _LEFT_OUT.value)
+        rows = merged(old, read_rows(file), str(into))
         write_rows(into, rows)
         print(f"{into}: {len(old)} rows were there, {len(rows)} are")
 

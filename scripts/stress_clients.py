@@ -47,21 +47,17 @@ class Tally:
             self.faults.append(f"{kind}: {said}")
 
 
-class Client:
-    """One client: sends requests, leaves early, and checks answers."""
+class Sender:
+    """A sender of requests to a server of this machine, each on a connection of its own."""
 
     def __init__(self, port: int, cases: list[Case], tally: Tally, seed: int):
-        """Connects with each request anew.
-
-        Args:
-          port: of the server on this machine.
-          cases: what may be asked.
-          seed: of what is asked when.
-        """
-        self._port = port
-        self._cases = cases
-        self._tally = tally
+        """The seed is of what is sent when."""
+        self._port, self._cases, self._tally = port, cases, tally
         self._rng = random.Random(seed)
+
+
+class Client(Sender):
+    """One client: sends requests, leaves early, and checks answers."""
 
     def run(self, until: float) -> None:
         """Sends requests until `time.monotonic()` reaches the given end."""

@@ -1,13 +1,11 @@
 """Fuzzers of `scripts.stress_server`: broken HTTP, broken JSON, connections that hang."""
 
 import json
-import random
 import socket
 import time
 from typing import Any
 
-from scripts.stress_cases import Case
-from scripts.stress_clients import Tally
+from scripts.stress_clients import Sender
 
 TIMEOUT_S = 40.0  # of an answer; the server ends what hangs before
 # A body may be valid after all, so that it is answered or waits. No request may get another status
@@ -24,21 +22,8 @@ EXTRA = (
 )  # fmt: skip
 
 
-class Fuzzer:
+class Fuzzer(Sender):
     """One of several: sends requests that no client should, again and again."""
-
-    def __init__(self, port: int, cases: list[Case], tally: Tally, seed: int):
-        """Connects with each attempt anew.
-
-        Args:
-          port: of the server on this machine.
-          cases: requests that are changed.
-          seed: of what is sent.
-        """
-        self._port = port
-        self._cases = cases
-        self._tally = tally
-        self._rng = random.Random(seed)
 
     def run(self, until: float) -> None:
         """Sends requests until `time.monotonic()` reaches the given end."""

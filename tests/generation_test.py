@@ -2,19 +2,15 @@
 
 import json
 import math
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 import transformers
 from absl import logging
 from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moejax import Engine
 from moejax.checkpoints.orbax_directory import save_orbax
@@ -26,7 +22,6 @@ from moejax.inference.generation import (
     describe_defaults,
     read_generation_defaults,
 )
-from moejax.text.tokenizer import Tokenizer
 from tests.folder_case import FolderTestCase
 from tests.hf_checkpoints import TinyCheckpoint, write_random_checkpoint
 
@@ -184,54 +179,6 @@ class AnswerBuilderTest(parameterized.TestCase):
         self.assertEqual((builder.tokens, builder.finish_reason), ([7, 8], "length"))
         with self.assertRaisesRegex(MoejaxError, "stop strings need a tokenizer"):
             AnswerBuilder(None, stop=("a",), eos_ids=(), max_tokens=2)
-
-
-class HalfCharacterTest(parameterized.TestCase):
-    """With a byte-level tokenizer of 256 tokens, in which most characters are several."""
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        encoder = tokenizers.Tokenizer(models.BPE())
-        encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        encoder.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=256, initial_alphabet=alphabet, show_progress=False
-        )
-        encoder.train_from_iterator([], trainer)
-        with tempfile.TemporaryDirectory() as directory:
-            encoder.save(str(Path(directory) / "tokenizer.json"))
-            cls._tokenizer = Tokenizer.from_directory(Path(directory))
-
-    def _push(self, text: str, count: int | None = None, **how) -> tuple[AnswerBuilder, list[str]]:
-        ids = self._tokenizer.encode(text)[:count]
-        how = {"stop": (), "eos_ids": (), "max_tokens": len(ids), **how}
-        builder = AnswerBuilder(self._tokenizer, **how)
-        return builder, [builder.push(token) for token in ids]
-
-    def test_no_half_character_is_shown(self):
-        text = "né 日🎉!"
-        builder, shown = self._push(text)
-        self.assertLen(shown, len(text.encode()))
-        self.assertEqual(shown, ["n", "", "é", " ", "", "", "日", "", "", "", "🎉", "!"])
-        self.assertEqual(builder.text, text)
-
-    def test_an_answer_that_ends_within_a_character(self):
-        builder, shown = self._push("a🎉", count=3)
-        self.assertEqual(shown[:2], ["a", ""])
-        self.assertEqual(builder.text[:1], "a")
-        self.assertEqual(set(builder.text[1:]), {"\N{REPLACEMENT CHARACTER}"})
-
-    def test_a_stop_string_of_many_bytes(self):
-        ids = self._tokenizer.encode("a日本b")
-        builder = AnswerBuilder(self._tokenizer, stop=("日本",), eos_ids=(), max_tokens=100)
-        for token in ids:
-            builder.push(token)
-            if builder.finish_reason:
-                break
-        self.assertEqual((builder.text, builder.finish_reason), ("a", "stop"))
-        self.assertLen(builder.tokens, 1 + 6)
 
 
 QWEN3 = {

@@ -18,7 +18,7 @@ from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import _TensorFiles, open_experts
 from moejax.errors import MoejaxError
 from moejax.experts.disk_cache import _DiskReader, _State, check_waiting
-from tests.quantized_stores import QWEN, Gptq, Own
+from tests.quantized_stores import QWEN, Own
 from tests.random_checkpoints import empty_row
 from tests.ssd_source import MOMENT, PARTS, SECONDS, Source, SsdTestCase
 
@@ -309,18 +309,6 @@ class CheckpointTest(SsdTestCase):
         source = open_experts(checkpoint, dtype="auto", device=self.device)
         self.resources.callback(source.close)
         return source
-
-    @parameterized.parameters(Own, Gptq)
-    def test_rows(self, kind):
-        source = self.open(kind(QWEN))
-        reader = self.reader(source, ring_blocks=6)
-        for index in np.ndindex(2, 3):
-            reader.request(index)
-        for ticket in self.finished(reader, 6):
-            row = empty_row(source)
-            source.read(*ticket.expert, row)
-            for found, expected in zip(ticket.row, row, strict=True):
-                np.testing.assert_array_equal(found, expected)
 
     @parameterized.parameters(1, 100)
     def test_corrupt_bytes(self, num_corrupt):

@@ -1,9 +1,7 @@
 """The study model's recorded traces: small, whole, and read by all that replays traces."""
 
-import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 from absl.testing import parameterized
 
@@ -12,9 +10,7 @@ from moejax.benchmarking.routing import of_trace
 from moejax.models.shapes import CONFIGS
 from moejax.routing.trace import DECODE, PREFILL, read_trace
 from scripts.studies.quality.bench import DOMAINS
-from scripts.studies.speed.trace_cuts import cut
 from tests import commands
-from tests.simulated_traces import random_trace
 
 FOLDER = Path(__file__).parents[1] / "scripts/studies/study_model/traces"
 MOST_BYTES = 500_000
@@ -49,14 +45,3 @@ class StudyTracesTest(parameterized.TestCase):
             sweep.COMMAND, trace, "--config.grid=slots=4,8", "--config.base_ms=2"
         )
         self.assertIn("slots=8", "".join(map(str, said)))
-
-    def test_a_cut_keeps_the_last_of_the_prompt_and_the_first_decoded(self):
-        whole = random_trace(
-            step_sizes=[9, 1, 1, 1], num_layers=3, num_experts=16, width=3, foreseen=4
-        )
-        phase = np.array([PREFILL] * 9 + [DECODE] * 3, np.uint8)
-        whole = dataclasses.replace(whole, phase=phase, facts={"text": "x"})
-        found = cut(whole, 4, 2)
-        found.check()
-        np.testing.assert_array_equal(found.ids, whole.ids[5:11])
-        self.assertIsNone(found.predicted_ids)

@@ -6,7 +6,6 @@ softmax is hidden behind the other's products. Both have heads of the same kv he
 the same tile where the group is even, so that they need the same slots.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -52,16 +51,6 @@ def _sizes(head_dim: int) -> tuple[int, int]:
     block = 128 if head_dim <= 128 else 64
     room = ROOM_BYTES - 2 * WARPGROUPS * TOKENS * head_dim
     return block, min(4, room // (2 * 2 * block * head_dim))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Span:
-    """Blocks of slots that a program walks, and a warpgroup's tokens among them."""
-
-    lowest: Any
-    whole: Any  # from here on no row needs a mask
-    whole_end: Any
-    highest: Any
 
 
 def _clipped(x: Any, low: Any, high: Any) -> Any:

@@ -83,10 +83,7 @@ def main(argv: list[str]) -> None:
     train["wikitext_masked"] = ["".join(map(wikitext.file_form, found.articles))]
 
     def sample() -> Iterator[str]:
-        for lines in (
-            train["wikitext"][0].split(" = \n"),
-            train["chat"][:500],
-        ):
+        for lines in (train["wikitext"][0].split(" = \n"), train["chat"][:500]):
             yield from lines
         for domain, limit in _TOKENIZER_SAMPLE.items():
             yield from take_bytes(train[domain], limit)

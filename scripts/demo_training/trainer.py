@@ -79,11 +79,7 @@ def make_step(
         crop_key, dropout_key = jax.random.split(key)
         mixture = start + (end - start) * decay_progress(config.optimizer, state.step)
         crops = sample_crops(
-            crop_key,
-            source,
-            mixture,
-            num_crops=config.batch_size,
-            crop_length=config.context + 1,
+            crop_key, source, mixture, num_crops=config.batch_size, crop_length=config.context + 1
         )
         (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(
             state.views, crops, dropout_key

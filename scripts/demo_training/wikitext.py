@@ -82,23 +82,16 @@ def find_rare_words(known: collections.Counter[str], texts: list[str]) -> RareWo
 
 
 def spell_out(
-    lines: list[str],
-    rare: RareWords,
-    known: collections.Counter[str],
-    rng: np.random.Generator,
-    *,
-    rename_probability: float = 0.2,
-    rename_below: int = 30,
+    lines: list[str], rare: RareWords, known: collections.Counter[str], rng: np.random.Generator
 ) -> list[str]:
     """Fills `<unk>` in one article and renames some of its seldom names.
 
     A filled word is a name more often beside a capitalised word. A capitalised word seen fewer than
-    `rename_below` times in the training file is replaced through the article with
-    `rename_probability`.
+    30 times in the training file is replaced through the article one time in five.
     """
     words = {w for line in lines for w in line.split(" ")}
-    seldom = sorted(w for w in words if w[:1].isupper() and w.isalpha() and known[w] < rename_below)
-    chosen = [w for w in seldom if rng.random() < rename_probability]
+    seldom = sorted(w for w in words if w[:1].isupper() and w.isalpha() and known[w] < 30)
+    chosen = [w for w in seldom if rng.random() < 0.2]
     renamed = dict(zip(chosen, rare.draw_names(rng, len(chosen)), strict=True))
     num_unknown = sum(line.count(_UNKNOWN) for line in lines)
     names, terms = rare.draw_names(rng, num_unknown), rare.draw_terms(rng, num_unknown)

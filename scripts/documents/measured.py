@@ -126,17 +126,6 @@ def products_table() -> str:
     return "\n".join([_of_whom(rows), "", bar, "", *lines])
 
 
-def small_kernel_tables() -> str:
-    """Times of attention and of routing, ours and XLA's."""
-    lines: list[str] = []
-    for file in ("attention_h200", "router_h200"):
-        rows = read_rows(STUDIES / f"kernels/{file}.jsonl")
-        lines += [_of_whom(rows), "", "| us | ours | XLA |", "| --- | ---: | ---: |"]
-        lines += [f"| {r.what} | {r.figure:.1f} | {r.baseline['xla']:.1f} |" for r in rows]
-        lines += [""]
-    return "\n".join(lines).rstrip()
-
-
 def budget_prompts() -> str:
     """Prompts under budgets: their bytes over the link, and the least time that these take."""
     rows = read_rows(STUDIES / "speed/prompts_h100.jsonl")
@@ -233,7 +222,6 @@ def _of_whom(rows: list[ResultRow]) -> str:
 
 REGIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_tables,
-    "small kernels": small_kernel_tables,
     "mxfp4": mxfp4_table,
     "products": products_table,
     "budget prompts": budget_prompts,

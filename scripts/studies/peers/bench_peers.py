@@ -28,7 +28,7 @@ from scripts.studies.peers import accelerate, freetoken, llama_cpp, ours
 from scripts.studies.peers.run_cases import chosen, names_done, run_cases
 from scripts.studies.peers.running import Case, Place, device_name
 
-TINY = (32, 64, 128)  # tokens of the prompts of the shape that tries the script
+PROMPTS, TINY = (512, 4096, 32768), (32, 64, 128)  # tokens; TINY: of the shape `tiny`
 
 _SHAPES = flags.DEFINE_multi_enum(
     "shape", ["Qwen3-30B-A3B"], sorted(llama_cpp.ON_CPU), "which shapes"
@@ -37,17 +37,13 @@ _LAYERS = flags.DEFINE_integer("layers", 0, "fewer layers, for all engines; 0: a
 _ONLY = flags.DEFINE_multi_string(
     "only", [], "cases whose name has one of these, those of the first one first; []: all"
 )
-_LOADS = flags.DEFINE_list("loads", ["one", "long", "prompt", "batch", "server"], "which loads")
 _LLAMA = flags.DEFINE_string("llama_cpp", "", "folder of llama-bench and its sisters; '': none")
 _GGUF = flags.DEFINE_string("gguf", "", "folder of llama.cpp's gguf package; '': it is installed")
 _VERSION = flags.DEFINE_string("llama_cpp_version", "", "such as b11434, where it does not say")
 _FREETOKEN = flags.DEFINE_string("freetoken", "", "interpreter that has freetoken; '': none")
 _ACCELERATE = flags.DEFINE_bool("accelerate", False, "transformers with accelerate, too")
 _TRACE = flags.DEFINE_string("trace", "", "recorded routing that ours replays beside the even one")
-_PROMPTS = flags.DEFINE_list("prompts", ["512", "4096", "32768"], "tokens of the prompts")
 _SECONDS = flags.DEFINE_float("seconds", 0, "in which a call must end; 0: as long as it takes")
-_EACH = flags.DEFINE_float("seconds_each", 500, "after which a program counts as failed")
-_FILES = flags.DEFINE_string("files", "", "folder of random weights; '': results/files")
 _PLATFORM = flags.DEFINE_enum("platform", "gpu", ["gpu", "cpu"], "of ours; cpu only tries it")
 _AGAIN = flags.DEFINE_bool("again", False, "run once more what could not run")
 _LIST = flags.DEFINE_bool("list", False, "say which cases there are, and run none")
@@ -56,7 +52,7 @@ _LIST = flags.DEFINE_bool("list", False, "say which cases there are, and run non
 def all_cases(shape: str, files: Path) -> Iterator[Case]:
     """The cases of the flags, ours last."""
     layers = _LAYERS.value
-    tokens = TINY if shape == "tiny" else tuple(int(count) for count in _PROMPTS.value)
+    tokens = TINY if shape == "tiny" else PROMPTS
     if _LLAMA.value:
         build = llama_cpp.Build(Path(_LLAMA.value), _GGUF.value, _VERSION.value)
         yield from llama_cpp.cases(build, shape, layers, tokens)
@@ -75,17 +71,17 @@ def main(argv: list[str]) -> None:
         sys.exit("error: give one folder for the results: see scripts/studies/peers/bench_peers.py")
     folder = Path(argv[1]).absolute()
     rows = folder / "peers.jsonl"
-    files = Path(_FILES.value).absolute() if _FILES.value else folder / "files"
+    files = folder / "files"
     done = names_done(rows, _AGAIN.value)
     cases = [case for shape in _SHAPES.value for case in all_cases(shape, files)]
-    cases = chosen(cases, _LOADS.value, _ONLY.value)
+    cases = chosen(cases, _ONLY.value)
     if _LIST.value:
         for case in cases:
             state = "done" if done.issuperset(case.names) else f"{case.seconds:3.0f} s"
             print(f"{state}  {'; '.join(case.names)}")
         return
     end = time.monotonic() + (_SECONDS.value or float("inf"))
-    place = Place(files=files, logs=folder / "logs", end=end, each_s=_EACH.value)
+    place = Place(files=files, logs=folder / "logs", end=end)
     waiting = [case for case in cases if not done.issuperset(case.names)]
     left = run_cases(waiting, place, rows, device_name(_PLATFORM.value))
     print(json.dumps({"cases": len(cases), "left": left}))

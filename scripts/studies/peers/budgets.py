@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 from scripts.studies.peers import llama_cpp, ours
 from scripts.studies.peers.running import NOT_RUN, decode, prefill
-from scripts.studies.peers.section import (
-    NONE,
-    PROMPT,
-    ROOM,
-    Row,
-    of_whom,
-    said,
-)
+from scripts.studies.peers.section import NONE, PROMPT, ROOM, Row, of_whom, said
 from scripts.studies.tables.paper import markdown_table
 
 FIRST = "Qwen3-30B-A3B"

@@ -8,15 +8,7 @@ from pathlib import Path
 
 from moejax.models.shapes import CONFIGS
 from scripts.studies.peers import freetoken, servers
-from scripts.studies.peers.running import (
-    NOT_RUN,
-    Case,
-    Figure,
-    NotRunError,
-    Place,
-    decode,
-    prefill,
-)
+from scripts.studies.peers.running import NOT_RUN, Case, Figure, NotRunError, Place, decode, prefill
 
 NAME = "moejax"
 FORMS = {4: "INT4 g64, head INT8", 16: "bf16"}

@@ -18,26 +18,18 @@ from moejax.files.result_rows import (
     today,
 )
 from scripts.studies.peers import ours
-from scripts.studies.peers.running import (
-    NOT_RUN,
-    Case,
-    Figure,
-    NotRunError,
-    OutOfTimeError,
-    Place,
-)
+from scripts.studies.peers.running import NOT_RUN, Case, Figure, NotRunError, OutOfTimeError, Place
 
 UNIT = "tokens/s"
 PATHS = ("llama_cpp", "gguf", "freetoken", "trace")  # flags
-CHOICES = ("only", "loads", "seconds", "files")  # flags that change no row
+CHOICES = ("only", "seconds")  # flags that change no row
 
 
-def chosen(cases: Sequence[Case], loads: Sequence[str], only: Sequence[str]) -> list[Case]:
-    """Cases by load and name; in the order of the words that their names have."""
-    found = [case for case in cases if case.about.rpartition(" | ")[2] in loads]
+def chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
+    """Cases by name, in the order of the words that their names have."""
     if not only:
-        return found
-    have = ([case for case in found if word in "\n".join(case.names)] for word in only)
+        return list(cases)
+    have = ([case for case in cases if word in "\n".join(case.names)] for word in only)
     return list({case.names: case for of_word in have for case in of_word}.values())
 
 

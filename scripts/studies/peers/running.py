@@ -101,7 +101,7 @@ class Place:
     files: Path
     logs: Path
     end: float
-    each_s: float
+    each_s: float = 500
 
     def run(
         self, words: Sequence[str], env: Mapping[str, str] | None = None, log: str = "program"

@@ -35,8 +35,7 @@ def cases(subject: Subject) -> Iterator[Case]:
     for pair in PAIRS:
         for choice in CHOICES:
             yield Case(
-                f"{'/'.join(pair)} {choice}",
-                functools.partial(_shares, subject, pair, choice),
+                f"{'/'.join(pair)} {choice}", functools.partial(_shares, subject, pair, choice)
             )
 
 

@@ -48,16 +48,17 @@ _CASES = flags.DEFINE_string("cases", "", "regular expression of cases' names; '
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model whose float32 fits")
 _LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _ORIGINS = flags.DEFINE_integer("origins", 0, "expert e is of shard e mod this; 0: not known")
-_WINDOW = flags.DEFINE_integer("window", 512, "tokens of a window")
 _WIKI = flags.DEFINE_integer("wiki", 40, "windows of WikiText-2's test text")
 _EACH = flags.DEFINE_integer("each", 8, "windows of each domain of the mixed text")
-_CALIBRATION = flags.DEFINE_integer("calibration", 10, "windows of the text that ships")
-_METHOD = flags.DEFINE_string("method", "hqq", "quantizer: rtn, hqq or least_squares")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
 _BUDGET = flags.DEFINE_float("time_budget_s", 0, "begin no case after so long; 0: no limit")
 _JUDGE = flags.DEFINE_bool("judge_only", False, "measure nothing, print the verdicts of the rows")
 _PLATFORM = flags.DEFINE_string("platform", "auto", "auto, cpu, gpu")
 _CACHE = flags.DEFINE_string("cache", "", "compilation cache")
+
+WINDOW = 512  # tokens of a window
+CALIBRATION = 10  # windows of the text that ships
+METHOD = "hqq"  # quantizer
 
 
 def claims(num_layers: int) -> tuple[Claim, ...]:
@@ -88,14 +89,14 @@ def main(argv: list[str]) -> None:
 
 
 def _subject(device: jax.Device) -> Subject:
-    model = Model(_CHECKPOINT.value, device, _METHOD.value)
-    texts = Texts(Path(_TEXTS.value), model.tokenizer, _WINDOW.value)
+    model = Model(_CHECKPOINT.value, device, METHOD)
+    texts = Texts(Path(_TEXTS.value), model.tokenizer, WINDOW)
     subject = Subject(
         model,
         texts,
         texts.wikitext(_WIKI.value),
         texts.mixed(_EACH.value),
-        texts.calibration(_CALIBRATION.value),
+        texts.calibration(CALIBRATION),
         {
             "wikitext-2": texts.wikitext(_WIKI.value, scored=False),
             "mixed": texts.mixed(_EACH.value, scored=False),
@@ -103,19 +104,19 @@ def _subject(device: jax.Device) -> Subject:
         _ORIGINS.value,
     )
     sizes = {text.name: text.num_targets for text in (subject.wiki, subject.mixed)}
-    print(f"{_CHECKPOINT.value}, windows of {_WINDOW.value} tokens, scored: {sizes}")
+    print(f"{_CHECKPOINT.value}, windows of {WINDOW} tokens, scored: {sizes}")
     return subject
 
 
 def _measure(subject: Subject, device: jax.Device, clock: float) -> bool:
     """Measures the cases that the output lacks; returns whether all are there."""
     scored = {
-        "window": _WINDOW.value,
+        "window": WINDOW,
         "windows of wikitext-2": _WIKI.value,
         "windows of each domain": _EACH.value,
         "domains": list(DOMAINS),
-        "windows of calibration": _CALIBRATION.value,
-        "quantizer": f"{_METHOD.value}, groups of 64",
+        "windows of calibration": CALIBRATION,
+        "quantizer": f"{METHOD}, groups of 64",
         "profiles": "wikitext-2's validation text, the domains' training text",
     }
     path = Path(_OUTPUT.value)

@@ -7,11 +7,6 @@ the prompt in one step, then a token a step, sampled.
 `moejax.benchmark --config.trace=traces/books.trace` and `moejax.sweep --config.trace=...` replay
 them, in another shape with experts mapped (`benchmarking.routing._scaled_trace`). A domain that has
 a trace is passed over.
-
-    python -m scripts.studies.speed.record_traces --cut=traces --prompt=40 --tokens=224 --output=OUT
-
-writes of each trace of a folder what is small: ids, gates and phases of the prompt's last tokens
-and of the first decoded ones.
 """
 
 from pathlib import Path
@@ -20,15 +15,11 @@ from absl import app, flags
 
 from moejax.engine import Engine
 from moejax.inference.recorder import facts
-from moejax.routing.trace import read_trace, write_trace
 from scripts.studies.quality.bench import DOMAINS, Texts
-from scripts.studies.speed.trace_cuts import cut
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "whose routing")
-_TEXTS = flags.DEFINE_string("texts", "", "folder of the texts")
-_CUT = flags.DEFINE_string("cut", "", "folder of traces to cut; '': records")
+_TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "folder of the traces", required=True)
-_DOMAINS = flags.DEFINE_list("domains", list(DOMAINS), "a trace each")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _TOKENS = flags.DEFINE_integer("tokens", 1024, "tokens that are decoded")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "of sampling")
@@ -48,21 +39,17 @@ def record(engine: Engine, texts: Texts, domain: str, path: Path) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Records every domain, or cuts what was recorded."""
+    """Records every domain."""
     del argv
     folder = Path(_OUTPUT.value)
     folder.mkdir(parents=True, exist_ok=True)
-    if _CUT.value:
-        for path in sorted(Path(_CUT.value).glob("*.trace")):
-            write_trace(folder / path.name, cut(read_trace(path), _PROMPT.value, _TOKENS.value))
-        return
     with Engine.from_pretrained(
         _CHECKPOINT.value, platform=_PLATFORM.value, generation_config=False, progress=False
     ) as engine:
         engine.eos_ids = ()  # an answer that ends early leaves few steps to replay
         assert engine.tokenizer is not None
         texts = Texts(Path(_TEXTS.value), engine.tokenizer, _PROMPT.value)
-        for domain in _DOMAINS.value:
+        for domain in DOMAINS:
             path = folder / f"{domain}.trace"
             if not path.exists():
                 print(f"{path}: {record(engine, texts, domain, path)} tokens decoded", flush=True)
